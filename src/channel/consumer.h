@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -21,7 +22,7 @@
 
 namespace callgate {
 
-class Consumer {
+class Consumer : public std::enable_shared_from_this<Consumer> {
  public:
   virtual ~Consumer() = default;
 

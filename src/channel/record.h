@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -65,6 +66,7 @@ struct LeafType {
   std::vector<std::int64_t> dims;  // leading batch axes included
   std::size_t offset = 0;          // of its payload, from the first payload
   std::size_t nbytes = 0;
+  auto operator<=>(const LeafType&) const = default;
 };
 
 // A leaf whose payload is an array with padding: another leaf says how much of it counts.

@@ -30,7 +30,7 @@ namespace callgate {
 // its turn from before its first lane to behind its last one. It may call others of the
 // same turn on its own thread; on other threads these would wait for it for ever. Nobody waits for
 // a turn with the GIL, which the kernel that has it may need.
-class KernelTurn {
+class KernelTurn : public std::enable_shared_from_this<KernelTurn> {
  public:
   using Hold = std::unique_lock<std::recursive_mutex>;
   // Waits for it. In a fork's child it is another one: who had it may be a thread of the parent.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-# As in src/bindings/arrays/views.cc.
+# As in src/bindings/arrays/views.h.
 ADVICE = (
   "whose mask XLA's arrays don't have; give its filled(value), and its mask, if it is needed, as "
   "an array of its own"

@@ -1,72 +1,72 @@
-// Buffer, and its protocols but for the exchange of memory: NumPy's and Python's buffer protocol.
-// The GIL is held.
+// Buffer, and how others get at its memory: NumPy's protocol, Python's buffer protocol, DLPack, and
+// CUDA's array interface. The GIL is held.
+//
+// On a GPU what the Buffer shows is written by work on XLA's stream that may not have run yet. A
+// consumer says in which stream it will use the memory, and that stream waits; nobody else does. Of
+// the streams that consumers name, the default ones are remembered: they live as long as the
+// process, so XLA's stream can be made to wait for them when the call ends.
 #include "bindings/arrays/buffer.h"
 
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
 #include <string>
 #include <utility>
 
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
+#include "core/lifecycle.h"
 
 namespace callgate::bindings {
 
-Buffer::Buffer(const ArrayView& of, bool is_readonly, std::int64_t on_device, const DeviceCall* on)
-    : dims(of.dims, of.dims + of.rank),
-      byte_strides(dims.size(), bits(of.dtype) / 8),  // 0, and unused, for packed ones
-      view(of),
-      readonly(is_readonly),
-      device(on_device) {
-  if (on != nullptr) gpu = *on;
-  view.dims = dims.data();
-  for (std::size_t axis = dims.size(); axis-- > 1;)
-    byte_strides[axis - 1] = byte_strides[axis] * std::max<std::int64_t>(dims[axis], 1);
+namespace {
+
+// "cpu:3" by the device's global id, "cuda:1" by the driver's number.
+std::string device_text(const Buffer& buffer) {
+  return buffer.gpu ? "cuda:" + std::to_string(buffer.gpu->device->ordinal())
+                    : "cpu:" + std::to_string(buffer.device);
 }
 
-void* Buffer::detach() {
-  void* before = view.data;
-  if (gpu) {
-    view.data = nullptr;
-    ended = true;
-    return before;
-  }
-  owned = std::make_unique<char[]>(view.nbytes() + 1);
-  if (view.nbytes() != 0) std::memcpy(owned.get(), before, view.nbytes());
-  view.data = owned.get();
-  return before;
+// Throws where the memory has gone back to XLA.
+void check_alive(const Buffer& buffer) {
+  if (buffer.ended)
+    raise(PyExc_BufferError,
+          "Buffer: the call that it belonged to is over, and its memory on the GPU is XLA's again; "
+          "expected a Buffer of the running call");
 }
 
-std::string Buffer::device_text() const {
-  return gpu ? "cuda:" + std::to_string(gpu->device->ordinal()) : "cpu:" + std::to_string(device);
-}
-
-void Buffer::check_alive() const {
-  if (!ended) return;
-  throw nb::buffer_error(
-      "Buffer: the call that it belonged to is over, and its memory on the GPU is XLA's again; "
-      "expected a Buffer of the running call");
-}
-
-void Buffer::refuse_packed(const char* what) const {
-  if (!is_packed(view.dtype)) return;
-  std::string text = std::string("Buffer.") + what + ": " + to_string(view) +
+// Throws for types of which several elements are in a byte; `what` is the method that was called.
+void refuse_packed(const Buffer& buffer, const char* what) {
+  if (!is_packed(buffer.view.dtype)) return;
+  std::string text = std::string("Buffer.") + what + ": " + to_string(buffer.view) +
                      " packs several elements into a byte";
-  if (!gpu) text += "; use unpack() for an array with one element a byte, pack() to write one";
-  refuse(nb::buffer_error, text);
+  if (!buffer.gpu)
+    text += "; use unpack() for an array with one element a byte, pack() to write one";
+  raise(PyExc_BufferError, text);
 }
 
-nb::object Buffer::dtype() const {
-  PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(view.dtype)];
-  if (descr == nullptr) throw nb::type_error("Buffer.dtype: NumPy has no dtype for this type");
+// For what reads or writes the memory on the host.
+const Buffer& on_host(nb::handle self, const char* what) {
+  const auto& buffer = nb::cast<const Buffer&>(self);
+  if (!buffer.gpu) return buffer;
+  raise(PyExc_TypeError,
+        std::string("Buffer.") + what + ": " + to_string(buffer.view) + " is on " +
+            device_text(buffer) +
+            ", and the host can't read it there; use arrays=\"numpy\" for copies in the "
+            "host's memory, or __dlpack__ or __cuda_array_interface__ where it is");
+}
+
+// NumPy's dtype of the elements. Throws where it has none.
+nb::object dtype_of(const Buffer& buffer) {
+  PyArray_Descr* descr = descr_of(buffer.view.dtype);
+  if (descr == nullptr) raise(PyExc_TypeError, "Buffer.dtype: NumPy has no dtype for this type");
   return nb::borrow(reinterpret_cast<PyObject*>(descr));
 }
 
+// The struct-module letter of a type, for Python's buffer protocol; null where it has none, as all
+// have none that are not NumPy's own.
 const char* format_of(DType dtype) noexcept {
   constexpr std::pair<DType, const char*> kFormats[] = {
       {DType::kPred, "?"}, {DType::kS8, "b"},   {DType::kS16, "h"}, {DType::kS32, "i"},
@@ -77,34 +77,22 @@ const char* format_of(DType dtype) noexcept {
   return found == std::end(kFormats) ? nullptr : found->second;
 }
 
-namespace {
-
-// For what reads or writes the memory on the host.
-void refuse_gpu(const Buffer& buffer, const char* what) {
-  if (!buffer.gpu) return;
-  refuse(nb::type_error,
-         std::string("Buffer.") + what + ": " + to_string(buffer.view) + " is on " +
-             buffer.device_text() +
-             ", and the host can't read it there; use arrays=\"numpy\" for copies in the "
-             "host's memory, or __dlpack__ or __cuda_array_interface__ where it is");
-}
-
 // NumPy's protocol: https://numpy.org/doc/stable/user/basics.interoperability.html
 nb::object array(nb::handle self, nb::object dtype, nb::object copy) {
-  const auto& buffer = nb::cast<const Buffer&>(self);
-  refuse_gpu(buffer, "__array__");
-  buffer.refuse_packed("__array__");
-  bool other =
-      !dtype.is_none() && !nb::module_::import_("numpy").attr("dtype")(dtype).equal(buffer.dtype());
-  if (other && !copy.is_none() && !nb::cast<bool>(copy))
-    throw nb::value_error("Buffer.__array__: a dtype other than the buffer's needs a copy");
-  if (!other && !copy.is_none() && nb::cast<bool>(copy)) return taken(make_copy(buffer.view));
-  nb::object view = taken(make_array(buffer.view, !buffer.readonly, self.ptr()));
+  const Buffer& buffer = on_host(self, "__array__");
+  refuse_packed(buffer, "__array__");
+  const bool other = !dtype.is_none() &&
+                     !nb::module_::import_("numpy").attr("dtype")(dtype).equal(dtype_of(buffer));
+  const bool copied = !copy.is_none() && nb::cast<bool>(copy);
+  if (other && !copy.is_none() && !copied)
+    raise(PyExc_ValueError, "Buffer.__array__: a dtype other than the buffer's needs a copy");
+  if (!other && copied) return make_copy(buffer.view);
+  nb::object view = make_array(buffer.view, !buffer.readonly, self.ptr());
   return other ? nb::object(view.attr("astype")(dtype)) : view;
 }
 
 int get_buffer(PyObject* self, Py_buffer* out, int flags) {
-  const auto& buffer = nb::cast<const Buffer&>(nb::handle(self));
+  auto& buffer = nb::cast<Buffer&>(nb::handle(self));
   const ArrayView& view = buffer.view;
   const char* format = format_of(view.dtype);
   // Whether the order of the dimensions makes no difference.
@@ -112,7 +100,7 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   bool fortran_too = view.size() == 0 || std::ranges::count_if(buffer.dims, longer) <= 1;
   std::string refused;
   if (buffer.gpu) {
-    refused = to_string(view) + " is on " + buffer.device_text() + ", where the host can't read it";
+    refused = to_string(view) + " is on " + device_text(buffer) + ", where the host can't read it";
   } else if (format == nullptr) {
     refused = "the buffer protocol has no format for " + to_string(view);
   } else if ((flags & PyBUF_WRITABLE) != 0 && buffer.readonly) {
@@ -134,80 +122,203 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   out->readonly = buffer.readonly;
   out->ndim = view.rank;
   // The protocol's fields are not const; consumers do not write to them.
-  auto extents = [](const std::vector<std::int64_t>& of) {
-    return reinterpret_cast<Py_ssize_t*>(const_cast<std::int64_t*>(of.data()));
-  };
   if ((flags & PyBUF_FORMAT) != 0) out->format = const_cast<char*>(format);
-  if ((flags & PyBUF_ND) != 0) out->shape = extents(buffer.dims);
-  if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES) out->strides = extents(buffer.byte_strides);
+  if ((flags & PyBUF_ND) != 0) out->shape = buffer.dims.data();
+  if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES) out->strides = buffer.byte_strides.data();
   return 0;
 }
 
-// How elements lie in bytes, the first in the lowest bits.
-struct Packing {
-  explicit Packing(DType dtype)
-      : width(static_cast<unsigned>(bits(dtype))), per_byte(8 / width), mask((1U << width) - 1) {}
-  unsigned shift(std::size_t i) const { return static_cast<unsigned>(i % per_byte) * width; }
-
-  unsigned width;
-  std::size_t per_byte;
-  unsigned mask;
-};
-
 // One element a byte, sign-extended for signed integers: the layout of ml_dtypes' int4 and friends.
 nb::object unpack(nb::handle self) {
-  const auto& buffer = nb::cast<const Buffer&>(self);
-  refuse_gpu(buffer, "unpack");
+  const Buffer& buffer = on_host(self, "unpack");
   const ArrayView& view = buffer.view;
   if (!is_packed(view.dtype)) return array(self, nb::none(), nb::bool_(true));
   nb::object made = taken(PyArray_SimpleNew(view.rank, buffer.dims.data(), NPY_UINT8));
   auto* out = static_cast<unsigned char*>(data_of(made));
   const auto* in = static_cast<const unsigned char*>(view.data);
-  const Packing packing(view.dtype);
-  bool is_signed = name(view.dtype).starts_with("int");
-  for (std::size_t i = 0; i < view.size(); ++i) {
-    unsigned value = (in[i / packing.per_byte] >> packing.shift(i)) & packing.mask;
-    if (is_signed && (value >> (packing.width - 1)) != 0) value |= 0xffU << packing.width;
+  const auto width = static_cast<unsigned>(bits(view.dtype));
+  const bool is_signed = name(view.dtype).starts_with("int");
+  for (std::size_t i = 0; i < view.size(); ++i) {  // the first of a byte is in its lowest bits
+    unsigned value = in[i * width / 8] >> (i * width % 8) & ((1U << width) - 1);
+    if (is_signed && (value >> (width - 1)) != 0) value |= 0xffU << width;
     out[i] = static_cast<unsigned char>(value);
   }
-  return made.attr("view")(buffer.dtype());
+  return made.attr("view")(dtype_of(buffer));
 }
 
 void pack(nb::handle self, nb::handle values) {
-  const auto& buffer = nb::cast<const Buffer&>(self);
-  refuse_gpu(buffer, "pack");
+  const Buffer& buffer = on_host(self, "pack");
   const ArrayView& view = buffer.view;
-  if (buffer.readonly) throw nb::type_error("Buffer.pack: an input of a gate is read-only");
+  if (buffer.readonly) raise(PyExc_TypeError, "Buffer.pack: an input of a gate is read-only");
   auto expected = [&](const std::string& got) {
-    refuse(nb::type_error, "Buffer.pack: expected " + to_string(view) + ", got " + got);
+    raise(PyExc_TypeError, "Buffer.pack: expected " + to_string(view) + ", got " + got);
   };
-  if (is_masked(values.ptr())) {
-    std::string got;
-    if (!describe(values.ptr(), got)) nb::raise_python_error();
-    expected(got);
-  }
+  if (is_masked(values.ptr())) expected(describe(values.ptr()));
   nb::object numpy = nb::module_::import_("numpy");
   nb::object array = numpy.attr("asarray")(values, nb::arg("order") = "C");
-  if (!array.attr("dtype").equal(buffer.dtype()) ||
-      !nb::cast<bool>(numpy.attr("array_equal")(array.attr("shape"), self.attr("shape")))) {
-    auto text = [&](const char* of) { return nb::str(nb::object(array.attr(of))); };
-    expected(std::string(text("dtype").c_str()) + text("shape").c_str());
-  }
-  void* data = data_of(array);
-  if (!is_packed(view.dtype)) return copy_to(view, data);
-  const auto* in = static_cast<const unsigned char*>(data);
+  if (!array.attr("dtype").equal(dtype_of(buffer)) ||
+      !nb::cast<bool>(numpy.attr("array_equal")(array.attr("shape"), self.attr("shape"))))
+    expected(nb::str("{}{}").format(array.attr("dtype"), array.attr("shape")).c_str());
+  if (!is_packed(view.dtype)) return copy_to(view, data_of(array));
+  const auto* in = static_cast<const unsigned char*>(data_of(array));
   auto* out = static_cast<unsigned char*>(view.data);
-  const Packing packing(view.dtype);
-  if (view.nbytes() != 0) std::memset(out, 0, view.nbytes());
+  const auto width = static_cast<unsigned>(bits(view.dtype));
+  fill(view, 0);
   for (std::size_t i = 0; i < view.size(); ++i) {
-    unsigned char& byte = out[i / packing.per_byte];
-    byte = static_cast<unsigned char>(byte | (in[i] & packing.mask) << packing.shift(i));
+    unsigned char& byte = out[i * width / 8];
+    byte = static_cast<unsigned char>(byte | (in[i] & ((1U << width) - 1)) << (i * width % 8));
   }
 }
 
-std::string repr(const Buffer& buffer) {
-  return "Buffer(" + to_string(buffer.view) + ", device=" + buffer.device_text() +
-         (buffer.readonly ? ", read-only)" : ")");
+// --- DLPack and CUDA's array interface -----------------------------------------------------------
+
+[[noreturn]] void refuse_export(const std::string& why, PyObject* type = PyExc_BufferError) {
+  raise(type, "Buffer.__dlpack__: " + why);
+}
+
+// An exported tensor with the Buffer that it keeps.
+template <typename Managed>
+struct Export : Immovable {
+  ~Export() {
+    if (Lifecycle::instance().closed()) return;
+    GilScope gil;  // consumers may drop their tensor on any thread
+    --nb::cast<Buffer&>(nb::handle(buffer)).exports;
+    Py_DECREF(buffer);
+  }
+
+  Managed managed{};
+  PyObject* buffer;
+  std::vector<std::int64_t> strides;
+};
+
+dlpack::Device device_of(const Buffer& buffer) {
+  return buffer.gpu ? dlpack::Device{dlpack::kCuda, buffer.gpu->device->ordinal()}
+                    : dlpack::Device{dlpack::kCpu, 0};
+}
+
+Buffer& exportable(nb::handle self) {
+  auto& buffer = nb::cast<Buffer&>(self);
+  check_alive(buffer);
+  refuse_packed(buffer, "__dlpack__");
+  return buffer;
+}
+
+// As a capsule. A consumer that takes the tensor renames it; only an unused one is released here.
+template <typename Managed>
+nb::object export_as(nb::object self, bool copied, [[maybe_unused]] std::uint64_t flags = 0) {
+  const auto& from = nb::cast<const Buffer&>(self);
+  const auto type = dlpack::data_type(from.view.dtype);
+  if (!type) refuse_export("DLPack has no type for " + to_string(from.view));
+  if (copied) {  // of memory on the host
+    Buffer copy(from.view, from.readonly, from.device, nullptr);
+    copy.detach();
+    self = nb::cast(std::move(copy));
+  }
+  auto& buffer = nb::cast<Buffer&>(self);
+  auto exported = std::make_unique<Export<Managed>>();
+  ++buffer.exports;
+  exported->buffer = self.release().ptr();
+  for (std::int64_t stride : buffer.byte_strides)
+    exported->strides.push_back(stride * 8 / bits(buffer.view.dtype));
+  Managed& managed = exported->managed;
+  managed.tensor = {buffer.view.data,
+                    device_of(buffer),
+                    buffer.view.rank,
+                    *type,
+                    buffer.dims.data(),
+                    exported->strides.data(),
+                    0};
+  managed.context = exported.get();
+  managed.deleter = [](Managed* tensor) { delete static_cast<Export<Managed>*>(tensor->context); };
+  if constexpr (std::is_same_v<Managed, dlpack::ManagedTensorVersioned>) {
+    managed.major = 1;
+    managed.flags = flags;
+  }
+  nb::object capsule = taken(PyCapsule_New(&managed, Managed::kName, [](PyObject* made) {
+    if (!PyCapsule_IsValid(made, Managed::kName)) return;
+    auto* tensor = static_cast<Managed*>(PyCapsule_GetPointer(made, Managed::kName));
+    tensor->deleter(tensor);
+  }));
+  (void)exported.release();
+  return capsule;
+}
+
+// The stream that a consumer names, as an integer; None is the legacy default stream.
+std::int64_t consumer_stream(nb::handle stream) {
+  if (stream.is_none()) return 1;
+  if (!PyLong_Check(stream.ptr()))
+    refuse_export(
+        std::string("stream: expected None or an int, got ") + nb::type_name(stream.type()).c_str(),
+        PyExc_TypeError);
+  auto number = nb::cast<std::int64_t>(stream);
+  if (number == 0 || number < -1)
+    refuse_export(
+        "stream: expected None, -1 (no waiting), 1 (the legacy default stream), 2 (the thread's "
+        "default stream) or a stream's address, got " +
+            std::to_string(number),
+        PyExc_ValueError);
+  return number;
+}
+
+// https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html
+nb::object dlpack_export(nb::object self, nb::object stream, nb::object max_version,
+                         nb::object dl_device, nb::object copy) {
+  using Pair = std::pair<int, int>;
+  Buffer& buffer = exportable(self);
+  const dlpack::Device here = device_of(buffer);
+  const bool on_gpu = buffer.gpu.has_value();
+  const bool want_copy = !copy.is_none() && nb::cast<bool>(copy);
+  if (!on_gpu && !stream.is_none() && nb::cast<std::int64_t>(stream) != -1)
+    refuse_export("stream must be None for memory of the CPU");
+  if (!dl_device.is_none() && nb::cast<Pair>(dl_device) != Pair(here.device_type, here.device_id)) {
+    if (!on_gpu) refuse_export("dl_device must be None or (1, 0), the CPU");
+    refuse_export("dl_device: expected None or (2, " + std::to_string(here.device_id) +
+                  "), the buffer's GPU, got " + nb::str(dl_device).c_str() +
+                  "; arrays=\"numpy\" makes copies in the host's memory");
+  }
+  const bool versioned = !max_version.is_none() && nb::cast<Pair>(max_version).first >= 1;
+  // Version 0 can't say "read-only": its consumers get a copy of an input of the CPU.
+  const bool copied = want_copy || (!on_gpu && !versioned && buffer.readonly);
+  if (on_gpu) {
+    // Never a copy: a consumer makes its own, on its own stream. One that asks for version 0 has no
+    // notion of read-only, as with arrays of other libraries that are never to be written.
+    if (want_copy)
+      refuse_export(
+          "copy: expected None or False on a GPU, where consumers copy, on their own streams; got "
+          "True");
+    std::int64_t consumer = consumer_stream(stream);
+    if (consumer != -1 && buffer.memory == nullptr) {
+      buffer.gpu->hold_back(consumer);
+      if (consumer == 1 || consumer == 2) buffer.gpu->default_streams |= 1U << consumer;
+    }
+  } else if (copied && !copy.is_none() && !want_copy) {
+    refuse_export(
+        "an input is read-only, which DLPack can say from version 1 on; pass max_version=(1, 0), "
+        "or let it copy");
+  }
+  if (!versioned) return export_as<dlpack::ManagedTensor>(self, copied);
+  std::uint64_t flags = copied ? dlpack::kCopied : buffer.readonly ? dlpack::kReadOnly : 0;
+  return export_as<dlpack::ManagedTensorVersioned>(self, copied, flags);
+}
+
+[[noreturn]] void refuse_interface(const std::string& why) {
+  raise(PyExc_AttributeError, "Buffer.__cuda_array_interface__: " + why + "__dlpack__");
+}
+
+// https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+nb::dict cuda_array_interface(Buffer& buffer) {
+  check_alive(buffer);
+  const std::string type = to_string(buffer.view);
+  if (!buffer.gpu) refuse_interface(type + " is on the CPU; use __array__ or ");
+  // Types of ml_dtypes have names that say something else.
+  if (format_of(buffer.view.dtype) == nullptr)
+    refuse_interface("it has no name for the elements of " + type + "; use ");
+  std::uintptr_t address = buffer.view.size() == 0 ? 0 : number_of(buffer.view.data);
+  // Consumers don't say which stream they use; by default it is this one.
+  buffer.gpu->default_streams |= 1u << 1;
+  return dict_of("shape", tuple_of(buffer.dims), "typestr", dtype_of(buffer).attr("str"), "data",
+                 nb::make_tuple(address, buffer.readonly), "strides", nb::none(), "version", 3,
+                 "stream", buffer.gpu->number());
 }
 
 PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buffer)},
@@ -216,7 +327,7 @@ PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buf
 }  // namespace
 
 void bind_buffer(nb::module_& module) {
-  nb::class_<Buffer> type(
+  nb::class_<Buffer>(
       module, "Buffer", nb::type_slots(buffer_slots), nb::is_weak_referenceable(),
       "An array of the running call: XLA's own memory, for the length of the call.\n\n"
       "On the CPU NumPy reads it (`__array__`, the buffer protocol), on a GPU libraries of arrays "
@@ -224,16 +335,17 @@ void bind_buffer(nb::module_& module) {
       "read-only. On\na GPU work on the array belongs on XLA's stream, `stream`; what a library "
       "enqueues on one of\nCUDA's default streams, after it asked for the array by a protocol, is "
       "ordered before what XLA\ndoes next; of work on any other stream XLA's own has to wait by "
-      "the callable's doing.");
-  type.def_prop_ro("shape", &Buffer::shape,
-                   "Extents, outermost first; the layout is dense and row-major.")
-      .def_prop_ro("dtype", &Buffer::dtype, "The NumPy (or ml_dtypes) dtype.")
+      "the callable's doing.")
+      .def_prop_ro(
+          "shape", [](const Buffer& b) { return tuple_of(b.dims); },
+          "Extents, outermost first; the layout is dense and row-major.")
+      .def_prop_ro("dtype", &dtype_of, "The NumPy (or ml_dtypes) dtype.")
       .def_prop_ro("ndim", [](const Buffer& b) { return b.dims.size(); })
       .def_prop_ro("size", [](const Buffer& b) { return b.view.size(); })
       .def_prop_ro(
           "nbytes", [](const Buffer& b) { return b.view.nbytes(); },
           "Bytes of XLA's memory; sub-byte types count whole bytes.")
-      .def_prop_ro("device", &Buffer::device_text,
+      .def_prop_ro("device", &device_text,
                    "'cpu:' and the device's global id, or 'cuda:' and the GPU's number.")
       .def_prop_ro(
           "stream", [](const Buffer& b) { return b.gpu ? b.gpu->number() : 0; },
@@ -248,8 +360,29 @@ void bind_buffer(nb::module_& module) {
            "A new array with one element a byte: for int4 and the other sub-byte types.")
       .def("pack", &pack, nb::arg("values"),
            "Writes an array of the buffer's shape and dtype, packed as XLA has it.")
-      .def("__repr__", &repr);
-  bind_buffer_exchange(type);
+      .def("__repr__",
+           [](const Buffer& b) {
+             return "Buffer(" + to_string(b.view) + ", device=" + device_text(b) +
+                    (b.readonly ? ", read-only)" : ")");
+           })
+      .def("__dlpack__", &dlpack_export, nb::kw_only(), nb::arg("stream") = nb::none(),
+           nb::arg("max_version") = nb::none(), nb::arg("dl_device") = nb::none(),
+           nb::arg("copy") = nb::none())
+      .def("__dlpack_device__",
+           [](const Buffer& b) {
+             const dlpack::Device device = device_of(b);
+             return std::pair<int, int>(device.device_type, device.device_id);
+           })
+      // Zero copy also for an input and a consumer without a notion of read-only: for
+      // `arrays="torch"`, whose documentation says not to write.
+      .def("_dlpack_unchecked",
+           [](nb::object self) {
+             exportable(self);
+             return export_as<dlpack::ManagedTensor>(std::move(self), /*copied=*/false);
+           })
+      .def_prop_ro("__cuda_array_interface__", &cuda_array_interface,
+                   "CUDA's array interface, version 3; an AttributeError on the CPU and for types "
+                   "that it can't name.");
   // Points `array`, a view of `old_data`'s memory that may outlive it, to the same offset in
   // `new_data`. With `base`, the array holds it from now on.
   module.def(

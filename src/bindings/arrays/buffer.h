@@ -13,8 +13,11 @@
 // Nothing here waits for the GPU but checksums(), which debugging alone asks for.
 #pragma once
 
+#include <nanobind/ndarray.h>
+
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
@@ -26,6 +29,7 @@
 #include "bindings/python/gil.h"
 #include "core/array_view.h"
 #include "core/call.h"
+#include "core/dtype.h"
 #include "core/lifetime.h"
 #include "cuda/device.h"
 
@@ -34,11 +38,14 @@ namespace callgate::bindings {
 struct DeviceCall {
   cuda::Device* device = nullptr;
   cuda::Stream stream = nullptr;
+  // Which of CUDA's default streams (bits 1 and 2, as DLPack numbers them) may have been given work
+  // on the call's memory, or that of a Buffer. Changes under the GIL.
+  unsigned default_streams = 0;
 
   // The call's, from its context. Throws Error.
   static DeviceCall of(const CallContext& context) {
     auto stream = static_cast<cuda::Stream>(context.stream);
-    return {&cuda::Device::of(stream), stream};
+    return {.device = &cuda::Device::of(stream), .stream = stream};
   }
 
   // The stream as DLPack and CUDA's array interface number it: 1 for the legacy default stream.
@@ -48,8 +55,17 @@ struct DeviceCall {
     cuda::check(cuda::driver().context_set_current(device->context()), "cuCtxSetCurrent");
   }
   // Both take a stream by that number, release the GIL meanwhile, and throw Error.
-  void hold_back(std::int64_t consumer) const;  // it waits for XLA's stream
-  void wait_for(std::int64_t producer) const;   // XLA's stream waits for it
+  void hold_back(std::int64_t consumer) const {  // it waits for XLA's stream
+    if (static_cast<std::uintptr_t>(consumer) == number()) return;
+    without_gil([&] { cuda::StreamEvent(*device, stream).hold_back(of_number(consumer)); });
+  }
+  void wait_for(std::int64_t producer) const {  // XLA's stream waits for it
+    if (static_cast<std::uintptr_t>(producer) == number()) return;
+    without_gil([&] { cuda::StreamEvent(*device, of_number(producer)).hold_back(stream); });
+  }
+  static cuda::Stream of_number(std::int64_t number) {
+    return reinterpret_cast<cuda::Stream>(static_cast<std::uintptr_t>(number));
+  }
 };
 
 // The call that runs on this thread, for adapters of array libraries (_arrays/gpu.py).
@@ -75,13 +91,6 @@ struct CopySources : Immovable {
       : call(of), of_xla(operands) {}
   ~CopySources();
 
-  bool is_of_xla(const void* data) const noexcept {
-    return std::ranges::any_of(of_xla, [data](const ArrayView& view) {
-      const auto* first = static_cast<const char*>(view.data);
-      return data >= first && data < first + view.nbytes();
-    });
-  }
-
   struct Kept {
     std::vector<LateReference> objects;
     std::vector<cuda::PinnedBlock> blocks;
@@ -91,32 +100,44 @@ struct CopySources : Immovable {
   std::shared_ptr<Kept> kept = std::make_shared<Kept>();
 };
 
-// Copies `value` to the result's memory. For kMismatch, `got` may say what came. `cast` allows
-// same-kind casts of arrays on the host.
-Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
-                       std::string& got);
+// Copies `value` to the result's memory; false where it is another type of array, then `got` may
+// say what came. `cast` allows same-kind casts of arrays on the host.
+bool store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
+                     std::string& got);
 
 struct Buffer {
   // `on` for memory of a GPU, whose contents are those at the stream's present end.
-  Buffer(const ArrayView& of, bool is_readonly, std::int64_t on_device, const DeviceCall* on);
+  Buffer(const ArrayView& of, bool is_readonly, std::int64_t on_device, const DeviceCall* on)
+      : dims(of.dims, of.dims + of.rank),
+        byte_strides(dims.size(), bits(of.dtype) / 8),  // 0, and unused, for packed ones
+        view(of),
+        readonly(is_readonly),
+        device(on_device) {
+    if (on != nullptr) gpu = *on;
+    view.dims = dims.data();
+    for (std::size_t axis = dims.size(); axis-- > 1;)
+      byte_strides[axis - 1] = byte_strides[axis] * std::max<std::int64_t>(dims[axis], 1);
+  }
   // Of memory of its own, which is ready.
   Buffer(const ArrayView& of, const DeviceCall& on, std::shared_ptr<DeviceMemory> kept)
       : Buffer(of, /*is_readonly=*/false, on.device->id(), &on) {
     memory = std::move(kept);
   }
 
-  // "cpu:3" by the device's global id, "cuda:1" by the driver's number.
-  std::string device_text() const;
-  // Throws where the memory has gone back to XLA.
-  void check_alive() const;
-  // Throws for types of which several elements are in a byte; `what` is the method that was called.
-  void refuse_packed(const char* what) const;
-  nb::tuple shape() const { return tuple_of(dims); }
-  // NumPy's dtype of the elements. Throws where it has none.
-  nb::object dtype() const;
   // Leaves XLA's memory: for a private copy, or for good where it is a GPU's. Returns where the
   // data was.
-  void* detach();
+  void* detach() {
+    void* before = view.data;
+    if (gpu) {
+      view.data = nullptr;
+      ended = true;
+    } else {
+      owned = std::make_unique<char[]>(view.nbytes() + 1);
+      if (view.nbytes() != 0) std::memcpy(owned.get(), before, view.nbytes());
+      view.data = owned.get();
+    }
+    return before;
+  }
 
   std::vector<std::int64_t> dims, byte_strides;
   ArrayView view;
@@ -127,25 +148,52 @@ struct Buffer {
   std::unique_ptr<char[]> owned;
   std::shared_ptr<DeviceMemory> memory;  // where it is, a consumer's stream has nothing to wait for
 
-  // Which of CUDA's default streams (bits 1 and 2, as DLPack numbers them) may have been given work
-  // on the memory. Changes under the GIL.
-  unsigned default_streams = 0;
   // DLPack tensors over this memory that are still in use. Changes under the GIL.
   int exports = 0;
 };
 
-// The struct-module letter of a type, for Python's buffer protocol; null where it has none, as all
-// have none that are not NumPy's own.
-const char* format_of(DType dtype) noexcept;
+// The C structs of the DLPack exchange protocol, versions 0 and 1, and the type codes callgate
+// uses. Source of layout and codes: https://dmlc.github.io/dlpack/latest/c_api.html
+namespace dlpack {
 
-// Adds to the Python type how other libraries get at the memory: DLPack, on the host and on GPUs,
-// and CUDA's array interface.
-void bind_buffer_exchange(nb::class_<Buffer>& type);
+using Device = nanobind::dlpack::device;
+using DataType = nanobind::dlpack::dtype;
+using Tensor = nanobind::dlpack::dltensor;
 
-// Throws one of nanobind's exceptions, which copy the text.
-[[noreturn]] inline void refuse(nb::builtin_exception (*make)(const char*),
-                                const std::string& text) {
-  throw make(text.c_str());
+struct ManagedTensor {
+  static constexpr const char* kName = "dltensor";  // of a capsule that nobody has taken it from
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor*);
+};
+
+struct ManagedTensorVersioned {
+  static constexpr const char* kName = "dltensor_versioned";
+  std::uint32_t major, minor;
+  void* context;
+  void (*deleter)(ManagedTensorVersioned*);
+  std::uint64_t flags;
+  Tensor tensor;
+};
+
+inline constexpr std::int32_t kCpu = 1, kCuda = 2, kCudaManaged = 13;  // of Device
+inline constexpr std::uint64_t kReadOnly = 1, kCopied = 2;             // flags
+
+// The DLPack type of a dtype; empty for packed ones, whose layout DLPack leaves open.
+inline std::optional<DataType> data_type(DType dtype) noexcept {
+  constexpr std::pair<DType, std::uint8_t> kCodes[] = {
+      {DType::kS8, 0},          {DType::kS16, 0},         {DType::kS32, 0},
+      {DType::kS64, 0},         {DType::kU8, 1},          {DType::kU16, 1},
+      {DType::kU32, 1},         {DType::kU64, 1},         {DType::kF16, 2},
+      {DType::kF32, 2},         {DType::kF64, 2},         {DType::kBF16, 4},
+      {DType::kC64, 5},         {DType::kC128, 5},        {DType::kPred, 6},
+      {DType::kF8E3M4, 7},      {DType::kF8E4M3, 8},      {DType::kF8E4M3B11FNUZ, 9},
+      {DType::kF8E4M3FN, 10},   {DType::kF8E4M3FNUZ, 11}, {DType::kF8E5M2, 12},
+      {DType::kF8E5M2FNUZ, 13}, {DType::kF8E8M0FNU, 14}};
+  for (auto [known, code] : kCodes)
+    if (known == dtype) return DataType{code, static_cast<std::uint8_t>(bits(dtype)), 1};
+  return std::nullopt;
 }
 
+}  // namespace dlpack
 }  // namespace callgate::bindings

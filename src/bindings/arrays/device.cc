@@ -12,20 +12,15 @@
 #include <string_view>
 
 #include "bindings/arrays/buffer.h"
-#include "bindings/arrays/dlpack.h"
 #include "core/error.h"
 #include "cuda/copies.h"
 
 namespace callgate::bindings {
 namespace {
 
-cuda::Stream stream_of(std::int64_t number) {
-  return reinterpret_cast<cuda::Stream>(static_cast<std::uintptr_t>(number));
-}
-
 // An array on a GPU, by whatever protocol it came.
 struct Foreign {
-  const void* data = nullptr;
+  const char* data = nullptr;
   int ordinal = 0;
   std::string type;                          // as NumPy names it
   std::vector<std::int64_t> shape, strides;  // the latter in bytes; none for a dense array
@@ -40,13 +35,11 @@ struct Foreign {
   }
 };
 
-// The name of a DLPack type; empty for those that no array of XLA's has.
+// The name of a DLPack type, for messages where no array of XLA's has it.
 std::string type_name(const dlpack::DataType& type) {
   for (int code = 1; code < static_cast<int>(kDTypeTableSize); ++code) {
     auto dtype = dtype_from_code(code);
-    auto known = dtype ? dlpack::data_type(*dtype) : std::nullopt;
-    if (known && known->code == type.code && known->bits == type.bits && type.lanes == 1)
-      return std::string(name(*dtype));
+    if (dtype && dlpack::data_type(*dtype) == type) return std::string(name(*dtype));
   }
   return "DLPack type " + std::to_string(type.code) + " of " + std::to_string(type.bits) + " bits";
 }
@@ -64,17 +57,15 @@ nb::object capsule_of(nb::handle value, const DeviceCall& call) {
 
 const dlpack::Tensor& tensor_of(nb::handle capsule) {
   using dlpack::ManagedTensor, dlpack::ManagedTensorVersioned;
-  auto get = [&](const char* name) { return PyCapsule_GetPointer(capsule.ptr(), name); };
-  if (!PyCapsule_IsValid(capsule.ptr(), ManagedTensorVersioned::kName)) {
-    auto* managed = static_cast<ManagedTensor*>(get(ManagedTensor::kName));
-    if (managed == nullptr) nb::raise_python_error();
-    return managed->tensor;
-  }
-  auto* managed = static_cast<ManagedTensorVersioned*>(get(ManagedTensorVersioned::kName));
-  if (managed->major == 1) return managed->tensor;
-  refuse(nb::buffer_error, "DLPack: expected version 0 or 1, got " +
-                               std::to_string(managed->major) + "." +
-                               std::to_string(managed->minor));
+  const bool versioned = PyCapsule_IsValid(capsule.ptr(), ManagedTensorVersioned::kName) != 0;
+  void* content = PyCapsule_GetPointer(
+      capsule.ptr(), versioned ? ManagedTensorVersioned::kName : ManagedTensor::kName);
+  if (content == nullptr) nb::raise_python_error();
+  if (!versioned) return static_cast<ManagedTensor*>(content)->tensor;
+  const auto& of = *static_cast<ManagedTensorVersioned*>(content);
+  if (of.major == 1) return of.tensor;
+  raise(PyExc_TypeError, "DLPack: expected version 0 or 1, got " + std::to_string(of.major) + "." +
+                             std::to_string(of.minor));
 }
 
 // Empty for arrays that are not on a GPU.
@@ -90,7 +81,7 @@ std::optional<Foreign> by_dlpack(nb::handle value, const DeviceCall& call) {
   auto rank = static_cast<std::size_t>(tensor.ndim);
   array.data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
   // Managed memory is every GPU's.
-  array.ordinal = type == dlpack::kCuda ? tensor.device.id : call.device->ordinal();
+  array.ordinal = type == dlpack::kCuda ? tensor.device.device_id : call.device->ordinal();
   array.type = type_name(tensor.dtype);
   array.shape.assign(tensor.shape, tensor.shape + rank);
   if (tensor.strides != nullptr) array.strides.assign(tensor.strides, tensor.strides + rank);
@@ -104,11 +95,11 @@ std::optional<Foreign> by_array_interface(nb::handle value, const DeviceCall& ca
   nb::object interface = value.attr("__cuda_array_interface__");
   auto entry = [&](const char* key) { return nb::object(interface.attr("get")(key)); };
   if (!entry("mask").is_none())
-    throw nb::type_error(
-        "__cuda_array_interface__: expected an array without a mask, got one with");
+    raise(PyExc_TypeError,
+          "__cuda_array_interface__: expected an array without a mask, got one with");
   Foreign array;
   array.owner = nb::borrow(value);
-  array.data = reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(interface["data"][0]));
+  array.data = reinterpret_cast<const char*>(nb::cast<std::uintptr_t>(interface["data"][0]));
   array.shape = nb::cast<std::vector<std::int64_t>>(interface["shape"]);
   if (nb::object strides = entry("strides"); !strides.is_none())
     array.strides = nb::cast<std::vector<std::int64_t>>(strides);
@@ -123,62 +114,56 @@ std::optional<Foreign> by_array_interface(nb::handle value, const DeviceCall& ca
   if (nb::object stream = entry("stream"); !stream.is_none()) {
     auto number = nb::cast<std::int64_t>(stream);
     if (number == 0)
-      throw nb::value_error("__cuda_array_interface__: stream: expected None or a stream, got 0");
+      raise(PyExc_TypeError, "__cuda_array_interface__: stream: expected None or a stream, got 0");
     call.wait_for(number);
   }
   return array;
 }
 
-Stored copy_from_gpu(const ArrayView& target, Foreign array, CopySources& sources,
-                     std::string& got) {
+bool copy_from_gpu(const ArrayView& target, Foreign array, CopySources& sources, std::string& got) {
   const DeviceCall& call = sources.call;
   got = type_text(array.type, array.shape);
   if (array.ordinal != call.device->ordinal()) {
     got += " on cuda:" + std::to_string(array.ordinal) +
            " (the program's GPU is cuda:" + std::to_string(call.device->ordinal()) + ")";
-    return Stored::kMismatch;
+    return false;
   }
   if (!std::ranges::equal(array.shape, target.shape()) || array.type != name(target.dtype))
-    return Stored::kMismatch;
+    return false;
   if (!array.dense(bits(target.dtype) / 8)) {
     got += " that is not dense and row-major: make it contiguous";
-    return Stored::kMismatch;
+    return false;
   }
   // With an alias the callable may return the very memory that it was given.
-  if (target.nbytes() == 0 || array.data == target.data) return Stored::kYes;
+  if (target.nbytes() == 0 || array.data == target.data) return true;
   without_gil([&] {
     cuda::copy_on_device(cuda::address(target.data), cuda::address(array.data), target.nbytes(),
                          call.stream);
   });
-  if (!sources.is_of_xla(array.data)) sources.kept->objects.push_back(late(std::move(array.owner)));
-  return Stored::kYes;
+  auto has_it = [&](const ArrayView& view) {
+    const auto* first = static_cast<const char*>(view.data);
+    return array.data >= first && array.data < first + view.nbytes();
+  };
+  if (std::ranges::none_of(sources.of_xla, has_it))
+    sources.kept->objects.push_back(late(std::move(array.owner)));
+  return true;
 }
 
-Stored copy_from_host(const ArrayView& target, PyObject* value, bool cast, CopySources& sources) {
+bool copy_from_host(const ArrayView& target, PyObject* value, bool cast, CopySources& sources) {
   cuda::PinnedBlock block = without_gil([&] { return cuda::PinnedBlock(target.nbytes()); });
   ArrayView staged = target;
   staged.data = block.data();
-  Stored stored = store(staged, value, cast);
-  if (stored != Stored::kYes || target.nbytes() == 0) return stored;
+  if (!store(staged, value, cast)) return false;
+  if (target.nbytes() == 0) return true;
   without_gil([&] {
     cuda::copy_to_device(cuda::address(target.data), block.data(), target.nbytes(),
                          sources.call.stream);
   });
   sources.kept->blocks.push_back(std::move(block));
-  return Stored::kYes;
+  return true;
 }
 
 }  // namespace
-
-void DeviceCall::hold_back(std::int64_t consumer) const {
-  if (static_cast<std::uintptr_t>(consumer) == number()) return;
-  without_gil([&] { cuda::StreamEvent(*device, stream).hold_back(stream_of(consumer)); });
-}
-
-void DeviceCall::wait_for(std::int64_t producer) const {
-  if (static_cast<std::uintptr_t>(producer) == number()) return;
-  without_gil([&] { cuda::StreamEvent(*device, stream_of(producer)).hold_back(stream); });
-}
 
 std::vector<std::size_t> checksums(std::span<const ArrayView> arrays, const DeviceCall* on_gpu) {
   std::vector<std::size_t> sums;
@@ -189,14 +174,14 @@ std::vector<std::size_t> checksums(std::span<const ArrayView> arrays, const Devi
   };
   if (on_gpu == nullptr) {
     add(arrays);
-  } else {
-    without_gil([&] {
-      cuda::HostCopies copies(*on_gpu->device, arrays, {});
-      copies.fetch(on_gpu->stream);
-      cuda::wait_for(*on_gpu->device, on_gpu->stream);
-      add(copies.operands());
-    });
+    return sums;
   }
+  without_gil([&] {
+    cuda::HostCopies copies(*on_gpu->device, arrays, {});
+    copies.fetch(on_gpu->stream);
+    cuda::wait_for(*on_gpu->device, on_gpu->stream);
+    add(copies.operands());
+  });
   return sums;
 }
 
@@ -210,23 +195,15 @@ CopySources::~CopySources() {
   });
 }
 
-Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
-                       std::string& got) try {
+bool store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
+                     std::string& got) try {
   const DeviceCall& call = sources.call;
   std::optional<Foreign> array = running_python([&] { return by_dlpack(value, call); });
   if (!array) array = running_python([&] { return by_array_interface(value, call); });
   return array ? copy_from_gpu(target, *std::move(array), sources, got)
                : copy_from_host(target, value, cast, sources);
-} catch (nb::python_error& error) {
-  error.restore();
-  return Stored::kError;
 } catch (const nb::cast_error&) {
-  PyErr_SetString(PyExc_TypeError,
-                  "expected an array on a GPU, got one that tells of itself wrongly");
-  return Stored::kError;
-} catch (const nb::builtin_exception& error) {
-  PyErr_SetString(PyExc_TypeError, error.what());
-  return Stored::kError;
+  raise(PyExc_TypeError, "expected an array on a GPU, got one that tells of itself wrongly");
 }
 
 // --- Upload --------------------------------------------------------------------------------------
@@ -234,51 +211,43 @@ Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, Copy
 namespace {
 
 // An item of a feed on its way to a GPU. Made on the feed's thread, given on XLA's.
-class UploadHandle : Immovable {
- public:
+struct UploadHandle : Immovable {
   UploadHandle(int ordinal, const nb::sequence& arrays) {
     std::vector<ArrayView> types;
     for (nb::handle array : arrays) {
       std::optional<ArrayView> type = known_view(array);
-      if (!type) throw nb::type_error("Upload: expected NumPy arrays of a dtype that JAX has");
+      if (!type) raise(PyExc_TypeError, "Upload: expected NumPy arrays of a dtype that JAX has");
       types.push_back(*type);  // its data is not looked at
     }
-    without_gil(
-        [&] { upload_ = std::make_shared<cuda::Upload>(cuda::Device::at(ordinal), types); });
+    without_gil([&] { upload = std::make_shared<cuda::Upload>(cuda::Device::at(ordinal), types); });
     std::size_t index = 0;
-    for (nb::handle array : arrays) {
-      if (store(upload_->host()[index++], array.ptr(), /*cast=*/false) != Stored::kYes) {
-        if (PyErr_Occurred() != nullptr) nb::raise_python_error();
-        throw nb::type_error("Upload: expected arrays of the host");
-      }
-    }
-    without_gil([&] { upload_->start(); });
+    for (nb::handle array : arrays)
+      if (!store(upload->host()[index++], array.ptr(), /*cast=*/false))
+        raise(PyExc_TypeError, "Upload: expected arrays of the host");
+    without_gil([&] { upload->start(); });
   }
   ~UploadHandle() {
-    without_gil([&] { upload_.reset(); });
+    without_gil([&] { upload.reset(); });
   }
-
-  int ordinal() const noexcept { return upload_->device().ordinal(); }
 
   // Lane `lane` of `lanes` of each result.
   void give(const nb::sequence& results, std::size_t lane, std::size_t lanes) {
     const DeviceCall* call = DeviceCallScope::current_;
-    if (call == nullptr || call->device != &upload_->device())
-      throw nb::value_error("Upload.give: expected a call on the GPU that it was made for");
+    if (call == nullptr || call->device != &upload->device())
+      raise(PyExc_ValueError, "Upload.give: expected a call on the GPU that it was made for");
     std::vector<void*> targets;
     for (nb::handle result : results) {
       const ArrayView& view = nb::cast<const Buffer&>(result).view;
       std::size_t bytes = view.nbytes() / lanes;
       targets.push_back(static_cast<char*>(view.data) + lane * bytes);
-      if (targets.size() > upload_->host().size() ||
-          bytes != upload_->host()[targets.size() - 1].nbytes())
-        throw nb::value_error("Upload.give: expected results of the arrays' types");
+      if (targets.size() > upload->host().size() ||
+          bytes != upload->host()[targets.size() - 1].nbytes())
+        raise(PyExc_ValueError, "Upload.give: expected results of the arrays' types");
     }
-    without_gil([&] { cuda::Upload::give(upload_, targets, call->stream); });
+    without_gil([&] { cuda::Upload::give(upload, targets, call->stream); });
   }
 
- private:
-  std::shared_ptr<cuda::Upload> upload_;
+  std::shared_ptr<cuda::Upload> upload;
 };
 
 }  // namespace
@@ -287,7 +256,9 @@ void bind_upload(nb::module_& module) {
   nb::class_<UploadHandle>(module, "Upload",
                            "Arrays of the host on their way to a GPU, by way of pinned memory.")
       .def(nb::init<int, const nb::sequence&>(), nb::arg("ordinal"), nb::arg("arrays"))
-      .def_prop_ro("ordinal", &UploadHandle::ordinal, "The GPU's number for CUDA.")
+      .def_prop_ro(
+          "ordinal", [](const UploadHandle& of) { return of.upload->device().ordinal(); },
+          "The GPU's number for CUDA.")
       .def("give", &UploadHandle::give, nb::arg("results"), nb::arg("lane") = 0,
            nb::arg("lanes") = 1,
            "Has the stream of the call that runs on this thread copy them to its results.");

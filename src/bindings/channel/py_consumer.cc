@@ -6,8 +6,10 @@
 //   stacked  function(source, (lane, seq, time_ns, device, run, flags), arrays), all stacked
 // `source` is (id, name, role, description, has lanes). `control`, if not None, is called with
 // "flush" and "close".
+#include <nanobind/stl/shared_ptr.h>
+
 #include <algorithm>
-#include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <type_traits>
 #include <utility>
@@ -15,7 +17,6 @@
 
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/views.h"
-#include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
 #include "channel/channel.h"
 #include "core/lifecycle.h"
@@ -35,11 +36,11 @@ nb::tuple about_source(const Source& source) {
 nb::object own_array(const ArrayView& view, const Source& source,
                      const std::shared_ptr<void>& lent) {
   if (!lent || 2 * view.nbytes() < source.payload_bytes || is_packed(view.dtype))
-    return taken(make_copy(view));
+    return make_copy(view);
   nb::capsule base(new std::shared_ptr<void>(lent), [](void* pointer) noexcept {
     delete static_cast<std::shared_ptr<void>*>(pointer);
   });
-  return taken(make_array(view, /*writable=*/true, base.ptr()));
+  return make_array(view, /*writable=*/true, base.ptr());
 }
 
 // The leaves of a record whose arrays are on a device, as Buffers that own them.
@@ -86,96 +87,66 @@ nb::list rows_of(const Source& source, std::span<const Record> records) {
   return rows;
 }
 
-// The records of one source as stacked arrays, a row a lane that was sent.
-class Stack {
- public:
-  Stack(const Source& source, std::span<const Record> records) : views_(source) {
-    for (const Record& record : records) {
-      views_.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
-        if (rows_.empty()) first_.assign(leaves.begin(), leaves.end());
-        rows_.push_back({&record, lane});
-      });
-    }
-  }
-
-  bool empty() const { return rows_.empty(); }
-
-  nb::tuple numbers() const {
-    auto of = [this](auto member) {
-      return column([member](const Row& row) { return row.record->*member; });
-    };
-    return nb::make_tuple(column([](const Row& row) { return row.lane; }), of(&Record::seq),
-                          of(&Record::time_ns), of(&Record::device), of(&Record::run),
-                          of(&Record::flags));
-  }
-
-  nb::tuple arrays() {
-    std::vector<char*> data;
-    nb::list arrays;
-    std::shared_ptr<void> lent = rows_.size() == 1 ? Channel::lend(*rows_[0].record) : nullptr;
-    bool packed = std::ranges::any_of(first_, [](ArrayView leaf) { return is_packed(leaf.dtype); });
-    if (lent && !packed) {
-      for (const ArrayView& leaf : first_) arrays.append(row_of(leaf, lent));
-      return nb::tuple(arrays);
-    }
-    for (const ArrayView& leaf : first_) arrays.append(new_stack(leaf, data));
-    std::size_t row = 0;
-    const Record* last = nullptr;
-    for (const Row& one : rows_) {
-      if (one.record == last) continue;
-      last = one.record;
-      views_.each_lane_as_sent(*one.record, [&](std::int64_t, std::span<const ArrayView> leaves) {
-        for (std::size_t i = 0; i < leaves.size(); ++i) {
-          std::size_t bytes = leaves[i].nbytes();
-          if (bytes != 0) std::memcpy(data[i] + row * bytes, leaves[i].data, bytes);
-        }
-        ++row;
-      });
-    }
-    return nb::tuple(arrays);
-  }
-
- private:
-  struct Row {
-    const Record* record;
-    std::int64_t lane;
-  };
-
-  // An array of one number a row, of 64 bits.
-  template <typename Number>
-  nb::object column(Number&& number) const {
-    constexpr bool kSigned = std::is_signed_v<std::invoke_result_t<Number, const Row&>>;
-    using T = std::conditional_t<kSigned, std::int64_t, std::uint64_t>;
-    npy_intp extent = static_cast<npy_intp>(rows_.size());
-    nb::object array = taken(PyArray_SimpleNew(1, &extent, kSigned ? NPY_INT64 : NPY_UINT64));
-    std::ranges::transform(rows_, static_cast<T*>(data_of(array)), number);
-    return array;
-  }
-
-  // A stack of the one row.
-  nb::object row_of(const ArrayView& leaf, const std::shared_ptr<void>& lent) const {
-    std::vector<std::int64_t> dims{1};
-    dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
-    return own_array({leaf.data, dims.data(), leaf.rank + 1, leaf.dtype}, *rows_[0].record->source,
-                     lent);
-  }
-
-  nb::object new_stack(const ArrayView& leaf, std::vector<char*>& data) const {
-    PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(leaf.dtype)];
-    std::vector<npy_intp> dims{static_cast<npy_intp>(rows_.size())};
-    dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
-    Py_XINCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
-    nb::object array =
-        taken(PyArray_NewFromDescr(&PyArray_Type, descr, static_cast<int>(dims.size()), dims.data(),
-                                   nullptr, nullptr, 0, nullptr));
-    data.push_back(static_cast<char*>(data_of(array)));
-    return array;
-  }
-
-  RecordViews views_;
-  std::vector<Row> rows_;
-  std::vector<ArrayView> first_;
+// A lane that was sent.
+struct Row {
+  const Record* record;
+  std::int64_t lane;
 };
+
+// An array of one number a row, of 64 bits.
+template <typename Number>
+nb::object column(const std::vector<Row>& rows, Number&& number) {
+  constexpr bool kSigned = std::is_signed_v<std::invoke_result_t<Number, const Row&>>;
+  using T = std::conditional_t<kSigned, std::int64_t, std::uint64_t>;
+  auto extent = static_cast<npy_intp>(rows.size());
+  nb::object array = taken(PyArray_SimpleNew(1, &extent, kSigned ? NPY_INT64 : NPY_UINT64));
+  std::ranges::transform(rows, static_cast<T*>(data_of(array)), number);
+  return array;
+}
+
+nb::tuple numbers_of(const std::vector<Row>& rows) {
+  auto of = [&](auto member) {
+    return column(rows, [member](const Row& row) { return row.record->*member; });
+  };
+  return nb::make_tuple(column(rows, [](const Row& row) { return row.lane; }), of(&Record::seq),
+                        of(&Record::time_ns), of(&Record::device), of(&Record::run),
+                        of(&Record::flags));
+}
+
+// Each leaf of the rows of these records as one array.
+nb::tuple stacks_of(std::span<const Record> records, const std::vector<Row>& rows) {
+  RecordViews views(*records.front().source);
+  nb::list stacks;
+  std::vector<char*> next;  // where the next row of each is
+  std::shared_ptr<void> lent = rows.size() == 1 ? Channel::lend(*rows[0].record) : nullptr;
+  auto add_stack = [&](const ArrayView& leaf) {
+    std::vector<npy_intp> dims{static_cast<npy_intp>(rows.size())};
+    dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
+    const ArrayView whole{leaf.data, dims.data(), leaf.rank + 1, leaf.dtype};
+    PyArray_Descr* descr = descr_of(leaf.dtype);
+    nb::object stack;
+    if (lent && !is_packed(leaf.dtype)) {
+      stack = own_array(whole, *records.front().source, lent);
+    } else {
+      Py_XINCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
+      stack = taken(PyArray_NewFromDescr(&PyArray_Type, descr, whole.rank, whole.dims, nullptr,
+                                         nullptr, 0, nullptr));
+    }
+    next.push_back(static_cast<char*>(data_of(stack)));
+    stacks.append(stack);
+  };
+  for (const Record& record : records) {
+    views.each_lane_as_sent(record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+      for (std::size_t i = 0; i < leaves.size(); ++i) {
+        if (i == next.size()) add_stack(leaves[i]);
+        ArrayView row = leaves[i];
+        row.data = std::exchange(next[i], next[i] + row.nbytes());
+        copy_to(row, leaves[i].data);
+      }
+    });
+  }
+  return nb::tuple(stacks);
+}
 
 class PyConsumer final : public Consumer {
  public:
@@ -238,17 +209,22 @@ class PyConsumer final : public Consumer {
   }
 
   void consume_some(const Source& source, std::span<const Record> records) {
+    nb::tuple about = about_source(source);
     nb::object done;
     if (!stacked_) {
       nb::list rows = rows_of(source, records);
       if (nb::len(rows) == 0) return;
-      nb::tuple about = about_source(source);
       done = call_python(function_.get(), "OO", about.ptr(), rows.ptr());
     } else {
-      Stack stack(source, records);
-      if (stack.empty()) return;
-      nb::tuple about = about_source(source), numbers = stack.numbers(), arrays = stack.arrays();
-      done = call_python(function_.get(), "OOO", about.ptr(), numbers.ptr(), arrays.ptr());
+      std::vector<Row> rows;
+      RecordViews views(source);
+      for (const Record& record : records)
+        views.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView>) {
+          rows.push_back({&record, lane});
+        });
+      if (rows.empty()) return;
+      nb::tuple numbers = numbers_of(rows), stacks = stacks_of(records, rows);
+      done = call_python(function_.get(), "OOO", about.ptr(), numbers.ptr(), stacks.ptr());
     }
     if (!done.is_valid()) nb::raise_python_error();
     // How many of them the consumer raised for; None where nobody counted.
@@ -267,8 +243,8 @@ void bind_py_consumer(nb::module_& module) {
   module.def(
       "python_consumer",
       [](nb::object function, bool stacked, nb::object control) {
-        return ConsumerHandle{
-            std::make_shared<PyConsumer>(std::move(function), stacked, std::move(control))};
+        return std::shared_ptr<Consumer>(
+            std::make_shared<PyConsumer>(std::move(function), stacked, std::move(control)));
       },
       nb::arg("function"), nb::kw_only(), nb::arg("stacked") = false,
       nb::arg("control").none() = nb::none());

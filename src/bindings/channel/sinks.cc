@@ -1,5 +1,6 @@
 // Python calls these with the GIL; files are opened, written and closed without it.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -12,13 +13,13 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/arrays/views.h"
-#include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
 #include "channel/record.h"
 #include "channel/sinks/file.h"
@@ -26,6 +27,7 @@
 #include "channel/sinks/npy.h"
 #include "channel/sinks/stats.h"
 #include "core/error.h"
+#include "core/lifetime.h"
 
 namespace callgate::bindings {
 namespace {
@@ -37,19 +39,14 @@ struct StatsReader {
 
 FileMode mode_of(bool append) { return append ? FileMode::kAppend : FileMode::kCreate; }
 
-ConsumerHandle jsonl_sink(std::string path, bool append) {
-  return without_gil([&] {
-    return ConsumerHandle{std::make_shared<JsonlSink>(std::move(path), mode_of(append))};
-  });
+template <typename Sink>
+std::shared_ptr<Consumer> file_sink(std::string path, bool append) {
+  return without_gil([&] { return std::make_shared<Sink>(std::move(path), mode_of(append)); });
 }
 
-ConsumerHandle npy_sink(std::string path, bool append) {
-  return {std::make_shared<NpySink>(std::move(path), mode_of(append))};
-}
-
-std::pair<ConsumerHandle, StatsReader> stats_sink(std::vector<double> edges) {
+std::pair<std::shared_ptr<Consumer>, StatsReader> stats_sink(std::vector<double> edges) {
   auto sink = std::make_shared<StatsSink>(std::move(edges));
-  return {ConsumerHandle{sink}, StatsReader{sink}};
+  return {sink, StatsReader{sink}};
 }
 
 nb::dict to_dict(const Summary& summary) {
@@ -64,36 +61,26 @@ nb::dict to_dict(const Summary& summary) {
 // A new file of a sink in Python, which this process alone writes from now on. One that another
 // writes is a FileExistsError.
 template <typename Claimed, typename... Arguments>
-Claimed* claim(const Arguments&... arguments) {
-  try {
-    return without_gil([&] {
-      auto file = std::make_unique<Claimed>(arguments...);
-      file->claim();
-      return file.release();
-    });
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kAlreadyExists) throw;
-    PyErr_SetString(PyExc_FileExistsError, error.what());
-    nb::raise_python_error();
-  }
+Claimed* claim(const Arguments&... arguments) try {
+  return without_gil([&] {
+    auto file = std::make_unique<Claimed>(arguments...);
+    file->claim();
+    return file.release();
+  });
+} catch (const Error& error) {
+  if (error.code() != ErrorCode::kAlreadyExists) throw;
+  raise(PyExc_FileExistsError, error.what());
 }
 
 // Appends whole lines; returns how many are in the file, and why not all of them are, or "".
 std::pair<std::uint64_t, std::string> append_lines(LineFile& file, const std::string& lines) {
-  return without_gil([&] {
-    std::pair<std::uint64_t, std::string> result;
-    try {
-      file.append(lines, result.first);
-    } catch (const Error& error) {
-      result.second = error.what();
-    }
-    return result;
-  });
-}
-
-template <typename Claimed>
-void close_file(Claimed& file) {
-  without_gil([&] { file.close(); });
+  std::uint64_t written = 0;
+  try {
+    without_gil([&] { file.append(lines, written); });
+  } catch (const Error& error) {
+    return {written, error.what()};
+  }
+  return {written, ""};
 }
 
 nb::dict read_stats(const StatsReader& reader) {
@@ -120,17 +107,6 @@ struct alignas(kRecordAlignment) Block {
   char bytes[kRecordAlignment];
 };
 
-// Counts down from the top: the channels' sources count up.
-std::uint64_t next_id() {
-  static std::atomic<std::uint64_t> next{std::numeric_limits<std::uint64_t>::max()};
-  return next.fetch_sub(1, std::memory_order_relaxed);  // unique, in no order with anything
-}
-
-DType dtype_of(int code) {
-  if (auto dtype = dtype_from_code(code)) return *dtype;
-  throw Error("a record", "a dtype's code", std::to_string(code));
-}
-
 void add_leaf(Source& source, std::string path, DType dtype, std::vector<std::int64_t> dims) {
   LeafType leaf{std::move(path), dtype, std::move(dims), source.payload_bytes, 0};
   std::size_t count = 1;
@@ -151,10 +127,9 @@ std::vector<std::int64_t> levels_of(const std::vector<std::int64_t>& lane) {
   return levels;
 }
 
-class RecordWriter {
+class RecordWriter : Immovable {  // consumers know sources by their address
  public:
-  explicit RecordWriter(const ConsumerHandle& handle) : consumer_(handle.consumer) {}
-  RecordWriter(RecordWriter&&) = default;  // no copies: consumers know sources by their address
+  explicit RecordWriter(std::shared_ptr<Consumer> consumer) : consumer_(std::move(consumer)) {}
 
   void write(const std::string& name, int role, const std::vector<LeafArgument>& leaves,
              std::uint64_t seq, std::int64_t time_ns, std::int64_t run, std::int32_t device,
@@ -164,18 +139,17 @@ class RecordWriter {
     std::vector<Block> blocks(from.payload_bytes / sizeof(Block) + 1);
     char* payload = blocks.front().bytes;
     for (std::size_t i = 0; i < leaves.size(); ++i) {
+      const LeafType& leaf = from.leaves[i];
       const nb::bytes& bytes = std::get<3>(leaves[i]);
-      if (bytes.size() != from.leaves[i].nbytes)
-        throw Error("leaf '" + from.leaves[i].path + "' of a record",
-                    std::to_string(from.leaves[i].nbytes) + " bytes", std::to_string(bytes.size()));
-      std::memcpy(payload + from.leaves[i].offset, bytes.c_str(), bytes.size());
+      if (bytes.size() != leaf.nbytes)
+        throw Error("leaf '" + leaf.path + "' of a record", std::to_string(leaf.nbytes) + " bytes",
+                    std::to_string(bytes.size()));
+      std::memcpy(payload + leaf.offset, bytes.c_str(), bytes.size());
     }
-    if (from.has_where) {
-      std::int64_t position = 0;
-      for (std::size_t level = 0; level < lane.size(); ++level)
-        position = position * levels[level] + lane[level];
-      payload[from.leaves.back().offset + static_cast<std::size_t>(position)] = 1;
-    }
+    std::int64_t position = 0;
+    for (std::size_t level = 0; level < lane.size(); ++level)
+      position = position * levels[level] + lane[level];
+    if (from.has_where) payload[from.leaves.back().offset + static_cast<std::size_t>(position)] = 1;
     const std::uint32_t flags = repeated ? std::uint32_t{kRepeated} : 0U;
     const Record record{&from, seq, time_ns, run, device, flags, payload};
     without_gil([&] { consumer_->consume({&record, 1}); });
@@ -189,38 +163,40 @@ class RecordWriter {
  private:
   const Source& source(const std::string& name, Role role, const std::vector<LeafArgument>& leaves,
                        const std::vector<std::int64_t>& levels) {
-    Key key{name, role, {}, levels};
-    for (const auto& [path, code, dims, bytes] : leaves)
-      std::get<2>(key).emplace_back(path, code, dims);
-    std::unique_ptr<Source>& found = sources_[std::move(key)];
-    if (found != nullptr) return *found;
     auto made = std::make_unique<Source>();
-    made->id = next_id();
     made->name = name;
     made->role = role;
-    for (const auto& [path, code, dims, bytes] : leaves)
-      add_leaf(*made, path, dtype_of(code), dims);
     made->value_leaves = leaves.size();
+    for (const auto& [path, code, dims, bytes] : leaves) {
+      const auto dtype = dtype_from_code(code);
+      if (!dtype) throw Error("a record", "a dtype's code", std::to_string(code));
+      add_leaf(*made, path, *dtype, dims);
+    }
     if (!levels.empty()) {
-      std::vector<std::int64_t> masks;  // `where` alone is batched
-      for (std::size_t level = 0; level < levels.size(); ++level) {
-        masks.insert(masks.end(), leaves.size(), 0);
-        masks.push_back(1);
-      }
+      const std::size_t operands = leaves.size() + 1;
+      std::vector<std::int64_t> masks(levels.size() * operands, 0);  // `where` alone is batched
+      for (std::size_t i = leaves.size(); i < masks.size(); i += operands) masks[i] = 1;
       made->lanes = Lanes(levels, masks);
       made->has_where = true;
       add_leaf(*made, "", DType::kPred, levels);
     }
-    found = std::move(made);
-    return *found;
+    const auto [found, is_new] = sources_.insert(std::move(made));
+    // Counts down from the top: the channels' sources count up. Unique, in no order with anything.
+    static std::atomic<std::uint64_t> next_id{std::numeric_limits<std::uint64_t>::max()};
+    if (is_new) (*found)->id = next_id.fetch_sub(1, std::memory_order_relaxed);
+    return **found;
   }
 
-  std::shared_ptr<Consumer> consumer_;
-  // All that a source consists of: its name, role, leaves without their bytes, levels.
-  using LeafKey = std::tuple<std::string, int, std::vector<std::int64_t>>;
-  using Key = std::tuple<std::string, Role, std::vector<LeafKey>, std::vector<std::int64_t>>;
+  // By all that a source consists of; the last leaf's extents are the levels.
+  struct Less {
+    static auto key(const Source& of) {
+      return std::tie(of.name, of.role, of.value_leaves, of.leaves);
+    }
+    bool operator()(const auto& one, const auto& other) const { return key(*one) < key(*other); }
+  };
 
-  std::map<Key, std::unique_ptr<Source>> sources_;
+  std::shared_ptr<Consumer> consumer_;
+  std::set<std::unique_ptr<Source>, Less> sources_;
 };
 
 }  // namespace
@@ -235,32 +211,28 @@ void bind_sinks(nb::module_& module) {
                                     [](std::string_view) { return false; });
            }),
            nb::arg("sink"), nb::arg("path"), nb::arg("append"))
-      .def("first_line",
-           [](const LineFile& file) {
-             const std::string line = file.first_line();
-             return nb::bytes(line.data(), line.size());
-           })
+      .def("first_line", [](const LineFile& file) { return bytes_of(file.first_line()); })
       .def("append", &append_lines, nb::arg("lines"))
-      .def("close", &close_file<LineFile>);
+      .def("close", [](LineFile& file) { without_gil([&] { file.close(); }); });
   nb::class_<File>(module, "FileClaim",
                    "Keeps other sinks away from a file that a library opens by itself.")
       .def(nb::new_([](const std::string& sink, const std::string& path) {
              return claim<File>("the sink " + sink, path, FileUse{FileMode::kAppend});
            }),
            nb::arg("sink"), nb::arg("path"))
-      .def("close", &close_file<File>)
+      .def("close", [](File& file) { without_gil([&] { file.close(); }); })
       .def("remove", [](File& file) {  // of a file that is there for the claim alone
         without_gil([&] {
           ::unlink(file.path().c_str());
           file.close();
         });
       });
-  module.def("jsonl_sink", &jsonl_sink, nb::arg("path"), nb::arg("append"));
-  module.def("npy_sink", &npy_sink, nb::arg("path"), nb::arg("append"));
+  module.def("jsonl_sink", &file_sink<JsonlSink>, nb::arg("path"), nb::arg("append"));
+  module.def("npy_sink", &file_sink<NpySink>, nb::arg("path"), nb::arg("append"));
   module.def("stats_sink", &stats_sink, nb::arg("edges"));
   nb::class_<RecordWriter>(module, "RecordWriter",
                            "Hands records made in Python to a native consumer.")
-      .def(nb::init<const ConsumerHandle&>(), nb::arg("consumer"))
+      .def(nb::init<std::shared_ptr<Consumer>>(), nb::arg("consumer"))
       .def("write", &RecordWriter::write, nb::kw_only(), nb::arg("name"), nb::arg("role"),
            nb::arg("leaves"), nb::arg("seq"), nb::arg("time_ns"), nb::arg("run"), nb::arg("device"),
            nb::arg("repeated"), nb::arg("lane"))

@@ -2,6 +2,7 @@
 #include "callgate/stream.h"
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <poll.h>
@@ -15,7 +16,6 @@
 #include <utility>
 
 #include "bindings/arrays/views.h"
-#include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
 #include "channel/outfeed_2020.h"
 #include "channel/stream_address.h"
@@ -29,15 +29,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-struct StreamSinkHandle : ConsumerHandle {};
-
-// A copy of the bytes as uint8: what dtypes that pack their elements, or that this version does not
-// know, are handed out as. callgate._stream makes arrays of the former.
-nb::object raw_bytes(const char* data, std::size_t size) {
-  auto length = static_cast<npy_intp>(size);
-  nb::object array = taken(PyArray_SimpleNew(1, &length, NPY_UINT8));
-  if (size != 0) std::memcpy(data_of(array), data, size);
-  return array;
+nb::object copy_of(const char* data, const std::vector<std::int64_t>& dims, DType dtype) {
+  return make_copy(
+      {const_cast<char*>(data), dims.data(), static_cast<std::int32_t>(dims.size()), dtype});
 }
 
 nb::object leaf_array(const stream::Record& record, const stream::Leaf& leaf) {
@@ -45,9 +39,10 @@ nb::object leaf_array(const stream::Record& record, const stream::Leaf& leaf) {
   // The file says both; the element size is what its frames have been checked with.
   bool known = dtype && leaf.code <= 0xFFFFU && bits(*dtype) == static_cast<int>(leaf.bits) &&
                name(*dtype) == leaf.dtype;
-  if (!known || is_packed(*dtype)) return raw_bytes(record.data(leaf), leaf.nbytes);
-  return taken(make_copy({const_cast<char*>(record.data(leaf)), leaf.dims.data(),
-                          static_cast<std::int32_t>(leaf.dims.size()), *dtype}));
+  // Otherwise as bytes. callgate._stream makes arrays of those that pack their elements.
+  if (!known || is_packed(*dtype))
+    return copy_of(record.data(leaf), {static_cast<std::int64_t>(leaf.nbytes)}, DType::kU8);
+  return copy_of(record.data(leaf), leaf.dims, *dtype);
 }
 
 // Text of a file: whatever is no UTF-8 is replaced.
@@ -69,40 +64,39 @@ nb::dict source_dict(const stream::Source& source, std::int32_t process_index) {
                  "process_index", process_index);
 }
 
-// What is known of a reader without touching it, for any thread that has the GIL.
-struct State {
-  bool closed = false, ended = false;
-  std::uint64_t offset = 0;
-  std::uint32_t process = 0;
-};
-
 // A reader that one thread uses at a time: a second one gets an error, but may close it, which ends
 // the first one's wait. All members are touched under the GIL, but `reader_` by the thread in use.
-class StreamReader {
+class StreamReader : Immovable {
  public:
-  explicit StreamReader(std::string address) : address_(std::move(address)) {
-    StreamAddress parsed = parse_stream_address(address_);
+  explicit StreamReader(std::string of) : address(std::move(of)) {
+    StreamAddress parsed = parse_stream_address(address);
     is_file_ = parsed.transport == StreamTransport::kFile;
-    do {  // a signal's handler may raise; else the wait goes on
-      reader_ = without_gil([&] { return guarded([&] { return connect(parsed); }); });
-      if (reader_ == nullptr && PyErr_CheckSignals() != 0) nb::raise_python_error();
-    } while (reader_ == nullptr);
+    if (is_file_) {
+      reader_ = outside([&] { return std::make_unique<stream::Reader>(parsed.path); });
+      return;
+    }
+    int fd = -1;
+    while ((fd = outside([&] { return connect_stream(parsed).release(); })) < 0)
+      if (PyErr_CheckSignals() != 0)
+        nb::raise_python_error();  // else a signal ended the wait alone
+    reader_ = outside([&] {
+      make_nonblocking(fd);
+      return std::make_unique<stream::Reader>(fd);
+    });
   }
 
   // At most `limit` records that are there; waits for the first one.
   nb::list read(double timeout, std::size_t limit) {
     Use use(*this);
-    auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                       std::chrono::duration<double>(std::min(timeout, 1e9)));
+    auto deadline = Clock::now() + seconds_of(std::min(timeout, 1e9));
     nb::list records;
     while (records.size() < limit) {
       std::optional<stream::Record> record;
       try {
-        record = without_gil([&] { return guarded([&] { return reader_->next(); }); });
+        record = outside([&] { return reader_->next(); });
       } catch (const stream::RefusedError& error) {
-        std::string text = "callgate.open_stream: " + address_ + ": refused: " + error.what();
-        PyErr_SetString(PyExc_ConnectionError, text.c_str());
-        nb::raise_python_error();
+        raise(PyExc_ConnectionError,
+              "callgate.open_stream: " + address + ": refused: " + error.what());
       } catch (const Error&) {
         if (records.empty()) throw;
         break;  // the records before the damage first: the next call meets it again
@@ -113,8 +107,12 @@ class StreamReader {
         continue;
       }
       auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
-      if (!records.empty() || (state_.ended && !is_file_) || left.count() <= 0) break;
-      without_gil([&] { wait(std::min(left, milliseconds(is_file_ ? 20 : 100))); });
+      if (!records.empty() || (ended && !is_file_) || left.count() <= 0) break;
+      without_gil([&] {
+        if (is_file_) return std::this_thread::sleep_for(std::min(left, milliseconds(20)));
+        pollfd polled{reader_->fd(), POLLIN, 0};
+        poll(&polled, 1, static_cast<int>(std::min(left, milliseconds(100)).count()));
+      });
       if (PyErr_CheckSignals() != 0) nb::raise_python_error();
       if (close_requested_) refuse("it has been closed");
     }
@@ -124,11 +122,9 @@ class StreamReader {
   // Reads all that is there, for its descriptions alone.
   void scan() {
     Use use(*this);
-    without_gil([&] {
-      guarded([&] {
-        while (reader_->next()) remember_sources();
-        remember_sources();
-      });
+    outside([&] {
+      while (reader_->next()) remember_sources();
+      remember_sources();
     });
     note_state();
   }
@@ -138,7 +134,7 @@ class StreamReader {
     Use use(*this);
     remember_sources();
     nb::list dicts;
-    for (const auto& [source, process] : seen_) dicts.append(source_dict(*source, process));
+    for (const Seen& seen : seen_) dicts.append(source_dict(*seen.source, seen.process_index));
     return dicts;
   }
 
@@ -147,20 +143,24 @@ class StreamReader {
     if (!in_use_) reader_.reset();
   }
 
-  template <auto kWhat>
-  auto get() const noexcept {
-    return state_.*kWhat;
-  }
-  const std::string& address() const noexcept { return address_; }
+  const std::string address;
+  // What is known without touching the reader, for any thread that has the GIL.
+  bool closed = false, ended = false;
+  std::uint64_t offset = 0;
+  std::uint32_t process = 0;
 
  private:
-  using Seen = std::pair<std::shared_ptr<const stream::Source>, std::int32_t>;  // process's index
+  struct Seen {
+    std::shared_ptr<const stream::Source> source;
+    std::int32_t process_index;
+    nb::object dict;  // of its records, from the first one on
+  };
 
   // The time in which a thread uses the reader.
   struct Use : Immovable {
     explicit Use(StreamReader& of) : reader(of) {
       if (reader.close_requested_) reader.refuse("it has been closed");
-      if (!reader.is_file_ && !reader.process_.here())
+      if (!reader.is_file_ && !reader.opened_in_.here())
         reader.refuse("its connection belongs to the process that this one was forked from");
       if (reader.in_use_) reader.refuse("another thread is reading it");
       reader.in_use_ = true;
@@ -172,79 +172,53 @@ class StreamReader {
     StreamReader& reader;
   };
 
-  // Null where a signal ended the wait.
-  static std::unique_ptr<stream::Reader> connect(const StreamAddress& address) {
-    if (address.transport == StreamTransport::kFile)
-      return std::make_unique<stream::Reader>(address.path);
-    int fd = connect_stream(address).release();
-    if (fd < 0) return nullptr;
-    make_nonblocking(fd);
-    return std::make_unique<stream::Reader>(fd);
-  }
-
   [[noreturn]] void refuse(const std::string& reason) const {
-    throw Error(ErrorCode::kInvalidArgument, "stream '" + address_ + "': " + reason);
+    throw Error(ErrorCode::kInvalidArgument, "stream '" + address + "': " + reason);
   }
 
-  // Names the stream in what the reader throws.
+  // Without the GIL; names the stream in what the reader throws.
   template <typename Step>
-  auto guarded(Step&& step) const -> decltype(step()) {
-    try {
-      return step();
-    } catch (const Error&) {
-      throw;
-    } catch (const stream::RefusedError&) {
-      throw;  // the connection's fault: read() says so
-    } catch (const std::runtime_error& error) {
-      refuse(error.what());
-    }
-  }
-
-  void wait(milliseconds time) const {
-    if (is_file_) {
-      std::this_thread::sleep_for(time);
-      return;
-    }
-    pollfd polled{reader_->fd(), POLLIN, 0};
-    poll(&polled, 1, static_cast<int>(time.count()));
+  auto outside(Step&& step) const -> decltype(step()) try {
+    return without_gil(step);
+  } catch (const Error&) {
+    throw;
+  } catch (const stream::RefusedError&) {
+    throw;  // the connection's fault: read() says so
+  } catch (const std::runtime_error& error) {
+    refuse(error.what());
   }
 
   void note_state() {
-    state_ = {reader_->closed(), reader_->ended(), reader_->offset(), reader_->session().process};
+    closed = reader_->closed();
+    ended = reader_->ended();
+    offset = reader_->offset();
+    process = reader_->session().process;
   }
 
   void remember_sources() {
-    if (reader_->sources().empty()) return;
-    if (!seen_.empty() && seen_.back().first == reader_->sources().back()) return;
-    for (const auto& source : reader_->sources()) {
-      auto is_it = [&](const Seen& seen) { return seen.first == source; };
-      if (std::find_if(seen_.rbegin(), seen_.rend(), is_it) == seen_.rend())
-        seen_.emplace_back(source, reader_->session().process_index);
-    }
+    const auto& all = reader_->sources();
+    if (all.empty() || (!seen_.empty() && seen_.back().source == all.back())) return;
+    for (const auto& source : all)
+      if (places_.try_emplace(source.get(), seen_.size()).second)
+        seen_.push_back({source, reader_->session().process_index, {}});
   }
 
   // (source, seq, time_ns, run, device, flags, arrays); the same dict for records of one source.
   nb::object tuple_of(const stream::Record& record) {
-    auto& entry = dicts_[record.source.get()];
-    if (entry.first == nullptr) {
-      std::int32_t process = reader_->session().process_index;
-      entry = {record.source, source_dict(*record.source, process)};
-    }
+    remember_sources();
+    Seen& seen = seen_[places_.at(record.source.get())];
+    if (!seen.dict.is_valid()) seen.dict = source_dict(*seen.source, seen.process_index);
     nb::list arrays;
     for (const stream::Leaf& leaf : record.source->leaves) arrays.append(leaf_array(record, leaf));
-    return nb::make_tuple(entry.second, record.seq, record.time_ns, record.run, record.device,
+    return nb::make_tuple(seen.dict, record.seq, record.time_ns, record.run, record.device,
                           record.flags, arrays);
   }
 
-  std::string address_;
-  OfProcess process_;
+  OfProcess opened_in_;
   bool is_file_ = false, in_use_ = false, close_requested_ = false;
-  State state_;
   std::unique_ptr<stream::Reader> reader_;
   std::vector<Seen> seen_;
-  std::unordered_map<const stream::Source*,
-                     std::pair<std::shared_ptr<const stream::Source>, nb::dict>>
-      dicts_;
+  std::unordered_map<const stream::Source*, std::size_t> places_;  // in seen_
 };
 
 nb::list read_outfeed(const std::string& path) {
@@ -254,8 +228,7 @@ nb::list read_outfeed(const std::string& path) {
     nb::list arrays;
     const char* data = message->data.data();
     for (const outfeed_2020::ArrayType& array : message->arrays) {
-      arrays.append(taken(make_copy({const_cast<char*>(data), array.dims.data(),
-                                     static_cast<std::int32_t>(array.dims.size()), array.dtype})));
+      arrays.append(copy_of(data, array.dims, array.dtype));
       data += array.nbytes();
     }
     messages.append(nb::make_tuple(message->consumer, arrays));
@@ -270,33 +243,29 @@ nb::bytes outfeed_header(
   arrays.reserve(types.size());
   for (const auto& [dtype, dims] : types)
     arrays.push_back({dtype_from_name(dtype).value_or(DType::kInvalid), dims});
-  std::string header = outfeed_2020::encode_header(consumer, outfeed_2020::encode_metadata(arrays));
-  return nb::bytes(header.data(), header.size());
+  return bytes_of(outfeed_2020::encode_header(consumer, outfeed_2020::encode_metadata(arrays)));
 }
 
 }  // namespace
 
 void bind_stream(nb::module_& module) {
-  nb::class_<StreamSinkHandle, ConsumerHandle>(module, "StreamSink",
-                                               "A native consumer that writes a stream.")
-      .def_prop_ro("address", [](const StreamSinkHandle& handle) {
-        return static_cast<const StreamSink&>(*handle.consumer).address();
-      });
+  nb::class_<StreamSink, Consumer>(module, "StreamSink", "A native consumer that writes a stream.")
+      .def_prop_ro("address", &StreamSink::address);
   module.def(
       "stream_sink",
       [](const std::string& destination, std::size_t lag_bytes, std::int32_t process_index) {
         StreamServer::Limits limits;
         limits.lag_bytes = lag_bytes;
-        return StreamSinkHandle{{without_gil(
-            [&] { return std::make_shared<StreamSink>(destination, limits, process_index); })}};
+        return without_gil(
+            [&] { return std::make_shared<StreamSink>(destination, limits, process_index); });
       },
       nb::arg("destination"), nb::kw_only(),
       nb::arg("lag_bytes") = StreamServer::Limits().lag_bytes, nb::arg("process_index") = -1,
       "Writes a stream to a file's path, unix:PATH or tcp://HOST:PORT.");
   module.def(
       "outfeed_2020_sink",
-      [](const std::string& path) {
-        return ConsumerHandle{std::make_shared<Outfeed2020Sink>(path)};
+      [](const std::string& path) -> std::shared_ptr<Consumer> {
+        return std::make_shared<Outfeed2020Sink>(path);
       },
       nb::arg("path"), "Writes the framing of 2020 to a new file.");
   module.def("read_outfeed_2020", &read_outfeed, nb::arg("path"),
@@ -310,11 +279,11 @@ void bind_stream(nb::module_& module) {
       .def("scan", &StreamReader::scan, "Reads on to the end, for sources() alone.")
       .def("sources", &StreamReader::sources)
       .def("close", &StreamReader::close)
-      .def_prop_ro("closed", &StreamReader::get<&State::closed>, "Whether the writer closed it.")
-      .def_prop_ro("ended", &StreamReader::get<&State::ended>, "Whether the last read met the end.")
-      .def_prop_ro("offset", &StreamReader::get<&State::offset>, "Where the next frame begins.")
-      .def_prop_ro("process", &StreamReader::get<&State::process>, "The writer's process id.")
-      .def_prop_ro("address", &StreamReader::address);
+      .def_ro("closed", &StreamReader::closed, "Whether the writer closed it.")
+      .def_ro("ended", &StreamReader::ended, "Whether the last read met the end.")
+      .def_ro("offset", &StreamReader::offset, "Where the next frame begins.")
+      .def_ro("process", &StreamReader::process, "The writer's process id.")
+      .def_ro("address", &StreamReader::address);
 }
 
 }  // namespace callgate::bindings

@@ -19,62 +19,21 @@
 
 namespace callgate::bindings {
 
-PyCallee::PyCallee(std::string name, nb::object called, nb::object binder, GateOptions chosen)
-    : private_views(chosen.owned_inputs ? +kPrivateInputs : 0u),
-      options(chosen),
-      function(late(std::move(called))),
-      bind(binder.is_none() ? nullptr : late(std::move(binder))),
-      name_(std::move(name)) {}
-
-std::shared_ptr<Site> PyCallee::specialise(SiteSpec spec) {
-  GilScope gil;
-  nb::object target = nb::borrow(function.get());
-  bool tuple = options.flat_results || spec.spec == "*";
-  if (bind != nullptr) {
-    // bind(spec) -> (callable, whether results come and go as a tuple)
-    nb::object bound = call_python(bind.get(), "s", spec.spec.c_str());
-    if (!bound.is_valid())
-      throw Error(ErrorCode::kInvalidArgument, take_exception(name_, spec.site));
-    target = bound[0];
-    tuple = nb::cast<bool>(bound[1]);
-  }
-  return make_gate_site(shared_from_this(), late(std::move(target)), tuple, std::move(spec));
-}
-
-void PyCallee::defer(const Error& error) {
-  GilScope gil;
-  call_deferred(error);
-}
-
-void PyCallee::enter_worker(bool of_device) {
-  thread_local bool device_worker = false;
-  if (std::exchange(device_worker, of_device) == of_device) return;
-  if (ActiveGil gil; gil) call_unraisable(hooks.device_worker, "O", of_device ? Py_True : Py_False);
-}
-
-std::string PyCallee::self_wait(unsigned long thread) {
-  ActiveGil gil;
-  if (!gil) return {};
-  nb::object text = call_unraisable(hooks.self_wait, "sk", name_.c_str(), thread);
-  return text.is_valid() ? nb::cast<std::string>(text) : std::string();
-}
-
-std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
-  GilScope gil;
-  return stall_text("gate '" + name_ + "'", call, timed_out);
-}
-
 namespace {
 
 using CalleeHandle = Handle<PyCallee>;
-using CheckHandle = Handle<CheckCallee>;
+
+struct CheckHandle : Handle<CheckCallee> {
+  CheckHandle(std::string name, const CalleeHandle& failed)
+      : Handle(std::make_shared<CheckCallee>(std::move(name), failed.callee)) {}
+};
 
 Style style_of(const std::string& text) {
   return text == "inplace" ? Style::kInplace : text == "context" ? Style::kContext : Style::kReturn;
 }
 
 nb::dict stats_of(const CalleeHandle& handle) {
-  const Counters& counters = handle.callee().counters;
+  const Counters& counters = handle.callee->counters;
   // Relaxed: see Counters.
   auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
   return dict_of("calls", read(counters.calls), "errors", read(counters.errors), "bytes",
@@ -87,7 +46,7 @@ nb::dict stats_of(const CalleeHandle& handle) {
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
-  PyCallee& callee = nb::inst_ptr<CalleeHandle>(self)->callee();
+  PyCallee& callee = *nb::inst_ptr<CalleeHandle>(self)->callee;
   if (callee.weak_from_this().use_count() != 1) return 0;
   Py_VISIT(callee.function.get());
   Py_VISIT(callee.bind.get());
@@ -95,7 +54,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* self) {
-  PyCallee& callee = nb::inst_ptr<CalleeHandle>(self)->callee();
+  PyCallee& callee = *nb::inst_ptr<CalleeHandle>(self)->callee;
   if (callee.weak_from_this().use_count() != 1) return 0;
   LateReference none = late(nb::none());
   std::swap(callee.function, none);
@@ -208,15 +167,10 @@ void bind_gate(nb::module_& module) {
              const std::string& style, const std::string& arrays, bool cast, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
              bool command_buffer) {
-            GateOptions options{.style = style_of(style), .buffers = arrays == "buffer"};
-            options.cast = cast;
-            options.owned_inputs = owned_inputs;
-            options.flat_results = flat_results;
-            options.own_thread = own_thread || timeout > 0;
-            options.native = native;
-            options.default_stream = default_stream;
-            options.command_buffer = command_buffer;
-            options.timeout = seconds_of(timeout);
+            const GateOptions options{
+                style_of(style), arrays == "buffer",        cast,   owned_inputs,
+                flat_results,    own_thread || timeout > 0, native, default_stream,
+                command_buffer,  seconds_of(timeout)};
             new (self) CalleeHandle(std::make_shared<PyCallee>(std::move(name), std::move(function),
                                                                std::move(bind), options));
           },
@@ -228,12 +182,7 @@ void bind_gate(nb::module_& module) {
       .def("stats", &stats_of);
   bind_handle<CheckHandle>(module, "Check",
                            "A callee that calls another one when its first operand is False.")
-      .def(
-          "__init__",
-          [](CheckHandle* self, std::string name, const CalleeHandle& failed) {
-            new (self) CheckHandle(std::make_shared<CheckCallee>(std::move(name), failed.shared()));
-          },
-          nb::arg("name"), nb::arg("failed"));
+      .def(nb::init<std::string, const CalleeHandle&>(), nb::arg("name"), nb::arg("failed"));
 }
 
 }  // namespace callgate::bindings

@@ -11,9 +11,11 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/python/gil.h"
+#include "bindings/python/hooks.h"
 #include "core/call.h"
 
 namespace callgate::bindings {
@@ -64,9 +66,15 @@ enum : unsigned { kPrivateInputs = 1, kPrivateResults = 2 };
 
 class PyCallee final : public Callee, public std::enable_shared_from_this<PyCallee> {
  public:
-  // `function` is called with flat arrays when a site's spec is "" (one result) or "*" (a tuple of
-  // results); for any other spec `bind(spec)` gives the function to call, with flat_results' form.
-  PyCallee(std::string name, nb::object function, nb::object bind, GateOptions options);
+  // `called` is called with flat arrays when a site's spec is "" (one result) or "*" (a tuple of
+  // results); for any other spec `binder(spec)` gives the function to call, with flat_results'
+  // form.
+  PyCallee(std::string name, nb::object called, nb::object binder, GateOptions chosen)
+      : private_views(chosen.owned_inputs ? +kPrivateInputs : 0u),
+        options(chosen),
+        function(late(std::move(called))),
+        bind(binder.is_none() ? nullptr : late(std::move(binder))),
+        name_(std::move(name)) {}
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }
@@ -78,10 +86,26 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
     return options.native ? OnDevice::kNative : OnDevice::kStaged;
   }
   std::chrono::nanoseconds timeout() const noexcept override { return options.timeout; }
-  void defer(const Error& error) override;
-  void enter_worker(bool of_device) override;
-  std::string stall_report(const std::string& call, bool timed_out) override;
-  std::string self_wait(unsigned long thread) override;
+  void defer(const Error& error) override {
+    GilScope gil;
+    call_deferred(error);
+  }
+  void enter_worker(bool of_device) override {
+    thread_local bool device_worker = false;
+    if (std::exchange(device_worker, of_device) == of_device) return;
+    if (ActiveGil gil; gil)
+      call_unraisable(hooks.device_worker, "O", of_device ? Py_True : Py_False);
+  }
+  std::string stall_report(const std::string& call, bool timed_out) override {
+    GilScope gil;
+    return stall_text("gate '" + name_ + "'", call, timed_out);
+  }
+  std::string self_wait(unsigned long thread) override {
+    ActiveGil gil;
+    if (!gil) return {};
+    nb::object text = call_unraisable(hooks.self_wait, "sk", name_.c_str(), thread);
+    return text.is_valid() ? nb::cast<std::string>(text) : std::string();
+  }
 
   // Which views are private from the next call on. Relaxed: it orders nothing, and a call that
   // comes too early gets views, whose escape is found again.
@@ -98,9 +122,5 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
 struct Context : CallContext {
   std::shared_ptr<const Mesh> mesh;
 };
-
-// `target` is the flat callable; `tuple_results` says whether its results come and go as a tuple.
-std::shared_ptr<Site> make_gate_site(std::shared_ptr<PyCallee> callee, LateReference target,
-                                     bool tuple_results, SiteSpec spec);
 
 }  // namespace callgate::bindings

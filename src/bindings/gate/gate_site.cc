@@ -36,12 +36,7 @@ class Arguments : Immovable {
     for (PyObject* object : all()) Py_XDECREF(object);
   }
 
-  // Takes a new reference; false when it is null.
-  bool push(PyObject* object) {
-    if (object == nullptr) return false;
-    data()[count_++] = object;
-    return true;
-  }
+  void push(nb::object object) { data()[count_++] = object.release().ptr(); }
   std::span<PyObject*> all() { return {data(), count_}; }
   PyObject** data() { return overflow_.empty() ? inline_.data() : overflow_.data(); }
   std::size_t size() const { return count_; }
@@ -69,11 +64,6 @@ struct Views : Arguments {
   const char* kind;
   std::span<const ArrayView> memory;
   bool own;  // private ones, which may outlive the call
-};
-
-// A call on a GPU while it runs.
-struct OnGpu : DeviceCall {
-  unsigned default_streams = 0;  // as Buffer's, of all its buffers
 };
 
 constexpr std::int64_t kLegacyStream = 1, kThreadStream = 2;
@@ -108,12 +98,12 @@ class PyGateSite final : public Site {
     const std::int64_t start = timed ? now_ns() : 0;
     GilScope gil;
     const std::int64_t locked = timed ? now_ns() : 0;
-    bool ok = run_where_it_is(call);
+    auto raised = raised_by([&] { run_where_it_is(call); });
     if (timed) record(start, locked - start, now_ns() - locked);
-    if (ok) return;
+    if (!raised) return;
     counters.errors.fetch_add(1, std::memory_order_relaxed);
-    throw Error::verbatim(ErrorCode::kInternal,
-                          take_exception(callee_->name(), spec_.site, spec_.layout, call.context));
+    throw Error::verbatim(ErrorCode::kInternal, failure_text(*raised, callee_->name(), spec_.site,
+                                                             spec_.layout, call.context));
   }
 
   static std::int64_t now_ns() noexcept {
@@ -130,128 +120,120 @@ class PyGateSite final : public Site {
                                           gil_wait_ns + python_ns);
   }
 
-  // False with a Python error, as all below.
-  bool run_where_it_is(const Call& call) {
+  // Throws a Python exception, as all below.
+  void run_where_it_is(const Call& call) {
     if (!options_.native || call.context.stream == nullptr) {
       DeviceCallScope on_host(nullptr);
       return run_all(call, nullptr);
     }
     try {
-      bool ok = false;
       cuda::named(callee_->name(), [&] {
         drain_released();  // the results of earlier calls hold a GPU's memory
-        OnGpu gpu{DeviceCall::of(call.context)};
+        DeviceCall gpu = DeviceCall::of(call.context);
         DeviceCallScope on_device(&gpu);
-        ok = run_on_device(call, gpu);
+        run_on_device(call, gpu);
       });
-      return ok;
     } catch (const Error& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
-      return false;
+      raise(PyExc_RuntimeError, error.what());
     }
   }
 
-  bool run_on_device(const Call& call, OnGpu& gpu) {
-    bool recorded = options_.command_buffer && cuda::capturing(gpu.stream);
+  void run_on_device(const Call& call, DeviceCall& gpu) {
+    const bool recorded = options_.command_buffer && cuda::capturing(gpu.stream);
     // Default streams take no part in recordings.
     if (options_.default_stream && !recorded) {
       gpu.hold_back(kLegacyStream);
       gpu.default_streams = 1u << kLegacyStream;
     }
-    bool ok = run_all(call, &gpu);
-    if (recorded) return ok && was_recorded(gpu);
+    auto raised = raised_by([&] { run_all(call, &gpu); });
+    if (recorded && !raised) check_recorded(gpu);
     for (std::int64_t stream : {kLegacyStream, kThreadStream})
-      if ((gpu.default_streams & (1u << stream)) != 0) gpu.wait_for(stream);
-    return ok;
+      if (!recorded && (gpu.default_streams & (1u << stream)) != 0) gpu.wait_for(stream);
+    if (raised) throw *std::move(raised);
   }
 
-  bool was_recorded(const DeviceCall& call) {
+  void check_recorded(const DeviceCall& call) {
     cuda::CaptureStatus status = cuda::CaptureStatus::kNone;
     cuda::Result result = cuda::driver().stream_is_capturing(call.stream, &status);
     if (result != cuda::Result::kStreamCaptureInvalidated) {
       cuda::check(result, "cuStreamIsCapturing");
-      if (status != cuda::CaptureStatus::kInvalidated) return true;
+      if (status != cuda::CaptureStatus::kInvalidated) return;
     }
-    std::string text =
-        "gate '" + callee_->name() +
-        "': command_buffer=True: what it did can't be recorded. Expected: launches and "
-        "asynchronous copies on XLA's stream, with no waiting, no allocation by the driver and no "
-        "other stream that does not come back to it; got a capture that CUDA has given up";
-    PyErr_SetString(hooks.capture_error, text.c_str());
-    return false;
+    raise(hooks.capture_error,
+          "gate '" + callee_->name() +
+              "': command_buffer=True: what it did can't be recorded. Expected: launches and "
+              "asynchronous copies on XLA's stream, with no waiting, no allocation by the driver "
+              "and no other stream that does not come back to it; got a capture that CUDA has "
+              "given up");
   }
 
-  bool run_all(const Call& call, OnGpu* gpu) {
+  void run_all(const Call& call, DeviceCall* gpu) {
     const Lanes& lanes = spec_.lanes;
     if (lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
     try {
       lanes.check(call.operands, call.results);
     } catch (const Error& error) {
-      PyErr_SetString(PyExc_ValueError, error.what());
-      return false;
+      raise(PyExc_ValueError, error.what());
     }
     std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
     for (std::int64_t lane = 0; lane < lanes.count(); ++lane) {
       lanes.select_operands(lane, call.operands, operands);
       lanes.select_results(lane, call.results, results);
-      if (!run_lane(operands, results, call.context, gpu)) return false;
+      run_lane(operands, results, call.context, gpu);
     }
-    return true;
   }
 
   // One call of the callable.
-  bool run_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
-                const CallContext& context, OnGpu* gpu) {
+  void run_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
+                const CallContext& context, DeviceCall* gpu) {
     // Once: another thread's call may change it. A GPU's memory is never copied here.
     unsigned privately =
         gpu == nullptr ? callee_->private_views.load(std::memory_order_relaxed) : 0;  // see there
     Views inputs("argument", operands, (privately & kPrivateInputs) != 0);
     Views outputs("result", results, (privately & kPrivateResults) != 0);
-    if (!show(inputs, /*writable=*/false, context.device, gpu)) return false;
-    if (options_.style != Style::kReturn && !show(outputs, /*writable=*/true, context.device, gpu))
-      return false;
+    show(inputs, /*writable=*/false, context.device, gpu);
+    if (options_.style != Style::kReturn) show(outputs, /*writable=*/true, context.device, gpu);
     // On a GPU it is slow: it waits for the stream. For debugging.
     bool check = settings.check_writes.load(std::memory_order_relaxed) &&  // see Settings
                  !(options_.command_buffer && gpu != nullptr);
     const auto sums = check ? checksums(operands, gpu) : std::vector<std::size_t>();
-    nb::object result = invoke(inputs, outputs, context);
-    if (gpu != nullptr) gpu->make_current();
-    bool ok = result.is_valid() && take(operands, results, result, gpu);
-    result.reset();
-    if (gpu != nullptr) {
-      for (Arguments* views : {&inputs, &outputs})
-        for (PyObject* view : views->all())
-          gpu->default_streams |= nb::cast<const Buffer&>(nb::handle(view)).default_streams;
+    auto raised = raised_by([&] {
+      nb::object result = invoke(inputs, outputs, context);
+      if (gpu != nullptr) gpu->make_current();
+      if (!result.is_valid()) nb::raise_python_error();
+      take(operands, results, result, gpu);
+    });
+    for (Arguments* views : {&inputs, &outputs}) {
+      if (gpu == nullptr) break;
+      for (PyObject* view : views->all())
+        if (const auto& of = nb::cast<const Buffer&>(nb::handle(view)).gpu)
+          gpu->default_streams |= of->default_streams;
     }
-    if (!settle_views(inputs, outputs, ok)) return false;
-    if (outputs.own && !write_back(results, outputs)) return false;
-    return ok && (!check || unwritten(sums, checksums(operands, gpu)));
+    settle_views(inputs, outputs, std::move(raised));
+    if (outputs.own) write_back(results, outputs);
+    if (check) check_unwritten(sums, checksums(operands, gpu));
   }
 
   // Makes what the callable gets for arrays of the call.
-  bool show(Views& views, bool writable, std::int64_t device, const DeviceCall* gpu) const {
+  void show(Views& views, bool writable, std::int64_t device, const DeviceCall* gpu) const {
     for (const ArrayView& view : views.memory) {
-      PyObject* made = nullptr;
       if (options_.buffers || gpu != nullptr) {
         Buffer buffer(view, !writable, device, gpu);
         if (views.own) buffer.detach();
-        made = nb::cast(std::move(buffer)).release().ptr();
+        views.push(nb::cast(std::move(buffer)));
       } else {
-        made = views.own ? make_copy(view) : make_view(view, writable);
+        views.push(views.own ? make_copy(view) : make_view(view, writable));
       }
-      if (!views.push(made)) return false;
     }
-    return true;
   }
 
   // Calls target(*inputs), target(out, *inputs) or target(context, out, *inputs).
   nb::object invoke(Arguments& inputs, Arguments& outputs, const CallContext& context) {
     if (options_.style == Style::kReturn) return vectorcall(inputs);
     Arguments arguments(inputs.size() + 2);
-    if (options_.style == Style::kContext)
-      arguments.push(nb::cast(Context{context, mesh_}).release().ptr());
-    if (!arguments.push(out_argument(outputs))) return {};
-    for (PyObject* input : inputs.all()) arguments.push(nb::handle(input).inc_ref().ptr());
+    if (options_.style == Style::kContext) arguments.push(nb::cast(Context{context, mesh_}));
+    arguments.push(out_argument(outputs));
+    for (PyObject* input : inputs.all()) arguments.push(nb::borrow(input));
     return vectorcall(arguments);
   }
 
@@ -261,105 +243,99 @@ class PyGateSite final : public Site {
     }));
   }
 
-  PyObject* out_argument(Arguments& outputs) const {
-    if (!tuple_results_) return nb::handle(outputs.data()[0]).inc_ref().ptr();
-    PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
-    for (std::size_t i = 0; tuple != nullptr && i < outputs.size(); ++i) {
-      PyObject* output = nb::handle(outputs.data()[i]).inc_ref().ptr();
-      PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), output);
-    }
+  nb::object out_argument(Arguments& outputs) const {
+    if (!tuple_results_) return nb::borrow(outputs.data()[0]);
+    nb::object tuple = taken(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
+    Py_ssize_t index = 0;
+    for (PyObject* output : outputs.all())
+      PyTuple_SetItem(tuple.ptr(), index++, nb::borrow(output).release().ptr());  // takes it over
     return tuple;
   }
 
   // Looks for views that outlived the call. Where one did, Python's `escaped` hook finds who holds
   // them, and has what still refers to the views made safe; what can't be makes the callee's later
-  // views private. `ok` is false while the call's own exception is set: its frames may hold views,
-  // which is no error of the user's. False with a Python error: the call's own, or an escape's.
-  bool settle_views(Views& inputs, Views& outputs, bool ok) {
-    if (!inputs.escaped() && !outputs.escaped()) return ok;
-    nb::object raised = ok ? nb::none() : take_raised();  // set aside while the hook runs
-    nb::list suspects;
-    inputs.add_to(suspects);
-    outputs.add_to(suspects);
-    nb::object make_private = nb::cpp_function([callee = callee_](const std::string& kind) {
-      callee->private_views.fetch_or(kind == "argument" ? kPrivateInputs : kPrivateResults,
-                                     std::memory_order_relaxed);  // see there
-    });
-    nb::object done =
-        call_python(hooks.escaped, "ssOOO", callee_->name().c_str(), spec_.spec.c_str(),
-                    suspects.ptr(), raised.ptr(), make_private.ptr());
-    if (ok) return done.is_valid();
-    if (!done.is_valid()) PyErr_Clear();  // the call's own exception matters more
-    restore_raised(std::move(raised));
-    return false;
+  // views private. What the call `raised` is thrown on: its frames may hold views, which is no
+  // error of the user's; else an escape's error is.
+  void settle_views(Views& inputs, Views& outputs, std::optional<nb::python_error> raised) {
+    if (inputs.escaped() || outputs.escaped()) {
+      nb::list suspects;
+      inputs.add_to(suspects);
+      outputs.add_to(suspects);
+      nb::object make_private = nb::cpp_function([callee = callee_](const std::string& kind) {
+        callee->private_views.fetch_or(kind == "argument" ? kPrivateInputs : kPrivateResults,
+                                       std::memory_order_relaxed);  // see there
+      });
+      nb::object done =
+          call_python(hooks.escaped, "ssOOO", callee_->name().c_str(), spec_.spec.c_str(),
+                      suspects.ptr(), raised ? raised->value().ptr() : Py_None, make_private.ptr());
+      if (!done.is_valid() && !raised) nb::raise_python_error();
+      PyErr_Clear();  // the call's own exception matters more
+    }
+    if (raised) throw *std::move(raised);
   }
 
   // What the callable gave back, into XLA's memory; with another style it is to be None.
-  bool take(std::span<const ArrayView> operands, std::span<ArrayView> results,
+  void take(std::span<const ArrayView> operands, std::span<ArrayView> results,
             const nb::object& value, const DeviceCall* gpu) const {
     if (options_.style != Style::kReturn) {
-      if (value.is_none()) return true;
-      return mismatch(-1, "None (results are written into `out`)",
-                      std::string("a value of type ") + nb::type_name(value.type()).c_str());
+      if (value.is_none()) return;
+      mismatch(-1, "None (results are written into `out`)",
+               std::string("a value of type ") + nb::type_name(value.type()).c_str());
     }
     std::optional<CopySources> held;
     CopySources* sources = gpu == nullptr ? nullptr : &held.emplace(*gpu, operands);
     if (!tuple_results_) return take_one(results[0], value.ptr(), 0, sources);
-    if (results.empty() && value.is_none()) return true;
+    if (results.empty() && value.is_none()) return;
     bool sequence =
         PyTuple_Check(value.ptr()) || (options_.flat_results && PyList_Check(value.ptr()));
     if (!sequence || nb::len(value) != results.size()) {
       std::string got = nb::type_name(value.type()).c_str();
       if (sequence) got += " of " + std::to_string(nb::len(value));
-      return mismatch(-1, "a tuple of " + std::to_string(results.size()) + " arrays", got);
+      mismatch(-1, "a tuple of " + std::to_string(results.size()) + " arrays", got);
     }
     for (std::size_t i = 0; i < results.size(); ++i) {
       nb::object item = value[i];
-      if (!take_one(results[i], item.ptr(), i, sources)) return false;
+      take_one(results[i], item.ptr(), i, sources);
     }
-    return true;
   }
 
   // What the callable wrote into private results.
-  bool write_back(std::span<ArrayView> results, Arguments& outputs) const {
+  void write_back(std::span<ArrayView> results, Arguments& outputs) const {
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       PyObject* value = outputs.data()[i];
       if (options_.buffers) {
         copy_to(results[i], nb::cast<const Buffer&>(nb::handle(value)).view.data);
-      } else if (!take_one(results[i], value, i, /*sources=*/nullptr)) {
-        return false;
+      } else {
+        take_one(results[i], value, i, /*sources=*/nullptr);
       }
     }
-    return true;
   }
 
   // `sources` are null on the host.
-  bool take_one(const ArrayView& target, PyObject* value, std::size_t index,
+  void take_one(const ArrayView& target, PyObject* value, std::size_t index,
                 CopySources* sources) const {
     auto number = static_cast<int>(index);
-    if (value == Py_None) return mismatch(number, to_string(target), "None");
+    if (value == Py_None) mismatch(number, to_string(target), "None");
     std::string got;
-    Stored stored = sources == nullptr
-                        ? store(target, value, options_.cast)
-                        : store_on_device(target, value, options_.cast, *sources, got);
-    if (stored != Stored::kMismatch) return stored == Stored::kYes;
-    if (got.empty() && !describe(value, got)) return false;
-    return mismatch(number, to_string(target), got);
+    if (sources == nullptr ? store(target, value, options_.cast)
+                           : store_on_device(target, value, options_.cast, *sources, got))
+      return;
+    mismatch(number, to_string(target), got.empty() ? describe(value) : got);
   }
 
-  // Both leave what their hook raises.
-  bool mismatch(int index, const std::string& expected, const std::string& got) const {
+  // The hooks of both raise.
+  [[noreturn]] void mismatch(int index, const std::string& expected, const std::string& got) const {
     call_python(hooks.result_error, "ssiss", callee_->name().c_str(), spec_.spec.c_str(), index,
                 expected.c_str(), got.c_str());
-    return false;
+    nb::raise_python_error();
   }
-  bool unwritten(const std::vector<std::size_t>& before,
-                 const std::vector<std::size_t>& after) const {
+  void check_unwritten(const std::vector<std::size_t>& before,
+                       const std::vector<std::size_t>& after) const {
     auto [one, other] = std::ranges::mismatch(before, after);
-    if (one == before.end()) return true;
+    if (one == before.end()) return;
     call_python(hooks.input_written, "ssi", callee_->name().c_str(), spec_.spec.c_str(),
                 static_cast<int>(one - before.begin()));
-    return false;
+    nb::raise_python_error();
   }
 
   std::shared_ptr<PyCallee> callee_;
@@ -372,9 +348,19 @@ class PyGateSite final : public Site {
 
 }  // namespace
 
-std::shared_ptr<Site> make_gate_site(std::shared_ptr<PyCallee> callee, LateReference target,
-                                     bool tuple_results, SiteSpec spec) {
-  return std::make_shared<PyGateSite>(std::move(callee), std::move(target), tuple_results,
+std::shared_ptr<Site> PyCallee::specialise(SiteSpec spec) {
+  GilScope gil;
+  nb::object target = nb::borrow(function.get());
+  bool tuple = options.flat_results || spec.spec == "*";
+  if (bind != nullptr) {
+    // bind(spec) -> (callable, whether results come and go as a tuple)
+    nb::object bound = call_python(bind.get(), "s", spec.spec.c_str());
+    if (!bound.is_valid())
+      throw Error(ErrorCode::kInvalidArgument, failure_text(nb::python_error(), name_, spec.site));
+    target = bound[0];
+    tuple = nb::cast<bool>(bound[1]);
+  }
+  return std::make_shared<PyGateSite>(shared_from_this(), late(std::move(target)), tuple,
                                       std::move(spec));
 }
 

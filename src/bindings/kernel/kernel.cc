@@ -4,6 +4,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -27,14 +28,12 @@
 namespace callgate::bindings {
 namespace {
 
-using Parameters = std::vector<std::tuple<int, int, int>>;  // kind, dtype, rank
-
 // For compiled code that has set a Python error, under the GIL: keeps the exception, clears it, and
 // fails the call with a text that stands for it.
 void take_python_error(const callgate_call* call) {
-  nb::object exception = take_raised();
-  nb::object text =
-      call_hook(hooks.kernel_raised, "O", exception.is_valid() ? exception.ptr() : Py_None);
+  std::optional<nb::python_error> raised;
+  if (PyErr_Occurred() != nullptr) raised.emplace();
+  nb::object text = call_hook(hooks.kernel_raised, "O", raised ? raised->value().ptr() : Py_None);
   call->services->fail(call, text_or(text, "it raised").c_str());
 }
 
@@ -44,19 +43,13 @@ std::vector<ArrayView> views(const nb::list& arrays) {
   return views;
 }
 
-// The Python object `KernelTurn`; see core/kernel.h.
-struct TurnHandle {
-  std::shared_ptr<KernelTurn> turn;
-};
-
 using KernelHandle = Handle<KernelCallee>;
 
 // One call outside XLA, on this thread.
 void call(const KernelHandle& kernel, const nb::list& operands, const nb::list& results,
           const std::vector<std::int64_t>& groups, const nb::dict& attributes) {
-  KernelCallee& callee = kernel.callee();
-  std::unique_ptr<KernelSite> site =
-      callee.bind({signature(callee.info()), "", groups, {}, attributes_of(attributes)});
+  std::unique_ptr<KernelSite> site = kernel.callee->bind(
+      {signature(kernel.callee->info()), "", groups, {}, attributes_of(attributes)});
   std::vector<ArrayView> in = views(operands), out = views(results);
   without_gil([&] { site->run(Call{in, out, {}}, nullptr); });
 }
@@ -81,18 +74,13 @@ void defer_kernel_failure(const Error& error) {
 }
 
 void make_kernel(KernelHandle* self, const std::string& name, std::uintptr_t function,
-                 const Parameters& parameters, std::vector<std::string> names,
-                 std::uintptr_t user_data, bool thread_safe, bool repeatable, nb::object keep,
-                 const TurnHandle* turn) {
-  KernelInfo info;
-  info.name = name;
-  info.function = reinterpret_cast<callgate_function>(function);
-  info.user_data = reinterpret_cast<void*>(user_data);
+                 const std::vector<std::tuple<int, int, int>>& parameters,
+                 std::vector<std::string> names, std::uintptr_t user_data, bool thread_safe,
+                 bool repeatable, nb::object keep, std::shared_ptr<KernelTurn> turn) {
+  auto* code = reinterpret_cast<callgate_function>(function);
+  auto* data = reinterpret_cast<void*>(user_data);
+  KernelInfo info{name, code, data, {}, std::move(names), thread_safe, repeatable, std::move(turn)};
   for (auto [kind, dtype, rank] : parameters) info.parameters.push_back({kind, dtype, rank});
-  info.parameter_names = std::move(names);
-  info.thread_safe = thread_safe;
-  info.repeatable = repeatable;
-  if (turn != nullptr) info.turn = turn->turn;
   std::shared_ptr<void> held;
   if (!keep.is_none()) held = late(std::move(keep));
   auto callee = std::make_shared<KernelCallee>(std::move(info), failures_of(name), std::move(held));
@@ -121,8 +109,6 @@ nb::list read_library(const std::string& path, std::uintptr_t table) {
 
 using cuda::LaunchCallee;
 using cuda::Nvrtc;
-
-nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
 using CudaKernelHandle = Handle<LaunchCallee>;
 
@@ -165,17 +151,15 @@ nb::tuple compile(const Nvrtc& nvrtc, const std::string& source, const std::stri
 }  // namespace
 
 void bind_kernel(nb::module_& module) {
-  nb::class_<TurnHandle>(module, "KernelTurn", nb::is_weak_referenceable(),
+  nb::class_<KernelTurn>(module, "KernelTurn", nb::is_weak_referenceable(),
                          "What calls of kernels that are not thread-safe take, one at a time.")
-      .def("__init__",
-           [](TurnHandle* self) { new (self) TurnHandle{std::make_shared<KernelTurn>()}; })
+      .def(nb::new_([] { return std::make_shared<KernelTurn>(); }))
       .def_static(
           "of_library",
-          [](std::uintptr_t address) -> std::optional<TurnHandle> {
-            auto turn = turn_of_library(reinterpret_cast<const void*>(address));
-            return turn == nullptr ? std::nullopt : std::optional(TurnHandle{std::move(turn)});
+          [](std::uintptr_t address) {
+            return turn_of_library(reinterpret_cast<const void*>(address));
           },
-          nb::arg("address"),
+          nb::arg("address"), nb::sig("def of_library(address: int) -> KernelTurn | None"),
           "That of all kernels whose code is in the library of this address; None in no library.");
   bind_handle<KernelHandle>(module, "Kernel", "The runtime's handle on a native kernel, by name.")
       .def("__init__", &make_kernel, nb::arg("name"), nb::arg("function"), nb::arg("parameters"),
@@ -183,7 +167,7 @@ void bind_kernel(nb::module_& module) {
            nb::arg("thread_safe") = false, nb::arg("repeatable") = false,
            nb::arg("keep") = nb::none(), nb::arg("turn") = nb::none())
       .def_prop_ro("signature",
-                   [](const KernelHandle& kernel) { return signature(kernel.callee().info()); })
+                   [](const KernelHandle& kernel) { return signature(kernel.callee->info()); })
       .def("call", &call, nb::arg("operands"), nb::arg("results"), nb::arg("groups"),
            nb::arg("attributes"));
   module.def("read_library", &read_library, nb::arg("path"), nb::arg("table"),

@@ -15,8 +15,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
-#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #define PY_ARRAY_UNIQUE_SYMBOL callgate_numpy_api
 #ifndef CALLGATE_IMPORT_NUMPY
 #define NO_IMPORT_ARRAY
@@ -43,25 +41,26 @@ namespace callgate::bindings {
 
 namespace nb = nanobind;
 
-// What each file of this layer adds to the module; channel/channel.h names its own.
-void bind_buffer(nb::module_& module);    // `Buffer`
-void bind_upload(nb::module_& module);    // `Upload`: an item of a feed on its way to a GPU
-void bind_gate(nb::module_& module);      // `Callee`, `Check`, `Context`, what watches calls
-void bind_kernel(nb::module_& module);    // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
-void bind_progress(nb::module_& module);  // the board of bars, for the thread that draws
-void bind_process(nb::module_& module);   // Ctrl-C in Python's terms, and the end
+// What each file of this layer adds to the module.
+void bind_buffer(nb::module_& module);       // `Buffer`
+void bind_upload(nb::module_& module);       // `Upload`: an item of a feed on its way to a GPU
+void bind_gate(nb::module_& module);         // `Callee`, `Check`, `Context`, what watches calls
+void bind_kernel(nb::module_& module);       // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
+void bind_channel(nb::module_& module);      // `Consumer`, `Channel`, `Tap`: before the next three
+void bind_py_consumer(nb::module_& module);  // `python_consumer`
+void bind_sinks(nb::module_& module);        // `jsonl_sink`, ..., `RecordWriter`
+void bind_stream(nb::module_& module);       // `stream_sink`, `StreamReader`, outfeeds of 2020
+void bind_progress(nb::module_& module);     // the board of bars, for the thread that draws
 
 // Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
 // finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way
 // would drop references, and release the GIL, without having it; so the thread stops here for good,
 // as in Python 3.14 (see also xla/ffi.h).
 template <typename Body>
-auto running_python(Body&& body) {
-  try {
-    return body();
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
-  }
+auto running_python(Body&& body) try {
+  return body();
+} catch (abi::__forced_unwind&) {
+  for (;;) pause();
 }
 
 // Holds the GIL for its lifetime. Nests, also with a GIL held already.
@@ -141,9 +140,26 @@ inline nb::object taken(PyObject* made) {
   return nb::steal(made);
 }
 
+// Raises a Python exception.
+[[noreturn]] inline void raise(PyObject* type, const std::string& text) {
+  PyErr_SetString(type, text.c_str());
+  nb::raise_python_error();
+}
+
+// The Python exception that `body` raises, if it does.
+template <typename Body>
+std::optional<nb::python_error> raised_by(Body&& body) try {
+  body();
+  return std::nullopt;
+} catch (nb::python_error& error) {
+  return std::move(error);
+}
+
 inline std::chrono::nanoseconds seconds_of(double seconds) {
   return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
 }
+
+inline nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
 // An address as Python has it.
 inline std::uintptr_t number_of(const void* pointer) {
@@ -214,33 +230,25 @@ inline void stop_releasing() noexcept {
 // `Callee`, `Check`, `Kernel`, `CudaKernel` and `Tap`: keeps a callee, and its name, alive. The GIL
 // is held, so what has died elsewhere, and what dies with the callee, dies at once.
 template <typename C>
-class Handle {
- public:
-  explicit Handle(std::shared_ptr<C> callee) : callee_(std::move(callee)) {
+struct Handle : Immovable {
+  explicit Handle(std::shared_ptr<C> of) : callee(std::move(of)) {
     drain_released();
-    Registry::instance().add(callee_);
+    Registry::instance().add(callee);
   }
-  Handle(Handle&&) noexcept = default;
   ~Handle() {
-    if (callee_ == nullptr) return;
-    Registry::instance().remove(*callee_);
-    callee_.reset();
+    Registry::instance().remove(*callee);
+    callee.reset();
     drain_released();
   }
 
-  C& callee() const { return *callee_; }
-  const std::shared_ptr<C>& shared() const { return callee_; }
-  const std::string& name() const { return callee_->name(); }
-
- private:
-  std::shared_ptr<C> callee_;
+  std::shared_ptr<C> callee;
 };
 
 // The Python type of a handle. Its `__init__` is for the caller to add.
 template <typename H, typename... Extra>
 nb::class_<H> bind_handle(nb::module_& module, const char* name, const Extra&... extra) {
   return nb::class_<H>(module, name, nb::is_weak_referenceable(), extra...)
-      .def_prop_ro("name", &H::name);
+      .def_prop_ro("name", [](const H& handle) { return handle.callee->name(); });
 }
 
 }  // namespace callgate::bindings

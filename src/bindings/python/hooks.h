@@ -69,46 +69,17 @@ nb::object call_hook(PyObject* hook, const char* format, Args... args) {
   return call_python(hook, format, args...);
 }
 
-// A str as UTF-8, with what has none (half of a pair of UTF-16) written out.
-inline std::string text_of(nb::handle text) {
-  nb::object bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
-  if (bytes.is_valid())
-    return {PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr()))};
-  PyErr_Clear();
-  return "a text that can't be shown";
-}
-
-// What a hook gave, or its stand-in where it raised.
+// What a hook gave as UTF-8, with what has none (half of a pair of UTF-16) written out; or its
+// stand-in where it raised.
 inline std::string text_or(nb::object text, const std::string& otherwise) {
-  if (text.is_valid()) return text_of(text);
+  if (text.is_valid()) {
+    nb::object bytes =
+        nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+    if (bytes.is_valid())
+      return {PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr()))};
+  }
   PyErr_Clear();
-  return otherwise;
-}
-
-// The current exception as an object, cleared; with its traceback attached.
-inline nb::object take_raised() {
-#if PY_VERSION_HEX >= 0x030C0000
-  return nb::steal(PyErr_GetRaisedException());
-#else
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyErr_NormalizeException(&type, &value, &traceback);
-  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
-  Py_XDECREF(type);
-  Py_XDECREF(traceback);
-  return nb::steal(value);
-#endif
-}
-
-// Makes it the current exception again.
-inline void restore_raised(nb::object exception) {
-#if PY_VERSION_HEX >= 0x030C0000
-  PyErr_SetRaisedException(exception.release().ptr());
-#else
-  PyObject* type = exception.type().inc_ref().ptr();
-  PyObject* traceback = PyException_GetTraceback(exception.ptr());
-  PyErr_Restore(type, exception.release().ptr(), traceback);
-#endif
+  return text.is_valid() ? "a text that can't be shown" : otherwise;
 }
 
 // Keeps a failure that its program was not told of, by way of the `deferred` hook.
@@ -127,19 +98,18 @@ inline std::string stall_text(const std::string& what, const std::string& call, 
       stalled_text(what, call));
 }
 
-// The current Python exception as text for XLA, by way of the `failed` hook, which keeps the
-// exception for the caller. Clears the exception. `layout` and the call's shard say on which part
-// of its arrays the call was, in a program over several devices (SiteSpec::layout).
-inline std::string take_exception(const std::string& gate, const std::string& site,
-                                  const std::string& layout = "", const CallContext& context = {}) {
-  nb::object exception = take_raised();
+// A Python exception as text for XLA, by way of the `failed` hook, which keeps the exception for
+// the caller. `layout` and the call's shard say on which part of its arrays the call was, in a
+// program over several devices (SiteSpec::layout).
+inline std::string failure_text(const nb::python_error& raised, const std::string& gate,
+                                const std::string& site, const std::string& layout = "",
+                                const CallContext& context = {}) {
   // Not by "s#": what its length is depends on the Python that the module was built for.
   auto str = [](const std::string& from) { return nb::str(from.data(), from.size()); };
   nb::object name = str(gate), place = str(site), parts = str(layout);
-  nb::object text = call_hook(hooks.failed, "OOOOiLk", exception.ptr(), name.ptr(), place.ptr(),
-                              parts.ptr(), context.shard, context.run, context.thread);
-  if (text.is_valid() && PyErr_GivenExceptionMatches(exception.ptr(), PyExc_KeyboardInterrupt) != 0)
-    pass_on_interrupt();
+  nb::object text = call_hook(hooks.failed, "OOOOiLk", raised.value().ptr(), name.ptr(),
+                              place.ptr(), parts.ptr(), context.shard, context.run, context.thread);
+  if (text.is_valid() && raised.matches(PyExc_KeyboardInterrupt)) pass_on_interrupt();
   return text_or(text, "callgate: gate '" + gate + "' raised, and its error could not be shown");
 }
 
