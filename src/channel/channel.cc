@@ -92,7 +92,16 @@ void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
   std::lock_guard lock(mutex_);
   if (finished_) return;
   consumers_.reserve(consumers_.size() + consumers.size());
-  start_locked();  // before they are added: it may throw
+  if (!running_ && !closing_) {  // before they are added: it may throw
+    batch_.reserve();
+    try {
+      thread_ = std::thread([self = shared_from_this()] { self->run(); });
+    } catch (const std::system_error& error) {
+      throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'", "a thread of its own",
+                  error.code().message());
+    }
+    running_ = true;  // the thread, which begins by taking the mutex, sees it
+  }
   for (auto& consumer : consumers) consumers_.push_back(std::move(consumer));
 }
 
@@ -112,27 +121,11 @@ bool Channel::removed(std::uint64_t delivery, Timeout timeout) {
   return wait_done(lock, timeout, [&] { return !in_delivery_ || deliveries_ != delivery; });
 }
 
-// The mutex is held: the thread, which begins by taking it, sees `running_`.
-void Channel::start_locked() {
-  if (running_ || closing_) return;
-  batch_.reserve();
-  try {
-    thread_ = std::thread([self = shared_from_this()] { self->run(); });
-  } catch (const std::system_error& error) {
-    throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'", "a thread of its own",
-                error.code().message());
-  }
-  running_ = true;
-}
-
 void Channel::adopt(std::shared_ptr<Channel> other) {
   // Relaxed: nobody else counts, the other's senders are gone and ours not there yet.
-  auto add = [](std::atomic<std::uint64_t>& ours, const std::atomic<std::uint64_t>& theirs) {
-    ours.fetch_add(theirs.load(std::memory_order_relaxed), std::memory_order_relaxed);
-  };
   sequence_.add(other->sequence_);
-  add(dropped_, other->dropped_);
-  add(bytes_, other->bytes_);
+  dropped_.fetch_add(other->dropped_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  bytes_.fetch_add(other->bytes_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   // `other` keeps its sources until its records are delivered.
   inherited_ = std::move(other);
 }
@@ -143,14 +136,12 @@ void Channel::retire(const Source& source) {
   std::lock_guard lock(mutex_);
   auto found = sources_.find(&source);
   if (found == sources_.end()) return;
-  if (!settled_.covers(moment())) {  // a record of it may be left
-    try {
-      retired_.push_back({moment(), found->second});
-    } catch (const std::bad_alloc&) {
-      return;  // it stays until the channel ends
-    }
-    work_.notify_one();  // by now senders may have dropped what is left, without the thread
+  try {  // a record of it may be left
+    if (!settled_.covers(moment())) line_.push_back({moment(), /*flush=*/0, found->second});
+  } catch (const std::bad_alloc&) {
+    return;  // it stays until the channel ends
   }
+  work_.notify_one();  // by now senders may have dropped what is left, without the thread
   kept = std::move(found->second);
   sources_.erase(found);
 }
@@ -159,7 +150,7 @@ std::uint64_t Channel::request_flush() {
   if (abandoned() || on_own_thread()) return 0;
   std::lock_guard lock(mutex_);
   if (!running_ || finished_) return 0;
-  flushes_.push_back({++flush_wanted_, moment()});
+  line_.push_back({moment(), ++flush_wanted_, nullptr});
   work_.notify_one();
   return flush_wanted_;
 }
@@ -202,8 +193,12 @@ bool Channel::close(Timeout timeout) {
 // Everything that waits is dropped. There is no thread, or it has ended.
 void Channel::drop_the_rest() noexcept {
   if (abandoned()) return;  // the mutex may be held for ever
-  count_up(dropped_, store_.drop_all());
-  if (inherited_ != nullptr) count_up(dropped_, inherited_->store_.drop_all());
+  auto drop = [&](Store& store) {
+    while (const std::optional<std::uint64_t> dropped = store.drop_oldest())
+      count_up(dropped_, *dropped);
+  };
+  drop(store_);
+  if (inherited_ != nullptr) drop(inherited_->store_);
 }
 
 ChannelStats Channel::stats() const noexcept {
@@ -217,8 +212,8 @@ ChannelStats Channel::stats() const noexcept {
   // Relaxed: gauges.
   stats.lost = lost_.load(std::memory_order_relaxed);
   stats.bytes = bytes_.load(std::memory_order_relaxed);
-  // The mutex may be held for ever in a fork's child.
-  stats.high_water = abandoned() ? store_.noted_high_water() : store_.high_water();
+  // A lock may be held for ever in a fork's child.
+  stats.high_water = store_.high_water(/*exactly=*/!abandoned());
   return stats;
 }
 
