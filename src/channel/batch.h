@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -41,15 +42,11 @@ class SideMemory : Immovable {
  public:
   explicit SideMemory(std::size_t budget) : budget_(budget) {}
 
-  struct Block {
-    char* data = nullptr;
-    bool no_memory = false;  // the system has none: to wait for room would not help
-  };
-
-  // Null while less than `bytes` of the budget is left, the ring's share taken off. When nothing
-  // else is in use, a block is granted whatever its size: nothing is too large to be sent.
-  Block take(std::size_t bytes, const auto& ring_used) noexcept {
-    if (!claim(bytes, ring_used)) return {};
+  // A block; null where the system has no memory: to wait would not help. Nothing while less than
+  // `bytes` of the budget is left, the ring's share taken off. When nothing else is in use, a block
+  // is granted whatever its size: nothing is too large to be sent.
+  std::optional<char*> take(std::size_t bytes, const auto& ring_used) noexcept {
+    if (!claim(bytes, ring_used)) return std::nullopt;
     char* block = nullptr;
     {
       std::lock_guard lock(mutex_);
@@ -62,7 +59,7 @@ class SideMemory : Immovable {
     if (block == nullptr)
       block = static_cast<char*>(std::aligned_alloc(kRecordAlignment, align_record(bytes)));
     if (block == nullptr) let_go(bytes);
-    return {block, /*no_memory=*/block == nullptr};
+    return block;
   }
 
   void give_back(char* block, std::size_t bytes) noexcept {
@@ -208,9 +205,8 @@ class Batch {
 };
 
 // Records that the channel's own thread sent into a full store: it would wait for itself. Each
-// follows what was in the store then, and everything that the thread sends goes here until nothing
-// is left here. Not bounded. Of that thread, but for some() and added(), which are relaxed: other
-// threads count on what the thread did before they were told.
+// follows what was in the store then; the thread sends no other way until nothing is left here. Not
+// bounded. Of that thread, but for some() and added(): relaxed, for what it did before it told.
 class Overflow {
  public:
   bool some() const noexcept { return some_.load(std::memory_order_relaxed); }

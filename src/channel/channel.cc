@@ -1,4 +1,4 @@
-// What owners and senders do, on their threads. The channel's own thread is in channel_thread.cc.
+// What owners do, and then senders, on their threads. The channel's own is in channel_thread.cc.
 #include "channel/channel.h"
 
 #include <algorithm>
@@ -16,16 +16,14 @@ namespace callgate {
 namespace {
 
 constexpr auto kRecheck = std::chrono::milliseconds(20);  // for interrupts, by senders that wait
-// After so long a sender that waits is not overtaken any more. Before, it may be: taking turns
-// would cost a switch of threads a record.
+// A sender that waits is not overtaken after so long: turns would cost a switch of threads each.
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
 // Copies a leaf into a record's payload, which is aligned to 16 bytes.
 void copy_leaf(char* to, const void* from, std::size_t bytes) noexcept {
   std::size_t streamed = 0;
 #ifdef __SSE2__
-  // From this size on, stores pass by the caches: the memory they go to was used long ago, and to
-  // fetch it first would cost more than the copy.
+  // From here on stores pass by the caches: to fetch memory used long ago costs more than the copy.
   if (bytes >= 4096) streamed = bytes / 64 * 64;
   auto* target = reinterpret_cast<__m128i*>(to);
   const auto* source = static_cast<const __m128i*>(from);
@@ -43,8 +41,7 @@ void copy_leaf(char* to, const void* from, std::size_t bytes) noexcept {
     std::memcpy(to + streamed, static_cast<const char*>(from) + streamed, bytes - streamed);
 }
 
-// The record, whose payload is written here: the leaves, or, of a source with arrays on a device,
-// the handle and the control leaves.
+// With its payload: the leaves; with arrays on a device, the handle and the control leaves.
 Record make_record(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns,
                    char* payload) noexcept {
   const Source& source = *parcel.sender.source;
@@ -85,8 +82,6 @@ Channel::~Channel() {
     thread_.join();
   }
 }
-
-// -- owners --------------------------------------------------------------------------------------
 
 void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
   std::lock_guard lock(mutex_);
@@ -203,8 +198,7 @@ void Channel::drop_the_rest() noexcept {
 
 ChannelStats Channel::stats() const noexcept {
   ChannelStats stats;
-  // What leaves is read before what comes, so that `pending` is never negative. Acquire keeps the
-  // reads in this order.
+  // What leaves is read before what comes: `pending` is never negative. Acquire keeps the order.
   stats.delivered = delivered_.load(std::memory_order_acquire);
   stats.dropped = dropped_.load(std::memory_order_acquire);
   stats.sent = sequence_.sum();
@@ -216,8 +210,6 @@ ChannelStats Channel::stats() const noexcept {
   stats.high_water = store_.high_water(/*exactly=*/!abandoned());
   return stats;
 }
-
-// -- senders -------------------------------------------------------------------------------------
 
 bool Channel::send(const Parcel& parcel) noexcept {
   // Sequentially consistent, both: close() sets `closed_` and then waits for the senders it sees.
@@ -245,8 +237,7 @@ bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns)
     if (parcel.sender.enrolled.load(std::memory_order_relaxed) == id_ || enrol(parcel.sender)) {
       entry->record = make_record(parcel, seq, time_ns, entry->record.data());
       store_.publish(*entry);
-      // Sequentially consistent: after publish(), see rest(). Either we see the sleeper, or it sees
-      // us.
+      // Sequentially consistent: after publish(), see rest(). We see the sleeper, or it sees us.
       const int rest = rest_.load(std::memory_order_seq_cst);
       if (rest == kAsleep || (rest == kNapping && store_.half_full())) wake_thread();
       return true;
@@ -321,8 +312,7 @@ Store::Place Channel::wait_for_room(std::size_t payload) noexcept {
     if (place.decided()) break;
     Interrupted check = interrupted_check_.load(std::memory_order_acquire);  // see set_interrupted
     if (check != nullptr && check()) {
-      // From now on senders do not wait for room, until the channel's thread has found nothing to
-      // do. Relaxed: a late look costs a round more.
+      // Senders don't wait until the channel's thread has had nothing to do. Relaxed: see above.
       interrupted_.store(true, std::memory_order_relaxed);
       std::lock_guard lock(mutex_);
       room_.notify_all();

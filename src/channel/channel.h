@@ -123,9 +123,8 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   // Starts the thread without a consumer of the channel's: sources have their own.
   void start() { add_all({}); }
 
-  // Waits until all that was sent before has been taken and flushed by the consumers: the
-  // channel's, and those of sources that are not retired. False when the time ran out. On the
-  // channel's own thread: true at once.
+  // Waits until all that was sent before has been taken and flushed by the consumers, also those of
+  // sources that are not retired. False when the time ran out. On the channel's own thread: true.
   bool flush(Timeout timeout) { return flushed(request_flush(), timeout); }
 
   // The same in two steps, for who waits in slices; what is sent after the request does not count.
@@ -360,8 +359,7 @@ class ChannelSlot {
   mutable std::mutex mutex_;
   std::shared_ptr<Channel> channel_;
   bool is_open_ = false;
-  // What senders use; null for the moment between two. `inside_` counts those who may be using the
-  // pointer.
+  // What senders use; null for the moment between two. `inside_` counts who may be using it.
   std::atomic<Channel*> sending_to_{nullptr};
   std::atomic<int> inside_{0};
 };

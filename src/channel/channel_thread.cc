@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <new>
 #include <set>
-#include <utility>
 
 #include "channel/channel.h"
 #include "core/error.h"
@@ -16,8 +15,7 @@ namespace {
 constexpr auto kNap = std::chrono::milliseconds(5);
 constexpr int kNapsBeforeSleep = 20;
 
-// Repeats a step that the thread can't go on without until there is memory for it. A step that
-// fails halfway is taken from its beginning again.
+// Repeats a step that the thread can't go on without, from its beginning, until there is memory.
 template <typename Step>
 auto insist(Step&& step) {
   for (;;) {
@@ -213,8 +211,7 @@ void Channel::rest() {
   // Sequentially consistent: before we look once more; see put().
   rest_.store(sleep ? kAsleep : kNapping, std::memory_order_seq_cst);
   if (!store_.has_waiting() && !overflow_.some()) {
-    // Everything has been taken, so senders may wait for room again. Said before the rest, not
-    // after it: they may cut each rest short.
+    // Senders may wait for room again. Said before the rest: they may cut each rest short.
     interrupted_.store(false, std::memory_order_relaxed);
     if (!sleep) work_.wait_for(lock, kNap);
     if (sleep) work_.wait(lock);

@@ -154,12 +154,10 @@ class RecordViews {
                   static_cast<std::size_t>(count * width / 8));
       return;
     }
-    const unsigned mask = (1U << width) - 1;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t read = (at + i) * width, write = (to_at + i) * width;
-      const unsigned value = static_cast<unsigned char>(from[read / 8]) >> (read % 8) & mask;
-      to[write / 8] =
-          static_cast<char>(static_cast<unsigned char>(to[write / 8]) | value << (write % 8));
+    for (std::int64_t i = 0; i < count * width; ++i) {
+      const std::int64_t read = at * width + i, write = to_at * width + i;
+      const int bit = from[read / 8] >> (read % 8) & 1;
+      to[write / 8] = static_cast<char>(to[write / 8] | bit << (write % 8));
     }
   }
 

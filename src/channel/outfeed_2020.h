@@ -232,8 +232,7 @@ class Outfeed2020Sink final : public Sink {
     if (!closed_) Sink::consume(records);
   }
 
-  // Writes the end marker and gives the file up; nothing in a fork's child of the process that made
-  // this, whose file it is.
+  // Writes the end marker and gives the file up; in a fork's child it is the parent's, and stays.
   void close() override {
     if (std::exchange(closed_, true) || !process_.here()) return;
     FirstError errors;
@@ -330,7 +329,6 @@ class Outfeed2020Reader {
                                   std::to_string(offset_) + ": " + error.what());
   }
 
-  // Where the next message begins.
   std::uint64_t offset() const noexcept { return offset_; }
 
  private:

@@ -128,14 +128,12 @@ struct LeafType {
 // A leaf whose payload is an array with padding: another leaf says how much of it counts.
 struct Padded {
   std::size_t leaf = 0;
-  // Of an array that several devices have a part of each: its own extents, and where each shard
-  // begins. The sizes are of the whole.
+  // Of an array in shards: its own extents, and where each shard begins. Sizes are of the whole.
   std::vector<std::int64_t> whole;
   std::vector<std::vector<std::int64_t>> starts;
 };
 
-// What the records of one tap hold on a device, by handle: such a record's payload is the handle
-// and the control leaves. Any thread.
+// What a tap's records hold on a device, by handle, which is in their payloads. Any thread.
 class KeptArrays {
  public:
   struct One {
@@ -196,7 +194,6 @@ struct Source : SourceInfo {
     const std::vector<std::int64_t> dims(type.shape().begin(), type.shape().end());
     return leaves.emplace_back(LeafType{std::move(path), type.dtype, dims, offset, type.nbytes()});
   }
-  // Leaves of the tapped value.
   std::size_t values() const noexcept { return value_leaves - padded.size(); }
 };
 

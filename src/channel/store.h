@@ -65,8 +65,7 @@ class Ring : Immovable {
     }
   }
 
-  // Room for an entry with `payload` bytes after it, or null when the ring is too full now. At most
-  // max_payload(). Any thread.
+  // Room for an entry and at most max_payload() bytes, or null when the ring is full. Any thread.
   Entry* reserve(std::size_t payload) noexcept {
     const std::size_t bytes = sizeof(Entry) + align_record(payload);
     std::uint64_t position = tail_.load(std::memory_order_relaxed);  // confirmed by the exchange
@@ -272,20 +271,20 @@ class Store {
   }
 
  private:
-  // Above it a payload gets a block of its own, which can be lent to its consumer: copies of such a
-  // size often go to fresh memory, which costs more than the copy.
+  // Above it a payload gets a block of its own, to be lent to its consumer: a copy of such a size
+  // often goes to fresh memory, which costs more than the copy.
   static constexpr std::size_t kLargestInline = std::size_t{1} << 20;
 
   Place reserve_aside(std::size_t payload) noexcept {
-    SideMemory::Block block = aside_->take(payload, [&] { return ring_.used(); });
-    if (block.data == nullptr) return {nullptr, block.no_memory};
+    const std::optional<char*> block = aside_->take(payload, [&] { return ring_.used(); });
+    if (!block || *block == nullptr) return {nullptr, /*no_memory=*/block.has_value()};
     Entry* entry = ring_.reserve(0);
     if (entry == nullptr) {
-      aside_->give_back(block.data, payload);
+      aside_->give_back(*block, payload);
       return {};
     }
     entry->kind = Entry::Kind::kAside;
-    entry->record.payload = block.data;
+    entry->record.payload = *block;
     return {entry};
   }
 

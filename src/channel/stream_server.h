@@ -3,10 +3,8 @@
 // One thread, "callgate-serve", accepts readers and sends, and holds no lock while it does; send()
 // only hands it bytes, so a reader can't hold up the channel. A reader that lags behind by more
 // than the limit is disconnected, and one too many is refused, in words: descriptors are the
-// process's, for its checkpoints too. send() and close() may be called from any thread.
-//
-// The thread sleeps in poll(); a pipe wakes it. Sockets never block, and never raise SIGPIPE. What
-// send() hands over waits in a queue under the mutex, from which the thread takes it all at once.
+// process's, for its checkpoints too. send() and close() may be called from any thread. The thread
+// sleeps in poll(); a pipe wakes it. Sockets never block, and never raise SIGPIPE.
 #pragma once
 
 #include <fcntl.h>
@@ -50,8 +48,7 @@ class StreamServer : Immovable {
     std::size_t readers = 64;
   };
 
-  // Listens. Throws Error naming the address. `preamble` is what readers get first; `refusal` makes
-  // what one gets who is not served, of the reason.
+  // Listens. Throws Error naming the address. Readers get `preamble` first, or only `refusal`.
   using Refusal = std::string(std::string_view reason);
   StreamServer(StreamAddress address, Limits limits, std::string preamble, Refusal* refusal)
       : address_(std::move(address)),
@@ -69,9 +66,8 @@ class StreamServer : Immovable {
   }
   ~StreamServer() { close(); }
 
-  // Sends batch(), bytes, to all readers; those that connect from now on get `preamble` first.
-  // Under the lock as a whole: a reader that connects meanwhile gets either the new preamble or the
-  // batch, in which new sources are described.
+  // Sends batch(), bytes, to all readers; those that connect from now on get `preamble` first, in
+  // one lock: who connects meanwhile gets the new preamble, or the batch with its new sources.
   template <typename Batch>
   void send(Batch&& batch, const std::string& preamble) {
     std::lock_guard lock(mutex_);
@@ -130,8 +126,7 @@ class StreamServer : Immovable {
 
   static bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
-  // One batch may exceed the limit by itself: what counts is what lies before it. The mutex is
-  // held.
+  // A batch may exceed the limit: what counts is what lies before it. The mutex is held.
   void push(Reader& reader, const Chunk& chunk) const {
     if (reader.behind.load(std::memory_order_relaxed) > limits_.lag_bytes) reader.lags = true;
     if (reader.lags) return;

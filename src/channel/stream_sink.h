@@ -73,7 +73,6 @@ struct StreamBatch {
     return pieces;
   }
 
-  // Everything in one piece.
   std::string flat() const {
     std::string whole;
     whole.reserve(size());
@@ -170,7 +169,6 @@ class StreamEncoder {
     ++records_;
   }
 
-  // Ends the session.
   void finish(StreamBatch& batch) { StreamFrame(batch.bytes, 'E').put(records_, wall_time_ns()); }
 
   // What a reader has to know that joins now: the session's frame and all descriptions.
@@ -248,9 +246,9 @@ class StreamEncoder {
 
 // The file that a stream is appended to. Belongs to one thread at a time.
 //
-// One writer a file: it has the place (sinks/file.h) until it ends; who comes meanwhile is told its
-// process. What an earlier writer left incomplete at the end is cut off when the file is opened; a
-// file that is no stream, or is damaged before its end, is refused and left as it is.
+// One writer a file: it has the place (sinks/file.h) until it ends. What an earlier writer left
+// incomplete at the end is cut off when the file is opened; a file that is no stream, or is damaged
+// before its end, is refused and left as it is.
 class StreamFile : public UnitFile {
  public:
   // Opens or makes it. Throws Error naming the path.

@@ -2,17 +2,14 @@
 //
 // Each is used by one thread at a time. Nothing is buffered here: what is written is the system's,
 // so a process that dies loses none of it. System calls that a signal interrupts are repeated. One
-// process writes to a file at a time, unless all that do append to it (Place). A pipe or a terminal
-// is not locked.
+// process writes to a file at a time, unless all that do append to it (Place).
 //
 // A sink that writes alone, or several that append whole lines, have a *place* in the file for as
 // long as they write; a *turn* is held for moments, by whoever looks at the file or appends to it.
 // Both are locks of bytes far behind any content (fcntl's locks of open files,
-// https://man7.org/linux/man-pages/man2/fcntl_locking.2.html), which no other use of the file
-// touches. Where the file system has no locks, there are none.
-//
-// A fork's child shares its parent's open files, and with them its locks: a lock is given back by
-// the process that took it, and never by another.
+// https://man7.org/linux/man-pages/man2/fcntl_locking.2.html). Where the file system has no locks,
+// and for a pipe or a terminal, there are none. A fork's child shares its parent's open files, and
+// with them its locks: a lock is given back by the process that took it, and never by another.
 #pragma once
 
 #include <dirent.h>
@@ -90,8 +87,7 @@ struct Transfer {
   int error = 0;
 };
 
-// Repeats some(done), a system call, until all is transferred or it fails; `nothing` is the errno
-// of a call that transfers nothing.
+// Repeats some(done), a system call, until all is done or it fails; `nothing`: the errno of none.
 template <typename Some>
 Transfer transfer_all(std::size_t bytes, int nothing, Some&& some) noexcept {
   Transfer done;
@@ -137,9 +133,8 @@ class File : Immovable {
   // False for a pipe or a terminal: it has neither a size nor places.
   bool regular() const noexcept { return regular_; }
 
-  // Takes the place, which keeps others away, until close(): before anything is written. Throws
-  // Error that names the other process where one has it, and in a fork's child of the process that
-  // made this.
+  // Takes the place until close(): before anything is written. Throws Error that names the other
+  // process where one has it, and in a fork's child of the process that made this.
   void claim() {
     check_process();
     if (!regular_ || has_place_) return;
@@ -250,11 +245,9 @@ class File : Immovable {
   static bool lock_byte(int fd, off_t byte, short type) noexcept {
     struct flock lock{
         .l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1, .l_pid = 0};
-    int done = 0;
-    do {
-      done = fcntl(fd, F_OFD_SETLK, &lock);
-    } while (done != 0 && errno == EINTR);
-    return done == 0 || (errno != EAGAIN && errno != EACCES);
+    while (fcntl(fd, F_OFD_SETLK, &lock) != 0)
+      if (errno != EINTR) return errno != EAGAIN && errno != EACCES;
+    return true;
   }
 
   // The names in a folder that are numbers.

@@ -6,12 +6,10 @@
 // "lane" is there for taps that vmap met, one index a batch level, outermost first; "repeated"
 // where the tap ran before in the same execution. "value" is a number or nested lists for a lone
 // leaf, else an object from each leaf's path ("w/0") to these.
-//
 // Floats have the fewest digits that give back the same value (of float32 for smaller types), and
 // always a point or an exponent, so that they stay floats. JSON has no infinities: they and NaN are
 // the strings "NaN", "Infinity" and "-Infinity", which Python's float() takes. A complex number is
 // [real, imaginary]. https://www.rfc-editor.org/rfc/rfc8259
-//
 // Whole lines reach the system with every batch of records, so a process that dies leaves a file
 // that can be read, and one that finds no room for all of a batch the lines that found some.
 #pragma once
@@ -39,6 +37,7 @@
 #include "channel/sinks/leaves.h"
 
 namespace callgate {
+
 template <typename T>
 void append_json_number(std::string& out, T value) {
   if constexpr (std::is_same_v<T, bool>) {
@@ -70,8 +69,7 @@ inline void append_json_empty(std::string& out, std::span<const std::int64_t> di
   out += ']';
 }
 
-// True for one whole JSON object, or nothing but space: what a file without a last newline ends
-// with.
+// True for one whole JSON object, or nothing but space.
 inline bool is_whole_json(std::string_view line) {
   std::int64_t depth = 0;
   bool quoted = false, escaped = false;
@@ -132,8 +130,7 @@ inline void append_json_array(std::string& out, const ArrayView& view) {
 // process that appends as well, one that was killed in between.
 class LineFile : public File {
  public:
-  // Whether what a file ends with behind its last newline is a whole line that lacks its newline;
-  // else it is a torn one, and cut off.
+  // Whether what a file has behind its last newline lacks but that; else it is torn, and cut off.
   using IsWhole = bool (*)(std::string_view tail);
 
   LineFile(std::string_view sink, const std::string& path, FileMode mode, Place place,
@@ -145,9 +142,8 @@ class LineFile : public File {
     mend_end();
   }
 
-  // Appends whole lines, each with its newline, in a turn where the place is shared. When not all
-  // of them find room, those that do are in the file, none in part; throws Error then, and
-  // `written` is how many there are.
+  // Appends whole lines, in a turn where the place is shared. When not all find room, those that do
+  // are in the file, none in part; throws Error then, and `written` is how many there are.
   void append(std::string_view lines, std::uint64_t& written) {
     written = 0;
     claim();
@@ -170,20 +166,17 @@ class LineFile : public File {
 
   // Without its newline; "" in an empty file, and of a pipe or a device.
   std::string first_line() const {
-    std::string line;
-    if (!regular()) return line;  // a device may have no end
-    for (std::uint64_t at = 0;; at += kReadBytes) {
-      const std::string bytes = read_at(at, kReadBytes);
-      const std::size_t newline = bytes.find('\n');
-      line += bytes.substr(0, newline);
-      if (newline != std::string::npos || bytes.size() < kReadBytes) return line;
+    if (!regular()) return "";  // a device may have no end
+    for (std::size_t count = kReadBytes;; count *= 2) {
+      const std::string start = read_at(0, count);
+      const std::size_t newline = start.find('\n');
+      if (newline != std::string::npos || start.size() < count) return start.substr(0, newline);
     }
   }
 
  private:
   static constexpr std::size_t kReadBytes = std::size_t{1} << 16;
 
-  // As much as there is room for.
   Transfer add(std::string_view bytes) noexcept {
     return transfer_all(bytes.size(), ENOSPC, [&](std::size_t done) {
       return ::write(fd(), bytes.data() + done, bytes.size() - done);
@@ -195,13 +188,12 @@ class LineFile : public File {
     const std::uint64_t end = size();
     if (end == 0 || read_at(end - 1, 1) == "\n") return;
     std::string torn;  // what follows the last newline
-    for (std::uint64_t start = end; start > 0;) {
-      const std::uint64_t count = std::min<std::uint64_t>(start, kReadBytes);
-      start -= count;
-      const std::string bytes = read_at(start, count);
-      const std::size_t newline = bytes.rfind('\n');
-      torn.insert(0, bytes, newline + 1);  // npos + 1 is 0
-      if (newline != std::string::npos) break;
+    for (std::uint64_t count = kReadBytes;; count *= 2) {
+      const std::uint64_t start = end - std::min(count, end);
+      torn = read_at(start, end - start);
+      const std::size_t newline = torn.rfind('\n');
+      torn.erase(0, newline + 1);  // npos + 1 is 0
+      if (newline != std::string::npos || start == 0) break;
     }
     if (!is_whole_(torn)) return truncate(end - torn.size());
     if (const Transfer done = add("\n"); done.error != 0) fail("write to", done.error);
@@ -212,10 +204,9 @@ class LineFile : public File {
 
 class JsonlSink final : public Sink {
  public:
-  // Opens the file, so that a path that cannot be written is an error here. With kAppend, lines are
-  // added to a file that exists, to which other processes may append as well; a last line that a
-  // crash left unfinished is cut off. After close(), further records open the file again and are
-  // appended.
+  // Opens the file: a path that cannot be written is an error here. With kAppend, lines are added
+  // to a file that exists, to which other processes may append as well, and a last line that a
+  // crash left unfinished is cut off. After close(), further records open the file again.
   JsonlSink(std::string path, FileMode mode)
       : path_(std::move(path)), place_(mode == FileMode::kAppend ? Place::kShared : Place::kAlone) {
     open_file(mode);

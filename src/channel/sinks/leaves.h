@@ -31,6 +31,7 @@
 #include "core/error.h"
 
 namespace callgate {
+
 // The text of the Python string literal at the start of `text`, which loses it. Of the escapes
 // those of the quote, the backslash and the common control characters are undone.
 inline std::string take_path_literal(std::string_view& text) {

@@ -39,9 +39,8 @@ inline bool npy_stores_as_is(DType dtype) noexcept {
   return bits(dtype) >= 8 && !text.starts_with("float8") && !text.starts_with("bfloat");
 }
 
-// NumPy's name of the element type of a column: "<f4". A dtype that NumPy lacks is stored as the
-// smallest of NumPy's that holds all its values: float32 for bfloat16 and smaller floats, int8 and
-// uint8 for packed integers.
+// NumPy's name of a column's element type: "<f4". What NumPy lacks is stored as its smallest that
+// holds all values: float32 for bfloat16 and smaller floats, int8 and uint8 for packed integers.
 inline std::string npy_descr(DType dtype) {
   const std::string_view text = name(dtype);
   const char first = text.front();
@@ -215,7 +214,6 @@ class NpyColumn {
  private:
   static constexpr std::size_t kManyBytes = std::size_t{1} << 20;  // larger writes gain nothing
 
-  // The elements as the file holds them.
   static void append_row(std::string& out, const ArrayView& view) {
     auto append = [&](auto value) {
       out.append(reinterpret_cast<const char*>(&value), sizeof(value));

@@ -25,8 +25,7 @@
 
 namespace callgate {
 
-// Counts of values in bins: edges[i] <= value < edges[i + 1], the last bin with its upper edge, as
-// numpy.histogram has it.
+// Counts of values in bins, as numpy.histogram's: edges[i] <= value < edges[i + 1], the last <=.
 struct Histogram {
   std::vector<double> edges;  // one more than counts
   std::vector<std::uint64_t> counts;
