@@ -223,7 +223,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   void end_delivery();
   void serve_waiting();
   void report_no_memory() noexcept;
-  void rest();
+  bool rest();
   void finish();
 
   static inline std::atomic<Interrupted> interrupted_check_{nullptr};

@@ -46,17 +46,10 @@ void Channel::run() {
   while (inherited_ != nullptr && deliver_from(inherited_->store_)) {
   }
   inherited_.reset();
-  for (;;) {
-    bool some = deliver_from(store_);
+  for (bool some = true; some || rest();) {
+    some = deliver_from(store_);
     report_no_memory();
     serve_waiting();
-    if (some) continue;
-    {
-      std::lock_guard lock(mutex_);
-      // Senders are gone when closing_ is set, so everything reserved has been published.
-      if (closing_ && store_.all_collected() && !overflow_.some()) break;
-    }
-    rest();
   }
   finish();
   thread_id_.store({}, std::memory_order_relaxed);  // another thread may get the same
@@ -197,15 +190,17 @@ void Channel::serve_waiting() {
 }
 
 // Waits until there may be something to do. Short naps first, from which senders need not wake us:
-// a wake-up costs them microseconds. Then sleep, from which they do.
-void Channel::rest() {
+// a wake-up costs them microseconds. Then sleep, from which they do. False when all is over.
+bool Channel::rest() {
   std::unique_lock lock(mutex_);
-  if (closing_ || no_memory_.load(std::memory_order_relaxed) > 1) return;  // see report_no_memory()
+  // Senders are gone when closing_ is set, so everything reserved has been published.
+  if (closing_) return !store_.all_collected() || overflow_.some();
+  if (no_memory_.load(std::memory_order_relaxed) > 1) return true;  // see report_no_memory()
   if (!line_.empty()) {
     // If it is not due yet, a sender is about to publish.
     if (!settled_.covers(line_.front().moment))
       work_.wait_for(lock, std::chrono::microseconds(200));
-    return;
+    return true;
   }
   bool sleep = idle_naps_++ >= kNapsBeforeSleep;
   // Sequentially consistent: before we look once more; see put().
@@ -218,6 +213,7 @@ void Channel::rest() {
   }
   rest_.store(kAwake, std::memory_order_relaxed);  // a notice more does no harm
   if (store_.has_waiting()) idle_naps_ = 0;
+  return true;
 }
 
 void Channel::finish() {
