@@ -140,8 +140,11 @@ void Channel::tell(Consumer& consumer, Action&& action) noexcept try {
 
 // Calls `what` of each consumer in `current_`, which is empty then.
 void Channel::tell_current(void (Consumer::*what)()) noexcept {
-  for (std::size_t i = 0; i < current_.size(); ++i)  // held: remove() may take it out meanwhile
-    if (const auto consumer = current_[i]) tell(*consumer, [&] { ((*consumer).*what)(); });
+  std::shared_ptr<Consumer> consumer;  // held: remove() may take it out meanwhile
+  for (const auto& each : current_) {
+    consumer = each;
+    if (consumer != nullptr) tell(*consumer, [&] { ((*consumer).*what)(); });
+  }
   current_.clear();
 }
 

@@ -141,8 +141,8 @@ struct NpyHeader {
 class NpyColumn {
  public:
   // For a leaf, by its name (leaves.h), of which `view` is a lane.
-  NpyColumn(const std::string& name, const ArrayView& view, const std::string& path, FileMode mode)
-      : name_(name), file_("the sink Npy", path, {.mode = mode}) {
+  NpyColumn(std::string name, const ArrayView& view, const std::string& path, FileMode mode)
+      : name_(std::move(name)), file_("the sink Npy", path, {.mode = mode}) {
     if (!file_.regular()) throw Error("the sink Npy", "a regular file", "'" + path + "'");
     file_.claim();
     row_bytes_ = std::stoul(npy_descr(view.dtype).substr(2)) * view.size();
@@ -336,6 +336,7 @@ class NpySink final : public Sink {
       // All are found before any of them gets a row. Of padded arrays each may have another shape.
       if (row.empty() || !record.source->padded.empty()) {
         std::vector<NpyColumn*> found;
+        found.reserve(leaves.size());
         for (std::size_t i = 0; i < leaves.size(); ++i)
           found.push_back(column(source.names[i], leaves[i]));
         row = std::move(found);
