@@ -12,15 +12,28 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "channel/record.h"
-#include "channel/ring.h"
 #include "core/lifetime.h"
 
 namespace callgate {
+
+// The start of each entry; its payload follows, unless `record.payload` points elsewhere.
+struct alignas(kRecordAlignment) Entry {
+  enum class Kind : std::uint32_t { kInline, kAside, kFiller };
+
+  std::uint64_t position = 0;
+  std::uint32_t granules = 0;  // of the whole entry in the ring
+  Kind kind = Kind::kInline;
+  Record record;
+
+  char* inline_payload() noexcept { return reinterpret_cast<char*>(this + 1); }
+};
+static_assert(sizeof(Entry) == kRecordAlignment);
 
 // Memory beside a ring, within a budget that the two share: payloads that are too large for the
 // ring, and copies of what a consumer reads. Blocks that came back are kept, within the budget, for
@@ -28,129 +41,85 @@ namespace callgate {
 class SideMemory : Immovable {
  public:
   explicit SideMemory(std::size_t budget) : budget_(budget) {}
-  ~SideMemory() {
-    for (char* block : kept_) std::free(block);
-  }
 
-  struct Block {
-    char* data = nullptr;
-    bool no_memory = false;  // the system has none: to wait for room would not help
-  };
-
-  // Null while less than `bytes` of the budget is left, the ring's share taken off. When nothing
-  // else is in use, a block is granted whatever its size: nothing is too large to be sent.
-  Block take(std::size_t bytes, const Ring& ring) noexcept {
-    if (!claim(bytes, ring)) return {};
-    std::vector<char*> useless;
+  // A block; null where the system has no memory: to wait would not help. Nothing while less than
+  // `bytes` of the budget is left, the ring's share taken off. When nothing else is in use, a block
+  // is granted whatever its size: nothing is too large to be sent.
+  std::optional<char*> take(std::size_t bytes, const auto& ring_used) noexcept {
+    if (!claim(bytes, ring_used)) return std::nullopt;
     char* block = nullptr;
     {
       std::lock_guard lock(mutex_);
-      if (kept_bytes_ != bytes || kept_.empty()) {
-        useless.swap(kept_);
-      } else {
-        block = kept_.back();
+      if (kept_bytes_ != bytes) kept_.clear();  // before more is taken: the budget is kept
+      if (!kept_.empty()) {
+        block = kept_.back().release();
         kept_.pop_back();
       }
     }
-    for (char* other : useless) std::free(other);  // before more is taken: the budget is kept
     if (block == nullptr)
       block = static_cast<char*>(std::aligned_alloc(kRecordAlignment, align_record(bytes)));
-    if (block != nullptr) {
-      in_use_.fetch_add(bytes, std::memory_order_relaxed);  // a gauge
-    } else {
-      claimed_.fetch_sub(bytes, std::memory_order_seq_cst);  // see claimed()
-    }
-    return {block, /*no_memory=*/block == nullptr};
+    if (block == nullptr) let_go(bytes);
+    return block;
   }
 
   void give_back(char* block, std::size_t bytes) noexcept {
-    keep(block, bytes, claimed() - bytes);
+    keep(Memory(block), bytes, claimed() - bytes);
     let_go(bytes);
   }
 
   // Takes back a block that has been let go before: its reader kept it for longer.
-  void recycle(char* block, std::size_t bytes) noexcept { keep(block, bytes, claimed()); }
+  void recycle(char* block, std::size_t bytes) noexcept { keep(Memory(block), bytes, claimed()); }
 
-  // Counts memory that is not ours, and no more.
-  void hold(std::size_t bytes) noexcept {
-    claimed_.fetch_add(bytes, std::memory_order_seq_cst);  // see claimed()
-    in_use_.fetch_add(bytes, std::memory_order_relaxed);   // a gauge
-  }
-  void let_go(std::size_t bytes) noexcept {
-    in_use_.fetch_sub(bytes, std::memory_order_relaxed);   // a gauge
-    claimed_.fetch_sub(bytes, std::memory_order_seq_cst);  // see claimed()
-  }
+  // Counts memory that is not ours, and no more. Sequentially consistent, both: see claimed().
+  void hold(std::size_t bytes) noexcept { claimed_.fetch_add(bytes, std::memory_order_seq_cst); }
+  void let_go(std::size_t bytes) noexcept { claimed_.fetch_sub(bytes, std::memory_order_seq_cst); }
 
   // Sequentially consistent: a sender to the ring looks here, take() looks there.
   std::size_t claimed() const noexcept { return claimed_.load(std::memory_order_seq_cst); }
-  // Without what take() is about to refuse. Relaxed: a gauge.
-  std::size_t in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
 
  private:
-  bool claim(std::size_t bytes, const Ring& ring) noexcept {
-    auto fits = [&](std::size_t before) {
-      const std::size_t in_use = before + ring.used();
-      return in_use == 0 || in_use + bytes <= budget_;
-    };
-    if (!fits(claimed())) return false;
-    // Claimed first, then looked at once more: a sender that comes to the ring from here on sees
-    // the claim. One that is past its look may still take the room for its record besides.
-    if (fits(claimed_.fetch_add(bytes, std::memory_order_seq_cst))) return true;
-    claimed_.fetch_sub(bytes, std::memory_order_seq_cst);  // both: see claimed()
-    return false;
+  struct Free {
+    void operator()(char* memory) const noexcept { std::free(memory); }
+  };
+  using Memory = std::unique_ptr<char, Free>;
+
+  // A sender to the ring that is past its look may still take the room for its record besides.
+  bool claim(std::size_t bytes, const auto& ring_used) noexcept {
+    std::size_t before = claimed();
+    do {
+      const std::size_t in_use = before + ring_used();
+      if (in_use != 0 && in_use + bytes > budget_) return false;
+      // See claimed(), also on failure.
+    } while (!claimed_.compare_exchange_weak(before, before + bytes, std::memory_order_seq_cst));
+    return true;
   }
 
   // `claimed`: by others.
-  void keep(char* block, std::size_t bytes, std::size_t claimed) noexcept try {
+  void keep(Memory block, std::size_t bytes, std::size_t claimed) noexcept try {
     std::lock_guard lock(mutex_);
-    if (kept_bytes_ != bytes) {
-      for (char* other : kept_) std::free(other);
-      kept_.clear();
-      kept_bytes_ = bytes;
-    }
-    if (claimed + (kept_.size() + 1) * bytes <= budget_) {
-      kept_.push_back(block);
-    } else {
-      std::free(block);
-    }
-  } catch (const std::bad_alloc&) {
-    std::free(block);
+    if (std::exchange(kept_bytes_, bytes) != bytes) kept_.clear();
+    if (claimed + (kept_.size() + 1) * bytes <= budget_) kept_.push_back(std::move(block));
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is freed
   }
 
   std::size_t budget_;
-  std::atomic<std::size_t> claimed_{0}, in_use_{0};
+  std::atomic<std::size_t> claimed_{0};
   std::mutex mutex_;
   // Blocks that nobody uses, all of one size, and no more of them than the budget has room for.
-  std::vector<char*> kept_;
+  std::vector<Memory> kept_;
   std::size_t kept_bytes_ = 0;  // of each
 };
 
-// The records in delivery, with what holds those of their payloads that are not in the ring. Of the
-// channel's thread.
+// The records in delivery, and what holds their payloads besides the ring. Of the channel's thread.
 class Batch {
  public:
-  // Makes room for the least records without which the thread could not go on where there is no
-  // memory for more.
+  // Before anything else: the thread could not go on where there is no memory for a place.
   void reserve() {
-    records_.reserve(kLeastPlaces);
-    copies_.reserve(kLeastPlaces);
-    blocks_.reserve(kLeastPlaces);
+    records_.reserve(kMostRecords);
+    copies_.reserve(kMostRecords);
+    blocks_.reserve(kMostRecords);
   }
-
-  // Whether the batch takes one more record. Where there is no memory for more, its records go
-  // first.
-  bool has_place() noexcept try {
-    auto grow = [](auto& places) {
-      if (places.size() == places.capacity()) places.reserve(2 * places.capacity());
-    };
-    if (records_.size() >= kMostRecords) return false;
-    grow(records_);
-    grow(copies_);
-    grow(blocks_);
-    return true;
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
+  bool has_place() const noexcept { return records_.size() < kMostRecords; }
 
   // There is a place, for each of these. Takes over an entry's block, or copies its payload if
   // `copies`, counted in `aside`; false, and nothing has happened, where there is no memory.
@@ -213,7 +182,7 @@ class Batch {
   }
 
  private:
-  static constexpr std::size_t kLeastPlaces = 64, kMostRecords = 4096;
+  static constexpr std::size_t kMostRecords = 4096;
 
   // In the hands of who reads it, and of whom it is lent to.
   struct Block : Immovable {
@@ -236,9 +205,8 @@ class Batch {
 };
 
 // Records that the channel's own thread sent into a full store: it would wait for itself. Each
-// follows what was in the store then, and everything that the thread sends goes here until nothing
-// is left here. Not bounded. Of that thread, but for some() and added(), which are relaxed: other
-// threads count on what the thread did before they were told.
+// follows what was in the store then; the thread sends no other way until nothing is left here. Not
+// bounded. Of that thread, but for some() and added(): relaxed, for what it did before it told.
 class Overflow {
  public:
   bool some() const noexcept { return some_.load(std::memory_order_relaxed); }

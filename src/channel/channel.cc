@@ -1,4 +1,4 @@
-// What owners and senders do, on their threads. The channel's own thread is in channel_thread.cc.
+// What owners do, and then senders, on their threads. The channel's own is in channel_thread.cc.
 #include "channel/channel.h"
 
 #include <algorithm>
@@ -16,16 +16,14 @@ namespace callgate {
 namespace {
 
 constexpr auto kRecheck = std::chrono::milliseconds(20);  // for interrupts, by senders that wait
-// After so long a sender that waits is not overtaken any more. Before, it may be: taking turns
-// would cost a switch of threads a record.
+// A sender that waits is not overtaken after so long: turns would cost a switch of threads each.
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
 // Copies a leaf into a record's payload, which is aligned to 16 bytes.
 void copy_leaf(char* to, const void* from, std::size_t bytes) noexcept {
   std::size_t streamed = 0;
 #ifdef __SSE2__
-  // From this size on, stores pass by the caches: the memory they go to was used long ago, and to
-  // fetch it first would cost more than the copy.
+  // From here on stores pass by the caches: to fetch memory used long ago costs more than the copy.
   if (bytes >= 4096) streamed = bytes / 64 * 64;
   auto* target = reinterpret_cast<__m128i*>(to);
   const auto* source = static_cast<const __m128i*>(from);
@@ -43,8 +41,7 @@ void copy_leaf(char* to, const void* from, std::size_t bytes) noexcept {
     std::memcpy(to + streamed, static_cast<const char*>(from) + streamed, bytes - streamed);
 }
 
-// The record, whose payload is written here: the leaves, or, of a source with arrays on a device,
-// the handle and the control leaves.
+// With its payload: the leaves; with arrays on a device, the handle and the control leaves.
 Record make_record(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns,
                    char* payload) noexcept {
   const Source& source = *parcel.sender.source;
@@ -86,13 +83,20 @@ Channel::~Channel() {
   }
 }
 
-// -- owners --------------------------------------------------------------------------------------
-
 void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
   std::lock_guard lock(mutex_);
   if (finished_) return;
   consumers_.reserve(consumers_.size() + consumers.size());
-  start_locked();  // before they are added: it may throw
+  if (!running_ && !closing_) {  // before they are added: it may throw
+    batch_.reserve();
+    try {
+      thread_ = std::thread([self = shared_from_this()] { self->run(); });
+    } catch (const std::system_error& error) {
+      throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'", "a thread of its own",
+                  error.code().message());
+    }
+    running_ = true;  // the thread, which begins by taking the mutex, sees it
+  }
   for (auto& consumer : consumers) consumers_.push_back(std::move(consumer));
 }
 
@@ -112,27 +116,11 @@ bool Channel::removed(std::uint64_t delivery, Timeout timeout) {
   return wait_done(lock, timeout, [&] { return !in_delivery_ || deliveries_ != delivery; });
 }
 
-// The mutex is held: the thread, which begins by taking it, sees `running_`.
-void Channel::start_locked() {
-  if (running_ || closing_) return;
-  batch_.reserve();
-  try {
-    thread_ = std::thread([self = shared_from_this()] { self->run(); });
-  } catch (const std::system_error& error) {
-    throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'", "a thread of its own",
-                error.code().message());
-  }
-  running_ = true;
-}
-
 void Channel::adopt(std::shared_ptr<Channel> other) {
   // Relaxed: nobody else counts, the other's senders are gone and ours not there yet.
-  auto add = [](std::atomic<std::uint64_t>& ours, const std::atomic<std::uint64_t>& theirs) {
-    ours.fetch_add(theirs.load(std::memory_order_relaxed), std::memory_order_relaxed);
-  };
   sequence_.add(other->sequence_);
-  add(dropped_, other->dropped_);
-  add(bytes_, other->bytes_);
+  dropped_.fetch_add(other->dropped_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  bytes_.fetch_add(other->bytes_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   // `other` keeps its sources until its records are delivered.
   inherited_ = std::move(other);
 }
@@ -143,14 +131,12 @@ void Channel::retire(const Source& source) {
   std::lock_guard lock(mutex_);
   auto found = sources_.find(&source);
   if (found == sources_.end()) return;
-  if (!settled_.covers(moment())) {  // a record of it may be left
-    try {
-      retired_.push_back({moment(), found->second});
-    } catch (const std::bad_alloc&) {
-      return;  // it stays until the channel ends
-    }
-    work_.notify_one();  // by now senders may have dropped what is left, without the thread
+  try {  // a record of it may be left
+    if (!settled_.covers(moment())) line_.push_back({moment(), /*flush=*/0, found->second});
+  } catch (const std::bad_alloc&) {
+    return;  // it stays until the channel ends
   }
+  work_.notify_one();  // by now senders may have dropped what is left, without the thread
   kept = std::move(found->second);
   sources_.erase(found);
 }
@@ -159,7 +145,7 @@ std::uint64_t Channel::request_flush() {
   if (abandoned() || on_own_thread()) return 0;
   std::lock_guard lock(mutex_);
   if (!running_ || finished_) return 0;
-  flushes_.push_back({++flush_wanted_, moment()});
+  line_.push_back({moment(), ++flush_wanted_, nullptr});
   work_.notify_one();
   return flush_wanted_;
 }
@@ -202,14 +188,17 @@ bool Channel::close(Timeout timeout) {
 // Everything that waits is dropped. There is no thread, or it has ended.
 void Channel::drop_the_rest() noexcept {
   if (abandoned()) return;  // the mutex may be held for ever
-  count_up(dropped_, store_.drop_all());
-  if (inherited_ != nullptr) count_up(dropped_, inherited_->store_.drop_all());
+  auto drop = [&](Store& store) {
+    while (const std::optional<std::uint64_t> dropped = store.drop_oldest())
+      count_up(dropped_, *dropped);
+  };
+  drop(store_);
+  if (inherited_ != nullptr) drop(inherited_->store_);
 }
 
 ChannelStats Channel::stats() const noexcept {
   ChannelStats stats;
-  // What leaves is read before what comes, so that `pending` is never negative. Acquire keeps the
-  // reads in this order.
+  // What leaves is read before what comes: `pending` is never negative. Acquire keeps the order.
   stats.delivered = delivered_.load(std::memory_order_acquire);
   stats.dropped = dropped_.load(std::memory_order_acquire);
   stats.sent = sequence_.sum();
@@ -217,12 +206,10 @@ ChannelStats Channel::stats() const noexcept {
   // Relaxed: gauges.
   stats.lost = lost_.load(std::memory_order_relaxed);
   stats.bytes = bytes_.load(std::memory_order_relaxed);
-  // The mutex may be held for ever in a fork's child.
-  stats.high_water = abandoned() ? store_.noted_high_water() : store_.high_water();
+  // A lock may be held for ever in a fork's child.
+  stats.high_water = store_.high_water(/*exactly=*/!abandoned());
   return stats;
 }
-
-// -- senders -------------------------------------------------------------------------------------
 
 bool Channel::send(const Parcel& parcel) noexcept {
   // Sequentially consistent, both: close() sets `closed_` and then waits for the senders it sees.
@@ -250,8 +237,7 @@ bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns)
     if (parcel.sender.enrolled.load(std::memory_order_relaxed) == id_ || enrol(parcel.sender)) {
       entry->record = make_record(parcel, seq, time_ns, entry->record.data());
       store_.publish(*entry);
-      // Sequentially consistent: after publish(), see rest(). Either we see the sleeper, or it sees
-      // us.
+      // Sequentially consistent: after publish(), see rest(). We see the sleeper, or it sees us.
       const int rest = rest_.load(std::memory_order_seq_cst);
       if (rest == kAsleep || (rest == kNapping && store_.half_full())) wake_thread();
       return true;
@@ -326,8 +312,7 @@ Store::Place Channel::wait_for_room(std::size_t payload) noexcept {
     if (place.decided()) break;
     Interrupted check = interrupted_check_.load(std::memory_order_acquire);  // see set_interrupted
     if (check != nullptr && check()) {
-      // From now on senders do not wait for room, until the channel's thread has found nothing to
-      // do. Relaxed: a late look costs a round more.
+      // Senders don't wait until the channel's thread has had nothing to do. Relaxed: see above.
       interrupted_.store(true, std::memory_order_relaxed);
       std::lock_guard lock(mutex_);
       room_.notify_all();

@@ -28,9 +28,11 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -42,10 +44,10 @@
 #include <vector>
 
 #include "channel/consumer.h"
-#include "channel/device_counters.h"
 #include "channel/record.h"
 #include "channel/store.h"
 #include "core/call.h"
+#include "core/error.h"
 #include "core/lifetime.h"
 
 namespace callgate {
@@ -105,10 +107,9 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   // Sends a record; false when the policy dropped it. Never throws. Any thread.
   bool send(const Parcel& parcel) noexcept;
 
-  // Consumers come and go at any time; the channel's thread starts with the first, so those that
-  // are to get the same records are added at once. `remove` returns when the consumer is not in use
-  // any more; called by a consumer, on the channel's thread, it takes effect at once, also for
-  // the caller.
+  // Consumers come and go at any time; the thread starts with the first, so those that are to get
+  // the same records are added at once. `remove` returns when the consumer is not in use any more;
+  // on the channel's own thread it takes effect at once, also for the caller.
   void add(std::shared_ptr<Consumer> consumer) { add_all({std::move(consumer)}); }
   void add_all(std::vector<std::shared_ptr<Consumer>> consumers);
   void remove(const std::shared_ptr<Consumer>& consumer) {
@@ -120,25 +121,19 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   bool removed(std::uint64_t delivery, Timeout timeout);
 
   // Starts the thread without a consumer of the channel's: sources have their own.
-  void start() {
-    std::lock_guard lock(mutex_);
-    start_locked();
-  }
+  void start() { add_all({}); }
 
-  // Waits until all that was sent before is with the consumers, and has been flushed by them:
-  // the channel's, and those of sources that are not retired. False when the time ran out. On the
-  // channel's own thread: true at once.
+  // Waits until all that was sent before has been taken and flushed by the consumers, also those of
+  // sources that are not retired. False when the time ran out. On the channel's own thread: true.
   bool flush(Timeout timeout) { return flushed(request_flush(), timeout); }
 
-  // The same in two steps, for who waits in slices: what is sent after the request is not waited
-  // for, however long the wait.
+  // The same in two steps, for who waits in slices; what is sent after the request does not count.
   std::uint64_t request_flush();
   bool flushed(std::uint64_t request, Timeout timeout);
 
-  // No record is taken any more (senders' are counted as dropped); delivers what is there, closes
-  // the consumers, joins the thread. False when the time ran out: the thread then goes on, and ends
-  // with the consumer that holds it up; close() again waits again. Without a thread, what is there
-  // is dropped.
+  // No record is taken any more; delivers what is there, closes the consumers, joins the thread.
+  // False when the time ran out: the thread then goes on, and ends with the consumer that holds it
+  // up; close() again waits again. Without a thread, what is there is dropped.
   bool close(Timeout timeout);
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
@@ -154,9 +149,8 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
 
   ChannelStats stats() const noexcept;
 
-  // For a consumer, in consume(): shares the memory of a large record's payload with it, to keep
-  // and to write to for as long as it likes. Null for a record in the ring, or when others are
-  // still to read it.
+  // For a consumer, in consume(): a large record's payload, to keep and to write to for as long as
+  // it likes. Null for a record in the ring, or when others are still to read it.
   static std::shared_ptr<void> lend(const Record& record) noexcept;
 
   // The check that senders who wait for room make; for the whole process.
@@ -164,8 +158,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
     interrupted_check_.store(check, std::memory_order_release);  // whoever reads it may call it
   }
 
-  // In a fork's child, which has no thread to deliver: from now on every channel of the process
-  // drops what is sent and refuses to flush.
+  // In a fork's child, which has no thread: every channel drops what is sent, and does not flush.
   static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
   static bool abandoned() noexcept {
     return abandoned_.load(std::memory_order_relaxed);  // set while no other thread is there
@@ -180,13 +173,11 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
       return position >= other.position && overflowed >= other.overflowed;
     }
   };
-  struct Retired {
+  // What waits until all is delivered that was sent before: a flush, or a retired source.
+  struct Waiting {
     Moment moment;
+    std::uint64_t flush;  // 0 for a source
     std::shared_ptr<const Source> source;
-  };
-  struct Flush {
-    std::uint64_t request;
-    Moment moment;
   };
 
   // Senders.
@@ -217,13 +208,11 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
     done_.wait(lock, done);
     return true;
   }
-  void start_locked();
   void drop_the_rest() noexcept;
 
   // The channel's thread.
   void run();
-  bool deliver_some();
-  Store::Collected deliver_from(Store& store);
+  bool deliver_from(Store& store);
   void deliver() noexcept;
   void hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept;
   void hand_over_host_arrays(Consumer& consumer, std::span<const Record> records);
@@ -232,9 +221,9 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   void tell_current(void (Consumer::*what)()) noexcept;
   std::vector<std::shared_ptr<Consumer>> all_consumers() const;
   void end_delivery();
-  void serve_flushes();
+  void serve_waiting();
   void report_no_memory() noexcept;
-  void rest();
+  bool rest();
   void finish();
 
   static inline std::atomic<Interrupted> interrupted_check_{nullptr};
@@ -261,8 +250,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   std::condition_variable work_, room_, done_;
   std::vector<std::shared_ptr<Consumer>> consumers_;
   std::unordered_map<const Source*, std::shared_ptr<const Source>> sources_;
-  std::deque<Retired> retired_;
-  std::deque<Flush> flushes_;
+  std::list<Waiting> line_;  // in order
   std::uint64_t flush_wanted_ = 0, flush_served_ = 0;
   Moment settled_;                // everything before it has been delivered or dropped
   std::uint64_t deliveries_ = 0;  // that ended
@@ -279,6 +267,124 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   std::atomic<bool> interrupted_{false};  // no sender waits for room
   enum Rest : int { kAwake, kNapping, kAsleep };
   std::atomic<int> rest_{kAwake};
+};
+
+// One name's place: never destroyed, so that call sites may point to it. Channels come and go: a
+// program that was compiled long ago sends to whatever channel is open under the name now. While
+// none is, a small holding channel keeps the records for the next that opens.
+class ChannelSlot {
+ public:
+  explicit ChannelSlot(std::string name)
+      : name_(std::move(name)), channel_(holding_channel()), sending_to_(channel_.get()) {}
+
+  bool send(const Parcel& parcel) noexcept {
+    for (;;) {
+      // Sequentially consistent, both: take_out() stores null and then looks who is inside.
+      inside_.fetch_add(1, std::memory_order_seq_cst);
+      Channel* channel = sending_to_.load(std::memory_order_seq_cst);
+      bool sent = channel != nullptr && channel->send(parcel);
+      inside_.fetch_sub(1, std::memory_order_release);  // our use of the channel is over
+      if (channel != nullptr) return sent;
+      // Not inside meanwhile, or take_out() might never end. Relaxed: the pointer is not used.
+      while (sending_to_.load(std::memory_order_relaxed) == nullptr) {
+        if (Channel::abandoned()) return false;  // who was to put one in is not in this process
+        std::this_thread::yield();
+      }
+    }
+  }
+
+  void retire(const Source& source) {
+    if (!Channel::abandoned()) current()->retire(source);  // else the mutex may be held for ever
+  }
+
+  // The channel that is open, else null.
+  std::shared_ptr<Channel> open_channel() const {
+    std::lock_guard lock(mutex_);
+    return is_open_ ? channel_ : nullptr;
+  }
+  // The one that takes records now: the open one, or the one that holds them.
+  std::shared_ptr<Channel> current() const {
+    std::lock_guard lock(mutex_);
+    return channel_;
+  }
+
+  // Puts `channel` in place; it takes over what was held, and goes on with its sequence numbers.
+  // Not started yet. Throws Error when one is open.
+  void open(std::shared_ptr<Channel> channel) {
+    std::lock_guard lock(mutex_);
+    if (is_open_)
+      throw Error(ErrorCode::kAlreadyExists,
+                  "a channel named '" + name_ +
+                      "' is open already; close it first, or give this one another name");
+    channel->adopt(take_out());
+    put_in(std::move(channel));
+    is_open_ = true;
+  }
+
+  // From now on records are held, and `channel` refuses them. It is still to be closed.
+  void vacate(const Channel& channel) {
+    std::lock_guard lock(mutex_);
+    if (!is_open_ || channel_.get() != &channel) return;
+    is_open_ = false;
+    std::shared_ptr<Channel> holding = holding_channel();  // may throw: before we begin
+    take_out()->refuse();
+    put_in(std::move(holding));
+  }
+
+ private:
+  std::shared_ptr<Channel> holding_channel() const {
+    constexpr std::size_t kBytes = std::size_t{1} << 20;
+    return std::make_shared<Channel>(
+        ChannelOptions{.name = name_, .capacity = kBytes, .on_full = OnFull::kDropNew},
+        [](const Channel&, const Consumer&, const std::string&) {});
+  }
+
+  // The mutex is held, in both. Returns the channel when nobody sends to it any more; senders wait
+  // until the next is put in, which is not long: those who waited for room are sent away.
+  std::shared_ptr<Channel> take_out() {
+    sending_to_.store(nullptr, std::memory_order_seq_cst);                  // see send()
+    if (channel_->options().on_full == OnFull::kBlock) channel_->refuse();  // wakes those who wait
+    while (inside_.load(std::memory_order_seq_cst) != 0) {                  // see send()
+      if (Channel::abandoned()) break;  // who is inside is not in this process
+      std::this_thread::yield();
+    }
+    return std::move(channel_);
+  }
+  void put_in(std::shared_ptr<Channel> channel) {
+    channel_ = std::move(channel);
+    sending_to_.store(channel_.get(), std::memory_order_seq_cst);  // see send()
+  }
+
+  std::string name_;
+  mutable std::mutex mutex_;
+  std::shared_ptr<Channel> channel_;
+  bool is_open_ = false;
+  // What senders use; null for the moment between two. `inside_` counts who may be using it.
+  std::atomic<Channel*> sending_to_{nullptr};
+  std::atomic<int> inside_{0};
+};
+
+class Channels {
+ public:
+  static Channels& instance() { return immortal<Channels>(); }
+
+  ChannelSlot& slot(const std::string& name) {
+    std::lock_guard lock(mutex_);
+    return slots_.try_emplace(name, name).first->second;
+  }
+
+  // All channels that take records now, holding ones included.
+  std::vector<std::shared_ptr<Channel>> all() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<Channel>> all;
+    all.reserve(slots_.size());
+    for (const auto& [name, slot] : slots_) all.push_back(slot.current());
+    return all;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, ChannelSlot> slots_;  // their places stay
 };
 
 }  // namespace callgate

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <new>
-#include <utility>
+#include <set>
 
 #include "channel/channel.h"
 #include "core/error.h"
@@ -15,8 +15,7 @@ namespace {
 constexpr auto kNap = std::chrono::milliseconds(5);
 constexpr int kNapsBeforeSleep = 20;
 
-// Repeats a step that the thread can't go on without until there is memory for it. A step that
-// fails halfway is taken from its beginning again.
+// Repeats a step that the thread can't go on without, from its beginning, until there is memory.
 template <typename Step>
 auto insist(Step&& step) {
   for (;;) {
@@ -44,40 +43,31 @@ void Channel::run() {
   thread_id_.store(std::this_thread::get_id(), std::memory_order_relaxed);  // see on_own_thread()
   insist(
       [&] { pthread_setname_np(pthread_self(), ("cg:" + options_.name).substr(0, 15).c_str()); });
-  for (bool some = inherited_ != nullptr; some;) {
-    some = deliver_from(inherited_->store_).some;
-    std::lock_guard lock(mutex_);
-    end_delivery();
+  while (inherited_ != nullptr && deliver_from(inherited_->store_)) {
   }
   inherited_.reset();
-  for (;;) {
-    bool some = deliver_some();
+  for (bool some = true; some || rest();) {
+    some = deliver_from(store_);
     report_no_memory();
-    serve_flushes();
-    if (some) continue;
-    {
-      std::lock_guard lock(mutex_);
-      // Senders are gone when closing_ is set, so everything reserved has been published.
-      if (closing_ && store_.all_collected() && !overflow_.some()) break;
-    }
-    rest();
+    serve_waiting();
   }
   finish();
   thread_id_.store({}, std::memory_order_relaxed);  // another thread may get the same
   end_thread();
 }
 
-// Delivers a batch of what waits in a store, and frees its places. The caller ends the delivery.
-Store::Collected Channel::deliver_from(Store& store) {
+// Delivers a batch of what waits in a store, and frees its places. False when nothing waited.
+bool Channel::deliver_from(Store& store) {
   insist([&] {
     std::lock_guard lock(mutex_);
     in_delivery_ = true;
     current_ = consumers_;
   });
-  Store::Collected collected = store.collect(batch_);
+  const Store::Collected collected = store.collect(batch_);
   dropped_.fetch_add(collected.dropped, std::memory_order_release);  // see stats()
   if (collected.dropped != 0) note_no_memory(collected.no_memory);
-  if (&store == &store_ && overflow_.some()) overflow_.collect(batch_, collected.position);
+  const bool own = &store == &store_;
+  if (own && overflow_.some()) overflow_.collect(batch_, collected.position);
   const std::size_t count = batch_.records().size();
   if (count != 0) deliver();
   for (const Record& record : batch_.records()) record.let_go();
@@ -86,32 +76,18 @@ Store::Collected Channel::deliver_from(Store& store) {
   // Release: the consumers' work is seen by who reads the counts; see stats().
   delivered_.fetch_add(count, std::memory_order_release);
   current_.clear();
-  collected.some = collected.some || count != 0;
-  return collected;
-}
-
-bool Channel::deliver_some() {
-  const Store::Collected collected = deliver_from(store_);
-  for (std::shared_ptr<const Source> gone;; gone.reset()) {  // destroyed without the mutex
-    std::lock_guard lock(mutex_);
-    settled_ = {collected.position, overflow_.taken()};
-    if (retired_.empty() || !settled_.covers(retired_.front().moment)) {
-      end_delivery();
-      return collected.some;
-    }
-    gone = std::move(retired_.front().source);
-    retired_.pop_front();
-  }
+  std::lock_guard lock(mutex_);
+  if (own) settled_ = {collected.position, overflow_.taken()};
+  end_delivery();
+  return collected.some || count != 0;
 }
 
 void Channel::deliver() noexcept {
   bool shared = std::ranges::any_of(
       batch_.records(), [](const Record& record) { return record.source->consumer != nullptr; });
-  for (std::size_t i = 0; i < current_.size(); ++i) {
-    std::shared_ptr<Consumer> consumer = current_[i];  // held: remove() may take it out meanwhile
-    if (consumer != nullptr)
+  for (std::size_t i = 0; i < current_.size(); ++i)  // held: remove() may take it out meanwhile
+    if (const auto consumer = current_[i])
       hand_over(*consumer, batch_.records(), /*last=*/!shared && i + 1 == current_.size());
-  }
   auto consumer_of = [](const Record& record) { return record.source->consumer.get(); };
   each_run(batch_.records(), consumer_of, [&](std::span<const Record> run) {
     if (Consumer* consumer = consumer_of(run.front())) hand_over(*consumer, run, /*last=*/true);
@@ -184,30 +160,31 @@ void Channel::end_delivery() {
 
 // The channel's consumers, then those of its sources, each once. The mutex is held.
 std::vector<std::shared_ptr<Consumer>> Channel::all_consumers() const {
-  std::vector<std::shared_ptr<Consumer>> all;
-  for (const auto& [key, source] : sources_) {
-    if (source->consumer != nullptr) all.push_back(source->consumer);
-  }
-  std::ranges::sort(all);
-  auto twice = std::ranges::unique(all);
-  all.erase(twice.begin(), twice.end());
-  all.insert(all.begin(), consumers_.begin(), consumers_.end());
+  std::vector<std::shared_ptr<Consumer>> all = consumers_;
+  std::set<std::shared_ptr<Consumer>> of_sources;
+  for (const auto& [key, source] : sources_)
+    if (source->consumer != nullptr) of_sources.insert(source->consumer);
+  all.insert(all.end(), of_sources.begin(), of_sources.end());
   return all;
 }
 
-void Channel::serve_flushes() {
+// Lets go of sources whose records have been delivered, and has consumers flush what was.
+void Channel::serve_waiting() {
+  std::list<Waiting> due;
+  {
+    std::lock_guard lock(mutex_);
+    auto waits = [&](const Waiting& one) { return !settled_.covers(one.moment); };
+    due.splice(due.end(), line_, line_.begin(), std::ranges::find_if(line_, waits));
+  }
   std::uint64_t served = 0;
+  for (const Waiting& one : due) served = std::max(served, one.flush);
+  due.clear();  // sources are destroyed without the mutex
+  if (served == 0) return;
   insist([&] {
     std::lock_guard lock(mutex_);
-    if (flushes_.empty() || !settled_.covers(flushes_.front().moment)) return;
     in_delivery_ = true;
     current_ = all_consumers();
-    while (!flushes_.empty() && settled_.covers(flushes_.front().moment)) {
-      served = flushes_.front().request;
-      flushes_.pop_front();
-    }
   });
-  if (served == 0) return;
   report_no_memory();  // of what was sent before
   tell_current(&Consumer::flush);
   std::lock_guard lock(mutex_);
@@ -216,33 +193,35 @@ void Channel::serve_flushes() {
 }
 
 // Waits until there may be something to do. Short naps first, from which senders need not wake us:
-// a wake-up costs them microseconds. Then sleep, from which they do.
-void Channel::rest() {
+// a wake-up costs them microseconds. Then sleep, from which they do. False when all is over.
+bool Channel::rest() {
   std::unique_lock lock(mutex_);
-  if (closing_ || no_memory_.load(std::memory_order_relaxed) > 1) return;  // see report_no_memory()
-  if (!flushes_.empty()) {
+  // Senders are gone when closing_ is set, so everything reserved has been published.
+  if (closing_) return !store_.all_collected() || overflow_.some();
+  if (no_memory_.load(std::memory_order_relaxed) > 1) return true;  // see report_no_memory()
+  if (!line_.empty()) {
     // If it is not due yet, a sender is about to publish.
-    if (!settled_.covers(flushes_.front().moment))
+    if (!settled_.covers(line_.front().moment))
       work_.wait_for(lock, std::chrono::microseconds(200));
-    return;
+    return true;
   }
   bool sleep = idle_naps_++ >= kNapsBeforeSleep;
   // Sequentially consistent: before we look once more; see put().
   rest_.store(sleep ? kAsleep : kNapping, std::memory_order_seq_cst);
   if (!store_.has_waiting() && !overflow_.some()) {
-    // Everything has been taken, so senders may wait for room again. Said before the rest, not
-    // after it: they may cut each rest short.
+    // Senders may wait for room again. Said before the rest: they may cut each rest short.
     interrupted_.store(false, std::memory_order_relaxed);
     if (!sleep) work_.wait_for(lock, kNap);
     if (sleep) work_.wait(lock);
   }
   rest_.store(kAwake, std::memory_order_relaxed);  // a notice more does no harm
   if (store_.has_waiting()) idle_naps_ = 0;
+  return true;
 }
 
 void Channel::finish() {
   report_no_memory();
-  auto gone = insist([] { return std::deque<Retired>(); });
+  std::list<Waiting> gone;
   decltype(sources_) sources;  // both are destroyed without the mutex
   std::unique_lock lock(mutex_);
   while (!consumers_.empty()) {  // others may come meanwhile
@@ -253,7 +232,7 @@ void Channel::finish() {
     lock.lock();
     end_delivery();
   }
-  gone.swap(retired_);
+  gone.swap(line_);
   sources.swap(sources_);
   finished_ = true;
   done_.notify_all();

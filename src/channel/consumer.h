@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -45,8 +46,7 @@ class Consumer : public std::enable_shared_from_this<Consumer> {
   // For messages.
   virtual std::string description() const { return "a consumer"; }
 
-  // How many of the records, lanes counted each, it could not take so far: no room on the disk,
-  // say. Any thread.
+  // Records, lanes counted each, that it could not take: no room on the disk, say. Any thread.
   std::uint64_t lost() const noexcept { return lost_.load(std::memory_order_relaxed); }  // a gauge
   void lose(std::uint64_t count) noexcept {
     lost_.fetch_add(count, std::memory_order_relaxed);  // a gauge
@@ -84,50 +84,10 @@ class FirstError {
 template <typename Step>
 void append_whole(std::string& text, Step&& step) {
   const std::size_t before = text.size();
-  try {
-    step();
-  } catch (...) {
-    text.resize(before);
-    throw;
-  }
+  FirstError error;
+  if (!error.survives(step)) text.resize(before);
+  error.rethrow();
 }
-
-namespace padding {
-
-// Copies `count` elements from one position to another; packed ones lie from the low bits up.
-inline void copy_elements(const char* from, std::int64_t at, char* to, std::int64_t to_at,
-                          std::int64_t count, std::int64_t width) {
-  if (width >= 8) {
-    std::memcpy(to + to_at * width / 8, from + at * width / 8,
-                static_cast<std::size_t>(count * width / 8));
-    return;
-  }
-  const unsigned mask = (1U << width) - 1;
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::int64_t read = (at + i) * width, write = (to_at + i) * width;
-    const unsigned value = static_cast<unsigned char>(from[read / 8]) >> (read % 8) & mask;
-    to[write / 8] =
-        static_cast<char>(static_cast<unsigned char>(to[write / 8]) | value << (write % 8));
-  }
-}
-
-// Copies the first `dims` of each axis, in row-major order, to zeroed memory.
-inline void copy_corner(const ArrayView& from, std::span<const std::int64_t> dims, char* to) {
-  const std::size_t last = dims.size() - 1;
-  std::vector<std::int64_t> index(dims.size(), 0);
-  for (std::int64_t done = 0;; done += dims[last]) {
-    std::int64_t position = 0;
-    for (std::size_t axis = 0; axis <= last; ++axis)
-      position = position * from.dims[axis] + index[axis];
-    copy_elements(static_cast<const char*>(from.data), position, to, done, dims[last],
-                  bits(from.dtype));
-    std::size_t axis = last;
-    while (axis > 0 && ++index[axis - 1] == dims[axis - 1]) index[--axis] = 0;
-    if (axis == 0) return;
-  }
-}
-
-}  // namespace padding
 
 // The leaves of a record as views into its payload, control leaves included.
 class RecordViews {
@@ -179,11 +139,7 @@ class RecordViews {
     const Source& source = *record.source;
     whole(record);
     for (std::int64_t lane = 0; lane < source.lanes.count(); ++lane) {
-      if (source.lanes.empty()) {
-        lane_ = views_;
-      } else {
-        source.lanes.select_operands(lane, views_, lane_);
-      }
+      source.lanes.select_operands(lane, views_, lane_);
       if (source.has_where && *static_cast<const char*>(lane_[source.value_leaves].data) == 0)
         continue;
       visit(lane, std::span<const ArrayView>(lane_.data(), source.value_leaves));
@@ -191,6 +147,37 @@ class RecordViews {
   }
 
  private:
+  // Copies `count` elements from one position to another; packed ones lie from the low bits up.
+  static void copy_elements(const char* from, std::int64_t at, char* to, std::int64_t to_at,
+                            std::int64_t count, std::int64_t width) {
+    if (width >= 8) {
+      std::memcpy(to + to_at * width / 8, from + at * width / 8,
+                  static_cast<std::size_t>(count * width / 8));
+      return;
+    }
+    for (std::int64_t i = 0; i < count * width; ++i) {
+      const std::int64_t read = at * width + i, write = to_at * width + i;
+      const int bit = from[read / 8] >> (read % 8) & 1;
+      to[write / 8] = static_cast<char>(to[write / 8] | bit << (write % 8));
+    }
+  }
+
+  // Copies the first `dims` of each axis, in row-major order, to zeroed memory.
+  static void copy_corner(const ArrayView& from, std::span<const std::int64_t> dims, char* to) {
+    const std::size_t last = dims.size() - 1;
+    std::vector<std::int64_t> index(dims.size(), 0);
+    for (std::int64_t done = 0;; done += dims[last]) {
+      std::int64_t position = 0;
+      for (std::size_t axis = 0; axis <= last; ++axis)
+        position = position * from.dims[axis] + index[axis];
+      copy_elements(static_cast<const char*>(from.data), position, to, done, dims[last],
+                    bits(from.dtype));
+      std::size_t axis = last;
+      while (axis > 0 && ++index[axis - 1] == dims[axis - 1]) index[--axis] = 0;
+      if (axis == 0) return;
+    }
+  }
+
   // What is left of a padded leaf.
   struct Cut {
     std::vector<std::int64_t> dims;
@@ -227,7 +214,7 @@ class RecordViews {
     if (whole) return;
     const ArrayView kept{nullptr, cut.dims.data(), leaf.rank, leaf.dtype};
     cut.data.assign(std::max<std::size_t>(kept.nbytes(), 1), 0);
-    if (kept.nbytes() != 0) padding::copy_corner(leaf, cut.dims, cut.data.data());
+    if (kept.nbytes() != 0) copy_corner(leaf, cut.dims, cut.data.data());
     leaf = ArrayView{cut.data.data(), cut.dims.data(), leaf.rank, leaf.dtype};
   }
 
@@ -236,35 +223,51 @@ class RecordViews {
   std::uint64_t failed_ = 0;
 };
 
-// How native sinks go through a batch: a record that a sink refuses does not take the others along.
-//
-// Calls begin(), take(record) for each record, whatever some of them throw, then finish(), then
-// throws the first exception of these. Where begin() throws, all records are lost; a record for
-// which take() throws is lost; finish() counts for itself.
-template <typename Begin, typename Take, typename Finish>
-void consume_each(Consumer& consumer, std::span<const Record> records, Begin&& begin, Take&& take,
-                  Finish&& finish) {
-  FirstError errors;
-  if (!errors.survives(begin)) {
-    consumer.lose(records.size());
-    return errors.rethrow();
+// A consumer in C++ that goes through a batch record by record, so that one which it refuses does
+// not take the others along. Runs without the GIL, mostly on its channel's thread; Python may write
+// and close beside it, so what the sink's functions touch is under `mutex_`.
+class Sink : public Consumer {
+ public:
+  // Calls begin(), take(record) for each record, whatever some of them throw, then write(), then
+  // throws the first exception of these. Where begin() throws, all records are lost; a record for
+  // which take() throws is lost; write() counts for itself.
+  void consume(std::span<const Record> records) override {
+    std::lock_guard lock(mutex_);
+    if (errors_.survives([&] { begin(); })) {
+      for (const Record& record : records)
+        if (!errors_.survives([&] { take(record); })) lose(1);
+      write_now();
+    } else {
+      lose(records.size());
+    }
+    errors_.rethrow();
   }
-  for (const Record& record : records)
-    if (!errors.survives([&] { take(record); })) consumer.lose(1);
-  errors.survives(finish);
-  errors.rethrow();
-}
 
-// Visits the lanes of a record in a take(). Of those that fail, all are lost but the one that
-// consume_each() counts.
-template <typename Visit>
-void visit_lanes(Consumer& consumer, RecordViews& views, const Record& record, Visit&& visit) {
-  try {
-    views.each_lane(record, visit);
-  } catch (...) {
-    if (views.failed() > 1) consumer.lose(views.failed() - 1);
-    throw;
+ protected:
+  static constexpr std::size_t kManyBytes = std::size_t{1} << 20;  // larger writes gain nothing
+
+  virtual void begin() {}
+  virtual void take(const Record& record) = 0;
+  // What take() has gathered; it may ask for that earlier by write_now(), where it is much.
+  virtual void write() {}
+  void write_now() noexcept {
+    errors_.survives([&] { write(); });
   }
-}
+
+  // Visits the lanes of a record in a take(). Of those that fail, all are lost but the one that
+  // consume() counts.
+  template <typename Visit>
+  void visit_lanes(RecordViews& views, const Record& record, Visit&& visit) {
+    FirstError error;
+    if (!error.survives([&] { views.each_lane(record, visit); }) && views.failed() > 1)
+      lose(views.failed() - 1);
+    error.rethrow();
+  }
+
+  std::mutex mutex_;
+
+ private:
+  FirstError errors_;
+};
 
 }  // namespace callgate

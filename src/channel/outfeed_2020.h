@@ -19,12 +19,10 @@
 // metadata is empty here, and may also be an empty msgpack array.
 #pragma once
 
-#include <fcntl.h>
-#include <unistd.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -38,7 +36,6 @@
 
 #include "channel/consumer.h"
 #include "channel/sinks/file.h"
-#include "channel/unique_fd.h"
 #include "core/dtype.h"
 #include "core/error.h"
 #include "core/lifetime.h"
@@ -89,67 +86,54 @@ inline void put_big(std::string& out, std::uint64_t value, int count) {
   while (count-- > 0) out.push_back(static_cast<char>((value >> (8 * count)) & 255U));
 }
 
-// msgpack: the shortest form of a number that is not negative.
-inline void put_number(std::string& out, std::uint64_t value) {
-  if (value < 128) return put_big(out, value, 1);
-  const unsigned exponent = value < (1U << 8)    ? 0
-                            : value < (1U << 16) ? 1
-                            : value >> 32 == 0   ? 2
-                                                 : 3;
-  put_big(out, 0xCC + exponent, 1);
+// msgpack's tag, the greater the wider the value, and the value.
+inline void put_tagged(std::string& out, unsigned tag, std::uint64_t value, int exponent) {
+  while (exponent < 3 && value >> (8U << exponent) != 0) ++exponent;
+  put_big(out, tag + static_cast<unsigned>(exponent), 1);
   put_big(out, value, 1 << exponent);
 }
 
+// The shortest forms, of what is not negative.
+inline void put_number(std::string& out, std::uint64_t value) {
+  return value < 128 ? put_big(out, value, 1) : put_tagged(out, 0xCC, value, 0);
+}
 inline void put_array(std::string& out, std::size_t count) {
-  if (count < 16) return put_big(out, 0x90 | count, 1);
-  put_big(out, count < (1U << 16) ? 0xDC : 0xDD, 1);
-  put_big(out, count, count < (1U << 16) ? 2 : 4);
+  return count < 16 ? put_big(out, 0x90 | count, 1) : put_tagged(out, 0xDB, count, 1);
 }
 
-// Reads msgpack, of which the metadata needs arrays and integers, never beyond the end.
-class Unpacker {
- public:
-  explicit Unpacker(std::string_view bytes) : bytes_(bytes) {}
+// The number in the first bytes, which are taken off.
+inline std::uint64_t take_big(std::string_view& in, std::size_t count) {
+  if (count > in.size()) refuse("whole metadata", "its end within a value");
+  std::uint64_t value = 0;
+  for (char byte : in.substr(0, count)) value = (value << 8) | static_cast<std::uint8_t>(byte);
+  in.remove_prefix(count);
+  return value;
+}
 
-  bool done() const noexcept { return bytes_.empty(); }
+// A number of 0 to 2^63 - 1.
+inline std::uint64_t take_number(std::string_view& in) {
+  const std::uint64_t tag = take_big(in, 1);
+  if (tag < 128) return tag;
+  const bool is_unsigned = tag >= 0xCC && tag <= 0xCF, is_signed = tag >= 0xD0 && tag <= 0xD3;
+  if (!is_unsigned && !is_signed)
+    refuse("a number of at least 0 in the metadata", "the msgpack byte " + std::to_string(tag));
+  const int width = 1 << (tag & 3);
+  const std::uint64_t value = take_big(in, static_cast<std::size_t>(width));
+  const int top = is_signed ? 8 * width - 1 : 63;  // the sign, or what int64 can't hold
+  if (((value >> top) & 1) != 0) refuse("a number from 0 to 2^63 - 1", "another");
+  return value;
+}
 
-  // An array's length. Every element takes a byte or more, so no count exceeds what is left.
-  std::size_t array() {
-    const std::uint64_t tag = big(1);
-    const bool is_short = (tag & 0xF0) == 0x90;
-    if (!is_short && tag != 0xDC && tag != 0xDD)
-      refuse("an array in the metadata", "the msgpack byte " + std::to_string(tag));
-    const std::uint64_t count = is_short ? tag & 0x0F : big(tag == 0xDC ? 2 : 4);
-    if (count > bytes_.size()) refuse("metadata as long as it says", "a longer array");
-    return static_cast<std::size_t>(count);
-  }
-
-  // A number of 0 to 2^63 - 1.
-  std::uint64_t number() {
-    const std::uint64_t tag = big(1);
-    if (tag < 128) return tag;
-    const bool is_unsigned = tag >= 0xCC && tag <= 0xCF, is_signed = tag >= 0xD0 && tag <= 0xD3;
-    if (!is_unsigned && !is_signed)
-      refuse("a number of at least 0 in the metadata", "the msgpack byte " + std::to_string(tag));
-    const int width = 1 << (tag & 3);
-    const std::uint64_t value = big(width);
-    const int top = is_signed ? 8 * width - 1 : 63;  // the sign, or what int64 can't hold
-    if (((value >> top) & 1) != 0) refuse("a number from 0 to 2^63 - 1", "another");
-    return value;
-  }
-
- private:
-  std::uint64_t big(std::size_t count) {
-    if (count > bytes_.size()) refuse("whole metadata", "its end within a value");
-    std::uint64_t value = 0;
-    for (char byte : bytes_.substr(0, count))
-      value = (value << 8) | static_cast<std::uint8_t>(byte);
-    bytes_.remove_prefix(count);
-    return value;
-  }
-
-  std::string_view bytes_;  // what is left
-};
+// An array's length. Every element takes a byte or more, so no count exceeds what is left.
+inline std::size_t take_array(std::string_view& in) {
+  const std::uint64_t tag = take_big(in, 1);
+  const bool is_short = (tag & 0xF0) == 0x90;
+  if (!is_short && tag != 0xDC && tag != 0xDD)
+    refuse("an array in the metadata", "the msgpack byte " + std::to_string(tag));
+  const std::uint64_t count = is_short ? tag & 0x0F : take_big(in, tag == 0xDC ? 2 : 4);
+  if (count > in.size()) refuse("metadata as long as it says", "a longer array");
+  return static_cast<std::size_t>(count);
+}
 
 // Throw Error on a dtype without a code, and on bytes that are no such metadata.
 inline std::string encode_metadata(std::span<const ArrayType> arrays) {
@@ -169,20 +153,20 @@ inline std::string encode_metadata(std::span<const ArrayType> arrays) {
   }
   return out;
 }
-inline std::vector<ArrayType> decode_metadata(std::string_view metadata) {
+inline std::vector<ArrayType> decode_metadata(std::string_view in) {
   std::vector<ArrayType> arrays;
-  if (metadata.empty()) return arrays;
-  Unpacker in(metadata);
-  for (std::size_t left = in.array(); left > 0; --left) {
-    if (in.array() != 2) refuse("(dtype code, dims) for each array", "another number of values");
-    const std::uint64_t code = in.number();
+  if (in.empty()) return arrays;
+  for (std::size_t left = take_array(in); left > 0; --left) {
+    if (take_array(in) != 2)
+      refuse("(dtype code, dims) for each array", "another number of values");
+    const std::uint64_t code = take_number(in);
     const std::optional<DType> dtype = dtype_of(code);
     if (!dtype) refuse("a dtype code of 0 to 14", std::to_string(code));
-    ArrayType array{*dtype, std::vector<std::int64_t>(in.array())};
-    for (std::int64_t& dim : array.dims) dim = static_cast<std::int64_t>(in.number());
+    ArrayType array{*dtype, std::vector<std::int64_t>(take_array(in))};
+    for (std::int64_t& dim : array.dims) dim = static_cast<std::int64_t>(take_number(in));
     arrays.push_back(std::move(array));
   }
-  if (!in.done()) refuse("metadata as long as the header says", "bytes behind it");
+  if (!in.empty()) refuse("metadata as long as the header says", "bytes behind it");
   return arrays;
 }
 
@@ -232,8 +216,8 @@ namespace callgate {
 
 // Writes the value leaves of each record as one message of the consumer `source.id`: whole, with
 // the axes that vmap added, as taps sent them then. A record none of whose lanes is sent is left
-// out. close() writes the end marker.
-class Outfeed2020Sink final : public Consumer {
+// out, and one with a dtype that the framing lacks refused. close() writes the end marker.
+class Outfeed2020Sink final : public Sink {
  public:
   // Makes the file, or empties it. Throws Error naming the path.
   explicit Outfeed2020Sink(const std::string& path)
@@ -244,18 +228,11 @@ class Outfeed2020Sink final : public Consumer {
     FirstError().survives([&] { close(); });  // nobody is left to tell
   }
 
-  // Throws Error for a source with a dtype that the framing lacks, after the other records.
   void consume(std::span<const Record> records) override {
-    if (closed_) return;
-    auto finish = [&] {
-      failure_.survives([&] { write(); });
-      failure_.rethrow();
-    };
-    consume_each(*this, records, [] {}, [&](const Record& record) { add(record); }, finish);
+    if (!closed_) Sink::consume(records);
   }
 
-  // Writes the end marker and gives the file up; nothing in a fork's child of the process that made
-  // this, whose file it is.
+  // Writes the end marker and gives the file up; in a fork's child it is the parent's, and stays.
   void close() override {
     if (std::exchange(closed_, true) || !process_.here()) return;
     FirstError errors;
@@ -268,8 +245,6 @@ class Outfeed2020Sink final : public Consumer {
   std::string description() const override { return "outfeed of 2020 to " + file_.path(); }
 
  private:
-  static constexpr std::size_t kWriteBytes = std::size_t{1} << 20;
-
   const std::string& header_of(const Source& source) try {
     if (auto found = headers_.find(source.id); found != headers_.end()) return found->second;
     std::vector<outfeed_2020::ArrayType> arrays;
@@ -283,7 +258,7 @@ class Outfeed2020Sink final : public Consumer {
                                   "' can't be written: " + error.what());
   }
 
-  void add(const Record& record) {
+  void take(const Record& record) override {
     const Source& source = *record.source;
     const std::string& header = header_of(source);
     bool sends = !source.has_where;
@@ -295,33 +270,25 @@ class Outfeed2020Sink final : public Consumer {
         if (leaf.nbytes != 0) buffer_.append(record.data(leaf), leaf.nbytes);
       ends_.push_back(buffer_.size());
     });
-    if (buffer_.size() >= kWriteBytes) failure_.survives([&] { write(); });
+    if (buffer_.size() >= kManyBytes) write_now();
   }
 
   // What finds no room is lost, and counted.
-  void write() {
-    std::string bytes = std::exchange(buffer_, {});
-    const std::vector<std::size_t> ends = std::exchange(ends_, {});
-    const Transfer done = file_.write_at(size_, bytes);
-    if (done.error != 0) {
-      // Half a message would stand between this one and the next; those that are whole stay.
-      const Whole whole = whole_units(ends, done.bytes);
-      lose(ends.size() - whole.count);
-      size_ += whole.bytes;
-      file_.cut(size_);
-      file_.fail("write to", done.error);
-    }
-    size_ += bytes.size();
-    bytes.clear();
-    buffer_ = std::move(bytes);  // with its memory
+  void write() override {
+    std::size_t written = 0;
+    iovec all{buffer_.data(), buffer_.size()};
+    FirstError error;
+    if (!error.survives([&] { file_.append({&all, 1}, ends_, written); }))
+      lose(ends_.size() - written);
+    buffer_.clear();
+    ends_.clear();
+    error.rethrow();
   }
 
-  File file_;
+  UnitFile file_;
   std::string buffer_;
   std::vector<std::size_t> ends_;                           // of the messages in it
-  std::uint64_t size_ = 0;                                  // of whole messages
   std::unordered_map<std::uint64_t, std::string> headers_;  // by Source::id
-  FirstError failure_;                                      // to write the batch
   bool closed_ = false;
   OfProcess process_;
 };
@@ -338,9 +305,7 @@ class Outfeed2020Reader {
 
   // Throws Error naming the path.
   explicit Outfeed2020Reader(std::string path)
-      : path_(std::move(path)), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
-    if (!fd_) fail("opening", errno);
-  }
+      : file_("the outfeed file", std::move(path), {.mode = FileMode::kRead}) {}
 
   // The next message; none when no whole one follows. Throws Error at what is none.
   std::optional<Message> next() try {
@@ -360,32 +325,22 @@ class Outfeed2020Reader {
     offset_ += header.size() + bytes;
     return message;
   } catch (const Error& error) {
-    throw Error(error.code(), "outfeed file '" + path_ + "', at byte " + std::to_string(offset_) +
-                                  ": " + error.what());
+    throw Error(error.code(), "outfeed file '" + file_.path() + "', at byte " +
+                                  std::to_string(offset_) + ": " + error.what());
   }
 
-  // Where the next message begins.
   std::uint64_t offset() const noexcept { return offset_; }
 
  private:
-  [[noreturn]] void fail(const std::string& step, int error) const {
-    throw Error(ErrorCode::kInvalidArgument,
-                "outfeed file '" + path_ + "': " + step + ": " + std::strerror(error));
-  }
-
   // `size` bytes from `offset`; false when the file is shorter.
   bool read(std::uint64_t offset, std::uint64_t size, std::string& bytes) const {
-    const auto there =
-        static_cast<std::uint64_t>(std::max<off_t>(lseek(fd_.get(), 0, SEEK_END), 0));
+    const std::uint64_t there = file_.size();
     if (offset > there || size > there - offset) return false;  // before memory is taken for it
-    bytes.resize(size);
-    const Transfer done = read_all(fd_.get(), offset, bytes);
-    if (done.error != 0) fail("reading", done.error);
-    return done.bytes == size;
+    bytes = file_.read_at(offset, size);
+    return bytes.size() == size;
   }
 
-  std::string path_;
-  UniqueFd fd_;
+  File file_;
   std::uint64_t offset_ = 0;
 };
 

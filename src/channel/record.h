@@ -1,16 +1,17 @@
 // One record of a channel: what a tap sent, as consumers see it.
 //
-// A record is a header and payloads, one payload a leaf of the tapped value, each aligned to 64
-// bytes. What is the same for all records of a tap (names, paths, dtypes, shapes, batch levels) is
-// its `Source`, which lives at least as long as any record that points to it.
+// A record is a header and payloads, one a leaf of the tapped value, each aligned to 64 bytes. What
+// all records of a tap have in common is its `Source`, which lives at least as long as any of them.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/array_view.h"
 #include "core/call.h"
 #include "core/dtype.h"
 #include "core/lanes.h"
@@ -56,6 +58,62 @@ std::uint64_t next_id() noexcept {
   return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
 }
 
+// A count for each device that sends, taken without locks. Ids of devices are global: with many
+// processes they are large and far apart (2048 is the first of the second process, say), so a
+// device gets its slot when it first counts. Any thread may count; nothing is ever taken out.
+class DeviceCounters {
+ public:
+  // The device's next number, from 0.
+  std::uint64_t next(std::int64_t device) noexcept {
+    // Relaxed: a number, no order.
+    return slot_of(device).count.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  // Goes on from where `other` stands, while nobody counts in either.
+  void add(const DeviceCounters& other) noexcept {
+    for (const Slot& theirs : other.slots_) {
+      // Relaxed, all: the callers have ordered their threads.
+      std::int64_t device = theirs.device.load(std::memory_order_relaxed);
+      if (device == kNone) continue;
+      std::uint64_t count = theirs.count.load(std::memory_order_relaxed);
+      slot_of(device).count.fetch_add(count, std::memory_order_relaxed);
+    }
+  }
+
+  // What all devices have counted together.
+  std::uint64_t sum() const noexcept {
+    std::uint64_t sum = 0;
+    // Acquire: in a caller that asks for several counts these are read in the order of its asking.
+    for (const Slot& slot : slots_) sum += slot.count.load(std::memory_order_acquire);
+    return sum;
+  }
+
+ private:
+  static constexpr std::size_t kSlots = 256;  // the last one also counts what finds no other
+  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::min();
+
+  struct Slot {
+    std::atomic<std::int64_t> device{kNone};
+    std::atomic<std::uint64_t> count{0};
+  };
+
+  Slot& slot_of(std::int64_t device) noexcept {
+    auto first = static_cast<std::size_t>(device) % kSlots;
+    for (std::size_t i = 0; i < kSlots; ++i) {
+      Slot& slot = slots_[(first + i) % kSlots];
+      // Relaxed, both: the key says nothing of other memory.
+      std::int64_t found = slot.device.load(std::memory_order_relaxed);
+      if (found == kNone &&
+          slot.device.compare_exchange_strong(found, device, std::memory_order_relaxed))
+        return slot;
+      if (found == device) return slot;
+    }
+    return slots_.back();
+  }
+
+  std::array<Slot, kSlots> slots_;
+};
+
 // From this bit on flags hold the shard's number plus one; 0 for a record of whole arrays.
 inline constexpr int kShardBit = 8;
 
@@ -72,14 +130,12 @@ struct LeafType {
 // A leaf whose payload is an array with padding: another leaf says how much of it counts.
 struct Padded {
   std::size_t leaf = 0;
-  // Of an array that several devices have a part of each: its own extents, and where each shard
-  // begins. The sizes are of the whole.
+  // Of an array in shards: its own extents, and where each shard begins. Sizes are of the whole.
   std::vector<std::int64_t> whole;
   std::vector<std::vector<std::int64_t>> starts;
 };
 
-// What the records of one tap hold on a device, by handle: such a record's payload is the handle
-// and the control leaves. Any thread.
+// What a tap's records hold on a device, by handle, which is in their payloads. Any thread.
 class KeptArrays {
  public:
   struct One {
@@ -89,8 +145,7 @@ class KeptArrays {
 
   std::uint64_t keep(One one) {
     std::lock_guard lock(mutex_);
-    kept_.emplace(++last_, std::move(one));
-    return last_;
+    return kept_.emplace(++last_, std::move(one)).first->first;
   }
   // Empty when it was dropped.
   One at(std::uint64_t handle) const {
@@ -134,7 +189,13 @@ struct Source : SourceInfo {
   std::size_t written_bytes = 0;
   std::shared_ptr<Consumer> consumer;  // besides the channel's; null for none
 
-  // Leaves of the tapped value.
+  // Another leaf, behind those that are there.
+  LeafType& add(std::string path, const ArrayView& type) {
+    const std::size_t offset = payload_bytes;
+    payload_bytes += align_record(type.nbytes());
+    const std::vector<std::int64_t> dims(type.shape().begin(), type.shape().end());
+    return leaves.emplace_back(LeafType{std::move(path), type.dtype, dims, offset, type.nbytes()});
+  }
   std::size_t values() const noexcept { return value_leaves - padded.size(); }
 };
 

@@ -10,20 +10,160 @@
 //   free    |  in delivery    |  waiting, or being written   |   free
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
+#include <string>
 #include <thread>
 
 #include "channel/batch.h"
 #include "channel/record.h"
-#include "channel/ring.h"
+#include "core/error.h"
+#include "core/lifetime.h"
 
 namespace callgate {
+
+// A bounded ring of entries of any size: many producers, one consumer, no lock.
+//
+// Memory is an array of 64-byte granules. Positions count bytes and only grow; an entry starts at a
+// granule and never wraps (a filler takes the rest of the ring instead). A producer moves `tail`
+// past its entry (compare-and-swap), writes it, and publishes it by storing the entry's lap into
+// its granule's mark. The consumer reads entries at `head` in order as long as their marks show the
+// current lap, and frees them by moving `head`. Marks are apart from the payload, so that no
+// payload can look like one.
+//
+//   memory   | entry 64 | payload ... | entry 64 | ...        | filler        |
+//   marks    | lap+1    | -  -        | lap+1    |            | lap+1         |
+class Ring : Immovable {
+ public:
+  // `capacity` in bytes is rounded down to a power of two. Throws Error when it can't be had.
+  explicit Ring(std::size_t capacity)
+      : capacity_(std::bit_floor(std::max<std::size_t>(capacity, 1024))),
+        shift_(std::countr_zero(capacity_)),
+        memory_(nullptr, Unmap{capacity_}) {
+    try {
+      // Pages come with their first use, so a ring that is never full never costs its capacity.
+      void* memory = mmap(nullptr, capacity_, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (memory == MAP_FAILED) throw std::bad_alloc();
+      memory_.reset(static_cast<char*>(memory));
+#ifdef MADV_HUGEPAGE
+      madvise(memory, capacity_, MADV_HUGEPAGE);  // fewer page faults in the first lap; may fail
+#endif
+      marks_ = std::make_unique<std::atomic<std::uint32_t>[]>(capacity_ / kRecordAlignment);
+    } catch (const std::bad_alloc&) {
+      throw Error(ErrorCode::kInternal, "a channel's memory", std::to_string(capacity_) + " bytes",
+                  "none from the system");
+    }
+  }
+
+  // Room for an entry and at most max_payload() bytes, or null when the ring is full. Any thread.
+  Entry* reserve(std::size_t payload) noexcept {
+    const std::size_t bytes = sizeof(Entry) + align_record(payload);
+    std::uint64_t position = tail_.load(std::memory_order_relaxed);  // confirmed by the exchange
+    std::uint64_t filler = 0;
+    for (;;) {
+      const std::uint64_t left = capacity_ - (position & (capacity_ - 1));
+      filler = bytes > left ? left : 0;
+      if (position + filler + bytes - head() > capacity_) {
+        const std::uint64_t now = tail_.load(std::memory_order_relaxed);  // an old tail's answer?
+        if (now == position) return nullptr;
+        position = now;
+        continue;
+      }
+      // Relaxed on failure (we retry); nothing is published by moving the tail, marks do that.
+      // Sequentially consistent on success, since tail() is compared with the consumer's sleep.
+      if (tail_.compare_exchange_weak(position, position + filler + bytes,
+                                      std::memory_order_seq_cst, std::memory_order_relaxed))
+        break;
+    }
+    if (filler != 0) {
+      publish(*make(position, filler, Entry::Kind::kFiller));
+      position += filler;
+    }
+    return make(position, bytes, Entry::Kind::kInline);
+  }
+
+  // Hands a written entry to the consumer.
+  void publish(Entry& entry) noexcept {
+    // Release: the entry's content is there for whoever sees the mark. Sequentially consistent,
+    // since the producer then asks whether the consumer sleeps, and one must see the other.
+    mark_of(entry.position).store(lap_of(entry.position), std::memory_order_seq_cst);
+  }
+
+  // The entry at `position` if it is published, else null; fillers are entries, too. Consumer only.
+  Entry* at(std::uint64_t position) noexcept {
+    // Sequentially consistent: pairs with publish(); also acquires the entry's content.
+    const bool published = mark_of(position).load(std::memory_order_seq_cst) == lap_of(position);
+    return published ? entry_at(position) : nullptr;
+  }
+
+  // Frees everything before `position`. Consumer only.
+  void release(std::uint64_t position) noexcept {
+    // Release: our reads of the freed memory are over before a producer writes to it.
+    head_.store(position, std::memory_order_release);
+  }
+
+  static std::uint64_t after(const Entry& entry) noexcept {
+    return entry.position + std::uint64_t{entry.granules} * kRecordAlignment;
+  }
+
+  // Positions, as any thread sees them: everything before head is freed, before tail reserved.
+  std::uint64_t head() const noexcept { return head_.load(std::memory_order_acquire); }
+  std::uint64_t tail() const noexcept {
+    return tail_.load(std::memory_order_seq_cst);  // ordered with publish and the consumer's sleep
+  }
+  // Bytes between the two. Exact for a moment in the call, however long the call is held up.
+  std::size_t used() const noexcept {
+    for (std::uint64_t head = this->head();;) {
+      std::uint64_t tail = this->tail();  // after the head, so that the difference is not negative
+      std::uint64_t now = this->head();
+      if (now == head) return static_cast<std::size_t>(tail - head);
+      head = now;
+    }
+  }
+
+  std::size_t capacity() const noexcept { return capacity_; }
+
+  // Larger ones might wait for room for ever, since an entry does not wrap.
+  std::size_t max_payload() const noexcept { return capacity_ / 2 - sizeof(Entry); }
+
+ private:
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(char* memory) const noexcept { munmap(memory, bytes); }
+  };
+
+  Entry* entry_at(std::uint64_t position) noexcept {
+    return reinterpret_cast<Entry*>(memory_.get() + (position & (capacity_ - 1)));
+  }
+  std::atomic<std::uint32_t>& mark_of(std::uint64_t position) noexcept {
+    return marks_[(position & (capacity_ - 1)) / kRecordAlignment];
+  }
+  std::uint32_t lap_of(std::uint64_t position) const noexcept {
+    return static_cast<std::uint32_t>(position >> shift_) + 1;
+  }
+  Entry* make(std::uint64_t position, std::size_t bytes, Entry::Kind kind) noexcept {
+    const auto granules = static_cast<std::uint32_t>(bytes / kRecordAlignment);
+    return new (entry_at(position)) Entry{position, granules, kind, {}};
+  }
+
+  // What producers use is on one cache line, the consumer's head on another.
+  alignas(64) std::atomic<std::uint64_t> tail_{0};
+  std::size_t capacity_;
+  int shift_;
+  std::unique_ptr<char, Unmap> memory_;
+  std::unique_ptr<std::atomic<std::uint32_t>[]> marks_;
+  alignas(64) std::atomic<std::uint64_t> head_{0};
+};
 
 class Store {
  public:
@@ -75,31 +215,15 @@ class Store {
     return dropped ? 1 : 0;
   }
 
-  // Drops all that waits; returns how many. Where nobody is left to deliver to.
-  std::uint64_t drop_all() noexcept {
-    std::lock_guard lock(head_mutex_);
-    std::uint64_t next = this->next(), dropped = 0;
-    while (Entry* entry = ring_.at(next)) {
-      next = Ring::after(*entry);
-      dropped += drop(*entry) ? 1 : 0;
-    }
-    next_.store(next, std::memory_order_relaxed);  // see next()
-    ring_.release(next);
-    return dropped;
-  }
-
-  // What collect() has taken up to `position`, and what it dropped for which there was no memory,
-  // the first of it with so many bytes.
   struct Collected {
-    std::uint64_t position = 0;
+    std::uint64_t position = 0;  // of what follows
     bool some = false;
-    std::uint64_t dropped = 0;
-    std::size_t no_memory = 0;
+    std::uint64_t dropped = 0;  // for which there was no memory
+    std::size_t no_memory = 0;  // bytes of the first of them
   };
 
   // The channel's thread: takes what waits into the batch, up to a part of the capacity, and frees
-  // its places when the batch is done with. `bytes_besides`: of records in no store, for
-  // high_water().
+  // its places when that is done with. `bytes_besides`: of records in no store.
   Collected collect(Batch& batch) noexcept {
     // A batch that is copied takes memory besides the ring's, so it is smaller.
     const std::size_t limit = ring_.capacity() / (copies_ ? 16 : 4);
@@ -137,31 +261,30 @@ class Store {
   // The position behind all that has been reserved.
   std::uint64_t tail() const noexcept { return ring_.tail(); }
   bool half_full() const noexcept { return ring_.used() >= ring_.capacity() / 2; }
-  // The most bytes that were ever used; without a lock, as far as it has been noted.
-  std::uint64_t high_water() const noexcept {
-    std::lock_guard lock(head_mutex_);
-    std::uint64_t waits = ring_.used();  // before the rest: while we hold the mutex, both only grow
-    return std::max<std::uint64_t>(noted_high_water(), waits + aside_->in_use());
-  }
-  std::uint64_t noted_high_water() const noexcept {
+  // The most bytes that were ever used; if not `exactly`, without a lock, as far as was noted.
+  std::uint64_t high_water(bool exactly) const noexcept {
+    if (exactly) {
+      std::lock_guard lock(head_mutex_);
+      note_high_water(/*bytes_besides=*/0);
+    }
     return high_water_.load(std::memory_order_relaxed);  // a gauge
   }
 
  private:
-  // Above it a payload gets a block of its own, which can be lent to its consumer: copies of such a
-  // size often go to fresh memory, which costs more than the copy.
+  // Above it a payload gets a block of its own, to be lent to its consumer: a copy of such a size
+  // often goes to fresh memory, which costs more than the copy.
   static constexpr std::size_t kLargestInline = std::size_t{1} << 20;
 
   Place reserve_aside(std::size_t payload) noexcept {
-    SideMemory::Block block = aside_->take(payload, ring_);
-    if (block.data == nullptr) return {nullptr, block.no_memory};
+    const std::optional<char*> block = aside_->take(payload, [&] { return ring_.used(); });
+    if (!block || *block == nullptr) return {nullptr, /*no_memory=*/block.has_value()};
     Entry* entry = ring_.reserve(0);
     if (entry == nullptr) {
-      aside_->give_back(block.data, payload);
+      aside_->give_back(*block, payload);
       return {};
     }
     entry->kind = Entry::Kind::kAside;
-    entry->record.payload = block.data;
+    entry->record.payload = *block;
     return {entry};
   }
 
@@ -176,10 +299,12 @@ class Store {
   }
 
   // While all that leaves does so by this thread's hand, or under the mutex, which is held.
-  void note_high_water(std::size_t bytes_besides) noexcept {
+  void note_high_water(std::size_t bytes_besides) const noexcept {
     std::uint64_t now = ring_.used();  // before the rest, which only grows meanwhile
-    now += aside_->in_use() + bytes_besides;
-    if (now > noted_high_water()) high_water_.store(now, std::memory_order_relaxed);
+    now += aside_->claimed() + bytes_besides;
+    // Relaxed: a gauge.
+    if (now > high_water_.load(std::memory_order_relaxed))
+      high_water_.store(now, std::memory_order_relaxed);
   }
 
   std::uint64_t next() const noexcept {
@@ -193,9 +318,9 @@ class Store {
 
   // Held while entries are taken from `next` and while places are freed: by the channel's thread,
   // and by senders that drop the oldest. Never while user code runs.
-  alignas(64) mutable std::mutex head_mutex_;  // not on a cache line that senders read
-  std::atomic<std::uint64_t> next_{0};         // written under the mutex, which orders it
-  std::atomic<std::uint64_t> high_water_{0};   // written under the mutex
+  alignas(64) mutable std::mutex head_mutex_;         // not on a cache line that senders read
+  std::atomic<std::uint64_t> next_{0};                // written under the mutex, which orders it
+  mutable std::atomic<std::uint64_t> high_water_{0};  // written under the mutex
 };
 
 }  // namespace callgate

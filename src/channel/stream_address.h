@@ -12,6 +12,7 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cstddef>
@@ -22,7 +23,7 @@
 #include <string_view>
 #include <vector>
 
-#include "channel/unique_fd.h"
+#include "channel/sinks/file.h"
 #include "core/error.h"
 
 namespace callgate {
@@ -85,29 +86,24 @@ inline void make_nonblocking(int fd) {
 #endif
 }
 
-namespace sockets {
-
 // What a socket is bound or connected to.
-struct Name {
+struct SocketName {
   sockaddr_storage storage{};
   socklen_t size = sizeof(storage);
 
-  Name() = default;
-  Name(const void* name, std::size_t bytes) : size(static_cast<socklen_t>(bytes)) {
-    std::memcpy(&storage, name, bytes);
-  }
   sockaddr* get() noexcept { return reinterpret_cast<sockaddr*>(&storage); }
 };
 
 // At least one; of a host there may be several.
-inline std::vector<Name> names_of(const StreamAddress& address) {
+inline std::vector<SocketName> socket_names(const StreamAddress& address) {
   if (address.transport == StreamTransport::kUnix) {
-    sockaddr_un name{};
-    name.sun_family = AF_UNIX;
-    if (address.path.size() >= sizeof(name.sun_path))
+    SocketName name{.size = sizeof(sockaddr_un)};
+    auto* unix_name = reinterpret_cast<sockaddr_un*>(&name.storage);
+    unix_name->sun_family = AF_UNIX;
+    if (address.path.size() >= sizeof(unix_name->sun_path))
       address.fail("its path", "longer than a socket's may be");
-    std::memcpy(name.sun_path, address.path.data(), address.path.size());
-    return {{&name, sizeof(name)}};
+    std::ranges::copy(address.path, unix_name->sun_path);
+    return {name};
   }
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -117,13 +113,14 @@ inline std::vector<Name> names_of(const StreamAddress& address) {
       getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found);
   if (error != 0) address.fail("looking up its host", gai_strerror(error));
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found, &freeaddrinfo);
-  std::vector<Name> names;
+  std::vector<SocketName> names;
   for (; found != nullptr; found = found->ai_next)
-    names.emplace_back(found->ai_addr, found->ai_addrlen);
+    std::memcpy(&names.emplace_back(SocketName{.size = found->ai_addrlen}).storage, found->ai_addr,
+                found->ai_addrlen);
   return names;
 }
 
-inline UniqueFd make(const StreamAddress& address, const Name& name) {
+inline UniqueFd make_socket(const StreamAddress& address, const SocketName& name) {
   UniqueFd fd(socket(name.storage.ss_family, SOCK_STREAM, 0));
   if (!fd && errno != EAFNOSUPPORT) address.fail("making a socket");
   if (fd) fcntl(fd.get(), F_SETFD, FD_CLOEXEC);
@@ -132,8 +129,8 @@ inline UniqueFd make(const StreamAddress& address, const Name& name) {
 
 // Without a connection `reason` is the errno of the last attempt.
 inline UniqueFd try_to_connect(const StreamAddress& address, int& reason) {
-  for (Name& name : names_of(address)) {
-    UniqueFd fd = make(address, name);
+  for (SocketName& name : socket_names(address)) {
+    UniqueFd fd = make_socket(address, name);
     if (fd && connect(fd.get(), name.get(), name.size) == 0) return fd;
     reason = errno;
     if (reason == EINTR) break;
@@ -151,15 +148,13 @@ inline void clear_unix_path(const StreamAddress& address) {
   if (reason == ECONNREFUSED) unlink(address.path.c_str());
 }
 
-}  // namespace sockets
-
 // A non-blocking listening socket. `address` then has the port that was found, for port 0. What a
 // dead process left at a Unix path is replaced; a live one's is an error.
 inline UniqueFd listen_stream(StreamAddress& address) {
   const bool is_unix = address.transport == StreamTransport::kUnix;
-  sockets::Name name = sockets::names_of(address).front();
-  if (is_unix) sockets::clear_unix_path(address);
-  UniqueFd fd = sockets::make(address, name);
+  SocketName name = socket_names(address).front();
+  if (is_unix) clear_unix_path(address);
+  UniqueFd fd = make_socket(address, name);
   if (!fd) address.fail("making a socket");
   make_nonblocking(fd.get());
   int on = 1;  // the port of a process that has just ended may be used again
@@ -168,7 +163,7 @@ inline UniqueFd listen_stream(StreamAddress& address) {
       (is_unix && chmod(address.path.c_str(), 0600) != 0) || listen(fd.get(), SOMAXCONN) != 0)
     address.fail("listening");
   if (is_unix) return fd;
-  sockets::Name bound;
+  SocketName bound;
   getsockname(fd.get(), bound.get(), &bound.size);
   const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&bound.storage);
   const auto* v4 = reinterpret_cast<const sockaddr_in*>(&bound.storage);
@@ -179,7 +174,7 @@ inline UniqueFd listen_stream(StreamAddress& address) {
 // A blocking connection. Without one where a signal ended the wait.
 inline UniqueFd connect_stream(const StreamAddress& address) {
   int reason = 0;
-  UniqueFd fd = sockets::try_to_connect(address, reason);
+  UniqueFd fd = try_to_connect(address, reason);
   if (!fd && reason != EINTR) address.fail("connecting", std::strerror(reason));
   return fd;
 }

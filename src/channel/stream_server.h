@@ -3,10 +3,8 @@
 // One thread, "callgate-serve", accepts readers and sends, and holds no lock while it does; send()
 // only hands it bytes, so a reader can't hold up the channel. A reader that lags behind by more
 // than the limit is disconnected, and one too many is refused, in words: descriptors are the
-// process's, for its checkpoints too. send() and close() may be called from any thread.
-//
-// The thread sleeps in poll(); a pipe wakes it. Sockets never block, and never raise SIGPIPE. What
-// send() hands over waits in a queue under the mutex, from which the thread takes it all at once.
+// process's, for its checkpoints too. send() and close() may be called from any thread. The thread
+// sleeps in poll(); a pipe wakes it. Sockets never block, and never raise SIGPIPE.
 #pragma once
 
 #include <fcntl.h>
@@ -34,9 +32,8 @@
 #include <utility>
 #include <vector>
 
+#include "channel/sinks/file.h"
 #include "channel/stream_address.h"
-#include "channel/stream_encoder.h"
-#include "channel/unique_fd.h"
 #include "core/lifetime.h"
 
 namespace callgate {
@@ -51,10 +48,12 @@ class StreamServer : Immovable {
     std::size_t readers = 64;
   };
 
-  // Listens. Throws Error naming the address. `preamble` is what readers get first.
-  StreamServer(StreamAddress address, Limits limits, std::string preamble)
+  // Listens. Throws Error naming the address. Readers get `preamble` first, or only `refusal`.
+  using Refusal = std::string(std::string_view reason);
+  StreamServer(StreamAddress address, Limits limits, std::string preamble, Refusal* refusal)
       : address_(std::move(address)),
         limits_(limits),
+        refusal_(refusal),
         listener_(listen_stream(address_)),
         preamble_(std::make_shared<const std::string>(std::move(preamble))) {
     std::array<int, 2> ends{};
@@ -67,17 +66,15 @@ class StreamServer : Immovable {
   }
   ~StreamServer() { close(); }
 
-  // Sends the batch to all readers; those that connect from now on get `preamble` first. Under the
-  // lock as a whole: a reader that connects meanwhile gets either the new preamble or the batch, in
-  // which new sources are described.
-  void send(const StreamBatch& batch, const std::string& preamble) {
-    {
-      std::lock_guard lock(mutex_);
-      if (preamble != *preamble_) preamble_ = std::make_shared<const std::string>(preamble);
-      if (readers_.empty()) return;
-      auto chunk = std::make_shared<const std::string>(batch.flat());
-      for (const auto& reader : readers_) push(*reader, chunk);
-    }
+  // Sends batch(), bytes, to all readers; those that connect from now on get `preamble` first, in
+  // one lock: who connects meanwhile gets the new preamble, or the batch with its new sources.
+  template <typename Batch>
+  void send(Batch&& batch, const std::string& preamble) {
+    std::lock_guard lock(mutex_);
+    if (preamble != *preamble_) preamble_ = std::make_shared<const std::string>(preamble);
+    if (readers_.empty()) return;
+    auto chunk = std::make_shared<const std::string>(batch());
+    for (const auto& reader : readers_) push(*reader, chunk);
     wake();
   }
 
@@ -90,10 +87,9 @@ class StreamServer : Immovable {
     }
     {
       std::lock_guard lock(mutex_);
-      if (!closing_) deadline_ = Clock::now() + limits_.close_wait;
-      closing_ = true;
+      if (!deadline_) deadline_ = Clock::now() + limits_.close_wait;
+      wake();
     }
-    wake();
     if (thread_.joinable()) thread_.join();
     if (!listener_) return;
     reserve_ = UniqueFd();  // the same socket
@@ -130,8 +126,7 @@ class StreamServer : Immovable {
 
   static bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
-  // One batch may exceed the limit by itself: what counts is what lies before it. The mutex is
-  // held.
+  // A batch may exceed the limit: what counts is what lies before it. The mutex is held.
   void push(Reader& reader, const Chunk& chunk) const {
     if (reader.behind.load(std::memory_order_relaxed) > limits_.lag_bytes) reader.lags = true;
     if (reader.lags) return;
@@ -179,16 +174,14 @@ class StreamServer : Immovable {
       for (; !reader->pending.empty(); reader->pending.pop_front())
         reader->sending.push_back(std::move(reader->pending.front()));
     }
-    return closing_ ? std::optional(deadline_) : std::nullopt;
+    return deadline_;
   }
 
   void drop_gone() {
-    auto is_gone = [](const auto& reader) { return reader->gone; };
-    if (std::ranges::none_of(readers_, is_gone)) return;
     for (const auto& reader : readers_)  // without the mutex
       if (reader->gone) reader->fd = UniqueFd();
     std::lock_guard lock(mutex_);
-    std::erase_if(readers_, is_gone);
+    std::erase_if(readers_, [](const auto& reader) { return reader->gone; });
   }
 
   // Until there is something to send, room to send it, a new reader or one that has gone.
@@ -271,9 +264,9 @@ class StreamServer : Immovable {
   }
 
   // The connection's only frame; what it doesn't take at once is lost, and the reader sees the end.
-  static void refuse(const UniqueFd& fd, std::string_view reason) {
+  void refuse(const UniqueFd& fd, std::string_view reason) const {
     make_nonblocking(fd.get());
-    const std::string frame = StreamEncoder::refusal(reason);
+    const std::string frame = refusal_(reason);
     [[maybe_unused]] ssize_t sent = ::send(fd.get(), frame.data(), frame.size(), kNoSignal);
   }
 
@@ -295,6 +288,7 @@ class StreamServer : Immovable {
 
   StreamAddress address_;
   Limits limits_;
+  Refusal* refusal_;
   UniqueFd listener_, wake_read_, wake_write_;
   UniqueFd reserve_;               // the thread's: given up to refuse a reader when none is left
   Clock::time_point rests_until_;  // the thread's: it accepts nobody before
@@ -302,9 +296,8 @@ class StreamServer : Immovable {
   std::mutex mutex_;  // guards what follows
   Chunk preamble_;
   std::vector<std::unique_ptr<Reader>> readers_;  // the thread changes it, and reads it without
-  bool closing_ = false;
-  Clock::time_point deadline_;
-  std::jthread thread_;  // last: it uses all of the above
+  std::optional<Clock::time_point> deadline_;     // of a server that closes: until when it sends
+  std::jthread thread_;                           // last: it uses all of the above
 };
 
 }  // namespace callgate

@@ -19,9 +19,7 @@
 #include <vector>
 
 #include "channel/channel.h"
-#include "channel/device_counters.h"
 #include "channel/record.h"
-#include "channel/slot.h"
 #include "core/call.h"
 #include "core/error.h"
 
@@ -32,9 +30,9 @@ namespace callgate {
 // `returned` operands and those that are not sent.
 //
 // As attributes: a dictionary `tap` of name, role ("primal"), ordered, repeated, every, returned,
-// where, on_device and, in order of the values, `paths`; a dictionary `padded` with one dictionary
-// for each of the sizes, which are the last values: leaf, and of an array on several devices
-// `whole`, its extents, and `starts`, where each shard begins.
+// where, on_device and `paths` of the values; a dictionary `padded` with one for each of the sizes,
+// which are the last values: leaf, and of an array on several devices `whole`, its extents, and
+// `starts`, where each shard begins.
 struct TapSpec : SourceInfo {
   bool repeated = false;
   std::int64_t every = 1;
@@ -171,11 +169,8 @@ class TapSite final : public Site {
 
   // Another device has sent the same data.
   void skip(const Call& call) noexcept override {
-    for (std::size_t i = 0; i < call.results.size(); ++i) {
-      const ArrayView& from = call.operands[copied_to(i)];
-      const ArrayView& to = call.results[i];  // the same memory already where XLA kept the alias
-      if (to.data != from.data && to.nbytes() != 0) std::memcpy(to.data, from.data, to.nbytes());
-    }
+    for (std::size_t i = 0; i < call.results.size(); ++i)  // it may be the same memory already
+      copy_to(call.results[i], call.operands[copied_to(i)].data);
   }
 
  private:
@@ -205,12 +200,12 @@ class TapSite final : public Site {
   void check(const Call& call) const {
     lanes_.check(call.operands, {});
     const std::size_t results = call.results.size();
-    if (results < spec_.returned)
-      fail("at least " + std::to_string(spec_.returned) + " results", std::to_string(results));
-    const std::size_t operands = std::max(sent() + results - spec_.returned, spec_.returned);
-    if (call.operands.size() < operands)
-      fail("at least " + std::to_string(operands) + " operands",
-           std::to_string(call.operands.size()));
+    auto need = [&](std::size_t least, std::size_t got, const char* what) {
+      if (got < least) fail("at least " + std::to_string(least) + what, std::to_string(got));
+    };
+    need(spec_.returned, results, " results");
+    need(std::max(sent() + results - spec_.returned, spec_.returned), call.operands.size(),
+         " operands");
     for (std::size_t i = 0; i < spec_.padded.size(); ++i) check_sizes(call, i);
     if (spec_.has_where && call.operands[spec_.value_leaves].dtype != DType::kPred)
       fail("bool as its predicate", to_string(call.operands[spec_.value_leaves]));
@@ -227,9 +222,7 @@ class TapSite final : public Site {
     const Padded& padded = spec_.padded[i];
     const ArrayView& sizes = call.operands[spec_.value_leaves - spec_.padded.size() + i];
     const auto count = sizes.rank == 0 ? -1 : sizes.dims[sizes.rank - 1];
-    auto fits = [&](const std::vector<std::int64_t>& numbers) {
-      return std::ssize(numbers) == count;
-    };
+    auto fits = [&](const auto& numbers) { return std::ssize(numbers) == count; };
     const bool whole =
         padded.starts.empty() || (fits(padded.whole) && std::ranges::all_of(padded.starts, fits));
     if (sizes.dtype != DType::kS32 || count < 0 || !whole)
@@ -250,18 +243,11 @@ class TapSite final : public Site {
     if (on_device) source->kept = std::make_shared<KeptArrays>();
     std::size_t host_bytes = kRecordAlignment;  // the handle's
     for (std::size_t i = 0; i < sent(); ++i) {
-      const ArrayView& view = call.operands[i];
-      LeafType leaf{i < spec_.value_leaves ? spec_.paths[i] : "",
-                    view.dtype,
-                    {view.shape().begin(), view.shape().end()},
-                    source->payload_bytes,
-                    view.nbytes()};
-      source->payload_bytes += align_record(leaf.nbytes);
-      if (on_device && i >= spec_.value_leaves) {
-        leaf.offset = host_bytes;
-        host_bytes += align_record(leaf.nbytes);
-      }
-      source->leaves.push_back(std::move(leaf));
+      const bool is_value = i < spec_.value_leaves;
+      LeafType& leaf = source->add(is_value ? spec_.paths[i] : "", call.operands[i]);
+      if (!on_device || is_value) continue;
+      leaf.offset = host_bytes;
+      host_bytes += align_record(leaf.nbytes);
     }
     source->written_bytes = on_device ? host_bytes : source->payload_bytes;
     source->payload_bytes = std::max(source->payload_bytes, source->written_bytes);

@@ -107,13 +107,10 @@ struct alignas(kRecordAlignment) Block {
   char bytes[kRecordAlignment];
 };
 
-void add_leaf(Source& source, std::string path, DType dtype, std::vector<std::int64_t> dims) {
-  LeafType leaf{std::move(path), dtype, std::move(dims), source.payload_bytes, 0};
-  std::size_t count = 1;
-  for (std::int64_t extent : leaf.dims) count *= static_cast<std::size_t>(extent);
-  leaf.nbytes = storage_bytes(dtype, count);
-  source.payload_bytes += align_record(leaf.nbytes);
-  source.leaves.push_back(std::move(leaf));
+void add_leaf(Source& source, std::string path, DType dtype,
+              const std::vector<std::int64_t>& dims) {
+  source.add(std::move(path),
+             {nullptr, dims.data(), static_cast<std::int32_t>(dims.size()), dtype});
 }
 
 // Extents of batch levels that have the lane; few of them, so that many lanes share a source.

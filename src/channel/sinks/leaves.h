@@ -15,22 +15,26 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <set>
 #include <string>
 #include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "callgate/small_floats.h"
+#include "channel/consumer.h"
 #include "channel/record.h"
 #include "core/array_view.h"
 #include "core/dtype.h"
 #include "core/error.h"
 
 namespace callgate {
-namespace leaves {
 
 // The text of the Python string literal at the start of `text`, which loses it. Of the escapes
 // those of the quote, the backslash and the common control characters are undone.
-inline std::string take_literal(std::string_view& text) {
+inline std::string take_path_literal(std::string_view& text) {
   constexpr std::string_view kWritten = "ntr\\'\"", kMeant = "\n\t\r\\'\"";
   const char quote = text.front();
   std::string out;
@@ -46,22 +50,22 @@ inline std::string take_literal(std::string_view& text) {
 }
 
 // The text before the first of `ends`, taken off `text`.
-inline std::string take_until(std::string_view& text, const char* ends) {
+inline std::string take_path_until(std::string_view& text, const char* ends) {
   std::string out(text.substr(0, text.find_first_of(ends)));
   text.remove_prefix(out.size());
   return out;
 }
 
 // One key of the path: "['w']", "[0]", "[<flat index 0>]" or ".x".
-inline std::string take_key(std::string_view& path) {
+inline std::string take_path_key(std::string_view& path) {
   constexpr std::string_view kFlat = "<flat index ";
   const char first = path.front();
-  if (first != '[' && first != '.') return take_until(path, "");
+  if (first != '[' && first != '.') return take_path_until(path, "");
   path.remove_prefix(1);
-  if (first == '.') return take_until(path, ".[");
+  if (first == '.') return take_path_until(path, ".[");
   if (path.starts_with(kFlat)) path.remove_prefix(kFlat.size());
   const bool quoted = path.starts_with('\'') || path.starts_with('"');
-  std::string key = quoted ? take_literal(path) : take_until(path, ">]");
+  std::string key = quoted ? take_path_literal(path) : take_path_until(path, ">]");
   path.remove_prefix(std::min(path.size(), path.find(']') + 1));
   return key;
 }
@@ -86,26 +90,24 @@ void each_packed(const ArrayView& view, Visit&& visit) {
     visit((unsigned{data[i / per_byte]} >> (i % per_byte * width)) & ((1U << width) - 1U));
 }
 
-}  // namespace leaves
-
 // A leaf's path without the marks of its container's type: "w/0/x" of "['w'][0].x".
 inline std::string plain_path(std::string_view path) {
   std::string out;
   while (!path.empty()) {
     if (!out.empty()) out += '/';
-    out += leaves::take_key(path);
+    out += take_path_key(path);
   }
   return out;
 }
 
 // Throws Error where two leaves of a tap would have one name: {"a/b": x, "a": {"b": y}}.
-inline void check_names(std::string_view sink, const Source& source) {
+inline void check_names(const std::string& sink, const Source& source) {
   std::set<std::string> seen;
   for (std::size_t i = 0; i < source.values(); ++i) {
     std::string path = plain_path(source.leaves[i].path);
     if (seen.insert(path).second) continue;
-    throw Error("the sink " + std::string(sink) + ", tap '" + source.name + "'",
-                "leaves with names of their own", "two leaves '" + path + "'");
+    throw Error(sink + ", tap '" + source.name + "'", "leaves with names of their own",
+                "two leaves '" + path + "'");
   }
 }
 
@@ -116,11 +118,38 @@ inline std::string column_name(const Source& source, const LeafType& leaf) {
   return name;
 }
 
+// The sources that a sink knows, by Source::id: for one that keeps something for each leaf by name.
+class NamedSources {
+ public:
+  struct Named {
+    RecordViews views;
+    std::vector<std::string> names;  // of the value's leaves
+  };
+
+  // Throws Error where another tap has one of the names: {"b": x} of 'a', and the tap 'a/b'.
+  Named& of(const std::string& sink, const Source& source) {
+    if (auto found = known_.find(source.id); found != known_.end()) return found->second;
+    check_names(sink, source);
+    std::vector<std::string> names;
+    for (std::size_t i = 0; i < source.values(); ++i) {
+      const std::string& name = names.emplace_back(column_name(source, source.leaves[i]));
+      const std::string& owner = owners_.try_emplace(name, source.name).first->second;
+      if (owner == source.name) continue;
+      throw Error(sink, std::string("'").append(name).append("' of the tap '").append(owner) + "'",
+                  "that of the tap '" + source.name + "'");
+    }
+    return known_.try_emplace(source.id, RecordViews(source), std::move(names)).first->second;
+  }
+
+ private:
+  std::unordered_map<std::uint64_t, Named> known_;
+  std::map<std::string, std::string> owners_;  // taps by name
+};
+
 // Calls visit(value) for each element in row-major order. The value is a bool, std::int64_t,
 // std::uint64_t, float, double, std::complex<float> or std::complex<double>, by the dtype's kind.
 template <typename Visit>
 void each_element(const ArrayView& view, Visit&& visit) {
-  using leaves::each_stored, leaves::each_packed;
   switch (view.dtype) {
     case DType::kPred: return each_stored<std::uint8_t, bool>(view, visit);
     case DType::kS8: return each_stored<std::int8_t, std::int64_t>(view, visit);

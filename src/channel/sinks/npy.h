@@ -3,18 +3,19 @@
 // The header's first extent is rewritten in place after the rows that it counts are in the file, at
 // the end of each batch: np.load reads the file at any time, also after a crash, and rows that the
 // header does not count yet are written over. Where there is room for a part of a batch alone, the
-// files have the same first rows of it. A file is written by one sink at a time (FileLock).
+// files have the same first rows of it. A file is written by one sink at a time (sinks/file.h).
 // dtypes that NumPy lacks are widened (npy_descr).
-//
-// Runs on its channel's thread, without the GIL; other threads may use it as well.
 #pragma once
 
 #include <algorithm>
+#include <bit>
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -27,53 +28,138 @@
 #include "channel/consumer.h"
 #include "channel/sinks/file.h"
 #include "channel/sinks/leaves.h"
-#include "channel/sinks/npy_header.h"
+#include "core/dtype.h"
 #include "core/error.h"
 
 namespace callgate {
 
-// What a column holds a row of each lane of: a leaf, by its name (leaves.h), of a tap.
-struct NpyLeaf {
-  std::string name, tap;
-  DType dtype;
-  std::span<const std::int64_t> row;
+// True where a column holds the elements as they are in memory.
+inline bool npy_stores_as_is(DType dtype) noexcept {
+  const std::string_view text = name(dtype);
+  return bits(dtype) >= 8 && !text.starts_with("float8") && !text.starts_with("bfloat");
+}
+
+// NumPy's name of a column's element type: "<f4". What NumPy lacks is stored as its smallest that
+// holds all values: float32 for bfloat16 and smaller floats, int8 and uint8 for packed integers.
+inline std::string npy_descr(DType dtype) {
+  const std::string_view text = name(dtype);
+  const char first = text.front();
+  const char kind =
+      text.starts_with("bool") || first == 'i' || first == 'u' || first == 'c' ? first : 'f';
+  int bytes = bits(dtype) / 8;
+  if (!npy_stores_as_is(dtype)) bytes = kind == 'f' ? 4 : 1;
+  constexpr char kOrder = std::endian::native == std::endian::little ? '<' : '>';
+  return std::string(1, bytes == 1 ? '|' : kOrder) + kind + std::to_string(bytes);
+}
+
+// The header of a file, version 1.0, whose first axis grows: a magic, the length of a Python dict's
+// text in two bytes, the text.
+// https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+struct NpyHeader {
+  // The most bytes of a file that parse() needs.
+  static constexpr std::size_t kLimit = 10 + 65535;
+
+  std::string descr;
+  std::vector<std::int64_t> row;  // extents of a row: the array's without the first
+  std::uint64_t rows = 0;
+  std::size_t bytes = 0;  // of the header, from the start of the file to the first element
+
+  // The text, padded to `bytes`, or, where that is 0, to a multiple of 64 with room for any number
+  // of rows. Throws Error where `bytes` is too few.
+  std::string text() const {
+    constexpr std::size_t kAlignment = 64, kRowDigits = 20;  // of the greatest number of rows
+    std::string shape = std::to_string(rows) + ",";
+    for (std::int64_t extent : row) ((shape += ' ') += std::to_string(extent)) += ',';
+    if (!row.empty()) shape.pop_back();  // only a tuple of one needs the comma
+    std::string dict =
+        "{'descr': '" + descr + "', 'fortran_order': False, 'shape': (" + shape + "), }";
+    const std::size_t least = kPrefix + dict.size() + 1;
+    const std::size_t roomy = (least + kRowDigits + kAlignment - 1) / kAlignment * kAlignment;
+    const std::size_t total = bytes == 0 ? roomy : bytes;
+    if (total < least || total > kLimit)
+      throw Error("a .npy header", std::to_string(total) + " bytes", dict);
+    dict.resize(total - kPrefix - 1, ' ');
+    const std::size_t length = dict.size() + 1;
+    std::string out(kMagic);
+    out += static_cast<char>(length & 0xff);
+    out += static_cast<char>(length >> 8);
+    return out + dict + '\n';
+  }
+
+  // Of the start of a file; throws Error naming `path` unless a growing C-ordered array is there.
+  static NpyHeader parse(std::string_view file, const std::string& path) {
+    auto error = [&](const std::string& got) {
+      return Error("the sink Npy cannot append to '" + path + "'",
+                   "a .npy file of version 1.0, in C order, with a first axis", got);
+    };
+    if (!file.starts_with(kMagic) || file.size() < kPrefix) throw error("another kind of file");
+    auto byte = [&](std::size_t at) { return std::size_t{static_cast<unsigned char>(file[at])}; };
+    NpyHeader header;
+    header.bytes = kPrefix + byte(8) + 256 * byte(9);
+    if (file.size() < header.bytes) throw error("a file that ends in its header");
+    const std::string_view dict = file.substr(kPrefix, header.bytes - kPrefix);
+    const std::string_view descr = value_of(dict, "'descr'");
+    const auto shape = parse_shape(value_of(dict, "'shape'"));
+    if (!descr.starts_with('\'') || !value_of(dict, "'fortran_order'").starts_with("False") ||
+        !shape || shape->empty())
+      throw error(std::string(dict.substr(0, dict.find_last_not_of(" \n") + 1)));
+    header.descr = descr.substr(1, descr.find('\'', 1) - 1);
+    header.rows = static_cast<std::uint64_t>(shape->front());
+    header.row.assign(shape->begin() + 1, shape->end());
+    return header;
+  }
+
+ private:
+  static constexpr std::string_view kMagic{"\x93NUMPY\x01\x00", 8};
+  static constexpr std::size_t kPrefix = 10;  // the magic and the length
+
+  // What follows `key`, a colon and a space in the dict's text; "" where it is not there.
+  static std::string_view value_of(std::string_view text, std::string_view key) {
+    std::size_t at = text.find(key);
+    if (at == std::string_view::npos) return {};
+    at = text.find_first_not_of(": ", at + key.size());
+    return at == std::string_view::npos ? std::string_view() : text.substr(at);
+  }
+
+  // The numbers of "(3, 4)"; nothing for anything else.
+  static std::optional<std::vector<std::int64_t>> parse_shape(std::string_view text) {
+    if (!text.starts_with('(')) return std::nullopt;
+    std::vector<std::int64_t> shape;
+    for (text.remove_prefix(1); !text.starts_with(')');) {
+      std::int64_t extent = 0;
+      auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), extent);
+      if (error != std::errc() || extent < 0) return std::nullopt;
+      shape.push_back(extent);
+      text.remove_prefix(static_cast<std::size_t>(end - text.data()));
+      text.remove_prefix(std::min(text.find_first_not_of(", "), text.size()));
+    }
+    return shape;
+  }
 };
 
 // One file. Rows wait in memory until the batch ends or they are many.
 class NpyColumn {
  public:
-  NpyColumn(const NpyLeaf& leaf, const std::string& path, FileMode mode)
-      : name_(leaf.name), tap_(leaf.tap), file_("the sink Npy", path, {.mode = mode}) {
+  // For a leaf, by its name (leaves.h), of which `view` is a lane.
+  NpyColumn(std::string name, const ArrayView& view, const std::string& path, FileMode mode)
+      : name_(std::move(name)), file_("the sink Npy", path, {.mode = mode}) {
     if (!file_.regular()) throw Error("the sink Npy", "a regular file", "'" + path + "'");
-    header_.descr = npy_descr(leaf.dtype);
-    header_.row.assign(leaf.row.begin(), leaf.row.end());
-    row_bytes_ = std::stoul(header_.descr.substr(2));
-    for (std::int64_t extent : leaf.row) row_bytes_ *= static_cast<std::size_t>(extent);
     file_.claim();
-    if (file_.size() != 0) {
-      resume(leaf);
-    } else {
-      header_.bytes = header_.text().size();
-      FirstError error;
-      if (!error.survives([&] { write_header(); })) file_.cut(0);  // half of it is no beginning
-      error.rethrow();
-    }
+    row_bytes_ = std::stoul(npy_descr(view.dtype).substr(2)) * view.size();
+    file_.size() == 0 ? start(view) : resume(view);
   }
 
   // Throws Error unless the leaf fits this file.
-  void check(const NpyLeaf& leaf) const {
+  void check(const std::string& name, const ArrayView& view) const {
     auto refuse = [&](const std::string& expected, const std::string& got) {
       throw Error("the sink Npy writes '" + file_.path() + "'", expected, got);
     };
-    const std::string quoted = "'" + leaf.name + "'";
-    if (leaf.name != name_)
+    if (name != name_)
       refuse("the leaf '" + name_ + "' alone, or a path with {name} for a file each",
-             quoted + " as well");
-    if (leaf.tap != tap_)  // {"b": x} of the tap 'a', and the tap 'a/b'
-      refuse(quoted + " of the tap '" + tap_ + "'", "that of the tap '" + leaf.tap + "'");
+             "'" + name + "' as well");
     const std::string have = "rows of " + type_text(header_.descr, header_.row);
-    const std::string got = "rows of " + type_text(npy_descr(leaf.dtype), leaf.row);
-    if (have != got) refuse(quoted + " to be " + have, got);
+    const std::string got = "rows of " + type_text(npy_descr(view.dtype), view.shape());
+    if (have != got) refuse("'" + name + "' to be " + have, got);
   }
 
   // A batch begins: rows are counted from here.
@@ -86,29 +172,23 @@ class NpyColumn {
 
   // Where it throws, the column is as it was.
   void append(const ArrayView& view) {
-    if (error_ == 0) {  // else it would be behind rows that found no room
-      append_whole(rows_, [&] { append_row(rows_, view); });
-      ++waiting_;
-    }
+    if (rows_.size() >= kManyBytes) write_rows();
+    // Else it would be behind rows that found no room.
+    if (error_ == 0) append_whole(rows_, [&] { append_row(rows_, view); });
     ++offered_;
   }
 
   // Takes the last row back, which has not been written.
   void take_back() noexcept {
     --offered_;
-    if (error_ != 0) return;
-    --waiting_;
-    rows_.resize(rows_.size() - row_bytes_);
+    if (error_ == 0) rows_.resize(rows_.size() - row_bytes_);
   }
-
-  bool has_many() const noexcept { return rows_.size() >= kManyBytes; }
 
   // Writes what waits, as far as there is room: whole rows.
   void write_rows() {
     const std::string rows = std::exchange(rows_, {});
-    const std::uint64_t count = std::exchange(waiting_, 0);
-    const Transfer done = file_.write_at(header_.bytes + header_.rows * row_bytes_, rows);
-    header_.rows += row_bytes_ == 0 ? count : done.bytes / row_bytes_;
+    const Transfer done = file_.write_at(end(), rows);
+    header_.rows = row_bytes_ == 0 ? start_ + offered_ : header_.rows + done.bytes / row_bytes_;
     if (done.error != 0) error_ = done.error;
   }
 
@@ -119,7 +199,7 @@ class NpyColumn {
   // Cuts the batch's rows down to the first `count`.
   void keep(std::uint64_t count) {
     header_.rows = start_ + std::min(count, written());
-    file_.truncate(header_.bytes + header_.rows * row_bytes_);
+    file_.truncate(end());
   }
 
   // After the rows, the header that counts them.
@@ -134,7 +214,6 @@ class NpyColumn {
  private:
   static constexpr std::size_t kManyBytes = std::size_t{1} << 20;  // larger writes gain nothing
 
-  // The elements as the file holds them.
   static void append_row(std::string& out, const ArrayView& view) {
     auto append = [&](auto value) {
       out.append(reinterpret_cast<const char*>(&value), sizeof(value));
@@ -151,54 +230,55 @@ class NpyColumn {
     });
   }
 
+  void start(const ArrayView& view) {
+    header_ = {npy_descr(view.dtype), {view.shape().begin(), view.shape().end()}};
+    header_.bytes = header_.text().size();
+    FirstError error;
+    if (!error.survives([&] { write_header(); })) file_.cut(0);  // half of it is no beginning
+    error.rethrow();
+  }
+
   // Goes on after the rows that the file counts and has; what a crash left behind them is cut off.
-  void resume(const NpyLeaf& leaf) {
+  void resume(const ArrayView& view) {
     header_ = NpyHeader::parse(file_.read_at(0, NpyHeader::kLimit), file_.path());
-    check(leaf);
+    check(name_, view);
     const std::uint64_t bytes = file_.size() - header_.bytes;
     counted_ = header_.rows;
     if (row_bytes_ != 0) header_.rows = std::min(header_.rows, bytes / row_bytes_);
-    file_.truncate(header_.bytes + header_.rows * row_bytes_);
+    file_.truncate(end());
   }
+
+  // Of the rows in the file.
+  std::uint64_t end() const noexcept { return header_.bytes + header_.rows * row_bytes_; }
 
   void write_header() {
     const Transfer done = file_.write_at(0, header_.text());
     if (done.error != 0) file_.fail("write to", done.error);
   }
 
-  std::string name_, tap_;
+  std::string name_;
   File file_;
   NpyHeader header_;
   std::size_t row_bytes_ = 0;
   std::uint64_t counted_ = 0;  // rows, by the header in the file
-  std::uint64_t waiting_ = 0;  // rows in rows_
   std::uint64_t start_ = 0;    // rows before the batch
   std::uint64_t offered_ = 0;  // rows that the batch brought
   int error_ = 0;              // why not all of them could be written; 0
-  std::string rows_;
+  std::string rows_;           // not yet in the file
 };
 
-class NpySink final : public Consumer {
+class NpySink final : public Sink {
  public:
   // `path` may hold "{name}", which is replaced by the leaf's name (leaves.h) with '_' for what
   // does not belong into a file's name; without it there is one leaf, and a second one is an error.
-  // With kAppend, files that exist grow on. After close(), further records open the files again.
+  // With kAppend, files that exist grow on. After close(), further records open the files again. A
+  // record whose dtype or shape is not the file's is refused: it is taken whole or not at all.
   NpySink(std::string path, FileMode mode) : path_(std::move(path)), mode_(mode) {}
-
-  // Throws Error for a leaf whose dtype or shape is not the file's; a record is taken whole or not
-  // at all.
-  void consume(std::span<const Record> records) override {
-    std::lock_guard lock(mutex_);
-    auto begin = [&] {
-      for (auto& [path, column] : columns_) column->begin();
-    };
-    auto take = [&](const Record& record) { add(record); };
-    consume_each(*this, records, begin, take, [&] { write_out(); });
-  }
 
   void close() override {
     std::lock_guard lock(mutex_);
-    layouts_.clear();
+    sources_ = {};
+    rows_.clear();
     auto columns = std::exchange(columns_, {});
     for (auto& [path, column] : columns) column->close();
   }
@@ -206,12 +286,9 @@ class NpySink final : public Consumer {
   std::string description() const override { return "Npy('" + path_ + "')"; }
 
  private:
-  // The columns of the leaves of one source, and its views.
-  struct Layout {
-    explicit Layout(const Source& source) : views(source) { check_names("Npy", source); }
-    RecordViews views;
-    std::vector<NpyColumn*> columns;
-  };
+  void begin() override {
+    for (auto& [path, column] : columns_) column->begin();
+  }
 
   // The path for a leaf's name.
   std::string file_of(std::string part) const {
@@ -226,94 +303,85 @@ class NpySink final : public Consumer {
     return file;
   }
 
-  NpyColumn& column(const NpyLeaf& leaf) {
-    const std::string file = file_of(leaf.name);
+  NpyColumn* column(const std::string& name, const ArrayView& view) {
+    const std::string file = file_of(name);
     auto found = columns_.find(file);
-    if (found == columns_.end()) found = columns_.emplace(file, new_column(leaf, file)).first;
-    found->second->check(leaf);
-    return *found->second;
+    if (found == columns_.end()) found = columns_.emplace(file, new_column(name, view, file)).first;
+    found->second->check(name, view);
+    return found->second.get();
   }
 
-  std::unique_ptr<NpyColumn> new_column(const NpyLeaf& leaf, const std::string& file) {
-    if (refused_.contains(file))
+  std::unique_ptr<NpyColumn> new_column(const std::string& name, const ArrayView& view,
+                                        const std::string& file) {
+    std::optional<FileMode>& mode = modes_.try_emplace(file, mode_).first->second;
+    if (!mode)
       throw Error(ErrorCode::kAlreadyExists, "the sink Npy, '" + file + "'",
                   "a file that nobody else writes to",
                   "one that another sink wrote when the first row came; it is not begun anew");
-    const FileMode mode = made_.contains(file) ? FileMode::kAppend : mode_;
     try {
-      auto column = std::make_unique<NpyColumn>(leaf, file, mode);
+      auto column = std::make_unique<NpyColumn>(name, view, file, *mode);
       column->begin();
-      made_.insert(file);
+      mode = FileMode::kAppend;
       return column;
     } catch (const Error& error) {
-      if (mode == FileMode::kCreate && error.code() == ErrorCode::kAlreadyExists)
-        refused_.insert(file);
+      if (mode == FileMode::kCreate && error.code() == ErrorCode::kAlreadyExists) mode.reset();
       throw;
     }
   }
 
-  // Finds all columns before any of them gets a row. `leaves`: those of one lane.
-  void resolve(Layout& layout, const Source& source, std::span<const ArrayView> leaves) {
-    std::vector<NpyColumn*> columns;
-    for (std::size_t i = 0; i < leaves.size(); ++i) {
-      std::string name = column_name(source, source.leaves[i]);
-      columns.push_back(
-          &column({std::move(name), source.name, leaves[i].dtype, leaves[i].shape()}));
-    }
-    layout.columns = std::move(columns);
-  }
-
-  void add(const Record& record) {
-    Layout& layout = layouts_.try_emplace(record.source->id, *record.source).first->second;
-    visit_lanes(*this, layout.views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
-      // Of padded arrays each record may have another shape.
-      if (layout.columns.empty() || !record.source->padded.empty())
-        resolve(layout, *record.source, leaves);
+  void take(const Record& record) override {
+    NamedSources::Named& source = sources_.of("the sink Npy", *record.source);
+    std::vector<NpyColumn*>& row = rows_[record.source->id];
+    visit_lanes(source.views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+      // All are found before any of them gets a row. Of padded arrays each may have another shape.
+      if (row.empty() || !record.source->padded.empty()) {
+        std::vector<NpyColumn*> found;
+        found.reserve(leaves.size());
+        for (std::size_t i = 0; i < leaves.size(); ++i)
+          found.push_back(column(source.names[i], leaves[i]));
+        row = std::move(found);
+      }
       std::size_t done = 0;
       try {
-        for (; done < leaves.size(); ++done) layout.columns[done]->append(leaves[done]);
+        for (; done < leaves.size(); ++done) row[done]->append(leaves[done]);
       } catch (...) {  // the columns stay in step
-        while (done-- > 0) layout.columns[done]->take_back();
+        while (done-- > 0) row[done]->take_back();
         throw;
       }
-      for (NpyColumn* column : layout.columns)
-        if (column->has_many()) column->write_rows();
     });
   }
 
   // The leaves of a record have rows in step: where one found no room, the others give theirs up.
   void align(const std::vector<NpyColumn*>& columns) {
-    if (columns.empty()) return;
-    std::uint64_t offered = 0, written = columns.front()->written();
-    bool in_step = true;
-    for (const NpyColumn* column : columns) {
-      in_step = in_step && (offered == 0 || offered == column->offered());
-      offered = std::max(offered, column->offered());
-      written = std::min(written, column->written());
-    }
-    if (written >= offered) return;
-    if (in_step)
-      for (NpyColumn* column : columns) column->keep(written);
-    lose(offered - written);
+    std::uint64_t lost = 0;
+    for (const NpyColumn* column : columns)
+      lost = std::max(lost, column->offered() - column->written());
+    if (lost == 0) return;
+    auto in_step = [&](const NpyColumn* column) {
+      return column->offered() == columns.front()->offered();
+    };
+    if (std::ranges::all_of(columns, in_step))
+      for (NpyColumn* column : columns) column->keep(column->offered() - lost);
+    lose(lost);
   }
 
-  void write_out() {
+  void write() override {
     for (auto& [path, column] : columns_) column->write_rows();
     std::set<std::vector<NpyColumn*>> seen;  // taps that are traced again share their columns
-    for (auto& [id, layout] : layouts_)
-      if (seen.insert(layout.columns).second) align(layout.columns);
+    for (const auto& [id, row] : rows_)
+      if (seen.insert(row).second) align(row);
     FirstError errors;
     for (auto& [path, column] : columns_) errors.survives([&] { column->count_rows(); });
     errors.rethrow();
   }
 
-  std::mutex mutex_;  // guards what follows: Python may write and close beside a channel
   std::string path_;
   FileMode mode_;
-  std::set<std::string> made_;     // by this sink: opened again they grow on
-  std::set<std::string> refused_;  // another's when they were to be made
+  // How a file is opened next; nothing for one that was another's when it was to be made.
+  std::map<std::string, std::optional<FileMode>> modes_;
   std::map<std::string, std::unique_ptr<NpyColumn>> columns_;  // by path
-  std::unordered_map<std::uint64_t, Layout> layouts_;          // by Source::id
+  NamedSources sources_;
+  std::unordered_map<std::uint64_t, std::vector<NpyColumn*>> rows_;  // columns, by Source::id
 };
 
 }  // namespace callgate

@@ -16,7 +16,6 @@
 #include <mutex>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -26,20 +25,18 @@
 
 namespace callgate {
 
-// Counts of values in bins: edges[i] <= value < edges[i + 1], the last bin with its upper edge, as
-// numpy.histogram has it.
+// Counts of values in bins, as numpy.histogram's: edges[i] <= value < edges[i + 1], the last <=.
 struct Histogram {
   std::vector<double> edges;  // one more than counts
   std::vector<std::uint64_t> counts;
   std::uint64_t below = 0, above = 0;  // values outside the edges
 
-  // Bins at powers of two, 2^-32 to 2^64, for each sign, between them one around zero, beyond them
-  // two that are open.
+  // Bins at powers of two, 2^-32 to 2^64, for each sign; one around zero, two open ones beyond.
   static Histogram powers_of_two() {
-    std::vector<double> edges{std::numeric_limits<double>::infinity()};
-    for (int exponent = 64; exponent >= -32; --exponent) edges.push_back(std::ldexp(1.0, exponent));
+    std::vector<double> edges{-std::numeric_limits<double>::infinity()};
+    for (int exponent = 64; exponent >= -32; --exponent)
+      edges.push_back(-std::ldexp(1.0, exponent));
     for (std::size_t i = edges.size(); i-- > 0;) edges.push_back(-edges[i]);
-    std::ranges::reverse(edges);
     return of(std::move(edges));
   }
 
@@ -100,53 +97,31 @@ struct Summary {
   }
 };
 
-class StatsSink final : public Consumer {
+class StatsSink final : public Sink {
  public:
   // `edges`: of each histogram's bins; empty for powers of two.
   explicit StatsSink(std::vector<double> edges)
       : empty_(edges.empty() ? Histogram::powers_of_two() : Histogram::of(std::move(edges))) {}
 
-  void consume(std::span<const Record> records) override {
-    std::lock_guard lock(consuming_);
-    consume_each(*this, records, [] {}, [&](const Record& record) { add_record(record); }, [] {});
-  }
   std::string description() const override { return "Stats()"; }
 
   // By the leaves' names (leaves.h). Any thread.
   std::map<std::string, Summary> read() const {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(reading_);
     return summaries_;
   }
 
   // Forgets all values. Any thread.
   void clear() {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(reading_);
     summaries_.clear();
   }
 
  private:
-  struct Layout {
-    // Throws Error where another tap has one of the names.
-    Layout(const Source& source, std::map<std::string, std::string>& owners) : views(source) {
-      check_names("Stats", source);
-      for (std::size_t i = 0; i < source.values(); ++i) {
-        const std::string& name = names.emplace_back(column_name(source, source.leaves[i]));
-        const std::string& owner = owners.try_emplace(name, source.name).first->second;
-        if (owner == source.name) continue;  // {"b": x} of the tap 'a', and the tap 'a/b'
-        throw Error("the sink Stats",
-                    std::string("'").append(name).append("' of the tap '").append(owner) + "'",
-                    "that of the tap '" + source.name + "'");
-      }
-    }
-    RecordViews views;
-    std::vector<std::string> names;
-  };
-
-  void add_record(const Record& record) {
-    const Source& source = *record.source;
-    Layout& layout = layouts_.try_emplace(source.id, source, owners_).first->second;
-    visit_lanes(*this, layout.views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
-      for (std::size_t i = 0; i < leaves.size(); ++i) add(layout.names[i], leaves[i]);
+  void take(const Record& record) override {
+    NamedSources::Named& source = sources_.of("the sink Stats", *record.source);
+    visit_lanes(source.views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+      for (std::size_t i = 0; i < leaves.size(); ++i) add(source.names[i], leaves[i]);
     });
   }
 
@@ -163,7 +138,7 @@ class StatsSink final : public Consumer {
     std::ranges::copy_if(values_, std::back_inserter(finite_),
                          [](double value) { return std::isfinite(value); });
     const auto nan = std::ranges::count_if(values_, [](double value) { return std::isnan(value); });
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(reading_);
     Summary& summary = summaries_.try_emplace(name).first->second;
     if (summary.histogram.edges.empty()) summary.histogram = Histogram(empty_);  // whole, or not
     // What takes memory, before anything is counted.
@@ -176,12 +151,10 @@ class StatsSink final : public Consumer {
   }
 
   const Histogram empty_;
-  std::mutex consuming_;  // guards the next three lines: Python may write beside a channel
-  std::map<std::string, std::string> owners_;          // taps by their leaves' names
-  std::unordered_map<std::uint64_t, Layout> layouts_;  // by Source::id
-  std::vector<double> values_, finite_;                // of the current leaf
+  NamedSources sources_;
+  std::vector<double> values_, finite_;  // of the current leaf
 
-  mutable std::mutex mutex_;                  // guards what follows, for one leaf of a record
+  mutable std::mutex reading_;                // guards what follows, for one leaf of a record
   std::map<std::string, Summary> summaries_;  // by name
 };
 

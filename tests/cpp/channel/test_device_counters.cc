@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "channel/device_counters.h"
+#include "channel/record.h"
 
 namespace callgate {
 namespace {

@@ -188,6 +188,18 @@ TEST(Npy, ARecordIsTakenWholeOrNotAtAll) {
   EXPECT_EQ(load(folder.file("t_a.npy")).as<float>(), std::vector<float>{1});
 }
 
+TEST(Npy, ATapThatIsTracedAgainWithFewerLeavesKeepsItsRows) {
+  TemporaryFolder folder;
+  FakeTap both("t"), one("t");
+  both.leaf("['a']", DType::kF32, {}).leaf("['b']", DType::kF32, {});
+  one.leaf("['b']", DType::kF32, {});
+  NpySink sink(folder.file("{name}.npy"), FileMode::kCreate);
+  sink.consume(std::vector{both.record({floats({1}), floats({2})})});
+  sink.consume(std::vector{one.record({floats({3})})});
+  EXPECT_EQ(load(folder.file("t_b.npy")).as<float>(), (std::vector<float>{2, 3}));
+  EXPECT_EQ(sink.lost(), 0U);
+}
+
 TEST(Npy, FilesGrowOnAfterClose) {
   TemporaryFolder folder;
   FakeTap tap("x", DType::kF32, {});

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "channel/ring.h"
+#include "channel/store.h"
 #include "channel_fixtures.h"
 
 namespace callgate {

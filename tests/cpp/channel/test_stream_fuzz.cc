@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "callgate/stream.h"
-#include "channel/stream_encoder.h"
+#include "channel/stream_sink.h"
 #include "fake_attributes.h"
 #include "fuzz/stream_reading.h"
 #include "stream_records.h"
