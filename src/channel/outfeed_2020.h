@@ -39,7 +39,7 @@
 #include "channel/consumer.h"
 #include "channel/sinks/file.h"
 #include "channel/unique_fd.h"
-#include "core/dtype.h"
+#include "core/array_view.h"
 #include "core/error.h"
 #include "core/lifetime.h"
 

@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/array_view.h"
 #include "core/call.h"
-#include "core/dtype.h"
 #include "core/lanes.h"
 
 namespace callgate {

@@ -28,6 +28,7 @@
 #include "core/call.h"
 #include "core/lifetime.h"
 #include "cuda/device.h"
+#include "cuda/memory.h"
 
 namespace callgate::bindings {
 

@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "core/dtype.h"
+#include "core/array_view.h"
 
 namespace callgate::dlpack {
 

@@ -22,7 +22,6 @@
 #include "callgate/small_floats.h"
 #include "channel/record.h"
 #include "core/array_view.h"
-#include "core/dtype.h"
 #include "core/error.h"
 
 namespace callgate {

@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/array_view.h"
 #include "core/error.h"
 
 namespace callgate {
