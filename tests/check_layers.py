@@ -5,7 +5,7 @@
 The order is core <- {channel, cuda} <- xla <- bindings <- python (docs/design.md, section 4).
 Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on its #include lines:
 
-- a layer includes itself and the layers below it, by their path from src/ ("core/dtype.h");
+- a layer includes itself and the layers below it, by their path from src/ ("core/array_view.h");
 - include/ holds public headers, which include neither a layer nor XLA nor Python;
 - Python.h, nanobind and NumPy appear in src/bindings alone;
 - XLA's headers appear in src/xla, src/bindings and the C++ tests alone;

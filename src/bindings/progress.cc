@@ -7,8 +7,8 @@
 #include <memory>
 
 #include "bindings/python/gil.h"
+#include "core/call.h"
 #include "core/lifetime.h"
-#include "core/registry.h"
 
 namespace callgate::bindings {
 namespace {

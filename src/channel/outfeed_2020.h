@@ -36,7 +36,7 @@
 
 #include "channel/consumer.h"
 #include "channel/sinks/file.h"
-#include "core/dtype.h"
+#include "core/array_view.h"
 #include "core/error.h"
 #include "core/lifetime.h"
 

@@ -23,7 +23,6 @@
 
 #include "core/array_view.h"
 #include "core/call.h"
-#include "core/dtype.h"
 #include "core/lanes.h"
 
 namespace callgate {

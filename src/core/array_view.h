@@ -1,20 +1,122 @@
-// A borrowed, dense, row-major array: what a call frame's buffer looks like to the rest of
-// callgate. `dims` and `data` point into XLA's call frame, or into a copy that whoever made the
-// view keeps alive; both are valid only for as long as that owner says.
+// The arrays that cross a call: their element types, and views of them.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "core/dtype.h"
-
 namespace callgate {
 
+// The element types: one row per XLA FFI type code. The codes are those of XLA_FFI_DataType (a
+// stable ABI), restated here so that the core needs no XLA header; xla/ffi.h checks that the two
+// agree. A *packed* type holds more than one element in a byte on XLA's side: no view of it is
+// handed out without unpacking.
+//
+// X(identifier, code, NumPy or ml_dtypes name, bits per element)
+#define CALLGATE_DTYPES(X)                      \
+  X(Pred, 1, "bool", 8)                         \
+  X(S8, 2, "int8", 8)                           \
+  X(S16, 3, "int16", 16)                        \
+  X(S32, 4, "int32", 32)                        \
+  X(S64, 5, "int64", 64)                        \
+  X(U8, 6, "uint8", 8)                          \
+  X(U16, 7, "uint16", 16)                       \
+  X(U32, 8, "uint32", 32)                       \
+  X(U64, 9, "uint64", 64)                       \
+  X(F16, 10, "float16", 16)                     \
+  X(F32, 11, "float32", 32)                     \
+  X(F64, 12, "float64", 64)                     \
+  X(C64, 15, "complex64", 64)                   \
+  X(BF16, 16, "bfloat16", 16)                   \
+  X(C128, 18, "complex128", 128)                \
+  X(F8E5M2, 19, "float8_e5m2", 8)               \
+  X(F8E4M3FN, 20, "float8_e4m3fn", 8)           \
+  X(S4, 21, "int4", 4)                          \
+  X(U4, 22, "uint4", 4)                         \
+  X(F8E4M3B11FNUZ, 23, "float8_e4m3b11fnuz", 8) \
+  X(F8E5M2FNUZ, 24, "float8_e5m2fnuz", 8)       \
+  X(F8E4M3FNUZ, 25, "float8_e4m3fnuz", 8)       \
+  X(S2, 26, "int2", 2)                          \
+  X(U2, 27, "uint2", 2)                         \
+  X(F8E4M3, 28, "float8_e4m3", 8)               \
+  X(F8E3M4, 29, "float8_e3m4", 8)               \
+  X(S1, 30, "int1", 1)                          \
+  X(U1, 31, "uint1", 1)                         \
+  X(F4E2M1FN, 32, "float4_e2m1fn", 4)           \
+  X(F8E8M0FNU, 33, "float8_e8m0fnu", 8)
+
+enum class DType : std::uint8_t {
+  kInvalid = 0,
+#define X(identifier, code, name, bits) k##identifier = code,
+  CALLGATE_DTYPES(X)
+#undef X
+};
+
+// One past the greatest code: the length of a table indexed by code.
+inline constexpr std::size_t kDTypeTableSize = 40;
+
+namespace detail {
+struct DTypeRow {
+  std::string_view name = "invalid";
+  int bits = 0;
+};
+
+inline constexpr auto kDTypeRows = [] {
+  std::array<DTypeRow, kDTypeTableSize> rows{};
+#define X(identifier, code, name, bits) rows[code] = {name, bits};
+  CALLGATE_DTYPES(X)
+#undef X
+  return rows;
+}();
+
+// A later XLA may have codes beyond the table; row 0 is the invalid one.
+constexpr const DTypeRow& row(DType dtype) noexcept {
+  auto code = static_cast<std::size_t>(dtype);
+  return kDTypeRows[code < kDTypeTableSize ? code : 0];
+}
+}  // namespace detail
+
+// Bits of one element, and the NumPy or ml_dtypes name; 0 and "invalid" for an unknown code.
+constexpr int bits(DType dtype) noexcept { return detail::row(dtype).bits; }
+constexpr std::string_view name(DType dtype) noexcept { return detail::row(dtype).name; }
+
+// True when XLA packs several elements into a byte.
+constexpr bool is_packed(DType dtype) noexcept { return bits(dtype) < 8; }
+// True for floating-point and complex types.
+constexpr bool is_inexact(DType dtype) noexcept {
+  std::string_view text = name(dtype);
+  return text.starts_with("float") || text.starts_with("bfloat") || text.starts_with("complex");
+}
+
+// Bytes that `count` elements take in XLA's memory; packed types round up to a whole byte.
+constexpr std::size_t storage_bytes(DType dtype, std::size_t count) noexcept {
+  return (count * static_cast<std::size_t>(bits(dtype)) + 7) / 8;
+}
+
+// The type of a code or a name, if the table has it.
+constexpr std::optional<DType> dtype_from_code(int code) noexcept {
+  if (code < 0 || code >= int{kDTypeTableSize}) return std::nullopt;
+  auto dtype = static_cast<DType>(code);
+  return bits(dtype) != 0 ? std::optional(dtype) : std::nullopt;
+}
+
+constexpr std::optional<DType> dtype_from_name(std::string_view text) noexcept {
+  for (int code = 0; code < int{kDTypeTableSize}; ++code) {
+    auto dtype = dtype_from_code(code);
+    if (dtype && name(*dtype) == text) return dtype;
+  }
+  return std::nullopt;
+}
+
+// A borrowed, dense, row-major array: what a call frame's buffer looks like to the rest of
+// callgate. `dims` and `data` point into XLA's call frame, or into a copy that whoever made the
+// view keeps alive; both are valid only for as long as that owner says.
 struct ArrayView {
   void* data = nullptr;
   const std::int64_t* dims = nullptr;  // `rank` extents, outermost first
@@ -53,7 +155,6 @@ class OwnedViews {
   OwnedViews& operator=(OwnedViews&&) = default;
   std::span<ArrayView> all() noexcept { return views_; }
   std::span<const ArrayView> all() const noexcept { return views_; }
-  ArrayView& operator[](std::size_t i) noexcept { return views_[i]; }
   const ArrayView& operator[](std::size_t i) const noexcept { return views_[i]; }
   std::size_t size() const noexcept { return views_.size(); }
 

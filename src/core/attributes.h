@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "callgate/kernel_abi.h"
-#include "core/dtype.h"
+#include "core/array_view.h"
 #include "core/error.h"
 #include "core/lifetime.h"
 
@@ -49,6 +49,11 @@ class Attributes {
   }
 
   std::size_t size() const noexcept { return values_.size(); }
+
+  // Whether both hold the same, to the byte.
+  bool operator==(const Attributes& other) const noexcept {
+    return std::ranges::equal(values_, other.values_, &Attributes::same);
+  }
 
   // A value of its kind; Error for another. Where there is none: "", `missing`, nothing.
   std::string_view text(std::string_view name) const {
@@ -102,6 +107,19 @@ class Attributes {
   std::span<const T> numbers(std::string_view name, DType dtype, const char* expected) const {
     const auto* found = find(name, CALLGATE_NUMBERS, dtype, expected);
     return found == nullptr ? std::span<const T>() : std::span(elements<T>(*found), found->count);
+  }
+
+  static bool same(const callgate_attribute& a, const callgate_attribute& b) noexcept {
+    if (a.kind != b.kind || a.dtype != b.dtype || a.count != b.count) return false;
+    if (std::string_view(a.name) != b.name) return false;
+    if (a.kind == CALLGATE_DICTIONARY) {
+      auto entries = [](const auto& of) {
+        return std::span(elements<callgate_attribute>(of), of.count);
+      };
+      return std::ranges::equal(entries(a), entries(b), &Attributes::same);
+    }
+    auto dtype = a.kind == CALLGATE_STRING ? DType::kU8 : static_cast<DType>(a.dtype);
+    return a.count == 0 || std::memcmp(a.data, b.data, storage_bytes(dtype, a.count)) == 0;
   }
 
   callgate_attribute& add(std::string_view name, int kind, DType dtype, const void* bytes,

@@ -1,4 +1,4 @@
-// What the FFI handlers know of the thing they call.
+// What the FFI handlers know of the things they call, and their names.
 //
 // A `Callee` is what a name stands for: a Python function, a native kernel or a tap. When an
 // executable is loaded, every call site asks its callee once for a `Site`, bound to the site's
@@ -6,14 +6,18 @@
 // XLA thread, several at once, no lock of callgate's held.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -21,6 +25,7 @@
 #include "core/attributes.h"
 #include "core/error.h"
 #include "core/lanes.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 
@@ -51,10 +56,9 @@ struct Mesh {
     const Attributes& names = held.dictionary("names");
     const auto places = names.places();
     const auto sizes = held.integers("sizes");
-    if (sizes.size() != places.size()) {
+    if (sizes.size() != places.size())
       throw Error("a program's mesh", "a size for each axis",
                   std::to_string(sizes.size()) + " for " + std::to_string(places.size()));
-    }
     for (std::size_t i = 0; i < places.size(); ++i) {
       if (sizes[i] <= 0) throw Error("a mesh axis's size", "devices", std::to_string(sizes[i]));
       mesh.axes.emplace_back(names.text(places[i]), sizes[i]);
@@ -222,6 +226,92 @@ class KernelCalleeBase : public Callee {
   Describe describe_;
   std::function<void(const Error&)> defer_;
   Report report_;
+};
+
+// The names that programs call by: they hold no pointers. The registry knows a callee for as long
+// as somebody else keeps it alive (the gate in Python, or an executable that calls it). Two live
+// callees never share a name. Any thread.
+class Registry {
+ public:
+  static Registry& instance() { return immortal<Registry>(); }
+
+  // Throws Error(kAlreadyExists) when another live callee has the name.
+  void add(const std::shared_ptr<Callee>& callee) {
+    std::shared_ptr<Callee> other;  // outlives the lock: dropping it may run a destructor
+    std::lock_guard lock(mutex_);
+    std::weak_ptr<Callee>& slot = callees_[callee->name()];
+    other = slot.lock();
+    if (other != nullptr && other != callee)
+      throw Error(ErrorCode::kAlreadyExists,
+                  "the name '" + callee->name() +
+                      "' is taken by another live gate or kernel; choose another name=, or drop "
+                      "the other one and the programs that call it");
+    slot = callee;
+  }
+
+  // Frees the name if `callee` still has it. Executables that hold the callee go on calling it.
+  void remove(const Callee& callee) noexcept {
+    std::shared_ptr<Callee> held;  // as above
+    std::lock_guard lock(mutex_);
+    auto it = callees_.find(callee.name());
+    if (it == callees_.end()) return;
+    held = it->second.lock();
+    if (held == nullptr || held.get() == &callee) callees_.erase(it);
+  }
+
+  // The live callee of the name. One that is not there yet is asked of the resolver. Throws
+  // Error(kNotFound), with names that are defined, when there is none.
+  std::shared_ptr<Callee> find(std::string_view name) const {
+    if (auto callee = lookup(name)) return callee;
+    Resolver resolver = [this] {
+      std::lock_guard lock(mutex_);
+      return resolver_;
+    }();
+    if (resolver && resolver(std::string(name)))
+      if (auto callee = lookup(name)) return callee;
+    std::string message =
+        "no gate or kernel named '" + std::string(name) +
+        "' is defined in this process; a program that calls it was loaded or is still alive. "
+        "Define it before the program is loaded: run the code that creates it (the same module "
+        "and order of creation), or give it name='" +
+        std::string(name.substr(0, name.find('['))) +  // a variant, "name[types]", of a kernel
+        "'. A kernel that was saved with the program comes with callgate.load_kernels, one in a "
+        "library of yours with callgate.library.";
+    std::vector<std::string> live = names();
+    for (std::size_t i = 0; i < std::min<std::size_t>(live.size(), 8); ++i)
+      message += (i == 0 ? " Defined here: '" : ", '") + live[i] + "'";
+    if (live.size() > 8) message += ", …";
+    throw Error(ErrorCode::kNotFound, message);
+  }
+
+  // Called without a lock for names that are not defined; returns true once it has defined the
+  // name: a variant of a kernel, say, that nothing in this process has asked for yet.
+  using Resolver = std::function<bool(const std::string& name)>;
+  void set_resolver(Resolver resolver) {
+    std::lock_guard lock(mutex_);
+    resolver_ = std::move(resolver);
+  }
+
+  // The live names, sorted.
+  std::vector<std::string> names() const {
+    std::vector<std::string> live;
+    std::lock_guard lock(mutex_);
+    for (const auto& [name, callee] : callees_)
+      if (!callee.expired()) live.push_back(name);
+    std::ranges::sort(live);
+    return live;
+  }
+
+ private:
+  std::shared_ptr<Callee> lookup(std::string_view name) const {
+    std::lock_guard lock(mutex_);
+    auto it = callees_.find(std::string(name));
+    return it != callees_.end() ? it->second.lock() : nullptr;
+  }
+
+  mutable std::mutex mutex_;  // guards the map alone: no callee is destroyed or called under it
+  Resolver resolver_;
+  std::unordered_map<std::string, std::weak_ptr<Callee>> callees_;
 };
 
 }  // namespace callgate

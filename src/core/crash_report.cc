@@ -121,8 +121,8 @@ void write_record(Writer& out, const KernelRecord& record) noexcept {
   if (record.lanes != 1)
     out << ", one of the " << static_cast<std::uint64_t>(record.lanes) << " lanes of a vmap";
   out << "\n";
-  write_arrays(out, "operand", record.operands, record.labels.operands);
-  write_arrays(out, "result", record.results, record.labels.results);
+  write_arrays(out, "operand", record.call.operands, record.labels.operands);
+  write_arrays(out, "result", record.call.results, record.labels.results);
 }
 
 void write_report(const char* signal, const siginfo_t* info) noexcept {
@@ -140,8 +140,8 @@ void write_report(const char* signal, const siginfo_t* info) noexcept {
     head(" in ");
     write_record(out, *record);
     if (fault) {
-      write_place(out, address, "operand", record->operands, record->labels.operands);
-      write_place(out, address, "result", record->results, record->labels.results);
+      write_place(out, address, "operand", record->call.operands, record->labels.operands);
+      write_place(out, address, "result", record->call.results, record->labels.results);
     }
     return;
   }

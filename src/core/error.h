@@ -42,9 +42,6 @@ class Error : public std::runtime_error {
   ErrorCode code_;
 };
 
-// --- Text from elsewhere, as text that Python and XLA take
-// ----------------------------------------
-
 // Bytes of the character that the text begins with; 0 where it begins with none.
 // https://www.unicode.org/versions/latest/core-spec/chapter-3/ table 3-7.
 inline std::size_t utf8_character(std::string_view text) noexcept {

@@ -8,20 +8,29 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "callgate/kernel_abi.h"
 #include "core/attributes.h"
 #include "core/call.h"
+#include "core/error.h"
+#include "core/kernel_debug.h"
 #include "core/kernel_frame.h"
 #include "core/lifetime.h"
+#include "core/threads.h"
 
 namespace callgate {
 
@@ -71,15 +80,92 @@ struct KernelInfo {
   std::shared_ptr<KernelTurn> turn;
 };
 
+// What a parameter of a kind takes, by the kind's number.
+struct ParameterKind {
+  const char* name;
+  bool operands = false, results = false, variadic = false;
+};
+
+inline const ParameterKind& kind_of(const callgate_parameter& parameter) {
+  static constexpr std::array<ParameterKind, 11> kKinds = {{{"In", true},
+                                                            {"Out", false, true},
+                                                            {"InOut", true, true},
+                                                            {"", true},
+                                                            {"Ins", true, false, true},
+                                                            {"Outs", false, true, true},
+                                                            {"Attr"},
+                                                            {"String"},
+                                                            {"Numbers"},
+                                                            {"Dict"},
+                                                            {"Context"}}};
+  return kKinds[static_cast<std::size_t>(parameter.kind)];
+}
+
 // The text that a program holds to know its kernel by: "In<float32,1>,float32,Out<float32,*>".
-std::string signature(const KernelInfo& kernel);
+inline std::string signature(const KernelInfo& kernel) {
+  std::string text;
+  for (const callgate_parameter& p : kernel.parameters) {
+    if (!text.empty()) text += ',';
+    const ParameterKind& kind = kind_of(p);
+    std::string dtype(p.dtype == 0 ? "" : name(static_cast<DType>(p.dtype)));
+    text += kind.name;
+    if (p.kind == CALLGATE_SCALAR)
+      text += dtype;
+    else if (kind.operands || kind.results)
+      text += '<' + dtype + ',' + (p.rank < 0 ? "*" : std::to_string(p.rank)) + '>';
+    else if (!dtype.empty())
+      text += '<' + dtype + '>';
+  }
+  return text;
+}
+
 // A parameter as messages name it: "'x'", or "2".
-std::string parameter_name(const KernelInfo& kernel, std::size_t index);
+inline std::string parameter_name(const KernelInfo& kernel, std::size_t index) {
+  if (index < kernel.parameter_names.size()) return "'" + kernel.parameter_names[index] + "'";
+  return std::to_string(index);
+}
+
+// The parts between commas, without the spaces around them; empty ones are left out.
+inline std::vector<std::string> split(std::string_view text) {
+  std::vector<std::string> parts;
+  while (!text.empty()) {
+    std::string_view part = text.substr(0, text.find(','));
+    text.remove_prefix(std::min(part.size() + 1, text.size()));
+    std::size_t first = part.find_first_not_of(" \t\n");
+    if (first == std::string_view::npos) continue;
+    parts.emplace_back(part.substr(first, part.find_last_not_of(" \t\n") + 1 - first));
+  }
+  return parts;
+}
 
 // The kernels that a shared library exports, in order of definition. `table` is its function
 // callgate_kernels. Throws Error for a library of another binary interface.
-std::vector<KernelInfo> exported_kernels(const std::string& library,
-                                         const callgate_kernel* (*table)());
+inline std::vector<KernelInfo> exported_kernels(const std::string& library,
+                                                const callgate_kernel* (*table)()) {
+  std::vector<KernelInfo> kernels;
+  for (const callgate_kernel* kernel = table(); kernel != nullptr; kernel = kernel->next) {
+    // The version comes first: the rest of the struct may be another one.
+    if (kernel->abi != CALLGATE_ABI)
+      throw Error("library '" + library + "'",
+                  "kernels of binary interface " + std::to_string(CALLGATE_ABI) +
+                      " (CALLGATE_ABI in callgate/kernel.h)",
+                  std::to_string(kernel->abi) + "; build it again with this version's header");
+    KernelInfo info;
+    info.function = kernel->function;
+    info.parameters.assign(kernel->parameters, kernel->parameters + kernel->parameter_count);
+    std::vector<std::string>& names = info.parameter_names = split(kernel->names);
+    info.name = names.front();
+    names.erase(names.begin());
+    if (!names.empty() && names.size() != info.parameters.size())
+      throw Error("library '" + library + "', CALLGATE_KERNEL(" + kernel->names + ")",
+                  "a name for each of the " + std::to_string(info.parameters.size()) +
+                      " parameters, or none",
+                  std::to_string(names.size()));
+    kernels.push_back(std::move(info));
+  }
+  std::ranges::reverse(kernels);
+  return kernels;
+}
 
 // What a program says about one call of a kernel.
 struct KernelSpec {
@@ -90,33 +176,6 @@ struct KernelSpec {
   Attributes attributes;
 };
 
-// Calls on several threads; see parallel_for.
-class KernelSite : Immovable {
- public:
-  // Throws Error where spec and kernel don't fit.
-  KernelSite(std::shared_ptr<class KernelCallee> callee, KernelSpec spec);
-  // Throws Error where the call fails.
-  void run(const Call& call, Executor* executor);
-  KernelCallee& callee() const noexcept { return *callee_; }
-
- private:
-  void run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay);
-  void run_lane(const Call& call, Executor* executor);
-  void run_lanes(const Call& call, Executor* executor);
-  void invoke(const Call& call, Executor* executor, ScratchSource* scratch);
-  [[noreturn]] void fail(const std::string& message) const;
-  void bind_attribute(std::size_t index);
-  std::shared_ptr<KernelCallee> callee_;
-  std::string site_;
-  Lanes lanes_;
-  Attributes attributes_;
-  std::vector<callgate_attribute> ordered_;  // the attributes, by parameter
-  std::vector<std::int32_t> starts_, counts_;
-  callgate_call bound_{};  // what is the same in every call
-  KernelLabels labels_;
-  std::vector<std::uint8_t> updated_;  // 1 for results that are InOut
-};
-
 class KernelCallee final : public KernelCalleeBase,
                            public std::enable_shared_from_this<KernelCallee> {
  public:
@@ -125,10 +184,8 @@ class KernelCallee final : public KernelCalleeBase,
     if (info_.turn == nullptr) info_.turn = std::make_shared<KernelTurn>();
   }
 
-  std::unique_ptr<KernelSite> bind(KernelSpec spec) {
-    return std::make_unique<KernelSite>(shared_from_this(), std::move(spec));
-  }
-
+  // Throws Error where spec and kernel don't fit.
+  std::unique_ptr<class KernelSite> bind(KernelSpec spec);
   const std::string& name() const noexcept override { return info_.name; }
   const KernelInfo& info() const noexcept { return info_; }
 
@@ -136,5 +193,181 @@ class KernelCallee final : public KernelCalleeBase,
   KernelInfo info_;
   std::shared_ptr<void> keep_;  // what the function needs to stay loaded
 };
+
+static_assert(sizeof(callgate_array) == sizeof(ArrayView));
+static_assert(offsetof(callgate_array, data) == offsetof(ArrayView, data));
+static_assert(offsetof(callgate_array, dims) == offsetof(ArrayView, dims));
+static_assert(offsetof(callgate_array, rank) == offsetof(ArrayView, rank));
+static_assert(offsetof(callgate_array, dtype) == offsetof(ArrayView, dtype));
+
+// Calls on several threads; see parallel_for.
+class KernelSite : Immovable {
+ public:
+  KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
+      : callee_(std::move(callee)),
+        info_(callee_->info()),
+        site_(std::move(spec.site)),
+        lanes_(std::move(spec.lanes)),
+        attributes_(std::move(spec.attributes)) {
+    const std::string where = "kernel '" + info_.name + "'";
+    if (std::string have = signature(info_); !spec.signature.empty() && spec.signature != have)
+      throw Error(where + ", as a program that was compiled before calls it",
+                  "the parameters (" + spec.signature + ")", "(" + have + ")");
+    auto group = spec.groups.begin();
+    for (std::size_t i = 0; i < info_.parameters.size(); ++i) {
+      const callgate_parameter& parameter = info_.parameters[i];
+      const ParameterKind& kind = kind_of(parameter);
+      const std::string label = parameter_name(info_, i);
+      std::int32_t start = 0, count = 1;
+      if (kind.variadic) {
+        const std::int64_t given = group != spec.groups.end() ? *group++ : -1;
+        if (given < 0 || !std::in_range<std::int32_t>(given))
+          throw Error(std::string(where).append(", parameter ").append(label),
+                      "its number of arrays", std::to_string(given));
+        count = static_cast<std::int32_t>(given);
+      }
+      auto take = [&](std::vector<std::string>& labels) {
+        start = static_cast<std::int32_t>(labels.size());
+        for (std::int32_t k = 0; k < count; ++k) {
+          labels.push_back(label);
+          if (kind.variadic) labels.back().append("[").append(std::to_string(k)).append("]");
+        }
+      };
+      if (kind.operands) take(labels_.operands);
+      if (kind.results) take(labels_.results);
+      labels_.updated.resize(labels_.results.size(), parameter.kind == CALLGATE_INOUT);
+      if (parameter.kind >= CALLGATE_ATTR_NUMBER && parameter.kind <= CALLGATE_ATTR_DICTIONARY) {
+        start = static_cast<std::int32_t>(ordered_.size());
+        ordered_.push_back(attribute_of(i));
+      }
+      starts_.push_back(start);
+      counts_.push_back(count);
+    }
+    bound_.attributes = ordered_.data();
+    bound_.starts = starts_.data();
+    bound_.counts = counts_.data();
+    bound_.user_data = info_.user_data;
+  }
+
+  // Throws Error where the call fails.
+  void run(const Call& call, Executor* executor) {
+    // A program that was made by hand, or damaged: a kernel would read what is not there.
+    if (call.operands.size() != labels_.operands.size() ||
+        call.results.size() != labels_.results.size()) [[unlikely]] {
+      auto text = [](const auto& arrays) {
+        return std::to_string(arrays.operands.size()) + " operands and " +
+               std::to_string(arrays.results.size()) + " results";
+      };
+      fail("expected " + text(labels_) + ", got " + text(call));
+    }
+    std::int64_t delay = kernel_stall_ns.load(std::memory_order_relaxed);
+    if (delay != 0) [[unlikely]]
+      return run_reported(call, executor, std::chrono::nanoseconds(delay));
+    if (info_.thread_safe) return run_lanes(call, executor);
+    KernelTurn::Hold turn = info_.turn->take();
+    run_lanes(call, executor);
+  }
+
+  KernelCallee& callee() const noexcept { return *callee_; }
+
+ private:
+  const callgate_attribute& attribute_of(std::size_t index) const {
+    const callgate_parameter& parameter = info_.parameters[index];
+    const callgate_attribute* value =
+        attributes_.find(index < info_.parameter_names.size() ? info_.parameter_names[index]
+                                                              : std::to_string(index));
+    if (value != nullptr && value->kind == parameter.kind - CALLGATE_ATTR_NUMBER &&
+        (parameter.dtype == 0 || value->dtype == parameter.dtype))
+      return *value;
+    throw Error("kernel '" + info_.name + "', parameter " + parameter_name(info_, index),
+                std::string("an attribute for ") + kind_of(parameter).name,
+                value == nullptr ? "none" : "one of another type");
+  }
+
+  // Also says of a call that it waits for its turn.
+  void run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay) {
+    auto has_turn = std::make_shared<std::atomic<bool>>(info_.thread_safe);
+    StallWatch watch(delay, callee_, [text = to_string(call.operands), has_turn] {
+      if (has_turn->load(std::memory_order_relaxed)) return text;  // for a reader: late is fine
+      return text +
+             ", which waits for another call to end (without thread_safe=True they take turns),";
+    });
+    KernelTurn::Hold turn;
+    if (!info_.thread_safe) turn = info_.turn->take();
+    has_turn->store(true, std::memory_order_relaxed);
+    run_lanes(call, executor);
+  }
+
+  void run_lanes(const Call& call, Executor* executor) {
+    if (lanes_.empty()) [[likely]]
+      return run_lane(call, executor);
+    lanes_.check(call.operands, call.results);
+    std::mutex mutex;  // guards what failed
+    std::atomic<bool> stop{false};
+    std::int64_t failed_lane = INT64_MAX;
+    std::exception_ptr error;  // the failed lane's
+    auto body = [&](std::int64_t first, std::int64_t last) {
+      std::int64_t lane = first;
+      try {
+        std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
+        for (; lane < last; ++lane) {
+          if (stop.load(std::memory_order_relaxed)) return;  // only saves time
+          lanes_.select_operands(lane, call.operands, operands);
+          lanes_.select_results(lane, call.results, results);
+          run_lane(Call{operands, results, call.context}, executor);
+        }
+      } catch (const std::exception&) {
+        stop.store(true, std::memory_order_relaxed);
+        std::scoped_lock lock(mutex);
+        if (lane >= failed_lane) return;
+        failed_lane = lane;
+        error = std::current_exception();
+      }
+    };
+    parallel_for(info_.thread_safe ? executor : nullptr, 0, lanes_.count(), 1, body);
+    if (error != nullptr) std::rethrow_exception(error);
+  }
+
+  void run_lane(const Call& call, Executor* executor) {
+    if (!any_kernel_mode()) [[likely]]
+      return invoke(call, executor, /*scratch=*/nullptr);
+    auto recorded = [&](const Call& made, ScratchSource* scratch) {
+      if (!kernel_mode(KernelMode::kCrashReport)) return invoke(made, executor, scratch);
+      KernelRecord record{info_.name.c_str(), site_.c_str(), lanes_.count(), labels_, made};
+      RunningKernel running(&record);
+      invoke(made, executor, scratch);
+    };
+    if (!kernel_mode(KernelMode::kCheckMemory)) return recorded(call, /*scratch=*/nullptr);
+    std::string found = check_memory(labels_, info_.repeatable, call, recorded);
+    if (!found.empty()) fail(found);
+  }
+
+  void invoke(const Call& call, Executor* executor, ScratchSource* scratch) {
+    callgate_call filled = bound_;
+    filled.operands = reinterpret_cast<const callgate_array*>(call.operands.data());
+    filled.results = reinterpret_cast<const callgate_array*>(call.results.data());
+    KernelFrame frame(filled, executor, scratch);
+    if (info_.function(&frame) != 0) [[unlikely]]
+      fail(frame.message());
+  }
+
+  [[noreturn]] void fail(const std::string& message) const {
+    throw Error::verbatim(ErrorCode::kInternal, callee_->describe(message, site_));
+  }
+
+  std::shared_ptr<KernelCallee> callee_;
+  const KernelInfo& info_;  // the callee's
+  std::string site_;
+  Lanes lanes_;
+  Attributes attributes_;
+  std::vector<callgate_attribute> ordered_;  // the attributes, by parameter
+  std::vector<std::int32_t> starts_, counts_;
+  callgate_call bound_{};  // what is the same in every call
+  KernelLabels labels_;
+};
+
+inline std::unique_ptr<KernelSite> KernelCallee::bind(KernelSpec spec) {
+  return std::make_unique<KernelSite>(shared_from_this(), std::move(spec));
+}
 
 }  // namespace callgate

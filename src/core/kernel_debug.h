@@ -5,20 +5,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <span>
 #include <string>
 #include <vector>
 
-#include "core/array_view.h"
 #include "core/call.h"
 #include "core/lifetime.h"
 
 namespace callgate {
 
-enum class KernelMode : std::uint32_t {
-  kCheckMemory = 1,
-  kCrashReport = 2,
-};
+enum class KernelMode : std::uint32_t { kCheckMemory = 1, kCrashReport = 2 };
 
 // Relaxed throughout: a call that starts while a mode changes may see either.
 inline constinit std::atomic<std::uint32_t> kernel_modes{0};
@@ -35,9 +30,10 @@ inline void set_kernel_mode(KernelMode mode, bool on) noexcept {
   if (!on) kernel_modes.fetch_and(~bit, std::memory_order_relaxed);
 }
 
-// Of each array of a kernel's call, as messages name it: "'x'", "'xs'[1]", or a number.
+// What a call site knows of its kernel's arrays.
 struct KernelLabels {
-  std::vector<std::string> operands, results;
+  std::vector<std::string> operands, results;  // as messages name them: "'x'", "'xs'[1]", or "2"
+  std::vector<std::uint8_t> updated;           // 1 for a result that starts as an operand's value
 };
 
 // --- Crash reports: which kernel a crashing thread runs ------------------------------------------
@@ -49,7 +45,7 @@ struct KernelRecord {
   const char* site = "";   // where the call was traced; "" when unknown
   std::int64_t lanes = 1;  // of a vmap, of which this call is one
   const KernelLabels& labels;
-  std::span<const ArrayView> operands, results;
+  const Call& call;
 };
 
 // The call that this thread runs; null while the report is off.
@@ -92,17 +88,10 @@ class ScratchSource {
   virtual void* take(std::size_t bytes, std::size_t alignment) noexcept = 0;
 };
 
-// What a check knows of a call site's kernel.
-struct CheckedSite {
-  const KernelLabels& labels;
-  std::span<const std::uint8_t>
-      updated;              // for each result, 1 where it starts as an operand's value
-  bool repeatable = false;  // the kernel has no effects
-};
-
-// Runs the kernel by `run`, which gets the copies and the source of scratch memory. The message of
-// what was found, "" when nothing was. What `run` throws comes out of it, and nothing is looked at.
-std::string check_memory(const CheckedSite& site, const Call& call,
+// Runs the kernel by `run`, which gets the copies and the source of scratch memory; `repeatable`:
+// it has no effects. The message of what was found, "" when nothing was. What `run` throws comes
+// out of it, and nothing is looked at.
+std::string check_memory(const KernelLabels& labels, bool repeatable, const Call& call,
                          const std::function<void(const Call&, ScratchSource*)>& run);
 
 }  // namespace callgate

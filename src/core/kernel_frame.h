@@ -10,7 +10,9 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "callgate/kernel_abi.h"
@@ -31,36 +33,31 @@ class Executor {
   virtual std::int64_t device() const noexcept { return -1; }
 };
 
-// A loop's state is shared: a helper that starts late finds nothing left to do.
-struct ParallelLoop {
-  std::int64_t end;
-  std::int64_t part;
-  void (*body)(void*, std::int64_t, std::int64_t);
-  void* data;
-  std::atomic<std::int64_t> next;
-  std::atomic<std::int64_t> left;  // of the elements that are not done
-
-  // Takes parts until none is left. `body` and `data` are touched only while a part is held.
-  void work() {
-    for (;;) {
-      // Order between parts is nobody's business; `left` publishes what they wrote.
-      std::int64_t first = next.fetch_add(part, std::memory_order_relaxed);
-      if (first >= end) return;
-      std::int64_t last = std::min(end, first + part);
-      body(data, first, last);
-      if (left.fetch_sub(last - first, std::memory_order_acq_rel) == last - first)
-        left.notify_all();
-    }
-  }
-};
-
-// Runs body(data, first, last) on parts of [begin, end), each of at least `grain` but the last, on
-// the calling thread and as many others of `executor` (null for none) as are free. Returns when all
+// Runs body(first, last) on parts of [begin, end), each of at least `grain` but the last, on the
+// calling thread and as many others of `executor` (null for none) as are free. Returns when all
 // parts are done. Never waits for a thread that has not started, so that loops inside loops, and
 // on a pool whose threads are all busy, come to an end. `body` must not throw.
-inline void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end,
-                         std::int64_t grain, void (*body)(void*, std::int64_t, std::int64_t),
-                         void* data) {
+template <typename Body>
+void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end, std::int64_t grain,
+                  Body&& body) {
+  // Shared: a helper that starts late finds nothing left to do.
+  struct Loop {
+    std::int64_t end, part;
+    std::remove_reference_t<Body>& body;   // touched only while a part is held
+    std::atomic<std::int64_t> next, left;  // `left`: of the elements that are not done
+
+    void work() {
+      for (;;) {
+        // Order between parts is nobody's business; `left` publishes what they wrote.
+        std::int64_t first = next.fetch_add(part, std::memory_order_relaxed);
+        if (first >= end) return;
+        std::int64_t last = std::min(end, first + part);
+        body(first, last);
+        if (left.fetch_sub(last - first, std::memory_order_acq_rel) == last - first)
+          left.notify_all();
+      }
+    }
+  };
   // Enough parts to even out threads of unlike speed, few enough that taking one costs nothing.
   constexpr std::int64_t kPartsAThread = 4;
   std::int64_t count = end - begin;
@@ -68,26 +65,16 @@ inline void parallel_for(Executor* executor, std::int64_t begin, std::int64_t en
   grain = std::max<std::int64_t>(grain, 1);
   std::int64_t threads = executor == nullptr ? 1 : std::max(executor->threads(), 1);
   std::int64_t helpers = std::min(threads, (count - 1) / grain + 1) - 1;
-  if (helpers <= 0) return body(data, begin, end);
+  if (helpers <= 0) return body(begin, end);
   std::int64_t parts = (helpers + 1) * kPartsAThread;
   // Both counters are published by schedule().
-  auto loop = std::make_shared<ParallelLoop>(end, std::max(grain, (count + parts - 1) / parts),
-                                             body, data, begin, count);
+  auto loop =
+      std::make_shared<Loop>(end, std::max(grain, (count + parts - 1) / parts), body, begin, count);
   for (std::int64_t i = 0; i < helpers; ++i)
     if (!executor->schedule([loop] { loop->work(); })) break;
   loop->work();
   for (std::int64_t left; (left = loop->left.load(std::memory_order_acquire)) != 0;)
     loop->left.wait(left, std::memory_order_acquire);
-}
-
-// The same for body(first, last), whatever it holds.
-template <typename Body>
-void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end, std::int64_t grain,
-                  Body& body) {
-  auto call = [](void* data, std::int64_t first, std::int64_t last) {
-    (*static_cast<Body*>(data))(first, last);
-  };
-  parallel_for(executor, begin, end, grain, call, &body);
 }
 
 // Working memory of kernels, for one call.
@@ -131,16 +118,16 @@ class ScratchCache {
   // Makes room by giving up the oldest; a block that is too large alone is given up itself.
   void keep(ScratchBlock* block) noexcept {
     if (block->bytes > kScratchKept) return std::free(block->memory);
-    while (kept_ + block->bytes > kScratchKept || blocks_[next_] != nullptr) {
-      if (ScratchBlock* old = std::exchange(blocks_[next_], nullptr)) {
+    std::size_t place = 0;
+    do {
+      place = std::exchange(next_, (next_ + 1) % blocks_.size());
+      if (ScratchBlock* old = std::exchange(blocks_[place], nullptr)) {
         kept_ -= old->bytes;
         std::free(old->memory);
       }
-      if (kept_ + block->bytes > kScratchKept) next_ = (next_ + 1) % blocks_.size();
-    }
+    } while (kept_ + block->bytes > kScratchKept);
     kept_ += block->bytes;
-    blocks_[next_] = block;
-    next_ = (next_ + 1) % blocks_.size();
+    blocks_[place] = block;
   }
 
  private:
@@ -225,14 +212,12 @@ class KernelFrame : public callgate_call, Immovable {
   static void run_parallel(const callgate_call* call, std::int64_t begin, std::int64_t end,
                            std::int64_t grain, Body body, void* data) {
     const KernelRecord* record = running_kernel();
-    if (record == nullptr) [[likely]]
-      return parallel_for(of(call).executor_, begin, end, grain, body, data);
-    // The helpers' crashes are this kernel's.
-    auto recorded = [&](std::int64_t first, std::int64_t last) {
-      RunningKernel running(record);
+    parallel_for(of(call).executor_, begin, end, grain, [=](std::int64_t first, std::int64_t last) {
+      std::optional<RunningKernel> running;  // the helpers' crashes are this kernel's
+      if (record != nullptr) [[unlikely]]
+        running.emplace(record);
       body(data, first, last);
-    };
-    parallel_for(of(call).executor_, begin, end, grain, recorded);
+    });
   }
 
   static void* allocate(const callgate_call* call, std::size_t bytes, std::size_t alignment) {

@@ -26,11 +26,10 @@ class Lanes {
   // level; its length is sizes.size() times the number of operands. Throws Error otherwise.
   Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks)
       : sizes_(std::move(sizes)), masks_(masks.begin(), masks.end()) {
-    if (sizes_.empty() ? !masks_.empty() : masks_.size() % sizes_.size() != 0) {
+    if (sizes_.empty() ? !masks_.empty() : masks_.size() % sizes_.size() != 0)
       throw Error("batch levels", "a mask of one entry per level and operand",
                   std::to_string(masks_.size()) + " entries for " + std::to_string(sizes_.size()) +
                       " levels");
-    }
     for (std::int64_t mask : masks)
       if (mask != 0 && mask != 1)
         throw Error("batch levels", "masks of 0 and 1", std::to_string(mask));
@@ -89,10 +88,9 @@ class Lanes {
   // Throws Error without the leading axes that the levels imply, or lanes that start at a byte.
   void check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const {
     if (empty()) return;
-    if (operands.size() != operand_count()) {
+    if (operands.size() != operand_count())
       throw Error("batched call", std::to_string(operand_count()) + " operands",
                   std::to_string(operands.size()));
-    }
     for (std::size_t i = 0; i < operands.size(); ++i)
       check_axes("operand", i, operands[i], [&](std::size_t level) { return batched(level, i); });
     for (std::size_t i = 0; i < results.size(); ++i)

@@ -111,6 +111,12 @@ inline void end_thread() noexcept {
   if (active.entered()) std::exchange(at_thread_end, nullptr)();
 }
 
+// The interrupts before a run's first call. A run that loses its slot to another counts as new.
+struct InterruptedRun {
+  std::atomic<std::int64_t> run{-1};
+  std::atomic<std::uint32_t> epoch{0};
+};
+
 // Ctrl-C, as compiled programs see it.
 //
 // While a program runs, the main thread is inside XLA, where Python's handler of SIGINT only leaves
@@ -150,7 +156,7 @@ class Interrupts {
 
   // Whether the call of this run (XLA's number of it, -1 for none) is to end its program.
   static bool ends(std::int64_t run) noexcept {
-    Slot& slot = slots_[static_cast<std::uint64_t>(run) % slots_.size()];
+    InterruptedRun& slot = slots_[static_cast<std::uint64_t>(run) % slots_.size()];
     // Acquire: the epoch is that of this run. Relaxed: a late look costs one more call.
     if (slot.run.load(std::memory_order_acquire) == run &&
         slot.epoch.load(std::memory_order_relaxed) == epoch_.load(std::memory_order_relaxed))
@@ -176,12 +182,6 @@ class Interrupts {
   }
 
  private:
-  // The interrupts before a run's first call. A run that loses its slot to another counts as new.
-  struct Slot {
-    std::atomic<std::int64_t> run{-1};
-    std::atomic<std::uint32_t> epoch{0};
-  };
-
   static std::int64_t steady_ns() noexcept {
     timespec now{};
     clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler
@@ -201,7 +201,7 @@ class Interrupts {
     before_.sa_handler(number);
   }
 
-  static bool decide(Slot& slot, std::int64_t run) noexcept {
+  static bool decide(InterruptedRun& slot, std::int64_t run) noexcept {
     std::uint32_t epoch = epoch_.load(std::memory_order_seq_cst);  // see end_all()
     if (all_.load(std::memory_order_seq_cst)) return true;
     if (slot.run.load(std::memory_order_acquire) != run) {  // see ends()
@@ -222,7 +222,7 @@ class Interrupts {
     return verdict % 2 != 0;
   }
 
-  static std::array<Slot, 256> slots_;
+  static inline constinit std::array<InterruptedRun, 256> slots_{};
   static inline constinit std::atomic<std::uint32_t> epoch_{0};  // interrupts so far
   static inline constinit std::atomic<Judge> judge_{nullptr};
   static inline constinit std::atomic<std::int64_t> came_ns_{0};  // by the steady clock; 0: never
@@ -231,7 +231,5 @@ class Interrupts {
   static inline constinit std::atomic<std::uint64_t> verdict_{0};
   static inline struct sigaction before_;  // written once, before the handler is there
 };
-
-inline constinit std::array<Interrupts::Slot, 256> Interrupts::slots_{};
 
 }  // namespace callgate

@@ -1,10 +1,13 @@
-// How long objects live, and in which process.
+// How long objects live, where, and in which process.
 #pragma once
 
 #include <pthread.h>
 
+#include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace callgate {
 
@@ -24,6 +27,28 @@ class Immovable {
  protected:
   Immovable() = default;
   ~Immovable() = default;
+};
+
+// Room for some objects, left as it is, since clearing it would cost as much as a call: within
+// itself for up to kInline of them, else allocated.
+template <typename T, std::size_t kInline>
+class SmallBuffer : Immovable {
+ public:
+  explicit SmallBuffer(std::size_t count) {
+    if (count <= kInline) [[likely]]
+      return;
+    large_ = std::make_unique_for_overwrite<T[]>(count);
+    data_ = large_.get();
+  }
+  T* data() const noexcept { return data_; }
+
+ private:
+  union Room {
+    Room() noexcept {}                           // NOLINT: left as it is
+    alignas(16) std::array<T, kInline> objects;  // aligned as operator new does
+  } room_;
+  std::unique_ptr<T[]> large_;
+  T* data_ = room_.objects.data();
 };
 
 // Which process an object belongs to. A fork's child has the parent's memory and descriptors, but

@@ -6,11 +6,13 @@
 // slot of the board and its generation, so that a late update finds nobody.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -18,6 +20,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "core/error.h"
 #include "core/lifetime.h"
 
 namespace callgate {
@@ -52,20 +55,123 @@ class ProgressBoard {
 
   // The bar's handle, or 0 for none: another device of the run draws, or there are too many bars.
   std::int32_t begin(const std::string& spec, const ProgressStart& start,
-                     const CallContext& context);
+                     const CallContext& context) {
+    std::int32_t handle = 0;
+    std::function<void()> wake;
+    {
+      std::lock_guard lock(mutex_);
+      if (!owns(context)) return 0;
+      Slot* slot = take(start, context);
+      if (slot == nullptr) return 0;
+      generation_ = generation_ % (kGenerations - 1) + 1;
+      handle = (generation_ << kIndexBits) | static_cast<std::int32_t>(slot - slots_.data());
+      slot->spec = spec;
+      slot->site = start.site;
+      slot->run = context.run;
+      slot->device = context.device;
+      slot->total = start.total;
+      slot->began_ns = now();
+      // Relaxed: all of it is published by the handle's release below.
+      slot->every.store(start.every, std::memory_order_relaxed);
+      slot->count.store(0, std::memory_order_relaxed);
+      slot->updated_ns.store(slot->began_ns, std::memory_order_relaxed);
+      slot->phase.store(Phase::kLive, std::memory_order_relaxed);
+      slot->handle.store(handle, std::memory_order_release);
+      if (!std::exchange(drawn_, true)) wake = wake_;
+    }
+    if (wake) wake();
+    return handle;
+  }
 
   // Sets the count, of which only the lowest 32 bits come. Returns the number of steps until the
   // next update: such that updates come every few milliseconds, or `every`.
-  std::int32_t update(std::int32_t handle, std::uint32_t count) noexcept;
-  void end(std::int32_t handle, std::uint32_t count) noexcept;
+  std::int32_t update(std::int32_t handle, std::uint32_t count) noexcept {
+    Slot* slot = find(handle);
+    // Relaxed: see store_count().
+    if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) != Phase::kLive)
+      return static_cast<std::int32_t>(kMostSteps);
+    std::int64_t before = slot->count.load(std::memory_order_relaxed);
+    store_count(*slot, count);
+    std::int64_t every = slot->every.load(std::memory_order_relaxed);
+    if (every > 0) return static_cast<std::int32_t>(std::min(every, kMostSteps));
+    std::int64_t time = now();
+    std::int64_t elapsed = time - slot->updated_ns.exchange(time, std::memory_order_relaxed);
+    std::int64_t steps = slot->count.load(std::memory_order_relaxed) - before;
+    return static_cast<std::int32_t>(next_chunk(steps, elapsed));
+  }
+
+  void end(std::int32_t handle, std::uint32_t count) noexcept {
+    Slot* slot = find(handle);
+    if (slot == nullptr) return;
+    store_count(*slot, count);
+    slot->updated_ns.store(now(), std::memory_order_relaxed);  // published by the phase below
+    Phase live = Phase::kLive;
+    // Release: who reads the end reads the last count, too. A failed bar stays failed.
+    slot->phase.compare_exchange_strong(live, Phase::kEnded, std::memory_order_release,
+                                        std::memory_order_relaxed);
+  }
+
   // Counts one step of a bar that begins with its first step and ends with its last.
-  void step(const std::string& spec, const ProgressStart& start, const CallContext& context);
+  void step(const std::string& spec, const ProgressStart& start, const CallContext& context) {
+    if (start.total <= 0) return;  // its end could not be told
+    std::int32_t handle = 0;
+    {
+      std::lock_guard lock(mutex_);
+      for (const Slot& slot : slots_) {
+        // Relaxed: see take().
+        bool live = slot.phase.load(std::memory_order_relaxed) == Phase::kLive;
+        if (live && slot.run == context.run && slot.site == start.site &&
+            slot.device == context.device)
+          handle = slot.handle.load(std::memory_order_relaxed);
+      }
+    }
+    if (handle == 0) handle = begin(spec, start, context);
+    Slot* slot = find(handle);
+    if (slot == nullptr) return;
+    // Relaxed: see store_count().
+    auto count = static_cast<std::uint32_t>(slot->count.load(std::memory_order_relaxed)) + 1;
+    store_count(*slot, count);
+    if (slot->count.load(std::memory_order_relaxed) >= start.total) end(handle, count);
+  }
+
   // The bars of the run end where they stand: its program failed.
-  void fail(std::int64_t run) noexcept;
+  void fail(std::int64_t run) noexcept {
+    if (run == kNoRun) return;
+    std::lock_guard lock(mutex_);
+    for (Slot& slot : slots_) {
+      Phase live = Phase::kLive;
+      // Relaxed: the count stands since its last update, whoever reads it.
+      if (slot.run == run)
+        slot.phase.compare_exchange_strong(live, Phase::kFailed, std::memory_order_relaxed);
+    }
+  }
+
   // All bars that have begun and have not been released.
-  std::vector<ProgressState> poll() const;
+  std::vector<ProgressState> poll() const {
+    std::lock_guard lock(mutex_);
+    std::vector<ProgressState> states;
+    for (const Slot& slot : slots_) {
+      // Acquire: pairs with end(), so that an ended bar has its last count.
+      Phase phase = slot.phase.load(std::memory_order_acquire);
+      if (phase == Phase::kFree) continue;
+      std::int64_t time = now(), until = time;
+      if (phase != Phase::kLive) until = slot.updated_ns.load(std::memory_order_relaxed);
+      states.push_back({slot.handle.load(std::memory_order_relaxed), slot.bar, slot.spec, slot.run,
+                        slot.total, slot.count.load(std::memory_order_relaxed),
+                        time - slot.began_ns, until - slot.began_ns, phase});
+    }
+    return states;
+  }
+
   // Frees the bar's slot, unless it began again or still lives.
-  void release(std::int32_t handle) noexcept;
+  void release(std::int32_t handle) noexcept {
+    std::lock_guard lock(mutex_);
+    Slot* slot = find(handle);
+    // Relaxed: under the lock.
+    if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) == Phase::kLive) return;
+    slot->handle.store(0, std::memory_order_relaxed);
+    slot->phase.store(Phase::kFree, std::memory_order_relaxed);
+  }
 
   // `wake` is called, without a lock held, by the first bar that begins while nobody draws.
   void set_wake(std::function<void()> wake) {
@@ -74,14 +180,30 @@ class ProgressBoard {
   }
 
   // Whoever draws stops, if there are no bars; false when there are.
-  bool retire();
+  bool retire() {
+    std::lock_guard lock(mutex_);
+    bool empty = std::ranges::all_of(slots_, [](const Slot& slot) {
+      // Relaxed: under the lock.
+      return slot.phase.load(std::memory_order_relaxed) == Phase::kFree;
+    });
+    if (empty) drawn_ = false;
+    return empty;
+  }
 
  private:
+  using Phase = ProgressState::Phase;
+  // Time between two updates of a bar that chooses by time: far above what an update costs.
+  static constexpr std::int64_t kUpdateNs = 5'000'000;
+  static constexpr std::int64_t kGrowth = 8;  // a first, slow step must not decide for long
+  static constexpr std::int64_t kMostSteps = std::int64_t{1} << 30;
+  static constexpr std::int64_t kNoRun = -1;     // all others may be a run's, negative ones, too
+  static constexpr std::int32_t kIndexBits = 8;  // of a handle; the rest is its generation
+  static constexpr std::int32_t kGenerations = std::int32_t{1} << (31 - kIndexBits);
   static constexpr std::size_t kSlots = 256, kOwners = 256;
 
   struct Slot {
     std::atomic<std::int32_t> handle{0};
-    std::atomic<ProgressState::Phase> phase{ProgressState::Phase::kFree};
+    std::atomic<Phase> phase{Phase::kFree};
     std::atomic<std::int64_t> count{0};
     std::atomic<std::int64_t> updated_ns{0};  // or ended
     // The rest changes under the lock, before `handle` does.
@@ -90,11 +212,61 @@ class ProgressBoard {
     std::string spec;
   };
 
-  Slot* find(std::int32_t handle) noexcept;
-  Slot* take(const ProgressStart& start, const CallContext& context);
-  bool owns(const CallContext& context);
-  void store_count(Slot& slot, std::uint32_t count) noexcept;
-  std::int64_t now() const;
+  static std::int64_t next_chunk(std::int64_t steps, std::int64_t elapsed_ns) noexcept {
+    steps = std::clamp<std::int64_t>(steps, 1, kMostSteps);
+    double wanted = static_cast<double>(steps) * kUpdateNs /
+                    static_cast<double>(std::max<std::int64_t>(elapsed_ns, 1));
+    double most = static_cast<double>(std::min(steps * kGrowth, kMostSteps));
+    return static_cast<std::int64_t>(std::clamp(wanted, 1.0, most));
+  }
+
+  std::int64_t now() const {
+    using std::chrono::nanoseconds, std::chrono::steady_clock;
+    return (clock_ ? clock_() : nanoseconds(steady_clock::now().time_since_epoch())).count();
+  }
+
+  Slot* find(std::int32_t handle) noexcept {
+    if (handle <= 0) return nullptr;
+    Slot& slot = slots_[static_cast<std::size_t>(handle) % kSlots];
+    // Acquire: pairs with the store in begin(), behind the slot's other fields.
+    return slot.handle.load(std::memory_order_acquire) == handle ? &slot : nullptr;
+  }
+
+  // One device of a run draws; a run without an id, or with one device, always does.
+  bool owns(const CallContext& context) {
+    if (context.run == kNoRun) return true;
+    for (const Owner& owner : owners_)
+      if (owner.run == context.run) return owner.device == context.device;
+    owners_[next_owner_] = {context.run, context.device};
+    next_owner_ = (next_owner_ + 1) % kOwners;
+    return true;
+  }
+
+  // The slot of the same bar, which has ended; else a free one; else the one that ended first.
+  Slot* take(const ProgressStart& start, const CallContext& context) {
+    Slot* found = nullptr;
+    Slot* oldest = nullptr;
+    for (Slot& slot : slots_) {
+      // Relaxed: phases change to live or free under the lock alone.
+      Phase phase = slot.phase.load(std::memory_order_relaxed);
+      if (phase == Phase::kEnded && slot.run == context.run && slot.site == start.site)
+        return &slot;
+      if (phase == Phase::kFree && found == nullptr) found = &slot;
+      if (phase == Phase::kLive || phase == Phase::kFree) continue;
+      if (oldest == nullptr || slot.bar < oldest->bar) oldest = &slot;
+    }
+    if (found == nullptr) found = oldest;
+    if (found != nullptr) found->bar = next_bar_++;
+    return found;
+  }
+
+  void store_count(Slot& slot, std::uint32_t count) noexcept {
+    // Relaxed: one program's loop is the only writer, and whoever draws takes any recent value.
+    std::int64_t before = slot.count.load(std::memory_order_relaxed);
+    auto more = static_cast<std::int32_t>(count - static_cast<std::uint32_t>(before));
+    if (more > 0) slot.count.store(before + more, std::memory_order_relaxed);
+  }
+
   Clock clock_;
   mutable std::mutex mutex_;
   std::array<Slot, kSlots> slots_;
@@ -110,6 +282,50 @@ class ProgressBoard {
   std::function<void()> wake_;
 };
 
+// --- The callee: a call reads one or two scalars and writes one ----------------------------------
+
+class ProgressSite final : public Site {
+ public:
+  enum class Kind : std::uint8_t { kBegin, kBeginOf, kUpdate, kEnd, kStep };
+  // By kind, with the number of operands that are read; what follows are anchors.
+  static constexpr std::array<std::pair<std::string_view, std::size_t>, 5> kKinds{
+      {{"begin", 0}, {"begin_of", 1}, {"update", 2}, {"end", 2}, {"step", 0}}};
+
+  ProgressSite(ProgressBoard& board, Kind kind, ProgressStart start, std::string text)
+      : board_(board), kind_(kind), start_(start), text_(std::move(text)) {}
+
+  void run(const Call& call) override {
+    auto is_scalar = [](const ArrayView& view) {
+      return view.dtype == DType::kS32 && view.rank == 0;
+    };
+    std::size_t scalars = kKinds[static_cast<std::size_t>(kind_)].second;
+    if (call.operands.size() < scalars ||
+        !std::ranges::all_of(call.operands.first(scalars), is_scalar) ||
+        !std::ranges::all_of(call.results, is_scalar))
+      throw Error(ErrorCode::kInvalidArgument, "progress: expected s32 scalars");
+    auto scalar = [&](std::size_t i) {
+      return *static_cast<const std::int32_t*>(call.operands[i].data);
+    };
+    auto count = [&] { return static_cast<std::uint32_t>(scalar(1)); };
+    ProgressStart start = start_;
+    std::int32_t result = 0;
+    switch (kind_) {
+      case Kind::kBeginOf: start.total = std::max(scalar(0), 0); [[fallthrough]];
+      case Kind::kBegin: result = board_.begin(text_, start, call.context); break;
+      case Kind::kUpdate: result = board_.update(scalar(0), count()); break;
+      case Kind::kEnd: board_.end(scalar(0), count()); break;
+      case Kind::kStep: board_.step(text_, start, call.context); break;
+    }
+    if (!call.results.empty()) *static_cast<std::int32_t*>(call.results[0].data) = result;
+  }
+
+ private:
+  ProgressBoard& board_;
+  Kind kind_;
+  ProgressStart start_;
+  std::string text_;
+};
+
 // What programs call, by name, to feed all bars of a process; the board outlives every site. A call
 // holds a dictionary `progress` of kind, every and total, and as its spec the text that the board
 // keeps. Kinds are
@@ -122,7 +338,22 @@ class ProgressCallee final : public Callee {
   static constexpr std::string_view kName = "callgate.progress";
   explicit ProgressCallee(ProgressBoard& board) : board_(board) {}
   // Throws Error(kInvalidArgument) for any other kind.
-  std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  std::shared_ptr<Site> specialise(SiteSpec spec) override {
+    static std::atomic<std::int64_t> sites{0};
+    const Attributes& held = spec.held.dictionary("progress");
+    const std::string_view kind = held.text("kind");
+    constexpr auto& kKinds = ProgressSite::kKinds;
+    const auto* known = std::ranges::find(kKinds, kind, [](const auto& row) { return row.first; });
+    if (known == kKinds.end())
+      throw Error("a progress bar's call", "begin, begin_of, update, end or step",
+                  "'" + std::string(kind) + "'");
+    // Relaxed: any distinct numbers will do.
+    const std::int64_t site = sites.fetch_add(1, std::memory_order_relaxed) + 1;
+    return std::make_shared<ProgressSite>(
+        board_, static_cast<ProgressSite::Kind>(known - kKinds.begin()),
+        ProgressStart{site, held.integer("every"), held.integer("total", -1)},
+        std::move(spec.spec));
+  }
   const std::string& name() const noexcept override { return name_; }
 
  private:

@@ -1,19 +1,26 @@
 // What the host does when a stream has got so far, and what a stream waits for of the host.
 #pragma once
 
+#include <pthread.h>
+
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "core/lifetime.h"
 #include "cuda/device.h"
+#include "cuda/memory.h"
 
 namespace callgate::cuda {
 
@@ -28,25 +35,70 @@ namespace callgate::cuda {
 class Completions : Immovable {
  public:
   explicit Completions(Device& device) : device_(device) {}
-  static Completions& of(Device& device) { return device.completions(); }
+  static Completions& of(Device& device) {
+    return of_devices().at(device.index(), [&] { return std::make_unique<Completions>(device); });
+  }
+
   // False when the thread has been stopped: the task did not run and won't.
-  bool after(StreamEvent event, std::function<void(Result)> task);
+  bool after(StreamEvent event, std::function<void(Result)> task) {
+    return give({std::move(event), std::move(task)});
+  }
+
   // Whether tasks are to come `in_turn`: from the first `order_by_streams` on.
   // Relaxed: set while a program is recorded, before any replay of it can be given to a stream.
   bool ordered_by_streams() const noexcept { return by_streams_.load(std::memory_order_relaxed); }
   void order_by_streams() noexcept { by_streams_.store(true, std::memory_order_relaxed); }
   // Gives the task when the stream has got so far. Throws where the stream takes no host function.
-  void in_turn(Stream stream, std::function<void()> task);
+  void in_turn(Stream stream, std::function<void()> task) {
+    using Turn = std::pair<Completions*, std::function<void()>>;
+    auto turn = std::make_unique<Turn>(this, std::move(task));
+    auto give = [](void* data) {
+      auto* due = static_cast<Turn*>(data);
+      // Refused at the end of the process: left as it is, since what it holds may be the driver's.
+      due->first->later([due] {
+        due->second();
+        delete due;  // NOLINT: the stream had it
+      });
+    };
+    check(driver().launch_host_function(stream, give, turn.get()), "cuLaunchHostFunc");
+    [[maybe_unused]] const Turn* given = turn.release();  // `give` deletes it
+  }
+
   // Behind the tasks that are there. Not a call of the driver's: a host function may make it.
-  bool later(std::function<void()> task);
+  bool later(std::function<void()> task) {
+    return give({std::nullopt, [task = std::move(task)](Result) { task(); }});
+  }
+
   // Keeps something until the event has come, as far as that can be done. For destructors.
-  bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept;
+  bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept try {
+    return after(std::move(event), [kept = std::move(kept)](Result) {});
+  } catch (const std::exception&) {
+    return false;
+  }
+
   // Waits for the tasks given before, unless on the thread itself. False when the time ran out.
-  bool drain(std::chrono::nanoseconds limit);
+  bool drain(std::chrono::nanoseconds limit) {
+    if (abandoned_.load(std::memory_order_relaxed)) return true;
+    std::unique_lock lock(mutex_);
+    if (!thread_.joinable() || thread_.get_id() == std::this_thread::get_id()) return true;
+    return changed_.wait_for(lock, limit, [this, until = given_] { return done_ >= until; });
+  }
 
   // Takes no more tasks, runs what is there and joins the thread, which past the limit (then false)
   // ends by itself.
-  bool stop(std::chrono::nanoseconds limit);
+  bool stop(std::chrono::nanoseconds limit) {
+    if (abandoned_.load(std::memory_order_relaxed)) return true;
+    std::unique_lock lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+    if (!thread_.joinable()) return true;
+    if (!changed_.wait_for(lock, limit, [this] { return done_ >= given_; })) return false;
+    std::thread thread = std::move(thread_);
+    lock.unlock();
+    thread.join();
+    return true;
+  }
+
   bool stopped() const noexcept {
     std::lock_guard lock(mutex_);
     return stopping_;
@@ -64,15 +116,56 @@ class Completions : Immovable {
   static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
 
  private:
+  static PerDevice<Completions>& of_devices() { return immortal<PerDevice<Completions>>(); }
+
   struct Task {
     std::optional<StreamEvent> event;
     std::function<void(Result)> run;
   };
 
-  bool give(Task task);
-  void work();
+  bool give(Task task) {
+    if (abandoned_.load(std::memory_order_relaxed)) return false;
+    std::lock_guard lock(mutex_);
+    if (stopping_) return false;
+    tasks_.push_back(std::move(task));
+    ++given_;
+    if (!thread_.joinable()) {
+      thread_ = std::thread([this] { work(); });
+      std::string name = "cg-cuda-" + std::to_string(device_.ordinal());
+      pthread_setname_np(thread_.native_handle(), name.c_str());
+    }
+    changed_.notify_all();
+    return true;
+  }
+
+  void work() {
+    driver().context_set_current(device_.context());  // for the tasks
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      {
+        Task task = std::move(tasks_.front());
+        tasks_.pop_front();
+        lock.unlock();
+        task.run(task.event ? task.event->wait() : Result::kSuccess);
+      }  // what it held dies before it counts as done
+      lock.lock();
+      ++done_;
+      changed_.notify_all();
+    }
+  }
+
   static bool each(bool (Completions::*wait)(std::chrono::nanoseconds),
-                   std::chrono::nanoseconds limit);
+                   std::chrono::nanoseconds limit) {
+    bool done = true;
+    auto end = std::chrono::steady_clock::now() + limit;
+    for (Completions* of_device : of_devices().all()) {
+      std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
+      done &= (of_device->*wait)(std::max(left, std::chrono::nanoseconds(0)));
+    }
+    return done;
+  }
 
   static inline std::atomic<bool> abandoned_{false};
   Device& device_;
@@ -82,7 +175,7 @@ class Completions : Immovable {
   std::deque<Task> tasks_;
   std::uint64_t given_ = 0, done_ = 0;
   bool stopping_ = false;
-  std::optional<std::thread> thread_;
+  std::thread thread_;
 };
 
 // Holds a stream back until the host says so, without a thread that waits: it waits for a word of
@@ -100,10 +193,8 @@ class StreamGate : Immovable {
       if (result == Result::kSuccess) return;
       if (result != Result::kNotSupported) check(result, "cuStreamWaitValue32_v2");
     }
-    auto wait = [](void* data) {
-      auto& gate = *static_cast<StreamGate*>(data);
-      std::unique_lock lock(gate.mutex_);
-      gate.opened_.wait(lock, [&] { return gate.open_; });
+    auto wait = [](void* gate) {
+      static_cast<StreamGate*>(gate)->word().wait(0, std::memory_order_acquire);  // see open()
     };
     check(driver().launch_host_function(stream, wait, this), "cuLaunchHostFunc");
   }
@@ -111,9 +202,7 @@ class StreamGate : Immovable {
   // What was written to host memory before is seen by the work behind. Any thread, once.
   void open() noexcept {
     word().store(1, std::memory_order_release);  // what was written before goes with it
-    std::lock_guard lock(mutex_);
-    open_ = true;
-    opened_.notify_all();
+    word().notify_all();
   }
 
  private:
@@ -123,9 +212,6 @@ class StreamGate : Immovable {
   }
 
   PinnedBlock word_{sizeof(std::uint32_t)};
-  std::mutex mutex_;
-  std::condition_variable opened_;
-  bool open_ = false;
 };
 
 }  // namespace callgate::cuda

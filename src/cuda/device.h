@@ -1,7 +1,5 @@
 // A GPU as callgate uses it: its primary context, which is XLA's too, and what is made in it.
-// Making an event costs more than recording it; pinned memory takes the driver a millisecond a
-// megabyte to make, device memory a synchronisation to free. So these are kept, by size class, up
-// to a budget.
+// Making an event costs more than recording it, so events are kept.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +7,13 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <map>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <ranges>
-#include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,6 +27,15 @@ struct DriverError : Error {  // what check() throws
   using Error::Error;
 };
 
+// What a function of the driver's gives by way of its first argument. Throws as check() does.
+template <typename T, typename... Arguments>
+T ask(Result (*function)(T*, Arguments...), const char* symbol,
+      std::type_identity_t<Arguments>... arguments) {
+  T value{};
+  check(function(&value, arguments...), symbol);
+  return value;
+}
+
 // Runs `body`, which makes a call of the callee of that name; what check() throws there says so.
 template <typename Body>
 void named(const std::string& name, Body&& body) {
@@ -40,48 +48,86 @@ void named(const std::string& name, Body&& body) {
   }
 }
 
-class Completions;
-
 // Devices of a process; those beyond can't be used.
 inline constexpr std::size_t kMostDevices = 64;
 
-// Blocks of one kind that nobody uses: of a device's memory, or of pinned memory of the host, which
-// all devices can use. Any thread, with any context or none.
-class Pool : Immovable {
+// An object for each device, made when it is first asked for; then it is found without a lock.
+template <typename T>
+class PerDevice : Immovable {
  public:
-  explicit Pool(class Device* device = nullptr) : device_(device) {}  // null for the host's
+  ~PerDevice() {
+    for (T* each : all()) delete each;  // NOLINT: made below
+  }
 
-  DevicePointer take(std::size_t bytes);  // of a size class. Throws Error where there is none.
-  void give_back(DevicePointer block, std::size_t bytes) noexcept;
-  void trim() noexcept;  // frees what it has
-  std::size_t in_use() noexcept {
-    std::lock_guard lock(mutex_);
-    return in_use_;
+  // `make` gives a std::unique_ptr, and may throw.
+  template <typename Make>
+  T& at(std::size_t ordinal, Make&& make) {
+    std::atomic<T*>& slot = slots_[ordinal];
+    if (T* known = slot.load(std::memory_order_acquire)) [[likely]]  // see below
+      return *known;
+    std::lock_guard lock(making_);
+    if (T* known = slot.load(std::memory_order_acquire)) return *known;  // likewise
+    std::unique_ptr<T> made = make();
+    slot.store(made.get(), std::memory_order_release);  // who finds it finds it complete
+    return *made.release();                             // NOLINT: the slot's now
+  }
+
+  // Pointers to those that are there.
+  auto all() noexcept {
+    auto load = [](const auto& slot) { return slot.load(std::memory_order_acquire); };  // see at()
+    auto known = [](T* object) { return object != nullptr; };
+    return slots_ | std::views::transform(load) | std::views::filter(known);
   }
 
  private:
-  Result make(DevicePointer& block, std::size_t bytes) const;
-  void free(std::span<const DevicePointer> blocks) const noexcept;
-  Device* device_;
-  std::mutex mutex_;
-  std::map<std::size_t, std::vector<DevicePointer>> free_;
-  std::size_t kept_ = 0, in_use_ = 0;
+  std::mutex making_;
+  std::array<std::atomic<T*>, kMostDevices> slots_{};
 };
 
 // Never destroyed: programs may end last. But for its id and what it keeps, all is fixed.
 class Device {
  public:
-  // All throw Error where there is no such device, or no driver.
-  static Device& of(Stream stream);
-  static Device& at(int ordinal);
-  static int count();
-  static int capability_of(int ordinal);  // without taking the device into use
   // Pointers to those in use.
-  static auto in_use() noexcept {
-    // Acquire: a device was complete before it was published.
-    auto load = [](const auto& slot) { return slot.load(std::memory_order_acquire); };
-    auto known = [](Device* device) { return device != nullptr; };
-    return by_ordinal_ | std::views::transform(load) | std::views::filter(known);
+  static auto in_use() noexcept { return table().all(); }
+
+  // All throw Error where there is no such device, or no driver.
+  static Device& of(Stream stream) {
+    Context context = nullptr;
+    check(driver().stream_context(stream, &context), "cuStreamGetCtx");
+    for (Device* known : in_use())
+      if (known->context() == context) return *known;
+    Context before = ask(driver().context_current, "cuCtxGetCurrent");
+    check(driver().context_set_current(context), "cuCtxSetCurrent");
+    DeviceHandle handle = 0;
+    Result found = driver().context_device(&handle);
+    check(driver().context_set_current(before), "cuCtxSetCurrent");
+    check(found, "cuCtxGetDevice");
+    Device& device = at(handle);  // a device's handle is its number
+    if (device.context() != context)
+      throw Error("a program on " + device.name(), "a stream of the device's primary context",
+                  "one of another context");
+    return device;
+  }
+
+  static Device& at(int ordinal) {
+    if (ordinal < 0 || ordinal >= static_cast<int>(kMostDevices) || ordinal >= count())
+      throw Error(ErrorCode::kNotFound, "CUDA",
+                  "a device number below " + std::to_string(std::min<int>(count(), kMostDevices)),
+                  std::to_string(ordinal));
+    return table().at(static_cast<std::size_t>(ordinal), [&] {
+      auto retain = driver().primary_context_retain;
+      Context context = ask(retain, "cuDevicePrimaryCtxRetain", handle_of(ordinal));
+      return std::unique_ptr<Device>(new Device(ordinal, context));
+    });
+  }
+
+  static int count() { return ask(driver().device_count, "cuDeviceGetCount"); }
+
+  // Without taking the device into use.
+  static int capability_of(int ordinal) {
+    DeviceHandle handle = handle_of(ordinal);
+    return attribute(handle, DeviceAttribute::kComputeCapabilityMajor) * 10 +
+           attribute(handle, DeviceAttribute::kComputeCapabilityMinor);
   }
 
   int ordinal() const noexcept { return ordinal_; }
@@ -93,21 +139,54 @@ class Device {
   const std::string& name() const noexcept { return name_; }
   int capability() const noexcept { return capability_; }  // 90 for 9.0
   int multiprocessors() const noexcept { return multiprocessors_; }
-  Completions& completions() const noexcept { return *completions_; }
-  Pool& pool() noexcept { return pool_; }
 
   // The stream of our own that copies in one direction take beside the programs'. Throws Error.
   enum class Direction : std::uint8_t { kToHost, kToDevice };
-  Stream side_stream(Direction direction);
+  Stream side_stream(Direction direction) {
+    std::lock_guard lock(mutex_);
+    Stream& stream = side_streams_[static_cast<std::size_t>(direction)];
+    if (stream == nullptr)
+      stream = ask(driver().stream_create, "cuStreamCreate", kStreamNonBlocking);
+    return stream;
+  }
 
-  Event take_event();  // throws Error
-  void give_back(Event event) noexcept;
+  // Throws Error.
+  Event take_event() {
+    if (std::lock_guard lock(mutex_); !events_.empty()) {
+      Event event = events_.back();
+      events_.pop_back();
+      return event;
+    }
+    // Who waits for it sleeps: it may be long.
+    return ask(driver().event_create, "cuEventCreate", kEventBlockingSync | kEventDisableTiming);
+  }
+
+  void give_back(Event event) noexcept try {
+    std::lock_guard lock(mutex_);
+    events_.push_back(event);
+  } catch (const std::bad_alloc&) {
+    driver().event_destroy(event);
+  }
 
  private:
-  Device(int ordinal, Context context);
+  static PerDevice<Device>& table() { return immortal<PerDevice<Device>>(); }
 
-  static inline std::array<std::atomic<Device*>, kMostDevices> by_ordinal_{};  // each filled once
-  static inline constinit std::mutex making_;
+  Device(int ordinal, Context context)
+      : ordinal_(ordinal), id_(ordinal), context_(context), capability_(capability_of(ordinal)) {
+    DeviceHandle handle = handle_of(ordinal);
+    std::array<char, 256> name{};
+    check(driver().device_name(name.data(), static_cast<int>(name.size()), handle),
+          "cuDeviceGetName");
+    name_ = name.data();
+    multiprocessors_ = attribute(handle, DeviceAttribute::kMultiprocessorCount);
+  }
+
+  static int attribute(DeviceHandle device, DeviceAttribute which) {
+    return ask(driver().device_attribute, "cuDeviceGetAttribute", which, device);
+  }
+  static DeviceHandle handle_of(int ordinal) {
+    return ask(driver().device_get, "cuDeviceGet", ordinal);
+  }
 
   int ordinal_;
   std::atomic<std::int64_t> id_;  // relaxed: a number that stands for itself
@@ -115,8 +194,6 @@ class Device {
   std::string name_;
   int capability_;
   int multiprocessors_ = 0;
-  Completions* completions_ = nullptr;
-  Pool pool_{this};
   std::mutex mutex_;  // guards what follows
   std::vector<Event> events_;
   std::array<Stream, 2> side_streams_{};
@@ -125,8 +202,15 @@ class Device {
 // Makes a device's context the calling thread's, and puts back what was there.
 class ContextScope : Immovable {
  public:
-  explicit ContextScope(const Device& device);
-  ~ContextScope();
+  explicit ContextScope(const Device& device)
+      : before_(ask(driver().context_current, "cuCtxGetCurrent")),
+        changed_(before_ != device.context()) {
+    if (changed_) check(driver().context_set_current(device.context()), "cuCtxSetCurrent");
+  }
+
+  ~ContextScope() {
+    if (changed_) driver().context_set_current(before_);
+  }
 
  private:
   Context before_;
@@ -134,7 +218,11 @@ class ContextScope : Immovable {
 };
 
 // Whether work on the stream is being recorded into a graph rather than run.
-bool capturing(Stream stream);
+inline bool capturing(Stream stream) {
+  CaptureStatus status = CaptureStatus::kNone;
+  check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+  return status == CaptureStatus::kActive;
+}
 
 // Lets the thread allocate and wait although some stream of it is being captured.
 class RelaxedCapture : Immovable {
@@ -152,7 +240,13 @@ class RelaxedCapture : Immovable {
 class StreamEvent {
  public:
   // Throws Error. The device's context is current.
-  StreamEvent(Device& device, Stream stream);
+  StreamEvent(Device& device, Stream stream) : device_(&device), event_(device.take_event()) {
+    Result recorded = driver().event_record(event_, stream);
+    if (recorded == Result::kSuccess) [[likely]]
+      return;
+    device.give_back(event_);
+    check(recorded, "cuEventRecord");
+  }
   ~StreamEvent() {
     if (event_ != nullptr) device_->give_back(event_);
   }
@@ -172,57 +266,5 @@ class StreamEvent {
   Device* device_;
   Event event_ = nullptr;
 };
-
-// A block of a pool, to which it goes back on any thread.
-class Block {
- public:
-  Block() = default;
-  Block(Block&& other) noexcept
-      : pool_(other.pool_), address_(std::exchange(other.address_, 0)), size_(other.size_) {}
-  Block& operator=(Block other) noexcept {
-    std::swap(pool_, other.pool_);
-    std::swap(address_, other.address_);
-    std::swap(size_, other.size_);
-    return *this;
-  }
-  ~Block() {
-    if (address_ != 0) pool_->give_back(address_, size_);
-  }
-
-  std::size_t size() const noexcept { return size_; }
-
- protected:
-  Block(Pool& pool, std::size_t bytes);
-  DevicePointer address() const noexcept { return address_; }
-
- private:
-  Pool* pool_ = nullptr;
-  DevicePointer address_ = 0;
-  std::size_t size_ = 0;
-};
-
-// Pinned host memory, usable with every device.
-class PinnedBlock : public Block {
- public:
-  PinnedBlock() = default;
-  // At least `bytes`, aligned to 64. Throws Error where there is none.
-  explicit PinnedBlock(std::size_t bytes);
-  char* data() const noexcept { return reinterpret_cast<char*>(address()); }
-};
-
-// Device memory for copies that wait for their way to the host.
-class DeviceBlock : public Block {
- public:
-  DeviceBlock() = default;
-  DeviceBlock(Device& device, std::size_t bytes) : Block(device.pool(), bytes) {}  // as above
-  DevicePointer data() const noexcept { return address(); }
-};
-
-// Bytes of each kind that blocks in use have; for tests and stats.
-struct MemoryInUse {
-  std::size_t pinned = 0, device = 0;
-};
-MemoryInUse memory_in_use() noexcept;
-void trim_memory() noexcept;  // frees the blocks that nobody uses
 
 }  // namespace callgate::cuda

@@ -19,14 +19,6 @@ constexpr const char* kWhere = "CUDA's driver";
 
 std::atomic<const Driver*> loaded{nullptr};
 
-// Enough to call before the table is complete.
-void expect(Result result, const char* what, const std::string& path) {
-  if (result == Result::kSuccess) return;
-  throw Error(ErrorCode::kInternal, kWhere, std::string(what) + " of '" + path + "' to succeed",
-              "error " + std::to_string(static_cast<int>(result)) +
-                  (result == Result::kNoDevice ? ": no GPU is visible to this process" : ""));
-}
-
 }  // namespace
 
 std::string version_text(int version) {
@@ -58,38 +50,43 @@ Driver load_driver(const std::string& path) {
   table.member = reinterpret_cast<decltype(table.member)>(look_up(library, symbol, unused));
   CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)
 #undef X
-  if (!missing.empty()) {
+  if (!missing.empty())
     throw Error(ErrorCode::kNotFound, kWhere,
                 "'" + path + "' of CUDA " + version_text(kOldestVersion) + " or later",
                 "one that lacks" + missing);
-  }
-  expect(table.init(0), "cuInit", path);
-  expect(table.driver_version(&table.version), "cuDriverGetVersion", path);
-  if (table.version < kOldestVersion) {
+  auto expect = [&](Result result, const char* what) {
+    if (result == Result::kSuccess) return;
+    throw Error(ErrorCode::kInternal, kWhere, std::string(what) + " of '" + path + "' to succeed",
+                "error " + std::to_string(static_cast<int>(result)) +
+                    (result == Result::kNoDevice ? ": no GPU is visible to this process" : ""));
+  };
+  expect(table.init(0), "cuInit");
+  expect(table.driver_version(&table.version), "cuDriverGetVersion");
+  if (table.version < kOldestVersion)
     throw Error(ErrorCode::kNotFound, kWhere, "CUDA " + version_text(kOldestVersion) + " or later",
                 version_text(table.version) + "; update NVIDIA's driver");
-  }
   int devices = 0;
-  expect(table.device_count(&devices), "cuDeviceGetCount", path);
+  expect(table.device_count(&devices), "cuDeviceGetCount");
   if (devices == 0)
     throw Error(ErrorCode::kNotFound, kWhere, "a GPU that this process can see", "none");
   return table;
 }
 
+const Driver* loaded_driver() noexcept {
+  return loaded.load(std::memory_order_acquire);  // the table was complete before
+}
+
 const Driver& driver() {
-  // Acquire: the table was complete before it was published.
-  if (const Driver* known = loaded.load(std::memory_order_acquire)) [[likely]]
+  if (const Driver* known = loaded_driver()) [[likely]]
     return *known;
   static constinit std::mutex mutex;
   std::lock_guard lock(mutex);
-  if (const Driver* known = loaded.load(std::memory_order_acquire)) return *known;  // as above
+  if (const Driver* known = loaded_driver()) return *known;
   const char* path = std::getenv("CALLGATE_CUDA_DRIVER");
   auto table = std::make_unique<Driver>(load_driver(path != nullptr ? path : "libcuda.so.1"));
   loaded.store(table.get(), std::memory_order_release);  // see above
   return *table.release();                               // NOLINT: never destroyed
 }
-
-const Driver* loaded_driver() noexcept { return loaded.load(std::memory_order_acquire); }
 
 std::string error_text(Result result) {
   const Driver* table = loaded_driver();

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "core/array_view.h"
@@ -15,7 +16,6 @@
 #include "cuda/copies.h"
 #include "cuda/device.h"
 #include "xla/call_site.h"
-#include "xla/decode.h"
 #include "xla/ffi.h"
 
 namespace callgate::xla_ffi {
@@ -33,10 +33,9 @@ class DeviceShards {
     std::atomic<std::int32_t>& known = known_[device.index()];
     // Relaxed: a number that stands for itself; two threads may both read it.
     if (std::int32_t value = known.load(std::memory_order_relaxed)) return value - 1;
-    if (cuda::capturing(stream)) {
+    if (cuda::capturing(stream))
       throw Error(ErrorCode::kInternal,
                   "a call on shards was captured into a CUDA graph before its partition was known");
-    }
     cuda::PinnedBlock memory(number.nbytes());
     cuda::copy_to_host(memory.data(), cuda::address(number.data), number.nbytes(), stream);
     cuda::wait_for(device, stream);
@@ -50,7 +49,15 @@ class DeviceShards {
   std::array<std::atomic<std::int32_t>, cuda::kMostDevices> known_{};
 };
 
+// What XLA owns for a site of a gate; the handlers are in gate.cc.
 struct CudaSite {
+  static inline ::xla::ffi::TypeId id = {};
+  static constexpr std::string_view kName = "callgate.cuda_gate_state";
+  static std::unique_ptr<CudaSite> make(const XLA_FFI_Attrs& attributes) {
+    return std::make_unique<CudaSite>(make_call_site(attributes));
+  }
+  static void execute(XLA_FFI_CallFrame* frame);
+
   std::shared_ptr<CallSite> call_site;
   DeviceShards shards;
   std::mutex mutex;
@@ -117,14 +124,20 @@ struct CopiedCall {
   bool runs() const { return site->shards.runs(context.shard); }
 };
 
-// Marks the results of a call that failed, wherever it did. Throws.
-inline void poison_on_device(const XLA_FFI_CallFrame& frame) {
-  DecodedCall decoded(frame);
-  auto* stream = static_cast<cuda::Stream>(decode_stream(frame));
-  std::optional<cuda::ContextScope> current;
-  guarded([&] { current.emplace(cuda::Device::of(stream)); },
-          [](const Error&) {});  // XLA's own context will do, then
-  cuda::poison_on_device(decoded.results(), stream);
+// Makes a call, `run`: see settled(). What the driver says of it has the callee's name.
+template <typename Run>
+void settled_on_device(const XLA_FFI_CallFrame& frame, bool poison_on_error, Callee& callee,
+                       Run&& run) {
+  // Marks the results, wherever the call failed.
+  auto poison = [&] {
+    DecodedCall decoded(frame);
+    auto* stream = static_cast<cuda::Stream>(decode_stream(frame));
+    std::optional<cuda::ContextScope> current;
+    guarded([&] { current.emplace(cuda::Device::of(stream)); },
+            [](const Error&) {});  // XLA's own context will do, then
+    cuda::poison_on_device(decoded.results(), stream);
+  };
+  settled(poison_on_error, callee, [&] { cuda::named(callee.name(), run); }, poison);
 }
 
 // OnDevice::kDeferred, in cuda_deferred.cc; the other ways are in cuda_gate.cc. Throws Error.

@@ -15,9 +15,9 @@
 #include "core/lifetime.h"
 #include "cuda/completions.h"
 #include "cuda/driver.h"
+#include "xla/call_site.h"
 #include "xla/cuda_call.h"
 #include "xla/ffi.h"
-#include "xla/owned_call.h"
 
 namespace callgate::xla_ffi {
 namespace {

@@ -13,8 +13,7 @@ namespace callgate::xla_ffi {
 // that completes a future. Taps have a target of their own: they are partitioned in another way.
 inline constexpr std::string_view kGateTarget = "callgate.gate";
 inline constexpr std::string_view kTapTarget = "callgate.tap";
-XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* gate_execute(XLA_FFI_CallFrame* frame);
+extern XLA_FFI_Handler &gate_instantiate, &gate_execute;
 
 // The same in programs for CUDA: the arrays are a GPU's, and the call comes when the program is
 // being given to a stream. What becomes of it is up to the callee (OnDevice):
@@ -26,25 +25,21 @@ XLA_FFI_Error* gate_execute(XLA_FFI_CallFrame* frame);
 // - deferred: the operands are copied while the program goes on, and the site runs on the device's
 //   completion thread when they are there. Inside a CUDA graph the copies are part of it, and the
 //   site runs as a host function, once a replay.
-XLA_FFI_Error* cuda_gate_instantiate(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* cuda_gate_execute(XLA_FFI_CallFrame* frame);
+extern XLA_FFI_Handler &cuda_gate_instantiate, &cuda_gate_execute;
 // The same, which XLA may capture into a CUDA graph: for taps, and for callables that launch the
 // same work whenever they are called. These run at the capture, and what they launched is replayed.
 inline constexpr std::string_view kGraphTarget = "callgate.gate.graph";
-XLA_FFI_Error* cuda_graph_execute(XLA_FFI_CallFrame* frame);
+extern XLA_FFI_Handler& cuda_graph_execute;
 
 // A call of native code, with less on the way: no thread, no Python, nothing to drain at exit.
 inline constexpr std::string_view kKernelTarget = "callgate.kernel";
-XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* kernel_execute(XLA_FFI_CallFrame* frame);
+extern XLA_FFI_Handler &kernel_instantiate, &kernel_execute;
 
 // In programs for CUDA: launches on XLA's stream. They may be captured into CUDA graphs, whose
 // replays then launch without the host. `callgate.kernel.scratch` may not: it is for calls with
 // scratch memory, which a graph's replays would no longer own, and for calls on shards that not
 // every device makes.
 inline constexpr std::string_view kKernelScratchTarget = "callgate.kernel.scratch";
-XLA_FFI_Error* cuda_kernel_instantiate(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* cuda_kernel_execute(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* cuda_kernel_scratch_execute(XLA_FFI_CallFrame* frame);
+extern XLA_FFI_Handler &cuda_kernel_instantiate, &cuda_kernel_execute, &cuda_kernel_scratch_execute;
 
 }  // namespace callgate::xla_ffi

@@ -1,4 +1,5 @@
-// Kernels for the CPU. Reads the raw frame: what a call costs beside the kernel itself is here.
+// Kernels for the CPU and for CUDA, on XLA's threads, several at once; nothing waits for a device.
+// Reads the raw frame: what a call costs beside the kernel itself is here.
 #include "core/kernel.h"
 
 #include <atomic>
@@ -7,17 +8,21 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
 
+#include "core/call.h"
 #include "core/kernel_frame.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
-#include "core/registry.h"
+#include "cuda/copies.h"
+#include "cuda/device.h"
+#include "cuda/launch.h"
 #include "xla/call_site.h"
-#include "xla/decode.h"
+#include "xla/cuda_call.h"
 #include "xla/ffi.h"
 #include "xla/handlers.h"
 
@@ -40,7 +45,8 @@ struct BoundKernel : Immovable {
   std::unique_ptr<KernelSite> site;
   bool poison_on_error = false;  // see settled() in ffi.h
   Shards shards;
-  std::string key, contents;           // of the call; key is "" when it is not to be remembered
+  std::string key;                     // of the call; "" when it is not to be remembered
+  Attributes contents;                 // of the call
   std::atomic<bool> remembered{true};  // the key stands for this alone
 };
 
@@ -116,37 +122,6 @@ class RecentKernels {
   static inline constinit thread_local Slot slots_[kSlots] = {};
 };
 
-void append(std::string& to, std::string_view bytes) {
-  to += std::to_string(bytes.size()) + ':';
-  to += bytes;
-}
-
-// The attributes as bytes that are equal when the attributes are.
-void append(std::string& to, const XLA_FFI_Attrs& attributes) {
-  auto elements = [&](XLA_FFI_DataType dtype, const void* data, std::size_t count) {
-    to += std::to_string(static_cast<int>(dtype)) + ',';
-    append(to, {static_cast<const char*>(data), storage_bytes(static_cast<DType>(dtype), count)});
-  };
-  for (std::int64_t i = 0; i < attributes.size; ++i) {
-    append(to, text_of(*attributes.names[i]));
-    to += std::to_string(static_cast<int>(attributes.types[i])) + ';';
-    const void* value = attributes.attrs[i];
-    if (attributes.types[i] == XLA_FFI_AttrType_STRING) {
-      append(to, text_of(*static_cast<const XLA_FFI_ByteSpan*>(value)));
-    } else if (attributes.types[i] == XLA_FFI_AttrType_SCALAR) {
-      const auto& scalar = *static_cast<const XLA_FFI_Scalar*>(value);
-      elements(scalar.dtype, scalar.value, 1);
-    } else if (attributes.types[i] == XLA_FFI_AttrType_ARRAY) {
-      const auto& array = *static_cast<const XLA_FFI_Array*>(value);
-      elements(array.dtype, array.data, array.size);
-    } else if (attributes.types[i] == XLA_FFI_AttrType_DICTIONARY) {
-      to += '{';
-      append(to, *static_cast<const XLA_FFI_Attrs*>(value));
-      to += '}';
-    }
-  }
-}
-
 // The live site of a call of `kernel` with these attributes, or the one that `make` gives.
 template <typename Make>
 std::shared_ptr<BoundKernel> share(const XLA_FFI_Attrs& attributes, const KernelCallee& kernel,
@@ -157,8 +132,7 @@ std::shared_ptr<BoundKernel> share(const XLA_FFI_Attrs& attributes, const Kernel
     made->remembered.store(false, std::memory_order_relaxed);  // nobody else has it yet
     return made;
   }
-  std::string contents;
-  append(contents, attributes);
+  Attributes contents = decode_attributes(attributes);
   std::shared_ptr<BoundKernel> mine = make(), other;  // `other` outlives the lock
   std::scoped_lock lock(known_kernels_mutex);
   KnownKernel& slot = known_kernels()[std::string(key, RecentKernels::kKeyBytes)];
@@ -178,26 +152,35 @@ std::shared_ptr<BoundKernel> share(const XLA_FFI_Attrs& attributes, const Kernel
   return mine;
 }
 
-// --- The handlers --------------------------------------------------------------------------------
+// --- For the CPU ---------------------------------------------------------------------------------
+
+// The kernel that a call names. Throws Error where that is another's: a gate, or one for `other`.
+template <typename Kernel>
+std::shared_ptr<Kernel> kernel_of(const Attributes& held, const std::string& program,
+                                  const char* expected, const std::string& other) {
+  Interrupts::watch();
+  std::shared_ptr<Callee> callee = Registry::instance().find(held.text("name"));
+  if (auto kernel = std::dynamic_pointer_cast<Kernel>(callee)) return kernel;
+  throw Error(program + "'s call of '" + callee->name() + "'", expected,
+              "a gate, or a kernel for " + other + " alone, of that name");
+}
 
 // Of one call site of one executable.
 struct KernelState {
   static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.kernel_state";
+  static std::unique_ptr<KernelState> make(const XLA_FFI_Attrs& attributes);
+  static void execute(XLA_FFI_CallFrame* frame);
+
   std::shared_ptr<BoundKernel> bound;
 };
 
-std::unique_ptr<KernelState> instantiate_kernel(const XLA_FFI_Attrs& attrs) {
-  Attributes held = decode_attributes(attrs);
+std::unique_ptr<KernelState> KernelState::make(const XLA_FFI_Attrs& attributes) {
+  Attributes held = decode_attributes(attributes);
   auto text = [&](std::string_view name) { return std::string(held.text(name)); };
-  std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
-  auto kernel = std::dynamic_pointer_cast<KernelCallee>(callee);
-  if (kernel == nullptr)
-    throw Error("the program's call of '" + callee->name() + "'", "a kernel for the CPU",
-                "a gate, or a kernel for CUDA alone, of that name");
-  Interrupts::watch();
+  auto kernel = kernel_of<KernelCallee>(held, "the program", "a kernel for the CPU", "CUDA");
   auto state = std::make_unique<KernelState>();
-  state->bound = share(attrs, *kernel, [&] {
+  state->bound = share(attributes, *kernel, [&] {
     auto bound = std::make_shared<BoundKernel>();
     const auto groups = held.integers("groups");
     bound->site = kernel->bind(KernelSpec{text("signature"),
@@ -246,7 +229,7 @@ class XlaExecutor final : public Executor {
   const XLA_FFI_CallFrame& frame_;
 };
 
-void execute_kernel(XLA_FFI_CallFrame* frame) {
+void KernelState::execute(XLA_FFI_CallFrame* frame) {
   BoundKernel& bound = RecentKernels::find(
       frame->attrs, [frame]() -> BoundKernel& { return *StateOf<KernelState>::get(*frame).bound; });
   DecodedCall decoded(*frame);
@@ -261,14 +244,111 @@ void execute_kernel(XLA_FFI_CallFrame* frame) {
       [&] { poison(decoded.results()); });
 }
 
+// --- For CUDA ------------------------------------------------------------------------------------
+
+// One call site of one executable. CUDA's plugin has a registry of types of its own.
+struct CudaKernelState {
+  static inline ::xla::ffi::TypeId id = {};
+  static constexpr std::string_view kName = "callgate.cuda_kernel_state";
+  static std::unique_ptr<CudaKernelState> make(const XLA_FFI_Attrs& attributes);
+  static void execute(XLA_FFI_CallFrame* frame);
+
+  std::unique_ptr<cuda::LaunchSite> site;
+  bool poison_on_error = false;  // see settled() in ffi.h
+  Shards shards;
+  DeviceShards numbers;
+};
+
+std::unique_ptr<CudaKernelState> CudaKernelState::make(const XLA_FFI_Attrs& attributes) {
+  Attributes held = decode_attributes(attributes);
+  auto text = [&](std::string_view name) { return std::string(held.text(name)); };
+  auto kernel = kernel_of<cuda::LaunchCallee>(
+      held, "the CUDA program",
+      "a kernel for CUDA (callgate.cuda, or callgate.cpp with cuda_source=)", "the CPU");
+  auto state = std::make_unique<CudaKernelState>();
+  state->site = kernel->bind({cuda::LaunchPlan::of(held.dictionary("plan")), text("site"),
+                              Lanes::of(held.dictionary("batch"))});
+  state->poison_on_error = text("on_error") == "poison";
+  state->shards = Shards(text("shards"));
+  return state;
+}
+
+// The blocks of one call, from XLA's allocator. They are given back when the call has been
+// enqueued: whoever gets them next uses them on the same stream, later.
+class ScratchBlocks : Immovable {
+ public:
+  ScratchBlocks(const XLA_FFI_CallFrame& frame, std::span<const std::size_t> sizes)
+      : frame_(frame), sizes_(sizes), addresses_(sizes.size()) {}
+  ~ScratchBlocks() {
+    for (std::size_t i = 0; i < count_; ++i) release(sizes_[i], addresses_.data()[i]);
+  }
+
+  // Once. Throws Error.
+  std::span<const cuda::DevicePointer> allocate() {
+    for (; count_ < sizes_.size(); ++count_) addresses_.data()[count_] = allocate(sizes_[count_]);
+    return {addresses_.data(), count_};
+  }
+
+ private:
+  cuda::DevicePointer allocate(std::size_t bytes) {
+    if (bytes == 0) return 0;
+    XLA_FFI_DeviceMemory_Allocate_Args args{};
+    args.struct_size = XLA_FFI_DeviceMemory_Allocate_Args_STRUCT_SIZE;
+    args.ctx = frame_.ctx;
+    args.size = bytes;
+    args.alignment = 16;  // XLA's most, and what CUDA's widest loads need
+    if (XLA_FFI_Error* error = frame_.api->XLA_FFI_DeviceMemory_Allocate(&args))
+      throw Error(ErrorCode::kInternal, "a kernel's scratch memory",
+                  std::to_string(bytes) + " bytes on the device", take_message(frame_.api, error));
+    return reinterpret_cast<cuda::DevicePointer>(args.data);
+  }
+
+  void release(std::size_t bytes, cuda::DevicePointer address) noexcept {
+    if (bytes == 0) return;
+    XLA_FFI_DeviceMemory_Free_Args args{XLA_FFI_DeviceMemory_Free_Args_STRUCT_SIZE, nullptr,
+                                        frame_.ctx, bytes, reinterpret_cast<void*>(address)};
+    (void)succeeded(frame_.api, frame_.api->XLA_FFI_DeviceMemory_Free(&args));
+  }
+
+  const XLA_FFI_CallFrame& frame_;
+  std::span<const std::size_t> sizes_;
+  SmallBuffer<cuda::DevicePointer, 4> addresses_;
+  std::size_t count_ = 0;  // allocated so far
+};
+
+void run_call(CudaKernelState& state, const XLA_FFI_CallFrame& frame) {
+  auto* stream = static_cast<cuda::Stream>(decode_stream(frame));
+  cuda::Device& device = cuda::Device::of(stream);
+  cuda::ContextScope current(device);
+  if (Interrupts::ends(decode_run(frame)) && !state.poison_on_error && !cuda::capturing(stream))
+      [[unlikely]]
+    throw interrupted(state.site->callee().name());
+  DecodedCall decoded(frame);
+  // The partition's number is looked at only where it matters.
+  ArrayView number = state.shards.take_operand(decoded);
+  if (number.data != nullptr && !state.shards.all_run() &&
+      !state.shards.runs(state.numbers.read(state.shards, number, device, stream))) [[unlikely]]
+    return cuda::clear_on_device(decoded.results(), stream);
+  Call call{decoded.operands(), decoded.results(), {.stream = stream}};
+  if (state.site->scratch().empty()) [[likely]]
+    return state.site->run(call, device, {});
+  ScratchBlocks scratch(frame, state.site->scratch());
+  state.site->run(call, device, scratch.allocate());
+}
+
+void CudaKernelState::execute(XLA_FFI_CallFrame* frame) {
+  CudaKernelState& state = StateOf<CudaKernelState>::get(*frame);
+  settled_on_device(*frame, state.poison_on_error, state.site->callee(),
+                    [&] { run_call(state, *frame); });
+}
+
 }  // namespace
 
-XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame) {
-  return StateOf<KernelState>::instantiate(frame, instantiate_kernel);
-}
-
-XLA_FFI_Error* kernel_execute(XLA_FFI_CallFrame* frame) {
-  return StateOf<KernelState>::execute(frame, execute_kernel);
-}
+XLA_FFI_Handler& kernel_instantiate = StateOf<KernelState>::instantiate;
+XLA_FFI_Handler& kernel_execute = StateOf<KernelState>::execute<>;
+XLA_FFI_Handler& cuda_kernel_instantiate = StateOf<CudaKernelState>::instantiate;
+XLA_FFI_Handler& cuda_kernel_execute =
+    StateOf<CudaKernelState>::execute<XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE>;
+XLA_FFI_Handler& cuda_kernel_scratch_execute = StateOf<CudaKernelState>::execute<>;
 
 }  // namespace callgate::xla_ffi

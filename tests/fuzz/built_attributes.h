@@ -10,10 +10,9 @@
 #include <string_view>
 #include <vector>
 
+#include "core/array_view.h"
 #include "core/attributes.h"
-#include "core/dtype.h"
 #include "targets.h"
-#include "xla/decode.h"
 #include "xla/ffi.h"
 
 namespace callgate::fuzz {

@@ -24,7 +24,7 @@ _LIMIT, _LIMIT_IN_BLOCKS = 256, 4096
 NO_RUN = -1  # not known; others may be negative, too
 THIS_THREAD = 0
 _ID = re.compile(r"\[callgate error #(\d+)\]")
-# A timeout that the runtime told of without the GIL (src/xla/owned_call.h): kept when first read.
+# A timeout that the runtime told of without the GIL (src/xla/call_site.h): kept when first read.
 _TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
 _timeouts: dict[int, int] = {}  # their ids
 

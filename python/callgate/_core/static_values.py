@@ -177,7 +177,7 @@ def for_program(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
     return {key: for_program(entry) for key, entry in cast("dict[str, Any]", held).items()}
   if held.dtype.name in (_IN_ARRAYS if held.ndim else _IN_SCALARS):
     return held if held.ndim else held[()]
-  return {  # its bytes, which src/xla/decode.h puts together
+  return {  # its bytes, which src/xla/ffi.h puts together
     "callgate:dtype": np.int32(dtype_code(held.dtype)),
     f"callgate:number{'s' if held.ndim else ''}": np.frombuffer(held.tobytes(), np.uint8),
   }

@@ -128,7 +128,7 @@ _ALIGNMENT = 16  # of a parameter; more than any type asks for
 
 
 def encode(label: str, plan: Plan) -> dict[str, Any]:
-  """A plan as src/cuda/launch.cc reads it; without its images."""
+  """A plan as src/cuda/launch.h reads it; without its images."""
 
   def integers(**values: Sequence[int]) -> dict[str, Any]:
     return {name: np.array([int(i) for i in held], np.int64) for name, held in values.items()}

@@ -2,7 +2,7 @@
 
 While JAX calls a jitted function for the first time, other threads that call it wait until that
 call has ended, so a gate in it, with `thread="own"`, that calls it would wait for ever. It gets
-JAX's RecursionError: the runtime asks in a program's first run, every second (xla/owned_call.h).
+JAX's RecursionError: the runtime asks in a program's first run, every second (xla/call_site.h).
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@
 #include "bindings/python/gil.h"
 #include "core/array_view.h"
 #include "core/call.h"
-#include "core/dtype.h"
 #include "core/lifetime.h"
 #include "cuda/device.h"
+#include "cuda/memory.h"
 
 namespace callgate::bindings {
 

@@ -16,8 +16,8 @@
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
 #include "channel/tap.h"
+#include "core/call.h"
 #include "core/lifecycle.h"
-#include "core/registry.h"
 
 namespace callgate::bindings {
 namespace {

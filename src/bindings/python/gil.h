@@ -33,9 +33,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/call.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
-#include "core/registry.h"
 
 namespace callgate::bindings {
 

@@ -27,7 +27,6 @@
 #include "channel/consumer.h"
 #include "channel/record.h"
 #include "core/array_view.h"
-#include "core/dtype.h"
 #include "core/error.h"
 
 namespace callgate {

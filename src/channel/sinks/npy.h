@@ -28,7 +28,7 @@
 #include "channel/consumer.h"
 #include "channel/sinks/file.h"
 #include "channel/sinks/leaves.h"
-#include "core/dtype.h"
+#include "core/array_view.h"
 #include "core/error.h"
 
 namespace callgate {

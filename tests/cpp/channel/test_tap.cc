@@ -14,7 +14,7 @@
 
 #include "channel/tap.h"
 #include "channel_fixtures.h"
-#include "core/registry.h"
+#include "core/call.h"
 #include "fake_xla.h"
 
 namespace callgate {

@@ -5,7 +5,7 @@
 #include <set>
 #include <string_view>
 
-#include "core/dtype.h"
+#include "core/array_view.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace callgate {

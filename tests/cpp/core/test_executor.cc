@@ -17,24 +17,12 @@
 namespace callgate {
 namespace {
 
-// parallel_for with a callable.
-template <typename Body>
-void loop(Executor* executor, std::int64_t begin, std::int64_t end, std::int64_t grain,
-          Body&& body) {
-  parallel_for(
-      executor, begin, end, grain,
-      [](void* data, std::int64_t first, std::int64_t last) {
-        (*static_cast<std::remove_reference_t<Body>*>(data))(first, last);
-      },
-      &body);
-}
-
 // How often each index of [begin, end) was in a part; fails for indices outside.
 std::vector<int> visits(Executor* executor, std::int64_t begin, std::int64_t end,
                         std::int64_t grain) {
   std::vector<std::atomic<int>> seen(
       static_cast<std::size_t>(std::max<std::int64_t>(end - begin, 0)));
-  loop(executor, begin, end, grain, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(executor, begin, end, grain, [&](std::int64_t first, std::int64_t last) {
     EXPECT_LT(first, last);
     ASSERT_GE(first, begin);
     ASSERT_LE(last, end);
@@ -61,15 +49,15 @@ TEST(ParallelFor, CoversEachIndexOnce) {
 TEST(ParallelFor, RunsNothingForAnEmptyRange) {
   fake::Threads threads(4);
   for (auto [begin, end] : {std::pair{0, 0}, {5, 5}, {5, 3}, {-1, -7}}) {
-    loop(&threads, begin, end, 1, [](std::int64_t, std::int64_t) { ADD_FAILURE(); });
+    parallel_for(&threads, begin, end, 1, [](std::int64_t, std::int64_t) { ADD_FAILURE(); });
   }
   EXPECT_EQ(threads.scheduled, 0);
 }
 
 TEST(ParallelFor, RunsOnTheCallersThreadInOnePartWithoutAnExecutor) {
   std::vector<std::pair<std::int64_t, std::int64_t>> parts;
-  loop(nullptr, 3, 1000, 1,
-       [&](std::int64_t first, std::int64_t last) { parts.emplace_back(first, last); });
+  parallel_for(nullptr, 3, 1000, 1,
+               [&](std::int64_t first, std::int64_t last) { parts.emplace_back(first, last); });
   EXPECT_EQ(parts, (std::vector<std::pair<std::int64_t, std::int64_t>>{{3, 1000}}));
 }
 
@@ -77,7 +65,7 @@ TEST(ParallelFor, KeepsPartsAtTheGrainOrAboveButForTheLast) {
   fake::Threads threads(4);
   std::mutex mutex;
   std::vector<std::pair<std::int64_t, std::int64_t>> parts;
-  loop(&threads, 0, 1000, 90, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(&threads, 0, 1000, 90, [&](std::int64_t first, std::int64_t last) {
     std::scoped_lock lock(mutex);
     parts.emplace_back(first, last);
   });
@@ -123,9 +111,9 @@ TEST(ParallelFor, LoopsInsideLoopsComeToAnEnd) {
   for (int round = 0; round < 20; ++round) {
     fake::Threads threads(3);
     std::vector<std::atomic<int>> seen(std::size_t{6} * 50);
-    loop(&threads, 0, 6, 1, [&](std::int64_t first, std::int64_t last) {
+    parallel_for(&threads, 0, 6, 1, [&](std::int64_t first, std::int64_t last) {
       for (std::int64_t i = first; i < last; ++i) {
-        loop(&threads, 0, 50, 1, [&, i](std::int64_t a, std::int64_t b) {
+        parallel_for(&threads, 0, 50, 1, [&, i](std::int64_t a, std::int64_t b) {
           for (std::int64_t j = a; j < b; ++j) seen[static_cast<std::size_t>(i * 50 + j)]++;
         });
       }
@@ -139,7 +127,7 @@ TEST(ParallelFor, WhatPartsWroteIsThereWhenItReturns) {
   fake::Threads threads(4);
   for (int round = 0; round < 50; ++round) {
     std::vector<std::int64_t> squares(512);
-    loop(&threads, 0, 512, 8, [&](std::int64_t first, std::int64_t last) {
+    parallel_for(&threads, 0, 512, 8, [&](std::int64_t first, std::int64_t last) {
       for (std::int64_t i = first; i < last; ++i) squares[static_cast<std::size_t>(i)] = i * i;
     });
     for (std::int64_t i = 0; i < 512; ++i) EXPECT_EQ(squares[static_cast<std::size_t>(i)], i * i);
@@ -152,7 +140,7 @@ TEST(ParallelFor, UsesSeveralThreads) {
   std::atomic<int> started{0};
   std::mutex mutex;
   std::set<std::thread::id> ids;
-  loop(&threads, 0, 2, 1, [&](std::int64_t, std::int64_t) {
+  parallel_for(&threads, 0, 2, 1, [&](std::int64_t, std::int64_t) {
     started.fetch_add(1);
     while (started.load() < 2) std::this_thread::yield();
     std::scoped_lock lock(mutex);

@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/call.h"
 #include "core/error.h"
 #include "core/kernel.h"
-#include "core/registry.h"
 #include "fake_attributes.h"
 #include "fake_executor.h"
 #include "fake_kernel.h"

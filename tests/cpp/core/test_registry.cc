@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/registry.h"
+#include "core/call.h"
 #include "fake_callee.h"
 
 namespace callgate {

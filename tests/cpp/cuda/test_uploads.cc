@@ -11,7 +11,7 @@
 
 #include "channel/tap.h"
 #include "channel_fixtures.h"
-#include "core/registry.h"
+#include "core/call.h"
 #include "cuda/copies.h"
 #include "fake_gpu.h"
 #include "fake_xla.h"

@@ -15,7 +15,6 @@
 #include "core/attributes.h"
 #include "core/call.h"
 #include "core/lanes.h"
-#include "xla/decode.h"
 #include "xla/ffi.h"
 
 namespace callgate::fake {

@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/call.h"
 #include "core/lifecycle.h"
-#include "core/registry.h"
 #include "fake_gpu.h"
 #include "fake_xla.h"
 #include "outcome.h"

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/registry.h"
+#include "core/call.h"
 #include "fake_kernel.h"
 #include "fake_launch.h"
 #include "fake_xla.h"

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "allocations.h"
+#include "core/call.h"
 #include "core/error.h"
-#include "core/registry.h"
 #include "fake_callee.h"
 #include "fake_kernel.h"
 #include "fake_xla.h"

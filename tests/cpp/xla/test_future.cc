@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fake_xla.h"
-#include "xla/owned_call.h"
+#include "xla/call_site.h"
 
 namespace callgate::xla_ffi {
 namespace {

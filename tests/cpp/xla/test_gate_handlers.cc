@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "channel_fixtures.h"
+#include "core/call.h"
 #include "core/lifecycle.h"
-#include "core/registry.h"
 #include "core/threads.h"
 #include "fake_callee.h"
 #include "fake_xla.h"

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/call.h"
 #include "core/kernel_debug.h"
-#include "core/registry.h"
 #include "fake_callee.h"
 #include "fake_kernel.h"
 #include "fake_xla.h"

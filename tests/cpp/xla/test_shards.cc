@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/registry.h"
+#include "core/call.h"
 #include "fake_callee.h"
 #include "fake_kernel.h"
 #include "fake_xla.h"

@@ -1,0 +1,185 @@
+// Memory for copies: pinned memory takes the driver a millisecond a megabyte to make, a device's a
+// synchronisation to free. So both are kept, by size class, up to a budget.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <span>
+#include <vector>
+
+#include "core/lifetime.h"
+#include "cuda/device.h"
+
+namespace callgate::cuda {
+
+void trim_memory() noexcept;  // below
+
+// Blocks of one kind that nobody uses: of a device's memory, or of pinned memory of the host, which
+// all devices can use. Any thread, with any context or none.
+class Pool : Immovable {
+ public:
+  explicit Pool(const Device* device = nullptr) : device_(device) {}  // null for the host's
+  static Pool& of_host() { return immortal<Pool>(); }
+  static PerDevice<Pool>& of_devices() { return immortal<PerDevice<Pool>>(); }
+  static Pool& of(const Device& device) {
+    return of_devices().at(device.index(), [&] { return std::make_unique<Pool>(&device); });
+  }
+
+  // Of a size class. Throws Error where there is none.
+  DevicePointer take(std::size_t bytes) {
+    DevicePointer block = 0;
+    std::unique_lock lock(mutex_);
+    in_use_ += bytes;
+    if (std::vector<DevicePointer>& free = free_[bytes]; !free.empty()) {
+      block = free.back();
+      free.pop_back();
+      kept_ -= bytes;
+      return block;
+    }
+    lock.unlock();
+    Result result = make(block, bytes);
+    if (result == Result::kOutOfMemory) {  // what others have kept may be of another size
+      device_ != nullptr ? trim() : trim_memory();
+      result = make(block, bytes);
+    }
+    if (result == Result::kSuccess) return block;
+    lock.lock();
+    in_use_ -= bytes;
+    check(result, device_ != nullptr ? "cuMemAlloc_v2" : "cuMemHostAlloc");
+    return 0;
+  }
+
+  void give_back(DevicePointer block, std::size_t bytes) noexcept {
+    try {
+      std::lock_guard lock(mutex_);
+      in_use_ -= bytes;
+      if (kept_ + bytes <= kKept) {
+        free_[bytes].push_back(block);
+        kept_ += bytes;
+        return;
+      }
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): nor is there room to keep it
+    }
+    free({&block, 1});
+  }
+
+  // For std::unique_ptr.
+  struct GiveBack {
+    void operator()(void* block) const noexcept {
+      pool->give_back(reinterpret_cast<DevicePointer>(block), bytes);
+    }
+    Pool* pool = nullptr;
+    std::size_t bytes = 0;
+  };
+
+  // Frees what it has.
+  void trim() noexcept {
+    std::map<std::size_t, std::vector<DevicePointer>> all;
+    {
+      std::lock_guard lock(mutex_);
+      all.swap(free_);
+      kept_ = 0;
+    }
+    for (const auto& [bytes, blocks] : all) free(blocks);
+  }
+
+  std::size_t in_use() noexcept {
+    std::lock_guard lock(mutex_);
+    return in_use_;
+  }
+
+ private:
+  static constexpr std::size_t kKept = std::size_t{256} << 20;
+
+  Result make(DevicePointer& block, std::size_t bytes) const {
+    if (device_ != nullptr) return driver().mem_alloc(&block, bytes);
+    void* made = nullptr;
+    Result result = driver().mem_host_alloc(&made, bytes, kHostAllocPortable);
+    block = reinterpret_cast<DevicePointer>(made);
+    return result;
+  }
+
+  // In a device's context, since the thread may have none; not where the driver is gone.
+  void free(std::span<const DevicePointer> blocks) const noexcept {
+    auto devices = Device::in_use();
+    if (blocks.empty() || devices.empty()) return;
+    const Device& device = device_ != nullptr ? *device_ : *devices.front();
+    const Driver& cuda = driver();
+    Context before = nullptr;
+    if (cuda.context_current(&before) != Result::kSuccess ||
+        cuda.context_set_current(device.context()) != Result::kSuccess)
+      return;
+    for (DevicePointer block : blocks)
+      device_ != nullptr ? cuda.mem_free(block)
+                         : cuda.mem_free_host(reinterpret_cast<void*>(block));
+    cuda.context_set_current(before);
+  }
+
+  const Device* device_;
+  std::mutex mutex_;
+  std::map<std::size_t, std::vector<DevicePointer>> free_;
+  std::size_t kept_ = 0, in_use_ = 0;
+};
+
+// A block of a pool, to which it goes back on any thread.
+class Block {
+ public:
+  std::size_t size() const noexcept { return block_.get_deleter().bytes; }
+
+ protected:
+  Block() = default;
+  Block(Pool& pool, std::size_t bytes)
+      : block_(reinterpret_cast<void*>(pool.take(size_class(bytes))),
+               Pool::GiveBack{&pool, size_class(bytes)}) {}
+  DevicePointer address() const noexcept { return reinterpret_cast<DevicePointer>(block_.get()); }
+
+ private:
+  // Powers of two up to 1 MiB, then whole MiB: large blocks waste little.
+  static std::size_t size_class(std::size_t bytes) {
+    constexpr std::size_t kMebi = std::size_t{1} << 20, kSmallest = 4096;
+    if (bytes <= kMebi) return std::bit_ceil(std::max(bytes, kSmallest));
+    return (bytes + kMebi - 1) / kMebi * kMebi;
+  }
+
+  std::unique_ptr<void, Pool::GiveBack> block_;
+};
+
+// Pinned host memory, usable with every device.
+class PinnedBlock : public Block {
+ public:
+  PinnedBlock() = default;
+  // At least `bytes`, aligned to 64. Throws Error where there is none.
+  explicit PinnedBlock(std::size_t bytes) : Block(Pool::of_host(), bytes) {}
+  char* data() const noexcept { return reinterpret_cast<char*>(address()); }
+};
+
+// Device memory for copies that wait for their way to the host.
+class DeviceBlock : public Block {
+ public:
+  DeviceBlock() = default;
+  DeviceBlock(Device& device, std::size_t bytes) : Block(Pool::of(device), bytes) {}  // as above
+  DevicePointer data() const noexcept { return address(); }
+};
+
+// Bytes of each kind that blocks in use have; for tests and stats.
+struct MemoryInUse {
+  std::size_t pinned = 0, device = 0;
+};
+inline MemoryInUse memory_in_use() noexcept {
+  MemoryInUse in_use{Pool::of_host().in_use(), 0};
+  for (Pool* pool : Pool::of_devices().all()) in_use.device += pool->in_use();
+  return in_use;
+}
+
+// Frees the blocks that nobody uses.
+inline void trim_memory() noexcept {
+  Pool::of_host().trim();
+  for (Pool* pool : Pool::of_devices().all()) pool->trim();
+}
+
+}  // namespace callgate::cuda
