@@ -121,8 +121,7 @@ inline Error interrupted(const std::string& callee) {
   return {ErrorCode::kAborted, "Ctrl-C ended the program at its call of '" + callee + "'"};
 }
 
-// --- Calls that outlive their handler, on threads of callgate's
-// -----------------------------------
+// --- Calls that outlive their handler, on threads of callgate's ----------------------------------
 
 // The frame's descriptors die with its handler, so they are copied. Where the watchdog may fail the
 // program the memory is private, too: XLA frees its own then, while user code may still use it.

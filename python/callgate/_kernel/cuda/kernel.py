@@ -21,7 +21,7 @@ from callgate._core import options as check
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
-from callgate._core.signatures import accepted
+from callgate._core.signatures import accepted, signature_of
 from callgate._kernel import launch
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
 from callgate._kernel.kernel import Kernel
@@ -60,11 +60,20 @@ class CudaKernel(Kernel, CudaPart):
       check_types(self, self.signature, site, structs, results)
 
 
-def evaluated(given: Any, call: CudaCall) -> Any:
+def evaluated(label: str, option: str, given: Any, call: CudaCall) -> Any:
   """An option of a launch: as given, or what a function of operands' types and statics says."""
   if not callable(given):
     return given
-  return given(*call.operands, **accepted(given, call.static, filled=len(call.operands)))
+  static = accepted(given, call.static, filled=len(call.operands))
+  try:
+    if (signature := signature_of(given)) is not None:
+      signature.bind(*call.operands, **static)
+  except TypeError as error:
+    expected = f"expected a function of the call's {len(call.operands)} array(s)"
+    names = f", and of static values by their names ({', '.join(call.static)})"
+    told = f"{label}: {option}: {expected}{names if call.static else ''}; got one that can't"
+    raise GateDefinitionError(f"{told} be called so: {error}") from None
+  return given(*call.operands, **static)
 
 
 # -- named parameters ----------------------------------------------------------------------------

@@ -52,9 +52,11 @@ class NumbaCudaKernel(NamedKernel):
     for declared in (declared for _, declared, _ in built if declared != have):
       fault = f"expected that Numba makes a kernel with parameters of {have} bytes, got {declared}"
       raise CompileError(f"{self.label}: {fault}; callgate doesn't know this numba-cuda", "")
-    grid = self.extent("griddim", evaluated(given.griddim, call), call)
-    block = launch.extent(self.label, "blockdim", evaluated(given.blockdim, call))
-    dynamic = evaluated(given.sharedmem, call)
+    grid, block, dynamic = (
+      evaluated(self.label, option, getattr(given, option), call)
+      for option in ("griddim", "blockdim", "sharedmem")
+    )
+    grid, block = self.extent("griddim", grid, call), launch.extent(self.label, "blockdim", block)
     grid, block, shared, _ = launch.checked(self.label, grid, block, dynamic)
     launched = launch.Launch(built[0][0], grid, block, tuple(parameters), shared)
     return launch.Plan(key, tuple(image for _, _, image in built), (launched,))

@@ -109,7 +109,8 @@ class SourcePart(CudaPart):
   def plan(self, call: CudaCall) -> Plan:
     self._arrays(call)  # raises where there are more or fewer
     expression, label = self.expression(call), self.label
-    options = (evaluated(option, call) for option in self._configuration)
+    named = zip(("grid", "block", "shared", "cluster"), self._configuration, strict=True)
+    options = (evaluated(label, option, given, call) for option, given in named)
     (x, y, z), block, shared, cluster = checked(label, *options)
     if call.batch is not None:
       if z != 1:
@@ -120,7 +121,7 @@ class SourcePart(CudaPart):
     builds = [self.built(expression, each) for each in call.capabilities or (0,)]
     scratch: dict[str, int] = {}
     for name, value in (self.launching.scratch or {}).items():
-      option, size = f"scratch: '{name}'", evaluated(value, call)
+      size = evaluated(label, option := f"scratch: '{name}'", value, call)
       size = check.count(label, option, size, what="a number of bytes")
       scratch[name] = size * (call.batch or 1)
     parameters = tuple(self._parameters(call, list(scratch)))

@@ -306,6 +306,15 @@ def test_the_grid_may_depend_on_shapes_and_static_values():
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("option", ["grid", "block", "shared"])
+def test_a_function_of_other_arguments_is_refused_by_its_option(option):
+  kernel = saxpy(**{option: lambda a, x, y, n: 1})
+  wants = rf"{option}: expected a function of the call's 2 array\(s\), and of static .*\(a, n\);"
+  with pytest.raises(cg.GateDefinitionError, match=rf"saxpy.*{wants} got one .* missing .*'y'"):
+    cuda_text(lambda x, y: kernel(1.0, x, y, n=1), f32(1), f32(1))
+
+
+@needs_nvrtc
 def test_a_grid_outside_the_limits_is_refused_when_it_is_lowered():
   kernel = saxpy(grid=lambda x, y: (1, 70000))
   with pytest.raises(cg.GateDefinitionError, match=r"grid\.y: expected 0 to 65535"):
