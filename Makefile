@@ -197,16 +197,14 @@ gpu-bench: $(VENV)/.stamp-gpu-$(GPU_JAX) $(VENV)/.stamp-package
 VIRTUAL_GPU := $(PY) tools/virtual_gpu.py
 VIRTUAL_GPU_EXTRAS ?= triton numba-cuda
 VIRTUAL_GPU_PYTEST := run -m pytest -q -p no:cacheprovider -o faulthandler_timeout=120
-# Tests of the CPU that say the same of GPUs, and run on the default devices. Left out are those of
-# the host's memory (buffers and donation), of callbacks that run programs on the device that waits
-# for them, and of errors that JAX raises in the call itself.
-VIRTUAL_GPU_SUITES := $(addprefix tests/python/,\
-  call/test_batching.py call/test_derivatives.py call/test_effects.py call/test_export.py \
-  call/test_shard_map.py call/test_transformations.py feed/test_exit.py feed/test_feed.py \
-  gate/test_gate.py gate/test_results.py sharding/test_partitioner.py sharding/test_rules.py \
+# Tests of the CPU that say the same of GPUs, and run on the default devices: those that need eight
+# devices, and others. Left out is what is about the host's memory.
+VIRTUAL_GPU_SHARDED := $(addprefix tests/python/,sharding/test_partitioner.py tap/test_shards.py \
+  tap/test_transformations.py call/test_transformations.py)
+VIRTUAL_GPU_SUITES := $(addprefix tests/python/,call/test_batching.py call/test_derivatives.py \
+  call/test_effects.py call/test_export.py feed/test_exit.py gate/test_results.py \
   tap/test_channel.py tap/test_devices.py tap/test_exit.py tap/test_export.py tap/test_files.py \
-  tap/test_memory.py tap/test_padding.py tap/test_print.py tap/test_shards.py tap/test_tap.py \
-  tap/test_transformations.py)
+  tap/test_memory.py tap/test_print.py)
 VIRTUAL_GPU_LEFT_OUT := $(addprefix --deselect tests/python/,\
   sharding/test_partitioner.py::test_a_pure_program_whose_result_nobody_keeps_is_waited_for \
   gate/test_results.py::test_masked_arrays_are_refused_where_arrays_come_in)
@@ -228,6 +226,8 @@ virtual-gpu-test: package
 	    $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) -m gpu tests/python/gpu tests/python/project/test_docs.py; \
 	done
 	VIRTUAL_GPU_DEVICES=8 VIRTUAL_GPU_CAPABILITY=9.0 \
+	  $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) $(VIRTUAL_GPU_SHARDED) $(VIRTUAL_GPU_LEFT_OUT)
+	VIRTUAL_GPU_CAPABILITY=9.0 \
 	  $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) $(VIRTUAL_GPU_SUITES) $(VIRTUAL_GPU_LEFT_OUT)
 	$(if $(JAX_TESTS),VIRTUAL_GPU_DEVICES=2 $(VIRTUAL_GPU) run tools/jax_suites.py $(JAX_TESTS) \
 	  $(addsuffix _test.py,python_callback debugging_primitives buffer_callback jaxpr_effects ffi))
