@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_images import needs_nvrtc
 from fake_programs import ProgramError, is_capturable, load, run
 from programs import drop_programs_until
 
 import callgate as cg
-from callgate._build import nvrtc
 from callgate._build.nvrtc import Image
 from callgate._kernel.cuda.kernel import CudaKernel
 from callgate._kernel.cuda.options import CudaOptions
@@ -259,18 +259,7 @@ def test_it_compiles_for_the_capabilities_of_the_devices(fake):
 
 
 # -- from source -----------------------------------------------------------------------------------
-def _missing_nvrtc() -> str:
-  try:
-    nvrtc.compiler()
-  except cg.CompileError as error:
-    return str(error).partition("\n")[0]
-  return ""
-
-
-MISSING = _missing_nvrtc()
-
-
-@pytest.mark.skipif(bool(MISSING), reason=MISSING or "has NVRTC")
+@needs_nvrtc
 def test_a_kernel_from_source_is_launched_with_its_machine_code(fake, tmp_path, monkeypatch):
   monkeypatch.setenv("CALLGATE_CACHE_DIR", str(tmp_path))
 

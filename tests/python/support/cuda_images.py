@@ -1,14 +1,30 @@
-"""Reads images for CUDA: which kernels they have, and what parameters these declare."""
+"""Images for CUDA: which kernels they have, what parameters these declare, who can't make them."""
 
 from __future__ import annotations
 
 import struct
 from typing import Any
 
+import pytest
+
+import callgate as cg
+from callgate._build import nvrtc
 from callgate._kernel.cuda.kernel import entries
 
 _KPARAM_INFO, _KPARAM_INFO_WIDE = 0x17, 0x45
 _SIZED = 4  # the format of entries of .nv.info whose payload follows
+
+
+def _missing_nvrtc() -> str:
+  try:
+    nvrtc.compiler()
+  except cg.CompileError as error:
+    return str(error).partition("\n")[0]
+  return ""
+
+
+_MISSING = _missing_nvrtc()
+needs_nvrtc = pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "has NVRTC")
 
 
 def declared(image: Any, entry: str) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_images import needs_nvrtc
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import export
@@ -32,18 +33,6 @@ __global__ void saxpy(float a, const float* x, const float* y, float* z, int n) 
   if (i < n) z[i] = a * x[i] + y[i];
 }
 """
-
-
-def _missing_nvrtc() -> str:
-  try:
-    nvrtc.compiler()
-  except cg.CompileError as error:
-    return str(error).partition("\n")[0]
-  return ""
-
-
-MISSING = _missing_nvrtc()
-needs_nvrtc = pytest.mark.skipif(bool(MISSING), reason=MISSING or "has NVRTC")
 
 
 @pytest.fixture(autouse=True)

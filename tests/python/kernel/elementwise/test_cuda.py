@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_images import check_plan
+from cuda_images import check_plan, needs_nvrtc
 from fake_cuda import FakeCuda
 from fake_programs import run
 from hypothesis import given
@@ -30,17 +30,6 @@ DTYPES = (
   *("int8", "int32", "int64", "uint8", "uint16"),
   *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"),
 )
-
-
-def has_compiler() -> bool:
-  try:
-    nvrtc.compiler()
-  except cg.CompileError:
-    return False
-  return True
-
-
-needs_nvrtc = pytest.mark.skipif(not has_compiler(), reason="NVRTC is not installed")
 
 
 def dtype_of(name: str) -> Any:
