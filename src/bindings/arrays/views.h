@@ -112,12 +112,13 @@ inline bool is_masked(PyObject* value, int depth = NPY_MAXDIMS) {
   return false;
 }
 
+// XLA may give no memory to an empty array, where NumPy would take null to mean "allocate".
+alignas(64) inline char empty_memory[64];
+
 // A new array over the view's memory. Throws for packed or unknown dtypes.
 inline nb::object make_array(const ArrayView& view, bool writable, PyObject* base) {
   int flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | (writable ? NPY_ARRAY_WRITEABLE : 0);
-  // XLA may give no memory to an empty array, where NumPy would take null to mean "allocate".
-  alignas(64) static char nothing[64];
-  nb::object array = new_array(view, view.data != nullptr ? view.data : nothing, flags);
+  nb::object array = new_array(view, view.data != nullptr ? view.data : empty_memory, flags);
   if (base == nullptr) return array;
   Py_INCREF(base);  // stolen below
   if (PyArray_SetBaseObject(as_array(array), base) != 0) nb::raise_python_error();
@@ -130,6 +131,37 @@ inline nb::object make_view(const ArrayView& view, bool writable) {
   static PyObject* base = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
   return make_array(view, writable, base);
 }
+
+// A view that nobody else holds, kept for the next call of its site: to point it elsewhere costs
+// far less than to make one.
+class SpareView {
+ public:
+  nb::object take(const ArrayView& view, bool writable) {
+    PyArrayObject* kept = as_array(array_.get());
+    // No longer where the callable has changed the array itself: by `x.shape = `, setflags() or so.
+    if (kept == nullptr || PyArray_FLAGS(kept) != flags_ ||
+        PyArray_DESCR(kept) != descr_of(view.dtype) ||
+        !std::ranges::equal(shape_of(kept), view.shape())) {
+      nb::object made = make_view(view, writable);
+      flags_ = PyArray_FLAGS(as_array(made));
+      return made;
+    }
+    fields(kept)->data = static_cast<char*>(view.data != nullptr ? view.data : empty_memory);
+    return nb::steal(array_.release());
+  }
+  // A view of take()'s. With a weak reference to it, it dies with its call.
+  void keep(nb::object view) {
+    if (fields(as_array(view))->weakreflist == nullptr) array_ = late(std::move(view));
+  }
+
+ private:
+  static PyArrayObject_fields* fields(PyArrayObject* array) {
+    return reinterpret_cast<PyArrayObject_fields*>(array);
+  }
+
+  LateReference array_;
+  int flags_ = 0;  // when it was made
+};
 
 // A new array that owns a copy of the view's memory.
 inline nb::object make_copy(const ArrayView& view) {

@@ -33,12 +33,9 @@ Style style_of(const std::string& text) {
 }
 
 nb::dict stats_of(const CalleeHandle& handle) {
-  const Counters& counters = handle.callee->counters;
-  // Relaxed: see Counters.
-  auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
-  return dict_of("calls", read(counters.calls), "errors", read(counters.errors), "bytes",
-                 read(counters.bytes), "python_ns", read(counters.python_ns), "gil_wait_ns",
-                 read(counters.gil_wait_ns));
+  const Counters& kept = handle.callee->counters;
+  return dict_of("calls", kept.calls, "errors", kept.errors, "bytes", kept.bytes, "python_ns",
+                 kept.python_ns, "gil_wait_ns", kept.gil_wait_ns);
 }
 
 // Python's cycle collector sees through the handle: a callable may refer to its own gate. Only

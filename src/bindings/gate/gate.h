@@ -20,11 +20,9 @@
 
 namespace callgate::bindings {
 
-// Always kept, by three relaxed additions a call; clocks are read only while timing or a trace is
-// on.
+// Under the GIL. Clocks are read only while timing or a trace is on.
 struct Counters {
-  // Relaxed throughout: each is a sum that nobody orders anything by.
-  std::atomic<std::int64_t> calls{0}, errors{0}, bytes{0}, python_ns{0}, gil_wait_ns{0};
+  std::int64_t calls = 0, errors = 0, bytes = 0, python_ns = 0, gil_wait_ns = 0;
 };
 
 // One call of a trace: the gate, the system's thread id, and in nanoseconds the start since the

@@ -1,14 +1,13 @@
 // One call site of a gate: how a call of a compiled program becomes a call of the user's function.
 //
-// Takes the GIL once a call, makes one view per array and lane, vectorcalls, copies results (style
-// return), and looks at the views' reference counts for escapes. On the fast path nothing is
-// allocated but the views, and no lock is taken but the GIL. Everything below
-// `PyGateSite::run_counted` holds the GIL.
+// Takes the GIL once a call, shows each array of each lane by a view, vectorcalls, copies results
+// (style return), and looks at the views' reference counts for escapes. On the fast path nothing is
+// allocated, as the views of the last call are used again, and no lock is taken but the GIL.
+// Everything below `PyGateSite::run_counted` holds the GIL.
 #include <nanobind/stl/string.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <optional>
 #include <span>
@@ -29,21 +28,18 @@ namespace {
 // New references to the arrays of one lane, as arguments; small calls stay on the stack.
 class Arguments : Immovable {
  public:
-  explicit Arguments(std::size_t capacity) {
-    if (capacity > inline_.size()) overflow_.resize(capacity);
-  }
+  explicit Arguments(std::size_t capacity) : room_(capacity) {}
   ~Arguments() {
     for (PyObject* object : all()) Py_XDECREF(object);
   }
 
   void push(nb::object object) { data()[count_++] = object.release().ptr(); }
   std::span<PyObject*> all() { return {data(), count_}; }
-  PyObject** data() { return overflow_.empty() ? inline_.data() : overflow_.data(); }
+  PyObject** data() { return room_.data(); }
   std::size_t size() const { return count_; }
 
  private:
-  std::array<PyObject*, 24> inline_;
-  std::vector<PyObject*> overflow_;
+  SmallBuffer<PyObject*, 24> room_;
   std::size_t count_ = 0;
 };
 
@@ -63,7 +59,8 @@ struct Views : Arguments {
 
   const char* kind;
   std::span<const ArrayView> memory;
-  bool own;  // private ones, which may outlive the call
+  bool own;               // private ones, which may outlive the call
+  bool reusable = false;  // by the site's next call
 };
 
 constexpr std::int64_t kLegacyStream = 1, kThreadStream = 2;
@@ -88,20 +85,19 @@ class PyGateSite final : public Site {
 
  private:
   void run_counted(const Call& call) {
-    Counters& counters = callee_->counters;
     std::size_t bytes = 0;
     for (const ArrayView& view : call.operands) bytes += view.nbytes();
     for (const ArrayView& view : call.results) bytes += view.nbytes();
-    counters.calls.fetch_add(spec_.lanes.count(), std::memory_order_relaxed);  // see Counters
-    counters.bytes.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
     const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
     const std::int64_t start = timed ? now_ns() : 0;
     GilScope gil;
     const std::int64_t locked = timed ? now_ns() : 0;
+    callee_->counters.calls += spec_.lanes.count();
+    callee_->counters.bytes += static_cast<std::int64_t>(bytes);
     auto raised = raised_by([&] { run_where_it_is(call); });
     if (timed) record(start, locked - start, now_ns() - locked);
     if (!raised) return;
-    counters.errors.fetch_add(1, std::memory_order_relaxed);
+    callee_->counters.errors += 1;
     throw Error::verbatim(ErrorCode::kInternal, failure_text(*raised, callee_->name(), spec_.site,
                                                              spec_.layout, call.context));
   }
@@ -111,8 +107,8 @@ class PyGateSite final : public Site {
   }
 
   void record(std::int64_t start_ns, std::int64_t gil_wait_ns, std::int64_t python_ns) {
-    callee_->counters.gil_wait_ns.fetch_add(gil_wait_ns, std::memory_order_relaxed);
-    callee_->counters.python_ns.fetch_add(python_ns, std::memory_order_relaxed);
+    callee_->counters.gil_wait_ns += gil_wait_ns;
+    callee_->counters.python_ns += python_ns;
     if ((settings.recorded.load(std::memory_order_relaxed) & Settings::kTracing) == 0) return;
     thread_local const std::int64_t thread = gettid();
     std::lock_guard lock(immortal<Trace>().mutex);
@@ -191,6 +187,7 @@ class PyGateSite final : public Site {
         gpu == nullptr ? callee_->private_views.load(std::memory_order_relaxed) : 0;  // see there
     Views inputs("argument", operands, (privately & kPrivateInputs) != 0);
     Views outputs("result", results, (privately & kPrivateResults) != 0);
+    spares_.resize(operands.size() + results.size());
     show(inputs, /*writable=*/false, context.device, gpu);
     if (options_.style != Style::kReturn) show(outputs, /*writable=*/true, context.device, gpu);
     // On a GPU it is slow: it waits for the stream. For debugging.
@@ -203,28 +200,41 @@ class PyGateSite final : public Site {
       if (!result.is_valid()) nb::raise_python_error();
       take(operands, results, result, gpu);
     });
-    for (Arguments* views : {&inputs, &outputs}) {
-      if (gpu == nullptr) break;
-      for (PyObject* view : views->all())
+    for (Arguments* views : {&inputs, &outputs})
+      for (PyObject* view : views->all()) {
+        if (gpu == nullptr) break;
         if (const auto& of = nb::cast<const Buffer&>(nb::handle(view)).gpu)
           gpu->default_streams |= of->default_streams;
-    }
+      }
     settle_views(inputs, outputs, std::move(raised));
     if (outputs.own) write_back(results, outputs);
+    keep_spares(inputs, 0);
+    keep_spares(outputs, operands.size());
     if (check) check_unwritten(sums, checksums(operands, gpu));
   }
 
   // Makes what the callable gets for arrays of the call.
-  void show(Views& views, bool writable, std::int64_t device, const DeviceCall* gpu) const {
+  void show(Views& views, bool writable, std::int64_t device, const DeviceCall* gpu) {
+    // Operands come first, and are what is read-only.
+    SpareView* spare = spares_.data() + (writable ? spares_.size() - views.memory.size() : 0);
+    views.reusable = !views.own && !options_.buffers && gpu == nullptr;
     for (const ArrayView& view : views.memory) {
-      if (options_.buffers || gpu != nullptr) {
+      if (views.reusable) {
+        views.push((spare++)->take(view, writable));
+      } else if (options_.buffers || gpu != nullptr) {
         Buffer buffer(view, !writable, device, gpu);
         if (views.own) buffer.detach();
         views.push(nb::cast(std::move(buffer)));
       } else {
-        views.push(views.own ? make_copy(view) : make_view(view, writable));
+        views.push(make_copy(view));
       }
     }
+  }
+
+  // After a call whose views have not escaped.
+  void keep_spares(Views& views, std::size_t first) {
+    for (PyObject* view : views.all())
+      if (views.reusable) spares_[first++].keep(nb::borrow(view));
   }
 
   // Calls target(*inputs), target(out, *inputs) or target(context, out, *inputs).
@@ -344,6 +354,7 @@ class PyGateSite final : public Site {
   bool tuple_results_;
   SiteSpec spec_;
   std::shared_ptr<const Mesh> mesh_;
+  std::vector<SpareView> spares_;  // of operands, then of results; in one call at a time
 };
 
 }  // namespace

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -352,3 +353,99 @@ def test_copies_may_be_kept(arrays: str) -> None:
 
   run(look, numbers(10), arrays=arrays)
   np.testing.assert_array_equal(store[0], numbers(10))
+
+
+# -- a view that nobody kept serves the next call again ---
+CHANGES: dict[str, Callable[[Any], object]] = {
+  "nothing": lambda x: None,
+  "its shape": lambda x: setattr(x, "shape", (2, 2)),
+  "its strides": lambda x: setattr(x, "strides", (0,)),
+  "its dtype": lambda x: setattr(x, "dtype", np.int32),
+  "its writeable flag": lambda x: x.setflags(write=False),
+  "its aligned flag": lambda x: x.setflags(align=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Setting the")  # NumPy advises against these
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("vmap", ["each", "whole"])
+def test_what_a_call_does_to_its_views_the_next_one_does_not_see(change: str, vmap: Any) -> None:
+  seen: list[Any] = []
+
+  def add(out: Any, x: Any) -> None:
+    for array in (out, x):
+      seen.append((array.shape, array.strides, array.dtype, array.flags.writeable))
+    seen.append((out.flags.aligned, x.flags.aligned))
+    out[...] = x + 1
+    CHANGES[change](out)
+    CHANGES[change](x)
+
+  gate = cg.gate(add, out=lambda x: x, effect="io", style="inplace", name=f"look{next(names)}")
+  program = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, carry: gate(carry), x))
+  np.testing.assert_array_equal(program(numbers(4)), numbers(4) + 4)
+  assert len(seen) == 12
+  assert all(seen[i] == seen[i % 3] for i in range(12)), seen
+
+
+def test_views_show_each_lane_and_each_iteration() -> None:
+  def double(out: Any, x: Any) -> None:
+    np.multiply(x, 2, out=out)
+
+  gate = cg.gate(double, out=lambda x: x, vmap="each", style="inplace", name=f"look{next(names)}")
+  program = jax.jit(jax.vmap(lambda x: jax.lax.fori_loop(0, 3, lambda _, c: gate(c), x)))
+  x = numbers(12).reshape(4, 3)
+  np.testing.assert_array_equal(program(x), 8 * x)
+
+
+def test_a_weak_reference_to_a_view_dies_with_its_call() -> None:
+  references: list[weakref.ref[Any]] = []
+
+  def look(x: Any) -> Any:
+    assert [reference() for reference in references] == [None] * len(references)
+    references.append(weakref.ref(x))
+    return x + 1
+
+  gate = cg.gate(look, out=lambda x: x, effect="io", name=f"look{next(names)}")
+  program = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, carry: gate(carry), x))
+  np.testing.assert_array_equal(program(numbers(4)), numbers(4) + 4)
+  assert len(references) == 4
+
+
+def test_two_threads_in_one_call_site_have_views_of_their_own() -> None:
+  both = threading.Barrier(2, timeout=60)
+
+  def add(out: Any, x: Any) -> None:
+    both.wait()
+    out[...] = x + 1
+    both.wait()  # the other has written
+
+  gate = cg.gate(add, out=lambda x: x, effect="io", style="inplace", name=f"look{next(names)}")
+  program = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, carry: gate(carry), x))
+  compiled = program.lower(numbers(4)).compile()
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    first, second = pool.map(lambda start: np.asarray(compiled(start)), [numbers(4), -numbers(4)])
+  np.testing.assert_array_equal(first, numbers(4) + 8)
+  np.testing.assert_array_equal(second, 8 - numbers(4))
+
+
+def test_a_call_within_a_call_of_its_own_site_has_views_of_its_own() -> None:
+  """The site is one executable's: the inner call runs it again while the outer one is in it."""
+  depth = 0
+
+  def add(out: Any, x: Any) -> None:
+    nonlocal depth
+    depth += 1
+    inner = np.asarray(compiled(x + 10)) if depth < 4 else np.asarray(x)
+    depth -= 1
+    out[...] = x + inner
+
+  gate = cg.gate(
+    add,
+    out=lambda x: x,
+    effect="io",
+    style="inplace",
+    thread="own",
+    name=f"look{next(names)}",
+  )
+  compiled = jax.jit(lambda x: gate(x)).lower(numbers(4)).compile()
+  np.testing.assert_array_equal(compiled(numbers(4)), 5 * numbers(4) + 90)
