@@ -11,6 +11,7 @@
 #   make docs      the documentation site, into site/
 #   make jax-suites JAX_TESTS=/path/to/jax/tests
 #                  JAX's own tests of callbacks without and with callgate.install(): what differs
+#   make ecosystem what programs of equinox, diffrax, numpyro and others do after callgate.install()
 #   make gpu-test  the tests that need a CUDA device, into build/gpu; make gpu-bench its benchmarks
 #   make virtual-gpu-test
 #                  what is about CUDA, on XLA's own plugin over a GPU that is made of software
@@ -55,7 +56,7 @@ MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))
 SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not -name '_callgate*' \
   2>/dev/null)
 
-.PHONY: help demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
+.PHONY: help ecosystem demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
   lint-python lint-types lint-cpp format bench docs wheel matrix jax-suites gpu-test gpu-bench \
   virtual-gpu-test virtual-gpu-quick \
   asan-python system-packages clean
@@ -166,6 +167,15 @@ jax-suites: package
 	  'checkout of JAX, got "$(JAX_TESTS)"'; exit 2; }
 	$(PY) tools/jax_suites.py "$(JAX_TESTS)" $(SUITE_ARGS)
 
+# In an environment of its own, on the newest Python: tools/ecosystem.py compares programs of other
+# libraries (tests/ecosystem) without and with callgate.install().
+ECOSYSTEM_ARGS ?=
+ecosystem: VENV := .venv-ecosystem
+ecosystem: PYTHON := $(shell sh tools/find_python.sh --newest)
+ecosystem:
+	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-ecosystem $(VENV)/.stamp-package
+	$(VENV)/bin/python tools/ecosystem.py $(ECOSYSTEM_ARGS)
+
 # GoogleTest and Google Benchmark. Where this installs nothing, CMake fetches GoogleTest.
 system-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
@@ -199,8 +209,12 @@ VIRTUAL_GPU_EXTRAS ?= triton numba-cuda
 VIRTUAL_GPU_PYTEST := run -m pytest -q -p no:cacheprovider -o faulthandler_timeout=120
 # Tests of the CPU that say the same of GPUs, and run on the default devices: those that need eight
 # devices, and others. Left out is what is about the host's memory.
-VIRTUAL_GPU_SHARDED := $(addprefix tests/python/,sharding/test_partitioner.py tap/test_shards.py \
-  tap/test_transformations.py call/test_transformations.py)
+VIRTUAL_GPU_SHARDED := $(addprefix tests/python/,feed/test_shares.py \
+  sharding/test_partitioner.py tap/test_shards.py tap/test_transformations.py \
+  call/test_transformations.py call/test_shard_map.py)
+# A sum over devices in branches that they take differently, as gradients there have it, waits for
+# ever in the kernels that XLA makes for small sums: each waits for the others' in its own branch.
+VIRTUAL_GPU_SUMS := --xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false
 VIRTUAL_GPU_SUITES := $(addprefix tests/python/,call/test_batching.py call/test_derivatives.py \
   call/test_effects.py call/test_export.py feed/test_exit.py gate/test_results.py \
   tap/test_channel.py tap/test_devices.py tap/test_exit.py tap/test_export.py tap/test_files.py \
@@ -217,7 +231,7 @@ virtual-gpu-quick: package
 	VIRTUAL_GPU_DEVICES=8 VIRTUAL_GPU_CAPABILITY=9.0 $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) \
 	  -m gpu tests/python/gpu tests/python/project/test_docs.py --ignore=tests/python/gpu/test_faults.py
 
-virtual-gpu-test: package
+virtual-gpu-test: package system-packages
 	$(VIRTUAL_GPU) build --tests --extras $(VIRTUAL_GPU_EXTRAS)
 	ctest --test-dir build/virtual-gpu/cmake --output-on-failure
 	$(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) tests/virtual_gpu/tests
@@ -225,7 +239,7 @@ virtual-gpu-test: package
 	  VIRTUAL_GPU_DELAY=$$delay VIRTUAL_GPU_DEVICES=8 VIRTUAL_GPU_CAPABILITY=9.0 \
 	    $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) -m gpu tests/python/gpu tests/python/project/test_docs.py; \
 	done
-	VIRTUAL_GPU_DEVICES=8 VIRTUAL_GPU_CAPABILITY=9.0 \
+	XLA_FLAGS="$${XLA_FLAGS:-} $(VIRTUAL_GPU_SUMS)" VIRTUAL_GPU_DEVICES=8 VIRTUAL_GPU_CAPABILITY=9.0 \
 	  $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) $(VIRTUAL_GPU_SHARDED) $(VIRTUAL_GPU_LEFT_OUT)
 	VIRTUAL_GPU_CAPABILITY=9.0 \
 	  $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) $(VIRTUAL_GPU_SUITES) $(VIRTUAL_GPU_LEFT_OUT)
@@ -268,6 +282,7 @@ lint-python: $(VENV)/.stamp-lint+docs
 
 lint-types: $(VENV)/.stamp-lint+docs environment $(STUB)
 	pyright --pythonpath $(PY)
+	$(PY) -m pytest -q tests/python/project/test_types.py
 
 lint-cpp: $(VENV)/.stamp-lint+docs cpp-build $(VENV)/.stamp-package
 	clang-format --dry-run -Werror $(CPP_FILES)

@@ -71,15 +71,16 @@ def run(options: harness.Options) -> harness.Report:
 
 
 @functools.cache
-def _channel() -> Any:
+def _channel(batch: bool) -> Any:
   """A channel with room for what is on its way; its consumer does nothing with the records."""
   return adapters.callgate().channel(
-    "benchmark", to=lambda values: None, batch=True, capacity="1GiB"
+    f"benchmark, batch={batch}", to=lambda values: None, batch=batch, capacity="1GiB"
   )
 
 
 def _tapped(x: Any) -> Any:
-  return adapters.callgate().tap(x, _channel())
+  # Small records come many at once, as a consumer of thousands would ask for them.
+  return adapters.callgate().tap(x, _channel(batch=x.ndim == 0))
 
 
 def _debugged(x: Any) -> Any:

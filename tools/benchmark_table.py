@@ -1,11 +1,12 @@
-"""The README's and docs/performance.md's tables, from benchmarks/results/*.json.
+"""The tables of the README, docs/performance.md and docs/costs.md, from benchmarks/results/*.json.
 
     python tools/benchmark_table.py            # prints the README's table
-    python tools/benchmark_table.py --write    # puts tables between the markers of both pages
+    python tools/benchmark_table.py --write    # puts tables between the markers of the pages
     python tools/benchmark_table.py --check    # fails when a page's table is not what the JSON says
 
 A page marks a table's place with `<!-- benchmark: NAME -->` and `<!-- end of benchmark -->`, where
-NAME is "summary" or a subject of the benchmarks.
+NAME is "summary", "costs", "environment", the same of a GPU ("gpu-summary", "gpu-environment") or a
+subject of the benchmarks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+PAGES = [
+  ROOT / "README.md",
+  *(ROOT / "docs" / f"{name}.md" for name in ("performance", "costs", "gpu")),
+]
 MARKED = re.compile(r"(<!-- benchmark: ([\w-]+) -->\n).*?(<!-- end of benchmark -->)", re.DOTALL)
 UNITS = {"us": "µs", "ms": "ms", "MiB": "MiB"}
 
@@ -34,6 +39,47 @@ SUMMARY = (
    'callgate in-place gate, vmap="each"'),
   ("a scalar streamed out: `jax.debug.callback`, and a tap", "taps",
    "jax debug.callback, f32 scalar", "callgate tap, f32 scalar"),
+)  # fmt: skip
+
+# The same on a GPU.
+GPU_SUMMARY = (
+  ("one call that sees the device's array, in a compiled loop", "cuda_gates",
+   "jax buffer_callback, empty body", "callgate gate, Buffer, aliased"),
+  ("one call of NumPy's, in a compiled loop", "cuda_gates", "jax pure_callback",
+   "callgate numpy gate, aliased"),
+  ("the identity of NumPy's on 32 MiB, aliased", "cuda_identity", "jax pure_callback, 32 MiB",
+   "callgate numpy gate, aliased, 32 MiB"),
+  ("a scalar streamed out, the loop included", "cuda_taps", "jax debug.callback, f32 scalar",
+   "callgate tap, f32 scalar"),
+  ("a launch of a kernel in a CUDA graph: jax-triton, and `cg.cuda`", "cuda_kernels",
+   "jax-triton, in a CUDA graph", "callgate.cuda, in a CUDA graph"),
+)  # fmt: skip
+
+# What something costs, (subject, row).
+COSTS = (
+  ("a call of a gate in a compiled loop", "scalar", "callgate in-place gate"),
+  ("a call of a gate with `vmap=\"whole\"`, for each of 1,000 lanes", "vmap",
+   'callgate in-place gate, vmap="whole"'),
+  ("a call of a kernel", "kernels", "callgate.cpp, empty"),
+  ("a tap of a scalar", "taps", "callgate tap, f32 scalar"),
+  ("a tap of 4 KiB", "taps", "callgate tap, 4 KiB"),
+  ("a check that holds", "taps", "callgate check that holds"),
+  ("a consumer that is called for each record, on its own thread", "channels",
+   "function called for each record, f32 scalars"),
+  ("a native sink, for each record, on the channel's thread", "channels",
+   "native sink (statistics), f32 scalars"),
+  ("an item of a feed", "feed", "callgate feed, cheap items"),
+  ("a progress bar, for each step of a loop", "progress", "callgate beyond the plain loop"),
+  ("the dispatch of a program without callbacks", "dispatch", "no callback, no effect"),
+  ("the same with a pure gate", "dispatch", "callgate pure gate"),
+  ("the same with an io gate", "dispatch", "callgate io gate"),
+  ("the same with an io gate, `fast_dispatch=True`", "dispatch", "callgate io gate, fast_dispatch"),
+  ("`import callgate`, beyond `import jax`", "import", "import callgate, beyond import jax"),
+  ("compiling a small kernel for the first time", "kernels",
+   "callgate.cpp, first call with an empty cache"),
+  ("the same in the next process, from the cache", "kernels",
+   "callgate.cpp, made in the next process"),
+  ("memory that calls of a gate leave behind", "memory", "calls: callgate in-place gate"),
 )  # fmt: skip
 
 
@@ -56,10 +102,10 @@ def quantity(value: float | None, unit: str) -> str:
   return f"{text} {UNITS.get(unit, unit)}".rstrip()
 
 
-def summary() -> str:
-  """Before and after, a row for each of SUMMARY."""
-  lines = ["| | JAX | callgate | ratio |", "|---|---:|---:|---:|"]
-  for what, name, theirs, ours in SUMMARY:
+def summary(rows: Sequence[tuple[str, str, str, str]] = SUMMARY, they: str = "JAX") -> str:
+  """Before and after, a row for each of `rows`."""
+  lines = [f"| | {they} | callgate | ratio |", "|---|---:|---:|---:|"]
+  for what, name, theirs, ours in rows:
     report = subject(name)
     if report is None:
       continue
@@ -67,6 +113,19 @@ def summary() -> str:
     ratio = f"**{before / after:.3g}x**" if before and after else ""
     unit = report["unit"]
     lines.append(f"| {what} | {quantity(before, unit)} | {quantity(after, unit)} | {ratio} |")
+  return "\n".join(lines) + "\n"
+
+
+def costs() -> str:
+  """A row for each of COSTS."""
+  lines = ["| | cost |", "|---|---:|"]
+  for what, name, row in COSTS:
+    if (report := subject(name)) is not None:
+      unit = next((r.get("unit", report["unit"]) for r in report["rows"] if r["name"] == row), "")
+      value = minimum(report, row)
+      if value is not None and unit == "us" and value >= 1000:
+        value, unit = value / 1000, "ms"
+      lines.append(f"| {what} | {quantity(value, unit)} |")
   return "\n".join(lines) + "\n"
 
 
@@ -136,9 +195,37 @@ def environment() -> str:
   )
 
 
+def gpu_summary() -> str:
+  """Before and after on a GPU."""
+  return summary(GPU_SUMMARY, "JAX, or a peer")
+
+
+def gpu_environment() -> str:
+  """One line on the GPU and the versions."""
+  report = subject("cuda_gates")
+  if report is None:
+    return ""
+  where, device = report["environment"], report["environment"]["device"]
+  versions = where["versions"] | device["versions"]
+  names = {"jax": "JAX", "cupy-cuda13x": "CuPy", "torch": "PyTorch", "triton": "Triton",
+           "numba-cuda": "numba-cuda"}  # fmt: skip
+  libraries = [f"{name} {versions[key]}" for key, name in names.items() if versions.get(key)]
+  return (
+    f"{device['name']}, driver {device['driver']} (CUDA {device['cuda']}), {where['cores']} cores "
+    f"of {where['cpu']}, Python {where['python']}, {', '.join(libraries)}.\n"
+  )
+
+
 def table(name: str) -> str:
   """The text between two markers."""
-  own = {"summary": summary, "environment": environment, "sharding": sharding}
+  own = {
+    "summary": summary,
+    "costs": costs,
+    "environment": environment,
+    "sharding": sharding,
+    "gpu-summary": gpu_summary,
+    "gpu-environment": gpu_environment,
+  }
   return own.get(name, lambda: full(name))()
 
 

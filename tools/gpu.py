@@ -27,6 +27,7 @@ from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+MARKED = ("tests/python/gpu", "tests/python/project")  # where tests are marked gpu
 TIME_IS_UP, NO_DEVICE = 124, 3
 _DEVICES = """
 import sys
@@ -67,7 +68,7 @@ def _device(log: TextIO, end: float) -> int:
 
 def _test(out: Path, rest: Sequence[str], log: TextIO, end: float) -> int:
   pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"]
-  where = [] if any(not word.startswith("-") for word in rest) else ["tests/python"]
+  where = [] if any(not word.startswith("-") for word in rest) else MARKED
   return _run([*pytest, f"--junitxml={out / 'test.xml'}", *rest, *where], log, end)
 
 

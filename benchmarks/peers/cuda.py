@@ -18,6 +18,7 @@ from benchmarks.peers.adapters import Function, Spec
 from benchmarks.peers.kernels import kind
 
 EMPTY_CUDA = "__global__ void nothing(const float* x, float* z) {}"
+_PACKAGES = {"cupy": "cupy-cuda12x", "torch": "torch"}
 
 
 # -- gates ---
@@ -28,6 +29,8 @@ def gate_empty(spec: Spec, **options: Any) -> Function:
     pass
 
   options = {"arrays": "buffer", **options}
+  if options["arrays"] in _PACKAGES:
+    harness.require(options["arrays"], _PACKAGES[options["arrays"]])
   return adapters.callgate().gate(nothing, out=lambda x: x, style="inplace", **options)
 
 

@@ -3,7 +3,8 @@
 // Operands are dense, of any rank up to the result's; they are broadcast as NumPy does it. What a
 // kernel holds at compile time is which operands vary along a row, the innermost axis left when
 // axes are collapsed: those have stride 1 there, the others stride 0, so that each row is a plain
-// loop that the compiler vectorises. Extents and outer strides are computed at run time.
+// loop that the compiler vectorises. Extents and outer strides are computed at run time, and the
+// stride along a row where an exported program's symbolic shapes leave it open.
 #pragma once
 
 #include "callgate/elementwise_body.h"
@@ -102,10 +103,13 @@ class Layout {
 
   int64_t size() const { return size_; }
 
-  // Throws unless an operand varies along rows where `varies` says so.
-  void check(const bool (&varies)[kCount + 1]) const {
+  // Of an operand along rows.
+  int64_t step(int k) const { return axes_ > 0 ? strides_[0][k] : 0; }
+
+  // Throws unless an operand varies along rows where `varies` says so: 1, 0, or ? for either.
+  void check(const char (&varies)[kCount + 1]) const {
     for (int k = 0; k < kCount; ++k)
-      if (axes_ > 0 && size_ > 1 && (strides_[0][k] != 0) != varies[k])
+      if (axes_ > 0 && size_ > 1 && varies[k] != '?' && (strides_[0][k] != 0) != (varies[k] == '1'))
         throw Error("operand %d lies otherwise than this variant was compiled for", k);
   }
 

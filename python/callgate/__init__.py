@@ -57,7 +57,8 @@ from callgate.compat._callbacks.install import install, uninstall
 if TYPE_CHECKING:
   from callgate import sinks
 
-__version__ = "0.1.0"
+  __version__: str
+
 __all__ = [
   "BatchInfo",
   "Buffer",
@@ -133,6 +134,8 @@ _start.start({name: globals()[name] for name in __all__ if name in globals()})
 def __getattr__(name: str) -> Any:
   if name == "sinks":  # when it is asked for: most programs have no need of it
     return importlib.import_module("callgate.sinks")
+  if name == "__version__":  # pyproject.toml's, as it was installed
+    return importlib.import_module("importlib.metadata").version("callgate")
   raise AttributeError(f"module 'callgate' has no attribute {name!r}")
 
 

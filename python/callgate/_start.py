@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from callgate._call import derivatives
 from callgate._core import registry
 from callgate._feed import producer
-from callgate._jax import dispatch
+from callgate._gate import check
+from callgate._jax import dispatch, tracing
 from callgate._kernel import files, library
 from callgate._kernel.cpp import cpp
 from callgate._kernel.cuda import cuda
@@ -39,12 +41,13 @@ def start(public: Mapping[str, Any]) -> None:
   group.start()
   draw.start()
   delivery.listen(progress.note)
-  registry.finders.append(library.find)
+  registry.finders += [library.find, check.find]
   files.kinds.update(cpp=cpp.restore, cuda=cuda.restore)
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()
   dispatch.keep_ordered_programs_off_cpp_path()
+  tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
   # What the environment asks for.
   config.start()
   install.start()

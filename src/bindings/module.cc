@@ -95,6 +95,7 @@ bool shut_down(double seconds) {
     bool busy = Lifecycle::instance().active() != 0;
     bool left = Lifecycle::instance().close(seconds_of(seconds));
     if (left) WorkerPool::instance().stop();
+    if (left) WorkerPool::of_copies().stop();
     if (left) left = cuda::Completions::stop_all(kSecond);
     if (left) Watchdog::instance().stop();
     // A daemon thread that was inside has to get through XLA and JAX, back into Python's own code:

@@ -2,6 +2,8 @@
 // the batch that is in delivery, and the records that find no place in the store.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -56,8 +58,7 @@ class SideMemory : Immovable {
         kept_.pop_back();
       }
     }
-    if (block == nullptr)
-      block = static_cast<char*>(std::aligned_alloc(kRecordAlignment, align_record(bytes)));
+    if (block == nullptr) block = allocate(bytes);
     if (block == nullptr) let_go(bytes);
     return block;
   }
@@ -82,6 +83,17 @@ class SideMemory : Immovable {
     void operator()(char* memory) const noexcept { std::free(memory); }
   };
   using Memory = std::unique_ptr<char, Free>;
+
+  static char* allocate(std::size_t bytes) noexcept {
+    constexpr std::size_t kHugePage = std::size_t{2} << 20;
+    const std::size_t alignment = bytes < 2 * kHugePage ? kRecordAlignment : kHugePage;
+    const std::size_t size = (bytes + alignment - 1) / alignment * alignment;
+    void* block = std::aligned_alloc(alignment, size);
+#ifdef MADV_HUGEPAGE
+    if (block != nullptr && alignment == kHugePage) madvise(block, size, MADV_HUGEPAGE);
+#endif
+    return static_cast<char*>(block);
+  }
 
   // A sender to the ring that is past its look may still take the room for its record besides.
   bool claim(std::size_t bytes, const auto& ring_used) noexcept {

@@ -6,11 +6,8 @@
 #include <new>
 #include <system_error>
 
+#include "channel/copy.h"
 #include "core/error.h"
-
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 namespace callgate {
 namespace {
@@ -18,28 +15,6 @@ namespace {
 constexpr auto kRecheck = std::chrono::milliseconds(20);  // for interrupts, by senders that wait
 // A sender that waits is not overtaken after so long: turns would cost a switch of threads each.
 constexpr auto kPatience = std::chrono::milliseconds(100);
-
-// Copies a leaf into a record's payload, which is aligned to 16 bytes.
-void copy_leaf(char* to, const void* from, std::size_t bytes) noexcept {
-  std::size_t streamed = 0;
-#ifdef __SSE2__
-  // From here on stores pass by the caches: to fetch memory used long ago costs more than the copy.
-  if (bytes >= 4096) streamed = bytes / 64 * 64;
-  auto* target = reinterpret_cast<__m128i*>(to);
-  const auto* source = static_cast<const __m128i*>(from);
-  for (std::size_t i = 0; i < streamed / 16; i += 4) {
-    __m128i a = _mm_loadu_si128(source + i), b = _mm_loadu_si128(source + i + 1);
-    __m128i c = _mm_loadu_si128(source + i + 2), d = _mm_loadu_si128(source + i + 3);
-    _mm_stream_si128(target + i, a);
-    _mm_stream_si128(target + i + 1, b);
-    _mm_stream_si128(target + i + 2, c);
-    _mm_stream_si128(target + i + 3, d);
-  }
-  if (streamed != 0) _mm_sfence();  // such stores are not ordered by the atomics that publish them
-#endif
-  if (bytes != streamed)
-    std::memcpy(to + streamed, static_cast<const char*>(from) + streamed, bytes - streamed);
-}
 
 // With its payload: the leaves; with arrays on a device, the handle and the control leaves.
 Record make_record(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns,
@@ -236,10 +211,11 @@ bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns)
   if (Entry* entry = place.entry; entry != nullptr) {
     if (parcel.sender.enrolled.load(std::memory_order_relaxed) == id_ || enrol(parcel.sender)) {
       entry->record = make_record(parcel, seq, time_ns, entry->record.data());
+      const bool large = entry->kind == Entry::Kind::kAside;  // ours until it is published
       store_.publish(*entry);
       // Sequentially consistent: after publish(), see rest(). We see the sleeper, or it sees us.
       const int rest = rest_.load(std::memory_order_seq_cst);
-      if (rest == kAsleep || (rest == kNapping && store_.half_full())) wake_thread();
+      if (rest == kAsleep || (rest == kNapping && (large || store_.half_full()))) wake_thread();
       return true;
     }
     store_.give_up(*entry, bytes);

@@ -19,7 +19,7 @@
 //
 //   awake ---> napping ---> asleep   by itself: nothing to do; nothing in several naps
 //     ^           |           |      back: the nap is over; a flush or a close; a sender, which
-//     +-----------+-----------+      lets it nap until the store is half full, but not sleep
+//     +-----------+-----------+      lets it nap until the store is half full or a record is large
 //
 // Lifetime of a source: a channel keeps every source that sent to it until `retire`, and then until
 // the last record that was sent before; or until it ends.
@@ -160,6 +160,8 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
 
   // In a fork's child, which has no thread: every channel drops what is sent, and does not flush.
   static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
+  // Whether this is some channel's thread: consumers run here.
+  static bool on_thread_of_any() noexcept { return delivers_here_; }
   static bool abandoned() noexcept {
     return abandoned_.load(std::memory_order_relaxed);  // set while no other thread is there
   }
@@ -245,6 +247,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   Batch batch_;
   std::vector<std::shared_ptr<Consumer>> current_;  // take part in the delivery; null: removed
   int idle_naps_ = 0;
+  static inline thread_local bool delivers_here_ = false;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable work_, room_, done_;

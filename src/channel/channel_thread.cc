@@ -41,6 +41,7 @@ thread_local const Batch* t_lender = nullptr;
 
 void Channel::run() {
   thread_id_.store(std::this_thread::get_id(), std::memory_order_relaxed);  // see on_own_thread()
+  delivers_here_ = true;
   insist(
       [&] { pthread_setname_np(pthread_self(), ("cg:" + options_.name).substr(0, 15).c_str()); });
   while (inherited_ != nullptr && deliver_from(inherited_->store_)) {

@@ -198,7 +198,6 @@ class TapSite final : public Site {
   }
 
   void check(const Call& call) const {
-    lanes_.check(call.operands, {});
     const std::size_t results = call.results.size();
     auto need = [&](std::size_t least, std::size_t got, const char* what) {
       if (got < least) fail("at least " + std::to_string(least) + what, std::to_string(got));
@@ -234,11 +233,12 @@ class TapSite final : public Site {
     if (described_.load(std::memory_order_acquire)) return;  // pairs with the release below
     std::lock_guard lock(mutex_);
     if (sender_.source != nullptr) return;
+    const LanesOfCall lanes(lanes_, call.operands, {});
     check(call);
     auto source = std::make_shared<Source>();
     static_cast<SourceInfo&>(*source) = spec_;
     source->id = next_id<Source>();
-    source->lanes = lanes_;
+    source->lanes = *lanes;
     source->consumer = consumer_;
     if (on_device) source->kept = std::make_shared<KeptArrays>();
     std::size_t host_bytes = kRecordAlignment;  // the handle's

@@ -193,6 +193,26 @@ class CheckCallee final : public Callee {
   std::shared_ptr<Callee> failed_;
 };
 
+// Nothing, behind an ordered call of an exported program whose results' shapes are symbolic: XLA
+// does not work such shapes out beside a token, so this gives the token on, once a result is there.
+class AfterCallee final : public Callee {
+ public:
+  static constexpr std::string_view kName = "callgate.after";
+
+  std::shared_ptr<Site> specialise(SiteSpec /*spec*/) override { return std::make_shared<Nop>(); }
+  const std::string& name() const noexcept override { return name_; }
+  bool reads_context() const noexcept override { return false; }
+  bool quiet_at_exit() const noexcept override { return true; }
+  OnDevice on_device() const noexcept override { return OnDevice::kNative; }
+
+ private:
+  struct Nop final : Site {
+    void run(const Call& /*call*/) override {}
+  };
+
+  std::string name_{kName};
+};
+
 // What kernels for the CPU and for CUDA have in common. They are called through targets of their
 // own, so a program that calls one as a gate is another's. What is said of their failures comes
 // from functions that are set before the first call.

@@ -301,7 +301,7 @@ class KernelSite : Immovable {
   void run_lanes(const Call& call, Executor* executor) {
     if (lanes_.empty()) [[likely]]
       return run_lane(call, executor);
-    lanes_.check(call.operands, call.results);
+    const LanesOfCall lanes(lanes_, call.operands, call.results);
     std::mutex mutex;  // guards what failed
     std::atomic<bool> stop{false};
     std::int64_t failed_lane = INT64_MAX;
@@ -312,9 +312,9 @@ class KernelSite : Immovable {
         std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
         for (; lane < last; ++lane) {
           if (stop.load(std::memory_order_relaxed)) return;  // only saves time
-          lanes_.select_operands(lane, call.operands, operands);
-          lanes_.select_results(lane, call.results, results);
-          run_lane(Call{operands, results, call.context}, executor);
+          lanes->select_operands(lane, call.operands, operands);
+          lanes->select_results(lane, call.results, results);
+          run_lane(Call{operands, results, call.context}, executor, lanes->count());
         }
       } catch (const std::exception&) {
         stop.store(true, std::memory_order_relaxed);
@@ -324,16 +324,17 @@ class KernelSite : Immovable {
         error = std::current_exception();
       }
     };
-    parallel_for(info_.thread_safe ? executor : nullptr, 0, lanes_.count(), 1, body);
+    parallel_for(info_.thread_safe ? executor : nullptr, 0, lanes->count(), 1, body);
     if (error != nullptr) std::rethrow_exception(error);
   }
 
-  void run_lane(const Call& call, Executor* executor) {
+  // One of `lanes`.
+  void run_lane(const Call& call, Executor* executor, std::int64_t lanes = 1) {
     if (!any_kernel_mode()) [[likely]]
       return invoke(call, executor, /*scratch=*/nullptr);
     auto recorded = [&](const Call& made, ScratchSource* scratch) {
       if (!kernel_mode(KernelMode::kCrashReport)) return invoke(made, executor, scratch);
-      KernelRecord record{info_.name.c_str(), site_.c_str(), lanes_.count(), labels_, made};
+      KernelRecord record{info_.name.c_str(), site_.c_str(), lanes, labels_, made};
       RunningKernel running(&record);
       invoke(made, executor, scratch);
     };

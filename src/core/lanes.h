@@ -3,8 +3,12 @@
 // Every result carries all levels as leading axes; an operand carries those levels in which it is
 // batched, in the same order, and is shared by the lanes of the others. A call with lanes runs once
 // per lane, in row-major order, on views without the leading axes.
+//
+// A program that was exported with symbolic shapes leaves extents open: the arrays of a call tell
+// them (`LanesOfCall`).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -15,15 +19,19 @@
 #include "core/array_view.h"
 #include "core/attributes.h"
 #include "core/error.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 
 class Lanes {
  public:
+  static constexpr std::int64_t kOpen = -1;
+
   Lanes() = default;
 
-  // `sizes`: the extent of each level. `masks`: for each level, one 0 or 1 per operand, level after
-  // level; its length is sizes.size() times the number of operands. Throws Error otherwise.
+  // `sizes`: the extent of each level, or kOpen. `masks`: for each level, one 0 or 1 per operand,
+  // level after level; its length is sizes.size() times the number of operands. Throws Error
+  // otherwise.
   Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks)
       : sizes_(std::move(sizes)), masks_(masks.begin(), masks.end()) {
     if (sizes_.empty() ? !masks_.empty() : masks_.size() % sizes_.size() != 0)
@@ -34,8 +42,9 @@ class Lanes {
       if (mask != 0 && mask != 1)
         throw Error("batch levels", "masks of 0 and 1", std::to_string(mask));
     for (std::int64_t size : sizes_) {
-      if (size < 0) throw Error("batch levels", "extents", std::to_string(size));
-      if (__builtin_mul_overflow(count_, size, &count_))
+      if (size < kOpen) throw Error("batch levels", "extents", std::to_string(size));
+      if (size == kOpen) open_ = true;
+      if (!open_ && __builtin_mul_overflow(count_, size, &count_))
         throw Error("batch levels", "fewer than 2^63 lanes", "more");
     }
   }
@@ -57,9 +66,24 @@ class Lanes {
   }
 
   bool empty() const noexcept { return sizes_.empty(); }
+  bool open() const noexcept { return open_; }  // some extent is kOpen: count() is none
   // The extent of each level, outermost first.
   std::span<const std::int64_t> sizes() const noexcept { return sizes_; }
   std::int64_t count() const noexcept { return count_; }  // of lanes; 1 without levels
+
+  // The same with the extents that a call's operands have. Throws Error as above.
+  Lanes of_call(std::span<const ArrayView> operands) const {
+    std::vector<std::int64_t> sizes = sizes_;
+    for (std::size_t i = 0; i < std::min(operands.size(), operand_count()); ++i) {
+      std::int32_t axis = 0;
+      for (std::size_t level = 0; level < sizes.size(); ++level) {
+        if (!batched(level, i)) continue;
+        if (sizes[level] == kOpen && axis < operands[i].rank) sizes[level] = operands[i].dims[axis];
+        ++axis;
+      }
+    }
+    return Lanes(std::move(sizes), std::vector<std::int64_t>(masks_.begin(), masks_.end()));
+  }
 
   // The views of one lane, of the same number; their extents are those of `whole`.
   void select_operands(std::int64_t lane_index, std::span<const ArrayView> whole,
@@ -88,6 +112,7 @@ class Lanes {
   // Throws Error without the leading axes that the levels imply, or lanes that start at a byte.
   void check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const {
     if (empty()) return;
+    if (open_) throw Error("batched call", "operands with the axes of all batch levels", text());
     if (operands.size() != operand_count())
       throw Error("batched call", std::to_string(operand_count()) + " operands",
                   std::to_string(operands.size()));
@@ -134,6 +159,25 @@ class Lanes {
   std::vector<std::int64_t> sizes_;
   std::vector<std::uint8_t> masks_;
   std::int64_t count_ = 1;
+  bool open_ = false;
+};
+
+// The lanes of one call, without a copy where the program tells them. Borrows `held`. Throws Error
+// where the arrays don't have the levels' axes.
+class LanesOfCall : Immovable {
+ public:
+  LanesOfCall(const Lanes& held, std::span<const ArrayView> operands,
+              std::span<const ArrayView> results)
+      : read_(held.open() ? held.of_call(operands) : Lanes()), lanes_(held.open() ? read_ : held) {
+    lanes_.check(operands, results);
+  }
+
+  const Lanes* operator->() const noexcept { return &lanes_; }
+  const Lanes& operator*() const noexcept { return lanes_; }
+
+ private:
+  Lanes read_;
+  const Lanes& lanes_;
 };
 
 }  // namespace callgate

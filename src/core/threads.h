@@ -118,6 +118,14 @@ class WorkerPool : Immovable {
  public:
   using Job = std::function<void()>;
   static WorkerPool& instance() { return immortal<WorkerPool>(); }
+  // For parts of large copies, which a fork's child makes alone.
+  static WorkerPool& of_copies() {
+    struct OfCopies : WorkerPool {
+      OfCopies() : WorkerPool("callgate-copy") {}
+    };
+    return immortal<OfCopies>();
+  }
+  explicit WorkerPool(const char* name = "callgate-own") : name_(name) {}
   ~WorkerPool() { stop(); }
 
   // Runs the job soon on a thread of the pool. False, and not taken, after stop() or if lost().
@@ -165,7 +173,7 @@ class WorkerPool : Immovable {
   static constexpr std::size_t kKeptThreads = 2;
 
   void work() {
-    pthread_setname_np(pthread_self(), "callgate-own");
+    pthread_setname_np(pthread_self(), name_);
     std::unique_lock lock(mutex_);
     for (;;) {
       ++idle_;
@@ -193,6 +201,7 @@ class WorkerPool : Immovable {
     }
   }
 
+  const char* name_;          // of its threads
   mutable std::mutex mutex_;  // guards the queue alone: jobs run without it
   std::condition_variable ready_;
   std::deque<Job> jobs_;

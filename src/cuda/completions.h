@@ -2,6 +2,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <sys/prctl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -29,6 +30,11 @@ namespace callgate::cuda {
 // in which tasks came, so tasks of one stream run in the stream's order, and then runs the task. A
 // task must not throw, nor wait for work that is given to the stream later. Where the stream
 // failed, the task is told so.
+//
+// While one thread asks the driver for an event, another that gives a stream work takes five times
+// as long for it. So the thread pauses between two such calls, and one call answers for many tasks:
+// where a later task's event has come, those of the same stream before it have. Events that are
+// waited for by asking (Device::Waiting::kAsking) suit it best.
 //
 // Replayed graphs give tasks when the stream gets there, and not when they are launched. So once a
 // device's calls are in a graph, all its tasks are given by the streams themselves: `in_turn`.
@@ -81,7 +87,11 @@ class Completions : Immovable {
     if (abandoned_.load(std::memory_order_relaxed)) return true;
     std::unique_lock lock(mutex_);
     if (!thread_.joinable() || thread_.get_id() == std::this_thread::get_id()) return true;
-    return changed_.wait_for(lock, limit, [this, until = given_] { return done_ >= until; });
+    ++in_haste_;
+    haste_.notify_one();
+    bool drained = changed_.wait_for(lock, limit, [&, until = given_] { return done_ >= until; });
+    --in_haste_;
+    return drained;
   }
 
   // Takes no more tasks, runs what is there and joins the thread, which past the limit (then false)
@@ -91,6 +101,7 @@ class Completions : Immovable {
     std::unique_lock lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
+    haste_.notify_one();
     if (!thread_.joinable()) return true;
     if (!changed_.wait_for(lock, limit, [this] { return done_ >= given_; })) return false;
     std::thread thread = std::move(thread_);
@@ -140,20 +151,63 @@ class Completions : Immovable {
 
   void work() {
     driver().context_set_current(device_.context());  // for the tasks
+    prctl(PR_SET_TIMERSLACK, 10'000);                 // nanoseconds; pauses are short
     std::unique_lock lock(mutex_);
     for (;;) {
+      pause(lock);
       changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
       if (tasks_.empty()) return;
       {
         Task task = std::move(tasks_.front());
         tasks_.pop_front();
+        const Later later = find_later(task);
+        std::uint64_t number = done_;
         lock.unlock();
-        task.run(task.event ? task.event->wait() : Result::kSuccess);
+        task.run(wait(task, number, later));
       }  // what it held dies before it counts as done
       lock.lock();
       ++done_;
       changed_.notify_all();
     }
+  }
+
+  static constexpr std::size_t kAtOnce = 16;  // tasks that one call of the driver may answer for
+  static constexpr std::chrono::microseconds kApart{100};  // calls of the driver
+
+  // Has tasks gather, unless many have, or someone waits for them.
+  void pause(std::unique_lock<std::mutex>& lock) {
+    auto in_haste = [this] { return stopping_ || in_haste_ != 0; };
+    if (tasks_.size() < kAtOnce) haste_.wait_until(lock, asked_ + kApart, in_haste);
+  }
+
+  // A task that waits behind another for the same stream. Tasks stay where they are: only the
+  // thread takes any.
+  struct Later {
+    const StreamEvent* event = nullptr;  // null for none
+    std::uint64_t number = 0;
+  };
+  Later find_later(const Task& first) const {
+    for (std::size_t i = first.event ? std::min(tasks_.size(), kAtOnce) : 0; i-- > 0;) {
+      const std::optional<StreamEvent>& event = tasks_[i].event;
+      if (event && first.event && event->stream() == first.event->stream())
+        return {&*event, done_ + 1 + i};
+    }
+    return {};
+  }
+
+  Result wait(const Task& task, std::uint64_t number, const Later& later) {
+    if (!task.event) return Result::kSuccess;
+    const StreamEvent& event = *task.event;
+    if (event.stream() == reached_stream_ && number <= reached_) return Result::kSuccess;
+    Result result = later.event != nullptr ? later.event->query() : Result::kNotReady;
+    if (result == Result::kSuccess) {
+      reached_stream_ = event.stream();
+      reached_ = later.number;
+    } else {
+      result = event.wait();
+    }
+    asked_ = std::chrono::steady_clock::now();
+    return result;
   }
 
   static bool each(bool (Completions::*wait)(std::chrono::nanoseconds),
@@ -174,8 +228,15 @@ class Completions : Immovable {
   std::condition_variable changed_;
   std::deque<Task> tasks_;
   std::uint64_t given_ = 0, done_ = 0;
+  std::condition_variable haste_;  // ends a pause
+  int in_haste_ = 0;               // who waits in drain()
   bool stopping_ = false;
   std::thread thread_;
+
+  // The thread's alone: when it last asked the driver, and up to which task's number it need not.
+  std::chrono::steady_clock::time_point asked_;
+  Stream reached_stream_ = nullptr;
+  std::uint64_t reached_ = 0;
 };
 
 // Holds a stream back until the host says so, without a thread that waits: it waits for a word of

@@ -66,7 +66,8 @@ auto given(Stream stream, Give&& give) -> decltype(give()) {
 // Keeps something until the stream is done with what it has been given so far.
 inline void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
   Completions& completions = Completions::of(device);
-  bool keeps = given(stream, [&] { return completions.keep({device, stream}, kept); });
+  bool keeps = given(
+      stream, [&] { return completions.keep({device, stream, Device::Waiting::kAsking}, kept); });
   if (!keeps) driver().stream_synchronize(stream);  // nobody is there who would wait
 }
 
@@ -167,16 +168,17 @@ class HostCopies {
   }
 
   // The same, and the event of their end. Where it throws, none is under way.
-  StreamEvent fetch_with_event(Stream stream) {
+  StreamEvent fetch_with_event(Stream stream, Device::Waiting how) {
     return given(stream, [&] {
       fetch(stream);
-      return StreamEvent(*device_, stream);
+      return StreamEvent(*device_, stream, how);
     });
   }
 
   // The same by a stream of ours, for large arrays: `stream` goes on after a copy on the device.
   StreamEvent fetch_aside(Stream stream) {
-    if (operand_bytes_ == 0) return {*device_, stream};
+    constexpr auto kAsking = Device::Waiting::kAsking;
+    if (operand_bytes_ == 0) return {*device_, stream, kAsking};
     aside_ = DeviceBlock(*device_, operand_bytes_);
     Stream side = device_->side_stream(Device::Direction::kToHost);
     given(stream, [&] {
@@ -189,7 +191,7 @@ class HostCopies {
     return given(side, [&] {
       // One copy for all: operands lie in both as they lie in the other.
       copy_to_host(memory_.data(), aside_.data(), operand_bytes_, side);
-      return StreamEvent(*device_, side);
+      return StreamEvent(*device_, side, kAsking);
     });
   }
 
@@ -248,7 +250,7 @@ class KeptCopies final : public DeviceMemory, Immovable {
         return;
       }
       ContextScope current(*device_);
-      completions.keep(StreamEvent(*device_, stream_), kept);
+      completions.keep({*device_, stream_, Device::Waiting::kAsking}, kept);
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
       // Where it can't wait the device is lost, and nothing more will run on it.
     }

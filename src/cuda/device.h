@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,6 +14,7 @@
 #include <ranges>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -150,20 +152,25 @@ class Device {
     return stream;
   }
 
+  // How the host learns that an event has come: asleep, until the device interrupts it, or by
+  // asking now and then. An interrupt takes the system longer than a small copy takes the device.
+  enum class Waiting : std::uint8_t { kAsleep, kAsking };
+
   // Throws Error.
-  Event take_event() {
-    if (std::lock_guard lock(mutex_); !events_.empty()) {
-      Event event = events_.back();
-      events_.pop_back();
+  Event take_event(Waiting how) {
+    std::vector<Event>& kept = events_[static_cast<std::size_t>(how)];
+    if (std::lock_guard lock(mutex_); !kept.empty()) {
+      Event event = kept.back();
+      kept.pop_back();
       return event;
     }
-    // Who waits for it sleeps: it may be long.
-    return ask(driver().event_create, "cuEventCreate", kEventBlockingSync | kEventDisableTiming);
+    unsigned asleep = how == Waiting::kAsleep ? kEventBlockingSync : 0;
+    return ask(driver().event_create, "cuEventCreate", asleep | kEventDisableTiming);
   }
 
-  void give_back(Event event) noexcept try {
+  void give_back(Event event, Waiting how) noexcept try {
     std::lock_guard lock(mutex_);
-    events_.push_back(event);
+    events_[static_cast<std::size_t>(how)].push_back(event);
   } catch (const std::bad_alloc&) {
     driver().event_destroy(event);
   }
@@ -194,8 +201,8 @@ class Device {
   std::string name_;
   int capability_;
   int multiprocessors_ = 0;
-  std::mutex mutex_;  // guards what follows
-  std::vector<Event> events_;
+  std::mutex mutex_;                          // guards what follows
+  std::array<std::vector<Event>, 2> events_;  // by how they are waited for
   std::array<Stream, 2> side_streams_{};
 };
 
@@ -239,24 +246,50 @@ class RelaxedCapture : Immovable {
 // A point in a stream. Its event goes back to the device when it dies.
 class StreamEvent {
  public:
+  using Waiting = Device::Waiting;
+
   // Throws Error. The device's context is current.
-  StreamEvent(Device& device, Stream stream) : device_(&device), event_(device.take_event()) {
+  StreamEvent(Device& device, Stream stream, Waiting how = Waiting::kAsleep)
+      : device_(&device), stream_(stream), event_(device.take_event(how)), how_(how) {
     Result recorded = driver().event_record(event_, stream);
     if (recorded == Result::kSuccess) [[likely]]
       return;
-    device.give_back(event_);
+    device.give_back(event_, how);
     check(recorded, "cuEventRecord");
   }
   ~StreamEvent() {
-    if (event_ != nullptr) device_->give_back(event_);
+    if (event_ != nullptr) device_->give_back(event_, how_);
   }
   StreamEvent(StreamEvent&& other) noexcept
-      : device_(other.device_), event_(std::exchange(other.event_, nullptr)) {}
+      : device_(other.device_),
+        stream_(other.stream_),
+        event_(std::exchange(other.event_, nullptr)),
+        how_(other.how_) {}
   StreamEvent& operator=(StreamEvent&&) = delete;
 
   // Blocks the thread, which needs no context. Success, or what the stream failed with.
-  Result wait() const noexcept { return driver().event_synchronize(event_); }
-  bool reached() const noexcept { return driver().event_query(event_) != Result::kNotReady; }
+  Result wait() const noexcept {
+    if (how_ == Waiting::kAsleep) return driver().event_synchronize(event_);
+    using Microseconds = std::chrono::duration<double, std::micro>;
+    Result result = query();
+    constexpr Microseconds kLongest(1000);
+    for (Microseconds nap(20); result == Result::kNotReady; nap = std::min(nap * 1.25, kLongest)) {
+      std::this_thread::sleep_for(nap);
+      result = query();
+    }
+    return result;
+  }
+  // The same where the point is near: to put the thread to sleep would take longer than the work.
+  Result wait_near() const noexcept {
+    using Clock = std::chrono::steady_clock;
+    for (auto end = Clock::now() + std::chrono::microseconds(20); Clock::now() < end;)
+      if (Result result = query(); result != Result::kNotReady) return result;
+    return wait();
+  }
+  // Success when the stream has come so far, kNotReady, or what it failed with.
+  Result query() const noexcept { return driver().event_query(event_); }
+  bool reached() const noexcept { return query() != Result::kNotReady; }
+  Stream stream() const noexcept { return stream_; }
   // Work that `stream` is given from here on starts after it.
   void hold_back(Stream stream) const {
     check(driver().stream_wait_event(stream, event_, 0), "cuStreamWaitEvent");
@@ -264,7 +297,9 @@ class StreamEvent {
 
  private:
   Device* device_;
+  Stream stream_;
   Event event_ = nullptr;
+  Waiting how_;
 };
 
 }  // namespace callgate::cuda

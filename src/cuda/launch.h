@@ -192,14 +192,13 @@ class LaunchSite : Immovable {
     auto* stream = static_cast<Stream>(call.context.stream);
     const Functions& found = functions(device);
     for (std::uint32_t index : plan.zeroed) clear_on_device({&call.results[index], 1}, stream);
-    const Lanes& lanes = spec_.lanes;
-    if (lanes.empty()) [[likely]]
+    if (spec_.lanes.empty()) [[likely]]
       return run_lane(call, found, stream, scratch);
-    lanes.check(call.operands, call.results);
+    const LanesOfCall lanes(spec_.lanes, call.operands, call.results);
     std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
-    for (std::int64_t lane = 0; lane < lanes.count(); ++lane) {
-      lanes.select_operands(lane, call.operands, operands);
-      lanes.select_results(lane, call.results, results);
+    for (std::int64_t lane = 0; lane < lanes->count(); ++lane) {
+      lanes->select_operands(lane, call.operands, operands);
+      lanes->select_results(lane, call.results, results);
       run_lane(Call{operands, results, call.context}, found, stream, scratch);
     }
   } catch (const Error& error) {

@@ -1,5 +1,6 @@
 // Memory for copies: pinned memory takes the driver a millisecond a megabyte to make, a device's a
-// synchronisation to free. So both are kept, by size class, up to a budget.
+// synchronisation to free. So both are kept, by size class, up to a budget: what copies on their
+// way may take at once.
 #pragma once
 
 #include <algorithm>
@@ -18,6 +19,8 @@
 namespace callgate::cuda {
 
 void trim_memory() noexcept;  // below
+
+inline constexpr std::size_t kMostOnTheWay = std::size_t{512} << 20;  // of all devices' taps
 
 // Blocks of one kind that nobody uses: of a device's memory, or of pinned memory of the host, which
 // all devices can use. Any thread, with any context or none.
@@ -94,7 +97,8 @@ class Pool : Immovable {
   }
 
  private:
-  static constexpr std::size_t kKept = std::size_t{256} << 20;
+  // Small blocks beside leave room for all the large ones, of which none is made again each time.
+  static constexpr std::size_t kKept = kMostOnTheWay + kMostOnTheWay / 4;
 
   Result make(DevicePointer& block, std::size_t bytes) const {
     if (device_ != nullptr) return driver().mem_alloc(&block, bytes);

@@ -26,14 +26,14 @@ namespace {
 constexpr std::size_t kCopiedInStream = std::size_t{64} << 10;
 
 // A share of what may wait for its way to the host. Programs are given to a stream long before it
-// runs them, so the copies of their taps could take any amount of pinned memory. Beyond kMost the
-// program's thread waits; a call that is larger than all of it waits until it is alone.
+// runs them, so the copies of their taps could take any amount of pinned memory. Beyond the most
+// the program's thread waits; a call that is larger than all of it waits until it is alone.
 class Room : Immovable {
  public:
   // Throws where the device has failed, on which nothing then comes that would make room.
   Room(std::size_t bytes, cuda::Device& device, cuda::Stream stream) : bytes_(bytes) {
     std::unique_lock lock(all_.mutex);
-    auto is_free = [&] { return all_.taken == 0 || all_.taken + bytes_ <= kMost; };
+    auto is_free = [&] { return all_.taken == 0 || all_.taken + bytes_ <= cuda::kMostOnTheWay; };
     while (!all_.freed.wait_for(lock, std::chrono::seconds(1), is_free))
       cuda::StreamEvent probe(device, stream);
     all_.taken += bytes_;
@@ -45,7 +45,6 @@ class Room : Immovable {
   }
 
  private:
-  static constexpr std::size_t kMost = std::size_t{512} << 20;
   struct Backlog {
     std::mutex mutex;
     std::condition_variable freed;
@@ -163,8 +162,9 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
       copied->copies.fetch(call.stream);
       completions.in_turn(call.stream, [run] { run(cuda::Result::kSuccess); });
     });
+  constexpr auto kAsking = cuda::Device::Waiting::kAsking;
   completions.after(bytes > kCopiedInStream ? copied->copies.fetch_aside(call.stream)
-                                            : copied->copies.fetch_with_event(call.stream),
+                                            : copied->copies.fetch_with_event(call.stream, kAsking),
                     run);
 }
 

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -141,10 +142,13 @@ class DecodedCall : Immovable {
   Views operands_, results_;
 };
 
-// The run's id; -1 where XLA has none.
+// The run's id, from 0 on; -1 where XLA has none. XLA counts up from a random number of 32 bits.
 inline std::int64_t decode_run(const XLA_FFI_CallFrame& frame) noexcept {
   XLA_FFI_RunId_Get_Args run{XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr, frame.ctx, -1};
-  return succeeded(frame.api, frame.api->XLA_FFI_RunId_Get(&run)) ? run.run_id : -1;
+  if (!succeeded(frame.api, frame.api->XLA_FFI_RunId_Get(&run))) return -1;
+  const bool of_32_bits = run.run_id >= std::numeric_limits<std::int32_t>::min();
+  return run.run_id & (of_32_bits && run.run_id < 0 ? std::numeric_limits<std::uint32_t>::max()
+                                                    : std::numeric_limits<std::int64_t>::max());
 }
 
 // The device's ordinal; -1 where XLA has none.

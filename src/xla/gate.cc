@@ -144,6 +144,8 @@ void GateState::execute(XLA_FFI_CallFrame* frame) {
 
 // --- In programs for CUDA ------------------------------------------------------------------------
 
+using enum cuda::Device::Waiting;
+
 void run_native(CudaCall& call) {
   const CallSite& site = call.call_site();
   call.context.shard = call.site.shards.read(site.shards, call.number, call.device, call.stream);
@@ -160,7 +162,8 @@ void run_native(CudaCall& call) {
 void run_at_once(CudaCall& call) {
   auto copied = std::make_shared<CopiedCall>(call, call.decoded.operands(), call.decoded.results());
   if (!copied->copies.operands().empty())
-    cuda::check(copied->copies.fetch_with_event(call.stream).wait(), "cuEventSynchronize");
+    cuda::check(copied->copies.fetch_with_event(call.stream, kAsleep).wait_near(),
+                "cuEventSynchronize");
   ActiveCall active;
   if (!active.entered()) return refuse_at_exit(call.callee());
   Call on_host = copied->call();
@@ -177,7 +180,7 @@ class HeldStreamCall final : public WatchedCall {
       : WatchedCall(call.site.call_site),
         device_(call.device),
         copied_(call, call.decoded.operands(), call.decoded.results()),
-        fetched_(copied_.copies.fetch_with_event(call.stream)) {}
+        fetched_(copied_.copies.fetch_with_event(call.stream, kAsleep)) {}
 
   // From here on the stream waits until the call has settled or is abandoned.
   void hold(cuda::Stream stream) {
@@ -260,7 +263,7 @@ void run_on_own_thread(CudaCall& call) {
   auto own = std::make_shared<HeldStreamCall>(call);
   try {
     own->hold(call.stream);
-    if (!cuda::Completions::of(call.device).keep({call.device, call.stream}, own)) {
+    if (!cuda::Completions::of(call.device).keep({call.device, call.stream, kAsking}, own)) {
       // Nobody may wait for a stream that waits for this call.
       throw Error(ErrorCode::kAborted,
                   "gate '" + call.callee().name() + "': nothing is kept for it any more");

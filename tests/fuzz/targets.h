@@ -15,7 +15,7 @@
 #include <string>
 #include <string_view>
 
-// One function a file, tests/fuzz/NAME.cc; its seeds are in seeds/NAME.
+// One function a file, tests/fuzz/<name>.cc; its seeds are in seeds/<name>.
 #define CALLGATE_FUZZ_TARGETS(X) \
   X(attributes)                  \
   X(lanes)                       \

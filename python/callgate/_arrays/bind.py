@@ -20,7 +20,7 @@ Convert = Callable[[Any], Any]
 
 
 def is_native(kind: str) -> bool:
-  """Whether a gate with `arrays=kind` gets a GPU's own arrays; others get copies on the host."""
+  """True if a gate with `arrays=kind` gets a GPU's own arrays; others get copies on the host."""
   return kind in gpu.KINDS  # "jax" isn't: its callable might wait for the device that waits for it
 
 
@@ -113,8 +113,13 @@ def _flat(
     def results_of(result: Any) -> Any:
       return tuple(map(to_result, encoding.check_structure(signature.out_tree, result, gate)))
 
+  def write(lead: tuple[Any, ...], out: Any, inputs: Sequence[Any]) -> Any:
+    converted = outs_of(out)
+    result = call((*lead, converted), inputs)
+    return out if result is converted else result  # the runtime's own, which it knows
+
   return {
     "return": lambda *inputs: results_of(call((), inputs)),
-    "inplace": lambda out, *inputs: call((outs_of(out),), inputs),
-    "context": lambda where, out, *inputs: call((where, outs_of(out)), inputs),
+    "inplace": lambda out, *inputs: write((), out, inputs),
+    "context": lambda where, out, *inputs: write((where,), out, inputs),
   }[style]

@@ -82,7 +82,7 @@ def _escaped(suspects: list[Suspect]) -> list[Suspect]:
 
 
 def _others(suspect: Suspect) -> int:
-  """How many references to a view are not the runtime's, the tuple's or getrefcount's argument."""
+  """Counts references to a view beyond the runtime's, the tuple's and getrefcount's argument."""
   return sys.getrefcount(suspect[2]) - 3
 
 
@@ -142,7 +142,7 @@ def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:
 
 @dataclasses.dataclass
 class _Rescue:
-  """What moves from XLA's memory to the copy at `target`.
+  """The views that move from XLA's memory to the copy at `target`.
 
   `keeper` owns the copy; None where the view, a Buffer, does. Nothing here refers to the view
   itself, whose references are counted. `own` are the ids of what holds it on our behalf.

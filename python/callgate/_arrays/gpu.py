@@ -27,7 +27,7 @@ STREAMS = tuple(_EXTRAS)
 
 
 class Library(NamedTuple):
-  """How a callable works with a library's arrays on a GPU."""
+  """Describes how a callable works with a library's arrays on a GPU."""
 
   convert: Callable[[Any], Any]  # makes the library's array from a Buffer on a GPU
   result: Callable[[Any], Any]  # what the runtime can copy, from what the callable returned

@@ -1,4 +1,4 @@
-"""Who holds the arrays of a call: what the heap can tell, and what it can't.
+"""Finds who holds the arrays of a call: what the heap can tell, and what it can't.
 
 A view that outlived its call can be given a copy where its holder asks it for its memory at each
 use: a container, a frame, an instance of a class of Python's. One with a C layout of its own may

@@ -1,4 +1,4 @@
-"""Where compiled code is kept on disk, and who may have written it: what is there is run.
+"""Keeps compiled code on disk, and checks who may have written it: what is there is run.
 
 Every cache of callgate's is a folder below `cache_dir()`. It and its files, which are opened
 without following a link, belong to this user or to root, and nobody else can write to them. A
@@ -34,7 +34,7 @@ class UntrustedError(PermissionError):
 
 
 def cache_dir() -> Path:
-  """Where compiled kernels are kept: `CALLGATE_CACHE_DIR`, or callgate below the user's caches."""
+  """The folder of compiled kernels: `CALLGATE_CACHE_DIR`, or callgate below the user's caches."""
   if given := os.environ.get("CALLGATE_CACHE_DIR"):
     return Path(given).absolute()
   base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

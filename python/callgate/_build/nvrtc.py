@@ -95,7 +95,10 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
     if root.name == "cuda_nvrtc":
       near += [packages / name / "include" for name in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")]
     folders = [*near, *folders[:1]] if toolkit else near
-  for folder in dict.fromkeys(folders):
+  # CUDA 13 has its C++ libraries in a folder of their own, and its packages may lack it.
+  libraries = [folder / "cccl" for folder in folders]
+  libraries.append(Path(toolkit or "/usr/local/cuda") / "include" / "cccl")
+  for folder in dict.fromkeys([*folders, *libraries]):
     if any((folder / name).exists() for name in ("cuda_fp16.h", "cuda/std", "crt")):
       yield str(folder)
 
@@ -108,7 +111,7 @@ class Image(NamedTuple):
 
 
 class Built(NamedTuple):
-  """What became of a kernel; `entry` is the function's name in the image."""
+  """A compiled kernel; `entry` is the function's name in the image."""
 
   image: Image
   entry: str
@@ -176,6 +179,9 @@ def _compile(
   if not ok:
     version = f"{used.nvrtc.version // 1000}.{used.nvrtc.version % 1000 // 10}"
     said = output or "without a message"
+    if re.search(r'cannot open source file "(cuda/std|cub|thrust|nv)/', output):
+      package = "nvidia-cuda-cccl-cu12" if used.nvrtc.version < 13000 else "nvidia-cuda-cccl"
+      said += f"\nThose are CUDA's C++ libraries: pip install {package}, or install CUDA's toolkit"
     raise CompileError(f"{label}: CUDA's compiler (NVRTC {version}) refused it:\n{said}", output)
   return names[0].encode() + b"\n" + code
 

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from callgate._core.paths import ROOT
 DEFAULT_FLAGS = ("-O3", "-march=native", "-DNDEBUG")
 DEBUG_FLAGS = ("-O0", "-g", "-DCALLGATE_BOUNDS_CHECK=1")
 _ALWAYS = ("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden")
+_OMP = re.compile(r"^\s*#\s*pragma\s+omp\b", re.MULTILINE)
 _COMPILERS = ("c++", "g++", "clang++")
 # What changes a compiler's result beside its arguments.
 _ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "SDKROOT")
@@ -78,7 +80,7 @@ def compiler() -> list[str]:
 
 @functools.cache
 def cpu() -> str:
-  """What `-march=native` stands for on this machine."""
+  """Returns what `-march=native` stands for on this machine."""
   fields: list[tuple[str, str]] = []
   with contextlib.suppress(OSError):
     first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]  # the first processor's do
@@ -100,6 +102,9 @@ def build(
   Flags come after callgate's own; libraries are names for `-l`, or paths, and their folders are for
   the library's run path, too. Messages say `what` for the kernel, and the source's `#line`s.
   """
+  if _OMP.search(source) and "_OPENMP" not in source and not any("openmp" in f for f in flags):
+    told = "without flags=['-fopenmp'] the compiler ignores it, and the code runs on one thread"
+    warnings.warn(f"{what}: the source has '#pragma omp': {told}", stacklevel=2)
   command, folders = compiler(), [os.path.abspath(d) for d in library_dirs]
   arguments = [*_ALWAYS, f"-I{include_dir()}", *(f"-I{os.path.abspath(d)}" for d in include_dirs)]
   arguments += flags
@@ -149,10 +154,12 @@ def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
         _loaded[key] = open_library(key)
       except OSError as error:
         problem = str(error).removeprefix(f"{key}: ")
+        advice = "Libraries that it calls are named with libraries=, and their folders with "
+        advice += "library_dirs="
+        if re.search(r"\b(omp_|GOMP_|__kmpc_)", problem):
+          advice = "That is OpenMP's; expected flags=['-fopenmp']"
         raise CompileError(
-          f"{what}: what the compiler made can't be loaded: {problem}. Libraries that it calls are "
-          "named with libraries=, and their folders with library_dirs=",
-          problem,
+          f"{what}: what the compiler made can't be loaded: {problem}. {advice}", problem
         ) from None
     return _loaded[key]
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from callgate._call.site import Callee, CallSite
+from callgate._core import split
 from callgate._core.dtypes import is_packed
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
@@ -48,7 +49,7 @@ def batch_whole(
 def cuts_bytes(
   operands: Sequence[Any], mask: Sequence[bool], results: Sequence[tuple[Sequence[int], Any]]
 ) -> bool:
-  """Whether lanes of types with several elements in a byte would begin within one.
+  """True if lanes of types with several elements in a byte would begin within one.
 
   Batched operands have their axis first; `results` are shape and dtype of each, of one lane.
   """
@@ -83,7 +84,7 @@ def apply_vmap_rule(
   """Runs the user's batching rule on flat values."""
   assert gate.vmap_rule is not None
   args, kwargs = jax.tree.unflatten(site.in_tree, operands)
-  lead = size, list(jax.tree.unflatten(site.in_tree, mask)[0])
+  lead = size, list(split.flags(site.in_tree, mask)[0])
   out, out_batched = gate.call_rule(gate.vmap_rule, lead, args, kwargs, site.static)
   leaves, tree = jax.tree.flatten(out)
   if tree != site.out_tree:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._call.site import Callee, CallSite, Static
-from callgate._core import registry
+from callgate._core import registry, split
 from callgate._core.dtypes import is_inexact, type_text
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
@@ -25,7 +25,7 @@ from callgate._jax import tracing
 def no_derivative(
   gate: Callee, site: CallSite, linear: frozenset[int], refused: Sequence[int]
 ) -> GateDefinitionError:
-  """What a user without a derivative with respect to the `refused` needs to know."""
+  """The message to a user without a derivative with respect to the `refused`."""
   it = gate.kind.split()[-1]
   ways = (
     f"{gate.label} has no derivative. Define one in any of four ways: {it}.defjvp(rule), "
@@ -42,13 +42,34 @@ def no_derivative(
   return GateDefinitionError(ways)
 
 
+_MOST_CALLS = 256  # of one gate that are kept with the rules around them
+_BACKWARD = "callgate.bwd:"  # begins the names of backward functions
+
+
+def refuse_forward_mode(name: str) -> None:
+  """Raises where `name` is that of a gate's backward function: it has no forward mode."""
+  if not name.startswith(_BACKWARD):
+    return
+  gate = registry.get(name := name.removeprefix(_BACKWARD))
+  label, it = (gate.label, gate.kind) if gate is not None else (f"gate '{name}'", "gate")
+  raise GateDefinitionError(
+    f"{label} has no forward mode: defvjp serves reverse mode (grad, vjp, jacrev) alone. Expected "
+    f"{it}.defjvp(rule), which serves both, for jvp, jacfwd and hessian; or, in the place of "
+    "hessian, jacrev of jacrev"
+  )
+
+
 def apply(gate: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
   """Calls the gate with whatever derivative it has."""
   if not gate.has_rule:
     return gate.apply_raw(args, kwargs, static)
-  call = gate.differentiable.get(static)
+  tree = jax.tree.structure(args)
+  key = static, tree if split.is_split(tree) else None
+  call = gate.differentiable.get(key)
   if call is None:
-    call = gate.differentiable[static] = _with_rules(gate, static)
+    while len(gate.differentiable) >= _MOST_CALLS:  # objects whose methods are called, say
+      del gate.differentiable[next(iter(gate.differentiable))]
+    call = gate.differentiable[key] = _with_rules(gate, *key)
   if tracing.manual_axes():
     # In a `jax.shard_map` arguments vary over the same mesh axes, so that rules may be written as
     # if there was one device: where devices share an argument, the cast's transpose adds up the
@@ -59,7 +80,9 @@ def apply(gate: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], static: S
   return call(*args)
 
 
-def _with_rules(gate: Callee, static: Static) -> Callable[..., Any]:
+def _with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
+  """`tree` is the structure of arguments that were split."""
+
   def call(*args: Any) -> Any:
     return gate.apply_raw(args, {}, static)
 
@@ -73,8 +96,27 @@ def _with_rules(gate: Callee, static: Static) -> Callable[..., Any]:
 
   if gate.vjp_rules is not None:
     fwd, bwd = gate.vjp_rules
+    forward, backward = ruled(fwd, 0), ruled(bwd, 2)
+
+    backward.__name__ = backward.__qualname__ = f"{_BACKWARD}{gate.name}"
+
+    def backward_split(residuals: Any, cotangent: Any) -> Any:
+      found = backward(residuals, cotangent)
+      try:
+        return split.split_as(tree, found)
+      except ValueError as error:
+        expected = jax.tree.structure(split.flags(tree, [True] * tree.num_leaves))
+        what = f"defvjp: bwd: expected cotangents of the structure {expected}"
+        raise GateDefinitionError(
+          f"{gate.label}: {what}, got {jax.tree.structure(found)}"
+        ) from error
+
+    backward_split.__name__ = backward.__name__
     with_vjp = jax.custom_vjp(call)
-    with_vjp.defvjp(ruled(fwd, 0), ruled(bwd, 2))
+    if tree is None:
+      with_vjp.defvjp(forward, backward)
+    else:
+      with_vjp.defvjp(lambda *args: split.split(forward(*args)), backward_split)
     return with_vjp
   with_jvp = jax.custom_jvp(call)
   if gate.jvp_rule is not None:
@@ -95,7 +137,7 @@ def _with_rules(gate: Callee, static: Static) -> Callable[..., Any]:
 
 
 def _vary_as(args: Any, found: Any) -> Any:
-  """What a rule found, varying in a `jax.shard_map` as its arguments do: constants do not."""
+  """Makes a rule's values vary in a `jax.shard_map` as its arguments do: constants do not."""
   if not tracing.manual_axes():
     return found
   axes = tracing.varying_axes([x for x in jax.tree.leaves(args) if _is_number(x)])
@@ -209,7 +251,7 @@ def transpose_leaves(
   cotangent = jax.tree.unflatten(site.out_tree, cotangents)
   args, kwargs = jax.tree.unflatten(site.in_tree, flat)
   grads = gate.call_rule(gate.transpose_rule, (cotangent,), args, kwargs, site.static)
-  leaves = jax.tree.leaves(grads)
+  leaves = jax.tree.leaves(split.split(grads))
   if len(leaves) != len(linear):
     raise GateDefinitionError(
       f"{gate.label}: the transpose rule returned {len(leaves)} cotangents; expected one for "

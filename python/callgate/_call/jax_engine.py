@@ -16,15 +16,17 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.interpreters import mlir
 
+from callgate import _callgate
 from callgate._arrays import gpu
 from callgate._arrays.torch import to_numpy
 from callgate._call.batching import apply_vmap_rule, batch_whole
 from callgate._call.site import BoundCall, Callee, CallSite
-from callgate._core import encoding
+from callgate._core import encoding, registry, split
+from callgate._core.dtypes import type_text
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._core.failures import describe_failure
-from callgate._core.masked import ADVICE, is_masked
+from callgate._core.masked import is_masked
 from callgate._jax import tracing
 
 
@@ -97,7 +99,7 @@ def _callback(
 
 
 class HostError(RuntimeError):
-  """What JAX's own callbacks, which make text of exceptions, get: the id of the gate's own."""
+  """Raised to JAX's own callbacks, which make text of it: has the id of the gate's own error."""
 
 
 def _run_on_host(
@@ -108,13 +110,13 @@ def _run_on_host(
   copies = [np.array(x) for x in inputs]
   for copy in copies:
     copy.setflags(write=False)
-  args, kwargs = jax.tree.unflatten(site.in_tree, [convert(x) for x in copies])
+  args, kwargs = split.unflattener(site.in_tree)([convert(x) for x in copies])
   static = dict(site.static)
   if gate.style == "return":
     value = gate.on_host(*args, **kwargs, **static)
     leaves = [to_numpy(leaf) for leaf in encoding.check_structure(site.out_tree, value, gate.name)]
     return tuple(
-      _checked(gate, leaf, shape, dtype, index)
+      _checked(gate, site, leaf, shape, dtype, index)
       for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, results, strict=True))
     )
   outs = [np.zeros(shape, dtype) for shape, dtype in results]
@@ -155,14 +157,14 @@ def _to_torch(array: Any) -> Any:
   return torch.from_numpy(writable.view(words)).view(getattr(torch, array.dtype.name))
 
 
-def _checked(gate: Callee, value: Any, shape: tuple[int, ...], dtype: Any, index: int) -> Any:
+def _checked(
+  gate: Callee, site: CallSite, value: Any, shape: tuple[int, ...], dtype: Any, index: int
+) -> Any:
   array = np.asarray(value)
-  masked = is_masked(value)
-  same_kind = array.dtype == dtype or (gate.cast and np.can_cast(array.dtype, dtype, "same_kind"))
-  if array.shape != shape or not same_kind or masked:
-    got = f"{array.dtype.name}{list(array.shape)}"
-    raise ResultError(
-      f"gate '{gate.name}': result {index}: expected {np.dtype(dtype).name}{list(shape)}, got "
-      + (f"a masked array ({got}), {ADVICE}" if masked else got)
-    )
-  return array.astype(dtype, copy=False)
+  if array.dtype == dtype and array.shape == shape and not is_masked(value):
+    return array
+  made = np.empty(shape, dtype)
+  if (got := _callgate.store(made, value, site.cast)) is not None:
+    where = registry.of(gate.name, site.spec, "result", index)
+    raise ResultError(f"gate '{gate.name}': {where}: expected {type_text(dtype, shape)}, got {got}")
+  return made

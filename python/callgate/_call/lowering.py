@@ -76,13 +76,18 @@ def emit(
     **(attributes or {}),
   }
   held = {name: value for name, value in held.items() if not isinstance(value, dict) or value}
-  rule = None
+  open_results, rule = lowering.has_open_shapes(avals_out), None
   if sharded is not None:
     held["shard"], rule = sharded[0].text, sharded[1]
+    if open_results and order is not None:
+      raise GateDefinitionError(
+        f"gate '{name}': effect='ordered', with results of symbolic shapes, works in exported "
+        "programs for one device; this program is partitioned over several"
+      )
   if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
     # What the runtime knows the call by (src/xla/kernel.cc): first in the order of names.
     held["_key"] = key_of(held)
-  return lowering.emit_ffi_call(
+  results = lowering.emit_ffi_call(
     context,
     target + PARTITIONED if sharded is not None else target,
     operands,
@@ -92,7 +97,15 @@ def emit(
     has_side_effect=has_side_effect,
     aliases=aliases or {},
     order=order,
+    gives_token=not open_results,
     sharding=sharding,
-    # Nothing follows without operands or results, and Shardy's rules know no tokens.
-    rule=rule if avals_in and avals_out and order is None else None,
+    # Nothing follows without operands or results. Shardy's rules know no tokens, and none of the
+    # operands that stand for symbolic shapes until the program is compiled.
+    rule=rule if avals_in and avals_out and order is None and not open_results else None,
   )
+  if open_results and order is not None:  # XLA works out no such shapes beside a token
+    lowering.emit_ffi_call(
+      context, GATE_TARGET, results[:1], avals_out[:1], [], {"name": "callgate.after"},
+      has_side_effect=True, aliases={}, order=order,
+    )  # fmt: skip
+  return results

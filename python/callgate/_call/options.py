@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from callgate._core import options as check
+from callgate._core import spellings
 from callgate._core.errors import GateDefinitionError
 
 Effect = Literal["pure", "io", "ordered"]
@@ -16,11 +17,12 @@ _Options = TypeVar("_Options", bound="CallOptions")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CallOptions:
-  """What a call gives, and how transformations treat it.
+  """Describes a call's results, and how transformations treat it.
 
   Attributes:
     out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
-      arguments' ShapeDtypeStructs to one.
+      arguments' ShapeDtypeStructs to one. Default with effect="io" or "ordered": (), no results. A
+      gate's may be left to jaxtyping's annotations of its function.
     like: a JAX-traceable reference of the same signature: gives the results' shapes when `out` is
       not given, derivatives where there is no rule, and the truth of `check`.
     name: what programs call it by; needed to call exported programs in another process. Default:
@@ -62,6 +64,7 @@ class CallOptions:
     """
     effect: Effect = check.choice(label, "effect", self.effect, ("pure", "io", "ordered"))
     methods = ("each", "whole", "broadcast", *(("grid",) if grid else ()))
+    spellings.answer_vmap(label, self.vmap)
     vmap = self.vmap if callable(self.vmap) else check.choice(label, "vmap", self.vmap, methods)
     check.sharding(label, self.sharding)
     check.or_none(check.function, label, "like", self.like)
@@ -72,13 +75,16 @@ class CallOptions:
         f"{label}: gradient='finite-difference' calls the gate many times, so its effect must "
         f"be 'pure', got {effect!r}"
       )
-    if self.out is None and self.like is None:
+    out = () if self.out is None and self.like is None and effect != "pure" else self.out
+    if out is None and self.like is None:
       raise GateDefinitionError(
         f"{label}: the results' shapes are not known; expected out= (a pytree of "
         "ShapeDtypeStructs, or a function from the arguments' ShapeDtypeStructs to one) or like= "
         "(a JAX function of the same signature)"
       )
-    return dataclasses.replace(self, effect=effect, vmap=vmap, linear=linear, aliases=aliases)
+    return dataclasses.replace(
+      self, out=out, effect=effect, vmap=vmap, linear=linear, aliases=aliases
+    )
 
 
 def shared(kind: type[_Options], options: CallOptions, **changes: Any) -> _Options:

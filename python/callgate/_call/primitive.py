@@ -250,7 +250,7 @@ def _lower_to_runtime(
 # -- registration --------------------------------------------------------------------------------
 for primitive in (gate_p, mesh_gate_p):
   primitive.multiple_results = True
-  tracing.define_impl(primitive)
+  tracing.define_impl(primitive, lambda call: call.gate.programs(), lambda call: call.gate.label)
   primitive.def_effectful_abstract_eval(_abstract_eval)
   ad.primitive_jvps[primitive] = _jvp
   ad.primitive_transposes[primitive] = _transpose
@@ -259,6 +259,7 @@ for primitive in (gate_p, mesh_gate_p):
   # rule for all platforms: of several, JAX would make a branch of the program for each.
   mlir.register_lowering(primitive, lower, cacheable=False)
 tracing.needs_devices(mesh_gate_p)
+tracing.weakly_cached.add(BoundCall)
 for effect in (effects.GateEffect, effects.TapEffect, effects.OrderedGateEffect):
   tracing.allow_effect(effect, ordered=effect is effects.OrderedGateEffect, kept=True)
 tracing.allow_effect(effects.WholeTapEffect, ordered=True)

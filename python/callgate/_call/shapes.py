@@ -13,6 +13,7 @@ import numpy as np
 from callgate._call.site import Callee, CallSite, Static
 from callgate._core import registry
 from callgate._core.dtypes import is_packed
+from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._core.masked import is_masked, shown
 from callgate._core.signatures import accepted
@@ -24,6 +25,9 @@ def result_types(
 ) -> tuple[tuple[Any, ...], Any]:
   args, kwargs = jax.tree.unflatten(in_tree, structs)
   declared, like = gate.out, gate.like
+  if declared is not None and gate.is_of_object(args):
+    args = args[1:]
+    declared = getattr(declared, "of_method", lambda: declared)()
   if declared is None:
     assert like is not None
     declared = jax.eval_shape(
@@ -45,12 +49,16 @@ def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
       f"{where}: {dtype.name} needs jax_enable_x64; expected {narrow.name} without it"
     )
   shape = tuple(leaf.shape)
-  if not all(isinstance(extent, (int, np.integer)) for extent in shape):
-    raise GateDefinitionError(f"{where}: expected known extents, got {shape}")
-  return tuple(map(int, shape)), dtype
+  if not all(isinstance(n, (int, np.integer)) or is_open(n) for n in shape):
+    hint = ""
+    if any(map(is_type, shape)):
+      hint = ": an argument that is an array has no value yet; give a Python int by keyword"
+    raise GateDefinitionError(f"{where}: expected known extents, got {shape}{hint}")
+  return tuple(n if is_open(n) else int(n) for n in shape), dtype
 
 
-def as_array(gate: Callee, leaf: Any, index: int) -> Any:
+def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
+  """A leaf of a call's arguments, of the structure `tree`, as an array."""
   if isinstance(leaf, jax.Array):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       return jax.random.key_data(leaf)
@@ -59,18 +67,19 @@ def as_array(gate: Callee, leaf: Any, index: int) -> Any:
     return jnp.asarray(leaf)
   except (TypeError, ValueError, OverflowError) as error:
     hint = "" if is_masked(leaf) else "; pass anything else as a keyword argument, which is static"
+    where = f"argument {registry.argument_in(gate.name, tree, index)}"
     raise GateDefinitionError(
-      f"{gate.label}: argument {index}: expected an array or a pytree of arrays, got "
-      f"{shown(leaf)}{hint}"
+      f"{gate.label}: {where}: expected an array or a pytree of arrays, got {shown(leaf)}{hint}"
     ) from error
 
 
 def check_arrays(gate: Callee, args: tuple[Any, ...]) -> None:
   """Raises where a leaf is no array, before JAX's custom derivatives say so in their words."""
-  for index, leaf in enumerate(jax.tree.leaves(args)):
-    plain = type(leaf) is np.ndarray and leaf.dtype.kind != "O"
+  leaves, tree = jax.tree.flatten((args, {}))
+  for index, leaf in enumerate(leaves):
+    plain = type(leaf) is np.ndarray and leaf.dtype.kind not in "OSUmM"
     if not (plain or isinstance(leaf, (jax.Array, np.generic, bool, int, float, complex))):
-      as_array(gate, leaf, index)
+      as_array(gate, leaf, index, tree)
 
 
 def check_call(gate: Callee, site: CallSite, structs: Sequence[Any]) -> None:
@@ -116,15 +125,22 @@ def split_static(label: str, kwargs: dict[str, Any]) -> tuple[dict[str, Any], St
   arrays: dict[str, Any] = {}
   static: list[tuple[str, Any]] = []
   for key, value in sorted(kwargs.items()):
-    if any(isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(value)):
+    leaves: list[Any] = jax.tree.leaves(value)
+    if open_ := [leaf for leaf in leaves if is_open(leaf)]:
+      raise GateDefinitionError(
+        f"{label}: keyword argument '{key}': expected an array or a value that is known now, got "
+        f"the symbolic dimension {open_[0]}; jax.numpy.asarray makes an array of it"
+      )
+    if any(isinstance(leaf, _ARRAYS) for leaf in leaves):
       arrays[key] = value
       continue
     try:
       hash(value)
     except TypeError as error:
       raise GateDefinitionError(
-        f"{label}: keyword argument '{key}': expected an array or a hashable static value, "
-        f"got {type(value).__name__}"
+        f"{label}: keyword argument '{key}': expected an array, a pytree of arrays or a hashable "
+        f"static value, got {type(value).__name__} ({error}). A class that holds arrays is to be "
+        "registered as a pytree (jax.tree_util.register_dataclass)"
       ) from error
     static.append((key, value))
   return arrays, tuple(static)

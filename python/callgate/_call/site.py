@@ -1,4 +1,4 @@
-"""What rules and lowering know of a call, and of what it calls."""
+"""Describes a call, and what it calls, to rules and lowering."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from callgate._call.options import CallOptions, Effect, Vmap
-from callgate._core import encoding, signatures
+from callgate._core import encoding, signatures, split
 from callgate._core.encoding import Level
+from callgate._core.pickling import Portable
+from callgate._core.registry import Place
 from callgate._sharding import rules
 
 Static = tuple[tuple[str, Any], ...]
@@ -19,13 +21,14 @@ RUNTIME_PLATFORMS = ("cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True)
 class CallSite:
-  """What is fixed about a call when it is traced."""
+  """Holds what is fixed about a call when it is traced."""
 
   in_tree: Any  # of (args, kwargs), arrays as leaves
   out_tree: Any
   static: Static
   results: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype, of one lane
   by_jax: bool = False  # lowered to JAX's own callbacks
+  cast: bool = False  # results that are not of its types are cast
 
   @functools.cached_property
   def spec(self) -> str:
@@ -80,7 +83,7 @@ class Call(BoundCall):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Emission:
-  """What a program holds of a call."""
+  """The form in which a program holds a call."""
 
   callee: Any  # the runtime's, which has a name
   target: str  # the FFI target
@@ -92,19 +95,23 @@ class Emission:
 Backend = Callable[[Call], Emission]
 
 
-class Callee:
+class Callee(Portable):
   """A gate or kernel as the primitive's rules see it; `Operation` is what users call."""
 
   kind = "operation"
   parameters: tuple[str, ...] = ()
   arrays = "numpy"
   style = "inplace"
-  cast = False
+  cast: bool | None = False
   collective = False
   # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
   autograd = False
   # Whether one call does in programs for several platforms.
   same_on_all_platforms = False
+  # Whether arguments may hold more than arrays (`_core/split.py`).
+  splits = False
+  # What the callable's parameters are where a call gives nothing.
+  defaults: Mapping[str, Any] = {}
   one_calls_for_all = False
   # The user's rules of differentiation; with `symbolic_zeros` that of the jvp is told which
   # tangents are zero, as by `jax.custom_jvp`.
@@ -112,6 +119,11 @@ class Callee:
   symbolic_zeros = False
   vjp_rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
   transpose_rule: Callable[..., Any] | None = None
+  place: Place | None = None  # where it is defined
+  owner: Callable[[], type | None] | None = None  # the class of which it is a method
+
+  def programs(self) -> Callable[..., Any] | None:
+    """The keeper of the programs of calls outside of programs; None for JAX's own cache."""
 
   def __init__(self, name: str, options: CallOptions) -> None:
     """Takes options that are checked."""
@@ -125,11 +137,15 @@ class Callee:
     self.linear = cast("bool | tuple[int, ...]", options.linear)
     self.aliases = dict(options.aliases or {})
     self.gradient = options.gradient
-    self.differentiable: dict[Static, Callable[..., Any]] = {}  # calls with the rules around them
+    self.differentiable: dict[Any, Callable[..., Any]] = {}  # calls with the rules around them
+
+  def rename(self, name: str) -> None:
+    """Gives it another name in the programs that are lowered from here on; its own is free then."""
+    raise NotImplementedError
 
   @property
   def label(self) -> str:
-    """What messages call it."""
+    """The name in messages."""
     return f"{self.kind} '{self.name}'"
 
   def __repr__(self) -> str:
@@ -137,16 +153,24 @@ class Callee:
 
   @property
   def has_rule(self) -> bool:
-    """Whether a rule of the user's, a reference or differences give its derivatives."""
+    """True if a rule of the user's, a reference or differences give its derivatives."""
     rules = self.jvp_rule, self.vjp_rules, self.gradient, self.like
     return any(rule is not None for rule in rules)
+
+  def is_of_object(self, args: Sequence[Any]) -> bool:
+    """True if a call's first argument is the object whose method this is."""
+    owner = self.owner and self.owner()
+    if owner is None or not args:
+      return False
+    first = args[0].value if isinstance(args[0], split.Static) else args[0]
+    return isinstance(first, owner)
 
   def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
     """Binds the call, without derivative rules of its own."""
     raise NotImplementedError
 
   def backend(self, platform: str) -> Backend:
-    """What makes the calls of programs for a platform of `RUNTIME_PLATFORMS`.
+    """Returns what makes the calls of programs for a platform of `RUNTIME_PLATFORMS`.
 
     Raises:
       GateDefinitionError: it has no code for that platform.
@@ -156,7 +180,7 @@ class Callee:
   def sharding_rule(
     self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]
   ) -> rules.Rule:
-    """Which dimensions of one lane's arrays, of these shapes, may be split over devices."""
+    """Returns which dimensions of one lane's arrays, of these shapes, may be split over devices."""
     del site
     return rules.of_call(self.label, self.sharding, operands, results)
 
@@ -174,7 +198,7 @@ class Callee:
     raise NotImplementedError
 
   def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
-    """How a call is batched that the runtime does not loop over yet.
+    """Returns how a call is batched that the runtime does not loop over yet.
 
     `mask` says which flat arguments have a batch axis; `lanes` are ShapeDtypeStructs of one lane's.
     """
@@ -182,7 +206,7 @@ class Callee:
     return self.vmap
 
   def batched(self, whole: Level | None) -> Callee:
-    """What runs a call whose arguments have the one leading axis `whole`: itself, as a rule."""
+    """Returns the callee for arguments with the one leading axis `whole`: itself, as a rule."""
     del whole
     return self
 
@@ -200,6 +224,13 @@ class Callee:
   ) -> Any:
     """Calls a user's function about this operation (a rule, a reference) with `lead` and the call.
 
-    Static arguments go where the function has parameters for them.
+    Static arguments, and the callable's defaults where the call leaves them, go where the function
+    has parameters for them.
     """
+    lead, args, kwargs = split.joined((tuple(lead), tuple(args), dict(kwargs)))
+    if self.defaults:
+      given = {*kwargs, *(name for name, _ in static)}
+      left = signatures.open_parameters(function, len(lead) + len(args), given)
+      more = {name: self.defaults[name] for name in left if name in self.defaults}
+      kwargs = {**kwargs, **more}
     return function(*lead, *args, **kwargs, **signatures.accepted(function, dict(static)))

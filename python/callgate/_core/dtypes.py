@@ -42,7 +42,7 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def is_inexact(dtype: Any) -> bool:
-  """Whether derivatives with respect to such numbers exist."""
+  """True if derivatives with respect to such numbers exist."""
   return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
@@ -78,7 +78,7 @@ def carried(leaf: Any) -> tuple[Any, str | None]:
 
 
 def carrier(dtype: Any) -> np.dtype[Any]:
-  """What an array of a type travels as on the host: itself, unless it packs several into a byte."""
+  """The type that an array travels as on the host: its own, unless it packs several into a byte."""
   name = np.dtype(dtype).name
   if name not in _PACKED:
     return np.dtype(dtype)

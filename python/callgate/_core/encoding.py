@@ -1,4 +1,4 @@
-"""How flat arrays make up a call: the text that a program carries instead of Python objects.
+"""Encodes how flat arrays make up a call: a program carries text instead of Python objects.
 
 A call site's *spec* is "" when positional arrays go in and one array comes out, "*" when a tuple of
 arrays comes out, else JSON with the tree of the arguments, the tree of the results and the static
@@ -11,17 +11,23 @@ key in the next process.
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import hashlib
 import json
 import math
+import operator
 import pickle
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.export import is_symbolic_dim
 
+from callgate._core import split
 from callgate._core.errors import GateDefinitionError, ResultError
 
 PyTreeDef = Any
@@ -57,6 +63,8 @@ def _encode_node(node: Any, tree: PyTreeDef | None = None) -> Json:
     return _LEAF
   if node is None:
     return None
+  if isinstance(node, split.Static):
+    return {"o": _name_object(node)} if node.by_identity else {"s": _encode_static(node.value)}
   if type(node) in (tuple, list):
     items = cast("Sequence[Any]", node)
     return {"t" if type(node) is tuple else "l": [_encode_node(item) for item in items]}
@@ -76,6 +84,10 @@ def _decode_node(code: Json) -> Any:
       return tuple(map(_decode_node, items))
     case {"l": items}:
       return list(map(_decode_node, items))
+    case {"s": value}:
+      return split.Static(_decode_static(value))
+    case {"o": name}:
+      return _named_object(name)
     case {"d": items}:
       return {key: _decode_node(item) for key, item in items}
     case _:
@@ -109,7 +121,9 @@ def _remember(value: Any, kind: str) -> str:
     digest = hashlib.sha256(pickle.dumps(value)).hexdigest()[:16]
     key = f"{kind}:{type(value).__qualname__}:{digest}"
   except Exception:  # noqa: BLE001 - whatever pickling raises, the value has no portable content
-    known = next((key for key, other in _table.items() if other is value), None)
+    # A tree is another object each time.
+    same = operator.eq if kind == "tree" else operator.is_
+    known = next((k for k, v in _table.items() if type(v) is type(value) and same(v, value)), None)
     key = known or f"{kind}:{type(value).__qualname__}#{len(_table)}"
   _table.setdefault(key, value)
   return key
@@ -125,21 +139,71 @@ def _recall(key: str, what: str) -> Any:
   return _table[key]
 
 
+# -- objects whose methods programs call -----------------------------------------------------------
+# By the names that programs have for them, which no other object ever gets. What is called for a
+# program that is loaded keeps its object; this table keeps none but those that can't be referred to
+# weakly.
+_objects: dict[str, Callable[[], split.Static | None]] = {}
+_names: dict[int, str] = {}  # of those that live, by their identity
+_counters: collections.Counter[str] = collections.Counter()
+_naming = threading.RLock()  # an object may die while another is named
+
+
+def _name_object(node: split.Static) -> str:
+  value = node.value
+  with _naming:
+    if (known := _names.get(id(value))) is not None:
+      return known
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    name = _names[id(value)] = f"{kind}#{_counters[kind]}"
+    _counters[kind] += 1
+    try:
+      weak = weakref.ref(value)
+    except TypeError:
+      _objects[name] = lambda: node
+    else:
+      weakref.finalize(value, _forget, id(value), name).atexit = False
+      _objects[name] = lambda: None if (one := weak()) is None else split.Static.of_object(one)
+    return name
+
+
+def _forget(identity: int, name: str) -> None:
+  with _naming:
+    del _names[identity], _objects[name]
+
+
+def _named_object(name: str) -> split.Static:
+  node = _objects.get(name, lambda: None)()
+  if node is None:
+    raise GateDefinitionError(
+      f"a program calls a method of an object ({name}) that is not in this process. Programs that "
+      "are exported can't call methods of objects that are no pytrees; expected an object that is "
+      "registered as one, or a gate that is no method"
+    )
+  return node
+
+
 class Signature:
   """A decoded spec: how to call the user's function with flat arrays."""
 
   def __init__(self, spec: str) -> None:
     code = json.loads(spec)
     self.in_tree, self.out_tree = (jax.tree.structure(_decode_node(code[k])) for k in ("in", "out"))
+    self._unflatten = split.unflattener(self.in_tree)
     self.static: dict[str, Any] = {name: _decode_static(v) for name, v in code["static"]}
 
   def arguments(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The user's positional and keyword arguments, static ones included."""
-    args, kwargs = jax.tree.unflatten(self.in_tree, flat)
+    args, kwargs = self._unflatten(flat)
     return args, {**kwargs, **self.static}
 
 
-signature = functools.lru_cache(maxsize=1024)(Signature)
+_signature = functools.lru_cache(maxsize=1024)(Signature)
+
+
+def signature(spec: str) -> Signature:
+  """The decoded spec; the same object each time, unless it keeps one of the user's."""
+  return Signature(spec) if '{"o":' in spec else _signature(spec)
 
 
 def path_in(tree: PyTreeDef, index: int) -> tuple[Any, ...]:
@@ -149,7 +213,12 @@ def path_in(tree: PyTreeDef, index: int) -> tuple[Any, ...]:
 
 
 def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
-  """Flattens a returned pytree; raises unless its structure is the declared one."""
+  """Flattens a returned pytree; raises unless its structure is the declared one.
+
+  None stands for any without arrays.
+  """
+  if value is None and not expected.num_leaves:
+    return []
   leaves, tree = jax.tree.flatten(value)
   if tree != expected:
     raise ResultError(
@@ -157,6 +226,15 @@ def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
       "return the pytree that `out` declares"
     )
   return leaves
+
+
+# What programs hold for an extent that symbolic shapes leave open.
+OPEN = -1
+
+
+def is_open(extent: Any) -> bool:
+  """True if it is a symbolic dimension, of a program for `jax.export`."""
+  return is_symbolic_dim(extent)
 
 
 # A batch level: its extent and, for each operand, whether it has that axis.
@@ -168,6 +246,6 @@ def encode_levels(levels: Sequence[Level]) -> dict[str, Any]:
   if not levels:
     return {}
   return {
-    "sizes": np.array([size for size, _ in levels], np.int64),
+    "sizes": np.array([OPEN if is_open(n) else n for n, _ in levels], np.int64),
     "masks": np.array([flag for _, mask in levels for flag in mask], np.int64),
   }

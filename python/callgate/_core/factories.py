@@ -12,23 +12,15 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from callgate._core import registry, spellings
+from callgate._core.pickling import Origin, Portable
 
 P = ParamSpec("P")
 Owner = TypeVar("Owner")
 What = TypeVar("What", contravariant=True)
 Made = TypeVar("Made", covariant=True)
-
-
-class Decorator(Protocol[P, Made]):
-  """Takes a callable; without one it is a decorator."""
-
-  @overload
-  def __call__(self, fn: Callable[..., Any], /, *args: P.args, **options: P.kwargs) -> Made: ...
-  @overload
-  def __call__(
-    self, fn: None = None, /, *args: P.args, **options: P.kwargs
-  ) -> Callable[[Callable[..., Any]], Made]: ...
 
 
 class OfTwo(Protocol[What, P, Made]):
@@ -48,7 +40,8 @@ class OfCode(Protocol[P, Made]):
   ) -> Made: ...  # fmt: skip
 
 
-def decorator(declared: Callable[P, Any]) -> Callable[[Callable[..., Made]], Decorator[P, Made]]:
+def decorator(declared: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+  """For a function of a callable, which is a decorator without one; who uses it says the type."""
   return functools.partial(_taking, declared, decorates=True)
 
 
@@ -99,11 +92,18 @@ def _taking(declared: Any, written: Callable[..., Any], *, decorates: bool = Fal
     try:
       signature.bind(*args, **given)
     except TypeError as error:
+      spellings.answer(written.__name__, given, fields)
       raise TypeError(f"{written.__name__}() {error}") from None
+    module, place = registry.caller_module(2), registry.caller()
+    kept = dict(given)
     options = declared(**{name: given.pop(name) for name in fields if name in given})
-    if decorates and (not args or args[0] is None):
-      return lambda fn: written(fn, options=options)  # pyright: ignore[reportUnknownLambdaType]
-    return written(*args, **given, options=options)
+
+    def made_of(*args: Any) -> Any:
+      with registry.defining(place):
+        made = written(*args, **given, options=options)
+      return made.made_by(Origin(module, take, args, kept)) if isinstance(made, Portable) else made
+
+    return made_of if decorates and (not args or args[0] is None) else made_of(*args)
 
   take.__signature__ = signature  # type: ignore[attr-defined]
   take.__annotations__ = {

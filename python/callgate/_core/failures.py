@@ -246,6 +246,19 @@ def raise_original(exception: BaseException) -> None:
 def last_error() -> BaseException | None:
   """The newest exception that a gate raised, or None.
 
+  ```python
+  import callgate as cg, jax
+
+  @cg.gate(out=lambda x: x)
+  def fail(x):
+    raise ValueError("no")
+
+  try:
+    jax.jit(fail)(1.0).block_until_ready()
+  except (jax.errors.JaxRuntimeError, ValueError):
+    assert str(cg.last_error()) == "no"
+  ```
+
   In a process with several threads: the newest of this thread, or of a thread of XLA's own.
   The object is the one that was raised, with its traceback.
   """

@@ -109,7 +109,7 @@ def newest_first() -> list[Kept]:
 
 
 def is_claimed(number: int) -> bool:
-  """Whether somebody has got it, and it is still here."""
+  """True if somebody has got it, and it is still here."""
   return (kept := _store.get(number)) is not None and kept.claimed
 
 
@@ -151,7 +151,7 @@ def take_interrupt() -> BaseException | None:
 
 
 def take_deferred(others: Container[int | None]) -> list[BaseException]:
-  """What was put aside and nobody has got yet, oldest first, but for that of `others`, threads."""
+  """Takes what was put aside and nobody has got, oldest first; not that of `others`, threads."""
   with _lock:
     waiting = [one for one in deferred if not one.claimed]
     taken = [one for one in waiting if one.thread not in others]

@@ -19,7 +19,7 @@ ADVICE = (
 
 
 def is_masked(value: Any) -> bool:
-  """Whether it is an array with masked elements, or a sequence that one is in."""
+  """True if it is an array with masked elements, or a sequence that one is in."""
   if isinstance(value, (list, tuple)):
     return any(map(is_masked, value))  # pyright: ignore[reportUnknownArgumentType]
   numpy_ma = _numpy_ma(value)

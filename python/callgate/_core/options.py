@@ -11,6 +11,7 @@ import contextlib
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -29,7 +30,7 @@ def refuse(label: str, option: str, expected: str, value: Any) -> NoReturn:
 
 
 def or_none(check: Callable[..., Any], label: str, option: str, value: Any, **limits: Any) -> Any:
-  """What `check` gives, or None for None."""
+  """Returns what `check` gives, or None for None."""
   return None if value is None else check(label, option, value, **limits)
 
 
@@ -102,6 +103,19 @@ def _encodable(label: str, option: str, value: str) -> str:
   return str(value)
 
 
+_TRACER = re.compile(r"\b(?:\w*Tracer\(|Traced<)[^)>]*[)>]?")  # as JAX shows one
+
+
+def template(label: str, option: str, value: Any) -> str:
+  """A text with fields for values, in which an f-string has not put a traced array's."""
+  if (found := _TRACER.search(text(label, option, value))) is not None:
+    got = f"got {found[0]}, what an f-string makes of a traced array"
+    raise GateDefinitionError(
+      f'{label}: {option}: expected fields for values, as "x is {{x}}" with x=x; {got}'
+    )
+  return value
+
+
 def optional_texts(label: str, **options: Any) -> None:
   """Several by name; None is let through."""
   for option, value in options.items():
@@ -109,7 +123,7 @@ def optional_texts(label: str, **options: Any) -> None:
 
 
 def name(label: str, value: Any) -> str | None:
-  """What something is called by: a line of text, or None."""
+  """Checks a name: a line of text, or None."""
   if isinstance(value, str) and (not value or "\n" in value):
     refuse(label, "name", "a line of text", value)
   return or_none(text, label, "name", value, expected="a line of text")

@@ -1,4 +1,4 @@
-"""Where the package lies, and files that are replaced in one step."""
+"""Finds the package's folder, and replaces files in one step."""
 
 from __future__ import annotations
 

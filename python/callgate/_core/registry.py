@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import inspect
 import itertools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,10 +28,78 @@ finders: list[Callable[[str], object]] = []
 _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _naming = threading.RLock()  # held from the choice of a name until it is taken
+_local = threading.local()
+
+
+class Place(NamedTuple):
+  """Where something is defined: code of `__main__`, or of a module or class outside functions."""
+
+  module: str
+  code: CodeType
+  line: int
+
+  @classmethod
+  def of(cls, frame: FrameType) -> Place | None:
+    """Where a frame is; None in a module's function, which may define several of one name."""
+    module, code = str(frame.f_globals.get("__name__", "__main__")), frame.f_code
+    inside = code.co_flags & inspect.CO_OPTIMIZED or "<locals>" in code.co_qualname
+    return None if inside and module != "__main__" else cls(module, code, frame.f_lineno)
+
+  def again(self, old: Place | None) -> bool:
+    """Whether this place redefines what the old one defined: a cell or a module has run again.
+
+    Two places of the same code are not the same definition.
+    """
+    if old is None or old.module != self.module:
+      return False
+    return old.code is not self.code or old.line == self.line
+
+
+@contextlib.contextmanager
+def defining(place: Place | None) -> Generator[None]:
+  """What the block makes is defined at `place`."""
+  before, _local.place = current_place(), place
+  try:
+    yield
+  finally:
+    _local.place = before
+
+
+def current_place() -> Place | None:
+  return getattr(_local, "place", None)
 
 
 def register(name: str, gate: Any) -> None:
   """Makes a gate's parameter names known; the gate has `parameters`."""
+  gate.place = current_place()
+  _gates[name] = gate
+
+
+def take(name: str) -> None:
+  """Frees a name for a new gate, kernel or feed, where it redefines the one that has the name.
+
+  That one gets another: what was compiled with it keeps it.
+
+  Raises:
+    ValueError: it is defined elsewhere.
+  """
+  with _naming:
+    old, place = _gates.get(name), current_place()
+    if old is None:
+      return
+    if place is None or not place.again(old.place):
+      hint = "choose another name=, or drop the other one and the programs that call it"
+      taken = f"the name '{name}' is taken by another live gate or kernel"
+      raise ValueError(f"callgate: {taken}; {hint}")
+    others = taken_names()
+    numbered = (f"{name}#{number}" for number in itertools.count(1))
+    rename(old, next(other for other in numbered if other not in others))
+
+
+def rename(gate: Any, name: str) -> None:
+  """Gives a gate or kernel another name, and frees its own."""
+  _gates.pop(gate.name, None)
+  gate.rename(name)
   _gates[name] = gate
 
 
@@ -49,16 +119,25 @@ def of(gate: str, spec: str, kind: str, index: int) -> str:
 
 
 def argument(gate: str, spec: str, index: int) -> str:
-  """The quoted name of a flat argument: its parameter and, inside a pytree, its path."""
+  """The name of a flat argument of a call site: `argument_in` of its arguments' structure."""
+  flat = spec in ("", "*")
+  return argument_in(gate, None if flat else encoding.signature(spec).in_tree, index)
+
+
+def argument_in(gate: str, tree: Any, index: int) -> str:
+  """The name of a flat argument: its parameter, quoted, and a path, as "'model'.layers[0].bias".
+
+  `tree` is the structure of the call's `(args, kwargs)`; None where all are positional arrays.
+  """
   parameters: tuple[str, ...] = getattr(_gates.get(gate), "parameters", ())
   path = ""
-  if spec not in ("", "*"):
-    of_keywords, place, *inner = encoding.path_in(encoding.signature(spec).in_tree, index)
+  if tree is not None:
+    of_keywords, place, *inner = encoding.path_in(tree, index)
     path = jax.tree_util.keystr(tuple(inner))
     if of_keywords.idx:
-      return f"'{place.key}{path}'"
+      return f"'{place.key}'{path}"
     index = place.idx
-  return f"'{parameters[index]}{path}'" if index < len(parameters) else f"{index}{path}"
+  return f"'{parameters[index]}'{path}" if index < len(parameters) else f"{index}{path}"
 
 
 def operations() -> list[tuple[str, Any]]:
@@ -97,9 +176,14 @@ def name_while_alive(function: Callable[..., Any], prefix: str) -> Generator[str
     yield next(name for name in names if name not in taken)
 
 
+def taken_names() -> set[str]:
+  """Names of live gates and kernels, and of kernels of which a program has a variant."""
+  return {*_gates, *(name.partition("[")[0] for name in _callgate.registered_names())}
+
+
 def free_name(base: str) -> str:
   """`base`, with a number from the second time it is asked for."""
-  taken = set(_callgate.registered_names())
+  taken = taken_names()
   with _lock:
     while True:
       number = _counters[base]
@@ -118,7 +202,12 @@ def undefined(name: str) -> bool:
   return define is not None and define(key.removesuffix("]") if bracket else "")
 
 
-def caller_module(depth: int = 3) -> str:
+def caller(depth: int = 2) -> Place | None:
+  """Where the code is that calls what calls this."""
+  return Place.of(sys._getframe(depth))  # pyright: ignore[reportPrivateUsage]
+
+
+def caller_module(depth: int = 4) -> str:
   """The module whose code makes a kernel, for its name: `depth` frames up from here.
 
   Between are the function that asks and what `_core/factories.py` wraps it in.

@@ -1,9 +1,9 @@
-"""Which parameters a user's function has. What has no signature to look at has none."""
+"""Reads the parameters of a user's function; without a signature to look at it has none."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -42,6 +42,19 @@ def accepted(
   return {p.name: values[p.name] for p in parameters if p.name in values and p.name not in taken}
 
 
+def defaults(function: Callable[..., Any], skip: int = 0) -> dict[str, Any]:
+  """The defaults of a callable's parameters after the first `skip`."""
+  return {p.name: p.default for p in _parameters(function, skip) if p.default is not p.empty}
+
+
+def open_parameters(function: Callable[..., Any], filled: int, given: Container[str]) -> list[str]:
+  """Names of parameters beside the first `filled` that a call doesn't fill by `given` names."""
+  positional_first = [p for p in _parameters(function) if p.kind in _POSITIONAL][filled:]
+  keyword_only = [p for p in _parameters(function) if p.kind is p.KEYWORD_ONLY]
+  named = (p for p in (*positional_first, *keyword_only) if p.kind is not p.POSITIONAL_ONLY)
+  return [p.name for p in named if p.name not in given]
+
+
 def places(
   function: Callable[..., Any], skip: int, values: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
@@ -54,11 +67,11 @@ def places(
 
 
 def wants_info(function: Callable[..., Any]) -> bool:
-  """Whether a consumer takes (value, info): by a second positional parameter without a default."""
+  """True if a consumer takes (value, info): by a second positional parameter without a default."""
   second = positional(function)[1:2]
   return any(p.default is p.empty or p.name == "info" for p in second)
 
 
 def takes_two(function: Callable[..., Any]) -> bool:
-  """Whether two positional parameters have no default."""
+  """True if two positional parameters have no default."""
   return sum(p.default is p.empty for p in positional(function)) == 2

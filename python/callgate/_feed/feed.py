@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +23,13 @@ from callgate import _callgate
 from callgate._call import jax_engine, primitive
 from callgate._call.site import BoundCall, CallSite
 from callgate._core import effects, errors, failures, options, registry
+from callgate._core.pickling import Origin, Portable
 from callgate._feed import items
 from callgate._feed import producer as _producer
+from callgate._feed import shares as _shares
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
-from callgate._jax import tracing
+from callgate._jax import dispatch, tracing
 from callgate._runtime import config
 
 
@@ -38,12 +41,14 @@ class _Missing:
 
 
 _MISSING = _Missing()
+_CLOSE_SECONDS = 5.0  # how long an iterator that is busy is waited for
 
 
-class Feed:
+class Feed(Portable):
   """A host iterator as a source of items for compiled programs; made by `callgate.feed`.
 
-  A context manager, which closes the feed at the end of its block.
+  A context manager, which closes the feed at the end of its block, and outside of compiled code an
+  iterator over the items that are left.
 
   Attributes:
     name: what messages and threads call it.
@@ -51,48 +56,82 @@ class Feed:
     prefetch: how many items the iterator may be ahead of the programs.
   """
 
+  travels = False
+  why_not = "its iterator runs in this process"
+
   def __init__(
-    self, iterable: Iterable[Any], prefetch: int, shape: Any, default: Any, name: str | None
+    self,
+    iterable: Iterable[Any],
+    *,
+    prefetch: int,
+    shape: Any,
+    default: Any,
+    epochs: int | None,
+    cast: bool | None,
+    sharding: Any,
+    name: str | None,
   ) -> None:
     # An unnamed one is called as the generator function or the iterable's class.
     named: Any = iterable if hasattr(iterable, "__qualname__") else type(iterable)
     self.name = name = options.name("feed", name) or registry.unique_name(named)
+    registry.take(name)  # the old one is closed before the iterator begins
     limits: Any = {"least": 1, "most": 2**31 - 1, "what": "an integer of 1 or more"}
     self.prefetch = options.count(f"feed '{name}'", "prefetch", prefetch, **limits)
-    types = items.from_structs(name, shape) if shape is not None else None
-    self._producer = _producer.Producer(name, _iterator(name, iterable), self.prefetch)
+    if epochs is not None:
+      epochs = options.count(f"feed '{name}'", "epochs", epochs, **limits)
+    cast = config.cast() if cast is None else options.boolean(f"feed '{name}'", "cast", cast)
+    types = items.from_structs(name, shape, cast=cast) if shape is not None else None
+    self._producer = _producer.Producer(name, _iterator(name, iterable, epochs), self.prefetch)
     try:
       if types is None and self._producer.wait_for_first():
-        types = items.from_item(name, self._producer.first)
+        types = items.from_item(name, self._producer.first, cast=cast)
       elif types is None and default is _MISSING:
         empty = f"feed '{name}': the iterable is empty, so the items' types are not known"
         raise errors.GateDefinitionError(f"{empty}; expected an item, shape= or default=")
-      types = types or items.from_item(name, default, "default")
+      types = types or items.from_item(name, default, "default", cast=cast)
       structs = tuple(jax.ShapeDtypeStruct(*one) for one in types.types)
       self._tree = types.tree
-      self.shape = jax.tree.unflatten(types.tree, structs)
-      take = functools.partial(_take, self._producer, len(structs[0].shape))
+      shares = None if sharding is None else _shares.of(name, sharding, types)
+      if shares is not None:
+        pairs = zip(structs, shares.shardings, strict=True)
+        structs = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on) for s, on in pairs)
+      self._shares, self.shape = shares, jax.tree.unflatten(types.tree, structs)
+      after = None if default is _MISSING else types.broadcast(default)
+      rank = len(structs[0].shape)
+      if shares is None:
+        take = functools.partial(_take, self._producer, rank)
+        made = GateOptions(out=structs, name=name, effect="ordered", style="inplace")
+        self._producer.serve(types.convert, after)
+      else:
+        take = functools.partial(_take_share, self._producer, rank, shares.takers)
+        made = GateOptions(out=shares.structs, name=name, effect="ordered", style="context")
+        self._producer.serve(types.convert, after, len(shares.takers) or 1, shares.of_item)
       weakref.finalize(take, self._producer.release).atexit = False
-      made = GateOptions(out=structs, name=name, effect="ordered", style="inplace")
-      self._gate = _FeedGate(take, made)
+      self._gate = _FeedGate(take, made).handle()
+      if shares is not None:
+        self._take_shares = jax.jit(shares.mapped(self._gate.core))
       nothing, flat = jax.tree.structure(((), {})), jax.tree.structure(structs)
       self._site = CallSite(nothing, flat, static=(), results=types.types)
-      after = None if default is _MISSING else types.broadcast(default)
-      self._producer.serve(types.convert, after)
     except BaseException:  # Ctrl-C while the first item is made, too
       self._producer.release()
       raise
 
   def __repr__(self) -> str:
-    return f"<feed '{self.name}'>"
+    return f"<{self.label}>"
+
+  @property
+  def label(self) -> str:
+    return f"feed '{self.name}'"
 
   def next(self) -> Any:
     """The next item, inside or outside compiled code: a pytree of jax.Arrays as `shape` says.
 
+    Outside, `next(feed)` and `for item in feed` take items, too, and end with the data.
+
     Each execution takes the next item, in program order, also across calls of the program; under
     `jax.vmap` each lane one of its own, in lane order, whether or not anything else is mapped.
     Items are constants to derivatives. Over several devices one takes the item for all
-    (docs/feeds.md).
+    (docs/feeds.md); with `sharding` each takes its share, and there is no `jax.vmap`.
 
     Raises:
       EndOfFeed: there are no more items, and no default.
@@ -102,18 +141,60 @@ class Feed:
     """
     failures.raise_deferred()
     self._producer.check()
-    flat = next_p.bind(gate=self._gate, site=self._site, lead=(), engine=config.engine())
+    if self._shares is None:
+      flat = next_p.bind(gate=self._gate.core, site=self._site, lead=(), engine=config.engine())
+    else:
+      self._check_whole_program()
+      flat = self._take_shares()
     return jax.tree.unflatten(self._tree, flat)
 
+  def _check_whole_program(self) -> None:
+    """Raises where no program over the mesh can take an item."""
+    if (manual := tracing.in_manual_region()) or tracing.in_vmap():
+      where = "jax.shard_map" if manual else "jax.vmap"
+      expected = f"expected a call of next() outside of {where}; its result may go in"
+      raise errors.GateError(f"{self.label}: its items are split over a mesh; {expected}")
+    if config.engine() == "jax":
+      expected = "expected config(engine='callgate'), or a feed without sharding="
+      raise errors.GateError(f"{self.label}: JAX's callbacks don't know the device; {expected}")
+
+  def __iter__(self) -> Iterator[Any]:
+    return self
+
+  def __next__(self) -> Any:
+    """The next item outside of compiled code, after those of the programs that this thread called.
+
+    A pytree of jax.Arrays as `next()` gives. Of several threads each gets items of its own.
+
+    Raises:
+      StopIteration: there are no more items, and no default.
+      GateError: as `next()`; or JAX is tracing, and would take one item for all executions.
+      BaseException: what the iterator raised in the place of this item.
+    """
+    if not tracing.in_no_trace():
+      why = "a program that is being traced can't iterate over it: it would hold one item for ever"
+      raise errors.GateError(f"feed '{self.name}': {why}; expected feed.next(), which it calls")
+    failures.raise_deferred()
+    for effect in (effects.ORDERED_GATE_EFFECT, tracing.ordered_io_effect):
+      dispatch.wait_for_own(effect)
+    try:
+      arrays = self._producer.take_whole()
+    except errors.EndOfFeed as error:
+      if self._producer.raised(error):  # another feed's, which the iterator reads
+        raise
+      raise StopIteration from None
+    put = jax.device_put if self._shares is None else self._shares.put
+    return jax.tree.unflatten(self._tree, put(arrays))
+
   def stats(self) -> dict[str, int]:
-    """What has happened so far.
+    """Returns what has happened so far.
 
     "produced": items that the iterator gave. "served": that programs took, defaults included.
     "waited": times that a program had to wait for one. "queued": items that wait in the queue.
     """
     return self._producer.stats()
 
-  def close(self, timeout: float = 5.0) -> bool:
+  def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
     """Stops the iterator's thread; a program that asks for an item from here on fails.
 
     Waits `timeout` seconds at most for an iterator that is busy, and returns whether the thread has
@@ -131,7 +212,7 @@ class Feed:
 
 def feed(
   iterable: Iterable[Any], *, prefetch: int = 2, shape: Any = None, default: Any = _MISSING,
-  name: str | None = None,
+  epochs: int | None = 1, cast: bool | None = None, sharding: Any = None, name: str | None = None,
 ) -> Feed:  # fmt: skip
   """A `Feed`: compiled programs read a host iterator, which runs ahead on a thread of its own.
 
@@ -145,13 +226,21 @@ def feed(
 
   Args:
     iterable: gives the items: pytrees of NumPy or jax arrays, torch tensors or Python scalars, all
-      of the same structure, shapes and dtypes. Items are checked, and never cast; Python scalars
-      get JAX's default dtypes.
+      of the same structure, shapes and dtypes. Items are checked. Python scalars get JAX's default
+      dtypes; integers of another width are converted, where they fit.
     prefetch: how many items the iterator may be ahead of the programs.
     shape: the item's types, a pytree of anything with `.shape` and `.dtype`. None: those of the
       first item, which is waited for here.
     default: an item, or a prefix of one that broadcasts to it, to serve for ever after the last
       one. Without it the end of the data is an error, `EndOfFeed`.
+    epochs: how often to iterate over the iterable; None for ever. More than once takes a list or a
+      data loader, say, which begins anew; a generator doesn't.
+    cast: other dtypes of the same kind are cast to the feed's, which are of 32 bits without
+      `jax_enable_x64`. Default: as `config(cast=)` says, which is False: an error.
+    sharding: how items lie on the devices of programs: a `jax.sharding.NamedSharding`, or a pytree
+      of them that is a prefix of an item, all of one mesh. Each device takes its share alone. Over
+      several processes the iterator of each gives whole items, of which its devices take theirs.
+      Default: one device takes the item for all.
     name: for messages and threads. Default: the iterable's qualified name, numbered if not alone.
 
   Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones there
@@ -164,14 +253,24 @@ def feed(
     ValueError: the name is taken by another live feed or gate.
     BaseException: what the iterator raised in the place of its first item, if `shape` is None.
   """
-  return Feed(iterable, prefetch, shape, default, name)
+  with registry.defining(registry.caller()):
+    made = Feed(
+      iterable, prefetch=prefetch, shape=shape, default=default, epochs=epochs, cast=cast,
+      sharding=sharding, name=name,
+    )  # fmt: skip
+  return made.made_by(Origin(registry.caller_module(2), feed, (), {}))
 
 
 class _FeedGate(Gate):
   native = True  # NumPy's arrays on the host, the GPU's own in a program for CUDA
 
+  def rename(self, name: str) -> None:
+    super().rename(name)
+    take: Any = self.function
+    take.args[0].close(_CLOSE_SECONDS)
 
-def _take(producer: _producer.Producer, rank: int, outs: Sequence[Any]) -> None:
+
+def _take(producer: _producer.Producer, rank: int, outs: Sequence[Any], taker: int = 0) -> None:
   """A feed's gate: writes the next item, or one for each lane, into the results.
 
   `rank` is that of an item's first leaf: what comes before are batch axes.
@@ -180,26 +279,66 @@ def _take(producer: _producer.Producer, rank: int, outs: Sequence[Any]) -> None:
   lanes = math.prod(outs[0].shape[:batch])
   if place := _callgate.device_call():  # the results are Buffers, and items on their way there
     for lane in range(lanes):
-      producer.take_uploaded(place[1]).give(outs, lane, lanes)
+      producer.take_uploaded(place[1], taker).give(outs, lane, lanes)
     return
   rows = [out.reshape(lanes, *out.shape[batch:]) for out in outs]
   for lane in range(lanes):
-    for row, array in zip(rows, producer.take(), strict=True):
+    for row, array in zip(rows, producer.take(taker), strict=True):
       row[lane, ...] = array
 
 
+def _take_share(
+  producer: _producer.Producer,
+  rank: int,
+  takers: Mapping[int, int],
+  context: Any,
+  outs: Sequence[Any],
+) -> None:
+  """The gate of a feed with shares: writes the device's share of the next item."""
+  if (taker := takers.get(context.device)) is None:
+    expected = "expected a program over the mesh of its sharding"
+    raise errors.GateError(
+      f"feed '{producer.name}': {expected}, got one on device {context.device}"
+    )
+  producer.begin(taker, context.run)
+  _take(producer, rank, outs, taker)
+
+
 # -- checks ----------------------------------------------------------------------------------------
-def _iterator(name: str, iterable: Any) -> Iterator[Any]:
+def _iterator(name: str, iterable: Any, epochs: int | None) -> Iterator[Any]:
   if isinstance(iterable, str):
     options.refuse(f"feed '{name}'", "iterable", "an iterable of items", iterable)
   try:
-    return iter(iterable)
+    iterator = iter(iterable)
   except TypeError as error:
     if hasattr(iterable, "__iter__") and getattr(iterable, "ndim", None) != 0:
       raise  # its own
     got = type(iterable).__name__ + ("; call the function" if callable(iterable) else "")
     expected = f"expected an iterable of items, got {got}"
     raise errors.GateDefinitionError(f"feed '{name}': iterable: {expected}") from error
+  if epochs == 1:
+    return iterator
+  if iterator is iterable:
+    what = (
+      f"epochs={epochs}: expected an iterable that begins anew, such as a list or a data loader"
+    )
+    got = f"got {type(iterable).__name__}, which can be iterated over once"
+    raise errors.GateDefinitionError(f"feed '{name}': {what}; {got}")
+  return _repeated(iterable, iterator, epochs)
+
+
+def _repeated(
+  iterable: Iterable[Any], iterator: Iterator[Any], epochs: int | None
+) -> Iterator[Any]:
+  for number in itertools.count(1):
+    empty = True
+    for item in iterator:
+      yield item
+      del item  # not kept while the next one is made
+      empty = False
+    if empty or number == epochs:
+      return
+    iterator = iter(iterable)
 
 
 # -- the primitive ---------------------------------------------------------------------------------
@@ -207,7 +346,8 @@ def _iterator(name: str, iterable: Any) -> Iterator[Any]:
 # call is mapped over, outermost first; engine, what runs it.
 next_p = tracing.Primitive("feed_next")
 next_p.multiple_results = True
-tracing.define_impl(next_p)
+tracing.define_impl(next_p, lambda gate, **_: gate.programs())
+tracing.weakly_cached.add(_FeedGate)
 
 
 @next_p.def_effectful_abstract_eval

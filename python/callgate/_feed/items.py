@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate import _callgate
 from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
 from callgate._core import dtypes, masked
+from callgate._core.dtypes import type_text
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._jax import tracing
 
@@ -27,7 +29,11 @@ _PYTHON_SCALARS = (bool, int, float, complex)
 
 def _default_dtypes() -> dict[type, np.dtype[Any]]:
   """The dtypes that JAX gives Python scalars, under this thread's `jax_enable_x64`."""
-  return {kind: np.dtype(tracing.canonical_dtype(np.dtype(kind))) for kind in _PYTHON_SCALARS}
+  return {kind: _canonical(np.dtype(kind)) for kind in _PYTHON_SCALARS}
+
+
+def _canonical(dtype: np.dtype[Any]) -> np.dtype[Any]:
+  return np.dtype(tracing.canonical_dtype(dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,7 @@ class ItemTypes:
   feed: str  # its name, for messages
   tree: Any
   types: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # (shape, dtype) of each leaf
+  cast: bool = False  # whether items may have other dtypes of the same kind
   # What Python scalars become.
   defaults: dict[type, np.dtype[Any]] = dataclasses.field(default_factory=_default_dtypes)
 
@@ -53,11 +60,24 @@ class ItemTypes:
         continue
       where = functools.partial(_where, self.feed, f"item {number}", item, index)
       array = _to_array(where, leaf, self.defaults)
-      if array.shape != shape or array.dtype != dtype:
-        got = f"{_describe(array.shape, array.dtype)} (items are never cast silently)"
-        raise ResultError(f"{where()}: expected {_describe(shape, dtype)}, got {got}")
+      got: str | None = type_text(array.dtype, array.shape)
+      if array.shape == shape:
+        array, got = self._fitted(leaf, array, dtype)
+      if got is not None:
+        raise ResultError(f"{where()}: expected {type_text(dtype, shape)}, got {got}")
       arrays.append(array)
     return arrays
+
+  def _fitted(
+    self, leaf: Any, array: np.ndarray[Any, Any], dtype: np.dtype[Any]
+  ) -> tuple[np.ndarray[Any, Any], str | None]:
+    """A leaf's array in that dtype, as a gate's results are cast, or what came instead."""
+    if array.dtype == dtype:
+      return array, None
+    # A Python scalar has no width.
+    weak = type(leaf) in _PYTHON_SCALARS and jnp.result_type(leaf, dtype) == dtype
+    made = np.empty(array.shape, dtype)
+    return made, _callgate.store(made, leaf if weak else array, self.cast)
 
   def broadcast(self, value: Any) -> Arrays:
     """A default item: a prefix of arrays, or of Python scalars, broadcast to the items' shapes."""
@@ -71,39 +91,37 @@ class ItemTypes:
     arrays: Arrays = []
     for index, (leaf, (shape, dtype)) in enumerate(zip(given, self.types, strict=True)):
       where = functools.partial(_where, self.feed, "default", full, index)
-      array = _to_array(where, leaf, self.defaults)
+      array, got = self._fitted(leaf, _to_array(where, leaf, self.defaults), dtype)
       try:
-        if type(leaf) in _PYTHON_SCALARS and jnp.result_type(leaf, dtype) == dtype:
-          array = np.array(leaf, dtype)
-        fits = array.dtype == dtype and np.broadcast_shapes(array.shape, shape) == shape
-      except (ValueError, OverflowError):
+        fits = got is None and np.broadcast_shapes(array.shape, shape) == shape
+      except ValueError:
         fits = False
       if not fits:
-        expected = f"{_describe(shape, dtype)} or what broadcasts to it"
-        got = _describe(array.shape, array.dtype)
+        expected = f"{type_text(dtype, shape)} or what broadcasts to it"
+        got = got or type_text(array.dtype, array.shape)
         raise GateDefinitionError(f"{where()}: expected {expected}, got {got}")
       arrays.append(np.array(np.broadcast_to(array, shape)))
     return arrays
 
 
-def from_structs(feed: str, shape: Any) -> ItemTypes:
+def from_structs(feed: str, shape: Any, *, cast: bool) -> ItemTypes:
   """The types that the user declares, as a pytree of anything with `.shape` and `.dtype`."""
   leaves, tree = jax.tree.flatten(shape, is_leaf=shapes.is_type)
   for index, leaf in enumerate(leaves):
     if not shapes.is_type(leaf):
       where = _where(feed, "shape", shape, index)
       raise GateDefinitionError(f"{where}: expected a value with .shape and .dtype, got {leaf!r}")
-  return _checked(feed, "shape", tree, leaves)
+  return _checked(feed, "shape", tree, leaves, cast=cast)
 
 
-def from_item(feed: str, item: Any, what: str = "item 0") -> ItemTypes:
+def from_item(feed: str, item: Any, what: str = "item 0", *, cast: bool) -> ItemTypes:
   """The types of a sample: the first item, or the default of a feed that has no items."""
   leaves, tree = jax.tree.flatten(item)
   arrays = [
     _to_array(functools.partial(_where, feed, what, item, index), leaf, _default_dtypes())
     for index, leaf in enumerate(leaves)
   ]
-  return _checked(feed, what, tree, arrays)
+  return _checked(feed, what, tree, arrays, cast=cast)
 
 
 def _to_array(where: Callable[[], str], value: Any, defaults: dict[type, Any]) -> np.ndarray:
@@ -131,7 +149,7 @@ def _is_number(dtype: Any) -> bool:
   return held and (dtype == np.bool_ or jnp.issubdtype(dtype, np.number))
 
 
-def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
+def _checked(feed: str, what: str, tree: Any, leaves: list[Any], *, cast: bool) -> ItemTypes:
   if not leaves:
     raise GateDefinitionError(f"feed '{feed}': {what}: expected at least one array, got {tree}")
   for index, leaf in enumerate(leaves):
@@ -139,8 +157,9 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
       why = f"expected a dtype of numbers, got {leaf.dtype}; feed jax.random.key_data of keys"
     elif not _is_number(dtype := np.dtype(leaf.dtype)):
       why = f"expected a dtype of numbers that JAX has, got {dtype}"
-    elif (canonical := np.dtype(tracing.canonical_dtype(dtype))) != dtype:
-      why = f"{dtype.name} needs jax_enable_x64; expected {canonical.name} without it"
+    elif (canonical := _canonical(dtype)) != dtype and dtype.kind not in "iu" and not cast:
+      without = f"expected {canonical.name} without it, or cast=True"
+      why = f"{dtype.name} needs jax_enable_x64; {without}"
     elif dtypes.is_packed(dtype):
       several = f"{dtype.name} has several elements in a byte"
       why = f"{several}; expected int8, or another dtype of whole bytes"
@@ -148,15 +167,12 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
       continue
     where = _where(feed, what, jax.tree.unflatten(tree, leaves), index)
     raise GateDefinitionError(f"{where}: {why}")
-  types = [(tuple(int(extent) for extent in x.shape), np.dtype(x.dtype)) for x in leaves]
-  return ItemTypes(feed, tree, tuple(types))
+  shaped = [(tuple(int(extent) for extent in x.shape), np.dtype(x.dtype)) for x in leaves]
+  types = ((shape, _canonical(dtype)) for shape, dtype in shaped)
+  return ItemTypes(feed, tree, tuple(types), cast)
 
 
 def _where(feed: str, what: str, item: Any, index: int) -> str:
   """A feed's item and the path of one of its leaves; the item alone where it is one array."""
   paths = jax.tree_util.tree_flatten_with_path(item, is_leaf=shapes.is_type)[0]
   return f"feed '{feed}': {what}{jax.tree_util.keystr(paths[index][0])}"
-
-
-def _describe(shape: tuple[int, ...], dtype: Any) -> str:
-  return f"{np.dtype(dtype).name}{list(shape)}"

@@ -15,8 +15,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from callgate import _callgate
 from callgate._core.errors import EndOfFeed, GateError
@@ -25,12 +27,15 @@ Item = list[Any]  # the flat arrays of an item
 Convert = Callable[[Any, int], Item]
 
 
+Share = Callable[[Item, int], Item]  # what a taker gets of an item
+
+
 class _Entry:
-  """An item in the queue; `upload` is its way to a GPU, once that was tried and could be begun."""
+  """An item in the queue, and its ways to the takers' GPUs; None for one that can't be begun."""
 
   def __init__(self, item: Item) -> None:
-    self.item, self.tried = item, False
-    self.upload: _callgate.Upload | None = None
+    self.item = item
+    self.uploads: dict[int, _callgate.Upload | None] = {}
 
 
 _END: Any = object()
@@ -38,7 +43,11 @@ _alive: weakref.WeakSet[Producer] = weakref.WeakSet()
 
 
 class Producer:
-  """A thread that pulls items from an iterator, at most `prefetch` ahead of who takes them."""
+  """A thread that pulls items from an iterator, at most `prefetch` ahead of who takes them.
+
+  Takers are numbered. Each takes every item, and one stays until all have: the first to take it
+  never waits for the others, which may wait for that very thread.
+  """
 
   def __init__(self, name: str, iterator: Iterator[Any], prefetch: int) -> None:
     self.name = name  # the feed's
@@ -48,14 +57,19 @@ class Producer:
     # Its lock is reentrant: the collector may call `release` on a thread that holds it.
     self._changed = threading.Condition()
     self._queue: collections.deque[_Entry] = collections.deque()
+    self._first = 0  # the number of the queue's first item
+    self._next = [0]  # the number of the item that each taker takes next
+    self._runs = [-1]  # the execution in which each taker took its last item
+    self._begun = (-1, 0)  # the newest execution, and the number of its first item
+    self._share: Share = lambda item, _: item
     self._convert: Convert | None = None
     self._default: Item | None = None
     self._has_first = self._over = False
     self._failure: tuple[BaseException, Any] | None = None  # with its traceback
     self._closed = False
-    self._gpu: int | None = None  # the number of the GPU whose program asked last
+    self._gpus: list[int | None] = [None]  # of each taker, that whose program asked last
     self._patience: float | None = None  # how long to wait for an item, while the process ends
-    self._produced = self._served = self._waited = 0
+    self._produced = self._waited = 0
     self._process = os.getpid()
     # The thread alone holds the iterator: a generator that it leaves is closed there.
     self._thread = threading.Thread(
@@ -81,26 +95,39 @@ class Producer:
       self._changed.notify_all()
 
   def _wait_for_room(self) -> bool:
-    """Whether there is any, and not the end; sends what waits to the GPU meanwhile."""
+    """True if there is any, and not the end; sends what waits to the GPU meanwhile."""
     while True:
       with self._changed:
-        if len(self._queue) >= self._prefetch:
+        if self._ahead() >= self._prefetch:
           self._changed.wait_for(
-            lambda: self._closed or len(self._queue) <= self._refill or self._next_upload()
+            lambda: self._closed or self._ahead() <= self._refill or self._next_upload()
           )
         if self._closed:
           return False
-        entry, gpu = self._next_upload(), self._gpu
-      if entry is None or gpu is None:
+        found = self._next_upload()
+      if found is None:
         return True
-      entry.tried = True
+      entry, taker, gpu = found
+      entry.uploads[taker] = None
       # Where it fails, whoever takes the item tries again, and is told why.
       with contextlib.suppress(Exception):
-        entry.upload = _callgate.Upload(gpu, entry.item)
+        entry.uploads[taker] = self._upload(entry, taker, gpu)
 
-  def _next_upload(self) -> _Entry | None:
-    """The first item that is to be on its way to a GPU and is not."""
-    return next((one for one in self._queue if self._gpu is not None and not one.tried), None)
+  def _ahead(self) -> int:
+    """Counts the items that nobody has taken."""
+    return self._first + len(self._queue) - max(self._next)
+
+  def _next_upload(self) -> tuple[_Entry, int, int] | None:
+    """The first item that is to be on its way to a taker's GPU and is not."""
+    wanted = [(taker, gpu) for taker, gpu in enumerate(self._gpus) if gpu is not None]
+    for number, entry in enumerate(self._queue if wanted else (), self._first):
+      for taker, gpu in wanted:
+        if number >= self._next[taker] and taker not in entry.uploads:
+          return entry, taker, gpu
+    return None
+
+  def _upload(self, entry: _Entry, taker: int, gpu: int) -> _callgate.Upload:
+    return _callgate.Upload(gpu, [np.asarray(x, order="C") for x in self._share(entry.item, taker)])
 
   def _put(self, item: Any, number: int) -> bool:
     if number == 0:  # shown to the thread that makes the feed, which takes the types from it
@@ -128,42 +155,79 @@ class Producer:
         raise self._failure[0]
       return self._has_first
 
-  def serve(self, convert: Convert, default: Item | None) -> None:
+  def serve(
+    self, convert: Convert, default: Item | None, takers: int = 1, share: Share | None = None
+  ) -> None:
     """Says what makes flat arrays of an item and its number, and what is served after the last."""
     with self._changed:
       self._default, self._convert = default, convert
+      self._next, self._gpus = [0] * takers, list(self._gpus) * takers
+      self._runs = [-1] * takers
+      self._share = share or self._share
       self._changed.notify_all()
 
   # -- threads that take items -------------------------------------------------------------------
-  def take(self) -> Item:
-    """The next item; waits for it if it must, and raises as `Feed.next` does."""
-    return self._take().item
+  def begin(self, taker: int, run: int) -> None:
+    """Says that a taker's next item is for this execution of a program, which all takers have.
 
-  def take_uploaded(self, gpu: int) -> _callgate.Upload:
+    They begin it with the same item, also where the execution before failed on some of them.
+
+    Raises:
+      GateError: that is no more to be had.
+    """
+    with self._changed:
+      if self._runs[taker] == run:
+        return
+      if run > self._begun[0]:
+        self._begun = run, max(self._next)
+      newest, first = self._begun
+      self._runs[taker] = run
+      if run == newest and self._next[taker] != first:
+        if first < self._first:
+          raise GateError(
+            f"feed '{self.name}': a program failed on some devices while others went on, so that "
+            "the items of the next one are gone; expected a new feed after such a failure"
+          )
+        self._next[taker] = first
+
+  def take(self, taker: int = 0) -> Item:
+    """The taker's next item; waits for it if it must, and raises as `Feed.next` does."""
+    return self._share(self._take([taker]).item, taker)
+
+  def take_uploaded(self, gpu: int, taker: int = 0) -> _callgate.Upload:
     """The next item as `take` gives it, on its way to a GPU; later ones are sent there ahead."""
-    entry = self._take()
-    if self._gpu != gpu:  # after the first was taken, which is sent from here
+    entry = self._take([taker])
+    if self._gpus[taker] != gpu:  # after the first was taken, which is sent from here
       with self._changed:
-        self._gpu = gpu
+        self._gpus[taker] = gpu
         self._changed.notify_all()
-    if entry.upload is not None and entry.upload.ordinal == gpu:
-      return entry.upload
-    return _callgate.Upload(gpu, entry.item)
+    upload = entry.uploads.pop(taker, None)
+    if upload is not None and upload.ordinal == gpu:
+      return upload
+    return self._upload(entry, taker, gpu)
 
-  def _take(self) -> _Entry:
+  def take_whole(self) -> Item:
+    """The next item, for all takers; those that are behind others skip what these have taken."""
+    return self._take(range(len(self._next))).item
+
+  def _take(self, takers: Sequence[int]) -> _Entry:
+    def next_number() -> int:
+      return max(self._next[taker] for taker in takers)
+
+    def is_decided() -> bool:
+      return next_number() < self._first + len(self._queue) or self._over or self._closed
+
     self.check()
     with self._changed:
-      self._waited += not (self._queue or self._over or self._closed)
-      while not (self._queue or self._over or self._closed):
+      self._waited += not is_decided()
+      while not is_decided():
         # Woken without an item when the process ends: from then on patience is limited.
         if not self._changed.wait(self._patience) and self._patience is not None:
           none = f"the process is ending, and no item came within {self._patience:g} s"
           raise GateError(f"feed '{self.name}': {none}")
       self.check()
-      if self._queue:
-        entry = self._queue.popleft()
-        if len(self._queue) <= self._refill:
-          self._changed.notify_all()
+      if (index := (number := next_number()) - self._first) < len(self._queue):
+        entry = self._queue[index]
       elif self._failure is not None:
         # Without the frames of those who got it before.
         raise self._failure[0].with_traceback(self._failure[1])
@@ -172,8 +236,18 @@ class Producer:
       else:
         more = "expected more data, or a default= to serve from then on"
         raise EndOfFeed(f"feed '{self.name}' ended after {self._produced} item(s); {more}")
-      self._served += 1
+      for taker in takers:
+        self._next[taker] = number + 1
+      while self._queue and self._first < min(self._next):
+        self._queue.popleft()
+        self._first += 1
+      if self._ahead() <= self._refill:
+        self._changed.notify_all()
       return entry
+
+  def raised(self, error: BaseException) -> bool:
+    """True if it is what the iterator raised."""
+    return self._failure is not None and error is self._failure[0]
 
   def check(self) -> None:
     """Raises GateError when items can't be taken: the feed is closed, or of another process."""
@@ -187,7 +261,7 @@ class Producer:
   def stats(self) -> dict[str, int]:
     # A fork's child may find the lock taken for ever.
     with self._changed if os.getpid() == self._process else contextlib.nullcontext():
-      counts = {name: getattr(self, f"_{name}") for name in ("produced", "served", "waited")}
+      counts = {"produced": self._produced, "served": min(self._next), "waited": self._waited}
       return {**counts, "queued": len(self._queue)}
 
   # -- the end -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import dataclasses
 import re
 import string
 import threading
+import urllib.parse
 import weakref
 from typing import Any
 
@@ -21,6 +22,7 @@ from callgate import _callgate
 from callgate._call import primitive, shapes
 from callgate._call.site import BoundCall, Call, CallSite, Emission
 from callgate._core import masked, options, registry
+from callgate._core.encoding import is_open
 from callgate._core.errors import CheckError, GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._gate.gate import Gate
@@ -43,13 +45,22 @@ class Check(Gate):
 
     unique = registry.free_name("check")
     super().__init__(fail, GateOptions(out=(), name=f"{unique}!failed", effect="io"))
-    self.guard = _callgate.Check(unique, self.callee)
+    name = _NAMED + re.sub(r"[%#\[\]]", lambda mark: f"%{ord(mark[0]):02X}", message)
+    if name in _callgate.registered_names():  # of a program's that is still there
+      name = registry.free_name(f"{name}#")
+    self.guard = _callgate.Check(name, self.callee)
+
+  def define_variant(self, key: str) -> bool:
+    """Says that `find` has defined what a program names."""
+    return not key
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
     return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
 
 
+_NAMED = "check:"  # then comes the message, by which another process makes the check
 _checks: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
+_found: list[tuple[Check, _callgate.Check]] = []  # of programs that were exported
 _lock = threading.Lock()
 
 
@@ -83,7 +94,7 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
       stopped; by itself the program raises `jax.errors.JaxRuntimeError` with its text.
   """
   raise_deferred()
-  options.text("check", "message", message)
+  options.template("check", "message", message)
   try:
     for _, field, _, _ in string.Formatter().parse(message):
       if field is not None and re.split(r"[.\[]", field)[0] not in values:
@@ -106,17 +117,35 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
         what = f"check: {name}: expected an array or a pytree of arrays, got {masked.shown(leaf)}"
         raise GateDefinitionError(what) from error
   leaves, tree = jax.tree.flatten(((ok,), values))
-  arrays = [jax.lax.stop_gradient(shapes.as_array(gate, x, i)) for i, x in enumerate(leaves)]
+  arrays = [jax.lax.stop_gradient(shapes.as_array(gate, x, i, tree)) for i, x in enumerate(leaves)]
   site = CallSite(tree, jax.tree.structure(()), (), ())
   shapes.check_call(gate, site, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
   _check_format(message, jax.tree.unflatten(tree, arrays)[1])
   primitive.bind(*arrays, call=BoundCall(gate, site))
 
 
+def find(name: str) -> Check | None:
+  """The check that a program from elsewhere names; None for another name."""
+  if not name.startswith(_NAMED):
+    return None
+  message = urllib.parse.unquote(name.removeprefix(_NAMED).partition("#")[0])
+  with _lock:
+    gate = _checks.get(message) or _checks.setdefault(message, Check(message))
+    if name not in _callgate.registered_names():
+      _found.append((gate, _callgate.Check(name, gate.callee)))
+    else:
+      _found.append((gate, gate.guard))
+  return gate
+
+
 def _check_format(message: str, values: dict[str, Any]) -> None:
   """Raises where arrays of these types can't be formatted, whatever they hold."""
-  # Zeros, of any size in no memory.
-  types = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), values)
+
+  def example(x: Any) -> Any:  # zeros, of any size in no memory
+    shape = [1 if is_open(extent) else extent for extent in x.shape]
+    return np.broadcast_to(np.zeros((), x.dtype), shape)
+
+  types = jax.tree.map(example, values)
   try:
     _format(message, types)
   except Exception as error:

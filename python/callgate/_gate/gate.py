@@ -7,24 +7,43 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, Never, ParamSpec, Protocol, Self, TypeVar, overload
 
 import jax
 
 from callgate import _callgate
 from callgate._arrays import bind
 from callgate._call import shapes
+from callgate._call.generic import AnyArray, P, R
 from callgate._call.operation import Operation
 from callgate._call.site import Backend, Call, Emission
-from callgate._core import factories, registry, signatures
+from callgate._core import factories, registry, signatures, spellings
 from callgate._core import options as _options
-from callgate._gate.options import GateOptions, no_copy
+from callgate._gate import annotations
+from callgate._gate.options import (
+  ContextOptions,
+  GateOptions,
+  InplaceOptions,
+  ReturnOptions,
+  no_copy,
+)
 from callgate._jax import tracing
 from callgate._runtime import targets
 
+A = ParamSpec("A")
+B = ParamSpec("B")
+C = ParamSpec("C")
+Q = ParamSpec("Q")
+T = TypeVar("T")
 
-class Gate(Operation):
+
+_LEADING = {"return": 0, "inplace": 1, "context": 2}  # parameters that are none of a call's
+
+
+class Gate(Operation[P, R]):
   """A Python callable as a JAX function; made by `callgate.gate`, called like any JAX function.
 
   Attributes:
@@ -37,32 +56,62 @@ class Gate(Operation):
   native = False  # gets Buffers of a GPU's memory also with arrays that are the host's elsewhere
   same_on_all_platforms = True  # programs for several have no graphs
   one_calls_for_all = True
+  splits = True
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
     name = _options.name("gate", options.name) or registry.unique_name(function)
-    options = options.checked(f"{self.kind} '{name}'")
+    registry.take(name)
+    label = f"{self.kind} '{name}'"
+    _options.function(label, "fn", function)
+    style: Any = options.style  # not checked yet
+    leading = _LEADING.get(style, 0) if isinstance(style, str) else 0
+    if options.out is None and options.like is None:
+      declared = annotations.results(label, function, leading)
+      options = dataclasses.replace(options, out=declared)
+    options = options.checked(label)
     super().__init__(name, options)
-    _options.function(self.label, "fn", function)
     self.function = function
     self.style, self.arrays, self.thread = options.style, options.arrays, options.thread
     self.timeout = options.timeout or 0.0
     self.cast, self.copy = options.cast, options.copy
     self.collective, self.command_buffer = options.collective, options.command_buffer
-    leading = {"return": 0, "inplace": 1, "context": 2}[self.style]
     self.parameters = tuple(p.name for p in signatures.positional(function, leading))
-    self.callee = _callgate.Callee(
-      self.name, function, style=self.style, cast=self.cast, timeout=self.timeout,
-      bind=functools.partial(bind.bind, function, self.style, self.arrays, self.name),
-      arrays="numpy" if self.arrays == "numpy" else "buffer",
-      owned_inputs=self.copy, own_thread=self.thread == "own",
-      native=bind.is_native(self.arrays) or self.native,
-      default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
-    )  # fmt: skip
+    self.defaults = signatures.defaults(function, leading)
+    self.callee = self._named_callee()
     registry.register(self.name, self)
     functools.update_wrapper(self, function, updated=())
     signature = signatures.signature_of(function, leading)
     if signature is not None:  # what callers see has no `out` and no `context`
       self.__signature__ = signature
+
+  def __set_name__(self, owner: type, name: str) -> None:
+    del name
+    self.owner = weakref.ref(owner)
+
+  @overload
+  def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+  @overload
+  def __get__(
+    self: Gate[Concatenate[Any, Q], T], instance: object, owner: type | None = None
+  ) -> Gate[Q, T]: ...
+  def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    """The method of an object, as of any function in a class: its first argument is the object."""
+    return self if instance is None else types.MethodType(self, instance)
+
+  def _named_callee(self) -> _callgate.Callee:
+    return _callgate.Callee(
+      self.name, self.function, style=self.style, timeout=self.timeout,
+      bind=functools.partial(bind.bind, self.function, self.style, self.arrays, self.name),
+      arrays="numpy" if self.arrays == "numpy" else "buffer",
+      owned_inputs=self.copy, own_thread=self.thread == "own",
+      native=bind.is_native(self.arrays) or self.native,
+      default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
+    )  # fmt: skip
+
+  def rename(self, name: str) -> None:
+    self.callee.give_up_name()
+    self.name = name
+    self.callee = self._named_callee()
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
     return self.function(*args, **kwargs)
@@ -74,14 +123,49 @@ class Gate(Operation):
     if on_cuda and self.copy and bind.is_native(self.arrays):
       raise no_copy(self.label, self.arrays)
     target = targets.GRAPH_TARGET if on_cuda and self.command_buffer else targets.GATE_TARGET
-    return Emission(self.callee, target, {"spec": call.site.spec}, call)
+    cast = {"cast": "yes"} if call.site.cast else {}
+    return Emission(self.callee, target, {"spec": call.site.spec, **cast}, call)
 
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""
     return self.callee.stats()
 
 
-@factories.decorator(GateOptions)
+class MakesGates(Protocol[A, B, C]):
+  """The type of `gate`: parameters that take results and the context are none of the gate's."""
+
+  @overload
+  def __call__(
+    self, fn: Callable[Concatenate[Any, Q], Any], /, *args: A.args, **options: A.kwargs
+  ) -> Gate[Q, Any]: ...
+  @overload
+  def __call__(
+    self, fn: None = None, /, *args: A.args, **options: A.kwargs
+  ) -> Callable[[Callable[Concatenate[Any, Q], Any]], Gate[Q, Any]]: ...
+  @overload
+  def __call__(
+    self, fn: Callable[Concatenate[Any, Any, Q], Any], /, *args: B.args, **options: B.kwargs
+  ) -> Gate[Q, Any]: ...
+  @overload
+  def __call__(
+    self, fn: None = None, /, *args: B.args, **options: B.kwargs
+  ) -> Callable[[Callable[Concatenate[Any, Any, Q], Any]], Gate[Q, Any]]: ...
+  @overload
+  def __call__(self, fn: Callable[Q, T], /, *args: C.args, **options: C.kwargs) -> Gate[Q, T]: ...
+  @overload
+  def __call__(
+    self, fn: None = None, /, *args: C.args, **options: C.kwargs
+  ) -> Callable[[Callable[Q, T]], Gate[Q, T]]: ...
+
+
+def _decorator(
+  *styles: *tuple[Callable[A, Any], Callable[B, Any], Callable[C, Any]],
+) -> Callable[[Callable[..., Any]], MakesGates[A, B, C]]:
+  del styles
+  return factories.decorator(GateOptions)
+
+
+@_decorator(InplaceOptions, ContextOptions, ReturnOptions)
 def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
   """Makes a Python callable a JAX function: compiled programs call it, with XLA's memory in place.
 
@@ -95,8 +179,8 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
   assert sort(jnp.array([3.0, 1.0, 2.0])).tolist() == [1.0, 2.0, 3.0]
   ```
 
-  On a CUDA GPU the program does not run yet when a callable is called: it is being given to a
-  stream, XLA's, and the callable gives it more. docs/gpu.md has it at length:
+  On a CUDA GPU the callable is called while XLA enqueues the program, before the program runs. It
+  enqueues its own work on the same stream. The guide "On the GPU" says more:
 
   - "buffer", "cupy", "torch" and "numba" arrays are the GPU's own memory, without a copy; "cupy"
     and "numba" exist there alone. CuPy's and PyTorch's current stream is XLA's. Numba has none: a
@@ -136,6 +220,20 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
   return Gate(fn, options)
 
 
+@overload
+def call(fn: Callable[..., Any], out: Never, /, *args: Any, **options: Any) -> Any: ...
+@overload
+def call(fn: Callable[..., Any], out: AnyArray, /, *args: Any, **options: Any) -> jax.Array: ...
+@overload
+def call(
+  fn: Callable[..., Any], out: tuple[AnyArray, ...], /, *args: Any, **options: Any
+) -> tuple[jax.Array, ...]: ...
+@overload
+def call(
+  fn: Callable[..., Any], out: Mapping[str, AnyArray], /, *args: Any, **options: Any
+) -> dict[str, jax.Array]: ...
+@overload
+def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any: ...
 def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any:
   """Calls a Python callable once from (compiled) JAX code: `gate(fn, out=out, **options)(*args)`.
 
@@ -153,6 +251,8 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
     **options: options of `gate`; the rest are static keyword arguments of the call.
   """
   known = {field.name for field in dataclasses.fields(GateOptions)} & options.keys()
+  others = {name: value for name, value in options.items() if name not in known}
+  spellings.answer("call", others, signatures.accepted(fn, others))
   gate_options = tuple((key, options.pop(key)) for key in sorted(known))
   if not callable(out) or shapes.is_type(out):
     out = jax.tree.map(

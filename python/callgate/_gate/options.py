@@ -16,22 +16,20 @@ Thread = Literal["xla", "own"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class GateOptions(CallOptions):
-  """The options of a gate.
+class _OfAllStyles(CallOptions):
+  """The options of a gate but its style.
 
   Attributes:
-    style: "return" (`fn(*args)` returns the results, checked strictly and copied once), "inplace"
-      (`fn(out, *args)` writes into views of XLA's result memory and returns None) or "context"
-      (`fn(context, out, *args)`, with `context.stage`, `.stream`, `.stream_as(library)`,
-      `.device`, and `.rank`, `.size`, `.coordinates` of the shard).
     arrays: what the callable gets: "numpy" views, "buffer" (`callgate.Buffer`), "jax" or "torch"
       arrays, all zero-copy on the CPU. Torch has no read-only tensors: do not write to inputs
       (`config(check_writes=True)` finds who does). On a CUDA GPU see above.
     thread: "xla" (XLA's calling thread: fastest) or "own" (a thread of callgate's; XLA's is free
       meanwhile, so the callable may itself run JAX programs of any size).
-    timeout: seconds after which the program fails with a report, while the callable may go on
-      unheeded. Implies thread="own", and private copies of the arrays.
-    cast: allow same-kind casts of results (float64 to float32, say).
+    timeout: seconds after which the program fails with a report. The callable keeps running; its
+      result is ignored. Implies thread="own", and private copies of the arrays.
+    cast: allow same-kind casts of results (float64 to float32, say). Default: as `config(cast=)`
+      says, which is False. Integers of another width and Python's numbers are cast in any case; a
+      value that the result's dtype does not hold is an error.
     copy: arguments are private copies, which the callable may keep, and of NumPy's may write to;
       for arrays in the host's memory. Results' views (`out`) are still XLA's.
     collective: every device makes its call, also where several have the same shard, and knows its
@@ -40,20 +38,34 @@ class GateOptions(CallOptions):
       replay that. Elsewhere it changes nothing. See above.
   """
 
-  style: Style = "return"
   arrays: Arrays = "numpy"
   thread: Thread = "xla"
   timeout: float | None = None
-  cast: bool = False
+  cast: bool | None = None
   copy: bool = False
   collective: bool = False
   command_buffer: bool = False
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GateOptions(_OfAllStyles):
+  """The options of a gate.
+
+  Attributes:
+    style: "return" (`fn(*args)` returns the results, checked strictly and copied once), "inplace"
+      (`fn(out, *args)` writes into views of XLA's result memory, and returns None or `out`) or
+      "context" (`fn(context, out, *args)`, with `context.stage`, `.stream`,
+      `.stream_as(library)`, `.device`, and `.rank`, `.size`, `.coordinates` of the shard).
+  """
+
+  style: Style = "return"
+
   def checked(self, label: str, *, grid: bool = False) -> "GateOptions":
-    flags = ("cast", "copy", "collective", "command_buffer")
+    flags = ("copy", "collective", "command_buffer")
     made = dataclasses.replace(
       super().checked(label, grid=grid),
       **check.booleans(label, **{name: getattr(self, name) for name in flags}),
+      cast=check.or_none(check.boolean, label, "cast", self.cast),
       timeout=check.or_none(check.seconds, label, "timeout", self.timeout),
     )
     check.choice(label, "style", made.style, get_args(Style))
@@ -74,6 +86,22 @@ class GateOptions(CallOptions):
     if made.command_buffer and problem:
       raise GateDefinitionError(f"{label}: command_buffer=True: expected {problem}")
     return made
+
+
+# What type checkers take the keywords of one style from.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class InplaceOptions(_OfAllStyles):
+  style: Literal["inplace"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ContextOptions(_OfAllStyles):
+  style: Literal["context"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ReturnOptions(_OfAllStyles):
+  style: Literal["return"] = "return"
 
 
 def no_copy(label: str, arrays: str) -> GateDefinitionError:

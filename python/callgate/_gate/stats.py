@@ -1,4 +1,4 @@
-"""What gates cost: counters of each gate, and a trace of calls."""
+"""Measures the cost of gates: counters of each gate, and a trace of calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from callgate._gate.gate import Gate
 def stats() -> dict[str, dict[str, float]]:
   """Counters of every live gate, by name.
 
-  They are `calls` (lanes count each), `errors`, `bytes` (operands and results seen), and, while
+  ```python
+  import callgate as cg, jax, numpy as np
+
+  sort = cg.gate(np.sort, out=lambda x: x, name="stats.sort")
+  jax.jit(sort)(np.ones(3, np.float32)).block_until_ready()
+  assert cg.stats()["stats.sort"]["calls"] == 1
+  ```
+
+  They are `calls` (each lane counts), `errors`, `bytes` (operands and results seen), and, while
   `callgate.config(timing=True)` or a trace is on, `python_seconds` (time with the GIL, the callable
   included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
   """
@@ -32,6 +40,11 @@ def stats() -> dict[str, dict[str, float]]:
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Generator[None]:
   """Writes a trace of all calls in the block, by thread, for Perfetto or chrome://tracing.
+
+  ```python
+  with cg.trace("calls.json"):
+    program(x)
+  ```
 
   Args:
     path: the JSON file to write, at the end of the block, also after an exception.

@@ -1,1 +1,1 @@
-"""What callgate takes from JAX's private modules; nothing else imports `jax._src`."""
+"""Takes what callgate needs from JAX's private modules; nothing else imports `jax._src`."""

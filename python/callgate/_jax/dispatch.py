@@ -45,7 +45,13 @@ def remember_effects() -> None:
     return remember
 
   def block_until_ready(self: Any) -> None:
-    wait(self)
+    failure, _local.failure = getattr(_local, "failure", None), None
+    try:
+      wait(self)
+    except Exception as error:  # noqa: BLE001 - whatever its program failed with
+      failure = failure or error
+    if failure is not None:
+      raise failure
     if not getattr(_local, "alone", False):
       for after in after_effects_barrier:
         after()
@@ -129,6 +135,13 @@ def _wait_for_tokens() -> None:
       _effect_tokens.pop(key, None)
 
 
+def wait_for_own(effect: Any) -> None:
+  """Waits for this thread's programs with an ordered effect, whatever they fail with."""
+  if (token := _effect_tokens.get((threading.get_ident(), effect))) is not None:
+    with contextlib.suppress(Exception):
+      token.block_until_ready()
+
+
 def first_calls(frames: Iterable[Any]) -> list[tuple[Any, Any]]:
   """(function, jaxpr) of each jitted function whose first call executes, in a thread's `frames`.
 
@@ -151,7 +164,7 @@ def first_calls(frames: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def is_jitted(value: Any) -> bool:
-  """Whether a value is a function that `jax.jit` made. jaxlib's type of it is private."""
+  """True if a value is a function that `jax.jit` made. jaxlib's type of it is private."""
   return isinstance(value, _jitted_type())
 
 
@@ -174,7 +187,7 @@ exclude_from_tracebacks: Callable[[str], None] = _source_info.register_exclusion
 
 # -- dispatch --------------------------------------------------------------------------------------
 # JAX leaves its C++ dispatch path when an executable reports an effect (0.10 to 0.12). No public
-# API: this is `callgate.config(fast_dispatch=True)`, design section 10.
+# API: this is `callgate.config(fast_dispatch=True)` (docs/design.md, Dispatch).
 def filter_dispatch_effects(keep: Callable[[Any], bool]) -> None:
   """Hides the unordered effects that `keep` refuses from JAX's dispatch, once for the process."""
   original = _pxla.ExecuteReplicated.__init__
@@ -293,19 +306,38 @@ def cpu_devices(what: str | None = None) -> list[Any]:
   )
 
 
-def forget_failed_tokens() -> None:
-  """Has this thread's next programs with ordered effects run although one has failed (0.10, 0.11).
+def forget_failed_tokens(kind: type[Any] = object) -> BaseException | None:
+  """Has this thread run programs with an ordered `kind` although one has failed (0.10, 0.11).
 
   JAX gives them the last one's token. That of a failed program on a GPU has failed, too, and with
-  it would all that follow.
+  it would all that follow. Returns what the first failed with.
   """
   tokens: dict[Any, Any] = _dispatch.runtime_tokens.current_tokens
+  failure: BaseException | None = None
   for effect, token in list(tokens.items()):
-    if token._buf.is_ready():
+    if isinstance(effect, kind) and token._buf.is_ready():
       try:
         token.block_until_ready()
-      except Exception:  # noqa: BLE001 - whatever its program failed with
+      except Exception as error:  # noqa: BLE001 - whatever its program failed with
         del tokens[effect]
+        failure = failure or error
+  return failure
+
+
+def run_after_failures(kind: type[Any]) -> None:
+  """Programs with an ordered `kind` run although the last of them is known to have failed.
+
+  What it failed with is raised by this thread's next `jax.effects_barrier()`.
+  """
+  tokens: Any = _dispatch.RuntimeTokenSet
+  original = tokens.get_token_input
+
+  def get_token_input(self: Any, effect: Any, devices: Any) -> Any:
+    if isinstance(effect, kind):
+      _local.failure = getattr(_local, "failure", None) or forget_failed_tokens(kind)
+    return original(self, effect, devices)
+
+  tokens.get_token_input = get_token_input
 
 
 def fast_device_put() -> tuple[Callable[..., Any], tuple[Any, ...]]:

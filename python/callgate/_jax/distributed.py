@@ -74,7 +74,7 @@ class CommonStore:
 
   @staticmethod
   def _answer(expected: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """What the call returns; () for an error that begins with `expected`."""
+    """Returns what the call returns; () for an error that begins with `expected`."""
     try:
       return call(*arguments)
     except jax.errors.JaxRuntimeError as error:

@@ -30,22 +30,28 @@ def emit_ffi_call(
   has_side_effect: bool,
   aliases: Mapping[int, int],
   order: Any = None,
+  gives_token: bool = True,
   sharding: Any = None,
   rule: Any = None,
 ) -> Sequence[Any]:
   """Emits a typed FFI custom call, in the order of an effect if one is given; returns its results.
 
+  Without `gives_token` what follows in that order has to be tied to a result.
+
   Tokens of effects are not public (0.10 to 0.12).
   """
+  gives_token = gives_token and order is not None
   token = [] if order is None else [context.tokens_in.get(order)]
   abstract = [_core.abstract_token for _ in token]
-  offset = len(token)
+  offset, skipped = len(token), int(gives_token)
   operation = _ffi.build_ffi_lowering_function(
     target,
     has_side_effect=has_side_effect,
-    operand_output_aliases={i + offset: o + offset for i, o in aliases.items()} or None,
+    operand_output_aliases={i + offset: o + skipped for i, o in aliases.items()} or None,
   )(
-    context.replace(avals_in=[*abstract, *operand_avals], avals_out=[*abstract, *result_avals]),
+    context.replace(
+      avals_in=[*abstract, *operand_avals], avals_out=[*abstract[:skipped], *result_avals]
+    ),
     *token,
     *operands,
     **attributes,
@@ -55,9 +61,14 @@ def emit_ffi_call(
   if rule is not None:
     set_sharding_rule(operation, rule)
   results = list(operation.results)
-  if order is not None:
+  if gives_token:
     _set_token_after(context, order, results.pop(0))
   return results
+
+
+def has_open_shapes(avals: Sequence[Any]) -> bool:
+  """True if an array's shape is symbolic, in a program for `jax.export` (0.10 to 0.12)."""
+  return not all(_core.is_constant_shape(aval.shape) for aval in avals)
 
 
 def _set_token_after(context: Any, effect: Any, token: Any) -> None:
@@ -76,7 +87,7 @@ def lower_each_platform(
   effects: Any,
   operands: Sequence[Any],
 ) -> Sequence[Any]:
-  """What `rules` make for each platform, of which a program for several chooses when it runs.
+  """Lowers by `rules` for each platform; a program for several chooses when it runs.
 
   JAX does so itself for rules that were registered by platform, but not uncached ones: it takes the
   context's results for a list (0.10 to 0.12).
@@ -134,12 +145,12 @@ def call_site(context: Any) -> tuple[str, int, str] | None:
 
 
 def is_automatic(context: Any) -> bool:
-  """Whether XLA splits the arrays of the call being lowered, along all mesh axes or some."""
+  """True if XLA splits the arrays of the call being lowered, along all mesh axes or some."""
   return is_partitioned(context) or is_partly_manual(context)
 
 
 def is_partly_manual(context: Any) -> bool:
-  """Whether the call being lowered is in a `jax.shard_map` that leaves some mesh axes automatic."""
+  """True if the call being lowered is in a `jax.shard_map` that leaves some mesh axes automatic."""
   axes = context.module_context.axis_context
   manual, mesh = getattr(axes, "manual_axes", ()), getattr(axes, "mesh", None)
   return mesh is not None and 0 < len(manual) < len(mesh.axis_names)
@@ -172,7 +183,7 @@ partition_id: Callable[[], Any] = _hlo.partition_id
 
 
 def is_partitioned(context: Any) -> bool:
-  """Whether XLA partitions the program being lowered over several devices (0.10 to 0.12).
+  """True if XLA partitions the program being lowered over several devices (0.10 to 0.12).
 
   False inside a fully manual `jax.shard_map`. Stands for `axis_context`'s type; no public name.
   """
@@ -189,5 +200,5 @@ def add_keepalive(context: Any, value: object) -> None:
 
 
 def is_export(context: Any) -> bool:
-  """Whether the program being lowered is for `jax.export` (0.10 to 0.12). No public name."""
+  """True if the program being lowered is for `jax.export` (0.10 to 0.12). No public name."""
   return bool(context.module_context.lowering_parameters.for_export)

@@ -19,6 +19,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import util as _util
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -117,8 +118,18 @@ def manual_axes() -> frozenset[Any]:
 
 
 def in_manual_region() -> bool:
-  """Whether the code being traced is inside a `jax.shard_map` or `jax.pmap` (0.10 to 0.12)."""
+  """True if the code being traced is inside a `jax.shard_map` or `jax.pmap` (0.10 to 0.12)."""
   return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def in_vmap() -> bool:
+  """True if the code being traced is directly inside a `jax.vmap` (0.10 to 0.12; not public)."""
+  trace = _core.trace_ctx.trace
+  while trace is not None:
+    if isinstance(trace, _batching.BatchTrace):
+      return True
+    trace = getattr(trace, "parent_trace", None)
+  return False
 
 
 def vary_alike(what: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -144,10 +155,67 @@ canonicalize_value: Callable[[Any], Any] = _dtypes.canonicalize_value
 # The abstract value that stands for a PRNG key's in a program; any other is itself (0.10 to 0.12).
 physical_aval: Callable[[Any], Any] = _core.physical_aval
 
+
 # -- running and lowering a primitive --------------------------------------------------------------
 # Runs a primitive eagerly by compiling it alone. `jax.interpreters.xla.apply_primitive` was the
 # public name; removed before 0.10.
-define_impl: Callable[[Any], None] = _dispatch.simple_impl
+def define_impl(
+  primitive: Any,
+  programs: Callable[..., Callable[..., Any] | None] = lambda **_: None,
+  label: Callable[..., str] | None = None,
+) -> None:
+  """Has a primitive compiled and run where it is bound outside of programs (0.10 to 0.12).
+
+  JAX keeps the program until `jax.clear_caches()`, and with it the parameters. `programs`, from
+  `eager_programs`, keeps it in its place; the function gets the parameters. So does `label`, which
+  gives what `jax_debug_nans` calls it.
+  """
+
+  def impl(*args: Any, **params: Any) -> Any:
+    cache = programs(**params)
+    try:
+      if cache is None:
+        return _dispatch.apply_primitive(primitive, *args, **params)
+      with jax.disable_jit(False):
+        return cache(primitive, **params)(*args)
+    except FloatingPointError as error:
+      if label is None:
+        raise
+      text = str(error).replace(f" in {primitive.name}", f" in the results of {label(**params)}")
+      raise FloatingPointError(text) from None
+
+  primitive.def_impl(impl)
+
+
+def eager_programs() -> Callable[..., Any]:
+  """A cache of the programs of primitives, by these and their parameters (0.10 to 0.12)."""
+  made = functools.lru_cache(1024)(_dispatch.xla_primitive_callable.__wrapped__)  # type: ignore[attr-defined]
+  _util.register_cache(made, "callgate's programs of single calls")
+  return made
+
+
+# Types of parameters of primitives by which JAX caches no longer than they live (0.10 to 0.12).
+weakly_cached: set[type] = _util.weakref_cache_key_types
+
+
+def refuse_forward_mode(refuse: Callable[[str], None]) -> None:
+  """Has `refuse(name)` raise in the place of JAX's error, where there is forward mode of a vjp.
+
+  `name` is that of the rule's backward function. What `refuse` lets pass is JAX's error (0.10 to
+  0.12; not public).
+  """
+
+  def rule(*args: Any, **params: Any) -> Any:
+    info = getattr(params.get("bwd"), "debug_info", None)
+    refuse(str(getattr(info, "func_name", "")))
+    return _ad.raise_custom_vjp_error_on_jvp(*args, **params)
+
+  linear = _ad.custom_lin_p
+  linear.def_impl(rule)
+  _batching.primitive_batchers[linear] = rule
+  _mlir.register_lowering(linear, rule, cacheable=False)
+
+
 # Has JAX tell a program's mesh to the lowering of programs with a primitive (0.10 to 0.12).
 needs_devices: Callable[[Any], None] = _dispatch.prim_requires_devices_during_lowering.add
 
@@ -176,7 +244,7 @@ def subjaxprs(eqn: Any) -> list[Any]:
 
 
 def is_saveable(saveable: Any, eqn: Any) -> bool:
-  """Whether a `jax.checkpoint` policy saves what the equation gives (0.10 to 0.12)."""
+  """True if a `jax.checkpoint` policy saves what the equation gives (0.10 to 0.12)."""
   says = saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)
   saved = says is True or says is _partial_eval.Saveable
   return saved or isinstance(says, _partial_eval.Offloadable)
@@ -226,7 +294,7 @@ def wrap_rules(hoist: Callable[..., Any], evaluate: Callable[..., Any]) -> None:
 
 # -- explicit sharding -----------------------------------------------------------------------------
 def is_explicit(avals: Sequence[Any]) -> bool:
-  """Whether these abstract values lie on a mesh with explicit axes (0.10 to 0.12)."""
+  """True if these abstract values lie on a mesh with explicit axes (0.10 to 0.12)."""
   return any(aval.sharding.mesh._any_axis_explicit for aval in avals)
 
 
@@ -246,6 +314,6 @@ def with_spec(aval: Any, operands: Sequence[Any], spec: Sequence[Any]) -> Any:
 
 
 def closes_over(function: Any, kind: type[Any]) -> bool:
-  """Whether a function that JAX made around a debug callback holds a value of the type."""
+  """True if a function that JAX made around a debug callback holds a value of the type."""
   cells = getattr(function, "__closure__", None) or ()
   return any(isinstance(cell.cell_contents, kind) for cell in cells)

@@ -33,7 +33,7 @@ class CpuKernel(Kernel):
     self._variants: dict[str, Variant] = {}
 
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
-    """What a call's variant is chosen by, from its arrays, or their types, and static values."""
+    """Makes a call's key of its variant, from its arrays, or their types, and static values."""
     sides = [tuple((np.dtype(x.dtype), len(x.shape)) for x in xs) for xs in (operands, results)]
     return CallTypes(sides[0], sides[1], static)
 
@@ -46,7 +46,7 @@ class CpuKernel(Kernel):
     return ""
 
   def types_of_key(self, key: str) -> CallTypes:
-    """What `variant_key` was given, as far as `compile` needs it."""
+    """Returns what `variant_key` was given, as far as `compile` needs it."""
     return CallTypes((), (), ())
 
   def define_variant(self, key: str) -> bool:
@@ -78,8 +78,15 @@ class CpuKernel(Kernel):
         self._variants[key] = Variant(callee, known)
       return self._variants[key]
 
+  def rename(self, name: str) -> None:
+    super().rename(name)
+    with self.defining:
+      for variant in self._variants.values():
+        variant.callee.give_up_name()
+      self._variants.clear()
+
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
-    """What calls take one at a time unless the kernel is thread-safe; its variants share it."""
+    """The lock of calls, unless the kernel is thread-safe; its variants share it."""
     return self._turn
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
@@ -125,7 +132,7 @@ class CpuKernel(Kernel):
   def batch_loop(self, size: int, batched: Sequence[bool], *args: Any, **static: Any) -> Any:
     """One call for all lanes, of a loop over elements: one more axis to broadcast, in front."""
     lanes = [jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in zip(args, batched, strict=True)]
-    core, moved = np.broadcast_shapes(*(lane.shape for lane in lanes)), list(args)
+    core, moved = jnp.broadcast_shapes(*(lane.shape for lane in lanes)), list(args)
     for i, (x, lane) in enumerate(zip(args, lanes, strict=True)):
       if i in self.aliases:
         moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for every lane

@@ -108,10 +108,12 @@ def save_kernels(
 
   Args:
     path: of the file, which is replaced in one step.
-    kernels: a kernel or several; None for all that are alive and can travel.
+    kernels: a kernel or several, of `callgate.cpp` or `callgate.cuda`; None for all of these that
+      are alive.
 
   Raises:
-    GateDefinitionError: a kernel can't travel: a library of yours, or C code at an address.
+    GateDefinitionError: a kernel of another kind: a library of yours, a C function, a Numba
+      function, an expression of elements.
     OSError: the file can't be written.
   """
   path = options.path("save_kernels", "path", path)
@@ -126,7 +128,7 @@ def save_kernels(
   forms = [(k, k.saved_form() if isinstance(k, Kernel) else None) for k in chosen]
   if not live and (other := [kernel for kernel, form in forms if form is None]):
     got = f"{other[0]!r}, whose code is not callgate's to copy; make it anew, under the same name"
-    expected = "kernels that callgate.cpp or callgate.numba made"
+    expected = "kernels that callgate.cpp or callgate.cuda made"
     raise GateDefinitionError(f"callgate.save_kernels: kernels: expected {expected}, got {got}")
   saved = [form for _, form in forms if form is not None]
   text, members = _packed({"format": _FORMAT, "version": _VERSION, "kernels": saved})

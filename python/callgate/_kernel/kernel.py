@@ -16,13 +16,13 @@ from typing import Any
 import jax
 
 from callgate._call import derivatives, shapes
+from callgate._call.generic import P, R
 from callgate._call.operation import Operation
 from callgate._call.options import Vmap
 from callgate._call.site import Backend, CallSite
 from callgate._core import options as check
 from callgate._core import registry, static_values
 from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import raise_deferred
 from callgate._core.signatures import places
 from callgate._kernel import launch
 from callgate._kernel.options import KernelOptions
@@ -36,7 +36,7 @@ Types = Sequence[tuple[tuple[int, ...], Any]]  # shapes and dtypes
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkResult:
-  """What `Kernel.benchmark` measured.
+  """The times that `Kernel.benchmark` measured.
 
   Attributes:
     seconds: of one call of the jitted kernel, JAX's dispatch included.
@@ -59,11 +59,15 @@ class BenchmarkResult:
     return None if self.like_seconds is None else self.like_seconds / self.seconds
 
 
-class Kernel(Operation):
+class Kernel(Operation[P, R]):
   """A native function as a JAX function; called like any JAX function.
 
   Made by `callgate.cpp`, `callgate.cuda`, `callgate.library`, `callgate.cfunc`, `callgate.numba`
   and `callgate.elementwise`.
+
+  A call takes arrays (or Python scalars, which take the parameter's dtype), in the order of the
+  parameters, and a sequence of arrays for a variadic one. Static values have their place, too; both
+  may be given by the parameters' names.
 
   Attributes:
     name: what compiled programs call it by; unique among the live ones of the process.
@@ -106,10 +110,7 @@ class Kernel(Operation):
           expected = f"expected positions of arguments that are arrays, {known}"
           raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
         self.linear = tuple(operands.index(arrays[position]) for position in self.linear)
-    if registry.get(name) is not None:
-      hint = "choose another name=, or drop the other one and the programs that call it"
-      taken = f"the name '{name}' is taken by another live gate or kernel"
-      raise ValueError(f"callgate: {taken}; {hint}")
+    registry.take(name)
     registry.register(name, self)
 
   # -- platforms ---------------------------------------------------------------------------------
@@ -123,6 +124,13 @@ class Kernel(Operation):
       f"one for {got}. callgate.cuda makes kernels for CUDA, callgate.cpp(source, cuda_source=...) "
       "for both, and jax.lax.platform_dependent chooses between functions"
     )
+
+  def rename(self, name: str) -> None:
+    self.name = name
+    if self.cuda is not None:  # variants are made again, under the new name, for further programs
+      for handle in self.cuda.cuda_variants.values():
+        handle.give_up_name()
+      self.cuda.cuda_variants.clear()
 
   def define_variant(self, key: str) -> bool:
     """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
@@ -161,7 +169,7 @@ class Kernel(Operation):
 
   # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:
-    """What `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
+    """Returns what `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
 
     "kind" names the function of `files.kinds` that makes it again, of JSON's types, tuples and
     bytes. Forms that differ in nothing but "compiled", which spares work, are of one kernel.
@@ -171,19 +179,11 @@ class Kernel(Operation):
     """Takes the "compiled" of the same kernel's form in a file; by default it needs none."""
 
   # -- calling -----------------------------------------------------------------------------------
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls the kernel, inside or outside compiled code.
-
-    Args:
-      *args: arrays (or Python scalars, which take the parameter's dtype), in the order of the
-        parameters; a sequence of arrays for a variadic one. Static values have their place, too.
-      **kwargs: arrays and static values by the parameters' names.
-
-    Returns the pytree that `out` (or `like`) declares, of jax.Arrays.
-    """
-    raise_deferred()
+  def given(
+    self, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> tuple[tuple[Any, ...], dict[str, Any], Static]:
     operands, static = self._arguments(args, kwargs)
-    return derivatives.apply(self, operands, {}, static)
+    return operands, {}, static
 
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """A call's operands, in the order of the parameters, and its static values, frozen."""
@@ -248,7 +248,7 @@ class Kernel(Operation):
     """
     given, static = self._arguments(args, kwargs)
     operands = jax.tree.map(jax.numpy.asarray, given)
-    jitted = [jax.jit(lambda *xs: derivatives.apply(self, xs, {}, static))]
+    jitted = [jax.jit(lambda *xs: derivatives.apply(self.core, xs, {}, static))]
     if (like := self.like) is not None:
       jitted.append(jax.jit(lambda *xs: self.call_rule(like, (), xs, {}, static)))
     results = [jax.block_until_ready(function(*operands)) for function in jitted]  # compiles

@@ -1,4 +1,4 @@
-"""What a call of a CUDA kernel launches, worked out when it is lowered, and how programs hold that.
+"""Works out, when a call of a CUDA kernel is lowered, what it launches; programs hold that.
 
 A kernel's *CUDA part* says what a call launches (`Plan`). Programs hold the plan as plain numbers,
 and a variant's name, "name[cuda:key]", for the images of its functions; the runtime fills in
@@ -25,6 +25,7 @@ from callgate._build.nvrtc import Image
 from callgate._call.site import Call, Callee, Emission
 from callgate._core import attributes, static_values
 from callgate._core import options as check
+from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.variants import to_json
 from callgate._runtime import targets
@@ -164,7 +165,7 @@ _lock = threading.Lock()
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CudaCall:
-  """What a plan is made for: one lane of a call."""
+  """One lane of a call, for which a plan is made."""
 
   operands: tuple[jax.ShapeDtypeStruct, ...]
   results: tuple[jax.ShapeDtypeStruct, ...]
@@ -176,13 +177,13 @@ class CudaCall:
 
 
 class CudaPart(abc.ABC):
-  """What runs a kernel on CUDA devices; `Kernel.cuda` of kernels that have one."""
+  """Runs a kernel on CUDA devices; `Kernel.cuda` of kernels that have one."""
 
   arch: tuple[int, ...] = ()  # to compile for where this process has no device; () for PTX
 
   @abc.abstractmethod
   def plan(self, call: CudaCall) -> Plan:
-    """What a call launches; raises where it can't take it, or can't be compiled."""
+    """Returns what a call launches; raises where it can't take it, or can't be compiled."""
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     """The images of a plan of this key, for another process's program; None where it can't tell."""
@@ -235,8 +236,12 @@ def lane(
 
 
 def emission(kernel: Callee, part: CudaPart, call: Call) -> Emission:
-  """What a program for CUDA holds of a call of a kernel, whose part for CUDA is `part`."""
+  """Returns what a program for CUDA holds of a call of a kernel, whose part for CUDA is `part`."""
   batch, axes = None, call.levels
+  for shape in (aval.shape for aval in (*call.operands, *call.results)):
+    if any(map(is_open, shape)):
+      fault = f"its launch depends on shapes: expected known extents, got {shape}"
+      raise GateDefinitionError(f"{kernel.label}: in a program for CUDA {fault}")
   if kernel.vmap == "grid" and call.whole is not None:
     batch, axes = call.whole[0], (*axes, call.whole)
   types = lane(call.operands, call.results, [mask for _, mask in axes])

@@ -127,6 +127,9 @@ class Library:
       fault = f"'{path}' exports two kernels '{twice[0]}'"
       raise GateDefinitionError(f"callgate.library: {fault}; expected {expected}")
 
+  def __reduce__(self) -> Any:
+    return _reopened, (self.path, self.name)
+
   @factories.method(KernelOptions)
   def kernel(self, function: str, /, *, options: KernelOptions) -> Kernel:
     """Makes a kernel with options.
@@ -244,6 +247,10 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
       raise ValueError(f"{taken} '{others[name].path}'; choose another name=")
     _libraries[name] = opened = Library(file, name, loaded)
     return opened
+
+
+def _reopened(path: str, name: str) -> Library:
+  return library(path, name=name)
 
 
 def _is_live(name: str) -> bool:

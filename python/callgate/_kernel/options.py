@@ -32,7 +32,7 @@ class KernelOptions(CallOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LaunchOptions:
-  """How a kernel is launched on CUDA devices.
+  """Describes how a kernel is launched on CUDA devices.
 
   Attributes:
     grid: blocks: an int, a tuple of up to three, or a function from the operands'
@@ -64,10 +64,10 @@ class LaunchOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CompilerOptions:
-  """How C++ is compiled on this machine.
+  """Describes how C++ is compiled on this machine.
 
   Attributes:
-    flags: for the compiler, after "-O3 -march=native -DNDEBUG".
+    flags: for the compiler, after "-O3 -march=native -DNDEBUG": "-fopenmp" for OpenMP, say.
     include_dirs: folders of headers.
     libraries: names for `-l`, or paths of libraries.
     library_dirs: folders where they are, now and at run time.
@@ -86,7 +86,7 @@ class CompilerOptions:
   arch: Arch = None
 
   def building(self, label: str, *flags: str) -> dict[str, tuple[str, ...]]:
-    """What `toolchain.build` takes, with more flags in front of the user's."""
+    """Returns what `toolchain.build` takes, with more flags in front of the user's."""
     defaults = toolchain.DEBUG_FLAGS if self.debug else toolchain.DEFAULT_FLAGS
     names = ("flags", "include_dirs", "libraries", "library_dirs")
     given = {name: check.strings(label, name, getattr(self, name)) for name in names}

@@ -22,7 +22,7 @@ from callgate._jax import tracing
 
 
 class Kind(enum.IntEnum):
-  """What a parameter takes."""
+  """The kind of value that a parameter takes."""
 
   IN = 0
   OUT = 1
@@ -71,19 +71,19 @@ Signature = Sequence[Parameter] | None
 
 
 def expected_text(parameter: Parameter) -> str:
-  """What a parameter takes, for messages."""
+  """Returns what a parameter takes, for messages."""
   dtype = "any dtype" if parameter.dtype is None else parameter.dtype.name
   wide = " (which needs jax_enable_x64)" if _is_wide(parameter.dtype) else ""
   return f"{dtype}{wide} of {f'rank {parameter.rank}' if parameter.rank >= 0 else 'any rank'}"
 
 
 def _is_wide(dtype: np.dtype[Any] | None) -> bool:
-  """Whether JAX has arrays of it with jax_enable_x64 alone, which is off."""
+  """True if JAX has arrays of it with jax_enable_x64 alone, which is off."""
   return dtype is not None and tracing.canonical_dtype(dtype) != dtype
 
 
 def fits(parameter: Parameter, dtype: Any, rank: int) -> bool:
-  """Whether an array of this type fits."""
+  """True if an array of this type fits."""
   return (parameter.dtype is None or parameter.dtype == dtype) and parameter.rank in (-1, rank)
 
 
@@ -91,7 +91,7 @@ def by_name(
   label: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], *,
   some_left_open: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-  """What is given for each of a call's parameters: each once, and no other."""
+  """Returns what is given for each of a call's parameters: each once, and no other."""
   known = ", ".join(names)
   most, other = ("at most ", "take") if some_left_open else ("", "have")
   if len(args) > len(names):

@@ -1,4 +1,4 @@
-"""What callgate reads in C++ text before the compiler does: names and template parameters.
+"""Reads names and template parameters in C++ text, before the compiler does.
 
 The compiler's own reading of types is what counts. Here are the parameters' names, how a template's
 parameters follow from a call, and what C++ calls the types of elements.
@@ -163,7 +163,7 @@ def scopes(before: str) -> list[str]:
 
 
 def closing(text: str, opening: int, pair: str = "()") -> int:
-  """Where the bracket that opens at a position closes; -1 for nowhere."""
+  """Returns where the bracket that opens at a position closes; -1 for nowhere."""
   depth = 0
   for i in range(opening, len(text)):
     depth += (text[i] == pair[0]) - (text[i] == pair[1])

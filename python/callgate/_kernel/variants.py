@@ -53,7 +53,7 @@ def from_json(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class CallTypes:
-  """What a variant is compiled for: the types of a call's arrays, and its static values."""
+  """The types of a call's arrays and its static values, for which a variant is compiled."""
 
   operands: tuple[Type, ...]
   results: tuple[Type, ...]
@@ -67,7 +67,7 @@ class Variant(NamedTuple):
   parameters: tuple[Parameter, ...]
 
   def groups(self, operands: int, results: int) -> list[int]:
-    """How many arrays each variadic parameter takes."""
+    """Returns how many arrays each variadic parameter takes."""
     ins = operands - sum(p.kind in OPERANDS for p in self.parameters) + 1
     outs = results - sum(p.kind in RESULTS for p in self.parameters) + 1
     sizes = {Kind.INS: ins, Kind.OUTS: outs}

@@ -104,7 +104,7 @@ _thread = threading.local()
 
 
 def _in_scan() -> bool:
-  """Whether this thread is in JAX's rule for `scan` under `checkpoint`, with a gate in the loop."""
+  """True if this thread is in JAX's rule for `scan` under `checkpoint`, with a gate in the loop."""
   return getattr(_thread, "in_scan", False)
 
 
@@ -113,7 +113,7 @@ def _jaxprs(params: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def split_operands(params: dict[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-  """What a `while_loop` has for each operand, for (condition, body, carry)."""
+  """Returns what a `while_loop` has for each operand, for (condition, body, carry)."""
   first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
   return list(of[:first]), list(of[first:second]), list(of[second:])
 
@@ -125,7 +125,7 @@ def _hoist(original: _Rule, jaxpr: Any, consts: Any, residuals: int, *rest: Any)
 
 
 def _split(original: _Rule, jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
-  """What of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
+  """Returns what of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
   if not (_in_scan() and _has_gate_effect([jaxpr])):
     return original(jaxpr, unknown, instantiate)
   known = [not flag for flag in unknown]
@@ -143,7 +143,7 @@ _RUNS_TWICE = (
 
 
 def _has_gate_effect(jaxprs: Sequence[Any], *, taps: bool = True) -> bool:
-  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps."""
+  """True if calls of callgate's with effects are in there; with `taps` False, others than taps."""
   # Taps of all lanes at once don't count: they send what JAX's own control flow computes.
   ignored = WholeTapEffect if taps else TapEffect
   return any(
@@ -154,13 +154,13 @@ def _has_gate_effect(jaxprs: Sequence[Any], *, taps: bool = True) -> bool:
 
 
 def _holds_whole_taps(jaxprs: Sequence[Any]) -> bool:
-  """Whether taps of all lanes at once are in there."""
+  """True if taps of all lanes at once are in there."""
   has_effect = any(isinstance(it, WholeTapEffect) for jaxpr in jaxprs for it in jaxpr.effects)
   return has_effect or _primitive.dataflow_taps_in(jaxprs, whole=True)
 
 
 def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, Any]) -> bool:
-  """Whether lanes may end a `while_loop` at different times."""
+  """True if lanes may end a `while_loop` at different times."""
   cond_jaxpr, body_jaxpr = _jaxprs(params)
   cond_consts, body_consts, carry = split_operands(params, [dim is not None for dim in dims])
   while True:  # each round makes at least one more carry batched, or is the last
@@ -213,5 +213,5 @@ def _lane_after_lane(
     operands = [x if d is None else next(values) for x, d in zip(args, dims, strict=True)]
     return carry, primitive.bind(*operands, **params)
 
-  _, results = jax.lax.scan(lane, None, rows, length=axis_data.size)
+  _, results = jax.lax.scan(lane, None, rows)
   return results, [0] * len(results)

@@ -27,7 +27,7 @@ _MOST_SHOWN = 6  # values behind a bar, when none are named
 
 
 class _State(NamedTuple):
-  """What the board says of a bar; see src/core/progress.h."""
+  """A bar's state on the board; see src/core/progress.h."""
 
   handle: int
   bar: int

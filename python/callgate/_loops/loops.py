@@ -73,6 +73,12 @@ def fori_loop(
 ) -> _Carry:
   """`jax.lax.fori_loop`, with a progress bar.
 
+  ```python
+  import callgate as cg
+
+  assert cg.fori_loop(0, 10, lambda i, total: total + i, 0, progress="adding") == 45
+  ```
+
   Args:
     lower: the first index.
     upper: the index after the last.
@@ -110,6 +116,13 @@ def while_loop(
   progress: bool | str | Progress | None = None,
 ) -> _Carry:
   """`jax.lax.while_loop`, with a progress bar: a count, and a bar for `Progress(total=...)`.
+
+  ```python
+  import callgate as cg
+
+  search = cg.Progress("search", total=100)
+  assert cg.while_loop(lambda n: n < 100, lambda n: n + 1, 0, progress=search) == 100
+  ```
 
   Args:
     cond_fun: whether there is another step.

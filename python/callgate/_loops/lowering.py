@@ -1,4 +1,4 @@
-"""How loops with progress marks are lowered: in chunks, with one call of the board a chunk.
+"""Lowers loops with progress marks: in chunks, with one call of the board a chunk.
 
 In XLA's CPU code a step may take nanoseconds; any call in the body makes it a hundred times as
 long. So a loop `while cond: body` becomes
@@ -24,6 +24,7 @@ import numpy as np
 from jax.interpreters import mlir, partial_eval
 
 from callgate._core.effects import PROGRESS_EFFECT
+from callgate._core.encoding import is_open
 from callgate._jax import tracing
 from callgate._jax.tracing import Literal, jaxpr_as_fun
 from callgate._loops.control import split_operands
@@ -111,26 +112,31 @@ def _anchor(values: Sequence[Any]) -> Sequence[Any]:
 def _run_scan(params: dict[str, Any], *operands: Any) -> list[Any]:
   length, unroll = params["length"], params["unroll"]
   bars = [mark.params["bar"] for mark in _marks(params["jaxpr"])]
-  totals = [length if bar.total == UNKNOWN else bar.total for bar in bars]
+  # An exported program's length may be known when it runs alone.
+  count = jnp.asarray(length) if (open_ := is_open(length)) else None
+  known = UNKNOWN if open_ else length
+  totals = [known if bar.total == UNKNOWN else bar.total for bar in bars]
   own = [
     dataclasses.replace(b, total=t, has_total=False) for b, t in zip(bars, totals, strict=True)
   ]
-  begun = _begin([(bar, None) for bar in own], operands)
+  begun = _begin([(bar, count if bar.total == UNKNOWN else None) for bar in own], operands)
   params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
   implementation = functools.partial(tracing.scan_impl, **params)
   trips = length // unroll if unroll else 0
-  if trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
+  if open_ or trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
     results = _run_implementation(begun, implementation, operands, unroll)
   else:  # a scan that is unrolled as a whole has no loop, and shows its end alone
     results = implementation(*operands)
-  _end(begun, np.int32(np.uint32(length & 0xFFFFFFFF)), results)
+  if count is None:
+    count = np.int32(np.uint32(length & 0xFFFFFFFF))
+  _end(begun, count.astype(np.int32), results)
   return results
 
 
 def _run_implementation(
   begun: _Bars, implementation: Rule, operands: Sequence[Any], unroll: int
 ) -> list[Any]:
-  """What JAX writes for a scan, with its `while_loop`, the first one there, in chunks."""
+  """Returns what JAX writes for a scan, with its `while_loop`, the first one there, in chunks."""
   closed: Any = jax.make_jaxpr(implementation)(*operands)
   jaxpr = closed.jaxpr
   values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
@@ -163,7 +169,7 @@ def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
 
 
 def _before_first_step(body: Any, variable: Any, operands: Sequence[Any]) -> Any:
-  """What a variable of a loop's body is in its first step; it depends on no effect."""
+  """Returns what a variable of a loop's body is in its first step; it depends on no effect."""
   pure = [eqn for eqn in body.jaxpr.eqns if not eqn.effects]
   jaxpr = body.jaxpr.replace(eqns=pure, outvars=[variable], effects=frozenset())
   jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, used_outputs=True, instantiate=True)

@@ -31,7 +31,7 @@ NEVER = 1 << 30  # steps until an update that need not come
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-  """What a program says of a bar."""
+  """A bar, as a program describes it."""
 
   text: str  # for whoever draws: JSON
   every: int = 0  # steps between updates; 0 to choose by time

@@ -1,4 +1,4 @@
-"""What users say of a progress bar, and the marks that loops get for it.
+"""The options of a progress bar, and the marks that loops get for it.
 
 A mark is bound into the loop's body (`_loops/primitive.py`), holding the bar's description as text.
 What can't be text (a file) is kept here, for the life of the process, under a number.
@@ -34,7 +34,7 @@ _nesting = threading.local()  # .depth: bodies with bars that are being traced i
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-  """How a loop's progress bar looks.
+  """Describes how a loop's progress bar looks.
 
   Args:
     desc: what stands before the bar.
@@ -131,7 +131,7 @@ def _cached(make: Callable[..., Any], function: Callable[..., Any], *bar: Bar) -
 def wrapped(
   make: Callable[..., Any], function: Callable[..., Any], *bar: Bar
 ) -> Callable[..., Any]:
-  """What `make` makes of a body: one for each, so that JAX's caches know it again."""
+  """Returns what `make` makes of a body: one for each, so that JAX's caches know it again."""
   try:
     return _cached(make, function, *bar)
   except TypeError:  # not hashable

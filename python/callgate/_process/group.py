@@ -34,7 +34,7 @@ _DETAILS = 8000  # characters of a traceback that travel
 
 
 class Failure(NamedTuple):
-  """What went wrong in a process; travels to the others as JSON."""
+  """Describes a failure in a process; travels to the others as JSON."""
 
   process: int
   kind: str  # name of the exception's type; "" without one
@@ -55,7 +55,7 @@ class Failure(NamedTuple):
     return Failure(*json.loads(text))
 
   def error(self) -> ProcessError:
-    """What to raise in another process."""
+    """Returns what to raise in another process."""
     error = ProcessError(self.process, self.kind, self.message)
     if self.details:
       error.add_note(f"callgate: in process {self.process}:\n{self.details.rstrip()}")
@@ -185,7 +185,7 @@ def _tell_of_uncaught() -> None:
 
 
 def _is_interactive() -> bool:
-  """Whether an uncaught exception leaves the process at its prompt."""
+  """True if an uncaught exception leaves the process at its prompt."""
   return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 

@@ -81,7 +81,7 @@ class Meeting:
       raise Failure.parse(result).error()
 
   def _result(self, absent: list[int]) -> str | None:
-    """How the meeting ended, waited for a moment; process 0 takes those who came off `absent`."""
+    """Waits a moment for the meeting's end; process 0 takes those who came off `absent`."""
     store, seconds = self._group.store, self._group.look_seconds
     if not absent:
       return store.get(self._keys + "result", seconds)

@@ -29,12 +29,21 @@ _FLUSH_SECONDS = 0.1  # between two looks at the other processes
 def barrier(timeout: float | None = None, *, all_processes: bool = False) -> None:
   """Waits until every program dispatched so far has run, and every tap's record is delivered.
 
+  ```python
+  import callgate as cg, jax
+
+  seen = []
+  jax.jit(lambda x: cg.tap(x, seen.append))(2.0)
+  cg.barrier()
+  assert seen == [2.0]
+  ```
+
   Programs of all threads count, also those whose results were dropped.
 
-  With `all_processes` every process of `jax.distributed` has to call it, as often as the others,
-  from one thread. A process that failed raises its own exception; the others get a `ProcessError`
-  that names it, within a fraction of a second, also where it ended without having come here. One
-  that died without a word is found missing after `CALLGATE_SILENT_SECONDS` (60).
+  With `all_processes` every process of `jax.distributed` has to call it, equally often, from one
+  thread. A process that failed raises its own exception. The others get a `ProcessError` that names
+  it within a fraction of a second, even if it ended without calling `barrier`. A process that died
+  silently is noticed after `CALLGATE_SILENT_SECONDS` (60).
 
   Args:
     timeout: seconds to wait at most; None for no limit, as long as all processes live.
@@ -43,8 +52,8 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
   Raises:
     TimeoutError: programs still ran, records still waited, or processes were not here in time.
     ProcessError: another process failed, ended or died.
-    BaseException: what a gate raised whose program failed during the wait, or a consumer, with
-      those of other consumers attached (`callgate_others`).
+    BaseException: the exception of a gate whose program failed during the wait, or of a consumer;
+      those of other consumers are attached (`callgate_others`).
   """
   options.or_none(options.seconds, "barrier", "timeout", timeout, zero=True)
   options.boolean("barrier", "all_processes", all_processes)
@@ -70,11 +79,11 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
     raise RuntimeError(f"callgate.barrier: this process {was}; {expected}")
   deadline = _deadline(timeout)
   failure = wait_for_programs(timeout, watch)
-  if not _until(deadline, watch, _callgate.drain_devices):
+  if not until(deadline, watch, _callgate.drain_devices):
     raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
   for settle in at_barrier:
     settle()
-  if not _until(deadline, watch, _callgate.flush_channels):
+  if not until(deadline, watch, _callgate.flush_channels):
     stats = _callgate.channel_stats().items()
     pending = {name: count for name, one in stats if (count := one["pending"])}
     raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
@@ -86,10 +95,8 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   failures.raise_consumer_errors()
 
 
-def _until(
-  deadline: float, watch: Callable[[], None] | None, done: Callable[[float], bool]
-) -> bool:
-  """Whether `done`, which takes seconds to wait, said so in time."""
+def until(deadline: float, watch: Callable[[], None] | None, done: Callable[[float], bool]) -> bool:
+  """True if `done`, which takes seconds to wait, said so in time."""
   while True:
     rest = min(max(0.0, deadline - time.monotonic()), failures.LONG_SECONDS)
     if watch is None:
@@ -102,7 +109,7 @@ def _until(
 
 
 def _is_stale(failure: BaseException, first: int) -> bool:
-  """Whether it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
+  """True if it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
   number = _kept.id_in(str(failure))
   return number is not None and (number < first or _kept.is_claimed(number))
 
@@ -120,11 +127,12 @@ class errors:
     program(x)           # raises the gate's own ValueError, not JaxRuntimeError
   ```
 
-  The error that JAX raises for a gate (`jax.errors.JaxRuntimeError`, or ValueError) is replaced by
-  the original object when it leaves the block. At its end all arrays are waited for, so that the
-  error of a program whose result nobody looked at is raised too (of a pure program on one device,
-  if its result still exists), unless other threads are inside such blocks: a thread never gets
-  another's error. That of a program over several devices goes to the first block to end.
+  When JAX's error for a gate (`jax.errors.JaxRuntimeError`, or ValueError) leaves the block, the
+  block raises the original object in its place. At its end the block waits for all arrays. So it
+  also raises the error of a program whose result nobody looked at; of a pure program on one device
+  only if its result still exists. A thread never gets another thread's error, so this does not
+  happen while other threads are in such blocks. The error of a program over several devices goes
+  to the first block that ends.
   """
 
   def __enter__(self) -> errors:

@@ -1,4 +1,4 @@
-"""`callgate.config`: options of the process, set for good or for a block."""
+"""`callgate.config`: options of the process, set globally or for a block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _installed = tracing.define_bool(
   False,
   "Run jax.pure_callback, io_callback and debug.callback on callgate's engine (callgate.install).",
 )
-_in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch}
+_cast = tracing.define_bool("callgate_cast", False, "The default of `cast=` of gates.")
+_in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch, "cast": _cast}
 # The others, which `_callgate` has a setter for.
 _values: dict[str, Any] = dict.fromkeys(("check_writes", "check_memory", "crash_report"), False)
 _values |= {"timing": False, "stall_seconds": 0.0}
@@ -38,8 +39,13 @@ def engine() -> str:
   return _engine.value
 
 
+def cast() -> bool:
+  """True if gates without `cast=` that are traced now cast their results."""
+  return bool(_cast.value)
+
+
 def installed() -> bool:
-  """Whether JAX's own callbacks, where they are traced now, run on callgate's engine."""
+  """True if JAX's own callbacks, where they are traced now, run on callgate's engine."""
   return bool(_installed.value)
 
 
@@ -63,6 +69,8 @@ class config:
     fast_dispatch: let programs whose only effects are io gates, none ordered, take JAX's C++
       dispatch path (5 µs instead of 50 µs a call). `jax.effects_barrier()` then no longer waits for
       them, `callgate.barrier()` does: for their results, so not for programs that return nothing.
+    cast: the default of `cast=` of gates: allow casts of results of the same kind, as of NumPy's
+      float64 to float32. Programs are traced again after a change.
     check_writes: checksum every input before and after each call, and raise `InputWriteError` when
       a gate wrote to one through a library without read-only arrays. Slow; for debugging.
     check_memory: run kernels on guarded copies of their arrays, and raise `KernelError` where one
@@ -78,7 +86,7 @@ class config:
 
   def __init__(
     self, *, engine: Literal["callgate", "jax"] | None = None, fast_dispatch: bool | None = None,
-    check_writes: bool | None = None, check_memory: bool | None = None,
+    cast: bool | None = None, check_writes: bool | None = None, check_memory: bool | None = None,
     crash_report: bool | None = None, timing: bool | None = None,
     stall_seconds: float | None = None,
   ) -> None:  # fmt: skip

@@ -22,6 +22,7 @@ from callgate import _callgate
 from callgate._arrays import escape, gpu
 from callgate._core import environment, failures, kept, paths, registry
 from callgate._core.dtypes import dtypes
+from callgate._core.effects import OrderedGateEffect
 from callgate._core.errors import CaptureError, GateTimeoutError, InputWriteError, ResultError
 from callgate._jax import dispatch
 from callgate._runtime import fence, self_wait
@@ -50,8 +51,7 @@ def _kernel_failed(kernel: str, message: str, site: str) -> str:
 
 def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> None:
   where = "its return value" if index < 0 else registry.of(gate, spec, "result", index)
-  hint = "" if index < 0 else " (results are never cast silently: see cast=True)"
-  raise ResultError(f"gate '{gate}': {where}: expected {expected}, got {got}{hint}")
+  raise ResultError(f"gate '{gate}': {where}: expected {expected}, got {got}")
 
 
 def _input_written(gate: str, spec: str, index: int) -> None:
@@ -180,6 +180,7 @@ def start() -> None:
     _callgate.set_stall_seconds(stall)
   _callgate.set_consumer_failed(failures.keep_consumer_failure)
   dispatch.remember_effects()
+  dispatch.run_after_failures(OrderedGateEffect)
   abandon = (_callgate.abandon_channels, _callgate.abandon_devices)
   for forget in (*abandon, dispatch.forget_waiters, fence.after_fork):
     os.register_at_fork(after_in_child=forget)

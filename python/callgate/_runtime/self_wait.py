@@ -20,7 +20,7 @@ from callgate._jax import dispatch
 
 
 class Ended(RecursionError):
-  """What the callable gets when its call has failed by `report`; nobody asks for it again."""
+  """The callable gets this when its call has failed by `report`; nobody asks for it again."""
 
   def __init__(self) -> None:
     super().__init__("the jitted function that is called here waited for this gate")

@@ -1,1 +1,1 @@
-"""Which dimensions of a call may stay split, and what XLA's partitioner is answered."""
+"""Decides which dimensions of a call may stay split, and answers XLA's partitioner."""

@@ -1,4 +1,4 @@
-"""What a call holds for the partitioner in a program over several devices, worked out when lowered.
+"""Works out, when a call is lowered, what it holds for the partitioner of several devices.
 
 `of_gate` and `of_tap` give the `Sharded` of a call, with its rule, or None where nothing is to be
 partitioned: in a program of one device, and inside a fully manual `jax.shard_map`.
@@ -23,7 +23,7 @@ from callgate._sharding.rules import Rule, Shape
 
 
 class Called(Protocol):
-  """What is to be known of a gate or kernel whose calls are partitioned."""
+  """Describes a gate or kernel whose calls are partitioned."""
 
   name: str
   sharding: Any
@@ -129,12 +129,11 @@ def _lane(shapes: Sequence[Shape], levels: Sequence[Level]) -> list[Shape]:
 
 
 def _program(context: Any, levels: Sequence[Level]) -> dict[str, Any]:
-  """What any call holds of its program and its batch levels."""
+  """Returns the part of every call: its program and its batch levels."""
   return {
     "devices": lowering.device_count(context),
     "mesh": lowering.mesh_axes(context),
     "located": lowering.is_partitioned(context),
-    "sizes": [size for size, _ in levels],
     "lanes": ["".join("01"[flag] for flag in mask) for _, mask in levels],
   }
 
@@ -209,7 +208,7 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-  """What the partitioner has to know of a call."""
+  """Describes a call to the partitioner."""
 
   rule: str  # `Rule.text`; or "" for a function of the mesh, which the operation `function` has
   devices: int  # how many run the program
@@ -223,8 +222,7 @@ class Sharded:
   # that share an array are not all.
   located: bool = True
   tap: int = -1  # the operands from which a tap's records are made; -1 for other calls
-  sizes: Sequence[int] = ()  # the extents of the batch levels, outermost first
-  lanes: Sequence[str] = ()  # their masks
+  lanes: Sequence[str] = ()  # masks of the batch levels, outermost first
   names: Sequence[str] = ()  # of the operands, for messages
   function: str = ""  # the operation whose rule is a function; of a tap, the function's name
   label: str = ""  # a tap's name

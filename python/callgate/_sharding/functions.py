@@ -36,7 +36,7 @@ def plan(
   *,
   tap: bool = False,
 ) -> Rule | Plan:
-  """What the function says of operands (shape, dtype, `HloSharding`) on the mesh of `axes`."""
+  """Asks the function about operands (shape, dtype, `HloSharding`) on the mesh of `axes`."""
   if not axes:
     raise GateDefinitionError(
       f"{label}: sharding: expected a program whose mesh is known, since the rule is a function of "
@@ -55,7 +55,7 @@ def plan(
 def result_specs(
   label: str, function: Function, avals: Sequence[Any], results: Sequence[Shape]
 ) -> Rule | Sequence[Spec]:
-  """What it says of operands of an explicitly sharded program: a rule, or the results' specs."""
+  """Asks it about operands of an explicitly sharded program: a rule, or the results' specs."""
   mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
   known = [(aval.shape, aval.dtype, PartitionSpec(*tracing.spec_of(aval))) for aval in avals]
   found = _ask(label, function, mesh, known, results)
@@ -67,7 +67,7 @@ _lock = threading.Lock()
 
 
 def name_of(function: Function) -> str:
-  """What programs call a tap's rule by: the same in the next process that makes them in order."""
+  """Names a tap's rule for programs: alike in a next process that makes them in the same order."""
   base = f"rule:{function.__module__}.{getattr(function, '__qualname__', 'rule')}"
   with _lock:
     names = [base, *(f"{base}#{number}" for number in range(1, len(_named) + 1))]

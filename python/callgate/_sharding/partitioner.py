@@ -127,7 +127,7 @@ class _Call:
     return partitioner.tuple_sharding(out) if self.is_tuple else out[0]
 
   def _by_function(self) -> Rule | Plan:
-    """What the function of an operation, or of a tap's values, says on the program's mesh."""
+    """Asks the function of an operation, or of a tap's values, on the program's mesh."""
     about = self.about
     operands = [(a.shape, a.dtype, a.sharding) for a in self.operands]
     if about.tap >= 0:
@@ -173,20 +173,22 @@ class _Call:
   def _localise(self, plan: Plan) -> None:
     """Rewrites what the call says of its arrays' extents, which are the tiles' now."""
     about, held = self.about, self.held
-    # Of each batch level its size here, and where in the whole each device's part of it begins.
+    # Of each batch level its whole size, its size here, and where each device's part of it begins.
+    whole: list[int] = []
     sizes: list[int] = []
     starts: list[Any] = []
-    for level, (size, mask) in enumerate(zip(about.sizes, about.lanes, strict=True)):
+    for level, mask in enumerate(about.lanes):
       operand = mask.index("1")
       axis = sum(other[operand] == "1" for other in about.lanes[:level])
       tiling = plan.operands[operand]
-      sizes.append(size // tiling.counts[axis])
+      whole.append(self.operands[operand].shape[axis])
+      sizes.append(whole[-1] // tiling.counts[axis])
       starts.append((tiling.index[:, axis] * sizes[-1]).tolist())
     if about.lanes:
       masks = [tuple(digit == "1" for digit in mask) for mask in about.lanes]
       held["batch"] = encode_levels(list(zip(sizes, masks, strict=True)))
     if about.tap >= 0:
-      self._localise_tap(plan, sizes, starts)
+      self._localise_tap(plan, whole, starts)
     elif self.located:
       named = zip(about.names, self.operands, plan.operands, strict=False)
       parts = [(name, _tiles.encode(tiling, a.shape)) for name, a, tiling in named]
@@ -194,7 +196,6 @@ class _Call:
 
   def _localise_tap(self, plan: Plan, sizes: list[int], starts: list[Any]) -> None:
     code = json.loads(self.held["spec"])
-    whole, code["sizes"] = code["sizes"], sizes
     if self.located:
       leaves: list[Any] = []
       for index in range(code["values"]):
@@ -202,7 +203,7 @@ class _Call:
         t = plan.operands[index]
         core = dataclasses.replace(t, counts=t.counts[skip:], index=t.index[:, skip:])
         leaves.append(_tiles.encode(core, self.operands[index].shape[skip:]))
-      code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": whole}
+      code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": sizes}
       # What `TapSpec::of` reads of a padded array: its extents, and where each shard begins.
       padded: list[dict[str, Any]] = []
       for index in code["logical"]:

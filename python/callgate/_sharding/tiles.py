@@ -1,4 +1,4 @@
-"""Which device holds which tile of which array, and what a call on tiles needs it to hold.
+"""Finds which device holds which tile of an array, and which ones a call on tiles needs.
 
 Plain arithmetic on device numbers: position in the program's device assignment, which is what
 `stablehlo.partition_id` gives. Nothing here knows XLA. In a partly manual program devices with
@@ -22,7 +22,7 @@ from callgate._sharding.rules import Rule, Shape
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """How one array lies on `len(index)` devices."""
+  """Describes how one array lies on `len(index)` devices."""
 
   counts: tuple[int, ...]  # tiles along each dimension
   index: np.ndarray  # int64[devices, rank]: the tile that each device holds
@@ -49,7 +49,7 @@ class Tiling:
 
   @property
   def expressible(self) -> bool:
-    """Whether each combination of tiles lies on equally many devices: what XLA can express."""
+    """True if each combination of tiles lies on equally many devices: what XLA can express."""
     cells = np.column_stack([self.index, self.manual])
     _, held = np.unique(cells, axis=0, return_counts=True)
     return len(held) == math.prod(self.counts) * self._labels and len(set(held)) == 1
@@ -60,7 +60,7 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """How a call on tiles finds its arrays."""
+  """Describes how a call on tiles finds its arrays."""
 
   operands: tuple[Tiling, ...]  # those that the operands must have
   results: tuple[Tiling, ...]
@@ -135,7 +135,7 @@ def encode(tiling: Tiling, shape: Sequence[int]) -> dict[str, Any]:
 
 
 class Part:
-  """Where one array's shards lie in the whole."""
+  """Describes where one array's shards lie in the whole."""
 
   def __init__(self, code: dict[str, Any]) -> None:
     self.shape: tuple[int, ...] = tuple(code["shape"])

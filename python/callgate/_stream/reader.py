@@ -27,7 +27,7 @@ _ORDER = operator.attrgetter("time_ns", "process", "device", "seq")
 
 
 def is_address(where: str) -> bool:
-  """Whether it is a process that serves a stream, not a file."""
+  """True if it is a process that serves a stream, not a file."""
   return where.startswith(("unix:", "tcp://"))
 
 
@@ -45,7 +45,7 @@ class _Input:
     self._sources: dict[int, tuple[Any, Source]] = {}
 
   def fill(self, timeout: float) -> bool:
-    """Whether a record is ready; reads some, and waits for the first up to `timeout` seconds."""
+    """True if a record is ready; reads some, and waits for the first up to `timeout` seconds."""
     while not self.ready:
       if not (read := self.native.read(timeout, _AT_ONCE)):
         return False
@@ -58,7 +58,7 @@ class _Input:
     return True
 
   def over(self, follow: bool) -> bool:
-    """Whether no record will follow, for all that this reader is to wait."""
+    """True if no record will follow, for all that this reader is to wait."""
     if self.native.ended and not (self.is_file or self.native.closed):
       why = "its writer is gone, or it disconnected this reader for being slow"
       ended = f"{self.address}: the connection ended before the stream did: {why}"
@@ -116,7 +116,7 @@ class StreamReader:
 
   @property
   def ended(self) -> bool:
-    """Whether all writers have closed the stream, as far as was read; files may be continued."""
+    """True if all writers have closed the stream, as far as was read; files may be continued."""
     return all(one.native.closed and not one.ready for one in self._inputs)
 
   def columns(self, name: str | None = None) -> dict[str, np.ndarray]:
@@ -197,6 +197,15 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
 
 def open_stream(where: Address | Iterable[Address], *, follow: bool = False) -> StreamReader:
   """Opens a stream of tapped values, or several as one.
+
+  ```python
+  import callgate as cg, jax
+
+  with cg.channel("open_stream.loss", to=cg.sinks.Stream("run.cgs")):
+    jax.jit(lambda x: cg.tap(x, "open_stream.loss"))(2.0)
+  with cg.open_stream("run.cgs") as stream:
+    assert [float(record.leaves[""]) for record in stream] == [2.0]
+  ```
 
   Records of one file or connection keep their order, which on each device is that of `seq`. Of
   several they are ordered by `time_ns`, then process, device and `seq`, as far as they are there.

@@ -78,7 +78,7 @@ class _Leaf:
 
 
 class Source:
-  """What the records of one tap share, and how a whole record becomes those of its lanes."""
+  """Records of one tap: what they share, and how a whole record becomes those of its lanes."""
 
   def __init__(self, fields: Mapping[str, Any]) -> None:
     self.name: str = fields["name"]
@@ -118,7 +118,7 @@ class Source:
 
   @contextlib.contextmanager
   def _sensible(self, what: str) -> Generator[None]:
-    """What a stream says of a tap is the writer's text: anything may stand there."""
+    """The words of a stream on a tap are the writer's: anything may stand there."""
     try:
       yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

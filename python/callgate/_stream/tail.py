@@ -36,7 +36,7 @@ def add_tail(subparsers: Subparsers) -> None:
 
 
 def integer(expected: str, *, least: int = 0, most: int = 2**31) -> Callable[[str], int]:
-  """What a command line's number is read by."""
+  """Makes the reader of a command line's number."""
 
   def read(text: str) -> int:
     with contextlib.suppress(ValueError):

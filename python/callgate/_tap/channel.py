@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import pickle
 import re
 import sys
 import threading
@@ -11,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 from callgate import _callgate
-from callgate._core import errors, failures, options
+from callgate._core import errors, failures, options, registry
+from callgate._core.pickling import Portable
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import consumers as _consumers
 from callgate._tap import delivery, target
@@ -24,7 +27,7 @@ _open: dict[str, Channel | None] = {}  # None while its sinks are being opened
 _lock = threading.Lock()
 
 
-class Channel:
+class Channel(Portable):
   """An open channel; made by `callgate.channel`. A context manager that closes it.
 
   Attributes:
@@ -32,8 +35,9 @@ class Channel:
   """
 
   def __init__(
-    self, name: str, capacity: str | int, on_full: OnFull, rate: float, to: Any, batch: int | None
-  ) -> None:
+    self, name: str, capacity: str | int, on_full: OnFull, rate: float, to: Any, batch: int | None,
+    place: registry.Place | None = None,
+  ) -> None:  # fmt: skip
     expected = "a line of text"
     name = options.name("channel", name) or options.refuse("channel", "name", expected, name)
     if name == target.DEFAULT:
@@ -46,20 +50,25 @@ class Channel:
       what = "a number of rows or True"
       self._limit = options.count(label, "batch", batch, least=1, what=what)
     self._consumers: dict[delivery.Attached, _callgate.Consumer] = {}
-    adapted = dict(map(self._adapt, to if isinstance(to, (list, tuple)) else [to]))
     what = "'block', 'drop_new', 'drop_old' or 'sample'"
     options.choice(label, "on_full", on_full, get_args(OnFull), what=what)
     rate = options.number(label, "rate", rate, above=0, what="records a second, above 0")
     size = _bytes_of(label, capacity)
     check_not_forked()
     self._closed = False
+    self._place = place  # where it is defined
     with _lock:
-      if name in _open:
+      old = _open.get(name)
+      again = old is not None and place is not None and place.again(old._place)
+      if name in _open and not again:
         another = "close it first, or give this one another name"
         raise ValueError(f"callgate: a channel named '{name}' is open already; {another}")
       _open[name] = None
     opened: list[Any] = []
     try:
+      if old is not None:
+        retire(old)
+      adapted = dict(map(self._adapt, to if isinstance(to, (list, tuple)) else [to]))
       # Sinks first: with one that can't be opened there is no channel, and the records that wait
       # for one of this name wait on.
       for sink in (one.given for one in adapted if one.is_sink()):
@@ -80,6 +89,9 @@ class Channel:
   def __repr__(self) -> str:
     return f"<{self._label}{' (closed)' if self._closed else ''}>"
 
+  def __reduce_ex__(self, protocol: Any) -> Any:
+    return _named, (self.name,)
+
   def __enter__(self) -> Channel:
     return self
 
@@ -87,9 +99,13 @@ class Channel:
     if kind is not None or _callgate.channels_abandoned():
       self._close(None)  # what consumers raised must not hide the block's own exception
     else:
-      barrier.wait_for_programs(None)
-      _callgate.drain_devices(failures.LONG_SECONDS)  # what GPUs have sent is on its way
+      self._settle()
       self.close()
+
+  def _settle(self) -> None:
+    """Waits for the programs that may still send to it."""
+    barrier.wait_for_programs(None)
+    _callgate.drain_devices(failures.LONG_SECONDS)  # what GPUs have sent is on its way
 
   # -- consumers ---------------------------------------------------------------------------------
   def add(self, consumer: Any) -> None:
@@ -155,6 +171,8 @@ class Channel:
   def flush(self, timeout: float | None = None) -> None:
     """Waits until every record sent so far is with the consumers, and in the sinks' files.
 
+    What programs on a GPU have sent is on its way until they have run.
+
     Args:
       timeout: seconds to wait at most; None for no limit.
 
@@ -164,7 +182,7 @@ class Channel:
     """
     check_not_forked()
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
-    if not self._closed and not self._handle.flush(timeout):
+    if not self._closed and not self._handle.flush(self._drain(timeout)):
       pending = self.stats()["pending"]
       raise TimeoutError(f"{self._label}: {pending} record(s) still wait after {timeout} s")
     failures.raise_consumer_errors()
@@ -172,7 +190,8 @@ class Channel:
   def close(self, timeout: float | None = None) -> None:
     """Delivers what is there, then closes the consumers. Later records wait for a new channel.
 
-    In a fork's child it does nothing: the channel is open in the parent.
+    What programs on a GPU have sent is there when they have run. In a fork's child it does nothing:
+    the channel is open in the parent.
 
     Args:
       timeout: seconds to wait at most; None for no limit.
@@ -182,10 +201,17 @@ class Channel:
       BaseException: what a consumer raised.
     """
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
-    if not self._close(timeout):
+    if not self._close(timeout if self._closed else self._drain(timeout)):
       left = f"{self.stats()['pending']} record(s) not delivered after {timeout} s"
       raise TimeoutError(f"{self._label}: closed with {left}")
     failures.raise_consumer_errors()
+
+  def _drain(self, timeout: float | None) -> float | None:
+    """Waits for what programs on GPUs have sent; returns the time that is left."""
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    if not _callgate.delivers_here():  # the copies may wait for room that a consumer makes
+      barrier.until(end, lambda: None, _callgate.drain_devices)  # Ctrl-C comes in between
+    return None if timeout is None else max(0.0, end - time.monotonic())
 
   def _close(self, timeout: float | None) -> bool:
     if self._closed:
@@ -231,11 +257,11 @@ def channel(
   While no channel of a name is open, its records wait for the next one (up to 1 MiB of them).
 
   Args:
-    name: what taps send by. One open channel a name.
+    name: the name that taps send to. One channel of a name may be open.
     capacity: bytes that may wait, as a number or as "64MiB", "1GB". Larger records go one by one.
-    on_full: what a tap does that finds no room: "block" (the program waits), "drop_new" (its own
-      record is dropped), "drop_old" (the oldest are), "sample" (at most `rate` records a second of
-      each tap are taken at all).
+    on_full: what happens if a tap finds no room: "block" (the program waits), "drop_new" (the tap's
+      record is dropped), "drop_old" (the oldest records are), "sample" (each tap sends at most
+      `rate` records a second).
     rate: records a second, for "sample".
     to: one consumer or several: functions `fn(value)` or `fn(value, info)`, called for each record
       (each lane of a vmap) with NumPy arrays and a `TapInfo`; sinks (`callgate.sinks`). Without
@@ -245,9 +271,26 @@ def channel(
 
   Raises:
     GateDefinitionError: an option is wrong.
-    ValueError: a channel of that name is open already.
+    ValueError: a channel of that name is open already. (One that a notebook's cell, or a module
+      that is loaded again, has opened before is closed instead.)
   """
-  return Channel(name, capacity, on_full, rate, to, batch)
+  return Channel(name, capacity, on_full, rate, to, batch, registry.caller())
+
+
+def retire(one: Channel) -> None:
+  """Closes a channel for what takes its place; consumers' exceptions are kept for a barrier."""
+  one._settle()  # pyright: ignore[reportPrivateUsage]
+  one._close(None)  # pyright: ignore[reportPrivateUsage]
+
+
+def _named(name: str) -> Channel:
+  """Finds the channel of a pickle: the one of its name here."""
+  if (found := _open.get(name)) is not None:
+    return found
+  raise pickle.UnpicklingError(
+    f"channel '{name}': expected one of this name, open in the process that loads the pickle, got "
+    f"none; open it first: cg.channel({name!r}, to=...). Taps to the name itself need none"
+  )
 
 
 def _bytes_of(label: str, capacity: str | int) -> int:

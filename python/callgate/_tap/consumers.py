@@ -1,4 +1,4 @@
-"""What a channel can be given to deliver to, and how it becomes what the runtime calls."""
+"""Turns what a channel can be given to deliver to into what the runtime calls."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ from callgate._tap.records import BatchInfo, Record, TapInfo
 
 ROLES = ("primal", "tangent", "cotangent")
 REPEATED = 1  # kRepeated in src/channel/record.h
-# (id, name, role, description, has lanes), and (lane, seq, time_ns, device, run, flags, arrays)
-_RawSource = tuple[int, str, int, str, bool]
+# (id, name, role, description, sizes of the batch levels), and
+# (lane, seq, time_ns, device, run, flags, arrays)
+_RawSource = tuple[int, str, int, str, tuple[int, ...]]
 _Row = tuple[int, int, int, int, int, int, tuple[Any, ...]]
 # Asked once: programs ran before, so the backend is there.
 _process_index = functools.cache(jax.process_index)
@@ -47,7 +48,6 @@ class Description:
       operator.itemgetter(0) if lone else functools.partial(jax.tree.unflatten, tree)
     )
     self.values: int = code["values"]
-    self.sizes: tuple[int, ...] = tuple(code["sizes"])
     self.dtypes: list[str | None] = code["dtypes"]
     self.logical: list[int] = code["logical"]
     self.transforms = tuple((name, dict(how)) for name, how in code["transforms"])
@@ -81,20 +81,20 @@ class Description:
     changes = np.flatnonzero((sizes[1:] != sizes[:-1]).any(axis=1)) + 1
     return [slice(*pair) for pair in itertools.pairwise([0, *changes.tolist(), len(shard)])]
 
-  def lane(self, index: int, shard: int = -1) -> tuple[int, ...]:
-    """A lane's index in each level, of all devices' lanes."""
-    if not self.sizes:
+  def lane(self, index: int, sizes: tuple[int, ...], shard: int = -1) -> tuple[int, ...]:
+    """A lane's index in each level, of these sizes, of all devices' lanes."""
+    if not sizes:
       return ()
-    lanes = [int(i) for i in np.unravel_index(index, self.sizes)]
+    lanes = [int(i) for i in np.unravel_index(index, sizes)]
     if shard >= 0 and self._lane_starts:
       lanes = [i + starts[shard] for i, starts in zip(lanes, self._lane_starts, strict=True)]
     return tuple(lanes)
 
-  def lanes(self, index: np.ndarray, shard: np.ndarray) -> np.ndarray:
+  def lanes(self, index: np.ndarray, sizes: tuple[int, ...], shard: np.ndarray) -> np.ndarray:
     """Of many lanes at once, a row each."""
-    if not self.sizes:
+    if not sizes:
       return np.empty((len(index), 0), np.int64)
-    lanes = np.stack(np.unravel_index(index, self.sizes), -1)
+    lanes = np.stack(np.unravel_index(index, sizes), -1)
     if self._lane_starts:
       starts = np.array([[0, *one] for one in self._lane_starts], np.int64)  # of -1 come first
       lanes += starts[:, shard + 1].T
@@ -174,7 +174,7 @@ class Attached:
   left: bool = False
 
   def is_sink(self) -> bool:
-    """Whether it is to be opened, written to and closed."""
+    """True if it is to be opened, written to and closed."""
     return hasattr(self.given, "open") and hasattr(self.given, "write")
 
   @functools.cached_property
@@ -251,7 +251,8 @@ def call_with_stacks(
           lane, seq, time_ns, device, run, flags = (n[part] for n in numbers)
           info = BatchInfo(
             source[1], ROLES[source[2]], about.transforms, seq, time_ns, device, run,
-            about.lanes(lane, shard[part]), (flags & REPEATED) != 0, _process_index(), shard[part],
+            about.lanes(lane, source[4], shard[part]), (flags & REPEATED) != 0,
+            _process_index(), shard[part],
           )  # fmt: skip
           function(value, info)
         else:
@@ -269,7 +270,7 @@ def _info_of(source: _RawSource, row: _Row) -> TapInfo:
   shard = shard_of(flags)
   return TapInfo(
     source[1], seq, time_ns, _process_index(), device, run, about.shard(shard),
-    about.lane(lane, shard), ROLES[source[2]], about.transforms, bool(flags & REPEATED),
+    about.lane(lane, source[4], shard), ROLES[source[2]], about.transforms, bool(flags & REPEATED),
     about.shapes if shard >= 0 else None,
   )  # fmt: skip
 
@@ -279,7 +280,7 @@ def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> 
   who = f"callgate: raised in consumer {named} of tap '{source[1]}'"
   if last is not None and last[1] != row[1]:
     return f"{who}, given records {row[1]} to {last[1]}"
-  lanes = description(source[3]).lane(row[0])
+  lanes = description(source[3]).lane(row[0], source[4])
   return f"{who}, record {row[1]}" + (f", lane {lanes}" if lanes else "")
 
 

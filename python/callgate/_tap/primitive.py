@@ -51,7 +51,7 @@ def _impl(*operands: Any, **params: Any) -> Arrays:
   if tap.eager is None:
     return _compiled_impl(*operands, **params)
   sent = operands[: site.values + len(site.logical)]
-  tap.eager(_site.describe(site, params["transforms"], params["levels"]), sent)
+  tap.eager(_site.describe(site, params["transforms"]), sent)
   return _returned(site, operands) if site.effect == "dataflow" else []
 
 
@@ -221,10 +221,10 @@ def _lower(
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
   if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
-    held = {**_site.encode(site, levels=levels, **how), "batch": encoding.encode_levels(levels)}
+    held = {**_site.encode(site, **how), "batch": encoding.encode_levels(levels)}
     key = repr((held["spec"], held["tap"], levels))
     return _lower_by_jax(context, operands, tap, site, held, key)
-  held = _site.encode(site, levels=levels, returned=site.values if dataflow else 0, **how)
+  held = _site.encode(site, returned=site.values if dataflow else 0, **how)
   dispatch.keep_with_program(context, tap)
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
   return emit(
@@ -270,7 +270,7 @@ mlir.register_lowering(cotangent_p, lambda context, *operands, **_: operands)
 
 # -- taps in the flow of data --------------------------------------------------------------------
 def dataflow_taps_in(jaxprs: Arrays, *, whole: bool = False) -> bool:
-  """Whether closed programs hold taps in the flow of data, which have no effect to tell.
+  """True if closed programs hold taps in the flow of data, which have no effect to tell.
 
   With `whole` those of all lanes at once (`TapSite.whole`), else all others.
   """
@@ -278,7 +278,7 @@ def dataflow_taps_in(jaxprs: Arrays, *, whole: bool = False) -> bool:
 
 
 def holds_whole_dataflow_tap(eqn: Any) -> bool:
-  """Whether a tap of all lanes at once that is in the flow of data stands inside of an equation."""
+  """True if a tap of all lanes at once that is in the flow of data stands inside of an equation."""
   return _dataflow_traced and any(_holds_tap(inner.eqns, True) for inner in tracing.subjaxprs(eqn))
 
 

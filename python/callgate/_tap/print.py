@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from callgate._core import dtypes, errors, failures, options
+from callgate._core.encoding import is_open
 from callgate._tap import tap, target
 from callgate._tap.site import TapSite
 
@@ -53,12 +54,15 @@ def print(
   options.booleans("print", **flags)
   has_fields = any(field is not None for _, field, _, _ in string.Formatter().parse(fmt))
   if not skip_format_check:
+    options.template("print", "fmt", fmt)
     _Checker().vformat(fmt, args, kwargs)
   if kwargs and not has_fields:  # with skip_format_check
     by = f"values by name ({sorted(kwargs)})"
     raise errors.GateDefinitionError(f"print: {by} need fields in fmt, got {fmt!r}")
   leaves, tree = jax.tree.flatten((args, kwargs))
-  static = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS)}
+  static = {
+    i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS) and not is_open(leaf)
+  }
   arrays = [jax.numpy.asarray(leaf) for i, leaf in enumerate(leaves) if i not in static]
   carried = [dtypes.carried(array) for array in arrays]
   print_options = np.get_printoptions()

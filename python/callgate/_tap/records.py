@@ -1,4 +1,4 @@
-"""What consumers of a channel see: records, and what is known of each."""
+"""Records, as consumers of a channel see them, and what is known of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TapInfo:
-  """Where, when and how a tapped value came about.
+  """Tells where, when and how a tapped value came about.
 
   Attributes:
     name: the tap's name.
@@ -60,7 +60,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchInfo:
-  """What is known of many records of one tap, as arrays with a row a record.
+  """Tells the same of many records of one tap, as arrays with a row a record.
 
   Attributes:
     name: the tap's name.

@@ -1,4 +1,4 @@
-"""What a tap is beyond its primitive, and what programs hold of it: nothing of this process."""
+"""Describes a tap beyond its primitive, and as programs hold it: with nothing of this process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from callgate._tap.records import leaf_paths
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
 Transforms = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
-Levels = Sequence[encoding.Level]
 Arrays = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class TapSite:
-  """What is fixed about a tap when it is traced.
+  """Holds what is fixed about a tap when it is traced.
 
   Operands are the value's leaves, then logical sizes (one vector for each leaf in `logical`), then
   `where` if there is one, then `untapped` arrays that only pass through.
@@ -52,19 +51,18 @@ class TapSite:
 def encode(
   site: TapSite,
   transforms: Transforms,
-  levels: Levels,
   role: str,
   repeated: bool,
   returned: int = 0,
 ) -> dict[str, Any]:
-  """What a program holds of a tap (`TapSpec::of` in src/channel/tap.h).
+  """Returns what a program holds of a tap (`TapSpec::of` in src/channel/tap.h).
 
   `repeated`: it runs again in the backward pass. `returned`: how many values are results, too.
   """
   paths = [path for path, _ in leaf_paths(site.tree)]
   paths += [f"logical_shape{paths[index]}" for index in site.logical]
   return {
-    "spec": describe(site, transforms, levels),
+    "spec": describe(site, transforms),
     "tap": {
       "name": site.name, "role": role, "ordered": np.bool_(site.effect == "ordered"),
       "repeated": np.bool_(repeated), "every": np.int64(site.every),
@@ -75,12 +73,11 @@ def encode(
   }  # fmt: skip
 
 
-def describe(site: TapSite, transforms: Transforms, levels: Levels) -> str:
-  """What `delivery.Description` reads."""
+def describe(site: TapSite, transforms: Transforms) -> str:
+  """Returns what `delivery.Description` reads."""
   tree = jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
   description = {
     "spec": encoding.encode(tree, jax.tree.structure(None), ()), "values": site.values,
-    "sizes": [size for size, _ in levels], "dtypes": site.dtypes, "logical": site.logical,
-    "transforms": transforms,
+    "dtypes": site.dtypes, "logical": site.logical, "transforms": transforms,
   } | ({"on_device": True} if site.on_device else {})  # fmt: skip
   return json.dumps(description, separators=(",", ":"))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
-from callgate._core import dtypes, failures, masked, options
+from callgate._core import dtypes, failures, masked, options, spellings
+from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._sharding import rules
 from callgate._tap import consumers, delivery, primitive
@@ -24,10 +25,12 @@ from callgate._tap.target import DEFAULT, Tap
 _MOST = 2**31 - 1  # of int32
 Effect = Literal["io", "dataflow"]
 Role = Literal["primal", "tangent", "cotangent"]
+T = TypeVar("T")
 
 
+@spellings.answered
 def tap(
-  value: Any,
+  value: T,
   to: Callable[..., Any] | Channel | str,
   *,
   name: str | None = None,
@@ -40,7 +43,7 @@ def tap(
   sharding: str | Callable[..., Any] = "shard",
   replicas: Literal["once", "all"] = "once",
   on_device: bool = False,
-) -> Any:
+) -> T:
   """Sends a value out of a (compiled) program, and returns it.
 
   The program goes on at once: it copies the value into the channel's ring. Consumers run on the
@@ -230,7 +233,8 @@ def logical_sizes(
     if not all(size is None or _is_size(size) for size in shape):
       options.refuse(label, "logical_shape", "integers, traced or not", shape)
     for axis, (size, extent) in enumerate(zip(shape, array.shape, strict=True)):
-      if isinstance(size, (int, np.integer)) and not 0 <= size <= extent:
+      known = isinstance(size, (int, np.integer)) and isinstance(extent, int)
+      if known and not 0 <= size <= extent:
         expected = f"expected a size from 0 to {extent}, got {size}"
         raise GateDefinitionError(f"{leaf}, dimension {axis}: {expected}")
     if shape:
@@ -251,6 +255,8 @@ def _as_size(size: Any) -> Any:
 
 
 def _is_size(value: Any) -> bool:
+  if is_open(value):
+    return True
   if hasattr(value, "dtype"):
     return bool(jnp.issubdtype(value.dtype, jnp.integer)) and jnp.shape(value) == ()
   return isinstance(value, int) and not isinstance(value, bool)
@@ -265,6 +271,15 @@ def uncarried(array: Any, result: Any) -> Any:
 
 def channel_stats() -> dict[str, dict[str, int]]:
   """Counters of every channel of the process, by name; see `Channel.stats`.
+
+  ```python
+  import callgate as cg, jax
+
+  with cg.channel("stats.loss", to=print):
+    jax.jit(lambda x: cg.tap(x, "stats.loss"))(2.0)
+    cg.barrier()
+    assert cg.channel_stats()["stats.loss"]["delivered"] == 1
+  ```
 
   "default" is that of taps to functions. A name that no channel is open under has the counters of
   the records that wait for one.

@@ -1,4 +1,4 @@
-"""Where a tap's records go: the runtime's handles, and callgate's own channels."""
+"""Targets of a tap's records: the runtime's handles, and callgate's own channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Tap:
-  """Where a tap's records go: a channel, or a function by way of the default channel."""
+  """The target of a tap's records: a channel, or a function by way of the default channel."""
 
   def __init__(
     self, name: str, channel: str, consumer: Any = None, eager: Eager | None = None

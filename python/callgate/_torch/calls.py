@@ -1,4 +1,4 @@
-"""What the gates of `callgate.torch` run: a PyTorch function, its derivatives, its batches.
+"""Runs for the gates of `callgate.torch`: a PyTorch function, its derivatives, its batches.
 
 A *run* is `run(functional, args, kwargs)`: it calls the function on tensors, or a transform of it.
 Transforms take runs to runs, so that they nest to any order. There are two ways to differentiate:
@@ -83,7 +83,7 @@ def _seeded(key: Tensor) -> Generator[None]:
 
 
 def is_abstract(tensor: Tensor) -> bool:
-  """Whether the function runs for its types alone, on tensors without values."""
+  """True if the function runs for its types alone, on tensors without values."""
   return isinstance(tensor, fake_tensor.FakeTensor)
 
 
@@ -98,7 +98,7 @@ def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
 
 
 def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
-  """What a gate calls: the run, with autograd off around it and in the way that suits it."""
+  """Makes the gate's function of a run: with autograd off, and in the way that suits it."""
   kinds = [kind for kind, _ in steps]
   batched = "vmap" in kinds
   # One step of reverse mode is quickest, and takes most, with autograd itself.
@@ -298,7 +298,7 @@ def result_types(
 
 
 def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-  """Whether the run of all lanes works under `torch.func.vmap`, not as a loop in disguise."""
+  """True if the run of all lanes works under `torch.func.vmap`, not as a loop in disguise."""
 
   def look(operation: Any) -> None:
     if operation.name().partition(".")[0] == _WRONG_UNDER_VMAP:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._call.generic import P, R
 from callgate._call.options import Vmap
 from callgate._call.primitive import bind
 from callgate._call.site import BoundCall, CallSite, TangentCall
@@ -34,16 +35,18 @@ _lock = threading.RLock()  # two threads may trace the first derivative of a fun
 _VECTORS = 2  # the position of a derivative's tangents or cotangents
 
 
-class TorchGate(Gate):
+class TorchGate(Gate[P, R]):
   """The gate of a PyTorch function (the root) or of a transform of it; see the module's text."""
 
   autograd = True
+  splits = False  # derivatives are of all leaves
 
   def __init__(
     self, root: TorchGate | None, path: Path, call: Callable[..., Any], options: GateOptions
   ) -> None:
     super().__init__(call, options)
     self.root: TorchGate = root if root is not None else self
+    self.part_of = root
     self.path, self._options = path, options
     self._parts: dict[Path, TorchGate] = {}
     self._batchings: dict[Any, bool] = {}  # whether lanes are taken at once
@@ -60,6 +63,15 @@ class TorchGate(Gate):
     return frozenset()
 
   # -- parts -------------------------------------------------------------------------------------
+  def __reduce_ex__(self, protocol: Any) -> Any:
+    whole = self.root is self.core
+    return super().__reduce_ex__(protocol) if whole else (TorchGate.part, (self.root, *self.path))
+
+  def rename(self, name: str) -> None:
+    super().rename(name)
+    for path, part in self._parts.items():
+      registry.rename(part, f"{name}[{_key(path)}]")
+
   def part(self, *steps: tuple[str, tuple[int, ...]]) -> TorchGate:
     from callgate._torch import calls
 
@@ -67,7 +79,7 @@ class TorchGate(Gate):
     with _lock:
       if path in root._parts:
         return root._parts[path]
-      key = "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
+      key = _key(path)
       call = calls.caller(calls.transformed(root.run, path, random=root.random), path)
       call.__name__ = call.__qualname__ = key
       options = dataclasses.replace(  # a vmap rule of the user's is for the function itself
@@ -168,6 +180,11 @@ def _site_of_part(
   ins, outs = ((args, kwargs, (0,) * count), {}), (0,) * len(types)
   in_tree, out_tree = jax.tree.structure(ins), jax.tree.structure(outs)
   return dataclasses.replace(site, in_tree=in_tree, out_tree=out_tree, results=types)
+
+
+def _key(path: Path) -> str:
+  """A path in names."""
+  return "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
 
 
 def _of_root(path: Path, args: Any, kwargs: Any) -> tuple[Any, Any]:

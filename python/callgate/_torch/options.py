@@ -15,25 +15,22 @@ Vmap = Literal["auto", "whole", "each"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class TorchOptions(CallOptions):
-  """The options of `callgate.torch`.
+class _OfAllFunctions(CallOptions):
+  """The options of `callgate.torch` but style and random.
 
   Attributes:
     out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
       arguments' ShapeDtypeStructs to one. Default: found by a run on tensors without values.
     effect: "pure", "io" or "ordered", as for `callgate.gate`. Derivatives are always pure.
-    style: "return", or "inplace" for `fn(out, *args)`, which writes into tensors over XLA's result
-      memory, as torch's `out=` does; it needs `out` and has no derivative of its own.
     aliases: flat input position to flat output position, with style="inplace": both are one memory.
     vmap: "auto" ("whole" where torch takes the function, which is tried when the program is traced;
       else "each"), "whole" (all lanes in one call through `torch.func.vmap`), "each" (lane by lane)
       or a rule as for `callgate.gate`.
     thread: "xla" or "own", as for `callgate.gate`.
     timeout: seconds, as for `callgate.gate`.
-    cast: allow same-kind casts of results: int64 to int32 where JAX has no int64.
+    cast: allow same-kind casts of results, as for `callgate.gate`: float64 to float32 where JAX has
+      no float64. Integers whose values fit are cast in any case.
     gradient: "finite-difference": derivatives by central differences in the place of torch's.
-    random: the function draws random numbers; calls then take `rng=`, a JAX key that seeds torch's
-      generator, which the function does not get.
     enable_grad: run the function with autograd on, for one that calls it itself.
     mutable: for modules that write into their buffers (batch normalisation in training): calls
       return `(result, buffers)`, the new values by name.
@@ -41,16 +38,50 @@ class TorchOptions(CallOptions):
 
   linear: bool | int | Sequence[int] = dataclasses.field(init=False, default=False)
   vmap: Vmap | Callable[..., Any] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
-  style: Style = "return"
   thread: Thread = "xla"
   timeout: float | None = None
-  cast: bool = False
-  random: bool = False
+  cast: bool | None = None
   enable_grad: bool = False
   mutable: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TorchOptions(_OfAllFunctions):
+  """The options of `callgate.torch`.
+
+  Attributes:
+    style: "return", or "inplace" for `fn(out, *args)`, which writes into tensors over XLA's result
+      memory, as torch's `out=` does; it needs `out` and has no derivative of its own.
+    random: the function draws random numbers; calls then take `rng=`, a JAX key that seeds torch's
+      generator, which the function does not get.
+  """
+
+  style: Style = "return"
+  random: bool = False
 
   def __post_init__(self) -> None:
     check.name("torch", self.name)
     check.choice("torch", "style", self.style, get_args(Style))
-    flags = ("cast", "random", "enable_grad", "mutable")
+    check.or_none(check.boolean, "torch", "cast", self.cast)
+    flags = ("random", "enable_grad", "mutable")
     check.booleans("torch", **{name: getattr(self, name) for name in flags})
+
+
+# What type checkers take the keywords from: of functions with a parameter for the results, and of
+# those whose calls take a key.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class InplaceOptions(_OfAllFunctions):
+  style: Literal["inplace"]
+  random: Literal[False] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RandomOptions(_OfAllFunctions):
+  style: Literal["return"] = "return"
+  random: Literal[True]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ReturnOptions(_OfAllFunctions):
+  style: Literal["return"] = "return"
+  random: Literal[False] = False

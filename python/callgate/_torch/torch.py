@@ -6,25 +6,38 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast, get_args
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_args, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from callgate._arrays import torch as _torch
+from callgate._call.generic import P, R
 from callgate._call.options import shared
+from callgate._call.site import Static
 from callgate._core import extras, factories, registry
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._torch.gate import TorchGate
-from callgate._torch.options import TorchOptions, Vmap
+from callgate._torch.options import InplaceOptions, RandomOptions, ReturnOptions, TorchOptions, Vmap
+
+A = ParamSpec("A")
+B = ParamSpec("B")
+C = ParamSpec("C")
+Q = ParamSpec("Q")
+T = TypeVar("T")
 
 
-class TorchFunction(TorchGate):
+class TorchFunction(TorchGate[P, R]):
   """A PyTorch function as a JAX function; made by `callgate.torch`.
+
+  A call takes pytrees of arrays; torch tensors are copied. Keyword arguments that hold an array are
+  arguments too, anything else is static, hashable, and reaches the function as it is; `rng` is the
+  key of a function with `random=True`. It returns what the function does, with jax.Arrays for
+  tensors.
 
   Attributes:
     name: what compiled programs call it by; unique among the live gates of the process.
@@ -50,18 +63,13 @@ class TorchFunction(TorchGate):
     if options.style == "inplace" and inferred:
       raise GateDefinitionError(f"{self.label}: style='inplace' needs out=, what it writes into")
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls the function; returns what it returns, with jax.Arrays for tensors.
-
-    Args:
-      *args: pytrees of arrays; torch tensors are copied.
-      **kwargs: pytrees that hold an array are arguments too; anything else is static, hashable, and
-        reaches the function as it is. `rng` is the key of a function with `random=True`.
-    """
+  def given(
+    self, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> tuple[tuple[Any, ...], dict[str, Any], Static]:
     args, kwargs = jax.tree.map(_from_torch, (args, kwargs))
     if self.random and "rng" not in kwargs:
       raise GateDefinitionError(f"{self.label} has random=True: expected rng=, a JAX key")
-    return super().__call__(*args, **kwargs)
+    return super().given(args, kwargs)
 
   def _infer(self, *args: Any, **kwargs: Any) -> Any:
     from callgate._torch import calls
@@ -72,7 +80,8 @@ class TorchFunction(TorchGate):
     leaves, tree = jax.tree.flatten(types)
     for index, struct in enumerate(leaves):
       dtype = tracing.canonical_dtype(struct.dtype)
-      if dtype != struct.dtype and not self.cast:
+      integers = np.issubdtype(dtype, np.integer)  # cast where their values fit
+      if dtype != struct.dtype and not (self.casts() or integers):
         expected = f"{dtype.name}: .to(torch.{dtype.name}) in the function, or cast=True"
         got = f"result {index} is {struct.dtype.name}, which needs jax_enable_x64"
         raise GateDefinitionError(f"{self.label}: {got}; expected {expected}")
@@ -80,7 +89,7 @@ class TorchFunction(TorchGate):
     return jax.tree.unflatten(tree, leaves)
 
 
-class TorchModule(TorchFunction):
+class TorchModule(TorchFunction[..., Any]):
   """A `torch.nn.Module` as a JAX function of its parameters; made by `callgate.torch`.
 
   It is called as `model(params, *args)`, with `params` as `TorchModule.params` gives them.
@@ -133,7 +142,7 @@ class TorchModule(TorchFunction):
     self._module.load(params)
 
   def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module's forward with these parameters and buffers; see `TorchFunction.__call__`.
+    """Calls the module's forward with these parameters and buffers; see `TorchFunction`.
 
     Args:
       params: a dict as `params` gives it.
@@ -169,7 +178,51 @@ def _from_torch(leaf: Any) -> Any:
   return jnp.asarray(_torch.to_numpy(leaf)) if is_torchs else leaf
 
 
-@factories.decorator(TorchOptions)
+class Module(Protocol):
+  """A `torch.nn.Module`, as type checkers know it."""
+
+  def named_parameters(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class MakesFunctions(Protocol[A, B, C]):
+  """The type of `torch`."""
+
+  @overload
+  def __call__(self, fn: Module, /, *args: C.args, **options: C.kwargs) -> TorchModule: ...
+  @overload
+  def __call__(
+    self, fn: Callable[Concatenate[Any, Q], Any], /, *args: A.args, **options: A.kwargs
+  ) -> TorchFunction[Q, Any]: ...
+  @overload
+  def __call__(
+    self, fn: None = None, /, *args: A.args, **options: A.kwargs
+  ) -> Callable[[Callable[Concatenate[Any, Q], Any]], TorchFunction[Q, Any]]: ...
+  @overload
+  def __call__(
+    self, fn: Callable[..., T], /, *args: B.args, **options: B.kwargs
+  ) -> TorchFunction[..., T]: ...
+  @overload
+  def __call__(
+    self, fn: None = None, /, *args: B.args, **options: B.kwargs
+  ) -> Callable[[Callable[..., T]], TorchFunction[..., T]]: ...
+  @overload
+  def __call__(
+    self, fn: Callable[Q, T], /, *args: C.args, **options: C.kwargs
+  ) -> TorchFunction[Q, T]: ...
+  @overload
+  def __call__(
+    self, fn: None = None, /, *args: C.args, **options: C.kwargs
+  ) -> Callable[[Callable[Q, T]], TorchFunction[Q, T]]: ...
+
+
+def _decorator(
+  *kinds: *tuple[Callable[A, Any], Callable[B, Any], Callable[C, Any]],
+) -> Callable[[Callable[..., Any]], MakesFunctions[A, B, C]]:
+  del kinds
+  return factories.decorator(TorchOptions)
+
+
+@_decorator(InplaceOptions, RandomOptions, ReturnOptions)
 def torch(fn: Callable[..., Any], /, *, options: TorchOptions) -> Any:
   """Makes a PyTorch function or module a JAX function, with its derivatives and batches.
 

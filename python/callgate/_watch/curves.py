@@ -141,7 +141,7 @@ class Source:
     self._spans: dict[int, tuple[int, int, int]] = {}
 
   def position(self, record: StreamRecord) -> int:
-    """Where a record lies on the record axis."""
+    """Returns where a record lies on the record axis."""
     seq, device, about = record.seq, record.device, record.description
     # A writer describes each tap once: a new description, of a number passed, is another writer's.
     passed = device in self._spans and seq <= self._spans[device][1]

@@ -88,7 +88,7 @@ class Feed(threading.Thread):
 
 
 def _inode(where: str) -> int:
-  """What tells a file from the one that replaces it; 0 where there is none, or several."""
+  """Returns what tells a file from the one that replaces it; 0 where there is none, or several."""
   try:
     return os.stat(where).st_ino
   except OSError:

@@ -1,4 +1,4 @@
-"""Who gets the live page, and what it may do in a browser.
+"""Decides who gets the live page, and what it may do in a browser.
 
 The page's server listens on loopback, which keeps other machines out and no web page: one of
 somebody else's can have its own name resolved to 127.0.0.1. So a request has to name this machine

@@ -1,4 +1,4 @@
-"""What the live page of `python -m callgate watch` shows, as data: neither a server nor a browser.
+"""Holds as data what `python -m callgate watch` shows: neither a server nor a browser.
 
 A `Model` takes the records of streams and keeps curves, counts and the latest values in memory that
 does not grow with their number. Feeds (`feed.py`) add from threads of their own, the page reads
@@ -57,7 +57,7 @@ class Totals(NamedTuple):
 
 
 class Panel:
-  """What is known of one leaf."""
+  """Holds what is known of one leaf."""
 
   def __init__(self, points: int) -> None:
     # By device.
@@ -104,7 +104,7 @@ class Model:
     self._latest_ns = 0
 
   def begin_session(self, source: int = 0) -> None:
-    """What follows of a stream, if anything does, comes from another writer: curves get a gap."""
+    """Notes that what follows in a stream comes from another writer: curves get a gap."""
     with self._lock:
       if source in self._sources:
         self._sources[source].is_new_session = True
@@ -153,7 +153,7 @@ class Model:
     return self.ask(key, lambda p: {i: c.columns(window) for i, c in sorted(p.curves.items())})
 
   def ask(self, key: Key, question: Callable[[Panel], Any]) -> Any:
-    """What a function says of a leaf's panel, which it sees whole."""
+    """Returns what a function says of a leaf's panel, which it sees whole."""
     with self._lock:
       return question(self._panels[key])
 

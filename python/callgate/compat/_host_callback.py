@@ -1,4 +1,4 @@
-"""What both forms of `host_callback` share: from a pytree to a tap, and the receivers of 2020.
+"""Shared by both forms of `host_callback`: from a pytree to a tap, and the receivers of 2020.
 
 Equal calls share a tap, so that JAX's caches hit. Records go through a channel of their own,
 `CHANNEL`, and are unpacked on that channel's thread, under the GIL; consumers report there what

@@ -1,4 +1,4 @@
-"""What counts of parts mean: specs, their devices and shardings, and the part of each process.
+"""Turns counts of parts into specs, devices and shardings, and the part of each process.
 
 In one process a `sharded_jit` function has the first devices. In several, a program on few devices
 runs in each process by itself; one on more devices is one program of all processes, on all devices.
@@ -53,12 +53,12 @@ Parts = PartitionSpec | None  # how one array is split; None is a copy on every 
 
 
 def is_count(value: object) -> bool:
-  """Whether `value` is an integer of at least 1."""
+  """True if `value` is an integer of at least 1."""
   return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
 def is_parts(value: object) -> bool:
-  """Whether `value` is a leaf of `in_parts` and `out_parts`."""
+  """True if `value` is a leaf of `in_parts` and `out_parts`."""
   return value is None or isinstance(value, PartitionSpec)
 
 
@@ -127,7 +127,7 @@ def check(
 
 # -- several processes -----------------------------------------------------------------------------
 class Stated:
-  """What the caller says of the program's partitions or, with "local_", of its process's part."""
+  """The caller's words on the program's partitions or, with "local_", on its process's part."""
 
   def __init__(self, in_parts: Any, out_parts: Any, count: int | None, local: str = "") -> None:
     name = f"{local}num_partitions"
@@ -186,13 +186,13 @@ def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
 
 
 def is_shared(devices: Sequence[Any]) -> bool:
-  """Whether devices belong to several processes."""
+  """True if devices belong to several processes."""
   return any(device.process_index != jax.process_index() for device in devices)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """How one array is split among the processes."""
+  """Describes how one array is split among the processes."""
 
   whole: NamedSharding  # of the program's array
   own: NamedSharding  # of this process's part
@@ -297,7 +297,7 @@ def with_sharding_constraint(x: Any, parts: Any) -> Any:
 
 
 def counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
-  """How many partitions constraints and nested sharded_jit functions ask for, and who does."""
+  """Finds the number of partitions that constraints and nested functions ask for, and who does."""
   for eqn in jaxpr.eqns:
     if eqn.primitive is _constraint_p and (parts := eqn.params["parts"]) is not None:
       yield math.prod(parts), f"with_sharding_constraint with partitions={parts}"

@@ -32,7 +32,7 @@ __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
 
 
 class ExecutionContext:
-  """Where a callback runs: its first argument, valid during the call.
+  """Tells a callback where it runs: its first argument, valid during the call.
 
   Example:
     >>> import jax, jax.numpy as jnp

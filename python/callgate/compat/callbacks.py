@@ -183,13 +183,13 @@ def _debug_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
   site = _site.TapSite(tree=tree, name="jax.debug.callback", dtypes=dtypes)
   return engine.emit_carried(
     ctx, operands, effect if effect and tracing.is_ordered_effect(effect) else None,
-    name=tap.name, attributes=_site.encode(site, (), (), "primal", repeated=False),
+    name=tap.name, attributes=_site.encode(site, (), "primal", repeated=False),
     has_side_effect=True, target=targets.TAP_TARGET,
   )  # fmt: skip
 
 
 def _after_barrier() -> None:
-  """What `jax.effects_barrier()` does once its programs are done: as if they had waited."""
+  """Ends `jax.effects_barrier()`, once its programs are done, as if they had waited."""
   _callgate.flush_channels(None)
   if (error := take_consumer_error(_NOTE)) is not None:
     text = "".join(traceback.format_exception(error)).rstrip()

@@ -63,7 +63,7 @@ TapFunctionException = CallbackException  # its name in the forms of 2020
 
 
 class CallbackFlavor(enum.Enum):
-  """Which of JAX's own callbacks stood for a call, where a program asked so: all are alike."""
+  """Names the callback of JAX's that a program asked for: all are alike here."""
 
   IO_CALLBACK, PURE, DEBUG = 1, 2, 3
 

@@ -81,7 +81,7 @@ def sharded_jit(
 
 
 class _ShardedJit:
-  """What one call of `sharded_jit` made: the function, its parts and its programs."""
+  """Holds what one call of `sharded_jit` made: the function, its parts and its programs."""
 
   def __init__(
     self, fun: Callable[..., Any], whole: Stated, local: Stated, static: tuple[int, ...]
@@ -128,7 +128,7 @@ class _ShardedJit:
   def _program(
     self, flat: Callable[..., Any], given: tuple[Any, ...], types: Sequence[Any], inside: bool
   ) -> tuple[_Run, bool]:
-    """What runs `flat` for such arguments, and whether it lasts: not if it closes over tracers."""
+    """Makes a runner of `flat` for such arguments; True if it lasts: it closes over no tracer."""
     whole, local = self.whole, self.local
     parts = _parts.flat_parts(whole.in_parts, given, "in_parts")
     shapes = [t.shape for t in types]
@@ -180,7 +180,7 @@ class _ShardedJit:
     self, closed: Any, info: Any, parts: tuple[Sequence[_parts.Part], ...] | None, inside: bool,
     shared: bool,
   ) -> _Run:  # fmt: skip
-    """What runs the traced program on flat arguments; with no `parts` they stay where they are."""
+    """Returns a runner of the traced program; without `parts` arguments stay where they are."""
     program, tree = jaxpr_as_fun(closed), jax.tree.structure(info)
 
     def flat(*leaves: Any) -> list[Any]:

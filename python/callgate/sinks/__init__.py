@@ -1,4 +1,4 @@
-"""Where a channel's records go: files, trackers, plots, statistics.
+"""Sinks, to which a channel's records go: files, trackers, plots, statistics.
 
 `JSONL`, `Npy`, `Stats` and `Stream` are native: the channel hands them records without Python. The
 others are thin layers over libraries, which are imported when a sink is made; each has an extra of

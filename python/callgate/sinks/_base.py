@@ -35,7 +35,7 @@ class SinkError(RuntimeError):
     self.args = (self._said + (f"; {so_far} record(s) lost so far" if so_far else ""),)
 
   def takes(self, later: BaseException) -> bool:
-    """Whether a later error says the same: a full disk's is one, which counts for both then."""
+    """True if a later error says the same: a full disk's is one, which counts for both then."""
     if not isinstance(later, SinkError) or later._said != self._said:
       return False
     self.lost += later.lost
@@ -239,7 +239,7 @@ def scalar(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def lane_suffix(lane: tuple[int, ...]) -> str:
-  """What tells the lanes of a tap apart in names: "[2,0]"; nothing without `vmap`."""
+  """Returns what tells the lanes of a tap apart in names: "[2,0]"; nothing without `vmap`."""
   return f"[{','.join(map(str, lane))}]" if lane else ""
 
 

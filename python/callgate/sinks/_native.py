@@ -6,6 +6,7 @@ A channel takes `native`; `write` is for records made in Python, and may be call
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,14 +14,16 @@ import jax
 import numpy as np
 
 from callgate import _callgate
-from callgate._core import dtypes, masked, options
+from callgate._core import dtypes, masked, options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._process import group
+from callgate._tap import channel
 from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths
 from callgate.sinks._base import OwnedSink, StrPath
 
 _PACKED_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
+_made: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()  # by path
 _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
 
 
@@ -75,14 +78,21 @@ class NativeSink(OwnedSink):
 
 
 class FileSink(NativeSink):
-  """A sink of a file, or of one for each leaf."""
+  """A sink of a file, or of one for each leaf; made again, it closes the old one's channel."""
 
   _make: Callable[[str, bool], _callgate.Consumer]
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
     label = f"sinks.{type(self).__name__}"
     path = group.fill_index(options.path(label, "path", path))
-    super().__init__(self._make(path, options.boolean(label, "append", append)), path)
+    append = options.boolean(label, "append", append)
+    self._place, old = registry.caller(), _made.get(path)
+    if old is not None and self._place is not None and self._place.again(old._place):
+      if holder := channel.open_channels().get(old._channel or ""):
+        channel.retire(holder)
+      old.close()
+    super().__init__(self._make(path, append), path)
+    _made[path] = self
 
 
 class JSONL(FileSink):
@@ -139,7 +149,7 @@ class Stats(NativeSink):
     super().__init__(native, "")
 
   def result(self) -> dict[str, dict[str, Any]]:
-    """What has been counted, by column (`callgate.sinks.columns`); from any thread.
+    """Returns what has been counted, by column (`callgate.sinks.columns`); from any thread.
 
     For each column: `records`; of their elements `count` (finite ones), `nan`, `inf`, and of the
     finite ones `mean`, `variance` (as `np.var`), `min`, `max` (NaN without any), and `histogram`, a
@@ -213,5 +223,5 @@ class Stream(NativeSink):
 
   @property
   def address(self) -> str:
-    """Where readers find the stream: the destination, with the port that was chosen."""
+    """Returns where readers find the stream: the destination, with the port that was chosen."""
     return self._sink.address

@@ -82,7 +82,7 @@ def _text(fields: dict[str, Field]) -> str:
 
 # -- arrays that grow ------------------------------------------------------------------------------
 class _GrowingArrays(FilesSink):
-  """What Zarr and HDF5 share; their arrays have `shape` and take slices alike."""
+  """Shared by Zarr and HDF5; their arrays have `shape` and take slices alike."""
 
   _root: Any = None
   _claimed: Any = None  # keeps other writers away until the sink is closed; its error names them

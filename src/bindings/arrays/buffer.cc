@@ -7,6 +7,7 @@
 // process, so XLA's stream can be made to wait for them when the call ends.
 #include "bindings/arrays/buffer.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
@@ -15,6 +16,7 @@
 #include <string>
 #include <utility>
 
+#include "bindings/arrays/results.h"
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
 #include "core/lifecycle.h"
@@ -393,6 +395,13 @@ void bind_buffer(nb::module_& module) {
         if (!base.is_none()) Py_XDECREF(std::exchange(fields->base, base.release().ptr()));
       },
       nb::arg("array"), nb::arg("old_data"), nb::arg("new_data"), nb::arg("base").none());
+  module.def(
+      "store",
+      [](nb::handle target, nb::handle value, bool cast) {
+        return store(view_of(target, "store"), value.ptr(), cast);
+      },
+      nb::arg("target"), nb::arg("value").none(), nb::arg("cast"),
+      "Copies what a gate returned into an array; else what it is, where that is of another type.");
 }
 
 }  // namespace callgate::bindings

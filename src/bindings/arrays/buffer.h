@@ -6,7 +6,7 @@
 // call is over, whether anything escaped; then it takes a copy and goes on from there. Memory of a
 // GPU is not copied: there the Buffer ends, and whoever asks it for the memory gets an error.
 //
-// On a GPU the handler has made the device's context current (src/xla/cuda_gate.cc), and what a
+// On a GPU the handler has made the device's context current (src/xla/gate.cc), and what a
 // callable with style="return" gives back is copied to XLA's memory: arrays on the same GPU there,
 // on XLA's stream, which first waits for the stream that they were made in; all others through
 // pinned memory of the host. Nobody waits for the copies: what they read lives until they have run.
@@ -100,10 +100,10 @@ struct CopySources : Immovable {
   std::shared_ptr<Kept> kept = std::make_shared<Kept>();
 };
 
-// Copies `value` to the result's memory; false where it is another type of array, then `got` may
-// say what came. `cast` allows same-kind casts of arrays on the host.
-bool store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
-                     std::string& got);
+// Copies `value` to the result's memory, or returns what it is, where that is another type of
+// array. Arrays on the host are converted as by store().
+std::optional<std::string> store_on_device(const ArrayView& target, PyObject* value, bool cast,
+                                           CopySources& sources);
 
 struct Buffer {
   // `on` for memory of a GPU, whose contents are those at the stream's present end.

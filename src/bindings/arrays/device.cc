@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "bindings/arrays/buffer.h"
+#include "bindings/arrays/results.h"
 #include "core/error.h"
 #include "cuda/copies.h"
 
@@ -120,22 +121,19 @@ std::optional<Foreign> by_array_interface(nb::handle value, const DeviceCall& ca
   return array;
 }
 
-bool copy_from_gpu(const ArrayView& target, Foreign array, CopySources& sources, std::string& got) {
+std::optional<std::string> copy_from_gpu(const ArrayView& target, Foreign array,
+                                         CopySources& sources) {
   const DeviceCall& call = sources.call;
-  got = type_text(array.type, array.shape);
-  if (array.ordinal != call.device->ordinal()) {
-    got += " on cuda:" + std::to_string(array.ordinal) +
+  std::string got = type_text(array.type, array.shape);
+  if (array.ordinal != call.device->ordinal())
+    return got + " on cuda:" + std::to_string(array.ordinal) +
            " (the program's GPU is cuda:" + std::to_string(call.device->ordinal()) + ")";
-    return false;
-  }
   if (!std::ranges::equal(array.shape, target.shape()) || array.type != name(target.dtype))
-    return false;
-  if (!array.dense(bits(target.dtype) / 8)) {
-    got += " that is not dense and row-major: make it contiguous";
-    return false;
-  }
+    return got;
+  if (!array.dense(bits(target.dtype) / 8))
+    return got + " that is not dense and row-major: make it contiguous";
   // With an alias the callable may return the very memory that it was given.
-  if (target.nbytes() == 0 || array.data == target.data) return true;
+  if (target.nbytes() == 0 || array.data == target.data) return std::nullopt;
   without_gil([&] {
     cuda::copy_on_device(cuda::address(target.data), cuda::address(array.data), target.nbytes(),
                          call.stream);
@@ -146,21 +144,22 @@ bool copy_from_gpu(const ArrayView& target, Foreign array, CopySources& sources,
   };
   if (std::ranges::none_of(sources.of_xla, has_it))
     sources.kept->objects.push_back(late(std::move(array.owner)));
-  return true;
+  return std::nullopt;
 }
 
-bool copy_from_host(const ArrayView& target, PyObject* value, bool cast, CopySources& sources) {
+std::optional<std::string> copy_from_host(const ArrayView& target, PyObject* value, bool cast,
+                                          CopySources& sources) {
   cuda::PinnedBlock block = without_gil([&] { return cuda::PinnedBlock(target.nbytes()); });
   ArrayView staged = target;
   staged.data = block.data();
-  if (!store(staged, value, cast)) return false;
-  if (target.nbytes() == 0) return true;
+  if (auto came = store(staged, value, cast)) return came;
+  if (target.nbytes() == 0) return std::nullopt;
   without_gil([&] {
     cuda::copy_to_device(cuda::address(target.data), block.data(), target.nbytes(),
                          sources.call.stream);
   });
   sources.kept->blocks.push_back(std::move(block));
-  return true;
+  return std::nullopt;
 }
 
 }  // namespace
@@ -195,12 +194,12 @@ CopySources::~CopySources() {
   });
 }
 
-bool store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
-                     std::string& got) try {
+std::optional<std::string> store_on_device(const ArrayView& target, PyObject* value, bool cast,
+                                           CopySources& sources) try {
   const DeviceCall& call = sources.call;
   std::optional<Foreign> array = running_python([&] { return by_dlpack(value, call); });
   if (!array) array = running_python([&] { return by_array_interface(value, call); });
-  return array ? copy_from_gpu(target, *std::move(array), sources, got)
+  return array ? copy_from_gpu(target, *std::move(array), sources)
                : copy_from_host(target, value, cast, sources);
 } catch (const nb::cast_error&) {
   raise(PyExc_TypeError, "expected an array on a GPU, got one that tells of itself wrongly");
@@ -222,7 +221,7 @@ struct UploadHandle : Immovable {
     without_gil([&] { upload = std::make_shared<cuda::Upload>(cuda::Device::at(ordinal), types); });
     std::size_t index = 0;
     for (nb::handle array : arrays)
-      if (!store(upload->host()[index++], array.ptr(), /*cast=*/false))
+      if (store(upload->host()[index++], array.ptr(), /*cast=*/false))
         raise(PyExc_TypeError, "Upload: expected arrays of the host");
     without_gil([&] { upload->start(); });
   }

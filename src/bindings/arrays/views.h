@@ -1,5 +1,5 @@
-// ArrayViews as NumPy arrays over the same memory, and NumPy arrays back into XLA's memory: by
-// NumPy's C API, where a view costs about 60 ns, and 300 ns through the buffer or DLPack protocols.
+// ArrayViews as NumPy arrays over the same memory, by NumPy's C API, where a view costs about 60
+// ns, and 300 ns through the buffer or DLPack protocols.
 //
 // An input's array is read-only, and stays so: its base is an object without a buffer, so NumPy
 // finds nobody to ask for write access. Arrays derived from a view keep the view alive, which is
@@ -82,34 +82,8 @@ inline nb::object new_array(const ArrayView& view, void* data, int flags) {
                                     flags, nullptr));
 }
 
-// By the value's own conversion, such as __array__.
-inline nb::object array_of(PyObject* value) {
-  return taken(running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
-}
-
 inline std::span<const std::int64_t> shape_of(PyArrayObject* array) {
   return {PyArray_DIMS(array), static_cast<std::size_t>(PyArray_NDIM(array))};
-}
-
-// An array with masked elements, or a sequence that one is in: a mask is nothing that a result has.
-// Lists within more than `depth` others are no array to NumPy either; they may hold themselves.
-inline bool is_masked(PyObject* value, int depth = NPY_MAXDIMS) {
-  if (PyArray_CheckExact(value)) return false;
-  if (PyArray_Check(value)) {
-    // NumPy loads it with the first masked array.
-    nb::object module = nb::steal(PyImport_GetModule(nb::str("numpy.ma").ptr()));
-    if (!module.is_valid()) return false;
-    nb::object masked = nb::steal(
-        running_python([&] { return PyObject_CallMethod(module.ptr(), "is_masked", "O", value); }));
-    if (!masked.is_valid()) PyErr_Clear();
-    return masked.ptr() == Py_True;
-  }
-  if (depth == 0 || (!PyList_Check(value) && !PyTuple_Check(value))) return false;
-  for (Py_ssize_t i = 0; i < PySequence_Size(value); ++i) {  // __array__ of an item may shorten it
-    nb::object item = nb::steal(PySequence_GetItem(value, i));
-    if (item.is_valid() && is_masked(item.ptr(), depth - 1)) return true;
-  }
-  return false;
 }
 
 // XLA may give no memory to an empty array, where NumPy would take null to mean "allocate".
@@ -179,48 +153,6 @@ inline nb::object make_copy(const ArrayView& view) {
   nb::object array = new_array(view, /*data=*/nullptr, /*flags=*/0);
   if (bytes != 0) std::memcpy(data_of(array), view.data, bytes);
   return array;
-}
-
-// Copies `value` into the view's memory once. With `cast`, same-kind casts are made; otherwise
-// dtype and shape must be the view's: false where they are not.
-inline bool store(const ArrayView& target, PyObject* value, bool cast) {
-  nb::object converted;
-  if (is_masked(value)) return false;
-  if (!PyArray_Check(value)) {
-    converted = array_of(value);
-    value = converted.ptr();
-    if (is_masked(value)) return false;  // what its __array__ gives
-  }
-  auto* array = as_array(value);
-  if (!std::ranges::equal(shape_of(array), target.shape())) return false;
-  PyArray_Descr* want = descr_of(target.dtype);
-  // By number: the byte order of a returned array is its layout, as its strides are.
-  bool same = PyArray_DESCR(array) == want ||
-              PyArray_EquivTypenums(PyArray_DESCR(array)->type_num, want->type_num);
-  if (!same && !(cast && PyArray_CanCastTypeTo(PyArray_DESCR(array), want, NPY_SAME_KIND_CASTING)))
-    return false;
-  if (target.nbytes() == 0) return true;
-  if (same && PyArray_IS_C_CONTIGUOUS(array) && PyArray_ISNOTSWAPPED(array)) {
-    // With an alias the callable may return the very memory that it was given.
-    copy_to(target, PyArray_DATA(array));
-    return true;
-  }
-  nb::object out = make_array(target, /*writable=*/true, nullptr);
-  if (PyArray_CopyInto(as_array(out), array) != 0) nb::raise_python_error();
-  return true;
-}
-
-// What `value` is as an array, "float32[3,4]". Throws where it is none.
-inline std::string describe(PyObject* value) {
-  nb::object array = array_of(value);
-  bool masked = is_masked(value) || is_masked(array.ptr());
-  std::string text =
-      type_text(nb::str(nb::object(array.attr("dtype"))).c_str(), shape_of(as_array(array)));
-  if (!masked) return text;
-  // The words of _core/masked.py.
-  return "a masked array (" + text +
-         "), whose mask XLA's arrays don't have; give its filled(value), and its mask, "
-         "if it is needed, as an array of its own";
 }
 
 // --- What Python hands to the runtime itself, outside of any program

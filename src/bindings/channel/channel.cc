@@ -172,6 +172,8 @@ void bind_channel(nb::module_& module) {
       "flush_channels",
       [](std::optional<double> timeout) { return flush(Channels::instance().all(), timeout); },
       nb::arg("timeout").none() = nb::none());
+  module.def("delivers_here", &Channel::on_thread_of_any,
+             "Whether this is a channel's thread, as it is in a consumer.");
   module.def("channel_stats", [] {
     nb::dict all;
     for (const auto& channel : Channels::instance().all())

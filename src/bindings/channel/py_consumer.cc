@@ -4,8 +4,8 @@
 // The function gets the records of one source, as copies that it may keep, in one of two forms:
 //   rows     function(source, [(lane, seq, time_ns, device, run, flags, arrays), ...])
 //   stacked  function(source, (lane, seq, time_ns, device, run, flags), arrays), all stacked
-// `source` is (id, name, role, description, has lanes). `control`, if not None, is called with
-// "flush" and "close".
+// `source` is (id, name, role, description, sizes of the batch levels). `control`, if not None, is
+// called with "flush" and "close".
 #include <nanobind/stl/shared_ptr.h>
 
 #include <algorithm>
@@ -26,9 +26,10 @@ namespace callgate::bindings {
 namespace {
 
 nb::tuple about_source(const Source& source) {
-  return nb::make_tuple(
-      source.id, nb::str(source.name.data(), source.name.size()), static_cast<int>(source.role),
-      nb::str(source.description.data(), source.description.size()), !source.lanes.empty());
+  return nb::make_tuple(source.id, nb::str(source.name.data(), source.name.size()),
+                        static_cast<int>(source.role),
+                        nb::str(source.description.data(), source.description.size()),
+                        tuple_of(source.lanes.sizes()));
 }
 
 // An array of the consumer's own: in the record's memory where that is lent and little else is in

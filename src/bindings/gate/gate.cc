@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -16,6 +17,7 @@
 #include "bindings/python/hooks.h"
 #include "core/call.h"
 #include "core/kernel_debug.h"
+#include "core/lifetime.h"
 
 namespace callgate::bindings {
 
@@ -146,6 +148,10 @@ void bind_settings(nb::module_& module) {
 }  // namespace
 
 void bind_gate(nb::module_& module) {
+  struct Registered {  // for the life of the process
+    std::shared_ptr<Callee> callee = std::make_shared<AfterCallee>();
+  };
+  Registry::instance().add(immortal<Registered>().callee);
   bind_context(module);
   bind_settings(module);
   module.def(
@@ -161,21 +167,26 @@ void bind_gate(nb::module_& module) {
       .def(
           "__init__",
           [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
-             const std::string& style, const std::string& arrays, bool cast, bool owned_inputs,
+             const std::string& style, const std::string& arrays, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
              bool command_buffer) {
-            const GateOptions options{
-                style_of(style), arrays == "buffer",        cast,   owned_inputs,
-                flat_results,    own_thread || timeout > 0, native, default_stream,
-                command_buffer,  seconds_of(timeout)};
+            const GateOptions options{style_of(style),
+                                      arrays == "buffer",
+                                      owned_inputs,
+                                      flat_results,
+                                      own_thread || timeout > 0,
+                                      native,
+                                      default_stream,
+                                      command_buffer,
+                                      seconds_of(timeout)};
             new (self) CalleeHandle(std::make_shared<PyCallee>(std::move(name), std::move(function),
                                                                std::move(bind), options));
           },
           nb::arg("name"), nb::arg("function"), nb::kw_only(), nb::arg("bind") = nb::none(),
-          nb::arg("style") = "return", nb::arg("arrays") = "numpy", nb::arg("cast") = false,
-          nb::arg("owned_inputs") = false, nb::arg("flat_results") = false,
-          nb::arg("own_thread") = false, nb::arg("timeout") = 0.0, nb::arg("native") = false,
-          nb::arg("default_stream") = false, nb::arg("command_buffer") = false)
+          nb::arg("style") = "return", nb::arg("arrays") = "numpy", nb::arg("owned_inputs") = false,
+          nb::arg("flat_results") = false, nb::arg("own_thread") = false, nb::arg("timeout") = 0.0,
+          nb::arg("native") = false, nb::arg("default_stream") = false,
+          nb::arg("command_buffer") = false)
       .def("stats", &stats_of);
   bind_handle<CheckHandle>(module, "Check",
                            "A callee that calls another one when its first operand is False.")

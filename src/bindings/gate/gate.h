@@ -49,7 +49,6 @@ enum class Style { kReturn, kInplace, kContext };
 struct GateOptions {
   Style style = Style::kReturn;
   bool buffers = false;       // its arrays are Buffers
-  bool cast = false;          // same-kind casts of results
   bool owned_inputs = false;  // inputs are copies that the callable may keep
   bool flat_results = false;  // results come and go as a flat tuple, whatever the spec says
   bool own_thread = false;

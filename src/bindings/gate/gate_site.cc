@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bindings/arrays/buffer.h"
+#include "bindings/arrays/results.h"
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
@@ -92,7 +93,7 @@ class PyGateSite final : public Site {
     const std::int64_t start = timed ? now_ns() : 0;
     GilScope gil;
     const std::int64_t locked = timed ? now_ns() : 0;
-    callee_->counters.calls += spec_.lanes.count();
+    if (spec_.lanes.empty()) callee_->counters.calls += 1;
     callee_->counters.bytes += static_cast<std::int64_t>(bytes);
     auto raised = raised_by([&] { run_where_it_is(call); });
     if (timed) record(start, locked - start, now_ns() - locked);
@@ -164,17 +165,18 @@ class PyGateSite final : public Site {
   }
 
   void run_all(const Call& call, DeviceCall* gpu) {
-    const Lanes& lanes = spec_.lanes;
-    if (lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
+    if (spec_.lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
+    std::optional<LanesOfCall> lanes;
     try {
-      lanes.check(call.operands, call.results);
+      lanes.emplace(spec_.lanes, call.operands, call.results);
     } catch (const Error& error) {
       raise(PyExc_ValueError, error.what());
     }
+    callee_->counters.calls += (*lanes)->count();
     std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
-    for (std::int64_t lane = 0; lane < lanes.count(); ++lane) {
-      lanes.select_operands(lane, call.operands, operands);
-      lanes.select_results(lane, call.results, results);
+    for (std::int64_t lane = 0; lane < (*lanes)->count(); ++lane) {
+      (*lanes)->select_operands(lane, call.operands, operands);
+      (*lanes)->select_results(lane, call.results, results);
       run_lane(operands, results, call.context, gpu);
     }
   }
@@ -198,7 +200,10 @@ class PyGateSite final : public Site {
       nb::object result = invoke(inputs, outputs, context);
       if (gpu != nullptr) gpu->make_current();
       if (!result.is_valid()) nb::raise_python_error();
-      take(operands, results, result, gpu);
+      if (options_.style == Style::kReturn)
+        take(operands, results, result, gpu);
+      else
+        check_returned(result, outputs);
     });
     for (Arguments* views : {&inputs, &outputs})
       for (PyObject* view : views->all()) {
@@ -284,14 +289,22 @@ class PyGateSite final : public Site {
     if (raised) throw *std::move(raised);
   }
 
-  // What the callable gave back, into XLA's memory; with another style it is to be None.
+  // What a callable that writes into `out` gives back: nothing, or `out`, as NumPy's functions do.
+  void check_returned(const nb::object& value, Arguments& outputs) const {
+    if (value.is_none() || (!tuple_results_ && value.ptr() == outputs.data()[0])) return;
+    if (tuple_results_ && PyTuple_Check(value.ptr()) && nb::len(value) == outputs.size()) {
+      bool same = true;
+      for (std::size_t i = 0; i < outputs.size(); ++i)
+        same = same && nb::object(value[i]).ptr() == outputs.data()[i];
+      if (same) return;
+    }
+    mismatch(-1, "None or `out` (results are written into `out`)",
+             std::string("a value of type ") + nb::type_name(value.type()).c_str());
+  }
+
+  // What the callable returned, into XLA's memory.
   void take(std::span<const ArrayView> operands, std::span<ArrayView> results,
             const nb::object& value, const DeviceCall* gpu) const {
-    if (options_.style != Style::kReturn) {
-      if (value.is_none()) return;
-      mismatch(-1, "None (results are written into `out`)",
-               std::string("a value of type ") + nb::type_name(value.type()).c_str());
-    }
     std::optional<CopySources> held;
     CopySources* sources = gpu == nullptr ? nullptr : &held.emplace(*gpu, operands);
     if (!tuple_results_) return take_one(results[0], value.ptr(), 0, sources);
@@ -301,7 +314,10 @@ class PyGateSite final : public Site {
     if (!sequence || nb::len(value) != results.size()) {
       std::string got = nb::type_name(value.type()).c_str();
       if (sequence) got += " of " + std::to_string(nb::len(value));
-      mismatch(-1, "a tuple of " + std::to_string(results.size()) + " arrays", got);
+      mismatch(-1,
+               results.empty() ? "None, as `out` declares no results"
+                               : "a tuple of " + std::to_string(results.size()) + " arrays",
+               got);
     }
     for (std::size_t i = 0; i < results.size(); ++i) {
       nb::object item = value[i];
@@ -326,11 +342,9 @@ class PyGateSite final : public Site {
                 CopySources* sources) const {
     auto number = static_cast<int>(index);
     if (value == Py_None) mismatch(number, to_string(target), "None");
-    std::string got;
-    if (sources == nullptr ? store(target, value, options_.cast)
-                           : store_on_device(target, value, options_.cast, *sources, got))
-      return;
-    mismatch(number, to_string(target), got.empty() ? describe(value) : got);
+    auto came = sources == nullptr ? store(target, value, cast_)
+                                   : store_on_device(target, value, cast_, *sources);
+    if (came) mismatch(number, to_string(target), *came);
   }
 
   // The hooks of both raise.
@@ -353,6 +367,7 @@ class PyGateSite final : public Site {
   LateReference target_;
   bool tuple_results_;
   SiteSpec spec_;
+  const bool cast_ = !spec_.held.text("cast").empty();  // same-kind casts of results
   std::shared_ptr<const Mesh> mesh_;
   std::vector<SpareView> spares_;  // of operands, then of results; in one call at a time
 };

@@ -248,7 +248,10 @@ struct Handle : Immovable {
 template <typename H, typename... Extra>
 nb::class_<H> bind_handle(nb::module_& module, const char* name, const Extra&... extra) {
   return nb::class_<H>(module, name, nb::is_weak_referenceable(), extra...)
-      .def_prop_ro("name", [](const H& handle) { return handle.callee->name(); });
+      .def_prop_ro("name", [](const H& handle) { return handle.callee->name(); })
+      .def(
+          "give_up_name", [](const H& handle) { Registry::instance().remove(*handle.callee); },
+          "Frees its name. Programs that have been loaded go on calling it.");
 }
 
 }  // namespace callgate::bindings

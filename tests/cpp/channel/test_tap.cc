@@ -193,6 +193,17 @@ TEST_F(Taps, ARecordIsACopyOfTheOperands) {
   EXPECT_EQ(seen.record.flags, 0U);
 }
 
+TEST_F(Taps, LanesOfAnOpenExtentAreThoseOfTheOperands) {
+  fake::Program program("tap", fake::with(fake::tap("l", {""}), {{"batch", fake::levels("-1:1")}}));
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> x = {5, 6, 7};
+  ASSERT_TRUE(program.execute({floats(x, {3})}).wait().ok());
+  ASSERT_EQ(records().size(), 1U);
+  EXPECT_THAT(records()[0].lanes,
+              ElementsAre(std::pair{0, 5.0F}, std::pair{1, 6.0F}, std::pair{2, 7.0F}));
+  EXPECT_EQ(records()[0].record.source->lanes.text(), "3:1") << "as streams hold it";
+}
+
 TEST_F(Taps, EmptyArraysAndRepeatedTapsArrive) {
   fake::Program program("tap", fake::tap("e", {""}, {{"repeated", true}, {"role", "tangent"}}));
   ASSERT_TRUE(program.load().ok());

@@ -423,6 +423,21 @@ TEST(KernelLanes, RunOnceEachOnTheirPartOfTheArrays) {
   EXPECT_THAT(z, ElementsAre(9, 8, 7, 19, 18, 17));
 }
 
+// A site is shared by the executables of an exported program, one for each size that it served.
+TEST(KernelLanes, OpenExtentsAreThoseOfEachCall) {
+  auto site = fake::kernel("k", &minus, two_in())->bind(lanes("-1:10;3:01"));
+  for (std::vector<float> x : {std::vector<float>{10, 20}, {30}, {1, 2, 3}}) {
+    std::vector<float> y = {1, 2, 3}, z(3 * x.size()), wanted;
+    for (float a : x)
+      for (float b : y) wanted.push_back(a - b);
+    Arrays in, out;
+    in.add(x).add(y);
+    out.add(DType::kF32, z, {std::ssize(x), 3});
+    ASSERT_TRUE(fake::call(*site, in, out).ok());
+    EXPECT_EQ(z, wanted);
+  }
+}
+
 TEST(KernelLanes, ArraysWithoutTheLanesAxesAreRefused) {
   auto site = fake::kernel("k", &minus, two_in())->bind(lanes("2:11"));
   std::vector<float> x(2), y(3), z(2);

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <random>
 #include <span>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -208,6 +209,51 @@ TEST(Lanes, LevelsWithoutOperandsStillCount) {
   EXPECT_EQ(fake::lanes("0:;4:").count(), 0);
 }
 
+// Of a call's levels some at random are left open, where an operand tells them.
+TEST(Lanes, OpenExtentsAreThoseOfTheCallsOperands) {
+  std::mt19937 random(11);
+  int opened = 0;
+  for (int round = 0; round < 400; ++round) {
+    RandomCall call(random);
+    std::istringstream levels(call.text);
+    std::string text, level;
+    for (std::size_t n = 0; std::getline(levels, level, ';'); ++n) {
+      const std::string mask = level.substr(level.find(':'));
+      const bool open = random() % 2 == 0 && mask.find('1') != std::string::npos;
+      opened += open;
+      text += (n == 0 ? "" : ";") + (open ? "-1" + mask : level);
+    }
+    SCOPED_TRACE("'" + text + "', round " + std::to_string(round));
+    const std::vector<ArrayView> operands = views(call.operands), results = views(call.results);
+    const Lanes held = fake::lanes(text);
+    EXPECT_EQ(held.open(), text != call.text);
+    const LanesOfCall lanes(held, operands, results);
+    EXPECT_EQ(lanes->text(), call.text);
+    EXPECT_EQ(lanes->count(), fake::lanes(call.text).count());
+  }
+  EXPECT_GT(opened, 100);
+}
+
+TEST(Lanes, OpenExtentsThatNoOperandTellsOrThatDifferAreRefused) {
+  Dims dims{3}, other{5}, many{INT64_MAX, INT64_MAX};
+  std::int32_t memory[5] = {};
+  const std::vector<ArrayView> one{{memory, dims.data(), 1, DType::kS32}};
+  const std::vector<ArrayView> two{one[0], {memory, other.data(), 1, DType::kS32}};
+  const std::vector<ArrayView> scalar{{memory, dims.data(), 0, DType::kS32}};
+  const std::vector<ArrayView> large{{memory, many.data(), 2, DType::kS32}};
+  auto read = [](const char* text, const std::vector<ArrayView>& operands) {
+    LanesOfCall(fake::lanes(text), operands, {});
+  };
+  EXPECT_NO_THROW(read("-1:1", one));
+  EXPECT_THROW(read("-1:11", two), Error);
+  EXPECT_THROW(read("-1:1", scalar), Error);
+  EXPECT_THROW(read("-1:0", one), Error);
+  EXPECT_THROW(read("-1:1", {}), Error);
+  EXPECT_THROW(read("-1:1;-1:1", one), Error);
+  EXPECT_THROW(read("-1:1;-1:1", large), Error) << "more than 2^63 lanes";
+  EXPECT_THROW(fake::lanes("-1:1").check(one, {}), Error) << "they are to be read first";
+}
+
 TEST(Lanes, LevelsOfAnotherFormAreErrorsThatSayWhatCame) {
   using Integers = fake::Attribute::Integers;
   const struct {
@@ -215,7 +261,7 @@ TEST(Lanes, LevelsOfAnotherFormAreErrorsThatSayWhatCame) {
     const char* shown;
   } cases[] = {
       {{{"sizes", Integers{3}}, {"masks", Integers{2}}}, "masks of 0 and 1, got 2"},
-      {{{"sizes", Integers{-1}}, {"masks", Integers{1}}}, "extents, got -1"},
+      {{{"sizes", Integers{-2}}, {"masks", Integers{1}}}, "extents, got -2"},
       {{{"sizes", Integers{3, 4}}, {"masks", Integers{1, 0, 1}}}, "got 3 entries for 2 levels"},
       {{{"masks", Integers{1}}}, "got 1 entries for 0 levels"},
       {{{"sizes", "3"}}, "'sizes': expected an array of int64"},

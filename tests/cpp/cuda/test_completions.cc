@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <future>
@@ -35,7 +36,9 @@ class CompletionsTest : public fake::GpuTest {
     context_.clear();
     GpuTest::TearDown();
   }
-  StreamEvent event() { return {device_, static_cast<Stream>(stream_)}; }
+  StreamEvent event(Device::Waiting how = Device::Waiting::kAsking) {
+    return {device_, static_cast<Stream>(stream_), how};
+  }
 
   Device& device_ = Device::at(0);
   Completions& completions_ = Completions::of(device_);
@@ -47,12 +50,17 @@ class CompletionsTest : public fake::GpuTest {
 using EventTest = CompletionsTest;
 
 TEST_F(EventTest, IsReachedWhenItsStreamIs) {
-  fakecuda_hold(stream_);
-  StreamEvent end = event();
-  EXPECT_FALSE(end.reached());
-  fakecuda_release(stream_);
-  EXPECT_EQ(end.wait(), Result::kSuccess);
-  EXPECT_TRUE(end.reached());
+  for (auto how : {Device::Waiting::kAsleep, Device::Waiting::kAsking}) {
+    fakecuda_hold(stream_);
+    StreamEvent end = event(how);
+    EXPECT_FALSE(end.reached());
+    std::jthread release([&] {
+      std::this_thread::sleep_for(5ms);
+      fakecuda_release(stream_);
+    });
+    EXPECT_EQ(how == Device::Waiting::kAsleep ? end.wait_near() : end.wait(), Result::kSuccess);
+    EXPECT_TRUE(end.reached());
+  }
 }
 
 TEST_F(EventTest, HoldsBackAnotherStreamAlone) {
@@ -77,6 +85,12 @@ TEST_F(EventTest, GoesBackToAPool) {
   }
   std::size_t made = fakecuda_calls("cuEventCreate");
   for (int i = 0; i < 10; ++i) StreamEvent again = event();
+  EXPECT_EQ(fakecuda_calls("cuEventCreate"), made);
+  {
+    StreamEvent other = event(Device::Waiting::kAsleep);  // of a pool of its own
+  }
+  made = fakecuda_calls("cuEventCreate");
+  for (int i = 0; i < 10; ++i) StreamEvent again = event(Device::Waiting::kAsleep);
   EXPECT_EQ(fakecuda_calls("cuEventCreate"), made);
   StreamEvent a = event();
   StreamEvent moved = std::move(a);
@@ -204,6 +218,45 @@ TEST_F(CompletionsTest, ManyThreadsGiveTasks) {
   }
   EXPECT_TRUE(completions_.drain(60s));
   EXPECT_EQ(ran, kThreads * kTasks);
+}
+
+TEST_F(CompletionsTest, OneCallOfTheDriverAnswersForManyTasks) {
+  constexpr int kTasks = 160;
+  std::vector<int> order;
+  std::promise<void> all_reached;
+  completions_.after(event(), [&](Result) { all_reached.get_future().wait(); });
+  for (int i = 0; i < kTasks; ++i)
+    completions_.after(event(), [&, i](Result result) {
+      if (result == Result::kSuccess) order.push_back(i);
+    });
+  fakecuda_finish(stream_);
+  std::size_t before = fakecuda_calls("cuEventSynchronize") + fakecuda_calls("cuEventQuery");
+  all_reached.set_value();
+  EXPECT_TRUE(completions_.drain(60s));
+  EXPECT_TRUE(std::ranges::is_sorted(order));
+  EXPECT_EQ(order.size(), kTasks);
+  EXPECT_LE(fakecuda_calls("cuEventSynchronize") + fakecuda_calls("cuEventQuery") - before, 11U);
+}
+
+TEST_F(CompletionsTest, WhatHasComeOnOneStreamSaysNothingOfAnother) {
+  void* other = fakecuda_new_stream(0);
+  fakecuda_hold(other);
+  std::promise<void> all_given;
+  std::vector<char> order;
+  auto note = [&](char which) { return [&order, which](Result) { order.push_back(which); }; };
+  completions_.after(event(), [&](Result) { all_given.get_future().wait(); });
+  completions_.after(event(), note('a'));
+  completions_.after({device_, static_cast<Stream>(other)}, note('b'));
+  completions_.after(event(), note('c'));
+  fakecuda_finish(stream_);
+  all_given.set_value();
+  EXPECT_FALSE(completions_.drain(20ms));
+  EXPECT_EQ(completions_.pending(), 2);
+  fakecuda_release(other);
+  EXPECT_TRUE(completions_.drain(60s));
+  EXPECT_THAT(order, ElementsAre('a', 'b', 'c'));
+  fakecuda_finish(other);
+  fakecuda_delete_stream(other);
 }
 
 // In processes of their own: threads that have been stopped don't start again.

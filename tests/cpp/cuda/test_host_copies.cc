@@ -230,7 +230,7 @@ TEST_F(HostCopiesTest, WhereCopiesWereRefusedNoneIsUnderWay) {
   for (auto [symbol, after] : {Refused{"cuMemcpyDtoHAsync_v2", 1}, Refused{"cuEventRecord", 0}}) {
     HostCopies copies(device_, views({&a, &b}), {});
     fakecuda_fail(symbol, 719, after, 1);
-    EXPECT_THROW(copies.fetch_with_event(stream()), Error) << symbol;
+    EXPECT_THROW(copies.fetch_with_event(stream(), Device::Waiting::kAsking), Error) << symbol;
     EXPECT_EQ(fakecuda_queued(stream_), 0U) << symbol;
   }
   for (int event : {0, 1}) {

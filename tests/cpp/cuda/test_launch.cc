@@ -140,12 +140,15 @@ TEST_F(Launches, PassAddressesAndNumbers) {
 }
 
 TEST_F(Launches, OfLanesSelectEachLanesArrays) {
-  Floats x({1, 2, 3, 4, 5, 6}), y({0, 0, 0, 0, 0, 0});
-  std::vector<std::int64_t> dims{3, 2};
-  ASSERT_TRUE(run(fake::scale_plan(2), {view(x, dims)}, {view(y, dims)}, "3:1").ok());
-  finish();
-  EXPECT_EQ(fakecuda_launch_count(), 3U);
-  EXPECT_THAT(y.values(), ElementsAre(3, 6, 9, 12, 15, 18));
+  for (const char* lanes : {"3:1", "-1:1"}) {  // of the second the arrays tell the extent
+    Floats x({1, 2, 3, 4, 5, 6}), y({0, 0, 0, 0, 0, 0});
+    std::vector<std::int64_t> dims{3, 2};
+    const auto before = fakecuda_launch_count();
+    ASSERT_TRUE(run(fake::scale_plan(2), {view(x, dims)}, {view(y, dims)}, lanes).ok());
+    finish();
+    EXPECT_EQ(fakecuda_launch_count(), before + 3U);
+    EXPECT_THAT(y.values(), ElementsAre(3, 6, 9, 12, 15, 18));
+  }
 }
 
 TEST_F(Launches, OfLanesShareWhatIsNotBatched) {

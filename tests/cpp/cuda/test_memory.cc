@@ -101,8 +101,8 @@ TEST_F(MemoryTest, MovingABlockMovesItsMemory) {
 
 TEST_F(MemoryTest, BeyondTheBudgetBlocksAreFreed) {
   {
-    PinnedBlock a(200 * kMebi), b(100 * kMebi);
-    DeviceBlock c(Device::at(0), 200 * kMebi), d(Device::at(0), 100 * kMebi);
+    PinnedBlock a(500 * kMebi), b(200 * kMebi);
+    DeviceBlock c(Device::at(0), 500 * kMebi), d(Device::at(0), 200 * kMebi);
   }
   EXPECT_EQ(fakecuda_calls("cuMemFreeHost"), 1U);
   EXPECT_EQ(fakecuda_calls("cuMemFree_v2"), 1U);
@@ -111,7 +111,7 @@ TEST_F(MemoryTest, BeyondTheBudgetBlocksAreFreed) {
 TEST_F(MemoryTest, AThreadWithoutAContextMayLetABlockGo) {
   std::vector<PinnedBlock> pinned;
   std::vector<DeviceBlock> device;
-  for (std::size_t mebi : {200, 100}) {
+  for (std::size_t mebi : {500, 200}) {
     pinned.emplace_back(mebi * kMebi);
     device.emplace_back(Device::at(0), mebi * kMebi);
   }

@@ -110,6 +110,14 @@ TEST_F(GateHandlers, ASiteIsBoundOnceWithItsAttributes) {
   EXPECT_EQ(seen[0].lanes.count(), 12);
 }
 
+TEST_F(GateHandlers, WhatGivesATokenOnTouchesNothing) {
+  auto after = std::make_shared<AfterCallee>();
+  Registry::instance().add(after);
+  fake::Program program("callgate.after");
+  ASSERT_TRUE(program.load().ok());
+  EXPECT_TRUE(program.execute({{XLA_FFI_DataType_F32, {3}, nullptr}}).wait().ok());
+}
+
 TEST_F(GateHandlers, MalformedBatchLevelsAreAnErrorAtLoad) {
   auto callee = define("f", [](const Call&) { return Outcome::success(); });
   fake::Program program("f", {{"batch", fake::levels("3:7")}});

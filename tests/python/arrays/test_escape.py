@@ -215,7 +215,7 @@ def test_the_kept_argument_is_the_one_named() -> None:
   params = {"b": numbers(4), "w": [numbers(4), numbers(4)]}
   with pytest.raises(cg.EscapedViewError) as caught, cg.errors():
     jax.jit(lambda p: three(numbers(4), p, mask=numbers(4)))(params)
-  assert "argument 'params['w'][1]'" in str(caught.value)
+  assert "argument 'params'['w'][1]" in str(caught.value)
   assert "'a'" not in str(caught.value)
   assert "mask" not in str(caught.value)
 

@@ -122,6 +122,58 @@ def test_compiled_gates_leave_nothing_behind() -> None:
   assert set(_callgate.registered_names()) <= before
 
 
+# What a user, or a cell of a notebook, makes of a gate and drops with it.
+DROPPED: dict[str, Any] = {
+  "called": lambda gate: gate(X),
+  "jitted": lambda gate: jax.jit(gate)(X),
+  "jit": lambda gate: jax.jit(lambda x: gate(x) + 1)(X),
+  "vmap": lambda gate: jax.vmap(gate)(X[None]),
+  "grad": lambda gate: jax.grad(gate)(X),
+  "jit of grad": lambda gate: jax.jit(jax.grad(jax.checkpoint(lambda x: gate(x) ** 2)))(X),
+  "scan": lambda gate: jax.jit(
+    lambda x: jax.lax.scan(lambda c, _: (gate(c), None), x, None, length=3)
+  )(X),
+  "cond": lambda gate: jax.jit(lambda x: jax.lax.cond(x > 0, gate, lambda x: x, x))(X),
+}
+
+
+@pytest.mark.parametrize("kind", ["gate", "torch", "kernel"])
+@pytest.mark.parametrize("how", DROPPED)
+def test_gates_that_are_dropped_with_their_programs_do_not_pile_up(how: str, kind: str) -> None:
+  """Though JAX's caches are never cleared."""
+
+  def make(function: Callable) -> Any:
+    if kind == "torch":
+      return cg.torch(function)
+    if kind == "kernel":  # the function is what it is compared with
+      return cg.elementwise("T x", "T y", "y = x + x", jvp="dy = dx + dx", like=function)
+    gate = cg.gate(function, out=lambda x: x)
+    gate.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
+    return gate
+
+  if kind == "torch":
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+  before = set(_callgate.registered_names())
+  watches: list[weakref.ref[Any]] = []
+  for _ in range(3):
+    function = Callable()
+    watches.append(weakref.ref(function))
+    DROPPED[how](make(function))
+    del function
+  for watch in watches:
+    wait_for_the_end_of(watch)
+  assert set(_callgate.registered_names()) <= before
+
+
+def test_a_feed_that_is_dropped_leaves_nothing_in_caches() -> None:
+  feed = cg.feed(iter([X, X]), name="dropped feed")
+  assert feed.next() == jax.jit(feed.next)() == X
+  watch = weakref.ref(feed)
+  del feed
+  wait_for_the_end_of(watch)
+  until(lambda: "dropped feed" not in _callgate.registered_names(), "its name given back")
+
+
 def thread_states() -> int:
   """The threads that the interpreter knows, by its own list."""
   api, pointer = ctypes.pythonapi, ctypes.c_void_p

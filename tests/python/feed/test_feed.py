@@ -285,6 +285,40 @@ def test_python_scalars_get_jax_s_default_dtypes() -> None:
   assert [x.dtype for x in got] == [jnp.asarray(x).dtype for x in (True, 1, 2.0, 3j)]
 
 
+def test_labels_of_64_bits_are_jax_s_integers(engine: str) -> None:
+  labels = np.array([0, 2**31 - 1, -(2**31)])
+  items = [{"y": labels, "n": np.uint64(i), "m": i} for i in range(3)]
+  with cg.feed(items, default={"y": np.int64(-1), "n": 7, "m": 0}) as feed:
+    assert [x.dtype for x in jax.tree.leaves(feed.shape)] == ["int32", "uint32", "int32"]
+    rows = jax.jit(lambda: jax.lax.scan(lambda c, _: (c, feed.next()), 0, length=4)[1])()
+  assert rows["y"].tolist() == [labels.tolist()] * 3 + [[-1] * 3]
+  assert rows["n"].tolist() == [0, 1, 2, 7]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_integer_outside_of_the_range_is_its_item_s_error(bad: int) -> None:
+  items = [{"y": np.array([1, 2])}, {"y": np.array([3, 4])}]
+  items[bad]["y"][1] = 2**31
+  with cg.feed(items) as feed:
+    program = jax.jit(feed.next)
+    came = r"got int64\[2\] with 2147483648 at \[1\], outside of int32's range"
+    where = rf"item {bad}\['y'\]: expected int32\[2\], {came}"
+    for _ in range(bad):
+      program()
+    with pytest.raises(cg.ResultError, match=where), cg.errors():
+      jax.block_until_ready(program())
+
+
+def test_python_numbers_and_integers_take_the_feed_s_dtype() -> None:
+  with cg.feed([np.float32(0.5), 1, True, 2.5]) as feed:
+    assert [float(feed.next()) for _ in range(4)] == [0.5, 1.0, 1.0, 2.5]
+  with cg.feed([np.uint8(1), 255, np.int64(3), 2.5]) as feed:
+    assert [int(feed.next()) for _ in range(3)] == [1, 255, 3]
+    hint = r"item 3: expected uint8\[\], got float32\[\] "
+    with pytest.raises(cg.ResultError, match=hint), cg.errors():
+      jax.block_until_ready(feed.next())
+
+
 def test_with_x64_doubles_are_doubles() -> None:
   printed = output_of(
     """

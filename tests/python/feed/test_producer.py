@@ -177,12 +177,12 @@ def test_an_error_in_the_place_of_the_first_item_is_raised_at_once() -> None:
 
 X = np.zeros((2, 3), np.float32)
 WRONG = {
-  "shape": ({"x": X.T}, r"item 1\['x'\]: expected float32\[2, 3\], got float32\[3, 2\]"),
+  "shape": ({"x": X.T}, r"item 1\['x'\]: expected float32\[2,3\], got float32\[3,2\]"),
   "dtype": (
     {"x": X.astype(float)},
-    r"item 1\['x'\]: expected float32\[2, 3\], got float64\[2, 3\]",
+    r"item 1\['x'\]: expected float32\[2,3\], got float64\[2,3\]",
   ),
-  "integer": ({"x": 1}, r"item 1\['x'\]: expected float32\[2, 3\], got int32\[\]"),
+  "integer": ({"x": 1}, r"item 1\['x'\]: expected float32\[2,3\], got int32\[\]"),
   "structure": ({"y": X}, "item 1: expected the structure .*'x'.*, got .*'y'"),
   "text": ({"x": "text"}, r"item 1\['x'\]: expected an array or a number .* got str"),
   "large": ({"x": 2**40}, r"item 1\['x'\]: expected .* that JAX can hold, got int 1099511627776"),
@@ -220,7 +220,7 @@ def options(*args: Any, **kwargs: Any) -> Callable[[], Any]:
     (options([1], default=0.5), r"default: expected int32\[\] or .*, got float32\[\]"),
     (
       options([X], default=np.zeros(4, "f")),
-      r"default: expected float32\[2, 3\] or .*float32\[4\]",
+      r"default: expected float32\[2,3\] or .*float32\[4\]",
     ),
     (options([1], shape=jax.ShapeDtypeStruct((), jnp.int4)), "shape: int4 has several elements"),
   ],

@@ -35,14 +35,14 @@ def message_of(value: Any, out: Any = VECTOR, **options: Any) -> str:
 @pytest.mark.parametrize(
   ("value", "got"),
   [
-    (np.zeros(3), "float64[3]"),
-    (np.zeros(3, np.float16), "float16[3]"),
-    (np.zeros(3, np.int32), "int32[3]"),
+    (np.zeros(3), "float64[3] (results are never cast silently: see cast=True)"),
+    (np.zeros(3, np.float16), "float16[3] (results"),
+    (np.zeros(3, np.int32), "int32[3] (results"),
     (np.zeros(4, np.float32), "float32[4]"),
     (np.zeros((3, 1), np.float32), "float32[3,1]"),
     (np.float32(0), "float32[]"),
-    (np.zeros(3, "U1"), "<U1[3]"),
-    ([0.0, 0.0, 0.0], "float64[3]"),
+    (np.zeros(3, "U1"), "<U1[3] (results"),
+    ([0.0, 0.0, 0.0], "float64[3] (results"),
     (1.0, "float64[]"),
     (None, "None"),
   ],
@@ -50,17 +50,109 @@ def message_of(value: Any, out: Any = VECTOR, **options: Any) -> str:
 def test_a_wrong_result_is_an_error_that_says_what_came(value: Any, got: str) -> None:
   message = message_of(value)
   assert "gate 'made': result 0: expected float32[3], got " + got in message
-  assert "cast=True" in message
+  assert ("cast=True" in message) == got.endswith(("(results", "cast=True)"))
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, 1j])
-def test_a_python_scalar_is_not_cast_silently(value: Any) -> None:
-  assert "result 0: expected float32[], got" in message_of(value, SCALAR)
+# -- Python's numbers, and integers of another width ---
+BOTH = pytest.mark.parametrize("engine", ["callgate", "jax"])
+FITTING = {
+  "float32": [1, 1.5, True, -(10**30), float("inf"), float("nan"), 3.4028235e38],
+  "float16": [1, 0.1, 65504.0, 65519.9],
+  "bfloat16": [3, -2.5, 3.39e38],
+  "float8_e4m3fn": [0.5, 448.0],
+  "complex64": [1, 2.5, 1j, True],
+  "int32": [7, True, -(2**31), 2**31 - 1, np.int64(2**31 - 1), np.uint8(3)],
+  "uint8": [0, 255, np.int64(255)],
+  "int8": [-128, np.uint64(127)],
+  "bool": [True, False],
+}
+OUTSIDE = {
+  "float32": [3.5e38, -1e300, 10**400],
+  "float16": [65520.0],
+  "bfloat16": [1e39],
+  "float8_e4m3fn": [1000.0],
+  "complex64": [1e39, 1e39j],
+  "int32": [2**31, -(2**31) - 1, 2**63, 2**64, -(2**70), np.int64(2**31), np.uint64(2**63)],
+  "uint8": [-1, 256, np.int64(-1)],
+  "int8": [128, np.uint8(128)],
+}
+ANOTHER_KIND = {
+  "float32": [1j, np.float64(1), np.complex128(1), np.int64(1), np.bool_(True)],
+  "int32": [1.0, np.float32(1), np.bool_(True)],
+  "bool": [1, 0.0, np.int8(1)],
+}
 
 
-def test_a_numpy_bool_is_not_a_number_and_a_bool_result_takes_a_python_bool() -> None:
-  assert "got bool[]" in message_of(np.bool_(True), SCALAR)
-  assert bool(run(True, jax.ShapeDtypeStruct((), bool)))
+def cases(values: dict[str, list[Any]]) -> list[Any]:
+  return [pytest.param(name, v, id=f"{name}-{v!r:.20}") for name, vs in values.items() for v in vs]
+
+
+@BOTH
+@pytest.mark.parametrize(("dtype", "value"), cases(FITTING))
+def test_a_number_of_no_width_or_an_integer_of_another_is_cast(
+  engine: Any, dtype: str, value: Any
+) -> None:
+  with cg.config(engine=engine):
+    got = run(value, jax.ShapeDtypeStruct((), dtype))
+  assert got.dtype == dtype
+  np.testing.assert_array_equal(np.asarray(got), np.asarray(value, dtype=got.dtype))
+
+
+@BOTH
+@pytest.mark.parametrize("cast", [None, True])
+@pytest.mark.parametrize(("dtype", "value"), cases(OUTSIDE))
+def test_a_value_outside_of_the_range_is_an_error_that_says_it(
+  engine: Any, cast: Any, dtype: str, value: Any
+) -> None:
+  with cg.config(engine=engine):
+    message = message_of(value, jax.ShapeDtypeStruct((), dtype), cast=cast)
+  assert f"gate 'made': result 0: expected {dtype}[], got {value}, outside of {dtype}'s" in message
+  assert "cast=True" not in message
+
+
+def test_the_error_says_the_range_and_where_the_value_is() -> None:
+  value = np.zeros((2, 3), np.int64)[:, ::-1]
+  value[1, 2] = 3_000_000_000
+  message = message_of({"rank": value}, {"rank": jax.ShapeDtypeStruct((2, 3), np.int32)})
+  came = "got int64[2,3] with 3000000000 at [1, 2], outside of int32's range, "
+  assert (
+    "result 0 (['rank']): expected int32[2,3], " + came + "-2147483648 to 2147483647" in message
+  )
+
+
+@BOTH
+@pytest.mark.parametrize(("dtype", "value"), cases(ANOTHER_KIND))
+def test_numbers_of_another_kind_and_numpys_own_width_are_not_cast(
+  engine: Any, dtype: str, value: Any
+) -> None:
+  with cg.config(engine=engine):
+    message = message_of(value, jax.ShapeDtypeStruct((), dtype))
+  assert f"expected {dtype}[], got {np.asarray(value).dtype.name}[] (results are never" in message
+
+
+def test_what_argmax_and_lists_of_integers_give_fits_under_every_transformation() -> None:
+  gate = cg.gate(lambda x: np.argmax(x), out=jax.ShapeDtypeStruct((), np.int32))
+  rows = jnp.array([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]])
+  assert jax.vmap(gate)(rows).tolist() == [1, 0]
+  assert jax.lax.scan(lambda c, x: (c, gate(x)), 0, rows)[1].tolist() == [1, 0]
+  assert run([1, 2, 3], jax.ShapeDtypeStruct((3,), np.int16)).tolist() == [1, 2, 3]
+  swapped = np.array([1, -2, 3], ">i8")
+  assert run(swapped, jax.ShapeDtypeStruct((3,), np.int32)).tolist() == [1, -2, 3]
+
+
+# -- config(cast=True) ---
+@BOTH
+def test_the_default_of_cast_is_an_option_of_the_process(engine: Any) -> None:
+  gate = cg.gate(lambda x: np.asarray(x, np.float64), out=lambda x: x)
+  strict = cg.gate(lambda x: np.asarray(x, np.float64), out=lambda x: x, cast=False)
+  program = jax.jit(gate)
+  with cg.config(engine=engine):
+    with cg.config(cast=True):
+      assert program(jnp.ones(2)).tolist() == [1, 1]
+      with pytest.raises(cg.ResultError, match="expected float32"), cg.errors():
+        jax.block_until_ready(jax.jit(strict)(jnp.ones(2)))
+    with pytest.raises(cg.ResultError, match="expected float32"), cg.errors():
+      jax.block_until_ready(program(jnp.ones(2)))  # traced again
 
 
 # -- structure ---
@@ -111,6 +203,58 @@ def test_a_list_is_a_pytree_of_its_own() -> None:
   assert "gate 'made'" in message_of([ZEROS], (VECTOR,))
 
 
+@BOTH
+@pytest.mark.parametrize("effect", ["io", "ordered"])
+def test_a_gate_with_an_effect_has_no_results_unless_out_says_so(engine: Any, effect: Any) -> None:
+  seen: list[Any] = []
+
+  @cg.gate(effect=effect)
+  def note(x: Any, *, tag: str = "") -> None:
+    seen.append((float(x), tag))
+
+  with cg.config(engine=engine), cg.errors():
+    assert jax.jit(note)(1.0) == ()
+    assert jax.jit(lambda x: note(x, tag="a"))(2.0) == ()
+    assert cg.call(lambda x: seen.append(int(x)), None, 3, effect=effect) == ()
+    jax.lax.scan(lambda carry, x: (carry, note(x)), 0, jnp.arange(2.0))
+    cg.barrier()
+  assert seen == [(1.0, ""), (2.0, "a"), 3, (0.0, ""), (1.0, "")]
+  with pytest.raises(cg.GateDefinitionError, match="out="):
+    cg.gate(lambda x: x)
+  one = cg.gate(lambda x: x.copy(), effect=effect)
+  with pytest.raises(
+    cg.ResultError, match="expected None, as `out` declares no results, got ndarr"
+  ):
+    run_of(one, 1.0)
+
+
+@BOTH
+def test_none_in_arguments_and_results_is_an_empty_place(engine: Any) -> None:
+  seen: list[Any] = []
+
+  def double(x: Any, params: Any, bias: Any = None) -> Any:
+    seen.append((params["b"], bias))
+    return {"y": 2 * x, "state": None, "more": (None, params["w"].copy())}
+
+  out = lambda x, params, bias=None: {"y": x, "state": None, "more": (None, params["w"])}
+  gate = cg.gate(double, out=out)
+  with cg.config(engine=engine):
+    params = {"w": jnp.ones(2), "b": None}
+    got = jax.jit(gate)(ZEROS, params)
+    assert got["state"] is got["more"][0] is None
+    assert got["more"][1].tolist() == [1, 1]
+    jax.jit(lambda x, p: gate(x, p, None))(ZEROS, params)
+    jax.vmap(gate, in_axes=(0, None))(np.zeros((2, 3), np.float32), params)
+    jax.jit(lambda x, p: gate(x, p, bias=None))(ZEROS, params)["y"].block_until_ready()
+  assert set(seen) == {(None, None)}
+
+
+def run_of(gate: Any, *args: Any) -> None:
+  with cg.errors():
+    jax.block_until_ready(jax.jit(gate)(*args))
+    cg.barrier()
+
+
 # -- casts ---
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("given", ["float64", "float16", "int64", "int8", "bool", "complex64"])
@@ -120,7 +264,8 @@ def test_cast_allows_the_casts_that_numpy_calls_same_kind(
 ) -> None:
   value = np.array([0, 1, 1]).astype(given)
   out = jax.ShapeDtypeStruct((3,), declared)
-  if given == declared or (cast and np.can_cast(given, declared, "same_kind")):
+  integers = np.dtype(given).kind == "i" and np.dtype(declared).kind in "iu"
+  if given == declared or integers or (cast and np.can_cast(given, declared, "same_kind")):
     np.testing.assert_array_equal(run(value, out, cast=cast), value.astype(declared))
   else:
     assert f"expected {declared}[3], got {given}[3]" in message_of(value, out, cast=cast)
@@ -143,10 +288,30 @@ def test_a_function_that_writes_in_place_must_return_none(style: str) -> None:
 
   gate = cg.gate(fill, out=VECTOR, style=style)
   with (
-    pytest.raises(cg.ResultError, match=r"return value: expected None .*`out`.*ndarray"),
+    pytest.raises(cg.ResultError, match=r"return value: expected None or `out` .*ndarray"),
     cg.errors(),
   ):
     jax.jit(gate)()
+
+
+@pytest.mark.parametrize(
+  ("out", "function"),
+  [
+    (lambda x: x, lambda out, x: np.add(x, 1, out=out)),
+    (lambda x: (x,), lambda out, x: (np.add(x, 1, out=out[0]),)),
+    (lambda x: {"y": x}, lambda out, x: (np.add(x, 1, out=out["y"]), out)[1]),
+  ],
+  ids=["array", "tuple", "dict"],
+)
+def test_a_function_that_writes_in_place_may_return_out(
+  engine: Any, out: Any, function: Any
+) -> None:
+  gate = cg.gate(function, out=out, style="inplace")
+  x = jnp.arange(6.0).reshape(2, 3)
+  for f, args in ((jax.jit(gate), x[0]), (jax.jit(jax.vmap(gate)), x)):
+    for _ in range(3):
+      (got,) = jax.tree.leaves(f(args))
+      np.testing.assert_array_equal(got, args + 1)
 
 
 def test_what_an_in_place_function_did_not_fill_is_not_checked_but_kept() -> None:

@@ -108,6 +108,7 @@ def test_what_was_tapped_before_the_end_is_delivered(tap: str, ending: str, tmp_
   x, target = TAPS[tap]
   path = tmp_path / "records.jsonl"
   body = f"""
+  os.environ["CALLGATE_EXIT_SECONDS"] = "60"
   channel = cg.channel("c", to=cg.sinks.JSONL({str(path)!r}))
   part = lambda x: x[:1] if x.size < 2000 else x
   write = lambda x: print(x.tolist(), file=open({str(path)!r}, "a"), flush=True)

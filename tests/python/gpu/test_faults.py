@@ -108,6 +108,7 @@ CAPTURE = ("cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode")
 OBJECTS = ("cuStreamGetCaptureInfo_v2", "cuUserObjectCreate", "cuGraphRetainUserObject")
 MODULE = ("cuThreadExchangeStreamCaptureMode", "cuModuleLoadData", "cuModuleGetFunction")
 WAIT, HOLD, CALL = "cuEventSynchronize", "cuStreamWaitValue32_v2", "cuLaunchHostFunc"
+ASK = "cuEventQuery"
 NO_ROOM: dict[str, Any] = {"result": NO_MEMORY, "count": 2, "new_size": True}  # it is asked twice
 
 FAULTS = [
@@ -121,8 +122,8 @@ FAULTS = [
   Fault("gate", "cuCtxSetCurrent", after=1, new_process=True),
   *faults("gate", *HANDLER, "cuEventRecord", TO_HOST, TO_DEVICE),
   Fault("gate", "cuEventRecord", after=1),
-  Fault("gate", WAIT, thread="p"),
-  Fault("gate", WAIT, UNHARMED, thread="c"),  # no more than memory is let go
+  Fault("gate", ASK, thread="p", says=(WAIT, TEXTS[LOST])),
+  Fault("gate", ASK, UNHARMED, thread="c"),  # no more than memory is let go
   Fault("gate", "cuMemHostAlloc", new_size=True),
   Fault("gate", "cuMemHostAlloc", **NO_ROOM),
   Fault(
@@ -142,7 +143,7 @@ FAULTS = [
   Fault("own", "cuEventRecord", after=1),
   Fault("own", "cuMemHostAlloc", **NO_ROOM),
   Fault("own", WAIT, thread="p"),
-  Fault("own", WAIT, UNHARMED, thread="c"),
+  Fault("own", ASK, UNHARMED, thread="c"),
   Fault("own", HOLD, UNHARMED, result=UNSUPPORTED),
   Fault("own", CALL, also=((HOLD, UNSUPPORTED),)),
   Fault("own", TO_DEVICE, also=(("cuStreamSynchronize", LOST),)),
@@ -156,7 +157,7 @@ FAULTS = [
   *faults("tap", *HANDLER, "cuStreamIsCapturing", TO_HOST, "cuEventRecord"),
   Fault("tap", "cuMemHostAlloc", new_size=True),
   Fault("tap", "cuMemHostAlloc", DROPPED, **NO_ROOM),
-  Fault("tap", WAIT, DROPPED),
+  Fault("tap", ASK, DROPPED),
   Fault("large tap", "cuStreamCreate", new_process=True),
   *faults("large tap", *HANDLER, "cuStreamWaitEvent", ON_DEVICE, TO_HOST, "cuEventRecord"),
   Fault("large tap", "cuEventRecord", after=1),
@@ -168,7 +169,7 @@ FAULTS = [
     also=(("cuMemFree_v2", LOST),),
     before="large tap",
   ),
-  Fault("large tap", WAIT, DROPPED),
+  Fault("large tap", ASK, DROPPED),
   Fault("large tap", CALL, before="recorded tap"),
   *faults("device tap", *HANDLER, ON_DEVICE, "cuEventRecord"),
   Fault("device tap", "cuMemAlloc_v2", DROPPED, **NO_ROOM),

@@ -315,6 +315,36 @@ def test_ordered_gates_run_in_order() -> None:
   assert seen == [10, 11, 12, 13, 14]
 
 
+def test_ordered_programs_run_after_one_that_failed() -> None:
+  seen: list[int] = []
+
+  @cg.gate(out=(), effect="ordered")
+  def positive(x: np.ndarray) -> None:
+    if x < 0:
+      raise ValueError("not positive")
+    seen.append(int(x))
+
+  program = jax.jit(lambda x: (positive(x), x + 1)[1])
+  with pytest.raises(jax.errors.JaxRuntimeError, match="not positive"):
+    program(jnp.int32(-1)).block_until_ready()
+  for i in range(3):
+    assert program(jnp.int32(i)) == i + 1
+  assert seen == [0, 1, 2]
+  with pytest.raises(ValueError, match="not positive"):  # nobody took it in `cg.errors()`
+    cg.barrier()
+  cg.barrier()
+
+
+def test_a_feed_that_has_ended_leaves_other_feeds_alone() -> None:
+  with cg.feed([np.int32(1)]) as short, cg.feed(np.int32(i) for i in range(5)) as long:
+    assert short.next() == 1
+    with pytest.raises(jax.errors.JaxRuntimeError, match="EndOfFeed"):
+      short.next().block_until_ready()
+    assert [int(long.next()) for _ in range(5)] == list(range(5))
+  with pytest.raises(cg.EndOfFeed):
+    cg.barrier()
+
+
 def test_buffer_callbacks_and_installed_callbacks() -> None:
   cupy = library("cupy")
 

@@ -103,6 +103,10 @@ def test_the_terminal_shows_the_merged_streams(group):
   assert {line["process"] for line in shown} == set(range(len(group.ended)))
 
 
+def test_a_feed_gives_each_device_its_share_in_each_process(group):
+  assert group.reports("fed") == [[[True, True], [True, True], True, 4]] * len(group.ended)
+
+
 def test_partitioned_programs_call_on_the_shards_of_each_process(group):
   count, rows = len(group.ended), group.reports("rows")[0]
   assert all(all(right) for right in group.reports("right"))

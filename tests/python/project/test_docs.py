@@ -12,7 +12,7 @@ import callgate as cg
 from callgate._build import nvrtc
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOUND = {page: doc_blocks.blocks(page.read_text(encoding="utf-8")) for page in PAGES}
 
 
@@ -72,16 +72,29 @@ def test_blocks_for_gpus_are_compiled_and_not_run_without_one(tmp_path):
     run(page, tmp_path)
 
 
+def test_what_a_block_prints_is_what_the_page_shows_below_it(tmp_path):
+  page = tmp_path / "page.md"
+  shown = "```python\nprint(1 + 1)\n```\n\n<!-- output -->\n```text\n2\n```\n"
+  page.write_text(shown)
+  run(page, tmp_path)
+  page.write_text(shown.replace("text\n2", "text\n3"))
+  with pytest.raises(AssertionError, match="the page shows\n3\nthe block prints\n2"):
+    run(page, tmp_path)
+  run(page, tmp_path, "--write")
+  assert page.read_text() == shown
+
+
 def test_the_readme_opens_with_the_two_commands():
   first = (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
   assert "make demo" in first
   assert "make test" in first
 
 
-def test_the_table_of_the_readme_is_what_the_benchmarks_say():
-  """`tools/benchmark_table.py` fills the table; a stale one is an error."""
+@pytest.mark.parametrize("tool", ["benchmark_table.py", "benchmark_charts.py", "gallery.py"])
+def test_what_tools_make_of_results_and_examples_is_fresh(tool):
+  """The tools make them with `--write`; a stale one is an error."""
   done = subprocess.run(
-    [sys.executable, str(ROOT / "tools" / "benchmark_table.py"), "--check"],
+    [sys.executable, str(ROOT / "tools" / tool), "--check"],
     capture_output=True, text=True, timeout=60,
   )  # fmt: skip
   assert done.returncode == 0, done.stdout + done.stderr

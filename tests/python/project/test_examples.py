@@ -91,6 +91,30 @@ def test_the_tapped_training_writes_down_what_its_statistics_count(tmp_path):
   assert 0 < sent < 1500
 
 
+def test_traffic_balances_as_braess_computed_it(tmp_path):
+  pytest.importorskip("networkx")
+  pytest.importorskip("matplotlib")
+  text = run("traffic.py", cwd=tmp_path)
+  without, with_it, delay = (numbers(line)[-1] for line in text.splitlines())
+  assert without == pytest.approx(65, abs=0.1)  # half of the cars each way: 20 + 45
+  assert with_it == pytest.approx(80, abs=0.1)  # all of them by the new road: 40 + 40
+  assert delay == pytest.approx(1, abs=0.02)  # 4000 d b / 4, of the time 45 + 4000 b b' / (b + b')
+  assert (tmp_path / "out" / "traffic.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pendulums_swing_with_the_frequencies_of_small_swings(tmp_path):
+  pytest.importorskip("sympy")
+  pytest.importorskip("matplotlib")
+  text = run("pendulum.py", cwd=tmp_path)
+  for line in [line for line in text.splitlines() if "frequency" in line]:
+    found, exact = numbers(line)
+    assert found == pytest.approx(exact, rel=1e-3)
+  share, count, _ = numbers(text.splitlines()[-1].replace(",", ""))
+  assert count == 40_000
+  assert 40 < share < 70
+  assert (tmp_path / "out" / "pendulum.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_stream_is_followed_to_its_end_by_another_process(tmp_path):
   path = tmp_path / "run.cgs"
   lines = run("follow_stream.py", path, cwd=tmp_path).splitlines()

@@ -1,22 +1,26 @@
 """Runs the Python blocks of a documentation page, in order, in one namespace.
 
-    python doc_blocks.py PAGE FOLDER [--gpu | --lower]
+    python doc_blocks.py PAGE FOLDER [--gpu | --lower | --write]
 
+A block that `<!-- output -->` and a block of text follow prints that text; --write puts there what
+it prints now.
 A block that needs a CUDA device has `<!-- gpu -->` on the line before it, or
 `<!-- gpu: NAME, ... -->` where it needs modules too. Without --gpu such blocks are compiled only;
 with it they alone run, with `cg`, `jax`, `jnp` and `np` there, and those whose modules are missing
-are named. --lower runs them where there is no device: jitted functions are lowered for CUDA, which
-compiles their kernels, and give zeros; what is asserted is computed and not looked at. The page's
-code is written to FOLDER as one file with the page's line numbers, since compilers such as Triton's
-read a function's source.
+are named; other blocks say `<!-- needs: NAME, ... -->`. --lower runs them where there is no device:
+jitted functions are lowered for CUDA, which compiles their kernels, and give zeros; what is
+asserted is computed and not looked at. The page's code is written to FOLDER as one file with the
+page's line numbers, since compilers such as Triton's read a function's source.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import os
 import pathlib
 import re
@@ -24,7 +28,9 @@ import textwrap
 from typing import Any
 
 _BLOCK = re.compile(
-  r"^(?P<indent>[ ]*)(?:<!-- gpu(?P<modules>:[^\n]*)? -->\n\s*)?```python\n(?P<code>.*?)^[ ]*```",
+  r"^(?P<indent>[ ]*)(?:<!-- (?:gpu|needs)(?P<modules>:[^\n]*)? -->\n\s*)?"
+  r"```python\n(?P<code>.*?)^[ ]*```"
+  r"(?:\n\n<!-- output -->\n```text\n(?P<output>.*?)^```)?",
   re.MULTILINE | re.DOTALL,
 )
 _IMPORTS = "import callgate as cg, jax, jax.numpy as jnp, numpy as np"
@@ -40,18 +46,24 @@ class Block:
     code: without the block's indentation.
     gpu: whether it needs a CUDA device.
     modules: what it imports that may be missing.
+    output: what it prints, where the page shows that.
+    shown: from where to where in the page.
   """
 
   line: int
   code: str
   gpu: bool
   modules: tuple[str, ...]
+  output: str | None
+  shown: tuple[int, int]
 
 
 def blocks(text: str) -> list[Block]:
-  """The Python blocks of a page, in order."""
+  """The Python blocks of a page, in order; not those that are files of their own (`--8<--`)."""
   found: list[Block] = []
   for match in _BLOCK.finditer(text):
+    if match["code"].lstrip().startswith("--8<--"):
+      continue
     named = (match["modules"] or "").removeprefix(":").split(",")
     found.append(
       Block(
@@ -59,12 +71,16 @@ def blocks(text: str) -> list[Block]:
         code=textwrap.dedent(match["code"]),
         gpu=_GPU.match(match[0]) is not None,
         modules=tuple(name.strip() for name in named if name.strip()),
+        output=match["output"],
+        shown=match.span("output"),
       )
     )
   return found
 
 
-def run(page: pathlib.Path, folder: pathlib.Path, *, gpu: bool, lower: bool = False) -> None:
+def run(
+  page: pathlib.Path, folder: pathlib.Path, *, gpu: bool, lower: bool = False, write: bool = False
+) -> None:
   """Runs a page's blocks.
 
   Args:
@@ -72,8 +88,10 @@ def run(page: pathlib.Path, folder: pathlib.Path, *, gpu: bool, lower: bool = Fa
     folder: where its code is written as a file.
     gpu: whether those for CUDA devices run, in place of the others.
     lower: whether these are lowered only.
+    write: whether the page gets what its blocks print.
   """
-  found = blocks(page.read_text(encoding="utf-8"))
+  text = page.read_text(encoding="utf-8")
+  found, printed = blocks(text), dict[Block, str]()
   path = folder / f"{page.stem}_blocks.py"
   path.write_text(_as_file(found), encoding="utf-8")
   namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -91,7 +109,18 @@ def run(page: pathlib.Path, folder: pathlib.Path, *, gpu: bool, lower: bool = Fa
     if missing := [name for name in block.modules if not _has(name, runs=gpu and not lower)]:
       print(f"{page.name}:{block.line}: skipped, since there is no {', '.join(missing)}")
       continue
-    exec(code, namespace)
+    if block.output is None:
+      exec(code, namespace)
+      continue
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+      exec(code, namespace)
+    printed[block] = out.getvalue()
+    said = f"{page.name}:{block.line}: the page shows\n{block.output}the block prints\n"
+    assert write or printed[block] == block.output, said + printed[block]
+  if write:
+    for block, own in reversed(printed.items()):
+      text = text[: block.shown[0]] + own + text[block.shown[1] :]
+    page.write_text(text, encoding="utf-8")
 
 
 class _WithoutAsserts(ast.NodeTransformer):
@@ -161,5 +190,6 @@ if __name__ == "__main__":
   which = parser.add_mutually_exclusive_group()
   which.add_argument("--gpu", action="store_true")
   which.add_argument("--lower", action="store_true")
+  which.add_argument("--write", action="store_true")
   given = parser.parse_args()
-  run(given.page, given.folder, gpu=given.gpu or given.lower, lower=given.lower)
+  run(given.page, given.folder, gpu=given.gpu or given.lower, lower=given.lower, write=given.write)

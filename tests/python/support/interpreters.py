@@ -281,7 +281,7 @@ class _Template:
       with self._lock:
         socket.send_fds(self._socket, [file.name.encode()], [null.fileno(), *given])
         answer = self._socket.recv(64)
-      assert answer, "the template of Python processes has ended (tests/python/template.py)"
+      assert answer, "the template of Python processes has ended (tests/python/support/template.py)"
       return Interpreter(int(answer), *ends)
 
 

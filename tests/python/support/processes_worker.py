@@ -126,6 +126,27 @@ def partitioned():
   report(one_shard=meet(), after_one_shard=meet(), poisoned=bool(np.isnan(float(y))))
 
 
+def feeds():
+  """A feed over all devices: each process runs the iterator, each device takes its share."""
+  mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  whole = np.arange(4.0 * len(jax.devices()), dtype=np.float32).reshape(-1, 4)
+  with cg.feed((whole + 100 * i for i in range(6)), sharding=rows) as feed:
+
+    @jax.jit
+    def program():
+      step = lambda total, _: (total + feed.next().sum(), None)
+      return feed.next(), jax.lax.scan(step, 0.0, length=2)[0]
+
+    first, total = program()
+    outside = next(feed)
+    own = [np.array_equal(row, whole[i : i + 1]) for i, row in local_rows(first)]
+    later = [np.array_equal(row, whole[i : i + 1] + 300) for i, row in local_rows(outside)]
+    served = feed.stats()["served"]
+  expected = 2 * whole.sum() + whole.size * 300
+  report(fed=[own, later, float(total) == float(expected), served])
+
+
 def bars():
   """What progress bars draw in this process."""
   drawn = io.StringIO()
@@ -224,6 +245,7 @@ def main():
   jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, INDEX)
   calls()
   partitioned()
+  feeds()
   bars()
   barriers()
   {"exception": end_by_exception, "death": end_by_death, "well": lambda: report(end=meet())}[

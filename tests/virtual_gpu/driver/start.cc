@@ -6,7 +6,6 @@
 //   VIRTUAL_GPU_MEMORY=8           GiB of a device
 //   VIRTUAL_GPU_DELAY=3000         each work waits for up to so many microseconds
 //   VIRTUAL_GPU_SEED=1             of these delays
-//   VIRTUAL_GPU_STRICT=1           the checks of callgate's own tests
 //   VIRTUAL_GPU_FAIL=symbol:result[:after[:count]],...   calls that fail
 #include <algorithm>
 #include <cstdlib>
@@ -97,7 +96,7 @@ void set_failures(World& world) {
 __attribute__((constructor)) void start() {
   World& world = World::instance();
   Lock lock(world.mutex);
-  world.strict = number("VIRTUAL_GPU_STRICT", 0) != 0;
+  world.strict = false;
   world.device_count = number("VIRTUAL_GPU_DEVICES", 1);
   world.delay = static_cast<unsigned>(number("VIRTUAL_GPU_DELAY", 0));
   world.random.seed(static_cast<unsigned>(number("VIRTUAL_GPU_SEED", 1)));

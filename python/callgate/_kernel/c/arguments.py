@@ -1,4 +1,4 @@
-"""How a C function's arguments follow from a call's arrays: the text `args=` of `callgate.cfunc`.
+"""Reads `args=` of `callgate.cfunc`: how a C function's arguments follow from a call's arrays.
 
 `"n, a, x[n], 1, inout y[n], 1"` has one item for each argument of C, in C's order. The glue is
 written from what `read` makes of it, and calls are checked against that.
@@ -23,7 +23,7 @@ _RESERVED = ["out", "inout", "copy", "static", "scratch", "info", "status", "ign
 
 
 class Role(enum.Enum):
-  """What is passed for an argument of C."""
+  """An argument of C, and what is passed for it."""
 
   IN = "an operand"
   COPY = "a copy of an operand, which C may write into"
@@ -67,7 +67,7 @@ class Array(NamedTuple):
 
 
 class Binding(NamedTuple):
-  """What `args` says."""
+  """The content of `args`."""
 
   arguments: tuple[Argument, ...]  # one for each parameter of the declaration
   returned: Argument | None  # what becomes of the return value; None for void
@@ -223,7 +223,7 @@ def _check(argument: Argument, kind: CType, loop: bool) -> None:
 
 
 def _literal_fits(value: Any, kind: CType) -> str:
-  """What is expected instead; "" where the literal fits."""
+  """Returns what is expected instead; "" where the literal fits."""
   limits = kind.limits
   byte = limits is not None and limits.bits == 8
   if isinstance(value, str):

@@ -170,6 +170,9 @@ def _messages(label: str, errors: Any) -> tuple[tuple[int | str, str], ...]:
 class CKernel(CpuKernel):
   """A kernel that calls a C function; see `callgate.cfunc`."""
 
+  travels = False
+  why_not = "the C function's address is of this process"
+
   def __init__(
     self,
     name: str,
@@ -208,7 +211,7 @@ class CKernel(CpuKernel):
     return Parameter(name, kind, None if self._is_open(array) else array.type.dtype, rank)
 
   def _is_open(self, array: Array) -> bool:
-    """Whether the dtype is the call's matter: void *, or converted as C does."""
+    """True if the dtype is the call's matter: void *, or converted as C does."""
     by_value = self.loop or not (array.type.pointer or array.role in RESULTS)
     return array.type.dtype is None or (self._cast_scalars and by_value)
 
@@ -262,7 +265,7 @@ class CKernel(CpuKernel):
 
   def _broadcast(self, structs: Mapping[str, Any]) -> tuple[int, ...]:
     try:
-      return np.broadcast_shapes(*(tuple(s.shape) for s in structs.values()))
+      return jax.numpy.broadcast_shapes(*(tuple(s.shape) for s in structs.values()))
     except ValueError:
       given = ", ".join(f"'{name}' {list(s.shape)}" for name, s in structs.items())
       expected = "expected arguments that broadcast to one shape"

@@ -83,7 +83,7 @@ def _fold(
   leaves: Mapping[str, Callable[..., Any]],
   operation: Callable[[str], Callable[[Any, Any], Any]],
 ) -> Any:
-  """What `leaves` make of the integers, names and shapes, put together by operations."""
+  """Returns what `leaves` make of the integers, names and shapes, put together by operations."""
 
   def combined(name: str, *parts: ast.expr) -> Any:
     return functools.reduce(operation(name), (_fold(part, leaves, operation) for part in parts))

@@ -83,7 +83,7 @@ class Glue(NamedTuple):
   def _passed(
     self, argument: Argument, kind: CType, name: str, before: list[str], after: list[str]
   ) -> str:
-    """What is passed for an argument, as C++; `name` is free for a variable."""
+    """Returns what is passed for an argument, as C++; `name` is free for a variable."""
     of, literal, value = kind.element, argument.literal, ""
     if argument.value is not None:
       statics = self.binding.statics

@@ -79,7 +79,7 @@ class Declaration(NamedTuple):
 
   @property
   def parameters(self) -> tuple[CParameter, ...]:
-    """What a caller passes."""
+    """Returns what a caller passes."""
     return tuple(p for p in self.all_parameters if not p.fixed)
 
   def __str__(self) -> str:

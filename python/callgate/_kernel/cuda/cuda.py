@@ -110,7 +110,7 @@ def made(
 ) -> CudaSourceKernel:  # fmt: skip
   """The kernel of a source, named after the caller's caller's module if `options` don't say."""
   function = _source.find(what, source, kernel).name
-  name = options.name or registry.free_name(f"{registry.caller_module(4)}.{function}")
+  name = options.name or registry.free_name(f"{registry.caller_module(5)}.{function}")
   label = f"kernel '{name}'"
   building = _part.BuildOptions(flags, folders, parse_arch(label, options.arch))
   launching, aliases = options.launching(label), check.aliases(label, options.aliases)

@@ -2,7 +2,7 @@
 
 A subclass says what a call launches, `plan`, and `images` where a plan's key alone tells them. The
 parameters of a `NamedKernel`, Numba's and Triton's, get their types from a call: of arrays, and of
-numbers, which the program fixes; what it leaves open takes the results.
+numbers, which the program fixes; unfilled ones receive the results.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class NamedKernel(CudaKernel):
   ) -> None:  # fmt: skip
     self.named = {p.name: p for p in named}  # in their order
     self.constants = dict(constants or {})
-    outputs = options.outputs or ()  # by default the last ones that a call leaves open
+    outputs = options.outputs or ()  # by default the last unfilled ones
     self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     self._made: dict[tuple[str, int], Any] = {}
     super().__init__(name, None, options)
@@ -146,7 +146,7 @@ class NamedKernel(CudaKernel):
     return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
 
   def bound(self, call: CudaCall) -> dict[str, Bound]:
-    """What each parameter is given in a call; a result in an operand's memory may need none."""
+    """Gives each parameter its value in a call; a result in an operand's memory may need none."""
     static = {**self.constants, **call.static}
     for entry in filter(None, str(static.pop(_TYPES, "")).split(",")):
       name, _, dtype = entry.partition("=")
@@ -177,7 +177,7 @@ class NamedKernel(CudaKernel):
   def made_for(
     self, key: str, capabilities: tuple[int, ...], make: Callable[..., Any]
   ) -> list[Any]:
-    """What `make(capability, ptx=...)` makes for each capability, once for a plan's key."""
+    """Returns what `make(capability, ptx=...)` makes for each capability, once for a plan's key."""
     for each in capabilities or (0,):
       if (key, each) not in self._made:
         self._made[key, each] = make(each or LOWEST, ptx=each == 0)

@@ -98,7 +98,7 @@ def numba_cuda(dispatcher: Any, /, *, options: NumbaCudaOptions) -> NumbaCudaKer
   it is compiled. A number is passed by value and fixed by the program: a Python int is an int64, a
   float a float64, NumPy's scalars have their own type, and a signature of the decorator wins.
 
-  A call fills the kernel's parameters in order, or by name. Those that it leaves open take the
+  A call fills the kernel's parameters in order, or by name. Unfilled parameters receive the
   results, in order: they come last, behind the arrays, or `outputs` names them ("out" for a kernel
   `(out, x)` as `callgate.numba` takes them).
 

@@ -86,7 +86,7 @@ def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) ->
 
 
 def _accepts(declared: Any, own: Any) -> bool:
-  """Whether a declared parameter takes an argument; numbers are converted."""
+  """True if a declared parameter takes an argument; numbers are converted."""
   rank = getattr(own, "ndim", None)
   same_rank = getattr(declared, "ndim", None) == rank
   return same_rank and (rank is None or declared.dtype == own.dtype)

@@ -78,7 +78,7 @@ class SourcePart(CudaPart):
     return f.qualified + (f"<{arguments}>" if f.template else "")
 
   def _template_argument(self, parameter: TemplateParameter, call: CudaCall) -> str:
-    """What a call's static values or arrays say of it; "" where they don't."""
+    """Returns what a call's static values or arrays say of it; "" where they don't."""
     arrays = ((p, a.dtype, len(a.shape)) for p, a in self._arrays(call))
     otherwise = f" or in the kernel's name ({self.function.name}<...>)"
     found = parameter.argument(self.label, call.static, arrays, otherwise)
@@ -164,7 +164,7 @@ class SourcePart(CudaPart):
 def _with_roles(
   label: str, function: SourceFunction, aliases: Mapping[int, int], scratch: Mapping[str, Any]
 ) -> SourceFunction:
-  """What pointers to non-const elements are: results, operands in place, or scratch memory."""
+  """Tells pointers to non-const elements apart: results, operands in place, scratch memory."""
   parameters: list[SourceParameter] = []
   operands = results = 0
   for p in function.parameters:

@@ -1,4 +1,4 @@
-"""What callgate reads in CUDA source before the compiler does: kernels and their parameters.
+"""Reads kernels and their parameters in CUDA source, before the compiler does.
 
 By the types as they are written: pointers and callgate's views are arrays, all else numbers.
 """

@@ -192,7 +192,7 @@ def triton(kernel: Any, /, *, options: TritonOptions, **constexprs: Any) -> Trit
   number is passed by value, fixed by the program, and specialised as Triton's launcher does it: on
   being 1, and on being divisible by 16; so are pointers, unless a batch's lanes may lie otherwise.
 
-  A call fills the kernel's parameters in order, or by name. Those that it leaves open take the
+  A call fills the kernel's parameters in order, or by name. Unfilled parameters receive the
   results, in order: they come last, behind the arrays (numbers may follow, by name), or `outputs`
   names them. `add(x, y, n=x.size)` is a call of a kernel `(x_ptr, y_ptr, out_ptr, n)`.
 

@@ -58,7 +58,7 @@ class Argument(NamedTuple):
 
   @property
   def dtype(self) -> np.dtype[Any]:
-    """What a scalar lies in memory with."""
+    """The format of a scalar in memory."""
     return dtype_named(_SCALARS[self.type])
 
 
@@ -280,7 +280,7 @@ def cuda_device() -> Any:
 
 
 def seconds_of(function: Callable[..., Any], call: CudaCall, device: Any) -> float:
-  """How long a launch with arrays of a call's shapes takes; infinity for one that fails."""
+  """Returns how long a launch with arrays of a call's shapes takes; infinity for one that fails."""
   found: list[float] = []
 
   def run() -> None:

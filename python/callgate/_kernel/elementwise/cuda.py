@@ -132,7 +132,7 @@ def _singles(bound: Bound, layout: Layout) -> str:
 
 # -- how arrays lie -----------------------------------------------------------------------------
 class Layout(NamedTuple):
-  """What a variant knows of how a call's arrays lie."""
+  """Describes the layout of a call's arrays, as far as a variant knows it."""
 
   # Of arguments that are not raw: "f" for the result's elements, "o" for one, "s" for broadcast.
   kinds: str
@@ -197,7 +197,7 @@ def collapsed(
 def _parameters(
   code: Code, layout: Layout, operands: Sequence[Any], results: Sequence[Any]
 ) -> Iterator[Parameter]:
-  """What a launch passes: see `cuda_unit`."""
+  """Returns what a launch passes: see `cuda_unit`."""
   indices = {p.name: i for i, p in enumerate(code.inputs)}
   yield Parameter.scalar(math.prod(results[0].shape), np.int64)
   yield from (Parameter.pointer("operand", indices[p.name]) for p in code.mapped)
@@ -212,7 +212,7 @@ def _parameters(
 
 
 class ElementwisePart(CudaPart):
-  """What runs an elementwise kernel on CUDA devices; used by several threads at once."""
+  """Runs an elementwise kernel on CUDA devices; used by several threads at once."""
 
   def __init__(self, kernel: Any, options: tuple[str, ...], arch: tuple[int, ...]) -> None:
     self._kernel = weakref.proxy(kernel)  # which holds this; whoever calls this holds it

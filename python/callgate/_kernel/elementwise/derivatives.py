@@ -22,7 +22,7 @@ from callgate._kernel.elementwise.source import Code, placed, value_type, words
 
 
 class Derivative(NamedTuple):
-  """How a kernel's results change with one of its arguments."""
+  """Describes how a kernel's results change with one of its arguments."""
 
   kernel: Callable[..., Any]  # computes the coefficients, one for each result
   inputs: tuple[int, ...]  # positions of the primal arguments that it takes
@@ -81,7 +81,7 @@ def _check_names(label: str, code: Code, jvp: str) -> None:
 
 
 def _operation(label: str, code: Code, jvp: str, index: int) -> str:
-  """What gives the coefficients: the expression where one tangent is 1, the others 0."""
+  """Makes the coefficients' code: the expression where one tangent is 1, the others 0."""
   lines: list[str] = []
   for p in code.mapped:
     start = f"{_type(p)}(1)" if p is code.inputs[index] else ""

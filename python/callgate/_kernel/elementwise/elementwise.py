@@ -5,12 +5,12 @@
 import contextlib
 import dataclasses
 import functools
-import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from callgate._build import toolchain
@@ -19,6 +19,7 @@ from callgate._call.site import CallSite
 from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
+from callgate._core.encoding import is_open
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import derivatives, params
@@ -228,13 +229,16 @@ class ElementwiseKernel(CpuKernel):
     shapes = [x.shape for p, x in zip(self.user_code.inputs, operands, strict=True) if not p.raw]
     # For each whether it varies along the result's innermost axis of more than one element.
     kinds, result = "1" * len(shapes), results[0].shape
-    if 0 not in result and math.prod(result) != 1:
-      back = next(i for i, extent in enumerate(reversed(result), 1) if extent != 1)
+    back = next((i for i, extent in enumerate(reversed(result), 1) if extent != 1), 0)
+    if back and is_open(result[-back]):  # if that is 1, another axis is the innermost
+      one = {1}.issuperset
+      kinds = "".join("1" if s == result else "0" if one(s) else "?" for s in shapes)
+    elif back and 0 not in result:
       kinds = "".join("01"[len(shape) >= back and shape[-back] != 1] for shape in shapes)
     return self.types_of_key(f"{self.letters_text(operands, dict(static))}:{kinds}")
 
   def letters_text(self, operands: Sequence[Any], static: Mapping[str, Any]) -> str:
-    """What the letters stand for in a call, as the keys of variants begin."""
+    """Returns what the letters stand for in a call, as the keys of variants begin."""
     bindings = self.user_code.bindings(self.label, operands, static)
     return ",".join(f"{letter}={bindings[letter].name}" for letter in sorted(bindings))
 
@@ -248,7 +252,7 @@ class ElementwiseKernel(CpuKernel):
     return (key.startswith(PREFIX) or self.has_key(key)) and super().define_variant(key)
 
   def has_key(self, key: str) -> bool:
-    """Whether a program from elsewhere may mean a variant of this kernel's."""
+    """True if a program from elsewhere may mean a variant of this kernel's."""
     _, kinds, *_ = f"{key}:".split(":")
     code = self.user_code
     return tuple(_letters(key)) == code.letters and len(kinds) == len(code.mapped)
@@ -286,7 +290,7 @@ def _coefficients(
   compiler = {f.name: getattr(of.made_with, f.name) for f in dataclasses.fields(CompilerOptions)}
   options = ElementwiseOptions(**compiler, like=like)
   made = ElementwiseKernel(f"{of.name}.{suffix}", code, options)
-  made.hint = _LINEAR
+  made.hint, made.part_of = _LINEAR, of
   label = of.label
 
   def refuse(primals: Any, tangents: Any) -> Any:
@@ -310,7 +314,7 @@ def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
   bound = code.bindings(label, operands, static)
   shapes = [x.shape for p, x in zip(code.inputs, operands, strict=True) if not p.raw]
   try:
-    shape = np.broadcast_shapes(*shapes) if shapes else static.get("size", ())
+    shape = jnp.broadcast_shapes(*shapes) if shapes else static.get("size", ())
   except ValueError:
     named = ", ".join(f"'{p.name}' {list(s)}" for p, s in zip(code.mapped, shapes, strict=True))
     fault = f"expected arguments whose shapes broadcast, got {named}"
@@ -325,8 +329,8 @@ def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
     expected = "expected size= where all arguments are raw"
     raise GateDefinitionError(f"{label}: got size={size!r}, but {shape}; {expected}")
   extents = tuple(size) if isinstance(size, (tuple, list)) else (size,)
-  if not all(isinstance(e, (int, np.integer)) and e >= 0 for e in extents):
+  if not all(is_open(e) or (isinstance(e, (int, np.integer)) and e >= 0) for e in extents):
     got = "none" if size is None else repr(size)
     expected = "expected size=, an integer or a shape, which no argument gives"
     raise GateDefinitionError(f"{label}: {expected}; got {got}")
-  return tuple(int(e) for e in extents)
+  return tuple(e if is_open(e) else int(e) for e in extents)

@@ -110,7 +110,7 @@ def convert(
 def bind(
   label: str, inputs: Sequence[Param], values: Sequence[Any], given: Bindings
 ) -> dict[str, np.dtype[Any]]:
-  """What the letters stand for, by keywords and by the arguments that are not None."""
+  """Returns what the letters stand for, by keywords and by the arguments that are not None."""
   bound = {name: (dtype, f"{name}={dtype.name}") for name, dtype in given.items()}
   pairs = zip(inputs, values, strict=True)
   for param, value in (pair for pair in pairs if pair[1] is not None):

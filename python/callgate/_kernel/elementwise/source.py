@@ -30,7 +30,7 @@ _INDEX = ("i", "n", "_ind")
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Code:
-  """What a user writes of a kernel."""
+  """The code of a kernel, as the user wrote it."""
 
   inputs: tuple[Param, ...]
   outputs: tuple[Param, ...]
@@ -70,7 +70,7 @@ class Code:
 
   @property
   def knows_place(self) -> bool:
-    """Whether the code can tell where in the arrays an element is."""
+    """True if the code can tell where in the arrays an element is."""
     macros = " ".join(_DEFINES.findall(self.preamble))
     used = words(f"{self.operation}\n{self.loop_prep}\n{self.after_loop}\n{macros}")
     return not used.isdisjoint(_INDEX) or any(p.raw for p in self.inputs)
@@ -150,13 +150,18 @@ def element(bound: Bound, arguments: Sequence[str], place: str) -> list[str]:
 
 
 def cpu_unit(what: str, bound: Bound, varies: str) -> str:
-  """A whole source for the CPU; `varies` has "1" for each mapped argument that does along rows."""
+  """A whole source for the CPU.
+
+  `varies` has for each mapped argument whether it does along rows: "1", "0" or, of an exported
+  program's symbolic shapes, "?".
+  """
   code, count, rows, arguments = bound.code, len(bound.code.mapped), list[str](), ["_start + _j"]
   for k, param in enumerate(code.mapped):
     name, stored, value = param.name, bound.stored(param), bound.value(param)
-    if varies[k] == "1":
+    if varies[k] != "0":
+      step = "" if varies[k] == "1" else f" * _layout.step({k})"
       rows.append(f"const {stored}* const _row_{name} = {name} + _offsets[{k}];")
-      arguments.append(f"static_cast<{value}>(_row_{name}[_j])")
+      arguments.append(f"static_cast<{value}>(_row_{name}[_j{step}])")
     else:  # one element for the whole row
       rows.append(f"const auto _one_{name} = static_cast<{value}>({name}[_offsets[{k}]]);")
       arguments.append(f"_one_{name}")
@@ -164,7 +169,6 @@ def cpu_unit(what: str, bound: Bound, varies: str) -> str:
   params = [f"cg::In<{bound.stored(p)}> {p.name}" for p in code.inputs]
   params += [f"cg::Out<{bound.stored(p)}> {p.name}" for p in code.outputs]
   shapes = "".join(f"shape_of({p.name}), " for p in code.mapped)
-  flags = "".join("true, " if flag == "1" else "false, " for flag in varies)
   data = "".join(f", {p.name}.data()" for p in (*code.mapped, *code.outputs))
   raws = [f", Raw<{bound.stored(p)}, {bound.value(p)}>({p.name})" for p in code.inputs if p.raw]
   complexes = "#define CALLGATE_ELEMENTWISE_COMPLEX 1\n#include <complex>\n"
@@ -192,7 +196,7 @@ struct Elements {{  // a range of them, to go through
 void elementwise_kernel({", ".join(params)}, cg::Context& _context) {{
   using namespace callgate::elementwise;
   const Layout<{count}> _layout(shape_of({code.outputs[0].name}), {{{shapes}Shape{{}}}});
-  _layout.check({{{flags}false}});
+  _layout.check("{varies}");
   _layout.split(_context, [&](int64_t _first, int64_t _last) {{
     callgate_body(Elements{{_layout, _first, _last{data}}}, _layout.size(){"".join(raws)});
   }});

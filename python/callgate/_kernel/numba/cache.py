@@ -1,4 +1,4 @@
-"""What Numba has compiled, on disk, and what it depends on, as text: half of its key there.
+"""Keeps on disk what Numba has compiled, under what it depends on, as text: half of its key.
 
 Numba freezes what a function reads from its module and closure, and the functions that it calls,
 into the code. Numba's own key has none of that, and knows no functions of a notebook's cells.

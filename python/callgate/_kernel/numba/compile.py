@@ -141,7 +141,7 @@ def _argument_types(request: Request) -> tuple[Any, ...]:
 
 
 def _stores(request: Request, returned: Any) -> list[Any]:
-  """What copies each returned value into its result; raises where they don't fit."""
+  """Makes the code that copies each returned value into its result; raises where they don't fit."""
   if any(slot.kind in ("out", "result") for slot in request.slots):
     return []
   what, wanted = f"'{request.function.__name__}' returns", request.types.results
@@ -173,7 +173,7 @@ def _stores(request: Request, returned: Any) -> list[Any]:
 
 @functools.cache
 def _store(index: int | None) -> Any:
-  """What stores an array as the result of an index, or a number."""
+  """Makes the code that stores an array as the result of an index, or a number."""
 
   def array(out: Any, value: Any) -> None:
     if out.shape != value.shape:
@@ -197,7 +197,7 @@ def made_with(function: Any) -> tuple[dict[str, Any], tuple[Any, ...] | None] | 
 
 
 def pointer_text(declared: Any, have: Type) -> str | None:
-  """What a cfunc's parameter of a type takes, for a message; None if it takes this array."""
+  """Says, for a message, what a cfunc's parameter takes; None if it takes this array."""
   if isinstance(declared, types.RawPointer):
     return None
   if isinstance(declared, types.CPointer):

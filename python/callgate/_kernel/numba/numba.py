@@ -9,17 +9,19 @@ import itertools
 import json
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import numpy as np
 
 from callgate._call import shapes
+from callgate._call.generic import OneArray
 from callgate._call.site import CallSite
 from callgate._core import extras, factories, registry
 from callgate._core import options as _options
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
+from callgate._kernel.kernel import Kernel
 from callgate._kernel.numba.request import Request, Slot
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter, leaves_of
@@ -30,6 +32,9 @@ _STATIC = "a number, a string, None or a tuple of these"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+C = ParamSpec("C")
+Q = ParamSpec("Q")
+T = TypeVar("T", bound=OneArray | tuple[OneArray, ...])
 NumbaStyle = Literal["return", "inplace"]
 
 
@@ -64,7 +69,35 @@ class NumbaOptions(KernelOptions):
       _options.refuse("numba", "fastmath", "a bool or a set of LLVM's flags", self.fastmath)
 
 
-@factories.decorator(NumbaOptions)
+class MakesKernel(Protocol):
+  """A decorator: a function that returns nothing takes its result as a first parameter more."""
+
+  @overload
+  def __call__(self, fn: Callable[Q, T], /) -> Kernel[Q, T]: ...
+  @overload
+  def __call__(self, fn: Callable[Concatenate[Any, Q], None], /) -> Kernel[Q, Any]: ...
+
+
+class MakesKernels(Protocol[C]):
+  """The type of `numba`."""
+
+  @overload
+  def __call__(self, fn: Callable[Q, T], /, *args: C.args, **options: C.kwargs) -> Kernel[Q, T]: ...
+  @overload
+  def __call__(
+    self, fn: Callable[Concatenate[Any, Q], None], /, *args: C.args, **options: C.kwargs
+  ) -> Kernel[Q, Any]: ...
+  @overload
+  def __call__(self, fn: None = None, /, *args: C.args, **options: C.kwargs) -> MakesKernel: ...
+
+
+def _decorator(
+  declared: Callable[C, Any],
+) -> Callable[[Callable[..., Any]], MakesKernels[C]]:
+  return factories.decorator(declared)
+
+
+@_decorator(NumbaOptions)
 def numba(fn: "Callable[..., Any]", /, *, options: NumbaOptions) -> "NumbaKernel":
   """Makes a Python function a JAX function that Numba compiles: no interpreter at run time.
 
@@ -141,7 +174,7 @@ class NumbaKernel(CpuKernel):
     return [p for p in self._given if p.kind in _POSITIONAL and p.name not in static]
 
   def _lead(self, types: CallTypes) -> int:
-    """How many leading parameters take results: 0 for a function that returns them."""
+    """Returns how many leading parameters take results: 0 for a function that returns them."""
     positional, operands = self._positional(dict(types.static)), len(types.operands)
     required = sum(p.default is p.empty for p in positional)
     leads = {"return": [0], "inplace": [1], None: [0, 1]}[self._style]
@@ -262,7 +295,7 @@ class NumbaKernel(CpuKernel):
 
 
 def _returns_value(code: types.CodeType) -> bool:
-  """Whether a function returns something other than None."""
+  """True if a function returns something other than None."""
   return any(
     (i.opname == "RETURN_CONST" and i.argval is not None)
     or (i.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None))

@@ -1,4 +1,4 @@
-"""What is to be compiled, without Numba."""
+"""Describes a compilation, without Numba."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from callgate._kernel.variants import CallTypes
 
 
 class Slot(NamedTuple):
-  """What one parameter of the user's function takes."""
+  """Describes what one parameter of the user's function takes."""
 
   # "out" (the result, or the tuple of them), "result" (a pointer to one), "operand", "rest" (a
   # tuple of operands) or "static".

@@ -1,4 +1,4 @@
-"""What a JAX callback gets and gives when callgate's engine calls it.
+"""Calls a JAX callback on callgate's engine: its arguments, its results.
 
 This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it, without the 30 µs of
 `jax.device_put`'s Python. The functions made here run on whatever thread XLA calls from, with the
@@ -43,7 +43,7 @@ def can_serve(ctx: Any) -> bool:
 
 
 class Carrier(NamedTuple):
-  """How one array crosses between program and Python."""
+  """Describes how one array crosses between program and Python."""
 
   aval: Any  # its type in the program's call
   shape: tuple[int, ...]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from interpreters import run_python
 from property_checks import examples
 
 import callgate as cg
@@ -535,3 +536,36 @@ def test_an_exception_in_a_parallel_loop_is_the_kernels() -> None:
   assert kernel(jnp.full(4, 4.0)).tolist() == [2] * 4
   with pytest.raises(cg.KernelError, match=r"x\[63\] is negative"), cg.errors():
     jax.jit(kernel)(jnp.ones(64).at[63].set(-1))
+
+
+# -- OpenMP ---
+def test_openmp_without_its_flag_is_said() -> None:
+  source = """
+    extern "C" int omp_get_thread_num();
+    void doubled(cg::In<float, 1> x, cg::Out<float, 1> y) {
+      #pragma omp parallel for
+      for (int64_t i = 0; i < x.size(); ++i) y[i] = 2 * x[i];
+    }
+  """
+  x = jnp.arange(4.0)
+  with pytest.warns(UserWarning, match=r"'#pragma omp': without flags=\['-fopenmp'\]"):
+    silent = cg.cpp(source, out=lambda x: x)
+  assert silent(x).tolist() == [0, 2, 4, 6]
+  assert cg.cpp(source, out=lambda x: x, flags=["-fopenmp"])(x).tolist() == [0, 2, 4, 6]
+
+
+def test_a_call_of_openmp_without_its_flag_is_said() -> None:
+  program = """
+    import callgate as cg, jax.numpy as jnp
+    source = '''
+      extern "C" int omp_get_thread_num();
+      void threads(cg::In<float, 1> x, cg::Out<float, 1> y) { y[0] = omp_get_thread_num(); }
+    '''
+    try:
+      cg.cpp(source, out=lambda x: x)(jnp.ones(1))
+    except cg.CompileError as error:
+      print(error)
+  """
+  # A process of its own: other libraries bring OpenMP for all of theirs.
+  done = run_python(program)
+  assert "That is OpenMP's; expected flags=['-fopenmp']" in done.stdout, done

@@ -1,0 +1,203 @@
+// What a callable returns, into XLA's memory. The GIL is held.
+//
+// An array of the declared type is copied once. Two kinds of others are converted, where no value
+// is outside of the declared type's range: integers of another width, and Python's own numbers,
+// which have no width.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <complex>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "bindings/arrays/views.h"
+#include "bindings/python/gil.h"
+#include "core/array_view.h"
+
+namespace callgate::bindings {
+
+// By the value's own conversion, such as __array__.
+inline nb::object array_of(PyObject* value) {
+  return taken(running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
+}
+
+// An array with masked elements, or a sequence that one is in: a mask is nothing that a result has.
+// Lists within more than `depth` others are no array to NumPy either; they may hold themselves.
+inline bool is_masked(PyObject* value, int depth = NPY_MAXDIMS) {
+  if (PyArray_CheckExact(value)) return false;
+  if (PyArray_Check(value)) {
+    // NumPy loads it with the first masked array.
+    nb::object module = nb::steal(PyImport_GetModule(nb::str("numpy.ma").ptr()));
+    if (!module.is_valid()) return false;
+    nb::object masked = nb::steal(
+        running_python([&] { return PyObject_CallMethod(module.ptr(), "is_masked", "O", value); }));
+    if (!masked.is_valid()) PyErr_Clear();
+    return masked.ptr() == Py_True;
+  }
+  if (depth == 0 || (!PyList_Check(value) && !PyTuple_Check(value))) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Size(value); ++i) {  // __array__ of an item may shorten it
+    nb::object item = nb::steal(PySequence_GetItem(value, i));
+    if (item.is_valid() && is_masked(item.ptr(), depth - 1)) return true;
+  }
+  return false;
+}
+
+// What `value` is as an array, "float32[3,4]". Throws where it is none.
+inline std::string describe(PyObject* value) {
+  nb::object array = array_of(value);
+  bool masked = is_masked(value) || is_masked(array.ptr());
+  std::string text =
+      type_text(nb::str(nb::object(array.attr("dtype"))).c_str(), shape_of(as_array(array)));
+  if (!masked) return text;
+  // The words of _core/masked.py.
+  return "a masked array (" + text +
+         "), whose mask XLA's arrays don't have; give its filled(value), and its mask, "
+         "if it is needed, as an array of its own";
+}
+
+// --- Values that the declared type may not hold
+
+// NumPy's or ml_dtypes' limits of a type of numbers: `min`, `max` and `eps`.
+inline nb::object limits_of(DType dtype) {
+  return nb::module_::import_("ml_dtypes")
+      .attr(is_inexact(dtype) ? "finfo"
+                              : "iinfo")(nb::handle(reinterpret_cast<PyObject*>(descr_of(dtype))));
+}
+
+// "`came`, outside of int32's range, -2147483648 to 2147483647"
+inline std::string outside(DType dtype, const std::string& came) {
+  nb::object limits = limits_of(dtype);
+  auto limit = [&](const char* name) { return nb::str(nb::object(limits.attr(name))); };
+  return came + ", outside of " + std::string(name(dtype)) + "'s range, " + limit("min").c_str() +
+         " to " + limit("max").c_str();
+}
+
+// A Python number: it has no width. NumPy's float64 and complex128 derive from Python's.
+inline bool is_number(PyObject* value) {
+  return PyLong_Check(value) || PyFloat_CheckExact(value) || PyComplex_CheckExact(value);
+}
+
+// Calls `body` with the elements of a dense array of NumPy's integers.
+template <typename Body>
+auto with_integers(PyArrayObject* array, Body&& body) {
+  auto as = [&]<typename T>(T) {
+    return body(std::span(static_cast<const T*>(PyArray_DATA(array)),
+                          static_cast<std::size_t>(PyArray_SIZE(array))));
+  };
+  const bool is_signed = PyTypeNum_ISSIGNED(PyArray_TYPE(array));
+  switch (PyArray_ITEMSIZE(array)) {
+    case 1: return is_signed ? as(std::int8_t{}) : as(std::uint8_t{});
+    case 2: return is_signed ? as(std::int16_t{}) : as(std::uint16_t{});
+    case 4: return is_signed ? as(std::int32_t{}) : as(std::uint32_t{});
+    default: return is_signed ? as(std::int64_t{}) : as(std::uint64_t{});
+  }
+}
+
+// What came, where an integer of the array is none of `target`'s, an array of others.
+inline std::optional<std::string> misfit(nb::handle array, const ArrayView& target) {
+  const bool is_signed = name(target.dtype).starts_with("int");
+  const auto most = ~std::uint64_t{0} >> (64 - bits(target.dtype) + (is_signed ? 1 : 0));
+  const auto least = is_signed ? -static_cast<std::int64_t>(most) - 1 : std::int64_t{0};
+  nb::object dense =
+      taken(PyArray_FROMANY(array.ptr(), PyArray_TYPE(as_array(array)), 0, 0, NPY_ARRAY_IN_ARRAY));
+  return with_integers(as_array(dense), [&](auto elements) -> std::optional<std::string> {
+    auto found = std::ranges::find_if(elements, [&](auto element) {
+      return std::cmp_less(element, least) || std::cmp_greater(element, most);
+    });
+    if (found == elements.end()) return std::nullopt;
+    std::string came = std::to_string(*found);
+    if (target.rank != 0) {
+      nb::object place = nb::module_::import_("numpy").attr("unravel_index")(
+          found - elements.begin(), tuple_of(target.shape()));
+      came =
+          describe(array.ptr()) + " with " + came + " at " +
+          nb::str(
+              nb::list(nb::object(
+                  nb::module_::import_("builtins")
+                      .attr("map")(nb::handle(reinterpret_cast<PyObject*>(&PyLong_Type)), place))))
+              .c_str();
+    }
+    return outside(target.dtype, came);
+  });
+}
+
+// The numbers that a floating type can be given: those that round to one of its own.
+inline std::pair<double, double> range_of(DType dtype) {
+  static std::array<std::pair<double, double>, kDTypeTableSize> ranges{};  // {0, 0}: not known yet
+  auto& range = ranges[static_cast<std::size_t>(dtype)];
+  if (range.second == 0) {
+    nb::object limits = limits_of(dtype);
+    auto limit = [&](const char* name) { return nb::cast<double>(nb::float_(limits.attr(name))); };
+    const double half_unit = 1 + limit("eps") / 4;
+    range = {limit("min") * half_unit, limit("max") * half_unit};
+  }
+  return range;
+}
+
+// Stores a Python number as an element of a floating type; returns what came, where it is too
+// large.
+inline std::optional<std::string> store_number(const ArrayView& target, PyObject* value) {
+  // Of the stable ABI, which has no Py_complex.
+  std::complex<double> number{PyComplex_RealAsDouble(value), PyComplex_ImagAsDouble(value)};
+  const auto [least, most] = range_of(target.dtype);
+  auto misfits = [&](double part) { return std::isfinite(part) && (part < least || part > most); };
+  if (PyErr_Occurred() != nullptr || misfits(number.real()) || misfits(number.imag())) {
+    PyErr_Clear();  // an integer beyond a double
+    return outside(target.dtype, nb::str(nb::handle(value)).c_str());
+  }
+  const int type = name(target.dtype).starts_with("complex") ? NPY_CDOUBLE : NPY_DOUBLE;
+  nb::object from = taken(PyArray_SimpleNewFromData(0, nullptr, type, &number));
+  nb::object out = make_array(target, /*writable=*/true, nullptr);
+  if (PyArray_CopyInto(as_array(out), as_array(from)) != 0) nb::raise_python_error();
+  return std::nullopt;
+}
+
+// --- Storing
+
+// Copies `value` into the view's memory once, or returns what it is, where that is no array of the
+// view's shape and dtype. Of other dtypes it converts integers to integers and a Python number to
+// one of a kind that includes it, and with `cast` what NumPy calls casts of the same kind.
+inline std::optional<std::string> store(const ArrayView& target, PyObject* value, bool cast) {
+  nb::object converted;
+  PyObject* given = value;
+  if (is_masked(value)) return describe(value);
+  if (!PyArray_Check(value)) {
+    converted = array_of(value);
+    value = converted.ptr();
+    if (is_masked(value)) return describe(given);  // what its __array__ gives
+  }
+  auto* array = as_array(value);
+  if (!std::ranges::equal(shape_of(array), target.shape())) return describe(given);
+  PyArray_Descr* want = descr_of(target.dtype);
+  // By number: the byte order of a returned array is its layout, as its strides are.
+  const int have = PyArray_DESCR(array)->type_num;
+  bool same = PyArray_DESCR(array) == want || PyArray_EquivTypenums(have, want->type_num);
+  if (!same && is_number(given) && is_inexact(target.dtype) &&
+      (!PyComplex_Check(given) || name(target.dtype).starts_with("complex")))
+    return store_number(target, given);
+  if (!same && PyTypeNum_ISINTEGER(want->type_num) &&
+      (PyTypeNum_ISINTEGER(have) || PyLong_Check(given))) {
+    if (have == NPY_OBJECT) return outside(target.dtype, nb::str(nb::handle(given)).c_str());
+    if (have != NPY_BOOL)
+      if (auto came = misfit(value, target)) return came;
+  } else if (!same &&
+             !(cast && PyArray_CanCastTypeTo(PyArray_DESCR(array), want, NPY_SAME_KIND_CASTING))) {
+    return describe(given) + " (results are never cast silently: see cast=True)";
+  }
+  if (target.nbytes() == 0) return std::nullopt;
+  if (same && PyArray_IS_C_CONTIGUOUS(array) && PyArray_ISNOTSWAPPED(array)) {
+    // With an alias the callable may return the very memory that it was given.
+    copy_to(target, PyArray_DATA(array));
+    return std::nullopt;
+  }
+  nb::object out = make_array(target, /*writable=*/true, nullptr);
+  if (PyArray_CopyInto(as_array(out), array) != 0) nb::raise_python_error();
+  return std::nullopt;
+}
+
+}  // namespace callgate::bindings

@@ -1,0 +1,298 @@
+"""A notebook's cells that run again, and modules that are loaded again, redefine what they made."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pathlib
+import sys
+import textwrap
+import threading
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from waiting import until
+
+import callgate as cg
+from callgate import _callgate
+
+X = jnp.array([3.0, 1.0, 2.0])
+
+
+class Notebook:
+  """Runs cells as IPython does: in one namespace, that of `__main__`, each time compiled anew."""
+
+  def __init__(self) -> None:
+    self.names: dict[str, Any] = {"__name__": "__main__"}
+    self.run("import callgate as cg, jax, jax.numpy as jnp, numpy as np")
+
+  def run(self, cell: str, factor: int = 1, **values: Any) -> None:
+    self.names.update(values)
+    text = textwrap.dedent(cell).replace("FACTOR", str(factor))
+    exec(compile(text, "<cell>", "exec"), self.names)
+
+  def __getattr__(self, name: str) -> Any:
+    return self.names[name]
+
+
+MAKERS = {
+  "gate": """
+    @cg.gate(out=lambda x: x, name="again")
+    def f(x):
+      return FACTOR * x
+  """,
+  "gate with a rule": """
+    @cg.gate(out=lambda x: x, name="again", gradient="finite-difference")
+    def f(x):
+      return FACTOR * x
+  """,
+  "lambda": """
+    f = cg.gate(lambda x: FACTOR * x, out=lambda x: x, name="again")
+  """,
+  "cpp": """
+    f = cg.cpp('''void f(cg::In<float, 1> x, cg::Out<float, 1> y) {
+      for (int64_t i = 0; i < x.size(); ++i) y[i] = FACTOR * x[i];
+    }''', out=lambda x: x, name="again")
+  """,
+  "elementwise": """
+    f = cg.elementwise("T x", "T y", "y = FACTOR * x", name="again", jvp="dy = FACTOR * dx")
+  """,
+  "numba": """
+    f = cg.numba(lambda x: FACTOR * x, out=lambda x: x, name="again")
+  """,
+  "torch": """
+    f = cg.torch(lambda x: FACTOR * x, name="again")
+  """,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_cell_that_runs_again_redefines_what_it_made(kind: str) -> None:
+  if kind in ("numba", "torch"):
+    pytest.importorskip(kind, reason=f"{kind} is not installed")
+  notebook = Notebook()
+  notebook.run(MAKERS[kind], factor=2)
+  old = notebook.f
+  program = jax.jit(lambda x: old(x) + 1)
+  compiled = program.lower(X).compile()
+  traced = program.trace(X)
+  assert (program(X) == 2 * X + 1).all()
+  notebook.run(MAKERS[kind], factor=3)
+  new = notebook.f
+  assert new is not old
+  assert new.name == "again"
+  assert (jax.jit(new)(X) == 3 * X).all()
+  # What was compiled or traced with the old one, and what calls it still.
+  assert (program(X) == 2 * X + 1).all()
+  assert (compiled(X) == 2 * X + 1).all()
+  assert (traced.lower().compile()(X) == 2 * X + 1).all()
+  assert (jax.vmap(program)(jnp.stack([X, X]))[1] == 2 * X + 1).all()
+  assert old.name.startswith("again#")
+  if kind in ("gate with a rule", "elementwise", "torch"):
+    for gate, factor in ((old, 2), (new, 3)):
+      grad = jax.jit(jax.grad(lambda x, gate=gate: gate(x).sum()))(X)
+      np.testing.assert_allclose(grad, [factor] * 3, rtol=1e-2)
+
+
+def test_a_gate_is_redefined_as_a_kernel_and_back() -> None:
+  notebook = Notebook()
+  for kind, factor in (("gate", 2), ("elementwise", 3), ("torch", 4), ("lambda", 5)):
+    if kind == "torch":
+      pytest.importorskip("torch", reason="PyTorch is not installed")
+    notebook.run(MAKERS[kind], factor=factor)
+    assert (jax.jit(notebook.f)(X) == factor * X).all()
+
+
+def test_derivatives_compiled_with_an_old_torch_function_are_its_own() -> None:
+  pytest.importorskip("torch", reason="PyTorch is not installed")
+  notebook = Notebook()
+  cell = "f = cg.torch(lambda x: FACTOR * x * x, name='again')"
+  notebook.run(cell, factor=1)
+  old = notebook.f
+  grad = jax.jit(jax.grad(lambda x: old(x).sum()))
+  traced = grad.trace(X)
+  assert (grad(X) == 2 * X).all()
+  notebook.run(cell, factor=10)
+  assert (jax.grad(lambda x: notebook.f(x).sum())(X) == 20 * X).all()
+  assert (grad(X) == 2 * X).all()
+  assert (traced.lower().compile()(X) == 2 * X).all()
+
+
+def test_two_definitions_in_one_cell_are_a_mistake() -> None:
+  notebook = Notebook()
+  with pytest.raises(ValueError, match="'twice' is taken by another live gate"):
+    notebook.run(
+      """
+      one = cg.gate(np.sort, out=lambda x: x, name="twice")
+      two = cg.gate(np.abs, out=lambda x: x, name="twice")
+      """
+    )
+
+
+def test_a_name_that_another_module_has_stays_an_error() -> None:
+  mine = cg.gate(np.sort, out=lambda x: x, name="of this module")
+  with pytest.raises(ValueError, match="'of this module' is taken by another live gate"):
+    Notebook().run("cg.gate(np.sort, out=lambda x: x, name='of this module')")
+  assert (jax.jit(mine)(X) == jnp.sort(X)).all()
+
+
+MODULE = """
+import callgate as cg
+
+@cg.gate(out=lambda x: x, name="loaded again")
+def f(x):
+  return FACTOR * x
+
+class Namespace:
+  g = cg.elementwise("T x", "T y", "y = FACTOR * x", name="loaded again too")
+
+def twice():
+  return [cg.gate(lambda x: x, out=lambda x: x, name="by a function") for _ in range(2)]
+"""
+
+
+def test_a_module_that_is_loaded_again_redefines_its_gates(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setattr(sys, "dont_write_bytecode", True)
+  (tmp_path / "reloaded.py").write_text(MODULE.replace("FACTOR", "2"))
+  module = importlib.import_module("reloaded")
+  old = module.f, module.Namespace.g
+  programs = [jax.jit(f) for f in old]
+  assert [(program(X) == 2 * X).all() for program in programs] == [True, True]
+  (tmp_path / "reloaded.py").write_text(MODULE.replace("FACTOR", "3"))
+  importlib.reload(module)
+  assert [(program(X) == 2 * X).all() for program in programs] == [True, True]
+  assert (module.f(X) == 3 * X).all()
+  assert (module.Namespace.g(X) == 3 * X).all()
+  # A function that defines two of one name has a mistake, in a module.
+  with pytest.raises(ValueError, match="'by a function' is taken by another live gate"):
+    module.twice()
+  del sys.modules["reloaded"]
+
+
+def test_redefining_and_compiling_a_gate_does_not_pile_up() -> None:
+  notebook = Notebook()
+  cell = """
+    def make():
+      def named(x):
+        return x + number
+      return named
+    function = make()
+    f = cg.gate(function, out=lambda x: x, name="piled")
+    g = cg.gate(function, out=lambda x: x)
+    loss = jax.jit(lambda x: f(x) + g(x))
+    result = loss(jnp.ones(3))
+    f(jnp.ones(3))
+  """
+  notebook.run(cell, number=0)
+  before = len(_callgate.registered_names())
+  watches: list[weakref.ref[Any]] = []
+  for number in range(1, 201):
+    notebook.run(cell, number=number)
+    assert notebook.result[0] == 2 * (1 + number)
+    watches.append(weakref.ref(notebook.function))
+
+  def rest_is_gone() -> bool:
+    gc.collect()
+    _callgate.drain()
+    return sum(watch() is not None for watch in watches) <= 1
+
+  until(rest_is_gone, "gone, but for the last")
+  assert len(_callgate.registered_names()) <= before + 2
+
+
+# -- channels and feeds ----------------------------------------------------------------------------
+def test_a_cell_that_opens_a_channel_again_closes_the_old_one(tmp_path: pathlib.Path) -> None:
+  notebook = Notebook()
+  cell = """
+    channel = cg.channel("cells", to=[seen.append, cg.sinks.JSONL(path)])
+    program = jax.jit(lambda x: cg.tap(x, "cells"))
+    program(jnp.float32(number))
+  """
+  first: list[Any] = []
+  second: list[Any] = []
+  notebook.run(cell, seen=first, number=1, path=tmp_path / "rows.jsonl")
+  old = notebook.channel
+  notebook.run(cell, seen=second, number=2)
+  assert first == [1.0]  # all that was there
+  assert "closed" in repr(old)
+  notebook.channel.close()
+  assert second == [2.0]
+  assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1  # begun anew
+  old.close()
+
+
+def test_a_channel_that_another_module_has_opened_stays_open() -> None:
+  with cg.channel("this module's"), pytest.raises(ValueError, match="is open already"):
+    Notebook().run('cg.channel("this module\'s")')
+
+
+def test_a_cell_that_makes_a_feed_again_closes_the_old_one() -> None:
+  notebook = Notebook()
+  cell = """
+    def numbers():
+      for i in range(1000):
+        yield np.float32(start + i)
+    feed = cg.feed(numbers(), name="again and again")
+    program = jax.jit(lambda: feed.next() + 0)
+    first = program()
+  """
+  notebook.run(cell, start=0)
+  old, program = notebook.feed, notebook.program
+  threads = threading.active_count()
+  notebook.run(cell, start=100)
+  assert notebook.first == 100
+  assert threading.active_count() == threads
+  with pytest.raises(cg.GateError, match="is closed"):
+    old.next()
+  with pytest.raises(cg.GateError, match="is closed"), cg.errors():
+    jax.block_until_ready(program())
+  with pytest.raises(ValueError, match="taken by another live gate"):
+    cg.feed([X], name="again and again")
+  assert notebook.program() == 101
+  notebook.feed.close()
+
+
+def test_cells_of_a_real_notebook_run_again() -> None:
+  """nbclient runs them in a kernel of its own."""
+  pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+  nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+  nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
+  cell = """
+import callgate as cg, jax, jax.numpy as jnp, numpy as np
+number = globals().get("number", 0) + 1
+
+@cg.gate(out=lambda x: x, name="cell")
+def f(x):
+  return number * x
+
+double = cg.elementwise("T x", "T y", f"y = {number} * x", name="cell's kernel")
+values = cg.feed(iter([np.float32(number)] * 9), name="cell's feed")
+losses = cg.channel("cell's channel", to=lambda x: print("tapped", x))
+
+@jax.jit
+def step(x):
+  return cg.tap(double(f(x)) + values.next(), "cell's channel")
+
+def body(carry, _):
+  return step(carry), None
+
+result = cg.scan(body, jnp.float32(1), None, length=2, progress="steps")[0]
+cg.barrier()
+print("result", float(result))
+"""
+  book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for _ in range(2)])
+  nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+  texts = [
+    "".join(one.get("text", "") for one in cell.outputs if one.get("name") == "stdout")
+    for cell in book.cells
+  ]
+  assert "result 3.0" in texts[0]
+  assert "result 26.0" in texts[1]
+  assert [text.count("tapped") for text in texts] == [2, 2]

@@ -1,0 +1,183 @@
+"""Gates in classes: methods of objects that are no pytrees, and of modules."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import time
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import callgate as cg
+
+X = jnp.arange(3.0)
+
+
+class Scale:
+  """Not hashable, and no pytree."""
+
+  __hash__ = None  # type: ignore[assignment]
+
+  def __init__(self, by: float) -> None:
+    self.by = by
+
+  @cg.gate(out=lambda x, times=1: x)
+  def scaled(self, x: Any, times: int = 1) -> Any:
+    """Scales."""
+    return x * np.float32(self.by * times)
+
+  @cg.gate(out=lambda x: x, effect="io")
+  def derived(self, x: Any) -> Any:
+    return x * np.float32(self.by)
+
+  @derived.defjvp
+  def derived_jvp(primals: Any, tangents: Any) -> Any:
+    self, x = primals
+    assert isinstance(self, Scale)
+    return self.derived(x), 10 * tangents[1]
+
+  @staticmethod
+  @cg.gate(out=lambda x: x)
+  def negated(x: Any) -> Any:
+    return -x
+
+
+def gone(watched: Any) -> bool:
+  """True when it is, in a while: JAX frees programs when it gets round to it."""
+  for _ in range(100):
+    jax.jit(lambda x: x + 1)(X)
+    gc.collect()
+    if watched() is None:
+      return True
+    time.sleep(0.05)
+  return False
+
+
+def test_a_method_gets_its_object_and_out_does_not(engine: Any) -> None:
+  two, three = Scale(2), Scale(3)
+  assert two.scaled(X).tolist() == [0.0, 2.0, 4.0]
+  assert three.scaled(X, times=2).tolist() == [0.0, 6.0, 12.0]
+  assert jax.jit(lambda x: two.scaled(x) + three.scaled(x))(X).tolist() == [0.0, 5.0, 10.0]
+  assert Scale.scaled(three, X).tolist() == [0.0, 3.0, 6.0]
+  assert jax.vmap(three.scaled)(jnp.stack([X, X])).tolist() == [[0.0, 3.0, 6.0]] * 2
+  assert two.negated(X).tolist() == Scale.negated(X).tolist() == [0.0, -1.0, -2.0]
+
+
+def test_an_object_is_known_by_identity_and_seen_as_it_is_when_the_program_runs() -> None:
+  scale, other, traced = Scale(2), Scale(2), []
+
+  def f(x: Any) -> Any:
+    traced.append(1)
+    return scale.scaled(x) + other.scaled(x)
+
+  program = jax.jit(f)
+  assert program(X).tolist() == [0.0, 4.0, 8.0]
+  other.by = 5
+  assert program(X).tolist() == [0.0, 7.0, 14.0]
+  assert len(traced) == 1
+
+
+def test_a_bound_method_is_what_python_makes_of_functions() -> None:
+  scale = Scale(2)
+  assert scale.scaled == scale.scaled
+  assert scale.scaled.__self__ is scale
+  assert scale.scaled.__doc__ == "Scales."
+  assert scale.scaled.stats()["calls"] >= 0  # attributes are the gate's
+  assert isinstance(Scale.scaled, cg.Gate)
+
+
+def test_rules_get_the_object_as_the_first_argument() -> None:
+  scale = Scale(2)
+  _, tangent = jax.jvp(scale.derived, (X,), (jnp.ones(3),))
+  assert tangent.tolist() == [10.0] * 3
+  assert jax.jit(jax.grad(lambda x: scale.derived(x).sum()))(X).tolist() == [10.0] * 3
+  nested = jax.vmap(jax.grad(lambda x: scale.derived(x).sum()))(jnp.stack([X, X]))
+  assert nested.tolist() == [[10.0] * 3] * 2
+
+
+def test_a_method_is_inherited_copied_and_pickled_with_its_object() -> None:
+  class Sub(Scale):
+    pass
+
+  assert Sub(4).scaled(X).tolist() == [0.0, 4.0, 8.0]
+  for again in (copy.deepcopy(Scale(2)), pickle.loads(pickle.dumps(Scale(2)))):
+    assert again.scaled(X).tolist() == [0.0, 2.0, 4.0]
+
+
+def test_a_program_keeps_the_object_and_lets_it_go() -> None:
+  scale = Scale(2)
+  watched, program = weakref.ref(scale), jax.jit(scale.scaled)
+  del scale
+  gc.collect()
+  assert program(X).tolist() == [0.0, 2.0, 4.0]
+  del program
+  assert gone(watched)
+
+
+def test_objects_that_programs_have_called_do_not_pile_up() -> None:
+  watched = []
+  for by in range(5):
+    scale = Scale(by)
+    watched.append(weakref.ref(scale))
+    assert jax.jit(lambda x, scale=scale: 2 * scale.scaled(x))(X)[1] == 2 * by
+    del scale
+    gc.collect()
+  jax.clear_caches()
+  assert all(map(gone, watched))
+
+
+def test_an_object_without_weak_references_is_kept() -> None:
+  class Slotted:
+    __slots__ = ("by",)
+
+    @cg.gate(out=lambda x: x)
+    def scaled(self, x: Any) -> Any:
+      return x * np.float32(self.by)
+
+  one = Slotted()
+  one.by = 3
+  assert jax.jit(one.scaled)(X).tolist() == [0.0, 3.0, 6.0]
+
+
+def test_an_exported_program_says_that_its_object_is_elsewhere() -> None:
+  scale = Scale(2)
+  exported = jax.export.export(jax.jit(scale.scaled), disabled_checks=cg.export_checks())(X)
+  assert exported.call(X).tolist() == [0.0, 2.0, 4.0]
+  text = exported.serialize().replace(b"Scale#", b"Scale!")
+  with pytest.raises(Exception, match=r"method of an object \(.*Scale!\d+\) that is not in this"):
+    jax.jit(jax.export.deserialize(text).call)(X)
+
+
+def test_messages_name_arguments_as_the_method_does() -> None:
+  with pytest.raises(cg.GateDefinitionError, match=r"Scale\.scaled': argument 'x': .*got str"):
+    Scale(2).scaled("no")
+
+
+def test_an_object_in_the_place_of_an_array_is_still_refused_elsewhere() -> None:
+  with pytest.raises(cg.GateDefinitionError, match="argument 'x': expected an array"):
+    Scale.negated(Scale(2))
+
+
+def test_methods_of_modules_have_their_arrays_as_arguments() -> None:
+  eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+
+  class Model(eqx.Module):
+    weight: jax.Array
+    kind: str
+
+    @cg.gate(out=lambda x: x, like=lambda self, x: self.weight * x)
+    def applied(self, x: Any) -> Any:
+      assert self.kind == "linear"
+      assert isinstance(self.weight, np.ndarray)
+      return self.weight * x
+
+  model = Model(jnp.float32(3), "linear")
+  assert eqx.filter_jit(lambda model, x: model.applied(x))(model, X).tolist() == [0.0, 3.0, 6.0]
+  gradient = eqx.filter_grad(lambda model: model.applied(X).sum())(model)
+  assert gradient.weight == 3.0
