@@ -16,7 +16,7 @@ import jax, jax.numpy as jnp, numpy as np
 import callgate as cg
 
 def tell(x):
-  print("go", flush=True)
+  os.write(1, b"go\\n")  # whole, also where several devices' threads tell at once
   return x
 
 def forever(step):

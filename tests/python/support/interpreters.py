@@ -171,7 +171,11 @@ def begin_program(source: str, environment: Mapping[str, str] | None = None) -> 
   """Starts a program, and waits until it prints "go"."""
   process = start(source, environment=environment)
   assert process.stdout is not None
-  assert process.stdout.readline() == "go\n"
+  line = process.stdout.readline()
+  if line != "go\n":
+    process.kill()
+    printed, errors = process.communicate()
+    raise AssertionError(f"expected the line 'go', got {line + printed!r}\n{errors}")
   return process
 
 
