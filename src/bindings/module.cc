@@ -229,7 +229,10 @@ NB_MODULE(_callgate, module) {
         return nb::make_tuple(in_use.pinned, in_use.device);
       },
       "Bytes that copies between hosts and GPUs hold: (pinned memory, memory of GPUs).");
-  module.def("abandon_devices", &cuda::Completions::abandon_all);
+  module.def("abandon_devices", [] {
+    cuda::Completions::abandon_all();
+    cuda::Pool::abandon_all();
+  });
   module.def(
       "set_device_id", [](int ordinal, std::int64_t id) { cuda::Device::at(ordinal).set_id(id); },
       nb::arg("ordinal"), nb::arg("id"), "jax.Device.id of a GPU, by its number for CUDA.");

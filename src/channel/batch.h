@@ -26,7 +26,7 @@ namespace callgate {
 
 // The start of each entry; its payload follows, unless `record.payload` points elsewhere.
 struct alignas(kRecordAlignment) Entry {
-  enum class Kind : std::uint32_t { kInline, kAside, kFiller };
+  enum class Kind : std::uint32_t { kInline, kAside, kKept, kFiller };
 
   std::uint64_t position = 0;
   std::uint32_t granules = 0;  // of the whole entry in the ring
@@ -34,6 +34,17 @@ struct alignas(kRecordAlignment) Entry {
   Record record;
 
   char* inline_payload() noexcept { return reinterpret_cast<char*>(this + 1); }
+
+  // Of a kKept one, whose payload is somebody else's memory: who holds that lies in the payload's
+  // place, until it is taken.
+  using Memory = std::shared_ptr<void>;
+  void keep(const Memory& memory) noexcept { new (inline_payload()) Memory(memory); }
+  Memory take_memory() noexcept {
+    auto* held = reinterpret_cast<Memory*>(inline_payload());
+    Memory memory = std::move(*held);
+    held->~Memory();
+    return memory;
+  }
 };
 static_assert(sizeof(Entry) == kRecordAlignment);
 
@@ -71,6 +82,18 @@ class SideMemory : Immovable {
   // Takes back a block that has been let go before: its reader kept it for longer.
   void recycle(char* block, std::size_t bytes) noexcept { keep(Memory(block), bytes, claimed()); }
 
+  // A share of the budget; false while less than that is left, see take(). A sender to the ring that
+  // is past its look may still take the room for its record besides.
+  bool claim(std::size_t bytes, const auto& ring_used) noexcept {
+    std::size_t before = claimed();
+    do {
+      const std::size_t in_use = before + ring_used();
+      if (in_use != 0 && in_use + bytes > budget_) return false;
+      // See claimed(), also on failure.
+    } while (!claimed_.compare_exchange_weak(before, before + bytes, std::memory_order_seq_cst));
+    return true;
+  }
+
   // Counts memory that is not ours, and no more. Sequentially consistent, both: see claimed().
   void hold(std::size_t bytes) noexcept { claimed_.fetch_add(bytes, std::memory_order_seq_cst); }
   void let_go(std::size_t bytes) noexcept { claimed_.fetch_sub(bytes, std::memory_order_seq_cst); }
@@ -93,17 +116,6 @@ class SideMemory : Immovable {
     if (block != nullptr && alignment == kHugePage) madvise(block, size, MADV_HUGEPAGE);
 #endif
     return static_cast<char*>(block);
-  }
-
-  // A sender to the ring that is past its look may still take the room for its record besides.
-  bool claim(std::size_t bytes, const auto& ring_used) noexcept {
-    std::size_t before = claimed();
-    do {
-      const std::size_t in_use = before + ring_used();
-      if (in_use != 0 && in_use + bytes > budget_) return false;
-      // See claimed(), also on failure.
-    } while (!claimed_.compare_exchange_weak(before, before + bytes, std::memory_order_seq_cst));
-    return true;
   }
 
   // `claimed`: by others.
@@ -135,12 +147,12 @@ class Batch {
 
   // There is a place, for each of these. Takes over an entry's block, or copies its payload if
   // `copies`, counted in `aside`; false, and nothing has happened, where there is no memory.
-  bool take(const Entry& entry, const std::shared_ptr<SideMemory>& aside, bool copies) noexcept
-      try {
+  bool take(Entry& entry, const std::shared_ptr<SideMemory>& aside, bool copies) noexcept try {
     Record record = entry.record;
     const Source& source = *record.source;
-    if (entry.kind == Entry::Kind::kAside) {
+    if (entry.kind == Entry::Kind::kAside || entry.kind == Entry::Kind::kKept) {
       blocks_.push_back(std::make_shared<Block>(aside, record.data(), source.payload_bytes));
+      if (entry.kind == Entry::Kind::kKept) blocks_.back()->memory = entry.take_memory();
     } else if (copies) {
       copies_.push_back(std::make_unique_for_overwrite<char[]>(source.payload_bytes));
       std::memcpy(copies_.back().get(), record.payload,
@@ -177,10 +189,10 @@ class Batch {
   // Gives the memory of blocks and copies back, but for blocks that are lent.
   void give_back(SideMemory& aside) noexcept {
     for (auto& block : blocks_) {
-      if (block.use_count() == 1) {
+      if (block.use_count() == 1 && block->memory == nullptr) {
         aside.give_back(std::exchange(block->data, nullptr), block->bytes);
       } else {
-        aside.let_go(block->bytes);  // lent: the consumer's memory now
+        aside.let_go(block->bytes);  // lent: the consumer's memory now; or another's
       }
     }
     if (copied_bytes_ != 0) aside.let_go(std::exchange(copied_bytes_, 0));
@@ -201,10 +213,11 @@ class Batch {
     Block(std::shared_ptr<SideMemory> from, char* memory, std::size_t size)
         : owner(std::move(from)), data(memory), bytes(size) {}
     ~Block() {
-      if (data != nullptr) owner->recycle(data, bytes);
+      if (data != nullptr && memory == nullptr) owner->recycle(data, bytes);
     }
 
     std::shared_ptr<SideMemory> owner;
+    std::shared_ptr<void> memory;  // who holds it, where the owner does not
     char* data;
     std::size_t bytes;
   };

@@ -16,9 +16,8 @@ constexpr auto kRecheck = std::chrono::milliseconds(20);  // for interrupts, by 
 // A sender that waits is not overtaken after so long: turns would cost a switch of threads each.
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
-// With its payload: the leaves; with arrays on a device, the handle and the control leaves.
-Record make_record(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns,
-                   char* payload) noexcept {
+// As a record's payload: the leaves; with arrays on a device, the handle and the control leaves.
+void copy_payload(const Parcel& parcel, char* payload) noexcept {
   const Source& source = *parcel.sender.source;
   const LeafType* leaf = source.leaves.data();
   if (source.kept != nullptr) {
@@ -29,11 +28,15 @@ Record make_record(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns
     copy_leaf(payload + leaf->offset, view.data, leaf->nbytes);
     ++leaf;
   }
+}
+
+Record make_record(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns,
+                   const char* payload) noexcept {
   const CallContext& context = parcel.context;
   const auto device = static_cast<std::int32_t>(context.device);
   const auto shard = static_cast<std::uint32_t>(context.shard + 1);
   const std::uint32_t flags = parcel.sender.flags | shard << kShardBit;
-  return {&source, seq, time_ns, context.run, device, flags, payload};
+  return {parcel.sender.source.get(), seq, time_ns, context.run, device, flags, payload};
 }
 
 // Release: who reads it (see stats()) also sees that what it counts was sent.
@@ -206,12 +209,15 @@ bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns)
   // What the channel's thread sends follows what it has sent.
   if (overflow_.some() && on_own_thread()) return put_besides(parcel, seq, time_ns);
   const std::size_t bytes = parcel.sender.source->payload_bytes;
-  const Store::Place place = reserve(bytes);
+  const Store::Place place = reserve(parcel);
   // Relaxed: only this source's senders write it, and enrolling twice does no harm.
   if (Entry* entry = place.entry; entry != nullptr) {
     if (parcel.sender.enrolled.load(std::memory_order_relaxed) == id_ || enrol(parcel.sender)) {
-      entry->record = make_record(parcel, seq, time_ns, entry->record.data());
-      const bool large = entry->kind == Entry::Kind::kAside;  // ours until it is published
+      const bool is_kept = entry->kind == Entry::Kind::kKept;
+      const bool large = is_kept || entry->kind == Entry::Kind::kAside;  // ours until published
+      if (is_kept) entry->record.payload = static_cast<const char*>(parcel.leaves[0].data);
+      else copy_payload(parcel, entry->record.data());
+      entry->record = make_record(parcel, seq, time_ns, entry->record.payload);
       store_.publish(*entry);
       // Sequentially consistent: after publish(), see rest(). We see the sleeper, or it sees us.
       const int rest = rest_.load(std::memory_order_seq_cst);
@@ -230,6 +236,7 @@ bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns)
 bool Channel::put_besides(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept
     try {
   auto payload = std::make_unique_for_overwrite<char[]>(parcel.sender.source->payload_bytes);
+  copy_payload(parcel, payload.get());
   const Record record = make_record(parcel, seq, time_ns, payload.get());
   if (!enrol(parcel.sender)) return false;
   overflow_.add(store_.tail(), record, std::move(payload));
@@ -247,10 +254,10 @@ bool Channel::passes_sampling(Sender& sender) const noexcept {
   return sender.last_passed.compare_exchange_strong(last, now, std::memory_order_relaxed);
 }
 
-Store::Place Channel::reserve(std::size_t payload) noexcept {
+Store::Place Channel::reserve(const Parcel& parcel) noexcept {
   for (;;) {
-    if (Store::Place place = reserve_now(payload); place.decided()) return place;
-    if (options_.on_full == OnFull::kBlock && !on_own_thread()) return wait_for_room(payload);
+    if (Store::Place place = reserve_now(parcel); place.decided()) return place;
+    if (options_.on_full == OnFull::kBlock && !on_own_thread()) return wait_for_room(parcel);
     if (options_.on_full != OnFull::kDropOld) return {};
     // Drops the oldest records until there is room, or all that fills the store is in delivery.
     const std::optional<std::uint64_t> dropped = store_.drop_oldest();
@@ -270,7 +277,7 @@ void Channel::note_no_memory(std::size_t bytes) noexcept {
 }
 
 // Waits until there is room, or an interrupt, or the channel is closed.
-Store::Place Channel::wait_for_room(std::size_t payload) noexcept {
+Store::Place Channel::wait_for_room(const Parcel& parcel) noexcept {
   Store::Place place;
   bool starves = false;
   auto patience = Clock::now() + kPatience;
@@ -279,12 +286,12 @@ Store::Place Channel::wait_for_room(std::size_t payload) noexcept {
   while (!interrupted_.load(std::memory_order_relaxed) && !closed()) {
     {
       std::unique_lock lock(mutex_);
-      place = reserve_now(payload, starves);
+      place = reserve_now(parcel, starves);
       if (place.decided()) break;
       work_.notify_one();
       room_.wait_for(lock, kRecheck);
     }
-    place = reserve_now(payload, starves);
+    place = reserve_now(parcel, starves);
     if (place.decided()) break;
     Interrupted check = interrupted_check_.load(std::memory_order_acquire);  // see set_interrupted
     if (check != nullptr && check()) {

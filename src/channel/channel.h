@@ -88,6 +88,8 @@ struct Parcel {
   CallContext context;
   std::uint64_t handle = 0;  // of KeptArrays; then `leaves` are the control leaves alone
   bool lost = false;         // there was no memory to bring the arrays here: it counts as dropped
+  // Holds the leaves, which lie there as in a record: a large record keeps it and is not copied.
+  const std::shared_ptr<void>* memory = nullptr;
 };
 
 class Channel : Immovable, public std::enable_shared_from_this<Channel> {
@@ -185,13 +187,13 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   // Senders.
   bool put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept;
   bool put_besides(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept;
-  Store::Place reserve(std::size_t payload) noexcept;
-  Store::Place reserve_now(std::size_t payload, bool starves = false) noexcept {
+  Store::Place reserve(const Parcel& parcel) noexcept;
+  Store::Place reserve_now(const Parcel& parcel, bool starves = false) noexcept {
     // Relaxed: who is late to see it overtakes once more.
     if (starving_.load(std::memory_order_relaxed) != 0 && !starves) return {};
-    return store_.reserve(payload);
+    return store_.reserve(parcel.sender.source->payload_bytes, parcel.memory);
   }
-  Store::Place wait_for_room(std::size_t payload) noexcept;
+  Store::Place wait_for_room(const Parcel& parcel) noexcept;
   bool passes_sampling(Sender& sender) const noexcept;
   bool enrol(Sender& sender) noexcept;
   void note_no_memory(std::size_t bytes) noexcept;

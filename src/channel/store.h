@@ -179,8 +179,10 @@ class Store {
 
   // A place for a record: its payload goes to `entry->record.payload`. Neither entry nor no_memory
   // where there is no room now. Any thread, as the next three.
-  Place reserve(std::size_t payload) noexcept {
-    if (payload > std::min(ring_.max_payload(), kLargestInline)) return reserve_aside(payload);
+  // A large payload that lies in `memory` already, unless null, stays there.
+  Place reserve(std::size_t payload, const std::shared_ptr<void>* memory) noexcept {
+    if (payload > std::min(ring_.max_payload(), kLargestInline))
+      return memory != nullptr ? reserve_kept(payload, *memory) : reserve_aside(payload);
     std::size_t aside = aside_->claimed();
     if (aside != 0 && aside + ring_.used() + sizeof(Entry) + payload > ring_.capacity()) return {};
     Entry* entry = ring_.reserve(payload);
@@ -191,7 +193,7 @@ class Store {
   void publish(Entry& entry) noexcept { ring_.publish(entry); }
   // A place that no record fills after all.
   void give_up(Entry& entry, std::size_t payload) noexcept {
-    if (entry.kind == Entry::Kind::kAside) aside_->give_back(entry.record.data(), payload);
+    give_back(entry, payload);
     entry.kind = Entry::Kind::kFiller;
     ring_.publish(entry);
   }
@@ -288,13 +290,32 @@ class Store {
     return {entry};
   }
 
+  Place reserve_kept(std::size_t payload, const std::shared_ptr<void>& memory) noexcept {
+    if (!aside_->claim(payload, [&] { return ring_.used(); })) return {};
+    Entry* entry = ring_.reserve(sizeof(memory));
+    if (entry == nullptr) {
+      aside_->let_go(payload);
+      return {};
+    }
+    entry->kind = Entry::Kind::kKept;
+    entry->keep(memory);
+    return {entry};
+  }
+
+  // What a payload has besides the ring's memory.
+  void give_back(Entry& entry, std::size_t payload) noexcept {
+    if (entry.kind == Entry::Kind::kAside) aside_->give_back(entry.record.data(), payload);
+    if (entry.kind != Entry::Kind::kKept) return;
+    entry.take_memory();
+    aside_->let_go(payload);
+  }
+
   // Whether the entry held a record. The mutex is held.
   bool drop(Entry& entry) noexcept {
     if (entry.kind == Entry::Kind::kFiller) return false;
     const Record& record = entry.record;
     record.let_go();
-    if (entry.kind == Entry::Kind::kAside)
-      aside_->give_back(record.data(), record.source->payload_bytes);
+    give_back(entry, record.source->payload_bytes);
     return true;
   }
 

@@ -178,7 +178,23 @@ class TapSite final : public Site {
   std::size_t sent() const noexcept { return spec_.value_leaves + (spec_.has_where ? 1 : 0); }
 
   void send(const Call& call) noexcept {
-    slot_.send(Parcel{sender_, call.operands.first(sent()), call.context});
+    const std::span<const ArrayView> leaves = call.operands.first(sent());
+    const bool kept = call.memory != nullptr && is_payload(leaves);
+    slot_.send(Parcel{.sender = sender_,
+                      .leaves = leaves,
+                      .context = call.context,
+                      .memory = kept ? call.memory : nullptr});
+  }
+
+  // Whether they lie as in a record.
+  bool is_payload(std::span<const ArrayView> leaves) const noexcept {
+    const char* first = nullptr;
+    for (std::size_t i = 0; i < leaves.size(); ++i) {
+      const char* start = static_cast<const char*>(leaves[i].data) - sender_.source->leaves[i].offset;
+      if (i != 0 && start != first) return false;
+      first = start;
+    }
+    return first != nullptr;
   }
 
   bool is_sent(const Call& call) noexcept {

@@ -43,6 +43,8 @@ struct Call {
   std::span<const ArrayView> operands;
   std::span<ArrayView> results;
   CallContext context;
+  // Who holds the operands' memory, where it is for who gets the call to keep; else null.
+  const std::shared_ptr<void>* memory = nullptr;
 };
 
 // The devices of a program, and the axes along which they are numbered, outermost first.

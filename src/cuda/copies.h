@@ -139,9 +139,10 @@ inline std::size_t offset(const ArrayView& view, const char* first) {
 // first. Results are room of the host's that `publish` copies to the device.
 class HostCopies {
  public:
-  // Results that share memory with an operand on the device do so here.
+  // Results that share memory with an operand on the device do so here. `for_keeping`: large copies
+  // lie in memory that may be kept, where there is such; see memory().
   HostCopies(Device& device, std::span<const ArrayView> operands,
-             std::span<const ArrayView> results)
+             std::span<const ArrayView> results, bool for_keeping = false)
       : device_(&device),
         operands_(operands),
         results_(results),
@@ -152,8 +153,9 @@ class HostCopies {
       targets_.push_back(address(view.data));
       if (shared_with(view) == nullptr) bytes += round_up(view.nbytes(), kHostAlignment);
     }
-    memory_ = PinnedBlock(bytes);
-    void* next = lay_out(operands_.all(), memory_.data(), kHostAlignment);
+    may_be_kept_ = for_keeping && bytes >= kLeastKept && keep_in<KeepableBlock>(bytes);
+    if (!may_be_kept_) keep_in<PinnedBlock>(bytes);
+    void* next = lay_out(operands_.all(), memory_.get(), kHostAlignment);
     for (ArrayView& view : results_.all()) {
       const ArrayView* shared = shared_with(view);
       if (shared == nullptr) next = lay_out({&view, 1}, next, kHostAlignment);
@@ -183,14 +185,14 @@ class HostCopies {
     Stream side = device_->side_stream(Device::Direction::kToHost);
     given(stream, [&] {
       for (std::size_t i = 0; i < operands_.size(); ++i) {
-        DevicePointer to = aside_.data() + offset(operands_[i], memory_.data());
+        DevicePointer to = aside_.data() + offset(operands_[i], memory_.get());
         copy_on_device(to, sources_[i], operands_[i].nbytes(), stream);
       }
       StreamEvent(*device_, stream).hold_back(side);
     });
     return given(side, [&] {
       // One copy for all: operands lie in both as they lie in the other.
-      copy_to_host(memory_.data(), aside_.data(), operand_bytes_, side);
+      copy_to_host(memory_.get(), aside_.data(), operand_bytes_, side);
       return StreamEvent(*device_, side, kAsking);
     });
   }
@@ -198,6 +200,8 @@ class HostCopies {
   std::span<const ArrayView> operands() const noexcept { return operands_.all(); }
   std::span<ArrayView> results() noexcept { return results_.all(); }
   std::size_t operand_bytes() const noexcept { return operand_bytes_; }
+  // Who holds the operands' memory, for whoever wants to keep it; null where nobody may.
+  std::shared_ptr<void> memory() const noexcept { return may_be_kept_ ? memory_ : nullptr; }
 
   // Enqueues the copies of the results to the device.
   void publish(Stream stream) {
@@ -219,7 +223,18 @@ class HostCopies {
   OwnedViews operands_, results_;
   std::vector<DevicePointer> sources_, targets_;  // of each
   std::size_t operand_bytes_ = 0;
-  PinnedBlock memory_;
+  // False where there is none.
+  template <typename Memory>
+  bool keep_in(std::size_t bytes) {
+    auto block = std::make_shared<Memory>(bytes);
+    if (block->data() != nullptr) memory_ = {block, block->data()};
+    return block->data() != nullptr;
+  }
+
+  static constexpr std::size_t kLeastKept = std::size_t{1} << 20;  // less is soon copied
+
+  std::shared_ptr<char> memory_;
+  bool may_be_kept_ = false;
   DeviceBlock aside_;
 };
 

@@ -72,7 +72,9 @@
   X(user_object_release, "cuUserObjectRelease", (UserObject, unsigned references))          \
   X(graph_retain_object, "cuGraphRetainUserObject",                                         \
     (Graph, UserObject, unsigned references, unsigned flags))                               \
-  X(launch_ex, "cuLaunchKernelEx", (const LaunchConfig*, Function, void** parameters, void**))
+  X(launch_ex, "cuLaunchKernelEx", (const LaunchConfig*, Function, void** parameters, void**)) \
+  X(mem_host_register, "cuMemHostRegister_v2", (void*, std::size_t bytes, unsigned flags)) \
+  X(mem_host_unregister, "cuMemHostUnregister", (void*))
 
 namespace callgate::cuda {
 

@@ -3,9 +3,13 @@
 // way may take at once.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstddef>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -24,19 +28,30 @@ inline constexpr std::size_t kMostOnTheWay = std::size_t{512} << 20;  // of all 
 
 // Blocks of one kind that nobody uses: of a device's memory, or of pinned memory of the host, which
 // all devices can use. Any thread, with any context or none.
+//
+// Pinned memory is the driver's, or the process's own, which the driver has registered. A fork's
+// child shares the driver's with its parent, so nobody may keep that; of the process's own it has a
+// copy.
 class Pool : Immovable {
  public:
-  explicit Pool(const Device* device = nullptr) : device_(device) {}  // null for the host's
+  // Null for the host's, which is the process's `own`, or the driver's.
+  explicit Pool(const Device* device = nullptr, bool own = false) : device_(device), own_(own) {}
   static Pool& of_host() { return immortal<Pool>(); }
+  static Pool& of_own() {
+    static auto* pool = new Pool(nullptr, /*own=*/true);
+    return *pool;
+  }
   static PerDevice<Pool>& of_devices() { return immortal<PerDevice<Pool>>(); }
   static Pool& of(const Device& device) {
     return of_devices().at(device.index(), [&] { return std::make_unique<Pool>(&device); });
   }
 
-  // Of a size class. Throws Error where there is none.
-  DevicePointer take(std::size_t bytes) {
+  // Of a size class. Throws Error where there is none. 0 where more than `most` would be in use,
+  // and where the driver registers no memory of the process's own.
+  DevicePointer take(std::size_t bytes, std::size_t most = std::numeric_limits<std::size_t>::max()) {
     DevicePointer block = 0;
     std::unique_lock lock(mutex_);
+    if (in_use_ + bytes > most) return 0;
     in_use_ += bytes;
     if (std::vector<DevicePointer>& free = free_[bytes]; !free.empty()) {
       block = free.back();
@@ -53,11 +68,16 @@ class Pool : Immovable {
     if (result == Result::kSuccess) return block;
     lock.lock();
     in_use_ -= bytes;
-    check(result, device_ != nullptr ? "cuMemAlloc_v2" : "cuMemHostAlloc");
+    if (own_ && result != Result::kOutOfMemory) return 0;  // the driver's memory may do
+    check(result, device_ != nullptr ? "cuMemAlloc_v2"
+                  : own_             ? "cuMemHostRegister_v2"
+                                     : "cuMemHostAlloc");
     return 0;
   }
 
   void give_back(DevicePointer block, std::size_t bytes) noexcept {
+    // Relaxed: set while no other thread is there.
+    if (abandoned_.load(std::memory_order_relaxed)) return;
     try {
       std::lock_guard lock(mutex_);
       in_use_ -= bytes;
@@ -68,7 +88,7 @@ class Pool : Immovable {
       }
     } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): nor is there room to keep it
     }
-    free({&block, 1});
+    free({&block, 1}, bytes);
   }
 
   // For std::unique_ptr.
@@ -88,13 +108,16 @@ class Pool : Immovable {
       all.swap(free_);
       kept_ = 0;
     }
-    for (const auto& [bytes, blocks] : all) free(blocks);
+    for (const auto& [bytes, blocks] : all) free(blocks, bytes);
   }
 
   std::size_t in_use() noexcept {
     std::lock_guard lock(mutex_);
     return in_use_;
   }
+
+  // In a fork's child, where the driver can't be called and a mutex may be held for ever.
+  static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
 
  private:
   // Small blocks beside leave room for all the large ones, of which none is made again each time.
@@ -103,13 +126,30 @@ class Pool : Immovable {
   Result make(DevicePointer& block, std::size_t bytes) const {
     if (device_ != nullptr) return driver().mem_alloc(&block, bytes);
     void* made = nullptr;
+    if (own_) return make_own(block, bytes);
     Result result = driver().mem_host_alloc(&made, bytes, kHostAllocPortable);
     block = reinterpret_cast<DevicePointer>(made);
     return result;
   }
 
+  static Result make_own(DevicePointer& block, std::size_t bytes) {
+    void* made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) return Result::kOutOfMemory;
+#ifdef MADV_HUGEPAGE
+    madvise(made, bytes, MADV_HUGEPAGE);  // to pin and to read; may fail
+#endif
+    Result result = driver().mem_host_register(made, bytes, kHostAllocPortable);
+    if (result != Result::kSuccess) munmap(made, bytes);
+    block = reinterpret_cast<DevicePointer>(made);
+    return result;
+  }
+  static void free_own(void* block, std::size_t bytes) {
+    driver().mem_host_unregister(block);
+    munmap(block, bytes);
+  }
+
   // In a device's context, since the thread may have none; not where the driver is gone.
-  void free(std::span<const DevicePointer> blocks) const noexcept {
+  void free(std::span<const DevicePointer> blocks, std::size_t bytes) const noexcept {
     auto devices = Device::in_use();
     if (blocks.empty() || devices.empty()) return;
     const Device& device = device_ != nullptr ? *device_ : *devices.front();
@@ -118,13 +158,17 @@ class Pool : Immovable {
     if (cuda.context_current(&before) != Result::kSuccess ||
         cuda.context_set_current(device.context()) != Result::kSuccess)
       return;
-    for (DevicePointer block : blocks)
-      device_ != nullptr ? cuda.mem_free(block)
-                         : cuda.mem_free_host(reinterpret_cast<void*>(block));
+    for (DevicePointer block : blocks) {
+      auto* on_host = reinterpret_cast<void*>(block);
+      if (own_) free_own(on_host, bytes);
+      else device_ != nullptr ? cuda.mem_free(block) : cuda.mem_free_host(on_host);
+    }
     cuda.context_set_current(before);
   }
 
+  static inline std::atomic<bool> abandoned_{false};
   const Device* device_;
+  const bool own_;
   std::mutex mutex_;
   std::map<std::size_t, std::vector<DevicePointer>> free_;
   std::size_t kept_ = 0, in_use_ = 0;
@@ -139,6 +183,10 @@ class Block {
   Block() = default;
   Block(Pool& pool, std::size_t bytes)
       : block_(reinterpret_cast<void*>(pool.take(size_class(bytes))),
+               Pool::GiveBack{&pool, size_class(bytes)}) {}
+  // None where there would be more than `most` of the pool's in use.
+  Block(Pool& pool, std::size_t bytes, std::size_t most)
+      : block_(reinterpret_cast<void*>(pool.take(size_class(bytes), most)),
                Pool::GiveBack{&pool, size_class(bytes)}) {}
   DevicePointer address() const noexcept { return reinterpret_cast<DevicePointer>(block_.get()); }
 
@@ -162,6 +210,23 @@ class PinnedBlock : public Block {
   char* data() const noexcept { return reinterpret_cast<char*>(address()); }
 };
 
+// Pinned memory of the process's own: whoever reads what was copied there may keep it, for as long
+// as it likes. So there may be none, and never is much: data() is null then, and a PinnedBlock will
+// do. Throws Error where the system has none.
+class KeepableBlock : public Block {
+ public:
+  explicit KeepableBlock(std::size_t bytes) : Block(pool(), bytes, most()) {}
+  char* data() const noexcept { return reinterpret_cast<char*>(address()); }
+
+ private:
+  static Pool& pool() { return Pool::of_own(); }
+  static std::size_t most() {
+    const Driver& cuda = driver();
+    bool can = cuda.mem_host_register != nullptr && cuda.mem_host_unregister != nullptr;
+    return can ? kMostOnTheWay + kMostOnTheWay / 4 : 0;
+  }
+};
+
 // Device memory for copies that wait for their way to the host.
 class DeviceBlock : public Block {
  public:
@@ -175,7 +240,7 @@ struct MemoryInUse {
   std::size_t pinned = 0, device = 0;
 };
 inline MemoryInUse memory_in_use() noexcept {
-  MemoryInUse in_use{Pool::of_host().in_use(), 0};
+  MemoryInUse in_use{Pool::of_host().in_use() + Pool::of_own().in_use(), 0};
   for (Pool* pool : Pool::of_devices().all()) in_use.device += pool->in_use();
   return in_use;
 }
@@ -183,6 +248,7 @@ inline MemoryInUse memory_in_use() noexcept {
 // Frees the blocks that nobody uses.
 inline void trim_memory() noexcept {
   Pool::of_host().trim();
+  Pool::of_own().trim();
   for (Pool* pool : Pool::of_devices().all()) pool->trim();
 }
 

@@ -104,10 +104,11 @@ struct CopiedCall {
   CallContext context;
   bool sharded;
 
+  // `for_keeping`: see HostCopies.
   CopiedCall(const CudaCall& call, std::span<const ArrayView> operands,
-             std::span<const ArrayView> results)
+             std::span<const ArrayView> results, bool for_keeping = false)
       : site(call.site.call_site),
-        copies(call.device, call.with_number(operands), results),
+        copies(call.device, call.with_number(operands), results, for_keeping),
         context(call.context),
         sharded(call.sharded()) {}
 

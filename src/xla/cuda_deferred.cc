@@ -137,7 +137,8 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
   std::shared_ptr<cuda::KeptCopies> kept;
   if (!to_keep.empty())
     kept = std::make_shared<cuda::KeptCopies>(call.device, call.stream, to_keep);
-  auto copied = std::make_shared<CopiedCall>(call, sent, std::span<const ArrayView>());
+  auto copied = std::make_shared<CopiedCall>(call, sent, std::span<const ArrayView>(),
+                                             /*for_keeping=*/true);
   auto& completions = cuda::Completions::of(call.device);
   auto run = [copied, kept, room](cuda::Result result) {
     // A stream that has failed fails its program, which says so; the record counts as dropped.
@@ -150,7 +151,11 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
       Site& site = *copied->site->site;
       Call on_host = copied->call();
       if (!copied->runs()) return;
-      if (kept == nullptr) return site.run_deferred(on_host);
+      if (kept == nullptr) {
+        const std::shared_ptr<void> memory = copied->copies.memory();
+        if (memory != nullptr) on_host.memory = &memory;
+        return site.run_deferred(on_host);
+      }
       std::vector<ArrayView> operands(kept->arrays().begin(), kept->arrays().end());
       operands.insert(operands.end(), on_host.operands.begin(), on_host.operands.end());
       site.run_kept({operands, {}, on_host.context}, kept);

@@ -10,7 +10,8 @@
 namespace callgate::xla_ffi {
 
 // A call of whatever the name stands for: on XLA's thread or, for a callee with its own, a worker
-// that completes a future. Taps have a target of their own: they are partitioned in another way.
+// that completes a future. Taps of small arrays have a target of their own: on CUDA XLA may capture
+// these into graphs.
 inline constexpr std::string_view kGateTarget = "callgate.gate";
 inline constexpr std::string_view kTapTarget = "callgate.tap";
 extern XLA_FFI_Handler &gate_instantiate, &gate_execute;

@@ -291,6 +291,33 @@ FAKECUDA_API Result cuMemFreeHost(void* pointer) {
     return Result::kSuccess;
   });
 }
+FAKECUDA_API Result cuMemHostRegister_v2(void* pointer, std::size_t bytes, unsigned flags) {
+  return call("cuMemHostRegister_v2", kContext | kUnsafe, [&](World& world, Lock&) {
+    if (pointer == nullptr || bytes == 0 || flags > 15) return Result::kInvalidValue;
+    auto found = find_memory(world, address(pointer));
+    if (found != nullptr && !found->freed) return Result{712};
+    auto allocation = std::make_shared<Allocation>();
+    allocation->base = address(pointer);
+    allocation->bytes = bytes;
+    allocation->device = current_device();
+    allocation->pinned = true;
+    allocation->host = static_cast<char*>(pointer);
+    world.memory[allocation->base] = allocation;
+    return Result::kSuccess;
+  });
+}
+FAKECUDA_API Result cuMemHostUnregister(void* pointer) {
+  return call("cuMemHostUnregister", kContext | kUnsafe, [&](World& world, Lock& lock) {
+    wait_for_all(world, lock);
+    auto found = live(world, address(pointer), "cuMemHostUnregister");
+    if (found == nullptr || !found->pinned) return Result{713};
+    if (found->pending > 0)
+      world.violation("cuMemHostUnregister: memory is given back while work that uses it is pending");
+    else
+      world.memory.erase(found->base);  // it is its owner's: the address may come again
+    return Result::kSuccess;
+  });
+}
 FAKECUDA_API Result cuPointerGetAttribute(void* value, cu::PointerAttribute attribute,
                                           cu::DevicePointer pointer) {
   return call("cuPointerGetAttribute", kInit, [&](World& world, Lock&) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ PARTITIONED = ".partitioned"
 GRAPH_TARGET = "callgate.gate.graph"  # on CUDA alone
 OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET, GRAPH_TARGET)
 TARGETS: tuple[str, ...] = (*OWN, *(target + PARTITIONED for target in OWN))
+_RECORDED = 64 << 10  # bytes, as kCopiedInStream in src/xla/cuda_deferred.cc
 sites: dict[str, str] = {}  # the lines of tracebacks, by what programs hold of them
 
 
@@ -31,6 +34,17 @@ def remember_site(site: tuple[str, int, str] | None) -> str:
   key = f"{os.path.basename(path)}:{line} ({function})"
   sites[key] = f'File "{path}", line {line}, in {function}'
   return key
+
+
+def tap_target(avals: Sequence[Any]) -> str:
+  """The target of a call that sends arrays of these types.
+
+  What XLA records into a CUDA graph is copied by the program's own stream, and a replay waits until
+  the host has copied it once more. So large arrays stay out of graphs; see src/xla/cuda_deferred.cc.
+  """
+  arrays = [x for x in avals if all(isinstance(extent, int) for extent in x.shape)]
+  sent = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+  return TAP_TARGET if sent <= _RECORDED else GATE_TARGET
 
 
 def name_gpus() -> None:

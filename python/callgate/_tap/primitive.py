@@ -233,7 +233,7 @@ def _lower(
     order=_order_of(site) if ordered else None,
     aliases={operand: result for result, operand in passed},
     # No CUDA graph can allocate the memory of copies on the device.
-    target=targets.GATE_TARGET if site.on_device else targets.TAP_TARGET,
+    target=targets.GATE_TARGET if site.on_device else targets.tap_target(context.avals_in),
     sharded=calls.of_tap(context, site, levels),
   )  # fmt: skip
 

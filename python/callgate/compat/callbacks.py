@@ -184,7 +184,7 @@ def _debug_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
   return engine.emit_carried(
     ctx, operands, effect if effect and tracing.is_ordered_effect(effect) else None,
     name=tap.name, attributes=_site.encode(site, (), "primal", repeated=False),
-    has_side_effect=True, target=targets.TAP_TARGET,
+    has_side_effect=True, target=targets.tap_target(ctx.avals_in),
   )  # fmt: skip
 
 

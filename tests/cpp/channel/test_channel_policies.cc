@@ -312,6 +312,68 @@ TEST(ChannelMemory, TheLastReaderOfALargeRecordMayKeepItsMemory) {
   EXPECT_EQ(Channel::lend(Record{}), nullptr) << "outside of a delivery";
 }
 
+TEST(ChannelMemory, AnothersMemoryIsKeptWithALargeRecordAndNotWithASmallOne) {
+  auto channel = make_channel(OnFull::kBlock, 8192);
+  std::vector<std::pair<const char*, std::shared_ptr<void>>> seen;
+  channel->add(std::make_shared<Collector>([&](std::span<const Record> records) {
+    for (const Record& record : records) seen.emplace_back(record.payload, Channel::lend(record));
+  }));
+  Feed large(5000), small(64);
+  std::vector<std::weak_ptr<std::vector<char>>> watches;
+  std::vector<const char*> places;
+  for (std::uint64_t id = 0; id < 4; ++id) {
+    auto memory = std::make_shared<std::vector<char>>();
+    ASSERT_TRUE((id == 3 ? small : large).send_kept(*channel, id, memory));
+    watches.emplace_back(memory);
+    places.push_back(memory->data());
+    memory.reset();
+    ASSERT_TRUE(channel->flush(kLimit));
+    if (id == 1) seen[1].second.reset();  // as a consumer that did not keep it
+  }
+  ASSERT_EQ(seen.size(), 4U);
+  for (std::size_t i = 0; i < 3; ++i) EXPECT_EQ(seen[i].first, places[i]) << "it is not copied";
+  EXPECT_NE(seen[3].first, places[3]);
+  EXPECT_FALSE(watches[0].expired());
+  EXPECT_TRUE(watches[1].expired());
+  EXPECT_TRUE(watches[3].expired());
+  ASSERT_TRUE(channel->close(kLimit));
+  channel.reset();
+  EXPECT_TRUE(fake::intact(seen[2].first, 5000)) << "it outlives the channel";
+  seen.clear();
+  for (const auto& watch : watches) EXPECT_TRUE(watch.expired());
+}
+
+TEST(ChannelMemory, AnothersMemoryCountsAndIsLetGoWhereRecordsAreDropped) {
+  for (OnFull policy : {OnFull::kDropNew, OnFull::kDropOld}) {
+    Held held(policy, 8192);
+    Feed large(5000);
+    std::vector<std::weak_ptr<std::vector<char>>> watches;
+    for (std::uint64_t id = 1; id < 4; ++id) {
+      auto memory = std::make_shared<std::vector<char>>();
+      watches.emplace_back(memory);
+      bool sent = large.send_kept(*held.channel, id, memory);
+      EXPECT_EQ(sent, policy == OnFull::kDropOld || id == 1) << "two are more than the capacity";
+    }
+    EXPECT_LE(held.channel->stats().high_water, 8192U);
+    const std::size_t left = policy == OnFull::kDropOld ? 2 : 0;
+    for (std::size_t i = 0; i < 3; ++i) EXPECT_EQ(watches[i].expired(), i != left) << i;
+    held.door.open();
+    ASSERT_TRUE(held.channel->flush(kLimit));
+    EXPECT_THAT(held.consumer->ids(), ElementsAre(0, left + 1));
+    EXPECT_TRUE(held.consumer->all_intact());
+    for (const auto& watch : watches) EXPECT_TRUE(watch.expired());
+  }
+  auto channel = make_channel(OnFull::kBlock, 8192);  // nobody ever takes it
+  Feed large(5000);
+  auto memory = std::make_shared<std::vector<char>>();
+  std::weak_ptr<std::vector<char>> watch = memory;
+  ASSERT_TRUE(large.send_kept(*channel, 1, memory));
+  memory.reset();
+  EXPECT_FALSE(watch.expired());
+  ASSERT_TRUE(channel->close(kLimit));
+  EXPECT_TRUE(watch.expired());
+}
+
 TEST(ChannelMemory, ALargeRecordOfASourceWithItsOwnConsumerIsLentToThatOne) {
   auto channel = make_channel(OnFull::kBlock, 8192);
   int lent_to_channels = 0, lent_to_own = 0;

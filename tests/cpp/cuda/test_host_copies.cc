@@ -205,6 +205,31 @@ TEST_F(HostCopiesTest, WithoutMemoryThereIsAnErrorAndNoLeak) {
   EXPECT_EQ(memory_in_use().device, 0U);
 }
 
+TEST_F(HostCopiesTest, LargeCopiesMayBeKeptAndOutliveTheCall) {
+  Floats small({1, 2}), large(std::vector<float>(1 << 18, 3));
+  EXPECT_EQ(HostCopies(device_, views({&large}), {}).memory(), nullptr);
+  EXPECT_EQ(HostCopies(device_, views({&small}), {}, /*for_keeping=*/true).memory(), nullptr);
+  std::shared_ptr<void> kept;
+  const float* data = nullptr;
+  {
+    HostCopies copies(device_, views({&small, &large}), {}, /*for_keeping=*/true);
+    copies.fetch_aside(stream());
+    kept = copies.memory();
+    data = static_cast<const float*>(copies.operands()[1].data);
+  }
+  ASSERT_NE(kept, nullptr);
+  finish();
+  EXPECT_EQ(data[0], 3);
+  EXPECT_EQ(data[(1 << 18) - 1], 3);
+  HostCopies other(device_, views({&large}), {}, /*for_keeping=*/true);
+  EXPECT_NE(other.operands()[0].data, data) << "somebody has it";
+  fakecuda_fail("cuMemHostRegister_v2", 801, 0, -1);
+  trim_memory();
+  HostCopies next(device_, views({&large}), {}, /*for_keeping=*/true);
+  EXPECT_EQ(next.memory(), nullptr) << "the driver has other memory";
+  EXPECT_NE(next.operands()[0].data, nullptr);
+}
+
 TEST_F(HostCopiesTest, ACopyThatIsRefusedIsAnError) {
   Floats a({1, 2});
   for (const char* symbol :

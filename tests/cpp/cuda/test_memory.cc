@@ -167,6 +167,41 @@ TEST_F(MemoryTest, WithoutMemoryThereIsAnErrorAndNothingInUse) {
   EXPECT_NO_THROW(PinnedBlock(64));
 }
 
+TEST_F(MemoryTest, MemoryToKeepIsTheProcessesOwn) {
+  auto made = [] { return fakecuda_calls("cuMemHostRegister_v2"); };
+  char* first = nullptr;
+  {
+    KeepableBlock block(3 * kMebi);
+    first = block.data();
+    ASSERT_NE(first, nullptr);
+    std::memset(first, 1, block.size());
+    EXPECT_EQ(memory_in_use().pinned, block.size());
+  }
+  EXPECT_EQ(KeepableBlock(3 * kMebi).data(), first) << "from the pool";
+  EXPECT_EQ(made(), 1U);
+  trim_memory();
+  EXPECT_EQ(fakecuda_calls("cuMemHostUnregister"), 1U);
+  EXPECT_EQ(pinned_made(), 0U);
+}
+
+TEST_F(MemoryTest, OfMemoryToKeepThereIsNeverMuch) {
+  KeepableBlock most(640 * kMebi);
+  ASSERT_NE(most.data(), nullptr);
+  EXPECT_EQ(KeepableBlock(kMebi).data(), nullptr);
+  EXPECT_EQ(memory_in_use().pinned, most.size());
+}
+
+TEST_F(MemoryTest, WhereTheDriverRegistersNoneThereIsNoMemoryToKeep) {
+  constexpr int kNotSupported = 801, kOutOfMemory = 2;
+  fakecuda_fail("cuMemHostRegister_v2", kNotSupported, 0, -1);
+  EXPECT_EQ(KeepableBlock(kMebi).data(), nullptr);
+  fakecuda_clear();
+  fakecuda_fail("cuMemHostRegister_v2", kOutOfMemory, 0, -1);
+  EXPECT_THROW(KeepableBlock{kMebi}, Error);
+  EXPECT_EQ(memory_in_use().pinned, 0U);
+  fakecuda_clear();
+}
+
 TEST_F(MemoryTest, ThreadsShareThePools) {
   constexpr int kThreads = 4, kRounds = 200;
   {

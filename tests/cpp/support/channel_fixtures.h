@@ -87,6 +87,17 @@ class Feed {
     return channel.send(Parcel{sender_, {&view, 1}, {device, 7, nullptr, -1}});
   }
 
+  // The same of a payload that the channel may keep.
+  bool send_kept(Channel& channel, std::uint64_t id, const std::shared_ptr<std::vector<char>>& in) {
+    in->resize(bytes_);
+    fill(id, in->data(), bytes_);
+    std::array<std::int64_t, 1> dims{static_cast<std::int64_t>(bytes_)};
+    ArrayView view{in->data(), dims.data(), 1, DType::kU8};
+    const std::shared_ptr<void> memory = in;
+    return channel.send(Parcel{
+        .sender = sender_, .leaves = {&view, 1}, .context = {0, 7, nullptr, -1}, .memory = &memory});
+  }
+
   const Source& source() const { return *sender_.source; }
   Sender& sender() { return sender_; }
   std::weak_ptr<const Source> watch() const { return sender_.source; }

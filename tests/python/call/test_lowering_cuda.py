@@ -100,6 +100,15 @@ def test_taps_checks_prints_and_feeds_are_lowered_for_cuda() -> None:
   assert sorted(found) == ["callgate.gate"] * 2 + ["callgate.tap"] * 2
 
 
+def test_taps_of_large_arrays_stay_out_of_cuda_graphs() -> None:
+  def target(x: Any) -> str:
+    return targets_of(text_of(lambda x: cg.tap({"x": x, "n": x[0]}, print)["x"], x))[0]
+
+  assert target(jax.ShapeDtypeStruct((16_383,), jnp.float32)) == "callgate.tap"
+  assert target(jax.ShapeDtypeStruct((16_384,), jnp.float32)) == "callgate.gate"
+  assert target(jax.ShapeDtypeStruct((16_384,), jnp.float16)) == "callgate.tap"
+
+
 def test_progress_is_lowered_for_cuda() -> None:
   def program(x: Any) -> Any:
     return cg.fori_loop(0, 5, lambda _, y: y + 1, x, progress=True)

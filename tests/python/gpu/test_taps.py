@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import run_python
 
 import callgate as cg
 
@@ -68,6 +69,70 @@ def test_a_program_that_is_replayed_as_a_graph_sends_every_time() -> None:
   assert len(seen) == 20
   for value in seen:
     np.testing.assert_array_equal(value, seen[0])
+
+
+def test_large_arrays_stay_out_of_graphs() -> None:
+  seen: list[Any] = []
+
+  @jax.jit
+  def f(x: Any) -> Any:
+    for _ in range(8):
+      x = jnp.sin(x @ x)
+    return cg.tap(x, lambda value, info: seen.append((info.run, value))) + 1
+
+  for _ in range(20):
+    f(jnp.ones((256, 256))).block_until_ready()
+  cg.barrier()
+  assert len(seen) == 20
+  assert all(run >= 0 for run, _ in seen), "a replay has no number"
+  for _, value in seen:
+    np.testing.assert_array_equal(value, seen[0][1])
+
+
+def test_large_arrays_are_the_consumers_to_keep_and_to_change() -> None:
+  seen: list[Any] = []
+  f = jax.jit(lambda x: cg.tap({"x": x, "n": x[:3]}, seen.append)["x"] + 1)
+  x = jnp.zeros(500_000)
+  for _ in range(20):
+    x = f(x)
+  cg.barrier()
+  for i, value in enumerate(seen):
+    value["x"] += 100
+    value["n"] += 200
+  for i, value in enumerate(seen):
+    assert (value["x"] == i + 100).all()
+    assert (value["n"] == i + 200).all()
+
+
+def test_a_forks_child_has_its_own_copy_of_a_large_array() -> None:
+  done = run_python(
+    """
+    import os, warnings
+    import jax, jax.numpy as jnp
+    import callgate as cg
+    warnings.simplefilter("ignore")
+    seen = []
+    f = jax.jit(lambda x: cg.tap(x, seen.append) + 1)
+    jax.block_until_ready(f(jnp.full(1_000_000, 3.0)))
+    cg.barrier()
+    ready, go = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+      os.read(go[0], 1)
+      same = (seen[0] == 3).all()
+      seen[0][:] = 5
+      os._exit(0 if same else 1)
+    seen.clear()
+    for i in range(20):
+      jax.block_until_ready(f(jnp.full(1_000_000, 7.0)))
+    cg.barrier()
+    os.write(go[1], b"!")
+    assert os.waitpid(child, 0)[1] == 0
+    assert all((value == 7).all() for value in seen)
+    print("fine")
+    """,
+    timeout=100,
+  )
+  assert done.stdout == "fine\n", done.stderr
 
 
 def test_a_check_that_fails() -> None:
