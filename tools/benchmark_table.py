@@ -51,6 +51,8 @@ GPU_SUMMARY = (
    "callgate numpy gate, aliased, 32 MiB"),
   ("a scalar streamed out, the loop included", "cuda_taps", "jax debug.callback, f32 scalar",
    "callgate tap, f32 scalar"),
+  ("64 MiB streamed out of a step of matrix products, the step included", "cuda_taps",
+   "the same with debug.callback of 64 MiB", "the same with a tap of 64 MiB"),
   ("a launch of a kernel in a CUDA graph: jax-triton, and `cg.cuda`", "cuda_kernels",
    "jax-triton, in a CUDA graph", "callgate.cuda, in a CUDA graph"),
 )  # fmt: skip

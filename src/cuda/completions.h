@@ -39,6 +39,11 @@ namespace callgate::cuda {
 // Replayed graphs give tasks when the stream gets there, and not when they are launched. So once a
 // device's calls are in a graph, all its tasks are given by the streams themselves: `in_turn`.
 class Completions : Immovable {
+  struct Task {
+    std::optional<StreamEvent> event;
+    std::function<void(Result)> run;
+  };
+
  public:
   explicit Completions(Device& device) : device_(device) {}
   static Completions& of(Device& device) {
@@ -54,15 +59,20 @@ class Completions : Immovable {
   // Relaxed: set while a program is recorded, before any replay of it can be given to a stream.
   bool ordered_by_streams() const noexcept { return by_streams_.load(std::memory_order_relaxed); }
   void order_by_streams() noexcept { by_streams_.store(true, std::memory_order_relaxed); }
-  // Gives the task when the stream has got so far. Throws where the stream takes no host function.
-  void in_turn(Stream stream, std::function<void()> task) {
-    using Turn = std::pair<Completions*, std::function<void()>>;
-    auto turn = std::make_unique<Turn>(this, std::move(task));
+  // Gives the task when the stream has got so far; it runs when the event has come, too, which may
+  // be another stream's. Throws where the stream takes no host function.
+  void in_turn(Stream stream, std::optional<StreamEvent> event, std::function<void(Result)> task) {
+    struct Turn {
+      Completions& completions;
+      Task task;
+    };
+    auto turn = std::make_unique<Turn>(*this, Task{std::move(event), std::move(task)});
     auto give = [](void* data) {
       auto* due = static_cast<Turn*>(data);
       // Refused at the end of the process: left as it is, since what it holds may be the driver's.
-      due->first->later([due] {
-        due->second();
+      due->completions.later([due] {
+        const Task& task = due->task;
+        task.run(task.event ? task.event->wait() : Result::kSuccess);
         delete due;  // NOLINT: the stream had it
       });
     };
@@ -128,11 +138,6 @@ class Completions : Immovable {
 
  private:
   static PerDevice<Completions>& of_devices() { return immortal<PerDevice<Completions>>(); }
-
-  struct Task {
-    std::optional<StreamEvent> event;
-    std::function<void(Result)> run;
-  };
 
   bool give(Task task) {
     if (abandoned_.load(std::memory_order_relaxed)) return false;

@@ -162,14 +162,17 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
     };
     run_late(callee, deferred, [&](const Error& error) { callee.defer(error); });
   };
+  const bool large = bytes > kCopiedInStream;
   if (completions.ordered_by_streams())
     return cuda::given(call.stream, [&] {
-      copied->copies.fetch(call.stream);
-      completions.in_turn(call.stream, [run] { run(cuda::Result::kSuccess); });
+      std::optional<cuda::StreamEvent> arrived;
+      if (large) arrived.emplace(copied->copies.fetch_aside(call.stream));
+      else copied->copies.fetch(call.stream);
+      completions.in_turn(call.stream, std::move(arrived), run);
     });
   constexpr auto kAsking = cuda::Device::Waiting::kAsking;
-  completions.after(bytes > kCopiedInStream ? copied->copies.fetch_aside(call.stream)
-                                            : copied->copies.fetch_with_event(call.stream, kAsking),
+  completions.after(large ? copied->copies.fetch_aside(call.stream)
+                          : copied->copies.fetch_with_event(call.stream, kAsking),
                     run);
 }
 

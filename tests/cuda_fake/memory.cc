@@ -291,6 +291,7 @@ FAKECUDA_API Result cuMemFreeHost(void* pointer) {
     return Result::kSuccess;
   });
 }
+// The host's own memory, which copies may then use without waiting.
 FAKECUDA_API Result cuMemHostRegister_v2(void* pointer, std::size_t bytes, unsigned flags) {
   return call("cuMemHostRegister_v2", kContext | kUnsafe, [&](World& world, Lock&) {
     if (pointer == nullptr || bytes == 0 || flags > 15) return Result::kInvalidValue;
@@ -301,6 +302,7 @@ FAKECUDA_API Result cuMemHostRegister_v2(void* pointer, std::size_t bytes, unsig
     allocation->bytes = bytes;
     allocation->device = current_device();
     allocation->pinned = true;
+    allocation->foreign = true;
     allocation->host = static_cast<char*>(pointer);
     world.memory[allocation->base] = allocation;
     return Result::kSuccess;

@@ -503,6 +503,36 @@ TEST_F(CudaGates, InAGraphADeferredCallRunsOnceAReplay) {
   EXPECT_THAT(runs, Each(-1)) << "no replay tells which run it is of";
 }
 
+TEST_F(CudaGates, LargeArraysGoAsideBehindAGraphToo) {
+  Floats x({1}), large(std::vector<float>(100'000, 2));
+  std::vector<std::size_t> order;
+  behaviour_.on_device = OnDevice::kDeferred;
+  behaviour_.run = [&](const Call& call) {
+    order.push_back(call.operands[0].size());
+    return Outcome::success();
+  };
+  fake::CudaGateProgram program("f", stream_);
+  ASSERT_TRUE(program.load().ok());
+  ASSERT_EQ(fakecuda_begin_capture(stream_), 0);
+  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  void* graph = fakecuda_end_capture(stream_);
+  void* side = [] {
+    cuda::Device& device = cuda::Device::at(0);
+    cuda::ContextScope current(device);
+    return device.side_stream(cuda::Device::Direction::kToHost);
+  }();
+  fakecuda_hold(side);
+  ASSERT_TRUE(program.execute({array(large)}).wait().ok());
+  ASSERT_EQ(fakecuda_replay(graph, stream_), 0);
+  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  ASSERT_EQ(fakecuda_finish(stream_), 0) << "it does not wait for the copy";
+  EXPECT_TRUE(order.empty());
+  fakecuda_release(side);
+  EXPECT_TRUE(cuda::Completions::drain_all(std::chrono::seconds(60)));
+  EXPECT_THAT(order, ElementsAre(100'000, 1, 1));
+  fakecuda_delete_graph(graph);
+}
+
 // A host function may not call CUDA, and whoever has what it waits for may wait for the stream.
 TEST_F(CudaGates, AReplayRunsNothingInAHostFunction) {
   Floats x({1});

@@ -233,7 +233,7 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
   "tap": tap,
   "large tap": lambda size: tap(max(size, LARGE)),
   "device tap": lambda size: tap(size, on_device=True),
-  "recorded tap": recorded_tap,
+  "recorded tap": lambda size: recorded_tap(min(size, SMALL)),  # no large one is recorded
   "kernel": kernel,
   "dropped kernel": dropped_kernel,
   "recorded kernel": recorded_kernel,

@@ -155,14 +155,16 @@ FAULTS = [
   # -- taps: small ones, those whose copies go aside, those that stay on the device, in graphs
   Fault("tap", "cuEventCreate", new_process=True),
   *faults("tap", *HANDLER, "cuStreamIsCapturing", TO_HOST, "cuEventRecord"),
-  Fault("tap", "cuMemHostAlloc", new_size=True),
-  Fault("tap", "cuMemHostAlloc", DROPPED, **NO_ROOM),
+  Fault("tap", "cuMemHostAlloc", new_process=True),
+  # What may be kept is the process's own memory; where the driver registers none, its own will do.
+  Fault("tap", "cuMemHostRegister_v2", UNHARMED, new_size=True),
+  Fault("tap", "cuMemHostRegister_v2", DROPPED, **NO_ROOM),
   Fault("tap", ASK, DROPPED),
   Fault("large tap", "cuStreamCreate", new_process=True),
   *faults("large tap", *HANDLER, "cuStreamWaitEvent", ON_DEVICE, TO_HOST, "cuEventRecord"),
   Fault("large tap", "cuEventRecord", after=1),
   Fault("large tap", "cuMemAlloc_v2", new_size=True),
-  *faults("large tap", "cuMemAlloc_v2", "cuMemHostAlloc", comes=DROPPED, **NO_ROOM),
+  *faults("large tap", "cuMemAlloc_v2", "cuMemHostRegister_v2", comes=DROPPED, **NO_ROOM),
   Fault(
     *("large tap", "cuMemAlloc_v2", UNHARMED),
     **{**NO_ROOM, "count": 1},

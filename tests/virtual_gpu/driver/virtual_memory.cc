@@ -138,29 +138,6 @@ FAKECUDA_API Result cuMemAllocHost_v2(void** pointer, std::size_t bytes) {
   return cuMemHostAlloc(pointer, bytes, 0);
 }
 
-// The host's own memory, which copies may use without waiting.
-FAKECUDA_API Result cuMemHostRegister_v2(void* pointer, std::size_t bytes, unsigned) {
-  return call("cuMemHostRegister_v2", kContext, [&](World& world, Lock&) {
-    auto allocation = std::make_shared<Allocation>();
-    allocation->base = reinterpret_cast<std::uint64_t>(pointer);
-    allocation->bytes = bytes;
-    allocation->pinned = true;
-    allocation->foreign = true;
-    allocation->device = current_device();
-    allocation->host = static_cast<char*>(pointer);
-    world.memory[allocation->base] = std::move(allocation);
-    return Result::kSuccess;
-  });
-}
-FAKECUDA_API Result cuMemHostUnregister(void* pointer) {
-  return call("cuMemHostUnregister", kContext, [&](World& world, Lock& lock) {
-    wait_for_all(world, lock);
-    auto it = world.memory.find(reinterpret_cast<std::uint64_t>(pointer));
-    if (it == world.memory.end()) return Result::kInvalidValue;
-    world.memory.erase(it);
-    return Result::kSuccess;
-  });
-}
 FAKECUDA_API Result cuMemHostGetDevicePointer_v2(cu::DevicePointer* device, void* host, unsigned) {
   *device = reinterpret_cast<std::uint64_t>(host);
   return Result::kSuccess;
