@@ -23,7 +23,7 @@ import warp as wp
 from warp._src import codegen
 from warp._src import types as warp_types
 
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import Image, makes_machine_code
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cuda.kernel import entries
 from callgate._kernel.launch import LOWEST, Address, Extent, Of, Parameter
@@ -134,7 +134,7 @@ def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[
     raise GateDefinitionError(f"{label}: {fault}")
   found: list[Compiled] = []
   for capability in capabilities or (0,):
-    ptx, target = capability == 0, capability or LOWEST
+    ptx, target = capability == 0 or not makes_machine_code(), capability or LOWEST
     try:
       with _LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the file's generic kernels
