@@ -62,8 +62,8 @@ class BenchmarkResult:
 class Kernel(Operation[P, R]):
   """A native function as a JAX function; called like any JAX function.
 
-  Made by `callgate.cpp`, `callgate.cuda`, `callgate.library`, `callgate.cfunc`, `callgate.numba`
-  and `callgate.elementwise`.
+  Made by `callgate.cpp`, `callgate.cuda`, `callgate.library`, `callgate.cfunc`, `callgate.numba`,
+  `callgate.elementwise` and `callgate.kernel`.
 
   A call takes arrays (or Python scalars, which take the parameter's dtype), in the order of the
   parameters, and a sequence of arrays for a variadic one. Static values have their place, too; both
