@@ -75,6 +75,7 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_kernel/numba": "_core _build _call _kernel",
     "_kernel/elementwise": "_core _build _sharding _call _kernel",
     "_kernel/cuda": "_core _build _call _kernel _kernel/elementwise",
+    "_kernel/peers": "_core _build _call _runtime _kernel _kernel/cuda",
     "_kernel/cpp": "_core _build _call _kernel _kernel/cuda",
     "_tap": "_jax _core _sharding _runtime _call",
     "_feed": "_jax _core _arrays _runtime _call _gate",

@@ -39,6 +39,7 @@ from callgate._kernel.files import LoadedKernels, load_kernels, save_kernels
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.library import Library, library
 from callgate._kernel.numba.numba import numba
+from callgate._kernel.peers.kernel import kernel
 from callgate._loops.loops import fori_loop, scan, while_loop
 from callgate._loops.progress import Progress, progress
 from callgate._runtime.barrier import barrier, errors
@@ -109,6 +110,7 @@ __all__ = [
   "fori_loop",
   "gate",
   "install",
+  "kernel",
   "last_error",
   "library",
   "load_kernels",

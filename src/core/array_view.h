@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace callgate {
@@ -111,6 +112,22 @@ constexpr std::optional<DType> dtype_from_name(std::string_view text) noexcept {
     auto dtype = dtype_from_code(code);
     if (dtype && name(*dtype) == text) return dtype;
   }
+  return std::nullopt;
+}
+
+// DLPack's code of a type (DLDataTypeCode); empty for packed ones, whose layout DLPack leaves open.
+constexpr std::optional<std::uint8_t> dlpack_code(DType dtype) noexcept {
+  constexpr std::pair<DType, std::uint8_t> kCodes[] = {
+      {DType::kS8, 0},          {DType::kS16, 0},         {DType::kS32, 0},
+      {DType::kS64, 0},         {DType::kU8, 1},          {DType::kU16, 1},
+      {DType::kU32, 1},         {DType::kU64, 1},         {DType::kF16, 2},
+      {DType::kF32, 2},         {DType::kF64, 2},         {DType::kBF16, 4},
+      {DType::kC64, 5},         {DType::kC128, 5},        {DType::kPred, 6},
+      {DType::kF8E3M4, 7},      {DType::kF8E4M3, 8},      {DType::kF8E4M3B11FNUZ, 9},
+      {DType::kF8E4M3FN, 10},   {DType::kF8E4M3FNUZ, 11}, {DType::kF8E5M2, 12},
+      {DType::kF8E5M2FNUZ, 13}, {DType::kF8E8M0FNU, 14}};
+  for (auto [known, code] : kCodes)
+    if (known == dtype) return code;
   return std::nullopt;
 }
 

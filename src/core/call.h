@@ -35,6 +35,7 @@ struct CallContext {
   std::int64_t device = -1;
   std::int64_t run = -1;
   void* stream = nullptr;
+  std::int32_t ordinal = -1;  // of the GPU, as its driver counts; -1 for none, or not told
   std::int32_t shard = -1;
   unsigned long thread = 0;  // Python's number of the thread that XLA made the call on; 0: not told
 };

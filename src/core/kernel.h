@@ -77,6 +77,7 @@ struct KernelInfo {
   // turn, which kernels may share; without one given the kernel has its own.
   bool thread_safe = false;
   bool repeatable = false;  // no effects: it may run twice with the same arrays
+  bool on_stream = false;   // it takes a GPU's arrays, too, and works on the frame's stream there
   std::shared_ptr<KernelTurn> turn;
 };
 
@@ -330,7 +331,8 @@ class KernelSite : Immovable {
 
   // One of `lanes`.
   void run_lane(const Call& call, Executor* executor, std::int64_t lanes = 1) {
-    if (!any_kernel_mode()) [[likely]]
+    // The modes read and copy arrays, which are a GPU's where there is a stream.
+    if (!any_kernel_mode() || call.context.stream != nullptr) [[likely]]
       return invoke(call, executor, /*scratch=*/nullptr);
     auto recorded = [&](const Call& made, ScratchSource* scratch) {
       if (!kernel_mode(KernelMode::kCrashReport)) return invoke(made, executor, scratch);
@@ -347,7 +349,7 @@ class KernelSite : Immovable {
     callgate_call filled = bound_;
     filled.operands = reinterpret_cast<const callgate_array*>(call.operands.data());
     filled.results = reinterpret_cast<const callgate_array*>(call.results.data());
-    KernelFrame frame(filled, executor, scratch);
+    KernelFrame frame(filled, executor, scratch, call.context);
     if (info_.function(&frame) != 0) [[unlikely]]
       fail(frame.message());
   }

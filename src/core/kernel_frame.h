@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "callgate/kernel_abi.h"
+#include "core/call.h"
 #include "core/kernel_debug.h"
 #include "core/lifetime.h"
 
@@ -185,8 +186,13 @@ class Scratch : Immovable {
 class KernelFrame : public callgate_call, Immovable {
  public:
   // `executor` and `scratch` may be null. The frame's `services` are its own, whatever `call` has.
-  KernelFrame(const callgate_call& call, Executor* executor, ScratchSource* scratch) noexcept
-      : callgate_call(call), executor_(executor), source_(scratch) {
+  KernelFrame(const callgate_call& call, Executor* executor, ScratchSource* scratch,
+              const CallContext& context = {}) noexcept
+      : callgate_call(call),
+        executor_(executor),
+        source_(scratch),
+        stream_(context.stream),
+        ordinal_(context.ordinal) {
     static constexpr callgate_services kServices = {&run_parallel, &allocate, &threads, &device,
                                                     &fail};
     services = &kServices;
@@ -203,11 +209,15 @@ class KernelFrame : public callgate_call, Immovable {
     return message == nullptr ? "it failed without a message" : *message;
   }
 
- private:
+  // The frame of a call; for kernels of callgate's own, which know that it is one.
   static KernelFrame& of(const callgate_call* call) noexcept {
     return *static_cast<KernelFrame*>(const_cast<callgate_call*>(call));
   }
+  // XLA's stream, which orders what the kernel does with a GPU's arrays; null on the CPU.
+  void* stream() const noexcept { return stream_; }
+  std::int32_t ordinal() const noexcept { return ordinal_; }  // of that GPU
 
+ private:
   using Body = void (*)(void* data, std::int64_t first, std::int64_t last);
   static void run_parallel(const callgate_call* call, std::int64_t begin, std::int64_t end,
                            std::int64_t grain, Body body, void* data) {
@@ -242,6 +252,8 @@ class KernelFrame : public callgate_call, Immovable {
 
   Executor* executor_;
   ScratchSource* source_;
+  void* stream_;
+  std::int32_t ordinal_;
   Scratch scratch_;
   std::atomic<std::string*> message_{nullptr};
 };

@@ -165,6 +165,16 @@ std::shared_ptr<Kernel> kernel_of(const Attributes& held, const std::string& pro
               "a gate, or a kernel for " + other + " alone, of that name");
 }
 
+// Takes the kernel's attributes out of the call's. Throws Error.
+std::unique_ptr<KernelSite> bind_kernel(KernelCallee& kernel, Attributes& held) {
+  const auto groups = held.integers("groups");
+  return kernel.bind(KernelSpec{std::string(held.text("signature")),
+                                std::string(held.text("site")),
+                                {groups.begin(), groups.end()},
+                                Lanes::of(held.dictionary("batch")),
+                                held.take_dictionary("attributes")});
+}
+
 // Of one call site of one executable.
 struct KernelState {
   static inline ::xla::ffi::TypeId id = {};
@@ -182,12 +192,7 @@ std::unique_ptr<KernelState> KernelState::make(const XLA_FFI_Attrs& attributes) 
   auto state = std::make_unique<KernelState>();
   state->bound = share(attributes, *kernel, [&] {
     auto bound = std::make_shared<BoundKernel>();
-    const auto groups = held.integers("groups");
-    bound->site = kernel->bind(KernelSpec{text("signature"),
-                                          text("site"),
-                                          {groups.begin(), groups.end()},
-                                          Lanes::of(held.dictionary("batch")),
-                                          held.take_dictionary("attributes")});
+    bound->site = bind_kernel(*kernel, held);
     bound->poison_on_error = text("on_error") == "poison";
     bound->shards = Shards(text("shards"));
     return bound;
@@ -253,7 +258,13 @@ struct CudaKernelState {
   static std::unique_ptr<CudaKernelState> make(const XLA_FFI_Attrs& attributes);
   static void execute(XLA_FFI_CallFrame* frame);
 
+  Callee& callee() const noexcept {
+    return native != nullptr ? static_cast<Callee&>(native->callee()) : site->callee();
+  }
+
+  // One of the two: launches, or a native function that works on the stream itself.
   std::unique_ptr<cuda::LaunchSite> site;
+  std::unique_ptr<KernelSite> native;
   bool poison_on_error = false;  // see settled() in ffi.h
   Shards shards;
   DeviceShards numbers;
@@ -262,12 +273,19 @@ struct CudaKernelState {
 std::unique_ptr<CudaKernelState> CudaKernelState::make(const XLA_FFI_Attrs& attributes) {
   Attributes held = decode_attributes(attributes);
   auto text = [&](std::string_view name) { return std::string(held.text(name)); };
-  auto kernel = kernel_of<cuda::LaunchCallee>(
-      held, "the CUDA program",
-      "a kernel for CUDA (callgate.cuda, or callgate.cpp with cuda_source=)", "the CPU");
   auto state = std::make_unique<CudaKernelState>();
-  state->site = kernel->bind({cuda::LaunchPlan::of(held.dictionary("plan")), text("site"),
-                              Lanes::of(held.dictionary("batch"))});
+  Interrupts::watch();
+  auto known = Registry::instance().find(held.text("name"));
+  if (auto native = std::dynamic_pointer_cast<KernelCallee>(known);
+      native != nullptr && native->info().on_stream) {
+    state->native = bind_kernel(*native, held);
+  } else {
+    auto kernel = kernel_of<cuda::LaunchCallee>(
+        held, "the CUDA program",
+        "a kernel for CUDA (callgate.cuda, or callgate.cpp with cuda_source=)", "the CPU");
+    state->site = kernel->bind({cuda::LaunchPlan::of(held.dictionary("plan")), text("site"),
+                                Lanes::of(held.dictionary("batch"))});
+  }
   state->poison_on_error = text("on_error") == "poison";
   state->shards = Shards(text("shards"));
   return state;
@@ -322,14 +340,15 @@ void run_call(CudaKernelState& state, const XLA_FFI_CallFrame& frame) {
   cuda::ContextScope current(device);
   if (Interrupts::ends(decode_run(frame)) && !state.poison_on_error && !cuda::capturing(stream))
       [[unlikely]]
-    throw interrupted(state.site->callee().name());
+    throw interrupted(state.callee().name());
   DecodedCall decoded(frame);
   // The partition's number is looked at only where it matters.
   ArrayView number = state.shards.take_operand(decoded);
   if (number.data != nullptr && !state.shards.all_run() &&
       !state.shards.runs(state.numbers.read(state.shards, number, device, stream))) [[unlikely]]
     return cuda::clear_on_device(decoded.results(), stream);
-  Call call{decoded.operands(), decoded.results(), {.stream = stream}};
+  Call call{decoded.operands(), decoded.results(), {.stream = stream, .ordinal = device.ordinal()}};
+  if (state.native != nullptr) return state.native->run(call, /*executor=*/nullptr);
   if (state.site->scratch().empty()) [[likely]]
     return state.site->run(call, device, {});
   ScratchBlocks scratch(frame, state.site->scratch());
@@ -338,7 +357,7 @@ void run_call(CudaKernelState& state, const XLA_FFI_CallFrame& frame) {
 
 void CudaKernelState::execute(XLA_FFI_CallFrame* frame) {
   CudaKernelState& state = StateOf<CudaKernelState>::get(*frame);
-  settled_on_device(*frame, state.poison_on_error, state.site->callee(),
+  settled_on_device(*frame, state.poison_on_error, state.callee(),
                     [&] { run_call(state, *frame); });
 }
 

@@ -159,15 +159,19 @@ def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[li
     if match := _ARCHITECTURE.match(option):
       return [], 0 if "compute_" in option else int(match[1])
   known = used.nvrtc.architectures
-  if capability in known:  # a choice: machine code, or PTX for the driver to compile
-    output = os.environ.get(variable := "CALLGATE_NVRTC_OUTPUT", "").strip() or "cubin"
-    if output not in ("cubin", "ptx"):
-      expected = "expected 'cubin' or 'ptx'"
-      raise CompileError(f"environment variable {variable}: {expected}, got {output!r}")
-    if output == "cubin":
-      return [f"--gpu-architecture=sm_{capability}"], capability
+  if capability in known and makes_machine_code():
+    return [f"--gpu-architecture=sm_{capability}"], capability
   older = [each for each in known if each <= (capability or max(_LOWEST, known[0]))]
   return [f"--gpu-architecture=compute_{max(older, default=known[0])}"], 0
+
+
+def makes_machine_code() -> bool:
+  """Whether devices that are there get machine code; else PTX, which the driver compiles."""
+  output = os.environ.get(variable := "CALLGATE_NVRTC_OUTPUT", "").strip() or "cubin"
+  if output not in ("cubin", "ptx"):
+    expected = "expected 'cubin' or 'ptx'"
+    raise CompileError(f"environment variable {variable}: {expected}, got {output!r}")
+  return output == "cubin"
 
 
 def _compile(

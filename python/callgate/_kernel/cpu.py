@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,7 @@ class CpuKernel(Kernel):
           user_data=function.user_data,
           thread_safe=self.thread_safe,
           repeatable=self.effect == "pure",
+          on_stream=function.on_stream,
           keep=function.keep,
           turn=None if self.thread_safe else self.turn(function),
         )
@@ -103,17 +104,25 @@ class CpuKernel(Kernel):
     check_types(self, variant.parameters, site, operands, results)
     return variant
 
-  def backend(self, platform: str) -> Backend:
-    return self._emission if platform == "cpu" else super().backend(platform)
+  def held(
+    self, variant: Variant, operands: Sequence[Any], results: Sequence[Any], static: Static,
+    form: Callable[..., Any],
+  ) -> dict[str, Any]:  # fmt: skip
+    """The static values that a call of the variant holds, in a form that `static_values` has."""
+    return variant.held(static, form)
 
-  def _emission(self, call: Call) -> Emission:
+  def backend(self, platform: str) -> Backend:
+    return self.emission if platform == "cpu" else super().backend(platform)
+
+  def emission(self, call: Call) -> Emission:
+    """What a program holds of a call."""
     if self.vmap == "grid" and call.whole is not None:  # its lanes are looped over here
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
     core, results = launch.lane(call.operands, call.results, [mask for _, mask in call.levels])
     variant = self.checked(call.site, core, results)
     groups = np.array(variant.groups(len(core), len(results)), np.int64)
     attributes: dict[str, Any] = {"signature": variant.callee.signature, "groups": groups}
-    if held := variant.held(call.site.static, static_values.for_program):
+    if held := self.held(variant, core, results, call.site.static, static_values.for_program):
       attributes["attributes"] = held
     return Emission(variant.callee, targets.KERNEL_TARGET, attributes, call)
 
@@ -121,7 +130,7 @@ class CpuKernel(Kernel):
     operands, results = jax.tree.leaves(args), jax.tree.leaves(out)
     values = tuple(sorted(static.items()))
     variant = self.variant(self.types_of(operands, results, values))
-    held = variant.held(values, static_values.for_runtime)
+    held = self.held(variant, operands, results, values, static_values.for_runtime)
     arrays = [np.ascontiguousarray(x).reshape(np.shape(x)) for x in operands]
     try:
       variant.callee.call(arrays, results, variant.groups(len(arrays), len(results)), held)

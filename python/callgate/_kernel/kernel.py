@@ -62,8 +62,8 @@ class BenchmarkResult:
 class Kernel(Operation[P, R]):
   """A native function as a JAX function; called like any JAX function.
 
-  Made by `callgate.cpp`, `callgate.cuda`, `callgate.library`, `callgate.cfunc`, `callgate.numba`
-  and `callgate.elementwise`.
+  Made by `callgate.cpp`, `callgate.cuda`, `callgate.library`, `callgate.cfunc`, `callgate.numba`,
+  `callgate.elementwise` and `callgate.kernel`.
 
   A call takes arrays (or Python scalars, which take the parameter's dtype), in the order of the
   parameters, and a sequence of arrays for a variadic one. Static values have their place, too; both
@@ -150,19 +150,27 @@ class Kernel(Operation[P, R]):
 
     `lanes` are masks of the batch levels that the runtime loops over, outermost first.
     """
-    part, about, batch = self.cuda, json.loads(held["tiles"]), None
+    part = self.cuda
     assert part is not None  # which made the call
-    if about["grid"]:
-      batch, lanes = results[0][0][len(lanes)], [*lanes, "1" * len(operands)]
-    tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
-    types = launch.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
-    static = {name: from_json(value) for name, value in about["static"].items()}
-    call = launch.CudaCall(*types, static, batch, launch.capabilities(part))
+    call = self.tile(part, held, lanes, operands, results)
     plan = launch.planned(self, part, call)
     held["plan"] = launch.encode(self.label, plan)
     held["name"] = launch.variant(self, part, plan.key, plan.images).name
     # What not all devices run reads its number, and no graph may.
     return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target
+
+  def tile(
+    self, part: launch.CudaPart, held: dict[str, Any], lanes: Sequence[str], operands: Types,
+    results: Types,
+  ) -> launch.CudaCall:  # fmt: skip
+    """One lane of a call on a tile, from what the call holds."""
+    about, batch = json.loads(held["tiles"]), None
+    if about["grid"]:
+      batch, lanes = results[0][0][len(lanes)], [*lanes, "1" * len(operands)]
+    tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
+    types = launch.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
+    static = {name: from_json(value) for name, value in about["static"].items()}
+    return launch.CudaCall(*types, static, batch, launch.capabilities(part))
 
   def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
     return "broadcast" if self.vmap == "grid" else self.vmap

@@ -249,12 +249,16 @@ def emission(kernel: Callee, part: CudaPart, call: Call) -> Emission:
   plan = planned(kernel, part, CudaCall(*types, static, batch, capabilities(part)))
   attributes: dict[str, Any] = {"plan": encode(kernel.label, plan)}
   if call.devices > 1:  # what `Kernel.retile` has to know beside shapes
-    held = {k: _encoded(kernel.label, k, v) for k, v in sorted(static.items())}
-    about = {"grid": batch is not None, "static": held}
-    attributes["tiles"] = json.dumps(about, separators=(",", ":"))
+    attributes["tiles"] = tiles(kernel.label, static, grid=batch is not None)
   # Calls with scratch memory are not captured in graphs, whose replays would not have it.
   target = targets.KERNEL_SCRATCH_TARGET if plan.scratch else targets.KERNEL_TARGET
   return Emission(variant(kernel, part, plan.key, plan.images), target, attributes, call)
+
+
+def tiles(label: str, static: Mapping[str, Any], *, grid: bool = False) -> str:
+  """What a call holds for the plans of its tiles, beside their shapes."""
+  held = {name: _encoded(label, name, value) for name, value in sorted(static.items())}
+  return json.dumps({"grid": grid, "static": held}, separators=(",", ":"))
 
 
 def planned(kernel: Callee, part: CudaPart, call: CudaCall) -> Plan:

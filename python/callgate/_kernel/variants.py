@@ -86,6 +86,7 @@ class Function(NamedTuple):
   parameters: tuple[Parameter, ...]
   keep: Any = None  # what keeps it loaded
   user_data: int = 0  # an address that its context hands out
+  on_stream: bool = False  # it takes a GPU's arrays, too, and works on XLA's stream
 
   @classmethod
   def built(cls, library: Path, loaded: ctypes.CDLL) -> Function:

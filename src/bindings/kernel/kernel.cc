@@ -76,10 +76,12 @@ void defer_kernel_failure(const Error& error) {
 void make_kernel(KernelHandle* self, const std::string& name, std::uintptr_t function,
                  const std::vector<std::tuple<int, int, int>>& parameters,
                  std::vector<std::string> names, std::uintptr_t user_data, bool thread_safe,
-                 bool repeatable, nb::object keep, std::shared_ptr<KernelTurn> turn) {
+                 bool repeatable, bool on_stream, nb::object keep,
+                 std::shared_ptr<KernelTurn> turn) {
   auto* code = reinterpret_cast<callgate_function>(function);
   auto* data = reinterpret_cast<void*>(user_data);
-  KernelInfo info{name, code, data, {}, std::move(names), thread_safe, repeatable, std::move(turn)};
+  KernelInfo info{name,       code,      data,           {}, std::move(names), thread_safe,
+                  repeatable, on_stream, std::move(turn)};
   for (auto [kind, dtype, rank] : parameters) info.parameters.push_back({kind, dtype, rank});
   std::shared_ptr<void> held;
   if (!keep.is_none()) held = late(std::move(keep));
@@ -165,7 +167,7 @@ void bind_kernel(nb::module_& module) {
       .def("__init__", &make_kernel, nb::arg("name"), nb::arg("function"), nb::arg("parameters"),
            nb::arg("names"), nb::kw_only(), nb::arg("user_data") = 0,
            nb::arg("thread_safe") = false, nb::arg("repeatable") = false,
-           nb::arg("keep") = nb::none(), nb::arg("turn") = nb::none())
+           nb::arg("on_stream") = false, nb::arg("keep") = nb::none(), nb::arg("turn") = nb::none())
       .def_prop_ro("signature",
                    [](const KernelHandle& kernel) { return signature(kernel.callee->info()); })
       .def("call", &call, nb::arg("operands"), nb::arg("results"), nb::arg("groups"),

@@ -45,6 +45,7 @@ namespace nb = nanobind;
 void bind_buffer(nb::module_& module);       // `Buffer`
 void bind_upload(nb::module_& module);       // `Upload`: an item of a feed on its way to a GPU
 void bind_gate(nb::module_& module);         // `Callee`, `Check`, `Context`, what watches calls
+void bind_peers(nb::module_& module);        // `TvmFunction`, `PackedKernel`
 void bind_kernel(nb::module_& module);       // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
 void bind_channel(nb::module_& module);      // `Consumer`, `Channel`, `Tap`: before the next three
 void bind_py_consumer(nb::module_& module);  // `python_consumer`

@@ -1,0 +1,1 @@
+"""Kernels of other libraries with interfaces of their own: tvm_ffi and Warp."""

@@ -1,0 +1,86 @@
+"""`callgate.kernel`: kernels from what other libraries have compiled, by what they are."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from callgate._core import factories, registry
+from callgate._core import options as check
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel.kernel import Kernel
+from callgate._kernel.peers import options as _options
+from callgate._kernel.peers.options import PeerOptions
+from callgate._kernel.peers.tvm_ffi import TvmFfiKernel
+from callgate._kernel.peers.warp import WarpKernel
+
+# Who takes the kernels of other libraries, by the module of their types.
+_OTHERS = {
+  "triton": "callgate.triton", "numba": "callgate.numba_cuda or callgate.numba",
+  "cupy": "callgate.cupy", "ctypes": "callgate.cfunc",
+}  # fmt: skip
+
+
+@factories.of_one(PeerOptions)
+def kernel(function: Any, /, *, options: PeerOptions) -> Kernel:
+  """Makes a JAX function of a function of tvm_ffi or a kernel of Warp: no Python at run time.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+  import warp as wp
+
+  @wp.kernel
+  def scale(x: wp.array(dtype=float), a: float, y: wp.array(dtype=float)):
+    i = wp.tid()
+    y[i] = a * x[i]
+
+  run = cg.kernel(scale, out=lambda x, a: x, like=lambda x, a: a * x)
+  # jax.jit(jax.grad(lambda x: run(x, 2.0).sum()))(jnp.ones(3))
+  ```
+
+  - A `tvm_ffi.Function` is called with DLPack tensors over XLA's memory, contiguous: those of the
+    call's arrays, then those of the results, which it writes (`arg_spec` says it otherwise). It
+    returns nothing, and must not write to its operands or keep them. In programs for CUDA the
+    tensors are the device's, and XLA's stream is the one that tvm_ffi gives the function.
+  - A `warp.Kernel`: arrays are operands and results, of one memory for `inouts`; a number is fixed
+    when the program is traced. An array of vectors or matrices has their extents as its last ones:
+    `wp.array(dtype=wp.vec3)` is float32[n, 3]. Warp compiles for the CPU, and for CUDA.
+
+  Args:
+    function: a `tvm_ffi.Function`, or a kernel of `@wp.kernel` without generic types.
+
+  Returns:
+    A `Kernel`.
+
+  Raises:
+    CompileError: Warp refuses the kernel; when a call is lowered.
+    GateDefinitionError: an argument is wrong, or the installed version of the library is another
+      than callgate knows.
+  """
+  name = check.name("kernel", options.name)
+  label = f"kernel '{name}'" if name else "callgate.kernel"
+  for module, kind, made, other in (
+    ("tvm_ffi", "Function", TvmFfiKernel, _options.WARP),
+    ("warp", "Kernel", WarpKernel, _options.TVM_FFI),
+  ):
+    # Whoever has an object of a library has imported it.
+    library = sys.modules.get(module)
+    if library is None or not isinstance(function, getattr(library, kind)):
+      continue
+    default = PeerOptions()
+    if given := [n for n in other if getattr(options, n) is not getattr(default, n)]:
+      raise GateDefinitionError(
+        f"{label}: expected none of {', '.join(given)} for a {module}.{kind}"
+      )
+    if options.vmap == "grid":
+      expected = "'each', 'whole', 'broadcast' or a rule"
+      check.refuse(label, "vmap", f"{expected} for a {module}.{kind}", options.vmap)
+    own = getattr(function, "key", module).rpartition(".")[2]
+    return made(name or registry.free_name(f"{registry.caller_module()}.{own}"), function, options)
+  kind = type(function)
+  taker = _OTHERS.get(kind.__module__.partition(".")[0])
+  hint = f"; {taker} takes those" if taker else ""
+  got = f"{kind.__module__}.{kind.__qualname__}"
+  raise GateDefinitionError(
+    f"{label}: expected a tvm_ffi.Function or a warp.Kernel, got {got}{hint}"
+  )

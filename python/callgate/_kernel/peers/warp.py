@@ -1,0 +1,218 @@
+"""Kernels of Warp, for the CPU and for CUDA: compiled by Warp, called and launched by callgate.
+
+What a call's arguments are is worked out when it is lowered, for the shapes of its arrays: for CUDA
+as a launch plan, and for the CPU as a block of bytes in the same form (src/core/packed_kernel.h).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate import _callgate
+from callgate._build.nvrtc import Image
+from callgate._call.site import Call, CallSite, Emission
+from callgate._core import options as check
+from callgate._core import registry, static_values
+from callgate._core.encoding import is_open
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel import launch
+from callgate._kernel.cpu import CpuKernel
+from callgate._kernel.cuda.kernel import evaluated
+from callgate._kernel.kernel import Types
+from callgate._kernel.parameters import (
+  OPERANDS,
+  RESULTS,
+  Kind,
+  Parameter,
+  check_types,
+  refuse_packed,
+)
+from callgate._kernel.peers.options import PeerOptions
+from callgate._kernel.variants import CallTypes, Function, Static, Variant
+
+# The parameter that a program's calls on the CPU have beside the user's; no name of Python's.
+_BLOCK = Parameter("callgate.block", Kind.NUMBERS, np.dtype(np.uint8), 1)
+
+
+class WarpKernel(CpuKernel, launch.CudaPart):
+  """A kernel of Warp; see `callgate.kernel`."""
+
+  def __init__(self, name: str, kernel: Any, options: PeerOptions) -> None:
+    from callgate._kernel.peers import warp_compile as compiler  # Warp may be missing
+
+    label = f"kernel '{name}'"
+    self.function, self._compiler = kernel, compiler
+    self._declared = compiler.arguments(label, kernel)
+    self._dim, self.arch = options.dim, launch.parse_arch(label, options.arch)
+    signature = self._signature(label, options)
+    count = sum(p.kind in RESULTS for p in signature)
+    self._zeroed = check.positions(label, "zeroed", options.zeroed)
+    if any(position >= count for position in self._zeroed):
+      check.refuse(label, "zeroed", f"flat positions of the {count} results", options.zeroed)
+    super().__init__(name, signature, options)
+    self.cuda = self
+
+  def _signature(self, label: str, options: PeerOptions) -> list[Parameter]:
+    arrays = [a.name for a in self._declared if a.is_array]
+    inouts = options.names(label, "inouts")
+    last = () if inouts else (self._declared[-1].name,)
+    outputs = last if options.outputs is None else options.names(label, "outputs")
+    for option, names in (("outputs", outputs), ("inouts", inouts)):
+      for each in names:
+        if each not in arrays:
+          expected = f"names of parameters that are arrays ({', '.join(arrays)})"
+          check.refuse(label, option, expected, each)
+    if both := sorted({*outputs} & {*inouts}):
+      fault = f"expected '{both[0]}' in one of outputs and inouts, got both"
+      raise GateDefinitionError(f"{label}: {fault}")
+    if options.aliases:
+      hint = "inouts names the parameters that are an operand and a result"
+      check.refuse(label, "aliases", f"none: {hint}", options.aliases)
+
+    def kind(name: str) -> Kind:
+      return Kind.OUT if name in outputs else Kind.INOUT if name in inouts else Kind.IN
+
+    return [
+      Parameter(a.name, kind(a.name), a.dtype, a.rank + len(a.inner)) if a.is_array
+      else Parameter(a.name, Kind.NUMBER, a.dtype, 0)
+      for a in self._declared
+    ]  # fmt: skip
+
+  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
+    refuse_packed(self.label, structs, results)
+    signature = self.signature or ()
+    check_types(self, signature, site, structs, results)
+    for side, kinds, arrays in (("argument", OPERANDS, structs), ("result", RESULTS, results)):
+      inner = [a.inner for a, p in zip(self._declared, signature, strict=True) if p.kind in kinds]
+      for index, (wanted, array) in enumerate(zip(inner, arrays, strict=True)):
+        if wanted and tuple(array.shape[-len(wanted) :]) != wanted:
+          what = registry.of(self.name, site.spec, side, index)
+          expected = f"expected {wanted} as its last extents, for Warp's elements"
+          raise GateDefinitionError(f"{self.label}: {what}: {expected}, got {array.shape}")
+
+  # -- one call's arguments ----------------------------------------------------------------------
+  def _parameters(self, call: launch.CudaCall, extents: Sequence[int]) -> list[launch.Parameter]:
+    """The launch's extents, and the kernel's arguments, in its order."""
+    compiler, at = self._compiler, {"operand": 0, "result": 0}
+    found = [compiler.bounds(self.function, extents)]
+    for declared, parameter in zip(self._declared, self.signature or (), strict=True):
+      if parameter.kind is Kind.NUMBER:
+        found.append(launch.Parameter.scalar(call.static[parameter.name], parameter.dtype))
+        continue
+      place: tuple[launch.Of, int] | None = None
+      shape: tuple[int, ...] = ()
+      if parameter.kind in OPERANDS:
+        place, shape = ("operand", at["operand"]), call.operands[at["operand"]].shape
+        at["operand"] += 1
+      if parameter.kind in RESULTS:
+        place, shape = ("result", at["result"]), call.results[at["result"]].shape
+        at["result"] += 1
+      assert place is not None
+      found.append(compiler.array(self.label, declared, shape[: declared.rank], *place))
+    return found
+
+  def _extents(self, call: launch.CudaCall) -> tuple[int, ...]:
+    if self._dim is None:
+      ranks = [
+        [
+          d.rank
+          for d, p in zip(self._declared, self.signature or (), strict=True)
+          if p.kind in side
+        ]
+        for side in (OPERANDS, RESULTS)
+      ]
+      first = (call.operands or call.results)[0]
+      return first.shape[: (ranks[0] or ranks[1])[0]]
+    given: Any = evaluated(self.label, "dim", self._dim, call)
+    extents = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    if not 1 <= len(extents) <= 4 or not all(launch.is_int(n) and n >= 0 for n in extents):
+      check.refuse(self.label, "dim", "an int or a tuple of up to four, none negative", given)
+    return tuple(map(int, extents))
+
+  def _block(
+    self, call: launch.CudaCall, extents: Sequence[int]
+  ) -> tuple[np.ndarray[Any, Any], int, list[Any]]:
+    """Both structs of a call on the CPU, where the second begins, and where addresses go."""
+    bounds, *arguments = self._parameters(call, extents)
+    block = bounds.data + bytes(-len(bounds.data) % 16)
+    second, addresses = len(block), list[Any]()
+    for declared, parameter in zip(self._declared, arguments, strict=True):
+      block += bytes(-(len(block) - second) % declared.alignment)
+      for address in parameter.addresses:
+        addresses.append((len(block) + address.offset, address.of == "result", address.index))
+      block += parameter.data
+    return np.frombuffer(block, np.uint8), second, addresses
+
+  # -- for the CPU -------------------------------------------------------------------------------
+  def compile(self, types: CallTypes, key: str) -> Function:
+    signature = self.signature or ()
+    sides = [
+      tuple(jax.ShapeDtypeStruct((0,) * p.rank, p.dtype) for p in signature if p.kind in side)
+      for side in (OPERANDS, RESULTS)
+    ]
+    static = {p.name: 0 for p in signature if p.kind is Kind.NUMBER}
+    # Where things lie does not depend on shapes, which an option `dim` may.
+    block, second, addresses = self._block(launch.CudaCall(sides[0], sides[1], static), (0,))
+    address, loaded = self._compiler.load(self.label, self.function)
+    made = _callgate.PackedKernel(
+      address, second=second, bytes=len(block), addresses=addresses, zeroed=list(self._zeroed)
+    )
+    parameters = (*(p for p in signature if p.kind is not Kind.NUMBER), _BLOCK)
+    return Function(made.address, parameters, (made, loaded), made.user_data)
+
+  def held(
+    self, variant: Variant, operands: Sequence[Any], results: Sequence[Any], static: Static,
+    form: Callable[..., Any],
+  ) -> dict[str, Any]:  # fmt: skip
+    sides = [
+      tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs) for xs in (operands, results)
+    ]
+    for shape in (struct.shape for side in sides for struct in side):
+      if any(map(is_open, shape)):
+        fault = f"its launch depends on shapes: expected known extents, got {shape}"
+        raise GateDefinitionError(f"{self.label}: {fault}")
+    values = {name: static_values.thaw(value) for name, value in static}
+    call = launch.CudaCall(sides[0], sides[1], values)
+    return {_BLOCK.name: form(self._block(call, self._extents(call))[0])}
+
+  def emission(self, call: Call) -> Emission:
+    made = super().emission(call)
+    if call.devices > 1:  # what `retile` has to know beside shapes
+      static = {name: static_values.thaw(value) for name, value in call.site.static}
+      held = {**made.attributes, "tiles": launch.tiles(self.label, static)}
+      made = dataclasses.replace(made, attributes=held)
+    return made
+
+  def retile(
+    self, held: dict[str, Any], lanes: Sequence[str], operands: Types, results: Types, target: str
+  ) -> str:
+    if "plan" in held:  # for CUDA
+      return super().retile(held, lanes, operands, results, target)
+    call = self.tile(self, held, lanes, operands, results)
+    held["attributes"] = {_BLOCK.name: self._block(call, self._extents(call))[0]}
+    return target
+
+  # -- for CUDA ----------------------------------------------------------------------------------
+  def plan(self, call: launch.CudaCall) -> launch.Plan:
+    compiler, extents = self._compiler, self._extents(call)
+    parameters = tuple(self._parameters(call, extents))
+    built = compiler.compile_for(self.label, self.function, call.capabilities)
+    grid, block = compiler.grid(self.function, math.prod(extents))
+    for sizes in (b.sizes for b in built if b.sizes is not None):
+      if sizes != (have := [len(p.data) for p in parameters]):
+        fault = f"expected that Warp makes a kernel with parameters of {have} bytes, got {sizes}"
+        raise GateDefinitionError(f"{self.label}: {fault}; callgate doesn't know this Warp")
+    launched = launch.Launch(built[0].entry, grid, block, parameters, max(b.shared for b in built))
+    images = tuple(b.image for b in built)
+    return launch.Plan(built[0].entry, images, (launched,), zeroed=self._zeroed)
+
+  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
+    built = self._compiler.compile_for(self.label, self.function, capabilities)
+    return tuple(b.image for b in built) if built[0].entry == key else None
