@@ -181,14 +181,14 @@ def compile_objects(target: str) -> None:
   if chain.system == "Darwin":  # NumPy's headers are those of this machine, where it has endian.h
     (chain.folder / "endian.h").write_text("#include <machine/endian.h>\n")
     third_party.append(chain.folder)
-  command = [str(chain.folder / "c++"), "-std=c++20", "-O1", "-fvisibility=hidden", "-include"]
+  command = [str(chain.folder / "c++"), "-std=c++20", "-O0", "-fvisibility=hidden", "-include"]
   command += ["cstdio", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-c"]
   command += ["-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION", '-DCALLGATE_VERSION="0"']
   command += [f"-I{ROOT / name}" for name in ("src", "include")]
   command += [f"-isystem{path}" for path in third_party]
 
   def compile_one(source: Path) -> str:
-    made = chain.folder / f"{source.stem}.o"
+    made = chain.folder / "-".join(source.relative_to(ROOT).with_suffix(".o").parts)
     done = subprocess.run([*command, str(source), "-o", str(made)], capture_output=True, text=True)
     return done.stderr if done.returncode else ""
 
