@@ -6,6 +6,8 @@
 #   make soak      everything long: many examples of each property, slow tests, repeated threads
 #   make fuzz      looks for bytes that break what reads them: FUZZ_SECONDS for each target
 #   make examples  the tests of the examples and of the documentation's code
+#   make portable-wheel TARGET=aarch64-linux
+#                  a wheel for manylinux_2_28, by zig's compiler; make portable-check compiles for macOS
 #   make lint      formats, lints, types, layers
 #   make bench     benchmarks against the peers
 #   make docs      the documentation site, into site/
@@ -57,7 +59,7 @@ SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not
   2>/dev/null)
 
 .PHONY: help ecosystem demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
-  lint-python lint-types lint-cpp format bench docs wheel matrix jax-suites gpu-test gpu-bench \
+  lint-python lint-types lint-cpp format bench docs wheel portable-wheel portable-check matrix jax-suites gpu-test gpu-bench \
   virtual-gpu-test virtual-gpu-quick \
   asan-python system-packages clean
 
@@ -262,6 +264,25 @@ WHEEL_DIR ?= dist
 wheel: $(PY)
 	$(PIP) wheel --no-deps -w $(WHEEL_DIR) .
 	@ls $(WHEEL_DIR)
+
+# By tools/portable.py, in an environment of Python 3.12 or newer. A wheel for another processor
+# takes its stub from the installed package.
+TARGET ?= x86_64-linux
+$(VENV)/.stamp-portable: $(VENV)/.stamp-build build/xla-headers/jaxlib-version
+	$(INSTALL) ziglang auditwheel abi3audit wheel
+	touch $@
+
+portable-wheel portable-check: VENV := .venv-portable
+portable-wheel portable-check: PYTHON := $(shell sh tools/find_python.sh --newest)
+portable-wheel:
+	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-portable \
+	  $(if $(filter x86_64-linux,$(TARGET)),,$(VENV)/.stamp-package)
+	$(VENV)/bin/python tools/portable.py wheel $(TARGET) --out $(WHEEL_DIR)
+	$(VENV)/bin/abi3audit --strict --report $(WHEEL_DIR)/callgate-*-abi3-*$(firstword $(subst -, ,$(TARGET))).whl
+
+portable-check:
+	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-portable
+	$(VENV)/bin/python tools/portable.py objects aarch64-macos
 
 # --- checks ------------------------------------------------------------------------------------
 

@@ -49,9 +49,12 @@ inline std::uint32_t crc32c_tables(std::uint32_t crc, const unsigned char* data,
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
-__attribute__((target("sse4.2"))) inline std::uint32_t crc32c_sse(std::uint32_t crc,
-                                                                  const unsigned char* data,
-                                                                  std::size_t size) {
+#ifdef __clang__
+__attribute__((target("sse4.2,crc32")))  // to clang a feature of its own
+#else
+__attribute__((target("sse4.2")))
+#endif
+inline std::uint32_t crc32c_sse(std::uint32_t crc, const unsigned char* data, std::size_t size) {
   std::uint64_t wide = crc;
   for (; size >= 8; size -= 8, data += 8) {
     std::uint64_t word = 0;

@@ -27,6 +27,7 @@
 #include "core/call.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
+#include "core/system.h"
 #include "core/threads.h"
 #include "cuda/completions.h"
 #include "cuda/device.h"
@@ -181,7 +182,7 @@ void bind_process(nb::module_& module) {
       [] {  // once
         immortal<ExitWatch>().process = getpid();
         immortal<ExitWatch>().sent_before = sent_by_channel();
-        on_exit(&at_process_end, nullptr);
+        call_at_end(&at_process_end);
       },
       "What is tapped from now on is reported as too late.");
   module.def("fail_exit",

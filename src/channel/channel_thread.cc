@@ -1,6 +1,4 @@
 // What a channel's own thread does: take records, call the consumers, serve flushes, rest.
-#include <pthread.h>
-
 #include <algorithm>
 #include <new>
 #include <set>
@@ -8,6 +6,7 @@
 #include "channel/channel.h"
 #include "core/error.h"
 #include "core/lifecycle.h"
+#include "core/system.h"
 
 namespace callgate {
 namespace {
@@ -42,8 +41,7 @@ thread_local const Batch* t_lender = nullptr;
 void Channel::run() {
   thread_id_.store(std::this_thread::get_id(), std::memory_order_relaxed);  // see on_own_thread()
   delivers_here_ = true;
-  insist(
-      [&] { pthread_setname_np(pthread_self(), ("cg:" + options_.name).substr(0, 15).c_str()); });
+  insist([&] { name_thread(("cg:" + options_.name).substr(0, 15).c_str()); });
   while (inherited_ != nullptr && deliver_from(inherited_->store_)) {
   }
   inherited_.reset();

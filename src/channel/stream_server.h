@@ -11,7 +11,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -35,6 +34,7 @@
 #include "channel/sinks/file.h"
 #include "channel/stream_address.h"
 #include "core/lifetime.h"
+#include "core/system.h"
 
 namespace callgate {
 
@@ -142,9 +142,7 @@ class StreamServer : Immovable {
 
   // The thread's, all that follow.
   void serve() {
-#ifdef __linux__
-    pthread_setname_np(pthread_self(), "callgate-serve");
-#endif
+    name_thread("callgate-serve");
     while (serve_once()) {
     }
     std::lock_guard lock(mutex_);

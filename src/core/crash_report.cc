@@ -184,7 +184,7 @@ bool is_ours(const struct sigaction& action) noexcept {
 bool is_passed_back(int number) noexcept {
   struct sigaction now{};
   sigset_t pending;
-  return ::sigpending(&pending) == 0 && ::sigismember(&pending, number) == 1 &&
+  return ::sigpending(&pending) == 0 && sigismember(&pending, number) == 1 &&
          ::sigaction(number, nullptr, &now) == 0 && is_ours(now);
 }
 
@@ -211,13 +211,16 @@ struct SignalStack {
     if (::sigaltstack(nullptr, &now) != 0 || (now.ss_flags & SS_DISABLE) == 0) return;
     constexpr std::size_t kBytes = std::size_t{64} << 10;
     memory = std::malloc(kBytes);
-    stack_t ours{.ss_sp = memory, .ss_flags = 0, .ss_size = kBytes};
+    stack_t ours{};
+    ours.ss_sp = memory;
+    ours.ss_size = kBytes;
     if (memory != nullptr) ::sigaltstack(&ours, nullptr);
   }
   ~SignalStack() {
     stack_t now{};
     if (memory == nullptr || ::sigaltstack(nullptr, &now) != 0) return;
-    stack_t none{.ss_sp = nullptr, .ss_flags = SS_DISABLE, .ss_size = 0};
+    stack_t none{};
+    none.ss_flags = SS_DISABLE;
     if (now.ss_sp == memory) ::sigaltstack(&none, nullptr);
     std::free(memory);
   }

@@ -2,8 +2,6 @@
 // run callbacks for `thread="own"`. Threads are named, and joined by stop().
 #pragma once
 
-#include <pthread.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -24,6 +22,7 @@
 #include "core/call.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
+#include "core/system.h"
 
 namespace callgate {
 
@@ -69,7 +68,7 @@ class Watchdog : Immovable {
 
  private:
   void watch(const std::stop_token& stop) {
-    pthread_setname_np(pthread_self(), "callgate-watch");
+    name_thread("callgate-watch");
     std::unique_lock lock(mutex_);
     while (!stop.stop_requested()) {
       if (!changed_.wait(lock, stop, [this] { return !actions_.empty(); })) return;
@@ -173,7 +172,7 @@ class WorkerPool : Immovable {
   static constexpr std::size_t kKeptThreads = 2;
 
   void work() {
-    pthread_setname_np(pthread_self(), name_);
+    name_thread(name_);
     std::unique_lock lock(mutex_);
     for (;;) {
       ++idle_;

@@ -1,9 +1,6 @@
 // What the host does when a stream has got so far, and what a stream waits for of the host.
 #pragma once
 
-#include <pthread.h>
-#include <sys/prctl.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -20,6 +17,7 @@
 #include <utility>
 
 #include "core/lifetime.h"
+#include "core/system.h"
 #include "cuda/device.h"
 #include "cuda/memory.h"
 
@@ -147,16 +145,15 @@ class Completions : Immovable {
     ++given_;
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { work(); });
-      std::string name = "cg-cuda-" + std::to_string(device_.ordinal());
-      pthread_setname_np(thread_.native_handle(), name.c_str());
     }
     changed_.notify_all();
     return true;
   }
 
   void work() {
+    name_thread(("cg-cuda-" + std::to_string(device_.ordinal())).c_str());
     driver().context_set_current(device_.context());  // for the tasks
-    prctl(PR_SET_TIMERSLACK, 10'000);                 // nanoseconds; pauses are short
+    pause_exactly();
     std::unique_lock lock(mutex_);
     for (;;) {
       pause(lock);

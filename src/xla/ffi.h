@@ -7,10 +7,6 @@
 // Python 3.14 does; the process is about to end.
 #pragma once
 
-#include <cxxabi.h>
-#include <pthread.h>
-#include <unistd.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -28,6 +24,7 @@
 #include "core/call.h"
 #include "core/error.h"
 #include "core/lifetime.h"
+#include "core/system.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace callgate::xla_ffi {
@@ -70,11 +67,9 @@ inline void check(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* fail
 template <typename Body, typename Failed>
 auto guarded(Body&& body, Failed&& failed) -> decltype(body()) {
   try {
-    return body();
+    return outliving_thread_exit(body);
   } catch (const Error& error) {
     return failed(error);
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
   } catch (const std::exception& error) {
     return failed(Error(ErrorCode::kInternal, error.what()));
   } catch (...) {
@@ -160,7 +155,7 @@ inline std::int64_t decode_device(const XLA_FFI_CallFrame& frame) noexcept {
 }
 
 inline CallContext decode_context(const XLA_FFI_CallFrame& frame) noexcept {
-  return {.device = decode_device(frame), .run = decode_run(frame), .thread = pthread_self()};
+  return {.device = decode_device(frame), .run = decode_run(frame), .thread = python_thread()};
 }
 
 // The stream that a GPU's program runs on. Throws Error where XLA has none.

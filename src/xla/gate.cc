@@ -1,7 +1,5 @@
 // Gates and taps, on the CPU and in programs for CUDA, where nothing waits for a device but what
 // says so. State and calls are plain C++; the callee alone knows about Python.
-#include <pthread.h>
-
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -63,7 +61,7 @@ struct OwnThreadCall final : WatchedCall {
 
   // A promise is settled whatever the site does.
   void run() override {
-    thread.store(pthread_self(), std::memory_order_relaxed);  // see watch_for_self_wait()
+    thread.store(python_thread(), std::memory_order_relaxed);  // see watch_for_self_wait()
     site->callee->enter_worker(/*of_device=*/false);
     ActiveCall active;
     auto body = [&] {

@@ -125,8 +125,8 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   out->ndim = view.rank;
   // The protocol's fields are not const; consumers do not write to them.
   if ((flags & PyBUF_FORMAT) != 0) out->format = const_cast<char*>(format);
-  if ((flags & PyBUF_ND) != 0) out->shape = buffer.dims.data();
-  if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES) out->strides = buffer.byte_strides.data();
+  if ((flags & PyBUF_ND) != 0) out->shape = as_numpy(buffer.dims.data());
+  if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES) out->strides = as_numpy(buffer.byte_strides.data());
   return 0;
 }
 
@@ -135,7 +135,7 @@ nb::object unpack(nb::handle self) {
   const Buffer& buffer = on_host(self, "unpack");
   const ArrayView& view = buffer.view;
   if (!is_packed(view.dtype)) return array(self, nb::none(), nb::bool_(true));
-  nb::object made = taken(PyArray_SimpleNew(view.rank, buffer.dims.data(), NPY_UINT8));
+  nb::object made = taken(PyArray_SimpleNew(view.rank, as_numpy(buffer.dims.data()), NPY_UINT8));
   auto* out = static_cast<unsigned char*>(data_of(made));
   const auto* in = static_cast<const unsigned char*>(view.data);
   const auto width = static_cast<unsigned>(bits(view.dtype));

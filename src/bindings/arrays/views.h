@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <type_traits>
 
 #include "bindings/python/gil.h"
 #include "core/array_view.h"
@@ -51,16 +52,27 @@ inline nb::tuple tuple_of(std::span<const std::int64_t> numbers) {
   return nb::tuple(list);
 }
 
+// Extents and strides as views have them, and as NumPy and Python do: 64 bits, but on macOS two
+// types.
+static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
+template <typename Extent>  // const or not
+auto* as_numpy(Extent* extents) noexcept {
+  using Theirs = std::conditional_t<std::is_const_v<Extent>, const npy_intp, npy_intp>;
+  return reinterpret_cast<Theirs*>(extents);
+}
+inline const std::int64_t* from_numpy(const npy_intp* extents) noexcept {
+  return reinterpret_cast<const std::int64_t*>(extents);
+}
+
 // NumPy's array by its address and type, whatever its strides are; nothing for other objects, and
 // for a dtype that JAX doesn't have.
 inline std::optional<ArrayView> known_view(nb::handle object) {
   if (!PyArray_Check(object.ptr())) return std::nullopt;
   auto* array = as_array(object);
-  static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
   for (std::size_t code = 0; code < kDTypeTableSize; ++code) {
     PyArray_Descr* known = descriptors[code];
     if (known != nullptr && PyArray_EquivTypes(known, PyArray_DESCR(array)) != 0)
-      return ArrayView{PyArray_DATA(array), PyArray_DIMS(array), PyArray_NDIM(array),
+      return ArrayView{PyArray_DATA(array), from_numpy(PyArray_DIMS(array)), PyArray_NDIM(array),
                        static_cast<DType>(code)};
   }
   return std::nullopt;
@@ -78,12 +90,12 @@ inline nb::object new_array(const ArrayView& view, void* data, int flags) {
               " packs several elements into a byte, so it has no zero-copy view; use "
               "arrays=\"buffer\" and Buffer.unpack() / Buffer.pack()");
   Py_INCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
-  return taken(PyArray_NewFromDescr(&PyArray_Type, descr, view.rank, view.dims, nullptr, data,
-                                    flags, nullptr));
+  return taken(PyArray_NewFromDescr(&PyArray_Type, descr, view.rank, as_numpy(view.dims), nullptr,
+                                    data, flags, nullptr));
 }
 
 inline std::span<const std::int64_t> shape_of(PyArrayObject* array) {
-  return {PyArray_DIMS(array), static_cast<std::size_t>(PyArray_NDIM(array))};
+  return {from_numpy(PyArray_DIMS(array)), static_cast<std::size_t>(PyArray_NDIM(array))};
 }
 
 // XLA may give no memory to an empty array, where NumPy would take null to mean "allocate".

@@ -123,15 +123,15 @@ nb::tuple stacks_of(std::span<const Record> records, const std::vector<Row>& row
   auto add_stack = [&](const ArrayView& leaf) {
     std::vector<npy_intp> dims{static_cast<npy_intp>(rows.size())};
     dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
-    const ArrayView whole{leaf.data, dims.data(), leaf.rank + 1, leaf.dtype};
+    const ArrayView whole{leaf.data, from_numpy(dims.data()), leaf.rank + 1, leaf.dtype};
     PyArray_Descr* descr = descr_of(leaf.dtype);
     nb::object stack;
     if (lent && !is_packed(leaf.dtype)) {
       stack = own_array(whole, *records.front().source, lent);
     } else {
       Py_XINCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
-      stack = taken(PyArray_NewFromDescr(&PyArray_Type, descr, whole.rank, whole.dims, nullptr,
-                                         nullptr, 0, nullptr));
+      stack = taken(PyArray_NewFromDescr(&PyArray_Type, descr, whole.rank, as_numpy(whole.dims),
+                                         nullptr, nullptr, 0, nullptr));
     }
     next.push_back(static_cast<char*>(data_of(stack)));
     stacks.append(stack);

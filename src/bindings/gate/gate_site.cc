@@ -5,7 +5,6 @@
 // allocated, as the views of the last call are used again, and no lock is taken but the GIL.
 // Everything below `PyGateSite::run_counted` holds the GIL.
 #include <nanobind/stl/string.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -21,6 +20,7 @@
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
+#include "core/system.h"
 #include "core/threads.h"
 
 namespace callgate::bindings {
@@ -111,7 +111,7 @@ class PyGateSite final : public Site {
     callee_->counters.gil_wait_ns += gil_wait_ns;
     callee_->counters.python_ns += python_ns;
     if ((settings.recorded.load(std::memory_order_relaxed) & Settings::kTracing) == 0) return;
-    thread_local const std::int64_t thread = gettid();
+    thread_local const std::int64_t thread = thread_number();
     std::lock_guard lock(immortal<Trace>().mutex);
     immortal<Trace>().events.emplace_back(callee_->name(), thread, start_ns, gil_wait_ns,
                                           gil_wait_ns + python_ns);

@@ -19,10 +19,8 @@
 #ifndef CALLGATE_IMPORT_NUMPY
 #define NO_IMPORT_ARRAY
 #endif
-#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <numpy/arrayobject.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
@@ -36,6 +34,7 @@
 #include "core/call.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
+#include "core/system.h"
 
 namespace callgate::bindings {
 
@@ -58,10 +57,8 @@ void bind_progress(nb::module_& module);     // the board of bars, for the threa
 // would drop references, and release the GIL, without having it; so the thread stops here for good,
 // as in Python 3.14 (see also xla/ffi.h).
 template <typename Body>
-auto running_python(Body&& body) try {
-  return body();
-} catch (abi::__forced_unwind&) {
-  for (;;) pause();
+auto running_python(Body&& body) {
+  return outliving_thread_exit(body);
 }
 
 // Holds the GIL for its lifetime. Nests, also with a GIL held already.

@@ -39,6 +39,7 @@
 
 #include "core/error.h"
 #include "core/lifetime.h"
+#include "core/system.h"
 
 namespace callgate {
 
@@ -243,9 +244,12 @@ class File : Immovable {
 
   // False where another has a lock in the way; true where the file system has no locks.
   static bool lock_byte(int fd, off_t byte, short type) noexcept {
-    struct flock lock{
-        .l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1, .l_pid = 0};
-    while (fcntl(fd, F_OFD_SETLK, &lock) != 0)
+    struct flock lock{};  // its members have another order on each system
+    lock.l_type = type;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = byte;
+    lock.l_len = 1;
+    while (fcntl(fd, kSetFileLock, &lock) != 0)
       if (errno != EINTR) return errno != EAGAIN && errno != EACCES;
     return true;
   }

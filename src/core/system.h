@@ -1,0 +1,93 @@
+// What systems do in different ways: Linux with glibc and libstdc++, for which callgate is made;
+// Linux with libc++, as in wheels that a cross compiler builds; and macOS, for which the sources
+// compile, but where nothing has run. What one of them lacks is left out, or done as well as it
+// can be.
+#pragma once
+
+#include <cxxabi.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+
+#include <cstdint>
+#include <cstdlib>
+
+namespace callgate {
+
+// Names the running thread, in at most 15 characters.
+inline void name_thread(const char* name) noexcept {
+#ifdef __APPLE__
+  pthread_setname_np(name);
+#else
+  pthread_setname_np(pthread_self(), name);
+#endif
+}
+
+// The running thread's number, as the system's tools show it.
+inline std::int64_t thread_number() noexcept {
+#ifdef __APPLE__
+  std::uint64_t number = 0;
+  pthread_threadid_np(nullptr, &number);
+  return static_cast<std::int64_t>(number);
+#else
+  return gettid();
+#endif
+}
+
+// The running thread, as Python numbers it: threading.get_ident().
+inline unsigned long python_thread() noexcept {
+#ifdef __APPLE__
+  return reinterpret_cast<unsigned long>(pthread_self());
+#else
+  return pthread_self();
+#endif
+}
+
+// The running thread's short pauses end in time; by default the system may add 50 µs.
+inline void pause_exactly() noexcept {
+#ifdef __linux__
+  prctl(PR_SET_TIMERSLACK, 10'000);  // nanoseconds
+#endif
+}
+
+// Calls `at_end` with the exit status when the C library ends the process, once. macOS does not
+// tell the status: there it is 0.
+inline void call_at_end(void (*at_end)(int status, void*)) noexcept {
+#ifdef __APPLE__
+  static void (*call)(int, void*) = nullptr;
+  call = at_end;
+  atexit([] { call(0, nullptr); });
+#else
+  on_exit(at_end, nullptr);
+#endif
+}
+
+// The fcntl command that locks bytes of a file. Such locks belong to the open file; macOS has only
+// those of the process, under which two sinks of one process don't keep each other out.
+#ifdef __APPLE__
+inline constexpr int kSetFileLock = F_SETLK;
+#else
+inline constexpr int kSetFileLock = F_OFD_SETLK;
+#endif
+
+// Returns body(). Where glibc ends the thread meanwhile (pthread_exit, a forced unwind), the thread
+// stops here for good instead: destructors on its way would use what it no longer has.
+template <typename Body>
+auto outliving_thread_exit(Body&& body) -> decltype(body()) try {
+  return body();
+#ifdef __GLIBCXX__
+} catch (abi::__forced_unwind&) {
+  for (;;) pause();
+}
+#else
+  // libc++ has no name for it, nor a type of whatever C++ code has not thrown.
+} catch (...) {
+  if (abi::__cxa_current_exception_type() != nullptr) throw;
+  for (;;) pause();
+}
+#endif
+
+}  // namespace callgate
