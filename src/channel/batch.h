@@ -82,8 +82,8 @@ class SideMemory : Immovable {
   // Takes back a block that has been let go before: its reader kept it for longer.
   void recycle(char* block, std::size_t bytes) noexcept { keep(Memory(block), bytes, claimed()); }
 
-  // A share of the budget; false while less than that is left, see take(). A sender to the ring that
-  // is past its look may still take the room for its record besides.
+  // A share of the budget; false while less than that is left, see take(). A sender to the ring
+  // that is past its look may still take the room for its record besides.
   bool claim(std::size_t bytes, const auto& ring_used) noexcept {
     std::size_t before = claimed();
     do {

@@ -190,7 +190,8 @@ class TapSite final : public Site {
   bool is_payload(std::span<const ArrayView> leaves) const noexcept {
     const char* first = nullptr;
     for (std::size_t i = 0; i < leaves.size(); ++i) {
-      const char* start = static_cast<const char*>(leaves[i].data) - sender_.source->leaves[i].offset;
+      const char* start =
+          static_cast<const char*>(leaves[i].data) - sender_.source->leaves[i].offset;
       if (i != 0 && start != first) return false;
       first = start;
     }

@@ -61,19 +61,19 @@
      void** extra))
 
 // Functions that older drivers lack: null there.
-#define CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)                                                 \
-  X(stream_wait_value, "cuStreamWaitValue32_v2",                                            \
-    (Stream, DevicePointer, std::uint32_t value, unsigned flags))                           \
-  X(capture_info, "cuStreamGetCaptureInfo_v2",                                              \
-    (Stream, CaptureStatus*, std::uint64_t* id, Graph*, const GraphNode** dependencies,     \
-     std::size_t* count))                                                                   \
-  X(user_object_create, "cuUserObjectCreate",                                               \
-    (UserObject*, void* data, void (*destroy)(void*), unsigned references, unsigned flags)) \
-  X(user_object_release, "cuUserObjectRelease", (UserObject, unsigned references))          \
-  X(graph_retain_object, "cuGraphRetainUserObject",                                         \
-    (Graph, UserObject, unsigned references, unsigned flags))                               \
+#define CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)                                                    \
+  X(stream_wait_value, "cuStreamWaitValue32_v2",                                               \
+    (Stream, DevicePointer, std::uint32_t value, unsigned flags))                              \
+  X(capture_info, "cuStreamGetCaptureInfo_v2",                                                 \
+    (Stream, CaptureStatus*, std::uint64_t* id, Graph*, const GraphNode** dependencies,        \
+     std::size_t* count))                                                                      \
+  X(user_object_create, "cuUserObjectCreate",                                                  \
+    (UserObject*, void* data, void (*destroy)(void*), unsigned references, unsigned flags))    \
+  X(user_object_release, "cuUserObjectRelease", (UserObject, unsigned references))             \
+  X(graph_retain_object, "cuGraphRetainUserObject",                                            \
+    (Graph, UserObject, unsigned references, unsigned flags))                                  \
   X(launch_ex, "cuLaunchKernelEx", (const LaunchConfig*, Function, void** parameters, void**)) \
-  X(mem_host_register, "cuMemHostRegister_v2", (void*, std::size_t bytes, unsigned flags)) \
+  X(mem_host_register, "cuMemHostRegister_v2", (void*, std::size_t bytes, unsigned flags))     \
   X(mem_host_unregister, "cuMemHostUnregister", (void*))
 
 namespace callgate::cuda {

@@ -48,7 +48,8 @@ class Pool : Immovable {
 
   // Of a size class. Throws Error where there is none. 0 where more than `most` would be in use,
   // and where the driver registers no memory of the process's own.
-  DevicePointer take(std::size_t bytes, std::size_t most = std::numeric_limits<std::size_t>::max()) {
+  DevicePointer take(std::size_t bytes,
+                     std::size_t most = std::numeric_limits<std::size_t>::max()) {
     DevicePointer block = 0;
     std::unique_lock lock(mutex_);
     if (in_use_ + bytes > most) return 0;
@@ -160,8 +161,10 @@ class Pool : Immovable {
       return;
     for (DevicePointer block : blocks) {
       auto* on_host = reinterpret_cast<void*>(block);
-      if (own_) free_own(on_host, bytes);
-      else device_ != nullptr ? cuda.mem_free(block) : cuda.mem_free_host(on_host);
+      if (own_)
+        free_own(on_host, bytes);
+      else
+        device_ != nullptr ? cuda.mem_free(block) : cuda.mem_free_host(on_host);
     }
     cuda.context_set_current(before);
   }

@@ -166,8 +166,10 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
   if (completions.ordered_by_streams())
     return cuda::given(call.stream, [&] {
       std::optional<cuda::StreamEvent> arrived;
-      if (large) arrived.emplace(copied->copies.fetch_aside(call.stream));
-      else copied->copies.fetch(call.stream);
+      if (large)
+        arrived.emplace(copied->copies.fetch_aside(call.stream));
+      else
+        copied->copies.fetch(call.stream);
       completions.in_turn(call.stream, std::move(arrived), run);
     });
   constexpr auto kAsking = cuda::Device::Waiting::kAsking;

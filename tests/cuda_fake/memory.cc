@@ -314,7 +314,8 @@ FAKECUDA_API Result cuMemHostUnregister(void* pointer) {
     auto found = live(world, address(pointer), "cuMemHostUnregister");
     if (found == nullptr || !found->pinned) return Result{713};
     if (found->pending > 0)
-      world.violation("cuMemHostUnregister: memory is given back while work that uses it is pending");
+      world.violation(
+          "cuMemHostUnregister: memory is given back while work that uses it is pending");
     else
       world.memory.erase(found->base);  // it is its owner's: the address may come again
     return Result::kSuccess;

@@ -40,7 +40,7 @@ def tap_target(avals: Sequence[Any]) -> str:
   """The target of a call that sends arrays of these types.
 
   What XLA records into a CUDA graph is copied by the program's own stream, and a replay waits until
-  the host has copied it once more. So large arrays stay out of graphs; see src/xla/cuda_deferred.cc.
+  the host has copied it once more. So large arrays stay out of graphs.
   """
   arrays = [x for x in avals if all(isinstance(extent, int) for extent in x.shape)]
   sent = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)

@@ -94,8 +94,10 @@ class Feed {
     std::array<std::int64_t, 1> dims{static_cast<std::int64_t>(bytes_)};
     ArrayView view{in->data(), dims.data(), 1, DType::kU8};
     const std::shared_ptr<void> memory = in;
-    return channel.send(Parcel{
-        .sender = sender_, .leaves = {&view, 1}, .context = {0, 7, nullptr, -1}, .memory = &memory});
+    return channel.send(Parcel{.sender = sender_,
+                               .leaves = {&view, 1},
+                               .context = {0, 7, nullptr, -1},
+                               .memory = &memory});
   }
 
   const Source& source() const { return *sender_.source; }

@@ -96,7 +96,7 @@ def test_large_arrays_are_the_consumers_to_keep_and_to_change() -> None:
   for _ in range(20):
     x = f(x)
   cg.barrier()
-  for i, value in enumerate(seen):
+  for value in seen:
     value["x"] += 100
     value["n"] += 200
   for i, value in enumerate(seen):
