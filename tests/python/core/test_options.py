@@ -26,6 +26,11 @@ import pytest
 
 import callgate as cg
 
+try:
+  import tvm_ffi
+except ImportError:
+  tvm_ffi = None
+
 X = jax.ShapeDtypeStruct((2,), np.float32)
 numbered = itertools.count()
 
@@ -122,8 +127,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 # The rest of what is public: kernels of libraries that other tests have, what takes no options or
 # is made by others, and errors.
+if tvm_ffi is not None:
+  taken = tvm_ffi.convert(lambda x, y: None)
+  CALLS["kernel"] = (cg.kernel, {"function": taken, "out": X, "name": NAME})
+
 ELSEWHERE = {
-  "cupy": "test_cuda_cupy", "numba_cuda": "test_cuda_numba", "triton": "test_cuda_triton",
+  "cupy": "test_cuda_cupy", "kernel": "test_tvm_ffi", "numba_cuda": "test_cuda_numba",
+  "triton": "test_cuda_triton",
 }  # fmt: skip
 TAKES_ANYTHING = {"call"}  # options of gate
 # Arguments that are the program's own data or code: whatever JAX takes.

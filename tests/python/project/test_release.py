@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -85,16 +86,43 @@ def test_the_licence_names_who_gives_it() -> None:
   assert re.search(rf"^   Copyright \d{{4}} {owner['name']}$", read("LICENSE"), re.MULTILINE)
 
 
-def test_licences_of_what_is_compiled_in_come_from_the_builds_packages(tmp_path: Path) -> None:
+def test_what_is_compiled_in_comes_from_the_builds_packages(tmp_path: Path) -> None:
   headers = ROOT / "build" / "xla-headers" / "include"
   if not headers.is_dir():
     pytest.skip("no XLA headers in build/xla-headers: tools/fetch_xla_headers.py brings them")
-  pytest.importorskip("nanobind")
-  text = tmp_path / "licenses.txt"
-  tool = ROOT / "tools" / "third_party_licenses.py"
-  subprocess.run([sys.executable, str(tool), str(headers), str(text)], check=True, timeout=60)
-  names = ("nanobind", "robin-map", "NumPy", "OpenXLA", "Redistribution and use", "MIT License")
-  assert [name for name in names if name not in text.read_text(encoding="utf-8")] == []
+  nanobind = pytest.importorskip("nanobind")
+  tool = ROOT / "tools" / "third_party.py"
+  command = [sys.executable, str(tool), "1.2.3", str(headers), str(tmp_path)]
+  subprocess.run(command, check=True, timeout=60)
+  text = (tmp_path / "licenses" / "THIRD_PARTY_LICENSES.txt").read_text(encoding="utf-8")
+  names = ("nanobind", "robin-map", "numpy", "OpenXLA", "Redistribution and use", "MIT License")
+  assert [name for name in names if name not in text] == []
+  sbom = json.loads((tmp_path / "sboms" / "callgate.cdx.json").read_text(encoding="utf-8"))
+  assert (sbom["bomFormat"], sbom["metadata"]["component"]["version"]) == ("CycloneDX", "1.2.3")
+  found = {part["name"]: part for part in sbom["components"]}
+  assert set(found) == {"nanobind", "robin-map", "numpy", "xla"}
+  assert found["nanobind"]["purl"] == f"pkg:pypi/nanobind@{nanobind.__version__}"
+  assert all(part["licenses"][0]["license"]["id"] for part in found.values())
+
+
+def test_the_installed_package_says_what_is_compiled_in() -> None:
+  files = {"/".join(file.parts[1:]) for file in importlib.metadata.files("callgate") or []}
+  assert {"licenses/LICENSE", "licenses/THIRD_PARTY_LICENSES.txt"} <= files
+  assert "sboms/callgate.cdx.json" in files
+
+
+def test_the_conda_recipe_needs_what_the_package_does() -> None:
+  yaml = pytest.importorskip("yaml")
+  recipe = yaml.safe_load(read("packaging/conda/recipe.yaml"))
+  assert recipe["context"]["version"] == VERSION
+  needs = {line.split(" ")[0]: line for line in recipe["requirements"]["run"]}
+  for requirement in PROJECT["project"]["dependencies"]:
+    name, range_ = re.match(r"([\w-]+)(.*)", requirement).groups()
+    assert needs.pop(name) == f"{name} {range_}"
+  assert needs == {"python": "python"}
+  assert recipe["about"]["license"] == PROJECT["project"]["license"]
+  assert recipe["about"]["repository"] == URLS["Repository"]
+  assert recipe["about"]["documentation"] == URLS["Documentation"]
 
 
 # --- workflows ---------------------------------------------------------------------------------

@@ -127,7 +127,14 @@ def test_names_of_the_package_exist() -> None:
 def test_names_within_modules_exist() -> None:
   """`dispatch.remember_effects`: the first part is a module of ours, or a public name."""
   modules = {path.stem for path in (ROOT / "python").rglob("*.py")} | set(cg.__all__)
-  modules -= {"cupy", "numba", "torch", "triton"}  # libraries of these names, too
+  modules -= {
+    "cupy",
+    "numba",
+    "torch",
+    "triton",
+    "tvm_ffi",
+    "warp",
+  }  # libraries of these names, too
   code = (path.read_text(encoding="utf-8") for path in files(".py", ".h", ".cc"))
   known = {*re.findall(r"\w+", "\n".join(code)), "h", "cc"}
 
@@ -143,7 +150,7 @@ def test_names_within_modules_exist() -> None:
 # Of other libraries and the old interfaces, and what a call of `cg.torch` takes.
 OTHER_OPTIONS = {
   "create_graph", "drop_remainder", "multiprocessing_context", "partitions", "requires_grad", "rng",
-  "streaming",
+  "start", "streaming",
 }  # fmt: skip
 OF_JAX = (
   jax.jit, jax.grad, jax.vmap, jax.shard_map, jax.device_put, jax.make_mesh, jax.export.export,

@@ -68,11 +68,10 @@ def kernel(function: Any, /, *, options: PeerOptions) -> Kernel:
     if library is None or not isinstance(function, getattr(library, kind)):
       continue
     default = PeerOptions()
-    if given := [n for n in other if getattr(options, n) is not getattr(default, n)]:
-      raise GateDefinitionError(
-        f"{label}: expected none of {', '.join(given)} for a {module}.{kind}"
-      )
-    if options.vmap == "grid":
+    for option in other:
+      if (given := getattr(options, option)) is not getattr(default, option):
+        check.refuse(label, option, f"nothing for a {module}.{kind}", given)
+    if isinstance(options.vmap, str) and options.vmap == "grid":
       expected = "'each', 'whole', 'broadcast' or a rule"
       check.refuse(label, "vmap", f"{expected} for a {module}.{kind}", options.vmap)
     own = getattr(function, "key", module).rpartition(".")[2]

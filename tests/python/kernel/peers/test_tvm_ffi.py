@@ -231,7 +231,7 @@ def test_a_tensor_that_is_kept_behind_its_call_is_an_error() -> None:
     ({"arg_spec": ["args"]}, lambda k: k(X), r"expected 0 results \(\), got 1 from out"),
     ({"arg_spec": ["inputs", "rets"]}, None, "arg_spec: expected 'args', 'rets' and names"),
     ({"arg_spec": ["args", "args"]}, None, "each once"),
-    ({"dim": 3, "outputs": "y"}, None, "expected none of dim, outputs for a tvm_ffi.Function"),
+    ({"dim": 3, "outputs": "y"}, None, "dim: expected nothing for a tvm_ffi.Function, got 3"),
     ({"vmap": "grid"}, None, "vmap: expected 'each', 'whole', 'broadcast' or a rule for a tvm_ffi"),
   ],
 )

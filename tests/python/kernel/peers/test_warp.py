@@ -219,7 +219,7 @@ def test_a_wrong_argument_is_named(call: Any, message: str) -> None:
     (saxpy, {"zeroed": [1]}, "zeroed: expected flat positions of the 1 results"),
     (saxpy, {"aliases": {0: 0}}, "aliases: expected none: inouts names"),
     (saxpy, {"vmap": "grid"}, "vmap: expected 'each', 'whole', 'broadcast' or a rule for a warp"),
-    (saxpy, {"arg_spec": ["args"]}, "expected none of arg_spec for a warp.Kernel"),
+    (saxpy, {"arg_spec": ["args"]}, "arg_spec: expected nothing for a warp.Kernel"),
     (generic, {}, "expected a kernel without generic types; wp.overload"),
   ],
 )
