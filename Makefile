@@ -269,7 +269,7 @@ wheel: $(PY)
 # takes its stub from the installed package.
 TARGET ?= x86_64-linux
 $(VENV)/.stamp-portable: $(VENV)/.stamp-build build/xla-headers/jaxlib-version
-	$(INSTALL) ziglang auditwheel abi3audit wheel
+	$(INSTALL) 'ziglang>=0.17,<0.18' 'auditwheel>=6.4,<7' 'abi3audit>=0.0.20,<0.1' 'wheel>=0.45,<1'
 	touch $@
 
 portable-wheel portable-check: VENV := .venv-portable
