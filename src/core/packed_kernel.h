@@ -46,7 +46,7 @@ struct PackedKernel {
     std::memcpy(block.data(), held.data, kernel.bytes);
     for (const auto& [offset, result, index] : kernel.addresses) {
       void* data = (result ? call->results : call->operands)[index].data;
-      std::memcpy(block.data() + offset, &data, sizeof(data));
+      std::memcpy(block.data() + offset, static_cast<const void*>(&data), sizeof(data));
     }
     for (std::size_t index : kernel.zeroed) {
       const callgate_array& array = call->results[index];
