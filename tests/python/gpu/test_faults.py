@@ -159,6 +159,12 @@ FAULTS = [
   # What may be kept is the process's own memory; where the driver registers none, its own will do.
   Fault("tap", "cuMemHostRegister_v2", UNHARMED, new_size=True),
   Fault("tap", "cuMemHostRegister_v2", DROPPED, **NO_ROOM),
+  Fault(
+    *("tap", "cuMemHostRegister_v2", UNHARMED),
+    **{**NO_ROOM, "count": 1},
+    also=(("cuMemHostUnregister", LOST),),
+    before="large tap",
+  ),
   Fault("tap", ASK, DROPPED),
   Fault("large tap", "cuStreamCreate", new_process=True),
   *faults("large tap", *HANDLER, "cuStreamWaitEvent", ON_DEVICE, TO_HOST, "cuEventRecord"),
