@@ -213,12 +213,11 @@ TEST_F(HostCopiesTest, LargeCopiesMayBeKeptAndOutliveTheCall) {
   const float* data = nullptr;
   {
     HostCopies copies(device_, views({&small, &large}), {}, /*for_keeping=*/true);
-    copies.fetch_aside(stream());
+    EXPECT_EQ(copies.fetch_aside(stream()).wait(), Result::kSuccess);
     kept = copies.memory();
     data = static_cast<const float*>(copies.operands()[1].data);
   }
   ASSERT_NE(kept, nullptr);
-  finish();
   EXPECT_EQ(data[0], 3);
   EXPECT_EQ(data[(1 << 18) - 1], 3);
   HostCopies other(device_, views({&large}), {}, /*for_keeping=*/true);
