@@ -15,29 +15,11 @@ import callgate as cg
 pytestmark = pytest.mark.gpu
 
 try:
-  import warp as wp
+  from warp_kernels import lengths, saxpy, total
 except ImportError:
-  wp = None
+  lengths = saxpy = total = None
 
-needs_warp = pytest.mark.skipif(wp is None, reason="warp-lang is not installed")
-
-if wp is not None:
-  wp.config.quiet = True
-
-  @wp.kernel
-  def saxpy(a: float, x: wp.array(dtype=float), y: wp.array(dtype=float), z: wp.array(dtype=float)):
-    i = wp.tid()
-    z[i] = a * x[i] + y[i]
-
-  @wp.kernel
-  def total(x: wp.array2d(dtype=float), out: wp.array(dtype=float)):
-    i, j = wp.tid()
-    wp.atomic_add(out, 0, x[i, j])
-
-  @wp.kernel
-  def lengths(points: wp.array(dtype=wp.vec3), out: wp.array(dtype=float)):
-    i = wp.tid()
-    out[i] = wp.length(points[i])
+needs_warp = pytest.mark.skipif(saxpy is None, reason="warp-lang is not installed")
 
 
 @pytest.fixture(autouse=True)

@@ -19,13 +19,7 @@ import callgate as cg
 from callgate._kernel.launch import CudaCall
 
 wp = pytest.importorskip("warp", reason="warp-lang is not installed")
-wp.config.quiet = True
-
-
-@wp.kernel
-def saxpy(a: float, x: wp.array(dtype=float), y: wp.array(dtype=float), z: wp.array(dtype=float)):
-  i = wp.tid()
-  z[i] = a * x[i] + y[i]
+from warp_kernels import lengths, saxpy  # noqa: E402  (it needs Warp)
 
 
 @wp.kernel
@@ -35,12 +29,6 @@ def wave(x: wp.array(dtype=float), y: wp.array(dtype=float)):
   for k in range(x.shape[0]):
     total += x[k]
   y[i] = wp.sin(x[i]) * total
-
-
-@wp.kernel
-def lengths(points: wp.array(dtype=wp.vec3), out: wp.array(dtype=float)):
-  i = wp.tid()
-  out[i] = wp.length(points[i])
 
 
 @wp.kernel
