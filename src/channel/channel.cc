@@ -215,11 +215,10 @@ bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns)
     if (parcel.sender.enrolled.load(std::memory_order_relaxed) == id_ || enrol(parcel.sender)) {
       const bool is_kept = entry->kind == Entry::Kind::kKept;
       const bool large = is_kept || entry->kind == Entry::Kind::kAside;  // ours until published
-      if (is_kept)
-        entry->record.payload = static_cast<const char*>(parcel.leaves[0].data);
-      else
-        copy_payload(parcel, entry->record.data());
-      entry->record = make_record(parcel, seq, time_ns, entry->record.payload);
+      const auto* payload =
+          is_kept ? static_cast<const char*>(parcel.leaves[0].data) : entry->record.payload;
+      if (!is_kept) copy_payload(parcel, entry->record.data());
+      entry->record = make_record(parcel, seq, time_ns, payload);
       store_.publish(*entry);
       // Sequentially consistent: after publish(), see rest(). We see the sleeper, or it sees us.
       const int rest = rest_.load(std::memory_order_seq_cst);

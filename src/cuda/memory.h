@@ -25,6 +25,9 @@ namespace callgate::cuda {
 void trim_memory() noexcept;  // below
 
 inline constexpr std::size_t kMostOnTheWay = std::size_t{512} << 20;  // of all devices' taps
+// Of a pool's: small blocks beside leave room for all the large ones, of which none is made again
+// each time.
+inline constexpr std::size_t kMostKept = kMostOnTheWay + kMostOnTheWay / 4;
 
 // Blocks of one kind that nobody uses: of a device's memory, or of pinned memory of the host, which
 // all devices can use. Any thread, with any context or none.
@@ -48,8 +51,7 @@ class Pool : Immovable {
 
   // Of a size class. Throws Error where there is none. 0 where more than `most` would be in use,
   // and where the driver registers no memory of the process's own.
-  DevicePointer take(std::size_t bytes,
-                     std::size_t most = std::numeric_limits<std::size_t>::max()) {
+  DevicePointer take(std::size_t bytes, std::size_t most) {
     DevicePointer block = 0;
     std::unique_lock lock(mutex_);
     if (in_use_ + bytes > most) return 0;
@@ -82,7 +84,7 @@ class Pool : Immovable {
     try {
       std::lock_guard lock(mutex_);
       in_use_ -= bytes;
-      if (kept_ + bytes <= kKept) {
+      if (kept_ + bytes <= kMostKept) {
         free_[bytes].push_back(block);
         kept_ += bytes;
         return;
@@ -121,9 +123,6 @@ class Pool : Immovable {
   static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
 
  private:
-  // Small blocks beside leave room for all the large ones, of which none is made again each time.
-  static constexpr std::size_t kKept = kMostOnTheWay + kMostOnTheWay / 4;
-
   Result make(DevicePointer& block, std::size_t bytes) const {
     if (device_ != nullptr) return driver().mem_alloc(&block, bytes);
     void* made = nullptr;
@@ -184,11 +183,8 @@ class Block {
 
  protected:
   Block() = default;
-  Block(Pool& pool, std::size_t bytes)
-      : block_(reinterpret_cast<void*>(pool.take(size_class(bytes))),
-               Pool::GiveBack{&pool, size_class(bytes)}) {}
   // None where there would be more than `most` of the pool's in use.
-  Block(Pool& pool, std::size_t bytes, std::size_t most)
+  Block(Pool& pool, std::size_t bytes, std::size_t most = std::numeric_limits<std::size_t>::max())
       : block_(reinterpret_cast<void*>(pool.take(size_class(bytes), most)),
                Pool::GiveBack{&pool, size_class(bytes)}) {}
   DevicePointer address() const noexcept { return reinterpret_cast<DevicePointer>(block_.get()); }
@@ -218,15 +214,14 @@ class PinnedBlock : public Block {
 // do. Throws Error where the system has none.
 class KeepableBlock : public Block {
  public:
-  explicit KeepableBlock(std::size_t bytes) : Block(pool(), bytes, most()) {}
+  explicit KeepableBlock(std::size_t bytes) : Block(Pool::of_own(), bytes, most()) {}
   char* data() const noexcept { return reinterpret_cast<char*>(address()); }
 
  private:
-  static Pool& pool() { return Pool::of_own(); }
   static std::size_t most() {
     const Driver& cuda = driver();
     bool can = cuda.mem_host_register != nullptr && cuda.mem_host_unregister != nullptr;
-    return can ? kMostOnTheWay + kMostOnTheWay / 4 : 0;
+    return can ? kMostKept : 0;
   }
 };
 
