@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What a developer types. Everything Python lives in $(VENV), everything built in build/.
 #
 #   make demo      build, install and run examples/demo.py
@@ -11,6 +12,8 @@
 #   make lint      formats, lints, types, layers
 #   make bench     benchmarks against the peers
 #   make docs      the documentation site, into site/
+#   make constraints
+#                  the newest versions that pyproject.toml allows, into .ci/constraints.txt
 #   make jax-suites JAX_TESTS=/path/to/jax/tests
 #                  JAX's own tests of callbacks without and with callgate.install(): what differs
 #   make ecosystem what programs of equinox, diffrax, numpyro and others do after callgate.install()
@@ -60,7 +63,7 @@ SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not
 
 .PHONY: help ecosystem demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
   lint-python lint-types lint-cpp format bench docs wheel portable-wheel portable-check matrix jax-suites gpu-test gpu-bench \
-  virtual-gpu-test virtual-gpu-quick \
+  virtual-gpu-test virtual-gpu-quick constraints \
   asan-python system-packages clean
 
 help:
@@ -269,7 +272,7 @@ wheel: $(PY)
 # takes its stub from the installed package.
 TARGET ?= x86_64-linux
 $(VENV)/.stamp-portable: $(VENV)/.stamp-build build/xla-headers/jaxlib-version
-	$(INSTALL) 'ziglang>=0.17,<0.18' 'auditwheel>=6.4,<7' 'abi3audit>=0.0.20,<0.1' 'wheel>=0.45,<1'
+	$(INSTALL) $$($(PY) tools/requirements.py portable)
 	touch $@
 
 portable-wheel portable-check: VENV := .venv-portable
@@ -338,6 +341,12 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-package
 
 docs: $(VENV)/.stamp-lint+docs $(STUB)
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
+# The versions that CI installs, for every Python, without JAX's, of which CI takes several.
+constraints: $(VENV)/.stamp-constraints
+	$(PY) tools/requirements.py run build test demo lint docs | $(PY) -m uv pip compile -q \
+	  --universal --python-version 3.11 --no-annotate --upgrade --no-emit-package jax \
+	  --no-emit-package jaxlib --custom-compile-command 'make constraints' -o .ci/constraints.txt -
 
 clean:
 	rm -rf build dist site wheelhouse .venv .venv-* $(STUB)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks [subject ...] [--quick] [--rounds N]`: runs subjects and writes their JSON.
 
 Contestants of one subject share a process; several subjects run in one child process each, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much a channel moves, its consumer included: from the first tap to the last delivery.
 
 A sample runs a program that sends its records, then waits until the consumer has had them all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`cg.elementwise` on a GPU against its copy bandwidth: x * y + 1 and a copy, on 256 MiB an array.
 
 Each contestant works in place in a loop over its own result. "cuMemcpyDtoD" moves as many bytes as

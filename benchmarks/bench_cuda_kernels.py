@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a kernel's launch costs: callgate's, a hand-written handler's, the driver's, and others'.
 
 An empty kernel is launched again and again in one program: in a loop, which XLA runs launch by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an effect costs at dispatch: the time that `jit(f)(x)` takes to come back to Python.
 
 JAX sends a program that reports an unordered effect through its Python dispatch path; under

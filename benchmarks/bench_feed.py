@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an item of a host iterator costs in a compiled scan: a feed, and JAX's io_callback.
 
 "cheap" items are there at once: the price of handing one over. "work" items take about as long to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `import callgate` adds to `import jax`, each in a fresh interpreter.
 
 A child process imports jax, starts a clock, imports the package and prints the time; peers are

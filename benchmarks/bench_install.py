@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `callgate.install()` gives an unchanged program: JAX's own callbacks before and after it.
 
 The same source (`jax.pure_callback` and `jax.experimental.io_callback` of the identity on an f32

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native kernels: what a call costs, what their loops reach, how long compilers take.
 
 Four groups, each measured in interleaved rounds of its own: empty kernels on an f32 scalar in a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stays behind: growth of the process's resident memory over many calls, and over many gates.
 
 Each scenario runs in its own process: it warms up, collects garbage, reads the resident set size,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one call costs: an f32 scalar through host code, in a compiled loop.
 
 Every contestant is the identity, called N times by one `lax.fori_loop` in one compiled program, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls on the shards of a program over 1 to 8 simulated CPU devices, beside `pure_callback`.
 
 Three questions, in rows of three kinds:

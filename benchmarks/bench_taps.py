@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a tap costs the program that it leaves, beside JAX's debug callbacks and a copy.
 
 Every contestant sends one value a round of a compiled loop, and is timed until the program is done,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures contestants side by side and reports them.
 
 A *contestant* is a name and a `build` function. `build` imports, compiles and checks whatever the

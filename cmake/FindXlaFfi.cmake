@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds XLA's typed FFI headers and defines the target XlaFfi::headers.
 #
 # They are the headers of the *oldest* supported jaxlib, because XLA runs handlers that were built

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The options that all of callgate's own targets share, and the function that makes a layer.
 
 # What every target of ours is compiled with. Third-party headers come in as SYSTEM, so the

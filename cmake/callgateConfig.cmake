@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What find_package(callgate CONFIG) reads: the target callgate::kernel, for libraries of kernels.
 #
 #   execute_process(COMMAND python -m callgate cmake-dir

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's tables: one program through JAX's own callbacks and through callgate.
 
 JAX's callbacks get jax.Arrays and return fresh ones: one call for each image, as callgate does it,

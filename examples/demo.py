@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a digit classifier in one compiled lax.scan that calls SciPy and scikit-learn.
 
 Every image of every batch goes through scipy.ndimage, in place in XLA's memory; scikit-learn scores

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's data, images, network and pictures: nothing here is about callgate."""
 
 import jax

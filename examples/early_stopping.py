@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compiled while_loop that stops by a scikit-learn metric.
 
 Logistic regression on scikit-learn's breast-cancer data. After every epoch a gate computes the area

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ships a program that calls a scikit-learn model: jax.export in one process, run in another.
 
 A random forest classifies digits inside a JAX program that prepares the images and turns votes into

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Epochs of training inside one compiled scan, fed by an augmenting host iterator.
 
 A small network learns scikit-learn's digits. Another thread shuffles, rotates and shifts the images

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows a training run from another process: one writes a stream, the other reads along.
 
 The child trains a model of the breast-cancer data (scikit-learn's) in one compiled scan, whose taps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prefix sum in CUDA source as a JAX function: any length and type, one launch under vmap.
 
 A block goes along its lane in steps of 1,024 elements: sums within warps by shuffles, then over the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharpens a blurred picture in a compiled JAX program whose blur is CuPy's, on the GPU.
 
 The blur is a gate over `cupy.fft`: linear and its own transpose, which is all that JAX needs for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A softmax in Triton, with its own derivative in Triton, in compiled JAX programs.
 
 Triton compiles each kernel once, when a program is lowered; the runtime launches it on XLA's

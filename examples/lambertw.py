@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The current through a solar cell: SciPy's Lambert W inside JAX, differentiable, fitted to data.
 
 JAX has no Lambert W. A gate calls SciPy's, and one derivative rule makes it work under grad, vmap

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LAPACK routine that JAX lacks, with a derivative: least squares under equality constraints.
 
 `dgglse` finds the x of least |A x - c| with B x = d. SciPy exports it to other C code; `cg.cfunc`

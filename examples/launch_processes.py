@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training over several processes on this machine, with one stream for all of them.
 
 The launcher starts processes with two simulated CPU devices each, which `jax.distributed` joins.

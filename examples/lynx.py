@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits a predator-prey model to 21 years of hare and lynx furs with SciPy's stiff ODE solver.
 
 One gate integrates the equations with LSODA, another their sensitivities, which are the first one's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two star clusters that meet: gravity between all pairs by one `cg.elementwise` kernel.
 
 The kernel is C++ for one pair of stars; broadcasting (n, 1) against (1, n) makes it one for all

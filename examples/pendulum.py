@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When double pendulums flip: SymPy derives their motion, and one kernel computes 40,000 of them.
 
 SymPy finds the accelerations from the Lagrangian and writes them as C; `cg.elementwise` makes a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data-parallel training under plain `jit`: each device taps the loss and the gradient of its rows.
 
 The images are split over the devices, the weights are everybody's; XLA adds the gradients up. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights on the simplex, by a projection in C++: how much of each spectrum is in a mixture.
 
 The projection onto {w : w >= 0, sum w = 1} sorts and then looks for a threshold (Held, Wolfe and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Soft-DTW in Numba inside JAX, with its exact gradient, against the same recursion in `lax.scan`.
 
 Soft-DTW (Cuturi and Blondel, 2017, arXiv:1703.01541) fills a table cell by cell, and its gradient

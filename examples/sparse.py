@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heat in a plate: conjugate gradients on a sparse matrix, whose product with a vector is in C++.
 
 The product of a matrix in compressed rows (CSR) is linear in the vector, and its transpose is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's second table: each step's loss to Python by jax.debug.callback and by taps."""
 
 import time

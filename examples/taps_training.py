@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks into a network while it is trained in one compiled scan: taps to a file and to statistics.
 
 Each step taps the loss and the norm of the gradient; every 25th step what each layer does: the

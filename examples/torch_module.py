@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a PyTorch network inside a jitted JAX loop, and compares with PyTorch's own training.
 
 The network is a small CNN, as torch users write it, and `cg.torch` makes it a function of its

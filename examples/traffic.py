@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Braess's paradox: NetworkX finds the shortest ways in a compiled program that balances traffic.
 
 Drivers choose the quickest way, and each road gets slower with its cars. The Frank-Wolfe method

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer check: fails when a lower layer reaches for a higher one.
 
     python tests/check_layers.py [ROOT]

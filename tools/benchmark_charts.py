@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation's charts, docs/assets/chart_*.svg, from benchmarks/results/*.json.
 
     python tools/benchmark_charts.py --write    # draws them

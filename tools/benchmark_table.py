@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of the README, docs/performance.md and docs/costs.md, from benchmarks/results/*.json.
 
     python tools/benchmark_table.py            # prints the README's table

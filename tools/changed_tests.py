@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names the test files nearest to what has changed since the last commit, for `make quick`.
 
     python tools/changed_tests.py          # prints paths of test files, the nearest first

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Says what `make $1` is about to do and how long it takes, then checks what it needs and the machine
 # may lack, before anything is built: sh tools/check_machine.sh test|demo PYTHON
 #

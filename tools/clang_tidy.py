@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs clang-tidy on the files of the compile databases in the given build folders.
 
     python tools/clang_tidy.py BUILD_FOLDER...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signatures and docstrings of functions whose options a dataclass declares, for the reference.
 
 griffe reads sources without running them; of these functions (callgate/_core/factories.py) it asks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws which folder of the package imports which: docs/imports.svg.
 
     python tools/draw_imports.py [--check]

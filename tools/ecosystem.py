@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs programs of other libraries without and with `callgate.install()`, and compares.
 
     python tools/ecosystem.py [--json FILE] [LIBRARY ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts XLA's FFI headers of the oldest supported jaxlib into build/xla-headers/include.
 
 pyproject.toml names that jaxlib. Its headers are copied from this Python's own installation when

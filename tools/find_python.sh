@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Prints a Python interpreter that callgate supports (3.11 to 3.14): the `python3` on PATH if it is
 # one, else the oldest found; with --newest the newest found. Looks on PATH and in pyenv's versions.
 set -eu

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks for bytes that break what reads them: `make fuzz`, with libFuzzer and clang.
 
     python tools/fuzz.py [--seconds 120] [--jobs N] [TARGET...]

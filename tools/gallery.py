@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/gallery.md: all examples, each with its code and what it printed.
 
     python tools/gallery.py --write [NAME...]   # runs them (or those named), and writes the page

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs what needs a CUDA device, within a time, and keeps the logs.
 
     python tools/gpu.py test  [--out DIR] [--seconds N] [PYTEST ARGUMENT ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints where the installed callgate keeps _callgate.pyi, the stub that its build generated.
 
 The Makefile copies it beside the sources, where pyright and the reference see the compiled module's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs JAX's own tests without and with `callgate.install()`, and prints what differs.
 
     python tools/jax_suites.py JAX_TESTS [--seconds 600] [--out DIR] [FILE ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that JAX's tests of 2020 to 2023 import, and that JAX has elsewhere or no longer."""
 
 from __future__ import annotations

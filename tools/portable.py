@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds callgate for other systems than this one, with zig's C++ compiler (PyPI's ziglang).
 
     python tools/portable.py wheel TARGET [--out FOLDER]   # for this Python

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints the section of CHANGELOG.md for a version, as a release's notes.
 
     python tools/release_notes.py [v0.1.0]

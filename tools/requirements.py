@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints requirements of callgate as pip takes them, read from pyproject.toml.
 
     python tools/requirements.py run          # what callgate needs at run time
     python tools/requirements.py build        # what building in place needs, jaxlib left out
-    python tools/requirements.py test demo    # the extras of these names
+    python tools/requirements.py test demo    # extras, or groups of dependencies, of these names
 
 `build` is for `pip install --no-build-isolation`, where the headers come from
 tools/fetch_xla_headers.py and the environment's own jaxlib may be a newer one.
@@ -17,15 +18,17 @@ PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
 def requirements(group: str) -> list[str]:
-  """The requirements of `group`: "run", "build" or an extra. Raises KeyError for no such extra."""
+  """The requirements of `group`: "run", "build", an extra or a group of pyproject.toml's.
+
+  Raises KeyError for no such name."""
   config = tomllib.loads(PYPROJECT.read_text())
   if group == "run":
     return config["project"]["dependencies"]
   if group == "build":
     listed = config["build-system"]["requires"]
     return [r for r in listed if not r.startswith("jaxlib")] + ["cmake>=3.26", "ninja>=1.11"]
-  listed = config["project"]["optional-dependencies"][group]
-  return [one for requirement in listed for one in _expanded(requirement)]
+  named = config["project"]["optional-dependencies"] | config["dependency-groups"]
+  return [one for requirement in named[group] for one in _expanded(requirement)]
 
 
 def _expanded(requirement: str) -> list[str]:
@@ -41,7 +44,7 @@ def main(groups: list[str]) -> int:
     try:
       print("\n".join(requirements(group)))
     except KeyError:
-      print(f"pyproject.toml has no extra {group!r}", file=sys.stderr)
+      print(f"pyproject.toml has no extra and no group {group!r}", file=sys.stderr)
       return 1
   return 0
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes what is compiled into the module, for the wheel's metadata: licences, and an SBOM.
 
     python tools/third_party.py VERSION XLA_INCLUDE OUTPUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The virtual GPU: builds it, and runs programs on it (tests/virtual_gpu/README.md).
 
   python tools/virtual_gpu.py build           # into build/virtual-gpu

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Identity functions, one per way of reaching host code from a compiled program.
 
 Each adapter takes the ShapeDtypeStruct of its one argument and returns a JAX-traceable function

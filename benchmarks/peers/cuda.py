@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Identity functions of arrays on a GPU, one per way of reaching them, and empty kernels.
 
 As in `adapters.py`: each takes the ShapeDtypeStruct of its one argument and returns a traceable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native kernels of every kind, and what others have in their place.
 
 Each function returns a JAX-traceable function, or raises NotInstalled where its package, or

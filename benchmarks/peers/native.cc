@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A library of kernels and plain C functions, as a user would build it; see kernels.py.
 #include "callgate/kernel.h"
 

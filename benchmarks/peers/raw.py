@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds and loads `raw_ffi.cc`: the handlers that show what XLA's FFI itself costs.
 
 The library lies in `benchmarks/build/` under a name made from the source and the versions that it

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The floor on a GPU: what a launch costs in the driver alone and in a hand-written FFI handler,
 // and what copies the driver makes of pinned and device memory.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU that subjects run on, and the floor on it: `raw_cuda.cc` by ctypes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The floor: what a call costs in XLA's typed FFI alone, and with nothing but a bare Python call.
 //
 // Handlers have no state. `Memcpy` copies operand 0 to result 0. `CallPython` takes the GIL and

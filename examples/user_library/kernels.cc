@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two filters for time series that don't vectorise over time, so XLA has no good form for them.
 #include <algorithm>
 #include <vector>

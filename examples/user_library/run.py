@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cleans noisy signals with kernels of a C++ library that the user's own CMake builds.
 
 `python run.py BUILD_FOLDER` builds the library there (cmake and a C++ compiler are needed), calls

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Complex numbers for the kernels of `callgate.elementwise` on CUDA, whose run-time compiler has no
 // standard library: what std::complex is on the CPU, in layout and in meaning.
 //

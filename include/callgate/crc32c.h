@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CRC-32C (Castagnoli: polynomial 0x1EDC6F41, reflected; RFC 3720, appendix B.4), in C++17.
 //
 // Checks the frames of stream.h. One instruction for 8 bytes where an x86 machine has it, else

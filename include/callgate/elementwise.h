@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the kernels of `callgate.elementwise` go through their elements on the CPU.
 //
 // Operands are dense, of any rank up to the result's; they are broadcast as NumPy does it. What a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The language of `callgate.elementwise`: what the code of one element may use beside C++ itself.
 //
 // Nothing here knows how elements are gone through, in what order or on what device: the same text

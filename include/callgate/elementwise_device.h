@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the kernels of `callgate.elementwise` go through their elements on CUDA: C++20, for NVRTC.
 //
 // Each thread takes elements a grid's width apart. What is compiled in is how each operand lies:

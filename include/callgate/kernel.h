@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels: C++ functions that compiled JAX programs call, with no Python at run time. C++17.
 //
 //   #include "callgate/kernel.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a library of kernels and callgate share: the C structs of a call and of a kernel's
 // description. A change to any of them is a new CALLGATE_ABI, and callgate refuses libraries of
 // another one. Kernels are written with callgate/kernel.h, which makes all of this from their

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What kernels for the CPU are given: views of arrays, and values that were fixed when the program
 // was traced. C++17. A part of callgate/kernel.h, which says what it all means.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The floating-point types that C++ lacks, as kernels store them: the CPU's and CUDA's kernels have
 // the same text. They convert from and to float, and compute in float. C++17; nvcc and NVRTC.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads callgate's stream format: what taps sent, from a file, a socket or memory, in C++17.
 //
 // This header and crc32c.h stand alone: no XLA, no Python, nothing else of callgate. A Reader

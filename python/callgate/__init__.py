@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m callgate COMMAND`: what can be done from a terminal, with streams and with builds.
 
 A command is a module-level function that `_COMMANDS` names: it gets the argparse subparsers, adds

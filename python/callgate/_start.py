@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts the parts together: what `import callgate` does, in order.
 
 What is below and has to reach up gets it handed down here.

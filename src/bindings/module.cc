@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The extension module `callgate._callgate`: the FFI targets, what Python sets up and reads, and
 // what comes to the process from outside its programs: Ctrl-C, in Python's terms, and its end.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The board of progress bars. Programs reach the board through the callee that is registered here
 // for the life of the process; they take the GIL only to wake whoever draws, once for many bars.
 #include "core/progress.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a channel keeps records in beside its ring: blocks of memory for payloads that are large,
 // the batch that is in delivery, and the records that find no place in the store.
 #pragma once

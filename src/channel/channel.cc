@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What owners do, and then senders, on their threads. The channel's own is in channel_thread.cc.
 #include "channel/channel.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A channel: a bounded stream of records from programs to consumers.
 //
 // Programs send from any thread: they copy into the store and go on. One thread of the channel's

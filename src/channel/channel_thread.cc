@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a channel's own thread does: take records, call the consumers, serve flushes, rest.
 #include <algorithm>
 #include <new>

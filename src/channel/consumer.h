@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What takes records out of a channel, and how it goes through them.
 //
 // A channel calls its consumers on its own thread, one after the other, with all records that are

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How an array gets into a record's payload.
 #pragma once
 

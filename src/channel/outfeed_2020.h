@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The framing in which taps left the device in 2020 (jax.experimental.host_callback's outfeed).
 //
 // The functions are pure, for any thread; whatever the bytes hold, nothing beyond them is read. The

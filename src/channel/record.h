@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One record of a channel: what a tap sent, as consumers see it.
 //
 // A record is a header and payloads, one a leaf of the tapped value, each aligned to 64 bytes. What

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a channel's records wait: in a ring, and beside it, for payloads that are large, in blocks
 // of memory; one capacity bounds both.
 //

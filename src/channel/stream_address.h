@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a stream goes to or comes from: "unix:PATH", "tcp://HOST:PORT", or the path of a file.
 //
 // A host that is left out ("tcp://:7000") is loopback: other machines are served only when an

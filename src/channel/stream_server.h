@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Serves a stream to whoever connects to a socket.
 //
 // One thread, "callgate-serve", accepts readers and sends, and holds no lock while it does; send()

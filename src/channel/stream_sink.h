@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A consumer that writes records in the format of include/callgate/stream.h, where it stands byte
 // by byte: to a file, or to those who read from a socket.
 //

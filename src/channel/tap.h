@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Taps: callees that send their operands to a channel.
 //
 // A program's tap names its callee as every call does. The callee knows the channel's slot and, for

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arrays that cross a call: their element types, and views of them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values that are fixed when a program is traced: numbers, strings, arrays of numbers, and
 // dictionaries of these, in the form that kernels see (include/callgate/kernel_abi.h).
 #pragma once

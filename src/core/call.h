@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the FFI handlers know of the things they call, and their names.
 //
 // A `Callee` is what a name stands for: a Python function, a native kernel or a tap. When an

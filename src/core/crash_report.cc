@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // See the header. All that runs in the handler is async-signal-safe: it reads memory that was
 // written before, formats numbers by itself, and calls write, sigaction and raise.
 #include <signal.h>  // NOLINT(modernize-deprecated-headers): more is there than in C's

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one way in which set-up and calls fail: an `Error` is thrown, and says what was expected,
 // what came and where. Handlers make XLA's errors of it (xla/ffi.h).
 #pragma once

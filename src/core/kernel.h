@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Native functions that compiled programs call: no Python and no allocation on the way, and no lock
 // but the turn of a kernel that is not thread-safe.
 //

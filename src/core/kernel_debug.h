@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What helps to find a kernel's faults. All is off by default, which costs one relaxed load a call.
 #pragma once
 

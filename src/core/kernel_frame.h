@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a kernel's call has: threads, working memory, and the services that hand them out.
 #pragma once
 

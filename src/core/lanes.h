@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lanes: the batch levels that vmap put around a call, outermost first.
 //
 // Every result carries all levels as leading axes; an operand carries those levels in which it is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The end of the process, and of programs at Ctrl-C. Lock-free on a call's side.
 #pragma once
 

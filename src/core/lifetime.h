@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long objects live, where, and in which process.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Native functions `f(first, second)` that take all of their arguments in two structs, as Warp's
 // kernels do on the CPU: the launch's extents, and the arguments.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Progress bars as programs feed them: numbers in slots, which somebody else draws.
 //
 // A program that runs a loop begins a bar, updates it now and then, and ends it (ProgressCallee).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Threads of callgate's own: the watchdog's, which notices calls that take too long, and those that
 // run callbacks for `thread="own"`. Threads are named, and joined by stop().
 #pragma once

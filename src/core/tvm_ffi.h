@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions of tvm_ffi (apache-tvm-ffi) as kernels: a call is a `callgate_function`, which hands
 // XLA's arrays over as DLPack's tensors, without Python and without a copy.
 //

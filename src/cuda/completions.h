@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the host does when a stream has got so far, and what a stream waits for of the host.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies of arrays between host and device, and on a device. All are enqueued on streams; nobody
 // waits but where it is said. What a copy reads and writes lives until it has ended: keep_until()
 // sees to it. The device's context is current. All throw Error.

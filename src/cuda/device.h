@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GPU as callgate uses it: its primary context, which is XLA's too, and what is made in it.
 // Making an event costs more than recording it, so events are kept.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's driver library, loaded with dlopen when it is first asked for, and the part of its
 // interface that callgate uses.
 //

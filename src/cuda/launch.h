@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launches of kernels on CUDA devices: their plans, as programs hold them, and call sites.
 #pragma once
 

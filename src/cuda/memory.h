@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory for copies: pinned memory takes the driver a millisecond a megabyte to make, a device's a
 // synchronisation to free. So both are kept, by size class, up to a budget: what copies on their
 // way may take at once.

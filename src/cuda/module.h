@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Images of CUDA kernels, and the modules that devices load them as.
 #pragma once
 

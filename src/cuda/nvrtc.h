@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's run-time compiler, loaded with dlopen: CUDA C++ to machine code or PTX. Needs neither a
 // driver nor a device. Compilations on several threads are fine. The part of NVRTC's interface used
 // here is stable since CUDA 11.2.

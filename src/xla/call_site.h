@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A call site of a gate or tap, on any platform, which devices make its call, and calls that
 // outlive their handler.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One call whose arrays are a GPU's, with all that the ways to make it need.
 #pragma once
 

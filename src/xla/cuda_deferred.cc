@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls that the program does not wait for: their operands are copied while it goes on, and the
 // site runs on the device's completion thread when they are there. Inside a CUDA graph the copies
 // are part of it, and a host function tells the site of each replay.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one place that includes XLA's FFI headers: failures and call frames, as XLA and as callgate
 // have them, and what handlers have in common.
 //

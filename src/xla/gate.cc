@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gates and taps, on the CPU and in programs for CUDA, where nothing waits for a device but what
 // says so. State and calls are plain C++; the callee alone knows about Python.
 #include <atomic>

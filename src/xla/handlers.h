@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The FFI handlers, by target. Each has two: instantiate runs once per call site and executable,
 // also when one is loaded from a cache. It finds the callee by its name, binds it to the site and
 // gives XLA the state to own. Execute decodes the frame and runs the site.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels for the CPU and for CUDA, on XLA's threads, several at once; nothing waits for a device.
 // Reads the raw frame: what a call costs beside the kernel itself is here.
 #include "core/kernel.h"

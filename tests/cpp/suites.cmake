@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Writes OUTPUT, which tells ctest the suites of the GoogleTest PROGRAM; each may take TIMEOUT seconds.
 # PROGRAM may be a list: an emulator with its options, and the program.
 list(REMOVE_ITEM PROGRAM "")

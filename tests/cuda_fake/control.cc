@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The control interface, as far as it belongs to no other file. See fakecuda.h and world.h.
 #include <algorithm>
 #include <cstdio>

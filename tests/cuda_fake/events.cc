@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Events, and what waits for them. See world.h.
 #include "world.h"
 

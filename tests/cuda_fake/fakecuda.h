@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What tests do with the fake CUDA driver, beside calling it: set it up, put faults in, hold
 // streams back, read and write device memory, and ask what happened.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Capture of streams into graphs, and their replay. See world.h.
 //
 // A captured graph has its works in the order in which they were given, over all streams of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions and launches of kernels: those that tests registered, and what is in PTX where the
 // library has an interpreter. See world.h.
 #include <algorithm>

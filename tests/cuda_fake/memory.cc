@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory, pinned memory, copies and fills. See world.h.
 //
 // A device pointer is an address in a range that is reserved and can't be touched, so that a host

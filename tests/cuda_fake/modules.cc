@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Modules: images, and what the interpreter makes of PTX where the library has one. See world.h.
 #include <algorithm>
 #include <cstdio>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // See runner_api.h: XLA_FFI_Api as far as handlers on a GPU use it, and call frames made of the
 // public C structs.
 //

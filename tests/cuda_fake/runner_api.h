@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // XLA's side of an FFI call, for tests that drive callgate's handlers from Python's ctypes.
 //
 // A site is one custom call of one executable. It owns the state that its instantiate handler gave.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A call site's attributes, as call frames describe them. Owned by the site, used by its thread.
 #pragma once
 

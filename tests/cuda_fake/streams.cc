@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams, which are threads, and events. See world.h.
 #include <pthread.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams that wait for a number in memory, which the host or a device writes. See world.h.
 #include <atomic>
 #include <chrono>

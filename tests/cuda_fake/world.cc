@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The frame of every call, devices and contexts. See world.h.
 #include "world.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fake driver's state: one world for the process, under one mutex, never destroyed.
 //
 // Streams are threads. Work is checked when it is given to a stream and runs on the stream's thread

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hamiltonian Monte Carlo with a progress bar."""
 
 import blackjax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An ODE with a progress meter, and its gradient."""
 
 import diffrax

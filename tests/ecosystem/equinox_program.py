@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that raise, and a callback that is filtered."""
 
 import equinox as eqx

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An environment that a compiled rollout steps."""
 
 import functools

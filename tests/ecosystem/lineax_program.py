@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A solve, and one of a singular matrix, which raises."""
 
 import jax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sampler without gradients, of a model whose likelihood NumPy computes."""
 
 import jax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """L-BFGS with a transformation that prints each step."""
 
 import jax

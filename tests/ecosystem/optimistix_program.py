@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A root and a minimum, with steps that are printed and failures that raise."""
 
 import jax.numpy as jnp

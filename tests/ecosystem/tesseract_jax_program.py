@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Tesseract in this process, with its gradient."""
 
 import pathlib

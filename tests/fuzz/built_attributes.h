@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The attributes of a call, in XLA's structs. The bytes say which there are: for each a kind, the
 // length of its name, the name, and then what the kind asks for; a dictionary ends with a zero. The
 // kinds are XLA's, and one more that it may have some day.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The batch levels of a call: attributes, then the rank and the extents of its operands.
 #include "core/lanes.h"
 

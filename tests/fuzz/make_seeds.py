@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Takes seeds for the fuzzers from callgate's own output: tests/fuzz/seeds/TARGET/NAME.
 
     .venv/bin/python tests/fuzz/make_seeds.py

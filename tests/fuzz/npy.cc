@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A .npy file: its header, and a sink that appends a row to it.
 #include "channel/sinks/npy.h"
 

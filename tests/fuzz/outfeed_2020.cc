@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The framing of 2020: metadata, headers, and files of messages.
 #include "channel/outfeed_2020.h"
 

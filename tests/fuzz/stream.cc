@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A stream: from memory, from a file and from a pipe, as it is and with right checksums; and a file
 // that the next writer appends to.
 #include "callgate/stream.h"

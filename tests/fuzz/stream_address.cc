@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The address of a stream.
 #include "channel/stream_address.h"
 

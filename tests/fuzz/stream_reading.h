@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams of hostile bytes: reading all of one, and making the checksums of changed ones right.
 #pragma once
 

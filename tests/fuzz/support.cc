@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // See targets.h.
 #include <sys/mman.h>
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tap's call site: how many results it has, and its attributes; called on a few arrays.
 #include "channel/tap.h"
 

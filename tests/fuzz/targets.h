@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What reads bytes or text that somebody else may have written, as functions that take any bytes.
 //
 // Each reads them as callgate does, and checks what must hold whatever they are: the promised error

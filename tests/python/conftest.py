@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Python tests share: the two engines, clean caches, CUDA without a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stubs of what XLA's plugin may look up in NVIDIA's libraries: python stubs.py PLUGIN.so OUT
 
 For each library a file of weak functions that say their name once and answer "not supported". What

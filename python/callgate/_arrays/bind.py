@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Between the runtime's flat arrays and the user's function: pytrees, keywords, array libraries."""
 
 from __future__ import annotations

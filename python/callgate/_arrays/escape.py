@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views that outlive their call: found, made safe, reported.
 
 XLA will reuse or free the memory of a view that is still referenced after a call, so everything

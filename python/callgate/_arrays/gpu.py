@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU's arrays as the array libraries have them: CuPy's, PyTorch's, Numba's, on XLA's stream.
 
 A `Library` turns the runtime's Buffers into its arrays without a copy, and runs the callable such

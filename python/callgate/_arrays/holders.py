@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds who holds the arrays of a call: what the heap can tell, and what it can't.
 
 A view that outlived its call can be given a copy where its holder asks it for its memory at each

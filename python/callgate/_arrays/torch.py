@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's tensors as NumPy arrays over the same memory, and the runtime's Buffers as tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache on disk of compiled kernels.
 
 In the folder `kernels`, a *key* stands for all that is known before the compiler runs: source,

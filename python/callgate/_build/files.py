@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps compiled code on disk, and checks who may have written it: what is there is run.
 
 Every cache of callgate's is a folder below `cache_dir()`. It and its files, which are opened

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The system's C++ compiler: where it is, how it is called, what it says.
 
 What it makes is kept in `_build/cache.py`; a kernel that is there costs no run of the compiler, not

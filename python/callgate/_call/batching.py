@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch levels of gates: one folded axis for "whole" and "broadcast", the user's own rules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of gates: the user's rules, the reference's, finite differences, or linearity.
 
 Rules go through `jax.custom_jvp` and `jax.custom_vjp` around the raw call, so that they compose

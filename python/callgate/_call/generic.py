@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations as type checkers see them: of which function they are, and what becomes an array."""
 
 from __future__ import annotations

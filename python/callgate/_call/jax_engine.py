@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates through JAX's own callbacks: `callgate.config(engine="jax")`, and platforms without FFI.
 
 The same calls, slower: arrays are copied, exceptions lose their type, sharded programs gather. It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emits the custom call `callgate.gate` inside a lowering rule.
 
 A program holds the gate's name, the call site's spec and source line, the batch levels, and of a

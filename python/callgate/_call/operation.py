@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates and kernels share this: options, the call, rules of transformation, the comparison.
 
 An operation is what a user calls like a JAX function. `Gate` (a Python callable) and `Kernel`

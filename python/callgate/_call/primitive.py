@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The primitive behind every gate, with its rules. Its one parameter, `call`, is a `BoundCall`."""
 
 from __future__ import annotations

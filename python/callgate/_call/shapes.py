@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes and dtypes of a call: what goes in, what comes out, checked while tracing."""
 
 from __future__ import annotations

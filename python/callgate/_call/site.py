@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes a call, and what it calls, to rules and lowering."""
 
 from __future__ import annotations

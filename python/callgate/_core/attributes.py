@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FFI attributes: what calls in programs hold, beside their arrays.
 
 They are strings, numbers, arrays of numbers, and dictionaries of these; a list is a dictionary of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of elements: their names, the runtime's codes for them, and which share a byte."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JAX effects of gates, taps and progress bars."""
 
 from __future__ import annotations

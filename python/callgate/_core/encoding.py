@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encodes how flat arrays make up a call: a program carries text instead of Python objects.
 
 A call site's *spec* is "" when positional arrays go in and one array comes out, "*" when a tuple of

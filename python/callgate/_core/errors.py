@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every exception class of callgate's, and nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optional libraries: imported where they are needed, with one message where one is missing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Public functions whose keyword options a frozen dataclass declares, once.
 
 Such a function is written as `f(what, /, *, options: SomeOptions)` and called with the fields of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exceptions on their way back: described for XLA, kept, deferred, claimed.
 
 A failing gate fails the program, and JAX raises `jax.errors.JaxRuntimeError` with text. The

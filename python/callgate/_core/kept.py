@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exceptions of failed programs, kept until those who called them ask.
 
 A program's error is text; the exception that it stands for is here, under the id that the text

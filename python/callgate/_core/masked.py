@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked arrays (`numpy.ma`), which nothing of XLA's can hold.
 
 `np.asarray` drops a mask without a word, and with it the knowledge which values are none. So where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of options, one for each kind: an error names the option, what was expected, what came.
 
 `label` says whose option it is, as messages begin: "gate 'f'", "channel 'loss'", "sinks.JSONL".

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the package's folder, and replaces files in one step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pickles and copies of what belongs to its process: gates, kernels, feeds.
 
 A copy is the thing itself. A pickle says where a module holds the thing, as pickles of functions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Live operations by name, names that nothing else has, and what arguments are called in messages.
 
 A call site knows flat positions; users know `x` or `params['w']`. Gates register what is needed to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the parameters of a user's function; without a signature to look at it has none."""
 
 from __future__ import annotations

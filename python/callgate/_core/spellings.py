@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What JAX and callgate's peers call options, and what callgate calls them: for error messages."""
 
 from __future__ import annotations

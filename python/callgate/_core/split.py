@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pytrees that hold more than arrays: modules with functions, names of modes, and so on.
 
 JAX's transformations take arrays. So while a call is traced, each other leaf becomes part of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Static values of kernels' calls: numbers, strings, arrays of numbers, dictionaries.
 
 They are frozen while a call is traced: hashable, and equal only where they are the same to the last

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds: host iterators that compiled JAX programs read from.
 
 `Feed.next()` is an ordered gate that takes the next item from a producer's queue. Its function

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Items of a feed: pytrees of arrays, their types, and how a host value becomes one of them.
 
 The producer thread converts and checks what the iterator gives. Arrays that the user could still

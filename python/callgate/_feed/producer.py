@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The producer of a feed: a thread that iterates ahead of the program, and the queue between them.
 
 The feed's gate takes items on any thread. The producer's holds no lock while user code runs, so an

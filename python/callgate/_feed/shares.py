@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds over several devices: who takes which part of an item.
 
 A program over a mesh reads its item in a `jax.shard_map` of callgate's own: each device calls the

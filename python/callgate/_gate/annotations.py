@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results that a function's annotations declare, in jaxtyping's words.
 
 `def f(x: Float[Array, "n"]) -> Float[Array, "n 3"]` says what `out=` says otherwise. Arguments are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.check`: assertions in compiled programs.
 
 Decided in C++: a check that passes costs about a tenth of a microsecond. One that fails stops the

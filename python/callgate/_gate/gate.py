@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates: Python callables that compiled JAX programs call.
 
 What a gate is at run time lives in C++ (src/bindings/gate/gate.cc); here is what a user sees.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the cost of gates: counters of each gate, and a trace of calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The primitives and the rules of JAX's own callbacks."""
 
 from __future__ import annotations

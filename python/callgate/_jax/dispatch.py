@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of JAX's dispatch: runtime tokens, the filter of effects, hooks at execution, backends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordination service of `jax.distributed`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of JAX's lowering: FFI calls, tokens, platforms and meshes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XLA's partitioner, its shardings, and Shardy's rules."""
 
 from __future__ import annotations

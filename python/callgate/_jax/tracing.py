@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of JAX's tracing: effects, options in jit's key, avals, jaxprs, control-flow rules.
 
 Each entry in this folder says what it stands for, in which JAX versions it was seen, and what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that have code for the CPU: their variants, and the calls of these in programs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels in files: `callgate.save_kernels` and `callgate.load_kernels`.
 
 A file is a zip archive. `manifest.json` holds the kernels' forms (`Kernel.saved_form`) as JSON; an

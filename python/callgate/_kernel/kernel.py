@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels: native functions that compiled JAX programs call, with no Python at run time.
 
 Templates and Numba functions are families of them, compiled for a call's types, as *variants*.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Works out, when a call of a CUDA kernel is lowered, what it launches; programs hold that.
 
 A kernel's *CUDA part* says what a call launches (`Plan`). Programs hold the plan as plain numbers,

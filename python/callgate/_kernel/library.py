@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.library`: kernels from a user's own shared library, built with callgate/kernel.h.
 
 A library stays loaded until the process ends; one that was built again meanwhile is loaded anew.

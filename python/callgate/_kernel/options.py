@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that several kinds of kernels share."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parameters of kernels: what a native function takes, and whether a call's arrays fit.
 
 The kinds are those of include/callgate/kernel_abi.h. Calls are checked while they are traced.

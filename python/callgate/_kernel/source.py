@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads names and template parameters in C++ text, before the compiler does.
 
 The compiler's own reading of types is what counts. Here are the parameters' names, how a template's

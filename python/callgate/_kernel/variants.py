@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The types of a call, and the native functions that a kernel has for them."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """JAX's control flow around gates, taps and progress bars."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bars themselves: tqdm's where they can be redrawn, lines where they can't.
 
 Imported with the first bar that is drawn, and used by the drawing thread alone.

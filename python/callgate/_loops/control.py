@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Control flow around gates with effects, where JAX would call them more than once, or refuses.
 
 vmap: JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of

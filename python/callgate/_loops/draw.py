@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws progress bars: one thread of the process, which polls the board some ten times a second.
 
 It starts with the first bar that begins while nobody draws, and ends a while after the last one is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scan`, `fori_loop` and `while_loop`: JAX's loops, with a progress bar where one is asked for.
 
 Without `progress` they are JAX's own calls, and nothing else. With it the loop's body gets a mark

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowers loops with progress marks: in chunks, with one call of the board a chunk.
 
 In XLA's CPU code a step may take nanoseconds; any call in the body makes it a hundred times as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two primitives behind progress bars, with their rules.
 
 `progress_p` marks the body of a loop as one whose steps are counted. Its operands only tie it to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of a progress bar, and the marks that loops get for it.
 
 A mark is bound into the loop's body (`_loops/primitive.py`), holding the bar's description as text.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes of `jax.distributed` as one of them sees them: who lives, who ended and why.
 
 The engine is JAX's coordination service, a store of texts that every process sees. Each of several

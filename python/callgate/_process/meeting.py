@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Meetings of all processes: what `callgate.barrier(all_processes=True)` is made of.
 
 Each process enters meeting N by `with`, does its own part, and waits. Keys in the common store:

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """callgate's runtime in this process: its targets, options, waiting, beginning and end."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.errors` and `callgate.barrier`: where a program waits for what it has sent off.
 
 Here and in other processes. Runs on the thread that calls it. Across processes it is a meeting

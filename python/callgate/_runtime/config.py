@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.config`: options of the process, set globally or for a block."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program over all devices of a platform that ends after those that were dispatched before it.
 
 A pure program whose results nobody keeps leaves nothing to wait for. XLA starts a program over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runtime's life in this process: registered at import, ended in phases before Python ends.
 
 Nothing here starts a JAX backend.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates on threads of their own that wait for themselves.
 
 While JAX calls a jitted function for the first time, other threads that call it wait until that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of callgate's targets in programs, source lines of calls, and what exports check."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Works out, when a call is lowered, what it holds for the partitioner of several devices.
 
 `of_gate` and `of_tap` give the `Sharded` of a call, with its rule, or None where nothing is to be

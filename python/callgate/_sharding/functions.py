@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharding rules that are functions of the mesh and the operands.
 
 Called while a program is compiled, with the shardings that XLA has propagated; in an explicitly

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The module that a call on shards is: what the partitioner answers XLA with, as text.
 
 XLA parses it. Made with MLIR's bindings it would take ten times as long: a context for them, which

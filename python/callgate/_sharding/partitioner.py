@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The partitioner of callgate's calls: how a call on whole arrays becomes one on shards.
 
 A call in a program over several devices holds, besides what every call holds, the attribute `shard`

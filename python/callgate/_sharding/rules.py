@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharding rules: which dimensions of a call's arrays belong together, and which must be whole.
 
 A rule gives each dimension of each operand and result a factor. Dimensions with one factor are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds which device holds which tile of an array, and which ones a call on tiles needs.
 
 Plain arithmetic on device numbers: position in the program's device assignment, which is what

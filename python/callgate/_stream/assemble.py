@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.assemble`: whole arrays from records of their shards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads streams of tapped values: from files, and from processes that serve one on a socket.
 
 The format is that of include/callgate/stream.h, read in C++ without the GIL. One thread reads a

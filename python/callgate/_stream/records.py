@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records of a stream as Python has them: one for each lane of a tap, or columns of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m callgate tail`: the records of a stream as lines of text or JSON."""
 
 from __future__ import annotations

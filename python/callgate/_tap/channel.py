@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Channels: bounded streams of records from compiled programs to consumers (src/channel)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns what a channel can be given to deliver to into what the runtime calls."""
 
 from __future__ import annotations

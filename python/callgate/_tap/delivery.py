@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what the runtime hands over to what a consumer is called with, on a channel's thread.
 
 A consumer's exception is kept with its record, and the runtime told how many were lost; the

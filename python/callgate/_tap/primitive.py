@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The primitives behind taps, with their rules.
 
 `tap_p` sends its operands (`TapSite` says which is what). With effect "io" or "ordered" it has no

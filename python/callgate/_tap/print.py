@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.print`: `jax.debug.print` that does not make the program wait."""
 
 from __future__ import annotations

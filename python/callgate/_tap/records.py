@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records, as consumers of a channel see them, and what is known of each."""
 
 from __future__ import annotations

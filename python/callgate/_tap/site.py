@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes a tap beyond its primitive, and as programs hold it: with nothing of this process."""
 
 from __future__ import annotations

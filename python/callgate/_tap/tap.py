@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.tap`: streams values out of compiled programs."""
 
 from __future__ import annotations

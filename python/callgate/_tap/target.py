@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets of a tap's records: the runtime's handles, and callgate's own channels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs for the gates of `callgate.torch`: a PyTorch function, its derivatives, its batches.
 
 A *run* is `run(functional, args, kwargs)`: it calls the function on tensors, or a transform of it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gates behind `callgate.torch`: a function and, as gates of their own, its transforms.
 
 A gate's *path* are the transforms around the function (`calls.Step`), innermost first: none, or

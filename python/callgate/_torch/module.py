@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `torch.nn.Module` as a function of its parameters; imported when the first one is made."""
 
 from __future__ import annotations

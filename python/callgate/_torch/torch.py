@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.torch`: PyTorch functions and modules as JAX functions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m callgate watch`: serves a live page of streams on loopback, by Bokeh.
 
 It reads streams as any other reader does: the program that writes them serves nothing for it.

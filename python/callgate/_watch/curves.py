@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Curves over time in bounded memory, where a stream's numbers stand, and how fast records come.
 
 Plain data, used under the model's lock.

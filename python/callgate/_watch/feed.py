@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads streams for the live page: a thread for each, which waits, follows and comes back.
 
 A feed survives its stream's writer: a file that a new one continues or replaces, a socket that is

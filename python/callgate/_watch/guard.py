@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides who gets the live page, and what it may do in a browser.
 
 The page's server listens on loopback, which keeps other machines out and no web page: one of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds as data what `python -m callgate watch` shows: neither a server nor a browser.
 
 A `Model` takes the records of streams and keeps curves, counts and the latest values in memory that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The live page: a Bokeh document that shows a `Model` and looks at it anew a few times a second.
 
 One `Page` for each open browser tab, on the server's thread; the model alone is shared. Names come

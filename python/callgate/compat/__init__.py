@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other interfaces on callgate's engine, each a module of its own.
 
 - `callgate.compat.callbacks`: `pure_callback` and `io_callback` with JAX's signatures.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by both forms of `host_callback`: from a pytree to a tap, and the receivers of 2020.
 
 Equal calls share a tap, so that JAX's caches hit. Records go through a channel of their own,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns counts of parts into specs, devices and shardings, and the part of each process.
 
 In one process a `sharded_jit` function has the first devices. In several, a program on few devices

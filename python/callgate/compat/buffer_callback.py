@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`jax.experimental.buffer_callback`, the interface of 2025, on callgate's engine.
 
 The same names, semantics and error texts. On the CPU and on CUDA GPUs callgate's gate serves the

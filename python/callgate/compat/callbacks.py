@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JAX's own callbacks on callgate's engine: pure, io and debug callbacks.
 
 JAX's own primitives keep all their rules. Replaced is only what a program for a CPU or a CUDA GPU

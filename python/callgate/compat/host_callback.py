@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The API of `jax.experimental.host_callback` in 2020, on callgate's taps.
 
 `id_tap` is a tap in the flow of data: it lives as long as what it returns is used (in a loop, a

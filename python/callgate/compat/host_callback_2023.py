@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The API of `jax.experimental.host_callback` in its last form (2021 to 2024), on callgate.
 
 `id_tap` is a tap with an effect: it runs even if its result is unused, in program order on each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`jax.experimental.sharded_jit` of 2020-21: a jit whose arguments and results are split by counts.
 
 ```python

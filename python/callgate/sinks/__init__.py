@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinks, to which a channel's records go: files, trackers, plots, statistics.
 
 `JSONL`, `Npy`, `Stats` and `Stream` are native: the channel hands them records without Python. The

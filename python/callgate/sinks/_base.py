@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of sinks, and what the ones over libraries share: state, errors, lazy imports."""
 
 from __future__ import annotations

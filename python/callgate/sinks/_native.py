@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native sinks: their consumers are C++ (src/channel) and run without the GIL.
 
 A channel takes `native`; `write` is for records made in Python, and may be called beside it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sink Plot: learning curves as a picture that is drawn anew as they grow.
 
 Without pyplot's state, a display and the backend that the program has chosen.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinks of columns: Zarr and HDF5, where arrays grow, and Parquet, over pyarrow.
 
 A tap has an array or a column for each field, which are in step: `loss/seq`, `loss/value` and so on

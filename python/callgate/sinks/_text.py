@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinks of text: lines for people, and CSV tables of scalars."""
 
 from __future__ import annotations

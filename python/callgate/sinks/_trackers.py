@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinks into experiment trackers that live in a folder: TensorBoard and MLflow."""
 
 from __future__ import annotations

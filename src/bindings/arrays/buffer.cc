@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Buffer, and how others get at its memory: NumPy's protocol, Python's buffer protocol, DLPack, and
 // CUDA's array interface. The GIL is held.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arrays of a call as Python gets them in place: `callgate.Buffer`, and the call on a GPU that
 // they may belong to. The GIL is held.
 //

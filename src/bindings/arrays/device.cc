@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What Buffers and results are on a GPU. The driver may make its caller wait for room in a stream's
 // queue, and what empties the queue may need the GIL: so none of its calls here is made with it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a callable returns, into XLA's memory. The GIL is held.
 //
 // An array of the declared type is copied once. Two kinds of others are converted, where no value

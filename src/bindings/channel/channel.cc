@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channels, taps and consumers as Python holds them. Whatever waits gives the GIL up meanwhile, and
 // looks for signals now and then.
 #include <nanobind/stl/optional.h>

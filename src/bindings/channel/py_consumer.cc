@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A Python function as a consumer. It deals with exceptions of user code itself; one that leaves it
 // is reported as unraisable. `consume` runs on the channel's thread and takes the GIL once a batch.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Python calls these with the GIL; files are opened, written and closed without it.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Readers release the GIL while they read and wait; arrays handed out are copies.
 #include "callgate/stream.h"
 

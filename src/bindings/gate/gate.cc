@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // See the header. The GIL is held by whoever comes from Python, and taken by what XLA calls.
 #include "bindings/gate/gate.h"
 

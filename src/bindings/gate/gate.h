@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A Python callable as a Callee: what a gate is at run time.
 //
 // PyCallee holds the callable and its options, and outlives the Gate in Python for as long as some

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One call site of a gate: how a call of a compiled program becomes a call of the user's function.
 //
 // Takes the GIL once a call, shows each array of each lane by a view, vectorcalls, copies results

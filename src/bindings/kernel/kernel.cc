@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels, for the CPU and for CUDA, as Python makes them. Their calls don't come by here; only
 // their failures do.
 #include "core/kernel.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions of other libraries in the form of kernels: what Python makes of them once, and keeps.
 // Their calls don't come by here.
 #include <nanobind/stl/tuple.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Python, NumPy's C API and nanobind, included one way by every file of this folder, the GIL, and
 // references that die on threads without it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Python functions that the runtime calls off its fast path: to make and keep errors, to deal with
 // escaped views, to bind a call site's description. Set once at import (`start` in
 // python/callgate/_runtime/lifecycle.py); each is documented there. All of this runs under the GIL,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The files of sinks: owned descriptors whose errors are thrown and name the sink and the path.
 //
 // Each is used by one thread at a time. Nothing is buffered here: what is written is the system's,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sink JSONL: a line of JSON for each lane of each record. https://jsonlines.org
 //
 //   {"name":"loss","seq":3,"time_ns":1700000000000000000,"device":0,"run":7,"role":"primal",

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What sinks make of the leaves of a record: their names in files, and their elements as C++
 // values. Any thread; nothing is owned.
 //

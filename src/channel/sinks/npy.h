@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sink Npy: each leaf a .npy file that grows by a row for each lane of each record.
 //
 // The header's first extent is rewritten in place after the rows that it counts are in the file, at

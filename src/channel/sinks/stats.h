@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sink Stats: running statistics of each leaf of each tap, in constant memory.
 //
 // Filled on its channel's thread, without the GIL; read from any thread at any time. All elements

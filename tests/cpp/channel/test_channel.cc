@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One channel: what is sent arrives whole and in order; consumers, flushes and closing.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channels by name: what is sent while none is open waits for the next, and nothing is lost, comes
 // twice or gets a number twice when channels change places under threads that never stop sending.
 #include <gmock/gmock.h>

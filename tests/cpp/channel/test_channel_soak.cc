@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Everything at once: producers of records of all sizes, slow, failing and passing consumers,
 // flushes, call sites that come and go, and channels that are closed and opened again under them.
 // In the end the counts are exact, and every record that was taken has arrived once and whole.

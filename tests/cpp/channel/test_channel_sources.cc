@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long a channel keeps the sources of its records: until the last is consumed, and no longer.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channels while many threads use them: counts that are exact at every moment, wake-ups that are
 // never lost, sources that live as long as their records, and a fork in the middle of it all.
 #include <gmock/gmock.h>

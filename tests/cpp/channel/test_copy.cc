@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies into payloads: every byte, whatever the size and however many cores take part.
 #include <gtest/gtest.h>
 

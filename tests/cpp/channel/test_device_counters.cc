@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The counts that number the records of each device.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A process that is forked while a sink has its file open, and ends the sink: the file and its lock
 // are the parent's.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Disks that are full after any number of bytes: what is whole stays, what is lost is counted, and
 // writing goes on when there is room. A limit on the size of files stands for the disk: it fails
 // writes part of the way.

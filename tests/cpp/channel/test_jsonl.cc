@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The JSON Lines sink: what its lines say, and what is in the file when something goes wrong.
 #include <gtest/gtest.h>
 

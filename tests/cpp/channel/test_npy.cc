@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The .npy sink: files that NumPy's format describes, after every batch and after every fault.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The framing of 2020: bytes written out by hand, everything there and back, and hostile bytes.
 // tests/python/compat/test_outfeed_2020.py compares with the msgpack package.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Padded leaves of a record: what counts of them, by the sizes that came along.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

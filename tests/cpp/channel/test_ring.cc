@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ring alone: entries of any size come out as they went in, in order, whatever wraps; one
 // thread drives it at random beside a model, then many threads fill it at once.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The statistics sink against sums written out.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stream files: what is written is read, whatever happens between.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

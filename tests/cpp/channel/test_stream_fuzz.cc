@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A reader of hostile bytes: it reads, or throws FormatError; it never reads beyond the bytes, and
 // takes no memory for what they only claim. Bounded and seeded; the sanitizers watch it in CI, and
 // tests/fuzz/stream.cc looks further.

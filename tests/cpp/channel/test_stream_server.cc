@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a server of a stream takes of its process: descriptors, threads' time, delays of its
 // readers. Tests that limit descriptors do so in a process of their own.
 #include <fcntl.h>

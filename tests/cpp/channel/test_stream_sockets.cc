@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams over sockets: several readers, slow ones, dead ones. Nothing waits for time to pass but a
 // bounded close.
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Taps as programs call them: the attributes that describe a call site, and callees behind the FFI
 // handlers, driven by the fake XLA.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sizes and the text form of array views.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Static values in the form that kernels see.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The report of a crash in a kernel, in processes of its own.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of element types against XLA's own enum and an independent list of names and widths.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loops that are split over somebody else's threads.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fuzzers' targets (tests/fuzz) on all seeds and findings, and on a fixed number of changed
 // ones: what `make fuzz` looks for at length, in a second. The sanitizers watch.
 #include <gtest/gtest.h>

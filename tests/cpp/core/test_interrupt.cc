@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ctrl-C as programs see it: which runs end, and whose handler is called how often.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels and their call sites: what belongs to which parameter, lanes, failures, services.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

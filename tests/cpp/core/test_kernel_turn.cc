@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns: calls of kernels that are not thread-safe run one after the other.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lanes against a brute-force oracle: the strides of the whole array, written out.
 #include <gtest/gtest.h>
 

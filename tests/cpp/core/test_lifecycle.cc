@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls race with the end of the process; each test has a lifecycle of its own.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a checked call finds, in kernels that do just that.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory runs out at the n-th allocation, for every n, in every entry of core and channel: no entry
 // ends the process or leaks; it throws, or counts a record as dropped or lost; and the object can
 // be used as before. Once one allocation fails alone, once all that follow fail, too.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The board of progress bars: counts, chunks, devices, runs, and who is woken.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

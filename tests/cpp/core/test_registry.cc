@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names, who owns what they stand for, and what a missing name says.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

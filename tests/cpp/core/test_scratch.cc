@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Working memory that threads keep between calls.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each write and each open fails once, with EIO or EMFILE: what is lost is counted, the error names
 // the place, and the object can be used as before. Full disks are test_full_disks.cc's.
 #include <gmock/gmock.h>

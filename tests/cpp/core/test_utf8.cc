@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Text of any bytes as UTF-8.
 #include <gtest/gtest.h>
 

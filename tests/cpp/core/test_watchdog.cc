@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Deadlines. Waits for what must happen are long, so that a busy machine fails no test.
 #include <gtest/gtest.h>
 

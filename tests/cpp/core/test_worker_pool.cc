@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pool that must never queue a job behind a blocked one.
 //
 // A latch or promise may still be in use by its notifier when its waiter goes on: what a job

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Events of streams and the thread that runs tasks behind them: order, errors, drain, stop, fork.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Devices, their contexts on threads, and capture as callgate sees it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loading CUDA's driver: what is found, and what a user is told where it isn't or can't serve.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

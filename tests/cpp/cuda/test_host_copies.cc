@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A call's arrays in the host's memory and back: contents, aliases, order, errors, leaks.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launch plans and what becomes of them, against a driver without a GPU.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

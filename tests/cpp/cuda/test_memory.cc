@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pinned and device memory in pools: sizes, reuse, budgets, and a driver that has no more.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which image a device gets, and how long modules live, against a driver without a GPU.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

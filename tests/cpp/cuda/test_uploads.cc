@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies that run ahead to a device, and copies that stay there, against a driver without a GPU.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // include/callgate/kernel.h by itself: views, attributes, how parameters are described and made,
 // errors. The runtime's part is a fake here. Written as users write kernels:
 // NOLINTBEGIN(modernize-avoid-c-style-cast)

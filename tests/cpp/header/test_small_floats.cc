@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The header's small floats, all values of each: what a code means is worked out here from the
 // format's definition, in double; what a float becomes is the nearest of those values.
 #include <gtest/gtest.h>

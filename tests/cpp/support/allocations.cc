@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // See the header. This file replaces the test program's operator new.
 #include "allocations.h"
 

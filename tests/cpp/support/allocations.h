@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The test program's operator new: it counts, and fails when a test says so.
 #pragma once
 

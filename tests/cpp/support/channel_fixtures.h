@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Senders and consumers for tests of channels: records whose content says which they are, and a
 // consumer that keeps what it saw and does as the test tells it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attributes of calls, as XLA describes them and as the runtime reads them, written as short as
 // they can be: `levels("3:10;4:11")`, `tap("loss", {"['w']"}, {{"where", true}})`.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A callee made of C++ functions, for tests of what calls it.
 #pragma once
 

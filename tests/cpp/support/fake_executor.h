@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Executors for tests: one with threads, one that starts its tasks when the test says so or never,
 // one that takes none.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // GPUs without a GPU: streams and memory of the fake CUDA driver (tests/cuda_fake), which callgate
 // loads as it would load the real one.
 #pragma once

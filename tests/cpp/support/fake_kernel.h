@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels written against the C interface, and calls of them without XLA.
 #pragma once
 

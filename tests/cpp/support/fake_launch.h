@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels of the fake CUDA driver, as functions of the host, and calls of them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Records made by hand, for tests of consumers: a tap that owns its source and its payloads.
 #pragma once
 

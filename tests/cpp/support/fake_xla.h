@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An XLA without XLA: the part of XLA_FFI_Api that callgate's handlers use, and call frames made of
 // the public C structs.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A timer's signal, not a thread: death tests fork, and tests count threads. Whichever thread gets
 // the signal asks the others by a second one, one after the other, so that stacks don't mix.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What came of a call, as a value: success, or the error that it threw.
 #pragma once
 

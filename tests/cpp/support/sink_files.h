@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every native sink that writes a file, and how its file is read: for tests of faults. The records
 // are of one array of bytes (FakeTap, int8[40]), each full of a number of its own.
 #pragma once

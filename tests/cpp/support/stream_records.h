@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sources and records made by hand, for tests of what consumes them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // See the header.
 #include "system_faults.h"
 

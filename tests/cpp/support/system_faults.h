@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // System calls that fail when a test says so. system_faults.cc replaces those of the C library in
 // the test program, for code that is linked into it.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A test that hangs says which it is and where all its threads are.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

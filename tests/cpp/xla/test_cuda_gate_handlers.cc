@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gates and taps in programs for CUDA, against a driver without a GPU: what is copied, who waits
 // for what, and what becomes of errors.
 #include <gmock/gmock.h>

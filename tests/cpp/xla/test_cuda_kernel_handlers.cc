@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels in programs for CUDA, by way of the FFI handlers, against an XLA without XLA and a driver
 // without a GPU.
 #include <gmock/gmock.h>

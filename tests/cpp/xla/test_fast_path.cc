@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fast path allocates nothing.
 #include <gtest/gtest.h>
 

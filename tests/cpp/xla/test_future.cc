@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Promises to XLA: settled exactly once, whoever comes first, also when they are dropped.
 #include <gtest/gtest.h>
 

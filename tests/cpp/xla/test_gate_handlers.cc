@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The handlers of `callgate.gate`, driven as XLA drives them, with callees made of C++ functions.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The handlers of `callgate.kernel`, driven as XLA drives them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

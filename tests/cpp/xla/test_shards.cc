@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls on shards: the partition that comes as the last operand, and who makes the call.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`cg.Buffer`: the protocols through which other libraries read and write XLA's memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views of XLA's memory: inputs can't be written, and what outlives its call is made safe."""
 
 from __future__ import annotations

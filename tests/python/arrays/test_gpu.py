@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """arrays="cupy", "torch" and "numba" on CUDA, with small stand-ins for the libraries.
 
 Each stand-in records what it was given: device, stream, memory, owner. The libraries themselves are

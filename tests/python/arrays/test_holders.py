@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What keeps the address of XLA's memory is named, and can't read other numbers a second time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the package gives to builds: `python -m callgate include-dir` and `cmake-dir`, and CMake's
 `find_package(callgate)`."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches of compiled code: who may have written what is in them, and what damage does to them.
 
 What is kept here are texts instead of libraries, so no test compiles. Ownership by somebody else is

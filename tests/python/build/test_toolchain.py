@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiler behind `callgate.cpp` and its cache: found, run once, shared, repaired.
 
 A script as CXX counts the compiler's runs.

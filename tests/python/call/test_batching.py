@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batching: the four vmap methods, nested, over every axis, and what the callable gets."""
 
 from __future__ import annotations

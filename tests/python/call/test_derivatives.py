@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of gates: rules, references, finite differences, linear gates, and none at all."""
 
 from __future__ import annotations

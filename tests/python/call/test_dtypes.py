@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every element type and layout through gates: bits in, bits out."""
 
 from __future__ import annotations

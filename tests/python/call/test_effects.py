@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Effects: pure gates may be dropped, io gates run exactly once, ordered gates in program order.
 
 Each program of the table says which values its gate must see. What a lane or a branch that is not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that outlive their process: export, AOT compilation, the persistent cache; and callables
 that don't outlive their programs.
 

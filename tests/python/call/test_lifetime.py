@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long callables, names and memory live: as long as a program can call them, and no longer."""
 
 from __future__ import annotations

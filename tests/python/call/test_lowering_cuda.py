@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What programs for CUDA hold: targets, attributes, effects, aliases; and export for two platforms.
 
 Nothing here runs on a GPU, fake or real: programs are lowered for it.

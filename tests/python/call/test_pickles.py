@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates, kernels, torch functions, channels and feeds in pickles, copies and other processes."""
 
 from __future__ import annotations

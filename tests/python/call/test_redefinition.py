@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A notebook's cells that run again, and modules that are loaded again, redefine what they made."""
 
 from __future__ import annotations

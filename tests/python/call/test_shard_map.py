@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything inside `jax.shard_map` under its defaults, against plain JAX code in the same place.
 
 By default JAX types each value by the mesh axes that it varies over, and adds gradients up over the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments that are modules: pytrees with functions, strings and other objects beside arrays."""
 
 from __future__ import annotations

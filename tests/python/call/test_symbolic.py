@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that `jax.export` takes with symbolic shapes, and that then serve every size.
 
 `PROGRAMS` has each with what it computes and what it sends, as JAX and NumPy say it. They are

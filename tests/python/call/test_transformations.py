@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every transformation of JAX around every other, with a gate in the middle.
 
 A transformation here maps a function R^3 -> R^3 to another one, so that any chain of them is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of `host_callback_2023` print to."""
 
 from __future__ import annotations

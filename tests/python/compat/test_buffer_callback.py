@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.compat.buffer_callback` does what JAX's does, errors included.
 
 Every program takes the module as an argument and runs on JAX's first: that is the oracle.

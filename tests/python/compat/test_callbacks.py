@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JAX's callbacks on callgate's engine take and give what they do on JAX's own.
 
 The same program runs on both; it takes the two functions as an argument.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JAX's own callbacks and buffer callbacks on CUDA, on the fake driver."""
 
 from __future__ import annotations

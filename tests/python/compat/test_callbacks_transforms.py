@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JAX's callbacks on callgate's engine under transformations, when they fail, and from threads.
 
 The same program runs on JAX's own engine; it takes the two functions as an argument.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples in `callgate.compat`'s docstrings and on its page run, and print what they say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.compat.host_callback`, the API of 2020: calls, layouts, receivers, errors."""
 
 from __future__ import annotations

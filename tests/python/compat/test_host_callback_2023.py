@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.compat.host_callback_2023`: taps, printing, barriers; no transformations."""
 
 from __future__ import annotations

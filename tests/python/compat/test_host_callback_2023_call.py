@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.compat.host_callback_2023.call`: the program waits for the host."""
 
 from __future__ import annotations

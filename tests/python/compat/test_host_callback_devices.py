@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both forms of `host_callback` on four devices, each test in an interpreter of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.compat.host_callback` of 2020 under transformations and in control flow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.install()` and `uninstall()`: when they count, for whom, and what they leave behind."""
 
 from __future__ import annotations

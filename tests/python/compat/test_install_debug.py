@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`jax.debug.callback` and `jax.debug.print` after `install()`: as JAX's own, but not waited for.
 
 Each test runs on JAX's engine and on callgate's.

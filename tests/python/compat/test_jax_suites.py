@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make jax-suites`: tests that pass without `callgate.install()` and not with it are found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The framing of 2020 against an encoder and a decoder made of the msgpack package."""
 
 from __future__ import annotations

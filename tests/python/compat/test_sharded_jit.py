@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`compat.sharded_jit`: its cases run in two groups of processes, and are reported apart.
 
 One process has 8 CPU devices, and a group of two has 4 each.

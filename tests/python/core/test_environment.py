@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environment variables that make no sense are named, with what was expected."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Libraries that callgate does without elsewhere: what is said where one is missing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every option of every public function: what it can't be is refused by name, with what came.
 
 The options are those of the signatures, so that a new one is tested as soon as it is there.

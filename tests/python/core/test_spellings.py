@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options as JAX and others call them: the error says what callgate calls them."""
 
 from __future__ import annotations

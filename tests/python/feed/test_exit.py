@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds at the end of a process, in a fork's child and under Ctrl-C: nothing hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds in programs: what they give, in which order, under every transformation, and their errors.
 
 NumPy's own arrays and loops are the truth; `engine` runs a test on JAX's callbacks as well.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds in programs for CUDA: what they give, and that their copies run ahead of the program."""
 
 from __future__ import annotations

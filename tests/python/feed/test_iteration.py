@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds that the host iterates over: the same items, in the same order, as programs take.
 
 Python's own iteration of the iterable is the truth.

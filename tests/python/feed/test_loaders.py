@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds from data loaders: PyTorch's, Grain's, Hugging Face's and TensorFlow's, and their likes.
 
 What iterating over the loader gives, as NumPy's arrays, is the truth.

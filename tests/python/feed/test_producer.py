@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The producer of a feed: how far ahead it goes, how it fails, and how and when it ends.
 
 Threads wait for each other's events here, never for a time to pass.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds whose items are split over a mesh: each device takes its share, all of the same item."""
 
 from __future__ import annotations

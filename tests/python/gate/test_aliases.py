@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`aliases=`: input and result are one memory, with donation the caller's own."""
 
 from __future__ import annotations

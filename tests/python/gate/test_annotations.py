@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results that jaxtyping's annotations declare, and the check of arguments against theirs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.check`: what stops a program, and what the error says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How gates are made and called: call forms, shapes, pytrees, keywords, styles, names."""
 
 from __future__ import annotations

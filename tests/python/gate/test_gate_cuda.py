@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates on CUDA's own arrays: contents, protocols, streams, results, escapes, graphs.
 
 Programs run on the fake driver, which fails a test whose work is not ordered as CUDA needs it.

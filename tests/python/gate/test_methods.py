@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates in classes: methods of objects that are no pytrees, and of modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a gate's function may return: exactly what `out` declares."""
 
 from __future__ import annotations

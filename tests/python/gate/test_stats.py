@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counters and traces of calls."""
 
 from __future__ import annotations

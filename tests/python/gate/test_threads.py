@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates on threads of their own, on many threads at once, and against a busy GIL: nothing hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's driver as callgate alone sees it: hands every call on to libcuda.so.1, but for those that
 // a test asked to fail. XLA calls the same driver past it.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs in which one call of CUDA's driver fails: run by test_faults.py, on a virtual GPU.
 
 Reads a line of JSON for each case, and answers with one. A case has:

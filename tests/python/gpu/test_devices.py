@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs over several GPUs: `pytest -m gpu` where there are two or more."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C, exceptions and the end of the process, with programs in flight on a GPU."""
 
 from __future__ import annotations

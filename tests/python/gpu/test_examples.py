@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples for GPUs: what they say without one, and what they find on one."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each function of CUDA's driver fails once where callgate calls it: on the virtual GPU alone.
 
 callgate gets the driver through failing_driver.c, so that its calls fail and none of XLA's. The

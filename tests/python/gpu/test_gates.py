@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates on a real GPU with the libraries themselves: `pytest -m gpu` where there is one."""
 
 from __future__ import annotations

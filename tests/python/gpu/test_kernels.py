@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels in CUDA C++ on a real GPU: run with -m gpu."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of CuPy, Numba, Triton and `callgate.elementwise` on a device; run with -m gpu."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of tvm_ffi and kernels of Warp on a device; run with -m gpu."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taps, checks and feeds on a real GPU; deselected without `-m gpu`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.config(crash_report=True)`: what a process says before it dies in a kernel."""
 
 from __future__ import annotations

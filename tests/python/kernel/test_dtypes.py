@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every element type in C++ kernels, all codes of the small ones, against ml_dtypes and NumPy."""
 
 from __future__ import annotations

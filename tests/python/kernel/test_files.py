@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.save_kernels` and `load_kernels`: exported programs run where nothing is defined."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of every kind, shown with C++: wrong calls, failures, vmap, derivatives, effects."""
 
 from __future__ import annotations

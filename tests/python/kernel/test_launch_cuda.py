@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels in programs for CUDA, from the call to the launch, on the fake driver.
 
 The kernels' machine code is made up: the fake driver runs a Python function of the kernel's name in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.library`: kernels of a user's own shared library, checked by its table of types."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.config(check_memory=True)`: what it finds in kernels, and what it leaves alone."""
 
 from __future__ import annotations

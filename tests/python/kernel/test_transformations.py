@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of every kind in the table of transformations; programs with them in other processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress bars themselves: the decorator, what bars show and where, and how they end."""
 
 from __future__ import annotations

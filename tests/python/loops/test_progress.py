@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops with progress bars: JAX's own results, and one bar for the primal pass of each loop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs over 2 and 4 processes of `jax.distributed` on this machine: calls, files, barriers.
 
 Starting a group takes seconds, so each runs all cases once (processes_worker.py); the tests look at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Meetings of all processes, with threads for processes and a store in memory for JAX's.
 
 What is between processes is in process/test_group.py; here are the cases that need exact timing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks that need a GPU, where there is none: they say so, and write nothing."""
 
 import importlib

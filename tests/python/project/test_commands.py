@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The project's own commands: what `make test` says first, what `make quick` chooses, what is done
 about a test that hangs.
 """

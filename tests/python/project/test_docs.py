@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation's code runs: each page's Python blocks, in order, in a fresh interpreter."""
 
 import pathlib

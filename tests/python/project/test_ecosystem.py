@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tools/ecosystem.py`: the comparison of other libraries' programs without and with install()."""
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def test_what_differs_fails_or_comes_nowhere_is_told(tool: Any, monkeypatch: Any
 
 def test_every_library_of_the_list_has_a_program_and_a_requirement(tool: Any) -> None:
   listed = tomllib.loads((TOOL.parents[1] / "pyproject.toml").read_text())
-  needed = listed["project"]["optional-dependencies"]["ecosystem"]
+  needed = listed["dependency-groups"]["ecosystem"]
   names = {one.split("[")[0].split(">")[0].replace("-", "_") for one in needed}
   assert set(tool.known()) <= names
   assert len(tool.known()) == 12

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each example runs in a process of its own, and its claims are checked against other sources."""
 
 import json

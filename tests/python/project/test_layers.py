@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer check of tests/check_layers.py, on this tree and on trees with planted violations."""
 
 import re

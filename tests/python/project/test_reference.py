@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference of the documentation names what the package exports, inherited methods included."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a release is made of agrees: versions, addresses, licences, workflows."""
 
 from __future__ import annotations
@@ -103,6 +104,15 @@ def test_what_is_compiled_in_comes_from_the_builds_packages(tmp_path: Path) -> N
   assert set(found) == {"nanobind", "robin-map", "numpy", "xla"}
   assert found["nanobind"]["purl"] == f"pkg:pypi/nanobind@{nanobind.__version__}"
   assert all(part["licenses"][0]["license"]["id"] for part in found.values())
+
+
+def test_every_source_file_names_its_licence() -> None:
+  licence = f"SPDX-License-Identifier: {PROJECT['project']['license']}\n"
+  folders = ("benchmarks", "cmake", "examples", "include", "python", "src", "tests", "tools")
+  sources = [file for folder in folders for file in (ROOT / folder).rglob("*.*")]
+  sources = [file for file in sources if file.suffix in (".c", ".cc", ".cmake", ".h", ".py", ".sh")]
+  assert len(sources) > 600
+  assert not [file for file in sources if licence not in file.read_text(encoding="utf-8")[:200]]
 
 
 def test_the_installed_package_says_what_is_compiled_in() -> None:

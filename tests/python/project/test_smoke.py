@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One program of each concept, in seconds: what `make quick` runs whatever has changed."""
 
 from __future__ import annotations

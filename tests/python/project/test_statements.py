@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts name what exists: pages and their headings, files, names of the package, make targets."""
 
 import ast
@@ -216,8 +217,12 @@ def test_make_targets_that_are_named_exist() -> None:
 
 # --- versions ----------------------------------------------------------------------------------
 def test_the_page_of_dependencies_has_the_ranges_of_pyproject() -> None:
-  extras = itertools.chain(*PROJECT["project"]["optional-dependencies"].values())
-  needed = [*PROJECT["build-system"]["requires"], *PROJECT["project"]["dependencies"], *extras]
+  named = PROJECT["project"]["optional-dependencies"] | PROJECT["dependency-groups"]
+  needed = [
+    *PROJECT["build-system"]["requires"],
+    *PROJECT["project"]["dependencies"],
+    *itertools.chain(*named.values()),
+  ]
   page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
   said = SPAN.findall(page)  # a range in a sentence, with its name
   for row in re.findall(r"^\|(.*)\|$", page, re.MULTILINE):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation's tables of environment variables and of messages are those of the code."""
 
 from __future__ import annotations

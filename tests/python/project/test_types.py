@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Type checkers know a gate's parameters, and what it returns."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a gate raises reaches the caller as it was raised; the runtime goes on afterwards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fork's child with the parent's objects: it is told, or nothing happens; the parent goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C: programs end at their next call of callgate, and so does the process; others live on."""
 
 from __future__ import annotations

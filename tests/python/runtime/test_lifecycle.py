@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of the process: whatever runs in gates, it ends with an exit code and never a crash."""
 
 from __future__ import annotations

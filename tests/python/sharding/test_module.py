@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text that the partitioner answers XLA with, and the text that it reads."""
 
 from __future__ import annotations

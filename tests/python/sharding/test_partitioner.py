@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates and kernels in programs over several devices: one call a shard, right for every rule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharding rules as users write them, and the tilings that follow from them."""
 
 from __future__ import annotations

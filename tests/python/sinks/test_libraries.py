@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinks over libraries: each file is read back by its own library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native sinks: what Python reads back from what C++ has written or counted."""
 
 from __future__ import annotations

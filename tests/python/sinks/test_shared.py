@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that two processes write to, and disks that are full: nothing breaks, all is counted."""
 
 from __future__ import annotations

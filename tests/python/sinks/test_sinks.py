@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinks: columns, text, and what holds for all of them, on files that their libraries read back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams that are still being written, killed writers, sockets, and `python -m callgate tail`.
 
 The bytes come from `stream_bytes`, as in stream/test_reader.py.

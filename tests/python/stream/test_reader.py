@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams as `open_stream` reads them.
 
 The bytes come from `stream_bytes`, an encoder that shares nothing with callgate's own; what the

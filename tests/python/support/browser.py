@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A headless Chromium for tests, driven by its DevTools protocol: no driver, no virtual time."""
 
 from __future__ import annotations

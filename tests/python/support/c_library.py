@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A C library for the tests of `callgate.cfunc`, compiled by the system's C compiler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JAX's callbacks on JAX's engine, the oracle, and on callgate's in its two forms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images for CUDA: which kernels they have, what parameters these declare, who can't make them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A library of arrays on the fake driver: what CuPy or PyTorch do on a GPU, for tests of gates.
 
 `kernel` enqueues a NumPy function over device memory on a stream; `Array` is what such a library

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the Python blocks of a documentation page, in order, in one namespace.
 
     python doc_blocks.py PAGE FOLDER [--gpu | --lower | --write]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA without a GPU: the fake driver of tests/cuda_fake for tests in Python.
 
 `open_fake()` builds the fake driver and XLA's side of an FFI call, once for each version of their

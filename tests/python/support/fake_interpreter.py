@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Walks a StableHLO program and gives its operations to a stream of the fake driver.
 
 One interpreter a run. Values of the program are DeviceArrays; who made them knows whether they are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs JAX programs for CUDA without a GPU, on the fake driver.
 
 A function is traced and lowered for platform "cuda" by JAX, as for a real GPU. Its program's custom

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single StableHLO operations, computed by the reference interpreter that comes with jaxlib.
 
 An operation becomes a module of its own, once; its operands and results are NumPy's arrays. Dtypes

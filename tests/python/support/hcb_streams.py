@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of `callgate.compat.host_callback` print into, and compare with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What calls in programs hold, read back from the program."""
 
 from __future__ import annotations

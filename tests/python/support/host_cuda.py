@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs CUDA source on the host: each thread in turn, compiled by the C++ compiler.
 
 For kernels whose threads don't wait for each other. What the host's compiler can't tell is left to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """New processes with Python in them, for tests of exits, signals, forks, caches and first imports.
 
 `start` and `run` are as subprocess.Popen and subprocess.run of `python -c SOURCE`, `python SCRIPT`

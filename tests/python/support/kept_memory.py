@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What shows that XLA has taken its memory back: gates that keep views, and later programs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared libraries of kernels for the tests, built as a user would: the compiler and a header."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A limit in seconds for each test; conftest.py takes the two hooks of pytest's from here.
 
 pytest gives every test the limit `faulthandler_timeout`, and a test marked `limit(seconds)` has

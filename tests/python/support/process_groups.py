@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts groups of local processes that `jax.distributed` joins, and collects what they say.
 
 A process runs a script with its index, the number of processes and the coordinator's port as first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process of the groups that process/test_group.py starts: runs the cases, reports what it saw.
 
 Arguments: index, number of processes, the coordinator's port, and how the group ends.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many examples the tests of properties try: a fixed few each time, many random ones in a soak.
 
 `CALLGATE_SOAK=1`, or `--hypothesis-profile=soak`, chooses the many.

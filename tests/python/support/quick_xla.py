@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options with which XLA compiles quickly: for programs whose arithmetic is not what is tested."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for tqdm that records what it is asked to draw, and loops to draw bars of.
 
 It is put in by `draw.use`. Shared by the tests of progress bars.

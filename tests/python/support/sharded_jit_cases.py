@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of `compat.sharded_jit` for a process with 8 CPU devices: see compat/test_sharded_jit.py.
 
 python sharded_jit_cases.py FILE     writes {case: "" or what failed} as JSON, with those of errors

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of the errors of `compat.sharded_jit`, for a process with 8 CPU devices.
 
 They run with those of sharded_jit_cases.py, which imports them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of `compat.sharded_jit` for two processes of four CPU devices.
 
 python sharded_jit_processes.py ADDRESS PROCESS FILE     writes {case: "" or what failed} as JSON

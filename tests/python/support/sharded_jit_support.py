@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scripts of `compat.sharded_jit`'s cases share: see compat/test_sharded_jit.py.
 
 A case is a function without arguments that passes or raises. A script imports them, runs all in its

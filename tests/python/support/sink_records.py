@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records made by hand, and readers of text files, for the tests of sinks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Meshes, arrays that lie on them, and what a compiled program moves."""
 
 from __future__ import annotations

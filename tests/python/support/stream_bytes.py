@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stream format once more, in Python alone: an encoder that shares nothing with callgate's.
 
 Written from the comment at the top of include/callgate/stream.h. Imports neither JAX nor callgate,

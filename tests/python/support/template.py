@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that has imported JAX and forks itself on request; run by interpreters.py, not by hand.
 
     python template.py SOCKET [MODULE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fake CUDA driver and what runs programs on it: they must find faults, and be right."""
 
 from __future__ import annotations

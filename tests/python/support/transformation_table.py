@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of transformations that calls of every kind go through, and its oracle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Right and wrong uses of callgate, for type checkers: test_types.py compares what they report.
 
 A line that ends in `# error` is wrong for all of them, one with `# error: pyright` for it alone.

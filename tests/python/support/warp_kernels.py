@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of Warp for tests; to import where warp is installed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Channels: policies and their counters, consumers, what is lost and what is not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Channels of programs for CUDA, on the fake driver: policies, sinks, errors, the process's end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taps in programs over several devices: 4 CPU devices in a process of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a process with taps in it: everything is delivered, or said not to be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs with taps that travel: exported ones, and the persistent compilation cache."""
 
 from __future__ import annotations

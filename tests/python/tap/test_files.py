@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taps through channels into native sinks and streams: what was sent is what is read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taps where the system has no memory for their records: these are counted, and said once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taps with `on_device=True`: copies that stay where the program ran, and what becomes of them.
 
 JAX has no GPU here, so the last step, DLPack into a jax.Array, is replaced by one that reads the

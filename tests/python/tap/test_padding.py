@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Padded arrays in taps: whoever gets a record gets what counts, in whatever form."""
 
 from __future__ import annotations

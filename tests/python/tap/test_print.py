@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.print` against `jax.debug.print`: the same lines."""
 
 from __future__ import annotations

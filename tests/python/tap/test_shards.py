@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taps in programs over several devices: a record a shard, and whole arrays from their records."""
 
 from __future__ import annotations

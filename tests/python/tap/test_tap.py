@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taps: what leaves a program, how often, in which order, with what said about it."""
 
 from __future__ import annotations

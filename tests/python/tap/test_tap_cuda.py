@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taps, checks, prints, progress bars and sinks in programs for CUDA, on the fake driver.
 
 What a program on a GPU sends must be what the same program sends on the CPU: `both` compares them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taps in every transformation around every other: exactly what leaves the program.
 
 Each chain of transformations runs with a tap in the middle on callgate's runtime and, as an oracle,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`cg.torch` of modules: parameters as a pytree, trained in JAX, loaded back; against torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`cg.torch`: PyTorch functions in JAX programs, against JAX's own implementation of the maths."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data behind `python -m callgate watch`: curves, counts, lanes, sessions, feeds.
 
 Streams are those of `stream_bytes`, an encoder of its own. The page is in watch/test_page.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m callgate watch`: the page as a document, over its server, and in a browser."""
 
 from __future__ import annotations

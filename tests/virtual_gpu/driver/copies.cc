@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies and fills beside those that callgate itself asks for: between devices, and ones that wait.
 #include "../../cuda_fake/world.h"
 

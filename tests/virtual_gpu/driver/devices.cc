@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Devices and contexts, as far as XLA and Python's libraries ask. See tests/cuda_fake/world.h.
 #include <algorithm>
 #include <cstdio>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the files of the virtual GPU's driver share, beside the tests' driver (tests/cuda_fake).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Executable graphs: made of a graph, changed, launched. See graphs.h.
 #include <algorithm>
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Graphs and their nodes: made one by one, or by capturing a stream.
 #include <algorithm>
 #include <cstdio>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the driver's functions for graphs share: their parameters as CUDA lays them out, and the
 // graphs that are ready to run.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Libraries, globals and the linker: other ways to what a module holds.
 #include <cstring>
 

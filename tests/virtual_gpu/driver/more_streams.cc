@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What else is asked of streams and events.
 #include <atomic>
 #include <chrono>

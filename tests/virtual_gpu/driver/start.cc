@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What makes the tests' driver a virtual GPU: the interpreter, what the environment says, and the
 // memory that kernels see.
 //

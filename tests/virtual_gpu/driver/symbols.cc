@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How libraries find the driver's functions at run time.
 #include <dlfcn.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Addresses without memory, memory without addresses, and their mapping; other ways to memory.
 //
 // A reserved range is the host's, and can't be touched; what is mapped there is an allocation like

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What XLA and CuPy ask of libcudart, said with the driver's functions.
 //
 // The numbers of errors are the driver's own where both have them. An error stays for

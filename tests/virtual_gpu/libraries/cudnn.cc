@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libcudnn: so much that XLA's client starts. Convolutions are not supported.
 #include <cstddef>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What collectives do to memory, and how ranks meet. See the header.
 #include "nccl.h"
 

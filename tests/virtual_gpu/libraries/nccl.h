@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libnccl within one process: communicators whose ranks are devices of the virtual GPU.
 //
 // What a rank calls between ncclGroupStart and ncclGroupEnd is a batch: one host function on its

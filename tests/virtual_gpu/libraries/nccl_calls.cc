@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The functions of libnccl that XLA calls. See nccl.h.
 #include <algorithm>
 #include <atomic>

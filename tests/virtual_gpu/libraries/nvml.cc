@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libnvidia-ml: that there is a driver, and which.
 #include <cstddef>
 #include <cstdio>

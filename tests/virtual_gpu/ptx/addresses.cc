@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Addresses: which memory they mean, whether it is there, and where the host finds it.
 #include "machine.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks and clusters: their warps' turns, and their barriers. See machine.h.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A function's statements become instructions: scopes, registers, variables, labels. See decoder.h.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a function is compiled to, and what its instructions are called with.
 //
 // A warp's 32 lanes go through an instruction together. A register is a row of 32 lanes in the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A statement's modifiers and operands. See decoder.h.
 #include "decoder.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What turns a statement into instructions: one Builder for a function, one Decoder for a
 // statement.
 //

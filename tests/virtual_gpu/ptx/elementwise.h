@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Instructions that do the same in each lane, and the choice of one by type.
 //
 // An operation is a struct with a static `of`, whose parameters are the lane's values: rows 1, 2,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Frames of a warp's calls: registers, constants, local memory. See machine.h.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A launch: clusters shared out among the host's threads. See machine.h.
 //
 // Each host thread takes clusters in their order and runs one until it ends or has had its share of

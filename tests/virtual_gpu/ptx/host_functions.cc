@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions that the host runs for kernels. See host_functions.h.
 #include "host_functions.h"
 

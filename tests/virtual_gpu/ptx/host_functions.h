@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions that every kernel may call and none defines: vprintf, __assertfail, malloc, free, and
 // what sets a conditional node of a CUDA graph.
 #pragma once

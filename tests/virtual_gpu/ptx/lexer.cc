@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PTX as words. See lexer.h.
 #include "lexer.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What runs: warps in blocks in clusters in a grid.
 //
 // A cluster (most often one block) runs on one host thread at a time, so that the blocks of a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Modules: their variables in the driver's memory, and their entries. See ptx.h.
 #include <algorithm>
 #include <bit>

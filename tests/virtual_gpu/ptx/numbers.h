@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Floating-point formats that C++ has no type for, and the rounding modes of PTX.
 #pragma once
 

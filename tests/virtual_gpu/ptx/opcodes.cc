@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All that the interpreter knows, family by family. See decoder.h.
 #include "decoder.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cursor over the words, and operands. See parser.h.
 #include <utility>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // atom and red: what other threads can't see half done.
 //
 // Warps of a block take turns, but blocks run on several host threads, so each is a loop of compare

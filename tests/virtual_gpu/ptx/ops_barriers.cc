@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Barriers: of a warp, of a block, of a cluster, and mbarrier objects in shared memory.
 #include <bit>
 

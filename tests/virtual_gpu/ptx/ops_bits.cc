@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bits: logic, shifts, fields, permutations of bytes.
 #include <bit>
 

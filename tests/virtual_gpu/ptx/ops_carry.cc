@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums, differences and products with a carry: add.cc, addc, sub.cc, subc, mad.cc, madc.
 //
 // The condition code is the warp's: a byte for each lane. A difference borrows: its carry is one

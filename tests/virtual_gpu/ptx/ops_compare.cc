@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Comparisons and choices: setp, set, selp, slct, testp, copysign.
 #include <bit>
 #include <cmath>

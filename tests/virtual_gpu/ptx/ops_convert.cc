@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cvt: between integers, between floats, and from one to the other.
 //
 // Each conversion reads a lane's value as a 64-bit integer or a double, which hold every value of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arithmetic of f32 and f64.
 //
 // Approximate functions (ex2.approx and its like) are as exact as the host's: a device's are within

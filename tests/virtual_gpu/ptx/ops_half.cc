@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arithmetic of f16 and bf16, and of pairs of them in 32 bits.
 //
 // Done in float, or for fma in double, and rounded once: see numbers.h.

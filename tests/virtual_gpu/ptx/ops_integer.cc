@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arithmetic of integers.
 //
 // Everything is done in unsigned numbers of 64 or 128 bits, so that overflow wraps as on a device.

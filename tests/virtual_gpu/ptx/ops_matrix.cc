@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of small matrices by a warp: mma, and the loads and stores that go with it.
 //
 // The layouts are the manual's ("Matrix Fragments for mma"), which one rule gives for all shapes. A

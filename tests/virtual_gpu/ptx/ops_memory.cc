@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ld, st, prefetches, fences and asynchronous copies, which are done at once.
 #include <atomic>
 

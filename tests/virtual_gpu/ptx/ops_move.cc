@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // mov, cvta and what else moves values between registers.
 #include "elementwise.h"
 #include "program.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What lanes of a warp do with each other: shfl, vote, match, redux, elect.
 //
 // The lanes that an instruction names do it together, wherever the program's branches had them: a

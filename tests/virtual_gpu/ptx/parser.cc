@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Modules, functions and statements. See parser.h.
 #include "parser.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parser: one cursor over the words, and what each part of the grammar makes of them.
 //
 // variables.cc reads declarations, operands.cc operands, parser.cc modules, functions, statements.

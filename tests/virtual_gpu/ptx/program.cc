@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An entry and all that it calls become a program. See program.h.
 #include "program.h"
 

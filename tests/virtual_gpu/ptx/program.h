@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Modules and the programs of their entries, while they are compiled.
 #pragma once
 

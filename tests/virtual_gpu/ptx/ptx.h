@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PTX, run on the host: what the driver sees of the interpreter.
 //
 // A Module is one PTX text. Its functions are compiled when they are first asked for, so that text

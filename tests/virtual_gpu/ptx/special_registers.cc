@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Special registers by name. %clock and %globaltimer are read by mov, each time.
 #include <map>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a PTX text says, before it means anything: variables, functions, statements.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The types of PTX. See types.h.
 #include "types.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Declarations of variables and parameters. See parser.h.
 #include "parser.h"
 #include "ptx.h"

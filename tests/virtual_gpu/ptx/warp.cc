@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A warp: which of its lanes run, and where. See machine.h.
 //
 // Lanes that are at the same place form a group. The group that is deepest in calls goes first, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a Python on the virtual GPU needs before anything else is imported."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that XLA records as CUDA graphs, loops and branches as conditional nodes among them.
 
 XLA makes a graph of a run of kernels alone unless a program's options say more, as these do.

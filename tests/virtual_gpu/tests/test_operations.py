@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JAX's operations on the virtual GPU agree with the CPU, each compiled by XLA for both.
 
 `OPERATIONS` has for each name a function, its arguments, and the tolerance, or None for

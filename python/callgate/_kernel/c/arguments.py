@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads `args=` of `callgate.cfunc`: how a C function's arguments follow from a call's arrays.
 
 `"n, a, x[n], 1, inout y[n], 1"` has one item for each argument of C, in C's order. The glue is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.cfunc`: kernels from C functions of libraries that are there already."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the function.

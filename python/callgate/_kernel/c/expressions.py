@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Integer expressions over shapes, as `args=` of `callgate.cfunc` has them.
 
 They are read with Python's own parser. Python evaluates them while a call is traced, for checks;

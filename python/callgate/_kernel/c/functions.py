@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C functions as Python's libraries hold them: their addresses, and what they say of their types.
 
 ctypes' function pointers, cffi's functions, capsules of Cython modules, plain addresses.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the glue of callgate.cfunc needs beside kernel.h: it stands at the head of each generated
 // source (_kernel/c/glue.py). C++20.
 //

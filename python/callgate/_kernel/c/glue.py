@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ between a kernel's call and a C function: written from a `Binding`, then compiled.
 
 The function's address is not in it. It is the first word of the kernel's user data, and the

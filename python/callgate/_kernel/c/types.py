@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C's types and declarations, as far as `callgate.cfunc` reads them.
 
 Cython's names of types, which capsules of its modules hold, are known. What no array can hold

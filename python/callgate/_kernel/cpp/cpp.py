@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.cpp`: kernels from C++ source, compiled by the system's compiler when they are made."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the function.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels in CUDA C++, compiled when they are first called."""
 
 from __future__ import annotations

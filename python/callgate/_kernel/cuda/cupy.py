@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.cupy`: kernels that were written for CuPy, compiled and launched by callgate."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that run on CUDA devices alone: what `callgate.cuda` and its siblings make.
 
 A subclass says what a call launches, `plan`, and `images` where a plan's key alone tells them. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.numba_cuda`: kernels of Numba for CUDA, compiled when a call is lowered."""
 
 from __future__ import annotations

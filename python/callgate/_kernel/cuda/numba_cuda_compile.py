@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that depends on the installed numba-cuda: functions of `@numba.cuda.jit` are compiled here.
 
 The public interface makes PTX, whose entry is renamed so that it is the same in every process, and

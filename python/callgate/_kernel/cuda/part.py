@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA source as the CUDA part of a kernel, of `callgate.cuda` or `callgate.cpp`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads kernels and their parameters in CUDA source, before the compiler does.
 
 By the types as they are written: pointers and callgate's views are arrays, all else numbers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.triton`: kernels of Triton, compiled when a call is traced, launched without Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that depends on the installed Triton, whose versions 3.2 to 3.9 are known to work.
 
 Compiles under one lock, on the lowering thread, with or without a device. Decorators are taken

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA part of `callgate.elementwise`: the same code of an element, gone through by threads.
 
 The loops around it are of include/callgate/elementwise_device.h. A variant is compiled for how

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of `callgate.elementwise`: `jvp=` expressions, and pointwise finite differences.
 
 The coefficients of "dz = y * dx + x * dy" are its values at dx = 1, dy = 0 and at dx = 0, dy = 1.

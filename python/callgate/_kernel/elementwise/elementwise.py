@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.elementwise`: pointwise kernels from one expression, broadcasting and derivatives."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the function.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parameters of `callgate.elementwise`: "T x, raw float32 y", and how a call binds them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ that `callgate.elementwise` compiles.
 
 The *body* says what happens to an element, and knows no device: it is a function of a thing that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps on disk what Numba has compiled, under what it depends on, as text: half of its key.
 
 Numba freezes what a function reads from its module and closure, and the functions that it calls,

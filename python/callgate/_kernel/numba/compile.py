@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numba's side of `callgate.numba`: compiles a Python function to a native one of kernel_abi.h.
 
 The native function, `entry`, is generated: it calls what Numba made of the user's function, with

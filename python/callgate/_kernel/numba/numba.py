@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.numba`: kernels from Python functions that Numba compiles when a call is traced."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the function.

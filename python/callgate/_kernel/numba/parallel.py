@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parallel loops of Numba's as kernels need them: without the GIL, and with their exceptions.
 
 As Numba compiles a `prange`, entering it takes the GIL, and an exception in its body is set on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes a compilation, without Numba."""
 
 from __future__ import annotations

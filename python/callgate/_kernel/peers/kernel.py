@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.kernel`: kernels from what other libraries have compiled, by what they are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of `callgate.kernel`."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the function that takes these.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of tvm_ffi as kernels; src/core/tvm_ffi.h makes the calls.
 
 The library is asked once for its version, and for the addresses of four functions of its C ABI.

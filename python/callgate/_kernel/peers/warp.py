@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of Warp, for the CPU and for CUDA: compiled by Warp, called and launched by callgate.
 
 What a call's arguments are is worked out when it is lowered, for the shapes of its arrays: for CUDA

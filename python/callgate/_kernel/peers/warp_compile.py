@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that depends on the installed Warp, whose version 1.19 is known to work.
 
 Warp compiles modules: all kernels of a Python file at once, with its own cache on disk. What a call

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls a JAX callback on callgate's engine: its arguments, its results.
 
 This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it, without the 30 µs of

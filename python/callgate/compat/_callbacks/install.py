@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.install()`: JAX's own callbacks and debug callbacks on callgate's engine.
 
 One option of the process decides how programs are lowered (`compat.callbacks`). It is part of the

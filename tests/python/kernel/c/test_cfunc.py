@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C functions as kernels: every way to hand one over, every kind of argument, every dtype."""
 
 from __future__ import annotations

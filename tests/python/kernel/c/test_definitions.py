@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `callgate.cfunc` refuses, and what it says then: before anything runs, by name."""
 
 from __future__ import annotations

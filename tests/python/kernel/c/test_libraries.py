@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C functions of libraries as they are installed: SciPy's BLAS, LAPACK and special functions, libm,
 GSL; against what these libraries say through Python."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C functions under JAX's transformations, and in programs that outlive their process."""
 
 from __future__ import annotations

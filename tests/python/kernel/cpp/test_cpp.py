@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`callgate.cpp`: what a C++ function's types say, its views, attributes, templates, context."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of Numba for CUDA: compiled without a device, and the launches that programs hold."""
 
 from __future__ import annotations

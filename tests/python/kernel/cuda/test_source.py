@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels from CUDA C++ as far as no device is needed: parsing, plans, compiling, lowering."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elementwise kernels on CUDA: run on the host, compiled by NVRTC, launched by programs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of `cg.elementwise`, against JAX's own of the same expression."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`cg.elementwise`: types, broadcasting, batching, the code of an element; NumPy is the oracle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels from Numba functions: what they take and return, what is refused, and how they fail."""
 
 # Numba has no types, so what its decorators return fits every overload.

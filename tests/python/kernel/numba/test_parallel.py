@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numba kernels and threads: none takes the GIL, parallel loops are safe and pass exceptions on."""
 
 # Numba has no types, so what its decorators return fits every overload.

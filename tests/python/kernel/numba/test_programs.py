@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numba kernels under JAX's transformations, in other processes, and from the disk."""
 
 # Numba has no types, so what its decorators return fits every overload.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of tvm_ffi as kernels: from Python, from C++, under every transformation, on a stream.
 
 Those of Python stand for all; native ones, compiled here, are called by another way (views).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of Warp: compiled for the CPU and called there, compiled for CUDA without a device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which test has which instruction: the table INSTRUCTIONS.md, and an error where one has no test.
 //
 // run_kernel() notes each text that was compiled, with the file of the running test. After the last

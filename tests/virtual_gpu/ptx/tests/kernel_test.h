@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels in tests: memory that the host can look into, and one instruction in many threads.
 #pragma once
 

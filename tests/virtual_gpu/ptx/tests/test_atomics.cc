@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // atom and red: every operation of every type against C++, in shared and in global memory.
 #include <algorithm>
 #include <bit>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Logic, shifts, fields, permutations, dot products and carries, against the manual's definitions.
 #include <bit>
 #include <functional>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // setp, set, selp, slct, testp, copysign, against C++; NaN is neither less nor greater.
 #include <bit>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Branches, loops, calls, ends, and instructions that change nothing here.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cvt, against C++: casts, the host's rounding modes, and tables of all numbers of a small format.
 #include <algorithm>
 #include <bit>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Floats of all sizes: arithmetic, comparisons, conversions.
 #include <bit>
 #include <cfenv>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // f16 and bf16, alone and in pairs, against a double that is rounded once by search in the format.
 #include <algorithm>
 #include <bit>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Integers and bits, against C++ on the numbers where overflow and signs matter.
 #include <bit>
 #include <limits>

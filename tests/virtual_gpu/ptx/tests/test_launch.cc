@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launches: grids, branches, calls, memory, barriers, lanes together, and what goes wrong.
 #include <bit>
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // mma and ldmatrix, with the manual's layouts written out here once more.
 #include <algorithm>
 #include <bit>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ld and st of all types in all memories, vectors, copies, and addresses where nothing is.
 #include <numeric>
 

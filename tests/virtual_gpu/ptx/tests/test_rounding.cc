@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arithmetic of f32 and f64 in each rounding mode against the host's, and pairs of 16 bits.
 #include <cfenv>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What lanes of a warp, warps of a block and blocks of a cluster do together.
 #include <algorithm>
 #include <bit>
