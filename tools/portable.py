@@ -2,7 +2,7 @@
 """Builds callgate for other systems than this one, with zig's C++ compiler (PyPI's ziglang).
 
     python tools/portable.py wheel TARGET [--out FOLDER]   # for this Python
-    python tools/portable.py tests TARGET                  # the C++ tests, into build/
+    python tools/portable.py tests TARGET                  # the C++ tests, into build/portable
     python tools/portable.py objects TARGET                # every source of src/, compiled alone
 
 The compiler brings headers and C libraries of all targets, and links its own libc++ into what it
@@ -10,6 +10,11 @@ makes. On Linux everything that is linked uses the system's libgcc_s to unwind s
 pthread_exit does, by which Python up to 3.13 ends threads, and zig's own unwinder does not
 understand libgcc_s's frames. The environment needs what `tools/requirements.py build` prints,
 ziglang, auditwheel and wheel: `make portable-wheel`, `make portable-check`.
+
+C++ tests of another processor run under qemu: `--emulator "qemu-aarch64-static;-L;ROOT"`, where
+ROOT has that processor's C library, then `ctest` in build/portable/TARGET/tests. `ulimit -v
+100000000` comes first: the simulated device reserves all addresses that it gets, and qemu pays for
+each. Death tests start their program again, for which the kernel must know qemu (binfmt_misc).
 """
 
 import argparse
