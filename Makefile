@@ -10,7 +10,7 @@
 #   make portable-wheel TARGET=aarch64-linux
 #                  a wheel for manylinux_2_28, by zig's compiler; make portable-check compiles for macOS
 #   make lint      formats, lints, types, layers
-#   make bench     benchmarks against the peers
+#   make bench     benchmarks against the peers; make bench-check says what got slower since
 #   make docs      the documentation site, into site/
 #   make constraints
 #                  the newest versions that pyproject.toml allows, into .ci/constraints.txt
@@ -62,7 +62,7 @@ SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not
   2>/dev/null)
 
 .PHONY: help ecosystem demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
-  lint-python lint-types lint-cpp format bench docs wheel portable-wheel portable-check matrix jax-suites gpu-test gpu-bench \
+  lint-python lint-types lint-cpp format bench bench-check docs wheel portable-wheel portable-check matrix jax-suites gpu-test gpu-bench \
   virtual-gpu-test virtual-gpu-quick constraints \
   asan-python system-packages clean
 
@@ -338,6 +338,11 @@ $(VENV)/.stamp-bench: $(VENV)/.stamp-torch-cpu
 
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-package
 	$(PY) -m benchmarks $(BENCH_ARGS)
+
+# Which rows got worse by more than 15 % since benchmarks/results, by ratios to what was measured in
+# the same run. On a quiet machine, before a release.
+bench-check: $(VENV)/.stamp-bench $(VENV)/.stamp-package
+	$(PY) -m benchmarks --check $(BENCH_ARGS)
 
 docs: $(VENV)/.stamp-lint+docs $(STUB)
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
