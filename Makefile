@@ -135,7 +135,7 @@ python-test: package
 	CALLGATE_TEST_XLA=$(TEST_XLA) $(PY) -m pytest $(PYTEST_PARALLEL) \
 	  --junitxml=build/python-tests.xml $(PYTEST_ARGS)
 
-examples: package
+examples: package $(VENV)/.stamp-gallery
 	$(PY) -m pytest $(PYTEST_PARALLEL) $(EXAMPLES)
 
 # After a first `make test`: the C++ tests if C++ has changed, test_smoke.py, and the tests nearest
@@ -349,7 +349,7 @@ docs: $(VENV)/.stamp-lint+docs $(STUB)
 
 # The versions that CI installs, for every Python, without JAX's, of which CI takes several.
 constraints: $(VENV)/.stamp-constraints
-	$(PY) tools/requirements.py run build test demo lint docs | $(PY) -m uv pip compile -q \
+	$(PY) tools/requirements.py run build test demo gallery lint docs | $(PY) -m uv pip compile -q \
 	  --universal --python-version 3.11 --no-annotate --upgrade --no-emit-package jax \
 	  --no-emit-package jaxlib --custom-compile-command 'make constraints' -o .ci/constraints.txt -
 

@@ -30,6 +30,10 @@ SECTIONS = {
     "early_stopping": "scikit-learn",
     "export_forest": "scikit-learn",
     "torch_module": "PyTorch",
+    "xgboost_design": "XGBoost",
+    "opencv_tracking": "OpenCV",
+    "gymnasium_cartpole": "Gymnasium",
+    "mujoco_swing": "MuJoCo",
   },
   "Native code": {
     "simplex": "C++",
@@ -44,6 +48,7 @@ SECTIONS = {
     "taps_training": "scikit-learn",
     "follow_stream": "scikit-learn",
     "feed": "SciPy, scikit-learn",
+    "duckdb_loop": "DuckDB",
   },
   "Many devices": {"sharded_training": "scikit-learn", "launch_processes": "scikit-learn"},
   "GPUs": {"gpu_cuda_scan": "CUDA", "gpu_triton_softmax": "Triton", "gpu_fft_filter": "CuPy"},

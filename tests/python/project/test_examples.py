@@ -37,7 +37,9 @@ def line_with(text, words):
 
 def test_examples_are_short():
   for path in EXAMPLES.rglob("*.py"):
-    assert len(path.read_text().splitlines()) <= 80, path.name
+    licence, *lines = path.read_text().splitlines()
+    assert licence.startswith("# SPDX")
+    assert len(lines) <= 80, path.name
 
 
 def test_the_demo_learns_digits_draws_them_and_agrees_with_jax_s_callbacks(tmp_path):
@@ -331,3 +333,44 @@ def test_lapack_agrees_with_scipy_and_its_derivative_with_differences(tmp_path):
   assert ours == pytest.approx(differences, rel=1e-3)
   before, after = (numbers(line)[0] for line in text.splitlines() if line.startswith("error"))
   assert after < before
+
+
+def test_the_cartpole_program_learns_to_balance(tmp_path):
+  pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+  text = run("gymnasium_cartpole.py", cwd=tmp_path)
+  first = numbers(text.splitlines()[0].partition("up for")[2])[0]
+  assert numbers(line_with(text, "at the end"))[0] > 2 * first
+
+
+def test_the_mujoco_pendulum_comes_up_by_its_own_derivatives(tmp_path):
+  pytest.importorskip("mujoco", reason="mujoco is not installed")
+  angle, speed = numbers(line_with(run("mujoco_swing.py", cwd=tmp_path), "at the end"))
+  assert angle == pytest.approx(180, abs=10)
+  assert speed < 0.3
+
+
+def test_the_search_under_xgboost_improves_and_calls_once_a_generation(tmp_path):
+  pytest.importorskip("xgboost", reason="xgboost is not installed")
+  text = run("xgboost_design.py", cwd=tmp_path)
+  explained, *_ = numbers(text)
+  assert explained > 95
+  first, last = numbers(line_with(text, "best design"))
+  assert last > first
+  assert "80 calls of XGBoost" in text  # two a generation, for four restarts together
+
+
+def test_the_disc_is_followed_behind_the_pillar(tmp_path):
+  pytest.importorskip("cv2", reason="opencv-python-headless is not installed")
+  frames, whole, mean, _ = numbers(run("opencv_tracking.py", cwd=tmp_path))
+  assert frames == 59
+  assert 20 < whole < frames
+  assert mean < 3
+
+
+def test_duckdb_gives_the_batches_and_keeps_the_losses(tmp_path):
+  pytest.importorskip("duckdb", reason="duckdb is not installed")
+  text = run("duckdb_loop.py", cwd=tmp_path)
+  hundreds = [numbers(line) for line in text.splitlines() if line.startswith("steps from")]
+  assert [(start, count) for start, count, _ in hundreds] == [(0, 100), (100, 100), (200, 100)]
+  assert hundreds[2][2] < 0.2 * hundreds[0][2]
+  np.testing.assert_allclose(numbers(line_with(text, "fare =")), [3.0, 1.5, 4.0], atol=0.4)
