@@ -2,7 +2,7 @@
 """Trains on what a DuckDB query gives, and writes what it learns into the database.
 
 A feed reads batches of a query's result, one a step, ahead of the compiled loop. A tap's consumer
-inserts losses by tens. At the end SQL says how the training went.
+inserts each loss. At the end SQL says how the training went.
 """
 
 import duckdb

@@ -21,8 +21,8 @@ def found(image):
   """The middle of the disc, and whether all of it is to be seen."""
   _, mask = cv2.threshold(cv2.GaussianBlur(image, (5, 5), 0), 0, 255, cv2.THRESH_OTSU)
   contours, _ = cv2.findContours(mask, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
-  middle, radius = cv2.minEnclosingCircle(max(contours, key=cv2.contourArea))
-  area = max(map(cv2.contourArea, contours))
+  largest = max(contours, key=cv2.contourArea)
+  (middle, radius), area = cv2.minEnclosingCircle(largest), cv2.contourArea(largest)
   return np.array(middle), np.bool_(abs(radius - RADIUS) < 2 and area > 0.8 * np.pi * RADIUS**2)
 
 

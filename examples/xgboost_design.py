@@ -52,8 +52,8 @@ def search(key):
     mean, spread = state
     noise = jax.random.normal(key, (PEOPLE, 4))
     people = jnp.clip(mean + spread * noise, LOW, HIGH)
-    best = people[jax.lax.top_k(value(people), PEOPLE // 4)[1]]
-    return (best.mean(0), 0.9 * spread), value(best[:1])[0]
+    values, best = jax.lax.top_k(value(people), PEOPLE // 4)
+    return (people[best].mean(0), 0.9 * spread), values[0]
 
   start = (jax.random.uniform(key, (4,), minval=LOW, maxval=HIGH), (HIGH - LOW) / 3)
   (mean, _), values = jax.lax.scan(generation, start, jax.random.split(key, GENERATIONS))

@@ -15,6 +15,7 @@ import functools
 import re
 import sys
 import tempfile
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,11 +24,14 @@ import jupytext
 import nbclient
 import nbformat
 
-TUTORIALS = Path(__file__).resolve().parent.parent / "docs" / "tutorials"
-SITE = "https://callgate.github.io/callgate/"
-_OUTPUT = re.compile(r"\n<!-- output -->\n```text\n.*?^```\n", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).resolve().parent.parent
+TUTORIALS = ROOT / "docs" / "tutorials"
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+SITE: str = PROJECT["urls"]["Documentation"]
+_SHOWN = r"\n<!-- output -->\n```text\n.*?^```\n"
+_OUTPUT = re.compile(_SHOWN, re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((\.\./[^)\s]*?)(?:\.md)?(#[^)\s]*)?\)")
-_CODE = re.compile(r"^```python\n.*?^```\n(?:\n<!-- output -->\n```text\n.*?^```\n)?", re.M | re.S)
+_CODE = re.compile(rf"^```python\n.*?^```\n(?:{_SHOWN})?", re.MULTILINE | re.DOTALL)
 
 
 def notebook(page: str) -> nbformat.NotebookNode:

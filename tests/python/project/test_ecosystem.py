@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tomllib
-from pathlib import Path
 from typing import Any
 
+import project_tools
 import pytest
 from interpreters import run
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "ecosystem.py"
+TOOL = project_tools.TOOLS / "ecosystem.py"
 
 
 @pytest.fixture
 def tool() -> Any:
-  spec = importlib.util.spec_from_file_location("ecosystem", TOOL)
-  assert spec is not None and spec.loader is not None  # noqa: PT018
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return project_tools.load("ecosystem")
 
 
 def test_a_program_of_equinox_is_the_same_with_install() -> None:

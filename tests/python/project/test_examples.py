@@ -356,7 +356,7 @@ def test_the_search_under_xgboost_improves_and_calls_once_a_generation(tmp_path)
   assert explained > 95
   first, last = numbers(line_with(text, "best design"))
   assert last > first
-  assert "80 calls of XGBoost" in text  # two a generation, for four restarts together
+  assert "40 calls of XGBoost" in text  # one a generation, for four restarts together
 
 
 def test_the_disc_is_followed_behind_the_pillar(tmp_path):

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
+import project_tools
 import pytest
 
 pytest.importorskip("jupytext", reason="jupytext is not installed")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
 pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "tutorial_notebooks.py"
 PAGE = """# A title
 
 Read [gates](../gates.md#effects) first.
@@ -44,10 +42,7 @@ The end.
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-  spec = importlib.util.spec_from_file_location("tutorial_notebooks", TOOL)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return project_tools.load("tutorial_notebooks")
 
 
 def test_blocks_become_cells_and_links_lead_to_the_site(tool: Any) -> None:
