@@ -44,7 +44,7 @@ class Operation(Callee, Generic[P, R]):
     effect, vmap: as given.
   """
 
-  __slots__ = ("_core", "_handle", "_programs")  # what the two don't share
+  __slots__ = ("_core", "_eager", "_handle", "_programs")  # what the two don't share
   part_of: Operation | None = None  # what made it for its own calls, and lives as long
 
   def __init__(self, name: str, options: CallOptions) -> None:
@@ -102,7 +102,22 @@ class Operation(Callee, Generic[P, R]):
       The pytree that `out` (or `like`) declares, of jax.Arrays.
     """
     raise_deferred()
+    if not kwargs and tracing.in_no_trace() and all(map(tracing.is_plain_array, args)):
+      return self._alone(*args)
     return derivatives.apply(self.core, *self.given(args, kwargs))
+
+  @property
+  def _alone(self) -> Callable[..., Any]:
+    """A program of one call, for arrays alone: JAX dispatches it in C++ from the second time on."""
+    if not hasattr(self, "_eager"):
+      core = self.core
+
+      def call(*args: Any) -> Any:
+        return derivatives.apply(core, *core.given(args, {}))
+
+      call.__name__ = call.__qualname__ = core.name
+      self._eager = jax.jit(call)
+    return self._eager
 
   def given(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -102,15 +102,18 @@ class Feed(Portable):
       if shares is None:
         take = functools.partial(_take, self._producer, rank)
         made = GateOptions(out=structs, name=name, effect="ordered", style="inplace")
-        self._producer.serve(types.convert, after)
       else:
         take = functools.partial(_take_share, self._producer, rank, shares.takers)
         made = GateOptions(out=shares.structs, name=name, effect="ordered", style="context")
-        self._producer.serve(types.convert, after, len(shares.takers) or 1, shares.of_item)
       weakref.finalize(take, self._producer.release).atexit = False
       self._gate = _FeedGate(take, made).handle()
       if shares is not None:
+        self._producer.serve(types.convert, after, len(shares.takers) or 1, shares.of_item)
         self._take_shares = jax.jit(shares.mapped(self._gate.core))
+      else:
+        if staged := self._producer.stage(types):
+          self._gate.callee.serve_items(staged)
+        self._producer.serve(types.convert, after)
       nothing, flat = jax.tree.structure(((), {})), jax.tree.structure(structs)
       self._site = CallSite(nothing, flat, static=(), results=types.types)
     except BaseException:  # Ctrl-C while the first item is made, too
@@ -281,6 +284,10 @@ def _take(producer: _producer.Producer, rank: int, outs: Sequence[Any], taker: i
   if place := _callgate.device_call():  # the results are Buffers, and items on their way there
     for lane in range(lanes):
       producer.take_uploaded(place[1], taker).give(outs, lane, lanes)
+    return
+  if not batch:
+    for out, array in zip(outs, producer.take(taker), strict=True):
+      out[...] = array
     return
   rows = [out.reshape(lanes, *out.shape[batch:]) for out in outs]
   for lane in range(lanes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +49,34 @@ class ItemTypes:
   # What Python scalars become.
   defaults: dict[type, np.dtype[Any]] = dataclasses.field(default_factory=_default_dtypes)
 
-  def convert(self, item: Any, number: int) -> Arrays:
-    """The leaves of the item of that number, as arrays that nobody else writes to."""
+  @functools.cached_property
+  def sizes(self) -> list[int] | None:
+    """How many bytes each array of an item has; None where XLA packs elements into bytes."""
+    if any(dtypes.is_packed(dtype) for _, dtype in self.types):
+      return None
+    return [math.prod(shape) * dtype.itemsize for shape, dtype in self.types]
+
+  def of_bytes(self, data: bytes) -> Arrays:
+    """An item of which all bytes follow each other; to be read alone."""
+    arrays: Arrays = []
+    start = 0
+    for (shape, dtype), size in zip(self.types, self.sizes or (), strict=True):
+      array = np.frombuffer(data, np.uint8, size, start) if size else np.empty(0, np.uint8)
+      arrays.append(array.view(dtype).reshape(shape))
+      start += size
+    return arrays
+
+  @functools.cached_property
+  def single(self) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+    """The type of items that are one array."""
+    return self.types[0] if self.tree == jax.tree.structure(0) else None
+
+  def convert(self, item: Any, number: int, *, private: bool = True) -> Arrays:
+    """The leaves of the item of that number, as arrays; nobody else writes to `private` ones."""
+    if self.single is not None and type(item) is np.ndarray:  # the usual case, quickly
+      shape, dtype = self.single
+      if item.shape == shape and item.dtype == dtype:
+        return [item.copy() if private else item]
     leaves, tree = jax.tree.flatten(item)
     if tree != self.tree:
       expected = f"expected the structure {self.tree}, got {tree}"
@@ -57,7 +84,7 @@ class ItemTypes:
     arrays: Arrays = []
     for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, self.types, strict=True)):
       if type(leaf) is np.ndarray and leaf.shape == shape and leaf.dtype == dtype:
-        arrays.append(leaf.copy())  # the usual case, quickly
+        arrays.append(leaf.copy() if private else leaf)
         continue
       where = functools.partial(_where, self.feed, f"item {number}", item, index)
       array = _to_array(where, leaf, self.defaults)

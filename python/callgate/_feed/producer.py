@@ -23,11 +23,10 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._core.errors import EndOfFeed, GateError
+from callgate._feed.items import ItemTypes
 
 Item = list[Any]  # the flat arrays of an item
 Convert = Callable[[Any, int], Item]
-
-
 Share = Callable[[Item, int], Item]  # what a taker gets of an item
 
 
@@ -64,11 +63,17 @@ class Producer:
     self._begun = (-1, 0)  # the newest execution, and the number of its first item
     self._share: Share = lambda item, _: item
     self._convert: Convert | None = None
+    # Of one taker on the host: holds the items in the place of the queue, for the runtime to take.
+    self._staged: _callgate.ItemQueue | None = None
+    self._types: ItemTypes | None = None  # of what is staged
     self._default: Item | None = None
     self._has_first = self._over = False
     self._failure: tuple[BaseException, Any] | None = None  # with its traceback
     self._closed = False
     self._gpus: list[int | None] = [None]  # of each taker, that whose program asked last
+    self._uploads = False  # whether any of them has asked
+    self._thread_waits = False  # for room
+    self._takers_waiting = 0  # for an item
     self._patience: float | None = None  # how long to wait for an item, while the process ends
     self._produced = self._waited = 0
     self._process = os.getpid()
@@ -85,7 +90,8 @@ class Producer:
     failure = None
     try:
       for number in itertools.count():
-        item = next(iterator, _END) if self._wait_for_room() else _END
+        room = self._has_room() or self._wait_for_room()
+        item = next(iterator, _END) if room else _END
         if item is _END or not self._put(item, number):
           break
         del item  # not kept while the next one is made
@@ -95,14 +101,24 @@ class Producer:
       self._over, self._failure = True, failure
       self._changed.notify_all()
 
+  def _has_room(self) -> bool:
+    """True if the next item may be made at once. Without the lock: nobody else adds any."""
+    if (staged := self._staged) is not None:
+      return staged.has_room()
+    return not (self._closed or self._uploads) and self._ahead() < self._prefetch
+
   def _wait_for_room(self) -> bool:
     """True if there is any, and not the end; sends what waits to the GPU meanwhile."""
+    if (staged := self._staged) is not None and staged.wait_for_room():
+      return True
     while True:
       with self._changed:
         if self._ahead() >= self._prefetch:
+          self._thread_waits = True
           self._changed.wait_for(
             lambda: self._closed or self._ahead() <= self._refill or self._next_upload()
           )
+          self._thread_waits = False
         if self._closed:
           return False
         found = self._next_upload()
@@ -116,7 +132,8 @@ class Producer:
 
   def _ahead(self) -> int:
     """Counts the items that nobody has taken."""
-    return self._first + len(self._queue) - max(self._next)
+    newest = self._next[0] if len(self._next) == 1 else max(self._next)
+    return self._first + len(self._queue) - newest
 
   def _next_upload(self) -> tuple[_Entry, int, int] | None:
     """The first item that is to be on its way to a taker's GPU and is not."""
@@ -139,12 +156,23 @@ class Producer:
         self.first = None
     if self._closed or self._convert is None:
       return False
+    staged, types = self._staged, self._types
+    if staged is not None and types is not None:
+      arrays = types.convert(item, number, private=False)
+      self._produced += 1
+      if staged.put([x if x.flags.c_contiguous else np.ascontiguousarray(x) for x in arrays]):
+        if self._takers_waiting:
+          with self._changed:
+            self._changed.notify_all()
+        return True
+      self._produced -= 1
     entry = _Entry(self._convert(item, number))
     with self._changed:
       if not self._closed:
         self._queue.append(entry)
         self._produced += 1
-        self._changed.notify_all()
+        if self._takers_waiting:
+          self._changed.notify_all()
       return not self._closed
 
   # -- the thread that makes the feed ------------------------------------------------------------
@@ -166,6 +194,16 @@ class Producer:
       self._runs = [-1] * takers
       self._share = share or self._share
       self._changed.notify_all()
+
+  def stage(self, types: ItemTypes) -> _callgate.ItemQueue | None:
+    """Where the runtime may take items of one taker from, as long as it takes none to a GPU.
+
+    To be called before `serve`. None for items that can't wait there.
+    """
+    if any(sizes := types.sizes or ()):
+      self._types = types
+      self._staged = _callgate.ItemQueue(list(sizes), self._prefetch, self._refill)
+    return self._staged
 
   # -- threads that take items -------------------------------------------------------------------
   def begin(self, taker: int, run: int) -> None:
@@ -197,37 +235,42 @@ class Producer:
 
   def take_uploaded(self, gpu: int, taker: int = 0) -> _callgate.Upload:
     """The next item as `take` gives it, on its way to a GPU; later ones are sent there ahead."""
+    self._unstage()
     entry = self._take([taker])
     if self._gpus[taker] != gpu:  # after the first was taken, which is sent from here
       with self._changed:
-        self._gpus[taker] = gpu
+        self._gpus[taker], self._uploads = gpu, True
         self._changed.notify_all()
     upload = entry.uploads.pop(taker, None)
     if upload is not None and upload.ordinal == gpu:
       return upload
     return self._upload(entry, taker, gpu)
 
+  def _unstage(self) -> None:
+    """From here on items wait in the queue, from where they are sent to a GPU."""
+    with self._changed:
+      if (staged := self._staged) is not None and self._types is not None:
+        self._staged = None
+        waiting = staged.leave()
+        self._waited += staged.waited()
+        self._first = self._next[0] = self._next[0] + staged.taken()
+        self._queue.extend(_Entry(self._types.of_bytes(data)) for data in waiting)
+
   def take_whole(self) -> Item:
     """The next item, for all takers; those that are behind others skip what these have taken."""
     return self._take(range(len(self._next))).item
 
   def _take(self, takers: Sequence[int]) -> _Entry:
-    def next_number() -> int:
-      return max(self._next[taker] for taker in takers)
-
-    def is_decided() -> bool:
-      return next_number() < self._first + len(self._queue) or self._over or self._closed
-
     self.check()
+    if (entry := self._take_staged()) is not None:
+      return entry
     with self._changed:
-      self._waited += not is_decided()
-      while not is_decided():
-        # Woken without an item when the process ends: from then on patience is limited.
-        if not self._changed.wait(self._patience) and self._patience is not None:
-          none = f"the process is ending, and no item came within {self._patience:g} s"
-          raise GateError(f"feed '{self.name}': {none}")
-      self.check()
-      if (index := (number := next_number()) - self._first) < len(self._queue):
+      if (number := self._next_of(takers)) >= self._first + len(self._queue):
+        if (entry := self._wait_for_item(takers)) is not None:
+          return entry
+        self.check()
+        number = self._next_of(takers)
+      if (index := number - self._first) < len(self._queue):
         entry = self._queue[index]
       elif self._failure is not None:
         # Without the frames of those who got it before.
@@ -242,9 +285,38 @@ class Producer:
       while self._queue and self._first < min(self._next):
         self._queue.popleft()
         self._first += 1
-      if self._ahead() <= self._refill:
+      if self._thread_waits and self._ahead() <= self._refill:
         self._changed.notify_all()
       return entry
+
+  def _take_staged(self) -> _Entry | None:
+    staged, types = self._staged, self._types
+    if staged is None or types is None or (data := staged.pop()) is None:
+      return None
+    return _Entry(types.of_bytes(data))
+
+  def _next_of(self, takers: Sequence[int]) -> int:
+    return max(self._next[taker] for taker in takers)
+
+  def _wait_for_item(self, takers: Sequence[int]) -> _Entry | None:
+    """Waits, under the lock, until it is decided what comes next; gives it if it was staged."""
+    self._takers_waiting += 1
+    waited = False
+    try:
+      while True:
+        over = self._over or self._closed  # before the look: the last item comes before the end
+        if (entry := self._take_staged()) is not None or over:
+          return entry
+        if self._next_of(takers) < self._first + len(self._queue):
+          return None
+        self._waited += not waited
+        waited = True
+        # Woken without an item when the process ends: from then on patience is limited.
+        if not self._changed.wait(self._patience) and self._patience is not None:
+          none = f"the process is ending, and no item came within {self._patience:g} s"
+          raise GateError(f"feed '{self.name}': {none}")
+    finally:
+      self._takers_waiting -= 1
 
   def raised(self, error: BaseException) -> bool:
     """True if it is what the iterator raised."""
@@ -262,8 +334,11 @@ class Producer:
   def stats(self) -> dict[str, int]:
     # A fork's child may find the lock taken for ever.
     with self._changed if os.getpid() == self._process else contextlib.nullcontext():
-      counts = {"produced": self._produced, "served": min(self._next), "waited": self._waited}
-      return {**counts, "queued": len(self._queue)}
+      served, waited, queued = min(self._next), self._waited, len(self._queue)
+      if (staged := self._staged) is not None and os.getpid() == self._process:
+        served, waited = served + staged.taken(), waited + staged.waited()
+        queued = staged.size()
+      return {"produced": self._produced, "served": served, "waited": waited, "queued": queued}
 
   # -- the end -----------------------------------------------------------------------------------
   def release(self) -> None:
@@ -272,6 +347,8 @@ class Producer:
       with self._changed:
         self._closed = True
         self._queue.clear()
+        if self._staged is not None:
+          self._staged.leave()
         self._changed.notify_all()
 
   def close(self, timeout: float) -> bool:

@@ -23,6 +23,8 @@ from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 
+from callgate._jax import cpp_path
+
 # JAX keeps the tokens of dispatched programs for each thread alone, and `jax.effects_barrier` waits
 # for those of its own thread (0.10 to 0.12). No public way to wait for another thread's.
 _effect_tokens: dict[Any, Any] = {}
@@ -51,6 +53,7 @@ def remember_effects() -> None:
       wait(self)
     except Exception as error:  # noqa: BLE001 - whatever its program failed with
       failure = failure or error
+    failure = cpp_path.take_failure() or failure
     if failure is not None:
       raise failure
     if not getattr(_local, "alone", False):
@@ -75,6 +78,7 @@ def effects_barrier_alone() -> None:
 def forget_effects() -> None:
   """Has neither `jax.effects_barrier` nor JAX's exit wait for what runs now (0.10 to 0.12)."""
   _effect_tokens.clear()
+  cpp_path.forget()
   _dispatch.runtime_tokens.clear()
 
 
@@ -84,7 +88,7 @@ def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = N
   Whatever they failed with is left to `jax.effects_barrier` in the thread that dispatched them.
   `watch` is called now and then meanwhile, and ends the wait by raising.
   """
-  if not _effect_tokens:
+  if not (_effect_tokens or cpp_path.pending()):
     return True
   requests = None
   if timeout is not None or watch is not None:
@@ -134,10 +138,12 @@ def _wait_for_tokens() -> None:
       token.block_until_ready()
     if _effect_tokens.get(key) is token:
       _effect_tokens.pop(key, None)
+  cpp_path.wait()
 
 
 def wait_for_own(effect: Any) -> None:
   """Waits for this thread's programs with an ordered effect, whatever they fail with."""
+  cpp_path.wait(threading.get_ident())
   if (token := _effect_tokens.get((threading.get_ident(), effect))) is not None:
     with contextlib.suppress(Exception):
       token.block_until_ready()
@@ -187,21 +193,6 @@ exclude_from_tracebacks: Callable[[str], None] = _source_info.register_exclusion
 
 
 # -- dispatch --------------------------------------------------------------------------------------
-# JAX leaves its C++ dispatch path when an executable reports an effect (0.10 to 0.12). No public
-# API: this is `callgate.config(fast_dispatch=True)` (docs/design.md, Dispatch).
-def filter_dispatch_effects(keep: Callable[[Any], bool]) -> None:
-  """Hides the unordered effects that `keep` refuses from JAX's dispatch, once for the process."""
-  original = _pxla.ExecuteReplicated.__init__
-
-  def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-    original(self, *args, **kwargs)
-    # after xla_executable, name, backend, in_handler, out_handler
-    effects = kwargs["unordered_effects"] if "unordered_effects" in kwargs else args[5]
-    self.has_unordered_effects = any(map(keep, effects))
-
-  _pxla.ExecuteReplicated.__init__ = __init__
-
-
 def keep_ordered_programs_off_cpp_path() -> None:
   """Makes compiled (AOT) programs with ordered effects take JAX's Python dispatch, as jit does.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import array as _array
 from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
@@ -66,6 +67,11 @@ update_option: Callable[[str, object], None] = _config.config.update
 trace_key: Callable[[], Any] = _config.trace_context
 # Whether this thread is outside of all transformations.
 in_no_trace: Callable[[], bool] = _core.trace_state_clean
+
+
+def is_plain_array(value: Any) -> bool:
+  """True for a concrete array of a dtype of NumPy's; `jax.Array` is the type of tracers, too."""
+  return type(value) is _array.ArrayImpl
 
 
 def clearable_cache(max_size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

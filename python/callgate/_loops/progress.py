@@ -83,7 +83,6 @@ def options_of(progress: object) -> Progress | None:
 
 def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
   """The bar as programs hold it, at the present depth of nested loops."""
-  config.filter_dispatch()
   if options.file is not None:
     files[id(options.file)] = options.file
   text = {name: getattr(options, name) for name in ("desc", "position", "leave", "mininterval")}

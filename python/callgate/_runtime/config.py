@@ -10,14 +10,14 @@ from typing import Any, Literal
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.effects import GateEffect, ProgressEffect
-from callgate._jax import dispatch, tracing
+from callgate._jax import cpp_path, tracing
 
 _engine = tracing.define_enum(
   "callgate_engine", ("callgate", "jax"), "callgate",
   "What runs gates: callgate's FFI runtime, or JAX's own callbacks.",
 )  # fmt: skip
 _fast_dispatch = tracing.define_bool(
-  "callgate_fast_dispatch", False, "Dispatch programs with io gates through JAX's C++ path."
+  "callgate_fast_dispatch", True, "Dispatch programs with effects through JAX's C++ path."
 )
 _installed = tracing.define_bool(
   "callgate_install",
@@ -107,22 +107,15 @@ def _apply(changes: dict[str, Any]) -> None:
   for name, value in changes.items():
     if name in _in_jax:
       tracing.update_option(f"callgate_{name}", value)
-      start()
     else:
       _values[name] = value
       getattr(_callgate, f"set_{name}")(value)
 
 
 def start() -> None:
-  """Puts fast_dispatch's filter in place once it is on; at import by CALLGATE_FAST_DISPATCH=1."""
-  if _fast_dispatch.value:
-    filter_dispatch()
-
-
-@functools.cache  # once for the process
-def filter_dispatch() -> None:
-  def keep(effect: Any) -> bool:
-    free = (ProgressEffect, GateEffect) if _fast_dispatch.value else ProgressEffect
-    return not isinstance(effect, free)
-
-  dispatch.filter_dispatch_effects(keep)
+  """Has programs with gates' and taps' effects take JAX's C++ dispatch path."""
+  cpp_path.start(
+    is_free=lambda effect: isinstance(effect, ProgressEffect),
+    is_waited_for=lambda effect: isinstance(effect, GateEffect),
+    enabled=lambda: bool(_fast_dispatch.value),
+  )

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "bindings/arrays/buffer.h"
+#include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/call.h"
@@ -25,6 +26,67 @@ namespace callgate::bindings {
 namespace {
 
 using CalleeHandle = Handle<PyCallee>;
+
+// Items as Python sees them: lists of NumPy arrays on their way in, bytes on their way out.
+struct ItemQueueHandle {
+  ItemQueueHandle(std::vector<std::size_t> bytes, std::size_t most, std::size_t refill)
+      : queue(std::make_shared<ItemQueue>(std::move(bytes), most, refill)) {}
+
+  bool put(const nb::list& arrays) const {
+    constexpr std::size_t kLong = 1 << 16;  // bytes, from which a copy lets others have the GIL
+    const std::vector<std::size_t>& expected = queue->bytes();
+    if (arrays.size() != expected.size())
+      raise(PyExc_ValueError, "ItemQueue.put: arrays of an item");
+    std::vector<const void*> memory;
+    std::size_t total = 0;
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+      PyObject* object = nb::handle(arrays[i]).ptr();
+      auto* array = reinterpret_cast<PyArrayObject*>(object);
+      if (!PyArray_Check(object) || !PyArray_IS_C_CONTIGUOUS(array) ||
+          static_cast<std::size_t>(PyArray_NBYTES(array)) != expected[i])
+        raise(PyExc_ValueError, "ItemQueue.put: expected contiguous arrays of an item's sizes");
+      memory.push_back(PyArray_DATA(array));
+      total += expected[i];
+    }
+    if (total < kLong) return queue->put(memory);
+    return without_gil([&] { return queue->put(memory); });
+  }
+  std::optional<nb::bytes> pop() const {
+    std::optional<ItemQueue::Item> item = queue->pop();
+    if (!item) return std::nullopt;
+    return nb::bytes(item->data(), item->size());
+  }
+  nb::list leave() const {
+    nb::list items;
+    for (const ItemQueue::Item& item : queue->leave())
+      items.append(nb::bytes(item.data(), item.size()));
+    return items;
+  }
+
+  std::shared_ptr<ItemQueue> queue;
+};
+
+void bind_items(nb::module_& module) {
+  nb::class_<ItemQueueHandle>(module, "ItemQueue",
+                              "A feed's items, which its programs take without the GIL.")
+      .def(nb::init<std::vector<std::size_t>, std::size_t, std::size_t>(), nb::arg("bytes"),
+           nb::arg("most"), nb::arg("refill"))
+      .def("put", &ItemQueueHandle::put, nb::arg("arrays"),
+           "Adds an item; False when items are not to go here any more.")
+      .def("has_room", [](const ItemQueueHandle& h) { return h.queue->has_room(); })
+      .def(
+          "wait_for_room",
+          [](const ItemQueueHandle& h) {
+            return without_gil([&] { return h.queue->wait_for_room(); });
+          },
+          "False when items are not to go here any more.")
+      .def("pop", &ItemQueueHandle::pop, "The next item, if there is one.")
+      .def("leave", &ItemQueueHandle::leave,
+           "No items go here any more; gives back those that wait.")
+      .def("size", [](const ItemQueueHandle& h) { return h.queue->size(); })
+      .def("taken", [](const ItemQueueHandle& h) { return h.queue->taken(); })
+      .def("waited", [](const ItemQueueHandle& h) { return h.queue->waited(); });
+}
 
 struct CheckHandle : Handle<CheckCallee> {
   CheckHandle(std::string name, const CalleeHandle& failed)
@@ -155,6 +217,7 @@ void bind_gate(nb::module_& module) {
   Registry::instance().add(immortal<Registered>().callee);
   bind_context(module);
   bind_settings(module);
+  bind_items(module);
   module.def(
       "device_call",
       []() -> std::optional<std::pair<std::uintptr_t, int>> {
@@ -188,7 +251,13 @@ void bind_gate(nb::module_& module) {
           nb::arg("flat_results") = false, nb::arg("own_thread") = false, nb::arg("timeout") = 0.0,
           nb::arg("native") = false, nb::arg("default_stream") = false,
           nb::arg("command_buffer") = false)
-      .def("stats", &stats_of);
+      .def("stats", &stats_of)
+      .def(
+          "serve_items",
+          [](const CalleeHandle& handle, const ItemQueueHandle& items) {
+            handle.callee->items = items.queue;
+          },
+          nb::arg("items"), "Has calls on the host take their results from there, if they can.");
   bind_handle<CheckHandle>(module, "Check",
                            "A callee that calls another one when its first operand is False.")
       .def(nb::init<std::string, const CalleeHandle&>(), nb::arg("name"), nb::arg("failed"));

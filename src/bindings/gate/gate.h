@@ -18,6 +18,7 @@
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/call.h"
+#include "core/item_queue.h"
 
 namespace callgate::bindings {
 
@@ -112,6 +113,8 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
 
   const GateOptions options;
   LateReference function, bind;  // the latter null when None
+  // Of a feed: what serves its calls on the host as long as it can. Set before the first call.
+  std::shared_ptr<ItemQueue> items;
 
  private:
   std::string name_;

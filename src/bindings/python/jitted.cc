@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// The class of a gate's error where JAX's C++ dispatch raises it.
+//
+// jaxlib raises whatever a program failed with at once as ValueError when its C++ code dispatched
+// the program, and as JaxRuntimeError else (0.10 to 0.12).
+#include <cstddef>
+#include <cstring>
+
+#include "bindings/python/gil.h"
+
+namespace callgate::bindings {
+namespace {
+
+// Of the one type that jaxlib has for jitted functions.
+vectorcallfunc dispatch;  // what its objects were made with
+PyObject* runtime_error;  // JaxRuntimeError, for the life of the process
+
+// What a call is about to raise becomes a `runtime_error` if it is a program's error from callgate.
+// One that was raised in Python, while JAX traced, has a traceback by now.
+void translate() {
+  nb::python_error error;  // takes it
+  if (error.type().is(PyExc_ValueError) && !error.traceback().is_valid()) {
+    nb::object text = nb::steal(PyObject_Str(error.value().ptr()));
+    const char* characters = nullptr;
+    if (text.is_valid()) characters = PyUnicode_AsUTF8AndSize(text.ptr(), nullptr);
+    PyErr_Clear();
+    if (characters != nullptr && std::strstr(characters, "callgate") != nullptr) {
+      PyErr_SetObject(runtime_error, text.ptr());
+      return;
+    }
+  }
+  error.restore();
+}
+
+PyObject* call_jitted(PyObject* function, PyObject* const* arguments, std::size_t count,
+                      PyObject* names) {
+  PyObject* result = dispatch(function, arguments, count, names);
+  if (result == nullptr && PyErr_ExceptionMatches(PyExc_ValueError)) translate();
+  return result;
+}
+
+// Where an object of a type holds the function that calls it. The stable ABI has no name for it:
+// PyTypeObject begins with a PyVarObject, a pointer, two sizes and one more pointer.
+Py_ssize_t vectorcall_offset(PyTypeObject* type) {
+  constexpr std::size_t kAt = sizeof(PyVarObject) + 2 * sizeof(void*) + 2 * sizeof(Py_ssize_t);
+  Py_ssize_t offset = 0;
+  std::memcpy(&offset, reinterpret_cast<const char*>(type) + kAt, sizeof offset);
+  return offset;
+}
+
+// False, and nothing is changed, where the function isn't called in the way that is known.
+bool have_raise(nb::handle function, nb::handle error) {
+  constexpr unsigned long kHasVectorcall = 1UL << 11;  // Py_TPFLAGS_HAVE_VECTORCALL
+  PyTypeObject* type = Py_TYPE(function.ptr());
+  Py_ssize_t offset = vectorcall_offset(type);
+  if ((PyType_GetFlags(type) & kHasVectorcall) == 0 || offset <= 0) return false;
+  char* at = reinterpret_cast<char*>(function.ptr()) + offset;
+  vectorcallfunc held = nullptr;
+  std::memcpy(&held, at, sizeof held);
+  if (dispatch == nullptr) {
+    dispatch = held;
+    runtime_error = nb::borrow(error).release().ptr();
+  }
+  if (held == nullptr || held != dispatch) return held == &call_jitted;
+  held = &call_jitted;
+  std::memcpy(at, &held, sizeof held);
+  return true;
+}
+
+}  // namespace
+
+void bind_jitted(nb::module_& module) {
+  module.def("have_raise", &have_raise, nb::arg("function"), nb::arg("error"),
+             "Has a jitted function raise a gate's error as the given class.");
+}
+
+}  // namespace callgate::bindings
