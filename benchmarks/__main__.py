@@ -33,6 +33,8 @@ SUBJECTS = (
   "taps",
   "channels",
   "progress",
+  "growth",
+  "first",
   "import",
   "memory",
 )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an item of a host iterator costs in a compiled scan: a feed, and JAX's io_callback.
 
-"cheap" items are there at once: the price of handing one over. "work" items take about as long to
+"cheap" items, and "scalar" ones, are there at once: the price of handing one over. Those of 1 MiB
+feed a step of about 0.2 ms, beside a Python loop that gives each to a compiled step by
+`jax.device_put`: a row is an item's time, the step's included. "work" items take about as long to
 make, in NumPy code that frees the interpreter's lock, as the program's step takes: a feed makes the
 next one meanwhile, if there is a second core. Unit: microseconds per item.
 """
@@ -22,6 +24,10 @@ from benchmarks.peers import adapters
 
 ITEM = jax.ShapeDtypeStruct((1024,), jnp.float32)
 SIDE = 384  # of the matrices that an item's making and a step multiply
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+MIB = jax.ShapeDtypeStruct((1 << 18,), jnp.float32)
+FEED_SCALAR = "callgate feed, scalar items"
+FEED_MIB, PUT_MIB = "callgate feed, 1 MiB and a step", "device_put in a loop, 1 MiB and a step"
 FEED, FEED_WORK = "callgate feed, cheap items", "callgate feed, work items"
 JAX, JAX_WORK = "jax ordered io_callback, cheap items", "jax ordered io_callback, work items"
 STEP = "the step alone"
@@ -31,6 +37,9 @@ Read = Callable[[], jax.Array]
 
 
 TARGETS = (
+  harness.Target("a scalar item, microseconds", FEED_SCALAR, at_most=1.0),
+  harness.Target("an f32[1024] item, microseconds", FEED, at_most=2.0),
+  harness.Target("a device_put loop over a feed of 1 MiB", PUT_MIB, FEED_MIB, at_least=2.0),
   harness.Target("a feed overlaps, as a share of io_callback", FEED_WORK, JAX_WORK, at_most=0.9),
 )
 
@@ -40,6 +49,11 @@ def run(options: harness.Options) -> harness.Report:
   contestants = [
     harness.Contestant(name, functools.partial(_program, make, cheap))
     for name, make, cheap in CONTESTANTS
+  ]
+  contestants += [
+    harness.Contestant(FEED_SCALAR, _scalars),
+    harness.Contestant(FEED_MIB, functools.partial(_large, fed=True)),
+    harness.Contestant(PUT_MIB, functools.partial(_large, fed=False)),
   ]
   rows = harness.measure(contestants, rounds=options.rounds_or(30))
   title = f"One f32[{ITEM.shape[0]}] item of a host iterator in a scan"
@@ -94,6 +108,49 @@ def _program(make: Callable[[Iterator[Item]], Read], cheap: bool) -> harness.Wor
     return lambda: jax.block_until_ready(program(start))
 
   return harness.fitted(executions, 200)
+
+
+def _scalars() -> harness.Work:
+  item = np.ones((), np.float32)
+  items = (item for _ in itertools.count())
+  read = adapters.callgate().feed(items, prefetch=256, shape=SCALAR).next
+
+  def executions(repeats: int) -> harness.Thunk:
+    program = jax.jit(lambda c: jax.lax.scan(lambda c, _: (c + read(), None), c, length=repeats)[0])
+    harness.check(float(program(0.0)) == repeats, "items are missing")
+    return lambda: jax.block_until_ready(program(0.0))
+
+  return harness.fitted(executions, 5000)
+
+
+def _large(*, fed: bool) -> harness.Work:
+  """A step on items of 1 MiB, each of which the iterator writes anew, as loaders do."""
+  steps = 32
+
+  def items() -> Iterator[Item]:
+    for number in itertools.count():
+      yield np.full(MIB.shape, number % 2, np.float32)
+
+  def step(total: jax.Array, item: jax.Array) -> jax.Array:
+    for _ in range(4):  # some 0.2 ms
+      item = jnp.tanh(item * 0.5)
+    return total + item.sum()
+
+  if fed:
+    read = adapters.callgate().feed(items(), prefetch=4, shape=MIB).next
+    program = jax.jit(
+      lambda total: jax.lax.scan(lambda c, _: (step(c, read()), None), total, length=steps)[0]
+    )
+    return harness.Work(lambda: jax.block_until_ready(program(jnp.float32(0))), steps)
+  compiled, source = jax.jit(step), items()
+
+  def loop() -> None:
+    total = jnp.float32(0)
+    for _ in range(steps):
+      total = compiled(total, jax.device_put(next(source)))
+    jax.block_until_ready(total)
+
+  return harness.Work(loop, steps)
 
 
 CONTESTANTS: tuple[tuple[str, Callable[[Iterator[Item]], Read], bool], ...] = (

@@ -29,6 +29,8 @@ ORDERED, ORDERED_INSTALLED = "jax io_callback, ordered", "jax io_callback, order
 
 TARGETS = (
   harness.Target("pure_callback before over after install()", PURE, PURE_INSTALLED, at_least=6.0),
+  harness.Target("pure_callback after install(), microseconds", PURE_INSTALLED, at_most=4.0),
+  harness.Target("io_callback after install(), microseconds", IO_INSTALLED, at_most=4.0),
   harness.Target("io_callback before over after install()", IO, IO_INSTALLED, at_least=6.0),
 )
 

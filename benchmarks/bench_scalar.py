@@ -53,13 +53,14 @@ TARGETS = (
   harness.Target(
     "in-place gate over the raw handler with a bare call", REFERENCE, RAW_CALL, at_most=5.0
   ),
-  harness.Target("in-place gate, microseconds", REFERENCE, at_most=1.2),
+  harness.Target("in-place gate, microseconds", REFERENCE, at_most=0.28),
   harness.Target(
     "pure_callback over the in-place gate", "jax pure_callback", REFERENCE, at_least=25.0
   ),
   harness.Target(
     "buffer_callback over the in-place gate", "jax buffer_callback", REFERENCE, at_least=2.0
   ),
+  harness.Target("return gate with a new result, microseconds", RETURN_NEGATE, at_most=0.45),
   harness.Target("return gate over the in-place gate", RETURN, REFERENCE, at_most=1.6),
   harness.Target("the same, with a new result", RETURN_NEGATE, INPLACE_NEGATE, at_most=1.6),
   harness.Target("in-place gate over jax-tvm-ffi's Python", REFERENCE, TVM_PYTHON, at_most=1.0),

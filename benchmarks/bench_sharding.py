@@ -63,7 +63,7 @@ TARGETS = (
     harness.Target("MiB moved by a gate", named(GATE, 8, f"{what}, moved"), at_most=0.0)
     for what in FIXED
   ),
-  _eight_over_one("a gate's call", GATE, "call", 2.0),
+  _eight_over_one("a gate's call", GATE, "call", 1.6),
   _eight_over_one("a gate's call, processor time", GATE, PROCESSOR, 2.0),
   _eight_over_one("a kernel's call", KERNEL, "call", 2.0),
   _eight_over_one("a kernel's call, processor time", KERNEL, PROCESSOR, 2.0),

@@ -6,8 +6,8 @@
     python tools/benchmark_table.py --check    # fails when a page's table is not what the JSON says
 
 A page marks a table's place with `<!-- benchmark: NAME -->` and `<!-- end of benchmark -->`, where
-NAME is "summary", "costs", "environment", the same of a GPU ("gpu-summary", "gpu-environment") or a
-subject of the benchmarks.
+NAME is "summary", "costs", "ledger", "environment", the same of a GPU ("gpu-summary",
+"gpu-environment") or a subject of the benchmarks.
 """
 
 from __future__ import annotations
@@ -76,13 +76,47 @@ COSTS = (
   ("the dispatch of a program without callbacks", "dispatch", "no callback, no effect"),
   ("the same with a pure gate", "dispatch", "callgate pure gate"),
   ("the same with an io gate", "dispatch", "callgate io gate"),
-  ("the same with an io gate, `fast_dispatch=True`", "dispatch", "callgate io gate, fast_dispatch"),
+  ("the same with an ordered gate", "dispatch", "callgate ordered gate"),
+  ("a call of a gate outside of programs, by itself", "first", "eager call: callgate gate"),
   ("`import callgate`, beyond `import jax`", "import", "import callgate, beyond import jax"),
   ("compiling a small kernel for the first time", "kernels",
    "callgate.cpp, first call with an empty cache"),
   ("the same in the next process, from the cache", "kernels",
    "callgate.cpp, made in the next process"),
   ("memory that calls of a gate leave behind", "memory", "calls: callgate in-place gate"),
+)  # fmt: skip
+
+
+# The ledger: what is measured, its unit, what it was in the release before, and the subject and the
+# claim of the target. "x" is a ratio.
+LEDGER = (
+  ("in-place gate, f32 scalar", "us", "0.35", "scalar", "in-place gate, microseconds"),
+  ("return gate with a new result", "us", "0.59", "scalar",
+   "return gate with a new result, microseconds"),
+  ("gate on 8 devices over 1", "x", "2.3", "sharding", "a gate's call, 8 devices over 1"),
+  ("tap of a scalar", "us", "0.18", "taps", "tap of a scalar, microseconds"),
+  ("tap of 4 KiB", "us", "0.64", "taps", "tap of 4 KiB, microseconds"),
+  ("ten taps in a step of 1 ms, over none", "x", "1.03", "taps", "ten taps in a step of 1 ms"),
+  ("feed of scalars", "us", "10", "feed", "a scalar item, microseconds"),
+  ("feed of f32[1024]", "us", "10", "feed", "an f32[1024] item, microseconds"),
+  ("a `device_put` loop over a feed, 1 MiB beside a step", "x", "1.1-1.7", "feed",
+   "a device_put loop over a feed of 1 MiB"),
+  ("dispatch of a program with an io gate", "us", "50", "dispatch", "io gate, microseconds"),
+  ("dispatch of a program with a tap", "us", "50", "dispatch", "tap, microseconds"),
+  ("dispatch of a program with an ordered gate", "us", "136", "dispatch",
+   "ordered gate, microseconds"),
+  ("`install()`: `pure_callback`", "us", "5.2", "install",
+   "pure_callback after install(), microseconds"),
+  ("`install()`: `io_callback`", "us", "5.4", "install",
+   "io_callback after install(), microseconds"),
+  ("compiling a sharded call", "ms", "5", "first", "compiling a sharded call, milliseconds"),
+  ("first 100 calls: trace, lower, compile", "ms", "160", "first",
+   "first 100 calls, milliseconds"),
+  ("eager gate", "us", "74", "first", "an eager gate, microseconds"),
+  ("`cg.check` that holds, 1,024 lanes", "us", "", "taps",
+   "check of 1,024 lanes that holds, microseconds"),
+  ("`vmap` on one thread over two", "x", "1.97", "kernels", "vmap on one thread over two"),
+  ("`import callgate`", "ms", "21", "import", "import callgate beyond import jax, milliseconds"),
 )  # fmt: skip
 
 
@@ -129,6 +163,20 @@ def costs() -> str:
       if value is not None and unit == "us" and value >= 1000:
         value, unit = value / 1000, "ms"
       lines.append(f"| {what} | {quantity(value, unit)} |")
+  return "\n".join(lines) + "\n"
+
+
+def ledger() -> str:
+  """A row for each of LEDGER: before, the target, and what was reached."""
+  lines = ["| | before | target | now | |", "|---|---:|---:|---:|---|"]
+  for what, unit, before, name, claim in LEDGER:
+    report = subject(name)
+    for target in report["targets"] if report is not None else ():
+      if target["claim"] == claim:
+        limit = target["at_most"] if target["at_least"] is None else target["at_least"]
+        once = f"{before} {UNITS.get(unit, unit)}" if before else ""
+        cells = [once, quantity(limit, unit), quantity(target["value"], unit), target["verdict"]]
+        lines.append(f"| {what} | {' | '.join(cells)} |")
   return "\n".join(lines) + "\n"
 
 
@@ -224,6 +272,7 @@ def table(name: str) -> str:
   own = {
     "summary": summary,
     "costs": costs,
+    "ledger": ledger,
     "environment": environment,
     "sharding": sharding,
     "gpu-summary": gpu_summary,

@@ -22,7 +22,7 @@ import callgate as cg
 
 jax.config.update("jax_enable_x64", False)
 # What is about several devices runs on these; other programs use the first.
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", int(os.environ.get("CALLGATE_TEST_DEVICES", "8")))
 
 # What XLA makes of a program's own arithmetic is not what most tests are about. The processes that
 # tests start keep XLA's defaults.

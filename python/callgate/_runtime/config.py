@@ -67,9 +67,9 @@ class config:
   Args:
     engine: `"callgate"`, or `"jax"` to run every gate through JAX's own callbacks: an oracle for
       tests, and the way to run on platforms without FFI. Programs are traced again after a change.
-    fast_dispatch: let programs whose only effects are io gates, none ordered, take JAX's C++
-      dispatch path (5 µs instead of 50 µs a call). `jax.effects_barrier()` then no longer waits for
-      them, `callgate.barrier()` does: for their results, so not for programs that return nothing.
+    fast_dispatch: False to leave the dispatch of programs with effects to JAX. By default those
+      with a result of 4 KiB or less take JAX's C++ path (5 µs a call instead of 50 µs), ordered
+      ones where the process has one device. Programs are traced again after a change.
     cast: the default of `cast=` of gates: allow casts of results of the same kind, as of NumPy's
       float64 to float32. Programs are traced again after a change.
     check_writes: checksum every input before and after each call, and raise `InputWriteError` when

@@ -60,7 +60,7 @@ class Again:
   """A gate's callable that calls the program which calls it."""
 
   def __init__(self) -> None:
-    self.gate = cg.gate(self.on_host, out=lambda x: x, thread="own", name="again")
+    self.gate = cg.gate(self.on_host, out=lambda x: x, thread="own", name="recursive")
     self.program = jax.jit(lambda x: self.gate(x) * 2)
     self.inner = jax.jit(lambda x: x + 1)
     self.ended: list[BaseException | None] = []
@@ -82,7 +82,7 @@ def test_a_gate_that_calls_its_own_program_s_first_call_is_a_recursion_error() -
   let_programs_end()
   again = Again()
   calls_itself = np.full(1, 5, np.float32)
-  named = pytest.raises(RecursionError, match=r"gate 'again'.*it is in, at File \".*test_threads")
+  named = pytest.raises(RecursionError, match=r"gate 'recursive'.*it is in, at File \".*test_threads")
   with named, cg.errors():
     wait(again.program, calls_itself)
   with cg.errors():
