@@ -79,6 +79,15 @@ def forget() -> None:
   _results.clear()
 
 
+def after_fork() -> None:
+  """In the child nothing runs. Its results stay: XLA's locks may be held by threads not there."""
+  _of_parent.append(dict(_results))
+  _results.clear()
+
+
+_of_parent: list[dict[tuple[int, int], Any]] = []
+
+
 def wait(thread: int | None = None) -> None:
   """Waits for the programs of a thread, or of all, that took the C++ path.
 

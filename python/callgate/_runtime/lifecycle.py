@@ -25,7 +25,7 @@ from callgate._core import environment, failures, kept, paths, registry
 from callgate._core.dtypes import dtypes
 from callgate._core.effects import OrderedGateEffect
 from callgate._core.errors import CaptureError, GateTimeoutError, InputWriteError, ResultError
-from callgate._jax import dispatch
+from callgate._jax import cpp_path, dispatch
 from callgate._runtime import fence, self_wait
 from callgate._runtime.targets import OWN, PARTITIONED, sites
 from callgate._sharding import partitioner, tiles
@@ -183,6 +183,6 @@ def start() -> None:
   dispatch.remember_effects()
   dispatch.run_after_failures(OrderedGateEffect)
   abandon = (_callgate.abandon_channels, _callgate.abandon_devices)
-  for forget in (*abandon, dispatch.forget_waiters, fence.after_fork):
+  for forget in (*abandon, dispatch.forget_waiters, cpp_path.after_fork, fence.after_fork):
     os.register_at_fork(after_in_child=forget)
   atexit.register(_end)  # runs before JAX's own, which was registered earlier

@@ -22,7 +22,7 @@ using std::chrono::milliseconds;
 constexpr std::size_t kWords = 512;
 using Words = std::array<std::uint64_t, kWords>;
 
-class Items : public testing::Test {
+class Items : public ::testing::Test {
  protected:
   bool put(std::uint64_t number) {
     Words words;
@@ -87,11 +87,11 @@ TEST_F(Items, OneThatComesSoonIsWaitedFor) {
   }
 }
 
-TEST_F(Items, WhoPutsThemRestsUntilFewAreLeft) {
+TEST_F(Items, WhoPutsThemRestsWhileThereIsNoRoom) {
   for (std::uint64_t i = 0; i < 4; ++i) put(i);
   auto room = std::async(std::launch::async, [&] { return queue.wait_for_room(); });
-  take();
   EXPECT_EQ(room.wait_for(milliseconds(50)), std::future_status::timeout);
+  take();
   take();
   EXPECT_TRUE(room.get());
 }

@@ -333,6 +333,33 @@ def test_on_one_device() -> None:
   assert re.search(r"\b3\d passed, 1 skipped", done.stdout), done.stdout
 
 
+FORKS = """
+import os, time, warnings
+warnings.simplefilter("ignore")
+import jax, jax.numpy as jnp
+import callgate as cg
+
+def slow(x):
+  time.sleep(0.2)
+  return x
+gate = cg.gate(slow, out=lambda x: x, effect="io")
+program = jax.jit(lambda x, m: gate(x) + 0 * (m @ m)[0, 0])
+m = jnp.zeros((300, 300))
+for i in range(4):
+  program(1.0, m)
+child = os.fork()
+if child == 0:
+  jax.effects_barrier()
+  os._exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+cg.barrier()
+"""
+
+
+def test_a_forks_child_waits_for_nothing_of_its_parents() -> None:
+  assert output_of(FORKS, timeout=60).strip() == "3"
+
+
 SEVERAL = """
 import jax, jax.numpy as jnp, numpy as np, time, threading
 import callgate as cg
