@@ -6,8 +6,25 @@ from __future__ import annotations
 from typing import Any
 
 
+def reduced(error: BaseException) -> tuple[Any, ...]:
+  """What `__reduce__` returns: the exception is made anew without its `__init__`.
+
+  An exception's own way calls the class with `args`, the text, which is not what `__init__` takes.
+  """
+  return _made, (type(error), error.args), error.__dict__
+
+
+def _made(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+  made = kind.__new__(kind, *args)
+  made.args = args
+  return made
+
+
 class GateError(Exception):
   """Something that callgate itself has to say about a call; the base of the errors below."""
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    return reduced(self)
 
 
 class ResultError(GateError, TypeError):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import dtypes
+from callgate._core import dtypes, errors
 from callgate._core.failures import keep_consumer_error
 from callgate._core.masked import shown
 from callgate._jax import tracing
@@ -179,6 +179,9 @@ class TapFunctionException(Exception):
   def __init__(self, message: str, exceptions: Sequence[BaseException]) -> None:
     super().__init__(message)
     self.exceptions = tuple(exceptions)
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    return errors.reduced(self)
 
 
 class Receiver:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""callgate's exceptions in pickles, copies and pools of processes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import callgate as cg
+from callgate._core import errors
+from callgate.compat._host_callback import TapFunctionException
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+  "CheckError": ("expected more", {"x": np.arange(3.0), "y": (np.int32(1),)}, "train.py:3"),
+  "KernelError": ("scale", "bad alloc"),
+  "ConsumerError": ("no space left", 7),
+  "ProcessError": (1, "ValueError", "no"),
+  "CompileError": ("the compiler failed", "line 3: error"),
+  "ResultShapeError": (0, (2,), (3,)),
+  "TapFunctionException": ("functions of taps raised", [KeyError("k"), ValueError("v")]),
+}
+_CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+_KINDS = [kind for kind in _CLASSES if issubclass(kind, Exception)] + [TapFunctionException]
+
+
+@pytest.mark.parametrize("copied", [lambda e: pickle.loads(pickle.dumps(e)), copy.deepcopy])
+@pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: kind.__name__)
+def test_an_exception_is_the_same_in_a_pickle_and_a_copy(kind: Any, copied: Any) -> None:
+  error = kind(*_ARGUMENTS.get(kind.__name__, ("what happened",)))
+  error.add_note("where")
+  again = copied(error)
+  assert (type(again), str(again), again.args) == (kind, str(error), error.args)
+  assert repr(again.__dict__) == repr(error.__dict__)
+  assert again.__notes__ == ["where"]
+
+
+def test_a_copy_of_an_error_can_be_told_its_site() -> None:
+  again = pickle.loads(pickle.dumps(cg.CheckError("no", {"x": np.ones(2)})))
+  again.at("train.py:3")
+  assert str(again) == "no\n  x = [1. 1.]\n  checked at train.py:3"
+
+
+def failing(value: float) -> None:
+  with cg.errors():
+    cg.check(jnp.asarray(value) < 0, "expected less than 0, got {x}", x=jnp.asarray(value))
+    cg.barrier()
+
+
+def test_a_pool_of_processes_gives_a_check_s_error() -> None:
+  context = multiprocessing.get_context("spawn")
+  with ProcessPoolExecutor(1, mp_context=context) as pool:
+    error = pool.submit(failing, 2.0).exception(timeout=120)
+  assert isinstance(error, cg.CheckError)
+  assert error.message == "expected less than 0, got 2.0"
+  assert isinstance(error.values["x"], np.ndarray)
+  assert error.values["x"] == 2.0
