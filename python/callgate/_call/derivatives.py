@@ -89,6 +89,13 @@ def _with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
 
   call.__name__ = call.__qualname__ = gate.name
 
+  def lying(primals: Any, *found: Any) -> Any:
+    """What a rule found, with the shardings of the call's results, which the types show."""
+    if not _lies_explicitly(primals):
+      return found
+    types = tracing.types_of_results(call, primals)
+    return tuple(_lie_as(types, values) for values in found)
+
   def ruled(function: Callable[..., Any], lead: int) -> Callable[..., Any]:
     def rule(*args: Any) -> Any:
       return _vary_as(args, gate.call_rule(function, args[:lead], args[lead:], {}, static))
@@ -121,7 +128,14 @@ def _with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
     return with_vjp
   with_jvp = jax.custom_jvp(call)
   if gate.jvp_rule is not None:
-    with_jvp.defjvp(ruled(gate.jvp_rule, 2), symbolic_zeros=gate.symbolic_zeros)
+    forward_rule = ruled(gate.jvp_rule, 2)
+
+    def forward_lying(primals: Any, tangents: Any) -> Any:
+      found = forward_rule(primals, tangents)
+      is_pair = isinstance(found, (tuple, list)) and len(found) == 2
+      return lying(primals, *found) if is_pair else found
+
+    with_jvp.defjvp(forward_lying, symbolic_zeros=gate.symbolic_zeros)
   elif gate.like is None:
     with_jvp.defjvp(functools.partial(_jvp_by_differences, with_jvp))
   else:
@@ -132,7 +146,7 @@ def _with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
       results = with_jvp(*primals)
       found, moved = jax.jvp(like, primals, tangents)
       check_reference(gate.label, results, found)
-      return results, moved
+      return results, *lying(primals, moved)
 
   return with_jvp
 
@@ -143,6 +157,18 @@ def _vary_as(args: Any, found: Any) -> Any:
     return found
   axes = tracing.varying_axes([x for x in jax.tree.leaves(args) if _is_number(x)])
   return jax.tree.map(lambda x: tracing.vary_over(axes, x) if _is_number(x) else x, found)
+
+
+def _lies_explicitly(args: Any) -> bool:
+  return tracing.lies_explicitly([x for x in jax.tree.leaves(args) if _is_number(x)])
+
+
+def _lie_as(types: Sequence[Any], values: Any) -> Any:
+  leaves, tree = jax.tree.flatten(values)
+  if len(leaves) != len(types):  # JAX says what is wrong
+    return values
+  pairs = zip(types, leaves, strict=True)
+  return tree.unflatten([tracing.lie_as(t, x) if _is_number(x) else x for t, x in pairs])
 
 
 def _is_number(leaf: Any) -> bool:
@@ -175,12 +201,22 @@ def _jvp_by_differences(
   out = call(*primals)
   results, out_tree = jax.tree.flatten(out)
   leaves, tree = jax.tree.flatten(primals)
+  directions = jax.tree.leaves(tangents)
+  explicit = _lies_explicitly(leaves)
+  if explicit:  # elements of what is split are nobody's to move
+    leaves = tracing.lie_whole(leaves)
+    directions = [
+      d if d.dtype == jax.dtypes.float0 else tracing.lie_whole([d])[0] for d in directions
+    ]
   moved = [jnp.zeros(y.shape, y.dtype) for y in results if is_inexact(y.dtype)]
-  for index, (leaf, tangent) in enumerate(zip(leaves, jax.tree.leaves(tangents), strict=True)):
+  for index, (leaf, tangent) in enumerate(zip(leaves, directions, strict=True)):
     if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
       columns = _jacobian(call, leaves, tree, index)
       parts = [jnp.tensordot(jnp.ravel(tangent).astype(c.dtype), c, axes=1) for c in columns]
       moved = [total + part for total, part in zip(moved, parts, strict=True)]
+  inexact = (y for y in results if is_inexact(y.dtype))
+  if explicit:
+    moved = [tracing.lie_as(jax.typeof(y), t) for y, t in zip(inexact, moved, strict=True)]
   found = iter(moved)
   return out, jax.tree.unflatten(
     out_tree,

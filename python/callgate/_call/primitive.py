@@ -155,7 +155,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, call: BoundCall) -> li
   for index, grad in zip(linear, grads, strict=True):
     shared = tuple(axis for axis, mask in enumerate(masks) if not mask[index])
     summed = grad.sum(axis=shared) if shared else grad
-    out[index] = tracing.vary_over(tracing.varying_axes([operands[index].aval]), summed)
+    aval = operands[index].aval
+    out[index] = tracing.lie_as(aval, tracing.vary_over(tracing.varying_axes([aval]), summed))
   return out
 
 

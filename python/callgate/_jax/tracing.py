@@ -305,6 +305,34 @@ def is_explicit(avals: Sequence[Any]) -> bool:
   return any(aval.sharding.mesh._any_axis_explicit for aval in avals)
 
 
+def lies_explicitly(values: Sequence[Any]) -> bool:
+  """True if the type of one of these values, arrays or tracers, says how it is sharded."""
+  return is_explicit([_core.typeof(value) for value in values])
+
+
+def types_of_results(function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
+  """The abstract values of a function's results, flat, with their shardings.
+
+  `jax.eval_shape` gives no abstract mesh's shardings outside of jit (0.10 to 0.12).
+  """
+  return jax.make_jaxpr(function)(*args).out_avals
+
+
+def lie_as(aval: Any, value: Any) -> Any:
+  """The value, resharded where its type says another sharding than the abstract value."""
+  if _core.typeof(value).sharding == aval.sharding or aval.sharding.mesh.empty:
+    return value
+  return jax.sharding.reshard(value, aval.sharding)
+
+
+def lie_whole(values: Sequence[Any]) -> list[Any]:
+  """The values, replicated over the mesh that their types name."""
+  avals = [_core.typeof(value) for value in values]
+  return [
+    lie_as(with_spec(x, avals, [None] * x.ndim), v) for x, v in zip(avals, values, strict=True)
+  ]
+
+
 def spec_of(aval: Any) -> list[Any]:
   """The spec of an abstract value, with an entry for each dimension."""
   spec = list(aval.sharding.spec)
