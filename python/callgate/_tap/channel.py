@@ -312,7 +312,8 @@ def open_channels() -> dict[str, Channel]:
 def close_all(seconds: float) -> None:
   """At the end of the process: closes every channel, and says what could not be delivered.
 
-  The time is for all of them, which deliver side by side. Raises what a consumer raised.
+  The time is for all of them, which deliver side by side. Raises what a consumer raised, and has
+  the process end with status 1 for it, as for a gate's failure that nobody asked for.
   """
   deadline = time.monotonic() + seconds
   ends = [(f"channel '{one.name}'", one._close, one.stats) for one in open_channels().values()]  # pyright: ignore[reportPrivateUsage]
@@ -329,4 +330,8 @@ def close_all(seconds: float) -> None:
   for what, count in left:
     pending = f"{count} record(s)" if count else "a consumer's close() has not ended"
     print(f"callgate: not delivered at the end of the program: {what}: {pending}", file=sys.stderr)
-  failures.raise_consumer_errors()
+  try:
+    failures.raise_consumer_errors()
+  except BaseException:
+    _callgate.fail_exit()
+    raise

@@ -144,9 +144,36 @@ def test_what_consumers_raised_is_shown_at_the_end():
     jax.block_until_ready(sender(bad)(1))
     """
   )
-  assert done.returncode == 0
+  assert done.returncode == 1
   assert "ValueError: nobody asked" in done.stderr
   assert "of tap 'bad', record 0" in done.stderr
+
+
+def test_what_consumers_raised_and_somebody_asked_for_is_no_failure_of_the_process():
+  done = finish(
+    """
+    def bad(value):
+      raise ValueError("expected")
+    sender(bad)(1)
+    try:
+      cg.barrier()
+    except ValueError:
+      pass
+    """
+  )
+  assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_sink_that_raises_fails_the_process_and_another_status_stays():
+  channel = """
+    class Bad:
+      def write(self, records):
+        raise OSError("disk full")
+    channel = cg.channel("c", to=Bad())
+    jax.block_until_ready(sender("c")(1))
+    """
+  assert finish(channel).returncode == 1
+  assert finish(textwrap.dedent(channel) + "sys.exit(3)").returncode == 3
 
 
 def test_what_is_tapped_after_callgates_end_is_reported():
