@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._call.site import Callee, CallSite, Static
+from callgate._call.site import MOST_OBJECTS, Callee, CallSite, Static
 from callgate._core import registry, split
 from callgate._core.dtypes import is_inexact, type_text
 from callgate._core.errors import GateDefinitionError
@@ -43,7 +43,6 @@ def no_derivative(
   return GateDefinitionError(ways)
 
 
-_MOST_CALLS = 256  # of one gate that are kept with the rules around them
 _BACKWARD = "callgate.bwd:"  # begins the names of backward functions
 
 
@@ -68,7 +67,7 @@ def apply(gate: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], static: S
   key = static, tree if split.is_split(tree) else None
   call = gate.differentiable.get(key)
   if call is None:
-    while len(gate.differentiable) >= _MOST_CALLS:  # objects whose methods are called, say
+    while len(gate.differentiable) >= MOST_OBJECTS:
       del gate.differentiable[next(iter(gate.differentiable))]
     call = gate.differentiable[key] = _with_rules(gate, *key)
   if tracing.manual_axes():

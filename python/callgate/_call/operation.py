@@ -19,13 +19,14 @@ import numpy as np
 from callgate._call import derivatives, jax_engine, primitive, shapes
 from callgate._call.generic import OneArray, P, R
 from callgate._call.options import CallOptions
-from callgate._call.site import BoundCall, Callee, CallSite, Static
+from callgate._call.site import MOST_OBJECTS, BoundCall, Callee, CallSite, Static
 from callgate._core import options, split
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._jax import tracing
 from callgate._runtime import config
 
+_MOST_PROGRAMS = 1024  # of calls outside of programs that one operation keeps
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
@@ -63,15 +64,16 @@ class Operation(Callee, Generic[P, R]):
     """The part of it that programs know."""
     return getattr(self, "_core", self)
 
-  def programs(self) -> Callable[..., Any] | None:
+  def programs(self, site: CallSite) -> Callable[..., Any] | None:
     if self.part_of is not None:
-      return self.part_of.programs()
+      return self.part_of.programs(site)
     handle: Self | None = self._handle() if hasattr(self, "_handle") else None
     if handle is None:
       return None
     if not hasattr(handle, "_programs"):
-      handle._programs = tracing.eager_programs()
-    return handle._programs
+      made = tracing.eager_programs(_MOST_PROGRAMS), tracing.eager_programs(MOST_OBJECTS)
+      handle._programs = made
+    return handle._programs[split.holds_object(site.in_tree)]
 
   # -- calling -----------------------------------------------------------------------------------
   @overload

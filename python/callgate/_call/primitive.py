@@ -252,7 +252,9 @@ def _lower_to_runtime(
 # -- registration --------------------------------------------------------------------------------
 for primitive in (gate_p, mesh_gate_p):
   primitive.multiple_results = True
-  tracing.define_impl(primitive, lambda call: call.gate.programs(), lambda call: call.gate.label)
+  tracing.define_impl(
+    primitive, lambda call: call.gate.programs(call.site), lambda call: call.gate.label
+  )
   primitive.def_effectful_abstract_eval(_abstract_eval)
   ad.primitive_jvps[primitive] = _jvp
   ad.primitive_transposes[primitive] = _transpose

@@ -16,6 +16,8 @@ from callgate._core.registry import Place
 from callgate._sharding import rules
 
 Static = tuple[tuple[str, Any], ...]
+# The objects that calls outside of programs keep alive, of one method that is a gate.
+MOST_OBJECTS = 64
 # Where callgate's runtime runs gates; JAX's own callbacks do elsewhere.
 RUNTIME_PLATFORMS = ("cpu", "cuda")
 
@@ -123,8 +125,9 @@ class Callee(Portable):
   place: Place | None = None  # where it is defined
   owner: Callable[[], type | None] | None = None  # the class of which it is a method
 
-  def programs(self) -> Callable[..., Any] | None:
-    """The keeper of the programs of calls outside of programs; None for JAX's own cache."""
+  def programs(self, site: CallSite) -> Callable[..., Any] | None:
+    """The keeper of the programs of such calls outside of programs; None for JAX's own cache."""
+    del site
 
   def __init__(self, name: str, options: CallOptions) -> None:
     """Takes options that are checked."""

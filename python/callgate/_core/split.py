@@ -124,6 +124,11 @@ def is_split(tree: Any) -> bool:
   return len(_whole(tree)[1]) != tree.num_leaves
 
 
+def holds_object(tree: Any) -> bool:
+  """True if what was split to the structure `tree` has an object whose method is called."""
+  return any(_is_static(leaf) and leaf.by_identity for leaf in _whole(tree)[1])
+
+
 def unflattener(tree: Any) -> Callable[[Iterable[Any]], Any]:
   """The function that makes what was split to the structure `tree`, of arrays."""
   whole, leaves = _whole(tree)

@@ -354,7 +354,7 @@ def _repeated(
 # call is mapped over, outermost first; engine, what runs it.
 next_p = tracing.Primitive("feed_next")
 next_p.multiple_results = True
-tracing.define_impl(next_p, lambda gate, **_: gate.programs())
+tracing.define_impl(next_p, lambda gate, site, **_: gate.programs(site))
 tracing.weakly_cached.add(_FeedGate)
 
 

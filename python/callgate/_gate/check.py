@@ -8,11 +8,13 @@ program, by way of a gate that raises.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import string
 import threading
 import urllib.parse
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ from callgate._core.errors import CheckError, GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
+from callgate._jax import tracing
 
 
 class Check(Gate):
@@ -51,12 +54,22 @@ class Check(Gate):
       name = registry.free_name(f"{name}#")
     self.guard = _callgate.Check(name, self.callee)
 
+  def programs(self, site: CallSite) -> Callable[..., Any]:
+    del site
+    return _programs()
+
   def define_variant(self, key: str) -> bool:
     """Says that `find` has defined what a program names."""
     return not key
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
     return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
+
+
+@functools.cache
+def _programs() -> Callable[..., Any]:
+  """Of the checks outside of programs: messages may be made for one call each."""
+  return tracing.eager_programs(128)
 
 
 _NAMED = "check:"  # then comes the message, by which another process makes the check

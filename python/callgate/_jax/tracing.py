@@ -194,9 +194,12 @@ def define_impl(
   primitive.def_impl(impl)
 
 
-def eager_programs() -> Callable[..., Any]:
-  """A cache of the programs of primitives, by these and their parameters (0.10 to 0.12)."""
-  made = functools.lru_cache(1024)(_dispatch.xla_primitive_callable.__wrapped__)  # type: ignore[attr-defined]
+def eager_programs(most: int) -> Callable[..., Any]:
+  """A cache of the programs of primitives, by these and their parameters (0.10 to 0.12).
+
+  A program takes more than 1 MiB, whatever it does: `most` says how many are kept.
+  """
+  made = functools.lru_cache(most)(_dispatch.xla_primitive_callable.__wrapped__)  # type: ignore[attr-defined]
   _util.register_cache(made, "callgate's programs of single calls")
   return made
 

@@ -42,7 +42,8 @@ cotangent_p.multiple_results = True
 # Whether a tap in the flow of data was ever traced: looking for them costs time.
 _dataflow_traced = False
 # -- impl ----------------------------------------------------------------------------------------
-tracing.define_impl(tap_p)
+_programs = functools.cache(lambda: tracing.eager_programs(128))
+tracing.define_impl(tap_p, lambda **_: _programs())
 _compiled_impl: Any = tap_p.impl
 
 

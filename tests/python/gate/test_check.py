@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import callgate as cg
+from callgate._gate import check as _check
 
 
 @jax.jit
@@ -145,3 +149,14 @@ def test_a_failing_check_whose_values_can_not_be_formatted_says_so(engine):
     "the letter {x:c} is wrong (the values below can't be formatted: OverflowError: "
   )
   assert "x = -1" in str(error.value)
+
+
+def test_checks_outside_of_programs_keep_few_messages():
+  """Each message has a gate of its own, and a program."""
+  seen = weakref.WeakSet()
+  for number in range(150):
+    message = f"expected more than {number}"
+    cg.check(jnp.bool_(True), message)
+    seen.add(_check._checks[message])
+  gc.collect()
+  assert len(seen) <= 130

@@ -182,3 +182,30 @@ def test_methods_of_modules_have_their_arrays_as_arguments() -> None:
   assert eqx.filter_jit(lambda model, x: model.applied(x))(model, X).tolist() == [0.0, 3.0, 6.0]
   gradient = eqx.filter_grad(lambda model: model.applied(X).sum())(model)
   assert gradient.weight == 3.0
+
+
+def test_calls_outside_of_programs_keep_few_objects() -> None:
+  kept: weakref.WeakSet[Scale] = weakref.WeakSet()
+
+  class Hashable(Scale):
+    __hash__ = object.__hash__
+
+  for by in range(100):
+    one = Hashable(by)
+    kept.add(one)
+    assert one.scaled(X)[1] == by
+  del one
+  gc.collect()
+  assert len(kept) <= 64
+  jax.clear_caches()
+  gc.collect()
+  assert len(kept) == 0
+
+
+def test_arrays_and_static_values_do_not_share_the_bound_of_objects() -> None:
+  calls = []
+  gate = cg.gate(lambda x, *, by: calls.append(by) or x, out=lambda x: x)
+  for by in range(80):
+    gate(X, by=by)
+  assert gate._programs[0].cache_info().currsize == 80
+  assert calls == list(range(80))

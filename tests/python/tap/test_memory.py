@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
 import pytest
 from interpreters import output_of
+
+import callgate as cg
+from callgate._tap import primitive
 
 SOURCE = """
 import json, resource
@@ -44,3 +48,13 @@ def test_records_without_memory_are_dropped_and_reported_once(on_full: str) -> N
   assert (stats["sent"], stats["delivered"], stats["dropped"]) == (5, 2, 3)
   assert len(errors) == 1
   assert "channel 't': expected memory for a record of 268435456 bytes, got none" in errors[0]
+
+
+def test_taps_outside_of_programs_keep_few_programs() -> None:
+  """Each function has a program of its own, of more than a MiB."""
+  got: list[int] = []
+  for number in range(150):
+    cg.tap(jnp.float32(1), lambda value, number=number: got.append(number))
+  cg.barrier()
+  assert got == list(range(150))
+  assert primitive._programs().cache_info().currsize <= 128
