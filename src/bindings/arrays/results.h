@@ -48,8 +48,18 @@ inline bool is_masked(PyObject* value, int depth = NPY_MAXDIMS) {
   return false;
 }
 
-// What `value` is as an array, "float32[3,4]". Throws where it is none.
+// A Python number: it has no width. NumPy's float64 and complex128 derive from Python's.
+inline bool is_number(PyObject* value) {
+  return PyLong_Check(value) || PyFloat_CheckExact(value) || PyComplex_CheckExact(value);
+}
+
+// What `value` is: as an array, "float32[3,4]", or "a Python float 7.0". Throws where it is none.
 inline std::string describe(PyObject* value) {
+  if (is_number(value)) {
+    nb::handle number = value;
+    return std::string("a Python ") + nb::str(number.type().attr("__name__")).c_str() + " " +
+           nb::str(number).c_str();
+  }
   nb::object array = array_of(value);
   bool masked = is_masked(value) || is_masked(array.ptr());
   std::string text =
@@ -76,11 +86,6 @@ inline std::string outside(DType dtype, const std::string& came) {
   auto limit = [&](const char* name) { return nb::str(nb::object(limits.attr(name))); };
   return came + ", outside of " + std::string(name(dtype)) + "'s range, " + limit("min").c_str() +
          " to " + limit("max").c_str();
-}
-
-// A Python number: it has no width. NumPy's float64 and complex128 derive from Python's.
-inline bool is_number(PyObject* value) {
-  return PyLong_Check(value) || PyFloat_CheckExact(value) || PyComplex_CheckExact(value);
 }
 
 // Calls `body` with the elements of a dense array of NumPy's integers.
@@ -186,9 +191,11 @@ inline std::optional<std::string> store(const ArrayView& target, PyObject* value
     if (have == NPY_OBJECT) return outside(target.dtype, nb::str(nb::handle(given)).c_str());
     if (have != NPY_BOOL)
       if (auto came = misfit(value, target)) return came;
-  } else if (!same &&
-             !(cast && PyArray_CanCastTypeTo(PyArray_DESCR(array), want, NPY_SAME_KIND_CASTING))) {
-    return describe(given) + " (results are never cast silently: see cast=True)";
+  } else if (!same) {
+    const bool castable =
+        PyArray_CanCastTypeTo(PyArray_DESCR(array), want, NPY_SAME_KIND_CASTING) != 0;
+    if (!castable) return describe(given);
+    if (!cast) return describe(given) + " (results are never cast silently: see cast=True)";
   }
   if (target.nbytes() == 0) return std::nullopt;
   if (same && PyArray_IS_C_CONTIGUOUS(array) && PyArray_ISNOTSWAPPED(array)) {

@@ -42,9 +42,11 @@ def message_of(value: Any, out: Any = VECTOR, **options: Any) -> str:
     (np.zeros(4, np.float32), "float32[4]"),
     (np.zeros((3, 1), np.float32), "float32[3,1]"),
     (np.float32(0), "float32[]"),
-    (np.zeros(3, "U1"), "<U1[3] (results"),
+    (np.zeros(3, "U1"), "<U1[3]"),
+    (np.zeros(3, np.complex64), "complex64[3]"),
     ([0.0, 0.0, 0.0], "float64[3] (results"),
-    (1.0, "float64[]"),
+    (1.0, "a Python float 1.0"),
+    (True, "a Python bool True"),
     (None, "None"),
   ],
 )
@@ -52,6 +54,23 @@ def test_a_wrong_result_is_an_error_that_says_what_came(value: Any, got: str) ->
   message = message_of(value)
   assert "gate 'made': result 0: expected float32[3], got " + got in message
   assert ("cast=True" in message) == got.endswith(("(results", "cast=True)"))
+
+
+@pytest.mark.parametrize("cast", [None, True])
+@pytest.mark.parametrize(
+  ("dtype", "value", "got"),
+  [
+    ("int32", 7.0, "a Python float 7.0"),
+    ("int32", np.float32(7), "float32[]"),
+    ("float32", 1j, "a Python complex 1j"),
+    ("float32", np.complex64(1), "complex64[]"),
+    ("bool", 1, "a Python int 1"),
+    ("bool", np.int32(1), "int32[]"),
+  ],
+)
+def test_cast_is_named_only_where_it_helps(cast: Any, dtype: str, value: Any, got: str) -> None:
+  message = message_of(value, jax.ShapeDtypeStruct((), dtype), cast=cast)
+  assert message == f"gate 'made': result 0: expected {dtype}[], got {got}"
 
 
 # -- Python's numbers, and integers of another width ---
@@ -128,7 +147,12 @@ def test_numbers_of_another_kind_and_numpys_own_width_are_not_cast(
 ) -> None:
   with cg.config(engine=engine):
     message = message_of(value, jax.ShapeDtypeStruct((), dtype))
-  assert f"expected {dtype}[], got {np.asarray(value).dtype.name}[] (results are never" in message
+  own = np.asarray(value).dtype
+  plain = type(value) in (bool, int, float, complex)
+  got = f"a Python {type(value).__name__} {value}" if plain else f"{own.name}[]"
+  assert f"expected {dtype}[], got {got}" in message
+  helps = np.can_cast(own, dtype, "same_kind") and not plain
+  assert ("(results are never cast silently: see cast=True)" in message) == helps
 
 
 def test_what_argmax_and_lists_of_integers_give_fits_under_every_transformation() -> None:

@@ -158,10 +158,10 @@ def _stores(request: Request, returned: Any) -> list[Any]:
     if is_array or isinstance(type, (types.Number, types.Boolean)):
       have = numpy_support.as_dtype(type.dtype if is_array else type), type.ndim if is_array else 0
     ranks_fit = have is not None and have[1] == rank
-    castable = request.cast and have is not None and np.can_cast(have[0], dtype, "same_kind")
-    if not ranks_fit or not (have == (dtype, rank) or castable):
+    castable = have is not None and np.can_cast(have[0], dtype, "same_kind")
+    if not ranks_fit or not (have == (dtype, rank) or (castable and request.cast)):
       shown = type if have is None else f"{have[0].name} of rank {have[1]}"
-      hint = "; results are never cast silently: see cast=True" if ranks_fit else ""
+      hint = "; results are never cast silently: see cast=True" if ranks_fit and castable else ""
       expected = f"expected {dtype.name} of rank {rank}"
       fault = f"result {index}: {expected}, but {what} {shown}{hint}"
       raise GateDefinitionError(f"{request.label}: {fault}")
