@@ -23,7 +23,7 @@ from jax._src import tree_util as _tree_util
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
-from jax._src.lib import _jax as _jaxlib  # pyright: ignore[reportPrivateUsage]
+from jax._src.lib import _jax as _jaxlib  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 from jax._src.lib.mlir import ir as _ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import func as _func
 from jax._src.lib.mlir.dialects import hlo as _hlo

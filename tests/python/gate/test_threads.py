@@ -82,9 +82,7 @@ def test_a_gate_that_calls_its_own_program_s_first_call_is_a_recursion_error() -
   let_programs_end()
   again = Again()
   calls_itself = np.full(1, 5, np.float32)
-  named = pytest.raises(
-    RecursionError, match=r"gate 'recursive'.*in, at File \".*test_threads"
-  )
+  named = pytest.raises(RecursionError, match=r"gate 'recursive'.*in, at File \".*test_threads")
   with named, cg.errors():
     wait(again.program, calls_itself)
   with cg.errors():
