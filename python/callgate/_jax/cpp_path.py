@@ -3,8 +3,9 @@
 
 JAX leaves that path when an executable reports an effect, for two reasons (0.10 to 0.12; there is
 no public API). Its C++ code keeps no token of a program for `jax.effects_barrier` to wait for: here
-the smallest result stands for its program. And it hands ordered effects' tokens from program to
-program: here a program makes its own, where XLA runs a device's programs in order.
+a program gets one more result, its *sign*, a byte that is there, or has failed, when the program
+has ended. And it hands ordered effects' tokens from program to program: here a program makes its
+own, where XLA runs a device's programs in order.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import tree_util as _tree_util
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import mlir as _mlir
@@ -30,59 +33,73 @@ from jax._src.lib.mlir.dialects import hlo as _hlo
 
 from callgate import _callgate
 
-# Of a result that is kept until the program's next call, or until somebody waits.
-MOST_BYTES = 4096
-
-# By (thread, program): the last call's result.
-_results: dict[tuple[int, int], Any] = {}
-_prune_at = 1024  # results, after which those that are ready are let go
+# By (thread, program): the sign of the last call.
+_signs: dict[tuple[int, int], Any] = {}
+_prune_at = 1024  # signs, after which those that are ready are let go
 _numbers = itertools.count()
-# By the id of an XLA executable: its program's number, and how many ExecuteReplicated run it.
-_programs: dict[int, list[int]] = {}
+
+
+class _Program:
+  """A program that XLA has loaded: its number, its sign's sharding, how many objects run it."""
+
+  def __init__(self, sharding: Any) -> None:
+    self.number, self.sharding, self.users = next(_numbers), sharding, 0
+
+
+_programs: dict[int, _Program] = {}  # by the id of the XLA executable
 _orders_itself = threading.Event()  # set once a program makes tokens of its own
 
 
-class _Kept:
-  """In the output tree of a program, around the result that stands for it."""
+# The type of a sign, which no user's result has: weakly typed are values of Python's own types.
+_SIGN = _core.ShapedArray((), np.dtype(np.uint8), weak_type=True)
+
+
+def _is_signed(avals: Sequence[Any]) -> bool:
+  """True if the last result is a sign, also of a program that was pickled."""
+  last = avals[-1] if avals else None
+  return bool(getattr(last, "weak_type", False)) and last.dtype == _SIGN.dtype
+
+
+class _Signed:
+  """A program's results and its sign, as a node of its output tree."""
 
 
 def _keep(program: int, children: Iterable[Any]) -> Any:
-  (result,) = children
-  _results[threading.get_ident(), program] = result
-  if len(_results) > _prune_at:
+  results, _signs[threading.get_ident(), program] = children
+  if len(_signs) > _prune_at:
     _prune()
-  return result
+  return results
 
 
 def _prune() -> None:
   global _prune_at
-  for key, result in list(_results.items()):
+  for key, sign in list(_signs.items()):
     with contextlib.suppress(Exception):  # a failed one stays for the barrier
-      if result.is_deleted() or result.is_ready():
-        result.block_until_ready()
-        _forget(key, result)
-  _prune_at = max(1024, 2 * len(_results))
+      if sign.is_ready():
+        sign.block_until_ready()
+        _forget(key, sign)
+  _prune_at = max(1024, 2 * len(_signs))
 
 
-def _forget(key: tuple[int, int], result: Any) -> None:
-  if _results.get(key) is result:
-    _results.pop(key, None)
+def _forget(key: tuple[int, int], sign: Any) -> None:
+  if _signs.get(key) is sign:
+    _signs.pop(key, None)
 
 
 def pending() -> bool:
-  """True if a program's result may be waited for."""
-  return bool(_results)
+  """True if there is a sign to be waited for."""
+  return bool(_signs)
 
 
 def forget() -> None:
   """Has nobody wait for what runs now."""
-  _results.clear()
+  _signs.clear()
 
 
 def after_fork() -> None:
-  """In the child nothing runs. Its results stay: XLA's locks may be held by threads not there."""
-  _of_parent.append(dict(_results))
-  _results.clear()
+  """In the child nothing runs. Its signs stay: XLA's locks may be held by threads not there."""
+  _of_parent.append(dict(_signs))
+  _signs.clear()
 
 
 _of_parent: list[dict[tuple[int, int], Any]] = []
@@ -93,61 +110,35 @@ def wait(thread: int | None = None) -> None:
 
   What they failed with is left to `take_failure` in the thread that dispatched them.
   """
-  alive = {one.ident for one in threading.enumerate()} if _results else ()
-  for key, result in list(_results.items()):
+  alive = {one.ident for one in threading.enumerate()} if _signs else ()
+  for key, sign in list(_signs.items()):
     if thread is None or key[0] == thread:
       try:
-        result.block_until_ready()
+        sign.block_until_ready()
       except Exception:  # noqa: BLE001 - whatever the program failed with
-        if key[0] in alive and not _deleted(result):
+        if key[0] in alive:
           continue
-      _forget(key, result)
+      _forget(key, sign)
 
 
 def take_failure() -> BaseException | None:
   """Waits for this thread's programs; returns what the first of those that failed did so with."""
   failure: BaseException | None = None
   thread = threading.get_ident()
-  for key, result in [item for item in list(_results.items()) if item[0][0] == thread]:
+  for key, sign in [item for item in list(_signs.items()) if item[0][0] == thread]:
     try:
-      result.block_until_ready()
+      sign.block_until_ready()
     except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
-      failure = failure or (None if _deleted(result) else error)
-    _forget(key, result)
+      failure = failure or error
+    _forget(key, sign)
   return failure
 
 
-def _deleted(result: Any) -> bool:
-  """True if it was donated: to a program that runs after this one, on the same device."""
-  return bool(result.is_deleted())
-
-
 def _unload(executable: int) -> None:
-  _programs[executable][1] -= 1
-  if not _programs[executable][1]:
+  program = _programs[executable]
+  program.users -= 1
+  if not program.users:
     del _programs[executable]
-
-
-def _smallest(avals: Iterable[Any]) -> int | None:
-  """Which result is the smallest, if it is small enough to be kept; an empty one tells nothing."""
-  plain = [(aval, i) for i, aval in enumerate(avals) if isinstance(aval.dtype, np.dtype)]
-  sizes = [(aval.size * aval.dtype.itemsize, i) for aval, i in plain]
-  size, index = min((one for one in sizes if one[0]), default=(MOST_BYTES + 1, 0))
-  return index if size <= MOST_BYTES else None
-
-
-def _with_kept(tree: Any, index: int, program: int) -> Any:
-  """An output tree that calls `_keep` with its leaf of that index whenever it is unflattened."""
-  registry, make = _tree_util.dispatch_registry, tree.from_node_data_and_children
-  if tree.node_data() is None and tree.num_leaves == 1:
-    return make(registry, (_Kept, program), [tree])
-  children = list(tree.children())
-  for i, child in enumerate(children):
-    if index < child.num_leaves:
-      children[i] = _with_kept(child, index, program)
-      break
-    index -= child.num_leaves
-  return make(registry, tree.node_data(), children)
 
 
 def _runs_in_order(backend: Any, devices: Any) -> bool:
@@ -161,10 +152,10 @@ def _runs_in_order(backend: Any, devices: Any) -> bool:
   return alone and known and backend.platform == _bridge.get_backend().platform
 
 
-def _with_own_tokens(module: Any, count: int) -> Any:
-  """A copy of a lowered program that makes its first `count` arguments, all tokens, itself.
+def _signed(module: Any, tokens: int) -> Any:
+  """A copy of a lowered program with a sign as its last result.
 
-  It doesn't return the first `count` results, which are tokens too.
+  It makes its first `tokens` arguments, all tokens, itself, and doesn't return as many results.
   """
   context = module.context
   with context, _ir.Location.unknown(context):
@@ -172,21 +163,23 @@ def _with_own_tokens(module: Any, count: int) -> Any:
     main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
     block = main.regions[0].blocks[0]
     with _ir.InsertionPoint.at_block_begin(block):
-      for argument in list(block.arguments)[:count]:
+      for argument in list(block.arguments)[:tokens]:
         argument.replace_all_uses_with(_hlo.create_token())
-    for _ in range(count):
+    for _ in range(tokens):
       block.erase_argument(0)
     end = list(block.operations)[-1]
     with _ir.InsertionPoint(end):
-      _func.return_(list(end.operands)[count:])
+      sign = _hlo.constant(_ir.DenseElementsAttr.get(np.zeros(_SIGN.shape, _SIGN.dtype)))
+      _func.return_([*list(end.operands)[tokens:], sign])
     end.erase()
     kind = _ir.FunctionType(_ir.TypeAttr(main.attributes["function_type"]).value)
-    kind = _ir.FunctionType.get(kind.inputs[count:], kind.results[count:])
+    kind = _ir.FunctionType.get(kind.inputs[tokens:], [*kind.results[tokens:], sign.type])
     main.attributes["function_type"] = _ir.TypeAttr.get(kind)
-    for side in ("arg_attrs", "res_attrs"):
+    for side, more in (("arg_attrs", []), ("res_attrs", [_ir.DictAttr.get({})])):
       if side in main.attributes:
-        of_each = [_ir.DictAttr(attributes) for attributes in main.attributes[side]][count:]
-        main.attributes[side] = _ir.ArrayAttr.get([_renumbered(one, count) for one in of_each])
+        of_each = [_ir.DictAttr(attributes) for attributes in main.attributes[side]][tokens:]
+        of_each = [_renumbered(one, tokens) for one in of_each]
+        main.attributes[side] = _ir.ArrayAttr.get([*of_each, *more])
   return module
 
 
@@ -210,6 +203,14 @@ def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> A
   return out
 
 
+# Of what describes a program's results: what its sign has.
+_LAST = {
+  "global_out_avals": _SIGN,
+  "out_shardings": _sharding_impls.UNSPECIFIED,
+  "out_layouts": None,
+}
+
+
 def start(
   is_free: Callable[[Any], bool], is_waited_for: Callable[[Any], bool], enabled: Callable[[], bool]
 ) -> None:
@@ -217,60 +218,72 @@ def start(
 
   Args:
     is_free: of an unordered effect: the dispatch need never know.
-    is_waited_for: of an effect: a result of the program may stand for it.
+    is_waited_for: of an effect: the program's sign may stand for it.
     enabled: false to leave programs with effects that are waited for to JAX.
   """
-  _tree_util.dispatch_registry.register_node(_Kept, lambda kept: ((), None), _keep)  # pyright: ignore[reportArgumentType]
+  registry = _tree_util.dispatch_registry
+  registry.register_node(_Signed, lambda signed: ((), None), _keep)  # pyright: ignore[reportArgumentType]
+  one_leaf = registry.flatten(0)[1]
   init, call = _pxla.ExecuteReplicated.__init__, _pxla.ExecuteReplicated.__call__
   make_jitted: Any = _jaxlib.pjit
   make_data = _pxla.MeshExecutableFastpathData
-  from_hlo = _pxla.UnloadedMeshExecutable.from_hlo
+  from_hlo, load = _pxla.UnloadedMeshExecutable.from_hlo, _pxla.UnloadedMeshExecutable.load
 
-  def can_hide(effects: Iterable[Any]) -> bool:
-    return enabled() and all(map(is_waited_for, effects))
+  def sign(name: str, hlo: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of what is to be compiled: gives it a sign, if it has effects that are ours alone."""
+    unordered, ordered = kwargs["unordered_effects"], kwargs["ordered_effects"]
+    effects = [*(effect for effect in unordered if not is_free(effect)), *ordered]
+    known = effects and enabled() and all(map(is_waited_for, effects)) and not kwargs.get("mut")
+    if known and (not ordered or _runs_in_order(kwargs["backend"], kwargs["device_list"])):
+      if ordered:
+        _orders_itself.set()
+      hlo = _signed(hlo, len(ordered))
+      kwargs |= {"unordered_effects": [*unordered, *ordered], "ordered_effects": []}
+      for key, last in _LAST.items():
+        kwargs[key] = (*kwargs[key], last)
+    return from_hlo(name, hlo, *args, **kwargs)
+
+  def load_unsigned(self: Any) -> Any:
+    made = load(self)
+    if _is_signed(made.out_avals):  # which only what runs it knows
+      for field in ("out_avals", "_out_shardings", "_xla_out_layouts"):
+        setattr(made, field, getattr(made, field)[:-1])
+    return made
 
   def __init__(
     self: Any, xla_executable: Any, name: Any, backend: Any, in_handler: Any, out_handler: Any,
-    unordered_effects: list[Any], ordered_effects: list[Any], *args: Any, **kwargs: Any,
+    unordered_effects: list[Any], *args: Any, **kwargs: Any,
   ) -> None:  # fmt: skip
-    given = unordered_effects, ordered_effects
-    init(self, xla_executable, name, backend, in_handler, out_handler, *given, *args, **kwargs)
-    if ordered_effects:
-      return
-    effects = [effect for effect in unordered_effects if not is_free(effect)]
-    if not effects:
-      self.has_unordered_effects = False
-    elif can_hide(effects) and _smallest(out_handler.out_avals) is not None:
-      self.has_unordered_effects = False
-      _programs.setdefault(id(xla_executable), [next(_numbers), 0])[1] += 1
+    given = in_handler, out_handler, unordered_effects
+    init(self, xla_executable, name, backend, *given, *args, **kwargs)
+    if _is_signed(out_handler.out_avals):
+      made = _programs.setdefault(id(xla_executable), _Program(out_handler.out_shardings[-1]))
+      made.users += 1
       weakref.finalize(self, _unload, id(xla_executable)).atexit = False
+      self.has_unordered_effects = False
+    elif all(map(is_free, unordered_effects)):
+      self.has_unordered_effects = False
 
   def __call__(self: Any, *args: Any) -> Any:
     if _orders_itself.is_set() and any(map(is_waited_for, self.ordered_effects)):
       return _in_turn(call, self, args)
     out = call(self, *args)
-    if (program := _programs.get(id(self.xla_executable))) is not None:
-      index = _smallest(result.aval for result in out)
-      if index is not None:
-        _keep(program[0], (out[index],))
-    return out
+    if (program := _programs.get(id(self.xla_executable))) is None:
+      return out
+    return _keep(program.number, (out[:-1], out[-1]))
 
-  def fastpath_data(xla_executable: Any, out_tree: Any, *args: Any) -> Any:
-    data = make_data(xla_executable, out_tree, *args)
-    if (program := _programs.get(id(xla_executable))) is None:
-      return data
-    if (index := _smallest(data.out_avals)) is None:
-      return None
-    return data._replace(out_pytree_def=_with_kept(out_tree, index, program[0]))
-
-  def ordered_from_hlo(name: str, hlo: Any, *args: Any, **kwargs: Any) -> Any:
-    ordered = kwargs["ordered_effects"]
-    if ordered and can_hide(ordered) and _runs_in_order(kwargs["backend"], kwargs["device_list"]):
-      hlo = _with_own_tokens(hlo, len(ordered))
-      kwargs["unordered_effects"] = [*kwargs["unordered_effects"], *ordered]
-      kwargs["ordered_effects"] = []
-      _orders_itself.set()
-    return from_hlo(name, hlo, *args, **kwargs)
+  def fastpath_data(
+    xla_executable: Any, out_tree: Any, in_shardings: Any, out_shardings: Any, out_avals: Any,
+    out_committed: Any, *args: Any,
+  ) -> Any:  # fmt: skip
+    if (program := _programs.get(id(xla_executable))) is not None:
+      node = (_Signed, program.number)
+      out_tree = out_tree.from_node_data_and_children(registry, node, [out_tree, one_leaf])
+      out_shardings, out_avals = (*out_shardings, program.sharding), (*out_avals, _SIGN)
+      out_committed = (*out_committed, True)
+    return make_data(
+      xla_executable, out_tree, in_shardings, out_shardings, out_avals, out_committed, *args
+    )
 
   def with_runtime_errors(*args: Any, **kwargs: Any) -> Any:
     function = make_jitted(*args, **kwargs)
@@ -281,4 +294,5 @@ def start(
   _pxla.ExecuteReplicated.__init__ = __init__
   _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
   _pxla.MeshExecutableFastpathData = fastpath_data
-  _pxla.UnloadedMeshExecutable.from_hlo = staticmethod(ordered_from_hlo)
+  _pxla.UnloadedMeshExecutable.from_hlo = staticmethod(sign)
+  _pxla.UnloadedMeshExecutable.load = load_unsigned
