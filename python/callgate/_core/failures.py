@@ -16,6 +16,7 @@ import traceback as _traceback
 from collections.abc import Callable, Sequence
 
 from callgate._core import kept as _kept
+from callgate._core import registry
 from callgate._core.errors import CheckError, ConsumerError, KernelError
 
 LONG_SECONDS = 1e9  # for waits without a limit
@@ -45,14 +46,21 @@ def describe_failure(
     return f"CpuCallback error calling callback: {text}\n[callgate error #{number}]"
   if isinstance(exception, CheckError) and not exception.site:
     exception.at(site)
+  if getattr(registry.get(gate), "kind", "") == "feed":
+    return _describe(exception, f"feed '{gate}'", site, run, thread, once=True)
   return _describe(
     exception, f"gate '{gate}'" + (f" on {shard}" if shard else ""), site, run, thread
   )
 
 
-def _describe(exception: BaseException, what: str, site: str, *origin: int) -> str:
-  where = f"callgate: raised in {what}" + (f", called at {site}" if site else "")
-  _add_note(exception, where)
+def _describe(
+  exception: BaseException, what: str, site: str, *origin: int, once: bool = False
+) -> str:
+  """With `once` the first call's place is noted alone: a feed fails once, and keeps saying so."""
+  raised = f"callgate: raised in {what}"
+  where = raised + (f", called at {site}" if site else "")
+  if not (once and any(note.startswith(raised) for note in getattr(exception, "__notes__", ()))):
+    _add_note(exception, where)
   text = _text(exception)
   return f"[callgate error #{_kept.keep(exception, *origin)}] {where}\n{text}"
 

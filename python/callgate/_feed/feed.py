@@ -266,6 +266,7 @@ def feed(
 
 
 class _FeedGate(Gate):
+  kind = "feed"
   native = True  # NumPy's arrays on the host, the GPU's own in a program for CUDA
 
   def rename(self, name: str) -> None:

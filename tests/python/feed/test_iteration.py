@@ -140,3 +140,18 @@ def test_several_threads_get_each_item_once() -> None:
       worker.join(120)
   assert sorted(x for own in got for x in own) == list(range(400))
   assert all(own == sorted(own) for own in got)
+
+
+def test_a_feed_s_error_names_the_feed_and_is_noted_once(engine: str) -> None:
+  def broken() -> Iterator[Any]:
+    yield np.float32(1)
+    raise ValueError("broken")
+
+  with cg.feed(broken(), name=f"broken.{engine}") as feed:
+    assert jax.jit(feed.next)() == 1
+    for program in (lambda: feed.next() + 1, lambda: feed.next() + 2, lambda: feed.next() + 3):
+      with pytest.raises(ValueError, match="broken") as caught, cg.errors():
+        jax.jit(program)()
+      notes = [note for note in caught.value.__notes__ if "raised in" in note]
+      assert len(notes) == 1
+      assert notes[0].startswith(f"callgate: raised in feed '{feed.name}'")
