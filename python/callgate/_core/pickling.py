@@ -138,6 +138,11 @@ def _found(label: str, module: str, path: str) -> Any:
   hint = ""
   if module == "__main__":
     hint = ". A script is not imported elsewhere: define it in a module, or pickle by cloudpickle"
+    if "__mp_main__" in sys.modules:  # multiprocessing's name for the parent's script
+      hint = (
+        ". The script is imported here, but for what is under `if __name__ == '__main__':` "
+        "define it outside of that, or in a module"
+      )
   raise pickle.UnpicklingError(f"{label}: expected it as {module}.{path}, found {got} there{hint}")
 
 

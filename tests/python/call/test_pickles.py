@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import output_of, same_path, succeed
+from interpreters import output_of, run, same_path, succeed
 
 import callgate as cg
 
@@ -212,6 +212,35 @@ def test_gates_of_a_script_get_to_spawned_processes_by_name(tmp_path: pathlib.Pa
     print("passed")
     """,
   )
+
+
+GUARDED = """
+  import multiprocessing, callgate as cg
+
+  def work(gate):
+    pass
+
+  if __name__ == "__main__":
+    @cg.gate(out=lambda x: x)
+    def guarded(x):
+      return x
+
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(guarded,))
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_a_gate_under_a_script_s_guard_is_said_to_be_there(tmp_path: pathlib.Path) -> None:
+  script = tmp_path / "script.py"
+  script.write_text(textwrap.dedent(GUARDED))
+  done = run(script, new=True, environment={"JAX_PLATFORMS": "cpu", **same_path(tmp_path)})
+  assert done.stdout == "1\n"
+  said = (
+    "expected it as __main__.guarded, found nothing there. The script is imported here, but for "
+  )
+  assert said + "what is under `if __name__ == '__main__':` define it outside" in done.stderr
 
 
 def test_gates_of_a_script_get_to_workers_of_joblib_by_value(tmp_path: pathlib.Path) -> None:
