@@ -76,6 +76,7 @@ class CallOptions:
         f"{label}: gradient='finite-difference' calls the gate many times, so its effect must "
         f"be 'pure', got {effect!r}"
       )
+    _check_no_class(label, self.out)
     out = () if self.out is None and self.like is None and effect != "pure" else self.out
     if out is None and self.like is None:
       raise GateDefinitionError(
@@ -86,6 +87,20 @@ class CallOptions:
     return dataclasses.replace(
       self, out=out, effect=effect, vmap=vmap, linear=linear, aliases=aliases
     )
+
+
+def _check_no_class(label: str, out: Any) -> None:
+  """Raises where `out` is a type of values; classes that serve as functions pass."""
+  if not isinstance(out, type):
+    return
+  if out in _PLAIN or hasattr(out, "dtype") or hasattr(out, "dim_str"):
+    raise GateDefinitionError(
+      f"{label}: out: expected a pytree of ShapeDtypeStructs, or a function from the arguments' "
+      f"ShapeDtypeStructs to one, got the class {out.__name__}"
+    )
+
+
+_PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def shared(kind: type[_Options], options: CallOptions, **changes: Any) -> _Options:

@@ -13,9 +13,9 @@ import numpy as np
 
 from callgate._call.site import Callee, CallSite, Static
 from callgate._core import registry
-from callgate._core.dtypes import is_packed
+from callgate._core.dtypes import is_packed, type_text
 from callgate._core.encoding import is_open
-from callgate._core.errors import GateDefinitionError
+from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.masked import is_masked, shown
 from callgate._core.signatures import accepted
 from callgate._jax import tracing
@@ -35,9 +35,27 @@ def result_types(
       lambda *args, **kwargs: gate.call_rule(like, (), args, kwargs, static), *args, **kwargs
     )
   elif callable(declared) and not is_type(declared):
-    declared = gate.call_rule(declared, (), args, accepted(declared, kwargs), static)
+    try:
+      declared = gate.call_rule(declared, (), args, accepted(declared, kwargs), static)
+    except GateError:
+      raise
+    except TypeError as error:
+      raise _wrong_function(gate, args, error) from error
+    except Exception as error:
+      error.add_note(f"callgate: raised in out= of {gate.label}")
+      raise
   leaves, out_tree = jax.tree.flatten(declared, is_leaf=is_type)
   return tuple(_result_type(gate, leaf, i) for i, leaf in enumerate(leaves)), out_tree
+
+
+def _wrong_function(gate: Callee, args: Any, error: TypeError) -> GateDefinitionError:
+  shown = ", ".join(
+    type_text(leaf.dtype, leaf.shape) if is_type(leaf) else type(leaf).__name__ for leaf in args
+  )
+  expected = "expected a function from the arguments' types to the results'"
+  return GateDefinitionError(
+    f"{gate.label}: out: {expected}, got one that for ({shown}) raised TypeError: {error}"
+  )
 
 
 def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
@@ -151,4 +169,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def is_type(value: Any) -> bool:
-  return hasattr(value, "shape") and hasattr(value, "dtype")
+  """True for what has a shape and a dtype, but for classes, whose attributes of these names those
+  of their instances are.
+  """
+  return not isinstance(value, type) and hasattr(value, "shape") and hasattr(value, "dtype")

@@ -37,7 +37,7 @@ def shown(value: Any) -> str:
       f"an array of dtype '{value.dtype.str}', whose bytes are in the other order (give its "
       "astype(x.dtype.newbyteorder('=')))"
     )
-  if isinstance(value, np.ndarray) and value.dtype.kind not in "Obiufc":
+  if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
     return f"an array of dtype {value.dtype}"
   numpy_ma = _numpy_ma(value)
   masked = numpy_ma is not None and isinstance(value, numpy_ma.MaskedArray)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a wrong `out=` is told, when the gate is made where that is possible."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import callgate as cg
+
+X = jnp.arange(3.0)
+
+
+def test_a_function_that_does_not_take_the_arguments_is_named() -> None:
+  @cg.gate(out=lambda x: x, name="interp")
+  def interp(x: Any, xp: Any) -> Any:
+    return x
+
+  with pytest.raises(cg.GateDefinitionError) as caught:
+    jax.jit(interp)(X, X[:2])
+  said = "takes 1 positional argument but 2 were given"
+  assert str(caught.value) == (
+    "gate 'interp': out: expected a function from the arguments' types to the results', got one "
+    f"that for (float32[3], float32[2]) raised TypeError: {caught.value.__cause__}"
+  )
+  assert said in str(caught.value.__cause__)
+  assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_what_it_raises_otherwise_names_the_gate_in_a_note() -> None:
+  gate = cg.gate(lambda x: x, out=lambda x: x.no_such, name="noted")
+  with pytest.raises(AttributeError, match="no_such") as caught:
+    gate(X)
+  assert "callgate: raised in out= of gate 'noted'" in "".join(
+    traceback.format_exception_only(caught.value)
+  )
+
+
+@pytest.mark.parametrize(
+  "out", [float, int, bool, np.float32, np.ndarray, jax.Array, jax.ShapeDtypeStruct]
+)
+def test_a_class_of_values_is_refused_when_the_gate_is_made(out: Any) -> None:
+  with pytest.raises(cg.GateDefinitionError, match=f"out: expected .* class {out.__name__}"):
+    cg.gate(lambda x: x, out=out)
+
+
+def test_an_annotation_is_refused_when_the_gate_is_made() -> None:
+  jaxtyping = pytest.importorskip("jaxtyping")
+  with pytest.raises(cg.GateDefinitionError, match=r"out: expected .* class Float32"):
+    cg.gate(lambda x: x, out=jaxtyping.Float32[jaxtyping.Array, "3"])
+
+
+def test_a_class_in_a_pytree_is_no_type_of_a_result() -> None:
+  with pytest.raises(
+    cg.GateDefinitionError, match=r"out: result 0: expected .* got <class 'numpy.float32'>"
+  ):
+    cg.gate(lambda x: x, out={"y": np.float32})(X)
+
+
+def test_a_class_may_be_the_function() -> None:
+  assert cg.gate(lambda pair: list(pair), out=list)((X, X))[1].tolist() == X.tolist()
+
+
+@pytest.mark.parametrize("array", [np.array([None, 1], object), np.array([1, 2], object)])
+def test_an_argument_of_objects_is_said_to_be_one(array: Any) -> None:
+  with pytest.raises(cg.GateDefinitionError, match="got an array of dtype object"):
+    cg.gate(lambda x: x, out=lambda x: x)(array)
