@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Never, Protocol, TypeAlias, overload
+
+import jax
 
 if TYPE_CHECKING:  # with defaults, which `typing` has from Python 3.13 on
   from typing_extensions import ParamSpec, TypeVar
@@ -28,3 +31,32 @@ class AnyArray(Protocol):
 
 # What a call returns as a jax.Array.
 OneArray: TypeAlias = AnyArray | complex
+
+
+class Method(Protocol[P, R]):
+  """An operation as an object has it; at run time Python's own bound method (`types.MethodType`).
+
+  So it has no `check`, say: that is the operation's, and takes the object first.
+  """
+
+  @property
+  def __self__(self) -> object: ...
+  @property
+  def __func__(self) -> Any: ...
+  @overload
+  def __call__(self: Method[P, Never], *args: P.args, **kwargs: P.kwargs) -> Any: ...
+  @overload
+  def __call__(self: Method[P, None], *args: P.args, **kwargs: P.kwargs) -> tuple[()]: ...
+  @overload
+  def __call__(self: Method[P, OneArray], *args: P.args, **kwargs: P.kwargs) -> jax.Array: ...
+  @overload
+  def __call__(
+    self: Method[P, tuple[OneArray, ...]], *args: P.args, **kwargs: P.kwargs
+  ) -> tuple[jax.Array, ...]: ...
+  @overload
+  def __call__(
+    self: Method[P, Mapping[str, OneArray]], *args: P.args, **kwargs: P.kwargs
+  ) -> dict[str, jax.Array]: ...
+  @overload
+  def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+  def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -18,7 +18,7 @@ import jax
 from callgate import _callgate
 from callgate._arrays import bind
 from callgate._call import shapes
-from callgate._call.generic import AnyArray, P, R
+from callgate._call.generic import AnyArray, Method, P, R
 from callgate._call.operation import Operation
 from callgate._call.site import Backend, Call, Emission
 from callgate._core import factories, registry, signatures, spellings
@@ -94,9 +94,13 @@ class Gate(Operation[P, R]):
   @overload
   def __get__(
     self: Gate[Concatenate[Any, Q], T], instance: object, owner: type | None = None
-  ) -> Gate[Q, T]: ...
+  ) -> Method[Q, T]: ...
   def __get__(self, instance: Any, owner: type | None = None) -> Any:
     """The method of an object, as of any function in a class: its first argument is the object."""
+    if self.owner is None:  # typing.NamedTuple calls no __set_name__ before Python 3.13
+      for kind in getattr(owner, "__mro__", ()):
+        if any(value is self for value in vars(kind).values()):
+          self.owner = weakref.ref(kind)
     return self if instance is None else types.MethodType(self, instance)
 
   def _named_callee(self) -> _callgate.Callee:
@@ -126,6 +130,18 @@ class Gate(Operation[P, R]):
     target = targets.GRAPH_TARGET if on_cuda and self.command_buffer else targets.GATE_TARGET
     cast = {"cast": "yes"} if call.site.cast else {}
     return Emission(self.callee, target, {"spec": call.site.spec, **cast}, call)
+
+  def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:
+    try:
+      super().check(*args, rtol=rtol, atol=atol, **kwargs)
+    except Exception as error:
+      owner = self.owner and self.owner()
+      if owner is not None and not self.is_of_object(args):
+        first = f"{owner.__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
+        error.add_note(f"callgate: of a method's check the object is the first argument: {first}")
+      raise
+
+  check.__doc__ = Operation.check.__doc__
 
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""

@@ -8,7 +8,7 @@ import gc
 import pickle
 import time
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -209,3 +209,37 @@ def test_arrays_and_static_values_do_not_share_the_bound_of_objects() -> None:
     gate(X, by=by)
   assert gate._programs[0].cache_info().currsize == 80
   assert calls == list(range(80))
+
+
+class Point(NamedTuple):
+  by: Any
+
+  @cg.gate(out=lambda x: x)
+  def scaled(self, x: Any) -> Any:
+    return self.by * x
+
+
+def test_methods_of_named_tuples_are_methods_too() -> None:
+  """Python calls no __set_name__ for them before 3.13."""
+  assert jax.jit(Point(jnp.float32(2)).scaled)(X).tolist() == [0.0, 2.0, 4.0]
+  assert jax.jit(lambda p, x: p.scaled(x))(Point(jnp.float32(3)), X).tolist() == [0.0, 3.0, 6.0]
+
+
+class Checked:
+  @cg.gate(like=lambda self, x: x)
+  def same(self, x: Any) -> Any:
+    return x
+
+
+def test_check_of_a_method_takes_the_object_first() -> None:
+  Checked.same.check(Checked(), X)
+  with pytest.raises(TypeError) as caught:
+    Checked().same.check(X)
+  said = "object is the first argument: Checked.same.check(object, ...)"
+  assert said in caught.value.__notes__[-1]
+
+
+def test_a_gate_without_results_returns_an_empty_tuple() -> None:
+  gate = cg.gate(lambda x: None, effect="io")
+  assert gate(X) == ()
+  assert jax.jit(gate)(X) == ()

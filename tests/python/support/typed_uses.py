@@ -65,6 +65,9 @@ Solver().solved(x, steps=2)
 Solver().solved(x, stps=2)  # error
 Solver().solved(x, x)  # error
 assert_type(Solver.solved(Solver(), x), jax.Array)
+Solver.solved.check(Solver(), x)
+Solver().solved.check(x)  # error
+jax.jit(Solver().solved)(x)
 
 
 # -- and returns what that does, in JAX's arrays ---------------------------------------------------
@@ -73,6 +76,12 @@ def both(x: Any) -> tuple[np.ndarray, np.float32]:
   return x, np.float32(1)
 
 
+@cg.gate(effect="io")
+def nothing(x: Any) -> None:
+  pass
+
+
+assert_type(nothing(x), tuple[()])
 first, second = both(x)
 assert_type(first, jax.Array)
 
