@@ -29,8 +29,8 @@ class _OfAllStyles(CallOptions):
     timeout: seconds after which the program fails with a report. The callable keeps running; its
       result is ignored. Implies thread="own", and private copies of the arrays.
     cast: allow same-kind casts of results (float64 to float32, say). Default: as `config(cast=)`
-      says, which is False. Integers of another width and Python's numbers are cast in any case; a
-      value that the result's dtype does not hold is an error.
+      says, which is False. Integers of another width, and Python's numbers to a kind that includes
+      theirs, are cast in any case; one that the result's dtype does not hold is an error.
     copy: arguments are private copies, which the callable may keep, and of NumPy's may write to;
       for arrays in the host's memory. Results' views (`out`) are still XLA's.
     collective: every device makes its call, also where several have the same shard, and knows its
