@@ -51,7 +51,7 @@ _orders_itself = threading.Event()  # set once a program makes tokens of its own
 
 
 # The type of a sign, which no user's result has: weakly typed are values of Python's own types.
-_SIGN = _core.ShapedArray((), np.dtype(np.uint8), weak_type=True)
+_SIGN = _core.ShapedArray((), np.dtype(np.int8), weak_type=True)
 
 
 def _is_signed(avals: Sequence[Any]) -> bool:
@@ -163,13 +163,13 @@ def _signed(module: Any, tokens: int) -> Any:
     main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
     block = main.regions[0].blocks[0]
     with _ir.InsertionPoint.at_block_begin(block):
+      sign = _hlo.constant(_ir.DenseElementsAttr.get(np.zeros(_SIGN.shape, _SIGN.dtype)))
       for argument in list(block.arguments)[:tokens]:
         argument.replace_all_uses_with(_hlo.create_token())
     for _ in range(tokens):
       block.erase_argument(0)
     end = list(block.operations)[-1]
     with _ir.InsertionPoint(end):
-      sign = _hlo.constant(_ir.DenseElementsAttr.get(np.zeros(_SIGN.shape, _SIGN.dtype)))
       _func.return_([*list(end.operands)[tokens:], sign])
     end.erase()
     kind = _ir.FunctionType(_ir.TypeAttr(main.attributes["function_type"]).value)
