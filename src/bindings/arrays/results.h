@@ -148,9 +148,9 @@ inline std::pair<double, double> range_of(DType dtype) {
 // Stores a Python number as an element of a floating type; returns what came, where it is too
 // large.
 inline std::optional<std::string> store_number(const ArrayView& target, PyObject* value) {
+  const auto [least, most] = range_of(target.dtype);  // imports: no error may be pending yet
   // Of the stable ABI, which has no Py_complex.
   std::complex<double> number{PyComplex_RealAsDouble(value), PyComplex_ImagAsDouble(value)};
-  const auto [least, most] = range_of(target.dtype);
   auto misfits = [&](double part) { return std::isfinite(part) && (part < least || part > most); };
   if (PyErr_Occurred() != nullptr || misfits(number.real()) || misfits(number.imag())) {
     PyErr_Clear();  // an integer beyond a double
