@@ -315,7 +315,7 @@ def test_python_numbers_and_integers_take_the_feed_s_dtype() -> None:
     assert [float(feed.next()) for _ in range(4)] == [0.5, 1.0, 1.0, 2.5]
   with cg.feed([np.uint8(1), 255, np.int64(3), 2.5]) as feed:
     assert [int(feed.next()) for _ in range(3)] == [1, 255, 3]
-    hint = r"item 3: expected uint8\[\], got float32\[\] "
+    hint = r"item 3: expected uint8\[\], got float32\[\]\ncallgate: raised in"
     with pytest.raises(cg.ResultError, match=hint), cg.errors():
       jax.block_until_ready(feed.next())
 

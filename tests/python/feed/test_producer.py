@@ -261,10 +261,10 @@ def test_close_ends_a_producer_that_waits_for_room_and_its_generator() -> None:
 
 def test_close_does_not_wait_for_ever_for_a_slow_iterator() -> None:
   steps = Steps(free=False)
-  feed = cg.feed(steps, shape=SCALAR, name="slow")
+  feed = cg.feed(steps, shape=SCALAR, name="slow steps")
   assert steps.asked.acquire(timeout=60)
   assert not feed.close(timeout=0.01)
-  (thread,) = threads("slow")
+  (thread,) = threads("slow steps")
   assert thread.daemon
   steps.permits.release()
   thread.join(60)
