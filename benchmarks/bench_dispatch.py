@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +120,14 @@ def _io_callback(count: Count) -> Callable[..., Any]:
 
 
 def _tap(count: Count) -> Callable[..., Any]:
-  return lambda x: adapters.callgate().tap(x, lambda value: count())
+  """To a consumer that takes records in batches: one for each would compete for the GIL."""
+  cg = adapters.callgate()
+  name = f"dispatch {next(_numbers)}"
+  channel = cg.channel(name, to=lambda values: [count() for _ in values], batch=True)
+  return lambda x: cg.tap(x, channel)
+
+
+_numbers = itertools.count()
 
 
 def _by_jax() -> contextlib.AbstractContextManager[Any]:

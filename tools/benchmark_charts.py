@@ -137,7 +137,7 @@ GROWTH = {
   ),
   "growth_devices": Growth(
     "A call, on every device at once", "devices", "a call on each of {:,} devices",
-    ("callgate gate", "jax pure_callback"),
+    ("callgate gate",),
   ),
   "growth_gates": Growth(
     "A call of many in a program", "calls in the program", "a call of {:,} in a program",
