@@ -5,7 +5,8 @@ Five series, each a row for each size. Lanes: a scalar function under vmap, call
 Bytes: a copy of an array, a C++ handler's beside a gate's and a callback's. Devices: every device
 makes a chain of calls on a float of its own; a call's time is the program's over all calls. Gates:
 one execution of a program of as many different calls. Records: taps of a scalar in a loop while the
-consumer holds still, so that all of them wait in the channel. Unit: microseconds.
+consumer holds still, so that all of them wait in the channel, and their delivery when it goes on.
+Unit: microseconds.
 """
 
 from __future__ import annotations

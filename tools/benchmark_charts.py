@@ -144,7 +144,7 @@ GROWTH = {
     ("callgate gate", "jax pure_callback"),
   ),
   "growth_records": Growth(
-    "A tap while the consumer holds still", "records in flight", "{:,} records in flight",
+    "A tap and its delivery, after the program", "records in flight", "{:,} records in flight",
     ("callgate tap",),
   ),
 }  # fmt: skip
