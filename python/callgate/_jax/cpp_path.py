@@ -56,7 +56,7 @@ _SIGN = _core.ShapedArray((), np.dtype(np.int8), weak_type=True)
 
 def _is_signed(avals: Sequence[Any]) -> bool:
   """True if the last result is a sign, also of a program that was pickled."""
-  last = avals[-1] if avals else None
+  last: Any = avals[-1] if avals else None
   return bool(getattr(last, "weak_type", False)) and last.dtype == _SIGN.dtype
 
 
@@ -163,7 +163,8 @@ def _signed(module: Any, tokens: int) -> Any:
     main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
     block = main.regions[0].blocks[0]
     with _ir.InsertionPoint.at_block_begin(block):
-      sign = _hlo.constant(_ir.DenseElementsAttr.get(np.zeros(_SIGN.shape, _SIGN.dtype)))
+      byte: Any = np.zeros(_SIGN.shape, _SIGN.dtype)
+      sign = _hlo.constant(_ir.DenseElementsAttr.get(byte))
       for argument in list(block.arguments)[:tokens]:
         argument.replace_all_uses_with(_hlo.create_token())
     for _ in range(tokens):
@@ -204,9 +205,9 @@ def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> A
 
 
 # Of what describes a program's results: what its sign has.
-_LAST = {
+_LAST: dict[str, Any] = {
   "global_out_avals": _SIGN,
-  "out_shardings": _sharding_impls.UNSPECIFIED,
+  "out_shardings": _sharding_impls.UNSPECIFIED,  # pyright: ignore[reportPrivateImportUsage]
   "out_layouts": None,
 }
 
