@@ -235,6 +235,7 @@ def start(
     unordered, ordered = kwargs["unordered_effects"], kwargs["ordered_effects"]
     effects = [*(effect for effect in unordered if not is_free(effect)), *ordered]
     known = effects and enabled() and all(map(is_waited_for, effects)) and not kwargs.get("mut")
+    known = known and kwargs["backend"].platform == "cpu"  # no GPU has shown it yet
     if known and (not ordered or _runs_in_order(kwargs["backend"], kwargs["device_list"])):
       if ordered:
         _orders_itself.set()

@@ -68,8 +68,8 @@ class config:
     engine: `"callgate"`, or `"jax"` to run every gate through JAX's own callbacks: an oracle for
       tests, and the way to run on platforms without FFI. Programs are traced again after a change.
     fast_dispatch: False to leave the dispatch of programs with effects to JAX. By default those
-      whose effects are callgate's take JAX's C++ path (5 µs a call instead of 50 µs), ordered ones
-      where the process has one device. Programs are traced again after a change.
+      for the CPU whose effects are callgate's take JAX's C++ path (5 µs a call instead of 50 µs),
+      ordered ones where the process has one device. Programs are traced again after a change.
     cast: the default of `cast=` of gates: allow casts of results of the same kind, as of NumPy's
       float64 to float32. Programs are traced again after a change.
     check_writes: checksum every input before and after each call, and raise `InputWriteError` when
