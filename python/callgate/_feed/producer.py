@@ -71,8 +71,6 @@ class Producer:
     self._failure: tuple[BaseException, Any] | None = None  # with its traceback
     self._closed = False
     self._gpus: list[int | None] = [None]  # of each taker, that whose program asked last
-    self._uploads = False  # whether any of them has asked
-    self._thread_waits = False  # for room
     self._takers_waiting = 0  # for an item
     self._patience: float | None = None  # how long to wait for an item, while the process ends
     self._produced = self._waited = 0
@@ -90,8 +88,7 @@ class Producer:
     failure = None
     try:
       for number in itertools.count():
-        room = self._has_room() or self._wait_for_room()
-        item = next(iterator, _END) if room else _END
+        item = next(iterator, _END) if self._wait_for_room() else _END
         if item is _END or not self._put(item, number):
           break
         del item  # not kept while the next one is made
@@ -101,24 +98,17 @@ class Producer:
       self._over, self._failure = True, failure
       self._changed.notify_all()
 
-  def _has_room(self) -> bool:
-    """True if the next item may be made at once. Without the lock: nobody else adds any."""
-    if (staged := self._staged) is not None:
-      return staged.has_room()
-    return not (self._closed or self._uploads) and self._ahead() < self._prefetch
-
   def _wait_for_room(self) -> bool:
     """True if there is any, and not the end; sends what waits to the GPU meanwhile."""
-    if (staged := self._staged) is not None and staged.wait_for_room():
+    staged = self._staged  # asked with the GIL first: to give it up costs more
+    if staged is not None and (staged.has_room() or staged.wait_for_room()):
       return True
     while True:
       with self._changed:
         if self._ahead() >= self._prefetch:
-          self._thread_waits = True
           self._changed.wait_for(
             lambda: self._closed or self._ahead() <= self._refill or self._next_upload()
           )
-          self._thread_waits = False
         if self._closed:
           return False
         found = self._next_upload()
@@ -132,8 +122,7 @@ class Producer:
 
   def _ahead(self) -> int:
     """Counts the items that nobody has taken."""
-    newest = self._next[0] if len(self._next) == 1 else max(self._next)
-    return self._first + len(self._queue) - newest
+    return self._first + len(self._queue) - max(self._next)
 
   def _next_upload(self) -> tuple[_Entry, int, int] | None:
     """The first item that is to be on its way to a taker's GPU and is not."""
@@ -239,7 +228,7 @@ class Producer:
     entry = self._take([taker])
     if self._gpus[taker] != gpu:  # after the first was taken, which is sent from here
       with self._changed:
-        self._gpus[taker], self._uploads = gpu, True
+        self._gpus[taker] = gpu
         self._changed.notify_all()
     upload = entry.uploads.pop(taker, None)
     if upload is not None and upload.ordinal == gpu:
@@ -285,7 +274,7 @@ class Producer:
       while self._queue and self._first < min(self._next):
         self._queue.popleft()
         self._first += 1
-      if self._thread_waits and self._ahead() <= self._refill:
+      if self._ahead() <= self._refill:
         self._changed.notify_all()
       return entry
 

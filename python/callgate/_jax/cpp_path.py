@@ -142,14 +142,13 @@ def _unload(executable: int) -> None:
 
 
 def _runs_in_order(backend: Any, devices: Any) -> bool:
-  """True if XLA runs all that a thread dispatches in that order, on all devices that JAX may use.
+  """True if XLA's CPU client runs what a thread dispatches in order, on all that JAX may use.
 
-  On a GPU by its stream. The CPU client has a program wait for the one that its thread dispatched
-  before, unless either is over several devices (jaxlib 0.10 to 0.12).
+  It has a program wait for the one that its thread dispatched before, unless either is over several
+  devices (jaxlib 0.10 to 0.12).
   """
   alone = len(devices) == 1 and backend.local_device_count() == 1
-  known = backend.platform in ("cpu", "gpu", "cuda")
-  return alone and known and backend.platform == _bridge.get_backend().platform
+  return alone and backend.platform == _bridge.get_backend().platform
 
 
 def _signed(module: Any, tokens: int) -> Any:
