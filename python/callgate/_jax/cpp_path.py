@@ -203,6 +203,30 @@ def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> A
   return out
 
 
+class _Misses:
+  """A compiled program's calls with operands that JAX's C++ code has not seen.
+
+  It has other threads' calls with such operands wait until that call, and so the program, ends.
+  But a gate of the program may itself be waiting for those other calls.
+  """
+
+  def __init__(self, miss: Callable[..., Any]) -> None:
+    self.miss, self.running = miss, 0
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    self.running += 1
+    try:
+      return self.miss(*args, **kwargs)
+    finally:
+      self.running -= 1
+
+  def calls_apart(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls the program without the C++ code while there is such a call."""
+    return lambda *args, **kwargs: (
+      self.miss(*args, **kwargs)[0] if self.running else call(*args, **kwargs)
+    )
+
+
 # Of what describes a program's results: what its sign has.
 _LAST: dict[str, Any] = {
   "global_out_avals": _SIGN,
@@ -226,6 +250,7 @@ def start(
   one_leaf = registry.flatten(0)[1]
   init, call = _pxla.ExecuteReplicated.__init__, _pxla.ExecuteReplicated.__call__
   make_jitted: Any = _jaxlib.pjit
+  make_cpp_call, making = _pxla.MeshExecutable.create_cpp_call, threading.local()
   make_data = _pxla.MeshExecutableFastpathData
   from_hlo, load = _pxla.UnloadedMeshExecutable.from_hlo, _pxla.UnloadedMeshExecutable.load
 
@@ -286,14 +311,25 @@ def start(
       xla_executable, out_tree, in_shardings, out_shardings, out_avals, out_committed, *args
     )
 
-  def with_runtime_errors(*args: Any, **kwargs: Any) -> Any:
-    function = make_jitted(*args, **kwargs)
-    _callgate.have_raise(function, jax.errors.JaxRuntimeError)
-    return function
+  def jitted(name: Any, function: Any, miss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    signed = function is None and getattr(making, "signed", False)
+    misses = _Misses(miss) if signed else None
+    made = make_jitted(name, function, misses or miss, *args, **kwargs)
+    _callgate.have_raise(made, jax.errors.JaxRuntimeError)
+    return made if misses is None else misses.calls_apart(made)
 
-  _jaxlib.pjit = with_runtime_errors
+  def create_cpp_call(self: Any, params: Any) -> Any:
+    run = self.unsafe_call
+    making.signed = id(getattr(run, "xla_executable", None)) in _programs
+    try:
+      return make_cpp_call(self, params)
+    finally:
+      making.signed = False
+
+  _jaxlib.pjit = jitted
   _pxla.ExecuteReplicated.__init__ = __init__
   _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
+  _pxla.MeshExecutable.create_cpp_call = create_cpp_call
   _pxla.MeshExecutableFastpathData = fastpath_data
   _pxla.UnloadedMeshExecutable.from_hlo = staticmethod(sign)
   _pxla.UnloadedMeshExecutable.load = load_unsigned
