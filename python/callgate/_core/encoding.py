@@ -274,8 +274,8 @@ def learn(entries: dict[str, Any]) -> None:
       tree = _table.setdefault(key, jax.tree.structure(value))
       if tree == jax.tree.structure(0):
         raise GateDefinitionError(
-          f"a gate is called with a {type(value).__qualname__}, which is no pytree in this process. "
-          "Expected a type that a module registers, which the process imports, not a script"
+          f"a gate is called with a {type(value).__qualname__}, no pytree in this process; "
+          "expected a type that a module registers, not a script, and that this process imports"
         )
     elif key.startswith("value:"):
       _table.setdefault(key, value)

@@ -149,8 +149,8 @@ def _check_place(label: str, made: "GateOptions") -> None:
   check.choice(label, f"run_on={made.run_on!r}: arrays", made.arrays, kinds)
   if made.style == "context":
     raise GateDefinitionError(
-      f"{label}: run_on={made.run_on!r}: expected style='return' or 'inplace', got 'context': other "
-      "processes have no stream"
+      f"{label}: run_on={made.run_on!r}: expected style='return' or 'inplace', got 'context': "
+      "other processes have no stream"
     )
   for name in ("collective", "command_buffer"):
     if getattr(made, name):

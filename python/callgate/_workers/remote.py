@@ -29,9 +29,7 @@ class Description:
 class Remote:
   """What the runtime asks about a gate that runs on workers."""
 
-  def __init__(
-    self, label: str, described: Description, workers: Workers, timeout: float
-  ) -> None:
+  def __init__(self, label: str, described: Description, workers: Workers, timeout: float) -> None:
     self.label, self.described, self.workers, self.timeout = label, described, workers, timeout
     self._bytes: bytes | None = None
 
@@ -112,5 +110,3 @@ _SHOWN = 20  # lines of a worker's stderr
 def _quoted(said: str) -> str:
   lines = said.rstrip().splitlines()[-_SHOWN:]
   return ". It said at last:\n  " + "\n  ".join(lines) if lines else ""
-
-

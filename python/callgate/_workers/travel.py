@@ -7,13 +7,16 @@ what they close over by value. So do those of modules that the other process can
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import inspect
+import io
 import pickle
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from callgate._core import extras
@@ -29,7 +32,7 @@ def dumps(label: str, value: Any) -> bytes:
   cloudpickle = extras.library("cloudpickle", "cloudpickle", "workers", by=label)
   try:
     with _by_value(cloudpickle, value):
-      return cloudpickle.dumps(value)
+      return _dump(cloudpickle, value)
   except Exception as error:
     part = _part(cloudpickle, value)
     what = f"its {part} " if part else "it "
@@ -38,6 +41,26 @@ def dumps(label: str, value: Any) -> bytes:
       "whose closure, defaults and globals can be: what can't is made there, in a class's __init__ "
       "or by initializer="
     ) from error
+
+
+def _dump(cloudpickle: ModuleType, value: Any) -> bytes:
+  written = io.BytesIO()
+  _pickler(cloudpickle)(written).dump(value)
+  return written.getvalue()
+
+
+@functools.cache
+def _pickler(cloudpickle: ModuleType) -> Any:
+  """cloudpickle's, but that code keeps the name of its file: tracebacks show its lines."""
+  table = cloudpickle.Pickler.dispatch_table
+  reduce = table[CodeType]
+
+  def with_file(code: CodeType) -> Any:
+    made, parts = reduce(code)
+    return made, tuple(code.co_filename if one == "<dynamic-code>" else one for one in parts)
+
+  kept = {"dispatch_table": collections.ChainMap({CodeType: with_file}, table)}
+  return type("_Pickler", (cloudpickle.Pickler,), kept)
 
 
 @contextlib.contextmanager

