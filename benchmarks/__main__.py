@@ -26,6 +26,7 @@ SUBJECTS = (
   "kernels",
   "identity",
   "vmap",
+  "workers",
   "sharding",
   "feed",
   "install",

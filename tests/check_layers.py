@@ -40,8 +40,9 @@ LAYERS: dict[str, frozenset[str]] = {
   "core": frozenset(),
   "channel": frozenset({"core"}),
   "cuda": frozenset({"core"}),
+  "workers": frozenset({"core"}),
   "xla": frozenset({"core", "channel", "cuda"}),
-  "bindings": frozenset({"core", "channel", "cuda", "xla"}),
+  "bindings": frozenset({"core", "channel", "cuda", "workers", "xla"}),
 }
 
 CPP_SUFFIXES = {".c", ".cc", ".cpp", ".cu", ".h", ".hpp", ".inc"}
@@ -70,7 +71,8 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_sharding": "_jax _core",
     "_runtime": "_jax _core _process _arrays _sharding",
     "_call": "_jax _core _arrays _sharding _runtime",
-    "_gate": "_jax _core _arrays _runtime _call",
+    "_workers": "_core _arrays",
+    "_gate": "_jax _core _arrays _runtime _call _workers",
     "_kernel": "_jax _core _build _runtime _call",
     "_kernel/c": "_jax _core _build _call _kernel",
     "_kernel/numba": "_core _build _call _kernel",

@@ -23,6 +23,7 @@ from callgate._core.errors import (
   KernelFileError,
   ProcessError,
   ResultError,
+  WorkerError,
 )
 from callgate._core.failures import last_error
 from callgate._feed.feed import Feed, feed
@@ -54,6 +55,7 @@ from callgate._tap.print import print
 from callgate._tap.records import BatchInfo, Record, TapInfo
 from callgate._tap.tap import channel_stats, tap
 from callgate._torch.torch import TorchFunction, TorchModule, torch
+from callgate._workers.workers import Workers, workers
 from callgate.compat._callbacks.install import install, uninstall
 
 if TYPE_CHECKING:
@@ -93,6 +95,8 @@ __all__ = [
   "TapInfo",
   "TorchFunction",
   "TorchModule",
+  "WorkerError",
+  "Workers",
   "assemble",
   "barrier",
   "call",
@@ -130,6 +134,7 @@ __all__ = [
   "triton",
   "uninstall",
   "while_loop",
+  "workers",
 ]
 _start.start({name: globals()[name] for name in __all__ if name in globals()})
 

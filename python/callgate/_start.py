@@ -21,6 +21,7 @@ from callgate._loops import control, draw, lowering, progress
 from callgate._process import group
 from callgate._runtime import config, lifecycle
 from callgate._tap import channel, delivery
+from callgate._workers import workers
 from callgate.compat._callbacks import install
 
 
@@ -39,6 +40,7 @@ def start(public: Mapping[str, Any]) -> None:
   lifecycle.at_end("draw", draw.stop)
   lifecycle.at_end("deliver", channel.close_all)
   lifecycle.at_end("join", producer.close_all)
+  lifecycle.at_end("join", workers.close_all)
   group.start()
   draw.start()
   delivery.listen(progress.note)

@@ -79,10 +79,11 @@ def _callback(
     try:
       arrays = [np.asarray(x) for x in inputs]
       rows: list[Any] = []
-      for index in np.ndindex(*(size for size, _ in levels)):
+      for lane_number, index in enumerate(np.ndindex(*(size for size, _ in levels))):
         places = [(i, mask) for i, (_, mask) in zip(index, levels, strict=True)]
         own = [x[tuple(i for i, mask in places if mask[k])] for k, x in enumerate(arrays)]
-        rows.append(_run_on_host(gate, site, lane, own))
+        one = functools.partial(_run_on_host, gate, site, lane, own)
+        rows.append(gate.on_lane(lane_number, one))
       return tuple(
         np.stack([row[k] for row in rows]).reshape(r.shape) if rows else np.empty(r.shape, r.dtype)
         for k, r in enumerate(types)

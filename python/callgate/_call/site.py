@@ -109,6 +109,8 @@ class Callee(Portable):
   collective = False
   # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
   autograd = False
+  # Whether the function may know which lane it runs for.
+  by_lane = False
   # Whether one call does in programs for several platforms.
   same_on_all_platforms = False
   # Whether arguments may hold more than arrays (`_core/split.py`).
@@ -217,6 +219,11 @@ class Callee(Portable):
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
     """The function on the host's arrays, without the runtime: what JAX's own callbacks call."""
     raise NotImplementedError
+
+  def on_lane(self, lane: int, call: Callable[[], Any]) -> Any:
+    """Calls `call`, which calls `on_host` for a lane."""
+    del lane
+    return call()
 
   def call_rule(
     self,

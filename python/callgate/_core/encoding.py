@@ -238,6 +238,52 @@ def is_open(extent: Any) -> bool:
   return is_symbolic_dim(extent)
 
 
+# -- other processes -------------------------------------------------------------------------------
+def entries_of(spec: str) -> dict[str, Any]:
+  """What a spec refers to by a key, for a process that has not traced it; it is to be pickled."""
+  entries: dict[str, Any] = {}
+
+  def visit(code: Json) -> None:
+    if isinstance(code, list):
+      for one in cast("list[Json]", code):
+        visit(one)
+    elif isinstance(code, dict):
+      match cast("dict[str, Json]", code):
+        case {"o": name}:
+          entries[name] = _named_object(name).value
+        case {"x": key, "n": count}:
+          entries[key] = jax.tree.unflatten(_recall(key, "pytree node type"), [0] * count)
+        case {"x": key}:
+          entries[key] = _recall(key, "static argument")
+        case others:
+          visit(list(others.values()))
+
+  if spec not in ("", "*"):
+    visit(json.loads(spec))
+  return entries
+
+
+def learn(entries: dict[str, Any]) -> None:
+  """Takes what `entries_of` gave in another process.
+
+  Raises:
+    GateDefinitionError: a pytree's type is not one here.
+  """
+  for key, value in entries.items():
+    if key.startswith("tree:"):
+      tree = _table.setdefault(key, jax.tree.structure(value))
+      if tree == jax.tree.structure(0):
+        raise GateDefinitionError(
+          f"a gate is called with a {type(value).__qualname__}, no pytree in this process; "
+          "expected a type that a module registers, not a script, and that this process imports"
+        )
+    elif key.startswith("value:"):
+      _table.setdefault(key, value)
+    else:
+      node = split.Static.of_object(value)
+      _objects[key] = lambda node=node: node
+
+
 # A batch level: its extent and, for each operand, whether it has that axis.
 Level = tuple[int, tuple[bool, ...]]
 

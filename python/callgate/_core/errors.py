@@ -130,6 +130,26 @@ class ProcessError(GateError, RuntimeError):
     self.message = message
 
 
+class WorkerError(GateError, RuntimeError):
+  """A worker process ended in a call, could not start, or is closed; see `callgate.workers`.
+
+  Attributes:
+    worker: which one, from 0; -1 where it is about none.
+    pid: its process id; -1 where there was none.
+    exit_code: what it ended with; None where a signal ended it, or it did not end.
+    signal: the name of that signal, such as "SIGSEGV"; "" for none.
+    stderr: the last of what it wrote there, at most 4096 bytes.
+  """
+
+  def __init__(
+    self, message: str, *, worker: int = -1, pid: int = -1, exit_code: int | None = None,
+    signal: str = "", stderr: str = "",
+  ) -> None:  # fmt: skip
+    super().__init__(message)
+    self.worker, self.pid = worker, pid
+    self.exit_code, self.signal, self.stderr = exit_code, signal, stderr
+
+
 class CompileError(GateError, ValueError):
   """The C++ compiler refused a kernel's source, or there is no compiler.
 

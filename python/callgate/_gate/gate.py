@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Never, ParamSpec, Protocol, Self, TypeVar, overload
 
 import jax
@@ -20,10 +20,10 @@ from callgate._arrays import bind
 from callgate._call import shapes
 from callgate._call.generic import AnyArray, Method, P, R
 from callgate._call.operation import Operation
-from callgate._call.site import Backend, Call, Emission
+from callgate._call.site import Backend, Call, CallSite, Emission
 from callgate._core import factories, registry, signatures, spellings
 from callgate._core import options as _options
-from callgate._gate import annotations
+from callgate._gate import annotations, elsewhere
 from callgate._gate.options import (
   ContextOptions,
   GateOptions,
@@ -33,6 +33,9 @@ from callgate._gate.options import (
 )
 from callgate._jax import tracing
 from callgate._runtime import targets
+from callgate._workers import objects
+from callgate._workers.executors import OnExecutor
+from callgate._workers.remote import Remote
 
 A = ParamSpec("A")
 B = ParamSpec("B")
@@ -51,6 +54,7 @@ class Gate(Operation[P, R]):
     name: what compiled programs call it by; unique among the live gates of the process.
     function: the user's callable.
     effect, style, arrays, vmap, thread: as given to `callgate.gate`.
+    run_on: "xla", "own", `Workers`, or an executor.
   """
 
   kind = "gate"
@@ -72,8 +76,11 @@ class Gate(Operation[P, R]):
     options = options.checked(label)
     super().__init__(name, options)
     self.function = function
-    self.style, self.arrays, self.thread = options.style, options.arrays, options.thread
+    self.style, self.arrays, self.run_on = options.style, options.arrays, options.run_on
+    self.thread = "own" if self.run_on == "own" else "xla"
     self.timeout = options.timeout or 0.0
+    self.affinity, self._place = options.affinity, (options.retries, options.in_flight)
+    self._elsewhere: Remote | OnExecutor | None = None
     self.cast, self.copy = options.cast, options.copy
     self.collective, self.command_buffer = options.collective, options.command_buffer
     self.parameters = tuple(p.name for p in signatures.positional(function, leading))
@@ -103,7 +110,10 @@ class Gate(Operation[P, R]):
           self.owner = weakref.ref(kind)
     return self if instance is None else types.MethodType(self, instance)
 
-  def _named_callee(self) -> _callgate.Callee:
+  def _named_callee(self) -> Any:
+    if not isinstance(self.run_on, str):
+      self._elsewhere, callee = elsewhere.callee(self, *self._place)
+      return callee
     return _callgate.Callee(
       self.name, self.function, style=self.style, timeout=self.timeout,
       bind=functools.partial(bind.bind, self.function, self.style, self.arrays, self.name),
@@ -113,6 +123,11 @@ class Gate(Operation[P, R]):
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
     )  # fmt: skip
 
+  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
+    super().check_call(site, structs)
+    if self._elsewhere is not None and not site.by_jax:
+      self._elsewhere.prepare()
+
   def rename(self, name: str) -> None:
     self.callee.give_up_name()
     self.name = name
@@ -120,6 +135,13 @@ class Gate(Operation[P, R]):
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
     return self.function(*args, **kwargs)
+
+  def on_lane(self, lane: int, call: Callable[[], Any]) -> Any:
+    return objects.on_lane(lane, call) if self.by_lane else call()
+
+  @property
+  def by_lane(self) -> bool:
+    return self.affinity is not None
 
   def backend(self, platform: str) -> Backend:
     return functools.partial(self._emission, on_cuda=platform == "cuda")
@@ -146,6 +168,42 @@ class Gate(Operation[P, R]):
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""
     return self.callee.stats()
+
+
+class ClassGate(Gate[P, R]):
+  """A class whose objects live in worker processes, as a gate: `g(x)` calls an object's `__call__`.
+
+  Its other methods are gates, too: `g.step(x)`. All share the objects: one in each worker, made
+  there when it is first needed; with affinity="lane" one for each lane. `out` may be a dictionary
+  by method.
+  """
+
+  def __init__(self, made: Callable[..., Any], options: GateOptions) -> None:
+    self._objects = objects.Instances(made, options.affinity == "lane")
+    self._class: type = objects.class_of(made)
+    self._given = options
+    self._methods: dict[str, Gate] = {}
+    self._outs = elsewhere.outs_by_method(self._class, options.out)
+    name = options.name if options.name is not None else registry.unique_name(made)
+    super().__init__(
+      objects.MethodOf(self._objects, "__call__"),
+      dataclasses.replace(options, name=name, out=self._out_of("__call__")),
+    )
+
+  def _out_of(self, method: str) -> Any:
+    if self._outs is None:
+      return self._given.out
+    return self._outs.get(method, functools.partial(elsewhere.no_results, self._class, method))
+
+  def __getattr__(self, name: str) -> Gate:
+    if name.startswith("_") or not callable(getattr(self._class, name, None)):
+      raise AttributeError(f"{self.label} has no method or attribute '{name}'")
+    if name not in self._methods:
+      options = dataclasses.replace(
+        self._given, name=registry.free_name(f"{self.name}.{name}"), out=self._out_of(name)
+      )
+      self._methods[name] = Gate(objects.MethodOf(self._objects, name), options).handle()
+    return self._methods[name]
 
 
 class MakesGates(Protocol[A, B, C]):
@@ -234,6 +292,8 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
     GateDefinitionError: an option is wrong, or shapes are not known.
     ValueError: the name is taken by another live gate.
   """
+  if elsewhere.has_objects(fn, options.run_on):
+    return ClassGate(fn, options)
   return Gate(fn, options)
 
 

@@ -3,17 +3,20 @@
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
+import concurrent.futures
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from callgate._arrays import bind, gpu
 from callgate._call.options import CallOptions
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
+from callgate._workers.workers import Workers, shared
 
 Style = Literal["return", "inplace", "context"]
 Arrays = Literal["numpy", "buffer", "jax", "torch", "cupy", "numba"]
 Thread = Literal["xla", "own"]
+RunOn = Literal["xla", "own", "processes"] | Workers | concurrent.futures.Executor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -24,10 +27,20 @@ class _OfAllStyles(CallOptions):
     arrays: what the callable gets: "numpy" views, "buffer" (`callgate.Buffer`), "jax" or "torch"
       arrays, all zero-copy on the CPU. Torch has no read-only tensors: do not write to inputs
       (`config(check_writes=True)` finds who does). On a CUDA GPU see above.
-    thread: "xla" (XLA's calling thread: fastest) or "own" (a thread of callgate's; XLA's is free
-      meanwhile, so the callable may itself run JAX programs of any size).
+    run_on: where the callable runs. "xla": on XLA's calling thread: fastest. "own": on a thread of
+      callgate's; XLA's is free meanwhile, so the callable may itself run JAX programs of any size.
+      "processes": in worker processes, as many as CPUs; or those of `callgate.workers`. Or a
+      `concurrent.futures.Executor`. The lanes of vmap="each" are spread over workers, and run at
+      once. See the guide "Workers".
+    thread: "own" is another spelling of run_on="own".
     timeout: seconds after which the program fails with a report. The callable keeps running; its
-      result is ignored. Implies thread="own", and private copies of the arrays.
+      result is ignored. Implies run_on="own", and private copies of the arrays. A worker is ended
+      and replaced instead.
+    retries: how often lanes run again whose worker has ended; with effect="pure".
+    affinity: "lane": a lane always runs on the same worker; of a class, each lane has its own
+      object. Default: any worker.
+    in_flight: how many pieces of a call's lanes an executor has at a time. Default: two for each
+      of its workers.
     cast: allow same-kind casts of results (float64 to float32, say). Default: as `config(cast=)`
       says, which is False. Integers of another width, and Python's numbers to a kind that includes
       theirs, are cast in any case; one that the result's dtype does not hold is an error.
@@ -40,8 +53,12 @@ class _OfAllStyles(CallOptions):
   """
 
   arrays: Arrays = "numpy"
+  run_on: RunOn = "xla"
   thread: Thread = "xla"
   timeout: float | None = None
+  retries: int = 0
+  affinity: Literal["lane"] | None = None
+  in_flight: int | None = None
   cast: bool | None = None
   copy: bool = False
   collective: bool = False
@@ -68,10 +85,15 @@ class GateOptions(_OfAllStyles):
       **check.booleans(label, **{name: getattr(self, name) for name in flags}),
       cast=check.or_none(check.boolean, label, "cast", self.cast),
       timeout=check.or_none(check.seconds, label, "timeout", self.timeout),
+      retries=check.count(label, "retries", self.retries, most=1000),
+      affinity=check.or_none(check.choice, label, "affinity", self.affinity, allowed=("lane",)),
+      in_flight=check.or_none(check.count, label, "in_flight", self.in_flight, least=1),
     )
     check.choice(label, "style", made.style, get_args(Style))
     check.choice(label, "arrays", made.arrays, get_args(Arrays))
     check.choice(label, "thread", made.thread, get_args(Thread))
+    made = dataclasses.replace(made, run_on=_run_on(label, made.run_on, made.thread))
+    _check_place(label, made)
     if made.copy and made.arrays in gpu.KINDS and made.arrays not in ("buffer", "torch"):
       raise no_copy(label, made.arrays)
     problem = ""
@@ -87,6 +109,52 @@ class GateOptions(_OfAllStyles):
     if made.command_buffer and problem:
       raise GateDefinitionError(f"{label}: command_buffer=True: expected {problem}")
     return made
+
+
+def _run_on(label: str, value: Any, thread: Thread) -> RunOn:
+  """Where a gate runs: one of "xla" and "own", workers or an executor."""
+  if isinstance(value, str) and value in ("xla", "own", "processes"):
+    place = str(value)
+    if thread == "own" and place == "processes":
+      check.refuse(label, "run_on", "'own', as thread='own' says", value)
+    if place == "processes":
+      return shared()
+    return "own" if "own" in (thread, place) else "xla"
+  if not isinstance(value, (Workers, concurrent.futures.Executor)):
+    places = "'xla', 'own', 'processes', callgate.workers(...) or a concurrent.futures.Executor"
+    check.refuse(label, "run_on", f"one of {places}", value)
+  if thread == "own":
+    check.refuse(label, "run_on", "'own', as thread='own' says", value)
+  return value
+
+
+def _check_place(label: str, made: "GateOptions") -> None:
+  """Raises for options that the place where a gate runs has no use for."""
+  workers = isinstance(made.run_on, Workers)
+  executor = isinstance(made.run_on, concurrent.futures.Executor)
+  if made.retries and not (workers or executor):
+    raise GateDefinitionError(f"{label}: retries: expected run_on= workers or an executor")
+  if made.retries and made.effect != "pure":
+    raise GateDefinitionError(
+      f"{label}: retries={made.retries}: expected effect='pure', got effect={made.effect!r}, which "
+      "runs once"
+    )
+  if made.affinity and not workers:
+    raise GateDefinitionError(f"{label}: affinity: expected run_on= 'processes' or workers")
+  if made.in_flight is not None and not executor:
+    raise GateDefinitionError(f"{label}: in_flight: expected run_on= an executor")
+  if not (workers or executor):
+    return
+  kinds = ("numpy", "buffer", "jax", "torch") if workers else ("numpy",)
+  check.choice(label, f"run_on={made.run_on!r}: arrays", made.arrays, kinds)
+  if made.style == "context":
+    raise GateDefinitionError(
+      f"{label}: run_on={made.run_on!r}: expected style='return' or 'inplace', got 'context': "
+      "other processes have no stream"
+    )
+  for name in ("collective", "command_buffer"):
+    if getattr(made, name):
+      raise GateDefinitionError(f"{label}: run_on={made.run_on!r}: expected {name}=False")
 
 
 # What type checkers take the keywords of one style from.

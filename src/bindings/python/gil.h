@@ -53,6 +53,9 @@ void bind_py_consumer(nb::module_& module);  // `python_consumer`
 void bind_sinks(nb::module_& module);        // `jsonl_sink`, ..., `RecordWriter`
 void bind_stream(nb::module_& module);       // `stream_sink`, `StreamReader`, outfeeds of 2020
 void bind_progress(nb::module_& module);     // the board of bars, for the thread that draws
+void bind_workers(nb::module_& module);      // `WorkerPool`, `WorkerCallee`
+void bind_serve(nb::module_& module);        // what worker processes run
+void bind_executors(nb::module_& module);    // `ExecutorCallee`, `CallLanes`
 
 // Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
 // finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates that run in other processes: what stands for them in this one."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+from callgate import _callgate
+from callgate._core.errors import GateDefinitionError
+from callgate._workers import objects
+from callgate._workers.executors import OnExecutor
+from callgate._workers.remote import Description, Remote
+from callgate._workers.workers import Workers
+
+
+def callee(gate: Any, retries: int, in_flight: int | None) -> tuple[Remote | OnExecutor, Any]:
+  """What knows the gate's function for other processes, and the runtime's handle on it."""
+  described = Description(
+    gate.name, gate.function, gate.style, gate.arrays, gate.copy, gate.parameters
+  )
+  in_order = gate.effect == "ordered" and gate.affinity is None
+  if not isinstance(gate.run_on, Workers):
+    on = OnExecutor(
+      gate.label, described, gate.run_on, timeout=gate.timeout, in_flight=in_flight,
+      in_order=in_order, aliases=gate.aliases, retries=retries,
+    )  # fmt: skip
+    return on, _callgate.ExecutorCallee(gate.name, on.run)
+  remote = Remote(gate.label, described, gate.run_on, gate.timeout)
+  return remote, _callgate.WorkerCallee(
+    gate.name, start=remote.start, describe=remote.describe, failed=remote.failed,
+    timeout=gate.timeout, retries=retries, in_order=in_order, by_lane=gate.affinity == "lane",
+  )  # fmt: skip
+
+
+# -- classes ---------------------------------------------------------------------------------------
+def has_objects(function: Any, run_on: Any) -> bool:
+  """True for a class whose objects are to live in workers."""
+  on_workers = isinstance(run_on, Workers) or (isinstance(run_on, str) and run_on == "processes")
+  return on_workers and objects.class_of(function) is not None
+
+
+def outs_by_method(kind: type, out: Any) -> dict[str, Any] | None:
+  """The results of each method, where `out` is a dictionary of them."""
+  if type(out) is not dict or not out:
+    return None
+  given = cast("dict[Any, Any]", out)
+  methods = all(isinstance(name, str) and callable(getattr(kind, name, None)) for name in given)
+  return given if methods else None
+
+
+def no_results(kind: type, method: str, *_: Any, **__: Any) -> NoReturn:
+  """The results of a method that `out` does not name."""
+  raise GateDefinitionError(
+    f"gate of {kind.__qualname__}: the results of '{method}' are not known; expected "
+    f"out={{..., {method!r}: ...}}"
+  )

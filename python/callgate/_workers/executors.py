@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates that a `concurrent.futures.Executor` runs: pieces of their lanes are sent to it.
+
+Each piece is one task. The function goes with it as bytes, which a process unpickles once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import functools
+import hashlib
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from callgate._arrays import bind
+from callgate._core import encoding
+from callgate._core.errors import GateTimeoutError
+from callgate._workers import travel
+from callgate._workers.remote import Description
+from callgate._workers.workers import usable_cpus
+
+_PIECE_SECONDS = 0.01  # that a piece should take: sending it takes about a tenth of that
+Arrays = Sequence[Any]
+
+
+class Lanes:
+  """The type of `_callgate.CallLanes`."""
+
+  __len__: Callable[[], int]
+  take: Callable[[int], tuple[Any, ...]]
+  give: Callable[[int, tuple[Any, ...]], None]
+  empty: Callable[[], tuple[Any, ...]]
+
+
+class OnExecutor:
+  """What the runtime asks about a gate that an executor runs."""
+
+  def __init__(
+    self, label: str, described: Description, executor: futures.Executor, *,
+    timeout: float, in_flight: int | None, in_order: bool, aliases: Mapping[int, int],
+    retries: int,
+  ) -> None:  # fmt: skip
+    self.label, self.described, self.executor = label, described, executor
+    self.timeout, self.in_order, self.retries = timeout, in_order, retries
+    self.in_flight = 1 if in_order else in_flight or 2 * _size(executor)
+    self.aliases = dict(aliases)
+    # Threads have the function itself.
+    self.here = isinstance(executor, futures.ThreadPoolExecutor)
+    self._text: bytes | None = None
+    self._lane_seconds = 0.0
+
+  def prepare(self) -> None:
+    """Finds out, while a call is traced, whether the executor will be able to make it."""
+    if not self.here and self._text is None:
+      self._text = travel.dumps(self.label, (vars(self.described), self.aliases))
+
+  def _task(self, spec: str) -> Callable[..., Any]:
+    self.prepare()
+    if self.here:
+      return functools.partial(_run_here, vars(self.described), self.aliases, spec)
+    entries = travel.dumps(self.label, encoding.entries_of(spec))
+    assert self._text is not None
+    digest = hashlib.sha256(self._text).hexdigest()
+    return functools.partial(run_there, digest, self._text, spec, entries)
+
+  def run(self, spec: str, lanes: Lanes) -> None:
+    """Runs all lanes of a call; raises what the first lane that failed did."""
+    count = len(lanes)
+    if count == 0:
+      return
+    task, outs = self._task(spec), None
+    if self.described.style != "return":
+      outs = [(array.shape, array.dtype) for array in lanes.empty()]
+    deadline = time.monotonic() + self.timeout if self.timeout else None
+    pending: dict[futures.Future[Any], tuple[int, int, int]] = {}
+    waiting = [(0, count, 0)]  # first lane, lanes, tries
+    failure: tuple[int, BaseException] | None = None
+    try:
+      while pending or (waiting and failure is None):
+        while waiting and failure is None and len(pending) < self.in_flight:
+          first, left, tries = waiting.pop()
+          size = min(left, self._size_of_piece(left)) if tries == 0 else left
+          if size < left:
+            waiting.append((first + size, left - size, 0))
+          inputs = [lanes.take(lane) for lane in range(first, first + size)]
+          pending[self.executor.submit(task, inputs, outs)] = (first, size, tries)
+        left = None if deadline is None else max(deadline - time.monotonic(), 0)
+        done, _ = futures.wait(pending, left, futures.FIRST_COMPLETED)
+        if not done:
+          raise GateTimeoutError(
+            f"{self.label} has run longer than its timeout, {self.timeout:g} s, on "
+            f"{type(self.executor).__name__}"
+          )
+        for one in done:
+          first, size, tries = pending.pop(one)
+          error = one.exception()
+          if error is None:
+            error, first = self._take(lanes, first, one.result())
+          elif tries < self.retries:  # the executor's own: a process of its has ended
+            waiting.append((first, size, tries + 1))
+            continue
+          if error is not None and (failure is None or first < failure[0]):
+            failure = first, error
+    finally:
+      for one in pending:
+        one.cancel()
+    if failure is not None:
+      raise failure[1]
+
+  def _take(self, lanes: Lanes, first: int, answer: Any) -> tuple[BaseException | None, int]:
+    """Stores a piece's results; its error, and the lane of that."""
+    results, error, seconds = answer
+    for lane, values in enumerate(results, first):
+      try:
+        lanes.give(lane, values)
+      except Exception as wrong:  # noqa: BLE001 - the call's error
+        return wrong, lane
+    if results:
+      self._lane_seconds = seconds / len(results)
+    if error is None:
+      return None, first
+    where = f"{self.label} on {type(self.executor).__name__}"
+    made = error if isinstance(error, BaseException) else travel.unpack(where, error)
+    return made, first + len(results)
+
+  def _size_of_piece(self, left: int) -> int:
+    if self.in_order:
+      return left
+    even = -(-left // self.in_flight)
+    if not self._lane_seconds:
+      return even
+    return max(min(even, int(_PIECE_SECONDS / self._lane_seconds) + 1), -(-even // 4))
+
+
+def _size(executor: Any) -> int:
+  """How many of an executor's workers may run at once."""
+  size = getattr(executor, "_max_workers", None)
+  return size if isinstance(size, int) and size > 0 else usable_cpus()
+
+
+# -- where the executor runs -----------------------------------------------------------------------
+@functools.lru_cache(maxsize=64)
+def _function(digest: str, text: bytes) -> tuple[dict[str, Any], dict[int, int]]:
+  del digest
+  return pickle.loads(text)
+
+
+def run_there(
+  digest: str, text: bytes, spec: str, entries: bytes, inputs: list[Arrays], outs: Any
+) -> Any:
+  """A piece in another process: results of the lanes up to an error, that error, and seconds."""
+  try:
+    described, aliases = _function(digest, text)
+    encoding.learn(pickle.loads(entries))
+  except Exception as error:  # noqa: BLE001 - the call's error
+    return [], travel.pack(error), 0.0
+  results, error, seconds = _run_here(described, aliases, spec, inputs, outs)
+  return results, None if error is None else travel.pack(error), seconds
+
+
+def _run_here(
+  described: Mapping[str, Any], aliases: Mapping[int, int], spec: str, inputs: list[Arrays],
+  outs: Any,
+) -> Any:  # fmt: skip
+  names = ("function", "style", "arrays", "name")
+  call, many = bind.bind(*(described[name] for name in names), spec)
+  results: list[tuple[Any, ...]] = []
+  begin = time.perf_counter()
+  for arrays in inputs:
+    try:
+      results.append(_run_lane(call, many, described["style"], aliases, arrays, outs))
+    except BaseException as error:  # noqa: BLE001 - the call's error
+      return results, error, time.perf_counter() - begin
+  return results, None, time.perf_counter() - begin
+
+
+def _run_lane(
+  call: Callable[..., Any], many: bool, style: str, aliases: Mapping[int, int], arrays: Arrays,
+  outs: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+  for array in arrays:
+    array.setflags(write=False)
+  if style == "return":
+    value = call(*arrays)
+    if many and value is None:
+      return ()
+    return tuple(value) if many and isinstance(value, (tuple, list)) else (value,)
+  made = [np.zeros(shape, dtype) for shape, dtype in outs]
+  for operand, result in aliases.items():
+    made[result][...] = arrays[operand]
+  call(tuple(made) if many else made[0], *arrays)
+  return tuple(made)

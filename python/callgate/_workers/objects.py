@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that live where a gate runs: one a worker, or one a lane."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from callgate import _callgate
+
+_tables: weakref.WeakValueDictionary[str, Instances] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+_local = threading.local()
+
+
+class Instances:
+  """The objects of a class, in this process; in another it has others.
+
+  Attributes:
+    make: the class, or a `functools.partial` of it.
+    by_lane: one a lane, made when the lane first comes; else one.
+  """
+
+  def __init__(self, make: Callable[[], Any], by_lane: bool, key: str | None = None) -> None:
+    self.make, self.by_lane = make, by_lane
+    self.key = key or uuid.uuid4().hex
+    self._made: dict[int, Any] = {}
+    self._making = threading.RLock()
+    _tables[self.key] = self
+
+  def __reduce__(self) -> Any:
+    return _instances, (self.make, self.by_lane, self.key)
+
+  def get(self) -> Any:
+    """The object of the lane that runs now."""
+    lane = current_lane() if self.by_lane else 0
+    with self._making:
+      if lane not in self._made:
+        self._made[lane] = self.make()
+      return self._made[lane]
+
+
+def _instances(make: Callable[[], Any], by_lane: bool, key: str) -> Instances:
+  with _lock:
+    return _tables.get(key) or Instances(make, by_lane, key)
+
+
+class MethodOf:
+  """A method of the objects of `Instances`, as a function."""
+
+  def __init__(self, instances: Instances, name: str) -> None:
+    self.instances, self.name = instances, name
+    kind = class_of(instances.make)
+    if name == "__call__" and not any(name in vars(base) for base in kind.__mro__):
+      method: Any = _no_call
+    else:
+      method = getattr(kind, name)
+    functools.update_wrapper(self, method, updated=())
+    self.__module__, self.__qualname__ = kind.__module__, f"{kind.__qualname__}.{name}"
+    parameters = list(inspect.signature(method).parameters.values())
+    if not isinstance(inspect.getattr_static(kind, name), (staticmethod, classmethod)):
+      parameters = parameters[1:]
+    self.__signature__ = inspect.Signature(parameters)
+
+    if method is _no_call:  # its other methods can be called
+      self.__signature__ = inspect.Signature()
+
+  def __reduce__(self) -> Any:
+    return MethodOf, (self.instances, self.name)
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return getattr(self.instances.get(), self.name)(*args, **kwargs)
+
+  @property
+  def make(self) -> Any:
+    """The class, for who looks whether it can be imported."""
+    return class_of(self.instances.make)
+
+
+def _no_call(_: Any) -> None:
+  """Stands for the `__call__` of a class that has none."""
+
+
+def class_of(made: Any) -> Any:
+  """The class that a gate was made of, if it was: itself, or a partial's."""
+  while isinstance(made, functools.partial):
+    made = made.func
+  return made if isinstance(made, type) else None
+
+
+def current_lane() -> int:
+  """The number of the lane that runs on this thread."""
+  lane: int | None = getattr(_local, "lane", None)
+  return _callgate.worker_lane() if lane is None else lane
+
+
+def on_lane(lane: int, function: Callable[[], Any]) -> Any:
+  """Calls a function in this process as a worker would for a lane."""
+  before, _local.lane = getattr(_local, "lane", None), lane
+  try:
+    return function()
+  finally:
+    _local.lane = before

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gate as its workers know it: what is sent to them, and what their failures become."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from callgate._core import encoding
+from callgate._core.errors import GateTimeoutError, WorkerError
+from callgate._workers import travel
+from callgate._workers.workers import Workers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Description:
+  """What a worker makes a callee of."""
+
+  name: str
+  function: Callable[..., Any]
+  style: str
+  arrays: str
+  copy: bool
+  parameters: tuple[str, ...]
+
+
+class Remote:
+  """What the runtime asks about a gate that runs on workers."""
+
+  def __init__(self, label: str, described: Description, workers: Workers, timeout: float) -> None:
+    self.label, self.described, self.workers, self.timeout = label, described, workers, timeout
+    self._bytes: bytes | None = None
+
+  def start(self) -> Any:
+    """The runtime's pool, which may start with this."""
+    return self.workers.pool()
+
+  def prepare(self) -> None:
+    """Finds out, while a call is traced, whether workers will be able to make it."""
+    self._of_gate()
+    self.start()
+
+  def describe(self, spec: str | None, cast: bool) -> bytes:
+    """What defines a call site of the gate for a worker; with None, the gate."""
+    if spec is None:
+      return self._of_gate()
+    return travel.dumps(self.label, (spec, cast, encoding.entries_of(spec)))
+
+  def _of_gate(self) -> bytes:
+    if self._bytes is None:
+      self._bytes = travel.dumps(self.label, vars(self.described))
+    return self._bytes
+
+  def failed(self, what: Mapping[str, Any]) -> BaseException:
+    """The exception of a WorkerFailure (src/workers/pool.h)."""
+    kinds = ("raised", "undefined", "not started", "ended", "overdue", "interrupted", "closed")
+    kind = kinds[what["kind"]]
+    who = f"worker {what['worker']} of {self.workers.count}"
+    if what["pid"] > 0:
+      who += f" (process {what['pid']})"
+    if what["raised"]:
+      error = travel.unpack(f"{self.label}, {who}", what["raised"])
+      if kind == "undefined":
+        error.add_note(f"callgate: {who} could not load the function")
+      elif kind == "not started":
+        error.add_note(f"callgate: {who} could not start")
+      return error
+    said = what["said"].decode(errors="replace")
+    call = f"called with {what['arguments']}"
+    if kind == "closed":
+      return WorkerError(f"{self.label}: {what['text']}")
+    if kind == "overdue":
+      return GateTimeoutError(
+        f"{self.label} {call} has run longer than its timeout, {self.timeout:g} s, on {who}, "
+        f"which was ended{_quoted(said)}"
+      )
+    how = how_ended(what["code"], what["signal"])
+    begin = "could not start: it " if kind == "not started" else ""
+    if kind == "not started" and what["pid"] <= 0:
+      begin, how = "could not start: ", what["text"]
+    during = f", {call}" if kind == "ended" else ""
+    return WorkerError(
+      f"{self.label}{during}: {who} {begin}{how}{_quoted(said)}",
+      worker=what["worker"], pid=what["pid"], exit_code=None if what["signal"] else what["code"],
+      signal=signal_name(what["signal"]), stderr=said,
+    )  # fmt: skip
+
+
+def how_ended(code: int, number: int) -> str:
+  """ "ended by SIGKILL, as by the system when memory runs out"."""
+  if number:
+    why = ", as by the system when memory runs out" if number == signal.SIGKILL else ""
+    return f"ended by {signal_name(number)}{why}"
+  return f"ended with exit code {code}"
+
+
+def signal_name(number: int) -> str:
+  """ "SIGKILL"; "" for 0."""
+  try:
+    return signal.Signals(number).name if number else ""
+  except ValueError:
+    return f"signal {number}"
+
+
+_SHOWN = 20  # lines of a worker's stderr
+
+
+def _quoted(said: str) -> str:
+  lines = said.rstrip().splitlines()[-_SHOWN:]
+  return ". It said at last:\n  " + "\n  ".join(lines) if lines else ""

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions, values and exceptions on their way between processes.
+
+Functions travel by cloudpickle: those of modules by their name, those of `__main__`, lambdas and
+what they close over by value. So do those of modules that the other process can't import.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import inspect
+import io
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+from callgate._core import extras
+from callgate._core.errors import GateDefinitionError, WorkerError
+
+
+def dumps(label: str, value: Any) -> bytes:
+  """The value as bytes; `label` says whose it is.
+
+  Raises:
+    GateDefinitionError: it can't be pickled; the message names the part that can't.
+  """
+  cloudpickle = extras.library("cloudpickle", "cloudpickle", "workers", by=label)
+  try:
+    with _by_value(cloudpickle, value):
+      return _dump(cloudpickle, value)
+  except Exception as error:
+    part = _part(cloudpickle, value)
+    what = f"its {part} " if part else "it "
+    raise GateDefinitionError(
+      f"{label} can't go to another process: {what}can't be pickled: {error}. Expected a function "
+      "whose closure, defaults and globals can be: what can't is made there, in a class's __init__ "
+      "or by initializer="
+    ) from error
+
+
+def _dump(cloudpickle: ModuleType, value: Any) -> bytes:
+  written = io.BytesIO()
+  _pickler(cloudpickle)(written).dump(value)
+  return written.getvalue()
+
+
+@functools.cache
+def _pickler(cloudpickle: ModuleType) -> Any:
+  """cloudpickle's, but that code keeps the name of its file: tracebacks show its lines."""
+  table = cloudpickle.Pickler.dispatch_table
+  reduce = table[CodeType]
+
+  def with_file(code: CodeType) -> Any:
+    made, parts = reduce(code)
+    return made, tuple(code.co_filename if one == "<dynamic-code>" else one for one in parts)
+
+  kept = {"dispatch_table": collections.ChainMap({CodeType: with_file}, table)}
+  return type("_Pickler", (cloudpickle.Pickler,), kept)
+
+
+@contextlib.contextmanager
+def _by_value(cloudpickle: ModuleType, value: Any) -> Generator[None]:
+  """Takes along the module that defines a function, where others can't import it by its name."""
+  names = {_module_of(one) for one in _functions_in(value)}
+  taken = [sys.modules[name] for name in names if name in sys.modules and not _importable(name)]
+  already = cloudpickle.list_registry_pickle_by_value()
+  taken = [module for module in taken if module.__name__ not in already]
+  for module in taken:
+    cloudpickle.register_pickle_by_value(module)
+  try:
+    yield
+  finally:
+    for module in taken:
+      cloudpickle.unregister_pickle_by_value(module)
+
+
+def _functions_in(value: Any) -> Iterator[Any]:
+  if isinstance(value, dict):
+    for one in value.values():
+      yield from _functions_in(one)
+  while inspect.ismethod(value) or hasattr(value, "func"):
+    value = value.__func__ if inspect.ismethod(value) else value.func
+  yield getattr(value, "make", value)
+
+
+def _module_of(function: Any) -> str:
+  name = getattr(function, "__module__", None) or type(function).__module__
+  return name if isinstance(name, str) else "__main__"
+
+
+def _importable(name: str) -> bool:
+  """True if a module is found by its name, and not by what a test runner or so put in place."""
+  if name == "__main__":  # cloudpickle's own business
+    return True
+  path: Any = None
+  for head in _heads(name):
+    finders = [f for f in sys.meta_path if not _module_of(f).startswith("_pytest")]
+    specs = (f.find_spec(head, path) for f in finders if hasattr(f, "find_spec"))
+    spec = next((one for one in specs if one is not None), None)
+    if spec is None:
+      return False
+    path = spec.submodule_search_locations
+  return True
+
+
+def _heads(name: str) -> Iterator[str]:
+  parts = name.split(".")
+  return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _part(cloudpickle: ModuleType, value: Any) -> str:
+  """What of a function can't be pickled: "closure variable 'lock' (a lock)"; "" if not known."""
+  for function in _functions_in(value):
+    code = getattr(function, "__code__", None)
+    if code is None:
+      continue
+    closure = zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False)
+    parts = [("closure variable", name, cell) for name, cell in closure]
+    held = function.__globals__
+    parts += [("global", name, held[name]) for name in code.co_names if name in held]
+    for kind, name, part in parts:
+      try:
+        inner = part.cell_contents if kind == "closure variable" else part
+        cloudpickle.dumps(inner)
+      except Exception:  # noqa: BLE001 - whatever it is, this is the part
+        return f"{kind} '{name}' (a {type(inner).__name__})"
+  return ""
+
+
+# -- exceptions ------------------------------------------------------------------------------------
+class WorkerTraceback(Exception):
+  """The cause of an exception that came from another process: its traceback there, as text."""
+
+  def __init__(self, text: str) -> None:
+    super().__init__(text)
+    self.text = text
+
+  def __str__(self) -> str:
+    return f'\n"""\n{self.text}\n"""'
+
+
+_OURS = "callgate: raised in gate"
+
+
+def pack(error: BaseException) -> bytes:
+  """An exception as bytes that any process can read."""
+  text = "".join(traceback.format_exception(error)).rstrip()
+  if notes := getattr(error, "__notes__", None):  # the caller says better where
+    text = "\n".join(line for line in text.split("\n") if not line.startswith(_OURS))
+    error.__notes__ = [note for note in notes if not str(note).startswith(_OURS)]
+  try:
+    made = _with_pickler(error)
+    pickle.loads(made)
+  except Exception:  # noqa: BLE001 - whatever an exception's own pickling raises
+    made = None
+  return pickle.dumps((made, type(error).__qualname__, text))
+
+
+def _with_pickler(error: BaseException) -> bytes:
+  dump: Callable[[Any], bytes] = pickle.dumps
+  with contextlib.suppress(ImportError):
+    import cloudpickle
+
+    dump = cloudpickle.dumps
+  return dump(error)
+
+
+def unpack(label: str, packed: bytes) -> BaseException:
+  """The exception, with its traceback as its cause; a WorkerError for what does not pickle."""
+  made, kind, text = pickle.loads(packed)
+  error: Any = None
+  if made is not None:
+    with contextlib.suppress(Exception):  # a class that is not here
+      error = pickle.loads(made)
+  if not isinstance(error, BaseException):
+    last = text.rsplit("\n", 1)[-1]
+    error = WorkerError(f"{label}: raised {kind}, which can't be pickled: {last}")
+  error.__cause__ = WorkerTraceback(text)
+  return error

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker process runs: `main`, and what the runtime asks of it (src/bindings/workers)."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+import pickle
+import signal
+import sys
+from typing import Any
+
+import jax
+
+from callgate import _callgate
+from callgate._arrays import bind
+from callgate._core import encoding, kept, registry
+from callgate._core.errors import WorkerError
+from callgate._workers import travel
+
+
+class _Gate:
+  """A gate of the parent's, as messages and the runtime here know it."""
+
+  def __init__(
+    self, *, name: str, function: Any, style: str, arrays: str, copy: bool,
+    parameters: tuple[str, ...],
+  ) -> None:  # fmt: skip
+    self.parameters = parameters
+    self.callee = _callgate.Callee(
+      name, function, style=style, arrays="numpy" if arrays == "numpy" else "buffer",
+      bind=functools.partial(bind.bind, function, style, arrays, name), owned_inputs=copy,
+    )  # fmt: skip
+    self.callee.give_up_name()  # another of the same name may come
+    registry.register(name, self)
+
+
+class _Handler:
+  """The answers to the parent's requests but the calls, which the runtime makes."""
+
+  def __init__(self) -> None:
+    self._gates: dict[int, _Gate] = {}
+
+  def start(self, text: bytes) -> None:
+    options: dict[str, Any] = pickle.loads(text)
+    for name, value in options["jax"].items():
+      jax.config.update(name, value)
+    if options["initializer"] is not None:
+      pickle.loads(options["initializer"])()
+
+  def define(self, number: int, text: bytes) -> Any:
+    """A gate; returns the runtime's handle on it."""
+    self._gates[number] = gate = _Gate(**pickle.loads(text))
+    return gate.callee
+
+  def describe(self, gate: int, text: bytes) -> tuple[str, bool]:
+    """A call site of a gate: its spec, and whether it casts results."""
+    del gate
+    spec, cast, entries = pickle.loads(text)
+    encoding.learn(entries)
+    return spec, cast
+
+  def forget(self, number: int) -> None:
+    self._gates.pop(number, None)
+
+  def raised(self, error: BaseException) -> bytes:
+    return travel.pack(error)
+
+  def failed(self, text: str) -> bytes:
+    """What a call's failure stands for: the exception that its text names."""
+    found = kept.find(text)
+    return travel.pack(WorkerError(text) if found is None else found.exception)
+
+
+def main(memory: int, calls: int, parent_socket: int, parent: int, index: int) -> None:
+  """Serves the parent until it closes its workers."""
+  # Ctrl-C is the parent's to deal with. Held back until here.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+  # Before it ends a worker, the parent asks where it stands.
+  faulthandler.register(signal.SIGUSR1, all_threads=True)
+  os.environ["CALLGATE_WORKER"] = str(index)
+  with contextlib.suppress(OSError, ValueError):  # the parent's to read
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+  _callgate.serve_worker(_Handler(), memory, calls, parent_socket, parent)
+  # What others have registered runs; to take the interpreter down would only take time.
+  atexit._run_exitfuncs()
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError, ValueError):
+      stream.flush()
+  os._exit(0)

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a worker process runs: call sites of gates, as the runtime runs them in the parent, but
+// called by that.
+#include "workers/serve.h"
+
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "bindings/gate/gate.h"
+#include "bindings/python/gil.h"
+#include "core/call.h"
+
+namespace callgate::bindings {
+namespace {
+
+thread_local std::int64_t t_lane = 0;  // that runs on this thread
+
+// `handler` is python/callgate/_workers/worker.py's.
+class PyServed final : public Served {
+ public:
+  explicit PyServed(nb::object handler) : handler_(std::move(handler)) {}
+
+  void start(std::string_view text) override {
+    GilScope gil;
+    (void)answer([&] { return handler_.attr("start")(nb::bytes(text.data(), text.size())); });
+  }
+
+  void define(std::uint64_t id, std::uint64_t of, std::string_view text) override {
+    GilScope gil;
+    nb::bytes bytes(text.data(), text.size());
+    if (of == 0) {
+      nb::object made = answer([&] { return handler_.attr("define")(id, bytes); });
+      gates_[id] = nb::cast<const Handle<PyCallee>&>(made).callee;
+      return;
+    }
+    nb::object site = answer([&] { return handler_.attr("describe")(of, bytes); });
+    SiteSpec spec;
+    spec.spec = nb::cast<std::string>(site[0]);
+    if (nb::cast<bool>(site[1])) spec.held.add_string("cast", "yes");
+    relayed([&] { sites_[id] = gates_.at(of)->specialise(std::move(spec)); });
+  }
+
+  void forget(std::uint64_t id) noexcept override {
+    GilScope gil;
+    sites_.erase(id);
+    if (gates_.erase(id) != 0) call_unraisable(nb::object(handler_.attr("forget")).ptr(), "K", id);
+    drain_released();
+  }
+
+  void run(std::uint64_t site, const Call& call, std::int64_t lane) override {
+    t_lane = lane;
+    relayed([&] { sites_.at(site)->run(call); });
+  }
+
+  void check_writes(bool on) override {
+    settings.check_writes.store(on, std::memory_order_relaxed);  // see Settings
+  }
+
+ private:
+  // What `body` gives; what it raises becomes Raised.
+  template <typename Body>
+  nb::object answer(Body&& body) {
+    nb::object result;
+    auto raised = raised_by([&] { result = body(); });
+    if (raised) throw Raised(bytes_of_failure("raised", nb::borrow(raised->value())));
+    return result;
+  }
+
+  // The same of a call site's failure, whose text names the exception.
+  template <typename Body>
+  void relayed(Body&& body) try {
+    body();
+  } catch (const Error& error) {
+    GilScope gil;
+    throw Raised(bytes_of_failure("failed", nb::str(error.what())));
+  }
+
+  std::string bytes_of_failure(const char* method, const nb::object& what) {
+    std::string text;
+    auto raised = raised_by([&] {
+      auto bytes = nb::cast<nb::bytes>(handler_.attr(method)(what));
+      text.assign(bytes.c_str(), bytes.size());
+    });
+    if (raised) PyErr_Clear();
+    return text;
+  }
+
+  nb::object handler_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<PyCallee>> gates_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<Site>> sites_;
+};
+
+}  // namespace
+
+void bind_serve(nb::module_& module) {
+  module.def(
+      "serve_worker",
+      [](nb::object handler, int memory, int calls, int parent_socket, int parent) {
+        PyServed served(std::move(handler));
+        without_gil([&] { serve({memory, calls, parent_socket, parent}, served); });
+      },
+      nb::arg("handler"), nb::arg("memory"), nb::arg("calls"), nb::arg("parent_socket"),
+      nb::arg("parent"), "Answers the requests of the parent until it closes its workers.");
+  module.def(
+      "worker_lane", [] { return t_lane; }, "In a worker: the number of the lane that runs.");
+}
+
+}  // namespace callgate::bindings

@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gates that run in worker processes, as compiled programs call them: without the GIL, until
+// something fails. A worker's side is serve.cc.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays/views.h"
+#include "bindings/gate/gate.h"
+#include "bindings/python/gil.h"
+#include "bindings/python/hooks.h"
+#include "core/threads.h"
+#include "workers/spread.h"
+
+namespace callgate::bindings {
+namespace {
+
+// Numbers of definitions.
+std::uint64_t next_definition() {
+  static std::atomic<std::uint64_t> next{1};
+  return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
+}
+
+// A definition that the pool's workers drop when nobody needs it any more.
+class HeldDefinition : Immovable {
+ public:
+  HeldDefinition(std::shared_ptr<Pool> pool, std::uint64_t of, std::string bytes)
+      : pool_(std::move(pool)), definition_{next_definition(), of, std::move(bytes)} {}
+  ~HeldDefinition() { pool_->forget(definition_.id); }
+
+  const Definition& get() const noexcept { return definition_; }
+
+ private:
+  std::shared_ptr<Pool> pool_;
+  Definition definition_;
+};
+
+struct WorkerOptions {
+  std::chrono::nanoseconds timeout{0};
+  int retries = 0;
+  bool in_order = false, by_lane = false;
+};
+
+// Relaxed throughout: counts, which order nothing.
+struct SharedCounters {
+  std::atomic<std::int64_t> calls{0}, errors{0}, bytes{0}, python_ns{0};
+};
+
+class WorkerCallee final : public Callee, public std::enable_shared_from_this<WorkerCallee> {
+ public:
+  // `start()` gives the WorkerPool, `describe(spec, cast)` the bytes that define a call site for a
+  // worker, and `describe(None, False)` those that define the gate; `failed(what)` makes an
+  // exception of a WorkerFailure.
+  WorkerCallee(std::string name, nb::object started, nb::object described, nb::object made,
+               WorkerOptions chosen)
+      : options(chosen),
+        start(late(std::move(started))),
+        describe(late(std::move(described))),
+        failed(late(std::move(made))),
+        name_(std::move(name)) {}
+
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  const std::string& name() const noexcept override { return name_; }
+  bool reads_context() const noexcept override { return options.by_lane; }
+  void defer(const Error& error) override {
+    GilScope gil;
+    call_deferred(error);
+  }
+  std::string stall_report(const std::string& call, bool timed_out) override {
+    GilScope gil;
+    return stall_text("gate '" + name_ + "'", call, timed_out);
+  }
+
+  const WorkerOptions options;
+  LateReference start, describe, failed;
+  SharedCounters counters;
+  // From the first site on; under the GIL.
+  std::shared_ptr<Pool> pool;
+  std::shared_ptr<HeldDefinition> definition;
+
+ private:
+  std::string name_;
+};
+
+class WorkerSite final : public Site {
+ public:
+  WorkerSite(std::shared_ptr<WorkerCallee> callee, std::shared_ptr<HeldDefinition> of_gate,
+             std::string bytes, SiteSpec spec)
+      : callee_(std::move(callee)),
+        gate_(std::move(of_gate)),
+        site_(callee_->pool, gate_->get().id, std::move(bytes)),
+        spec_(std::move(spec)) {}
+
+  void run(const Call& call) override {
+    auto stall = settings.stall_ns.load(std::memory_order_relaxed);  // see Settings
+    if (stall == 0) return run_counted(call);
+    StallWatch watch(std::chrono::nanoseconds(stall), callee_,
+                     [text = to_string(call.operands)] { return text; });
+    run_counted(call);
+  }
+
+ private:
+  void run_counted(const Call& call) {
+    const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
+    const auto begin = std::chrono::steady_clock::now();
+    std::int64_t bytes = 0;
+    for (const ArrayView& view : call.operands) bytes += static_cast<std::int64_t>(view.nbytes());
+    for (const ArrayView& view : call.results) bytes += static_cast<std::int64_t>(view.nbytes());
+    callee_->counters.bytes.fetch_add(bytes, std::memory_order_relaxed);
+    try {
+      spread_call(call);
+    } catch (const WorkerFailure& why) {
+      callee_->counters.errors.fetch_add(1, std::memory_order_relaxed);
+      rethrow(why, call);
+    }
+    if (!timed) return;
+    const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
+    callee_->counters.python_ns.fetch_add(took.count(), std::memory_order_relaxed);
+    if ((settings.recorded.load(std::memory_order_relaxed) & Settings::kTracing) == 0) return;
+    thread_local const std::int64_t thread = thread_number();
+    std::lock_guard lock(immortal<Trace>().mutex);
+    immortal<Trace>().events.emplace_back(
+        callee_->name(), thread, std::chrono::nanoseconds(begin.time_since_epoch()).count(), 0,
+        took.count());
+  }
+
+  void spread_call(const Call& call) {
+    const std::array<const Definition*, 2> definitions{&gate_->get(), &site_.get()};
+    SpreadOptions options{.definitions = definitions,
+                          .timeout = callee_->options.timeout,
+                          .retries = callee_->options.retries,
+                          .in_order = callee_->options.in_order,
+                          .by_lane = callee_->options.by_lane};
+    options.check_writes = settings.check_writes.load(std::memory_order_relaxed);  // see there
+    std::optional<LanesOfCall> lanes;
+    if (!spec_.lanes.empty()) lanes.emplace(spec_.lanes, call.operands, call.results);
+    const std::int64_t count = lanes ? (*lanes)->count() : 1;
+    callee_->counters.calls.fetch_add(count, std::memory_order_relaxed);
+    options.first_lane = std::max(call.context.shard, 0) * count;
+    spread(*callee_->pool, options, call, lanes ? &**lanes : nullptr, lane_time_);
+  }
+
+  [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) {
+    if (why.kind == WorkerFailure::Kind::kInterrupted)
+      throw Error(ErrorCode::kAborted,
+                  "Ctrl-C ended the program at its call of '" + callee_->name() + "'");
+    GilScope gil;
+    nb::object given = call_python(
+        callee_->failed.get(), "(N)",
+        dict_of("kind", static_cast<int>(why.kind), "text", why.what(), "raised",
+                bytes_of(why.raised), "worker", why.worker, "pid", static_cast<int>(why.pid),
+                "code", why.how.code, "signal", why.how.signal, "said", bytes_of(why.said),
+                "arguments", to_string(call.operands))
+            .release()
+            .ptr());
+    if (given.is_valid()) PyErr_SetObject(given.type().ptr(), given.ptr());
+    const bool overdue = why.kind == WorkerFailure::Kind::kOverdue;
+    throw Error::verbatim(
+        overdue ? ErrorCode::kDeadlineExceeded : ErrorCode::kInternal,
+        failure_text(nb::python_error(), callee_->name(), spec_.site, spec_.layout, call.context));
+  }
+
+  std::shared_ptr<WorkerCallee> callee_;
+  std::shared_ptr<HeldDefinition> gate_;
+  HeldDefinition site_;
+  SiteSpec spec_;
+  LaneTime lane_time_{0};
+};
+
+std::string bytes_in(const nb::object& given) {
+  const auto bytes = nb::cast<nb::bytes>(given);
+  return {bytes.c_str(), bytes.size()};
+}
+
+struct PoolHandle {
+  explicit PoolHandle(PoolOptions options)
+      : pool(without_gil([&] { return Pool::make(std::move(options)); })) {}
+  PoolHandle(const PoolHandle&) = delete;
+  PoolHandle& operator=(const PoolHandle&) = delete;
+  ~PoolHandle() {
+    without_gil([&] { pool.reset(); });
+  }
+
+  std::shared_ptr<Pool> pool;
+};
+
+std::shared_ptr<Site> WorkerCallee::specialise(SiteSpec spec) {
+  GilScope gil;
+  const bool cast = !spec.held.text("cast").empty();
+  std::string of_site;
+  auto raised = raised_by([&] {
+    auto given = [](nb::object object) {
+      if (!object.is_valid()) nb::raise_python_error();
+      return object;
+    };
+    if (definition == nullptr) {
+      nb::object started = given(call_python(start.get(), ""));
+      pool = nb::cast<const PoolHandle&>(started).pool;
+      nb::object described = given(call_python(describe.get(), "OO", Py_None, Py_False));
+      definition = std::make_shared<HeldDefinition>(pool, 0, bytes_in(described));
+    }
+    of_site = bytes_in(
+        given(call_python(describe.get(), "sO", spec.spec.c_str(), cast ? Py_True : Py_False)));
+  });
+  if (raised)
+    throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name_, spec.site));
+  return std::make_shared<WorkerSite>(shared_from_this(), definition, std::move(of_site),
+                                      std::move(spec));
+}
+
+using WorkerHandle = Handle<WorkerCallee>;
+
+// For Python's cycle collector, as PyCallee's handle in gate.cc.
+int traverse_worker(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  WorkerCallee& callee = *nb::inst_ptr<WorkerHandle>(self)->callee;
+  if (callee.weak_from_this().use_count() != 1) return 0;
+  for (const LateReference* held : {&callee.start, &callee.describe, &callee.failed})
+    Py_VISIT(held->get());
+  return 0;
+}
+
+int clear_worker(PyObject* self) {
+  WorkerCallee& callee = *nb::inst_ptr<WorkerHandle>(self)->callee;
+  if (callee.weak_from_this().use_count() != 1) return 0;
+  for (LateReference* held : {&callee.start, &callee.describe, &callee.failed}) {
+    LateReference none = late(nb::none());
+    std::swap(*held, none);
+    Py_XDECREF(none.release());
+  }
+  return 0;
+}
+
+PyType_Slot worker_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_worker)},
+                              {Py_tp_clear, reinterpret_cast<void*>(&clear_worker)},
+                              {0, nullptr}};
+
+nb::dict stats_of_workers(const WorkerHandle& handle) {
+  const SharedCounters& kept = handle.callee->counters;
+  auto now = [](const std::atomic<std::int64_t>& count) {
+    return count.load(std::memory_order_relaxed);
+  };
+  return dict_of("calls", now(kept.calls), "errors", now(kept.errors), "bytes", now(kept.bytes),
+                 "python_ns", now(kept.python_ns), "gil_wait_ns", 0);
+}
+
+}  // namespace
+
+void bind_workers(nb::module_& module) {
+  nb::class_<PoolHandle>(module, "WorkerPool", "Worker processes, and who waits for them.")
+      .def(
+          "__init__",
+          [](PoolHandle* self, std::vector<std::string> command,
+             std::vector<std::string> environment, const nb::bytes& start, std::size_t workers) {
+            new (self) PoolHandle({std::move(command), std::move(environment),
+                                   std::string(start.c_str(), start.size()), workers});
+          },
+          nb::arg("command"), nb::arg("environment"), nb::arg("start"), nb::arg("workers"))
+      .def("pids",
+           [](const PoolHandle& h) {
+             std::vector<int> pids;
+             for (pid_t pid : h.pool->pids()) pids.push_back(static_cast<int>(pid));
+             return pids;
+           })
+      .def("replaced", [](const PoolHandle& h) { return h.pool->replaced(); })
+      .def("closed", [](const PoolHandle& h) { return h.pool->closed(); })
+      .def(
+          "close",
+          [](const PoolHandle& h, double seconds) {
+            without_gil([&] { h.pool->shut_down(seconds_of(seconds)); });
+          },
+          nb::arg("seconds"), "Ends the workers; what they run has so long to end by itself.");
+  bind_handle<WorkerHandle>(module, "WorkerCallee", nb::type_slots(worker_slots),
+                            "The runtime's handle on a callable of worker processes, by name.")
+      .def(
+          "__init__",
+          [](WorkerHandle* self, std::string name, nb::object start, nb::object describe,
+             nb::object failed, double timeout, int retries, bool in_order, bool by_lane) {
+            new (self) WorkerHandle(std::make_shared<WorkerCallee>(
+                std::move(name), std::move(start), std::move(describe), std::move(failed),
+                WorkerOptions{seconds_of(timeout), retries, in_order, by_lane}));
+          },
+          nb::arg("name"), nb::kw_only(), nb::arg("start"), nb::arg("describe"), nb::arg("failed"),
+          nb::arg("timeout"), nb::arg("retries"), nb::arg("in_order"), nb::arg("by_lane"))
+      .def("stats", &stats_of_workers);
+}
+
+}  // namespace callgate::bindings

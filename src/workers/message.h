@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Some lanes of a call on their way into a worker's memory, and their results on the way back.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/call.h"
+#include "core/lanes.h"
+#include "workers/pool.h"
+
+namespace callgate {
+
+// What a worker is to know before it runs something, by a number that no other of the process has.
+struct Definition {
+  std::uint64_t id = 0;
+  std::uint64_t of = 0;  // the definition that this one builds on, or 0
+  std::string bytes;
+};
+
+// Lanes first, first + step, ...
+struct Piece {
+  std::int64_t first = 0, count = 0, step = 1;
+  int tries = 0;  // that have failed, as their workers ended
+};
+
+// The arrays of a call, lane by lane. Borrows all of it.
+class LaneArrays {
+ public:
+  // `lanes` are null for a call without batch levels.
+  LaneArrays(const Call& call, const Lanes* lanes) : call_(call), lanes_(lanes) {}
+
+  std::int64_t count() const noexcept { return lanes_ == nullptr ? 1 : lanes_->count(); }
+  std::size_t bytes_of_lane() const;
+
+  // Writes the request for a piece into the memory of a worker that the caller has taken, and wakes
+  // the worker, which adds to the event count `claim.number` when it has answered. The worker need
+  // not keep the definitions `forgotten`. Throws Error where there is no memory.
+  void ask(Worker& worker, const Piece& piece, std::span<const Definition* const> definitions,
+           std::span<const std::uint64_t> forgotten, const Claim& claim, bool check_writes) const;
+  // Copies the results of a piece that the worker has run.
+  void take_results(const Worker& worker, const Piece& piece) const;
+
+ private:
+  struct Sources;
+
+  ArrayView of_lane(const ArrayView& whole) const noexcept;
+
+  const Call& call_;
+  const Lanes* lanes_;
+};
+
+}  // namespace callgate

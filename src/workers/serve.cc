@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// See the header.
+#include "workers/serve.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/system.h"
+#include "workers/memory.h"
+#include "workers/protocol.h"
+
+namespace callgate {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Ends the process at once when its parent has ended: nobody waits for it any more. The other end
+// of the socket is the parent's alone, and is closed with it; where a fork's child of the parent
+// holds on to that end, the parent's number tells.
+void end_with_parent(int socket, pid_t parent) {
+  name_thread("callgate-parent");
+  for (;;) {
+    pollfd watched{socket, POLLIN, 0};
+    int ready = poll(&watched, 1, /*milliseconds=*/1000);
+    char byte = 0;
+    bool closed = ready == 1 && recv(socket, &byte, 1, MSG_DONTWAIT) == 0;
+    if (closed || getppid() != parent) _exit(0);
+  }
+}
+
+// Not one of the program's: no signal is handled on it.
+void start_watching(int socket, pid_t parent) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread(end_with_parent, socket, parent).detach();
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+class Server {
+ public:
+  Server(const ServeOptions& options, Served& served)
+      : memory_(options.memory, kMessages),
+        calls_(options.calls, sizeof(CallEvents)),
+        socket_(options.parent_socket),
+        served_(served) {}
+
+  void run() {
+    for (;;) {
+      next();
+      memory_.follow(control_of(memory_).bytes);
+      const RequestKind kind = request_of(memory_).kind;
+      if (kind == RequestKind::kStop) return;
+      reply_ = {};
+      try {
+        if (kind == RequestKind::kStart) start();
+        if (kind == RequestKind::kRun) answer();
+      } catch (const Raised& raised) {
+        fail(raised.raised);
+      }
+      control_of(memory_).reply = reply_;
+      // Release: who sees it sees the reply and the results.
+      control_of(memory_).answered.store(seen_, std::memory_order_release);
+      if (kind == RequestKind::kStart) {
+        (void)send(socket_.get(), "R", 1, MSG_NOSIGNAL);
+      } else {
+        (*at<CallEvents>(calls_.data(), 0))[control_of(memory_).call].add();
+      }
+    }
+  }
+
+ private:
+  // Waits for the next request: awake for a moment, as one often follows the other.
+  void next() {
+    EventCount& requests = control_of(memory_).requests;
+    constexpr auto kAwake = std::chrono::microseconds(40);
+    for (auto end = Clock::now() + kAwake; requests.now() == seen_ && Clock::now() < end;)
+      pause_briefly();
+    while (requests.now() == seen_) requests.wait(seen_, std::chrono::seconds(60));
+    seen_ = requests.now();
+  }
+
+  static void pause_briefly() noexcept {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#endif
+  }
+
+  std::string_view text(const Extent& extent) const {
+    return {at<char>(memory_.data(), extent.offset), static_cast<std::size_t>(extent.bytes)};
+  }
+
+  void start() {
+    reply_.kind = ReplyKind::kUndefined;
+    served_.start(text(request_of(memory_).text));
+    reply_.kind = ReplyKind::kDone;
+  }
+
+  void answer() {
+    const Request request = request_of(memory_);
+    std::byte* base = memory_.data();
+    for (std::uint32_t i = 0; i < request.forgotten; ++i)
+      served_.forget(at<std::uint64_t>(base, request.forgotten_ids)[i]);
+    reply_.kind = ReplyKind::kUndefined;
+    for (std::uint32_t i = 0; i < request.definitions; ++i) {
+      const auto& head = at<DefinitionHead>(base, request.definition_heads)[i];
+      served_.define(head.id, head.of, text(head.bytes));
+    }
+    served_.check_writes(request.check_writes != 0);
+    reply_.kind = ReplyKind::kRaised;
+    control_of(memory_).running.store(seen_, std::memory_order_relaxed);  // orders nothing
+    const auto begin = Clock::now();
+    run_lanes(request, base);
+    reply_.nanoseconds = std::chrono::nanoseconds(Clock::now() - begin).count();
+    reply_.kind = ReplyKind::kDone;
+  }
+
+  void run_lanes(const Request& request, std::byte* base) {
+    const std::size_t operands = request.operands, all = operands + request.results;
+    views_.resize(all);
+    const auto* heads = at<ArrayHead>(base, request.arrays);
+    for (std::size_t i = 0; i < all; ++i)
+      views_[i] = {base + heads[i].data, at<std::int64_t>(base, heads[i].dims), heads[i].rank,
+                   static_cast<DType>(heads[i].dtype)};
+    const std::span<ArrayView> inputs = std::span(views_).first(operands);
+    const std::span<ArrayView> outputs = std::span(views_).subspan(operands);
+    CallContext context;
+    context.device = request.device;
+    context.run = request.run;
+    const auto* places = at<std::uint64_t>(base, request.places);
+    for (std::uint64_t lane = 0; lane < request.lanes; ++lane) {
+      for (ArrayView& view : inputs) view.data = base + *places++;
+      reply_.lane = request.first + static_cast<std::int64_t>(lane) * request.step;
+      served_.run(request.site, Call{inputs, outputs, context}, reply_.lane);
+      for (ArrayView& view : outputs)
+        view.data = static_cast<std::byte*>(view.data) + view.nbytes();
+    }
+  }
+
+  // Behind the request, which nobody needs any more: from where messages begin.
+  void fail(const std::string& raised) {
+    constexpr std::size_t kPlace = kMessages + sizeof(Request);
+    memory_.grow(kPlace + raised.size());
+    std::memcpy(memory_.data() + kPlace, raised.data(), raised.size());
+    control_of(memory_).bytes = memory_.size();
+    reply_.raised = {kPlace, raised.size()};
+  }
+
+  SharedMemory memory_, calls_;
+  Descriptor socket_;
+  Served& served_;
+  std::uint32_t seen_ = 0;
+  Reply reply_;
+  std::vector<ArrayView> views_;
+};
+
+}  // namespace
+
+void serve(const ServeOptions& options, Served& served) {
+  start_watching(options.parent_socket, options.parent);
+  Server(options, served).run();
+}
+
+}  // namespace callgate

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The worker's side: answers requests until it is told to stop, or its parent is gone.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "core/call.h"
+
+namespace callgate {
+
+// What a worker's function has raised, in the form in which its parent gets it.
+struct Raised : std::runtime_error {
+  explicit Raised(const std::string& bytes) : std::runtime_error("raised"), raised(bytes) {}
+  std::string raised;
+};
+
+// What a worker does; each may throw Raised. On one thread, one after the other.
+class Served {
+ public:
+  virtual ~Served() = default;
+  virtual void start(std::string_view text) = 0;
+  // `of` is another definition's id, or 0.
+  virtual void define(std::uint64_t id, std::uint64_t of, std::string_view bytes) = 0;
+  virtual void forget(std::uint64_t id) noexcept = 0;
+  // One lane's call.
+  virtual void run(std::uint64_t site, const Call& call, std::int64_t lane) = 0;
+  virtual void check_writes(bool on) = 0;
+};
+
+// What the pool tells a worker on its command line.
+struct ServeOptions {
+  int memory = -1, calls = -1, parent_socket = -1;  // descriptors, which it takes over
+  pid_t parent = 0;
+};
+
+// Returns when the pool is closed. When the parent ends in another way, the process does.
+void serve(const ServeOptions& options, Served& served);
+
+}  // namespace callgate

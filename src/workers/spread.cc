@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+// See the header.
+#include "workers/spread.h"
+
+#include <algorithm>
+#include <deque>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/lifecycle.h"
+#include "core/lifetime.h"
+
+namespace callgate {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Kind = WorkerFailure::Kind;
+using std::chrono::nanoseconds;
+
+constexpr std::int64_t kPieceTime = 200'000;  // ns; to hand a piece out takes a twentieth of it
+constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
+constexpr auto kAwake = std::chrono::microseconds(30);
+constexpr auto kNap = std::chrono::milliseconds(100);  // after which it looks for Ctrl-C
+constexpr auto kGrace = std::chrono::seconds(1);       // for what runs when Ctrl-C comes
+
+class Spread : Immovable {
+ public:
+  Spread(Pool& pool, const SpreadOptions& options, const Call& call, const Lanes* lanes,
+         LaneTime& lane_time)
+      : pool_(pool),
+        options_(options),
+        arrays_(call, lanes),
+        run_(call.context.run),
+        lane_time_(lane_time),
+        most_lanes_(static_cast<std::int64_t>(
+            std::max<std::size_t>(kPieceBytes / (arrays_.bytes_of_lane() + 1), 1))) {
+    plan();
+    pool_.open(claim_);
+  }
+  ~Spread() {
+    for (Flight& flight : flights_) (void)pool_.give_up(flight.worker);
+    for (const WorkerPointer& worker : spare_) pool_.give_back(worker);
+    pool_.close(claim_);
+  }
+
+  void run() {
+    for (;;) {
+      const std::uint32_t seen = claim_.events->now();
+      collect();
+      ask_for_workers();
+      hand_out();
+      if (flights_.empty() && (failure_ || left_ == 0)) break;
+      wait(seen);
+    }
+    if (failure_) throw *failure_;
+  }
+
+ private:
+  struct Flight {
+    WorkerPointer worker;
+    Piece piece;
+  };
+  // Lanes that any worker may run, or those of one.
+  struct Queue {
+    int index = Pool::kAny;
+    std::deque<Piece> pieces;
+    std::int64_t lanes = 0;   // in them
+    std::size_t workers = 0;  // that run them, or are asked for
+  };
+
+  void plan() {
+    left_ = arrays_.count();
+    queues_.resize(options_.by_lane ? pool_.workers() : 1);
+    if (!options_.by_lane) return add(queues_[0], {0, left_, 1, 0});
+    const auto workers = static_cast<std::int64_t>(pool_.workers());
+    for (std::int64_t lane = 0; lane < std::min(workers, left_); ++lane) {
+      const auto index = static_cast<std::size_t>((options_.first_lane + lane) % workers);
+      queues_[index].index = static_cast<int>(index);
+      add(queues_[index], {lane, (left_ - lane + workers - 1) / workers, workers, 0});
+    }
+  }
+
+  static void add(Queue& queue, const Piece& piece) {
+    if (piece.count > 0) queue.pieces.push_front(piece);
+    queue.lanes += piece.count;
+  }
+  Queue& queue_of(const WorkerPointer& worker) {
+    return queues_[options_.by_lane ? static_cast<std::size_t>(worker->index) : 0];
+  }
+
+  // --- Answers
+
+  void collect() {
+    for (std::size_t i = 0; i < flights_.size();) {
+      const WorkerControl& control = control_of(flights_[i].worker->memory);
+      // Acquire: the reply and the results are there.
+      const bool answered =
+          control.answered.load(std::memory_order_acquire) == flights_[i].worker->asked;
+      std::optional<WorkerFailure> end;
+      if (!answered) end = pool_.end_of(flights_[i].worker);
+      if (!answered && !end) {
+        ++i;
+        continue;
+      }
+      Flight flight = std::move(flights_[i]);
+      flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(i));
+      if (answered) {
+        settle(flight);
+      } else {
+        --queue_of(flight.worker).workers;
+        lost(flight, std::move(*end));
+      }
+    }
+  }
+
+  void settle(const Flight& flight) {
+    const Reply& reply = control_of(flight.worker->memory).reply;
+    if (reply.kind == ReplyKind::kDone) {
+      arrays_.take_results(*flight.worker, flight.piece);
+      left_ -= flight.piece.count;
+      learn(reply.nanoseconds / std::max<std::int64_t>(flight.piece.count, 1));
+    } else {
+      raised(flight, reply.kind == ReplyKind::kUndefined);
+    }
+    // Others come first, where they wait.
+    if (queue_of(flight.worker).lanes > 0 && !pool_.contended())
+      spare_.push_back(flight.worker);
+    else
+      give_back(flight.worker);
+  }
+
+  void give_back(const WorkerPointer& worker) {
+    --queue_of(worker).workers;
+    pool_.give_back(worker);
+  }
+
+  void raised(const Flight& flight, bool undefined) {
+    Worker& worker = *flight.worker;
+    if (undefined)
+      for (const Definition* definition : options_.definitions) worker.known.erase(definition->id);
+    WorkerFailure why(undefined ? Kind::kUndefined : Kind::kRaised, "a worker's function failed");
+    worker.memory.follow(control_of(worker.memory).bytes);
+    const Reply& reply = control_of(worker.memory).reply;
+    why.worker = worker.index;
+    why.raised = {at<char>(worker.memory.data(), reply.raised.offset), reply.raised.bytes};
+    why.lane = undefined ? 0 : reply.lane;
+    fail(std::move(why));
+  }
+
+  // The failure of the first lane is what a loop would have met.
+  void fail(WorkerFailure why) {
+    if (!failure_ || why.lane < failure_->lane) failure_ = std::move(why);
+    drop_rest();
+  }
+  void drop_rest() {
+    for (Queue& queue : queues_) {
+      queue.pieces.clear();
+      queue.lanes = 0;
+    }
+  }
+
+  void lost(const Flight& flight, WorkerFailure why) {
+    // A worker that ended before it ran any of the lanes did so for reasons of its own: once more
+    // does no harm, whatever the function does.
+    const int retries = runs(flight) ? options_.retries : std::max(options_.retries, 1);
+    Piece piece = flight.piece;
+    if (!failure_ && why.kind == Kind::kEnded && ++piece.tries <= retries)
+      return add(queue_of(flight.worker), piece);
+    why.lane = piece.first;
+    fail(std::move(why));
+  }
+
+  void learn(std::int64_t lane) {
+    const std::int64_t before = lane_time_.load(std::memory_order_relaxed);  // see LaneTime
+    lane_time_.store(std::max<std::int64_t>(before == 0 ? lane : (before + lane) / 2, 1),
+                     std::memory_order_relaxed);
+  }
+
+  // --- Requests
+
+  // As many as could run something now.
+  void ask_for_workers() {
+    for (Queue& queue : queues_) {
+      const std::size_t most = options_.by_lane || options_.in_order ? 1 : pool_.workers();
+      auto useful = std::min(most, queue.workers + static_cast<std::size_t>(queue.lanes));
+      for (; queue.workers < useful && queue.lanes > 0; ++queue.workers)
+        pool_.want(claim_, queue.index);
+    }
+  }
+
+  void hand_out() {
+    try {
+      for (WorkerPointer& worker : pool_.granted(claim_)) spare_.push_back(std::move(worker));
+    } catch (WorkerFailure& refused) {
+      fail(std::move(refused));
+    }
+    while (!spare_.empty()) {
+      const WorkerPointer worker = spare_.back();
+      Queue& queue = queue_of(worker);
+      if (queue.lanes == 0) {
+        spare_.pop_back();
+        give_back(worker);
+        continue;
+      }
+      const Piece piece = take_piece(queue);
+      arrays_.ask(*worker, piece, options_.definitions, pool_.forgotten(*worker), claim_,
+                  options_.check_writes);
+      flights_.push_back({worker, piece});
+      spare_.pop_back();
+    }
+  }
+
+  Piece take_piece(Queue& queue) const {
+    Piece& front = queue.pieces.front();
+    Piece piece = front;
+    piece.count = std::min({front.count, most_lanes_, piece_size(queue)});
+    front.first += piece.count * piece.step;
+    front.count -= piece.count;
+    queue.lanes -= piece.count;
+    if (front.count == 0) queue.pieces.pop_front();
+    return piece;
+  }
+
+  // A part of what is left, so that all end at once; but as many lanes as are worth a message.
+  std::int64_t piece_size(const Queue& queue) const {
+    if (options_.by_lane || options_.in_order) return queue.lanes;
+    const auto workers = static_cast<std::int64_t>(pool_.workers());
+    auto part = [&](std::int64_t parts) { return (queue.lanes + parts - 1) / parts; };
+    const std::int64_t lane = lane_time_.load(std::memory_order_relaxed);  // see LaneTime
+    if (lane == 0) return part(4 * workers);
+    return std::max(part(2 * workers), std::min(kPieceTime / lane + 1, part(workers)));
+  }
+
+  // --- Waiting
+
+  void wait(std::uint32_t seen) {
+    const auto begin = Clock::now();
+    if (lane_time_.load(std::memory_order_relaxed) < kPieceTime)  // see LaneTime
+      while (Clock::now() < begin + kAwake)
+        if (claim_.events->now() != seen) return;
+    nanoseconds nap = kNap;
+    if (options_.timeout.count() > 0 && running())
+      nap = std::clamp<nanoseconds>(*begin_ + options_.timeout - begin, nanoseconds(1), kNap);
+    claim_.events->wait(seen, nap);
+    if (claim_.events->now() != seen) return;
+    if (options_.timeout.count() > 0 && running() && Clock::now() > *begin_ + options_.timeout)
+      end_overdue();
+    if (Interrupts::ends(run_)) end_interrupted();
+  }
+
+  // Whether a worker has begun with the call's lanes: what it takes to load them doesn't count.
+  bool running() {
+    if (!begin_ && std::ranges::any_of(flights_, runs)) begin_ = Clock::now();
+    return begin_.has_value();
+  }
+  static bool runs(const Flight& flight) noexcept {
+    const Worker& worker = *flight.worker;
+    // Relaxed: it orders nothing.
+    return control_of(worker.memory).running.load(std::memory_order_relaxed) == worker.asked;
+  }
+
+  void end_overdue() {
+    if (flights_.empty()) return;  // it waits for workers, which others have
+    WorkerFailure why(Kind::kOverdue, "a worker process took longer than the timeout");
+    why.worker = flights_.front().worker->index;
+    why.lane = flights_.front().piece.first;
+    for (Flight& flight : std::exchange(flights_, {})) {
+      std::string said = pool_.give_up(flight.worker);
+      if (flight.worker->index == why.worker) why.said = std::move(said);
+      --queue_of(flight.worker).workers;
+    }
+    fail(std::move(why));
+  }
+
+  void end_interrupted() {
+    drop_rest();
+    if (!interrupted_) interrupted_ = Clock::now();
+    if (flights_.empty() || Clock::now() > *interrupted_ + kGrace)
+      throw WorkerFailure(Kind::kInterrupted, "Ctrl-C ended the program");
+  }
+
+  Pool& pool_;
+  const SpreadOptions& options_;
+  const LaneArrays arrays_;
+  const std::int64_t run_;
+  LaneTime& lane_time_;
+  const std::int64_t most_lanes_;  // of a piece
+  std::optional<Clock::time_point> begin_, interrupted_;
+
+  Claim claim_;
+  std::int64_t left_ = 0;  // lanes without results
+  std::vector<Queue> queues_;
+  std::vector<Flight> flights_;
+  std::vector<WorkerPointer> spare_;  // granted, with nothing to do yet
+  std::optional<WorkerFailure> failure_;
+};
+
+}  // namespace
+
+void spread(Pool& pool, const SpreadOptions& options, const Call& call, const Lanes* lanes,
+            LaneTime& lane_time) {
+  Spread(pool, options, call, lanes, lane_time).run();
+}
+
+}  // namespace callgate

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// A pool's own thread: starts workers, hears what they say, and notices their ends.
+#include <poll.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/system.h"
+#include "workers/pool.h"
+
+namespace callgate {
+namespace {
+
+using Kind = WorkerFailure::Kind;
+using State = Worker::State;
+using Clock = std::chrono::steady_clock;
+
+// How long a worker that is given up may take to say where it stands.
+constexpr auto kLastWords = std::chrono::milliseconds(150);
+
+std::pair<Descriptor, Descriptor> make_sockets() {
+  std::array<int, 2> ends{-1, -1};
+  if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) != 0)
+    throw system_error("a socket to a worker process");
+  for (int end : ends) fcntl(end, F_SETFD, FD_CLOEXEC);
+  return {Descriptor(ends[0]), Descriptor(ends[1])};
+}
+
+void ask_to_start(Worker& worker, const std::string& text) {
+  constexpr std::size_t kPlace = kMessages + sizeof(Request);
+  worker.memory.grow(kPlace + text.size());
+  Request request;
+  request.kind = RequestKind::kStart;
+  request.text = {kPlace, text.size()};
+  request_of(worker.memory) = request;
+  std::memcpy(worker.memory.data() + kPlace, text.data(), text.size());
+  control_of(worker.memory).bytes = worker.memory.size();
+  control_of(worker.memory).requests.add();
+  worker.asked = 1;
+}
+
+}  // namespace
+
+void Pool::supervise() {
+  name_thread("callgate-procs");
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    start_missing(lock);
+    if (closing_ && all_gone()) return;
+    std::vector<WorkerPointer> watched;
+    bool hurry = false;
+    for (const WorkerPointer& worker : workers_) {
+      if (!worker) continue;
+      watched.push_back(worker);
+      hurry |= worker->doomed || worker->process->ended_descriptor() < 0;
+    }
+    lock.unlock();
+    wait_for_news(watched, hurry);
+    for (const WorkerPointer& worker : watched) look_at(worker);
+    lock.lock();
+  }
+}
+
+void Pool::start_missing(std::unique_lock<std::mutex>& lock) {
+  for (std::size_t index = 0; index < workers_.size(); ++index) {
+    if (workers_[index] || failed_[index] || closing_) continue;
+    lock.unlock();
+    WorkerPointer made;
+    std::optional<WorkerFailure> why;
+    try {
+      made = start(index);
+    } catch (const std::exception& error) {
+      why.emplace(Kind::kNotStarted, error.what());
+      why->worker = static_cast<int>(index);
+    }
+    lock.lock();
+    workers_[index] = std::move(made);
+    failed_[index] = std::move(why);
+    if (failed_[index]) grant();
+  }
+}
+
+WorkerPointer Pool::start(std::size_t index) const {
+  auto worker = std::make_shared<Worker>(index);
+  ask_to_start(*worker, options_.start);
+  auto [ours, theirs] = make_sockets();
+  const std::vector<int> passed{worker->memory.file(), events_.file(), theirs.get()};
+  std::vector<std::string> command = options_.command;
+  for (int number : passed) command.push_back(std::to_string(number));
+  command.push_back(std::to_string(getpid()));
+  command.push_back(std::to_string(index));
+  worker->process = std::make_unique<ChildProcess>(command, options_.environment, passed);
+  worker->socket = std::move(ours);
+  return worker;
+}
+
+// Returns when a worker has said something, come up or ended, or wake() was called.
+void Pool::wait_for_news(const std::vector<WorkerPointer>& watched, bool hurry) const {
+  std::vector<pollfd> all{{woken_.get(), POLLIN, 0}};
+  for (const WorkerPointer& worker : watched) {
+    all.push_back({worker->process->ended_descriptor(), POLLIN, 0});
+    all.push_back({worker->process->said_descriptor(), POLLIN, 0});
+    all.push_back({worker->socket.get(), POLLIN, 0});
+  }
+  (void)poll(all.data(), all.size(), hurry ? 10 : -1);
+  std::array<char, 64> woken;
+  while (read(woken_.get(), woken.data(), woken.size()) > 0) {
+  }
+}
+
+void Pool::look_at(const WorkerPointer& worker) {
+  worker->process->read_said();
+  if (worker->socket.open()) {
+    char byte = 0;
+    const ssize_t count = recv(worker->socket.get(), &byte, 1, MSG_DONTWAIT);
+    if (count == 1) started(worker);
+    if (count == 0) worker->socket.reset();  // it is about to end
+  }
+  bool doomed = false, asks = false;
+  {
+    std::lock_guard lock(mutex_);
+    doomed = worker->doomed;
+    // A worker that is up writes where its threads stand (python/callgate/_workers/worker.py).
+    asks = !closing_ && worker->state == State::kTaken;
+  }
+  if (doomed && !worker->asked_where) {
+    worker->asked_where = Clock::now();
+    worker->process->kill(asks ? SIGUSR1 : SIGKILL);
+  } else if (doomed && Clock::now() > *worker->asked_where + kLastWords) {
+    worker->process->kill(SIGKILL);
+  }
+  if (auto how = worker->process->poll()) {
+    worker->process->read_said();
+    ended(worker, *how);
+  }
+}
+
+void Pool::started(const WorkerPointer& worker) {
+  std::lock_guard lock(mutex_);
+  const Reply& reply = control_of(worker->memory).reply;
+  if (reply.kind == ReplyKind::kDone) {
+    if (closing_) return stop(*worker);
+    worker->state = State::kIdle;
+    idle_.push_back(worker);
+  } else {
+    worker->memory.follow(control_of(worker->memory).bytes);
+    WorkerFailure why(Kind::kNotStarted, "a worker process could not start");
+    why.worker = worker->index;
+    why.pid = worker->process->pid();
+    why.raised = {at<char>(worker->memory.data(), reply.raised.offset), reply.raised.bytes};
+    why.said = worker->process->said();
+    failed_[static_cast<std::size_t>(worker->index)] = std::move(why);
+    worker->doomed = true;
+  }
+  grant();
+}
+
+void Pool::ended(const WorkerPointer& worker, Ended how) {
+  std::lock_guard lock(mutex_);
+  const auto index = static_cast<std::size_t>(worker->index);
+  WorkerFailure why(closing_ ? Kind::kClosed : Kind::kEnded, "a worker process has ended");
+  why.worker = worker->index;
+  why.pid = worker->process->pid();
+  why.how = how;
+  why.said = worker->process->said();
+  if (worker->state == State::kStarting && !worker->doomed) {
+    why.kind = Kind::kNotStarted;
+    failed_[index] = why;
+  } else if (!closing_ && !failed_[index]) {
+    ++replaced_;
+  }
+  worker->end = std::move(why);
+  worker->state = State::kGone;
+  if (worker->owner != nullptr) worker->owner->add();
+  std::erase(idle_, worker);
+  workers_[index].reset();
+  changed_.notify_all();
+  grant();
+}
+
+}  // namespace callgate

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// See the header.
+#include "test_worker.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include "workers/serve.h"
+
+namespace callgate::fake {
+namespace {
+
+constexpr const char* kMark = "CALLGATE_TEST_WORKER";
+
+class TestServed final : public Served {
+ public:
+  void start(std::string_view text) override {
+    if (text == "fail") throw Raised("no start");
+    if (text == "exit") _exit(7);
+  }
+  void define(std::uint64_t id, std::uint64_t /*of*/, std::string_view bytes) override {
+    if (bytes == "undefined") throw Raised("no definition");
+    ++defined_;
+    texts_[id] = bytes;
+  }
+  void forget(std::uint64_t id) noexcept override { texts_.erase(id); }
+  void check_writes(bool /*on*/) override {}
+
+  void run(std::uint64_t site, const Call& call, std::int64_t lane) override {
+    const std::string text = texts_.at(site);
+    const std::string word = text.substr(0, text.find(' '));
+    const double number = std::atof(text.substr(std::min(text.size(), word.size())).c_str());
+    if (word == "sleep") std::this_thread::sleep_for(std::chrono::duration<double>(number));
+    if (word == "exit") {
+      std::fprintf(stderr, "last words\n");
+      _exit(static_cast<int>(number));
+    }
+    if (word == "kill") kill(getpid(), static_cast<int>(number));
+    if (word == "raise" && lane >= static_cast<std::int64_t>(number))
+      throw Raised(std::string(1 << 17, 'x') + " in lane " + std::to_string(lane));
+    double value = 0;
+    if (word == "pid") value = getpid();
+    if (word == "lane") value = static_cast<double>(lane);
+    if (word == "known") value = static_cast<double>(texts_.size());
+    if (word == "defined") value = defined_;
+    for (const ArrayView& result : call.results)
+      for (std::size_t i = 0; i < result.size(); ++i) {
+        auto* to = static_cast<double*>(result.data) + i;
+        *to = word == "double" ? 2 * static_cast<const double*>(call.operands[0].data)[i] : value;
+      }
+  }
+
+ private:
+  std::map<std::uint64_t, std::string> texts_;
+  int defined_ = 0;
+};
+
+// Before main(), where this is a worker: glibc tells the arguments.
+__attribute__((constructor)) void run_worker(int count, char** arguments) {
+  if (std::getenv(kMark) == nullptr || count < 6) return;
+  auto number = [&](int i) { return std::atoi(arguments[i]); };
+  TestServed served;
+  serve({number(1), number(2), number(3), number(4)}, served);
+  _exit(0);
+}
+
+}  // namespace
+
+std::shared_ptr<Pool> make_pool(std::size_t workers, const std::string& start) {
+  PoolOptions options;
+  options.command = {"/proc/self/exe"};
+  options.environment = {std::string(kMark) + "=1", "ASAN_OPTIONS=detect_leaks=0"};
+  options.start = start;
+  options.workers = workers;
+  return Pool::make(std::move(options));
+}
+
+Definition make_definition(const std::string& text) {
+  static std::uint64_t next = 1;
+  return {next++, 0, text};
+}
+
+}  // namespace callgate::fake

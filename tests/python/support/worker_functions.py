@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions and classes that tests run in worker processes, which import them from here."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+
+def pid(x: Any) -> Any:
+  del x
+  return np.int32(os.getpid())
+
+
+def slow_pid(x: Any) -> Any:
+  time.sleep(float(x))
+  return np.int32(os.getpid())
+
+
+def die(x: Any) -> Any:
+  """Ends its process by the signal x, or with the exit code -x."""
+  print("last words", file=sys.stderr, flush=True)
+  if x < 0:
+    os._exit(int(-x))
+  os.kill(os.getpid(), int(x))
+  time.sleep(60)
+  return x
+
+
+def sleep(x: Any) -> Any:
+  time.sleep(float(x))
+  return x
+
+
+class Unpicklable(Exception):
+  """One whose pickle can't be made again."""
+
+  def __init__(self, one: int, two: int) -> None:
+    super().__init__(f"{one} and {two}")
+
+
+class Fails:
+  def __init__(self) -> None:
+    raise ValueError("no object")
+
+  def __call__(self, x: Any) -> Any:
+    return x
+
+
+class Counter:
+  """Counts its calls; where it is one a lane, each lane's."""
+
+  def __init__(self, start: int = 0) -> None:
+    self.count = start
+
+  def __call__(self, x: Any) -> Any:
+    self.count += 1
+    return np.float32(x + self.count)
+
+  def step(self, x: Any, y: Any) -> Any:
+    self.count += 10
+    return {"count": np.int32(self.count), "sum": np.float32(x + y)}
+
+  def where(self, x: Any) -> Any:
+    del x
+    return np.int32(os.getpid())

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates that executors run: lanes in pieces, results in their places, failures as they were."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import worker_functions
+from transformation_table import PAIRS, assert_chains_agree, on_host, reference
+
+import callgate as cg
+
+INT = jax.ShapeDtypeStruct((), np.int32)
+KINDS = ("threads", "processes", "loky")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
+  if request.param == "threads":
+    made = concurrent.futures.ThreadPoolExecutor(2)
+  elif request.param == "processes":
+    spawn = multiprocessing.get_context("spawn")
+    made = concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn)
+  else:
+    made = pytest.importorskip("loky").get_reusable_executor(2, timeout=600)
+  with made:
+    yield made
+
+
+def test_transformations_agree_with_jax(executor: Any) -> None:
+  make = lambda effect: cg.gate(on_host, like=reference, effect=effect, run_on=executor)
+  assert_chains_agree(random.Random(1).sample(PAIRS, 12), make=make)
+  assert_chains_agree(random.Random(2).sample(PAIRS, 4), "io", make)
+  assert_chains_agree(random.Random(3).sample(PAIRS, 4), "ordered", make)
+
+
+@pytest.mark.parametrize("lanes", [0, 1, 2, 33])
+def test_lanes_come_back_in_their_places(lanes: int, executor: Any) -> None:
+  gate = cg.gate(lambda x, y: (x + y, -x), out=lambda x, y: (x, x), run_on=executor)
+  x = jnp.arange(lanes, dtype=jnp.float32)
+  for _ in range(2):
+    both = jax.jit(jax.vmap(gate, (0, None)))(x, 2.0)
+    np.testing.assert_array_equal(both[0], x + 2)
+    np.testing.assert_array_equal(both[1], -x)
+
+
+def test_pytrees_static_arguments_and_results_in_place(executor: Any) -> None:
+  tree = cg.gate(
+    lambda t, *, k: {"sum": t["a"] + k * t["b"]}, out=lambda t, *, k: {"sum": t["a"]},
+    run_on=executor,
+  )  # fmt: skip
+  given = {"a": jnp.arange(3.0), "b": jnp.ones(3)}
+  np.testing.assert_array_equal(jax.jit(lambda t: tree(t, k=2))(given)["sum"], [2, 3, 4])
+
+  def write(out: Any, x: Any) -> None:
+    out[...] = x * 3
+
+  triple = cg.gate(write, out=lambda x: x, style="inplace", run_on=executor)
+  np.testing.assert_array_equal(jax.jit(jax.vmap(triple))(jnp.arange(4.0)), 3 * jnp.arange(4.0))
+
+
+def test_the_first_lane_that_fails_is_told(executor: Any) -> None:
+  def fail(x: Any) -> Any:
+    if x >= 3:
+      raise ValueError(f"lane {int(x)}")
+    return x
+
+  program = jax.jit(jax.vmap(cg.gate(fail, out=lambda x: x, run_on=executor)))
+  with pytest.raises(ValueError, match=r"^lane 3$"), cg.errors():
+    jax.block_until_ready(program(jnp.arange(20.0)))
+  np.testing.assert_array_equal(program(jnp.zeros(2)), jnp.zeros(2))
+
+
+def test_results_are_checked_as_elsewhere(executor: Any) -> None:
+  gate = cg.gate(lambda x: x[:1], out=lambda x: x, run_on=executor)
+  with pytest.raises(TypeError, match=r"expected float32\[3\], got float32\[1\]"), cg.errors():
+    jax.block_until_ready(jax.jit(gate)(jnp.zeros(3)))
+
+
+def test_a_call_that_hangs_fails(executor: Any) -> None:
+  gate = cg.gate(worker_functions.sleep, out=lambda x: x, run_on=executor, timeout=0.2)
+  with pytest.raises(cg.GateTimeoutError, match=r"longer than its timeout, 0.2 s"), cg.errors():
+    jax.block_until_ready(jax.jit(gate)(1.5))
+
+
+def test_so_many_pieces_are_in_flight() -> None:
+  running, most, lock = 0, 0, threading.Lock()
+
+  def count(x: Any) -> Any:
+    nonlocal running, most
+    with lock:
+      running += 1
+      most = max(most, running)
+    time.sleep(0.02)
+    with lock:
+      running -= 1
+    return x
+
+  with concurrent.futures.ThreadPoolExecutor(8) as threads:
+    gate = cg.gate(count, out=lambda x: x, run_on=threads, in_flight=3)
+    jax.block_until_ready(jax.jit(jax.vmap(gate))(jnp.arange(30.0)))
+  assert most == 3
+
+
+def test_an_executor_that_breaks_is_told() -> None:
+  spawn = multiprocessing.get_context("spawn")
+  with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as executor:
+    gate = cg.gate(worker_functions.die, out=lambda x: x, run_on=executor)
+    with pytest.raises(concurrent.futures.process.BrokenProcessPool), cg.errors():
+      jax.block_until_ready(jax.jit(gate)(-1.0))
+
+
+def test_processes_of_an_executor_are_others() -> None:
+  spawn = multiprocessing.get_context("spawn")
+  with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as executor:
+    where = cg.gate(worker_functions.pid, out=INT, run_on=executor)
+    assert int(jax.jit(where)(1.0)) not in (0, os.getpid())
+
+
+def test_dask_runs_lanes() -> None:
+  distributed = pytest.importorskip("distributed")
+  cluster = distributed.LocalCluster(
+    n_workers=2, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
+  )
+  with cluster, distributed.Client(cluster) as client, client.get_executor() as executor:
+    where = cg.gate(worker_functions.slow_pid, out=INT, run_on=executor)
+    got = np.asarray(jax.jit(jax.vmap(where))(jnp.full(8, 0.1)))
+    assert len(set(got.tolist())) == 2
+    assert os.getpid() not in got
+
+
+# -- options
+@pytest.mark.parametrize(
+  ("options", "said"),
+  [
+    ({"run_on": "thread"}, "run_on: expected one of 'xla', 'own', 'processes'"),
+    ({"run_on": None}, "run_on: expected one of"),
+    ({"run_on": "processes", "thread": "own"}, "as thread='own' says, got 'processes'"),
+    ({"retries": 1}, "retries: expected run_on="),
+    ({"affinity": "lane"}, "affinity: expected run_on="),
+    ({"in_flight": 2}, "in_flight: expected run_on="),
+    ({"run_on": "processes", "style": "context"}, "expected style='return' or 'inplace'"),
+    ({"run_on": "processes", "arrays": "cupy"}, "arrays: expected one of 'numpy'"),
+    ({"run_on": "processes", "collective": True}, "expected collective=False"),
+    ({"run_on": "processes", "affinity": "worker"}, "affinity: expected one of 'lane'"),
+  ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str) -> None:
+  with pytest.raises(cg.GateDefinitionError) as caught:
+    cg.gate(lambda x: x, out=lambda x: x, **options)
+  assert said in str(caught.value)
