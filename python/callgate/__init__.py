@@ -18,6 +18,7 @@ from callgate._core.errors import (
   GateDefinitionError,
   GateError,
   GateTimeoutError,
+  HandleError,
   InputWriteError,
   KernelError,
   KernelFileError,
@@ -43,6 +44,9 @@ from callgate._kernel.numba.numba import numba
 from callgate._kernel.peers.kernel import kernel
 from callgate._loops.loops import fori_loop, scan, while_loop
 from callgate._loops.progress import Progress, progress
+from callgate._objects.collect import held
+from callgate._objects.handle import Handle
+from callgate._objects.hold import Hold, hold, use
 from callgate._runtime.barrier import barrier, errors
 from callgate._runtime.config import config
 from callgate._runtime.targets import export_checks
@@ -78,6 +82,9 @@ __all__ = [
   "GateDefinitionError",
   "GateError",
   "GateTimeoutError",
+  "Handle",
+  "HandleError",
+  "Hold",
   "InputWriteError",
   "Kernel",
   "KernelError",
@@ -110,6 +117,8 @@ __all__ = [
   "feed",
   "fori_loop",
   "gate",
+  "held",
+  "hold",
   "install",
   "kernel",
   "last_error",
@@ -129,6 +138,7 @@ __all__ = [
   "trace",
   "triton",
   "uninstall",
+  "use",
   "while_loop",
 ]
 _start.start({name: globals()[name] for name in __all__ if name in globals()})

@@ -18,8 +18,9 @@ from callgate._kernel import files, library
 from callgate._kernel.cpp import cpp
 from callgate._kernel.cuda import cuda
 from callgate._loops import control, draw, lowering, progress
+from callgate._objects import collect, scopes, table
 from callgate._process import group
-from callgate._runtime import config, lifecycle
+from callgate._runtime import barrier, config, lifecycle
 from callgate._tap import channel, delivery
 from callgate.compat._callbacks import install
 
@@ -42,11 +43,14 @@ def start(public: Mapping[str, Any]) -> None:
   group.start()
   draw.start()
   delivery.listen(progress.note)
-  registry.finders += [library.find, check.find]
+  table.added.append(collect.due)
+  barrier.at_barrier.append(collect.collect)
+  registry.finders += [library.find, check.find, scopes.find]
   files.kinds.update(cpp=cpp.restore, cuda=cuda.restore)
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()
+  scopes.start()
   dispatch.keep_ordered_programs_off_cpp_path()
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
   # What the environment asks for.
