@@ -166,6 +166,8 @@ def _batch(
 ) -> tuple[Sequence[Any], Sequence[Any]]:
   gate, site = call.gate, call.site
   mask = tuple(dim is not None for dim in dims)
+  # A loop's body has Python's own numbers where it was traced with them.
+  operands = [x if hasattr(x, "shape") else jnp.asarray(x) for x in operands]
   pairs = list(zip(operands, dims, strict=True))
   size: int = next(x.shape[dim] for x, dim in pairs if dim is not None)
   moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]

@@ -15,14 +15,15 @@ import numpy as np
 
 from callgate._call import shapes
 from callgate._call.options import Effect
-from callgate._core import factories, options, paths, signatures, spellings
+from callgate._core import factories, paths, signatures, spellings
+from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, HandleError
 from callgate._gate.gate import Gate
 from callgate._gate.options import Arrays, GateOptions, Thread
 from callgate._jax import tracing
 from callgate._objects import table
 from callgate._objects.handle import TYPE, Handle
-from callgate._objects.table import Held, Maker
+from callgate._objects.table import Held, Kept, Maker
 
 SCOPE = "callgate_scope"  # the keyword of the loop whose step makes an object; the last operand
 _NO_SCOPE = np.zeros(TYPE.shape, TYPE.dtype)
@@ -100,7 +101,7 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   """
   given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"
-  _check_callable(label, make)
+  check.function(label, "make", make)
   maker: list[Maker] = []
 
   def call(*args: Any, **kwargs: Any) -> Handle:
@@ -112,10 +113,6 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   made = Hold(call, GateOptions(out=Handle(TYPE), **given))
   maker.append(Maker(made.name if options.name else _short(make), _place()))
   return made.handle()
-
-
-def _check_callable(label: str, make: Any) -> None:
-  options.function(label, "make", make)
 
 
 def _short(make: Any) -> str:
@@ -165,7 +162,7 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
     HandleError: (fails the program) a handle is not that of a live object of this process.
     BaseException: what `fn` raises, with a note that says which objects it was given.
   """
-  _check_callable("use", fn)
+  check.function("use", "fn", fn)
   known = {field.name for field in dataclasses.fields(GateOptions)} & options.keys()
   others = {name: value for name, value in options.items() if name not in known}
   spellings.answer("use", others, signatures.accepted(fn, others))
@@ -175,7 +172,7 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
       lambda t: t if isinstance(t, jax.ShapeDtypeStruct) else _type_of(t), out, is_leaf=_is_leaf
     )
   leaves, tree = jax.tree.flatten(out)
-  kept = _kept_by_program(fn, args)
+  kept = _known(fn, args)
   try:
     hash((fn, tuple(leaves), chosen))
     cached = not kept
@@ -193,8 +190,8 @@ def _type_of(value: Any) -> Any:
   return jax.ShapeDtypeStruct(value.shape, value.dtype) if shapes.is_type(value) else value
 
 
-def _kept_by_program(fn: Any, args: Any) -> tuple[Held, ...]:
-  """Objects that a program being traced knows as constants: it has to keep them, as it runs."""
+def _known(fn: Any, args: Any) -> tuple[Held, ...]:
+  """Objects that a program being traced knows as constants, which it has to keep."""
   if not tracing.is_staged():
     return ()
   handles = [h for h in jax.tree.leaves(args, is_leaf=_is_handle) if _is_handle(h)]
@@ -224,7 +221,7 @@ def _use(fn: Any, out: Any, chosen: tuple[Any, ...], kept: tuple[Held, ...]) -> 
       raise
 
   functools.update_wrapper(call, fn)
-  call.kept = kept  # type: ignore[attr-defined]
+  call.kept = Kept(kept) if kept else None  # type: ignore[attr-defined]
   return Use(call, GateOptions(out=out, **given)).handle()
 
 

@@ -79,19 +79,17 @@ def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
   carry, xs = operands[constants : constants + carries], operands[constants + carries :]
   scope = _gates()["enter"](parent)
 
-  def step(state: Any, x: Any) -> Any:
-    _, carry = state
+  def step(carry: Any, x: Any) -> Any:
     outs, used = _run(closed.jaxpr, closed.consts, (*consts, *carry, *x), scope)
     kept, given = outs[:carries], outs[carries:]
-    done = _gates()["sweep"](scope, _words(kept), _words(given), used)
-    return (done, kept), given
+    _gates()["sweep"](scope, _words(kept), _words(given), used)
+    return kept, given
 
-  state = np.int32(0), list(carry)
-  (done, last), ys = jax.lax.scan(
-    step, state, list(xs), length=params["length"], reverse=params["reverse"],
+  last, ys = jax.lax.scan(
+    step, list(carry), list(xs), length=params["length"], reverse=params["reverse"],
     unroll=params["unroll"] or 1,
   )  # fmt: skip
-  _gates()["leave"](scope, done)
+  _gates()["leave"](scope, [*last, *ys])
   return [*last, *ys]
 
 
@@ -103,8 +101,7 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
   batched = bool(cond.out_avals[0].shape)  # lanes that have ended stay as they are
   scope = _gates()["enter"](parent)
 
-  def step(state: Any) -> Any:
-    _, before = state
+  def step(before: Any) -> Any:
     outs, used = _run(body.jaxpr, body.consts, (*consts, *before), scope)
     if batched:
       (lanes,) = predicate(*before)
@@ -112,15 +109,16 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
         jax.lax.select(jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old)
         for new, old in zip(outs, before, strict=True)
       ]
-    return _gates()["sweep"](scope, _words(outs), [], used), outs
+    _gates()["sweep"](scope, _words(outs), [], used)
+    return outs
 
   def goes_on(state: Any) -> Any:
-    (lanes,) = predicate(*state[1])
+    (lanes,) = predicate(*state)
     return jnp.any(lanes) if lanes.shape else lanes
 
-  done, last = jax.lax.while_loop(goes_on, step, (jnp.int32(0), list(carry)))
-  _gates()["leave"](scope, done)
-  return list(last)
+  last = list(jax.lax.while_loop(goes_on, step, list(carry)))
+  _gates()["leave"](scope, last)
+  return last
 
 
 def _words(values: Sequence[Any]) -> list[Any]:
@@ -206,20 +204,19 @@ def _gates() -> dict[str, Gate]:
   def enter(parent: Any) -> Any:
     return table.enter(parent)
 
-  def sweep(scope: Any, carried: Any, given: Any, used: Any) -> Any:
+  def sweep(scope: Any, carried: Any, given: Any, used: Any) -> tuple[()]:
     del used
     table.sweep(scope, carried, given)
-    return np.int32(0)
+    return ()
 
-  def leave(scope: Any, done: Any) -> Any:
-    del done
+  def leave(scope: Any, last: Any) -> tuple[()]:
+    del last
     table.leave(scope)
-    return np.int32(0)
+    return ()
 
-  one = jax.ShapeDtypeStruct((), np.int32)
   return {
     function.__name__: Gate(
       function, GateOptions(out=out, name=f"{_PREFIX}{function.__name__}", effect="io")
     ).handle()
-    for function, out in ((enter, TYPE), (sweep, one), (leave, one))
+    for function, out in ((enter, TYPE), (sweep, ()), (leave, ()))
   }

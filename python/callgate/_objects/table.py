@@ -43,6 +43,19 @@ class Held(NamedTuple):
   maker: Maker
 
 
+class Kept:
+  """Keeps objects alive that a program knows as constants, as long as the program holds this."""
+
+  def __init__(self, held: Iterable[Held]) -> None:
+    self.numbers = [one.number for one in held]
+    with _lock:
+      _kept.update(self.numbers)
+
+  def __del__(self) -> None:
+    with _lock:
+      _kept.subtract(self.numbers)
+
+
 class _Scope:
   """A loop that runs: what its steps made and still name, and the loop around it."""
 
@@ -53,6 +66,7 @@ class _Scope:
 _held: dict[int, Held] = {}
 _scopes: dict[int, _Scope] = {}
 _freed: collections.OrderedDict[int, Maker] = collections.OrderedDict()
+_kept: collections.Counter[int] = collections.Counter()
 _lock = threading.RLock()
 # Told of each new object with how many there are; set by `collect.py`.
 added: list[Callable[[int], object]] = []
@@ -165,6 +179,9 @@ def keep_only(named: set[int], before: int) -> None:
   with _lock:
     for number in [number for number in _scopes if number < before]:
       del _scopes[number]  # of a program that failed in its loop
+    for number in [number for number, count in _kept.items() if count <= 0]:
+      del _kept[number]
+    named = named | _kept.keys()
     gone = [number for number in _held if number < before and number not in named]
   free(gone)
 
