@@ -47,6 +47,8 @@ from callgate._loops.progress import Progress, progress
 from callgate._objects.collect import held
 from callgate._objects.handle import Handle
 from callgate._objects.hold import Hold, hold, use
+from callgate._objects.linear import linear_solver
+from callgate._objects.root import root
 from callgate._runtime.barrier import barrier, errors
 from callgate._runtime.config import config
 from callgate._runtime.targets import export_checks
@@ -123,12 +125,14 @@ __all__ = [
   "kernel",
   "last_error",
   "library",
+  "linear_solver",
   "load_kernels",
   "numba",
   "numba_cuda",
   "open_stream",
   "print",
   "progress",
+  "root",
   "save_kernels",
   "scan",
   "sinks",
