@@ -27,6 +27,7 @@ from callgate._core.errors import (
 )
 from callgate._core.failures import last_error
 from callgate._feed.feed import Feed, feed
+from callgate._futures.ticket import Ticket
 from callgate._gate.check import check
 from callgate._gate.gate import Gate, call, gate
 from callgate._gate.stats import stats, trace
@@ -100,6 +101,7 @@ __all__ = [
   "StreamReader",
   "StreamRecord",
   "TapInfo",
+  "Ticket",
   "TorchFunction",
   "TorchModule",
   "assemble",

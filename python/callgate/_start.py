@@ -6,13 +6,15 @@ What is below and has to reach up gets it handed down here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from callgate._call import derivatives
 from callgate._core import registry
 from callgate._feed import producer
-from callgate._gate import check
+from callgate._futures import job, ticket
+from callgate._gate import check, gate
 from callgate._jax import dispatch, tracing
 from callgate._kernel import files, library
 from callgate._kernel.cpp import cpp
@@ -43,6 +45,12 @@ def start(public: Mapping[str, Any]) -> None:
   group.start()
   draw.start()
   delivery.listen(progress.note)
+  gate.futures += [ticket.start, ticket.result]
+  barrier.waits["started calls"] = job.settle
+  dispatch.after_effects_barrier.append(job.after_effects_barrier)
+  lifecycle.at_end("deliver", job.finish)
+  lifecycle.at_end("join", job.close)
+  os.register_at_fork(after_in_child=job.after_fork)
   table.added.append(collect.due)
   barrier.at_barrier.append(collect.collect)
   registry.finders += [library.find, check.find, scopes.find]

@@ -244,7 +244,7 @@ def _lower_to_runtime(
     target=emission.target,
     attributes=attributes,
     # What makes an object may be called neither once for two nor outside of its loop.
-    has_side_effect=gate.effect != "pure" or gate.handles == "makes",
+    has_side_effect=gate.effect != "pure" or gate.handles in ("makes", "takes"),
     order=effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else None,
     aliases=gate.aliases,
     sharded=calls.of_gate(context, gate, site, call.levels, call.whole),

@@ -134,6 +134,11 @@ def in_vmap() -> bool:
   return _is_inside(_batching.BatchTrace)
 
 
+def current_trace() -> Any:
+  """What traces the code that runs; None outside of all transformations (0.10 to 0.12)."""
+  return None if in_no_trace() else _core.trace_ctx.trace
+
+
 def is_staged() -> bool:
   """True if what is bound now becomes part of a program (0.10 to 0.12; not public)."""
   return _is_inside(_partial_eval.DynamicJaxprTrace)

@@ -63,6 +63,23 @@ class Hold(Gate):
     return super().apply_raw(args, {**kwargs, SCOPE: _NO_SCOPE}, static)
 
 
+def holding(
+  make: Callable[..., Any], options: GateOptions, named: Callable[[str], str] = str
+) -> Hold:
+  """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
+  maker: list[Maker] = []
+
+  def call(*args: Any, **kwargs: Any) -> Handle:
+    scope = kwargs.pop(SCOPE)
+    args, kwargs = resolved(maker[0].label, args), resolved(maker[0].label, kwargs)
+    return Handle(table.add(make(*args, **kwargs), maker[0], scope))
+
+  functools.update_wrapper(call, make)
+  made = Hold(call, dataclasses.replace(options, out=Handle(TYPE)))
+  maker.append(Maker(named(made.name), place_of_user()))
+  return made
+
+
 def _without_tangent(leaf: Any) -> Any:
   return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
 
@@ -102,17 +119,8 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"
   check.function(label, "make", make)
-  maker: list[Maker] = []
-
-  def call(*args: Any, **kwargs: Any) -> Handle:
-    scope = kwargs.pop(SCOPE)
-    args, kwargs = resolved(maker[0].label, args), resolved(maker[0].label, kwargs)
-    return Handle(table.add(make(*args, **kwargs), maker[0], scope))
-
-  functools.update_wrapper(call, make)
-  made = Hold(call, GateOptions(out=Handle(TYPE), **given))
-  maker.append(Maker(made.name if options.name else _short(make), _place()))
-  return made.handle()
+  named = (lambda name: name) if options.name else lambda _: _short(make)
+  return holding(make, GateOptions(out=(), **given), named).handle()
 
 
 def _short(make: Any) -> str:
@@ -120,7 +128,7 @@ def _short(make: Any) -> str:
   return str(getattr(make, "__qualname__", None) or type(make).__qualname__)
 
 
-def _place() -> str:
+def place_of_user() -> str:
   """The file and line of the user's code that runs."""
   frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
   while frame is not None and frame.f_code.co_filename.startswith(f"{paths.ROOT}{os.sep}"):
@@ -197,7 +205,9 @@ def _known(fn: Any, args: Any) -> tuple[Held, ...]:
   handles = [h for h in jax.tree.leaves(args, is_leaf=_is_handle) if _is_handle(h)]
   known = [np.asarray(h.words) for h in handles if tracing.is_plain_array(h.words)]
   return tuple(
-    table.get(one, f"use of {_short(fn)}") for some in known for one in some.reshape(-1, table.WORDS)
+    table.get(one, f"use of {_short(fn)}")
+    for some in known
+    for one in some.reshape(-1, table.WORDS)
   )
 
 

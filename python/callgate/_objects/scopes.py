@@ -106,7 +106,9 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
     if batched:
       (lanes,) = predicate(*before)
       outs = [
-        jax.lax.select(jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old)
+        jax.lax.select(
+          jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old
+        )
         for new, old in zip(outs, before, strict=True)
       ]
     _gates()["sweep"](scope, _words(outs), [], used)
@@ -123,9 +125,7 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
 
 def _words(values: Sequence[Any]) -> list[Any]:
   """The values that may hold handles."""
-  return [
-    x for x in values if jnp.shape(x)[-1:] == TYPE.shape and jnp.result_type(x) == TYPE.dtype
-  ]
+  return [x for x in values if jnp.shape(x)[-1:] == TYPE.shape and jnp.result_type(x) == TYPE.dtype]
 
 
 # -- a step ----------------------------------------------------------------------------------------

@@ -172,7 +172,9 @@ def test_a_name_is_kept_in_what_a_wrong_object_raises() -> None:
 def test_a_dead_object_is_an_error_that_names_its_maker() -> None:
   words = np.array(boxes(1.0).words)  # NumPy's copy is no array of JAX's, and keeps nothing
   cg.held()
-  with pytest.raises(cg.HandleError, match=r"use of value_of: expected the handle of a live obj") as e:
+  with pytest.raises(
+    cg.HandleError, match=r"use of value_of: expected the handle of a live obj"
+  ) as e:
     with cg.errors():
       jax.block_until_ready(used(cg.Handle(jnp.asarray(words))))
   assert "made by test boxes" in str(e.value) and "test_hold.py" in str(e.value)
