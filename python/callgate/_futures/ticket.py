@@ -3,7 +3,7 @@
 
 A ticket is the handle of a `Job`, with the call's arguments beside it, by which its result has the
 derivatives of the call. To start is to make an object (`hold`), to wait is to use it. A wait takes
-the tickets of all starts that were traced before it in the same trace, so that XLA runs these first.
+the tickets of all starts that were traced before it in its trace, so that XLA runs these first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ from callgate._objects.hold import Hold, Use, holding, place_of_user, resolved
 class _Call(NamedTuple):
   """What is fixed about a started call when it is traced."""
 
-  gate: Gate  # the core
+  gate: Any  # the core
   static: Any
   results: tuple[Any, ...]
   out_tree: Any
@@ -93,6 +93,11 @@ def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
 
 
 def _check(gate: Gate) -> None:
+  if not isinstance(gate.run_on, str):
+    raise GateDefinitionError(
+      f"{gate.label}: start() runs calls in this process; expected run_on='xla' or 'own', got "
+      f"{gate.run_on!r}"
+    )
   if gate.style != "return":
     raise GateDefinitionError(
       f"{gate.label}: start() needs style='return', got style={gate.style!r}, whose results are "
@@ -130,7 +135,8 @@ def _begin(gate: Gate) -> Hold:
   functools.update_wrapper(begin, function)
   begin.__dict__.pop("__wrapped__", None)  # an async function's is no coroutine
   options = GateOptions(
-    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, arrays=gate.arrays,
+    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect,
+    arrays=cast("Any", gate.arrays),
     copy=True,
   )  # fmt: skip
   return holding(begin, options).handle()

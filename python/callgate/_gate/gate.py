@@ -184,20 +184,6 @@ class Gate(Operation[P, R]):
   def start(self, *args: P.args, **kwargs: P.kwargs) -> Any:
     """Starts a call, inside or outside compiled code, for the program to go on beside it.
 
-    ```python
-    import callgate as cg, jax, jax.numpy as jnp, numpy as np
-
-    slow = cg.gate(np.sin, out=lambda x: x)
-
-    @jax.jit
-    def program(x):
-      ticket = slow.start(x)
-      y = jnp.cos(x)                  # meanwhile
-      return y + ticket.result()
-
-    assert jnp.allclose(program(1.0), jnp.sin(1.0) + jnp.cos(1.0))
-    ```
-
     The callable runs on a thread of callgate's, an `async def` on the one event loop, with private
     copies of the arguments. What is started is finished, once, and its result waited for once, in
     the program or, where the ticket is dropped, at `callgate.barrier()`, which raises its error.

@@ -155,7 +155,8 @@ def workers(
       raise GateDefinitionError(
         f"workers: env: expected a mapping of names to strings, got {name!r}: {value!r}"
       )
-    options.text(what, "env", name), options.text(what, "env", value)
+    options.text(what, "env", name)
+    options.text(what, "env", value)
   return Workers(known or usable_cpus(), initializer, given)
 
 

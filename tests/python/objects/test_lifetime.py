@@ -125,7 +125,9 @@ def test_residuals_of_an_outer_gradient_keep_their_objects() -> None:
 
 def test_a_program_keeps_what_it_closes_over() -> None:
   handle = make(7.0)
-  compiled = jax.jit(lambda x: used(handle, x)).lower(1.0).compile()
+  program = jax.jit(lambda x: used(handle, x))  # noqa: F821 - deleted below
+  compiled = program.lower(1.0).compile()
+  del program
   del handle
   jax.clear_caches()
   gc.collect()
