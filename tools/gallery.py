@@ -27,6 +27,7 @@ SECTIONS = {
     "lambertw": "SciPy",
     "traffic": "NetworkX, Matplotlib",
     "lynx": "SciPy",
+    "hospital_ward": "Python in worker processes",
     "early_stopping": "scikit-learn",
     "export_forest": "scikit-learn",
     "torch_module": "PyTorch",

@@ -19,7 +19,9 @@ using Clock = std::chrono::steady_clock;
 using Kind = WorkerFailure::Kind;
 using std::chrono::nanoseconds;
 
-constexpr std::int64_t kPieceTime = 200'000;  // ns; to hand a piece out takes a twentieth of it
+// What a piece should take, in nanoseconds. To hand one out takes a twentieth of the least; after
+// the most others get their turn.
+constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
 constexpr auto kAwake = std::chrono::microseconds(30);
 constexpr auto kNap = std::chrono::milliseconds(100);  // after which it looks for Ctrl-C
@@ -223,21 +225,24 @@ class Spread : Immovable {
     return piece;
   }
 
-  // A part of what is left, so that all end at once; but as many lanes as are worth a message.
+  // A part of what is left, so that all end at once; but as many lanes as are worth a message, and
+  // one where it is not known how long they take.
   std::int64_t piece_size(const Queue& queue) const {
-    if (options_.by_lane || options_.in_order) return queue.lanes;
     const auto workers = static_cast<std::int64_t>(pool_.workers());
     auto part = [&](std::int64_t parts) { return (queue.lanes + parts - 1) / parts; };
     const std::int64_t lane = lane_time_.load(std::memory_order_relaxed);  // see LaneTime
-    if (lane == 0) return part(4 * workers);
-    return std::max(part(2 * workers), std::min(kPieceTime / lane + 1, part(workers)));
+    if (lane == 0) return 1;
+    if (options_.by_lane || options_.in_order) return std::min(queue.lanes, kMostTime / lane + 1);
+    const std::int64_t size =
+        std::max(part(2 * workers), std::min(kLeastTime / lane + 1, part(workers)));
+    return std::min(size, kMostTime / lane + 1);
   }
 
   // --- Waiting
 
   void wait(std::uint32_t seen) {
     const auto begin = Clock::now();
-    if (lane_time_.load(std::memory_order_relaxed) < kPieceTime)  // see LaneTime
+    if (lane_time_.load(std::memory_order_relaxed) < kLeastTime)  // see LaneTime
       while (Clock::now() < begin + kAwake)
         if (claim_.events->now() != seen) return;
     nanoseconds nap = kNap;

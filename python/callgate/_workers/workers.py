@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -21,7 +22,7 @@ from callgate._core import options
 from callgate._core.errors import GateDefinitionError, WorkerError
 from callgate._workers import travel
 
-_live: weakref.WeakSet[Workers] = weakref.WeakSet()
+_live: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
 _SECONDS = 5.0  # that a worker may take to end what it runs
 
 
@@ -36,7 +37,11 @@ class Workers:
   """
 
   def __init__(
-    self, count: int, initializer: Callable[[], Any] | None, env: Mapping[str, str]
+    self,
+    count: int,
+    initializer: Callable[[], Any] | None,
+    env: Mapping[str, str],
+    key: str | None = None,
   ) -> None:
     self.count = count
     self._initializer, self._env = initializer, dict(env)
@@ -44,7 +49,11 @@ class Workers:
     self._pool: Any = None
     self._closed = False
     self._process = os.getpid()
-    _live.add(self)
+    self._key = key or uuid.uuid4().hex
+    _live[self._key] = self
+
+  def __reduce__(self) -> Any:
+    return _in_another, (self._key, self.count, self._initializer, self._env)
 
   def start(self) -> Self:
     """Starts the processes, where they don't run yet, without waiting for them."""
@@ -114,6 +123,11 @@ class Workers:
     )
 
 
+def _in_another(key: str, *options: Any) -> Workers:
+  """Such workers in a process to which a gate of theirs came: they start if it is called there."""
+  return _live.get(key) or Workers(*options, key)
+
+
 def workers(
   count: int | None = None,
   *,
@@ -173,5 +187,5 @@ def shared() -> Workers:
 
 def close_all(seconds: float) -> None:
   """At the end of the process."""
-  for one in list(_live):
+  for one in list(_live.values()):
     one.end(seconds)

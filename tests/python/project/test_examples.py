@@ -105,6 +105,18 @@ def test_traffic_balances_as_braess_computed_it(tmp_path):
   assert (tmp_path / "out" / "traffic.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_simulated_wards_refuse_as_many_as_erlang_says(tmp_path):
+  pytest.importorskip("cloudpickle")
+  lines = run("hospital_ward.py", cwd=tmp_path).splitlines()
+  rows = [numbers(line) for line in lines[1:-1]]
+  assert [row[0] for row in rows] == list(range(6, 20, 2))
+  for _, refused, erlang, occupied, _ in rows:
+    assert refused == pytest.approx(erlang, abs=0.04)
+    assert occupied == pytest.approx(12 * (1 - erlang), rel=0.05)  # Little's law
+  cost = {row[0]: row[4] for row in rows}
+  assert numbers(lines[-1])[0] == min(cost, key=cost.__getitem__)
+
+
 def test_pendulums_swing_with_the_frequencies_of_small_swings(tmp_path):
   pytest.importorskip("sympy")
   pytest.importorskip("matplotlib")

@@ -77,7 +77,7 @@ def test_the_first_lane_that_fails_is_told(executor: Any) -> None:
     return x
 
   program = jax.jit(jax.vmap(cg.gate(fail, out=lambda x: x, run_on=executor)))
-  with pytest.raises(ValueError, match=r"^lane 3$"), cg.errors():
+  with pytest.raises(ValueError, match=r"^lane 3\n"), cg.errors():
     jax.block_until_ready(program(jnp.arange(20.0)))
   np.testing.assert_array_equal(program(jnp.zeros(2)), jnp.zeros(2))
 
