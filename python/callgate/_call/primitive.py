@@ -16,7 +16,7 @@ from callgate._call import batching as _batching
 from callgate._call import derivatives
 from callgate._call.jax_engine import lower_by_jax
 from callgate._call.lowering import emit
-from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call, Callee
+from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call
 from callgate._core import effects
 from callgate._core.encoding import Level
 from callgate._jax import dispatch, lowering, tracing

@@ -47,9 +47,8 @@ def after_call(returning: bool) -> None:
   """After a program's dispatch, in its thread."""
   global _limit
   count = table.count()
-  if count <= _limit:
-    dispatch.after_calls.discard(after_call)
-  elif collect(returning=returning, seconds=_WAIT_SECONDS if count > 2 * _limit else 0):
+  seconds = _WAIT_SECONDS if count > 2 * _limit else 0
+  if count <= _limit or collect(returning=returning, seconds=seconds):
     dispatch.after_calls.discard(after_call)
   elif count > 2 * _limit:
     _limit = 2 * count

@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from callgate._call import shapes
 from callgate._call.options import Effect
 from callgate._core import factories, paths, signatures, spellings
 from callgate._core import options as check
-from callgate._core.errors import GateDefinitionError, HandleError
+from callgate._core.errors import HandleError
 from callgate._gate.gate import Gate
 from callgate._gate.options import Arrays, GateOptions, Thread
 from callgate._jax import tracing

@@ -135,7 +135,7 @@ def test_generators_are_refused_where_they_are_defined() -> None:
     yield x
 
   for function in (numbers, later):
-    with pytest.raises(cg.GateDefinitionError, match="got a generator function; callgate.feed"):
+    with pytest.raises(cg.GateDefinitionError, match=r"got a generator function; callgate\.feed"):
       cg.gate(function, out=ZERO)
 
 
@@ -169,7 +169,9 @@ def test_a_dropped_ticket_is_waited_for_at_the_barrier(barrier: Any) -> None:
   jax.block_until_ready(jax.jit(lambda x: (failing.start(x), x)[1])(3.0))
   with pytest.raises(KeyError, match="lost") as caught:
     barrier()
-  assert "test failing" in caught.value.__notes__[-1] and "not waited for" in caught.value.__notes__[-1]
+  note = caught.value.__notes__[-1]
+  assert "test failing" in note
+  assert "not waited for" in note
   barrier()  # raised once
 
 
@@ -191,9 +193,9 @@ def test_a_second_wait_is_an_error_that_names_both_places() -> None:
     return a, ticket.result()
 
   failing_twice = cg.gate(lambda x: x, out=ZERO, name="test twice")
-  with pytest.raises(cg.GateError, match="'test twice': a ticket is waited for once") as caught:
-    with cg.errors():
-      jax.block_until_ready(program(1.0))
+  once = "'test twice': a ticket is waited for once"
+  with pytest.raises(cg.GateError, match=once) as caught, cg.errors():
+    jax.block_until_ready(program(1.0))
   text = str(caught.value)
   line = program.__wrapped__.__code__.co_firstlineno
   assert all(f"test_futures.py:{line + n}" in text for n in (2, 3, 4))
@@ -202,23 +204,28 @@ def test_a_second_wait_is_an_error_that_names_both_places() -> None:
 def test_a_call_that_takes_longer_than_its_timeout_fails() -> None:
   go = threading.Event()
   gate = cg.gate(lambda x: (go.wait(60), x)[1], out=ZERO, timeout=0.1, name="test late")
-  with pytest.raises(cg.GateTimeoutError, match="'test late', started at .*test_futures"):
-    with cg.errors():
-      jax.block_until_ready(jax.jit(lambda x: gate.start(x).result())(1.0))
+  late = r"'test late', started at .*test_futures"
+  with pytest.raises(cg.GateTimeoutError, match=late), cg.errors():
+    jax.block_until_ready(jax.jit(lambda x: gate.start(x).result())(1.0))
   go.set()
   cg.barrier()
 
 
 def test_results_are_checked_as_a_calls() -> None:
   gate = cg.gate(lambda x: np.zeros(3), out=ZERO, name="test shape")
-  with pytest.raises(cg.ResultError, match=r"test shape.*expected float32\[\], got float64\[3\]"):
-    with cg.errors():
-      jax.block_until_ready(jax.jit(lambda x: gate.start(x).result())(1.0))
+  with (
+    pytest.raises(cg.ResultError, match=r"test shape.*expected float32\[\], got float64\[3\]"),
+    cg.errors(),
+  ):
+    jax.block_until_ready(jax.jit(lambda x: gate.start(x).result())(1.0))
 
 
 @pytest.mark.parametrize(
   ("options", "message"),
-  [({"style": "inplace"}, "start.. needs style='return'"), ({"effect": "ordered"}, "got 'ordered'")],
+  [
+    ({"style": "inplace"}, "start.. needs style='return'"),
+    ({"effect": "ordered"}, "got 'ordered'"),
+  ],
 )
 def test_gates_that_can_not_be_started_say_so(options: Any, message: str) -> None:
   gate = cg.gate(lambda *x: x[-1], out=ZERO, **options)
@@ -229,7 +236,9 @@ def test_gates_that_can_not_be_started_say_so(options: Any, message: str) -> Non
 def test_a_ticket_of_another_gate_is_refused() -> None:
   ticket = first.start(1.0)
   assert "test nap 0" in repr(ticket)
-  with pytest.raises(cg.GateDefinitionError, match="'test nap 1': result.. expected a ticket of its"):
+  with pytest.raises(
+    cg.GateDefinitionError, match=r"'test nap 1': result.. expected a ticket of its"
+  ):
     second.result(ticket)
   assert first.result(ticket) == 2
 

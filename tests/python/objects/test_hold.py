@@ -162,22 +162,20 @@ def test_what_is_linear_has_a_tangent_beside_an_object() -> None:
 
 # -- errors --------------------------------------------------------------------------------------
 def test_a_name_is_kept_in_what_a_wrong_object_raises() -> None:
-  with pytest.raises(AttributeError, match="'int' object has no attribute 'value'") as caught:
-    with cg.errors():
-      jax.block_until_ready(jax.jit(lambda: used(cg.hold(lambda: 5, name="fives")()))())
+  missing = "'int' object has no attribute 'value'"
+  with pytest.raises(AttributeError, match=missing) as caught, cg.errors():
+    jax.block_until_ready(jax.jit(lambda: used(cg.hold(lambda: 5, name="fives")()))())
   (note,) = [n for n in caught.value.__notes__ if "it was called with" in n]
-  assert "int #" in note and "made by fives" in note and "test_hold.py" in note
+  assert all(part in note for part in ("int #", "made by fives", "test_hold.py"))
 
 
 def test_a_dead_object_is_an_error_that_names_its_maker() -> None:
   words = np.array(boxes(1.0).words)  # NumPy's copy is no array of JAX's, and keeps nothing
   cg.held()
-  with pytest.raises(
-    cg.HandleError, match=r"use of value_of: expected the handle of a live obj"
-  ) as e:
-    with cg.errors():
-      jax.block_until_ready(used(cg.Handle(jnp.asarray(words))))
-  assert "made by test boxes" in str(e.value) and "test_hold.py" in str(e.value)
+  dead = r"use of value_of: expected the handle of a live obj"
+  with pytest.raises(cg.HandleError, match=dead) as caught, cg.errors():
+    jax.block_until_ready(used(cg.Handle(jnp.asarray(words))))
+  assert all(part in str(caught.value) for part in ("made by test boxes", "test_hold.py"))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,8 @@ import callgate as cg, jax, numpy as np
 words = np.array({np.array(boxes(1.0).words).tolist()}, np.uint32)
 try:
   with cg.errors():
-    jax.block_until_ready(cg.use(lambda o: np.float32(0), cg.Handle(jax.numpy.asarray(words)), out=np.float32(0)))
+    handle = cg.Handle(jax.numpy.asarray(words))
+    jax.block_until_ready(cg.use(lambda o: np.float32(0), handle, out=np.float32(0)))
 except cg.HandleError as error:
   print(error)
 """

@@ -196,7 +196,7 @@ def test_without_a_product_derivatives_in_a_pytree_are_refused_by_name() -> None
   values, b = sparse_system()
   solver = superlu(matvec=None, name="no product")
   assert_alike(jax.grad(loss(solver), 1)(values, b), jax.grad(loss(by_jax), 1)(values, b), False)
-  with pytest.raises(cg.GateDefinitionError, match="linear solver 'no product': diff.*matvec="):
+  with pytest.raises(cg.GateDefinitionError, match=r"linear solver 'no product': diff.*matvec="):
     jax.grad(loss(solver))(values, b)
 
 
@@ -204,7 +204,7 @@ def test_without_a_transposed_solve_reverse_mode_is_refused_by_name() -> None:
   args = sparse_system()
   solver = superlu(solve_transposed=None, name="forward alone")
   assert_alike(jax.jacfwd(solver)(*args), jax.jacfwd(by_jax)(*args), False)
-  with pytest.raises(cg.GateDefinitionError, match="'forward alone': reverse.*solve_transposed="):
+  with pytest.raises(cg.GateDefinitionError, match=r"'forward alone': reverse.*solve_transposed="):
     jax.grad(loss(solver))(*args)
 
 
@@ -286,7 +286,7 @@ def test_the_start_is_a_constant_to_derivatives() -> None:
 
 
 def test_options_that_can_not_be_are_refused() -> None:
-  with pytest.raises(cg.GateDefinitionError, match="linear solver: factor: expected a callable"):
+  with pytest.raises(cg.GateDefinitionError, match=r"linear solver: factor: expected a callable"):
     cg.linear_solver(factor=1, solve=lu_solve)  # type: ignore[arg-type]
   with pytest.raises(cg.GateDefinitionError, match="root: solver: expected a callable"):
     cg.root(residual, solver=None)  # type: ignore[arg-type]
