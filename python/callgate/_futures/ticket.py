@@ -30,7 +30,7 @@ from callgate._objects.hold import Hold, Use, holding, place_of_user, resolved
 class _Call(NamedTuple):
   """What is fixed about a started call when it is traced."""
 
-  gate: Gate  # the core
+  gate: Any  # the core
   static: Any
   results: tuple[Any, ...]
   out_tree: Any
@@ -121,6 +121,7 @@ def _parts(gate: Gate) -> _Parts:
 
 def _begin(gate: Gate) -> Hold:
   function, label, timeout = gate.function, gate.label, gate.timeout
+  arrays: Any = gate.arrays
 
   def begin(*args: Any, **kwargs: Any) -> Job:
     job = Job(label, kwargs.pop(_PLACE), timeout)
@@ -130,7 +131,7 @@ def _begin(gate: Gate) -> Hold:
   functools.update_wrapper(begin, function)
   begin.__dict__.pop("__wrapped__", None)  # an async function's is no coroutine
   options = GateOptions(
-    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, arrays=gate.arrays,
+    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, arrays=arrays,
     copy=True,
   )  # fmt: skip
   return holding(begin, options).handle()
