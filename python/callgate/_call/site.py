@@ -119,7 +119,7 @@ class Callee(Portable):
   # What the callable's parameters are where a call gives nothing.
   defaults: Mapping[str, Any] = {}
   one_calls_for_all = False
-  # "makes" objects that handles stand for, "uses" them, or "takes" them, once (`_objects`).
+  # "makes" objects that handles stand for, "uses" them, or "takes" what is to be taken once.
   handles: Literal["", "makes", "uses", "takes"] = ""
   # The user's rules of differentiation; with `symbolic_zeros` that of the jvp is told which
   # tangents are zero, as by `jax.custom_jvp`.

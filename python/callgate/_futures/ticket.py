@@ -3,7 +3,7 @@
 
 A ticket is the handle of a `Job`, with the call's arguments beside it, by which its result has the
 derivatives of the call. To start is to make an object (`hold`), to wait is to use it. A wait takes
-the tickets of all starts that were traced before it in its trace, so that XLA runs these first.
+the tickets of all starts that were traced before it in the same trace: XLA runs these first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from callgate._futures.job import Job
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
-from callgate._objects.handle import Handle
+from callgate._objects.handle import TYPE, Handle
 from callgate._objects.hold import Hold, Use, holding, place_of_user, resolved
 
 
@@ -41,7 +41,7 @@ class Ticket:
   """A call that a program has started; made by `Gate.start`.
 
   A value of the program: loops carry it, branches return it, `jax.vmap` starts a call a lane. It is
-  waited for once, by `result()` or by the gate's.
+  waited for once, by `result()` or by the gate's; that of lanes outside of their vmap, too.
   """
 
   __slots__ = ("_among", "_args", "_call", "_handle")
@@ -58,7 +58,7 @@ class Ticket:
       GateTimeoutError: (fails the program) the call ran longer than the gate's timeout.
       BaseException: (fails the program) what the call raised.
     """
-    return _wait(self)
+    return _wait(self, _all_started())
 
   def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
     return (self._handle, self._args), self._call
@@ -126,6 +126,7 @@ def _parts(gate: Gate) -> _Parts:
 
 def _begin(gate: Gate) -> Hold:
   function, label, timeout = gate.function, gate.label, gate.timeout
+  arrays: Any = gate.arrays
 
   def begin(*args: Any, **kwargs: Any) -> Job:
     job = Job(label, kwargs.pop(_PLACE), timeout)
@@ -135,8 +136,7 @@ def _begin(gate: Gate) -> Hold:
   functools.update_wrapper(begin, function)
   begin.__dict__.pop("__wrapped__", None)  # an async function's is no coroutine
   options = GateOptions(
-    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect,
-    arrays=cast("Any", gate.arrays),
+    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, arrays=arrays,
     copy=True,
   )  # fmt: skip
   return holding(begin, options).handle()
@@ -152,10 +152,13 @@ def result(gate: Gate, ticket: Any) -> Any:
 
 
 # -- result ----------------------------------------------------------------------------------------
-def _wait(ticket: Ticket) -> Any:
+def _wait(ticket: Ticket, started: list[Any]) -> Any:
+  """The result of a ticket, after all that were `started`."""
   call: _Call = ticket._call  # pyright: ignore[reportPrivateUsage]
   handle, args = ticket._handle, ticket._args  # pyright: ignore[reportPrivateUsage]
-  earlier = [words for words in _all_started() if words is not handle.words]
+  if handle.words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
+    return jax.vmap(lambda ticket: _wait(ticket, started))(ticket)
+  earlier = [words for words in started if words is not handle.words]
   waits = _parts(call.gate).wait(place_of_user(), call.results, call.out_tree)
 
   def wait(handle: Handle, args: Any, earlier: Any) -> Any:

@@ -50,8 +50,8 @@ def linear_solver(
     factor: `factor(a) -> object`: a factorisation, a preconditioner, anything. Arrays in `a` are
       copies of its own.
     solve: `solve(object, b) -> x`, of the shape and dtype of `b`.
-    solve_transposed: `solve_transposed(object, b) -> x` with A^T x = b, for reverse mode;
-      transposed and not conjugated.
+    solve_transposed: `solve_transposed(object, b) -> x` with A^T x = b, for reverse mode: the
+      transposed matrix, not conjugated.
     matvec: `matvec(a, x) -> A x`, a JAX function, for derivatives in `a`.
     symmetric: A^T is A: `solve` serves for both.
     cast: allow same-kind casts of what `solve` returns; see `callgate.gate`.

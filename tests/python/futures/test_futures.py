@@ -169,8 +169,9 @@ def test_a_dropped_ticket_is_waited_for_at_the_barrier(barrier: Any) -> None:
   jax.block_until_ready(jax.jit(lambda x: (failing.start(x), x)[1])(3.0))
   with pytest.raises(KeyError, match="lost") as caught:
     barrier()
-  assert "test failing" in caught.value.__notes__[-1]
-  assert "not waited for" in caught.value.__notes__[-1]
+  note = caught.value.__notes__[-1]
+  assert "test failing" in note
+  assert "not waited for" in note
   barrier()  # raised once
 
 
@@ -192,8 +193,8 @@ def test_a_second_wait_is_an_error_that_names_both_places() -> None:
     return a, ticket.result()
 
   failing_twice = cg.gate(lambda x: x, out=ZERO, name="test twice")
-  waited = "'test twice': a ticket is waited for once"
-  with pytest.raises(cg.GateError, match=waited) as caught, cg.errors():
+  once = "'test twice': a ticket is waited for once"
+  with pytest.raises(cg.GateError, match=once) as caught, cg.errors():
     jax.block_until_ready(program(1.0))
   text = str(caught.value)
   line = program.__wrapped__.__code__.co_firstlineno
@@ -203,8 +204,8 @@ def test_a_second_wait_is_an_error_that_names_both_places() -> None:
 def test_a_call_that_takes_longer_than_its_timeout_fails() -> None:
   go = threading.Event()
   gate = cg.gate(lambda x: (go.wait(60), x)[1], out=ZERO, timeout=0.1, name="test late")
-  started = r"'test late', started at .*test_futures"
-  with pytest.raises(cg.GateTimeoutError, match=started), cg.errors():
+  late = r"'test late', started at .*test_futures"
+  with pytest.raises(cg.GateTimeoutError, match=late), cg.errors():
     jax.block_until_ready(jax.jit(lambda x: gate.start(x).result())(1.0))
   go.set()
   cg.barrier()
@@ -212,8 +213,10 @@ def test_a_call_that_takes_longer_than_its_timeout_fails() -> None:
 
 def test_results_are_checked_as_a_calls() -> None:
   gate = cg.gate(lambda x: np.zeros(3), out=ZERO, name="test shape")
-  wrong = r"test shape.*expected float32\[\], got float64\[3\]"
-  with pytest.raises(cg.ResultError, match=wrong), cg.errors():
+  with (
+    pytest.raises(cg.ResultError, match=r"test shape.*expected float32\[\], got float64\[3\]"),
+    cg.errors(),
+  ):
     jax.block_until_ready(jax.jit(lambda x: gate.start(x).result())(1.0))
 
 

@@ -124,11 +124,11 @@ def test_residuals_of_an_outer_gradient_keep_their_objects() -> None:
 
 
 def test_a_program_keeps_what_it_closes_over() -> None:
-  handle = make(7.0)
-  program = jax.jit(lambda x: used(handle, x))  # noqa: F821 - deleted below
-  compiled = program.lower(1.0).compile()
-  del program
-  del handle
+  def program() -> Any:
+    handle = make(7.0)
+    return jax.jit(lambda x: used(handle, x)).lower(1.0).compile()
+
+  compiled = program()
   jax.clear_caches()
   gc.collect()
   for i in range(50):
