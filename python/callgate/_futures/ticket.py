@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np

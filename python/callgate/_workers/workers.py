@@ -123,9 +123,9 @@ class Workers:
     )
 
 
-def _in_another(key: str, *options: Any) -> Workers:
+def _in_another(key: str, count: int, initializer: Any, env: Mapping[str, str]) -> Workers:
   """Such workers in a process to which a gate of theirs came: they start if it is called there."""
-  return _live.get(key) or Workers(*options, key)
+  return _live.get(key) or Workers(count, initializer, env, key)
 
 
 def workers(
