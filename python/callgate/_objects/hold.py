@@ -17,7 +17,7 @@ from callgate._call import shapes
 from callgate._call.options import Effect
 from callgate._core import factories, paths, signatures, spellings
 from callgate._core import options as check
-from callgate._core.errors import HandleError
+from callgate._core.errors import GateDefinitionError, HandleError
 from callgate._gate.gate import Gate
 from callgate._gate.options import Arrays, GateOptions, Thread
 from callgate._jax import tracing
@@ -221,6 +221,11 @@ def _use(fn: Any, out: Any, chosen: tuple[Any, ...], kept: tuple[Held, ...]) -> 
   style = given.get("style", "return")
   lead = {"inplace": 1, "context": 2}.get(style, 0) if isinstance(style, str) else 0
   user = f"use of {_short(fn)}"
+  if given.get("run_on", "xla") not in ("xla", "own"):
+    raise GateDefinitionError(
+      f"{user}: run_on: expected 'xla' or 'own', got {given['run_on']!r}; objects live in this "
+      "process"
+    )
 
   def call(*args: Any, **kwargs: Any) -> Any:
     objects = (*args[:lead], *resolved(user, args[lead:]))

@@ -219,3 +219,8 @@ except cg.HandleError as error:
 """
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert "of another process" in done.stdout
+
+
+def test_an_object_is_used_where_it_lives() -> None:
+  with pytest.raises(cg.GateDefinitionError, match="use of value_of: run_on: expected 'xla' or"):
+    cg.use(value_of, boxes(1.0), out=jnp.float32(0), run_on="processes")
