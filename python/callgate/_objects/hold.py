@@ -119,7 +119,7 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"
   check.function(label, "make", make)
-  named = (lambda name: name) if options.name else lambda _: _short(make)
+  named = (lambda name: name) if options.name is not None else lambda _: _short(make)
   return holding(make, GateOptions(out=(), **given), named).handle()
 
 
