@@ -18,6 +18,7 @@ from callgate._core.errors import (
   GateDefinitionError,
   GateError,
   GateTimeoutError,
+  HandleError,
   InputWriteError,
   KernelError,
   KernelFileError,
@@ -27,6 +28,7 @@ from callgate._core.errors import (
 )
 from callgate._core.failures import last_error
 from callgate._feed.feed import Feed, feed
+from callgate._futures.ticket import Ticket
 from callgate._gate.check import check
 from callgate._gate.gate import Gate, call, gate
 from callgate._gate.stats import stats, trace
@@ -44,6 +46,11 @@ from callgate._kernel.numba.numba import numba
 from callgate._kernel.peers.kernel import kernel
 from callgate._loops.loops import fori_loop, scan, while_loop
 from callgate._loops.progress import Progress, progress
+from callgate._objects.collect import held
+from callgate._objects.handle import Handle
+from callgate._objects.hold import Hold, hold, use
+from callgate._objects.linear import linear_solver
+from callgate._objects.root import root
 from callgate._runtime.barrier import barrier, errors
 from callgate._runtime.config import config
 from callgate._runtime.targets import export_checks
@@ -80,6 +87,9 @@ __all__ = [
   "GateDefinitionError",
   "GateError",
   "GateTimeoutError",
+  "Handle",
+  "HandleError",
+  "Hold",
   "InputWriteError",
   "Kernel",
   "KernelError",
@@ -93,6 +103,7 @@ __all__ = [
   "StreamReader",
   "StreamRecord",
   "TapInfo",
+  "Ticket",
   "TorchFunction",
   "TorchModule",
   "WorkerError",
@@ -114,16 +125,20 @@ __all__ = [
   "feed",
   "fori_loop",
   "gate",
+  "held",
+  "hold",
   "install",
   "kernel",
   "last_error",
   "library",
+  "linear_solver",
   "load_kernels",
   "numba",
   "numba_cuda",
   "open_stream",
   "print",
   "progress",
+  "root",
   "save_kernels",
   "scan",
   "sinks",
@@ -133,6 +148,7 @@ __all__ = [
   "trace",
   "triton",
   "uninstall",
+  "use",
   "while_loop",
   "workers",
 ]

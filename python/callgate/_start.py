@@ -6,20 +6,23 @@ What is below and has to reach up gets it handed down here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from callgate._call import derivatives
 from callgate._core import registry
 from callgate._feed import producer
-from callgate._gate import check
+from callgate._futures import job, ticket
+from callgate._gate import check, gate
 from callgate._jax import dispatch, tracing
 from callgate._kernel import files, library
 from callgate._kernel.cpp import cpp
 from callgate._kernel.cuda import cuda
 from callgate._loops import control, draw, lowering, progress
+from callgate._objects import collect, scopes, table
 from callgate._process import group
-from callgate._runtime import config, lifecycle
+from callgate._runtime import barrier, config, lifecycle
 from callgate._tap import channel, delivery
 from callgate._workers import workers
 from callgate.compat._callbacks import install
@@ -44,11 +47,20 @@ def start(public: Mapping[str, Any]) -> None:
   group.start()
   draw.start()
   delivery.listen(progress.note)
-  registry.finders += [library.find, check.find]
+  gate.futures += [ticket.start, ticket.result]
+  barrier.waits["started calls"] = job.settle
+  dispatch.after_effects_barrier.append(job.after_effects_barrier)
+  lifecycle.at_end("deliver", job.finish)
+  lifecycle.at_end("join", job.close)
+  os.register_at_fork(after_in_child=job.after_fork)
+  table.added.append(collect.due)
+  barrier.at_barrier.append(collect.collect)
+  registry.finders += [library.find, check.find, scopes.find]
   files.kinds.update(cpp=cpp.restore, cuda=cuda.restore)
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()
+  scopes.start()
   dispatch.keep_ordered_programs_off_cpp_path()
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
   # What the environment asks for.

@@ -38,9 +38,15 @@ inline void copy_part(char* to, const char* from, std::size_t bytes) noexcept {
   if (bytes != streamed) std::memcpy(to + streamed, from + streamed, bytes - streamed);
 }
 
+// Asked once: the system reads a file to tell how many cores there are.
+inline std::size_t half_of_the_cores() noexcept {
+  static const std::size_t cores = std::thread::hardware_concurrency() / 2;
+  return cores;
+}
+
 // One core waits for memory most of the time: up to `cores` of them copy what is large.
 inline void copy_leaf(char* to, const void* from, std::size_t bytes,
-                      std::size_t cores = std::thread::hardware_concurrency() / 2) noexcept {
+                      std::size_t cores = half_of_the_cores()) noexcept {
   constexpr std::size_t kPart = std::size_t{8} << 20, kLine = 64, kMost = 8;
   const char* source = static_cast<const char*>(from);
   const std::size_t parts = std::min({bytes / kPart, cores, kMost});

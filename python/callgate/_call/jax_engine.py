@@ -93,7 +93,7 @@ def _callback(
     raise HostError(text)
 
   def call(*args: Any) -> Any:
-    if gate.effect == "pure":
+    if gate.effect == "pure" and gate.handles in ("", "uses"):
       return jax.pure_callback(on_host, types, *args, vmap_method="sequential")
     return io_callback(on_host, types, *args, ordered=gate.effect == "ordered")
 

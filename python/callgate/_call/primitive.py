@@ -16,7 +16,7 @@ from callgate._call import batching as _batching
 from callgate._call import derivatives
 from callgate._call.jax_engine import lower_by_jax
 from callgate._call.lowering import emit
-from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call, Callee
+from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call
 from callgate._core import effects
 from callgate._core.encoding import Level
 from callgate._jax import dispatch, lowering, tracing
@@ -48,15 +48,15 @@ def _abstract_eval(*avals: Any, call: BoundCall) -> tuple[tuple[Any, ...], froze
     results = tuple(
       tracing.with_spec(aval, avals, spec) for aval, spec in zip(results, specs, strict=True)
     )
-  return results, _effects(gate)
+  return results, _effects(call)
 
 
-def _effects(gate: Callee) -> frozenset[Any]:
-  if gate.effect == "pure":
-    return frozenset()
-  return frozenset(
-    {effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else effects.GATE_EFFECT}
-  )
+def _effects(call: BoundCall) -> frozenset[Any]:
+  gate = call.gate
+  found: set[Any] = {effects.HANDLE_EFFECT} if gate.handles and not call.scoped else set()
+  if gate.effect != "pure":
+    found.add(effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else effects.GATE_EFFECT)
+  return frozenset(found)
 
 
 # -- jvp -----------------------------------------------------------------------------------------
@@ -166,6 +166,8 @@ def _batch(
 ) -> tuple[Sequence[Any], Sequence[Any]]:
   gate, site = call.gate, call.site
   mask = tuple(dim is not None for dim in dims)
+  # A loop's body has Python's own numbers where it was traced with them.
+  operands = [x if hasattr(x, "shape") else jnp.asarray(x) for x in operands]
   pairs = list(zip(operands, dims, strict=True))
   size: int = next(x.shape[dim] for x, dim in pairs if dim is not None)
   moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
@@ -215,7 +217,7 @@ def lower(context: Any, *operands: Any, call: BoundCall) -> Sequence[Any]:
   if len(platforms) == 1 or alike or call.site.by_jax:
     return rule(platforms[0] if len(platforms) == 1 else "cpu")(context, *operands)
   rules = {platform: rule(platform) for platform in platforms}
-  return lowering.lower_each_platform(context, rules, _effects(call.gate), operands)
+  return lowering.lower_each_platform(context, rules, _effects(call), operands)
 
 
 def _lower_to_runtime(
@@ -241,7 +243,8 @@ def _lower_to_runtime(
     levels=call.levels,
     target=emission.target,
     attributes=attributes,
-    has_side_effect=gate.effect != "pure",
+    # What makes an object may be called neither once for two nor outside of its loop.
+    has_side_effect=gate.effect != "pure" or gate.handles in ("makes", "takes"),
     order=effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else None,
     aliases=gate.aliases,
     sharded=calls.of_gate(context, gate, site, call.levels, call.whole),
@@ -267,3 +270,4 @@ tracing.weakly_cached.add(BoundCall)
 for effect in (effects.GateEffect, effects.TapEffect, effects.OrderedGateEffect):
   tracing.allow_effect(effect, ordered=effect is effects.OrderedGateEffect, kept=True)
 tracing.allow_effect(effects.WholeTapEffect, ordered=True)
+tracing.allow_effect(effects.HandleEffect, ordered=False)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from callgate._call.options import CallOptions, Effect, Vmap
 from callgate._core import encoding, signatures, split
@@ -52,6 +52,7 @@ class BoundCall:
   site: CallSite
   levels: tuple[Level, ...] = ()
   whole: Level | None = None
+  scoped: bool = False  # in a loop whose steps free what they make (`_objects/scopes.py`)
 
   @property
   def axes(self) -> tuple[Level, ...]:
@@ -118,6 +119,8 @@ class Callee(Portable):
   # What the callable's parameters are where a call gives nothing.
   defaults: Mapping[str, Any] = {}
   one_calls_for_all = False
+  # "makes" objects that handles stand for, "uses" them, or "takes" what is to be taken once.
+  handles: Literal["", "makes", "uses", "takes"] = ""
   # The user's rules of differentiation; with `symbolic_zeros` that of the jvp is told which
   # tangents are zero, as by `jax.custom_jvp`.
   jvp_rule: Callable[..., Any] | None = None

@@ -38,6 +38,13 @@ class OrderedGateEffect(GateEffect):
   """Keeps ordered gates and taps alive and in program order, also across calls of the program."""
 
 
+class HandleEffect(_Effect):
+  """Has the dispatch know of programs that make or use objects of the host: when they have ended.
+
+  Rules of transformation treat what has it as a pure call.
+  """
+
+
 class BufferCallbackEffect(_Effect):
   """Keeps a call of `callgate.compat.buffer_callback` whose results are not used."""
 
@@ -46,6 +53,7 @@ GATE_EFFECT = GateEffect()
 TAP_EFFECT = TapEffect()
 WHOLE_TAP_EFFECT = WholeTapEffect()
 ORDERED_GATE_EFFECT = OrderedGateEffect()
+HANDLE_EFFECT = HandleEffect()
 
 
 class ProgressEffect(_Effect):

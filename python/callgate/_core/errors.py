@@ -52,6 +52,10 @@ class CaptureError(GateError, RuntimeError):
   """A gate with command_buffer=True did something that a CUDA graph can't hold."""
 
 
+class HandleError(GateError, ValueError):
+  """A handle stands for no live object of this process; see `callgate.hold`."""
+
+
 class EndOfFeed(GateError):
   """A program asked a feed for an item after the last one; see `callgate.feed`."""
 

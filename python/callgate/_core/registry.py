@@ -73,7 +73,8 @@ def current_place() -> Place | None:
 def register(name: str, gate: Any) -> None:
   """Makes a gate's parameter names known; the gate has `parameters`."""
   gate.place = current_place()
-  _gates[name] = gate
+  with _lock:  # while another thread looks through the names
+    _gates[name] = gate
 
 
 def take(name: str) -> None:
@@ -101,7 +102,8 @@ def rename(gate: Any, name: str) -> None:
   """Gives a gate or kernel another name, and frees its own."""
   _gates.pop(gate.name, None)
   gate.rename(name)
-  _gates[name] = gate
+  with _lock:
+    _gates[name] = gate
 
 
 def get(name: str) -> Any:
@@ -143,7 +145,8 @@ def argument_in(gate: str, tree: Any, index: int) -> str:
 
 def operations() -> list[tuple[str, Any]]:
   """The live gates and kernels by name."""
-  return list(_gates.items())
+  with _lock:
+    return list(_gates.items())
 
 
 # -- names that nothing else has -------------------------------------------------------------------
@@ -179,7 +182,9 @@ def name_while_alive(function: Callable[..., Any], prefix: str) -> Generator[str
 
 def taken_names() -> set[str]:
   """Names of live gates and kernels, and of kernels of which a program has a variant."""
-  return {*_gates, *(name.partition("[")[0] for name in _callgate.registered_names())}
+  with _lock:
+    own = set(_gates)
+  return {*own, *(name.partition("[")[0] for name in _callgate.registered_names())}
 
 
 def free_name(base: str) -> str:

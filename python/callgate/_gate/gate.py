@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from callgate._call.operation import Operation
 from callgate._call.site import Backend, Call, CallSite, Emission
 from callgate._core import factories, registry, signatures, spellings
 from callgate._core import options as _options
+from callgate._core.errors import GateDefinitionError
 from callgate._gate import annotations, elsewhere
 from callgate._gate.options import (
   ContextOptions,
@@ -68,6 +70,12 @@ class Gate(Operation[P, R]):
     registry.take(name)
     label = f"{self.kind} '{name}'"
     _options.function(label, "fn", function)
+    self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+      raise GateDefinitionError(
+        f"{label}: fn: expected a function that returns its results, got a generator function; "
+        "callgate.feed takes generators, which programs read item by item"
+      )
     style: Any = options.style  # not checked yet
     leading = _LEADING.get(style, 0) if isinstance(style, str) else 0
     if options.out is None and options.like is None:
@@ -166,6 +174,37 @@ class Gate(Operation[P, R]):
 
   check.__doc__ = Operation.check.__doc__
 
+  def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Any) -> Any:
+    if self.is_async:
+      raise GateDefinitionError(
+        f"{self.label} is an async function, which a call would have to wait for; expected "
+        "ticket = gate.start(...) and, later, ticket.result()"
+      )
+    return super().apply_raw(args, kwargs, static)
+
+  def start(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    """Starts a call, inside or outside compiled code, for the program to go on beside it.
+
+    The callable runs on a thread of callgate's, an `async def` on the one event loop, with private
+    copies of the arguments. What is started is finished, once, and its result waited for once, in
+    the program or, where the ticket is dropped, at `callgate.barrier()`, which raises its error.
+
+    Args:
+      *args, **kwargs: those of a call.
+
+    Returns:
+      A `Ticket`, a value of the program. Its `result()` waits, and returns what the call returns;
+      it has the call's derivatives.
+
+    Raises:
+      GateDefinitionError: style is not "return", or effect is "ordered".
+    """
+    return futures[0](self, args, kwargs)
+
+  def result(self, ticket: Any) -> Any:
+    """`ticket.result()`, of a ticket of this gate's; another's is a GateDefinitionError."""
+    return futures[1](self, ticket)
+
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""
     return self.callee.stats()
@@ -205,6 +244,10 @@ class ClassGate(Gate[P, R]):
       )
       self._methods[name] = Gate(objects.MethodOf(self._objects, name), options).handle()
     return self._methods[name]
+
+
+# What starts calls, and what waits for them: `_start.py` puts them here.
+futures: list[Callable[..., Any]] = []
 
 
 class MakesGates(Protocol[A, B, C]):

@@ -64,11 +64,23 @@ class _Signed:
   """A program's results and its sign, as a node of its output tree."""
 
 
-def _keep(program: int, children: Iterable[Any]) -> Any:
+# Called, with whether JAX's C++ code is about to return a program's results, after each dispatch of
+# a program with a sign.
+after_calls: set[Callable[[bool], object]] = set()
+
+
+def _keep(program: int, children: Iterable[Any], *, returning: bool = True) -> Any:
   results, _signs[threading.get_ident(), program] = children
   if len(_signs) > _prune_at:
     _prune()
+  if after_calls:
+    _told(returning)
   return results
+
+
+def _told(returning: bool) -> None:
+  for after in list(after_calls):
+    after(returning)
 
 
 def _prune() -> None:
@@ -89,6 +101,11 @@ def _forget(key: tuple[int, int], sign: Any) -> None:
 def pending() -> bool:
   """True if there is a sign to be waited for."""
   return bool(_signs)
+
+
+def have_ended() -> bool:
+  """True if no program with a sign runs."""
+  return all(sign.is_ready() for sign in list(_signs.values()))
 
 
 def forget() -> None:
@@ -295,8 +312,10 @@ def start(
       return _in_turn(call, self, args)
     out = call(self, *args)
     if (program := _programs.get(id(self.xla_executable))) is None:
+      if after_calls and self.has_unordered_effects:
+        _told(returning=False)
       return out
-    return _keep(program.number, (out[:-1], out[-1]))
+    return _keep(program.number, (out[:-1], out[-1]), returning=False)
 
   def fastpath_data(
     xla_executable: Any, out_tree: Any, in_shardings: Any, out_shardings: Any, out_avals: Any,

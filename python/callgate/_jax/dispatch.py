@@ -66,6 +66,34 @@ def remember_effects() -> None:
   tokens.set_token_result = remembering(tokens.set_token_result)
 
 
+# Called, with whether JAX's C++ code is about to return its results, after a program's dispatch:
+# of each with effects while there is something in it.
+after_calls: set[Callable[[bool], object]] = cpp_path.after_calls
+
+
+def programs_have_ended() -> bool:
+  """True if no program with effects runs that any thread dispatched.
+
+  JAX's own tokens don't tell (0.10 to 0.12): another thread waits for them, and until it has waited
+  the answer is no.
+  """
+  global _asked
+  if not cpp_path.have_ended():
+    return False
+  if _effect_tokens:
+    if _asked is None or _asked.is_set():
+      _asked = threading.Event()
+      try:
+        _idle_waiter().put(_asked)
+      except RuntimeError:  # too late for a thread
+        return False
+    _asked.wait(0.001)
+  return not _effect_tokens
+
+
+_asked: threading.Event | None = None
+
+
 def effects_barrier_alone() -> None:
   """`jax.effects_barrier()` without what `after_effects_barrier` added to it."""
   _local.alone = True

@@ -8,7 +8,7 @@ public API would replace it. A new JAX version that moves one of these is served
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -131,9 +131,23 @@ def in_manual_region() -> bool:
 
 def in_vmap() -> bool:
   """True if the code being traced is directly inside a `jax.vmap` (0.10 to 0.12; not public)."""
+  return _is_inside(_batching.BatchTrace)
+
+
+def current_trace() -> Any:
+  """What traces the code that runs; None outside of all transformations (0.10 to 0.12)."""
+  return None if in_no_trace() else _core.trace_ctx.trace
+
+
+def is_staged() -> bool:
+  """True if what is bound now becomes part of a program (0.10 to 0.12; not public)."""
+  return _is_inside(_partial_eval.DynamicJaxprTrace)
+
+
+def _is_inside(kind: type[Any]) -> bool:
   trace = _core.trace_ctx.trace
   while trace is not None:
-    if isinstance(trace, _batching.BatchTrace):
+    if isinstance(trace, kind):
       return True
     trace = getattr(trace, "parent_trace", None)
   return False
@@ -287,6 +301,16 @@ def keep_results(holds: Callable[[Any], bool]) -> None:
 # What `jax.lax.scan` is once it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
 # the parameters of the primitive, whatever they are called. No public name.
 scan_impl: Callable[..., Any] = _loops._scan_impl  # pyright: ignore[reportPrivateUsage]
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+  """How many operands of a `scan` are constants, and how many its carry (0.10 to 0.12)."""
+  if "num_consts" in params:
+    return params["num_consts"], params["num_carry"]
+  consts, carry, _ = map(list, params["ft_in"].unpack())  # since 0.12
+  return len(consts), len(carry)
+
+
 # A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).
 move_binders_to_front: Callable[[Any, Sequence[bool]], Any] = _partial_eval.move_binders_to_front
 

@@ -24,6 +24,8 @@ from callgate._process.meeting import Meeting
 from callgate._runtime import fence
 
 at_barrier: list[Callable[[], object]] = []  # called by each barrier, when the programs have run
+# Before that, by what it waits for: takes seconds to wait at most, and says whether it came.
+waits: dict[str, Callable[[float], bool]] = {}
 _FLUSH_SECONDS = 0.1  # between two looks at the other processes
 
 
@@ -82,6 +84,9 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   failure = wait_for_programs(timeout, watch)
   if not until(deadline, watch, _callgate.drain_devices):
     raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
+  for what, wait in waits.items():
+    if not until(deadline, watch, wait):
+      raise TimeoutError(f"callgate.barrier: {what} still run after {timeout} s")
   for settle in at_barrier:
     settle()
   if not until(deadline, watch, _callgate.flush_channels):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from callgate import _callgate
 from callgate._core import options
-from callgate._core.effects import GateEffect, ProgressEffect
+from callgate._core.effects import GateEffect, HandleEffect, ProgressEffect
 from callgate._jax import cpp_path, tracing
 
 _engine = tracing.define_enum(
@@ -116,6 +116,6 @@ def start() -> None:
   """Has programs with gates' and taps' effects take JAX's C++ dispatch path."""
   cpp_path.start(
     is_free=lambda effect: isinstance(effect, ProgressEffect),
-    is_waited_for=lambda effect: isinstance(effect, GateEffect),
+    is_waited_for=lambda effect: isinstance(effect, (GateEffect, HandleEffect)),
     enabled=lambda: bool(_fast_dispatch.value),
   )

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from callgate import _callgate
 from callgate._arrays import bind
 from callgate._core import encoding
 from callgate._core.errors import GateTimeoutError
@@ -25,15 +26,6 @@ from callgate._workers.workers import usable_cpus
 
 _PIECE_SECONDS = 0.01  # that a piece should take: sending it takes about a tenth of that
 Arrays = Sequence[Any]
-
-
-class Lanes:
-  """The type of `_callgate.CallLanes`."""
-
-  __len__: Callable[[], int]
-  take: Callable[[int], tuple[Any, ...]]
-  give: Callable[[int, tuple[Any, ...]], None]
-  empty: Callable[[], tuple[Any, ...]]
 
 
 class OnExecutor:
@@ -67,7 +59,7 @@ class OnExecutor:
     digest = hashlib.sha256(self._text).hexdigest()
     return functools.partial(run_there, digest, self._text, spec, entries)
 
-  def run(self, spec: str, lanes: Lanes) -> None:
+  def run(self, spec: str, lanes: _callgate.CallLanes) -> None:
     """Runs all lanes of a call; raises what the first lane that failed did."""
     count = len(lanes)
     if count == 0:
@@ -111,7 +103,9 @@ class OnExecutor:
     if failure is not None:
       raise failure[1]
 
-  def _take(self, lanes: Lanes, first: int, answer: Any) -> tuple[BaseException | None, int]:
+  def _take(
+    self, lanes: _callgate.CallLanes, first: int, answer: Any
+  ) -> tuple[BaseException | None, int]:
     """Stores a piece's results; its error, and the lane of that."""
     results, error, seconds = answer
     for lane, values in enumerate(results, first):
@@ -167,7 +161,8 @@ def _run_here(
   outs: Any,
 ) -> Any:  # fmt: skip
   names = ("function", "style", "arrays", "name")
-  call, many = bind.bind(*(described[name] for name in names), spec)
+  function, style, arrays, gate = (described[name] for name in names)
+  call, many = bind.bind(function, style, arrays, gate, spec)
   results: list[tuple[Any, ...]] = []
   begin = time.perf_counter()
   for arrays in inputs:

@@ -83,9 +83,10 @@ def _functions_in(value: Any) -> Iterator[Any]:
   if isinstance(value, dict):
     for one in value.values():
       yield from _functions_in(one)
-  while inspect.ismethod(value) or hasattr(value, "func"):
-    value = value.__func__ if inspect.ismethod(value) else value.func
-  yield getattr(value, "make", value)
+  function: Any = value
+  while inspect.ismethod(function) or hasattr(function, "func"):
+    function = function.__func__ if inspect.ismethod(function) else function.func
+  yield getattr(function, "make", function)
 
 
 def _module_of(function: Any) -> str:
@@ -124,6 +125,7 @@ def _part(cloudpickle: ModuleType, value: Any) -> str:
     held = function.__globals__
     parts += [("global", name, held[name]) for name in code.co_names if name in held]
     for kind, name, part in parts:
+      inner: Any = part
       try:
         inner = part.cell_contents if kind == "closure variable" else part
         cloudpickle.dumps(inner)
@@ -164,7 +166,7 @@ def pack(error: BaseException) -> bytes:
 def _with_pickler(error: BaseException) -> bytes:
   dump: Callable[[Any], bytes] = pickle.dumps
   with contextlib.suppress(ImportError):
-    import cloudpickle
+    import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
     dump = cloudpickle.dumps
   return dump(error)

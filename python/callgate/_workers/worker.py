@@ -87,7 +87,7 @@ def main(memory: int, calls: int, parent_socket: int, parent: int, index: int) -
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   _callgate.serve_worker(_Handler(), memory, calls, parent_socket, parent)
   # What others have registered runs; to take the interpreter down would only take time.
-  atexit._run_exitfuncs()
+  atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError, ValueError):
       stream.flush()

@@ -123,9 +123,9 @@ class Workers:
     )
 
 
-def _in_another(key: str, *options: Any) -> Workers:
+def _in_another(key: str, count: int, initializer: Any, env: Mapping[str, str]) -> Workers:
   """Such workers in a process to which a gate of theirs came: they start if it is called there."""
-  return _live.get(key) or Workers(*options, key)
+  return _live.get(key) or Workers(count, initializer, env, key)
 
 
 def workers(
@@ -169,7 +169,8 @@ def workers(
       raise GateDefinitionError(
         f"workers: env: expected a mapping of names to strings, got {name!r}: {value!r}"
       )
-    options.text(what, "env", name), options.text(what, "env", value)
+    options.text(what, "env", name)
+    options.text(what, "env", value)
   return Workers(known or usable_cpus(), initializer, given)
 
 

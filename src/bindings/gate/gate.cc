@@ -20,6 +20,7 @@
 #include "core/call.h"
 #include "core/kernel_debug.h"
 #include "core/lifetime.h"
+#include "core/threads.h"
 
 namespace callgate::bindings {
 
@@ -210,6 +211,20 @@ void bind_settings(nb::module_& module) {
 
 }  // namespace
 
+// Has a worker call `job()`, without a lock held and soon: no job waits for another. False where
+// the process is ending, or is a fork's child, which has no such threads.
+bool submit_job(nb::object job) {
+  auto held = std::make_shared<LateReference>(late(std::move(job)));
+  auto run = [held] {
+    ActiveGil gil;
+    if (!gil) return;  // the process is ending: nobody is there to be told
+    nb::object result = call_unraisable(held->get(), nullptr);
+    held->reset();
+    drain_released();
+  };
+  return without_gil([&] { return WorkerPool::instance().submit(run); });
+}
+
 void bind_gate(nb::module_& module) {
   struct Registered {  // for the life of the process
     std::shared_ptr<Callee> callee = std::make_shared<AfterCallee>();
@@ -218,6 +233,8 @@ void bind_gate(nb::module_& module) {
   bind_context(module);
   bind_settings(module);
   bind_items(module);
+  module.def("submit", &submit_job, nb::arg("job"),
+             "Has a thread of callgate's call job(), which raises nothing; False where none can.");
   module.def(
       "device_call",
       []() -> std::optional<std::pair<std::uintptr_t, int>> {

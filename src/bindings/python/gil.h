@@ -43,7 +43,7 @@ namespace nb = nanobind;
 
 // What each file of this layer adds to the module.
 void bind_buffer(nb::module_& module);       // `Buffer`
-void bind_jitted(nb::module_& module);       // the class of errors that jitted functions raise
+void bind_jitted(nb::module_& module);       // calls of jitted functions, and their errors
 void bind_upload(nb::module_& module);       // `Upload`: an item of a feed on its way to a GPU
 void bind_gate(nb::module_& module);         // `Callee`, `Check`, `Context`, what watches calls
 void bind_peers(nb::module_& module);        // `TvmFunction`, `PackedKernel`

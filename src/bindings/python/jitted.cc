@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The class of a gate's error where JAX's C++ dispatch raises it.
+// Around each call of a jitted function: which calls are under way, and the class of their errors.
+//
+// What a program made may be known to nobody before its call has returned its results: who looks
+// for objects that nobody names any more (python/callgate/_objects) asks which calls those are.
 //
 // jaxlib raises whatever a program failed with at once as ValueError when its C++ code dispatched
 // the program, and as JaxRuntimeError else (0.10 to 0.12).
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <limits>
+#include <thread>
 
 #include "bindings/python/gil.h"
 
@@ -14,6 +20,43 @@ namespace {
 // Of the one type that jaxlib has for jitted functions.
 vectorcallfunc dispatch;  // what its objects were made with
 PyObject* runtime_error;  // JaxRuntimeError, for the life of the process
+
+// Numbers of objects and calls, in the order in which they began. Under the GIL, as all below.
+std::uint64_t last_number = 0;
+
+// A call under way, on the stack of its thread.
+class Underway : Immovable {
+ public:
+  Underway() : number_(++last_number), thread_(std::this_thread::get_id()), before_(newest) {
+    if (before_ != nullptr) before_->after_ = this;
+    newest = this;
+  }
+  ~Underway() {
+    if (before_ != nullptr) before_->after_ = after_;
+    (after_ != nullptr ? after_->before_ : newest) = before_;
+  }
+
+  // The number of the oldest, the largest there is for none; without the innermost of this thread,
+  // if that `is_returning`.
+  static std::uint64_t oldest(bool is_returning) {
+    std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
+    bool passed = !is_returning;
+    for (const Underway* call = newest; call != nullptr; call = call->before_) {
+      bool innermost = !passed && call->thread_ == std::this_thread::get_id();
+      passed = passed || innermost;
+      if (!innermost) oldest = call->number_;
+    }
+    return oldest;
+  }
+
+ private:
+  static inline Underway* newest = nullptr;
+
+  std::uint64_t number_;
+  std::thread::id thread_;
+  Underway* before_;
+  Underway* after_ = nullptr;
+};
 
 // What a call is about to raise becomes a `runtime_error` if it is a program's error from callgate.
 // One that was raised in Python, while JAX traced, has a traceback by now.
@@ -34,6 +77,7 @@ void translate() {
 
 PyObject* call_jitted(PyObject* function, PyObject* const* arguments, std::size_t count,
                       PyObject* names) {
+  Underway underway;
   PyObject* result = dispatch(function, arguments, count, names);
   if (result == nullptr && PyErr_ExceptionMatches(PyExc_ValueError)) translate();
   return result;
@@ -72,6 +116,12 @@ bool have_raise(nb::handle function, nb::handle error) {
 void bind_jitted(nb::module_& module) {
   module.def("have_raise", &have_raise, nb::arg("function"), nb::arg("error"),
              "Has a jitted function raise a gate's error as the given class.");
+  module.def(
+      "new_number", [] { return ++last_number; },
+      "Counts objects and calls of jitted functions, in one order.");
+  module.def("oldest_underway", &Underway::oldest, nb::arg("is_returning"),
+             "The number of the oldest call of a jitted function that has not returned, 2**64 - 1 "
+             "for none; is_returning: this thread's innermost has its results.");
 }
 
 }  // namespace callgate::bindings

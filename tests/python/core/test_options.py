@@ -93,12 +93,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     {"lower": 0, "upper": 1, "body_fun": lambda _, c: c, "init_val": 0},
   ),
   "gate": (cg.gate, {"fn": function, "out": X, "name": NAME}),
+  "hold": (cg.hold, {"make": function, "name": NAME}),
   "library": (cg.library, {"path": "missing.so"}),
+  "linear_solver": (cg.linear_solver, {"factor": function, "solve": function, "name": NAME}),
   "load_kernels": (cg.load_kernels, {"path": "missing"}),
   "numba": (cg.numba, {"fn": function, "out": X, "name": NAME}),
   "open_stream": (cg.open_stream, {"where": "missing"}),
   "print": (cg.print, {"fmt": "f"}),
   "progress": (cg.progress, {}),
+  "root": (cg.root, {"residual": function, "solver": function, "name": NAME}),
   "save_kernels": (cg.save_kernels, {"path": "saved"}),
   "scan": (cg.scan, {"f": lambda c, x: (c, x), "init": 0, "length": 1}),
   "tap": (cg.tap, {"value": 1.0, "to": "fuzzed"}),
@@ -137,7 +140,7 @@ ELSEWHERE = {
   "cupy": "test_cuda_cupy", "kernel": "test_tvm_ffi", "numba_cuda": "test_cuda_numba",
   "triton": "test_cuda_triton",
 }  # fmt: skip
-TAKES_ANYTHING = {"call"}  # options of gate
+TAKES_ANYTHING = {"call", "use"}  # options of gate
 # Arguments that are the program's own data or code: whatever JAX takes.
 DATA = {"value", "predicate", "init_val", "init", "xs", "lower", "upper", "f"} | {
   "body_fun", "cond_fun", "description", "_split_transpose", "reverse", "length", "unroll"

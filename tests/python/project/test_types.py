@@ -24,7 +24,7 @@ def marked(checker: str) -> list[int]:
 
 def run(*command: str, cwd: Path) -> str:
   done = subprocess.run(
-    [sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True, timeout=300
+    [sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True, timeout=900
   )
   assert done.returncode in (0, 1), done.stdout + done.stderr
   return done.stdout

@@ -10,6 +10,7 @@ import inspect
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -371,10 +372,19 @@ def failed_result(error: BaseException) -> Any:
   return result
 
 
+def failing_anew() -> Callable[[Any], Any]:
+  """A program that raises another exception each time: one that is raised again grows."""
+
+  def fail(x: Any) -> Any:
+    raise Failure("other")
+
+  return jax.jit(cg.gate(fail, out=lambda x: x))
+
+
 def test_a_failure_is_kept_while_many_others_are_raised() -> None:
   error = Failure("first", code=1)
   result = failed_result(error)
-  other = jax.jit(raiser(Failure("other")))
+  other = failing_anew()
   for _ in range(320):
     with pytest.raises(Failure, match="other"), cg.errors():
       wait(other, X)
@@ -386,7 +396,7 @@ def test_a_failure_is_kept_while_many_others_are_raised() -> None:
 def test_a_block_keeps_all_that_fails_in_it() -> None:
   """Also what nobody ever asks for."""
   error = Failure("first", code=1)
-  other = jax.jit(raiser(Failure("other")))
+  other = failing_anew()
   with pytest.raises(Failure) as caught, cg.errors():  # noqa: PT012
     result = failed_result(error)
     for _ in range(320):

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call that was started: it runs on a thread of callgate's, or on the one event loop.
+
+What is started is always finished, once. Its result is taken once. What nobody takes is waited for
+at the barrier, which raises its error. All under the GIL; waiting gives it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from callgate import _callgate
+from callgate._core import failures
+from callgate._core.errors import GateError, GateTimeoutError
+
+_open: set[Job] = set()  # started, and not finished or failed and not taken
+_lock = threading.Lock()
+
+
+class Job:
+  """One started call."""
+
+  __slots__ = ("_begun", "_done", "_error", "_result", "_taken", "label", "place", "timeout")
+
+  def __init__(self, label: str, place: str, timeout: float) -> None:
+    self.label, self.place, self.timeout = label, place, timeout
+    self._done, self._begun = threading.Event(), time.monotonic()
+    self._result: Any = None
+    self._error: BaseException | None = None
+    self._taken: str | None = None
+
+  def start(self, call: Callable[[], Any]) -> None:
+    """Has `call` run; of a coroutine, which it returns, the event loop runs the rest."""
+
+    def run() -> None:
+      try:
+        value = call()
+        if asyncio.iscoroutine(value):
+          asyncio.run_coroutine_threadsafe(self._follow(value), _event_loop())
+          return
+        self._settle(value, None)
+      except BaseException as error:  # noqa: BLE001 - whoever takes the result gets it
+        self._settle(None, error)
+
+    with _lock:
+      _open.add(self)
+    if not _callgate.submit(run):
+      with _lock:
+        _open.discard(self)
+      raise GateError(
+        f"{self.label}: can't be started: the process is ending, or was forked from one that ran "
+        "such calls; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
+      )
+
+  async def _follow(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    try:
+      self._settle(await coroutine, None)
+    except BaseException as error:
+      self._settle(None, error)
+      if isinstance(error, asyncio.CancelledError):
+        raise
+
+  def _settle(self, result: Any, error: BaseException | None) -> None:
+    self._result, self._error = result, error
+    with _lock:
+      if error is None or self._taken is not None:
+        _open.discard(self)
+    self._done.set()
+
+  def take(self, place: str) -> Any:
+    """Waits for the result, once; `place` is where, for messages.
+
+    Raises:
+      GateError: it was taken before.
+      GateTimeoutError: it has run longer than the gate's timeout.
+      BaseException: what the call raised.
+    """
+    with _lock:
+      if self._taken is not None:
+        raise GateError(
+          f"{self.label}: a ticket is waited for once, got a second time, at {place}; it was "
+          f"started at {self.place} and waited for at {self._taken}"
+        )
+      self._taken = place
+    rest = None if not self.timeout else max(0.0, self._begun + self.timeout - time.monotonic())
+    if not self._done.wait(rest):
+      raise GateTimeoutError(
+        f"{self.label}, started at {self.place}, has run longer than its timeout of "
+        f"{self.timeout:g} s; it is waited for at {place}"
+      )
+    with _lock:
+      _open.discard(self)
+    result, self._result = self._result, None
+    if self._error is not None:
+      raise self._error
+    return result
+
+  def report(self) -> None:
+    """Keeps the error of a finished call that nobody has taken for whoever waits at the barrier."""
+    with _lock:
+      if self._taken is not None or self not in _open:
+        return
+      _open.discard(self)
+      self._taken = "the barrier"
+    if self._error is not None:
+      where = f"callgate: raised in {self.label}, started at {self.place} and not waited for"
+      failures.keep_consumer_error(self._error, where)
+
+  def wait(self, seconds: float | None) -> bool:
+    return self._done.wait(seconds)
+
+
+def settle(seconds: float | None = None) -> bool:
+  """Waits for what was started, and keeps the errors of what was dropped; False in no time."""
+  deadline = None if seconds is None else time.monotonic() + seconds
+  for job in list(_open):
+    if not job.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+      return False
+    job.report()
+  return True
+
+
+def after_effects_barrier() -> None:
+  """In `jax.effects_barrier()`, once the programs have ended."""
+  if _open:
+    settle()
+    failures.raise_consumer_errors()
+
+
+# -- the event loop --------------------------------------------------------------------------------
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_thread: threading.Thread | None = None
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+  """The loop of all coroutines, on a thread of its own."""
+  global _loop, _loop_thread
+  with _lock:
+    if _loop is None:
+      _loop = loop = asyncio.new_event_loop()
+      _loop_thread = threading.Thread(target=loop.run_forever, name="callgate async", daemon=True)
+      _loop_thread.start()
+    return _loop
+
+
+def finish(seconds: float) -> None:
+  """At the end of the process: what was started finishes, within the time that there is."""
+  settle(seconds)
+
+
+def close(seconds: float) -> None:
+  """Ends the event loop's thread."""
+  global _loop
+  if _loop is not None and _loop_thread is not None:
+    with contextlib.suppress(RuntimeError):
+      _loop.call_soon_threadsafe(_loop.stop)
+    _loop_thread.join(seconds)
+    _loop = None
+
+
+def after_fork() -> None:
+  """In a fork's child nothing that was started runs."""
+  global _loop
+  _open.clear()
+  _loop = None

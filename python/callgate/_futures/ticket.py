@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Gate.start` and tickets: a program starts a call, and waits for its result later.
+
+A ticket is the handle of a `Job`, with the call's arguments beside it, by which its result has the
+derivatives of the call. To start is to make an object (`hold`), to wait is to use it. A wait takes
+the tickets of all starts that were traced before it in the same trace: XLA runs these first.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from callgate._call import derivatives, shapes
+from callgate._core import registry
+from callgate._core.errors import GateDefinitionError
+from callgate._futures.job import Job
+from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
+from callgate._jax import tracing
+from callgate._objects.handle import TYPE, Handle
+from callgate._objects.hold import Hold, Use, holding, place_of_user, resolved
+
+
+class _Call(NamedTuple):
+  """What is fixed about a started call when it is traced."""
+
+  gate: Any  # the core
+  static: Any
+  results: tuple[Any, ...]
+  out_tree: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Ticket:
+  """A call that a program has started; made by `Gate.start`.
+
+  A value of the program: loops carry it, branches return it, `jax.vmap` starts a call a lane. It is
+  waited for once, by `result()` or by the gate's; that of lanes outside of their vmap, too.
+  """
+
+  __slots__ = ("_among", "_args", "_call", "_handle")
+
+  def __init__(self, call: _Call, handle: Handle, args: Any) -> None:
+    self._call, self._handle, self._args = call, handle, args
+    self._among = _started(handle.words)
+
+  def result(self) -> Any:
+    """Waits for the call, inside or outside compiled code; returns what the call would have.
+
+    Raises:
+      GateError: (fails the program) the ticket was waited for before; both places are named.
+      GateTimeoutError: (fails the program) the call ran longer than the gate's timeout.
+      BaseException: (fails the program) what the call raised.
+    """
+    return _wait(self, _all_started())
+
+  def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+    return (self._handle, self._args), self._call
+
+  @classmethod
+  def tree_unflatten(cls, aux: Any, children: Any) -> Self:
+    made = object.__new__(cls)
+    made._call, made._among = aux, None
+    made._handle, made._args = children
+    return made
+
+  def __repr__(self) -> str:
+    return f"<ticket of {self._call.gate.label}>"
+
+
+_PLACE = "callgate_place"  # the static keyword of where a call is started
+
+
+# -- start -----------------------------------------------------------------------------------------
+def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
+  """Starts a call of a gate; see `Gate.start`."""
+  core = gate.core
+  _check(core)
+  handle = _parts(core).begin(*args, **kwargs, **{_PLACE: place_of_user()})
+  args, kwargs, static = core.given(args, kwargs)
+  leaves, in_tree = jax.tree.flatten((args, kwargs))
+  leaves = [shapes.as_array(core, leaf, i, in_tree) for i, leaf in enumerate(leaves)]
+  structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+  results, out_tree = shapes.result_types(core, in_tree, structs, static)
+  args, kwargs = jax.tree.unflatten(in_tree, leaves)
+  return Ticket(_Call(core, static, results, out_tree), handle, (args, kwargs))
+
+
+def _check(gate: Gate) -> None:
+  if not isinstance(gate.run_on, str):
+    raise GateDefinitionError(
+      f"{gate.label}: start() runs calls in this process; expected run_on='xla' or 'own', got "
+      f"{gate.run_on!r}"
+    )
+  if gate.style != "return":
+    raise GateDefinitionError(
+      f"{gate.label}: start() needs style='return', got style={gate.style!r}, whose results are "
+      "XLA's memory, which a started call doesn't have"
+    )
+  if gate.effect == "ordered":
+    raise GateDefinitionError(
+      f"{gate.label}: start() needs effect='pure' or 'io', got 'ordered': started calls run beside "
+      "each other"
+    )
+
+
+class _Parts(NamedTuple):
+  begin: Hold
+  wait: Callable[[str, tuple[Any, ...], Any], Use]
+
+
+def _parts(gate: Gate) -> _Parts:
+  """The gates that start calls of a gate and wait for them, which live as long as it does."""
+  if (made := gate.__dict__.get("_future_parts")) is None:
+    made = gate.__dict__["_future_parts"] = _Parts(
+      _begin(gate), functools.lru_cache(64)(functools.partial(_waiter, weakref.ref(gate)))
+    )
+  return made
+
+
+def _begin(gate: Gate) -> Hold:
+  function, label, timeout = gate.function, gate.label, gate.timeout
+  arrays: Any = gate.arrays
+
+  def begin(*args: Any, **kwargs: Any) -> Job:
+    job = Job(label, kwargs.pop(_PLACE), timeout)
+    job.start(functools.partial(function, *args, **kwargs))
+    return job
+
+  functools.update_wrapper(begin, function)
+  begin.__dict__.pop("__wrapped__", None)  # an async function's is no coroutine
+  options = GateOptions(
+    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, arrays=arrays,
+    copy=True,
+  )  # fmt: skip
+  return holding(begin, options).handle()
+
+
+def result(gate: Gate, ticket: Any) -> Any:
+  """See `Gate.result`."""
+  if not isinstance(ticket, Ticket) or ticket._call.gate is not gate.core:  # pyright: ignore[reportPrivateUsage]
+    raise GateDefinitionError(
+      f"{gate.label}: result() expected a ticket of its own, got {ticket!r}"
+    )
+  return ticket.result()
+
+
+# -- result ----------------------------------------------------------------------------------------
+def _wait(ticket: Ticket, started: list[Any]) -> Any:
+  """The result of a ticket, after all that were `started`."""
+  call: _Call = ticket._call  # pyright: ignore[reportPrivateUsage]
+  handle, args = ticket._handle, ticket._args  # pyright: ignore[reportPrivateUsage]
+  if handle.words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
+    return jax.vmap(lambda ticket: _wait(ticket, started))(ticket)
+  earlier = [words for words in started if words is not handle.words]
+  waits = _parts(call.gate).wait(place_of_user(), call.results, call.out_tree)
+
+  def wait(handle: Handle, args: Any, earlier: Any) -> Any:
+    del args
+    return waits(handle, earlier)
+
+  again = functools.partial(_call_again, call)
+  if call.gate.vjp_rules is not None:
+    with_rule = jax.custom_vjp(wait)
+    with_rule.defvjp(
+      lambda handle, args, earlier: (wait(handle, args, earlier), (handle, args, earlier)),
+      functools.partial(_backward, again),
+    )
+  else:
+    with_rule = jax.custom_jvp(wait)
+    with_rule.defjvp(functools.partial(_forward, with_rule, again), symbolic_zeros=True)
+  return with_rule(handle, args, earlier)
+
+
+def _call_again(call: _Call, given: Any) -> Any:
+  args, kwargs = given
+  return derivatives.apply(call.gate, args, kwargs, call.static)
+
+
+def _forward(with_rule: Any, again: Any, primals: Any, tangents: Any) -> Any:
+  """The tangent of a result is that of the call, by the gate's rule."""
+  result = with_rule(*primals)
+  leaves, tree = jax.tree.flatten(primals[1])
+  given = jax.tree.leaves(tangents[1], is_leaf=_is_zero)
+  moved = [i for i, tangent in enumerate(given) if not _is_zero(tangent)]
+  if not moved:
+    return result, jax.tree.map(_zero_of, result)
+
+  def of_moved(*values: Any) -> Any:
+    flat = list(leaves)
+    for index, value in zip(moved, values, strict=True):
+      flat[index] = value
+    return again(jax.tree.unflatten(tree, flat))
+
+  tangent = jax.jvp(of_moved, [leaves[i] for i in moved], [given[i] for i in moved])[1]
+  return result, tangent
+
+
+def _backward(again: Any, residuals: Any, cotangent: Any) -> Any:
+  handle, args, earlier = residuals
+  (of_args,) = jax.vjp(again, args)[1](cotangent)
+  return jax.tree.map(_zero_of, handle), of_args, jax.tree.map(_zero_of, earlier)
+
+
+def _is_zero(tangent: Any) -> bool:
+  return isinstance(tangent, jax.custom_derivatives.SymbolicZero) or (
+    getattr(tangent, "dtype", None) == jax.dtypes.float0
+  )
+
+
+def _zero_of(value: Any) -> Any:
+  if jax.numpy.issubdtype(value.dtype, jax.numpy.inexact):
+    return jax.numpy.zeros_like(value)
+  return np.zeros(value.shape, jax.dtypes.float0)
+
+
+def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: Any) -> Use:
+  core: Gate = gate()
+  label = core.label
+
+  def wait(handle: Handle, earlier: Any) -> Any:
+    del earlier
+    job: Job = resolved(label, handle)
+    return job.take(place)
+
+  out = jax.tree.unflatten(out_tree, [jax.ShapeDtypeStruct(*one) for one in results])
+  name = registry.free_name(f"{core.name}.result")
+  options = GateOptions(out=out, name=name, effect=core.effect, thread="own", cast=core.cast)
+  return _Taker(wait, options).handle()
+
+
+class _Taker(Use):
+  kind = "gate"
+  handles = "takes"
+
+
+# -- starts that were traced before ----------------------------------------------------------------
+class _Among(list[Any]):
+  """The words of the calls that a trace has started; lives as long as a ticket of these."""
+
+  __slots__ = ("__weakref__",)
+
+
+_traced: weakref.WeakValueDictionary[int, _Among] = weakref.WeakValueDictionary()
+
+
+def _started(words: Any) -> _Among | None:
+  trace = tracing.current_trace()
+  if trace is None:
+    return None
+  among = _traced.setdefault(id(trace), _Among())  # its tracers keep the trace
+  among.append(words)
+  return among
+
+
+def _all_started() -> list[Any]:
+  trace = tracing.current_trace()
+  return list(_traced.get(id(trace), ())) if trace is not None else []

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`callgate.hold` and `callgate.use`: gates that make objects of the host, and that take them."""
+
+# Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate._call import shapes
+from callgate._call.options import Effect
+from callgate._core import factories, paths, signatures, spellings
+from callgate._core import options as check
+from callgate._core.errors import GateDefinitionError, HandleError
+from callgate._gate.gate import Gate
+from callgate._gate.options import Arrays, GateOptions, Thread
+from callgate._jax import tracing
+from callgate._objects import table
+from callgate._objects.handle import TYPE, Handle
+from callgate._objects.table import Held, Kept, Maker
+
+SCOPE = "callgate_scope"  # the keyword of the loop whose step makes an object; the last operand
+_NO_SCOPE = np.zeros(TYPE.shape, TYPE.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class HoldOptions:
+  """The options of `callgate.hold`: those of a gate that make sense where the result is an object.
+
+  Attributes:
+    name: what programs and messages call it; unique. Default: as for `callgate.gate`.
+    effect: "pure" (a call whose handle is not used may be left out), "io" or "ordered", as for
+      `callgate.gate`.
+    arrays: what the callable gets: see `callgate.gate`.
+    thread: "xla" or "own": see `callgate.gate`.
+    timeout: seconds after which the program fails: see `callgate.gate`.
+    copy: arguments are private copies, which the object may keep; without it they are XLA's memory,
+      and an object that keeps one is an error. Default True.
+  """
+
+  name: str | None = None
+  effect: Effect = "pure"
+  arrays: Arrays = "numpy"
+  thread: Thread = "xla"
+  timeout: float | None = None
+  copy: bool = True
+
+
+class Hold(Gate):
+  """Makes objects of the host from compiled programs; made by `callgate.hold`."""
+
+  kind = "hold"
+  handles = "makes"
+
+  def apply_raw(self, args: Any, kwargs: dict[str, Any], static: Any) -> Any:
+    args, kwargs = jax.tree.map(_without_tangent, (args, kwargs))
+    return super().apply_raw(args, {**kwargs, SCOPE: _NO_SCOPE}, static)
+
+
+def holding(
+  make: Callable[..., Any], options: GateOptions, named: Callable[[str], str] = str
+) -> Hold:
+  """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
+  maker: list[Maker] = []
+
+  def call(*args: Any, **kwargs: Any) -> Handle:
+    scope = kwargs.pop(SCOPE)
+    args, kwargs = resolved(maker[0].label, args), resolved(maker[0].label, kwargs)
+    return Handle(table.add(make(*args, **kwargs), maker[0], scope))
+
+  functools.update_wrapper(call, make)
+  made = Hold(call, dataclasses.replace(options, out=Handle(TYPE)))
+  maker.append(Maker(named(made.name), place_of_user()))
+  return made
+
+
+def _without_tangent(leaf: Any) -> Any:
+  return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+@factories.of_one(HoldOptions)
+def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
+  """Makes a Python callable one that gives compiled programs objects of the host, by handles.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+  from scipy.sparse.linalg import splu
+
+  @jax.jit
+  def twice(a, b):
+    lu = cg.hold(splu)(a)                                      # factorised once
+    x = cg.use(lambda lu, b: lu.solve(b), lu, b, out=b)        # used twice
+    return cg.use(lambda lu, b: lu.solve(b), lu, x, out=b)
+
+  assert jnp.allclose(twice(2 * jnp.eye(3), jnp.ones(3)), 0.25)
+  ```
+
+  A handle (`callgate.Handle`) is a value of the program: loops carry it, branches and programs
+  return it, `jax.vmap` makes an object a lane, residuals of a `jax.custom_vjp` hold it. Its object
+  lives as long as some program or array may name it, and no longer; the guide says how that is
+  known. Arguments are constants to derivatives.
+
+  Args:
+    make: called as a gate's callable; returns any object.
+
+  Returns:
+    A gate: called with pytrees of arrays, inside or outside compiled code, it returns a `Handle`.
+
+  Raises:
+    GateDefinitionError: an option is wrong.
+    ValueError: the name is taken by another live gate.
+  """
+  given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+  label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"
+  check.function(label, "make", make)
+  named = (lambda name: name) if options.name else lambda _: _short(make)
+  return holding(make, GateOptions(out=(), **given), named).handle()
+
+
+def _short(make: Any) -> str:
+  make = getattr(make, "func", make)
+  return str(getattr(make, "__qualname__", None) or type(make).__qualname__)
+
+
+def place_of_user() -> str:
+  """The file and line of the user's code that runs."""
+  frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+  while frame is not None and frame.f_code.co_filename.startswith(f"{paths.ROOT}{os.sep}"):
+    frame = frame.f_back
+  return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+# -- use -------------------------------------------------------------------------------------------
+class Use(Gate):
+  """A gate whose callable gets objects in the place of handles."""
+
+  kind = "use of"
+  handles = "uses"
+
+
+def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
+  """Calls a Python callable from (compiled) JAX code with the objects that handles stand for.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+
+  table = cg.hold(lambda: {1: 10.0, 2: 20.0})()
+  look_up = jax.jit(lambda i: cg.use(lambda t, i: t[int(i)], table, i, out=jnp.float32(0)))
+  assert look_up(2) == 20
+  ```
+
+  Derivatives: with `linear=` (positions among all arguments' arrays, a handle being one) and
+  through `jax.custom_jvp` and `jax.custom_vjp`, of which a handle may be an argument or a residual.
+
+  Args:
+    fn: gets each handle's object and the other arguments as a gate's callable does. With
+      vmap="whole" a batched handle is a list of objects.
+    *args: pytrees of handles and arrays.
+    out: the results, which are returned: as for `callgate.gate`.
+    **options: options of `callgate.gate`; the rest are static keyword arguments of the call.
+
+  Raises:
+    GateDefinitionError: an option is wrong, or `out` is.
+    HandleError: (fails the program) a handle is not that of a live object of this process.
+    BaseException: what `fn` raises, with a note that says which objects it was given.
+  """
+  check.function("use", "fn", fn)
+  known = {field.name for field in dataclasses.fields(GateOptions)} & options.keys()
+  others = {name: value for name, value in options.items() if name not in known}
+  spellings.answer("use", others, signatures.accepted(fn, others))
+  chosen = tuple((key, options.pop(key)) for key in sorted(known))
+  if not callable(out) or shapes.is_type(out):
+    out = jax.tree.map(
+      lambda t: t if isinstance(t, jax.ShapeDtypeStruct) else _type_of(t), out, is_leaf=_is_leaf
+    )
+  leaves, tree = jax.tree.flatten(out)
+  kept = _known(fn, args)
+  try:
+    hash((fn, tuple(leaves), chosen))
+    cached = not kept
+  except TypeError:
+    cached = False
+  made = _gate_for(fn, tuple(leaves), tree, chosen) if cached else _use(fn, out, chosen, kept)
+  return made(*args, **options)
+
+
+def _is_leaf(value: Any) -> bool:
+  return shapes.is_type(value)
+
+
+def _type_of(value: Any) -> Any:
+  return jax.ShapeDtypeStruct(value.shape, value.dtype) if shapes.is_type(value) else value
+
+
+def _known(fn: Any, args: Any) -> tuple[Held, ...]:
+  """Objects that a program being traced knows as constants, which it has to keep."""
+  if not tracing.is_staged():
+    return ()
+  handles = [h for h in jax.tree.leaves(args, is_leaf=_is_handle) if _is_handle(h)]
+  known = [np.asarray(h.words) for h in handles if tracing.is_plain_array(h.words)]
+  return tuple(
+    table.get(one, f"use of {_short(fn)}")
+    for some in known
+    for one in some.reshape(-1, table.WORDS)
+  )
+
+
+@tracing.clearable_cache(max_size=64)
+def _gate_for(fn: Any, leaves: tuple[Any, ...], tree: Any, chosen: tuple[Any, ...]) -> Use:
+  return _use(fn, jax.tree.unflatten(tree, leaves), chosen, ())
+
+
+def _use(fn: Any, out: Any, chosen: tuple[Any, ...], kept: tuple[Held, ...]) -> Use:
+  given = dict(chosen)
+  style = given.get("style", "return")
+  lead = {"inplace": 1, "context": 2}.get(style, 0) if isinstance(style, str) else 0
+  user = f"use of {_short(fn)}"
+  if given.get("run_on", "xla") not in ("xla", "own"):
+    raise GateDefinitionError(
+      f"{user}: run_on: expected 'xla' or 'own', got {given['run_on']!r}; objects live in this "
+      "process"
+    )
+
+  def call(*args: Any, **kwargs: Any) -> Any:
+    objects = (*args[:lead], *resolved(user, args[lead:]))
+    try:
+      return fn(*objects, **resolved(user, kwargs))
+    except Exception as error:
+      _name_objects(error, args[lead:])
+      raise
+
+  functools.update_wrapper(call, fn)
+  call.kept = Kept(kept) if kept else None  # type: ignore[attr-defined]
+  return Use(call, GateOptions(out=out, **given)).handle()
+
+
+# -- objects in the place of handles ---------------------------------------------------------------
+def _is_handle(value: Any) -> bool:
+  return isinstance(value, Handle)
+
+
+def resolved(user: str, value: Any) -> Any:
+  """A pytree with the objects in the place of its handles; a list of them for a batched one."""
+  if isinstance(value, tuple) and not any(map(_may_hold, value)):
+    return value
+  return jax.tree.map(functools.partial(_object, user), value, is_leaf=_is_handle)
+
+
+def _may_hold(value: Any) -> bool:
+  return not isinstance(value, (np.ndarray, np.generic, float, int))
+
+
+def _object(user: str, leaf: Any) -> Any:
+  if not isinstance(leaf, Handle):
+    return leaf
+  words = np.asarray(leaf.words)
+  if words.dtype != TYPE.dtype or words.shape[-1:] != TYPE.shape:
+    raise HandleError(
+      f"{user}: expected a handle's words, uint32[2], got {words.dtype}{list(words.shape)}"
+    )
+  if words.ndim == 1:
+    return table.get(words, user).value
+  return [_object(user, Handle(one)) for one in words]
+
+
+def _name_objects(error: BaseException, args: Any) -> None:
+  names: list[str] = []
+  for handle in jax.tree.leaves(args, is_leaf=_is_handle):
+    if _is_handle(handle) and np.ndim(handle.words) == 1:
+      held = table.get(handle.words, "")
+      names.append(f"{type(held.value).__name__} #{held.number}, made by {held.maker}")
+  if names:
+    error.add_note(f"callgate: it was called with {'; '.join(names)}")

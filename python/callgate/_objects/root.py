@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`callgate.root`: solvers of equations of the host, with implicit derivatives."""
+
+# Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from callgate._core import options as _options
+from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions, Thread
+from callgate._objects.linear import instantiated
+
+
+def root(
+  residual: Callable[..., Any], /, *, solver: Callable[..., Any],
+  tangent_solve: Callable[..., Any] | None = None, cast: bool | None = None,
+  thread: Thread = "xla", timeout: float | None = None, name: str | None = None,
+) -> Gate:  # fmt: skip
+  """A solver of `residual(x, theta) = 0` on the host as a JAX function: `x = f(theta, x0)`.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+  import scipy.optimize
+
+  def residual(x, theta):
+    return x**3 - theta
+
+  def solver(theta, x0):
+    return scipy.optimize.root(lambda x: x**3 - theta, x0).x
+
+  cube_root = cg.root(residual, solver=solver, cast=True)
+  x = cube_root(jnp.array([8.0]), jnp.array([1.0]))
+  slope = jax.grad(lambda theta: cube_root(theta, jnp.array([1.0])).sum())(jnp.array([8.0]))
+  assert jnp.allclose(x, 2, rtol=1e-4) and jnp.allclose(slope, 1 / 12, rtol=1e-3)
+  ```
+
+  By the implicit function theorem d x = -(dF/dx)^-1 (dF/d theta) d theta, F the residual: forward
+  and reverse mode, of any order, whatever the solver does. It runs once. They hold as well as x is
+  a root, and where dF/dx is regular. The start `x0` is a constant to derivatives.
+
+  Args:
+    residual: a JAX function; its result has as many elements as `x`.
+    solver: `solver(theta, x0) -> x`, a gate's callable, of the structure and types of `x0`.
+    tangent_solve: `tangent_solve(matvec, b) -> y` with matvec(y) = b, a JAX function, for systems
+      too large for the default, which makes the Jacobian matrix and calls `jax.numpy.linalg.solve`.
+      Reverse mode calls it with the transposed matvec.
+    cast: allow same-kind casts of what `solver` returns; see `callgate.gate`.
+    thread, timeout: see `callgate.gate`.
+    name: what programs and messages call it. Default: as for `callgate.gate`, of `solver`.
+
+  Returns:
+    A gate that is called as `f(theta, x0)`, both pytrees of arrays.
+
+  Raises:
+    GateDefinitionError: an option is wrong.
+  """
+  label = f"root '{name}'" if isinstance(name, str) else "root"
+  _options.function(label, "residual", residual)
+  _options.function(label, "solver", solver)
+  _options.or_none(_options.function, label, "tangent_solve", tangent_solve)
+  options = GateOptions(out=_as_x0, cast=cast, thread=thread, timeout=timeout, name=name)
+  made = _Root(solver, options)
+  solve = tangent_solve or _dense
+
+  def rule(primals: Any, tangents: Any) -> Any:
+    (theta, x0), (dtheta, _) = primals, tangents
+    x = made(theta, x0)
+    moved = jax.jvp(lambda t: residual(x, t), (theta,), (instantiated(theta, dtheta),))[1]
+    flat, unravel = ravel_pytree(x)
+    right = ravel_pytree(moved)[0]
+
+    def product(y: Any) -> Any:
+      of_x = jax.jvp(lambda x: residual(x, theta), (x,), (unravel(y),))[1]
+      return ravel_pytree(of_x)[0].astype(flat.dtype)
+
+    found = jax.lax.custom_linear_solve(
+      product, -right.astype(flat.dtype), solve, transpose_solve=solve
+    )
+    return x, unravel(found)
+
+  made.set_jvp(rule, symbolic_zeros=True)
+  return made.handle()
+
+
+class _Root(Gate):
+  kind = "root"
+
+
+def _as_x0(theta: Any, x0: Any) -> Any:
+  del theta
+  return x0
+
+
+def _dense(product: Callable[..., Any], right: Any) -> Any:
+  """Solves with the matrix of a linear function, a product for each column."""
+  columns = jax.vmap(product)(jnp.eye(right.size, dtype=right.dtype))
+  return jnp.linalg.solve(columns.T, right)

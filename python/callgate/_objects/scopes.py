@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has the steps of loops free the objects that they make and nothing names any more.
+
+A loop `while cond: body` whose body makes objects becomes, when it is lowered,
+
+    scope = enter(the loop's around)
+    while cond:
+      body, in which what makes an object is told the scope
+      sweep(scope, what the body carries on, what it gives out)
+    leave(scope)
+
+What a step made in the scope and the sweep finds in no array is named by nobody: a handle gets out
+of a step by what it carries on or gives out alone. What the loop gives out is the outer loop's to
+free, or the program's. The sweep takes what was computed with objects, so that they are done with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from callgate._call.site import BoundCall
+from callgate._core.effects import HANDLE_EFFECT
+from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
+from callgate._jax import tracing
+from callgate._jax.tracing import Literal, jaxpr_as_fun
+from callgate._objects import table
+from callgate._objects.handle import TYPE
+
+Rule = Callable[..., Any]
+_INLINE = ("jaxpr", "call_jaxpr")  # parameters of calls that are no more than their jaxpr
+
+
+def start() -> None:
+  """Puts the rules around JAX's own; called once by `import callgate`."""
+  for primitive, body, run in (
+    (jax.lax.scan_p, "jaxpr", _scan), (jax.lax.while_p, "body_jaxpr", _while),
+  ):  # fmt: skip
+    rule = functools.partial(_rule, tracing.lowering_rule(primitive), body, run)
+    mlir.register_lowering(primitive, rule)
+
+
+def _rule(original: Rule, body: str, run: Rule, context: Any, *operands: Any, **params: Any) -> Any:
+  if not _makes(params[body].jaxpr):
+    return original(context, *operands, **params)
+  none = np.zeros(TYPE.shape, TYPE.dtype)
+  scoped = functools.partial(run, params, none)
+  return mlir.lower_fun(scoped, multiple_results=True)(context, *operands)
+
+
+def _makes(jaxpr: Any) -> bool:
+  """True if there is a call in it that makes an object and is in no scope yet."""
+  if HANDLE_EFFECT not in jaxpr.effects:
+    return False
+  return any(
+    _is_maker(eqn) or any(_makes(getattr(j, "jaxpr", j)) for j in tracing.subjaxprs(eqn))
+    for eqn in jaxpr.eqns
+  )
+
+
+def _is_maker(eqn: Any) -> bool:
+  call = eqn.params.get("call")
+  return isinstance(call, BoundCall) and call.gate.handles == "makes"
+
+
+# -- loops -----------------------------------------------------------------------------------------
+def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
+  closed = params["jaxpr"]
+  constants, carries = tracing.scan_counts(params)
+  consts = operands[:constants]
+  carry, xs = operands[constants : constants + carries], operands[constants + carries :]
+  scope = _gates()["enter"](parent)
+
+  def step(carry: Any, x: Any) -> Any:
+    outs, used = _run(closed.jaxpr, closed.consts, (*consts, *carry, *x), scope)
+    kept, given = outs[:carries], outs[carries:]
+    _gates()["sweep"](scope, _words(kept), _words(given), used)
+    return kept, given
+
+  last, ys = jax.lax.scan(
+    step, list(carry), list(xs), length=params["length"], reverse=params["reverse"],
+    unroll=params["unroll"] or 1,
+  )  # fmt: skip
+  _gates()["leave"](scope, [*last, *ys])
+  return [*last, *ys]
+
+
+def _while(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
+  cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+  first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+  cond_consts, consts, carry = operands[:first], operands[first:second], operands[second:]
+  predicate = functools.partial(jaxpr_as_fun(cond), *cond_consts)
+  batched = bool(cond.out_avals[0].shape)  # lanes that have ended stay as they are
+  scope = _gates()["enter"](parent)
+
+  def step(before: Any) -> Any:
+    outs, used = _run(body.jaxpr, body.consts, (*consts, *before), scope)
+    if batched:
+      (lanes,) = predicate(*before)
+      outs = [
+        jax.lax.select(
+          jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old
+        )
+        for new, old in zip(outs, before, strict=True)
+      ]
+    _gates()["sweep"](scope, _words(outs), [], used)
+    return outs
+
+  def goes_on(state: Any) -> Any:
+    (lanes,) = predicate(*state)
+    return jnp.any(lanes) if lanes.shape else lanes
+
+  last = list(jax.lax.while_loop(goes_on, step, list(carry)))
+  _gates()["leave"](scope, last)
+  return last
+
+
+def _words(values: Sequence[Any]) -> list[Any]:
+  """The values that may hold handles."""
+  return [x for x in values if jnp.shape(x)[-1:] == TYPE.shape and jnp.result_type(x) == TYPE.dtype]
+
+
+# -- a step ----------------------------------------------------------------------------------------
+def _run(
+  jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: Any
+) -> tuple[list[Any], list[Any]]:
+  """A jaxpr's results, where what makes an object is told the scope, and what used objects."""
+  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+  used: list[Any] = []
+
+  def read(variable: Any) -> Any:
+    return variable.val if isinstance(variable, Literal) else values[variable]
+
+  for eqn in jaxpr.eqns:
+    inputs = [read(v) for v in eqn.invars]
+    with eqn.ctx.manager:
+      if HANDLE_EFFECT in eqn.effects:
+        results, uses = _run_equation(eqn, inputs, scope)
+        used += uses
+      else:
+        results = _bind(eqn, inputs)
+    values.update(zip(eqn.outvars, results, strict=True))
+  return [read(v) for v in jaxpr.outvars], used
+
+
+def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+  results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+  return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _run_equation(eqn: Any, inputs: list[Any], scope: Any) -> tuple[list[Any], list[Any]]:
+  """As `_run`, of an equation with calls that make or use objects."""
+  if isinstance(call := eqn.params.get("call"), BoundCall):
+    if call.gate.handles == "makes":
+      inputs = [*inputs[:-1], jnp.broadcast_to(scope, jnp.shape(inputs[-1]))]
+    outs = list(eqn.primitive.bind(*inputs, call=dataclasses.replace(call, scoped=True)))
+  elif eqn.primitive is jax.lax.scan_p:
+    outs = _scan(eqn.params, scope, *inputs)
+  elif eqn.primitive is jax.lax.while_p:
+    outs = _while(eqn.params, scope, *inputs)
+  elif eqn.primitive is jax.lax.cond_p:
+    branches = [functools.partial(_branch, closed, scope) for closed in eqn.params["branches"]]
+    *outs, done = jax.lax.switch(inputs[0], branches, *inputs[1:])
+    return outs, [done]
+  else:
+    for inner in filter(None, map(eqn.params.get, _INLINE)):
+      bare = getattr(inner, "jaxpr", inner)
+      if len(bare.invars) == len(inputs):
+        return _run(bare, getattr(inner, "consts", ()), inputs, scope)
+    outs = _bind(eqn, inputs)
+  return outs, outs[:1]
+
+
+def _branch(closed: Any, scope: Any, *inputs: Any) -> list[Any]:
+  """A branch, which also gives something that is there once its objects are used."""
+  outs, used = _run(closed.jaxpr, closed.consts, inputs, scope)
+  done = jnp.int32(0)
+  if used:
+    done = jax.lax.optimization_barrier((done, used))[0]
+  return [*outs, done]
+
+
+# -- the runtime's part ----------------------------------------------------------------------------
+_PREFIX = "callgate.scope."
+
+
+def find(name: str) -> object:
+  """For `registry.finders`: these gates in a process that lowers no such loop itself."""
+  return _gates().get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+
+
+@functools.cache
+def _gates() -> dict[str, Gate]:
+  """The gates that a scoped loop calls. Their order is that of their operands."""
+
+  def enter(parent: Any) -> Any:
+    return table.enter(parent)
+
+  def sweep(scope: Any, carried: Any, given: Any, used: Any) -> tuple[()]:
+    del used
+    table.sweep(scope, carried, given)
+    return ()
+
+  def leave(scope: Any, last: Any) -> tuple[()]:
+    del last
+    table.leave(scope)
+    return ()
+
+  return {
+    function.__name__: Gate(
+      function, GateOptions(out=out, name=f"{_PREFIX}{function.__name__}", effect="io")
+    ).handle()
+    for function, out in ((enter, TYPE), (sweep, ()), (leave, ()))
+  }

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process's table of objects that programs hold, and the scopes of the loops that make them.
+
+A program knows an object by two uint32 words: 20 bits of the process's own number, 44 of the
+object's. The table alone owns the objects. Two things free one: the end of a loop's step after
+which nothing of the loop names it (here), and a look through all of JAX's arrays when no program
+runs that may use it (`collect.py`). Called under the GIL, by any thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from callgate import _callgate
+from callgate._core.errors import HandleError
+
+WORDS = 2  # of a handle, uint32
+_PROCESS = int.from_bytes(os.urandom(4), "little") % ((1 << 20) - 1) + 1  # never 0
+_TOMBSTONES = 4096  # freed objects whose makers are still known to messages
+
+
+class Maker(NamedTuple):
+  """What makes objects: its name, and where `callgate.hold` was called."""
+
+  label: str
+  place: str
+
+  def __str__(self) -> str:
+    return f"{self.label} ({self.place})" if self.place else self.label
+
+
+class Held(NamedTuple):
+  """An object of the table."""
+
+  number: int
+  value: Any
+  maker: Maker
+
+
+class Kept:
+  """Keeps objects alive that a program knows as constants, as long as the program holds this."""
+
+  def __init__(self, held: Iterable[Held]) -> None:
+    self.numbers = [one.number for one in held]
+    with _lock:
+      _kept.update(self.numbers)
+
+  def __del__(self) -> None:
+    with _lock:
+      _kept.subtract(self.numbers)
+
+
+class _Scope:
+  """A loop that runs: what its steps made and still name, and the loop around it."""
+
+  def __init__(self, parent: int) -> None:
+    self.parent, self.objects = parent, set[int]()
+
+
+_held: dict[int, Held] = {}
+_scopes: dict[int, _Scope] = {}
+_freed: collections.OrderedDict[int, Maker] = collections.OrderedDict()
+_kept: collections.Counter[int] = collections.Counter()
+_lock = threading.RLock()
+# Told of each new object with how many there are; set by `collect.py`.
+added: list[Callable[[int], object]] = []
+
+
+def add(value: Any, maker: Maker, scope: Any) -> Any:
+  """Takes an object in; returns its words. `scope`: the words of the loop whose step makes it."""
+  number: int = _callgate.new_number()
+  with _lock:
+    _held[number] = Held(number, value, maker)
+    (loop,) = numbers_in([scope]) or (0,)
+    if loop in _scopes:
+      _scopes[loop].objects.add(number)
+    count = len(_held)
+  for tell in added:
+    tell(count)
+  return words(number)
+
+
+def words(number: int) -> Any:
+  return np.array([_PROCESS << 12 | number >> 32, number & 0xFFFFFFFF], np.uint32)
+
+
+def numbers_in(arrays: Iterable[Any]) -> set[int]:
+  """The numbers of this process that arrays of words hold; whatever else they hold is ignored."""
+  found = set[int]()
+  for array in arrays:
+    pairs = np.asarray(array).reshape(-1, WORDS).astype(np.uint64)
+    own = pairs[pairs[:, 0] >> np.uint64(12) == _PROCESS]
+    found.update((((own[:, 0] & np.uint64(0xFFF)) << np.uint64(32)) | own[:, 1]).tolist())
+  return found
+
+
+def get(handle: Any, user: str) -> Held:
+  """The object that two words stand for; `user` is what asks, for messages.
+
+  Raises:
+    HandleError: there is none: the words are another process's, or nobody's, or it was freed.
+  """
+  high, low = (int(word) for word in handle)
+  number = (high & 0xFFF) << 32 | low
+  if (found := _held.get(number)) is not None and high >> 12 == _PROCESS:
+    return found
+  if not high and not low:
+    why = "got an empty one: the call that was to make the object failed, or was not made"
+  elif high >> 12 != _PROCESS:
+    why = (
+      f"got one of another process (number {high >> 12}, here {_PROCESS}), or an array that is "
+      "none; objects stay in the process that makes them"
+    )
+  elif (maker := _freed.get(number)) is not None:
+    why = f"got that of object #{number}, made by {maker}, whose end was when nothing named it"
+  else:
+    why = f"got that of object #{number}, which is gone or never was"
+  raise HandleError(f"{user}: expected the handle of a live object, {why}")
+
+
+# -- the scopes of loops ---------------------------------------------------------------------------
+def enter(parent: Any) -> Any:
+  """A loop begins, in a step of another or in none; returns the words of its scope."""
+  (outer,) = numbers_in([parent]) or (0,)
+  number: int = _callgate.new_number()
+  with _lock:
+    _scopes[number] = _Scope(outer)
+  return words(number)
+
+
+def sweep(scope: Any, carried: Sequence[Any], given: Sequence[Any]) -> None:
+  """A step of a loop has ended: frees what it made and neither carries on nor gives out."""
+  with _lock:
+    for number in numbers_in([scope]):
+      if (loop := _scopes.get(number)) is None:
+        continue
+      _move(loop, loop.objects & numbers_in(given))
+      kept = loop.objects & numbers_in(carried)
+      free(loop.objects - kept)
+      loop.objects = kept
+
+
+def leave(scope: Any) -> None:
+  """A loop has ended: what it still names is made by the step around it, or by the program."""
+  with _lock:
+    for number in numbers_in([scope]):
+      if (loop := _scopes.pop(number, None)) is not None:
+        _move(loop, set(loop.objects))
+
+
+def _move(loop: _Scope, numbers: set[int]) -> None:
+  loop.objects -= numbers
+  if loop.parent in _scopes:
+    _scopes[loop.parent].objects |= numbers
+
+
+# -- for `collect.py` ------------------------------------------------------------------------------
+def free(numbers: Iterable[int]) -> None:
+  """Drops objects. What their own end raises is theirs."""
+  dropped: list[Held] = []
+  with _lock:
+    for number in numbers:
+      if (held := _held.pop(number, None)) is not None:
+        dropped.append(held)
+        _freed[number] = held.maker
+    while len(_freed) > _TOMBSTONES:
+      _freed.popitem(last=False)
+  dropped.clear()  # without the lock: destructors may be anything
+
+
+def keep_only(named: set[int], before: int) -> None:
+  """Frees what was made before the number `before` and is not named, in scopes of that age, too."""
+  with _lock:
+    for number in [number for number in _scopes if number < before]:
+      del _scopes[number]  # of a program that failed in its loop
+    for number in [number for number, count in _kept.items() if count <= 0]:
+      del _kept[number]
+    named = named | _kept.keys()
+    gone = [number for number in _held if number < before and number not in named]
+  free(gone)
+
+
+def count() -> int:
+  return len(_held)
+
+
+def by_maker() -> dict[str, int]:
+  """How many objects each maker has in the table."""
+  return dict(collections.Counter(held.maker.label for held in list(_held.values())))

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that programs start and wait for: overlap, transformations, errors, coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreters import output_of
+from transformation_table import PAIRS, TRANSFORMATIONS, F, assert_chains_agree, on_host, reference
+
+import callgate as cg
+
+ZERO = jnp.float32(0)
+NAP = 0.3
+
+
+def nap(x: Any) -> Any:
+  time.sleep(NAP)
+  return x + 1
+
+
+def seconds(f: Callable[[], Any]) -> float:
+  begin = time.perf_counter()
+  jax.block_until_ready(f())
+  return time.perf_counter() - begin
+
+
+def started(effect: Any) -> F:
+  gate = cg.gate(on_host, like=reference, effect=effect)
+  return lambda x: gate.start(x).result()
+
+
+@pytest.mark.parametrize("outer", TRANSFORMATIONS)
+def test_pairs_of_transformations_agree_with_jax(outer: str) -> None:
+  assert_chains_agree([pair for pair in PAIRS if pair[0] == outer], make=started)
+
+
+def test_io_gates_start_once_for_each_execution() -> None:
+  seen = list[float]()
+  gate = cg.gate(lambda x: seen.append(float(x)) or np.float32(x), out=ZERO, effect="io")
+  program = jax.jit(
+    lambda xs: jax.lax.scan(lambda c, x: (c + gate.start(x).result(), None), 0.0, xs)[0]
+  )
+  assert program(jnp.arange(5.0)) == 10
+  assert sorted(seen) == list(range(5))
+
+
+# -- overlap ---------------------------------------------------------------------------------------
+first, second = (cg.gate(nap, out=ZERO, name=f"test nap {i}") for i in range(2))
+
+
+def test_two_calls_and_the_programs_own_work_overlap(engine: str) -> None:
+  @jax.jit
+  def program(x: Any) -> Any:
+    a, b = first.start(x), second.start(2 * x)
+    return a.result() + b.result()
+
+  assert program(1.0) == 5
+  assert seconds(lambda: program(1.0)) < 1.6 * NAP
+
+
+def test_lanes_overlap() -> None:
+  program = jax.jit(jax.vmap(lambda x: first.start(x).result()))
+  np.testing.assert_array_equal(program(jnp.arange(6.0)), np.arange(1.0, 7.0))
+  assert seconds(lambda: program(jnp.arange(6.0))) < 2 * NAP
+
+
+def test_a_step_of_a_loop_waits_for_the_call_that_the_last_one_started() -> None:
+  def step(ticket: cg.Ticket, x: Any) -> Any:
+    following = first.start(x)
+    return following, ticket.result()
+
+  @jax.jit
+  def program(xs: Any) -> Any:
+    last, ys = jax.lax.scan(step, first.start(jnp.float32(-1)), xs)
+    return ys, last.result()
+
+  ys, last = program(jnp.arange(4.0))
+  np.testing.assert_array_equal(ys, [0, 1, 2, 3])
+  assert last == 4
+  assert seconds(lambda: program(jnp.arange(4.0))) < 5 * NAP  # five calls, two at a time
+
+
+def test_calls_that_are_started_outside_of_programs_overlap() -> None:
+  def both() -> Any:
+    a, b = first.start(1.0), second.start(2.0)
+    return a.result() + b.result()
+
+  assert both() == 5
+  assert seconds(both) < 1.6 * NAP
+
+
+# -- coroutines ------------------------------------------------------------------------------------
+async def fetch(x: Any) -> Any:
+  await asyncio.sleep(NAP)
+  return np.float32(x + threading.get_ident() * 0)
+
+
+def test_coroutines_run_beside_each_other_on_one_thread() -> None:
+  threads = set[str]()
+
+  async def where(x: Any) -> Any:
+    await asyncio.sleep(NAP)
+    threads.add(threading.current_thread().name)
+    return x * 2
+
+  gate = cg.gate(where, out=ZERO)
+  program = jax.jit(jax.vmap(lambda x: gate.start(x).result()))
+  np.testing.assert_array_equal(program(jnp.arange(20.0)), 2 * np.arange(20.0))
+  assert seconds(lambda: program(jnp.arange(20.0))) < 2.5 * NAP
+  assert threads == {"callgate async"}
+
+
+def test_a_call_of_a_coroutine_without_start_is_refused_with_the_way() -> None:
+  gate = cg.gate(fetch, out=ZERO, name="test fetch")
+  for call in (gate, jax.jit(gate), jax.vmap(gate)):
+    with pytest.raises(cg.GateDefinitionError, match=r"gate 'test fetch' is an async.*gate\.start"):
+      call(jnp.ones(1) if call is not gate else 1.0)
+  assert gate.start(1.0).result() == 1
+
+
+def test_generators_are_refused_where_they_are_defined() -> None:
+  def numbers(x: Any) -> Any:
+    yield x
+
+  async def later(x: Any) -> Any:
+    yield x
+
+  for function in (numbers, later):
+    with pytest.raises(cg.GateDefinitionError, match=r"got a generator function; callgate\.feed"):
+      cg.gate(function, out=ZERO)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+def fail(x: Any) -> Any:
+  raise KeyError("lost")
+
+
+failing = cg.gate(fail, out=ZERO, name="test failing")
+
+
+def test_the_error_of_a_call_is_raised_where_its_result_is_waited_for(engine: str) -> None:
+  with pytest.raises(KeyError, match="lost"), cg.errors():
+    jax.block_until_ready(jax.jit(lambda x: failing.start(x).result())(1.0))
+  cg.barrier()
+
+
+@pytest.mark.parametrize("barrier", [cg.barrier, jax.effects_barrier])
+def test_a_dropped_ticket_is_waited_for_at_the_barrier(barrier: Any) -> None:
+  done = list[float]()
+
+  def slow(x: Any) -> Any:
+    time.sleep(NAP)
+    done.append(float(x))
+    return x
+
+  gate = cg.gate(slow, out=ZERO)
+  jax.block_until_ready(jax.jit(lambda x: (gate.start(x), x)[1])(3.0))
+  barrier()
+  assert done == [3]
+  jax.block_until_ready(jax.jit(lambda x: (failing.start(x), x)[1])(3.0))
+  with pytest.raises(KeyError, match="lost") as caught:
+    barrier()
+  note = caught.value.__notes__[-1]
+  assert "test failing" in note
+  assert "not waited for" in note
+  barrier()  # raised once
+
+
+def test_a_barrier_gives_up_in_time() -> None:
+  go = threading.Event()
+  gate = cg.gate(lambda x: (go.wait(60), x)[1], out=ZERO)
+  ticket = gate.start(1.0)
+  with pytest.raises(TimeoutError, match="started calls still run"):
+    cg.barrier(timeout=0.1)
+  go.set()
+  assert ticket.result() == 1
+
+
+def test_a_second_wait_is_an_error_that_names_both_places() -> None:
+  @jax.jit
+  def program(x: Any) -> Any:
+    ticket = failing_twice.start(x)
+    a = ticket.result()
+    return a, ticket.result()
+
+  failing_twice = cg.gate(lambda x: x, out=ZERO, name="test twice")
+  once = "'test twice': a ticket is waited for once"
+  with pytest.raises(cg.GateError, match=once) as caught, cg.errors():
+    jax.block_until_ready(program(1.0))
+  text = str(caught.value)
+  line = program.__wrapped__.__code__.co_firstlineno
+  assert all(f"test_futures.py:{line + n}" in text for n in (2, 3, 4))
+
+
+def test_a_call_that_takes_longer_than_its_timeout_fails() -> None:
+  go = threading.Event()
+  gate = cg.gate(lambda x: (go.wait(60), x)[1], out=ZERO, timeout=0.1, name="test late")
+  late = r"'test late', started at .*test_futures"
+  with pytest.raises(cg.GateTimeoutError, match=late), cg.errors():
+    jax.block_until_ready(jax.jit(lambda x: gate.start(x).result())(1.0))
+  go.set()
+  cg.barrier()
+
+
+def test_results_are_checked_as_a_calls() -> None:
+  gate = cg.gate(lambda x: np.zeros(3), out=ZERO, name="test shape")
+  with (
+    pytest.raises(cg.ResultError, match=r"test shape.*expected float32\[\], got float64\[3\]"),
+    cg.errors(),
+  ):
+    jax.block_until_ready(jax.jit(lambda x: gate.start(x).result())(1.0))
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"style": "inplace"}, "start.. needs style='return'"),
+    ({"effect": "ordered"}, "got 'ordered'"),
+  ],
+)
+def test_gates_that_can_not_be_started_say_so(options: Any, message: str) -> None:
+  gate = cg.gate(lambda *x: x[-1], out=ZERO, **options)
+  with pytest.raises(cg.GateDefinitionError, match=message):
+    gate.start(1.0)
+
+
+def test_a_ticket_of_another_gate_is_refused() -> None:
+  ticket = first.start(1.0)
+  assert "test nap 0" in repr(ticket)
+  with pytest.raises(
+    cg.GateDefinitionError, match=r"'test nap 1': result.. expected a ticket of its"
+  ):
+    second.result(ticket)
+  assert first.result(ticket) == 2
+
+
+# -- derivatives -----------------------------------------------------------------------------------
+def by_jvp() -> cg.Gate:
+  gate = cg.gate(np.sin, out=lambda x: x)
+  gate.defjvp(lambda p, t: (gate(*p), t[0] * jnp.cos(p[0])))
+  return gate
+
+
+def by_vjp() -> cg.Gate:
+  gate = cg.gate(np.sin, out=lambda x: x)
+  gate.defvjp(lambda x: (gate(x), x), lambda x, ct: (ct * jnp.cos(x),))
+  return gate
+
+
+@pytest.mark.parametrize("make", [by_jvp, by_vjp])
+def test_start_and_result_have_the_derivatives_of_the_call(make: Any, engine: str) -> None:
+  gate = make()
+
+  def loss(x: Any) -> Any:
+    ticket = gate.start(x)
+    return jnp.sum(x * ticket.result())
+
+  x = jnp.arange(3.0)
+  want = jax.grad(lambda x: jnp.sum(x * jnp.sin(x)))(x)
+  np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), want, rtol=1e-5)
+  np.testing.assert_allclose(jax.grad(loss)(x), want, rtol=1e-5)
+  lanes = jax.jit(jax.vmap(jax.grad(loss)))(jnp.stack([x, x]))
+  np.testing.assert_allclose(lanes, [want, want], rtol=1e-5)
+
+
+def test_without_a_derivative_the_gate_says_so() -> None:
+  with pytest.raises(cg.GateDefinitionError, match="'test nap 0' has no derivative"):
+    jax.grad(lambda x: first.start(x).result())(1.0)
+
+
+# -- control flow ----------------------------------------------------------------------------------
+def test_branches_start_or_wait(engine: str) -> None:
+  double = cg.gate(lambda x: 2 * x, out=ZERO)
+
+  @jax.jit
+  def program(flag: Any, x: Any) -> Any:
+    ticket = jax.lax.cond(flag, double.start, lambda x: double.start(10 * x), x)
+    return jax.lax.cond(x > 0, lambda t: t.result(), lambda t: t.result() - 1, ticket)
+
+  assert (program(True, 1.0), program(False, 1.0), program(True, -1.0)) == (2, 20, -3)
+
+
+def test_pytrees_static_values_and_defaults_travel() -> None:
+  def f(tree: Any, scale: float = 1.0, *, plus: int = 0) -> Any:
+    return {"y": tree["x"] * np.float32(scale) + np.float32(plus)}
+
+  gate = cg.gate(f, out=lambda tree, **_: {"y": tree["x"]})
+  got = jax.jit(lambda x: gate.start({"x": x}, plus=3).result())(jnp.ones(2))
+  np.testing.assert_array_equal(got["y"], [4, 4])
+
+
+def test_nothing_is_left_of_what_was_waited_for() -> None:
+  from callgate._futures import job
+
+  double = cg.gate(lambda x: 2 * x, out=ZERO, name="test double")
+  program = jax.jit(
+    lambda x: jax.lax.fori_loop(0, 1000, lambda _, x: double.start(x / 2).result(), x)
+  )
+  assert program(3.0) == 3
+  assert not job._open
+  assert not any("test double" in name for name in cg.held())
+
+
+def test_a_call_runs_programs_of_its_own() -> None:
+  inner = jax.jit(lambda x: jnp.sum(x @ x))
+  gate = cg.gate(lambda x: np.asarray(inner(x)), out=ZERO)
+  got = jax.jit(lambda x: [gate.start(x).result() for _ in range(4)])(jnp.eye(64))
+  assert [float(x) for x in got] == [64] * 4
+
+
+def test_the_end_of_the_process_lets_calls_finish() -> None:
+  code = """
+import callgate as cg, jax, time
+def slow(x):
+  time.sleep(0.5)
+  print("finished", flush=True)
+  return x
+gate = cg.gate(slow, out=jax.numpy.float32(0))
+jax.jit(lambda x: (gate.start(x), x)[1])(1.0)
+"""
+  assert "finished" in output_of(code)
