@@ -155,7 +155,8 @@ class Gate(Operation[P, R]):
     return functools.partial(self._emission, on_cuda=platform == "cuda")
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
-    if on_cuda and self.copy and bind.is_native(self.arrays):
+    here = isinstance(self.run_on, str)
+    if on_cuda and self.copy and here and bind.is_native(self.arrays):
       raise no_copy(self.label, self.arrays)
     target = targets.GRAPH_TARGET if on_cuda and self.command_buffer else targets.GATE_TARGET
     cast = {"cast": "yes"} if call.site.cast else {}
