@@ -211,8 +211,8 @@ void bind_settings(nb::module_& module) {
 
 }  // namespace
 
-// Has a worker call `job()`, without a lock held and soon: no job waits for another. False where the
-// process is ending, or is a fork's child, which has no such threads.
+// Has a worker call `job()`, without a lock held and soon: no job waits for another. False where
+// the process is ending, or is a fork's child, which has no such threads.
 bool submit_job(nb::object job) {
   auto held = std::make_shared<LateReference>(late(std::move(job)));
   auto run = [held] {
