@@ -36,6 +36,7 @@ SUBJECTS = (
   "growth",
   "first",
   "import",
+  "solver",
   "memory",
 )
 CUDA_SUBJECTS = (
