@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sparse solve of SciPy's and its gradient, beside `jax.lax.custom_linear_solve`.
 
-`callgate.linear_solver` keeps SuperLU's object from the forward to the adjoint solve. With JAX's own
-way the solves are `pure_callback`s, which know arrays alone: each factorises anew. One compiled
-program makes a chain of solves of a tridiagonal system, or the gradient of the chain's sum in values
-and right-hand side. Factorisations of one execution are counted and stand in the notes.
+`callgate.linear_solver` keeps SuperLU's object from the forward to the adjoint solve. With JAX's
+own way the solves are `pure_callback`s, which know arrays alone: each factorises anew. One compiled
+program makes a chain of solves of a tridiagonal system, or the gradient of the chain's sum in
+values and right-hand side. Factorisations of one execution are counted and stand in the notes.
 Unit: microseconds a solve (forward and adjoint in the rows of gradients).
 """
 
@@ -121,7 +121,9 @@ def run(options: harness.Options) -> harness.Report:
   title = f"A sparse solve by SuperLU and its gradient, in a chain of {CHAIN}"
   baseline = named(SHARED, "solve", sizes[0])
   settings = {"chain": CHAIN}
-  return harness.Report("solver", title, "us", rows, baseline, TARGETS, settings, quick=options.quick)
+  return harness.Report(
+    "solver", title, "us", rows, baseline, TARGETS, settings, quick=options.quick
+  )
 
 
 def _work(
