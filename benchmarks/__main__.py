@@ -37,6 +37,7 @@ SUBJECTS = (
   "growth",
   "first",
   "import",
+  "solver",
   "memory",
 )
 CUDA_SUBJECTS = (

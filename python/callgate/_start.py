@@ -41,6 +41,7 @@ def start(public: Mapping[str, Any]) -> None:
   lifecycle.at_end("hurry", producer.limit_all)
   lifecycle.at_end("leave", group.leave)
   lifecycle.at_end("draw", draw.stop)
+  lifecycle.at_end("deliver", job.finish)  # whose errors the next one raises
   lifecycle.at_end("deliver", channel.close_all)
   lifecycle.at_end("join", producer.close_all)
   lifecycle.at_end("join", workers.close_all)
@@ -50,7 +51,6 @@ def start(public: Mapping[str, Any]) -> None:
   gate.futures += [ticket.start, ticket.result]
   barrier.waits["started calls"] = job.settle
   dispatch.after_effects_barrier.append(job.after_effects_barrier)
-  lifecycle.at_end("deliver", job.finish)
   lifecycle.at_end("join", job.close)
   os.register_at_fork(after_in_child=job.after_fork)
   table.added.append(collect.due)

@@ -155,8 +155,8 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
   assert look_up(2) == 20
   ```
 
-  Derivatives: with `linear=` (positions among all arguments' arrays, a handle being one) and
-  through `jax.custom_jvp` and `jax.custom_vjp`, of which a handle may be an argument or a residual.
+  Derivatives: forward mode with `linear=` (positions of arguments, handles included), and any by
+  `jax.custom_jvp` and `jax.custom_vjp`, of which a handle may be an argument or a residual.
 
   Args:
     fn: gets each handle's object and the other arguments as a gate's callable does. With

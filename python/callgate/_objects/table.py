@@ -77,9 +77,8 @@ def add(value: Any, maker: Maker, scope: Any) -> Any:
   number: int = _callgate.new_number()
   with _lock:
     _held[number] = Held(number, value, maker)
-    (loop,) = numbers_in([scope]) or (0,)
-    if loop in _scopes:
-      _scopes[loop].objects.add(number)
+    if (loop := _scopes.get(_number(*scope.tolist()))) is not None:
+      loop.objects.add(number)
     count = len(_held)
   for tell in added:
     tell(count)
@@ -94,10 +93,19 @@ def numbers_in(arrays: Iterable[Any]) -> set[int]:
   """The numbers of this process that arrays of words hold; whatever else they hold is ignored."""
   found = set[int]()
   for array in arrays:
+    if array.size == WORDS:  # one handle: NumPy's functions would take longer
+      if number := _number(*array.reshape(WORDS).tolist()):
+        found.add(number)
+      continue
     pairs = np.asarray(array).reshape(-1, WORDS).astype(np.uint64)
     own = pairs[pairs[:, 0] >> np.uint64(12) == _PROCESS]
     found.update((((own[:, 0] & np.uint64(0xFFF)) << np.uint64(32)) | own[:, 1]).tolist())
   return found
+
+
+def _number(high: int, low: int) -> int:
+  """That of an object of this process; 0 for other words."""
+  return (high & 0xFFF) << 32 | low if high >> 12 == _PROCESS else 0
 
 
 def get(handle: Any, user: str) -> Held:
@@ -106,7 +114,7 @@ def get(handle: Any, user: str) -> Held:
   Raises:
     HandleError: there is none: the words are another process's, or nobody's, or it was freed.
   """
-  high, low = (int(word) for word in handle)
+  high, low = handle.tolist()
   number = (high & 0xFFF) << 32 | low
   if (found := _held.get(number)) is not None and high >> 12 == _PROCESS:
     return found
@@ -127,7 +135,7 @@ def get(handle: Any, user: str) -> Held:
 # -- the scopes of loops ---------------------------------------------------------------------------
 def enter(parent: Any) -> Any:
   """A loop begins, in a step of another or in none; returns the words of its scope."""
-  (outer,) = numbers_in([parent]) or (0,)
+  outer = _number(*parent.tolist())
   number: int = _callgate.new_number()
   with _lock:
     _scopes[number] = _Scope(outer)
@@ -137,21 +145,21 @@ def enter(parent: Any) -> Any:
 def sweep(scope: Any, carried: Sequence[Any], given: Sequence[Any]) -> None:
   """A step of a loop has ended: frees what it made and neither carries on nor gives out."""
   with _lock:
-    for number in numbers_in([scope]):
-      if (loop := _scopes.get(number)) is None:
-        continue
+    if (loop := _scopes.get(_number(*scope.tolist()))) is None or not loop.objects:
+      return
+    if given:
       _move(loop, loop.objects & numbers_in(given))
-      kept = loop.objects & numbers_in(carried)
-      free(loop.objects - kept)
-      loop.objects = kept
+    kept = loop.objects & numbers_in(carried)
+    gone, loop.objects = loop.objects - kept, kept
+  if gone:
+    free(gone)
 
 
 def leave(scope: Any) -> None:
   """A loop has ended: what it still names is made by the step around it, or by the program."""
   with _lock:
-    for number in numbers_in([scope]):
-      if (loop := _scopes.pop(number, None)) is not None:
-        _move(loop, set(loop.objects))
+    if (loop := _scopes.pop(_number(*scope.tolist()), None)) is not None:
+      _move(loop, set(loop.objects))
 
 
 def _move(loop: _Scope, numbers: set[int]) -> None:

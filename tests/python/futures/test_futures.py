@@ -73,6 +73,12 @@ def test_lanes_overlap() -> None:
   assert seconds(lambda: program(jnp.arange(6.0))) < 2 * NAP
 
 
+def test_the_ticket_of_lanes_is_waited_for_outside_of_their_vmap(engine: str) -> None:
+  double = cg.gate(lambda x: 2 * x, out=ZERO)
+  program = jax.jit(lambda xs: jax.vmap(jax.vmap(double.start))(xs).result())
+  np.testing.assert_array_equal(program(jnp.ones((2, 3))), 2 * np.ones((2, 3)))
+
+
 def test_a_step_of_a_loop_waits_for_the_call_that_the_last_one_started() -> None:
   def step(ticket: cg.Ticket, x: Any) -> Any:
     following = first.start(x)

@@ -325,6 +325,27 @@ def test_loops_on_devices_free_their_own() -> None:
   assert Counted.most <= 24
 
 
+@pytest.mark.parametrize("manual", [None, {"a"}])
+def test_loops_of_partitioned_programs_free_their_own(manual: set[str] | None) -> None:
+  mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P(("a", "b"))))
+  of_sum = cg.hold(lambda x: Counted(x.sum()))
+
+  def loop(x: Any) -> Any:
+    step = lambda h, _: (of_sum(x * 0 + used(h, 1.0) / x.size), None)
+    return used(jax.lax.scan(step, of_sum(x), None, length=50)[0])
+
+  if manual is None:
+    assert jax.jit(loop)(x) == 78
+  else:
+    spec = jax.P("a")
+    parts = jax.shard_map(
+      lambda x: loop(x)[None], mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual
+    )
+    np.testing.assert_array_equal(jax.jit(parts)(x), [56, 72])
+  assert Counted.most <= 12
+
+
 # -- threads ---------------------------------------------------------------------------------------
 def test_threads_that_make_and_drop_objects_lose_none() -> None:
   program = jax.jit(lambda h, x: (make(used(h, x)), used(make(x))))
