@@ -55,7 +55,7 @@ def temperatures(theta):
 
 
 truth = jnp.array([0.3, -0.8, 0.5])
-measured = jax.jit(temperatures)(truth)
+measured = jax.block_until_ready(jax.jit(temperatures)(truth))
 
 
 def misfit(theta):

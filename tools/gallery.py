@@ -28,6 +28,8 @@ SECTIONS = {
     "traffic": "NetworkX, Matplotlib",
     "lynx": "SciPy",
     "hospital_ward": "Python in worker processes",
+    "sparse_solver": "SciPy, SuperLU",
+    "overlapping_requests": "asyncio",
     "early_stopping": "scikit-learn",
     "export_forest": "scikit-learn",
     "torch_module": "PyTorch",

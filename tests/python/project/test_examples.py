@@ -117,6 +117,14 @@ def test_simulated_wards_refuse_as_many_as_erlang_says(tmp_path):
   assert numbers(lines[-1])[0] == min(cost, key=cost.__getitem__)
 
 
+def test_the_conductivity_of_a_rod_is_found_with_one_factorisation_a_step(tmp_path):
+  assert "truth: [ 0.3 -0.8  0.5]" in run("sparse_solver.py", cwd=tmp_path)
+
+
+def test_requests_are_on_their_way_at_once(tmp_path):
+  assert " by 160 requests of 0.02 s in " in run("overlapping_requests.py", cwd=tmp_path)
+
+
 def test_pendulums_swing_with_the_frequencies_of_small_swings(tmp_path):
   pytest.importorskip("sympy")
   pytest.importorskip("matplotlib")
