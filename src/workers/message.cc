@@ -118,6 +118,7 @@ void LaneArrays::ask(Worker& worker, const Piece& piece,
   for (ArrayHead& head : heads) head.dims = dims_at + head.dims * sizeof(std::int64_t);
   request.places = layout.take(static_cast<std::size_t>(piece.count) * operands * 8);
   std::vector<DefinitionHead> definition_heads;
+  definition_heads.reserve(news.size());
   for (const Definition* one : news)
     definition_heads.push_back(
         {one->id, one->of, {layout.take(one->bytes.size()), one->bytes.size()}});

@@ -81,7 +81,7 @@ bool Pool::closed() const {
 void Pool::open(Claim& claim) {
   check_here();
   std::lock_guard lock(mutex_);
-  if (closing_) throw closed_;
+  if (closing_) throw closed_;  // NOLINT(bugprone-exception-copy-constructor-throws)
   if (free_calls_.empty())
     throw Error(ErrorCode::kResourceExhausted, "worker processes",
                 "at most " + std::to_string(kMostCalls) + " calls at once", "one more");
@@ -121,6 +121,7 @@ void Pool::want(Claim& claim, int index) {
 
 std::vector<WorkerPointer> Pool::granted(Claim& claim) {
   std::lock_guard lock(mutex_);
+  // NOLINTNEXTLINE(bugprone-unchecked-optional-access)
   if (claim.refused) throw *std::exchange(claim.refused, std::nullopt);
   return std::exchange(claim.granted, {});
 }
@@ -206,7 +207,7 @@ const WorkerFailure* Pool::hopeless(int index) const {
   }
   if (!std::ranges::all_of(failed_, [](const auto& why) { return why.has_value(); }))
     return nullptr;
-  return &*failed_.front();
+  return &*failed_.front();  // NOLINT(bugprone-unchecked-optional-access)
 }
 
 bool Pool::all_gone() const {

@@ -3,10 +3,11 @@
 #include "workers/process.h"
 
 #include <fcntl.h>
-#include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include <csignal>
 #ifdef __linux__
 #include <sys/syscall.h>
 #endif
@@ -27,6 +28,7 @@ constexpr std::size_t kSaid = 4096;  // bytes of stderr that are kept
 
 std::vector<char*> pointers(const std::vector<std::string>& texts) {
   std::vector<char*> made;
+  made.reserve(texts.size() + 1);
   for (const std::string& text : texts) made.push_back(const_cast<char*>(text.c_str()));
   made.push_back(nullptr);
   return made;

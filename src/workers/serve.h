@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "core/call.h"
 
@@ -15,7 +16,7 @@ namespace callgate {
 
 // What a worker's function has raised, in the form in which its parent gets it.
 struct Raised : std::runtime_error {
-  explicit Raised(const std::string& bytes) : std::runtime_error("raised"), raised(bytes) {}
+  explicit Raised(std::string bytes) : std::runtime_error("raised"), raised(std::move(bytes)) {}
   std::string raised;
 };
 

@@ -56,7 +56,7 @@ class Spread : Immovable {
       if (flights_.empty() && (failure_ || left_ == 0)) break;
       wait(seen);
     }
-    if (failure_) throw *failure_;
+    if (failure_) throw *failure_;  // NOLINT(bugprone-exception-copy-constructor-throws)
   }
 
  private:
@@ -246,12 +246,14 @@ class Spread : Immovable {
       while (Clock::now() < begin + kAwake)
         if (claim_.events->now() != seen) return;
     nanoseconds nap = kNap;
+    // NOLINTBEGIN(bugprone-unchecked-optional-access): begun where it runs
     if (options_.timeout.count() > 0 && running())
       nap = std::clamp<nanoseconds>(*begin_ + options_.timeout - begin, nanoseconds(1), kNap);
     claim_.events->wait(seen, nap);
     if (claim_.events->now() != seen) return;
     if (options_.timeout.count() > 0 && running() && Clock::now() > *begin_ + options_.timeout)
       end_overdue();
+    // NOLINTEND(bugprone-unchecked-optional-access)
     if (Interrupts::ends(run_)) end_interrupted();
   }
 

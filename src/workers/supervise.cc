@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A pool's own thread: starts workers, hears what they say, and notices their ends.
 #include <poll.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <array>
 #include <chrono>
+#include <csignal>
 #include <cstring>
 #include <memory>
 #include <utility>

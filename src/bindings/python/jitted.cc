@@ -27,13 +27,13 @@ std::uint64_t last_number = 0;
 // A call under way, on the stack of its thread.
 class Underway : Immovable {
  public:
-  Underway() : number_(++last_number), thread_(std::this_thread::get_id()), before_(newest) {
+  Underway() : number_(++last_number), thread_(std::this_thread::get_id()) {
     if (before_ != nullptr) before_->after_ = this;
-    newest = this;
+    newest_ = this;
   }
   ~Underway() {
     if (before_ != nullptr) before_->after_ = after_;
-    (after_ != nullptr ? after_->before_ : newest) = before_;
+    (after_ != nullptr ? after_->before_ : newest_) = before_;
   }
 
   // The number of the oldest, the largest there is for none; without the innermost of this thread,
@@ -41,7 +41,7 @@ class Underway : Immovable {
   static std::uint64_t oldest(bool is_returning) {
     std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
     bool passed = !is_returning;
-    for (const Underway* call = newest; call != nullptr; call = call->before_) {
+    for (const Underway* call = newest_; call != nullptr; call = call->before_) {
       bool innermost = !passed && call->thread_ == std::this_thread::get_id();
       passed = passed || innermost;
       if (!innermost) oldest = call->number_;
@@ -50,11 +50,11 @@ class Underway : Immovable {
   }
 
  private:
-  static inline Underway* newest = nullptr;
+  static inline Underway* newest_ = nullptr;
 
   std::uint64_t number_;
   std::thread::id thread_;
-  Underway* before_;
+  Underway* before_ = newest_;
   Underway* after_ = nullptr;
 };
 
@@ -100,14 +100,14 @@ bool have_raise(nb::handle function, nb::handle error) {
   if ((PyType_GetFlags(type) & kHasVectorcall) == 0 || offset <= 0) return false;
   char* at = reinterpret_cast<char*>(function.ptr()) + offset;
   vectorcallfunc held = nullptr;
-  std::memcpy(&held, at, sizeof held);
+  std::memcpy(static_cast<void*>(&held), at, sizeof held);
   if (dispatch == nullptr) {
     dispatch = held;
     runtime_error = nb::borrow(error).release().ptr();
   }
   if (held == nullptr || held != dispatch) return held == &call_jitted;
   held = &call_jitted;
-  std::memcpy(at, &held, sizeof held);
+  std::memcpy(at, static_cast<const void*>(&held), sizeof held);
   return true;
 }
 
