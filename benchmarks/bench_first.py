@@ -79,14 +79,7 @@ def _callback(x: jax.Array) -> jax.Array:
 def _eager(function: Function) -> harness.Work:
   operand = jnp.float32(1)
 
-  def calls(repeats: int) -> harness.Thunk:
-    def thunk() -> None:
-      for _ in range(repeats):
-        jax.block_until_ready(function(operand))
-
-    return thunk
-
-  return harness.fitted(calls, 500)
+  return harness.fitted(harness.repeated(function, operand), 500)
 
 
 _numbers = itertools.count()

@@ -105,13 +105,7 @@ def _executions(program: Function, operand: Any, calls: int) -> harness.Work:
   """Runs of a program that makes so many calls."""
   harness.check(bool(jnp.all(program(operand) == operand)), "the result is not the argument")
 
-  def repeated(repeats: int) -> harness.Thunk:
-    def thunk() -> None:
-      for _ in range(repeats):
-        jax.block_until_ready(program(operand))
-
-    return thunk
-
+  repeated = harness.repeated(program, operand)
   size = sum(x.nbytes for x in jax.tree.leaves(operand))
   work = harness.fitted(repeated, max(1, min(200, 10_000 // calls, (1 << 25) // size)))
   return harness.Work(work.thunk, work.calls * calls)

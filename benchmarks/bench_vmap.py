@@ -69,14 +69,7 @@ def _program(make: Make, name: str, lanes: int, counts: dict[str, int]) -> harne
   timed = jax.jit(jax.vmap(make(lambda: None)))
   harness.check(np.array_equal(timed(operand), operand), "the result is not the argument")
 
-  def executions(repeats: int) -> harness.Thunk:
-    def thunk() -> None:
-      for _ in range(repeats):
-        jax.block_until_ready(timed(operand))
-
-    return thunk
-
-  work = harness.fitted(executions, 20)
+  work = harness.fitted(harness.repeated(timed, operand), 20)
   return harness.Work(work.thunk, work.calls * lanes)
 
 

@@ -75,14 +75,7 @@ def _work(make: Any, function: Any, operand: Any, lanes: int) -> harness.Work:
   got = jax.block_until_ready(program(operand))
   harness.check(np.array_equal(got, operand), "the result is not the argument")
 
-  def calls(repeats: int) -> harness.Thunk:
-    def thunk() -> None:
-      for _ in range(repeats):
-        jax.block_until_ready(program(operand))
-
-    return thunk
-
-  work = harness.fitted(calls, 200)
+  work = harness.fitted(harness.repeated(program, operand), 200)
   return harness.Work(work.thunk, work.calls * lanes)
 
 

@@ -31,6 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+
 RESULTS = Path(__file__).parent / "results"
 SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 PEER_DISTRIBUTIONS = (
@@ -282,6 +284,19 @@ def measure(contestants: Sequence[Contestant], *, rounds: int, unit: str = "us")
     wall, cpu = zip(*samples[name], strict=True)
     rows[name] = Row(name, samples=wall, cpu_samples=cpu, calls=work.calls)
   return [rows[contestant.name] for contestant in contestants]
+
+
+def repeated(program: Callable[..., Any], *operands: Any) -> Callable[[int], Thunk]:
+  """Of a number of calls: what makes them, one after the other, each waited for."""
+
+  def make(calls: int) -> Thunk:
+    def thunk() -> None:
+      for _ in range(calls):
+        jax.block_until_ready(program(*operands))
+
+    return thunk
+
+  return make
 
 
 def fitted(make: Callable[[int], Thunk], most: int, least: int = 1) -> Work:

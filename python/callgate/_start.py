@@ -41,7 +41,7 @@ def start(public: Mapping[str, Any]) -> None:
   lifecycle.at_end("hurry", producer.limit_all)
   lifecycle.at_end("leave", group.leave)
   lifecycle.at_end("draw", draw.stop)
-  lifecycle.at_end("deliver", job.finish)  # whose errors the next one raises
+  lifecycle.at_end("deliver", job.settle)  # whose errors the next one raises
   lifecycle.at_end("deliver", channel.close_all)
   lifecycle.at_end("join", producer.close_all)
   lifecycle.at_end("join", workers.close_all)

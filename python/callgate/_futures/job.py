@@ -7,16 +7,18 @@ at the barrier, which raises its error. All under the GIL; waiting gives it up.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callgate import _callgate
 from callgate._core import failures
 from callgate._core.errors import GateError, GateTimeoutError
+
+if TYPE_CHECKING:
+  import asyncio
 
 _open: set[Job] = set()  # started, and not finished or failed and not taken
 _lock = threading.Lock()
@@ -40,7 +42,9 @@ class Job:
     def run() -> None:
       try:
         value = call()
-        if asyncio.iscoroutine(value):
+        if isinstance(value, Coroutine):
+          import asyncio  # 30 modules, for those who have coroutines
+
           asyncio.run_coroutine_threadsafe(self._follow(value), _event_loop())
           return
         self._settle(value, None)
@@ -58,6 +62,8 @@ class Job:
       )
 
   async def _follow(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    import asyncio
+
     try:
       self._settle(await coroutine, None)
     except BaseException as error:
@@ -139,6 +145,8 @@ _loop_thread: threading.Thread | None = None
 
 def _event_loop() -> asyncio.AbstractEventLoop:
   """The loop of all coroutines, on a thread of its own."""
+  import asyncio
+
   global _loop, _loop_thread
   with _lock:
     if _loop is None:
@@ -146,11 +154,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
       _loop_thread = threading.Thread(target=loop.run_forever, name="callgate async", daemon=True)
       _loop_thread.start()
     return _loop
-
-
-def finish(seconds: float) -> None:
-  """At the end of the process: what was started finishes, within the time that there is."""
-  settle(seconds)
 
 
 def close(seconds: float) -> None:

@@ -22,7 +22,7 @@ from callgate._call import shapes
 from callgate._call.generic import AnyArray, Method, P, R
 from callgate._call.operation import Operation
 from callgate._call.site import Backend, Call, CallSite, Emission
-from callgate._core import factories, registry, signatures, spellings
+from callgate._core import factories, registry, signatures
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._gate import annotations, elsewhere
@@ -32,6 +32,7 @@ from callgate._gate.options import (
   InplaceOptions,
   ReturnOptions,
   no_copy,
+  take_options,
 )
 from callgate._jax import tracing
 from callgate._runtime import targets
@@ -371,10 +372,7 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
     *args: the call's arguments.
     **options: options of `gate`; the rest are static keyword arguments of the call.
   """
-  known = {field.name for field in dataclasses.fields(GateOptions)} & options.keys()
-  others = {name: value for name, value in options.items() if name not in known}
-  spellings.answer("call", others, signatures.accepted(fn, others))
-  gate_options = tuple((key, options.pop(key)) for key in sorted(known))
+  gate_options = take_options("call", fn, options)
   if not callable(out) or shapes.is_type(out):
     out = jax.tree.map(
       lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), out, is_leaf=shapes.is_type

@@ -5,11 +5,13 @@
 
 import concurrent.futures
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from callgate._arrays import bind, gpu
 from callgate._call.options import CallOptions
 from callgate._core import options as check
+from callgate._core import signatures, spellings
 from callgate._core.errors import GateDefinitionError
 from callgate._workers.workers import Workers, shared
 
@@ -178,3 +180,13 @@ def no_copy(label: str, arrays: str) -> GateDefinitionError:
   expected = f"expected arrays in the host's memory ({which})"
   got = f"got arrays={arrays!r} on a GPU, which are XLA's own"
   return GateDefinitionError(f"{label}: copy=True: {expected}, {got}")
+
+
+def take_options(
+  caller: str, fn: Callable[..., Any], given: dict[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+  """Takes a gate's options out of what a call was given; the rest are its static keywords."""
+  known = {field.name for field in dataclasses.fields(GateOptions)} & given.keys()
+  others = {name: value for name, value in given.items() if name not in known}
+  spellings.answer(caller, others, signatures.accepted(fn, others))
+  return tuple((key, given.pop(key)) for key in sorted(known))

@@ -15,11 +15,11 @@ import numpy as np
 
 from callgate._call import shapes
 from callgate._call.options import Effect
-from callgate._core import factories, paths, signatures, spellings
+from callgate._core import factories, paths
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, HandleError
 from callgate._gate.gate import Gate
-from callgate._gate.options import Arrays, GateOptions, Thread
+from callgate._gate.options import Arrays, GateOptions, Thread, take_options
 from callgate._jax import tracing
 from callgate._objects import table
 from callgate._objects.handle import TYPE, Handle
@@ -171,14 +171,9 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
     BaseException: what `fn` raises, with a note that says which objects it was given.
   """
   check.function("use", "fn", fn)
-  known = {field.name for field in dataclasses.fields(GateOptions)} & options.keys()
-  others = {name: value for name, value in options.items() if name not in known}
-  spellings.answer("use", others, signatures.accepted(fn, others))
-  chosen = tuple((key, options.pop(key)) for key in sorted(known))
+  chosen = take_options("use", fn, options)
   if not callable(out) or shapes.is_type(out):
-    out = jax.tree.map(
-      lambda t: t if isinstance(t, jax.ShapeDtypeStruct) else _type_of(t), out, is_leaf=_is_leaf
-    )
+    out = jax.tree.map(_type_of, out, is_leaf=shapes.is_type)
   leaves, tree = jax.tree.flatten(out)
   kept = _known(fn, args)
   try:
@@ -190,12 +185,10 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
   return made(*args, **options)
 
 
-def _is_leaf(value: Any) -> bool:
-  return shapes.is_type(value)
-
-
 def _type_of(value: Any) -> Any:
-  return jax.ShapeDtypeStruct(value.shape, value.dtype) if shapes.is_type(value) else value
+  if isinstance(value, jax.ShapeDtypeStruct) or not shapes.is_type(value):
+    return value
+  return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def _known(fn: Any, args: Any) -> tuple[Held, ...]:

@@ -160,9 +160,9 @@ def _run_here(
   described: Mapping[str, Any], aliases: Mapping[int, int], spec: str, inputs: list[Arrays],
   outs: Any,
 ) -> Any:  # fmt: skip
-  names = ("function", "style", "arrays", "name")
-  function, style, arrays, gate = (described[name] for name in names)
-  call, many = bind.bind(function, style, arrays, gate, spec)
+  call, many = bind.bind(
+    described["function"], described["style"], described["arrays"], described["name"], spec
+  )
   results: list[tuple[Any, ...]] = []
   begin = time.perf_counter()
   for arrays in inputs:

@@ -19,6 +19,7 @@
 #include "bindings/python/hooks.h"
 #include "core/call.h"
 #include "core/item_queue.h"
+#include "core/threads.h"
 
 namespace callgate::bindings {
 
@@ -63,20 +64,56 @@ struct GateOptions {
 // Views that are private copies, which the callable may keep.
 enum : unsigned { kPrivateInputs = 1, kPrivateResults = 2 };
 
-class PyCallee final : public Callee, public std::enable_shared_from_this<PyCallee> {
+// What gates have in common, wherever their callables run.
+class GateCallee : public Callee {
+ public:
+  explicit GateCallee(std::string name) : name_(std::move(name)) {}
+
+  const std::string& name() const noexcept final { return name_; }
+  void defer(const Error& error) final {
+    GilScope gil;
+    call_deferred(error);
+  }
+  std::string stall_report(const std::string& call, bool timed_out) final {
+    GilScope gil;
+    return stall_text("gate '" + name_ + "'", call, timed_out);
+  }
+
+ private:
+  std::string name_;
+};
+
+// Runs `body`, a call of the callee's, under a watch for stalls where one is asked for.
+template <typename Of, typename Body>
+void watched_for_stalls(const std::shared_ptr<Of>& callee, const Call& call, Body&& body) {
+  auto stall = settings.stall_ns.load(std::memory_order_relaxed);  // see Settings
+  if (stall == 0) return body();
+  StallWatch watch(std::chrono::nanoseconds(stall), callee,
+                   [text = to_string(call.operands)] { return text; });
+  body();
+}
+
+// Of all operands and results.
+inline std::int64_t nbytes(const Call& call) {
+  std::size_t bytes = 0;
+  for (const ArrayView& view : call.operands) bytes += view.nbytes();
+  for (const ArrayView& view : call.results) bytes += view.nbytes();
+  return static_cast<std::int64_t>(bytes);
+}
+
+class PyCallee final : public GateCallee, public std::enable_shared_from_this<PyCallee> {
  public:
   // `called` is called with flat arrays when a site's spec is "" (one result) or "*" (a tuple of
   // results); for any other spec `binder(spec)` gives the function to call, with flat_results'
   // form.
   PyCallee(std::string name, nb::object called, nb::object binder, GateOptions chosen)
-      : private_views(chosen.owned_inputs ? +kPrivateInputs : 0u),
+      : GateCallee(std::move(name)),
+        private_views(chosen.owned_inputs ? +kPrivateInputs : 0u),
         options(chosen),
         function(late(std::move(called))),
-        bind(binder.is_none() ? nullptr : late(std::move(binder))),
-        name_(std::move(name)) {}
+        bind(binder.is_none() ? nullptr : late(std::move(binder))) {}
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
-  const std::string& name() const noexcept override { return name_; }
   bool own_thread() const noexcept override { return options.own_thread; }
   bool reads_context() const noexcept override {
     return options.style == Style::kContext || options.buffers;
@@ -85,24 +122,16 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
     return options.native ? OnDevice::kNative : OnDevice::kStaged;
   }
   std::chrono::nanoseconds timeout() const noexcept override { return options.timeout; }
-  void defer(const Error& error) override {
-    GilScope gil;
-    call_deferred(error);
-  }
   void enter_worker(bool of_device) override {
     thread_local bool device_worker = false;
     if (std::exchange(device_worker, of_device) == of_device) return;
     if (ActiveGil gil; gil)
       call_unraisable(hooks.device_worker, "O", of_device ? Py_True : Py_False);
   }
-  std::string stall_report(const std::string& call, bool timed_out) override {
-    GilScope gil;
-    return stall_text("gate '" + name_ + "'", call, timed_out);
-  }
   std::string self_wait(unsigned long thread) override {
     ActiveGil gil;
     if (!gil) return {};
-    nb::object text = call_unraisable(hooks.self_wait, "sk", name_.c_str(), thread);
+    nb::object text = call_unraisable(hooks.self_wait, "sk", name().c_str(), thread);
     return text.is_valid() ? nb::cast<std::string>(text) : std::string();
   }
 
@@ -115,9 +144,6 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
   LateReference function, bind;  // the latter null when None
   // Of a feed: what serves its calls on the host as long as it can. Set before the first call.
   std::shared_ptr<ItemQueue> items;
-
- private:
-  std::string name_;
 };
 
 struct Context : CallContext {

@@ -81,24 +81,18 @@ class PyGateSite final : public Site {
     if (callee_->items != nullptr && call.context.stream == nullptr &&
         callee_->items->take(call.results))
       return;
-    auto stall = settings.stall_ns.load(std::memory_order_relaxed);  // see Settings
-    if (stall == 0) return run_counted(call);
-    StallWatch watch(std::chrono::nanoseconds(stall), callee_,
-                     [text = to_string(call.operands)] { return text; });
-    run_counted(call);
+    watched_for_stalls(callee_, call, [&] { run_counted(call); });
   }
 
  private:
   void run_counted(const Call& call) {
-    std::size_t bytes = 0;
-    for (const ArrayView& view : call.operands) bytes += view.nbytes();
-    for (const ArrayView& view : call.results) bytes += view.nbytes();
+    const std::int64_t bytes = nbytes(call);
     const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
     const std::int64_t start = timed ? now_ns() : 0;
     GilScope gil;
     const std::int64_t locked = timed ? now_ns() : 0;
     if (spec_.lanes.empty()) callee_->counters.calls += 1;
-    callee_->counters.bytes += static_cast<std::int64_t>(bytes);
+    callee_->counters.bytes += bytes;
     auto raised = raised_by([&] { run_where_it_is(call); });
     if (timed) record(start, locked - start, now_ns() - locked);
     if (!raised) return;
@@ -386,7 +380,7 @@ std::shared_ptr<Site> PyCallee::specialise(SiteSpec spec) {
     // bind(spec) -> (callable, whether results come and go as a tuple)
     nb::object bound = call_python(bind.get(), "s", spec.spec.c_str());
     if (!bound.is_valid())
-      throw Error(ErrorCode::kInvalidArgument, failure_text(nb::python_error(), name_, spec.site));
+      throw Error(ErrorCode::kInvalidArgument, failure_text(nb::python_error(), name(), spec.site));
     target = bound[0];
     tuple = nb::cast<bool>(bound[1]);
   }

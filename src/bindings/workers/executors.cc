@@ -82,29 +82,18 @@ class CallLanes : Immovable {
   bool cast_;
 };
 
-class ExecutorCallee final : public Callee, public std::enable_shared_from_this<ExecutorCallee> {
+class ExecutorCallee final : public GateCallee,
+                             public std::enable_shared_from_this<ExecutorCallee> {
  public:
   // `run(spec, lanes)` runs all lanes of a CallLanes.
   ExecutorCallee(std::string name, nb::object of)
-      : run(late(std::move(of))), name_(std::move(name)) {}
+      : GateCallee(std::move(name)), run(late(std::move(of))) {}
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
-  const std::string& name() const noexcept override { return name_; }
   bool reads_context() const noexcept override { return false; }
-  void defer(const Error& error) override {
-    GilScope gil;
-    call_deferred(error);
-  }
-  std::string stall_report(const std::string& call, bool timed_out) override {
-    GilScope gil;
-    return stall_text("gate '" + name_ + "'", call, timed_out);
-  }
 
   const LateReference run;
   Counters counters;
-
- private:
-  std::string name_;
 };
 
 class ExecutorSite final : public Site {
@@ -113,11 +102,7 @@ class ExecutorSite final : public Site {
       : callee_(std::move(callee)), spec_(std::move(spec)) {}
 
   void run(const Call& call) override {
-    auto stall = settings.stall_ns.load(std::memory_order_relaxed);  // see Settings
-    if (stall == 0) return run_counted(call);
-    StallWatch watch(std::chrono::nanoseconds(stall), callee_,
-                     [text = to_string(call.operands)] { return text; });
-    run_counted(call);
+    watched_for_stalls(callee_, call, [&] { run_counted(call); });
   }
 
  private:
@@ -127,10 +112,7 @@ class ExecutorSite final : public Site {
     const bool cast = !spec_.held.text("cast").empty();
     GilScope gil;
     Counters& counters = callee_->counters;
-    for (const ArrayView& view : call.operands)
-      counters.bytes += static_cast<std::int64_t>(view.nbytes());
-    for (const ArrayView& view : call.results)
-      counters.bytes += static_cast<std::int64_t>(view.nbytes());
+    counters.bytes += nbytes(call);
     auto raised = raised_by([&] {
       auto lanes = std::make_unique<CallLanes>(call, of_call ? &**of_call : nullptr,
                                                callee_->name(), spec_.spec, cast);

@@ -57,30 +57,21 @@ struct SharedCounters {
   std::atomic<std::int64_t> calls{0}, errors{0}, bytes{0}, python_ns{0};
 };
 
-class WorkerCallee final : public Callee, public std::enable_shared_from_this<WorkerCallee> {
+class WorkerCallee final : public GateCallee, public std::enable_shared_from_this<WorkerCallee> {
  public:
   // `start()` gives the WorkerPool, `describe(spec, cast)` the bytes that define a call site for a
   // worker, and `describe(None, False)` those that define the gate; `failed(what)` makes an
   // exception of a WorkerFailure.
   WorkerCallee(std::string name, nb::object started, nb::object described, nb::object made,
                WorkerOptions chosen)
-      : options(chosen),
+      : GateCallee(std::move(name)),
+        options(chosen),
         start(late(std::move(started))),
         describe(late(std::move(described))),
-        failed(late(std::move(made))),
-        name_(std::move(name)) {}
+        failed(late(std::move(made))) {}
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
-  const std::string& name() const noexcept override { return name_; }
   bool reads_context() const noexcept override { return options.by_lane; }
-  void defer(const Error& error) override {
-    GilScope gil;
-    call_deferred(error);
-  }
-  std::string stall_report(const std::string& call, bool timed_out) override {
-    GilScope gil;
-    return stall_text("gate '" + name_ + "'", call, timed_out);
-  }
 
   const WorkerOptions options;
   LateReference start, describe, failed;
@@ -88,9 +79,6 @@ class WorkerCallee final : public Callee, public std::enable_shared_from_this<Wo
   // From the first site on; under the GIL.
   std::shared_ptr<Pool> pool;
   std::shared_ptr<HeldDefinition> definition;
-
- private:
-  std::string name_;
 };
 
 class WorkerSite final : public Site {
@@ -103,21 +91,14 @@ class WorkerSite final : public Site {
         spec_(std::move(spec)) {}
 
   void run(const Call& call) override {
-    auto stall = settings.stall_ns.load(std::memory_order_relaxed);  // see Settings
-    if (stall == 0) return run_counted(call);
-    StallWatch watch(std::chrono::nanoseconds(stall), callee_,
-                     [text = to_string(call.operands)] { return text; });
-    run_counted(call);
+    watched_for_stalls(callee_, call, [&] { run_counted(call); });
   }
 
  private:
   void run_counted(const Call& call) {
     const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
     const auto begin = std::chrono::steady_clock::now();
-    std::int64_t bytes = 0;
-    for (const ArrayView& view : call.operands) bytes += static_cast<std::int64_t>(view.nbytes());
-    for (const ArrayView& view : call.results) bytes += static_cast<std::int64_t>(view.nbytes());
-    callee_->counters.bytes.fetch_add(bytes, std::memory_order_relaxed);
+    callee_->counters.bytes.fetch_add(nbytes(call), std::memory_order_relaxed);
     try {
       spread_call(call);
     } catch (const WorkerFailure& why) {
@@ -214,7 +195,7 @@ std::shared_ptr<Site> WorkerCallee::specialise(SiteSpec spec) {
         given(call_python(describe.get(), "sO", spec.spec.c_str(), cast ? Py_True : Py_False)));
   });
   if (raised)
-    throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name_, spec.site));
+    throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name(), spec.site));
   return std::make_shared<WorkerSite>(shared_from_this(), definition, std::move(of_site),
                                       std::move(spec));
 }
