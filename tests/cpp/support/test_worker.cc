@@ -39,7 +39,7 @@ class TestServed final : public Served {
   void run(std::uint64_t site, const Call& call, std::int64_t lane) override {
     const std::string text = texts_.at(site);
     const std::string word = text.substr(0, text.find(' '));
-    const double number = std::atof(text.substr(std::min(text.size(), word.size())).c_str());
+    const double number = std::strtod(text.c_str() + word.size(), nullptr);
     if (word == "sleep") std::this_thread::sleep_for(std::chrono::duration<double>(number));
     if (word == "exit") {
       std::fprintf(stderr, "last words\n");
@@ -68,7 +68,7 @@ class TestServed final : public Served {
 // Before main(), where this is a worker: glibc tells the arguments.
 __attribute__((constructor)) void run_worker(int count, char** arguments) {
   if (std::getenv(kMark) == nullptr || count < 6) return;
-  auto number = [&](int i) { return std::atoi(arguments[i]); };
+  auto number = [&](int i) { return static_cast<int>(std::strtol(arguments[i], nullptr, 10)); };
   TestServed served;
   serve({number(1), number(2), number(3), number(4)}, served);
   _exit(0);
