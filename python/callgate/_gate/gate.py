@@ -191,14 +191,15 @@ class Gate(Operation[P, R]):
     the program or, where the ticket is dropped, at `callgate.barrier()`, which raises its error.
 
     Args:
-      *args, **kwargs: those of a call.
+      *args: those of a call.
+      **kwargs: those of a call.
 
     Returns:
       A `Ticket`, a value of the program. Its `result()` waits, and returns what the call returns;
       it has the call's derivatives.
 
     Raises:
-      GateDefinitionError: style is not "return", or effect is "ordered".
+      GateDefinitionError: style is not "return", effect is "ordered", or run_on is elsewhere.
     """
     return futures[0](self, args, kwargs)
 

@@ -55,7 +55,8 @@ def linear_solver(
     matvec: `matvec(a, x) -> A x`, a JAX function, for derivatives in `a`.
     symmetric: A^T is A: `solve` serves for both.
     cast: allow same-kind casts of what `solve` returns; see `callgate.gate`.
-    thread, timeout: see `callgate.gate`.
+    thread: see `callgate.gate`.
+    timeout: see `callgate.gate`.
     name: what programs and messages call it. Default: as for `callgate.gate`, of `solve`.
 
   Returns:

@@ -50,7 +50,8 @@ def root(
       too large for the default, which makes the Jacobian matrix and calls `jax.numpy.linalg.solve`.
       Reverse mode calls it with the transposed matvec.
     cast: allow same-kind casts of what `solver` returns; see `callgate.gate`.
-    thread, timeout: see `callgate.gate`.
+    thread: see `callgate.gate`.
+    timeout: see `callgate.gate`.
     name: what programs and messages call it. Default: as for `callgate.gate`, of `solver`.
 
   Returns:
