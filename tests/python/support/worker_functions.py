@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
 import time
 from typing import Any
@@ -16,9 +17,23 @@ def pid(x: Any) -> Any:
   return np.int32(os.getpid())
 
 
-def slow_pid(x: Any) -> Any:
-  time.sleep(float(x))
+def meet(x: Any, *, folder: str, count: int = 2) -> Any:
+  """This process's number, as soon as so many processes have come to the folder."""
+  del x
+  (pathlib.Path(folder) / str(os.getpid())).touch()
+  end = time.monotonic() + 60
+  while len(os.listdir(folder)) < count:
+    assert time.monotonic() < end, f"the others didn't come: {os.listdir(folder)}"
+    time.sleep(0.005)
   return np.int32(os.getpid())
+
+
+def dawdle(x: Any, *, folder: str) -> Any:
+  """Takes 50 ms, unless the folder has a file "done"; leaves a file for each call."""
+  (pathlib.Path(folder) / f"call-{int(x)}").touch()
+  if not (pathlib.Path(folder) / "done").exists():
+    time.sleep(0.05)
+  return x
 
 
 def die(x: Any) -> Any:

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -128,14 +129,15 @@ def test_processes_of_an_executor_are_others() -> None:
     assert int(jax.jit(where)(1.0)) not in (0, os.getpid())
 
 
-def test_dask_runs_lanes() -> None:
+def test_dask_runs_lanes(tmp_path: Path) -> None:
   distributed = pytest.importorskip("distributed")
   cluster = distributed.LocalCluster(
     n_workers=2, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
   )
   with cluster, distributed.Client(cluster) as client, client.get_executor() as executor:
-    where = cg.gate(worker_functions.slow_pid, out=INT, run_on=executor)
-    got = np.asarray(jax.jit(jax.vmap(where))(jnp.full(8, 0.1)))
+    meet = cg.gate(worker_functions.meet, out=INT, run_on=executor)
+    program = jax.jit(jax.vmap(lambda x: meet(x, folder=str(tmp_path))))
+    got = np.asarray(program(jnp.zeros(8)))
     assert len(set(got.tolist())) == 2
     assert os.getpid() not in got
 

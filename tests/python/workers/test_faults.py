@@ -337,8 +337,8 @@ def running(code: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 
 def shared_memory() -> set[str]:
-  """What has a name, but for the locks of multiprocessing, which other tests make meanwhile."""
-  return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+  """What has a name, but for semaphores: workers use none, other tests make theirs meanwhile."""
+  return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 @pytest.mark.parametrize("code", ["", "sys.exit(3)", "raise ValueError", "workers.close()"])
