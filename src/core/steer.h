@@ -91,6 +91,8 @@ class CellSite final : public Site {
     if (devices > 1) common_.emplace(static_cast<std::size_t>(devices));
   }
 
+  bool reads_context() const noexcept override { return common_.has_value(); }
+
   void run(const Call& call) override {
     const CallContext& at = call.context;
     auto value = [&] { return cell_->read(at.run, once_); };

@@ -138,7 +138,7 @@ class Knob:
       tell(self)
 
   def read(self, *, per: Per = "read", consistent: bool = False) -> jax.Array:
-    """The number, in compiled code as well as outside; takes about a tenth of a microsecond there.
+    """The number, in compiled code, where it takes a fraction of a microsecond, or outside.
 
     On several devices all get the same number at the same read. Over several processes that is
     process 0's, in a program that XLA partitions; inside `jax.shard_map` it is each process's own
@@ -221,7 +221,7 @@ def knob(
     GateDefinitionError: an option is wrong.
     ValueError: a live knob that is defined elsewhere has the name.
   """
-  options.name("knob", "" if name is None else name)
+  options.name("knob", options.text("knob", "name", name, "a line of text"))
   if np.ndim(value) != 0 or np.asarray(value).dtype.kind not in "biuf":
     options.refuse(f"knob '{name}'", "value", "a number or a bool", value)
   dtype = np.dtype(jnp.result_type(value))

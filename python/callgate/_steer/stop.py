@@ -131,7 +131,7 @@ def stop_requested() -> jax.Array:
   assert wait(10) == 10
   ```
 
-  A look takes about a tenth of a microsecond. On several devices all get the same answer at the
+  A look takes a fraction of a microsecond. On several devices all get the same answer at the
   same look, so that their loops end together. Outside of programs it is always False.
 
   Returns:
