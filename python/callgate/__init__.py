@@ -27,6 +27,7 @@ from callgate._core.errors import (
   WorkerError,
 )
 from callgate._core.failures import last_error
+from callgate._envs.envs import Envs, envs
 from callgate._feed.feed import Feed, feed
 from callgate._futures.ticket import Ticket
 from callgate._gate.check import check
@@ -80,6 +81,7 @@ __all__ = [
   "ConsumerError",
   "Context",
   "EndOfFeed",
+  "Envs",
   "EscapedViewError",
   "ExecutionStage",
   "Feed",
@@ -120,6 +122,7 @@ __all__ = [
   "cuda",
   "cupy",
   "elementwise",
+  "envs",
   "errors",
   "export_checks",
   "feed",
