@@ -103,7 +103,9 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
       shape and dtype.
     ValueError: the name is taken.
   """
-  name = check.name("envs", options.name) or registry.unique_name(check.function("envs", "make", make))
+  name = check.name("envs", options.name) or registry.unique_name(
+    check.function("envs", "make", make)
+  )
   label = f"envs '{name}'"
   count = check.count(label, "n", options.n, least=1, most=2**31 - 2)
   run_on: Any = options.run_on
@@ -207,7 +209,8 @@ class _Programs:
       given = jnp.broadcast_to(given, (rows, *given.shape))
     seen, info = self.call("reset", lanes, given, how=how)
     if self.steps:
-      tap({"observation": seen}, self.to, name="reset")
+      to: Any = self.to
+      tap({"observation": seen}, to, name="reset")
     return seen, info
 
   def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Any]:
@@ -216,9 +219,10 @@ class _Programs:
     actions = jax.tree.map(jnp.asarray, actions)
     spaces.check_actions(plan.label, plan.action_space, plan.actions, actions, lanes.shape[0])
     seen, reward, terminated, truncated, info, episodes = self.call("step", lanes, actions)
-    if self.to is not None:
+    to: Any = self.to
+    if to is not None:
       ended = {**episodes, "lane": self.layout.split(lanes)}
-      jax.vmap(lambda one, where: tap(one, self.to, name="episode", where=where))(
+      jax.vmap(lambda one, where: tap(one, to, name="episode", where=where))(
         ended, terminated | truncated
       )
     if self.steps:
@@ -226,7 +230,7 @@ class _Programs:
         "observation": seen, "action": actions, "reward": reward, "terminated": terminated,
         "truncated": truncated,
       }  # fmt: skip
-      tap(values, self.to, name="step")
+      tap(values, to, name="step")
     return seen, reward, terminated, truncated, info
 
   def shut(self) -> Any:
@@ -333,4 +337,3 @@ class Envs:
       raise GateError(f"{self._programs.plan.label}: the environments have been closed")
     self._called = True
     return self._programs
-

@@ -38,10 +38,10 @@ def declared(label: str, given: Any, where: str = "info") -> dict[str, Any]:
 
 def _type(label: str, where: str, value: Any) -> jax.ShapeDtypeStruct:
   try:
-    known = isinstance(getattr(value, "dtype", None), np.dtype)
-    plain = known and not isinstance(value, np.dtype)
-    shape = tuple(value.shape) if plain and hasattr(value, "shape") else ()
-    dtype = np.dtype(value.dtype if plain else value)
+    own = None if isinstance(value, np.dtype) else getattr(value, "dtype", None)
+    typed = isinstance(own, np.dtype)  # NumPy's scalar types have such an attribute, which is none
+    shape = tuple(value.shape) if typed and hasattr(value, "shape") else ()
+    dtype = np.dtype(own if typed else value)
     if value is None or dtype.hasobject or dtype.kind in "SUVMm":
       raise TypeError
   except Exception:  # noqa: BLE001 - whatever it is, it tells no dtype

@@ -49,8 +49,11 @@ class Plan:
 
   def of_reset(self, count: int) -> tuple[Any, Any]:
     """The types of a reset's results: observations and infos."""
-    each = lambda one: jax.ShapeDtypeStruct((count, *one.shape), one.dtype)
-    return jax.tree.map(each, self.observations), infos.batched(self.info, count)
+
+    def of_all(one: Any) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct((count, *one.shape), one.dtype)
+
+    return jax.tree.map(of_all, self.observations), infos.batched(self.info, count)
 
   def of_step(self, count: int) -> tuple[Any, ...]:
     """Those of a step: observations, rewards, terminated, truncated, infos, episodes."""

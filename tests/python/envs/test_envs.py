@@ -290,6 +290,9 @@ def test_what_is_no_seed_is_refused(key: Any, said: str) -> None:
 
 
 def test_a_traced_seed_below_zero_fails_the_program() -> None:
-  with cg.envs(environments.simple, n=3) as env, pytest.raises(ValueError, match="got -4"):
-    with cg.errors():
-      jax.block_until_ready(jax.jit(env.reset)(-4 * jnp.ones((), jnp.int32)))
+  with (
+    cg.envs(environments.simple, n=3) as env,
+    pytest.raises(ValueError, match="got -4"),
+    cg.errors(),
+  ):
+    jax.block_until_ready(jax.jit(env.reset)(-4 * jnp.ones((), jnp.int32)))

@@ -57,9 +57,7 @@ def test_what_an_environment_raises_says_which_one_it_was(
     stepped(env)
     with pytest.raises(ArithmeticError, match="has diverged") as info, cg.errors():
       jax.block_until_ready(stepped(env))
-    assert "environment 2 of 4 of envs 'diverging' raised it in step()" in str(
-      info.value.__notes__
-    )
+    assert "environment 2 of 4 of envs 'diverging' raised it in step()" in str(info.value.__notes__)
     seen, _ = env.reset([1, 2, 5, 4])  # all is well again
     assert seen[:, 1].tolist() == [0] * 4
     for count in range(1, 4):
@@ -177,9 +175,9 @@ def test_integers_of_fewer_bits_serve_as_actions() -> None:
 def test_vmap_is_refused_with_the_way(where: str, two: cg.Workers, engine: str) -> None:
   with cg.envs(environments.simple, n=2, run_on=run_on(where, two)) as env:
     env.reset(0)
-    with pytest.raises(cg.GateDefinitionError, match=r"under jax.vmap of 5 lanes.*n=\.\.\."):
+    with pytest.raises(cg.GateDefinitionError, match=r"under jax\.vmap of 5 lanes.*n=\.\.\."):
       jax.jit(jax.vmap(env.step))(jnp.zeros((5, 2), jnp.int32))
-    with pytest.raises(cg.GateDefinitionError, match="under jax.vmap of 3 lanes"):
+    with pytest.raises(cg.GateDefinitionError, match=r"under jax\.vmap of 3 lanes"):
       jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 3))
 
 
@@ -240,7 +238,7 @@ def test_what_is_no_environment_is_refused() -> None:
 def test_options_that_do_not_go_together() -> None:
   from concurrent.futures import ThreadPoolExecutor
 
-  with pytest.raises(cg.GateDefinitionError, match="run_on: expected .*got <concurrent"):
+  with pytest.raises(cg.GateDefinitionError, match=r"run_on: expected .*got <concurrent"):
     cg.envs(environments.simple, run_on=ThreadPoolExecutor(1))  # pyright: ignore
   with pytest.raises(cg.GateDefinitionError, match="record_steps=True: expected record="):
     cg.envs(environments.simple, record_steps=True)

@@ -59,9 +59,7 @@ def assert_equal(got: Any, want: Any) -> None:
 @WHERE
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.filterwarnings("ignore")
-def test_in_jit_each_device_steps_its_own(
-  where: str, kind: AxisType, three: cg.Workers
-) -> None:
+def test_in_jit_each_device_steps_its_own(where: str, kind: AxisType, three: cg.Workers) -> None:
   actions, first, steps = oracle()
   mesh = mesh_of(kind)
   episodes: list[Any] = []
@@ -143,9 +141,7 @@ def test_the_oracle_engine_gives_the_same() -> None:
     (P("d"), 6, "a multiple of that of devices, 4, got n=6"),
   ],
 )
-def test_shardings_that_do_not_split_environments_are_refused(
-  spec: Any, n: int, said: str
-) -> None:
+def test_shardings_that_do_not_split_environments_are_refused(spec: Any, n: int, said: str) -> None:
   mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(DEVICES, 1), ("d", "e"))
   with pytest.raises(cg.GateDefinitionError, match=said):
     cg.envs(environments.simple, n=n, sharding=NamedSharding(mesh, spec))
