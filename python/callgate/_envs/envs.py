@@ -50,7 +50,7 @@ class EnvsOptions:
     sharding: a NamedSharding whose spec is the mesh's axis, or axes, over which the environments
       are split: each device steps its own. In a `jax.shard_map` over these axes a call is for those
       of its device.
-    timeout: seconds after which a step fails; see `callgate.gate`.
+    timeout: seconds after which a step fails, not a reset; see `callgate.gate`.
     name: what programs and messages call them; unique. Default: as for `callgate.gate`, of `make`.
   """
 
@@ -181,18 +181,21 @@ class _Programs:
     }
     for method, out in outs.items():
       function = LanesMethod(self.instances, method)
+      # Not of a reset, in which workers may have to load what they step.
+      limit = timeout if method == "step" else None
+      given: dict[str, Any] = {
+        "out": out, "style": "inplace", "effect": "ordered", "timeout": limit,
+      }  # fmt: skip
 
-      def gate(suffix: str, function: Any = function, out: Any = out, **more: Any) -> EnvGate:
-        options = GateOptions(
-          out=out, style="inplace", effect="ordered", timeout=timeout, name=f"{name}.{suffix}",
-          **more,
-        )  # fmt: skip
+      def gate(suffix: str, function: Any = function, given: Any = given, **more: Any) -> EnvGate:
+        options = GateOptions(**given, name=f"{name}.{suffix}", **more)
         return EnvGate(function, options, plan.label).handle()
 
-      suffix = f"{method}.here" if elsewhere else method
-      self._here[method] = gate(suffix, sharding=split, run_on="xla" if elsewhere else run_on)
       if elsewhere:
         self._there[method] = gate(method, run_on=run_on, affinity="lane")
+        self._here[method] = gate(f"{method}.here", sharding=split)
+      else:
+        self._here[method] = gate(method, run_on=run_on, sharding=split)
 
   def call(self, method: str, *args: Any, **static: Any) -> Any:
     there = self._there.get(method)
@@ -225,7 +228,7 @@ class _Programs:
       jax.vmap(lambda one, where: tap(one, to, name="episode", where=where))(
         ended, terminated | truncated
       )
-    if self.steps:
+    if to is not None and self.steps:
       values = {
         "observation": seen, "action": actions, "reward": reward, "terminated": terminated,
         "truncated": truncated,

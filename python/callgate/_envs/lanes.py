@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate._core.errors import GateError
+from callgate._core.errors import GateError, ResultError
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.spaces import Store
 from callgate._workers import objects
@@ -68,10 +68,12 @@ class Plan:
 class _Lane:
   """An environment and what Gymnasium's vector environments know of it."""
 
-  __slots__ = ("ended", "env", "length", "total")
+  __slots__ = ("ended", "env", "length", "step", "total")
 
   def __init__(self, env: Any) -> None:
-    self.env, self.ended, self.total, self.length = env, False, 0.0, 0
+    self.env, self.step = env, env.step
+    self.ended: Any = False
+    self.total, self.length = 0.0, 0  # of the episode
 
 
 class Lanes:
@@ -92,58 +94,68 @@ class Lanes:
     """Makes what is not there yet, and resets it with its seed."""
     self._check_open()
     seen, info = out
+    numbers = self._real(lanes)
     self._infos.clear(info)
-    views = [spaces.at(seen, one.path) for one in self._seen]
-    numbers = lanes.tolist()
-    all_seeds = seeds.of_lanes(how, given, numbers, self._plan.count)
-    for row, (number, seed) in enumerate(zip(numbers, all_seeds, strict=True)):
-      if number >= self._plan.count:
-        _clear(views, row)
-        continue
-      with self._told(number, "reset"):
+    values: list[Any] = []
+    number = -1
+    try:
+      every = seeds.of_lanes(how, given[: len(numbers)], numbers, self._plan.count)
+      for row, (number, seed) in enumerate(zip(numbers, every, strict=True)):
         if number not in self._lanes:
           self._lanes[number] = _Lane(self._made())
         lane = self._lanes[number]
         lane.ended, lane.total, lane.length = False, 0.0, 0
         value, extra = lane.env.reset(seed=seed)
-        self._put(views, row, value)
+        values.append(value)
         self._infos.put(info, row, extra)
+    except Exception as error:
+      self._tell(error, number, "reset")
+      raise
+    self._put(seen, values, numbers, "reset")
 
   def step(self, out: Any, lanes: Any, actions: Any) -> None:
     """Steps each environment, or resets it where its episode has ended with the last step."""
     self._check_open()
-    seen, rewards, terminated, truncated, info, episodes = out
-    if self._plan.info:
+    seen, *numeric, info, episodes = out
+    numbers = self._real(lanes)
+    plan, have = self._plan, self._lanes
+    if plan.info:
       self._infos.clear(info)
-    views = [spaces.at(seen, one.path) for one in self._seen]
-    numbers = lanes.tolist()
-    count, have = self._plan.count, self._lanes
+    values: list[Any] = []
+    rewards: list[Any] = []
+    over: list[Any] = []
+    cut: list[Any] = []
     number = -1
     try:
-      for row, action in enumerate(spaces.rows(self._plan.action_space, actions)):
-        number = numbers[row]
-        if number >= count:
-          _clear([*views, rewards, terminated, truncated, *episodes.values()], row)
-          continue
+      for row, (number, action) in enumerate(
+        zip(numbers, spaces.rows(plan.action_space, actions), strict=False)
+      ):
         lane = have.get(number) or self._missing(number)
         if lane.ended:
           value, extra = lane.env.reset()
-          reward, ended, cut = 0.0, False, False
+          reward, terminated, truncated = 0.0, False, False
           lane.total, lane.length = 0.0, 0
         else:
-          value, reward, ended, cut, extra = lane.env.step(action)
+          value, reward, terminated, truncated, extra = lane.step(action)
           lane.length += 1
-        lane.ended = bool(ended or cut)
-        rewards[row], terminated[row], truncated[row] = reward, ended, cut
-        self._put(views, row, value)
-        if self._plan.info:
+          lane.total += reward
+        lane.ended = terminated or truncated
+        values.append(value)
+        rewards.append(reward)
+        over.append(terminated)
+        cut.append(truncated)
+        if plan.info:
           self._infos.put(info, row, extra)
-        if episodes:
-          lane.total += float(reward)
-          episodes["return"][row], episodes["length"][row] = lane.total, lane.length
     except Exception as error:
       self._tell(error, number, "step")
       raise
+    self._put(seen, values, numbers, "step")
+    for one, view, given in zip(_NUMERIC, numeric, (rewards, over, cut), strict=True):
+      _fill(view, len(numbers), self._as_numbers(one, given, numbers))
+    if episodes:
+      running = [have[number] for number in numbers]
+      _fill(episodes["return"], len(numbers), [lane.total for lane in running])
+      _fill(episodes["length"], len(numbers), [lane.length for lane in running])
 
   def shut(self, out: Any, lanes: Any) -> None:
     """`close`, for programs."""
@@ -163,13 +175,45 @@ class Lanes:
     self._lanes.clear()
 
   # ------------------------------------------------------------------------------------------------
-  def _put(self, views: Sequence[Any], row: int, value: Any) -> None:
-    for one, view in zip(self._seen, views, strict=True):
+  def _real(self, lanes: Any) -> list[int]:
+    """The numbers of the environments; those that fill a call up come last."""
+    numbers: list[int] = lanes.tolist()
+    while numbers and numbers[-1] >= self._plan.count:
+      numbers.pop()
+    return numbers
+
+  def _put(self, seen: Any, values: list[Any], numbers: Sequence[int], during: str) -> None:
+    """Stores what each environment showed."""
+    for one in self._seen:
+      view, parts = spaces.at(seen, one.path), values
+      row = 0
       try:
-        part = spaces.at(value, one.path) if one.path else value
-      except (KeyError, IndexError, TypeError):
-        raise GateError(f"{one.what}: expected one of the observation space's, got none") from None
-      one.put(view, row, part)
+        if one.path:
+          parts = []
+          for row in range(len(values)):
+            parts.append(one.part(values[row]))
+        if not one.put_all(view, parts):
+          for row, part in enumerate(parts):
+            one.put(view, row, part)
+      except Exception as error:
+        self._tell(error, numbers[row], during)
+        raise
+      if len(parts) < len(view):
+        view[len(parts) :] = 0
+
+  def _as_numbers(self, what: str, given: list[Any], numbers: Sequence[int]) -> Any:
+    try:
+      made = np.array(given, bool if what != "reward" else float)
+      if made.shape == (len(given),):
+        return made
+    except (TypeError, ValueError):
+      pass
+    for number, one in zip(numbers, given, strict=True):
+      if np.shape(one) != () or not isinstance(one, (bool, int, float, np.bool_, np.number)):
+        error = ResultError(f"{what}: expected a number, got {one!r}")
+        self._tell(error, number, "step")
+        raise error
+    raise ResultError(f"{what}: expected numbers, got {given!r}")
 
   def _made(self) -> Any:
     plan = self._plan
@@ -193,14 +237,6 @@ class Lanes:
     if self._closed:
       raise GateError(f"{self._plan.label}: the environments have been closed")
 
-  @contextlib.contextmanager
-  def _told(self, number: int, what: str) -> Any:
-    try:
-      yield
-    except Exception as error:
-      self._tell(error, number, what)
-      raise
-
   def _tell(self, error: Exception, number: int, what: str) -> None:
     if number >= 0:
       plan = self._plan
@@ -209,9 +245,13 @@ class Lanes:
       )
 
 
-def _clear(views: Sequence[Any], row: int) -> None:
-  for view in views:
-    view[row] = 0
+_NUMERIC = ("reward", "terminated", "truncated")
+
+
+def _fill(view: Any, count: int, values: Any) -> None:
+  """Stores values in the first rows, and zeros in those that fill a call up."""
+  view[:count] = values
+  view[count:] = 0
 
 
 class LanesMethod(objects.MethodOf):

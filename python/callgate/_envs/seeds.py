@@ -89,15 +89,15 @@ def _of_list(label: str, given: Any, count: int) -> Any:
 
 def of_lanes(
   how: How, seeds: Any, lanes: Sequence[int], count: int
-) -> list[int | None]:  # on the host
-  """The seed of each lane; `seeds` has a row for each."""
+) -> list[int | None]:
+  """The seed of each lane, on the host; `seeds` has a row for each, `count` is that of all."""
   if how == "none" or not lanes:
     return [None] * len(lanes)
   if how == "lanes":
     return [_joined(row) if seeds.ndim > 1 else _positive(row) for row in seeds]
   entropy = _joined(seeds[0]) if how == "words" else _positive(seeds[0])
   state = np.random.SeedSequence(entropy).generate_state(count).tolist()
-  return [state[lane] if lane < count else None for lane in lanes]
+  return [state[lane] for lane in lanes]
 
 
 def _joined(words: Any) -> int:

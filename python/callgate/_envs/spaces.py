@@ -161,6 +161,25 @@ class Store:
       for path, one in leaves(tree)
     ]
 
+  def part(self, value: Any) -> Any:
+    """Its part of what an environment gives."""
+    try:
+      return at(value, self.path)
+    except (KeyError, IndexError, TypeError):
+      raise ResultError(f"{self.what}: expected one of the space's, got none") from None
+
+  def put_all(self, view: Any, values: list[Any]) -> bool:
+    """Stores values in the first rows, if all are arrays of this very form; else does nothing."""
+    dtype, shape = self.dtype, self.shape
+    if not shape or not values:
+      return not values
+    for value in values:
+      if type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
+        return False
+    flat = view[: len(values)].reshape(-1, *shape[1:])
+    np.concatenate(values, out=flat)
+    return True
+
   def put(self, view: Any, row: int, value: Any) -> None:
     """Stores an environment's value, of this shape and of a dtype of this kind."""
     if type(value) is np.ndarray and value.dtype == self.dtype and value.shape == self.shape:

@@ -81,10 +81,10 @@ def test_a_worker_that_dies_takes_its_environments_along() -> None:
 
 def test_an_environment_that_hangs_is_ended_after_the_timeout() -> None:
   make = functools.partial(Simple, environments.hang)
-  with cg.workers(2) as workers, cg.envs(make, n=2, run_on=workers, timeout=2) as env:
+  with cg.workers(2) as workers, cg.envs(make, n=2, run_on=workers, timeout=5) as env:
     env.reset([3, 2])
     stepped(env, 2)
-    with pytest.raises(cg.GateTimeoutError, match="timeout, 2 s") as info, cg.errors():
+    with pytest.raises(cg.GateTimeoutError, match="timeout, 5 s") as info, cg.errors():
       jax.block_until_ready(stepped(env, 2))
     assert "in hang" in str(info.value)  # where it stood
     assert env.reset([1, 2])[0][:, 0].tolist() == [1, 2]
