@@ -87,9 +87,7 @@ def _of_list(label: str, given: Any, count: int) -> Any:
   return jnp.asarray(np.array([divmod(one, _WORD) for one in seeds], np.uint32).reshape(count, 2))
 
 
-def of_lanes(
-  how: How, seeds: Any, lanes: Sequence[int], count: int
-) -> list[int | None]:
+def of_lanes(how: How, seeds: Any, lanes: Sequence[int], count: int) -> list[int | None]:
   """The seed of each lane, on the host; `seeds` has a row for each, `count` is that of all."""
   if how == "none" or not lanes:
     return [None] * len(lanes)

@@ -228,19 +228,21 @@ def test_records_have_each_episode_once(where: str, two: cg.Workers, engine: str
 
 
 def test_steps_are_recorded_to_a_channel_where_asked_for() -> None:
-  with cg.channel("envs.steps") as channel, cg.envs(
-    environments.simple, n=2, record=channel, record_steps=True
-  ) as env:  # fmt: skip
+  records: list[Any] = []
+  keep = lambda value, info: records.append((info.name, value))
+  with (
+    cg.channel("envs.steps", to=keep) as channel,
+    cg.envs(environments.simple, n=2, record=channel, record_steps=True) as env,
+  ):
     env.reset([5, 6])
     env.step(jnp.array([1, 2]))
     cg.barrier()
-    channel.close()
-    reset, step = list(channel.records())
-  assert (reset.info.name, step.info.name) == ("reset", "step")
-  assert reset.value["observation"].tolist() == [[5, 0], [6, 0]]
-  assert step.value["observation"].tolist() == [[5, 1], [6, 1]]
-  assert step.value["action"].tolist() == step.value["reward"].tolist() == [1, 2]
-  assert not step.value["terminated"].any()
+  (first, reset), (second, step) = records
+  assert (first, second) == ("reset", "step")
+  assert reset["observation"].tolist() == [[5, 0], [6, 0]]
+  assert step["observation"].tolist() == [[5, 1], [6, 1]]
+  assert step["action"].tolist() == step["reward"].tolist() == [1, 2]
+  assert not step["terminated"].any()
 
 
 def test_a_new_reset_begins_new_episodes() -> None:
