@@ -16,9 +16,6 @@ from callgate._feed import producer
 from callgate._futures import job, ticket
 from callgate._gate import check, gate
 from callgate._jax import dispatch, tracing
-from callgate._kernel import files, library
-from callgate._kernel.cpp import cpp
-from callgate._kernel.cuda import cuda
 from callgate._loops import control, draw, lowering, progress
 from callgate._objects import collect, scopes, table
 from callgate._process import group
@@ -28,15 +25,20 @@ from callgate._workers import workers
 from callgate.compat._callbacks import install
 
 
+def publish(public: Mapping[str, Any]) -> None:
+  """Has what the package gives its users say so, in messages, pickles and documentation."""
+  for value in public.values():
+    if getattr(value, "__module__", "").startswith("callgate."):
+      value.__module__ = "callgate"
+
+
 def start(public: Mapping[str, Any]) -> None:
   """Called once by `import callgate`.
 
   Args:
     public: what the package gives its users, by name.
   """
-  for value in public.values():
-    if getattr(value, "__module__", "").startswith("callgate."):
-      value.__module__ = "callgate"  # what messages, pickles and documentation say
+  publish(public)
   lifecycle.start()  # dtypes, hooks, FFI targets, partitioners, handlers of forks
   lifecycle.at_end("hurry", producer.limit_all)
   lifecycle.at_end("leave", group.leave)
@@ -55,8 +57,7 @@ def start(public: Mapping[str, Any]) -> None:
   os.register_at_fork(after_in_child=job.after_fork)
   table.added.append(collect.due)
   barrier.at_barrier.append(collect.collect)
-  registry.finders += [library.find, check.find, scopes.find]
-  files.kinds.update(cpp=cpp.restore, cuda=cuda.restore)
+  registry.finders += [check.find, scopes.find]
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()
