@@ -28,7 +28,6 @@ from callgate._core.errors import (
   WorkerError,
 )
 from callgate._core.failures import last_error
-from callgate._envs.envs import Envs, envs
 from callgate._feed.feed import Feed, feed
 from callgate._futures.ticket import Ticket
 from callgate._gate.check import check
@@ -53,6 +52,7 @@ from callgate.compat._callbacks.install import install, uninstall
 
 if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
   from callgate import sinks
+  from callgate._envs.envs import Envs, envs
   from callgate._kernel.c.cfunc import cfunc
   from callgate._kernel.cpp.cpp import cpp
   from callgate._kernel.cuda.cuda import cuda
@@ -158,6 +158,8 @@ __all__ = [
 ]
 # Where those names are that most programs have no need of: `import callgate` stays short.
 _LATER = {
+  "Envs": "callgate._envs.envs",
+  "envs": "callgate._envs.envs",
   "cfunc": "callgate._kernel.c.cfunc",
   "cpp": "callgate._kernel.cpp.cpp",
   "cuda": "callgate._kernel.cuda.cuda",
