@@ -24,6 +24,7 @@ from callgate._envs.lanes import Lanes, LanesMethod, Plan
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._runtime import config
+from callgate._runtime.barrier import wait_for_programs
 from callgate._tap.channel import Channel
 from callgate._tap.tap import tap
 from callgate._workers import objects
@@ -315,11 +316,13 @@ class Envs:
     return (self._step if tracing.in_no_trace() else programs.step)(actions)
 
   def close(self) -> None:
-    """Closes the environments, also those in workers. Calls fail from then on."""
+    """Waits for programs, and closes the environments, also in workers. Calls fail from then on."""
     if self._closed:
       return
     self._closed = True
     programs = self._programs
+    if self._called:
+      wait_for_programs(None)
     if self._called and isinstance(programs.run_on, Workers) and config.engine() != "jax":
       with contextlib.suppress(Exception):  # workers that have ended have no environments
         jax.block_until_ready(jax.jit(programs.shut)())

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -77,6 +78,11 @@ def _words(label: str, seed: int) -> Any:
 
 
 def _of_list(label: str, given: Any, count: int) -> Any:
+  if any(isinstance(one, jax.core.Tracer) for one in given):
+    seeds = jnp.stack([jnp.asarray(one) for one in given])
+    if seeds.shape == (count,) and jnp.issubdtype(seeds.dtype, jnp.integer):
+      return seeds
+    raise _wrong(label, count, f"{len(given)} of {seeds.dtype}{list(seeds.shape[1:])}")
   try:
     seeds = [operator.index(one) for one in given]
   except TypeError:
