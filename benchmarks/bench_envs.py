@@ -62,6 +62,8 @@ def run(options: harness.Options) -> harness.Report:
       ways[BY_CALLBACK.format(vector)] = functools.partial(_by_callback, vector, make, steps)
     contestants = [harness.Contestant(named(who, what), build) for who, build in ways.items()]
     rows += harness.measure(contestants, rounds=options.rounds_or(15))
+    for vector in (SYNC, ASYNC):  # 64 processes
+      _vector(vector, make).close()
   title = f"A step of one of {N} environments"
   settings = {"environments": N, "workers": WORKERS}
   return harness.Report("envs", title, "us", rows, None, TARGETS, settings, quick=options.quick)
@@ -99,7 +101,6 @@ def _vector(kind: str, make: Any) -> Any:
   made = getattr(harness.require("gymnasium", "gymnasium").vector, kind)
   options = {"context": "spawn"} if kind == ASYNC else {}  # JAX and fork don't go together
   env = made([make] * N, **options)
-  atexit.register(env.close)
   env.reset(seed=0)
   return env
 
