@@ -315,6 +315,22 @@ class Envs:
     programs = self._open()
     return (self._step if tracing.in_no_trace() else programs.step)(actions)
 
+  def render(self, lane: int = 0) -> Any:
+    """Waits for programs, and returns what environment `lane` renders, as its `render()` does.
+
+    Raises:
+      GateError: it has not been reset, or is in a worker.
+    """
+    programs = self._open()
+    label = programs.plan.label
+    number = check.count(label, "lane", lane, most=self.num_envs - 1)
+    if isinstance(programs.run_on, Workers) and config.engine() != "jax":
+      raise GateError(
+        f"{label}: render: expected environments of this process, got some in workers"
+      )
+    wait_for_programs(None)
+    return programs.instances.get().render(number)
+
   def close(self) -> None:
     """Waits for programs, and closes the environments, also in workers. Calls fail from then on."""
     if self._closed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -298,3 +300,52 @@ def test_a_traced_seed_below_zero_fails_the_program() -> None:
     cg.errors(),
   ):
     jax.block_until_ready(jax.jit(env.reset)(-4 * jnp.ones((), jnp.int32)))
+
+
+# -- what is around ------------------------------------------------------------------------------
+def test_an_environment_of_this_process_renders(two: cg.Workers) -> None:
+  class Drawn(environments.Simple):
+    def render(self) -> Any:
+      return f"{self.seed} at {self.count}"
+
+  with cg.envs(Drawn, n=2) as env:
+    with pytest.raises(cg.GateError, match="environment 1 has not been reset"):
+      env.render(1)
+    env.reset([7, 8])
+    jax.jit(env.step)(jnp.zeros(2, jnp.int32))
+    assert env.render(1) == "8 at 1"
+    with pytest.raises(cg.GateDefinitionError, match=r"lane: expected .* at most 1, got 2"):
+      env.render(2)
+  there = cg.envs(environments.simple, n=2, run_on=two)
+  with pytest.raises(cg.GateError, match="expected environments of this process"):
+    there.render()
+
+
+def test_spaces_are_those_of_gymnasium_s_vector_environment() -> None:
+  with cg.envs(environments.Composite, n=3) as env:
+    oracle = SyncVectorEnv([environments.Composite] * 3)
+    for name in ("observation_space", "action_space"):
+      assert getattr(env, name) == getattr(oracle, name)
+      assert getattr(env, f"single_{name}") == getattr(oracle, f"single_{name}")
+    assert env.num_envs == oracle.num_envs == 3
+
+
+def test_with_64_bits_nothing_is_cast() -> None:
+  with jax.enable_x64(True), cg.envs(environments.Composite, n=2) as env:
+    seen, _ = env.reset(1)
+    oracle, _ = SyncVectorEnv([environments.Composite] * 2).reset(seed=seeds_of(1, 2))
+    assert seen["z"].dtype == np.float64
+    assert seen["a"]["many"].dtype == np.int64
+    np.testing.assert_array_equal(seen["z"], oracle["z"])
+    assert env.step(env.action_space.sample())[1].dtype == np.float64
+
+
+def test_environments_that_are_dropped_are_freed() -> None:
+  env = cg.envs(environments.simple, n=2)
+  env.reset(0)
+  env.step(jnp.zeros(2, jnp.int32))
+  lane = weakref.ref(env._programs.instances.get())
+  jax.effects_barrier()
+  del env
+  gc.collect()
+  assert lane() is None

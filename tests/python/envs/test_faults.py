@@ -52,12 +52,14 @@ def test_what_an_environment_raises_says_which_one_it_was(
   where: str, two: cg.Workers, engine: str
 ) -> None:
   make = functools.partial(Simple, environments.fail)
-  with cg.envs(make, n=4, run_on=run_on(where, two), name="diverging") as env:
+  with cg.envs(make, n=4, run_on=run_on(where, two)) as env:
     env.reset([1, 2, 3, 4])
     stepped(env)
     with pytest.raises(ArithmeticError, match="has diverged") as info, cg.errors():
       jax.block_until_ready(stepped(env))
-    assert "environment 2 of 4 of envs 'diverging' raised it in step()" in str(info.value.__notes__)
+    assert f"environment 2 of 4 of envs '{env.name}' raised it in step()" in str(
+      info.value.__notes__
+    )
     seen, _ = env.reset([1, 2, 5, 4])  # all is well again
     assert seen[:, 1].tolist() == [0] * 4
     for count in range(1, 4):
