@@ -20,6 +20,8 @@ pytest.importorskip("cloudpickle")
 
 import environments
 import gymnasium
+import interpreters
+import waiting
 from environments import Simple
 from gymnasium import spaces
 
@@ -287,3 +289,26 @@ def test_close_after_the_workers_have_been_closed() -> None:
     env = cg.envs(environments.simple, n=1, run_on=workers)
     env.reset(0)
   env.close()
+
+
+def gone(pid: int) -> bool:
+  """Whether a process has ended, and its parent may or may not know."""
+  try:
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+  except (FileNotFoundError, ProcessLookupError):
+    return True
+
+
+def test_the_end_of_a_process_leaves_no_worker() -> None:
+  code = """
+    import callgate as cg, environments, jax.numpy as jnp
+    workers = cg.workers(2)
+    env = cg.envs(environments.simple, n=4, run_on=workers)
+    env.reset(0)
+    env.step(jnp.zeros(4, jnp.int32))
+    print(*workers.pids)
+  """
+  folder = pathlib.Path(environments.__file__).parent
+  pids = interpreters.output_of(code, **interpreters.same_path(folder)).split()
+  assert len(pids) == 2
+  waiting.until(lambda: all(gone(int(pid)) for pid in pids), "without workers")
