@@ -43,6 +43,8 @@ from callgate._objects.root import root
 from callgate._runtime.barrier import barrier, errors
 from callgate._runtime.config import config
 from callgate._runtime.targets import export_checks
+from callgate._steer.knob import Knob, knob
+from callgate._steer.stop import stop, stop_reason, stop_requested
 from callgate._tap.channel import Channel, channel
 from callgate._tap.print import print
 from callgate._tap.records import BatchInfo, Record, TapInfo
@@ -97,6 +99,7 @@ __all__ = [
   "Kernel",
   "KernelError",
   "KernelFileError",
+  "Knob",
   "Library",
   "LoadedKernels",
   "ProcessError",
@@ -133,6 +136,7 @@ __all__ = [
   "hold",
   "install",
   "kernel",
+  "knob",
   "last_error",
   "library",
   "linear_solver",
@@ -147,6 +151,9 @@ __all__ = [
   "scan",
   "sinks",
   "stats",
+  "stop",
+  "stop_reason",
+  "stop_requested",
   "tap",
   "torch",
   "trace",

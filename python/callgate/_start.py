@@ -20,6 +20,7 @@ from callgate._loops import control, draw, lowering, progress
 from callgate._objects import collect, scopes, table
 from callgate._process import group
 from callgate._runtime import barrier, config, lifecycle
+from callgate._steer import stop
 from callgate._tap import channel, delivery
 from callgate._workers import workers
 from callgate.compat._callbacks import install
@@ -57,7 +58,7 @@ def start(public: Mapping[str, Any]) -> None:
   os.register_at_fork(after_in_child=job.after_fork)
   table.added.append(collect.due)
   barrier.at_barrier.append(collect.collect)
-  registry.finders += [check.find, scopes.find]
+  registry.finders += [check.find, scopes.find, stop.find]
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()

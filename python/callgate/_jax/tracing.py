@@ -352,6 +352,17 @@ def lie_as(aval: Any, value: Any) -> Any:
   return jax.sharding.reshard(value, aval.sharding)
 
 
+def zeros_of(aval: Any) -> Any:
+  """An array of zeros of an abstract value's type; of random keys (0.10 to 0.12) their bits are."""
+  if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    kind = aval.dtype._impl
+    data = jax.numpy.zeros((*aval.shape, *kind.key_shape), jax.numpy.uint32)
+    value = jax.random.wrap_key_data(data, impl=kind.name)
+  else:
+    value = jax.numpy.zeros(aval.shape, aval.dtype)
+  return vary_over(varying_axes([aval]), lie_as(aval, value))
+
+
 def lie_whole(values: Sequence[Any]) -> list[Any]:
   """The values, replicated over the mesh that their types name."""
   avals = [_core.typeof(value) for value in values]

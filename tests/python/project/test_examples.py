@@ -42,6 +42,7 @@ def test_examples_are_short():
     assert len(lines) <= 80, path.name
 
 
+@pytest.mark.limit(300)  # about 80 seconds of computing
 def test_the_demo_learns_digits_draws_them_and_agrees_with_jax_s_callbacks(tmp_path):
   pytest.importorskip("matplotlib")
   pytest.importorskip("tensorboardX")
