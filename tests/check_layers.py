@@ -86,6 +86,7 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_steer": "_jax _core _call _gate",
     "_loops": "_jax _core _runtime _call _tap _steer",
     "_objects": "_jax _core _runtime _call _gate",
+    "_envs": "_jax _core _runtime _call _workers _gate _tap",
     "_futures": "_jax _core _call _gate _objects",
     "_stream": "_core _process _sharding _tap",
     "sinks": "_core _process _tap",

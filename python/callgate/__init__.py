@@ -54,6 +54,7 @@ from callgate.compat._callbacks.install import install, uninstall
 
 if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
   from callgate import sinks
+  from callgate._envs.envs import Envs, envs
   from callgate._kernel.c.cfunc import cfunc
   from callgate._kernel.cpp.cpp import cpp
   from callgate._kernel.cuda.cuda import cuda
@@ -83,6 +84,7 @@ __all__ = [
   "ConsumerError",
   "Context",
   "EndOfFeed",
+  "Envs",
   "EscapedViewError",
   "ExecutionStage",
   "Feed",
@@ -124,6 +126,7 @@ __all__ = [
   "cuda",
   "cupy",
   "elementwise",
+  "envs",
   "errors",
   "export_checks",
   "feed",
@@ -162,6 +165,8 @@ __all__ = [
 ]
 # Where those names are that most programs have no need of: `import callgate` stays short.
 _LATER = {
+  "Envs": "callgate._envs.envs",
+  "envs": "callgate._envs.envs",
   "cfunc": "callgate._kernel.c.cfunc",
   "cpp": "callgate._kernel.cpp.cpp",
   "cuda": "callgate._kernel.cuda.cuda",

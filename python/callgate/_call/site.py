@@ -133,6 +133,7 @@ class Callee(Portable):
   symbolic_zeros = False
   vjp_rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
   transpose_rule: Callable[..., Any] | None = None
+  no_derivatives = ""  # what to say where it can have none, in the place of how to define one
   place: Place | None = None  # where it is defined
   owner: Callable[[], type | None] | None = None  # the class of which it is a method
 

@@ -55,6 +55,12 @@ def function(x: Any) -> Any:
   return x
 
 
+def environment() -> Any:
+  import gymnasium
+
+  return gymnasium.make("CartPole-v1")
+
+
 def values() -> tuple[Any, ...]:
   return (
     None, True, False, 0, 1, -1, 3, 10**30, 1.5, 0.0, -2.5, math.nan, math.inf, -math.inf, 1e300,
@@ -87,6 +93,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     cg.elementwise,
     {"in_params": "T x", "out_params": "T y", "operation": "y = x", "name": NAME},
   ),
+  "envs": (cg.envs, {"make": environment, "name": NAME}),
   "feed": (cg.feed, {"iterable": (), "shape": X, "name": NAME}),
   "fori_loop": (
     cg.fori_loop,
@@ -160,7 +167,7 @@ def options() -> list[tuple[str, str]]:
 
 
 def test_every_public_function_with_options_is_here() -> None:
-  made = {"Channel", "Feed", "Gate", "Progress", "config"}  # by functions, or as them
+  made = {"Channel", "Envs", "Feed", "Gate", "Progress", "config"}  # by functions, or as them
   for where, prefix in ((cg, ""), (cg.sinks, "sinks.")):
     for name in where.__all__:
       thing = getattr(where, name)
@@ -252,7 +259,8 @@ def call(name: str, option: str, value: Any) -> None:
 
 
 NEEDS = {
-  "numba": "numba", "torch": "torch", "sinks.HDF5": "h5py", "sinks.MLflow": "mlflow",
+  "envs": "gymnasium", "numba": "numba", "torch": "torch", "sinks.HDF5": "h5py",
+  "sinks.MLflow": "mlflow",
   "sinks.Parquet": "pyarrow", "sinks.Plot": "matplotlib", "sinks.TensorBoard": "tensorboardX",
   "sinks.Zarr": "zarr",
 }  # fmt: skip

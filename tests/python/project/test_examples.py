@@ -363,6 +363,14 @@ def test_the_cartpole_program_learns_to_balance(tmp_path):
   assert numbers(line_with(text, "at the end"))[0] > 2 * first
 
 
+def test_ppo_balances_the_pole_to_the_end(tmp_path):
+  pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+  text = run("ppo_cartpole.py", cwd=tmp_path)
+  first, last = (numbers(text.splitlines()[i].partition(":")[2])[0] for i in (0, -1))
+  assert first < 100
+  assert last >= 400  # the mean length of the last 100 episodes; 500 ends one
+
+
 def test_the_mujoco_pendulum_comes_up_by_its_own_derivatives(tmp_path):
   pytest.importorskip("mujoco", reason="mujoco is not installed")
   angle, speed = numbers(line_with(run("mujoco_swing.py", cwd=tmp_path), "at the end"))
