@@ -33,7 +33,8 @@ TEST(CommonReads, RunsAreApart) {
   CommonReads reads(2);
   std::uint64_t now = 0;
   auto next = [&] { return now++; };
-  for (std::int64_t run = 0; run < 20; ++run) EXPECT_EQ(reads.read(run, 0, next), static_cast<std::uint64_t>(run));
+  for (std::int64_t run = 0; run < 20; ++run)
+    EXPECT_EQ(reads.read(run, 0, next), static_cast<std::uint64_t>(run));
   EXPECT_EQ(reads.read(19, 1, next), 19u);
 }
 
