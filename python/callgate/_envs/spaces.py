@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -205,6 +205,3 @@ def _is_number(value: Any, dtype: np.dtype[Any]) -> bool:
   if isinstance(value, (bool, np.bool_)):
     return dtype.kind in "biuf"
   return isinstance(value, (int, np.integer)) and dtype.kind in "iuf"
-
-
-Maker = Callable[[], Any]
