@@ -20,7 +20,7 @@ from callgate._loops import control, draw, lowering, progress
 from callgate._objects import collect, scopes, table
 from callgate._process import group
 from callgate._runtime import barrier, config, lifecycle
-from callgate._steer import stop
+from callgate._steer import knob, record, stop
 from callgate._tap import channel, delivery
 from callgate._workers import workers
 from callgate.compat._callbacks import install
@@ -51,6 +51,7 @@ def start(public: Mapping[str, Any]) -> None:
   group.start()
   draw.start()
   delivery.listen(progress.note)
+  knob.changed.append(record.record)
   gate.futures += [ticket.start, ticket.result]
   barrier.waits["started calls"] = job.settle
   dispatch.after_effects_barrier.append(job.after_effects_barrier)

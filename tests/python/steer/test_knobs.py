@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,47 @@ def test_pairs_of_transformations(part: int) -> None:
 
   allowed = [pair for pair in PAIRS if not (pair[0] == "linearize" and "while" in pair[1])]
   assert_chains_agree(allowed[part::4], make=make)
+
+
+# -- records ---------------------------------------------------------------------------------------
+def test_changes_are_records_of_channels_with_a_stream(tmp_path: Path) -> None:
+  rate = cg.knob("test recorded", 1.0)
+  path = tmp_path / "run.cgs"
+  seen = list[Any]()
+  with (
+    cg.channel("test steered", to=[cg.sinks.Stream(path), seen.append]),
+    cg.channel("test unsteered", to=seen.append),
+  ):
+    program = jax.jit(lambda x: cg.tap(x * rate.read(), "test steered"))
+    program(2.0)
+    rate.set(3.0)
+    cg.barrier()
+    program(2.0)
+  assert seen == [2.0, 3.0, 6.0]
+  assert [(r.name, r.leaves[""].item()) for r in cg.open_stream(path)] == [
+    ("test steered", 2.0),
+    ("knob:test recorded", 3.0),
+    ("test steered", 6.0),
+  ]
+
+
+def test_a_consumer_of_a_full_channel_may_turn_a_knob(tmp_path: Path) -> None:
+  count = cg.knob("test counted", 0)
+  path = tmp_path / "run.cgs"
+
+  def turn(x: Any) -> None:
+    if x.size > 1:
+      count.set(int(x[0]))
+
+  with cg.channel("test small", to=[cg.sinks.Stream(path), turn], capacity=4096):
+    loop = lambda i: cg.tap(jnp.full(200, i), "test small")
+    jax.jit(lambda: jax.lax.map(loop, jnp.arange(30)))()
+    cg.barrier()
+    for thread in threading.enumerate():
+      if thread.name == "callgate knob":
+        thread.join()
+  numbers = [r.leaves[""] for r in cg.open_stream(path) if r.name == "knob:test counted"]
+  assert sorted(numbers) == list(range(30))
 
 
 # -- definitions -----------------------------------------------------------------------------------
