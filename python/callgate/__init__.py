@@ -67,6 +67,7 @@ if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
   from callgate._kernel.library import Library, library
   from callgate._kernel.numba.numba import numba
   from callgate._kernel.peers.kernel import kernel
+  from callgate._nan.find import NanReport, find_nan
   from callgate._stream.assemble import assemble
   from callgate._stream.reader import StreamReader, open_stream
   from callgate._stream.records import StreamRecord
@@ -102,6 +103,7 @@ __all__ = [
   "Knob",
   "Library",
   "LoadedKernels",
+  "NanReport",
   "ProcessError",
   "Progress",
   "Record",
@@ -130,6 +132,7 @@ __all__ = [
   "errors",
   "export_checks",
   "feed",
+  "find_nan",
   "fori_loop",
   "gate",
   "held",
@@ -179,6 +182,8 @@ _LATER = {
   "save_kernels": "callgate._kernel.files",
   "Kernel": "callgate._kernel.kernel",
   "Library": "callgate._kernel.library",
+  "NanReport": "callgate._nan.find",
+  "find_nan": "callgate._nan.find",
   "library": "callgate._kernel.library",
   "numba": "callgate._kernel.numba.numba",
   "kernel": "callgate._kernel.peers.kernel",

@@ -145,6 +145,15 @@ def call_site(context: Any) -> tuple[str, int, str] | None:
   return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
 
 
+def source_of(eqn: Any) -> str:
+  """Where the user's code traced an equation: "file:line (function)"; "" where nobody knows."""
+  traceback = eqn.source_info.traceback
+  frame = _source_info.user_frame(traceback) if traceback is not None else None
+  if frame is None:
+    return ""
+  return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
 def is_automatic(context: Any) -> bool:
   """True if XLA splits the arrays of the call being lowered, along all mesh axes or some."""
   return is_partitioned(context) or is_partly_manual(context)

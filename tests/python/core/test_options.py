@@ -95,6 +95,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   ),
   "envs": (cg.envs, {"make": environment, "name": NAME}),
   "feed": (cg.feed, {"iterable": (), "shape": X, "name": NAME}),
+  "find_nan": (cg.find_nan, {"f": function}),
   "fori_loop": (
     cg.fori_loop,
     {"lower": 0, "upper": 1, "body_fun": lambda _, c: c, "init_val": 0},
