@@ -179,15 +179,14 @@ class Watch:
 
   def _scan(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
     params = eqn.params
-    first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, xs = ins[:first], list(ins[first:second]), list(ins[second:])
+    held, count = tracing.scan_counts(params)
+    consts, carry, xs = ins[:held], list(ins[held : held + count]), list(ins[held + count :])
 
     def body(carried: Any, x: Any) -> Any:
       state, values = carried
       number, slices = x
       inside = place.inside(eqn, number)
       outs, state = self._closed(params["jaxpr"], (*consts, *values, *slices), state, inside)
-      count = params["num_carry"]
       return (state, outs[:count]), outs[count:]
 
     numbers = jnp.arange(params["length"], dtype=np.int32)
