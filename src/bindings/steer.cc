@@ -28,8 +28,7 @@ struct StopHandle : Handle<StopCallee> {
 void bind_steer(nb::module_& module) {
   bind_handle<KnobHandle>(module, "Knob", "A number that programs read and the host writes.")
       .def(nb::init<std::string, std::uint64_t>(), nb::arg("name"), nb::arg("bits"))
-      .def("set", [](const KnobHandle& knob, std::uint64_t bits) { knob.callee->set(bits); })
-      .def("get", [](const KnobHandle& knob) { return knob.callee->get(); });
+      .def("set", [](const KnobHandle& knob, std::uint64_t bits) { knob.callee->set(bits); });
   bind_handle<StopHandle>(module, "Stop", "Whether a program was asked to stop.")
       .def(nb::init<std::string>(), nb::arg("name"))
       .def(

@@ -81,7 +81,7 @@ class CommonReads {
   std::deque<Run> runs_;
 };
 
-// A place in a program that reads a cell. `read(call)` is the cell's value now, for the call's run.
+// A place in a program that reads a cell. `read(run, once)` is the cell's value, for the run.
 template <typename Cell>
 class CellSite final : public Site {
  public:

@@ -64,8 +64,7 @@ def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
-  if gate.kept_by_jax is not None and not lowering.is_export(context):
-    lowering.add_keepalive(context, gate.kept_by_jax)
+  lowering.ask_before_execution(context, gate.asked_by_jax)
   types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
   function = _callback(gate.batched(call.whole), call.site, call.levels, types)
   return mlir.lower_fun(function, multiple_results=True)(context, *operands)

@@ -234,8 +234,7 @@ def _lower_to_runtime(
     operands, avals_in = (*operands, partition), [*avals_in, calls.PARTITION]
     attributes = {**attributes, **more}
   dispatch.keep_with_program(context, emission.callee)
-  if emission.asked is not None and not lowering.is_export(context):
-    lowering.add_keepalive(context, emission.asked)
+  lowering.ask_before_execution(context, emission.asked)
   results = emit(
     context,
     operands,

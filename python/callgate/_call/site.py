@@ -123,8 +123,8 @@ class Callee(Portable):
   # Whether it reads what the host writes, and calls of each device.
   reads_cell = False
   on_each_device = False
-  # What programs keep that JAX's own callbacks serve, as `Emission.asked`.
-  kept_by_jax: Any = None
+  # `Emission.asked`, for programs that JAX's own callbacks serve.
+  asked_by_jax: Any = None
   # "makes" objects that handles stand for, "uses" them, or "takes" what is to be taken once.
   handles: Literal["", "makes", "uses", "takes"] = ""
   # The user's rules of differentiation; with `symbolic_zeros` that of the jvp is told which

@@ -16,6 +16,7 @@ from callgate._call.site import BoundCall, CallSite
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
+from callgate._jax import tracing
 from callgate._runtime import config
 from callgate._workers.workers import Workers
 
@@ -99,8 +100,7 @@ class Layout:
 
   def is_local(self) -> bool:
     """Whether a program is traced for one device of the mesh, in a `jax.shard_map`."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return bool(self.axes) and set(self.axes) <= set(manual)
+    return bool(self.axes) and tracing.region_axes().issuperset(self.axes)
 
   def lanes(self) -> Any:
     """The numbers of the environments that a call being traced is for."""

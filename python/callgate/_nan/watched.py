@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._jax import lowering, tracing
+from callgate._jax import loops, lowering, tracing
 
 Values = Sequence[Any]
 NONE, NAN, INF = 0, 1, 2
@@ -109,8 +109,8 @@ class Watch:
   def _rule(self, primitive: str) -> Callable[..., tuple[Values, State]]:
     if primitive in _CALLS:
       return self._call
-    loops = {"cond": self._cond, "scan": self._scan, "while": self._while}
-    return loops.get(primitive, self._leaf)
+    control = {"cond": self._cond, "scan": self._scan, "while": self._while}
+    return control.get(primitive, self._leaf)
 
   # -- equations -----------------------------------------------------------------------------------
   def _leaf(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Sequence[Any], State]:
@@ -179,7 +179,7 @@ class Watch:
 
   def _scan(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
     params = eqn.params
-    held, count = tracing.scan_counts(params)
+    held, count = loops.scan_counts(params)
     consts, carry, xs = ins[:held], list(ins[held : held + count]), list(ins[held + count :])
 
     def body(carried: Any, x: Any) -> Any:
@@ -199,9 +199,7 @@ class Watch:
 
   def _while(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
     params = eqn.params
-    first = params["cond_nconsts"]
-    second = first + params["body_nconsts"]
-    asked, held, values = ins[:first], ins[first:second], list(ins[second:])
+    asked, held, values = loops.split_operands(params, ins)
 
     def ask(number: Any, state: State, values: Values) -> tuple[Any, State]:
       inside = place.inside(eqn, number)

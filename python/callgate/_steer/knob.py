@@ -17,6 +17,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
+from callgate._jax import tracing
 from callgate._steer.cell import CellGate
 
 Per = Literal["read", "execution"]
@@ -53,12 +54,12 @@ class Knob:
   def __init__(
     self,
     name: str,
+    dtype: np.dtype[Any],
     value: Any,
     range: tuple[Any, Any] | None,
     scale: Scale,
   ) -> None:
-    self.name = name
-    self.dtype = np.dtype(jnp.result_type(value))
+    self.name, self.dtype = name, dtype
     self._take(value, range, scale)
     self.cell = _callgate.Knob(f"callgate.knob:{name}", _bits(self.as_array()))
     self._reads: dict[Per, _Read] = {}
@@ -171,7 +172,7 @@ class Knob:
 
 def _of_first_device(number: jax.Array) -> jax.Array:
   """Inside `jax.shard_map`: what the first device has, on all."""
-  axes = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+  axes = tuple(tracing.region_axes())
   if not axes:
     return number
   others = jax.lax.axis_index(axes) != 0
@@ -240,11 +241,6 @@ def knob(
     else:
       if known is not None:
         known.cell.give_up_name()
-      known = _knobs[name] = Knob(name, value, range, scale)
+      known = _knobs[name] = Knob(name, dtype, value, range, scale)
     known.place, known.line = place, line
   return known
-
-
-def knobs() -> dict[str, Knob]:
-  """The live knobs by name."""
-  return dict(_knobs)

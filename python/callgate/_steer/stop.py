@@ -44,11 +44,11 @@ class _Asking(CellGate):
   """The gate behind `stop_requested`."""
 
   def __init__(self) -> None:
-    self.kept_by_jax = _Dispatches()
+    self.asked_by_jax = _Dispatches()
     super().__init__(_NAME, self._ask_on_host, np.bool_)
 
   def _ask_on_host(self) -> Any:
-    return np.bool_(_callgate.stop_requests() != self.kept_by_jax.before)
+    return np.bool_(_callgate.stop_requests() != self.asked_by_jax.before)
 
   def cell(self) -> _callgate.Stop:
     return _callgate.Stop(registry.free_name(_NAME))
