@@ -8,7 +8,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from callgate import _start
+from callgate._breakpoint.breakpoint import breakpoint
 from callgate._callgate import Buffer, Context, ExecutionStage
+from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core.errors import (
   CaptureError,
   CheckError,
@@ -55,6 +57,8 @@ from callgate.compat._callbacks.install import install, uninstall
 if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
   from callgate import sinks
   from callgate._envs.envs import Envs, envs
+  from callgate._explain.call import ExplainedCall
+  from callgate._explain.explain import Explanation, explain
   from callgate._kernel.c.cfunc import cfunc
   from callgate._kernel.cpp.cpp import cpp
   from callgate._kernel.cuda.cuda import cuda
@@ -81,6 +85,7 @@ __all__ = [
   "CaptureError",
   "Channel",
   "CheckError",
+  "Checkpoints",
   "CompileError",
   "ConsumerError",
   "Context",
@@ -88,6 +93,8 @@ __all__ = [
   "Envs",
   "EscapedViewError",
   "ExecutionStage",
+  "ExplainedCall",
+  "Explanation",
   "Feed",
   "Gate",
   "GateDefinitionError",
@@ -118,6 +125,7 @@ __all__ = [
   "Workers",
   "assemble",
   "barrier",
+  "breakpoint",
   "call",
   "cfunc",
   "channel",
@@ -130,6 +138,7 @@ __all__ = [
   "elementwise",
   "envs",
   "errors",
+  "explain",
   "export_checks",
   "feed",
   "find_nan",
@@ -170,6 +179,9 @@ __all__ = [
 _LATER = {
   "Envs": "callgate._envs.envs",
   "envs": "callgate._envs.envs",
+  "ExplainedCall": "callgate._explain.call",
+  "Explanation": "callgate._explain.explain",
+  "explain": "callgate._explain.explain",
   "cfunc": "callgate._kernel.c.cfunc",
   "cpp": "callgate._kernel.cpp.cpp",
   "cuda": "callgate._kernel.cuda.cuda",

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from callgate._breakpoint.attach import add_attach
 from callgate._build import toolchain
 from callgate._core.errors import GateDefinitionError
 from callgate._stream.tail import add_tail, printable
@@ -36,7 +37,7 @@ def add_folders(subparsers: Subparsers) -> None:
     parser.set_defaults(run=_print_folder, folder=folder)
 
 
-_COMMANDS: tuple[Callable[[Any], None], ...] = (add_tail, add_watch, add_folders)
+_COMMANDS: tuple[Callable[[Any], None], ...] = (add_tail, add_watch, add_attach, add_folders)
 
 
 def _print_folder(arguments: argparse.Namespace) -> int:
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0, 1 after an error, 130 after an interrupt.
   """
   parser = argparse.ArgumentParser(
-    prog="python -m callgate", description="Streams of tapped values, and builds of kernels"
+    prog="python -m callgate", description="Streams of tapped values, breakpoints, builds"
   )
   subparsers = parser.add_subparsers(dest="command", required=True)
   for add in _COMMANDS:

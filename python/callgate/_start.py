@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from callgate._breakpoint import breakpoint
 from callgate._call import derivatives
 from callgate._core import registry
 from callgate._feed import producer
@@ -19,7 +20,7 @@ from callgate._jax import dispatch, tracing
 from callgate._loops import control, draw, lowering, progress
 from callgate._objects import collect, scopes, table
 from callgate._process import group
-from callgate._runtime import barrier, config, lifecycle
+from callgate._runtime import barrier, config, lifecycle, timeline
 from callgate._steer import knob, record, stop
 from callgate._tap import channel, delivery
 from callgate._workers import workers
@@ -59,13 +60,14 @@ def start(public: Mapping[str, Any]) -> None:
   os.register_at_fork(after_in_child=job.after_fork)
   table.added.append(collect.due)
   barrier.at_barrier.append(collect.collect)
-  registry.finders += [check.find, scopes.find, stop.find]
+  registry.finders += [check.find, breakpoint.find, scopes.find, stop.find]
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()
   scopes.start()
   dispatch.keep_ordered_programs_off_cpp_path()
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
+  timeline.start()
   # What the environment asks for.
   config.start()
   install.start()

@@ -297,6 +297,7 @@ class TapCallee final : public Callee {
                                      std::move(spec.lanes));
   }
   const std::string& name() const noexcept override { return name_; }
+  std::string_view kind() const noexcept override { return "tap"; }
   bool quiet_at_exit() const noexcept override { return true; }
   OnDevice on_device() const noexcept override { return OnDevice::kDeferred; }
 

@@ -135,6 +135,8 @@ class Callee {
   // Binds the callee to one call site. Throws Error when `spec` can't be served.
   virtual std::shared_ptr<Site> specialise(SiteSpec spec) = 0;
   virtual const std::string& name() const noexcept = 0;
+  // As the timeline has its calls; "" for none there, or where it adds them by itself.
+  virtual std::string_view kind() const noexcept { return {}; }
   // True when calls run on callgate's own threads and complete an FFI future.
   virtual bool own_thread() const noexcept { return false; }
   // Called on one of callgate's own threads before each call: of a GPU's program, or the CPU's.
@@ -155,49 +157,6 @@ class Callee {
 };
 
 // --- Kinds of callees ----------------------------------------------------------------------------
-
-class CheckSite final : public Site {
- public:
-  explicit CheckSite(std::shared_ptr<Site> failed) : failed_(std::move(failed)) {}
-
-  void run(const Call& call) override {
-    if (!holds(call)) failed_->run(call);
-  }
-  bool run_replayed(const Call& call) override { return holds(call); }
-
- private:
-  static bool holds(const Call& call) noexcept {
-    const ArrayView& predicate = call.operands[0];
-    std::size_t count = predicate.size();
-    return count == 0 || std::memchr(predicate.data, 0, count) == nullptr;
-  }
-
-  std::shared_ptr<Site> failed_;
-};
-
-// A check: runs another callee, which makes the error, only when a predicate is false: its first
-// operand, a bool or one for each lane. As long as all are true, a call costs a look at them.
-class CheckCallee final : public Callee {
- public:
-  CheckCallee(std::string name, std::shared_ptr<Callee> failed)
-      : name_(std::move(name)), failed_(std::move(failed)) {}
-
-  std::shared_ptr<Site> specialise(SiteSpec spec) override {
-    return std::make_shared<CheckSite>(failed_->specialise(std::move(spec)));
-  }
-  const std::string& name() const noexcept override { return name_; }
-  void defer(const Error& error) override { failed_->defer(error); }
-  std::string stall_report(const std::string& call, bool timed_out) override {
-    return failed_->stall_report(call, timed_out);
-  }
-  bool quiet_at_exit() const noexcept override { return true; }
-  OnDevice on_device() const noexcept override { return OnDevice::kDeferred; }
-  bool reads_context() const noexcept override { return failed_->reads_context(); }
-
- private:
-  std::string name_;
-  std::shared_ptr<Callee> failed_;
-};
 
 // Nothing, behind an ordered call of an exported program whose results' shapes are symbolic: XLA
 // does not work such shapes out beside a token, so this gives the token on, once a result is there.

@@ -23,6 +23,7 @@
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 #include "core/threads.h"
+#include "core/timeline.h"
 #include "xla/ffi.h"
 
 namespace callgate::xla_ffi {
@@ -90,6 +91,9 @@ struct CallSite {
 
   // For arrays in the host's memory.
   void run(const Call& call) const {
+    std::optional<TimelineSpan> span;
+    if (Timeline::on() && !callee->kind().empty()) [[unlikely]]
+      span.emplace(callee->kind(), callee->name());
     settled(poison_on_error, *callee, [&] { site->run(call); }, [&] { poison(call.results); });
   }
 };

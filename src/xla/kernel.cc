@@ -19,6 +19,7 @@
 #include "core/kernel_frame.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
+#include "core/timeline.h"
 #include "cuda/copies.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
@@ -244,6 +245,7 @@ void KernelState::execute(XLA_FFI_CallFrame* frame) {
   if (Interrupts::ends(decode_run(*frame)) && !bound.poison_on_error) [[unlikely]]
     throw interrupted(bound.site->callee().name());
   XlaExecutor executor(*frame);
+  TimelineSpan span("kernel", bound.site->callee().name());
   settled(
       bound.poison_on_error, bound.site->callee(),
       [&] { bound.site->run(Call{decoded.operands(), decoded.results(), {}}, &executor); },

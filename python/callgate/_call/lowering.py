@@ -43,6 +43,7 @@ def emit(
   on_error: str | None = None,
   target: str = GATE_TARGET,
   sharded: tuple[Sharded, Rule | None] | None = None,
+  label: str = "",
 ) -> Sequence[Any]:
   """Emits a call of what is registered by `name`, and gives its results.
 
@@ -58,6 +59,7 @@ def emit(
     on_error: "return" the error of a failing call to XLA, or "poison" its results and keep the
       error. Default: poison in programs over several devices, where an error that one of them
       returns would leave the others waiting (src/xla/gate.cc).
+    label: what profiles call it; default: the name.
     sharded: what the partitioner has to know, and the rule by which XLA propagates shardings.
   """
   platforms = context.module_context.platforms
@@ -100,6 +102,7 @@ def emit(
     order=order,
     gives_token=not open_results,
     sharding=sharding,
+    named=label or name,
     # Nothing follows without operands or results. Shardy's rules know no tokens, and none of the
     # operands that stand for symbolic shapes until the program is compiled.
     rule=rule if avals_in and avals_out and order is None and not open_results else None,

@@ -24,6 +24,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._core.errors import EndOfFeed, GateError
 from callgate._feed.items import ItemTypes
+from callgate._runtime import timeline
 
 Item = list[Any]  # the flat arrays of an item
 Convert = Callable[[Any, int], Item]
@@ -88,7 +89,7 @@ class Producer:
     failure = None
     try:
       for number in itertools.count():
-        item = next(iterator, _END) if self._wait_for_room() else _END
+        item = self._make(iterator) if self._wait_for_room() else _END
         if item is _END or not self._put(item, number):
           break
         del item  # not kept while the next one is made
@@ -97,6 +98,10 @@ class Producer:
     with self._changed:
       self._over, self._failure = True, failure
       self._changed.notify_all()
+
+  def _make(self, iterator: Iterator[Any]) -> Any:
+    with timeline.span("produce", self.name):
+      return next(iterator, _END)
 
   def _wait_for_room(self) -> bool:
     """True if there is any, and not the end; sends what waits to the GPU meanwhile."""

@@ -61,6 +61,7 @@ class Gate(Operation[P, R]):
   """
 
   kind = "gate"
+  located = False  # its function may ask where its call is (`_callgate.current_place`)
   native = False  # gets Buffers of a GPU's memory also with arrays that are the host's elsewhere
   same_on_all_platforms = True  # programs for several have no graphs
   one_calls_for_all = True
@@ -130,6 +131,7 @@ class Gate(Operation[P, R]):
       owned_inputs=self.copy, own_thread=self.thread == "own",
       native=bind.is_native(self.arrays) or self.native,
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
+      located=self.located,
     )  # fmt: skip
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:

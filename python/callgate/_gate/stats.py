@@ -40,7 +40,12 @@ def stats() -> dict[str, dict[str, float]]:
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Generator[None]:
-  """Writes a trace of all calls in the block, by thread, for Perfetto or chrome://tracing.
+  """Writes a trace of what runs in the block, by thread, for Perfetto or chrome://tracing.
+
+  Its events are the calls of gates ("gate"; "workers" where these run), kernels ("kernel", on the
+  CPU), taps ("tap") and feeds ("feed"), and on other threads what consumers do with records
+  ("deliver") and feeds' iterators ("produce"). `jax.profiler` has the same spans under
+  `callgate/NAME`, beside XLA's.
 
   ```python
   with cg.trace("calls.json"):
@@ -58,9 +63,9 @@ def trace(path: str | os.PathLike[str]) -> Generator[None]:
     yield
   finally:
     events: list[dict[str, Any]] = []
-    for gate, thread, start, wait, duration in _callgate.stop_trace():
+    for kind, name, thread, start, wait, duration in _callgate.stop_trace():
       common = {"pid": os.getpid(), "tid": thread, "ph": "X", "ts": start / 1e3}
-      call = {"name": gate, "cat": "gate", "dur": duration / 1e3}
+      call = {"name": name, "cat": kind, "dur": duration / 1e3}
       events.append({**common, **call, "args": {"gil_wait_us": wait / 1e3}})
       if wait > 1000:
         events.append({**common, "name": "wait for the GIL", "cat": "gil", "dur": wait / 1e3})

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,8 +36,11 @@ def emit_ffi_call(
   gives_token: bool = True,
   sharding: Any = None,
   rule: Any = None,
+  named: str = "",
 ) -> Sequence[Any]:
   """Emits a typed FFI custom call, in the order of an effect if one is given; returns its results.
+
+  `named`: what profiles call the operation, behind "callgate/".
 
   Without `gives_token` what follows in that order has to be tied to a result.
 
@@ -45,18 +50,17 @@ def emit_ffi_call(
   token = [] if order is None else [context.tokens_in.get(order)]
   abstract = [_core.abstract_token for _ in token]
   offset, skipped = len(token), int(gives_token)
-  operation = _ffi.build_ffi_lowering_function(
+  emit = _ffi.build_ffi_lowering_function(
     target,
     has_side_effect=has_side_effect,
     operand_output_aliases={i + offset: o + skipped for i, o in aliases.items()} or None,
-  )(
-    context.replace(
-      avals_in=[*abstract, *operand_avals], avals_out=[*abstract[:skipped], *result_avals]
-    ),
-    *token,
-    *operands,
-    **attributes,
   )
+  avals = {
+    "avals_in": [*abstract, *operand_avals],
+    "avals_out": [*abstract[:skipped], *result_avals],
+  }
+  with _location(context, named):
+    operation = emit(context.replace(**avals), *token, *operands, **attributes)
   if sharding is not None:
     _mlir.set_sharding(context.module_context, operation, sharding)
   if rule is not None:
@@ -65,6 +69,22 @@ def emit_ffi_call(
   if gives_token:
     _set_token_after(context, order, results.pop(0))
   return results
+
+
+@dataclasses.dataclass
+class _Named:
+  name: str
+
+
+def _location(context: Any, named: str) -> Any:
+  """Where the operation being lowered comes from, under a name of its own (0.10 to 0.12)."""
+  traceback = getattr(context, "traceback", None)
+  if not named or traceback is None:
+    return contextlib.nullcontext()
+  primitive: Any = _Named(f"callgate/{named}")
+  return _mlir.source_info_to_location(
+    context.module_context, primitive, context.name_stack, traceback
+  )
 
 
 def has_open_shapes(avals: Sequence[Any]) -> bool:

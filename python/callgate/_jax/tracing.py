@@ -334,6 +334,12 @@ def lie_as(aval: Any, value: Any) -> Any:
   return jax.sharding.reshard(value, aval.sharding)
 
 
+def result_avals(f: Callable[..., Any], *args: Any) -> Any:
+  """The abstract values of what a function of arrays returns, in its structure."""
+  traced, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+  return jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+
+
 def zeros_of(aval: Any) -> Any:
   """An array of zeros of an abstract value's type; of random keys (0.10 to 0.12) their bits are."""
   if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):

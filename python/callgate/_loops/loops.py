@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
-from callgate._jax import tracing
+from callgate._loops import saving, stopping
 from callgate._loops.primitive import Bar
 from callgate._loops.progress import Progress, bar_of, marking, options_of, with_mark, wrapped
-from callgate._steer.stop import stop_requested
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
@@ -36,12 +36,14 @@ def scan(
   *,
   progress: bool | str | Progress | None = None,
   stoppable: bool = False,
+  save: Checkpoints | None = None,
 ) -> Any:
-  """`jax.lax.scan`, with a progress bar, and for `callgate.stop` to end.
+  """`jax.lax.scan`, with a progress bar, checkpoints, and for `callgate.stop` to end.
 
   ```python
   state, losses = cg.scan(step, state, batches, progress="training")
   state, losses, steps = cg.scan(step, state, batches, stoppable=True)
+  state, losses = cg.scan(step, state, batches, save=cg.Checkpoints("runs/1", resume=True))
   ```
 
   Args:
@@ -54,11 +56,15 @@ def scan(
     _split_transpose: as JAX has it.
     progress: True, a description, or `Progress` with all options; None or False for no bar.
     stoppable: after `callgate.stop` no further step runs. The ys of such steps are zeros.
+    save: where the carry is saved while the loop runs, and taken up again.
 
   Returns:
     (the last carry, the stacked ys), as `jax.lax.scan` gives them; with `stoppable` (the carry that
     was reached, the ys, the number of steps that have run, an int32 of shape ()).
   """
+  if save is not None:
+    arguments = (f, init, xs, length, reverse, unroll, _split_transpose)
+    return saving.scan_saved(scan, save, *arguments, progress=progress, stoppable=stoppable)
   rest = (_split_transpose,) if _split_transpose else ()
   options = options_of(progress)
   if _options.boolean("scan", "stoppable", stoppable):
@@ -66,7 +72,7 @@ def scan(
       raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
     first = (np.int32(0), np.bool_(False), init)
     last, ys = scan(
-      wrapped(_stoppable, f),
+      wrapped(stopping.stoppable, f),
       first,
       xs,
       length,
@@ -179,26 +185,6 @@ def _counted(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
       return count + 1, after
     inner, y = after
     return (count + 1, inner), y
-
-  return body
-
-
-def _stoppable(f: Callable[..., Any]) -> Callable[..., Any]:
-  """The body with a count of the steps that have run, and whether it was asked to stop."""
-  step = jax.jit(f, inline=True)  # traced once, for its results' types and for the step
-
-  def body(state: Any, x: Any) -> Any:
-    count, stopped, carry = state
-    stopped = stopped | stop_requested()
-    traced, shapes = jax.make_jaxpr(step, return_shape=True)(carry, x)
-    after, y = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
-    del after
-
-    def skip() -> Any:
-      return carry, jax.tree.map(tracing.zeros_of, y)
-
-    carry, y = jax.lax.cond(stopped, skip, lambda: step(carry, x))
-    return (count + ~stopped, stopped, carry), y
 
   return body
 

@@ -28,7 +28,7 @@ _cast = tracing.define_bool("callgate_cast", False, "The default of `cast=` of g
 _in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch, "cast": _cast}
 # The others, which `_callgate` has a setter for.
 _values: dict[str, Any] = dict.fromkeys(("check_writes", "check_memory", "crash_report"), False)
-_values |= {"timing": False, "stall_seconds": 0.0}
+_values |= {"timing": False, "stall_seconds": 0.0, "checks": True, "breakpoints": True}
 _checks: dict[str, Callable[..., Any]] = {  # of what is no bool
   "engine": functools.partial(options.choice, allowed=("callgate", "jax")),
   "stall_seconds": functools.partial(options.seconds, zero=True),
@@ -45,9 +45,19 @@ def cast() -> bool:
   return bool(_cast.value)
 
 
+def fast_dispatch() -> bool:
+  """True if programs that are compiled now take JAX's C++ path where they can."""
+  return bool(_fast_dispatch.value)
+
+
 def installed() -> bool:
   """True if JAX's own callbacks, where they are traced now, run on callgate's engine."""
   return bool(_installed.value)
+
+
+def looks(kind: Literal["checks", "breakpoints"]) -> bool:
+  """True if such calls look at their predicates."""
+  return bool(_values[kind])
 
 
 def switch_installed(on: bool) -> None:
@@ -79,6 +89,8 @@ class config:
       memory that nobody has written. Pure kernels run two or three times. Slow; for debugging.
     crash_report: on SIGSEGV, SIGBUS, SIGFPE, SIGILL or SIGABRT in a kernel, print its name and its
       arrays' shapes, dtypes and addresses on stderr, before other handlers (`faulthandler`'s).
+    checks: False to have every `callgate.check` hold, also in programs that are compiled already.
+    breakpoints: False to have programs go on at every `callgate.breakpoint`, likewise.
     timing: measure time in Python and time waiting for the GIL (`callgate.stats()`).
     stall_seconds: print a report on stderr (gate or kernel, argument shapes, every Python thread's
       stack) when a call takes longer, but for CUDA kernels', which only enqueue work; 0 for never.
@@ -88,8 +100,8 @@ class config:
   def __init__(
     self, *, engine: Literal["callgate", "jax"] | None = None, fast_dispatch: bool | None = None,
     cast: bool | None = None, check_writes: bool | None = None, check_memory: bool | None = None,
-    crash_report: bool | None = None, timing: bool | None = None,
-    stall_seconds: float | None = None,
+    crash_report: bool | None = None, checks: bool | None = None, breakpoints: bool | None = None,
+    timing: bool | None = None, stall_seconds: float | None = None,
   ) -> None:  # fmt: skip
     given = {k: v for k, v in locals().items() if k != "self" and v is not None}
     given = {k: _checks.get(k, options.boolean)("config", k, v) for k, v in given.items()}
@@ -117,5 +129,5 @@ def start() -> None:
   cpp_path.start(
     is_free=lambda effect: isinstance(effect, ProgressEffect),
     is_waited_for=lambda effect: isinstance(effect, (GateEffect, HandleEffect)),
-    enabled=lambda: bool(_fast_dispatch.value),
+    enabled=fast_dispatch,
   )

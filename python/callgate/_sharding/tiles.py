@@ -156,6 +156,11 @@ def _layout(text: str) -> tuple[int, list[tuple[str, Part]]]:
   return code["devices"], [(name, Part(part)) for name, part in code["operands"]]
 
 
+def parts(layout: str, shard: int) -> list[tuple[slice, ...]]:
+  """Which part of each operand a shard is."""
+  return [part.slices(shard) for _, part in _layout(layout)[1]]
+
+
 def describe(layout: str, shard: int) -> str:
   """A shard in words, "shard 3 of 8 (x[4:6, 0:8])"; "" for a call on whole arrays."""
   if shard < 0:

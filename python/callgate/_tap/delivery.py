@@ -23,6 +23,7 @@ import numpy as np
 
 from callgate._core import dtypes, encoding, errors, failures, signatures
 from callgate._jax import dispatch
+from callgate._runtime import timeline
 from callgate._sharding.tiles import SHARD_BIT, Part, shard_of
 from callgate._tap.records import BatchInfo, Record, TapInfo
 
@@ -191,19 +192,20 @@ def call_with_rows(attached: Attached, source: _RawSource, rows: list[_Row]) -> 
   _tell(source, rows[-1][6])
   convert = _converter() if about.on_device else None
   lost = 0
-  for row in rows:
-    if attached.left:
-      break
-    try:
-      if convert is not None:
-        row = convert(row)
-      if with_info:
-        function(value_of(row[6], shard_of(row[5])), _info_of(source, row))
-      else:
-        function(value_of(row[6], shard_of(row[5])))
-    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-      failures.keep_consumer_error(error, _where(function, source, row))
-      lost += 1
+  with timeline.span("deliver", source[1]):
+    for row in rows:
+      if attached.left:
+        break
+      try:
+        if convert is not None:
+          row = convert(row)
+        if with_info:
+          function(value_of(row[6], shard_of(row[5])), _info_of(source, row))
+        else:
+          function(value_of(row[6], shard_of(row[5])))
+      except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+        failures.keep_consumer_error(error, _where(function, source, row))
+        lost += 1
   return lost
 
 

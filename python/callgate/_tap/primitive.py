@@ -231,7 +231,7 @@ def _lower(
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
   return emit(
     context, operands, context.avals_in, context.avals_out,
-    name=tap.name, attributes=held, levels=levels, has_side_effect=True,
+    name=tap.name, label=site.name, attributes=held, levels=levels, has_side_effect=True,
     order=_order_of(site) if ordered else None,
     aliases={operand: result for result, operand in passed},
     # No CUDA graph can allocate the memory of copies on the device.

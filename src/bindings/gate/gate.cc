@@ -11,16 +11,21 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/views.h"
+#include "bindings/gate/scopes.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "core/call.h"
+#include "core/check.h"
 #include "core/kernel_debug.h"
 #include "core/lifetime.h"
 #include "core/threads.h"
+#include "core/timeline.h"
 
 namespace callgate::bindings {
 
@@ -90,9 +95,21 @@ void bind_items(nb::module_& module) {
 }
 
 struct CheckHandle : Handle<CheckCallee> {
-  CheckHandle(std::string name, const CalleeHandle& failed)
-      : Handle(std::make_shared<CheckCallee>(std::move(name), failed.callee)) {}
+  CheckHandle(std::string name, const CalleeHandle& failed, bool breakpoint)
+      : Handle(std::make_shared<CheckCallee>(
+            std::move(name), failed.callee,
+            breakpoint ? check_switches.breakpoints : check_switches.checks, breakpoint)) {}
 };
+
+// (extents of the batch levels, the lane's number, device, shard, layout)
+std::optional<
+    std::tuple<std::vector<std::int64_t>, std::int64_t, std::int64_t, std::int32_t, std::string>>
+current_place() {
+  const CallPlace* place = CallPlace::current;
+  if (place == nullptr) return std::nullopt;
+  return std::tuple(std::vector(place->lanes.begin(), place->lanes.end()), place->lane,
+                    place->context.device, place->context.shard, *place->layout);
+}
 
 Style style_of(const std::string& text) {
   return text == "inplace" ? Style::kInplace : text == "context" ? Style::kContext : Style::kReturn;
@@ -190,19 +207,37 @@ void bind_settings(nb::module_& module) {
        : settings.recorded.fetch_and(~bit, std::memory_order_relaxed);
   };
   module.def("set_timing", [set](bool on) { set(Settings::kTiming, on); });
+  module.def("set_profiling", [set](bool on) { set(Settings::kProfiling, on); });
   module.def("start_trace", [set] {
-    std::lock_guard lock(immortal<Trace>().mutex);
-    immortal<Trace>().events.clear();
+    Timeline::start();
     set(Settings::kTracing, /*on=*/true);
   });
-  module.def("stop_trace", [set] {
-    std::lock_guard lock(immortal<Trace>().mutex);
-    set(Settings::kTracing, /*on=*/false);
-    return std::exchange(immortal<Trace>().events, {});
-  });
+  module.def(
+      "stop_trace",
+      [set] {
+        set(Settings::kTracing, /*on=*/false);
+        nb::list events;
+        for (const TimelineEvent& one : Timeline::stop())
+          events.append(nb::make_tuple(one.kind, one.name, one.thread, one.start_ns, one.wait_ns,
+                                       one.duration_ns));
+        return events;
+      },
+      "(kind, name, the system's number of the thread, and in nanoseconds the start, the wait for "
+      "the GIL, and the duration, that wait included) of each call since start_trace.");
+  module.def("tracing", [] { return Timeline::on(); });
+  module.def("trace_event",
+             [](const std::string& kind, const std::string& name, std::int64_t start_ns) {
+               Timeline::add(kind, name, start_ns, 0, Timeline::now_ns() - start_ns);
+             });
+  module.def("now_ns", &Timeline::now_ns);
   module.def("set_check_writes", [](bool on) {
     settings.check_writes.store(on, std::memory_order_relaxed);  // as above
   });
+  // Relaxed: see CheckSwitches.
+  module.def("set_checks",
+             [](bool on) { check_switches.checks.store(on, std::memory_order_relaxed); });
+  module.def("set_breakpoints",
+             [](bool on) { check_switches.breakpoints.store(on, std::memory_order_relaxed); });
   module.def("set_stall_seconds", [](double seconds) {
     settings.stall_ns.store(seconds_of(seconds).count(), std::memory_order_relaxed);  // as above
     kernel_stall_ns.store(seconds_of(seconds).count(), std::memory_order_relaxed);    // as above
@@ -250,7 +285,7 @@ void bind_gate(nb::module_& module) {
           [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
              const std::string& style, const std::string& arrays, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
-             bool command_buffer) {
+             bool command_buffer, bool located) {
             const GateOptions options{style_of(style),
                                       arrays == "buffer",
                                       owned_inputs,
@@ -259,6 +294,7 @@ void bind_gate(nb::module_& module) {
                                       native,
                                       default_stream,
                                       command_buffer,
+                                      located,
                                       seconds_of(timeout)};
             new (self) CalleeHandle(std::make_shared<PyCallee>(std::move(name), std::move(function),
                                                                std::move(bind), options));
@@ -267,7 +303,7 @@ void bind_gate(nb::module_& module) {
           nb::arg("style") = "return", nb::arg("arrays") = "numpy", nb::arg("owned_inputs") = false,
           nb::arg("flat_results") = false, nb::arg("own_thread") = false, nb::arg("timeout") = 0.0,
           nb::arg("native") = false, nb::arg("default_stream") = false,
-          nb::arg("command_buffer") = false)
+          nb::arg("command_buffer") = false, nb::arg("located") = false)
       .def("stats", &stats_of)
       .def(
           "serve_items",
@@ -277,7 +313,12 @@ void bind_gate(nb::module_& module) {
           nb::arg("items"), "Has calls on the host take their results from there, if they can.");
   bind_handle<CheckHandle>(module, "Check",
                            "A callee that calls another one when its first operand is False.")
-      .def(nb::init<std::string, const CalleeHandle&>(), nb::arg("name"), nb::arg("failed"));
+      .def(nb::init<std::string, const CalleeHandle&, bool>(), nb::arg("name"), nb::arg("failed"),
+           nb::arg("breakpoint") = false);
+  module.def("current_place", &current_place,
+             "Of the call on this thread of a callee that is `located`: the extents of its batch "
+             "levels, the lane's number, the device's id, its number in the program (-1: whole "
+             "arrays), and which part of its arrays that has, as text.");
 }
 
 }  // namespace callgate::bindings

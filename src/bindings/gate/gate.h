@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -28,19 +29,9 @@ struct Counters {
   std::int64_t calls = 0, errors = 0, bytes = 0, python_ns = 0, gil_wait_ns = 0;
 };
 
-// One call of a trace: the gate, the system's thread id, and in nanoseconds the start since the
-// clock's epoch, the wait for the GIL, and the duration, that wait included.
-using TraceEvent = std::tuple<std::string, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-
-// The lock is taken only while a trace is on.
-struct Trace {
-  std::mutex mutex;
-  std::vector<TraceEvent> events;
-};
-
 // Debug and watch settings of the process. Relaxed throughout: a late reader misses a call or two.
 struct Settings {
-  static constexpr int kTiming = 1, kTracing = 2;
+  static constexpr int kTiming = 1, kTracing = 2, kProfiling = 4;
   std::atomic<int> recorded{0};           // of calls
   std::atomic<bool> check_writes{false};  // checksum inputs around each call
   std::atomic<std::int64_t> stall_ns{0};  // report calls that take longer; 0 for never
@@ -58,6 +49,7 @@ struct GateOptions {
   bool native = false;          // gets a GPU's own arrays, as Buffers, else copies on the host
   bool default_stream = false;  // its library works on CUDA's legacy default stream by itself
   bool command_buffer = false;  // runs while XLA records its stream's work
+  bool located = false;         // may ask where its call is (CallPlace)
   std::chrono::nanoseconds timeout{0};
 };
 
@@ -116,7 +108,7 @@ class PyCallee final : public GateCallee, public std::enable_shared_from_this<Py
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   bool own_thread() const noexcept override { return options.own_thread; }
   bool reads_context() const noexcept override {
-    return options.style == Style::kContext || options.buffers;
+    return options.style == Style::kContext || options.buffers || options.located;
   }
   OnDevice on_device() const noexcept override {
     return options.native ? OnDevice::kNative : OnDevice::kStaged;

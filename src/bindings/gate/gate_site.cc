@@ -19,10 +19,12 @@
 #include "bindings/arrays/results.h"
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
+#include "bindings/gate/scopes.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/system.h"
 #include "core/threads.h"
+#include "core/timeline.h"
 
 namespace callgate::bindings {
 namespace {
@@ -78,9 +80,10 @@ class PyGateSite final : public Site {
         mesh_(std::make_shared<const Mesh>(std::move(spec_.mesh))) {}
 
   void run(const Call& call) override {
-    if (callee_->items != nullptr && call.context.stream == nullptr &&
-        callee_->items->take(call.results))
-      return;
+    if (callee_->items != nullptr && call.context.stream == nullptr) {
+      TimelineSpan span("feed", callee_->name());
+      if (callee_->items->take(call.results)) return;
+    }
     watched_for_stalls(callee_, call, [&] { run_counted(call); });
   }
 
@@ -88,31 +91,28 @@ class PyGateSite final : public Site {
   void run_counted(const Call& call) {
     const std::int64_t bytes = nbytes(call);
     const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
-    const std::int64_t start = timed ? now_ns() : 0;
+    const std::int64_t start = timed ? Timeline::now_ns() : 0;
     GilScope gil;
-    const std::int64_t locked = timed ? now_ns() : 0;
+    const std::int64_t locked = timed ? Timeline::now_ns() : 0;
+    std::optional<ProfiledSpan> span;
+    if (timed) [[unlikely]]
+      span.emplace(callee_->name(), locked - start);
     if (spec_.lanes.empty()) callee_->counters.calls += 1;
     callee_->counters.bytes += bytes;
     auto raised = raised_by([&] { run_where_it_is(call); });
-    if (timed) record(start, locked - start, now_ns() - locked);
+    span.reset();
+    if (timed) record(start, locked - start, Timeline::now_ns() - locked);
     if (!raised) return;
     callee_->counters.errors += 1;
     throw Error::verbatim(ErrorCode::kInternal, failure_text(*raised, callee_->name(), spec_.site,
                                                              spec_.layout, call.context));
   }
 
-  static std::int64_t now_ns() noexcept {
-    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-  }
-
   void record(std::int64_t start_ns, std::int64_t gil_wait_ns, std::int64_t python_ns) {
     callee_->counters.gil_wait_ns += gil_wait_ns;
     callee_->counters.python_ns += python_ns;
-    if ((settings.recorded.load(std::memory_order_relaxed) & Settings::kTracing) == 0) return;
-    thread_local const std::int64_t thread = thread_number();
-    std::lock_guard lock(immortal<Trace>().mutex);
-    immortal<Trace>().events.emplace_back(callee_->name(), thread, start_ns, gil_wait_ns,
-                                          gil_wait_ns + python_ns);
+    if (Timeline::on())
+      Timeline::add("gate", callee_->name(), start_ns, gil_wait_ns, gil_wait_ns + python_ns);
   }
 
   // Throws a Python exception, as all below.
@@ -163,6 +163,8 @@ class PyGateSite final : public Site {
   }
 
   void run_all(const Call& call, DeviceCall* gpu) {
+    CallPlace place{{}, 0, &spec_.layout, call.context};
+    CallPlaceScope told(options_.located ? &place : nullptr);
     if (spec_.lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
     std::optional<LanesOfCall> lanes;
     try {
@@ -172,7 +174,9 @@ class PyGateSite final : public Site {
     }
     callee_->counters.calls += (*lanes)->count();
     std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
+    place.lanes = (*lanes)->sizes();
     for (std::int64_t lane = 0; lane < (*lanes)->count(); ++lane) {
+      place.lane = lane;
       (*lanes)->select_operands(lane, call.operands, operands);
       (*lanes)->select_results(lane, call.results, results);
       run_lane(operands, results, call.context, gpu);

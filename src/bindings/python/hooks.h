@@ -31,6 +31,7 @@ namespace callgate::bindings {
   X(interrupted)   /* () raises a gate's KeyboardInterrupt, if one waits */          \
   X(device_worker) /* (begin) an own thread's calls are a GPU's from here, or end */ \
   X(stream_as)     /* (library, stream, ordinal) -> the library's stream object */   \
+  X(profiled)      /* (gate, ns) -> an entered span of JAX's profiler, or None */    \
   X(capture_error) /* the class of the error of a call that can't be recorded */
 
 struct Hooks {

@@ -21,6 +21,7 @@
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/threads.h"
+#include "core/timeline.h"
 #include "workers/spread.h"
 
 namespace callgate::bindings {
@@ -108,12 +109,9 @@ class WorkerSite final : public Site {
     if (!timed) return;
     const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
     callee_->counters.python_ns.fetch_add(took.count(), std::memory_order_relaxed);
-    if ((settings.recorded.load(std::memory_order_relaxed) & Settings::kTracing) == 0) return;
-    thread_local const std::int64_t thread = thread_number();
-    std::lock_guard lock(immortal<Trace>().mutex);
-    immortal<Trace>().events.emplace_back(
-        callee_->name(), thread, std::chrono::nanoseconds(begin.time_since_epoch()).count(), 0,
-        took.count());
+    if (Timeline::on())
+      Timeline::add("workers", callee_->name(),
+                    std::chrono::nanoseconds(begin.time_since_epoch()).count(), 0, took.count());
   }
 
   void spread_call(const Call& call) {

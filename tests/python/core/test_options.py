@@ -80,8 +80,10 @@ NAME = object()  # for one that nobody has yet
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   "assemble": (cg.assemble, {"records": []}),
   "barrier": (cg.barrier, {}),
+  "breakpoint": (cg.breakpoint, {"when": False}),
   "cfunc": (cg.cfunc, {"function": 4096, "signature": "double f(double x)", "name": NAME}),
   "channel": (cg.channel, {"name": NAME}),
+  "Checkpoints": (cg.Checkpoints, {"folder": "checkpoints"}),
   "check": (cg.check, {"predicate": True, "message": "m"}),
   "config": (cg.config, {}),
   "cpp": (cg.cpp, {"source": CPP, "function": "f", "out": X, "name": NAME}),
@@ -96,6 +98,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   "envs": (cg.envs, {"make": environment, "name": NAME}),
   "feed": (cg.feed, {"iterable": (), "shape": X, "name": NAME}),
   "find_nan": (cg.find_nan, {"f": function}),
+  "explain": (cg.explain, {"f": function}),
   "fori_loop": (
     cg.fori_loop,
     {"lower": 0, "upper": 1, "body_fun": lambda _, c: c, "init_val": 0},
@@ -152,7 +155,7 @@ ELSEWHERE = {
 }  # fmt: skip
 TAKES_ANYTHING = {"call", "use"}  # options of gate
 # Arguments that are the program's own data or code: whatever JAX takes.
-DATA = {"value", "predicate", "init_val", "init", "xs", "lower", "upper", "f"} | {
+DATA = {"value", "predicate", "when", "init_val", "init", "xs", "lower", "upper", "f"} | {
   "body_fun", "cond_fun", "description", "_split_transpose", "reverse", "length", "unroll"
 }  # fmt: skip
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m callgate attach`: a terminal for a breakpoint of a process that has none.
+
+A process that stops listens at a socket of the file system, in a folder that its user alone may
+enter. Text goes both ways, as through a terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import socket
+import stat
+import sys
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import IO, Any
+
+from callgate import _callgate
+
+
+def folder() -> Path:
+  """Where processes of this user wait: `$XDG_RUNTIME_DIR/callgate`, or one in the temporary folder.
+
+  Raises:
+    OSError: it is somebody else's, or others may write there.
+  """
+  home = os.environ.get("XDG_RUNTIME_DIR")
+  path = (
+    Path(home) / "callgate" if home else Path(tempfile.gettempdir()) / f"callgate-{os.getuid()}"
+  )
+  with contextlib.suppress(FileExistsError):
+    path.mkdir(mode=0o700, parents=True)
+  about = path.lstat()
+  if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+    raise OSError(f"{path}: expected a folder that this user alone may enter, got another")
+  return path
+
+
+@contextlib.contextmanager
+def waiting() -> Generator[IO[str]]:
+  """Waits for `python -m callgate attach`; gives what its user types, and takes what they see."""
+  path = folder() / f"{os.getpid()}.sock"
+  with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listening:
+    path.unlink(missing_ok=True)  # of a process of the same number
+    listening.bind(str(path))
+    try:
+      listening.listen(1)
+      how = f"the program waits for: python -m callgate attach {os.getpid()}"
+      print(f"callgate: {how}", file=sys.stderr, flush=True)
+      connection = _accepted(listening)
+    finally:
+      path.unlink(missing_ok=True)
+  with connection, connection.makefile("rw", encoding="utf-8", errors="replace") as file:
+    yield file
+
+
+def _accepted(listening: socket.socket) -> socket.socket:
+  """The first who comes; Ctrl-C ends the wait, though the main thread waits for the program."""
+  listening.settimeout(0.2)
+  while not _callgate.interrupted_recently():
+    with contextlib.suppress(TimeoutError):
+      connection, _ = listening.accept()
+      connection.settimeout(None)
+      return connection
+  raise KeyboardInterrupt
+
+
+def add_attach(subparsers: Any) -> None:
+  """Adds `attach`: a debugger in a program that stands at a breakpoint."""
+  parser = subparsers.add_parser("attach", help="debug a program that waits at a breakpoint")
+  parser.add_argument(
+    "process", nargs="?", type=int, help="its number; default: the one that waits"
+  )
+  parser.set_defaults(run=_attach)
+
+
+def _attach(arguments: argparse.Namespace) -> int:
+  waiting_ones = sorted(folder().glob("*.sock"))
+  if arguments.process is not None:
+    path = folder() / f"{arguments.process}.sock"
+  elif len(waiting_ones) == 1:
+    path = waiting_ones[0]
+  else:
+    numbers = ", ".join(one.stem for one in waiting_ones)
+    which = f"several: {numbers}; say which one" if waiting_ones else "none"
+    raise ValueError(f"expected one program that waits at a breakpoint, got {which}")
+  with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    try:
+      connection.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+      path.unlink(missing_ok=True)
+      what = f"process {path.stem} waits at no breakpoint"
+      raise ValueError(f"expected a program that waits, got none: {what}") from error
+    return _talk(connection)
+
+
+def _talk(connection: socket.socket) -> int:
+  """Sends lines of stdin, shows what comes, until the program goes on."""
+  sources: list[Any] = [connection, sys.stdin]
+  while True:
+    ready, _, _ = select.select(sources, [], [])
+    if connection in ready:
+      came = connection.recv(1 << 16)
+      if not came:
+        return 0
+      sys.stdout.write(came.decode("utf-8", "replace"))
+      sys.stdout.flush()
+    if sys.stdin in ready:
+      line = sys.stdin.readline()
+      if not line:  # the end of what is typed: pdb takes it for `q`
+        sources.remove(sys.stdin)
+        connection.shutdown(socket.SHUT_WR)
+      connection.sendall(line.encode()) if line else None

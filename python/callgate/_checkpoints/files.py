@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints on disk: a folder each, which is there whole or not at all.
+
+`step_0000001000/` holds `meta.json` and a `.npz` for each shard, with the parts of the leaves that
+the shard had. All is written into a folder with a dot before its name, which gets its own name
+when every part is on the disk. Whoever finds the parts complete does so, in whatever process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import uuid
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import ml_dtypes
+import numpy as np
+
+from callgate._core.dtypes import type_text
+
+FORMAT = 1
+Slices = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """What is known of an array of the carry."""
+
+  name: str  # its path, as "['w'][0]"
+  shape: tuple[int, ...]
+  dtype: str
+
+  def __str__(self) -> str:
+    return type_text(_dtype(self.dtype), self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+  """A checkpoint that is whole."""
+
+  folder: Path
+  step: int
+  order: int  # the later one of two has the greater
+  leaves: tuple[Leaf, ...]
+
+
+def whole(root: Path) -> list[Saved]:
+  """The checkpoints of a folder, the newest last; what is damaged is none of them."""
+  found: list[Saved] = []
+  for folder in root.glob("step_*"):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+      about = json.loads((folder / "meta.json").read_text())
+      if about["format"] == FORMAT:
+        leaves = tuple(Leaf(x["name"], tuple(x["shape"]), x["dtype"]) for x in about["leaves"])
+        found.append(Saved(folder, int(about["step"]), int(about["order"]), leaves))
+  return sorted(found, key=lambda saved: saved.order)
+
+
+def intact(saved: Saved) -> bool:
+  """True if all files of a checkpoint are what was written, by their checksums."""
+  try:
+    for file in saved.folder.glob("part_*.npz"):
+      with zipfile.ZipFile(file) as archive:
+        if archive.testzip() is not None:
+          return False
+  except (OSError, zipfile.BadZipFile, zlib.error, EOFError):
+    return False
+  return _complete(saved.folder, saved.leaves)
+
+
+def clean(root: Path) -> None:
+  """Removes what runs that were killed have left half written."""
+  for folder in root.glob(".step_*"):
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write(
+  root: Path, step: int, name: str, leaves: Sequence[Leaf], parts: dict[int, tuple[Slices, Any]]
+) -> Path | None:
+  """Writes parts of a checkpoint, and makes it one if they complete it.
+
+  Args:
+    root: the folder of all checkpoints.
+    step: its number.
+    name: of the file, which no other writer of this checkpoint has.
+    leaves: all of the carry.
+    parts: by the leaf's number which part of it, and the array.
+
+  Returns:
+    The checkpoint's folder, if it is whole by now and this call has made it so.
+  """
+  folder = root / f".step_{step:010d}"
+  folder.mkdir(parents=True, exist_ok=True)
+  arrays = {str(number): _plain(array) for number, (_, array) in parts.items()}
+  _put(folder / f"{name}.npz", lambda file: np.savez(file, **arrays))  # pyright: ignore
+  where = {number: [[s.start, s.stop] for s in slices] for number, (slices, _) in parts.items()}
+  _put(folder / f"{name}.json", lambda file: file.write(json.dumps(where).encode()))
+  if not _complete(folder, leaves):
+    return None
+  order = max((saved.order for saved in whole(root)), default=0) + 1
+  described = [dataclasses.asdict(leaf) for leaf in leaves]
+  about = {"format": FORMAT, "step": step, "order": order, "leaves": described}
+  _put(folder / "meta.json", lambda file: file.write(json.dumps(about).encode()))
+  _sync(folder)
+  named = root / f"step_{step:010d}"
+  try:
+    if named.exists():  # of an earlier run of the loop
+      named.rename(root / f".step_{step:010d}.{uuid.uuid4().hex}")
+    folder.rename(named)
+  except FileNotFoundError:
+    return None  # another process was quicker
+  _sync(root)
+  return named
+
+
+def keep_newest(root: Path, count: int) -> None:
+  """Removes all but so many; one that is being removed is no checkpoint any more."""
+  for saved in whole(root)[:-count]:
+    gone = root / f".{saved.folder.name}.{uuid.uuid4().hex}"
+    with contextlib.suppress(FileNotFoundError):
+      saved.folder.rename(gone)
+  for folder in root.glob(".step_*.*"):
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def read(saved: Saved, number: int, wanted: Slices) -> Any:
+  """A part of a leaf.
+
+  Raises:
+    OSError, ValueError: a file is damaged.
+  """
+  leaf = saved.leaves[number]
+  dtype = _dtype(leaf.dtype)
+  made = np.empty([s.stop - s.start for s in wanted], dtype)
+  missing = made.size
+  for file, where in _parts(saved.folder):
+    if number not in where:
+      continue
+    have = where[number]
+    both = [
+      slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(have, wanted, strict=True)
+    ]
+    if any(s.start >= s.stop for s in both):
+      continue
+    try:
+      part = _array(file, number, dtype, [s.stop - s.start for s in have])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+      raise ValueError(
+        f"{file}: expected a file that is whole, got a damaged one: {error}"
+      ) from error
+    inner = tuple(
+      slice(s.start - h.start, s.stop - h.start) for s, h in zip(both, have, strict=True)
+    )
+    outer = tuple(
+      slice(s.start - w.start, s.stop - w.start) for s, w in zip(both, wanted, strict=True)
+    )
+    made[outer] = part[inner]
+    missing -= math.prod(s.stop - s.start for s in both)
+  if missing > 0:
+    raise ValueError(f"{saved.folder}: {leaf.name}: {missing} of {made.size} elements are missing")
+  return made
+
+
+def _array(file: Path, number: int, dtype: Any, shape: Sequence[int]) -> Any:
+  """An array of a `.npz`. NumPy reads headers by `ast`, which fails in threads of Python 3.11."""
+  with zipfile.ZipFile(file) as archive:
+    data = archive.read(f"{number}.npy")
+  long = data[6] > 1  # of format 2 and later
+  size = int.from_bytes(data[8 : 12 if long else 10], "little")
+  return np.frombuffer(data, dtype, offset=size + (12 if long else 10)).reshape(shape)
+
+
+def _parts(folder: Path) -> Iterable[tuple[Path, dict[int, Slices]]]:
+  """The files of a folder, none of which has a part that another one has."""
+  seen: set[tuple[int, tuple[tuple[int, int], ...]]] = set()
+  for path in sorted(folder.glob("part_*.json")):
+    where: dict[int, Slices] = {}
+    for number, ends in json.loads(path.read_text()).items():
+      key = int(number), tuple((a, b) for a, b in ends)
+      if key not in seen:
+        where[int(number)] = tuple(slice(a, b) for a, b in ends)
+      seen.add(key)
+    yield path.with_suffix(".npz"), where
+
+
+def _complete(folder: Path, leaves: Sequence[Leaf]) -> bool:
+  missing = {number: math.prod(leaf.shape) for number, leaf in enumerate(leaves)}
+  for _, where in _parts(folder):
+    for number, slices in where.items():
+      missing[number] -= math.prod(s.stop - s.start for s in slices)
+  return not any(missing.values())
+
+
+def _put(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+  """Writes a file that is there whole or not at all."""
+  made = path.with_name(f"{path.name}.new")
+  with made.open("wb") as file:
+    write(file)
+    file.flush()
+    os.fsync(file.fileno())
+  made.rename(path)
+
+
+def _sync(folder: Path) -> None:
+  number = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(number)
+  finally:
+    os.close(number)
+
+
+def _dtype(name: str) -> Any:
+  return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _plain(array: Any) -> Any:
+  """An array of a type that NumPy's files know: of the others the bits."""
+  array = np.ascontiguousarray(array).reshape(np.shape(array))
+  return array.view(f"u{array.itemsize}") if hasattr(ml_dtypes, array.dtype.name) else array

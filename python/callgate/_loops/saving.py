@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `scan` whose carry is saved while it runs, and one that goes on from a later step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._checkpoints.checkpoints import Checkpoints
+from callgate._core import options as _options
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import tracing
+from callgate._loops import stopping
+from callgate._loops.progress import Progress, bar_of, marking, options_of, wrapped
+
+
+def scan_saved(
+  scan: Callable[..., Any],
+  save: Any,
+  f: Callable[..., Any],
+  init: Any,
+  xs: Any,
+  length: int | None,
+  reverse: bool,
+  *rest: Any,
+  progress: Any,
+  stoppable: bool,
+) -> Any:
+  """`scan` with `save=`; `rest` are its arguments behind `reverse`."""
+  if not isinstance(save, Checkpoints):
+    _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
+  if not callable(f):
+    raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
+  start, first = save.begin(init)
+  body = wrapped(functools.partial(_saving, save), f)
+  if save.resume:
+    length = _length(xs, length)
+    state: Any = (start, first)
+    if stoppable:
+      body, state = wrapped(stopping.stoppable, body), (start, np.bool_(False), state)
+    last, ys = _scan_from(start, body, state, xs, length, reverse, options_of(progress))
+    looped = (last[2], ys, last[0]) if stoppable else (last, ys)
+  else:
+    options = {"progress": progress, "stoppable": stoppable}
+    looped = scan(body, (start, first), xs, length, reverse, *rest, **options)
+  (count, carry), *others = looped
+  save.send(count, carry, (count % save.every != 0) & (count > start))
+  return carry, *others
+
+
+def _saving(save: Checkpoints, f: Callable[..., Any]) -> Callable[..., Any]:
+  """The body with a count of the steps that have run, from which checkpoints are sent."""
+
+  def body(state: Any, x: Any) -> Any:
+    count, carry = state
+    carry, y = f(carry, x)
+    count = count + 1
+    save.send(count, carry, count % save.every == 0)
+    return (count, carry), y
+
+  return body
+
+
+def _scan_from(
+  start: Any,
+  f: Callable[..., Any],
+  init: Any,
+  xs: Any,
+  length: int,
+  reverse: bool,
+  progress: Progress | None,
+) -> tuple[Any, Any]:
+  """`scan` from step `start` on; the ys of the steps before are zeros."""
+  if length == 0:
+    return jax.lax.scan(f, init, xs, length, reverse)
+  step = jax.jit(f, inline=True)  # traced once, for its results' types and for the step
+  bar = None if progress is None else bar_of(progress, has_total=True)
+
+  def at(place: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), xs)
+
+  init = jax.tree.map(jnp.asarray, init)
+  xs = jax.tree.map(jnp.asarray, xs)
+  _, types = tracing.result_avals(step, init, at(0))
+  ys = jax.tree.map(lambda aval: tracing.zeros_of(aval.update(shape=(length, *aval.shape))), types)
+
+  def body(index: Any, state: Any) -> Any:
+    carry, ys = state
+    place = length - 1 - index if reverse else index
+    if bar is None:
+      carry, y = step(carry, at(place))
+    else:
+      with marking(bar, [np.int32(length), index] if bar.has_total else [index]):
+        carry, y = step(carry, at(place))
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
+    return carry, jax.tree.map(lambda all_, one: put(all_, one), ys, y)
+
+  return jax.lax.fori_loop(start, np.int32(length), body, (init, ys))
+
+
+def _length(xs: Any, length: int | None) -> int:
+  """The number of steps, as `jax.lax.scan` finds it."""
+  lengths = {jnp.shape(x)[0] for x in jax.tree.leaves(xs) if jnp.ndim(x)}
+  lengths |= {length} if length is not None else set()
+  if len(lengths) != 1:
+    raise GateDefinitionError(
+      f"scan: with save=, expected one number of steps from xs and length, got {sorted(lengths)}"
+    )
+  return lengths.pop()

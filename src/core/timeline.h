@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// What runs when: a record of calls and of callgate's own work, while somebody asks for one.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/lifetime.h"
+#include "core/system.h"
+
+namespace callgate {
+
+struct TimelineEvent {
+  std::string kind, name;
+  std::int64_t thread = 0;                                  // the system's number
+  std::int64_t start_ns = 0, wait_ns = 0, duration_ns = 0;  // of the steady clock; wait included
+};
+
+class Timeline {
+ public:
+  // Relaxed: who looks late misses a call.
+  static bool on() noexcept { return on_.load(std::memory_order_relaxed); }
+
+  static void start() {
+    Timeline& all = immortal<Timeline>();
+    std::lock_guard lock(all.mutex_);
+    all.events_.clear();
+    on_.store(true, std::memory_order_relaxed);  // as above
+  }
+  static std::vector<TimelineEvent> stop() {
+    Timeline& all = immortal<Timeline>();
+    std::lock_guard lock(all.mutex_);
+    on_.store(false, std::memory_order_relaxed);  // as above
+    return std::exchange(all.events_, {});
+  }
+  static void add(std::string_view kind, std::string_view name, std::int64_t start_ns,
+                  std::int64_t wait_ns, std::int64_t duration_ns) {
+    thread_local const std::int64_t thread = thread_number();
+    Timeline& all = immortal<Timeline>();
+    std::lock_guard lock(all.mutex_);
+    if (!on()) return;
+    all.events_.push_back(
+        {std::string(kind), std::string(name), thread, start_ns, wait_ns, duration_ns});
+  }
+
+  static std::int64_t now_ns() noexcept {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
+ private:
+  static inline std::atomic<bool> on_{false};
+  std::mutex mutex_;
+  std::vector<TimelineEvent> events_;
+};
+
+// A block of the timeline. Borrows the texts.
+class TimelineSpan : Immovable {
+ public:
+  TimelineSpan(std::string_view kind, std::string_view name) noexcept
+      : kind_(kind), name_(name), start_ns_(Timeline::on() ? Timeline::now_ns() : kNone) {}
+  ~TimelineSpan() {
+    if (start_ns_ != kNone) [[unlikely]]
+      Timeline::add(kind_, name_, start_ns_, 0, Timeline::now_ns() - start_ns_);
+  }
+
+ private:
+  static constexpr std::int64_t kNone = -1;
+  std::string_view kind_, name_;
+  std::int64_t start_ns_;
+};
+
+}  // namespace callgate

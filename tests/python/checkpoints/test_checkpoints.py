@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`callgate.Checkpoints`: what a loop leaves on the disk, and how it goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from interpreters import start
+
+import callgate as cg
+from callgate._checkpoints import files
+
+
+def step(carry: Any, x: Any) -> Any:
+  carry = {"n": carry["n"] + 1, "w": carry["w"] * 0.5 + x, "key": jax.random.split(carry["key"])[0]}
+  return carry, carry["w"].sum()
+
+
+def init() -> Any:
+  return {"n": jnp.int32(0), "w": jnp.zeros(3), "key": jax.random.key(1)}
+
+
+XS = jnp.arange(1.0, 11.0)
+
+
+def run(saves: Any, xs: Any = XS, **options: Any) -> Any:
+  result = jax.jit(lambda carry, xs: cg.scan(step, carry, xs, save=saves, **options))(init(), xs)
+  cg.barrier()
+  return result
+
+
+def assert_same(a: Any, b: Any) -> None:
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x, y = jax.random.key_data(x), jax.random.key_data(y)
+    np.testing.assert_array_equal(x, y)
+
+
+def test_the_loop_is_jaxs(engine: str, tmp_path: Path) -> None:
+  want = jax.lax.scan(step, init(), XS)
+  saves = cg.Checkpoints(tmp_path, every=4, keep=5)
+  assert_same(run(saves), want)
+  assert saves.steps() == (4, 8, 10)
+  assert_same(saves.load(init()), jax.tree.map(_bits, want[0]))
+  assert saves.load(init(), step=4)["n"] == 4
+  assert sorted(path.name for path in tmp_path.iterdir()) == [
+    "step_0000000004", "step_0000000008", "step_0000000010",
+  ]  # fmt: skip
+
+
+def _bits(x: Any) -> Any:
+  return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_another_run_goes_on(engine: str, tmp_path: Path, reverse: bool) -> None:
+  carry, ys = jax.lax.scan(step, init(), XS, reverse=reverse)
+  first = XS[5:] if reverse else XS[:5]
+  run(cg.Checkpoints(tmp_path, every=5), first, reverse=reverse)
+  got, rest = run(cg.Checkpoints(tmp_path, every=5, resume=True), reverse=reverse, progress="on")
+  assert_same(got, carry)
+  skipped = np.arange(10) >= 5 if reverse else np.arange(10) < 5
+  np.testing.assert_array_equal(rest, np.where(skipped, 0, ys))
+
+
+def test_resuming_with_nothing_there_starts_at_the_beginning(engine: str, tmp_path: Path) -> None:
+  saves = cg.Checkpoints(tmp_path / "new", every=3, keep=2, resume=True)
+  program = jax.jit(lambda carry: cg.scan(step, carry, XS, save=saves))
+  assert_same(program(init()), jax.lax.scan(step, init(), XS))
+  cg.barrier()
+  assert saves.steps() == (9, 10)
+  carry, ys = program(init())  # the same program, compiled once: it asks the disk
+  assert carry["n"] == 10
+  assert not ys.any()
+
+
+def test_a_run_that_is_stopped_leaves_what_it_reached(tmp_path: Path) -> None:
+  def watched(carry: Any, x: Any) -> Any:
+    cg.tap(carry["n"], lambda n: cg.stop("now") if n == 5 else None)
+    return step(carry, x)
+
+  xs = jnp.ones(20_000)
+  saves = cg.Checkpoints(tmp_path, every=10_000)
+  program = lambda saves: jax.jit(
+    lambda carry: cg.scan(watched, carry, xs, save=saves, stoppable=True)
+  )
+  carry, ys, steps = program(saves)(init())
+  cg.barrier()
+  reached = int(steps)
+  assert 5 < reached < 20_000
+  assert saves.steps()[-1] == reached == carry["n"]
+  cg.stop("again")
+  carry, ys, steps = program(cg.Checkpoints(tmp_path, every=10_000, resume=True))(init())
+  assert int(steps) == carry["n"] == 20_000
+  assert not ys[:reached].any()
+  assert ys[reached:].all()
+
+
+def test_a_second_run_begins_anew(tmp_path: Path) -> None:
+  saves = cg.Checkpoints(tmp_path, every=4, keep=2)
+  program = jax.jit(lambda carry: cg.scan(step, carry, XS, save=saves))
+  for _ in range(2):
+    program(init())
+    cg.barrier()
+    assert saves.steps() == (8, 10)
+  with pytest.raises(FileExistsError, match="expected no checkpoints without"), cg.errors():
+    jax.block_until_ready(run(cg.Checkpoints(tmp_path)))
+  assert saves.steps() == (8, 10)
+
+
+def test_types_of_all_kinds_come_back(tmp_path: Path) -> None:
+  state = {
+    "bf16": jnp.ones((2, 2), jnp.bfloat16),
+    "f8": jnp.ones(3, jnp.float8_e4m3fn),
+    "i4": jnp.arange(4, dtype=jnp.int4),
+    "c": jnp.ones((), jnp.complex64),
+    "b": jnp.array([True, False]),
+    "empty": jnp.zeros((0, 3)),
+  }
+  grow = lambda c, _: ({**c, "c": c["c"] * 2}, None)
+  program = lambda saves: jax.jit(lambda c: cg.scan(grow, c, length=4, save=saves)[0])(state)
+  first = program(cg.Checkpoints(tmp_path, every=2))
+  cg.barrier()
+  again = program(cg.Checkpoints(tmp_path, resume=True))
+  assert_same(first, again)
+  assert again["bf16"].dtype == ml_dtypes.bfloat16
+  assert again["c"] == 16
+
+
+def test_another_carry_is_refused(tmp_path: Path) -> None:
+  run(cg.Checkpoints(tmp_path))
+  other = lambda saves, carry: jax.jit(
+    lambda c: cg.scan(lambda c, x: (c, None), c, length=20, save=saves)
+  )(carry)
+  for carry, message in (
+    (
+      {**init(), "w": jnp.zeros(4)},
+      r"with \['w'\]: float32\[4\], got one with \['w'\]: float32\[3\]",
+    ),
+    (jnp.zeros(3), "of this carry, with 1 arrays, got one with 3"),
+  ):
+    with pytest.raises(ValueError, match=message), cg.errors():
+      jax.block_until_ready(other(cg.Checkpoints(tmp_path, resume=True), carry))
+    with pytest.raises(ValueError, match=message):
+      cg.Checkpoints(tmp_path).load(carry)
+  with pytest.raises(FileNotFoundError, match=r"expected one of step 3, got those of \(10,\)"):
+    cg.Checkpoints(tmp_path).load(init(), step=3)
+
+
+def test_a_damaged_one_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+  run(cg.Checkpoints(tmp_path, every=6))
+  part = next(tmp_path.glob("step_0000000010/part_*.npz"))
+  data = bytearray(part.read_bytes())
+  data[len(data) // 3] ^= 0xFF
+  part.write_bytes(data)
+  with pytest.raises(ValueError, match="expected a file that is whole, got a damaged one"):
+    cg.Checkpoints(tmp_path).load(init())
+  carry, ys = run(cg.Checkpoints(tmp_path, resume=True))
+  assert_same(carry, jax.lax.scan(step, init(), XS)[0])
+  np.testing.assert_array_equal(ys != 0, np.arange(10) >= 6)
+  assert "step_0000000010 is damaged" in capfd.readouterr().err
+
+
+def test_what_cannot_be_written_is_the_barriers_error(tmp_path: Path) -> None:
+  saves = cg.Checkpoints(tmp_path / "here", every=5)
+  carry, _ = jax.jit(lambda c: cg.scan(step, c, XS[:4], save=saves))(init())
+  cg.barrier()
+  (tmp_path / "here").rename(tmp_path / "gone")
+  (tmp_path / "here").write_text("a file")
+  program = jax.jit(lambda c: saves.send(jnp.int32(1), c, True))
+  program(carry)
+  with pytest.raises(OSError, match="here"):
+    cg.barrier()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_parts_of_devices_and_another_number_of_them(tmp_path: Path, devices: int) -> None:
+  def sharded(count: int) -> Any:
+    mesh = jax.make_mesh((count,), ("d",), devices=jax.devices()[:count])
+    place = lambda spec: jax.NamedSharding(mesh, spec)
+    return {
+      "w": jax.device_put(jnp.arange(16.0).reshape(8, 2), place(jax.P("d"))),
+      "v": jax.device_put(jnp.arange(8.0), place(jax.P())),
+    }
+
+  body = lambda c, _: ({"w": c["w"] + 1, "v": c["v"] * 2}, c["w"].sum())
+  program = lambda saves, c, n: jax.jit(lambda c: cg.scan(body, c, length=n, save=saves))(c)
+  program(cg.Checkpoints(tmp_path, every=2), sharded(4), 4)
+  cg.barrier()
+  assert len(list(tmp_path.glob("step_0000000004/part_*.npz"))) == 4
+  carry, ys = program(cg.Checkpoints(tmp_path, resume=True), sharded(devices), 6)
+  np.testing.assert_array_equal(carry["w"], np.arange(16.0).reshape(8, 2) + 6)
+  np.testing.assert_array_equal(carry["v"], np.arange(8.0) * 64)
+  assert not ys[:4].any()
+  assert ys[4:].all()
+
+
+def test_derivatives_without_resume(tmp_path: Path) -> None:
+  def loss(x: Any, **options: Any) -> Any:
+    body = lambda c, t: (jnp.sin(c) * t, c)
+    return cg.scan(body, x, jnp.arange(1.0, 4.0), **options)[0]
+
+  saves = cg.Checkpoints(tmp_path, every=2)
+  with_saves = jax.jit(jax.value_and_grad(lambda x: loss(x, save=saves)))
+  np.testing.assert_allclose(with_saves(0.3), jax.value_and_grad(loss)(0.3), rtol=1e-6)
+  cg.barrier()
+  assert saves.steps() == (2, 3)
+  np.testing.assert_allclose(
+    jax.jit(jax.jacfwd(lambda x: loss(x, save=saves)))(0.3), jax.jacfwd(loss)(0.3), rtol=1e-6
+  )
+
+
+def test_lanes_and_regions_are_refused_by_name(tmp_path: Path) -> None:
+  saves = cg.Checkpoints(tmp_path, resume=True)
+  loop = lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=3, save=saves)[0]
+  with pytest.raises(cg.GateDefinitionError, match=r"outside of jax\.vmap"):
+    jax.vmap(loop)(jnp.zeros(3))
+  mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+  x = jax.device_put(jnp.zeros(2), jax.NamedSharding(mesh, jax.P("d")))
+  with pytest.raises(cg.GateDefinitionError, match=r"outside of jax\.shard_map"):
+    jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")))(x)
+
+
+def test_wrong_options(tmp_path: Path) -> None:
+  for options, message in (
+    ({"every": 0}, "Checkpoints: every: expected"),
+    ({"keep": 0}, "Checkpoints: keep: expected"),
+    ({"resume": 1}, "Checkpoints: resume: expected"),
+  ):
+    with pytest.raises(cg.GateDefinitionError, match=message):
+      cg.Checkpoints(tmp_path, **options)
+  with pytest.raises(cg.GateDefinitionError, match=r"scan: save: expected callgate\.Checkpoints"):
+    cg.scan(step, init(), XS, save="folder")
+
+
+LOOP = """
+import os, sys, threading, time
+import jax, jax.numpy as jnp
+import callgate as cg
+
+def body(carry, _):
+  n, w = carry
+  return (n + 1, w + n), None
+
+saves = cg.Checkpoints(sys.argv[1], every=1, keep=2, resume=True)
+program = jax.jit(lambda c: cg.scan(body, c, length=10_000_000, save=saves))
+program((jnp.int32(0), jnp.zeros(1000)))
+"""
+
+
+def test_kill_at_any_moment_leaves_whole_ones(tmp_path: Path) -> None:
+  """A run that is killed while it writes goes on where it was."""
+  reached = 0
+  for kills in range(2):
+    process = start(LOOP, str(tmp_path))
+    wanted = reached + 1 + kills
+    while max(cg.Checkpoints(tmp_path).steps(), default=0) < wanted and process.poll() is None:
+      pass
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(60)
+    reached = assert_whole(tmp_path)
+    assert reached >= wanted
+
+
+def assert_whole(folder: Path) -> int:
+  saves = cg.Checkpoints(folder)
+  for number in saves.steps():
+    n, w = saves.load((np.int32(0), np.zeros(1000, np.float32)), number)
+    assert n == number
+    np.testing.assert_array_equal(w, np.full(1000, number * (number - 1) / 2, np.float32))
+  return saves.steps()[-1] if saves.steps() else 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")
+def test_kill_at_200_moments_of_writing(tmp_path: Path) -> None:
+  leaves = (files.Leaf("[0]", (), "int32"), files.Leaf("[1]", (1000,), "float32"))
+
+  def write(number: int) -> None:
+    w = np.full(1000, number * (number - 1) / 2, np.float32)
+    parts = {0: ((), np.int32(number)), 1: ((slice(0, 1000),), w)}
+    files.write(tmp_path, number, "part_00000_00000", leaves, parts)
+    files.keep_newest(tmp_path, 2)
+
+  moments = np.random.default_rng(0).uniform(0, 0.01, 200)
+  reached = 0
+  newest = lambda: max(cg.Checkpoints(tmp_path).steps(), default=0)
+  for turn, moment in enumerate(moments):
+    child = os.fork()
+    if child == 0:  # writes until it is killed; neither JAX nor callgate's threads are needed
+      for number in range(reached + 1, reached + 1000):
+        write(number)
+      os._exit(1)
+    time.sleep(moment)
+    while turn % 20 == 0 and newest() == reached:
+      time.sleep(0.001)  # some get on in any case
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    files.clean(tmp_path)  # as a run does that begins
+    now = assert_whole(tmp_path)
+    assert now >= reached
+    reached = now
+  assert reached > 0
+  write(reached + 1)
+  names = sorted(path.name for path in tmp_path.iterdir())  # nothing else is left
+  assert names == [f"step_{number:010d}" for number in (reached, reached + 1)]
