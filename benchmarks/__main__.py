@@ -39,6 +39,7 @@ SUBJECTS = (
   "first",
   "import",
   "solver",
+  "steer",
   "memory",
 )
 CUDA_SUBJECTS = (

@@ -232,7 +232,7 @@ class Checkpoints:
       return
     self._wrote = True
     name = f"part_{info.process:05d}_{info.device:05d}"
-    if files.write(self.folder, number, name, leaves, parts) is not None:
+    if files.write(self.folder, number, info.run, name, leaves, parts) is not None:
       files.keep_newest(self.folder, self.keep)
 
 

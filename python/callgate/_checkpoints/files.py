@@ -27,6 +27,7 @@ import numpy as np
 from callgate._core.dtypes import type_text
 
 FORMAT = 1
+_being_written: set[Path] = set()  # by this process
 Slices = tuple[slice, ...]
 
 
@@ -77,19 +78,26 @@ def intact(saved: Saved) -> bool:
 
 
 def clean(root: Path) -> None:
-  """Removes what runs that were killed have left half written."""
+  """Removes what processes that were killed have left half written."""
   for folder in root.glob(".step_*"):
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder not in _being_written:
+      shutil.rmtree(folder, ignore_errors=True)
 
 
 def write(
-  root: Path, step: int, name: str, leaves: Sequence[Leaf], parts: dict[int, tuple[Slices, Any]]
+  root: Path,
+  step: int,
+  run: int,
+  name: str,
+  leaves: Sequence[Leaf],
+  parts: dict[int, tuple[Slices, Any]],
 ) -> Path | None:
   """Writes parts of a checkpoint, and makes it one if they complete it.
 
   Args:
     root: the folder of all checkpoints.
     step: its number.
+    run: the execution of the program, which has the same number in all processes.
     name: of the file, which no other writer of this checkpoint has.
     leaves: all of the carry.
     parts: by the leaf's number which part of it, and the array.
@@ -97,7 +105,8 @@ def write(
   Returns:
     The checkpoint's folder, if it is whole by now and this call has made it so.
   """
-  folder = root / f".step_{step:010d}"
+  folder = root / f".step_{step:010d}_{run & 0xFFFFFFFF:x}"
+  _being_written.add(folder)
   folder.mkdir(parents=True, exist_ok=True)
   arrays = {str(number): _plain(array) for number, (_, array) in parts.items()}
   _put(folder / f"{name}.npz", lambda file: np.savez(file, **arrays))  # pyright: ignore
@@ -117,6 +126,8 @@ def write(
     folder.rename(named)
   except FileNotFoundError:
     return None  # another process was quicker
+  finally:
+    _being_written.discard(folder)
   _sync(root)
   return named
 

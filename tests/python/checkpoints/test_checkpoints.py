@@ -117,6 +117,16 @@ def test_a_second_run_begins_anew(tmp_path: Path) -> None:
   assert saves.steps() == (8, 10)
 
 
+def test_runs_that_follow_each_other_at_once(tmp_path: Path) -> None:
+  saves = cg.Checkpoints(tmp_path, every=1, keep=3)
+  program = jax.jit(lambda carry: cg.scan(step, carry, XS, save=saves))
+  for _ in range(20):  # each begins while the ones before it are being written
+    program(init())
+  cg.barrier()
+  assert saves.steps() == (8, 9, 10)
+  assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_types_of_all_kinds_come_back(tmp_path: Path) -> None:
   state = {
     "bf16": jnp.ones((2, 2), jnp.bfloat16),
@@ -287,7 +297,7 @@ def test_kill_at_200_moments_of_writing(tmp_path: Path) -> None:
   def write(number: int) -> None:
     w = np.full(1000, number * (number - 1) / 2, np.float32)
     parts = {0: ((), np.int32(number)), 1: ((slice(0, 1000),), w)}
-    files.write(tmp_path, number, "part_00000_00000", leaves, parts)
+    files.write(tmp_path, number, 1, "part_00000_00000", leaves, parts)
     files.keep_newest(tmp_path, 2)
 
   moments = np.random.default_rng(0).uniform(0, 0.01, 200)

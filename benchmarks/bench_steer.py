@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steering a program costs: a look at a knob, a stop, a breakpoint, a check, a checkpoint.
+
+Every contestant is one step of a compiled loop that carries an f32 scalar (f32[1024] where it is
+saved) and does nothing else beside an addition. JAX's own way is a pure callback that reads a Python number. Unit: microseconds
+per step.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import callgate as cg
+from benchmarks import harness
+
+PLAIN = "loop only (one addition)"
+KNOB = "callgate knob, read"
+STOP = "callgate stop_requested"
+BREAKPOINT = "callgate breakpoint that does not stop"
+BREAKPOINT_OUT = "the same, with a value that comes back"
+OFF = "callgate check, switched off"
+SAVE = "callgate Checkpoints, a step that saves nothing"
+SAVED = "callgate Checkpoints, 4 KiB saved in each step"
+PEER = "jax pure_callback that reads a number"
+
+TARGETS = (
+  harness.Target("a read of a knob, microseconds", KNOB, at_most=0.15),
+  harness.Target("a look for a stop, microseconds", STOP, at_most=0.15),
+  harness.Target("pure_callback over a read", PEER, KNOB, at_least=100.0),
+)
+
+Body = Callable[[Any], Any]
+
+
+def run(options: harness.Options) -> harness.Report:
+  """Measures one execution of each loop."""
+  many, few = options.pick(2_000, 200), options.pick(100, 20)
+  contestants = [
+    harness.Contestant(
+      name, functools.partial(_program, make, few if slow else many, name in (SAVE, SAVED))
+    )
+    for name, make, slow in CONTESTANTS
+  ]
+  rows = harness.measure(contestants, rounds=options.rounds_or(50))
+  title = f"One step of a compiled loop of up to {many} that is steered"
+  settings = {"steps": many}
+  return harness.Report("steer", title, "us", rows, PLAIN, TARGETS, settings, quick=options.quick)
+
+
+def _program(make: Callable[[int], Callable[[Any], Any]], steps: int, saved: bool) -> harness.Work:
+  program, x = jax.jit(make(steps)), jnp.zeros(1024 if saved else ())
+  harness.check(np.all(np.asarray(program(x)) == steps), "the loop's result is another")
+
+  def thunk() -> None:
+    jax.block_until_ready(program(x))
+
+  return harness.Work(thunk, steps)
+
+
+def _loop(body: Body) -> Callable[[int], Callable[[Any], Any]]:
+  return lambda steps: lambda x: jax.lax.fori_loop(0, steps, lambda _, c: body(c), x)
+
+
+def _knob() -> Callable[[int], Callable[[Any], Any]]:
+  knob = cg.knob("benchmark", 1.0)
+  return _loop(lambda c: c + knob.read())
+
+
+def _by_jax() -> Callable[[int], Callable[[Any], Any]]:
+  scalar, value = jax.ShapeDtypeStruct((), jnp.float32), np.float32(1)
+  return _loop(lambda c: c + jax.pure_callback(lambda _: value, scalar, c))
+
+
+def _stop(steps: int) -> Callable[[Any], Any]:
+  def going(state: Any) -> Any:
+    return (state[0] < steps) & ~cg.stop_requested()
+
+  return lambda x: jax.lax.while_loop(going, lambda s: (s[0] + 1, s[1] + 1), (0, x))[1]
+
+
+def _breakpoint(c: Any) -> Any:
+  cg.breakpoint(c < 0, c=c)
+  return c + 1
+
+
+def _breakpoint_out(c: Any) -> Any:
+  return cg.breakpoint(c < 0, out="c", c=c) + 1
+
+
+def _check(c: Any) -> Any:
+  cg.check(c < 0, "switched off")
+  return c + 1
+
+
+def _off(steps: int) -> Callable[[Any], Any]:
+  cg.config(checks=False)  # of this process, which has no other check
+  return _loop(_check)(steps)
+
+
+def _saving(every: int) -> Callable[[int], Callable[[Any], Any]]:
+  saves = cg.Checkpoints(tempfile.mkdtemp(prefix="callgate-benchmark-"), every=every, keep=1)
+  return lambda steps: lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=steps, save=saves)[0]
+
+
+CONTESTANTS: tuple[tuple[str, Callable[[int], Callable[[Any], Any]], bool], ...] = (
+  (PLAIN, _loop(lambda c: c + 1), False),
+  (KNOB, lambda steps: _knob()(steps), False),
+  (STOP, _stop, False),
+  (BREAKPOINT, _loop(_breakpoint), False),
+  (BREAKPOINT_OUT, _loop(_breakpoint_out), False),
+  (OFF, _off, False),
+  (SAVE, lambda steps: _saving(2**30)(steps), False),
+  (SAVED, lambda steps: _saving(1)(steps), True),
+  (PEER, lambda steps: _by_jax()(steps), True),
+)
