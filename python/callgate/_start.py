@@ -24,7 +24,7 @@ from callgate._objects import collect, scopes, table
 from callgate._process import group
 from callgate._runtime import barrier, config, lifecycle
 from callgate._tap import channel, delivery
-from callgate._workers import workers
+from callgate._workers import objects, workers
 from callgate.compat._callbacks import install
 
 
@@ -54,6 +54,7 @@ def start(public: Mapping[str, Any]) -> None:
   lifecycle.at_end("join", job.close)
   os.register_at_fork(after_in_child=job.after_fork)
   table.added.append(collect.due)
+  objects.drops.append(table.drop)
   barrier.at_barrier.append(collect.collect)
   registry.finders += [library.find, check.find, scopes.find]
   files.kinds.update(cpp=cpp.restore, cuda=cuda.restore)

@@ -10,6 +10,8 @@ import numpy as np
 
 from callgate._objects.table import WORDS
 
+# The keyword of the loop whose step makes an object: the last operand, as it sorts behind names.
+SCOPE = "\U0010fffdcallgate_scope"
 TYPE = jax.ShapeDtypeStruct((WORDS,), np.uint32)
 
 
@@ -20,26 +22,29 @@ class Handle:
   A pytree with one leaf, uint32[..., 2], which means nothing to anybody else: to be carried by
   loops, returned, mapped over and given to `callgate.use`. Under `jax.vmap` it stands for an object
   a lane. Its tangents are of type float0.
+
+  Attributes:
+    place: the `Workers` in which the object lives; None for this process. Handles of two places are
+      of two types for loops and branches.
   """
 
-  __slots__ = ("_words",)
+  __slots__ = ("_words", "place")
 
-  def __init__(self, words: Any) -> None:
-    self._words = words
+  def __init__(self, words: Any, place: Any = None) -> None:
+    self._words, self.place = words, place
 
   @property
   def words(self) -> Any:
     """The leaf."""
     return self._words
 
-  def tree_flatten(self) -> tuple[tuple[Any], None]:
-    return (self._words,), None
+  def tree_flatten(self) -> tuple[tuple[Any], Any]:
+    return (self._words,), self.place
 
   @classmethod
-  def tree_unflatten(cls, aux: None, leaves: Any) -> Self:
-    del aux
+  def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
     made = object.__new__(cls)
-    (made._words,) = leaves
+    (made._words,), made.place = leaves, aux
     return made
 
   def __repr__(self) -> str:

@@ -163,6 +163,8 @@ class PyGateSite final : public Site {
   }
 
   void run_all(const Call& call, DeviceCall* gpu) {
+    const std::int64_t shard = std::max(call.context.shard, 0);
+    if (options_.by_lane) current_lane = shard;
     if (spec_.lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
     std::optional<LanesOfCall> lanes;
     try {
@@ -175,6 +177,7 @@ class PyGateSite final : public Site {
     for (std::int64_t lane = 0; lane < (*lanes)->count(); ++lane) {
       (*lanes)->select_operands(lane, call.operands, operands);
       (*lanes)->select_results(lane, call.results, results);
+      if (options_.by_lane) current_lane = shard * (*lanes)->count() + lane;
       run_lane(operands, results, call.context, gpu);
     }
   }
