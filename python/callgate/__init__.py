@@ -66,7 +66,7 @@ from callgate._workers.workers import Workers, workers
 from callgate.compat._callbacks.install import install, uninstall
 
 if TYPE_CHECKING:
-  from callgate import sinks
+  from callgate import executors, sinks
 
   __version__: str
 
@@ -121,6 +121,7 @@ __all__ = [
   "cupy",
   "elementwise",
   "errors",
+  "executors",
   "export_checks",
   "feed",
   "fori_loop",
@@ -156,12 +157,12 @@ _start.start({name: globals()[name] for name in __all__ if name in globals()})
 
 
 def __getattr__(name: str) -> Any:
-  if name == "sinks":  # when it is asked for: most programs have no need of it
-    return importlib.import_module("callgate.sinks")
+  if name in ("executors", "sinks"):  # when asked for: most programs have no need of them
+    return importlib.import_module(f"callgate.{name}")
   if name == "__version__":  # pyproject.toml's, as it was installed
     return importlib.import_module("importlib.metadata").version("callgate")
   raise AttributeError(f"module 'callgate' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), "sinks"})
+  return sorted({*globals(), "executors", "sinks"})

@@ -165,7 +165,6 @@ void Pool::have_forgotten() {
     if (ids.size() > room) {
       worker->forgotten.assign(ids.begin() + static_cast<std::ptrdiff_t>(room), ids.end());
       ids.resize(room);
-      to_forget_ = Clock::now();
     }
     for (std::uint64_t id : ids) worker->known.erase(id);
     Request request;
@@ -188,6 +187,7 @@ void Pool::started(const WorkerPointer& worker) {
     if (closing_) return stop(*worker);
     worker->state = State::kIdle;
     idle_.push_back(worker);
+    if (!worker->forgotten.empty()) forget_soon();
   } else {
     worker->memory.follow(control_of(worker->memory).bytes);
     WorkerFailure why(Kind::kNotStarted, "a worker process could not start");

@@ -82,16 +82,17 @@ def holding(
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
   maker: list[Maker] = []
   where = _place(options.run_on)
+  key = None if where is None else where.key
 
   def call(*args: Any, **kwargs: Any) -> Handle:
     scope = kwargs.pop(SCOPE)
     args, kwargs = resolved(maker[0].label, args), resolved(maker[0].label, kwargs)
-    return Handle(table.add(make(*args, **kwargs), maker[0], scope), where)
+    return Handle(table.add(make(*args, **kwargs), maker[0], scope), key)
 
   functools.update_wrapper(call, make)
   call.there = there = Making(make)  # type: ignore[attr-defined]
   run_on = options.run_on if where is None else where
-  made = kind(call, dataclasses.replace(options, out=Handle(TYPE, where), run_on=run_on))
+  made = kind(call, dataclasses.replace(options, out=Handle(TYPE, key), run_on=run_on))
   maker.append(Maker(named(made.name), place_of_user()))
   there.maker = maker[0]
   return made
@@ -99,7 +100,7 @@ def holding(
 
 def _place(run_on: Any) -> Workers | None:
   """The workers in which objects live that are made there; None for this process."""
-  if run_on == "processes":
+  if isinstance(run_on, str) and run_on == "processes":
     return shared()
   return run_on if isinstance(run_on, Workers) else None
 

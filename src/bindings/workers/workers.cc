@@ -256,7 +256,7 @@ SiteOfPython site_of_python(const WorkerHandle& handle, const std::string& spec,
 
 std::vector<ArrayView> views_of(const nb::object& arrays) {
   std::vector<ArrayView> views;
-  for (nb::handle array : nb::iter(arrays)) {
+  for (nb::handle array : arrays) {
     auto view = known_view(array);
     if (!view || PyArray_ISCARRAY_RO(as_array(array)) == 0)
       raise(PyExc_TypeError, "WorkerSite: expected dense arrays of dtypes that JAX has");

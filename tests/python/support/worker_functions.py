@@ -119,3 +119,11 @@ class Marks:
 
   def __del__(self) -> None:
     pathlib.Path(self.path).touch()
+
+
+def die_once(x: Any, *, path: str) -> Any:
+  """Ends its process, where the file is not there yet."""
+  if not pathlib.Path(path).exists():
+    pathlib.Path(path).touch()
+    os._exit(1)
+  return x
