@@ -27,6 +27,7 @@ SUBJECTS = (
   "identity",
   "vmap",
   "workers",
+  "envs",
   "sharding",
   "feed",
   "install",

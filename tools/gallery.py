@@ -36,6 +36,7 @@ SECTIONS = {
     "xgboost_design": "XGBoost",
     "opencv_tracking": "OpenCV",
     "gymnasium_cartpole": "Gymnasium",
+    "ppo_cartpole": "Gymnasium",
     "mujoco_swing": "MuJoCo",
   },
   "Native code": {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from callgate import _start
@@ -32,18 +33,6 @@ from callgate._futures.ticket import Ticket
 from callgate._gate.check import check
 from callgate._gate.gate import Gate, call, gate
 from callgate._gate.stats import stats, trace
-from callgate._kernel.c.cfunc import cfunc
-from callgate._kernel.cpp.cpp import cpp
-from callgate._kernel.cuda.cuda import cuda
-from callgate._kernel.cuda.cupy import cupy
-from callgate._kernel.cuda.numba_cuda import numba_cuda
-from callgate._kernel.cuda.triton import triton
-from callgate._kernel.elementwise.elementwise import elementwise
-from callgate._kernel.files import LoadedKernels, load_kernels, save_kernels
-from callgate._kernel.kernel import Kernel
-from callgate._kernel.library import Library, library
-from callgate._kernel.numba.numba import numba
-from callgate._kernel.peers.kernel import kernel
 from callgate._loops.loops import fori_loop, scan, while_loop
 from callgate._loops.progress import Progress, progress
 from callgate._objects.collect import held
@@ -54,19 +43,35 @@ from callgate._objects.root import root
 from callgate._runtime.barrier import barrier, errors
 from callgate._runtime.config import config
 from callgate._runtime.targets import export_checks
-from callgate._stream.assemble import assemble
-from callgate._stream.reader import StreamReader, open_stream
-from callgate._stream.records import StreamRecord
+from callgate._steer.knob import Knob, knob
+from callgate._steer.stop import stop, stop_reason, stop_requested
 from callgate._tap.channel import Channel, channel
 from callgate._tap.print import print
 from callgate._tap.records import BatchInfo, Record, TapInfo
 from callgate._tap.tap import channel_stats, tap
-from callgate._torch.torch import TorchFunction, TorchModule, torch
 from callgate._workers.workers import Workers, workers
 from callgate.compat._callbacks.install import install, uninstall
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
   from callgate import executors, sinks
+  from callgate._envs.envs import Envs, envs
+  from callgate._kernel.c.cfunc import cfunc
+  from callgate._kernel.cpp.cpp import cpp
+  from callgate._kernel.cuda.cuda import cuda
+  from callgate._kernel.cuda.cupy import cupy
+  from callgate._kernel.cuda.numba_cuda import numba_cuda
+  from callgate._kernel.cuda.triton import triton
+  from callgate._kernel.elementwise.elementwise import elementwise
+  from callgate._kernel.files import LoadedKernels, load_kernels, save_kernels
+  from callgate._kernel.kernel import Kernel
+  from callgate._kernel.library import Library, library
+  from callgate._kernel.numba.numba import numba
+  from callgate._kernel.peers.kernel import kernel
+  from callgate._nan.find import NanReport, find_nan
+  from callgate._stream.assemble import assemble
+  from callgate._stream.reader import StreamReader, open_stream
+  from callgate._stream.records import StreamRecord
+  from callgate._torch.torch import TorchFunction, TorchModule, torch
 
   __version__: str
 
@@ -80,6 +85,7 @@ __all__ = [
   "ConsumerError",
   "Context",
   "EndOfFeed",
+  "Envs",
   "EscapedViewError",
   "ExecutionStage",
   "Feed",
@@ -94,8 +100,10 @@ __all__ = [
   "Kernel",
   "KernelError",
   "KernelFileError",
+  "Knob",
   "Library",
   "LoadedKernels",
+  "NanReport",
   "ProcessError",
   "Progress",
   "Record",
@@ -120,16 +128,19 @@ __all__ = [
   "cuda",
   "cupy",
   "elementwise",
+  "envs",
   "errors",
   "executors",
   "export_checks",
   "feed",
+  "find_nan",
   "fori_loop",
   "gate",
   "held",
   "hold",
   "install",
   "kernel",
+  "knob",
   "last_error",
   "library",
   "linear_solver",
@@ -144,6 +155,9 @@ __all__ = [
   "scan",
   "sinks",
   "stats",
+  "stop",
+  "stop_reason",
+  "stop_requested",
   "tap",
   "torch",
   "trace",
@@ -153,11 +167,47 @@ __all__ = [
   "while_loop",
   "workers",
 ]
+# Where those names are that most programs have no need of: `import callgate` stays short.
+_LATER = {
+  "Envs": "callgate._envs.envs",
+  "envs": "callgate._envs.envs",
+  "cfunc": "callgate._kernel.c.cfunc",
+  "cpp": "callgate._kernel.cpp.cpp",
+  "cuda": "callgate._kernel.cuda.cuda",
+  "cupy": "callgate._kernel.cuda.cupy",
+  "numba_cuda": "callgate._kernel.cuda.numba_cuda",
+  "triton": "callgate._kernel.cuda.triton",
+  "elementwise": "callgate._kernel.elementwise.elementwise",
+  "LoadedKernels": "callgate._kernel.files",
+  "load_kernels": "callgate._kernel.files",
+  "save_kernels": "callgate._kernel.files",
+  "Kernel": "callgate._kernel.kernel",
+  "Library": "callgate._kernel.library",
+  "library": "callgate._kernel.library",
+  "numba": "callgate._kernel.numba.numba",
+  "kernel": "callgate._kernel.peers.kernel",
+  "NanReport": "callgate._nan.find",
+  "find_nan": "callgate._nan.find",
+  "assemble": "callgate._stream.assemble",
+  "StreamReader": "callgate._stream.reader",
+  "open_stream": "callgate._stream.reader",
+  "StreamRecord": "callgate._stream.records",
+  "TorchFunction": "callgate._torch.torch",
+  "TorchModule": "callgate._torch.torch",
+  "torch": "callgate._torch.torch",
+}
 _start.start({name: globals()[name] for name in __all__ if name in globals()})
 
 
 def __getattr__(name: str) -> Any:
-  if name in ("executors", "sinks"):  # when asked for: most programs have no need of them
+  if name in _LATER:
+    importlib.import_module(_LATER[name])
+    come = {n: sys.modules.get(module) for n, module in _LATER.items()}
+    found = {n: getattr(module, n) for n, module in come.items() if hasattr(module, n)}
+    _start.publish(found)
+    globals().update(found)
+    return found[name]
+  if name in ("executors", "sinks"):
     return importlib.import_module(f"callgate.{name}")
   if name == "__version__":  # pyproject.toml's, as it was installed
     return importlib.import_module("importlib.metadata").version("callgate")
@@ -165,4 +215,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), "executors", "sinks"})
+  return sorted({*globals(), *__all__})

@@ -16,16 +16,21 @@ from callgate._feed import producer
 from callgate._futures import job, ticket
 from callgate._gate import check, gate
 from callgate._jax import dispatch, tracing
-from callgate._kernel import files, library
-from callgate._kernel.cpp import cpp
-from callgate._kernel.cuda import cuda
 from callgate._loops import control, draw, lowering, progress
 from callgate._objects import collect, scopes, table
 from callgate._process import group
 from callgate._runtime import barrier, config, lifecycle
+from callgate._steer import knob, record, stop
 from callgate._tap import channel, delivery
 from callgate._workers import objects, workers
 from callgate.compat._callbacks import install
+
+
+def publish(public: Mapping[str, Any]) -> None:
+  """Has what the package gives its users say so, in messages, pickles and documentation."""
+  for value in public.values():
+    if getattr(value, "__module__", "").startswith("callgate."):
+      value.__module__ = "callgate"
 
 
 def start(public: Mapping[str, Any]) -> None:
@@ -34,9 +39,7 @@ def start(public: Mapping[str, Any]) -> None:
   Args:
     public: what the package gives its users, by name.
   """
-  for value in public.values():
-    if getattr(value, "__module__", "").startswith("callgate."):
-      value.__module__ = "callgate"  # what messages, pickles and documentation say
+  publish(public)
   lifecycle.start()  # dtypes, hooks, FFI targets, partitioners, handlers of forks
   lifecycle.at_end("hurry", producer.limit_all)
   lifecycle.at_end("leave", group.leave)
@@ -48,6 +51,7 @@ def start(public: Mapping[str, Any]) -> None:
   group.start()
   draw.start()
   delivery.listen(progress.note)
+  knob.changed.append(record.record)
   gate.futures += [ticket.start, ticket.result]
   barrier.waits["started calls"] = job.settle
   dispatch.after_effects_barrier.append(job.after_effects_barrier)
@@ -56,8 +60,7 @@ def start(public: Mapping[str, Any]) -> None:
   table.added.append(collect.due)
   objects.drops.append(table.drop)
   barrier.at_barrier.append(collect.collect)
-  registry.finders += [library.find, check.find, scopes.find]
-  files.kinds.update(cpp=cpp.restore, cuda=cuda.restore)
+  registry.finders += [check.find, scopes.find, stop.find]
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()

@@ -91,6 +91,8 @@ class Site {
   virtual ~Site() = default;
   // Throws Error where the call fails.
   virtual void run(const Call& call) = 0;
+  // False when it looks at nothing of a call's context but its run.
+  virtual bool reads_context() const noexcept { return true; }
   // In place of run(), where another device makes the call: the results of both are added up.
   virtual void skip(const Call& call) noexcept { clear(call.results); }
 

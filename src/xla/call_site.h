@@ -107,6 +107,7 @@ inline std::shared_ptr<CallSite> make_call_site(const XLA_FFI_Attrs& attributes)
                 Lanes::of(held.dictionary("batch")), Mesh::of(held.dictionary("mesh")),
                 std::string(held.text("layout")),    std::move(held)};
   made->site = made->callee->specialise(std::move(spec));
+  made->reads_context = made->reads_context && made->site->reads_context();
   return made;
 }
 

@@ -27,6 +27,8 @@ def no_derivative(
   gate: Callee, site: CallSite, linear: frozenset[int], refused: Sequence[int]
 ) -> GateDefinitionError:
   """The message to a user without a derivative with respect to the `refused`."""
+  if gate.no_derivatives:
+    return GateDefinitionError(gate.no_derivatives)
   it = gate.kind.split()[-1]
   ways = (
     f"{gate.label} has no derivative. Define one in any of four ways: {it}.defjvp(rule), "

@@ -234,6 +234,7 @@ def _lower_to_runtime(
     operands, avals_in = (*operands, partition), [*avals_in, calls.PARTITION]
     attributes = {**attributes, **more}
   dispatch.keep_with_program(context, emission.callee)
+  lowering.ask_before_execution(context, emission.asked)
   results = emit(
     context,
     operands,

@@ -93,6 +93,7 @@ class Emission:
   target: str  # the FFI target
   attributes: Mapping[str, Any]  # beside those of every call
   call: Call  # with the batch levels that the runtime loops over
+  asked: Any = None  # called before each execution (`dispatch.ask_before_execution`)
 
 
 # What makes the calls of programs for one platform.
@@ -119,6 +120,11 @@ class Callee(Portable):
   # What the callable's parameters are where a call gives nothing.
   defaults: Mapping[str, Any] = {}
   one_calls_for_all = False
+  # Whether it reads what the host writes, and calls of each device.
+  reads_cell = False
+  on_each_device = False
+  # `Emission.asked`, for programs that JAX's own callbacks serve.
+  asked_by_jax: Any = None
   # "makes" objects that handles stand for, "uses" them, or "takes" what is to be taken once.
   handles: Literal["", "makes", "uses", "takes"] = ""
   # The user's rules of differentiation; with `symbolic_zeros` that of the jvp is told which
@@ -127,6 +133,7 @@ class Callee(Portable):
   symbolic_zeros = False
   vjp_rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
   transpose_rule: Callable[..., Any] | None = None
+  no_derivatives = ""  # what to say where it can have none, in the place of how to define one
   place: Place | None = None  # where it is defined
   owner: Callable[[], type | None] | None = None  # the class of which it is a method
 

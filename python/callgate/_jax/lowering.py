@@ -145,6 +145,15 @@ def call_site(context: Any) -> tuple[str, int, str] | None:
   return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
 
 
+def source_of(eqn: Any) -> str:
+  """Where the user's code traced an equation: "file:line (function)"; "" where nobody knows."""
+  traceback = eqn.source_info.traceback
+  frame = _source_info.user_frame(traceback) if traceback is not None else None
+  if frame is None:
+    return ""
+  return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
 def is_automatic(context: Any) -> bool:
   """True if XLA splits the arrays of the call being lowered, along all mesh axes or some."""
   return is_partitioned(context) or is_partly_manual(context)
@@ -198,6 +207,15 @@ def add_keepalive(context: Any, value: object) -> None:
   `jax.export` refuses such a program, as it refuses JAX's own callbacks. No public replacement.
   """
   context.module_context.add_keepalive(value)
+
+
+def ask_before_execution(context: Any, kept: Any) -> None:
+  """Has a program call `kept` before each execution, as `dispatch.ask_before_execution` says.
+
+  Not one that is exported, which could not be then; and nothing for None.
+  """
+  if kept is not None and not is_export(context):
+    add_keepalive(context, kept)
 
 
 def is_export(context: Any) -> bool:

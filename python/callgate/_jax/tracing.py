@@ -8,7 +8,7 @@ public API would replace it. A new JAX version that moves one of these is served
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax._src.lax.control_flow import loops as _loops
 
 # -- programs ------------------------------------------------------------------------------------
 # Public in `jax.extend.core` (0.10 to 0.12), whose package imports Pallas: 12 ms for every user.
@@ -117,16 +116,20 @@ def vary_over(axes: frozenset[Any], value: Any) -> Any:
   return _core.pvary(value, tuple(sorted(more, key=str))) if more else value
 
 
-def manual_axes() -> frozenset[Any]:
-  """The mesh axes of the `jax.shard_map` being traced whose check is on; none outside of one."""
-  if not _config._check_vma.value:  # pyright: ignore[reportPrivateUsage]
-    return frozenset()
+def region_axes() -> frozenset[Any]:
+  """The mesh axes of the `jax.shard_map` or `jax.pmap` being traced (0.10 to 0.12)."""
   return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
 
 
+def manual_axes() -> frozenset[Any]:
+  """The mesh axes of the `jax.shard_map` being traced whose check is on; none outside of one."""
+  checked = _config._check_vma.value  # pyright: ignore[reportPrivateUsage]
+  return region_axes() if checked else frozenset()
+
+
 def in_manual_region() -> bool:
-  """True if the code being traced is inside a `jax.shard_map` or `jax.pmap` (0.10 to 0.12)."""
-  return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+  """True if the code being traced is inside a `jax.shard_map` or `jax.pmap`."""
+  return bool(region_axes())
 
 
 def in_vmap() -> bool:
@@ -267,6 +270,14 @@ def subjaxprs(eqn: Any) -> list[Any]:
   return list(_core.jaxprs_in_params(eqn.params))
 
 
+def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+  """Its results on other operands, as `jax.core.eval_jaxpr` has them (0.10 to 0.12)."""
+  primitive = eqn.primitive
+  with eqn.ctx.manager:
+    made = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
+  return list(made) if primitive.multiple_results else [made]
+
+
 def is_saveable(saveable: Any, eqn: Any) -> bool:
   """True if a `jax.checkpoint` policy saves what the equation gives (0.10 to 0.12)."""
   says = saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)
@@ -297,35 +308,6 @@ def keep_results(holds: Callable[[Any], bool]) -> None:
       rules[primitive] = keeping(rules[primitive])
 
 
-# -- loops -----------------------------------------------------------------------------------------
-# What `jax.lax.scan` is once it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
-# the parameters of the primitive, whatever they are called. No public name.
-scan_impl: Callable[..., Any] = _loops._scan_impl  # pyright: ignore[reportPrivateUsage]
-
-
-def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-  """How many operands of a `scan` are constants, and how many its carry (0.10 to 0.12)."""
-  if "num_consts" in params:
-    return params["num_consts"], params["num_carry"]
-  consts, carry, _ = map(list, params["ft_in"].unpack())  # since 0.12
-  return len(consts), len(carry)
-
-
-# A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).
-move_binders_to_front: Callable[[Any, Sequence[bool]], Any] = _partial_eval.move_binders_to_front
-
-
-def wrap_rules(hoist: Callable[..., Any], evaluate: Callable[..., Any]) -> None:
-  """Puts these, which get the original first, in place of two functions of JAX's (0.10 to 0.12).
-
-  `hoist`: what hoists out of a scan; `evaluate`: `partial_eval_jaxpr_nounits`, where JAX's own
-  rules look it up. Neither has a public name.
-  """
-  hoisting, evaluation = _loops._scan_known_hoisting, _partial_eval.partial_eval_jaxpr_nounits  # pyright: ignore[reportPrivateUsage]
-  _loops._scan_known_hoisting = functools.partial(hoist, hoisting)  # pyright: ignore[reportPrivateUsage]
-  _partial_eval.partial_eval_jaxpr_nounits = functools.partial(evaluate, evaluation)
-
-
 # -- explicit sharding -----------------------------------------------------------------------------
 def is_explicit(avals: Sequence[Any]) -> bool:
   """True if these abstract values lie on a mesh with explicit axes (0.10 to 0.12)."""
@@ -350,6 +332,17 @@ def lie_as(aval: Any, value: Any) -> Any:
   if _core.typeof(value).sharding == aval.sharding or aval.sharding.mesh.empty:
     return value
   return jax.sharding.reshard(value, aval.sharding)
+
+
+def zeros_of(aval: Any) -> Any:
+  """An array of zeros of an abstract value's type; of random keys (0.10 to 0.12) their bits are."""
+  if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    kind = aval.dtype._impl
+    data = jax.numpy.zeros((*aval.shape, *kind.key_shape), jax.numpy.uint32)
+    value = jax.random.wrap_key_data(data, impl=kind.name)
+  else:
+    value = jax.numpy.zeros(aval.shape, aval.dtype)
+  return vary_over(varying_axes([aval]), lie_as(aval, value))
 
 
 def lie_whole(values: Sequence[Any]) -> list[Any]:

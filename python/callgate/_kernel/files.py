@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -28,8 +29,8 @@ from callgate._kernel.kernel import Kernel
 _FORMAT = "callgate kernels"
 _VERSION = 1
 _MANIFEST = "manifest.json"
-# What makes a kernel of its form, in which tuples have become lists, by the form's "kind".
-kinds: dict[str, Callable[[dict[str, Any]], Kernel]] = {}
+# The modules whose `restore` makes a kernel of its form, by the form's "kind".
+_KINDS = {"cpp": "callgate._kernel.cpp.cpp", "cuda": "callgate._kernel.cuda.cuda"}
 _open: set[LoadedKernels] = set()
 
 
@@ -221,12 +222,12 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
 def _taken(path: Any, form: dict[str, Any], known: Kernel | None) -> Kernel:
   """The kernel of a form. What one of the wrong shape makes fail is the file's fault."""
   place = f"callgate.load_kernels: '{path}', kernel '{form['name']}'"
-  if known is None and form["kind"] not in kinds:
-    expected = f"a kind that this callgate knows ({', '.join(sorted(kinds))})"
+  if known is None and form["kind"] not in _KINDS:
+    expected = f"a kind that this callgate knows ({', '.join(sorted(_KINDS))})"
     raise KernelFileError(f"{place}: expected {expected}, got '{form['kind']}'")
   try:
     if known is None:
-      return kinds[form["kind"]](form)
+      return importlib.import_module(_KINDS[form["kind"]]).restore(form)
     known.take_compiled(form.get("compiled"))
     return known
   except (CompileError, KernelFileError):

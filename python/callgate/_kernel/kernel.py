@@ -180,8 +180,8 @@ class Kernel(Operation[P, R]):
   def saved_form(self) -> dict[str, Any] | None:
     """Returns what `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
 
-    "kind" names the function of `files.kinds` that makes it again, of JSON's types, tuples and
-    bytes. Forms that differ in nothing but "compiled", which spares work, are of one kernel.
+    "kind" names the module of `files` whose `restore` makes it again, of JSON's types, tuples
+    and bytes. Forms that differ in nothing but "compiled", which spares work, are of one kernel.
     """
 
   def take_compiled(self, compiled: Any) -> None:

@@ -247,6 +247,8 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
       taken = f"callgate.library: the name '{name}' is taken by the library"
       raise ValueError(f"{taken} '{others[name].path}'; choose another name=")
     _libraries[name] = opened = Library(file, name, loaded)
+    if find not in registry.finders:
+      registry.finders.append(find)
     return opened
 
 
@@ -275,7 +277,7 @@ def _load(file: str) -> ctypes.CDLL:
 
 
 def find(name: str) -> Kernel | None:
-  """The kernel that a program from another process names, of a library that is open here."""
+  """For `registry.finders`: the kernel of an open library that another process's program names."""
   base, _, function = name.rpartition(".")
   with _lock:
     opened = _libraries.get(base)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,12 @@ from jax.interpreters import batching, partial_eval
 
 from callgate._core.effects import GateEffect, TapEffect, WholeTapEffect
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import tracing
+from callgate._jax import loops, tracing
 from callgate._jax.tracing import jaxpr_as_fun
 from callgate._tap import primitive as _primitive
 
 _Rule = Callable[..., Any]
 _Values = Sequence[Any]
-T = TypeVar("T")
 
 
 def start() -> None:
@@ -50,7 +49,7 @@ def start() -> None:
     (remat_rules, jax.lax.scan_p, _scan_remat_rule),
   ):
     rules[primitive] = functools.partial(rule, rules[primitive])
-  tracing.wrap_rules(_hoist, _split)
+  loops.wrap_rules(_hoist, _split)
 
 
 def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
@@ -113,12 +112,6 @@ def _jaxprs(params: dict[str, Any]) -> tuple[Any, Any]:
   return params["cond_jaxpr"], params["body_jaxpr"]
 
 
-def split_operands(params: dict[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-  """Returns what a `while_loop` has for each operand, for (condition, body, carry)."""
-  first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-  return list(of[:first]), list(of[first:second]), list(of[second:])
-
-
 def _hoist(original: _Rule, jaxpr: Any, consts: Any, residuals: int, *rest: Any) -> Any:
   if _has_gate_effect([jaxpr]):
     return jaxpr, consts, [False] * residuals, []
@@ -132,7 +125,7 @@ def _split(original: _Rule, jaxpr: Any, unknown: Sequence[bool], instantiate: An
   known = [not flag for flag in unknown]
   avals = [aval for aval, flag in zip(jaxpr.in_avals, known, strict=True) if flag]
   same = original(jax.make_jaxpr(lambda *values: values)(*avals), [False] * len(avals), False)[0]
-  rest = tracing.move_binders_to_front(jaxpr, known)
+  rest = loops.move_binders_to_front(jaxpr, known)
   return same, rest, [True] * len(jaxpr.out_avals), avals
 
 
@@ -163,7 +156,7 @@ def _holds_whole_taps(jaxprs: Sequence[Any]) -> bool:
 def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, Any]) -> bool:
   """True if lanes may end a `while_loop` at different times."""
   cond_jaxpr, body_jaxpr = _jaxprs(params)
-  cond_consts, body_consts, carry = split_operands(params, [dim is not None for dim in dims])
+  cond_consts, body_consts, carry = loops.split_operands(params, [dim is not None for dim in dims])
   while True:  # each round makes at least one more carry batched, or is the last
     after = tracing.batched(body_jaxpr, axis_data, [*body_consts, *carry], carry)[1]
     if after == carry:
@@ -177,8 +170,8 @@ def _all_lanes(
   """A loop over all lanes at once until the last has finished; finished lanes keep their values."""
   # JAX's own runs the condition twice a round, and with ordered effects doesn't keep these values.
   moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-  cond_consts, body_consts, first = split_operands(params, moved)
-  cond_flags, body_flags, flags = split_operands(params, [dim is not None for dim in dims])
+  cond_consts, body_consts, first = loops.split_operands(params, moved)
+  cond_flags, body_flags, flags = loops.split_operands(params, [dim is not None for dim in dims])
   size, every = axis_data.size, [True] * len(first)
   first = [
     x if flag else jnp.broadcast_to(x, (size, *jnp.shape(x)))

@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from callgate._core import options as _options
+from callgate._jax import tracing
 from callgate._loops.primitive import Bar
 from callgate._loops.progress import Progress, bar_of, marking, options_of, with_mark, wrapped
+from callgate._steer.stop import stop_requested
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
@@ -32,11 +35,13 @@ def scan(
   _split_transpose: bool = False,
   *,
   progress: bool | str | Progress | None = None,
-) -> tuple[_Carry, _Y]:
-  """`jax.lax.scan`, with a progress bar.
+  stoppable: bool = False,
+) -> Any:
+  """`jax.lax.scan`, with a progress bar, and for `callgate.stop` to end.
 
   ```python
   state, losses = cg.scan(step, state, batches, progress="training")
+  state, losses, steps = cg.scan(step, state, batches, stoppable=True)
   ```
 
   Args:
@@ -48,12 +53,30 @@ def scan(
     unroll: steps in one round of the loop.
     _split_transpose: as JAX has it.
     progress: True, a description, or `Progress` with all options; None or False for no bar.
+    stoppable: after `callgate.stop` no further step runs. The ys of such steps are zeros.
 
   Returns:
-    (the last carry, the stacked ys), as `jax.lax.scan` gives them.
+    (the last carry, the stacked ys), as `jax.lax.scan` gives them; with `stoppable` (the carry that
+    was reached, the ys, the number of steps that have run, an int32 of shape ()).
   """
   rest = (_split_transpose,) if _split_transpose else ()
   options = options_of(progress)
+  if _options.boolean("scan", "stoppable", stoppable):
+    if not callable(f):
+      raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
+    first = (np.int32(0), np.bool_(False), init)
+    last, ys = scan(
+      wrapped(_stoppable, f),
+      first,
+      xs,
+      length,
+      reverse,
+      unroll,
+      _split_transpose,
+      progress=progress,
+    )
+    steps, _, carry = last
+    return carry, ys, steps
   if options is None:
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
   if not callable(f):
@@ -156,6 +179,26 @@ def _counted(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
       return count + 1, after
     inner, y = after
     return (count + 1, inner), y
+
+  return body
+
+
+def _stoppable(f: Callable[..., Any]) -> Callable[..., Any]:
+  """The body with a count of the steps that have run, and whether it was asked to stop."""
+  step = jax.jit(f, inline=True)  # traced once, for its results' types and for the step
+
+  def body(state: Any, x: Any) -> Any:
+    count, stopped, carry = state
+    stopped = stopped | stop_requested()
+    traced, shapes = jax.make_jaxpr(step, return_shape=True)(carry, x)
+    after, y = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+    del after
+
+    def skip() -> Any:
+      return carry, jax.tree.map(tracing.zeros_of, y)
+
+    carry, y = jax.lax.cond(stopped, skip, lambda: step(carry, x))
+    return (count + ~stopped, stopped, carry), y
 
   return body
 

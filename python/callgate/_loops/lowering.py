@@ -26,9 +26,8 @@ from jax.interpreters import mlir, partial_eval
 
 from callgate._core.effects import PROGRESS_EFFECT
 from callgate._core.encoding import is_open
-from callgate._jax import tracing
+from callgate._jax import loops, tracing
 from callgate._jax.tracing import Literal, jaxpr_as_fun
-from callgate._loops.control import split_operands
 from callgate._loops.primitive import UNKNOWN, Bar, progress_call_p, progress_p
 
 Rule = Callable[..., Any]
@@ -122,7 +121,7 @@ def _run_scan(params: dict[str, Any], *operands: Any) -> list[Any]:
   ]
   begun = _begin([(bar, count if bar.total == UNKNOWN else None) for bar in own], operands)
   params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
-  implementation = functools.partial(tracing.scan_impl, **params)
+  implementation = functools.partial(loops.scan_impl, **params)
   trips = length // unroll if unroll else 0
   if open_ or trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
     results = _run_implementation(begun, implementation, operands, unroll)
@@ -184,7 +183,7 @@ def _run_chunks(
 
   A batched loop runs until its last lane has ended.
   """
-  cond_consts, body_consts, carry = split_operands(params, operands)
+  cond_consts, body_consts, carry = loops.split_operands(params, operands)
   predicate = functools.partial(jaxpr_as_fun(params["cond_jaxpr"]), *cond_consts)
   one_step = functools.partial(jaxpr_as_fun(params["body_jaxpr"]), *body_consts)
 

@@ -30,7 +30,7 @@ from callgate._call.site import BoundCall
 from callgate._core.effects import HANDLE_EFFECT
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
-from callgate._jax import tracing
+from callgate._jax import loops, tracing
 from callgate._jax.tracing import Literal, jaxpr_as_fun
 from callgate._objects import table
 from callgate._objects.handle import TYPE
@@ -74,7 +74,7 @@ def _is_maker(eqn: Any) -> bool:
 # -- loops -----------------------------------------------------------------------------------------
 def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
   closed = params["jaxpr"]
-  constants, carries = tracing.scan_counts(params)
+  constants, carries = loops.scan_counts(params)
   consts = operands[:constants]
   carry, xs = operands[constants : constants + carries], operands[constants + carries :]
   scope = _gates()["enter"](parent)

@@ -12,6 +12,7 @@ import ctypes
 import dis
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, cast
@@ -28,23 +29,29 @@ class Ended(RecursionError):
 
 
 _lock = threading.Lock()
-_seen: dict[int, tuple[object, int]] = {}  # where each thread stood when it was last asked for
+# Where each thread stood when it was last asked for, and its seconds of processor time.
+_seen: dict[int, tuple[tuple[object, int], float]] = {}
+_AT_REST = 0.01  # seconds of processor time, at most, between two looks at a thread that waits
 
 
 def report(gate: str, thread: int) -> str:
   """Why the thread, which runs the gate, will never go on, as the text of its failure; else "".
 
-  It has stood at one place twice, and uses a function there whose first call, elsewhere, executes a
-  program with the gate. The exception follows in the thread when the first call has ended.
+  It has stood at one place twice, without working meanwhile, and uses a function there whose first
+  call, elsewhere, executes a program with the gate. The exception follows in the thread when the
+  first call has ended.
   """
   frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
   frame = frames.pop(thread, None)
-  place = (frame.f_code, frame.f_lasti) if frame is not None else None
+  if frame is None:  # it has ended
+    with _lock:
+      _seen.pop(thread, None)
+    return ""
+  place, spent = (frame.f_code, frame.f_lasti), _processor_time(thread)
   with _lock:
-    before = _seen.pop(thread, None)
-    if place is not None:
-      _seen[thread] = place
-  if frame is None or before != place:
+    stood, then = _seen.get(thread, (None, 0.0))
+    _seen[thread] = place, spent
+  if stood != place or spent - then > _AT_REST:
     return ""
   used, calls = _jitted(frame), dispatch.first_calls(frames.values())
   calls = ((f, str(jaxpr)) for f, jaxpr in calls if any(f is one for one in used))
@@ -61,6 +68,13 @@ def report(gate: str, thread: int) -> str:
   )
   ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Ended))
   return describe_failure(error, gate, "")
+
+
+def _processor_time(thread: int) -> float:
+  """Seconds that a thread has worked, which has a frame, and so lives; 0 where nobody tells."""
+  if not hasattr(time, "pthread_getcpuclockid"):
+    return 0.0
+  return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _jitted(frame: FrameType) -> list[Any]:

@@ -32,6 +32,7 @@ class Called(Protocol):
   collective: bool
   # Where no dimension may stay split, one device's call serves all.
   one_calls_for_all: bool
+  on_each_device: bool
 
   @property
   def label(self) -> str: ...
@@ -60,7 +61,7 @@ def of_gate(
     rule=rule.text if rule is not None else "",
     effect=gate.effect != "pure",
     token=gate.effect == "ordered",
-    once=not gate.collective and (gate.effect != "pure" or gathered),
+    once=not (gate.collective or gate.on_each_device) and (gate.effect != "pure" or gathered),
     aliases=sorted(gate.aliases.items()),
     names=[name.strip("'") for name in names],
     function=gate.name if rule is None else "",

@@ -146,6 +146,10 @@ class Channel(Portable):
     if consumers:
       self._handle.add([*consumers.values()])
 
+  def has_stream(self) -> bool:
+    """True if one of its consumers is `sinks.Stream`, which others read a run by."""
+    return any(getattr(one.given, "is_stream", False) for one in list(self._consumers))
+
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
 

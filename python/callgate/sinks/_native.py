@@ -216,6 +216,8 @@ class Stream(NativeSink):
       "{process}" in it, this process's index stands there: "run-{process}.cgs".
   """
 
+  is_stream = True
+
   def __init__(self, destination: str | os.PathLike[str]) -> None:
     path = group.fill_index(options.path("sinks.Stream", "destination", destination))
     known = group.known_index()

@@ -52,6 +52,7 @@ void bind_channel(nb::module_& module);      // `Consumer`, `Channel`, `Tap`: be
 void bind_py_consumer(nb::module_& module);  // `python_consumer`
 void bind_sinks(nb::module_& module);        // `jsonl_sink`, ..., `RecordWriter`
 void bind_stream(nb::module_& module);       // `stream_sink`, `StreamReader`, outfeeds of 2020
+void bind_steer(nb::module_& module);        // `Knob`, `Stop`
 void bind_progress(nb::module_& module);     // the board of bars, for the thread that draws
 void bind_workers(nb::module_& module);      // `WorkerPool`, `WorkerCallee`
 void bind_serve(nb::module_& module);        // what worker processes run

@@ -55,6 +55,12 @@ def function(x: Any) -> Any:
   return x
 
 
+def environment() -> Any:
+  import gymnasium
+
+  return gymnasium.make("CartPole-v1")
+
+
 def values() -> tuple[Any, ...]:
   return (
     None, True, False, 0, 1, -1, 3, 10**30, 1.5, 0.0, -2.5, math.nan, math.inf, -math.inf, 1e300,
@@ -87,13 +93,16 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     cg.elementwise,
     {"in_params": "T x", "out_params": "T y", "operation": "y = x", "name": NAME},
   ),
+  "envs": (cg.envs, {"make": environment, "name": NAME}),
   "feed": (cg.feed, {"iterable": (), "shape": X, "name": NAME}),
+  "find_nan": (cg.find_nan, {"f": function}),
   "fori_loop": (
     cg.fori_loop,
     {"lower": 0, "upper": 1, "body_fun": lambda _, c: c, "init_val": 0},
   ),
   "gate": (cg.gate, {"fn": function, "out": X, "name": NAME}),
   "hold": (cg.hold, {"make": function, "name": NAME}),
+  "knob": (cg.knob, {"name": NAME, "value": 1.0}),
   "library": (cg.library, {"path": "missing.so"}),
   "linear_solver": (cg.linear_solver, {"factor": function, "solve": function, "name": NAME}),
   "load_kernels": (cg.load_kernels, {"path": "missing"}),
@@ -104,6 +113,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   "root": (cg.root, {"residual": function, "solver": function, "name": NAME}),
   "save_kernels": (cg.save_kernels, {"path": "saved"}),
   "scan": (cg.scan, {"f": lambda c, x: (c, x), "init": 0, "length": 1}),
+  "stop": (cg.stop, {}),
   "tap": (cg.tap, {"value": 1.0, "to": "fuzzed"}),
   "torch": (cg.torch, {"fn": function, "out": X, "name": NAME}),
   "trace": (cg.trace, {"path": "trace"}),
@@ -158,7 +168,7 @@ def options() -> list[tuple[str, str]]:
 
 
 def test_every_public_function_with_options_is_here() -> None:
-  made = {"Channel", "Feed", "Gate", "Progress", "config"}  # by functions, or as them
+  made = {"Channel", "Envs", "Feed", "Gate", "Progress", "config"}  # by functions, or as them
   for where, prefix in ((cg, ""), (cg.sinks, "sinks.")):
     for name in where.__all__:
       thing = getattr(where, name)
@@ -250,7 +260,8 @@ def call(name: str, option: str, value: Any) -> None:
 
 
 NEEDS = {
-  "numba": "numba", "torch": "torch", "sinks.HDF5": "h5py", "sinks.MLflow": "mlflow",
+  "envs": "gymnasium", "numba": "numba", "torch": "torch", "sinks.HDF5": "h5py",
+  "sinks.MLflow": "mlflow",
   "sinks.Parquet": "pyarrow", "sinks.Plot": "matplotlib", "sinks.TensorBoard": "tensorboardX",
   "sinks.Zarr": "zarr",
 }  # fmt: skip

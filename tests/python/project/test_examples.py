@@ -42,6 +42,7 @@ def test_examples_are_short():
     assert len(lines) <= 80, path.name
 
 
+@pytest.mark.limit(300)  # about 80 seconds of computing
 def test_the_demo_learns_digits_draws_them_and_agrees_with_jax_s_callbacks(tmp_path):
   pytest.importorskip("matplotlib")
   pytest.importorskip("tensorboardX")
@@ -360,6 +361,14 @@ def test_the_cartpole_program_learns_to_balance(tmp_path):
   text = run("gymnasium_cartpole.py", cwd=tmp_path)
   first = numbers(text.splitlines()[0].partition("up for")[2])[0]
   assert numbers(line_with(text, "at the end"))[0] > 2 * first
+
+
+def test_ppo_balances_the_pole_to_the_end(tmp_path):
+  pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+  text = run("ppo_cartpole.py", cwd=tmp_path)
+  first, last = (numbers(text.splitlines()[i].partition(":")[2])[0] for i in (0, -1))
+  assert first < 100
+  assert last >= 400  # the mean length of the last 100 episodes; 500 ends one
 
 
 def test_the_mujoco_pendulum_comes_up_by_its_own_derivatives(tmp_path):

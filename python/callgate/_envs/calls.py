@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of environments: one for all of them, or one for each worker's share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._call import primitive, shapes
+from callgate._call.site import BoundCall, CallSite
+from callgate._core.errors import GateDefinitionError
+from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
+from callgate._jax import tracing
+from callgate._runtime import config
+from callgate._workers.workers import Workers
+
+SHARDING = "expected such as NamedSharding(mesh, PartitionSpec('d')), which splits lanes alone"
+
+
+class EnvGate(Gate):
+  """A method of `Lanes` as a gate. On workers each argument has a leading axis: of their shares."""
+
+  kind = "envs"
+
+  def __init__(self, function: Callable[..., Any], options: GateOptions, label: str) -> None:
+    self._envs = label
+    super().__init__(function, dataclasses.replace(options, vmap=self._refuse_vmap))
+    self.no_derivatives = (
+      f"{label}: environments have no derivatives; expected actions that are constants to them: "
+      "env.step(jax.lax.stop_gradient(actions))"
+    )
+
+  def _refuse_vmap(self, size: int, batched: Any, *_: Any, **__: Any) -> NoReturn:
+    del batched
+    raise GateDefinitionError(
+      f"{self._envs}: called under jax.vmap of {size} lanes; expected no vmap: one call steps all "
+      "environments, and callgate.envs(make, n=...) makes as many as there are lanes"
+    )
+
+  def bind(self, site: CallSite, leaves: Sequence[Any]) -> Any:
+    if not isinstance(self.run_on, Workers):
+      return super().bind(site, leaves)
+    shares = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
+    shapes.check_call(self, site, shares)
+    self.check_call(site, shares)
+    level = leaves[0].shape[0], (True,) * len(leaves)
+    flat = primitive.bind(*leaves, call=BoundCall(self.core, site, (level,)))
+    return jax.tree.unflatten(site.out_tree, flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Which device and which worker has which environments.
+
+  Attributes:
+    label: whose, as messages begin.
+    count: how many environments there are.
+    sharding: splits them over devices; None for one.
+    workers: how many workers there are; 0 for none.
+  """
+
+  label: str
+  count: int
+  sharding: jax.sharding.NamedSharding | None
+  workers: int
+
+  @classmethod
+  def checked(cls, label: str, count: int, sharding: Any, workers: int) -> Layout:
+    if sharding is not None:
+      if not isinstance(sharding, jax.sharding.NamedSharding):
+        raise GateDefinitionError(f"{label}: sharding: {SHARDING}, got {sharding!r}")
+      if not sharding.spec or sharding.spec[0] is None or any(sharding.spec[1:]):
+        raise GateDefinitionError(f"{label}: sharding: {SHARDING}, got {sharding}")
+    made = cls(label, count, sharding, workers)
+    if count % made.devices:
+      raise GateDefinitionError(
+        f"{label}: sharding: expected n, the number of environments, to be a multiple of that of "
+        f"devices, {made.devices}, got n={count}"
+      )
+    return made
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The mesh's axes that split the environments."""
+    first: Any = () if self.sharding is None else self.sharding.spec[0]
+    return (first,) if isinstance(first, str) else tuple(first)
+
+  @property
+  def devices(self) -> int:
+    """How many parts the environments are split into."""
+    if self.sharding is None:
+      return 1
+    return int(np.prod([self.sharding.mesh.shape[axis] for axis in self.axes]))
+
+  def is_local(self) -> bool:
+    """Whether a program is traced for one device of the mesh, in a `jax.shard_map`."""
+    return bool(self.axes) and tracing.region_axes().issuperset(self.axes)
+
+  def lanes(self) -> Any:
+    """The numbers of the environments that a call being traced is for."""
+    if not self.is_local():
+      return jnp.arange(self.count, dtype=np.int32)
+    part = self.count // self.devices
+    return jax.lax.axis_index(self.axes) * part + jnp.arange(part, dtype=np.int32)
+
+  def call(self, here: Gate, there: Gate | None, *args: Any, **static: Any) -> Any:
+    """Calls one of two gates with pytrees of arrays that have a row for each lane, lanes first."""
+    if there is None or config.engine() == "jax":
+      return self.split(here(*self.split(args), **static))
+    local = self.is_local()
+    parts = 1 if local else self.devices
+    rows = args[0].shape[0] // parts
+    shares = self.workers if self.sharding is not None else min(self.workers, rows)
+    share = -(-rows // shares)
+
+    def grouped(x: Any, fill: int | None = None) -> Any:
+      x = self._reshaped(x, parts, rows, *x.shape[1:])
+      if more := shares * share - rows:
+        last = x[:, :1] if fill is None else jnp.full_like(x[:, :1], fill)
+        x = jnp.concatenate([x, *([last] * more)], axis=1)
+      return self._reshaped(x, parts * shares, share, *x.shape[2:])
+
+    def flat(x: Any) -> Any:
+      x = self._reshaped(x, parts, shares * share, *x.shape[2:])[:, :rows]
+      return self._reshaped(x, parts * rows, *x.shape[2:])
+
+    # A number that no environment has is for those that fill a share up.
+    lanes, *rest = args
+    given = (grouped(lanes, self.count), *jax.tree.map(grouped, rest))
+    return self.split(jax.tree.map(flat, there(*self.split(given), **static)))
+
+  def split(self, tree: Any) -> Any:
+    """The same, split over the devices, where a program is traced for all of them."""
+    if self.sharding is None or self.is_local():
+      return tree
+    put = jax.sharding.reshard if self._explicit else jax.lax.with_sharding_constraint
+    return jax.tree.map(lambda x: put(x, self._rows), tree)
+
+  @property
+  def _rows(self) -> jax.sharding.NamedSharding:
+    assert self.sharding is not None
+    spec = jax.sharding.PartitionSpec(self.sharding.spec[0])
+    return jax.sharding.NamedSharding(self.sharding.mesh, spec)
+
+  @property
+  def _explicit(self) -> bool:
+    if self.sharding is None:
+      return False
+    mesh = self.sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return any(kinds[axis] == jax.sharding.AxisType.Explicit for axis in self.axes)
+
+  def _reshaped(self, x: Any, *shape: int) -> Any:
+    """Rows of environments as rows of shares and back; each device keeps its own."""
+    if not self._explicit or self.is_local():
+      return x.reshape(shape)
+    return jax.lax.reshape(self.split(x), shape, out_sharding=self._rows)

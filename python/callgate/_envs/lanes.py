@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environments themselves, in the process where they are stepped.
+
+A process has one `Lanes` of each `callgate.envs`, with those environments that it was asked to
+reset. Calls for different ones may come from several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate._core.errors import GateError, ResultError
+from callgate._envs import infos, seeds, spaces
+from callgate._envs.spaces import Store
+from callgate._workers import objects
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What all processes know of the environments.
+
+  Attributes:
+    label: as messages begin.
+    make: gives one environment.
+    count: how many there are.
+    observation_space, action_space: of one.
+    observations, actions: those as pytrees of ShapeDtypeStructs.
+    info: what of infos programs get, likewise.
+    reward: its dtype.
+    episodes: whether programs get returns and lengths of episodes.
+  """
+
+  label: str
+  make: Callable[[], Any]
+  count: int
+  observation_space: Any
+  action_space: Any
+  observations: Any
+  actions: Any
+  info: Mapping[str, Any]
+  reward: np.dtype[Any]
+  episodes: bool
+
+  def of_reset(self, count: int) -> tuple[Any, Any]:
+    """The types of a reset's results: observations and infos."""
+
+    def of_all(one: Any) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct((count, *one.shape), one.dtype)
+
+    return jax.tree.map(of_all, self.observations), infos.batched(self.info, count)
+
+  def of_step(self, count: int) -> tuple[Any, ...]:
+    """Those of a step: observations, rewards, terminated, truncated, infos, episodes."""
+    seen, info = self.of_reset(count)
+    number = jax.ShapeDtypeStruct((count,), self.reward)
+    flag = jax.ShapeDtypeStruct((count,), np.bool_)
+    length = jax.ShapeDtypeStruct((count,), np.int32)
+    episodes = {"return": number, "length": length} if self.episodes else {}
+    return seen, number, flag, flag, info, episodes
+
+
+class _Lane:
+  """An environment and what Gymnasium's vector environments know of it."""
+
+  __slots__ = ("ended", "env", "length", "step", "total")
+
+  def __init__(self, env: Any) -> None:
+    self.env, self.step = env, env.step
+    self.ended: Any = False
+    self.total, self.length = 0.0, 0  # of the episode
+
+
+class Lanes:
+  """The environments of one process, by lane.
+
+  Results are written to rows of `out`, views of a program's memory: of what `Plan` says. A lane
+  number of `Plan.count` or more is one that fills a call up, and has no environment.
+  """
+
+  def __init__(self, plan: Plan) -> None:
+    self._plan = plan
+    self._lanes: dict[int, _Lane] = {}
+    self._seen = Store.all_of("observation", plan.observations)
+    self._infos = infos.Infos(plan.info)
+    self._closed = False
+
+  def reset(self, out: Any, lanes: Any, given: Any, *, how: seeds.How) -> None:
+    """Makes what is not there yet, and resets it with its seed."""
+    self._check_open()
+    seen, info = out
+    numbers = self._real(lanes)
+    self._infos.clear(info)
+    values: list[Any] = []
+    number = -1
+    try:
+      every = seeds.of_lanes(how, given[: len(numbers)], numbers, self._plan.count)
+      for row, (number, seed) in enumerate(zip(numbers, every, strict=True)):
+        if number not in self._lanes:
+          self._lanes[number] = _Lane(self._made())
+        lane = self._lanes[number]
+        lane.ended, lane.total, lane.length = False, 0.0, 0
+        value, extra = lane.env.reset(seed=seed)
+        values.append(value)
+        self._infos.put(info, row, extra)
+    except Exception as error:
+      self._tell(error, number, "reset")
+      raise
+    self._put(seen, values, numbers, "reset")
+
+  def step(self, out: Any, lanes: Any, actions: Any) -> None:
+    """Steps each environment, or resets it where its episode has ended with the last step."""
+    self._check_open()
+    seen, *numeric, info, episodes = out
+    numbers = self._real(lanes)
+    plan, have = self._plan, self._lanes
+    if plan.info:
+      self._infos.clear(info)
+    values: list[Any] = []
+    rewards: list[Any] = []
+    over: list[Any] = []
+    cut: list[Any] = []
+    number = -1
+    try:
+      for row, (number, action) in enumerate(
+        zip(numbers, spaces.rows(plan.action_space, actions), strict=False)
+      ):
+        lane = have.get(number) or self._missing(number)
+        if lane.ended:
+          value, extra = lane.env.reset()
+          reward, terminated, truncated = 0.0, False, False
+          lane.total, lane.length = 0.0, 0
+        else:
+          value, reward, terminated, truncated, extra = lane.step(action)
+          lane.length += 1
+          lane.total += reward
+        lane.ended = terminated or truncated
+        values.append(value)
+        rewards.append(reward)
+        over.append(terminated)
+        cut.append(truncated)
+        if plan.info:
+          self._infos.put(info, row, extra)
+    except Exception as error:
+      self._tell(error, number, "step")
+      raise
+    self._put(seen, values, numbers, "step")
+    for one, view, given in zip(_NUMERIC, numeric, (rewards, over, cut), strict=True):
+      _fill(view, len(numbers), self._as_numbers(one, given, numbers))
+    if episodes:
+      running = [have[number] for number in numbers]
+      _fill(episodes["return"], len(numbers), [lane.total for lane in running])
+      _fill(episodes["length"], len(numbers), [lane.length for lane in running])
+
+  def shut(self, out: Any, lanes: Any) -> None:
+    """`close`, for programs."""
+    del lanes
+    out[...] = True
+    self.close()
+
+  def render(self, number: int) -> Any:
+    return (self._lanes.get(number) or self._missing(number)).env.render()
+
+  def close(self) -> None:
+    """Closes the environments; calls fail from then on."""
+    self._closed = True
+    for lane in self._lanes.values():
+      with contextlib.suppress(Exception):
+        lane.env.close()
+    self._lanes.clear()
+
+  # ------------------------------------------------------------------------------------------------
+  def _real(self, lanes: Any) -> list[int]:
+    """The numbers of the environments; those that fill a call up come last."""
+    numbers: list[int] = lanes.tolist()
+    while numbers and numbers[-1] >= self._plan.count:
+      numbers.pop()
+    return numbers
+
+  def _put(self, seen: Any, values: list[Any], numbers: Sequence[int], during: str) -> None:
+    """Stores what each environment showed."""
+    for one in self._seen:
+      view, parts = spaces.at(seen, one.path), values
+      row = 0
+      try:
+        if one.path:
+          parts = []
+          for row in range(len(values)):
+            parts.append(one.part(values[row]))
+        if not one.put_all(view, parts):
+          for row, part in enumerate(parts):
+            one.put(view, row, part)
+      except Exception as error:
+        self._tell(error, numbers[row], during)
+        raise
+      if len(parts) < len(view):
+        view[len(parts) :] = 0
+
+  def _as_numbers(self, what: str, given: list[Any], numbers: Sequence[int]) -> Any:
+    try:
+      made = np.array(given, bool if what != "reward" else float)
+      if made.shape == (len(given),):
+        return made
+    except (TypeError, ValueError):
+      pass
+    for number, one in zip(numbers, given, strict=True):
+      if np.shape(one) != () or not isinstance(one, (bool, int, float, np.bool_, np.number)):
+        error = ResultError(f"{what}: expected a number, got {one!r}")
+        self._tell(error, number, "step")
+        raise error
+    raise ResultError(f"{what}: expected numbers, got {given!r}")
+
+  def _made(self) -> Any:
+    plan = self._plan
+    env = plan.make()
+    for what, want in (
+      ("observation_space", plan.observation_space),
+      ("action_space", plan.action_space),
+    ):
+      got = getattr(env, what)
+      if got != want:
+        raise GateError(f"{plan.label}: {what}: expected {want}, as the first's, got {got}")
+    return env
+
+  def _missing(self, number: int) -> _Lane:
+    raise GateError(
+      f"{self._plan.label}: environment {number} has not been reset, or the worker that had it has "
+      "ended; expected a reset() before step()"
+    )
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise GateError(f"{self._plan.label}: the environments have been closed")
+
+  def _tell(self, error: Exception, number: int, what: str) -> None:
+    if number >= 0:
+      plan = self._plan
+      error.add_note(
+        f"callgate: environment {number} of {plan.count} of {plan.label} raised it in {what}()"
+      )
+
+
+_NUMERIC = ("reward", "terminated", "truncated")
+
+
+def _fill(view: Any, count: int, values: Any) -> None:
+  """Stores values in the first rows, and zeros in those that fill a call up."""
+  view[:count] = values
+  view[count:] = 0
+
+
+class LanesMethod(objects.MethodOf):
+  """A method of a process's `Lanes`, as a function that travels with the user's `make`."""
+
+  def __reduce__(self) -> Any:
+    return LanesMethod, (self.instances, self.name)
+
+  @property
+  def make(self) -> Any:
+    """The user's function, for who looks whether it can be imported."""
+    made: Any = self.instances.make
+    made = made.args[0].make
+    while hasattr(made, "func"):
+      made = made.func
+    return made

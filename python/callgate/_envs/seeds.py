@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What environments are seeded with: a key's or a number's words in programs, integers on the host.
+
+A key's integer is that of its data's words, the first of most weight: `jax.random.key(7)` is 7.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._core.errors import GateDefinitionError
+
+How = Literal["none", "words", "number", "lanes"]
+_WORD = 2**32
+
+
+def operand(label: str, key: Any, count: int) -> tuple[How, Any]:
+  """How a program's call tells its seeds, and the array that does.
+
+  Args:
+    label: whose they are, as messages begin.
+    key: None, a PRNG key, an integer, or a seed for each of `count` environments.
+    count: how many environments there are.
+
+  Returns:
+    "none" and None; "words" and uint32[words], most weight first; "number" and an integer array of
+    shape (); "lanes" and integers of shape (count,), or uint32[count, 2] of larger ones.
+  """
+  if key is None:
+    return "none", None
+  if isinstance(key, (int, np.integer)) and not isinstance(key, (bool, np.bool_)):
+    return "words", _words(label, int(key))
+  if isinstance(key, (list, tuple)):
+    return "lanes", _of_list(label, key, count)
+  if hasattr(key, "dtype") and hasattr(key, "shape"):
+    return _of_array(label, key, count)
+  raise _wrong(label, count, repr(key))
+
+
+def _of_array(label: str, key: Any, count: int) -> tuple[How, Any]:
+  if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if key.shape == ():
+      return "words", jax.random.key_data(key).reshape(-1)
+  elif jnp.issubdtype(key.dtype, jnp.integer):
+    if isinstance(key, np.ndarray):
+      return "lanes", _of_list(label, key.tolist(), count)
+    raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    if key.dtype == np.uint32 and key.shape == raw:
+      return "words", key
+    if key.shape == ():
+      return "number", key
+    if key.shape == (count,):
+      return "lanes", key
+  raise _wrong(label, count, f"{key.dtype}{list(key.shape)}")
+
+
+def _wrong(label: str, count: int, got: str) -> GateDefinitionError:
+  return GateDefinitionError(
+    f"{label}: key: expected a PRNG key, an integer of at least 0, a list of {count} such, or "
+    f"None, got {got}"
+  )
+
+
+def _words(label: str, seed: int) -> Any:
+  if seed < 0:
+    raise GateDefinitionError(f"{label}: key: expected a seed of at least 0, got {seed}")
+  words = [seed % _WORD]
+  while seed := seed // _WORD:
+    words.insert(0, seed % _WORD)
+  return jnp.asarray(np.array(words, np.uint32))
+
+
+def _of_list(label: str, given: Any, count: int) -> Any:
+  if any(isinstance(one, jax.core.Tracer) for one in given):
+    seeds = jnp.stack([jnp.asarray(one) for one in given])
+    if seeds.shape == (count,) and jnp.issubdtype(seeds.dtype, jnp.integer):
+      return seeds
+    raise _wrong(label, count, f"{len(given)} of {seeds.dtype}{list(seeds.shape[1:])}")
+  try:
+    seeds = [operator.index(one) for one in given]
+  except TypeError:
+    raise _wrong(label, count, repr(given)) from None
+  if len(seeds) != count or not all(0 <= one < _WORD**2 for one in seeds):
+    what = f"{count} seeds, from 0 to 2**64 - 1"
+    raise GateDefinitionError(f"{label}: key: expected {what}, got {given!r}")
+  return jnp.asarray(np.array([divmod(one, _WORD) for one in seeds], np.uint32).reshape(count, 2))
+
+
+def of_lanes(how: How, seeds: Any, lanes: Sequence[int], count: int) -> list[int | None]:
+  """The seed of each lane, on the host; `seeds` has a row for each, `count` is that of all."""
+  if how == "none" or not lanes:
+    return [None] * len(lanes)
+  if how == "lanes":
+    return [_joined(row) if seeds.ndim > 1 else _positive(row) for row in seeds]
+  entropy = _joined(seeds[0]) if how == "words" else _positive(seeds[0])
+  state = np.random.SeedSequence(entropy).generate_state(count).tolist()
+  return [state[lane] for lane in lanes]
+
+
+def _joined(words: Any) -> int:
+  number = 0
+  for word in words.tolist():
+    number = number * _WORD + word
+  return number
+
+
+def _positive(seed: Any) -> int:
+  if seed < 0:
+    raise ValueError(f"key: expected a seed of at least 0, got {seed}")
+  return int(seed)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gymnasium's spaces as pytrees of shapes and dtypes, and values on their way between the two."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate._core import extras
+from callgate._core.dtypes import type_text
+from callgate._core.errors import GateDefinitionError, ResultError
+from callgate._jax import tracing
+
+Path = tuple[Any, ...]
+
+
+def gymnasium(label: str) -> Any:
+  """The library, or an error that says how to get it."""
+  return extras.library("gymnasium", "Gymnasium", "envs", by=label)
+
+
+def types(label: str, which: str, space: Any) -> Any:
+  """A space as a pytree of ShapeDtypeStructs, of JAX's canonical dtypes.
+
+  Dict becomes a dict and Tuple a tuple; Box, Discrete, MultiDiscrete and MultiBinary are leaves.
+
+  Args:
+    label: whose it is, as messages begin.
+    which: "observation_space" or "action_space"; begins the names of its parts.
+    space: the space of one environment.
+
+  Raises:
+    GateDefinitionError: a part has no fixed shape and dtype, or values that JAX's dtype can't hold.
+  """
+  kinds = gymnasium(label).spaces
+  if isinstance(space, kinds.Dict):
+    return {key: types(label, f"{which}[{key!r}]", one) for key, one in space.spaces.items()}
+  if isinstance(space, kinds.Tuple):
+    return tuple(types(label, f"{which}[{i}]", one) for i, one in enumerate(space.spaces))
+  if not isinstance(space, (kinds.Box, kinds.Discrete, kinds.MultiDiscrete, kinds.MultiBinary)):
+    expected = "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these"
+    raise GateDefinitionError(
+      f"{label}: {which}: expected a space with a fixed shape and dtype ({expected}), got {space}"
+    )
+  own = np.dtype(space.dtype)
+  dtype = tracing.canonical_dtype(own)
+  if dtype != own and np.issubdtype(own, np.integer):
+    least, most = _bounds(kinds, space)
+    limits = np.iinfo(dtype)
+    if least < limits.min or most > limits.max:
+      raise GateDefinitionError(
+        f"{label}: {which}: {space} has values from {least} to {most}; expected such that "
+        f"{dtype.name} holds, or jax_enable_x64"
+      )
+  return jax.ShapeDtypeStruct(tuple(space.shape), dtype)
+
+
+def _bounds(kinds: Any, space: Any) -> tuple[int, int]:
+  if isinstance(space, kinds.Discrete):
+    return int(space.start), int(space.start) + int(space.n) - 1
+  if isinstance(space, kinds.MultiDiscrete):
+    start = np.asarray(getattr(space, "start", 0))
+    return int(start.min()), int((start + space.nvec).max()) - 1
+  if isinstance(space, kinds.Box):
+    return int(np.min(space.low)), int(np.max(space.high))
+  return 0, 1
+
+
+# -- actions ---------------------------------------------------------------------------------------
+def check_actions(label: str, space: Any, want: Any, actions: Any, count: int) -> None:
+  """Raises unless traced actions, a pytree of arrays, are those of `count` environments."""
+  tree = jax.tree.structure(want)
+  if jax.tree.structure(actions) != tree:
+    raise GateDefinitionError(
+      f"{label}: actions: expected the structure of {space}, {tree}, got "
+      f"{jax.tree.structure(actions)}"
+    )
+  found = jax.tree_util.tree_flatten_with_path(want)[0]
+  kinds = dtypes_of(space)
+  for (path, type_), own, got in zip(found, kinds, jax.tree.leaves(actions), strict=True):
+    shape = (count, *type_.shape)
+    fits = got.shape == shape and (got.dtype == type_.dtype or _holds(own, got.dtype))
+    if not fits:
+      where = f"actions{jax.tree_util.keystr(path)}"
+      raise GateDefinitionError(
+        f"{label}: {where}: expected {type_text(type_.dtype, shape)}, an action for each of "
+        f"{count} environments, got {type_text(got.dtype, got.shape)}"
+      )
+
+
+def _holds(own: Any, got: Any) -> bool:
+  """Whether the space's dtype has every value of another, of the same kind."""
+  integers = jax.numpy.issubdtype(own, np.integer)
+  kind = jax.numpy.integer if integers else jax.numpy.floating
+  same = jax.numpy.issubdtype(got, kind) or (integers and got == np.bool_)
+  return bool(same) and np.can_cast(got, own, "safe")
+
+
+def dtypes_of(space: Any) -> list[Any]:
+  """The dtypes that a space says, of its leaves in JAX's order."""
+  inner = getattr(space, "spaces", None)
+  if inner is None:
+    return [np.dtype(space.dtype)]
+  parts = [inner[key] for key in sorted(inner)] if isinstance(inner, Mapping) else list(inner)
+  return [dtype for part in parts for dtype in dtypes_of(part)]
+
+
+def rows(space: Any, value: Any) -> Sequence[Any]:
+  """The actions of each environment, as Gymnasium's vector environments give them: copies."""
+  inner = getattr(space, "spaces", None)
+  if inner is None:
+    return list(np.array(value, np.dtype(space.dtype)))
+  if isinstance(inner, Mapping):
+    columns = [rows(part, value[key]) for key, part in inner.items()]
+    return [dict(zip(inner, row, strict=True)) for row in zip(*columns, strict=True)]
+  return list(zip(*(rows(part, one) for part, one in zip(inner, value, strict=True)), strict=True))
+
+
+# -- what environments give ------------------------------------------------------------------------
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+  """Each leaf of dictionaries and tuples, with the keys that lead to it."""
+  if isinstance(tree, dict):
+    for key in tree:
+      yield from leaves(tree[key], (*path, key))
+  elif isinstance(tree, tuple):
+    for index, one in enumerate(tree):
+      yield from leaves(one, (*path, index))
+  else:
+    yield path, tree
+
+
+def at(tree: Any, path: Path) -> Any:
+  for key in path:
+    tree = tree[key]
+  return tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+  """Where one part of what an environment gives goes: to its row of an array.
+
+  Attributes:
+    what: "observation['x']", as messages say.
+    path: the keys that lead to it.
+    shape, dtype: of one environment's.
+  """
+
+  what: str
+  path: Path
+  shape: tuple[int, ...]
+  dtype: np.dtype[Any]
+
+  @classmethod
+  def all_of(cls, what: str, tree: Any) -> list[Store]:
+    return [
+      cls(what + "".join(f"[{key!r}]" for key in path), path, tuple(one.shape), one.dtype)
+      for path, one in leaves(tree)
+    ]
+
+  def part(self, value: Any) -> Any:
+    """Its part of what an environment gives."""
+    try:
+      return at(value, self.path)
+    except (KeyError, IndexError, TypeError):
+      raise ResultError(f"{self.what}: expected one of the space's, got none") from None
+
+  def put_all(self, view: Any, values: list[Any]) -> bool:
+    """Stores values in the first rows, if all are arrays of this very form; else does nothing."""
+    dtype, shape = self.dtype, self.shape
+    if not shape or not values:
+      return not values
+    for value in values:
+      if type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
+        return False
+    flat = view[: len(values)].reshape(-1, *shape[1:])
+    np.concatenate(values, out=flat)
+    return True
+
+  def put(self, view: Any, row: int, value: Any) -> None:
+    """Stores an environment's value, of this shape and of a dtype of this kind."""
+    if type(value) is np.ndarray and value.dtype == self.dtype and value.shape == self.shape:
+      view[row] = value
+      return
+    given = np.asarray(value)
+    same = given.shape == self.shape and np.can_cast(given.dtype, self.dtype, "same_kind")
+    if same or (given.shape == self.shape and _is_number(value, self.dtype)):
+      made = given.astype(self.dtype)
+      if self.dtype.kind not in "iu" or bool((made == given).all()):
+        view[row] = made
+        return
+    expected, got = type_text(self.dtype, self.shape), type_text(given.dtype, given.shape)
+    shown = f"{got} ({value!r})" if given.size <= _SHOWN else got
+    raise ResultError(f"{self.what}: expected {expected}, got {shown}")
+
+
+_SHOWN = 4  # values in a message
+
+
+def _is_number(value: Any, dtype: np.dtype[Any]) -> bool:
+  """Python's own numbers, of a kind that the dtype includes; flags serve as numbers."""
+  if isinstance(value, (bool, np.bool_)):
+    return dtype.kind in "biuf"
+  return isinstance(value, (int, np.integer)) and dtype.kind in "iuf"

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of JAX's loops: what their primitives hold, and the rules that hoist and evaluate them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.lax.control_flow import loops as _loops
+
+T = TypeVar("T")
+
+# What `jax.lax.scan` is once it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
+# the parameters of the primitive, whatever they are called. No public name.
+scan_impl: Callable[..., Any] = _loops._scan_impl  # pyright: ignore[reportPrivateUsage]
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+  """How many operands of a `scan` are constants, and how many its carry (0.10 to 0.12)."""
+  if "num_consts" in params:
+    return params["num_consts"], params["num_carry"]
+  consts, carry, _ = map(list, params["ft_in"].unpack())  # since 0.12
+  return len(consts), len(carry)
+
+
+# A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).
+move_binders_to_front: Callable[[Any, Sequence[bool]], Any] = _partial_eval.move_binders_to_front
+
+
+def wrap_rules(hoist: Callable[..., Any], evaluate: Callable[..., Any]) -> None:
+  """Puts these, which get the original first, in place of two functions of JAX's (0.10 to 0.12).
+
+  `hoist`: what hoists out of a scan; `evaluate`: `partial_eval_jaxpr_nounits`, where JAX's own
+  rules look it up. Neither has a public name.
+  """
+  hoisting, evaluation = _loops._scan_known_hoisting, _partial_eval.partial_eval_jaxpr_nounits  # pyright: ignore[reportPrivateUsage]
+  _loops._scan_known_hoisting = functools.partial(hoist, hoisting)  # pyright: ignore[reportPrivateUsage]
+  _partial_eval.partial_eval_jaxpr_nounits = functools.partial(evaluate, evaluation)
+
+
+def split_operands(params: dict[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+  """Returns what a `while_loop` has for each operand, for (condition, body, carry)."""
+  first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+  return list(of[:first]), list(of[first:second]), list(of[second:])

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`callgate.find_nan`: the first equation of a program that makes a NaN or an infinity."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from callgate._core import options
+from callgate._core.dtypes import type_text
+from callgate._nan import watched
+
+
+@dataclasses.dataclass(frozen=True)
+class NanReport:
+  """What `find_nan` found first; `str()` says it in words.
+
+  Attributes:
+    kind: "nan" or "inf".
+    primitive: the operation that made it, as JAX calls it.
+    source: "file:line (function)" of the code that traced it; "" where it is not known.
+    step: the number of the loop's step, from 0; a tuple, outermost first, in loops within each
+      other; None outside of loops.
+    lane: of `jax.vmap`, likewise. It is told by the leading axes of the result, where vmap puts
+      lanes unless `in_axes` says otherwise.
+    index: of the first such element of the result.
+    operands: type and range of each operand, as text.
+    result: the result's type, as text.
+  """
+
+  kind: Literal["nan", "inf"]
+  primitive: str
+  source: str
+  step: int | tuple[int, ...] | None
+  lane: int | tuple[int, ...] | None
+  index: tuple[int, ...]
+  operands: tuple[str, ...]
+  result: str
+
+  def __str__(self) -> str:
+    made = {"nan": "a NaN", "inf": "an infinity"}[self.kind]
+    parts = [f"step {self.step}"] if self.step is not None else []
+    parts += [f"lane {self.lane}"] if self.lane is not None else []
+    where = f" in {', '.join(parts)}" if parts else ""
+    lines = [f"'{self.primitive}' made {made}{where}, at {list(self.index)} of {self.result}"]
+    lines += [f"  at {self.source}"] if self.source else []
+    lines += [f"  operand {i}: {text}" for i, text in enumerate(self.operands)]
+    return "\n".join(lines)
+
+
+def find_nan(f: Callable[..., Any]) -> Callable[..., NanReport | None]:
+  """Finds the first operation of a program that makes a NaN or an infinity.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+
+  def step(x, t):
+    return x - 1.0, jnp.log(x) * t
+
+  report = cg.find_nan(lambda x: jax.lax.scan(step, x, jnp.arange(5.0)))(2.5)
+  assert (report.primitive, report.kind, report.step) == ("log", "nan", 3)
+  print(report)
+  ```
+
+  The program runs compiled, as one: in loops, branches, inner jits, under vmap and in gradients
+  (`find_nan(jax.grad(f))`) each operation's results are looked at. An operation *makes* a NaN that
+  has one among its results and none among its operands; an infinity, where its operands are all
+  finite. In a `while_loop` under vmap lanes that have ended are looked at until the last one has.
+  `jax_debug_nans` runs a program once more op by op, and tells no step and no lane.
+
+  Args:
+    f: a function that `jax.jit` takes.
+
+  Returns:
+    A function of f's arguments that runs it, and returns a `NanReport`, or None if there is
+    nothing to report. f's own results are dropped; gates and taps in it run as they do in f.
+
+  Raises:
+    GateDefinitionError: f is not callable.
+  """
+  options.function("find_nan", "f", f)
+
+  @functools.wraps(f, updated=())
+  def find(*args: Any, **kwargs: Any) -> NanReport | None:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def of_arrays(*given: Any) -> Any:
+      every = list(leaves)
+      for index, value in zip(arrays, given, strict=True):
+        every[index] = value
+      args, kwargs = jax.tree.unflatten(tree, every)
+      return f(*args, **kwargs)
+
+    given = [leaves[i] for i in arrays]
+    watch = watched.Watch(jax.make_jaxpr(of_arrays)(*given))
+    return _report(watch, jax.device_get(jax.jit(watch.run)(*given)))
+
+  return find
+
+
+def _is_array(leaf: Any) -> bool:
+  return isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
+
+
+def _report(watch: watched.Watch, state: watched.State) -> NanReport | None:
+  if state.kind == watched.NONE:
+    return None
+  found = watch.equations[int(state.number)]
+  result = found.results[int(state.result)]
+  index = tuple(map(int, np.unravel_index(int(state.place), result.shape)))
+  operands = zip(found.operands, state.operands, strict=False)
+  return NanReport(
+    kind="nan" if state.kind == watched.NAN else "inf",
+    primitive=found.primitive,
+    source=found.source,
+    step=_one_or_many(state.steps[: found.loops].tolist()),
+    lane=_one_or_many(index[: found.lanes]),
+    index=index,
+    operands=tuple(_shown(aval, *limits) for aval, limits in operands),
+    result=type_text(result.dtype, result.shape),
+  )
+
+
+def _one_or_many(numbers: Any) -> int | tuple[int, ...] | None:
+  return None if not numbers else numbers[0] if len(numbers) == 1 else tuple(numbers)
+
+
+def _shown(aval: Any, least: Any, most: Any) -> str:
+  text = type_text(aval.dtype, aval.shape)
+  if np.isnan(least) and not np.issubdtype(aval.dtype, np.inexact):
+    return text
+  return f"{text}, {least:.6g}" if least == most else f"{text}, {least:.6g} to {most:.6g}"

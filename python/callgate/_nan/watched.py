@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program that watches itself: each equation's results are looked at for the first NaN or Inf.
+
+The program's equations are evaluated one by one, in loops, branches and inner jits too, with a
+`State` beside their values: what was found first. Nothing leaves the program before its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._jax import loops, lowering, tracing
+
+Values = Sequence[Any]
+NONE, NAN, INF = 0, 1, 2
+
+
+class State(NamedTuple):
+  """What was found first.
+
+  Attributes:
+    kind: NONE, NAN or INF.
+    number: of the equation in `Watch.equations`.
+    result: which of its results.
+    place: the flat index of the first such element.
+    steps: of the loops around it, outermost first; -1 where there are fewer.
+    operands: least and greatest number of each operand; NaN for those that are no numbers.
+  """
+
+  kind: Any
+  number: Any
+  result: Any
+  place: Any
+  steps: Any
+  operands: Any
+
+
+class Equation(NamedTuple):
+  """What is known of an equation before the program runs."""
+
+  primitive: str
+  source: str
+  loops: int  # around it
+  lanes: int  # levels of vmap around it
+  operands: tuple[Any, ...]  # abstract values
+  results: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where an equation stands: the indices of the loops around it, and the levels of vmap."""
+
+  path: tuple[int, ...] = ()  # ids of the equations around it
+  loops: tuple[Any, ...] = ()
+  lanes: int = 0
+
+  def inside(self, eqn: Any, *step: Any) -> Place:
+    return Place((*self.path, id(eqn)), (*self.loops, *step), self.lanes + _lanes(eqn))
+
+
+def _lanes(eqn: Any) -> int:
+  return str(eqn.source_info.name_stack).count("vmap(")
+
+
+class Watch:
+  """Evaluates a closed jaxpr and looks at what its equations give."""
+
+  def __init__(self, closed: Any) -> None:
+    self.closed = closed
+    self.equations: list[Equation] = []
+    self._numbers: dict[tuple[int, ...], int] = {}  # by path: bodies may be traced again
+    self._depth, self._operands = _extents(closed.jaxpr)
+
+  def run(self, *args: Any) -> State:
+    """What a run finds; for `jax.jit`."""
+    nothing = jnp.int32(NONE)
+    steps = jnp.full(self._depth, -1, np.int32)
+    state = State(nothing, nothing, nothing, nothing, steps, jnp.zeros((self._operands, 2)))
+    return self._jaxpr(self.closed.jaxpr, self.closed.consts, args, state, Place())[1]
+
+  def _jaxpr(
+    self, jaxpr: Any, consts: Values, args: Values, state: State, place: Place
+  ) -> tuple[list[Any], State]:
+    values: dict[Any, Any] = dict(
+      zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+    )
+
+    def read(atom: Any) -> Any:
+      return atom.val if isinstance(atom, tracing.Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+      ins = [read(atom) for atom in eqn.invars]
+      outs, state = self._rule(eqn.primitive.name)(eqn, ins, state, place)
+      values.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars], state
+
+  def _closed(
+    self, closed: Any, args: Values, state: State, place: Place
+  ) -> tuple[list[Any], State]:
+    consts: Values = getattr(closed, "consts", ())
+    return self._jaxpr(getattr(closed, "jaxpr", closed), consts, args, state, place)
+
+  def _rule(self, primitive: str) -> Callable[..., tuple[Values, State]]:
+    if primitive in _CALLS:
+      return self._call
+    control = {"cond": self._cond, "scan": self._scan, "while": self._while}
+    return control.get(primitive, self._leaf)
+
+  # -- equations -----------------------------------------------------------------------------------
+  def _leaf(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Sequence[Any], State]:
+    outs = tracing.bind_equation(eqn, ins)
+    watched = [i for i, out in enumerate(outs) if _is_real(out)]
+    if not watched:
+      return outs, state
+    number = self._number(eqn, place)
+    ins = [x if hasattr(x, "size") else jnp.asarray(x) for x in ins]  # JAX's literals
+    reals = [x for x in ins if _is_real(x)]
+    had_nan = _any(jnp.isnan(_wide(x)) for x in reals)
+    had_any = had_nan | _any(jnp.isinf(_wide(x)) for x in reals)
+    for index in watched:
+      out = _wide(outs[index])
+      nan, inf = jnp.isnan(out), jnp.isinf(out)
+      made_nan, made_inf = nan.any() & ~had_nan, inf.any() & ~had_any
+      kind = jnp.where(made_nan, NAN, jnp.where(made_inf, INF, NONE)).astype(np.int32)
+
+      def found(kind: Any = kind, index: int = index, nan: Any = nan, inf: Any = inf) -> State:
+        where = jnp.argmax(jnp.where(kind == NAN, nan, inf).reshape(-1)).astype(np.int32)
+        steps = [jnp.asarray(step, np.int32) for step in place.loops]
+        steps += [jnp.int32(-1)] * (self._depth - len(steps))
+        ranges = [_range(x) for x in ins[: self._operands]]
+        ranges += [jnp.zeros(2)] * (self._operands - len(ranges))
+        return State(
+          kind, jnp.int32(number), jnp.int32(index), where,
+          jnp.stack(steps) if steps else state.steps, jnp.stack(ranges),
+        )  # fmt: skip
+
+      first = (state.kind == NONE) & (kind != NONE)
+      state = jax.lax.cond(first, found, lambda state=state: state)
+    return outs, state
+
+  def _number(self, eqn: Any, place: Place) -> int:
+    path = (*place.path, id(eqn))
+    if path not in self._numbers:
+      self._numbers[path] = len(self.equations)
+      self.equations.append(
+        Equation(
+          eqn.primitive.name,
+          lowering.source_of(eqn),
+          len(place.loops),
+          place.lanes + _lanes(eqn),
+          tuple(atom.aval for atom in eqn.invars),
+          tuple(atom.aval for atom in eqn.outvars),
+        )
+      )
+    return self._numbers[path]
+
+  # -- equations that hold others ------------------------------------------------------------------
+  def _call(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+    inner = next(eqn.params[key] for key in _INNER if key in eqn.params)
+    return self._closed(inner, ins, state, place.inside(eqn))
+
+  def _cond(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+    index, *operands = ins
+
+    def branch(number: int) -> Callable[..., Any]:
+      inside = place.inside(eqn)
+      inside = dataclasses.replace(inside, path=(*inside.path, number))
+      closed = eqn.params["branches"][number]
+      return lambda state, *args: self._closed(closed, args, state, inside)
+
+    branches = [branch(number) for number in range(len(eqn.params["branches"]))]
+    return jax.lax.switch(index, branches, state, *operands)
+
+  def _scan(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+    params = eqn.params
+    held, count = loops.scan_counts(params)
+    consts, carry, xs = ins[:held], list(ins[held : held + count]), list(ins[held + count :])
+
+    def body(carried: Any, x: Any) -> Any:
+      state, values = carried
+      number, slices = x
+      inside = place.inside(eqn, number)
+      outs, state = self._closed(params["jaxpr"], (*consts, *values, *slices), state, inside)
+      return (state, outs[:count]), outs[count:]
+
+    numbers = jnp.arange(params["length"], dtype=np.int32)
+    if params["reverse"]:
+      numbers = numbers[::-1]
+    (state, carry), ys = jax.lax.scan(
+      body, (state, carry), (numbers, xs), params["length"], params["reverse"]
+    )
+    return [*carry, *ys], state
+
+  def _while(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+    params = eqn.params
+    asked, held, values = loops.split_operands(params, ins)
+
+    def ask(number: Any, state: State, values: Values) -> tuple[Any, State]:
+      inside = place.inside(eqn, number)
+      inside = dataclasses.replace(inside, path=(*inside.path, 0))
+      (go,), state = self._closed(params["cond_jaxpr"], (*asked, *values), state, inside)
+      return go, state
+
+    def body(carried: Any) -> Any:
+      number, go, state, values = carried
+      inside = place.inside(eqn, number)
+      outs, state = self._closed(params["body_jaxpr"], (*held, *values), state, inside)
+      if go.ndim:  # under vmap: lanes that have ended keep what they have
+        outs = [
+          jnp.where(go.reshape(go.shape + (1,) * (new.ndim - go.ndim)), new, old)
+          for new, old in zip(outs, values, strict=True)
+        ]
+      return number + 1, *ask(number + 1, state, outs), outs
+
+    carried = jnp.int32(0), *ask(jnp.int32(0), state, values), values
+    _, _, state, values = jax.lax.while_loop(lambda carried: carried[1].any(), body, carried)
+    return values, state
+
+
+# Where equations that call one program keep it.
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALLS = (
+  "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
+  "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin",
+)  # fmt: skip
+
+
+def _extents(jaxpr: Any) -> tuple[int, int]:
+  """The most loops within each other, and the most operands of an equation, at most 8."""
+  depth, operands = 0, 1
+  for eqn in jaxpr.eqns:
+    operands = max(operands, min(len(eqn.invars), 8))
+    for inner in tracing.subjaxprs(eqn):
+      deeper, more = _extents(inner)
+      depth = max(depth, deeper + (eqn.primitive.name in ("scan", "while")))
+      operands = max(operands, more)
+  return depth, operands
+
+
+def _is_real(x: Any) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0
+
+
+def _wide(x: Any) -> Any:
+  """The array in a dtype that all of NumPy's functions take."""
+  return x.astype(np.float32) if jnp.finfo(x.dtype).bits < 16 else x
+
+
+def _any(flags: Any) -> Any:
+  found = jnp.bool_(False)
+  for flag in flags:
+    found = found | flag.any()
+  return found
+
+
+def _range(x: Any) -> Any:
+  if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_) or x.size == 0:
+    return jnp.full(2, jnp.nan)
+  x = jnp.abs(x) if jnp.issubdtype(x.dtype, np.complexfloating) else x
+  return jnp.stack([x.min(), x.max()]).astype(jnp.result_type(float))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates whose one result is a cell of the runtime's, which programs read without the GIL."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate._call.site import Call, Emission
+from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
+
+
+class CellGate(Gate):
+  """Reads a cell; its function does so for JAX's own callbacks, the oracle's.
+
+  In a program over several devices each reads by itself, and all get the same value at the same
+  read (src/core/steer.h). Processes share no memory: process 0 reads for all.
+  """
+
+  reads_cell = True
+  once = False  # all reads of an execution get the same value
+
+  def __init__(self, name: str, function: Callable[..., Any], dtype: Any) -> None:
+    result = jax.ShapeDtypeStruct((), dtype)
+    super().__init__(function, GateOptions(out=result, name=name, effect="io"))
+
+  @property
+  def on_each_device(self) -> bool:
+    return jax.process_count() == 1
+
+  def cell(self) -> Any:
+    """The runtime's handle on what a call reads, which is being lowered."""
+    raise NotImplementedError
+
+  def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
+    emission = super()._emission(call, on_cuda=on_cuda)
+    devices = call.devices if self.on_each_device else 1
+    held = {"devices": np.int64(devices), "once": np.int64(self.once)}
+    held |= emission.attributes
+    return dataclasses.replace(emission, callee=self.cell(), attributes=held)

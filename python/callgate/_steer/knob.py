@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`callgate.knob`: numbers that compiled programs read and the host sets while they run."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate import _callgate
+from callgate._core import options, registry
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import tracing
+from callgate._steer.cell import CellGate
+
+Per = Literal["read", "execution"]
+Scale = Literal["linear", "log"]
+# Called with a knob after each change.
+changed: list[Callable[[Knob], object]] = []
+_knobs: weakref.WeakValueDictionary[str, Knob] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+
+
+class _Read(CellGate):
+  """The gate behind a knob's reads."""
+
+  def __init__(self, knob: Knob, per: Per) -> None:
+    self._cell, self.once = knob.cell, per == "execution"
+    each = f", for each {per}" if self.once else ""
+    name = registry.free_name(f"read of {knob.cell.name}{each}")
+    super().__init__(name, knob.as_array, knob.dtype)
+
+  def cell(self) -> _callgate.Knob:
+    return self._cell
+
+
+class Knob:
+  """A number that compiled programs read and the host sets while they run; made by `knob`.
+
+  Attributes:
+    name: as given.
+    dtype: of what programs read.
+    range: the least and the greatest value, or None.
+    scale: "linear" or "log": how a slider divides the range.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    dtype: np.dtype[Any],
+    value: Any,
+    range: tuple[Any, Any] | None,
+    scale: Scale,
+  ) -> None:
+    self.name, self.dtype = name, dtype
+    self._take(value, range, scale)
+    self.cell = _callgate.Knob(f"callgate.knob:{name}", _bits(self.as_array()))
+    self._reads: dict[Per, _Read] = {}
+    self.place, self.line = registry.current_place(), ("", 0)
+
+  def define(self, value: Any, range: Any, scale: Any) -> None:
+    """Takes the options of a definition that runs again."""
+    self._take(value, range, scale)
+    self.set(value)
+
+  def _take(self, value: Any, range: Any, scale: Any) -> None:
+    label = f"knob '{self.name}'"
+    self.scale: Scale = options.choice(label, "scale", scale, ("linear", "log"))
+    self.range: tuple[Any, Any] | None = None
+    if range is not None:
+      if not isinstance(range, (tuple, list)) or len(range) != 2:
+        options.refuse(label, "range", "a pair, the least and the greatest value", range)
+      least, greatest = (self._checked("range", end) for end in range)
+      if self.dtype == np.bool_ or not least < greatest:
+        options.refuse(label, "range", "two numbers, the first less than the second", range)
+      if scale == "log" and least <= 0:
+        options.refuse(label, "range", "numbers above 0, with scale='log'", range)
+      self.range = least, greatest
+    elif scale == "log":
+      raise GateDefinitionError(f"{label}: scale: expected 'log' with range=, got it without one")
+    self._value = self._checked("value", value)
+
+  def _checked(self, what: str, value: Any) -> Any:
+    """The value as a number of Python's that the knob may hold."""
+    label, kind = f"knob '{self.name}'", self.dtype.kind
+    wanted = {"b": "a bool", "i": "an integer", "u": "an integer"}.get(kind, "a number")
+    expected = f"{wanted} for {self.dtype.name}"
+    array = np.asarray(value)
+    fits = array.shape == () and (array.dtype.kind == "b") == (kind == "b")
+    if not fits or array.dtype.kind not in {"b": "b", "f": "iuf"}.get(kind, "iu"):
+      options.refuse(label, what, expected, value)
+    number = array.item()
+    if kind in "iu":
+      held = np.iinfo(self.dtype)
+      if not held.min <= number <= held.max:
+        options.refuse(label, what, f"{expected}, {held.min} to {held.max}", value)
+    elif kind == "f":
+      number = float(number)
+      with np.errstate(over="ignore"):
+        held = float(np.float64(number).astype(self.dtype))
+      if math.isfinite(number) and not math.isfinite(held):
+        options.refuse(label, what, f"{expected}, which holds it", value)
+    if what == "value" and self.range is not None and not self.range[0] <= number <= self.range[1]:
+      options.refuse(label, what, f"{self.range[0]} to {self.range[1]}", value)
+    return number
+
+  @property
+  def value(self) -> Any:
+    """What programs read now, as a number of Python's."""
+    return self._value
+
+  def as_array(self) -> Any:
+    """What programs read now, as they do."""
+    return np.asarray(self._value, self.dtype)
+
+  def set(self, value: Any) -> None:
+    """Gives programs another number, from their next read on; for any thread.
+
+    Each change is a record named `knob:NAME` in every open channel that has a stream.
+
+    Args:
+      value: of the knob's kind and in its range.
+
+    Raises:
+      GateDefinitionError: it is another kind of number, or out of the range.
+    """
+    number = self._checked("value", value)
+    with _lock:
+      self._value = number
+      self.cell.set(_bits(self.as_array()))
+    for tell in changed:
+      tell(self)
+
+  def read(self, *, per: Per = "read", consistent: bool = False) -> jax.Array:
+    """The number, in compiled code, where it takes a fraction of a microsecond, or outside.
+
+    On several devices all get the same number at the same read. Over several processes that is
+    process 0's, in a program that XLA partitions; inside `jax.shard_map` it is each process's own
+    number, but with `consistent=True`.
+
+    Args:
+      per: "read": each read gets the number as it is then. "execution": all reads of one
+        execution get what the first of them got.
+      consistent: inside `jax.shard_map`, all get the number of the first device, by a collective.
+
+    Returns:
+      An array of shape () and the knob's dtype.
+
+    Raises:
+      GateDefinitionError: an option is wrong.
+    """
+    label = f"knob '{self.name}'"
+    options.choice(label, "per", per, ("read", "execution"))
+    options.boolean(label, "consistent", consistent)
+    with _lock:
+      if per not in self._reads:
+        self._reads[per] = _Read(self, per)
+    number = self._reads[per]()
+    return _of_first_device(number) if consistent else number
+
+  def __repr__(self) -> str:
+    limits = "" if self.range is None else f", {self.range[0]} to {self.range[1]}"
+    return f"<knob '{self.name}': {self._value} ({self.dtype.name}{limits})>"
+
+
+def _of_first_device(number: jax.Array) -> jax.Array:
+  """Inside `jax.shard_map`: what the first device has, on all."""
+  axes = tuple(tracing.region_axes())
+  if not axes:
+    return number
+  others = jax.lax.axis_index(axes) != 0
+  summed = jax.lax.psum(
+    jnp.where(others, 0, number.astype(jnp.promote_types(number.dtype, "i4"))), axes
+  )
+  return summed.astype(number.dtype)
+
+
+def _bits(array: Any) -> int:
+  return int.from_bytes(array.tobytes().ljust(8, b"\0"), "little")
+
+
+def knob(
+  name: str,
+  value: Any,
+  *,
+  range: tuple[Any, Any] | None = None,
+  scale: Scale = "linear",
+) -> Knob:
+  """Makes a knob: a number that compiled programs read, and that is set while they run.
+
+  ```python
+  import callgate as cg, jax
+
+  rate = cg.knob("rate", 0.1, range=(1e-4, 1.0), scale="log")
+
+  @jax.jit
+  def step(x):
+    return x - rate.read() * 2 * x
+
+  assert abs(step(1.0) - 0.8) < 1e-6
+  rate.set(0.25)  # no new compilation
+  assert step(1.0) == 0.5
+  ```
+
+  A definition that runs again, in a notebook's cell or a function, gives the same knob, with the
+  new number: programs that read it go on doing so.
+
+  Args:
+    name: what programs, streams and the live page call it by.
+    value: a number or bool; its dtype, as JAX has it, is that of the knob for good.
+    range: the least and the greatest value.
+    scale: how a slider divides the range: "linear" or "log".
+
+  Raises:
+    GateDefinitionError: an option is wrong.
+    ValueError: a live knob that is defined elsewhere has the name.
+  """
+  options.name("knob", options.text("knob", "name", name, "a line of text"))
+  if np.ndim(value) != 0 or np.asarray(value).dtype.kind not in "biuf":
+    options.refuse(f"knob '{name}'", "value", "a number or a bool", value)
+  dtype = np.dtype(jnp.result_type(value))
+  place, frame = registry.caller(), sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+  line = frame.f_code.co_filename, frame.f_lineno
+  with _lock, registry.defining(place):
+    known = _knobs.get(name)
+    again = known is not None and (known.line == line or (place and place.again(known.place)))
+    if known is not None and not again:
+      raise ValueError(
+        f"callgate: the name '{name}' is taken by a live knob that is defined at "
+        f"{known.line[0]}:{known.line[1]}; choose another name, or use that one"
+      )
+    if known is not None and known.dtype == dtype:
+      known.define(value, range, scale)
+    else:
+      if known is not None:
+        known.cell.give_up_name()
+      known = _knobs[name] = Knob(name, dtype, value, range, scale)
+    known.place, known.line = place, line
+  return known

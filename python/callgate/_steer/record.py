@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of knobs as records of the channels that have a stream: who reads a run sees them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+
+from callgate import _callgate
+from callgate._core import encoding
+from callgate._steer.knob import Knob
+from callgate._tap import site as _site
+from callgate._tap.channel import Channel, open_channels
+
+
+def record(knob: Knob) -> None:
+  """Sends what the knob holds to every open channel that has a stream, as `knob:NAME`."""
+  for channel in open_channels().values():
+    if not channel.has_stream():
+      continue
+    if _callgate.delivers_here():  # a full channel may wait for this very thread
+      given = channel, knob.name, knob.as_array()
+      threading.Thread(target=_send, args=given, name="callgate knob").start()
+    else:
+      _send(channel, knob.name, knob.as_array())
+
+
+def _send(channel: Channel, name: str, number: Any) -> None:
+  site = _site.TapSite(tree=jax.tree.structure(0), name=f"knob:{name}", dtypes=(None,))
+  held = _site.encode(site, transforms=(), role="primal", repeated=False)
+  held["batch"] = encoding.encode_levels(())
+  channel.tap.handle.send(repr((held["spec"], held["tap"])), held, -1, [number])

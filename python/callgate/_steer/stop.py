@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`callgate.stop`, `stop_requested` and `stop_reason`: programs that end early.
+
+A program that asks counts the requests from its dispatch on: it stops at those that came since. So
+each has a callee of its own in the runtime, which is told of each dispatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate import _callgate
+from callgate._call.site import Call, Emission
+from callgate._core import options, registry
+from callgate._jax import dispatch
+from callgate._steer.cell import CellGate
+
+_NAME = "callgate.stop"
+_reason: str | None = None
+_found: dict[str, _callgate.Stop] = {}  # of programs from elsewhere
+_lock = threading.Lock()
+
+
+class _Dispatches:
+  """What a program keeps that asks; called before each of its executions."""
+
+  def __init__(self, stop: _callgate.Stop | None = None) -> None:
+    self.stop, self.before = stop, 0
+
+  def __call__(self, devices: Any) -> None:
+    del devices
+    if self.stop is not None:
+      self.stop.dispatched()
+    self.before = _callgate.stop_requests()
+
+
+class _Asking(CellGate):
+  """The gate behind `stop_requested`."""
+
+  def __init__(self) -> None:
+    self.asked_by_jax = _Dispatches()
+    super().__init__(_NAME, self._ask_on_host, np.bool_)
+
+  def _ask_on_host(self) -> Any:
+    return np.bool_(_callgate.stop_requests() != self.asked_by_jax.before)
+
+  def cell(self) -> _callgate.Stop:
+    return _callgate.Stop(registry.free_name(_NAME))
+
+  def define_variant(self, key: str) -> bool:
+    """Says that `find` has defined what a program names."""
+    return not key
+
+  def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
+    emission = super()._emission(call, on_cuda=on_cuda)
+    return dataclasses.replace(emission, asked=_Dispatches(emission.callee))
+
+
+@functools.cache
+def _asking() -> _Asking:
+  dispatch.ask_before_execution(_Dispatches)
+  return _Asking()
+
+
+def stop(reason: str = "") -> None:
+  """Asks all compiled programs that have been dispatched, and ask for it, to stop.
+
+  For any thread, a tap's consumer, or a signal's handler. A program asks by `stop_requested`, or by
+  a loop that is `stoppable` (`scan`). Programs that are dispatched later begin unasked.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+
+  def watch(loss):
+    if loss < 1e-3:
+      cg.stop("the loss is small enough")
+
+  def step(x, _):
+    x = x - 0.1 * 2 * x
+    cg.tap(x * x, watch)
+    return x, x
+
+  train = jax.jit(lambda x: cg.scan(step, x, length=1_000_000, stoppable=True))
+  x, xs, steps = train(1.0)
+  assert steps < 1_000_000 and x * x < 1e-3
+  assert cg.stop_reason() == "the loss is small enough"
+  ```
+
+  Over several processes the requests in process 0 count.
+
+  Args:
+    reason: what `stop_reason` returns from then on.
+
+  Raises:
+    GateDefinitionError: the reason is no string.
+  """
+  global _reason
+  _reason = options.text("stop", "reason", reason)
+  _callgate.request_stop()
+
+
+def stop_reason() -> str | None:
+  """The reason that the last `stop` gave; None before the first.
+
+  ```python
+  import callgate as cg
+
+  cg.stop("time is up")
+  assert cg.stop_reason() == "time is up"
+  ```
+  """
+  return _reason
+
+
+def stop_requested() -> jax.Array:
+  """Whether the program has been asked to stop (`stop`) since it was dispatched.
+
+  ```python
+  import callgate as cg, jax
+
+  @jax.jit
+  def wait(n):
+    return jax.lax.while_loop(lambda i: (i < n) & ~cg.stop_requested(), lambda i: i + 1, 0)
+
+  assert wait(10) == 10
+  ```
+
+  A look takes a fraction of a microsecond. On several devices all get the same answer at the
+  same look, so that their loops end together. Outside of programs it is always False.
+
+  Returns:
+    A bool of shape ().
+  """
+  return _asking()()
+
+
+def find(name: str) -> Any:
+  """For `registry.finders`: what a program asks that another process has compiled."""
+  if name != _NAME and not name.startswith(f"{_NAME}#"):
+    return None
+  with _lock:
+    if name not in _found and name not in _callgate.registered_names():
+      _found[name] = _callgate.Stop(name)
+  return _asking()

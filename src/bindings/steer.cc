@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Knobs and requests to stop, which programs read without the GIL.
+#include "core/steer.h"
+
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "bindings/python/gil.h"
+
+namespace callgate::bindings {
+namespace {
+
+struct KnobHandle : Handle<KnobCallee> {
+  KnobHandle(std::string name, std::uint64_t bits)
+      : Handle(std::make_shared<KnobCallee>(std::move(name), bits)) {}
+};
+
+struct StopHandle : Handle<StopCallee> {
+  explicit StopHandle(std::string name) : Handle(std::make_shared<StopCallee>(std::move(name))) {}
+};
+
+}  // namespace
+
+void bind_steer(nb::module_& module) {
+  bind_handle<KnobHandle>(module, "Knob", "A number that programs read and the host writes.")
+      .def(nb::init<std::string, std::uint64_t>(), nb::arg("name"), nb::arg("bits"))
+      .def("set", [](const KnobHandle& knob, std::uint64_t bits) { knob.callee->set(bits); });
+  bind_handle<StopHandle>(module, "Stop", "Whether a program was asked to stop.")
+      .def(nb::init<std::string>(), nb::arg("name"))
+      .def(
+          "dispatched", [](const StopHandle& stop) { stop.callee->dispatched(); },
+          "Called before each dispatch of the program.");
+  module.def("request_stop", &StopRequests::add);
+  module.def("stop_requests", &StopRequests::count);
+}
+
+}  // namespace callgate::bindings

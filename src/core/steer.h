@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// What steers compiled programs from outside: knobs, which they read, and requests to stop.
+//
+// Both are callees without operands, whose one result is the value of a cell that the host writes.
+// In a program over several devices each device reads by itself, and all must get the same value at
+// the same read: their control flow depends on it.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/call.h"
+
+namespace callgate {
+
+// The reads of one place in a program by several devices: the first device that comes to its n-th
+// read of a run decides on the value that all get at their n-th. Any thread.
+class CommonReads {
+ public:
+  explicit CommonReads(std::size_t devices) : devices_(devices) {}
+
+  // `value()` is asked, under the lock, where the device is the first that comes there.
+  template <typename Value>
+  std::uint64_t read(std::int64_t run, std::int64_t device, Value&& value) {
+    std::lock_guard lock(mutex_);
+    Run& reads = of(run);
+    std::uint64_t& next = reads.next_of(device);
+    // A device that has fallen behind by more than is kept gets the oldest of it.
+    next = std::max(next, reads.first);
+    if (next - reads.first == reads.values.size()) reads.values.push_back(value());
+    std::uint64_t found = reads.values[next - reads.first];
+    ++next;
+    reads.drop_read_by_all(devices_);
+    return found;
+  }
+
+ private:
+  static constexpr std::size_t kRuns = 8;  // that are under way at once; the oldest goes
+  static constexpr std::size_t kAhead = 1 << 16;
+
+  struct Run {
+    std::int64_t run = -1;
+    std::uint64_t first = 0;  // the number of the read that values[0] is of
+    std::deque<std::uint64_t> values;
+    std::vector<std::pair<std::int64_t, std::uint64_t>> next;  // by device
+
+    std::uint64_t& next_of(std::int64_t device) {
+      auto it = std::ranges::find(next, device, &std::pair<std::int64_t, std::uint64_t>::first);
+      return it != next.end() ? it->second : next.emplace_back(device, 0).second;
+    }
+    void drop_read_by_all(std::size_t devices) {
+      while (values.size() > kAhead ||
+             (next.size() >= devices && !values.empty() &&
+              std::ranges::all_of(next, [this](const auto& one) { return one.second > first; }))) {
+        values.pop_front();
+        ++first;
+      }
+    }
+  };
+
+  Run& of(std::int64_t run) {
+    auto it = std::ranges::find(runs_, run, &Run::run);
+    if (it != runs_.end()) return *it;
+    if (runs_.size() == kRuns) runs_.pop_front();
+    runs_.emplace_back().run = run;
+    return runs_.back();
+  }
+
+  const std::size_t devices_;
+  std::mutex mutex_;
+  std::deque<Run> runs_;
+};
+
+// A place in a program that reads a cell. `read(run, once)` is the cell's value, for the run.
+template <typename Cell>
+class CellSite final : public Site {
+ public:
+  CellSite(std::shared_ptr<Cell> cell, const SiteSpec& spec)
+      : cell_(std::move(cell)), once_(spec.held.integer("once", 0) != 0) {
+    std::int64_t devices = spec.held.integer("devices", 1);
+    if (devices > 1) common_.emplace(static_cast<std::size_t>(devices));
+  }
+
+  bool reads_context() const noexcept override { return common_.has_value(); }
+
+  void run(const Call& call) override {
+    const CallContext& at = call.context;
+    auto value = [&] { return cell_->read(at.run, once_); };
+    std::uint64_t bits = common_ ? common_->read(at.run, at.device, value) : value();
+    // A program holds a result of the cell's size; another's, made up, gets no more than it has.
+    std::memcpy(call.results[0].data, &bits, std::min(sizeof(bits), call.results[0].nbytes()));
+  }
+
+ private:
+  std::shared_ptr<Cell> cell_;
+  const bool once_;  // all reads of a run get the first one's value
+  std::optional<CommonReads> common_;
+};
+
+// A number of at most eight bytes that programs read and the host writes, both at once.
+class KnobCallee final : public Callee, public std::enable_shared_from_this<KnobCallee> {
+ public:
+  KnobCallee(std::string name, std::uint64_t bits) : name_(std::move(name)), bits_(bits) {}
+
+  std::shared_ptr<Site> specialise(SiteSpec spec) override {
+    return std::make_shared<CellSite<KnobCallee>>(shared_from_this(), spec);
+  }
+  const std::string& name() const noexcept override { return name_; }
+  bool quiet_at_exit() const noexcept override { return true; }
+
+  // The bytes of the number, in the memory's order from its first. Relaxed: it says all by itself.
+  void set(std::uint64_t bits) noexcept { bits_.store(bits, std::memory_order_relaxed); }
+  std::uint64_t get() const noexcept { return bits_.load(std::memory_order_relaxed); }
+
+  std::uint64_t read(std::int64_t run, bool once) {
+    if (!once) return get();
+    std::lock_guard lock(mutex_);
+    for (const auto& [known, bits] : runs_)
+      if (known == run) return bits;
+    runs_[oldest_] = {run, get()};
+    return runs_[std::exchange(oldest_, (oldest_ + 1) % runs_.size())].second;
+  }
+
+ private:
+  std::string name_;
+  std::atomic<std::uint64_t> bits_;
+  std::mutex mutex_;
+  std::array<std::pair<std::int64_t, std::uint64_t>, 16> runs_{};  // what runs have read once
+  std::size_t oldest_ = 0;
+};
+
+// How often programs were asked to stop.
+class StopRequests {
+ public:
+  static std::uint32_t count() noexcept { return count_.load(std::memory_order_acquire); }
+  static void add() noexcept { count_.fetch_add(1, std::memory_order_acq_rel); }
+
+ private:
+  static inline constinit std::atomic<std::uint32_t> count_{0};
+};
+
+// Whether one program has been asked to stop since it was dispatched.
+//
+// XLA gives the runs of a program consecutive numbers, in the order of their dispatch, which tells
+// of requests by dispatched(). So the first run that asks, taken for the first dispatch, tells of
+// each later one which dispatch it is. A run of which nothing is known (a program from a file,
+// whose dispatch nobody sees) counts from its first question on.
+class StopCallee final : public Callee, public std::enable_shared_from_this<StopCallee> {
+ public:
+  explicit StopCallee(std::string name) : name_(std::move(name)) {}
+
+  std::shared_ptr<Site> specialise(SiteSpec spec) override {
+    return std::make_shared<CellSite<StopCallee>>(shared_from_this(), spec);
+  }
+  const std::string& name() const noexcept override { return name_; }
+  bool quiet_at_exit() const noexcept override { return true; }
+
+  void dispatched() {
+    std::lock_guard lock(mutex_);
+    if (dispatches_.size() == kDispatches) dispatches_.pop_front(), ++first_;
+    dispatches_.push_back(StopRequests::count());
+  }
+
+  // 1 where the run is to stop, else 0.
+  std::uint64_t read(std::int64_t run, bool /*once*/) {
+    auto number = static_cast<std::uint32_t>(run);
+    std::uint64_t known = slots_[number % slots_.size()].load(std::memory_order_relaxed);
+    bool is_known = known != 0 && known >> 32 == number;
+    std::uint32_t before = is_known ? static_cast<std::uint32_t>(known) : begin(number);
+    return StopRequests::count() != before ? 1 : 0;
+  }
+
+ private:
+  static constexpr std::size_t kDispatches = 1024;  // kept; XLA has 32 under way at once
+
+  // The requests before the run was dispatched.
+  std::uint32_t begin(std::uint32_t run) {
+    std::lock_guard lock(mutex_);
+    if (!zeroth_) zeroth_ = run;
+    std::uint32_t place = run - *zeroth_ - first_;
+    std::uint32_t before = place < dispatches_.size() ? dispatches_[place] : StopRequests::count();
+    // Relaxed: the number says all by itself, and who finds another run's asks again.
+    slots_[run % slots_.size()].store(std::uint64_t{run} << 32 | before, std::memory_order_relaxed);
+    return before;
+  }
+
+  std::string name_;
+  std::mutex mutex_;
+  std::deque<std::uint32_t> dispatches_;  // the requests before each
+  std::uint32_t first_ = 0;               // the number of the first of them
+  std::optional<std::uint32_t> zeroth_;   // the run of the first dispatch
+  // By run, its number and the requests before its dispatch.
+  std::array<std::atomic<std::uint64_t>, 64> slots_{};
+};
+
+}  // namespace callgate

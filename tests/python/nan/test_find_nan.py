@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first equation that makes a NaN or an infinity: which, where, in which step and lane."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from transformation_table import PAIRS, TRANSFORMATIONS, X, build
+
+import callgate as cg
+
+
+def line_of(text: str) -> int:
+  """The line of this file that has the text in a comment."""
+  lines, first = inspect.getsourcelines(inspect.getmodule(line_of))  # pyright: ignore[reportArgumentType]
+  return max(first, 1) + next(i for i, line in enumerate(lines) if line.endswith(f"# {text}\n"))
+
+
+def test_a_program_without_any_is_none() -> None:
+  assert cg.find_nan(lambda x: jnp.sin(x) / 2)(1.0) is None
+  assert cg.find_nan(lambda: 3)() is None
+  assert cg.find_nan(lambda x: x)(jnp.array([jnp.nan, jnp.inf])) is None  # nothing makes them
+  mask = lambda x: jnp.max(jnp.where(x > 0, x, -jnp.inf))
+  assert cg.find_nan(mask)(jnp.array([-1.0, 2.0])) is None
+
+
+def test_the_first_is_told_with_its_operands() -> None:
+  def f(x: Any) -> Any:
+    y = x - 2.0
+    z = jnp.log(y)  # here
+    return jnp.sqrt(z) + z / 0
+
+  report = cg.find_nan(f)(jnp.array([3.0, 1.5, 0.5]))
+  assert isinstance(report, cg.NanReport)
+  assert (report.kind, report.primitive) == ("nan", "log")
+  assert (report.step, report.lane, report.index) == (None, None, (1,))
+  assert report.operands == ("float32[3], -1.5 to 1",)
+  assert report.result == "float32[3]"
+  assert report.source.endswith(
+    f"test_find_nan.py:{line_of('here')} (test_the_first_is_told_with_its_operands.<locals>.f)"
+  )
+  assert str(report).startswith("'log' made a NaN, at [1] of float32[3]\n  at ")
+  assert "\n  operand 0: float32[3], -1.5 to 1" in str(report)
+
+
+def test_infinities_of_finite_operands() -> None:
+  report = cg.find_nan(lambda x: jnp.exp(x) - jnp.exp(x))(100.0)
+  assert (report.kind, report.primitive) == ("inf", "exp")
+  report = cg.find_nan(lambda x: x - jnp.inf * x)(jnp.inf)
+  assert (report.kind, report.primitive) == ("nan", "sub")
+
+
+def test_steps_of_loops_within_each_other() -> None:
+  def inner(total: Any, t: Any) -> Any:
+    return total - 1.0, jnp.log(total) * t
+
+  def outer(x: Any, _: Any) -> Any:
+    return jax.lax.scan(inner, x, jnp.arange(3.0))[0], None
+
+  report = cg.find_nan(lambda x: jax.lax.scan(outer, x, length=4)[0])(7.5)
+  assert report.step == (2, 2)
+  reverse = lambda x: jax.lax.scan(inner, x, jnp.arange(5.0), reverse=True)
+  assert cg.find_nan(reverse)(1.5).step == 2
+  counted = lambda x: jax.lax.while_loop(
+    lambda c: c[0] < 9, lambda c: (c[0] + 1, jnp.exp(c[1])), (0, x)
+  )
+  assert cg.find_nan(counted)(1.0).step == 3
+  asked = lambda x: jax.lax.while_loop(lambda c: jnp.log(c) > -1, lambda c: c - 1.0, x)
+  assert cg.find_nan(asked)(2.5).step == 3
+  assert cg.find_nan(lambda x: jax.lax.fori_loop(0, 5, lambda i, x: x / (3 - i), x))(1.0).step == 3
+
+
+def test_lanes() -> None:
+  x = jnp.array([[1.0, 4.0], [9.0, -1.0], [-2.0, 1.0]])
+  assert cg.find_nan(jax.vmap(lambda row: jnp.sqrt(row)))(x).lane == 1
+  report = cg.find_nan(jax.vmap(jax.vmap(jnp.sqrt)))(x)
+  assert (report.lane, report.index) == ((1, 1), (1, 1))
+  step = lambda c, t: (c - 1.0, jnp.log(c) * t)
+  report = cg.find_nan(jax.vmap(lambda x: jax.lax.scan(step, x, jnp.arange(4.0))))(
+    jnp.array([9.0, 2.5])
+  )
+  assert (report.step, report.lane) == (3, 1)
+
+
+def test_branches_jits_and_rules_of_users() -> None:
+  safe = lambda x: jax.lax.cond(x > 0, jnp.log, lambda x: x, x)
+  assert cg.find_nan(safe)(-1.0) is None
+  unsafe = lambda x: jax.lax.cond(x > 0, lambda x: x, jnp.log, x)
+  assert cg.find_nan(unsafe)(-1.0).primitive == "log"
+
+  @jax.custom_jvp
+  def slope(x: Any) -> Any:
+    return jnp.sqrt(x)
+
+  @slope.defjvp
+  def _(primals: Any, tangents: Any) -> Any:
+    return slope(*primals), tangents[0] / primals[0]
+
+  assert cg.find_nan(slope)(-1.0).primitive == "sqrt"
+  report = cg.find_nan(jax.grad(slope))(0.0)
+  assert (report.kind, report.primitive) == ("inf", "div")
+  for wrap in (jax.jit, jax.checkpoint, lambda f: jax.jit(jax.jit(f))):
+    assert cg.find_nan(wrap(jnp.log))(-1.0).primitive == "log"
+
+
+def test_a_gradient_that_where_does_not_save() -> None:
+  f = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0).sum()
+  assert cg.find_nan(f)(jnp.zeros(3)) is None
+  report = cg.find_nan(jax.grad(f))(jnp.array([1.0, 0.0]))
+  assert (report.primitive, report.kind, report.index) == ("div", "inf", (1,))
+
+
+@pytest.mark.parametrize("outer", TRANSFORMATIONS)
+def test_pairs_of_transformations(outer: str) -> None:
+  chains = [pair for pair in PAIRS if pair[0] == outer]
+  for chain in random.Random(outer).sample(chains, 1):
+    fine = build(chain, lambda x: jnp.sin(x) * (1 + jnp.sum(x)))
+    assert cg.find_nan(fine)(X) is None, chain
+    made = build(chain, lambda x: jnp.sin(x) * jnp.sqrt(jnp.sum(x) * 0 - 1))
+    report = cg.find_nan(made)(X)
+    assert report is not None, chain
+    assert report.kind == "nan", chain
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "complex64"])
+def test_dtypes(dtype: str) -> None:
+  report = cg.find_nan(lambda x: x / (x - x))(jnp.ones(2, dtype))
+  assert report is not None
+  assert report.primitive in ("div", "convert_element_type")
+
+
+def test_gates_and_kernels_are_looked_at_and_run_once() -> None:
+  calls = list[float]()
+
+  def root(x: Any) -> Any:
+    calls.append(float(x))
+    with np.errstate(invalid="ignore"):
+      return np.sqrt(x)
+
+  gate = cg.gate(root, out=lambda x: x, effect="io")
+  report = cg.find_nan(lambda x: jax.lax.scan(lambda c, _: (c - 1, gate(c)), x, length=3))(1.5)
+  assert (report.primitive, report.step) == ("gate", 2)
+  assert calls == [1.5, 0.5, -0.5]
+
+
+def test_arguments_that_are_no_arrays() -> None:
+  def f(x: Any, *, name: str, power: int) -> Any:
+    return {name: jnp.log(x["a"]) ** power}
+
+  assert cg.find_nan(f)({"a": np.float32(-1)}, name="b", power=2).primitive == "log"
+  with pytest.raises(cg.GateDefinitionError, match="find_nan: f: expected"):
+    cg.find_nan(3)  # pyright: ignore[reportArgumentType]

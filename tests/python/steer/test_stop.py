@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that are asked to stop: those that were dispatched before, on all devices alike."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreters import output_of
+from transformation_table import EFFECT_PAIRS, assert_chains_agree, reference
+
+import callgate as cg
+
+MANY = 200_000_000  # steps, which take longer than any test may
+
+
+def counting(on_step: Any = None) -> Any:
+  """A program that counts until it is asked to stop; `on_step` gets each count."""
+
+  def step(count: Any) -> Any:
+    if on_step is not None:
+      cg.tap(count, on_step)
+    return count + 1
+
+  return jax.jit(
+    lambda n: jax.lax.while_loop(lambda i: (i < n) & ~cg.stop_requested(), step, jnp.int32(0))
+  )
+
+
+def test_a_consumer_ends_a_loop(engine: str) -> None:
+  program = counting(lambda count: cg.stop("enough") if count == 5 else None)
+  count = int(program(MANY))
+  assert 5 < count < MANY
+  assert cg.stop_reason() == "enough"
+
+
+def test_later_programs_begin_unasked(engine: str) -> None:
+  program = counting()
+  assert program(10) == 10
+  cg.stop()
+  assert program(10) == 10
+  cg.stop("again")
+  assert program(10) == 10
+  assert cg.stop_reason() == "again"
+
+
+def test_what_waits_for_its_turn_stops_too() -> None:
+  program = counting()
+  jax.block_until_ready(program(1))
+  go = threading.Event()
+  many = cg.gate(lambda _: (go.wait(), np.int32(MANY))[1], out=jax.ShapeDtypeStruct((), jnp.int32))
+  late = jax.jit(lambda x: many((x @ x).sum()))(jnp.ones((600, 600)))  # too long to run inline
+  queued = [program(late) for _ in range(3)]
+  cg.stop("all of these")
+  go.set()
+  assert [int(count) for count in queued] == [0, 0, 0]
+  assert program(10) == 10
+
+
+def test_a_request_from_another_thread() -> None:
+  begun = threading.Event()
+  program = counting(lambda _: begun.set())
+
+  def ask() -> None:
+    begun.wait()
+    cg.stop("from a thread")
+
+  thread = threading.Thread(target=ask)
+  thread.start()
+  assert 0 < int(program(MANY)) < MANY
+  thread.join()
+
+
+def test_a_request_from_a_signal() -> None:
+  code = """
+    import os, signal, threading
+    import jax, jax.numpy as jnp
+    import callgate as cg
+
+    signal.signal(signal.SIGUSR1, lambda *_: cg.stop("signal"))
+    count = lambda n: jax.lax.while_loop(lambda i: (i < n) & ~cg.stop_requested(), step, 0)
+
+    def step(i):
+      cg.tap(i, lambda i: os.kill(os.getpid(), signal.SIGUSR1) if i == 3 else None)
+      return i + 1
+
+    done = []
+    thread = threading.Thread(target=lambda: done.append(int(jax.jit(count)(200_000_000))))
+    thread.start()
+    thread.join()
+    print(done[0] < 200_000_000, cg.stop_reason())
+  """
+  assert output_of(code).split() == ["True", "signal"]
+
+
+def test_compiled_programs_count_from_their_dispatch() -> None:
+  begun = threading.Event()
+  program = counting(lambda _: begun.set()).lower(1).compile()
+  assert program(3) == 3
+  cg.stop()
+  assert program(3) == 3
+  cg.barrier()
+  begun.clear()
+  thread = threading.Thread(target=lambda: (begun.wait(), cg.stop()))
+  thread.start()
+  assert int(program(MANY)) < MANY
+  thread.join()
+
+
+def test_devices_stop_at_the_same_step() -> None:
+  devices = jax.devices()[:4]
+  mesh = jax.make_mesh((4,), ("d",), devices=devices)
+  begun = threading.Event()
+
+  def on_part(x: Any) -> Any:
+    def step(state: Any) -> Any:
+      count, x = state
+      cg.tap(count, lambda _: begun.set())
+      return count + 1, x + jax.lax.psum(x, "d") * 0
+
+    condition = lambda state: (state[0] < MANY) & ~cg.stop_requested()
+    count, x = jax.lax.while_loop(condition, step, (jnp.int32(0), x))
+    return x + count
+
+  program = jax.jit(jax.shard_map(on_part, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")))
+  x = jax.device_put(jnp.zeros(4), jax.NamedSharding(mesh, jax.P("d")))
+  for _ in range(3):
+    cg.barrier()
+    begun.clear()
+    thread = threading.Thread(target=lambda: (begun.wait(), cg.stop()))
+    thread.start()
+    counts = np.asarray(program(x))
+    thread.join()
+    assert counts[0] > 0
+    assert (counts == counts[0]).all()
+
+
+def test_partitioned_programs_stop() -> None:
+  mesh = jax.make_mesh((8,), ("d",))
+  x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("d")))
+  begun = threading.Event()
+
+  def step(x: Any, _: Any) -> Any:
+    cg.tap(x, lambda _: begun.set())
+    return x + x.sum() * 0 + 1, None
+
+  program = jax.jit(lambda x: cg.scan(step, x, length=1_000_000, stoppable=True))
+  thread = threading.Thread(target=lambda: (begun.wait(), cg.stop()))
+  thread.start()
+  last, _, steps = program(x)
+  thread.join()
+  assert 0 < int(steps) < 1_000_000
+  np.testing.assert_array_equal(last, np.arange(8.0) + int(steps))
+
+
+# -- loops that are stoppable ----------------------------------------------------------------------
+def test_a_scan_gives_what_was_reached(engine: str) -> None:
+  def step(carry: Any, x: Any) -> Any:
+    cg.tap(carry["n"], lambda n: cg.stop() if n == 4 else None)
+    carry = {"n": carry["n"] + 1, "sum": carry["sum"] + x}
+    return carry, (x, {"key": jax.random.key(carry["n"]), "twice": 2 * x})
+
+  program = jax.jit(lambda c, xs: cg.scan(step, c, xs, stoppable=True))
+  count = 20_000
+  carry, (ys, more), steps = program({"n": 0, "sum": 0.0}, jnp.arange(1.0, count + 1))
+  steps = int(steps)
+  assert 4 < steps < count
+  assert carry["n"] == steps
+  np.testing.assert_array_equal(ys, np.where(np.arange(count) < steps, np.arange(1, count + 1), 0))
+  np.testing.assert_array_equal(more["twice"], 2 * ys)
+  assert (jax.random.key_data(more["key"])[steps:] == 0).all()
+
+
+def test_unasked_it_is_jaxs_scan(engine: str) -> None:
+  def step(carry: Any, x: Any) -> Any:
+    return carry * x + 1, (carry, {"x": x})
+
+  xs = jnp.linspace(0.5, 1.5, 7)
+  expected = jax.lax.scan(step, 2.0, xs, reverse=True)
+  *got, steps = cg.scan(step, 2.0, xs, reverse=True, stoppable=True)
+  assert int(steps) == 7
+  jax.tree.map(np.testing.assert_array_equal, tuple(got), expected)
+
+
+def test_derivatives_and_lanes_and_bars() -> None:
+  def loss(x: Any, **options: Any) -> Any:
+    return cg.scan(lambda c, t: (jnp.sin(c) * t, c), x, jnp.arange(1.0, 4.0), **options)[0]
+
+  stoppable = lambda x: loss(x, stoppable=True)
+  for transform in (jax.grad, jax.jacfwd, jax.hessian, lambda f: jax.grad(jax.checkpoint(f))):
+    np.testing.assert_allclose(transform(stoppable)(0.3), transform(loss)(0.3), rtol=1e-6)
+  xs = jnp.linspace(0, 1, 5)
+  np.testing.assert_allclose(jax.vmap(stoppable)(xs), jax.vmap(loss)(xs), rtol=1e-6)
+  with_bar = lambda x: loss(x, stoppable=True, progress=True)
+  np.testing.assert_allclose(jax.jit(jax.grad(with_bar))(0.3), jax.grad(loss)(0.3), rtol=1e-6)
+
+
+def test_the_body_is_traced_once_for_each_type() -> None:
+  traced = 0
+
+  def step(carry: Any, x: Any) -> Any:
+    nonlocal traced
+    traced += 1
+    return carry + x, x
+
+  jax.jit(lambda xs: cg.scan(step, 0.0, xs, stoppable=True))(jnp.arange(3.0))
+  assert traced <= 2
+
+
+def test_under_default_shard_map() -> None:
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+
+  def on_part(x: Any) -> Any:
+    step = lambda c, t: (c * t, c)
+    return cg.scan(step, x, jnp.arange(1.0, 4.0), stoppable=True)[:2]
+
+  specs = jax.P("d"), jax.P(None, "d")
+  program = jax.shard_map(on_part, mesh=mesh, in_specs=jax.P("d"), out_specs=specs)
+  x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, jax.P("d")))
+  last, ys = jax.jit(program)(x)
+  np.testing.assert_array_equal(last, 6 * np.arange(4.0))
+  np.testing.assert_array_equal(ys[2], 2 * np.arange(4.0))
+  grad = jax.jit(jax.grad(lambda x: program(x)[0].sum()))(x)
+  np.testing.assert_array_equal(grad, np.full(4, 6.0))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_pairs_of_transformations(part: int) -> None:
+  def make(effect: Any) -> Any:
+    del effect
+    return lambda x: jnp.where(cg.stop_requested(), 0.0, reference(x))
+
+  assert_chains_agree(EFFECT_PAIRS[part::4], make=make)
+
+
+def test_wrong_options_are_refused() -> None:
+  with pytest.raises(cg.GateDefinitionError, match="stop: reason: expected a string, got 3"):
+    cg.stop(3)  # pyright: ignore[reportArgumentType]
+  with pytest.raises(cg.GateDefinitionError, match=r"scan: stoppable: expected .*, got 'yes'"):
+    cg.scan(lambda c, x: (c, x), 0, jnp.arange(2), stoppable="yes")  # pyright: ignore[reportArgumentType]
+  assert not cg.stop_requested()
+
+
+def test_an_exported_program_stops(tmp_path: Any) -> None:
+  program = jax.jit(
+    lambda n: jax.lax.while_loop(lambda i: (i < n) & ~cg.stop_requested(), lambda i: i + 1, 0)
+  )
+  exported = jax.export.export(program, disabled_checks=cg.export_checks())(
+    jax.ShapeDtypeStruct((), jnp.int32)
+  )
+  path = tmp_path / "program"
+  path.write_bytes(exported.serialize())
+  code = f"""
+    import threading, time
+    import jax
+    import callgate as cg
+    program = jax.export.deserialize(open({str(path)!r}, "rb").read())
+    assert int(program.call(3)) == 3
+
+    def ask():
+      while not done:
+        time.sleep(0.01)
+        cg.stop()
+    done = []
+    thread = threading.Thread(target=ask)
+    thread.start()
+    print(int(program.call(2_000_000_000)) < 2_000_000_000)
+    done.append(1)
+    thread.join()
+  """
+  assert output_of(code).strip() == "True"
