@@ -231,7 +231,7 @@ class Spread : Immovable {
 
   // Whether its turn has come, where lanes of several workers run in their order.
   bool is_due(const Queue& queue) const {
-    if (!by_index_ || !options_.in_order || queue.pieces.empty()) return true;
+    if (options_.placed.empty() || !options_.in_order || queue.pieces.empty()) return true;
     return flights_.empty() && queue.pieces.front().first == next_;
   }
 

@@ -28,7 +28,7 @@ from callgate._workers.workers import Workers
 class RemoteObject:
   """Stands in the table for an object that a worker has; its end is the object's."""
 
-  __slots__ = ("_index", "_number", "pool", "worker", "workers")
+  __slots__ = ("_number", "pool", "worker", "workers")
 
   def __init__(self, workers: Workers, pool: Any, worker: int, number: int) -> None:
     self.workers, self.pool, self.worker, self._number = workers, pool, worker, number
@@ -133,7 +133,10 @@ class OnWorkers:
     """
     placed: list[int] = []
     alive = set[int]()
-    for first, *_ in held:
+    for objects in held:
+      if not objects:  # a whole batch of none
+        return []
+      first = objects[0]
       there: RemoteObject = first.value
       if there.worker not in alive and not isinstance(there.pool.worker(there.worker), int):
         raise self._gone(first)
@@ -143,12 +146,11 @@ class OnWorkers:
 
   def _gone(self, held: Held) -> WorkerError:
     how = held.value.pool.worker(held.value.worker)
-    ended, number = "which has ended", how["signal"]
+    number, who = how["signal"], held.value.where()
     if how["pid"] > 0:
-      ended = f"(process {how['pid']}), which {how_ended(how['code'], number)}"
+      who += f" (process {how['pid']}), which {how_ended(how['code'], number)}"
     return WorkerError(
-      f"{self.label}: object #{held.number}, made by {held.maker}, is gone with "
-      f"{held.value.where()} {ended}",
+      f"{self.label}: object #{held.number}, made by {held.maker}, is gone with {who}",
       worker=how["worker"], pid=how["pid"], exit_code=None if number else how["code"],
       signal=signal_name(number), stderr=how["said"].decode(errors="replace"),
     )  # fmt: skip

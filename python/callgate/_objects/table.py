@@ -128,7 +128,7 @@ def get(handle: Any, user: str) -> Held:
   number = (high & 0xFFF) << 32 | low
   if (found := _held.get(number)) is not None and high >> 12 == _PROCESS:
     return found
-  if (lent := _lent.get(number)) is not None and high >> 12 != _PROCESS:
+  if (lent := _lent.get(number)) is not None:
     return lent
   if not high and not low:
     why = "got an empty one: the call that was to make the object failed, or was not made"
@@ -150,7 +150,7 @@ _lent: dict[int, Held] = {}
 
 def lend(words: Any, value: Any, maker: Maker) -> None:
   """Keeps an object, of these words of the parent's, until the parent has it dropped."""
-  high, low = words.tolist()
+  high, low = np.asarray(words).tolist()
   number = (high & 0xFFF) << 32 | low
   _lent[number] = Held(number, value, maker)
 

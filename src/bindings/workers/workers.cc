@@ -270,7 +270,9 @@ void run_arrays(const SiteOfPython& site, const nb::object& operands, const nb::
                 std::int64_t lane) {
   const std::vector<ArrayView> inputs = views_of(operands);
   std::vector<ArrayView> outputs = views_of(results);
-  site.site->run_from_python(Call{inputs, outputs, {}}, Lanes(), {.first_lane = lane});
+  Chosen chosen;
+  chosen.first_lane = lane;
+  site.site->run_from_python(Call{inputs, outputs, {}}, Lanes(), chosen);
 }
 
 // All lanes of a call that runs; returns which workers ran them.
@@ -279,9 +281,13 @@ std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, const CallLanes& 
   std::vector<std::uint64_t> ran_on(static_cast<std::size_t>(lanes.count()));
   if (!placed.empty() && placed.size() != ran_on.size())
     raise(PyExc_ValueError, "WorkerSite: expected a worker for each lane");
+  Chosen chosen;
+  chosen.placed = placed;
+  chosen.ran_on = ran_on;
+  chosen.send_results = send_results;
   const Lanes none;
   site.site->run_from_python(lanes.call(), lanes.lanes() == nullptr ? none : *lanes.lanes(),
-                             {.placed = placed, .ran_on = ran_on, .send_results = send_results});
+                             chosen);
   return ran_on;
 }
 

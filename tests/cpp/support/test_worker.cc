@@ -30,7 +30,7 @@ class TestServed final : public Served {
     if (text == "exit") _exit(7);
     if (text == "leave")
       std::thread([] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        std::this_thread::sleep_for(std::chrono::milliseconds(150));  // it is up by then
         _exit(5);
       }).detach();
   }
