@@ -76,7 +76,7 @@ class _Handler:
 
   def failed(self, text: str) -> bytes:
     """What a call's failure stands for: the exception that its text names."""
-    found = kept.find(text)
+    found = kept.take(text)
     return travel.pack(WorkerError(text) if found is None else found.exception)
 
 

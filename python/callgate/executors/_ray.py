@@ -28,12 +28,14 @@ class RayExecutor(concurrent.futures.Executor):
   def __init__(self, library: Any, actors: int, started: bool, each: Mapping[str, Any]) -> None:
     self.actors = self._max_workers = actors
     self._ray, self._started = library, started
-    self._lock = threading.Lock()
+    # Calls of Ray's are made under the first lock. Its own thread takes the second one alone.
+    self._submitting, self._lock = threading.Lock(), threading.Lock()
     self._closed = False
     self._functions: collections.OrderedDict[Callable[..., Any], Any] = collections.OrderedDict()
-    kind = library.remote(max_restarts=-1, max_task_retries=0, **each)(_Runner)
-    self._all = [kind.remote() for _ in range(actors)]
+    self._kind = library.remote(**each)(_Runner)
+    self._all = [self._kind.remote() for _ in range(actors)]
     self._running = [0] * actors
+    self._ended: set[int] = set()  # by index, until the next call there
     self._open: set[concurrent.futures.Future[Any]] = set()
 
   def submit(
@@ -42,18 +44,25 @@ class RayExecutor(concurrent.futures.Executor):
     """Has the actor with the least to do call the function.
 
     Raises (by the future):
-      ray.exceptions.RayError: the actor, or the machine that it was on, has ended; another takes
-        its place.
+      ray.exceptions.RayActorError: the actor, or the machine that it was on, has ended; another
+        takes its place.
     """
-    with self._lock:
+    future = concurrent.futures.Future[Any]()
+    with self._submitting:
       if self._closed:
         raise RuntimeError(f"{self!r}: cannot schedule new futures after shutdown")
-      index = min(range(self.actors), key=self._running.__getitem__)
-      called = self._in_store(fn)
-      future = self._all[index].run.remote(called, args, kwargs).future()
-      self._running[index] += 1
-      self._open.add(future)
-    future.add_done_callback(lambda future: self._ended(index, future))
+      with self._lock:
+        index = min(range(self.actors), key=self._running.__getitem__)
+        self._running[index] += 1
+        ended = index in self._ended
+        self._ended.discard(index)
+      if ended:  # what comes to one that starts waits for it
+        self._all[index] = self._kind.remote()
+      actor = self._all[index]
+      running = actor.run.remote(self._in_store(fn), args, kwargs).future()
+      with self._lock:
+        self._open.add(running)
+    running.add_done_callback(lambda done: self._answered(index, actor, done, future))
     return future
 
   def _in_store(self, function: Callable[..., Any]) -> Any:
@@ -64,10 +73,23 @@ class RayExecutor(concurrent.futures.Executor):
       self._functions.popitem(last=False)
     return known
 
-  def _ended(self, index: int, future: concurrent.futures.Future[Any]) -> None:
+  def _answered(
+    self, index: int, actor: Any, done: concurrent.futures.Future[Any],
+    future: concurrent.futures.Future[Any],
+  ) -> None:  # fmt: skip
+    """On a thread of Ray's, which must not wait for Ray."""
+    error = done.exception()
     with self._lock:
       self._running[index] -= 1
-      self._open.discard(future)
+      self._open.discard(done)
+      if isinstance(error, self._ray.exceptions.RayActorError) and actor is self._all[index]:
+        self._ended.add(index)
+    if not future.set_running_or_notify_cancel():
+      return
+    if error is None:
+      future.set_result(done.result())
+    else:
+      future.set_exception(error)
 
   def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
     """Ends the actors, and Ray where this has started it.
@@ -76,7 +98,7 @@ class RayExecutor(concurrent.futures.Executor):
       wait: for what runs, first; without, the actors end with the last of it.
       cancel_futures: what runs is not waited for, and fails.
     """
-    with self._lock:
+    with self._submitting, self._lock:
       if self._closed:
         return
       self._closed, left = True, list(self._open)
@@ -121,7 +143,7 @@ def ray(
     assert jax.jit(jax.vmap(square))(jnp.arange(4.0)).tolist() == [0, 1, 4, 9]
   ```
 
-  An actor that ends is started again; what it ran fails with Ray's error, after the gate's
+  An actor that ends is replaced; what it ran fails with Ray's error, after the gate's
   `retries=`. Ray itself is initialized where it is not yet, and shut down again with the executor.
 
   Args:

@@ -40,6 +40,7 @@ def one() -> Iterator[cg.Workers]:
 def boxes(one: cg.Workers) -> Iterator[Any]:
   """Makes objects that the only worker counts."""
   yield cg.hold(Tallied, name="test tallied", run_on=one)
+  gc.collect()
   assert cg.held().get("test tallied", 0) == 0
   wait_until(lambda: living(one) == 0)
 
@@ -66,12 +67,11 @@ def home(handle: cg.Handle) -> Any:
 def error_of(program: Any, *args: Any) -> BaseException:
   with pytest.raises(BaseException) as caught, cg.errors():
     jax.block_until_ready(program(*args))
-  return caught.value
+  return caught.value.with_traceback(None)  # whose frames would keep handles
 
 
 # -- transformations
-@pytest.mark.parametrize("part", range(4))
-def test_pairs_of_transformations_agree_with_jax(part: int, two: cg.Workers) -> None:
+def test_transformations_agree_with_jax(two: cg.Workers) -> None:
   def by_objects(effect: Any) -> Any:
     del effect
     make = cg.hold(lambda x: {"sum": np.sum(x, dtype=np.float32)}, run_on=two)
@@ -81,7 +81,7 @@ def test_pairs_of_transformations_agree_with_jax(part: int, two: cg.Workers) -> 
     call.defjvp(lambda p, t: (call(*p), jax.jvp(reference, p, t)[1]))
     return call
 
-  assert_chains_agree(PAIRS[part::4], make=by_objects)
+  assert_chains_agree(PAIRS[::4], make=by_objects)
   assert "by_objects" not in str(cg.held())
 
 

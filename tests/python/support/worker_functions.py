@@ -96,7 +96,7 @@ class Tallied:
     Tallied.most = max(Tallied.most, Tallied.live)
 
   def __del__(self) -> None:
-    Tallied.live -= 1
+    type(self).live -= 1
 
 
 def tallied() -> Any:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,10 @@ def test_dask_runs_lanes(tmp_path: Path) -> None:
 def actors() -> Iterator[Any]:
   pytest.importorskip("ray")
   each = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}}
-  with cg.executors.ray(2, each=each) as executor:
+  with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", ".*os.fork")  # JAX's: Ray starts its processes so
+    executor = cg.executors.ray(2, each=each)
+  with executor:
     yield executor
 
 
