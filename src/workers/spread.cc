@@ -23,6 +23,7 @@ using std::chrono::nanoseconds;
 // the most others get their turn.
 constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
+constexpr std::size_t kMostEnded = 4;  // workers that may end before they run a lane
 constexpr auto kAwake = std::chrono::microseconds(30);
 constexpr auto kNap = std::chrono::milliseconds(100);  // after which it looks for Ctrl-C
 constexpr auto kGrace = std::chrono::seconds(1);       // for what runs when Ctrl-C comes
@@ -199,9 +200,10 @@ class Spread : Immovable {
   }
 
   void lost(const Flight& flight, WorkerFailure why) {
-    // A worker that ended before it ran any of the lanes did so for reasons of its own: once more
-    // does no harm, whatever the function does.
-    const int retries = runs(flight) ? options_.retries : std::max(options_.retries, 1);
+    // A worker that ended before it ran any of the lanes did so for reasons of its own: another one
+    // does no harm, whatever the function does. All idle ones may have ended, before that is known.
+    const int others = static_cast<int>(std::min<std::size_t>(pool_.workers(), kMostEnded));
+    const int retries = runs(flight) ? options_.retries : std::max(options_.retries, others);
     Piece piece = flight.piece;
     if (!failure_ && options_.placed.empty() && why.kind == Kind::kEnded &&
         ++piece.tries <= retries)
@@ -303,15 +305,15 @@ class Spread : Immovable {
   // Loading what runs has a limit of its own.
   std::optional<Clock::time_point> deadline() {
     if (options_.timeout.count() == 0) return std::nullopt;
-    if (running()) return *begin_ + options_.timeout;
+    look_for_begin();
+    if (begin_) return *begin_ + options_.timeout;
     if (asked_ && options_.loading.count() > 0) return *asked_ + options_.loading;
     return std::nullopt;
   }
 
   // Whether a worker has begun with the call's lanes.
-  bool running() {
+  void look_for_begin() {
     if (!begin_ && std::ranges::any_of(flights_, runs)) begin_ = Clock::now();
-    return begin_.has_value();
   }
   static bool runs(const Flight& flight) noexcept {
     const Worker& worker = *flight.worker;

@@ -214,10 +214,7 @@ void Pool::ended(const WorkerPointer& worker, Ended how) {
     failed_[index] = why;
   } else if (!closing_ && !failed_[index]) {
     ++replaced_;
-    if (gives_up(*worker)) {
-      failed_[index] = why;
-      failed_[index]->kind = Kind::kRestarts;
-    }
+    if (gives_up(*worker)) failed_[index].emplace(why).kind = Kind::kRestarts;
   }
   constexpr std::size_t kKept = 64;
   gone_.emplace_back(worker->number, why);

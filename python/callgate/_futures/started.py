@@ -19,14 +19,17 @@ from callgate._core.dtypes import dtype_named
 from callgate._gate.gate import Gate
 from callgate._workers import objects
 from callgate._workers.executors import OnExecutor
+from callgate._workers.workers import Workers
 
 Types = Sequence[tuple[tuple[int, ...], str]]
 
 
 def most(gate: Gate) -> int:
   """How many started calls of a gate are to be on their way at once."""
-  on = gate.elsewhere
-  return on.in_flight if isinstance(on, OnExecutor) else 2 * gate.run_on.count
+  if isinstance(gate.run_on, Workers):
+    return 2 * gate.run_on.count
+  in_flight: int = gate.elsewhere.in_flight
+  return in_flight
 
 
 def calls_of(gate: Gate) -> Callable[..., Callable[[], Any]]:
@@ -65,7 +68,7 @@ def _on_executor(
   on: OnExecutor, spec: str, cast: bool, given: Sequence[Any], types: Types, lane: int
 ) -> list[Any]:
   del cast, types, lane  # who waits checks what comes
-  call = _OneLane(tuple(given))
+  call: Any = _OneLane(tuple(given))
   on.run(spec, call)
   return list(call.results)
 

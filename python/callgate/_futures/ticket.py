@@ -88,18 +88,19 @@ def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
   """Starts a call of a gate; see `Gate.start`."""
   core = gate.core
   _check(core)
-  if isinstance(core.run_on, str):
-    handle = _parts(core).begin(*args, **kwargs, **{_PLACE: place_of_user()})
+  place = {_PLACE: place_of_user()}
+  here = isinstance(core.run_on, str)
+  handle = _parts(core).begin(*args, **kwargs, **place) if here else None
   args, kwargs, static = core.given(args, kwargs)
   leaves, in_tree = jax.tree.flatten((args, kwargs))
   leaves = [shapes.as_array(core, leaf, i, in_tree) for i, leaf in enumerate(leaves)]
   structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
   results, out_tree = shapes.result_types(core, in_tree, structs, static)
-  if not isinstance(core.run_on, str):
+  if handle is None:
     site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", core.casts())
     core.check_call(site, structs)
     types = tuple((shape, np.dtype(dtype).name) for shape, dtype in results)
-    more = {_PLACE: place_of_user(), _CALL: (site.spec, site.cast, types)}
+    more: dict[str, Any] = {**place, _CALL: (site.spec, site.cast, types)}
     handle = _parts(core).begin(*leaves, **more)
   args, kwargs = jax.tree.unflatten(in_tree, leaves)
   return Ticket(_Call(core, static, results, out_tree), handle, (args, kwargs))

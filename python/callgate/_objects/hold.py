@@ -67,7 +67,8 @@ class Hold(Gate):
   def _named_callee(self) -> Any:
     if not isinstance(self.run_on, Workers):
       return super()._named_callee()
-    self.elsewhere, callee = on_workers(self, self.function.there)
+    there: Making = vars(self.function)["there"]
+    self.elsewhere, callee = on_workers(self, there)
     return callee
 
   def apply_raw(self, args: Any, kwargs: dict[str, Any], static: Any) -> Any:

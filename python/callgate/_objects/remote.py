@@ -90,13 +90,13 @@ class OnWorkers:
     layout, count = _layout(spec), len(lanes)
     held = [self._held(layout.handles, lanes, i) for i in range(count)] if layout.handles else []
     placed = self._workers_of(held)
-    makes = self._there is not None
-    numbers: list[int] = [_callgate.new_number() for _ in range(count)] if makes else []
+    there = self._there
+    numbers: list[int] = [] if there is None else [_callgate.new_number() for _ in range(count)]
     for lane, number in enumerate(numbers):
       lanes.give(lane, (table.words(number),))
     pool = self.workers.pool()
     try:
-      ran_on = self._site(spec, lanes.cast).run_lanes(lanes, placed, makes)
+      ran_on = self._site(spec, lanes.cast).run_lanes(lanes, placed, there is not None)
     except BaseException as error:
       for number in numbers:
         pool.drop(number, 0)
@@ -106,11 +106,13 @@ class OnWorkers:
     for lane, (number, worker) in enumerate(zip(numbers, ran_on, strict=False)):
       scope = lanes.take_one(lane, layout.scope)
       made = RemoteObject(self.workers, pool, worker, number)
-      table.add(made, self._there.maker, scope, number)
+      assert there is not None
+      table.add(made, there.maker, scope, number)
 
   def _held(self, handles: Sequence[int], lanes: _callgate.CallLanes, lane: int) -> list[Held]:
     """The objects of a lane."""
-    pairs = (words for i in handles for words in lanes.take_one(lane, i).reshape(-1, table.WORDS))
+    taken: list[Any] = [lanes.take_one(lane, i) for i in handles]
+    pairs = (words for each in taken for words in each.reshape(-1, table.WORDS))
     held = [table.get(words, self.label) for words in pairs]
     for one in held:
       if not isinstance(one.value, RemoteObject) or one.value.workers is not self.workers:
