@@ -17,6 +17,7 @@
 #   make jax-suites JAX_TESTS=/path/to/jax/tests
 #                  JAX's own tests of callbacks without and with callgate.install(): what differs
 #   make ecosystem what programs of equinox, diffrax, numpyro and others do after callgate.install()
+#   make executors the tests of gates on loky, Dask, Ray and MPI
 #   make gpu-test  the tests that need a CUDA device, into build/gpu; make gpu-bench its benchmarks
 #   make virtual-gpu-test
 #                  what is about CUDA, on XLA's own plugin over a GPU that is made of software
@@ -61,7 +62,7 @@ MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))
 SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not -name '_callgate*' \
   2>/dev/null)
 
-.PHONY: help ecosystem demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
+.PHONY: help ecosystem executors demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
   lint-python lint-types lint-cpp format bench bench-check docs wheel portable-wheel portable-check matrix jax-suites gpu-test gpu-bench \
   virtual-gpu-test virtual-gpu-quick constraints \
   asan-python system-packages clean
@@ -180,6 +181,13 @@ ecosystem: PYTHON := $(shell sh tools/find_python.sh --newest)
 ecosystem:
 	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-ecosystem $(VENV)/.stamp-package
 	$(VENV)/bin/python tools/ecosystem.py $(ECOSYSTEM_ARGS)
+
+# Gates on loky, Dask, Ray and MPI. Of the latter the system's packages are wanted: without it, its
+# test is skipped.
+executors: VENV := .venv-executors
+executors:
+	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-test+executors $(VENV)/.stamp-package
+	$(VENV)/bin/python -m pytest tests/python/workers/test_executors.py $(EXECUTORS_ARGS)
 
 # GoogleTest and Google Benchmark. Where this installs nothing, CMake fetches GoogleTest.
 system-packages:

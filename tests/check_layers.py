@@ -21,7 +21,8 @@ and in every Python file below ROOT/python, on its syntax tree, imports in funct
 - a folder imports itself and those that PYTHON_LAYERS gives it; `__init__`, `__main__` and `_start`
   import anything;
 - no file imports one that imports it, by whatever way;
-- a folder's `__init__` is one sentence, without code, but in `callgate`, `sinks` and `compat`;
+- a folder's `__init__` is one sentence, without code, but in `callgate`, `sinks`, `executors` and
+  `compat`;
 - a file has at most 400 lines;
 - nothing runs on import but definitions, and the registration of a file's own primitives.
 
@@ -88,18 +89,19 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_steer": "_jax _core _call _gate _tap",
     "_checkpoints": "_jax _core _sharding _gate _tap",
     "_loops": "_jax _core _runtime _call _tap _steer _checkpoints",
-    "_objects": "_jax _core _runtime _call _gate",
+    "_objects": "_jax _core _runtime _call _workers _gate",
     "_envs": "_jax _core _runtime _call _workers _gate _tap",
     "_explain": "_jax _core _runtime _call",
-    "_futures": "_jax _core _call _gate _objects",
+    "_futures": "_jax _core _runtime _call _workers _gate _objects",
     "_stream": "_core _process _sharding _tap",
     "sinks": "_core _process _tap",
+    "executors": "_core",
     "_watch": "_core _stream",
     "compat": "_jax _core _sharding _runtime _call _gate _tap",
   }.items()
 }
 TOP = ("__init__", "__main__", "_start")  # these import anything
-WITH_CODE = ("callgate", "sinks", "compat")  # folders whose __init__ has some
+WITH_CODE = ("callgate", "sinks", "executors", "compat")  # folders whose __init__ has some
 MOST_LINES = 400
 # What takes a module's name as text. A logger's name, say, is none.
 IMPORTERS = ("import_module", "__import__", "sys.modules.get")

@@ -55,7 +55,7 @@ from callgate._workers.workers import Workers, workers
 from callgate.compat._callbacks.install import install, uninstall
 
 if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
-  from callgate import sinks
+  from callgate import executors, sinks
   from callgate._envs.envs import Envs, envs
   from callgate._explain.call import ExplainedCall
   from callgate._explain.explain import Explanation, explain
@@ -138,6 +138,7 @@ __all__ = [
   "elementwise",
   "envs",
   "errors",
+  "executors",
   "explain",
   "export_checks",
   "feed",
@@ -218,8 +219,8 @@ def __getattr__(name: str) -> Any:
     _start.publish(found)
     globals().update(found)
     return found[name]
-  if name == "sinks":
-    return importlib.import_module("callgate.sinks")
+  if name in ("executors", "sinks"):
+    return importlib.import_module(f"callgate.{name}")
   if name == "__version__":  # pyproject.toml's, as it was installed
     return importlib.import_module("importlib.metadata").version("callgate")
   raise AttributeError(f"module 'callgate' has no attribute {name!r}")

@@ -23,7 +23,7 @@ from callgate._process import group
 from callgate._runtime import barrier, config, lifecycle, timeline
 from callgate._steer import knob, record, stop
 from callgate._tap import channel, delivery
-from callgate._workers import workers
+from callgate._workers import objects, workers
 from callgate.compat._callbacks import install
 
 
@@ -59,6 +59,7 @@ def start(public: Mapping[str, Any]) -> None:
   lifecycle.at_end("join", job.close)
   os.register_at_fork(after_in_child=job.after_fork)
   table.added.append(collect.due)
+  objects.drops.append(table.drop)
   barrier.at_barrier.append(collect.collect)
   registry.finders += [check.find, breakpoint.find, scopes.find, stop.find]
   # Patches of JAX's rules, each in `_jax`.

@@ -80,7 +80,7 @@ std::size_t LaneArrays::bytes_of_lane() const {
 void LaneArrays::ask(Worker& worker, const Piece& piece,
                      std::span<const Definition* const> definitions,
                      std::span<const std::uint64_t> forgotten, const Claim& claim,
-                     bool check_writes) const {
+                     const Asked& how) const {
   const std::size_t operands = call_.operands.size(), results = call_.results.size();
   std::vector<const Definition*> news;
   for (const Definition* definition : definitions)
@@ -89,7 +89,8 @@ void LaneArrays::ask(Worker& worker, const Piece& piece,
   for (std::uint64_t id : forgotten) worker.known.erase(id);
 
   Request request;
-  request.check_writes = check_writes ? 1 : 0;
+  request.check_writes = how.check_writes ? 1 : 0;
+  request.first_lane = how.first_lane;
   request.site = definitions.back()->id;
   request.device = call_.context.device;
   request.run = call_.context.run;
@@ -146,9 +147,10 @@ void LaneArrays::ask(Worker& worker, const Piece& piece,
   // A result in the memory of an operand begins as that, for who writes into it in place.
   for (std::size_t i = 0; i < results; ++i) {
     const ArrayView& view = call_.results[i];
-    const bool in_place = std::ranges::any_of(call_.operands, [&](const ArrayView& operand) {
-      return operand.data == view.data && operand.nbytes() == view.nbytes();
-    });
+    const bool in_place =
+        how.send_results || std::ranges::any_of(call_.operands, [&](const ArrayView& operand) {
+          return operand.data == view.data && operand.nbytes() == view.nbytes();
+        });
     const std::size_t bytes = lane[operands + i].nbytes();
     for (std::int64_t k = 0; in_place && k < piece.count; ++k)
       put(heads[operands + i].data + static_cast<std::size_t>(k) * bytes,

@@ -28,6 +28,13 @@ struct Piece {
   int tries = 0;  // that have failed, as their workers ended
 };
 
+// What a request says beside the lanes.
+struct Asked {
+  std::int64_t first_lane = 0;  // the number of the call's first lane, for who runs it
+  bool check_writes = false;
+  bool send_results = false;  // results begin as they are
+};
+
 // The arrays of a call, lane by lane. Borrows all of it.
 class LaneArrays {
  public:
@@ -41,7 +48,7 @@ class LaneArrays {
   // the worker, which adds to the event count `claim.number` when it has answered. The worker need
   // not keep the definitions `forgotten`. Throws Error where there is no memory.
   void ask(Worker& worker, const Piece& piece, std::span<const Definition* const> definitions,
-           std::span<const std::uint64_t> forgotten, const Claim& claim, bool check_writes) const;
+           std::span<const std::uint64_t> forgotten, const Claim& claim, const Asked& how) const;
   // Copies the results of a piece that the worker has run.
   void take_results(const Worker& worker, const Piece& piece) const;
 

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <utility>
 
@@ -19,6 +21,14 @@ using Kind = WorkerFailure::Kind;
 using State = Worker::State;
 }  // namespace
 
+Worker::Worker(std::size_t place)
+    : index(static_cast<int>(place)),
+      number([] {
+        static std::atomic<std::uint64_t> last{0};
+        return last.fetch_add(1, std::memory_order_relaxed) + 1;  // a number, no order
+      }()),
+      memory(1 << 16) {}
+
 std::shared_ptr<Pool> Pool::make(PoolOptions options) {
   auto destroy = [](Pool* pool) {
     if (pool->process_.here()) delete pool;
@@ -30,7 +40,8 @@ Pool::Pool(PoolOptions options)
     : options_(std::move(options)),
       events_(sizeof(CallEvents)),
       workers_(options_.workers),
-      failed_(options_.workers) {
+      failed_(options_.workers),
+      idle_ends_(options_.workers) {
   std::array<int, 2> ends{-1, -1};
   if (pipe(ends.data()) != 0) throw system_error("a pipe for worker processes");
   woken_ = Descriptor(ends[0]);
@@ -107,14 +118,23 @@ void Pool::want(Claim& claim, int index) {
   bool to_start = false;
   {
     std::lock_guard lock(mutex_);
-    if (hopeless(index) != nullptr) {  // once more, for this call
-      for (std::size_t i = 0; i < failed_.size(); ++i)
-        if (index == kAny || index == static_cast<int>(i)) failed_[i].reset();
+    if (const WorkerFailure* why = hopeless(index)) {  // once more, for this call
+      // Such a worker would come up, and end again: this call says so, and the next one tries.
+      if (why->kind == Kind::kRestarts) claim.refused = *why;
       to_start = true;
+      for (std::size_t i = 0; i < failed_.size(); ++i)
+        if (index == kAny || index == static_cast<int>(i)) {
+          failed_[i].reset();
+          idle_ends_[i] = 0;
+        }
     }
-    queue_.push_back({&claim, index});
-    ++claim.waiting;
-    grant();
+    if (claim.refused) {
+      claim.events->add();
+    } else {
+      queue_.push_back({&claim, index});
+      ++claim.waiting;
+      grant();
+    }
   }
   if (to_start) wake();
 }
@@ -133,6 +153,8 @@ void Pool::give_back(const WorkerPointer& worker) noexcept {
   if (closing_) return stop(*worker);
   worker->state = State::kIdle;
   idle_.push_back(worker);
+  idle_ends_[static_cast<std::size_t>(worker->index)] = 0;
+  if (!worker->forgotten.empty()) forget_soon();
   grant();
 }
 
@@ -155,11 +177,32 @@ std::string Pool::give_up(const WorkerPointer& worker) {
   return worker->end ? worker->end->said : std::string();
 }
 
-void Pool::forget(std::uint64_t definition) noexcept {
+void Pool::forget(std::uint64_t what, std::uint64_t worker) noexcept {
   if (!process_.here()) return;
   std::lock_guard lock(mutex_);
-  for (const WorkerPointer& worker : workers_)
-    if (worker) worker->forgotten.push_back(definition);
+  for (const WorkerPointer& one : workers_)
+    if (one && (worker == 0 || one->number == worker)) one->forgotten.push_back(what);
+  forget_soon();
+}
+
+int Pool::index_of(std::uint64_t worker) const {
+  check_here();
+  std::lock_guard lock(mutex_);
+  for (const WorkerPointer& one : workers_)
+    if (one && one->number == worker && !one->doomed) return one->index;
+  return kAny;
+}
+
+WorkerFailure Pool::gone(std::uint64_t worker) const {
+  check_here();
+  std::lock_guard lock(mutex_);
+  for (const auto& [number, end] : gone_)
+    if (number == worker) {
+      WorkerFailure why = end;
+      why.kind = Kind::kGone;
+      return why;
+    }
+  return {Kind::kGone, "the worker process has ended"};
 }
 
 std::vector<std::uint64_t> Pool::forgotten(Worker& worker) {
@@ -220,6 +263,25 @@ void Pool::stop(Worker& worker) {
   request_of(worker.memory).kind = RequestKind::kStop;
   control_of(worker.memory).bytes = worker.memory.size();
   control_of(worker.memory).requests.add();
+}
+
+// Not at once: with the next request it costs nothing.
+void Pool::forget_soon() noexcept {
+  constexpr auto kWhile = std::chrono::milliseconds(20);
+  if (to_forget_ || closing_) return;
+  to_forget_ = std::chrono::steady_clock::now() + kWhile;
+  wake();
+}
+
+// After a worker's end: whether those of its index end again and again, with nothing to do.
+bool Pool::gives_up(Worker& worker) {
+  constexpr int kMostEnds = 5;
+  int& ends = idle_ends_[static_cast<std::size_t>(worker.index)];
+  if (worker.state != State::kIdle) {
+    if (worker.state == State::kTaken) ends = 0;
+    return false;
+  }
+  return ++ends >= kMostEnds;
 }
 
 void Pool::shut_down(std::chrono::nanoseconds patience) noexcept {

@@ -20,6 +20,7 @@
 #include <string>
 #include <thread>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -39,6 +40,8 @@ struct WorkerFailure : Error {
     kOverdue,      // it took longer than its timeout, and was ended
     kInterrupted,  // by Ctrl-C
     kClosed,       // the pool is, or this is a fork's child
+    kGone,         // the worker has ended that had what the call needs
+    kRestarts,     // workers ended again and again, with nothing to do
   };
   WorkerFailure(Kind of, const std::string& text)
       : Error(Error::verbatim(ErrorCode::kInternal, text)), kind(of) {}
@@ -62,9 +65,10 @@ struct PoolOptions {
 struct Worker : Immovable {
   enum class State : std::uint8_t { kStarting, kIdle, kTaken, kGone };
 
-  explicit Worker(std::size_t place) : index(static_cast<int>(place)), memory(1 << 16) {}
+  explicit Worker(std::size_t place);
 
   const int index;
+  const std::uint64_t number;               // among all of the process, from 1
   SharedMemory memory;                      // whoever has taken it may write there
   std::uint32_t asked = 0;                  // requests so far, its own
   std::unordered_set<std::uint64_t> known;  // definitions that it has; whoever has taken it
@@ -78,7 +82,7 @@ struct Worker : Immovable {
   State state = State::kStarting;
   EventCount* owner = nullptr;           // of the call that has taken it
   bool doomed = false;                   // it is to end, and that is no failure
-  std::vector<std::uint64_t> forgotten;  // definitions that it need not keep
+  std::vector<std::uint64_t> forgotten;  // definitions and objects that it need not keep
   std::optional<WorkerFailure> end;
 };
 using WorkerPointer = std::shared_ptr<Worker>;
@@ -120,10 +124,16 @@ class Pool : Immovable {
   // Ends a worker that a call has taken and does not wait for any more. What it said meanwhile.
   std::string give_up(const WorkerPointer& worker);
 
-  // Workers need not keep it any more.
-  void forget(std::uint64_t definition) noexcept;
-  // Those that a worker has not been told of yet.
+  // Workers need not keep it any more: all of them, or the one of this number. They hear of it with
+  // their next request, or soon if there is none.
+  void forget(std::uint64_t what, std::uint64_t worker = 0) noexcept;
+  // What a worker has not been told of yet.
   std::vector<std::uint64_t> forgotten(Worker& worker);
+
+  // The index of the worker of this number, or kAny where it has ended.
+  int index_of(std::uint64_t worker) const;
+  // How it has ended, kGone; with little known where that is long ago.
+  WorkerFailure gone(std::uint64_t worker) const;
 
   // Asks the workers to end, waits for a while, and then ends them. Calls that run fail. Any
   // thread; in a fork's child it does nothing.
@@ -142,16 +152,19 @@ class Pool : Immovable {
   void supervise();
   void start_missing(std::unique_lock<std::mutex>& lock);
   WorkerPointer start(std::size_t index) const;
-  void wait_for_news(const std::vector<WorkerPointer>& watched, bool hurry) const;
+  void wait_for_news(const std::vector<WorkerPointer>& watched, std::chrono::milliseconds most);
   void look_at(const WorkerPointer& worker);
   void started(const WorkerPointer& worker);
   void ended(const WorkerPointer& worker, Ended how);
+  void have_forgotten();
 
   // Under the lock.
   void grant();
   WorkerPointer take_idle(int index);
   const WorkerFailure* hopeless(int index) const;
   void stop(Worker& worker);
+  void forget_soon() noexcept;
+  bool gives_up(Worker& worker);
   bool all_gone() const;
 
   void check_here() const;
@@ -171,6 +184,10 @@ class Pool : Immovable {
   std::vector<std::uint32_t> free_calls_;
   std::vector<WorkerPointer> idle_;  // the one used last comes last
   std::uint64_t replaced_ = 0;
+  std::vector<int> idle_ends_;                                // by index, since the last call there
+  std::deque<std::pair<std::uint64_t, WorkerFailure>> gone_;  // workers, the last ones
+  // When idle workers are to hear what they need not keep.
+  std::optional<std::chrono::steady_clock::time_point> to_forget_;
   bool closing_ = false;
   std::mutex joining_;
   std::jthread thread_;

@@ -4,8 +4,9 @@
 // Each worker has a piece of memory of its own. The first page holds `WorkerControl`; from
 // kMessages on lies the one message that is under way. The process writes a request there and adds
 // to `requests`; the worker answers it in place, writes `Reply`, sets `answered` and adds to the
-// event count of the call, which lies in the pool's memory (one for each call under way). Until it
-// has answered the memory is the worker's, and after that the process's: either may make it larger.
+// event count of the call, which lies in the pool's memory (one for each call under way); kStart
+// and kForget, which are no call's, it answers by a byte on its socket. Until it has answered the
+// memory is the worker's, and after that the process's: either may make it larger.
 //
 // Offsets count from the memory's begin, so that both sides may have it at any address.
 #pragma once
@@ -21,7 +22,10 @@
 
 namespace callgate {
 
-enum class RequestKind : std::uint32_t { kStart, kRun, kStop };
+enum class RequestKind : std::uint32_t { kStart, kRun, kForget, kStop };
+
+// What workers keep by numbers are definitions, and with this bit objects.
+inline constexpr std::uint64_t kObject = std::uint64_t{1} << 63;
 enum class ReplyKind : std::uint32_t {
   kDone,
   kRaised,     // by a lane's call; `bytes` are what the worker made of it
@@ -69,7 +73,8 @@ struct Request {
   Extent text;                         // of kStart
   std::uint64_t site = 0;              // the definition that runs
   std::int64_t device = -1, run = -1;  // see CallContext
-  std::int64_t first = 0, step = 1;    // the numbers of the lanes
+  std::int64_t first = 0, step = 1;    // of the lanes, in the call
+  std::int64_t first_lane = 0;         // the number of the call's first
   std::uint64_t lanes = 0;             // how many
   std::uint32_t operands = 0, results = 0;
   std::uint64_t arrays = 0;  // offset of the ArrayHeads, operands first

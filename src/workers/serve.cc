@@ -66,13 +66,14 @@ class Server {
       try {
         if (kind == RequestKind::kStart) start();
         if (kind == RequestKind::kRun) answer();
+        if (kind == RequestKind::kForget) forget(request_of(memory_));
       } catch (const Raised& raised) {
         fail(raised.raised);
       }
       control_of(memory_).reply = reply_;
       // Release: who sees it sees the reply and the results.
       control_of(memory_).answered.store(seen_, std::memory_order_release);
-      if (kind == RequestKind::kStart) {
+      if (kind != RequestKind::kRun) {
         (void)send(socket_.get(), "R", 1, MSG_NOSIGNAL);
       } else {
         (*at<CallEvents>(calls_.data(), 0))[control_of(memory_).call].add();
@@ -107,11 +108,15 @@ class Server {
     reply_.kind = ReplyKind::kDone;
   }
 
+  void forget(const Request& request) {
+    for (std::uint32_t i = 0; i < request.forgotten; ++i)
+      served_.forget(at<std::uint64_t>(memory_.data(), request.forgotten_ids)[i]);
+  }
+
   void answer() {
     const Request request = request_of(memory_);
     std::byte* base = memory_.data();
-    for (std::uint32_t i = 0; i < request.forgotten; ++i)
-      served_.forget(at<std::uint64_t>(base, request.forgotten_ids)[i]);
+    forget(request);
     reply_.kind = ReplyKind::kUndefined;
     for (std::uint32_t i = 0; i < request.definitions; ++i) {
       const auto& head = at<DefinitionHead>(base, request.definition_heads)[i];
@@ -142,7 +147,7 @@ class Server {
     for (std::uint64_t lane = 0; lane < request.lanes; ++lane) {
       for (ArrayView& view : inputs) view.data = base + *places++;
       reply_.lane = request.first + static_cast<std::int64_t>(lane) * request.step;
-      served_.run(request.site, Call{inputs, outputs, context}, reply_.lane);
+      served_.run(request.site, Call{inputs, outputs, context}, request.first_lane + reply_.lane);
       for (ArrayView& view : outputs)
         view.data = static_cast<std::byte*>(view.data) + view.nbytes();
     }

@@ -27,7 +27,7 @@ class Served {
   virtual void start(std::string_view text) = 0;
   // `of` is another definition's id, or 0.
   virtual void define(std::uint64_t id, std::uint64_t of, std::string_view bytes) = 0;
-  virtual void forget(std::uint64_t id) noexcept = 0;
+  virtual void forget(std::uint64_t id) noexcept = 0;  // of a definition, or with kObject
   // One lane's call.
   virtual void run(std::uint64_t site, const Call& call, std::int64_t lane) = 0;
   virtual void check_writes(bool on) = 0;

@@ -23,6 +23,7 @@ using std::chrono::nanoseconds;
 // the most others get their turn.
 constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
+constexpr std::size_t kMostEnded = 4;  // workers that may end before they run a lane
 constexpr auto kAwake = std::chrono::microseconds(30);
 constexpr auto kNap = std::chrono::milliseconds(100);  // after which it looks for Ctrl-C
 constexpr auto kGrace = std::chrono::seconds(1);       // for what runs when Ctrl-C comes
@@ -68,13 +69,16 @@ class Spread : Immovable {
   struct Queue {
     int index = Pool::kAny;
     std::deque<Piece> pieces;
-    std::int64_t lanes = 0;   // in them
-    std::size_t workers = 0;  // that run them, or are asked for
+    std::uint64_t worker = 0;  // that alone may; 0 for any of the index
+    std::int64_t lanes = 0;    // in them
+    std::size_t workers = 0;   // that run them, or are asked for
   };
 
   void plan() {
     left_ = arrays_.count();
-    queues_.resize(options_.by_lane ? pool_.workers() : 1);
+    by_index_ = options_.by_lane || !options_.placed.empty();
+    queues_.resize(by_index_ ? pool_.workers() : 1);
+    if (!options_.placed.empty()) return plan_placed();
     if (!options_.by_lane) return add(queues_[0], {0, left_, 1, 0});
     const auto workers = static_cast<std::int64_t>(pool_.workers());
     for (std::int64_t lane = 0; lane < std::min(workers, left_); ++lane) {
@@ -84,12 +88,35 @@ class Spread : Immovable {
     }
   }
 
+  // Neighbouring lanes of one worker are a piece.
+  void plan_placed() {
+    const std::span<const std::uint64_t> placed = options_.placed;
+    for (std::size_t lane = 0; lane < placed.size();) {
+      std::size_t end = lane;
+      while (end < placed.size() && placed[end] == placed[lane]) ++end;
+      const int index = pool_.index_of(placed[lane]);
+      if (index == Pool::kAny) throw gone(placed[lane], lane);
+      Queue& queue = queues_[static_cast<std::size_t>(index)];
+      queue.index = index;
+      queue.worker = placed[lane];
+      const auto count = static_cast<std::int64_t>(end - lane);
+      queue.pieces.push_back({static_cast<std::int64_t>(lane), count, 1, 0});
+      queue.lanes += count;
+      lane = end;
+    }
+  }
+  WorkerFailure gone(std::uint64_t worker, std::size_t lane) const {
+    WorkerFailure why = pool_.gone(worker);
+    why.lane = static_cast<std::int64_t>(lane);
+    return why;
+  }
+
   static void add(Queue& queue, const Piece& piece) {
     if (piece.count > 0) queue.pieces.push_front(piece);
     queue.lanes += piece.count;
   }
   Queue& queue_of(const WorkerPointer& worker) {
-    return queues_[options_.by_lane ? static_cast<std::size_t>(worker->index) : 0];
+    return queues_[by_index_ ? static_cast<std::size_t>(worker->index) : 0];
   }
 
   // --- Answers
@@ -122,6 +149,7 @@ class Spread : Immovable {
     if (reply.kind == ReplyKind::kDone) {
       arrays_.take_results(*flight.worker, flight.piece);
       left_ -= flight.piece.count;
+      note(flight);
       learn(reply.nanoseconds / std::max<std::int64_t>(flight.piece.count, 1));
     } else {
       raised(flight, reply.kind == ReplyKind::kUndefined);
@@ -131,6 +159,14 @@ class Spread : Immovable {
       spare_.push_back(flight.worker);
     else
       give_back(flight.worker);
+  }
+
+  void note(const Flight& flight) {
+    if (options_.in_order) next_ += flight.piece.count;
+    if (options_.ran_on.empty()) return;
+    for (std::int64_t k = 0; k < flight.piece.count; ++k)
+      options_.ran_on[static_cast<std::size_t>(flight.piece.first + k * flight.piece.step)] =
+          flight.worker->number;
   }
 
   void give_back(const WorkerPointer& worker) {
@@ -164,11 +200,13 @@ class Spread : Immovable {
   }
 
   void lost(const Flight& flight, WorkerFailure why) {
-    // A worker that ended before it ran any of the lanes did so for reasons of its own: once more
-    // does no harm, whatever the function does.
-    const int retries = runs(flight) ? options_.retries : std::max(options_.retries, 1);
+    // A worker that ended before it ran any of the lanes did so for reasons of its own: another one
+    // does no harm, whatever the function does. All idle ones may have ended, before that is known.
+    const int others = static_cast<int>(std::min<std::size_t>(pool_.workers(), kMostEnded));
+    const int retries = runs(flight) ? options_.retries : std::max(options_.retries, others);
     Piece piece = flight.piece;
-    if (!failure_ && why.kind == Kind::kEnded && ++piece.tries <= retries)
+    if (!failure_ && options_.placed.empty() && why.kind == Kind::kEnded &&
+        ++piece.tries <= retries)
       return add(queue_of(flight.worker), piece);
     why.lane = piece.first;
     fail(std::move(why));
@@ -185,11 +223,18 @@ class Spread : Immovable {
   // As many as could run something now.
   void ask_for_workers() {
     for (Queue& queue : queues_) {
-      const std::size_t most = options_.by_lane || options_.in_order ? 1 : pool_.workers();
+      if (!is_due(queue)) continue;
+      const std::size_t most = by_index_ || options_.in_order ? 1 : pool_.workers();
       auto useful = std::min(most, queue.workers + static_cast<std::size_t>(queue.lanes));
       for (; queue.workers < useful && queue.lanes > 0; ++queue.workers)
         pool_.want(claim_, queue.index);
     }
+  }
+
+  // Whether its turn has come, where lanes of several workers run in their order.
+  bool is_due(const Queue& queue) const {
+    if (options_.placed.empty() || !options_.in_order || queue.pieces.empty()) return true;
+    return flights_.empty() && queue.pieces.front().first == next_;
   }
 
   void hand_out() {
@@ -201,15 +246,18 @@ class Spread : Immovable {
     while (!spare_.empty()) {
       const WorkerPointer worker = spare_.back();
       Queue& queue = queue_of(worker);
-      if (queue.lanes == 0) {
+      if (queue.lanes > 0 && queue.worker != 0 && queue.worker != worker->number)
+        fail(gone(queue.worker, static_cast<std::size_t>(queue.pieces.front().first)));
+      if (queue.lanes == 0 || !is_due(queue)) {
         spare_.pop_back();
         give_back(worker);
         continue;
       }
       const Piece piece = take_piece(queue);
       arrays_.ask(*worker, piece, options_.definitions, pool_.forgotten(*worker), claim_,
-                  options_.check_writes);
+                  {options_.first_lane, options_.check_writes, options_.send_results});
       flights_.push_back({worker, piece});
+      if (!asked_) asked_ = Clock::now();
       spare_.pop_back();
     }
   }
@@ -232,7 +280,7 @@ class Spread : Immovable {
     auto part = [&](std::int64_t parts) { return (queue.lanes + parts - 1) / parts; };
     const std::int64_t lane = lane_time_.load(std::memory_order_relaxed);  // see LaneTime
     if (lane == 0) return 1;
-    if (options_.by_lane || options_.in_order) return std::min(queue.lanes, kMostTime / lane + 1);
+    if (by_index_ || options_.in_order) return std::min(queue.lanes, kMostTime / lane + 1);
     const std::int64_t size =
         std::max(part(2 * workers), std::min(kLeastTime / lane + 1, part(workers)));
     return std::min(size, kMostTime / lane + 1);
@@ -246,21 +294,26 @@ class Spread : Immovable {
       while (Clock::now() < begin + kAwake)
         if (claim_.events->now() != seen) return;
     nanoseconds nap = kNap;
-    // NOLINTBEGIN(bugprone-unchecked-optional-access): begun where it runs
-    if (options_.timeout.count() > 0 && running())
-      nap = std::clamp<nanoseconds>(*begin_ + options_.timeout - begin, nanoseconds(1), kNap);
+    if (const auto end = deadline())
+      nap = std::clamp<nanoseconds>(*end - begin, nanoseconds(1), kNap);
     claim_.events->wait(seen, nap);
     if (claim_.events->now() != seen) return;
-    if (options_.timeout.count() > 0 && running() && Clock::now() > *begin_ + options_.timeout)
-      end_overdue();
-    // NOLINTEND(bugprone-unchecked-optional-access)
+    if (const auto end = deadline(); end && Clock::now() > *end) end_overdue();
     if (Interrupts::ends(run_)) end_interrupted();
   }
 
-  // Whether a worker has begun with the call's lanes: what it takes to load them doesn't count.
-  bool running() {
+  // Loading what runs has a limit of its own.
+  std::optional<Clock::time_point> deadline() {
+    if (options_.timeout.count() == 0) return std::nullopt;
+    look_for_begin();
+    if (begin_) return *begin_ + options_.timeout;
+    if (asked_ && options_.loading.count() > 0) return *asked_ + options_.loading;
+    return std::nullopt;
+  }
+
+  // Whether a worker has begun with the call's lanes.
+  void look_for_begin() {
     if (!begin_ && std::ranges::any_of(flights_, runs)) begin_ = Clock::now();
-    return begin_.has_value();
   }
   static bool runs(const Flight& flight) noexcept {
     const Worker& worker = *flight.worker;
@@ -270,7 +323,7 @@ class Spread : Immovable {
 
   void end_overdue() {
     if (flights_.empty()) return;  // it waits for workers, which others have
-    WorkerFailure why(Kind::kOverdue, "a worker process took longer than the timeout");
+    WorkerFailure why(Kind::kOverdue, begin_ ? "" : ": it had not loaded the function yet");
     why.worker = flights_.front().worker->index;
     why.lane = flights_.front().piece.first;
     for (Flight& flight : std::exchange(flights_, {})) {
@@ -294,7 +347,9 @@ class Spread : Immovable {
   const std::int64_t run_;
   LaneTime& lane_time_;
   const std::int64_t most_lanes_;  // of a piece
-  std::optional<Clock::time_point> begin_, interrupted_;
+  std::optional<Clock::time_point> asked_, begin_, interrupted_;
+  bool by_index_ = false;  // there is a queue for each worker
+  std::int64_t next_ = 0;  // lane, where they run in order
 
   Claim claim_;
   std::int64_t left_ = 0;  // lanes without results

@@ -26,6 +26,12 @@ struct SpreadOptions {
   bool by_lane = false;                            // a lane always on the same worker
   std::int64_t first_lane = 0;                     // the number of this call's first lane, for that
   bool check_writes = false;
+  std::chrono::nanoseconds loading{0};  // that a worker may take to load what it runs; 0: no limit
+  // The numbers of the workers that are to run the lanes; none for any.
+  std::span<const std::uint64_t> placed;
+  // Of each lane gets the number of the worker that ran it, where it is not empty.
+  std::span<std::uint64_t> ran_on;
+  bool send_results = false;  // results begin as they are, for who reads them before he writes
 };
 
 // How long a lane of a site takes, as its calls have shown. Relaxed throughout: a hint.

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <csignal>
@@ -56,13 +57,19 @@ void Pool::supervise() {
     if (closing_ && all_gone()) return;
     std::vector<WorkerPointer> watched;
     bool hurry = false;
+    have_forgotten();
+    auto most = std::chrono::milliseconds(-1);
+    if (to_forget_)
+      most = std::chrono::ceil<std::chrono::milliseconds>(
+          std::max(*to_forget_ - Clock::now(), Clock::duration::zero()));
     for (const WorkerPointer& worker : workers_) {
       if (!worker) continue;
       watched.push_back(worker);
       hurry |= worker->doomed || worker->process->ended_descriptor() < 0;
     }
+    if (hurry) most = std::chrono::milliseconds(10);
     lock.unlock();
-    wait_for_news(watched, hurry);
+    wait_for_news(watched, most);
     for (const WorkerPointer& worker : watched) look_at(worker);
     lock.lock();
   }
@@ -101,15 +108,17 @@ WorkerPointer Pool::start(std::size_t index) const {
   return worker;
 }
 
-// Returns when a worker has said something, come up or ended, or wake() was called.
-void Pool::wait_for_news(const std::vector<WorkerPointer>& watched, bool hurry) const {
+// Returns when a worker has said something, come up or ended, or wake() was called; or after a
+// while, where that is not negative.
+void Pool::wait_for_news(const std::vector<WorkerPointer>& watched,
+                         std::chrono::milliseconds most) {
   std::vector<pollfd> all{{woken_.get(), POLLIN, 0}};
   for (const WorkerPointer& worker : watched) {
     all.push_back({worker->process->ended_descriptor(), POLLIN, 0});
     all.push_back({worker->process->said_descriptor(), POLLIN, 0});
     all.push_back({worker->socket.get(), POLLIN, 0});
   }
-  (void)poll(all.data(), all.size(), hurry ? 10 : -1);
+  (void)poll(all.data(), all.size(), static_cast<int>(most.count()));
   std::array<char, 64> woken;
   while (read(woken_.get(), woken.data(), woken.size()) > 0) {
   }
@@ -142,6 +151,35 @@ void Pool::look_at(const WorkerPointer& worker) {
   }
 }
 
+// Tells idle workers what they need not keep, when it is time. Under the lock.
+void Pool::have_forgotten() {
+  if (!to_forget_ || Clock::now() < *to_forget_) return;
+  to_forget_.reset();
+  for (const WorkerPointer& worker : std::vector<WorkerPointer>(idle_)) {
+    if (worker->forgotten.empty()) continue;
+    std::erase(idle_, worker);
+    worker->state = State::kTaken;  // until it has answered, see started()
+    constexpr std::size_t kPlace = kMessages + sizeof(Request);
+    const std::size_t room = (worker->memory.size() - kPlace) / sizeof(std::uint64_t);
+    std::vector<std::uint64_t> ids = std::exchange(worker->forgotten, {});
+    if (ids.size() > room) {
+      worker->forgotten.assign(ids.begin() + static_cast<std::ptrdiff_t>(room), ids.end());
+      ids.resize(room);
+    }
+    for (std::uint64_t id : ids) worker->known.erase(id);
+    Request request;
+    request.kind = RequestKind::kForget;
+    request.forgotten = static_cast<std::uint32_t>(ids.size());
+    request.forgotten_ids = kPlace;
+    request_of(worker->memory) = request;
+    std::memcpy(worker->memory.data() + kPlace, ids.data(), ids.size() * sizeof(std::uint64_t));
+    control_of(worker->memory).bytes = worker->memory.size();
+    ++worker->asked;
+    control_of(worker->memory).requests.add();
+  }
+}
+
+// A worker has come up, or has answered what is no call's.
 void Pool::started(const WorkerPointer& worker) {
   std::lock_guard lock(mutex_);
   const Reply& reply = control_of(worker->memory).reply;
@@ -149,6 +187,7 @@ void Pool::started(const WorkerPointer& worker) {
     if (closing_) return stop(*worker);
     worker->state = State::kIdle;
     idle_.push_back(worker);
+    if (!worker->forgotten.empty()) forget_soon();
   } else {
     worker->memory.follow(control_of(worker->memory).bytes);
     WorkerFailure why(Kind::kNotStarted, "a worker process could not start");
@@ -175,7 +214,11 @@ void Pool::ended(const WorkerPointer& worker, Ended how) {
     failed_[index] = why;
   } else if (!closing_ && !failed_[index]) {
     ++replaced_;
+    if (gives_up(*worker)) failed_[index].emplace(why).kind = Kind::kRestarts;
   }
+  constexpr std::size_t kKept = 64;
+  gone_.emplace_back(worker->number, why);
+  if (gone_.size() > kKept) gone_.pop_front();
   worker->end = std::move(why);
   worker->state = State::kGone;
   if (worker->owner != nullptr) worker->owner->add();

@@ -109,7 +109,7 @@ def _run_on_host(
   gate: Callee, site: CallSite, results: Sequence[tuple[Any, Any]], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
   """One call of the function, to `results` (shape and dtype), checked as the runtime does."""
-  convert = _host_converter(gate.arrays)
+  convert = host_converter(gate.arrays)
   copies = [np.array(x) for x in inputs]
   for copy in copies:
     copy.setflags(write=False)
@@ -141,7 +141,8 @@ class HostContext:
     return gpu.stream_as(library, 0, -1)
 
 
-def _host_converter(arrays: str) -> Callable[[Any], Any]:
+def host_converter(arrays: str) -> Callable[[Any], Any]:
+  """Makes a library's array of a private one of NumPy's."""
   if arrays in ("cupy", "numba"):
     raise GateDefinitionError(
       f"arrays={arrays!r} needs callgate's runtime on a CUDA device; this call goes through JAX's "

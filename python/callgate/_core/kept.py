@@ -103,6 +103,14 @@ def find(text: str, *, claim: bool = True) -> Kept | None:
     return kept
 
 
+def take(text: str) -> Kept | None:
+  """As `find`; it is kept no longer, nor is what its traceback's frames hold."""
+  with _lock:
+    if (kept := find(text)) is not None:
+      _store.pop(kept.id, None)
+    return kept
+
+
 def newest_first() -> list[Kept]:
   """All that is kept, the newest first."""
   with _lock:

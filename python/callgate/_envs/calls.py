@@ -116,8 +116,7 @@ class Layout:
     local = self.is_local()
     parts = 1 if local else self.devices
     rows = args[0].shape[0] // parts
-    shares = self.workers if self.sharding is not None else min(self.workers, rows)
-    share = -(-rows // shares)
+    shares, share = self._shares(rows)
 
     def grouped(x: Any, fill: int | None = None) -> Any:
       x = self._reshaped(x, parts, rows, *x.shape[1:])
@@ -134,6 +133,16 @@ class Layout:
     lanes, *rest = args
     given = (grouped(lanes, self.count), *jax.tree.map(grouped, rest))
     return self.split(jax.tree.map(flat, there(*self.split(given), **static)))
+
+  def _shares(self, rows: int) -> tuple[int, int]:
+    """How many workers have a share of a device's environments, and how many each has at most."""
+    shares = self.workers if self.sharding is not None else min(self.workers, rows)
+    return shares, -(-rows // shares)
+
+  def worker_of(self, lane: int) -> int:
+    """The index of the worker that has an environment."""
+    rows = self.count // self.devices
+    return lane % rows // self._shares(rows)[1]
 
   def split(self, tree: Any) -> Any:
     """The same, split over the devices, where a program is traced for all of them."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
@@ -21,10 +22,11 @@ from callgate._core.failures import raise_deferred
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.calls import EnvGate, Layout
 from callgate._envs.lanes import Lanes, LanesMethod, Plan
+from callgate._gate.elsewhere import LOADING_SECONDS
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._runtime import config
-from callgate._runtime.barrier import wait_for_programs
+from callgate._runtime.barrier import errors, wait_for_programs
 from callgate._tap.channel import Channel
 from callgate._tap.tap import tap
 from callgate._workers import objects
@@ -51,7 +53,8 @@ class EnvsOptions:
     sharding: a NamedSharding whose spec is the mesh's axis, or axes, over which the environments
       are split: each device steps its own. In a `jax.shard_map` over these axes a call is for those
       of its device.
-    timeout: seconds after which a step fails, not a reset; see `callgate.gate`.
+    timeout: seconds after which a step fails; a reset, which may have to make environments, has 30
+      at least. See `callgate.gate`.
     name: what programs and messages call them; unique. Default: as for `callgate.gate`, of `make`.
   """
 
@@ -161,6 +164,9 @@ def _plan(label: str, make: Any, count: int, info: Any, episodes: bool) -> Plan:
   return Plan(label, make, count, seen, done, *types, info, reward, episodes)
 
 
+_OF_WORKERS = ("shut", "rendered", "picture")  # methods of `Lanes` that are called there alone
+
+
 class _Programs:
   """What is traced: the gates and the arrays around their calls."""
 
@@ -179,11 +185,18 @@ class _Programs:
       "reset": lambda lanes, given: plan.of_reset(lanes.shape[-1]),
       "step": lambda lanes, actions: plan.of_step(lanes.shape[-1]),
       "shut": lambda lanes: jax.ShapeDtypeStruct(lanes.shape[-1:], np.bool_),
+      "rendered": lambda lanes: jax.ShapeDtypeStruct((), np.int32),
+      "picture": lambda lanes, *, room: jax.ShapeDtypeStruct((room,), np.uint8),
     }
     for method, out in outs.items():
+      if method in _OF_WORKERS and not elsewhere:
+        continue
       function = LanesMethod(self.instances, method)
-      # Not of a reset, in which workers may have to load what they step.
-      limit = timeout if method == "step" else None
+      limit = timeout
+      if timeout and method == "reset":
+        limit = max(timeout, LOADING_SECONDS)
+      elif method != "step":
+        limit = None
       given: dict[str, Any] = {
         "out": out, "style": "inplace", "effect": "ordered", "timeout": limit,
       }  # fmt: skip
@@ -194,7 +207,8 @@ class _Programs:
 
       if elsewhere:
         self._there[method] = gate(method, run_on=run_on, affinity="lane")
-        self._here[method] = gate(f"{method}.here", sharding=split)
+        if method not in _OF_WORKERS:
+          self._here[method] = gate(f"{method}.here", sharding=split)
       else:
         self._here[method] = gate(method, run_on=run_on, sharding=split)
 
@@ -241,6 +255,18 @@ class _Programs:
     """Closes the environments of each worker."""
     count = self.run_on.count
     return self._there["shut"](jnp.zeros((count, 1), np.int32))
+
+  def render(self, number: int) -> Any:
+    """What an environment of a worker renders; it comes as a pickle."""
+    worker = self.layout.worker_of(number)
+    lanes = np.full((self.run_on.count, 1), self.plan.count, np.int32)  # of none
+    lanes[worker] = number
+    with errors():
+      size = int(jax.jit(self._there["rendered"])(lanes)[worker])
+      room = 1 << size.bit_length()  # few programs, whatever the sizes
+      picture = jax.jit(self._there["picture"], static_argnames="room")
+      rows = np.asarray(picture(lanes, room=room))
+    return pickle.loads(rows[worker, :size].tobytes())
 
 
 class Envs:
@@ -318,17 +344,19 @@ class Envs:
   def render(self, lane: int = 0) -> Any:
     """Waits for programs, and returns what environment `lane` renders, as its `render()` does.
 
+    What one in a worker renders comes as a copy, by pickle.
+
     Raises:
-      GateError: it has not been reset, or is in a worker.
+      GateError: it has not been reset.
+      BaseException: what the environment raises.
+      WorkerError: its worker ends meanwhile.
     """
     programs = self._open()
     label = programs.plan.label
     number = check.count(label, "lane", lane, most=self.num_envs - 1)
-    if isinstance(programs.run_on, Workers) and config.engine() != "jax":
-      raise GateError(
-        f"{label}: render: expected environments of this process, got some in workers"
-      )
     wait_for_programs(None)
+    if isinstance(programs.run_on, Workers) and config.engine() != "jax":
+      return programs.render(number)
     return programs.instances.get().render(number)
 
   def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ class Lanes:
     self._seen = Store.all_of("observation", plan.observations)
     self._infos = infos.Infos(plan.info)
     self._closed = False
+    self._picture = b""  # the pickle of what was rendered last, for `picture`
 
   def reset(self, out: Any, lanes: Any, given: Any, *, how: seeds.How) -> None:
     """Makes what is not there yet, and resets it with its seed."""
@@ -164,7 +166,27 @@ class Lanes:
     self.close()
 
   def render(self, number: int) -> Any:
+    self._check_open()
     return (self._lanes.get(number) or self._missing(number)).env.render()
+
+  def rendered(self, out: Any, lanes: Any) -> None:
+    """Renders the one environment of `lanes`, if any; gives how many bytes its pickle has."""
+    out[...] = 0
+    for number in self._real(lanes):
+      try:
+        self._picture = pickle.dumps(self.render(number), pickle.HIGHEST_PROTOCOL)
+      except Exception as error:
+        self._tell(error, number, "render")
+        raise
+      out[...] = len(self._picture)
+
+  def picture(self, out: Any, lanes: Any, *, room: int) -> None:
+    """Gives the pickle of what was rendered last, where `lanes` has an environment, and zeros."""
+    del room
+    out[...] = 0
+    if self._real(lanes):
+      out.reshape(-1)[: len(self._picture)] = np.frombuffer(self._picture, np.uint8)
+      self._picture = b""
 
   def close(self) -> None:
     """Closes the environments; calls fail from then on."""

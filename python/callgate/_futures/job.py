@@ -7,9 +7,11 @@ at the barrier, which raises its error. All under the GIL; waiting gives it up.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +38,8 @@ class Job:
     self._error: BaseException | None = None
     self._taken: str | None = None
 
-  def start(self, call: Callable[[], Any]) -> None:
-    """Has `call` run; of a coroutine, which it returns, the event loop runs the rest."""
+  def start(self, call: Callable[[], Any], line: Line | None = None) -> None:
+    """Has `call` run, in its turn where there is a line; a coroutine's rest is the event loop's."""
 
     def run() -> None:
       try:
@@ -53,7 +55,7 @@ class Job:
 
     with _lock:
       _open.add(self)
-    if not _callgate.submit(run):
+    if not (_callgate.submit if line is None else line.submit)(run):
       with _lock:
         _open.discard(self)
       raise GateError(
@@ -121,6 +123,47 @@ class Job:
     return self._done.wait(seconds)
 
 
+class Line:
+  """Calls that run elsewhere, and here only wait: on so many threads, the others in their order."""
+
+  def __init__(self, most: int) -> None:
+    self._most, self._threads = most, 0
+    self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+    _lines.add(self)
+
+  def submit(self, run: Callable[[], None]) -> bool:
+    """As the runtime's: False where nothing runs any more."""
+    with _lock:
+      self._waiting.append(run)
+      if self._threads >= self._most:
+        return True
+      self._threads += 1
+    if _callgate.submit(self._run):
+      return True
+    with _lock:
+      self._threads -= 1
+      with contextlib.suppress(ValueError):  # another thread of the line has taken it
+        self._waiting.remove(run)
+        return False
+    return True
+
+  def _run(self) -> None:
+    while True:
+      with _lock:
+        if not self._waiting:
+          self._threads -= 1
+          return
+        run = self._waiting.popleft()
+      run()
+
+  def clear(self) -> None:
+    self._waiting.clear()
+    self._threads = 0
+
+
+_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+
+
 def settle(seconds: float | None = None) -> bool:
   """Waits for what was started, and keeps the errors of what was dropped; False in no time."""
   deadline = None if seconds is None else time.monotonic() + seconds
@@ -170,4 +213,6 @@ def after_fork() -> None:
   """In a fork's child nothing that was started runs."""
   global _loop
   _open.clear()
+  for line in list(_lines):
+    line.clear()
   _loop = None

@@ -9,6 +9,7 @@ the tickets of all starts that were traced before it in the same trace: XLA runs
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -17,14 +18,18 @@ import jax
 import numpy as np
 
 from callgate._call import derivatives, shapes
+from callgate._call.site import CallSite
 from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
-from callgate._futures.job import Job
+from callgate._futures import started
+from callgate._futures.job import Job, Line
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._objects.handle import TYPE, Handle
 from callgate._objects.hold import Hold, Use, holding, place_of_user, resolved
+from callgate._runtime import config
+from callgate._workers import objects
 
 
 class _Call(NamedTuple):
@@ -74,7 +79,8 @@ class Ticket:
     return f"<ticket of {self._call.gate.label}>"
 
 
-_PLACE = "callgate_place"  # the static keyword of where a call is started
+# Static keywords: where a call is started, and of one that runs elsewhere what is called.
+_PLACE, _CALL = "callgate_place", "callgate_call"
 
 
 # -- start -----------------------------------------------------------------------------------------
@@ -82,22 +88,25 @@ def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
   """Starts a call of a gate; see `Gate.start`."""
   core = gate.core
   _check(core)
-  handle = _parts(core).begin(*args, **kwargs, **{_PLACE: place_of_user()})
+  place = {_PLACE: place_of_user()}
+  here = isinstance(core.run_on, str)
+  handle = _parts(core).begin(*args, **kwargs, **place) if here else None
   args, kwargs, static = core.given(args, kwargs)
   leaves, in_tree = jax.tree.flatten((args, kwargs))
   leaves = [shapes.as_array(core, leaf, i, in_tree) for i, leaf in enumerate(leaves)]
   structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
   results, out_tree = shapes.result_types(core, in_tree, structs, static)
+  if handle is None:
+    site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", core.casts())
+    core.check_call(site, structs)
+    types = tuple((shape, np.dtype(dtype).name) for shape, dtype in results)
+    more: dict[str, Any] = {**place, _CALL: (site.spec, site.cast, types)}
+    handle = _parts(core).begin(*leaves, **more)
   args, kwargs = jax.tree.unflatten(in_tree, leaves)
   return Ticket(_Call(core, static, results, out_tree), handle, (args, kwargs))
 
 
 def _check(gate: Gate) -> None:
-  if not isinstance(gate.run_on, str):
-    raise GateDefinitionError(
-      f"{gate.label}: start() runs calls in this process; expected run_on='xla' or 'own', got "
-      f"{gate.run_on!r}"
-    )
   if gate.style != "return":
     raise GateDefinitionError(
       f"{gate.label}: start() needs style='return', got style={gate.style!r}, whose results are "
@@ -119,7 +128,8 @@ def _parts(gate: Gate) -> _Parts:
   """The gates that start calls of a gate and wait for them, which live as long as it does."""
   if (made := gate.__dict__.get("_future_parts")) is None:
     made = gate.__dict__["_future_parts"] = _Parts(
-      _begin(gate), functools.lru_cache(64)(functools.partial(_waiter, weakref.ref(gate)))
+      _begin(gate) if isinstance(gate.run_on, str) else _begin_elsewhere(gate),
+      functools.lru_cache(64)(functools.partial(_waiter, weakref.ref(gate))),
     )
   return made
 
@@ -140,6 +150,43 @@ def _begin(gate: Gate) -> Hold:
     copy=True,
   )  # fmt: skip
   return holding(begin, options).handle()
+
+
+class _Begin(Hold):
+  """Starts calls elsewhere; here with JAX's own callbacks."""
+
+  def on_host(self, *args: Any, **kwargs: Any) -> Any:
+    _by_jax.on = True
+    try:
+      return super().on_host(*args, **kwargs)
+    finally:
+      _by_jax.on = False
+
+
+class _BeginByLane(_Begin):
+  by_lane = True  # type: ignore[assignment]
+
+
+_by_jax = threading.local()
+
+
+def _begin_elsewhere(gate: Gate) -> Hold:
+  make, label, by_lane = started.calls_of(gate), gate.label, gate.by_lane
+  line = Line(started.most(gate))
+
+  def begin(*arrays: Any, **kwargs: Any) -> Job:
+    job = Job(label, kwargs[_PLACE], 0)  # elsewhere they know how long it runs
+    lane = objects.current_lane() if by_lane else 0
+    call = make(getattr(_by_jax, "on", False), arrays, lane, *kwargs[_CALL])
+    job.start(call, line)
+    return job
+
+  functools.update_wrapper(begin, gate.function, updated=())
+  begin.__dict__.pop("__wrapped__", None)
+  options = GateOptions(
+    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, copy=True
+  )
+  return holding(begin, options, kind=_BeginByLane if by_lane else _Begin).handle()
 
 
 def result(gate: Gate, ticket: Any) -> Any:

@@ -12,6 +12,9 @@ from callgate._workers.executors import OnExecutor
 from callgate._workers.remote import Description, Remote
 from callgate._workers.workers import Workers
 
+# That a worker has for loading what a gate with a timeout calls, if that is not more.
+LOADING_SECONDS = 30.0
+
 
 def callee(gate: Any, retries: int, in_flight: int | None) -> tuple[Remote | OnExecutor, Any]:
   """What knows the gate's function for other processes, and the runtime's handle on it."""
@@ -26,9 +29,17 @@ def callee(gate: Any, retries: int, in_flight: int | None) -> tuple[Remote | OnE
     )  # fmt: skip
     return on, _callgate.ExecutorCallee(gate.name, on.run)
   remote = Remote(gate.label, described, gate.run_on, gate.timeout)
-  return remote, _callgate.WorkerCallee(
-    gate.name, start=remote.start, describe=remote.describe, failed=remote.failed,
-    timeout=gate.timeout, retries=retries, in_order=in_order, by_lane=gate.affinity == "lane",
+  by_lane = gate.affinity == "lane"
+  return remote, on_workers(remote, gate.name, retries=retries, in_order=in_order, by_lane=by_lane)
+
+
+def on_workers(remote: Remote, name: str, *, retries: int, in_order: bool, by_lane: bool) -> Any:
+  """The runtime's handle on a function of workers."""
+  seconds = remote.timeout
+  return _callgate.WorkerCallee(
+    name, start=remote.start, describe=remote.describe, failed=remote.failed, timeout=seconds,
+    loading=max(seconds, LOADING_SECONDS) if seconds else 0.0, retries=retries, in_order=in_order,
+    by_lane=by_lane,
   )  # fmt: skip
 
 

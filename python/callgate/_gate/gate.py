@@ -37,15 +37,12 @@ from callgate._gate.options import (
 from callgate._jax import tracing
 from callgate._runtime import targets
 from callgate._workers import objects
-from callgate._workers.executors import OnExecutor
-from callgate._workers.remote import Remote
 
 A = ParamSpec("A")
 B = ParamSpec("B")
 C = ParamSpec("C")
 Q = ParamSpec("Q")
 T = TypeVar("T")
-
 
 _LEADING = {"return": 0, "inplace": 1, "context": 2}  # parameters that are none of a call's
 
@@ -56,8 +53,7 @@ class Gate(Operation[P, R]):
   Attributes:
     name: what compiled programs call it by; unique among the live gates of the process.
     function: the user's callable.
-    effect, style, arrays, vmap, thread: as given to `callgate.gate`.
-    run_on: "xla", "own", `Workers`, or an executor.
+    effect, style, arrays, vmap, thread, run_on: as given to `callgate.gate`.
   """
 
   kind = "gate"
@@ -89,8 +85,13 @@ class Gate(Operation[P, R]):
     self.style, self.arrays, self.run_on = options.style, options.arrays, options.run_on
     self.thread = "own" if self.run_on == "own" else "xla"
     self.timeout = options.timeout or 0.0
+    if self.is_async and not isinstance(self.run_on, str):
+      raise GateDefinitionError(
+        f"{label}: run_on={self.run_on!r}: expected a function, got an async function; those run "
+        "on this process's event loop"
+      )
     self.affinity, self._place = options.affinity, (options.retries, options.in_flight)
-    self._elsewhere: Remote | OnExecutor | None = None
+    self.elsewhere: Any = None
     self.cast, self.copy = options.cast, options.copy
     self.collective, self.command_buffer = options.collective, options.command_buffer
     self.parameters = tuple(p.name for p in signatures.positional(function, leading))
@@ -122,7 +123,7 @@ class Gate(Operation[P, R]):
 
   def _named_callee(self) -> Any:
     if not isinstance(self.run_on, str):
-      self._elsewhere, callee = elsewhere.callee(self, *self._place)
+      self.elsewhere, callee = elsewhere.callee(self, *self._place)
       return callee
     return _callgate.Callee(
       self.name, self.function, style=self.style, timeout=self.timeout,
@@ -132,12 +133,13 @@ class Gate(Operation[P, R]):
       native=bind.is_native(self.arrays) or self.native,
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
       located=self.located,
+      by_lane=self.by_lane,
     )  # fmt: skip
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     super().check_call(site, structs)
-    if self._elsewhere is not None and not site.by_jax:
-      self._elsewhere.prepare()
+    if self.elsewhere is not None and not site.by_jax:
+      self.elsewhere.prepare()
 
   def rename(self, name: str) -> None:
     self.callee.give_up_name()
@@ -188,9 +190,10 @@ class Gate(Operation[P, R]):
   def start(self, *args: P.args, **kwargs: P.kwargs) -> Any:
     """Starts a call, inside or outside compiled code, for the program to go on beside it.
 
-    The callable runs on a thread of callgate's, an `async def` on the one event loop, with private
-    copies of the arguments. What is started is finished, once, and its result waited for once, in
-    the program or, where the ticket is dropped, at `callgate.barrier()`, which raises its error.
+    The callable runs on a thread of callgate's, an `async def` on the one event loop, and that of a
+    gate with `run_on=` on its workers or executor; with private copies of the arguments. What is
+    started is finished, once, and its result waited for once, in the program or, where the ticket
+    is dropped, at `callgate.barrier()`, which raises its error.
 
     Args:
       *args: those of a call.
@@ -201,7 +204,7 @@ class Gate(Operation[P, R]):
       it has the call's derivatives.
 
     Raises:
-      GateDefinitionError: style is not "return", effect is "ordered", or run_on is elsewhere.
+      GateDefinitionError: style is not "return", or effect is "ordered".
     """
     return futures[0](self, args, kwargs)
 

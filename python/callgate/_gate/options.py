@@ -94,7 +94,7 @@ class GateOptions(_OfAllStyles):
     check.choice(label, "style", made.style, get_args(Style))
     check.choice(label, "arrays", made.arrays, get_args(Arrays))
     check.choice(label, "thread", made.thread, get_args(Thread))
-    made = dataclasses.replace(made, run_on=_run_on(label, made.run_on, made.thread))
+    made = dataclasses.replace(made, run_on=place(label, made.run_on, made.thread))
     _check_place(label, made)
     if made.copy and made.arrays in gpu.KINDS and made.arrays not in ("buffer", "torch"):
       raise no_copy(label, made.arrays)
@@ -113,15 +113,15 @@ class GateOptions(_OfAllStyles):
     return made
 
 
-def _run_on(label: str, value: Any, thread: Thread) -> RunOn:
-  """Where a gate runs: one of "xla" and "own", workers or an executor."""
+def place(label: str, value: Any, thread: Thread) -> RunOn:
+  """Where a gate with `run_on=value` runs: one of "xla" and "own", workers or an executor."""
   if isinstance(value, str) and value in ("xla", "own", "processes"):
-    place = str(value)
-    if thread == "own" and place == "processes":
+    name = str(value)
+    if thread == "own" and name == "processes":
       check.refuse(label, "run_on", "'own', as thread='own' says", value)
-    if place == "processes":
+    if name == "processes":
       return shared()
-    return "own" if "own" in (thread, place) else "xla"
+    return "own" if "own" in (thread, name) else "xla"
   if not isinstance(value, (Workers, concurrent.futures.Executor)):
     places = "'xla', 'own', 'processes', callgate.workers(...) or a concurrent.futures.Executor"
     check.refuse(label, "run_on", f"one of {places}", value)

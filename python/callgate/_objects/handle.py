@@ -8,8 +8,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from callgate._core.errors import HandleError
 from callgate._objects.table import WORDS
+from callgate._workers.workers import Workers, with_key
 
+# The keyword of the loop whose step makes an object: the last operand, as it sorts behind names.
+SCOPE = "\U0010fffdcallgate_scope"
 TYPE = jax.ShapeDtypeStruct((WORDS,), np.uint32)
 
 
@@ -20,26 +24,42 @@ class Handle:
   A pytree with one leaf, uint32[..., 2], which means nothing to anybody else: to be carried by
   loops, returned, mapped over and given to `callgate.use`. Under `jax.vmap` it stands for an object
   a lane. Its tangents are of type float0.
+
+  Handles of objects that live in two places are of two types for loops and branches.
   """
 
-  __slots__ = ("_words",)
+  __slots__ = ("_place", "_words")
 
-  def __init__(self, words: Any) -> None:
-    self._words = words
+  def __init__(self, words: Any, place: str | None = None) -> None:
+    self._words, self._place = words, place
+
+  @property
+  def place(self) -> Workers | None:
+    """The workers in which the object lives; None for this process.
+
+    Raises:
+      HandleError: nothing is left of them.
+    """
+    if self._place is None:
+      return None
+    if (found := with_key(self._place)) is None:
+      raise HandleError(
+        "expected the handle of a live object, got one of workers of which nothing is left"
+      )
+    return found
 
   @property
   def words(self) -> Any:
     """The leaf."""
     return self._words
 
-  def tree_flatten(self) -> tuple[tuple[Any], None]:
-    return (self._words,), None
+  def tree_flatten(self) -> tuple[tuple[Any], Any]:
+    return (self._words,), self._place
 
   @classmethod
-  def tree_unflatten(cls, aux: None, leaves: Any) -> Self:
-    del aux
+  def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
     made = object.__new__(cls)
-    (made._words,) = leaves
+    (made._words,), made._place = leaves, aux
     return made
 
   def __repr__(self) -> str:

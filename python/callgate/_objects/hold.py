@@ -3,12 +3,13 @@
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
+import concurrent.futures
 import dataclasses
 import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -22,10 +23,12 @@ from callgate._gate.gate import Gate
 from callgate._gate.options import Arrays, GateOptions, Thread, take_options
 from callgate._jax import tracing
 from callgate._objects import table
-from callgate._objects.handle import TYPE, Handle
+from callgate._objects.handle import SCOPE, TYPE, Handle
+from callgate._objects.remote import RemoteObject, on_workers
 from callgate._objects.table import Held, Kept, Maker
+from callgate._workers.workers import Workers, shared
 
-SCOPE = "callgate_scope"  # the keyword of the loop whose step makes an object; the last operand
+_PLACES = "'xla', 'own', 'processes' or callgate.workers(...)"
 _NO_SCOPE = np.zeros(TYPE.shape, TYPE.dtype)
 
 
@@ -38,6 +41,8 @@ class HoldOptions:
     effect: "pure" (a call whose handle is not used may be left out), "io" or "ordered", as for
       `callgate.gate`.
     arrays: what the callable gets: see `callgate.gate`.
+    run_on: "xla", "own", "processes" or `callgate.workers`: see `callgate.gate`. An object lives in
+      the worker that makes it, and what uses it runs there.
     thread: "xla" or "own": see `callgate.gate`.
     timeout: seconds after which the program fails: see `callgate.gate`.
     copy: arguments are private copies, which the object may keep; without it they are XLA's memory,
@@ -47,6 +52,7 @@ class HoldOptions:
   name: str | None = None
   effect: Effect = "pure"
   arrays: Arrays = "numpy"
+  run_on: Literal["xla", "own", "processes"] | Workers = "xla"
   thread: Thread = "xla"
   timeout: float | None = None
   copy: bool = True
@@ -58,26 +64,63 @@ class Hold(Gate):
   kind = "hold"
   handles = "makes"
 
+  def _named_callee(self) -> Any:
+    if not isinstance(self.run_on, Workers):
+      return super()._named_callee()
+    there: Making = vars(self.function)["there"]
+    self.elsewhere, callee = on_workers(self, there)
+    return callee
+
   def apply_raw(self, args: Any, kwargs: dict[str, Any], static: Any) -> Any:
     args, kwargs = jax.tree.map(_without_tangent, (args, kwargs))
     return super().apply_raw(args, {**kwargs, SCOPE: _NO_SCOPE}, static)
 
 
 def holding(
-  make: Callable[..., Any], options: GateOptions, named: Callable[[str], str] = str
-) -> Hold:
+  make: Callable[..., Any], options: GateOptions, named: Callable[[str], str] = str,
+  kind: type[Hold] = Hold,
+) -> Hold:  # fmt: skip
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
   maker: list[Maker] = []
+  where = _place(options.run_on)
+  key = None if where is None else where.key
 
   def call(*args: Any, **kwargs: Any) -> Handle:
     scope = kwargs.pop(SCOPE)
     args, kwargs = resolved(maker[0].label, args), resolved(maker[0].label, kwargs)
-    return Handle(table.add(make(*args, **kwargs), maker[0], scope))
+    return Handle(table.add(make(*args, **kwargs), maker[0], scope), key)
 
   functools.update_wrapper(call, make)
-  made = Hold(call, dataclasses.replace(options, out=Handle(TYPE)))
+  call.there = there = Making(make)  # type: ignore[attr-defined]
+  run_on = options.run_on if where is None else where
+  made = kind(call, dataclasses.replace(options, out=Handle(TYPE, key), run_on=run_on))
   maker.append(Maker(named(made.name), place_of_user()))
+  there.maker = maker[0]
   return made
+
+
+def _place(run_on: Any) -> Workers | None:
+  """The workers in which objects live that are made there; None for this process."""
+  if isinstance(run_on, str) and run_on == "processes":
+    return shared()
+  return run_on if isinstance(run_on, Workers) else None
+
+
+class Making:
+  """Makes an object in a worker: a function of the handle's words, and of the call's arguments."""
+
+  def __init__(self, make: Callable[..., Any], maker: Maker | None = None) -> None:
+    self.make = make
+    self.maker = maker or Maker(_short(make), "")
+
+  def __reduce__(self) -> Any:
+    return Making, (self.make, self.maker)
+
+  def __call__(self, handle: Handle, *args: Any, **kwargs: Any) -> None:
+    del kwargs[SCOPE]
+    label = self.maker.label
+    made = self.make(*resolved(label, args), **resolved(label, kwargs))
+    table.lend(handle.words, made, self.maker)
 
 
 def _without_tangent(leaf: Any) -> Any:
@@ -119,6 +162,8 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"
   check.function(label, "make", make)
+  if isinstance(options.run_on, concurrent.futures.Executor):
+    check.refuse(label, "run_on", _PLACES, options.run_on)
   named = (lambda name: name) if options.name is not None else lambda _: _short(make)
   return holding(make, GateOptions(out=(), **given), named).handle()
 
@@ -143,6 +188,12 @@ class Use(Gate):
   kind = "use of"
   handles = "uses"
 
+  def _named_callee(self) -> Any:
+    if not isinstance(self.run_on, Workers):
+      return super()._named_callee()
+    self.elsewhere, callee = on_workers(self, self.function)
+    return callee
+
 
 def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
   """Calls a Python callable from (compiled) JAX code with the objects that handles stand for.
@@ -160,7 +211,7 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
 
   Args:
     fn: gets each handle's object and the other arguments as a gate's callable does. With
-      vmap="whole" a batched handle is a list of objects.
+      vmap="whole" a batched handle is a list of objects. It runs where they live.
     *args: pytrees of handles and arrays.
     out: the results, which are returned: as for `callgate.gate`.
     **options: options of `callgate.gate`; the rest are static keyword arguments of the call.
@@ -175,6 +226,7 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
   if not callable(out) or shapes.is_type(out):
     out = jax.tree.map(_type_of, out, is_leaf=shapes.is_type)
   leaves, tree = jax.tree.flatten(out)
+  chosen = _where_objects_live(f"use of {_short(fn)}", chosen, (args, options))
   kept = _known(fn, args)
   try:
     hash((fn, tuple(leaves), chosen))
@@ -183,6 +235,33 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
     cached = False
   made = _gate_for(fn, tuple(leaves), tree, chosen) if cached else _use(fn, out, chosen, kept)
   return made(*args, **options)
+
+
+def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, Any], ...]:
+  """The options of a use, with the place of its handles' objects."""
+  handles = [h for h in jax.tree.leaves(given, is_leaf=_is_handle) if _is_handle(h)]
+  places = list(dict.fromkeys(handle.place for handle in handles))
+  if len(places) > 1:
+    shown = " and ".join("this process" if one is None else repr(one) for one in places)
+    raise GateDefinitionError(
+      f"{user}: expected handles of objects that live in one place, got some of {shown}"
+    )
+  options = dict(chosen)
+  asked = options.get("run_on", "xla")
+  if isinstance(asked, concurrent.futures.Executor):
+    check.refuse(user, "run_on", _PLACES, asked)
+  if not places or ("run_on" in options and places[0] is _place(asked)):
+    return chosen
+  if places[0] is None:
+    if _place(asked) is not None:
+      check.refuse(user, "run_on", "'xla' or 'own', as its objects live in this process", asked)
+    return chosen
+  if "run_on" in options:
+    check.refuse(user, "run_on", f"{places[0]!r}, where its objects live, or nothing", asked)
+  for name in ("retries", "affinity"):
+    if options.get(name):
+      check.refuse(user, name, "nothing: it runs where its objects live", options[name])
+  return tuple(sorted({**options, "run_on": places[0]}.items()))
 
 
 def _type_of(value: Any) -> Any:
@@ -214,23 +293,31 @@ def _use(fn: Any, out: Any, chosen: tuple[Any, ...], kept: tuple[Held, ...]) -> 
   style = given.get("style", "return")
   lead = {"inplace": 1, "context": 2}.get(style, 0) if isinstance(style, str) else 0
   user = f"use of {_short(fn)}"
-  if given.get("run_on", "xla") not in ("xla", "own"):
-    raise GateDefinitionError(
-      f"{user}: run_on: expected 'xla' or 'own', got {given['run_on']!r}; objects live in this "
-      "process"
-    )
+  using = Using(fn, user, lead, kept)
+  return Use(using, GateOptions(out=out, **given)).handle()
 
-  def call(*args: Any, **kwargs: Any) -> Any:
-    objects = (*args[:lead], *resolved(user, args[lead:]))
+
+class Using:
+  """Calls a function with objects in the place of handles, in this process or in a worker."""
+
+  def __init__(
+    self, make: Callable[..., Any], user: str, lead: int = 0, kept: tuple[Held, ...] = ()
+  ) -> None:
+    self.make, self.user, self.lead = make, user, lead
+    self.kept = Kept(kept) if kept else None
+    functools.update_wrapper(self, make, updated=())
+
+  def __reduce__(self) -> Any:
+    return Using, (self.make, self.user, self.lead)
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    given = args[self.lead :]
+    objects = (*args[: self.lead], *resolved(self.user, given))
     try:
-      return fn(*objects, **resolved(user, kwargs))
+      return self.make(*objects, **resolved(self.user, kwargs))
     except Exception as error:
-      _name_objects(error, args[lead:])
+      _name_objects(error, given)
       raise
-
-  functools.update_wrapper(call, fn)
-  call.kept = Kept(kept) if kept else None  # type: ignore[attr-defined]
-  return Use(call, GateOptions(out=out, **given)).handle()
 
 
 # -- objects in the place of handles ---------------------------------------------------------------
@@ -258,7 +345,13 @@ def _object(user: str, leaf: Any) -> Any:
       f"{user}: expected a handle's words, uint32[2], got {words.dtype}{list(words.shape)}"
     )
   if words.ndim == 1:
-    return table.get(words, user).value
+    held = table.get(words, user)
+    if isinstance(held.value, RemoteObject):
+      raise HandleError(
+        f"{user}: expected an object of this process, got that of object #{held.number}, made by "
+        f"{held.maker}, which lives in {held.value.where()}"
+      )
+    return held.value
   return [_object(user, Handle(one)) for one in words]
 
 

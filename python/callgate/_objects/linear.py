@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions, Thread
-from callgate._objects.handle import Handle
-from callgate._objects.hold import Hold, Use, hold, resolved
+from callgate._objects.hold import Hold, Use, Using, hold
+from callgate._workers.workers import Workers
 
 _RHS = 2  # the position of the right-hand side among the arguments of a solve with an object
 
@@ -24,7 +24,8 @@ _RHS = 2  # the position of the right-hand side among the arguments of a solve w
 def linear_solver(
   *, factor: Callable[..., Any], solve: Callable[..., Any],
   solve_transposed: Callable[..., Any] | None = None, matvec: Callable[..., Any] | None = None,
-  symmetric: bool = False, cast: bool | None = None, thread: Thread = "xla",
+  symmetric: bool = False, cast: bool | None = None,
+  run_on: Literal["xla", "own", "processes"] | Workers = "xla", thread: Thread = "xla",
   timeout: float | None = None, name: str | None = None,
 ) -> Gate:  # fmt: skip
   """A linear solver of the host as a JAX function with derivatives: `x = solver(a, b)`, `a x = b`.
@@ -55,6 +56,7 @@ def linear_solver(
     matvec: `matvec(a, x) -> A x`, a JAX function, for derivatives in `a`.
     symmetric: A^T is A: `solve` serves for both.
     cast: allow same-kind casts of what `solve` returns; see `callgate.gate`.
+    run_on: where both run: see `callgate.hold`.
     thread: see `callgate.gate`.
     timeout: see `callgate.gate`.
     name: what programs and messages call it. Default: as for `callgate.gate`, of `solve`.
@@ -73,7 +75,9 @@ def linear_solver(
   _options.or_none(_options.function, label, "solve_transposed", solve_transposed)
   _options.or_none(_options.function, label, "matvec", matvec)
   _options.boolean(label, "symmetric", symmetric)
-  given = GateOptions(out=_as_b, cast=cast, thread=thread, timeout=timeout, name=name)
+  given = GateOptions(
+    out=_as_b, cast=cast, run_on=run_on, thread=thread, timeout=timeout, name=name
+  )
   return _Solver(_Parts(factor, solve, solve_transposed, matvec, symmetric), given).handle()
 
 
@@ -99,15 +103,19 @@ class _Solver(Gate):
   kind = "linear solver"
 
   def __init__(self, parts: _Parts, options: GateOptions) -> None:
+    factor, solve = parts.factor, parts.solve  # all that goes to a worker
+
     def call(a: Any, b: Any) -> Any:
-      return parts.solve(parts.factor(a), b)
+      return solve(factor(a), b)
 
     call.__module__ = getattr(parts.solve, "__module__", call.__module__)
     call.__name__ = getattr(parts.solve, "__name__", "solve")
     call.__qualname__ = getattr(parts.solve, "__qualname__", call.__name__)
     super().__init__(call, dataclasses.replace(options, copy=True))
     self.parts = parts
-    more: dict[str, Any] = {"thread": options.thread, "timeout": options.timeout}
+    more: dict[str, Any] = {
+      "thread": options.thread, "timeout": options.timeout, "run_on": options.run_on,
+    }  # fmt: skip
     self._make: Hold = hold(parts.factor, name=f"{self.name}.factor", **more)
     more["cast"] = options.cast
     self._solve = self._with_object("solve", parts.solve, more)
@@ -122,14 +130,14 @@ class _Solver(Gate):
   def _with_object(self, what: str, solve: Callable[..., Any], more: dict[str, Any]) -> Use:
     """The call `solve(object, b)`, which is linear in b; `a` is there for its derivatives."""
 
-    def call(handle: Handle, a: Any, b: Any) -> Any:
+    def call(factorised: Any, a: Any, b: Any) -> Any:
       del a
-      return solve(resolved(self.label, handle), b)
+      return solve(factorised, b)
 
     options = GateOptions(
       out=lambda handle, a, b: b, linear=(_RHS,), name=f"{self.name}.{what}", **more
     )
-    made = Use(call, options)
+    made = Use(Using(call, self.label), options)
 
     def rule(primals: Any, tangents: Any) -> Any:
       handle, a, b = primals

@@ -51,6 +51,9 @@ class Kept:
     with _lock:
       _kept.update(self.numbers)
 
+  def __reduce__(self) -> Any:
+    return Kept, ((),)  # another process has none of them
+
   def __del__(self) -> None:
     with _lock:
       _kept.subtract(self.numbers)
@@ -72,9 +75,16 @@ _lock = threading.RLock()
 added: list[Callable[[int], object]] = []
 
 
-def add(value: Any, maker: Maker, scope: Any) -> Any:
-  """Takes an object in; returns its words. `scope`: the words of the loop whose step makes it."""
-  number: int = _callgate.new_number()
+def add(value: Any, maker: Maker, scope: Any, number: int = 0) -> Any:
+  """Takes an object in; returns its words.
+
+  Args:
+    value: the object.
+    maker: what made it.
+    scope: the words of the loop whose step makes it.
+    number: its number, where that was chosen before.
+  """
+  number = number or _callgate.new_number()
   with _lock:
     _held[number] = Held(number, value, maker)
     if (loop := _scopes.get(_number(*scope.tolist()))) is not None:
@@ -118,6 +128,8 @@ def get(handle: Any, user: str) -> Held:
   number = (high & 0xFFF) << 32 | low
   if (found := _held.get(number)) is not None and high >> 12 == _PROCESS:
     return found
+  if (lent := _lent.get(number)) is not None:
+    return lent
   if not high and not low:
     why = "got an empty one: the call that was to make the object failed, or was not made"
   elif high >> 12 != _PROCESS:
@@ -130,6 +142,21 @@ def get(handle: Any, user: str) -> Held:
   else:
     why = f"got that of object #{number}, which is gone or never was"
   raise HandleError(f"{user}: expected the handle of a live object, {why}")
+
+
+# -- in a worker: objects of its parent's programs -------------------------------------------------
+_lent: dict[int, Held] = {}
+
+
+def lend(words: Any, value: Any, maker: Maker) -> None:
+  """Keeps an object, of these words of the parent's, until the parent has it dropped."""
+  high, low = np.asarray(words).tolist()
+  number = (high & 0xFFF) << 32 | low
+  _lent[number] = Held(number, value, maker)
+
+
+def drop(number: int) -> None:
+  _lent.pop(number, None)
 
 
 # -- the scopes of loops ---------------------------------------------------------------------------

@@ -58,9 +58,12 @@ class Knob:
     value: Any,
     range: tuple[Any, Any] | None,
     scale: Scale,
+    before: Knob | None,
   ) -> None:
     self.name, self.dtype = name, dtype
     self._take(value, range, scale)
+    if before is not None:  # of another dtype: programs that read it go on with it
+      before.cell.give_up_name()
     self.cell = _callgate.Knob(f"callgate.knob:{name}", _bits(self.as_array()))
     self._reads: dict[Per, _Read] = {}
     self.place, self.line = registry.current_place(), ("", 0)
@@ -68,26 +71,35 @@ class Knob:
   def define(self, value: Any, range: Any, scale: Any) -> None:
     """Takes the options of a definition that runs again."""
     self._take(value, range, scale)
-    self.set(value)
+    self.set(value)  # tells who listens
 
   def _take(self, value: Any, range: Any, scale: Any) -> None:
+    """Takes all of it, or raises and takes none."""
     label = f"knob '{self.name}'"
-    self.scale: Scale = options.choice(label, "scale", scale, ("linear", "log"))
-    self.range: tuple[Any, Any] | None = None
+    chosen: Scale = options.choice(label, "scale", scale, ("linear", "log"))
+    limits: tuple[Any, Any] | None = None
     if range is not None:
       if not isinstance(range, (tuple, list)) or len(range) != 2:
         options.refuse(label, "range", "a pair, the least and the greatest value", range)
-      least, greatest = (self._checked("range", end) for end in range)
+      least, greatest = (self._held("range", end) for end in range)
       if self.dtype == np.bool_ or not least < greatest:
         options.refuse(label, "range", "two numbers, the first less than the second", range)
       if scale == "log" and least <= 0:
         options.refuse(label, "range", "numbers above 0, with scale='log'", range)
-      self.range = least, greatest
+      limits = least, greatest
     elif scale == "log":
       raise GateDefinitionError(f"{label}: scale: expected 'log' with range=, got it without one")
-    self._value = self._checked("value", value)
+    number = self._within(limits, value)
+    with _lock:
+      self.scale, self.range, self._value = chosen, limits, number
 
-  def _checked(self, what: str, value: Any) -> Any:
+  def _within(self, limits: tuple[Any, Any] | None, value: Any) -> Any:
+    number = self._held("value", value)
+    if limits is not None and not limits[0] <= number <= limits[1]:
+      options.refuse(f"knob '{self.name}'", "value", f"{limits[0]} to {limits[1]}", value)
+    return number
+
+  def _held(self, what: str, value: Any) -> Any:
     """The value as a number of Python's that the knob may hold."""
     label, kind = f"knob '{self.name}'", self.dtype.kind
     wanted = {"b": "a bool", "i": "an integer", "u": "an integer"}.get(kind, "a number")
@@ -107,8 +119,6 @@ class Knob:
         held = float(np.float64(number).astype(self.dtype))
       if math.isfinite(number) and not math.isfinite(held):
         options.refuse(label, what, f"{expected}, which holds it", value)
-    if what == "value" and self.range is not None and not self.range[0] <= number <= self.range[1]:
-      options.refuse(label, what, f"{self.range[0]} to {self.range[1]}", value)
     return number
 
   @property
@@ -131,7 +141,7 @@ class Knob:
     Raises:
       GateDefinitionError: it is another kind of number, or out of the range.
     """
-    number = self._checked("value", value)
+    number = self._within(self.range, value)
     with _lock:
       self._value = number
       self.cell.set(_bits(self.as_array()))
@@ -239,8 +249,6 @@ def knob(
     if known is not None and known.dtype == dtype:
       known.define(value, range, scale)
     else:
-      if known is not None:
-        known.cell.give_up_name()
-      known = _knobs[name] = Knob(name, dtype, value, range, scale)
+      known = _knobs[name] = Knob(name, dtype, value, range, scale, known)
     known.place, known.line = place, line
   return known

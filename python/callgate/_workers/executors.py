@@ -43,6 +43,7 @@ class OnExecutor:
     # Threads have the function itself.
     self.here = isinstance(executor, futures.ThreadPoolExecutor)
     self._text: bytes | None = None
+    self._tasks: dict[str, Callable[..., Any]] = {}  # by spec; executors may know them again
     self._lane_seconds = 0.0
 
   def prepare(self) -> None:
@@ -51,6 +52,11 @@ class OnExecutor:
       self._text = travel.dumps(self.label, (vars(self.described), self.aliases))
 
   def _task(self, spec: str) -> Callable[..., Any]:
+    if spec not in self._tasks:
+      self._tasks[spec] = self._made_task(spec)
+    return self._tasks[spec]
+
+  def _made_task(self, spec: str) -> Callable[..., Any]:
     self.prepare()
     if self.here:
       return functools.partial(_run_here, vars(self.described), self.aliases, spec)

@@ -26,6 +26,14 @@ class Description:
   parameters: tuple[str, ...]
 
 
+# WorkerFailure::Kind.
+_KINDS = (
+  "raised", "undefined", "not started", "ended", "overdue", "interrupted", "closed", "gone",
+  "restarts",
+)  # fmt: skip
+_ENDS = 4  # before the last, see Pool::gives_up
+
+
 class Remote:
   """What the runtime asks about a gate that runs on workers."""
 
@@ -55,8 +63,7 @@ class Remote:
 
   def failed(self, what: Mapping[str, Any]) -> BaseException:
     """The exception of a WorkerFailure (src/workers/pool.h)."""
-    kinds = ("raised", "undefined", "not started", "ended", "overdue", "interrupted", "closed")
-    kind = kinds[what["kind"]]
+    kind = _KINDS[what["kind"]]
     who = f"worker {what['worker']} of {self.workers.count}"
     if what["pid"] > 0:
       who += f" (process {what['pid']})"
@@ -69,12 +76,20 @@ class Remote:
       return error
     said = what["said"].decode(errors="replace")
     call = f"called with {what['arguments']}"
-    if kind == "closed":
+    if kind in ("closed", "interrupted"):
       return WorkerError(f"{self.label}: {what['text']}")
+    if kind == "restarts":
+      how = how_ended(what["code"], what["signal"])
+      return WorkerError(
+        f"{self.label}: {who} {how}, as did {_ENDS} in its place, one after the other and with "
+        f"nothing to do: the next call tries once more{_quoted(said)}",
+        worker=what["worker"], pid=what["pid"], exit_code=None if what["signal"] else what["code"],
+        signal=signal_name(what["signal"]), stderr=said,
+      )  # fmt: skip
     if kind == "overdue":
       return GateTimeoutError(
         f"{self.label} {call} has run longer than its timeout, {self.timeout:g} s, on {who}, "
-        f"which was ended{_quoted(said)}"
+        f"which was ended{what['text']}{_quoted(said)}"
       )
     how = how_ended(what["code"], what["signal"])
     begin = "could not start: it " if kind == "not started" else ""

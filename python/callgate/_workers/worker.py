@@ -19,7 +19,7 @@ from callgate import _callgate
 from callgate._arrays import bind
 from callgate._core import encoding, kept, registry
 from callgate._core.errors import WorkerError
-from callgate._workers import travel
+from callgate._workers import objects, travel
 
 
 class _Gate:
@@ -66,12 +66,17 @@ class _Handler:
   def forget(self, number: int) -> None:
     self._gates.pop(number, None)
 
+  def drop(self, number: int) -> None:
+    """An object that the parent's programs hold no more."""
+    for tell in objects.drops:
+      tell(number)
+
   def raised(self, error: BaseException) -> bytes:
     return travel.pack(error)
 
   def failed(self, text: str) -> bytes:
     """What a call's failure stands for: the exception that its text names."""
-    found = kept.find(text)
+    found = kept.take(text)
     return travel.pack(WorkerError(text) if found is None else found.exception)
 
 

@@ -34,6 +34,7 @@ class Workers:
 
   Attributes:
     count: how many there are.
+    key: what tells them from all others, in any process.
   """
 
   def __init__(
@@ -49,11 +50,11 @@ class Workers:
     self._pool: Any = None
     self._closed = False
     self._process = os.getpid()
-    self._key = key or uuid.uuid4().hex
-    _live[self._key] = self
+    self.key = key or uuid.uuid4().hex
+    _live[self.key] = self
 
   def __reduce__(self) -> Any:
-    return _in_another, (self._key, self.count, self._initializer, self._env)
+    return _in_another, (self.key, self.count, self._initializer, self._env)
 
   def start(self) -> Self:
     """Starts the processes, where they don't run yet, without waiting for them."""
@@ -126,6 +127,11 @@ class Workers:
 def _in_another(key: str, count: int, initializer: Any, env: Mapping[str, str]) -> Workers:
   """Such workers in a process to which a gate of theirs came: they start if it is called there."""
   return _live.get(key) or Workers(count, initializer, env, key)
+
+
+def with_key(key: str) -> Workers | None:
+  """Workers of this process by their key, as long as somebody has them."""
+  return _live.get(key)
 
 
 def workers(

@@ -165,6 +165,8 @@ class PyGateSite final : public Site {
   void run_all(const Call& call, DeviceCall* gpu) {
     CallPlace place{{}, 0, &spec_.layout, call.context};
     CallPlaceScope told(options_.located ? &place : nullptr);
+    const std::int64_t shard = std::max(call.context.shard, 0);
+    if (options_.by_lane) current_lane = shard;
     if (spec_.lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
     std::optional<LanesOfCall> lanes;
     try {
@@ -179,6 +181,7 @@ class PyGateSite final : public Site {
       place.lane = lane;
       (*lanes)->select_operands(lane, call.operands, operands);
       (*lanes)->select_results(lane, call.results, results);
+      if (options_.by_lane) current_lane = shard * (*lanes)->count() + lane;
       run_lane(operands, results, call.context, gpu);
     }
   }

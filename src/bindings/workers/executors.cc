@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gates whose lanes an executor of Python's runs: what XLA calls hands all lanes of a call to a
-// function of Python's, which sends them out and brings their results back. Under the GIL.
+// Gates whose lanes a function of Python's sends elsewhere: to an executor, or to the workers that
+// have the objects of a call. It gets all lanes of a call, and brings their results. Under the GIL.
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
@@ -10,77 +10,15 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/arrays/results.h"
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
+#include "bindings/workers/lanes.h"
 #include "core/threads.h"
 
 namespace callgate::bindings {
 namespace {
-
-// The lanes of one call, for as long as it runs.
-class CallLanes : Immovable {
- public:
-  CallLanes(const Call& call, const Lanes* lanes, std::string gate, std::string spec, bool cast)
-      : call_(&call), lanes_(lanes), gate_(std::move(gate)), spec_(std::move(spec)), cast_(cast) {}
-
-  void end() { call_ = nullptr; }
-  std::int64_t count() const { return lanes_ == nullptr ? 1 : lanes_->count(); }
-
-  // Copies of a lane's operands.
-  nb::tuple take(std::int64_t lane) const {
-    check(lane);
-    std::vector<ArrayView> views(call_->operands.begin(), call_->operands.end());
-    if (lanes_ != nullptr) lanes_->select_operands(lane, call_->operands, views);
-    nb::list arrays;
-    for (const ArrayView& view : views) arrays.append(make_copy(view));
-    return nb::tuple(arrays);
-  }
-
-  // Of a lane's results, without their values.
-  nb::tuple empty() const {
-    check(0);
-    std::vector<ArrayView> views(call_->results.begin(), call_->results.end());
-    if (lanes_ != nullptr) lanes_->select_results(0, call_->results, views);
-    nb::list arrays;
-    for (const ArrayView& view : views) arrays.append(new_array(view, /*data=*/nullptr, 0));
-    return nb::tuple(arrays);
-  }
-
-  // A lane's results, flat.
-  void give(std::int64_t lane, const nb::object& values) const {
-    check(lane);
-    std::vector<ArrayView> views(call_->results.begin(), call_->results.end());
-    if (lanes_ != nullptr) lanes_->select_results(lane, call_->results, views);
-    if (!PyTuple_Check(values.ptr()) || nb::len(values) != views.size())
-      mismatch(-1, "a tuple of " + std::to_string(views.size()) + " arrays",
-               nb::type_name(values.type()).c_str());
-    for (std::size_t i = 0; i < views.size(); ++i) {
-      nb::object value = values[i];
-      auto came = value.is_none() ? std::optional<std::string>("None")
-                                  : store(views[i], value.ptr(), cast_);
-      if (came) mismatch(static_cast<int>(i), to_string(views[i]), *came);
-    }
-  }
-
- private:
-  void check(std::int64_t lane) const {
-    if (call_ == nullptr) raise(PyExc_RuntimeError, "CallLanes: the call has ended");
-    if (lane < 0 || lane >= count()) raise(PyExc_IndexError, "CallLanes: no such lane");
-  }
-  [[noreturn]] void mismatch(int index, const std::string& expected, const std::string& got) const {
-    call_python(hooks.result_error, "ssiss", gate_.c_str(), spec_.c_str(), index, expected.c_str(),
-                got.c_str());
-    nb::raise_python_error();
-  }
-
-  const Call* call_;
-  const Lanes* lanes_;
-  std::string gate_, spec_;
-  bool cast_;
-};
 
 class ExecutorCallee final : public GateCallee,
                              public std::enable_shared_from_this<ExecutorCallee> {
@@ -90,7 +28,6 @@ class ExecutorCallee final : public GateCallee,
       : GateCallee(std::move(name)), run(late(std::move(of))) {}
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
-  bool reads_context() const noexcept override { return false; }
 
   const LateReference run;
   Counters counters;
@@ -147,7 +84,10 @@ void bind_executors(nb::module_& module) {
       .def("take", &CallLanes::take, nb::arg("lane"), "Copies of a lane's flat operands.")
       .def("empty", &CallLanes::empty, "Arrays of a lane's results' types.")
       .def("give", &CallLanes::give, nb::arg("lane"), nb::arg("values"),
-           "Takes a tuple of a lane's flat results, checked.");
+           "Takes a tuple of a lane's flat results, checked.")
+      .def("take_one", &CallLanes::take_one, nb::arg("lane"), nb::arg("operand"),
+           "A copy of one of a lane's flat operands.")
+      .def_prop_ro("cast", &CallLanes::cast, "Whether results are cast to declared types.");
   bind_handle<ExecutorHandle>(module, "ExecutorCallee",
                               "The runtime's handle on a callable that an executor runs, by name.")
       .def(

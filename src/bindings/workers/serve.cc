@@ -15,11 +15,10 @@
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
 #include "core/call.h"
+#include "workers/protocol.h"
 
 namespace callgate::bindings {
 namespace {
-
-thread_local std::int64_t t_lane = 0;  // that runs on this thread
 
 // `handler` is python/callgate/_workers/worker.py's.
 class PyServed final : public Served {
@@ -48,13 +47,17 @@ class PyServed final : public Served {
 
   void forget(std::uint64_t id) noexcept override {
     GilScope gil;
+    if ((id & kObject) != 0) {
+      call_unraisable(nb::object(handler_.attr("drop")).ptr(), "K", id & ~kObject);
+      return drain_released();
+    }
     sites_.erase(id);
     if (gates_.erase(id) != 0) call_unraisable(nb::object(handler_.attr("forget")).ptr(), "K", id);
     drain_released();
   }
 
   void run(std::uint64_t site, const Call& call, std::int64_t lane) override {
-    t_lane = lane;
+    current_lane = lane;
     relayed([&] { sites_.at(site)->run(call); });
   }
 
@@ -108,7 +111,8 @@ void bind_serve(nb::module_& module) {
       nb::arg("handler"), nb::arg("memory"), nb::arg("calls"), nb::arg("parent_socket"),
       nb::arg("parent"), "Answers the requests of the parent until it closes its workers.");
   module.def(
-      "worker_lane", [] { return t_lane; }, "In a worker: the number of the lane that runs.");
+      "worker_lane", [] { return current_lane; },
+      "The number of the lane that runs: in a worker, or of a gate that asks for it.");
 }
 
 }  // namespace callgate::bindings

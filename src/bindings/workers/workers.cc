@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,8 +21,10 @@
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
+#include "bindings/workers/lanes.h"
 #include "core/threads.h"
 #include "core/timeline.h"
+#include "workers/protocol.h"
 #include "workers/spread.h"
 
 namespace callgate::bindings {
@@ -48,7 +51,7 @@ class HeldDefinition : Immovable {
 };
 
 struct WorkerOptions {
-  std::chrono::nanoseconds timeout{0};
+  std::chrono::nanoseconds timeout{0}, loading{0};
   int retries = 0;
   bool in_order = false, by_lane = false;
 };
@@ -82,6 +85,14 @@ class WorkerCallee final : public GateCallee, public std::enable_shared_from_thi
   std::shared_ptr<HeldDefinition> definition;
 };
 
+// What Python chooses for a call that it makes itself.
+struct Chosen {
+  std::int64_t first_lane = 0;
+  std::span<const std::uint64_t> placed;
+  std::span<std::uint64_t> ran_on;
+  bool send_results = false;
+};
+
 class WorkerSite final : public Site {
  public:
   WorkerSite(std::shared_ptr<WorkerCallee> callee, std::shared_ptr<HeldDefinition> of_gate,
@@ -92,19 +103,38 @@ class WorkerSite final : public Site {
         spec_(std::move(spec)) {}
 
   void run(const Call& call) override {
-    watched_for_stalls(callee_, call, [&] { run_counted(call); });
+    watched_for_stalls(callee_, call, [&] {
+      try {
+        run_counted(call, spec_.lanes, {});
+      } catch (const WorkerFailure& why) {
+        rethrow(why, call);
+      }
+    });
+  }
+
+  // A call of Python's, which has the GIL; raises what it fails with.
+  void run_from_python(const Call& call, const Lanes& lanes, const Chosen& chosen) {
+    std::optional<WorkerFailure> failure;
+    without_gil([&] {
+      try {
+        run_counted(call, lanes, chosen);
+      } catch (const WorkerFailure& why) {
+        failure = why;
+      }
+    });
+    if (failure) throw exception_of(*failure, call);
   }
 
  private:
-  void run_counted(const Call& call) {
+  void run_counted(const Call& call, const Lanes& lanes, const Chosen& chosen) {
     const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
     const auto begin = std::chrono::steady_clock::now();
     callee_->counters.bytes.fetch_add(nbytes(call), std::memory_order_relaxed);
     try {
-      spread_call(call);
-    } catch (const WorkerFailure& why) {
+      spread_call(call, lanes, chosen);
+    } catch (const WorkerFailure&) {
       callee_->counters.errors.fetch_add(1, std::memory_order_relaxed);
-      rethrow(why, call);
+      throw;
     }
     if (!timed) return;
     const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
@@ -114,27 +144,39 @@ class WorkerSite final : public Site {
                     std::chrono::nanoseconds(begin.time_since_epoch()).count(), 0, took.count());
   }
 
-  void spread_call(const Call& call) {
+  void spread_call(const Call& call, const Lanes& levels, const Chosen& chosen) {
     const std::array<const Definition*, 2> definitions{&gate_->get(), &site_.get()};
     SpreadOptions options{.definitions = definitions,
                           .timeout = callee_->options.timeout,
                           .retries = callee_->options.retries,
                           .in_order = callee_->options.in_order,
-                          .by_lane = callee_->options.by_lane};
+                          .by_lane = callee_->options.by_lane,
+                          .loading = callee_->options.loading,
+                          .placed = chosen.placed,
+                          .ran_on = chosen.ran_on,
+                          .send_results = chosen.send_results};
     options.check_writes = settings.check_writes.load(std::memory_order_relaxed);  // see there
     std::optional<LanesOfCall> lanes;
-    if (!spec_.lanes.empty()) lanes.emplace(spec_.lanes, call.operands, call.results);
+    if (!levels.empty()) lanes.emplace(levels, call.operands, call.results);
     const std::int64_t count = lanes ? (*lanes)->count() : 1;
     callee_->counters.calls.fetch_add(count, std::memory_order_relaxed);
-    options.first_lane = std::max(call.context.shard, 0) * count;
+    options.first_lane = chosen.first_lane + std::max(call.context.shard, 0) * count;
     spread(*callee_->pool, options, call, lanes ? &**lanes : nullptr, lane_time_);
   }
 
-  [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) {
+  [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) const {
     if (why.kind == WorkerFailure::Kind::kInterrupted)
       throw Error(ErrorCode::kAborted,
                   "Ctrl-C ended the program at its call of '" + callee_->name() + "'");
     GilScope gil;
+    const bool overdue = why.kind == WorkerFailure::Kind::kOverdue;
+    throw Error::verbatim(overdue ? ErrorCode::kDeadlineExceeded : ErrorCode::kInternal,
+                          failure_text(exception_of(why, call), callee_->name(), spec_.site,
+                                       spec_.layout, call.context));
+  }
+
+  // The exception that stands for a failure. Under the GIL.
+  nb::python_error exception_of(const WorkerFailure& why, const Call& call) const {
     nb::object given = call_python(
         callee_->failed.get(), "(N)",
         dict_of("kind", static_cast<int>(why.kind), "text", why.what(), "raised",
@@ -144,10 +186,7 @@ class WorkerSite final : public Site {
             .release()
             .ptr());
     if (given.is_valid()) PyErr_SetObject(given.type().ptr(), given.ptr());
-    const bool overdue = why.kind == WorkerFailure::Kind::kOverdue;
-    throw Error::verbatim(
-        overdue ? ErrorCode::kDeadlineExceeded : ErrorCode::kInternal,
-        failure_text(nb::python_error(), callee_->name(), spec_.site, spec_.layout, call.context));
+    return nb::python_error();
   }
 
   std::shared_ptr<WorkerCallee> callee_;
@@ -199,6 +238,56 @@ std::shared_ptr<Site> WorkerCallee::specialise(SiteSpec spec) {
 }
 
 using WorkerHandle = Handle<WorkerCallee>;
+
+// --- Calls that Python makes
+
+struct SiteOfPython {
+  std::shared_ptr<WorkerSite> site;
+};
+
+SiteOfPython site_of_python(const WorkerHandle& handle, const std::string& spec, bool cast) {
+  SiteSpec chosen;
+  chosen.spec = spec;
+  if (cast) chosen.held.add_string("cast", "yes");
+  return {std::static_pointer_cast<WorkerSite>(handle.callee->specialise(std::move(chosen)))};
+}
+
+std::vector<ArrayView> views_of(const nb::object& arrays) {
+  std::vector<ArrayView> views;
+  for (nb::handle array : arrays) {
+    auto view = known_view(array);
+    if (!view || PyArray_ISCARRAY_RO(as_array(array)) == 0)
+      raise(PyExc_TypeError, "WorkerSite: expected dense arrays of dtypes that JAX has");
+    views.push_back(*view);
+  }
+  return views;
+}
+
+// One lane, of NumPy's arrays.
+void run_arrays(const SiteOfPython& site, const nb::object& operands, const nb::object& results,
+                std::int64_t lane) {
+  const std::vector<ArrayView> inputs = views_of(operands);
+  std::vector<ArrayView> outputs = views_of(results);
+  Chosen chosen;
+  chosen.first_lane = lane;
+  site.site->run_from_python(Call{inputs, outputs, {}}, Lanes(), chosen);
+}
+
+// All lanes of a call that runs; returns which workers ran them.
+std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, const CallLanes& lanes,
+                                     const std::vector<std::uint64_t>& placed, bool send_results) {
+  std::vector<std::uint64_t> ran_on(static_cast<std::size_t>(lanes.count()));
+  if (!placed.empty() && placed.size() != ran_on.size())
+    raise(PyExc_ValueError, "WorkerSite: expected a worker for each lane");
+  Chosen chosen;
+  chosen.placed = placed;
+  chosen.ran_on = ran_on;
+  chosen.send_results = send_results;
+  const Lanes none;
+  site.site->run_from_python(lanes.call(), lanes.lanes() == nullptr ? none : *lanes.lanes(),
+                             chosen);
+  return ran_on;
+}
 
 // For Python's cycle collector, as PyCallee's handle in gate.cc.
 int traverse_worker(PyObject* self, visitproc visit, void* arg) {
@@ -256,6 +345,22 @@ void bind_workers(nb::module_& module) {
       .def("replaced", [](const PoolHandle& h) { return h.pool->replaced(); })
       .def("closed", [](const PoolHandle& h) { return h.pool->closed(); })
       .def(
+          "worker",
+          [](const PoolHandle& h, std::uint64_t number) -> nb::object {
+            if (int index = h.pool->index_of(number); index != Pool::kAny) return nb::int_(index);
+            const WorkerFailure why = h.pool->gone(number);
+            return dict_of("worker", why.worker, "pid", static_cast<int>(why.pid), "code",
+                           why.how.code, "signal", why.how.signal, "said", bytes_of(why.said));
+          },
+          nb::arg("number"), "The index of a worker, by its number; how it ended, if it has.")
+      .def(
+          "drop",
+          [](const PoolHandle& h, std::uint64_t object, std::uint64_t worker) {
+            h.pool->forget(object | kObject, worker);
+          },
+          nb::arg("object"), nb::arg("worker"),
+          "A worker, by its number, or with 0 any, need not keep an object any more.")
+      .def(
           "close",
           [](const PoolHandle& h, double seconds) {
             without_gil([&] { h.pool->shut_down(seconds_of(seconds)); });
@@ -266,14 +371,25 @@ void bind_workers(nb::module_& module) {
       .def(
           "__init__",
           [](WorkerHandle* self, std::string name, nb::object start, nb::object describe,
-             nb::object failed, double timeout, int retries, bool in_order, bool by_lane) {
+             nb::object failed, double timeout, double loading, int retries, bool in_order,
+             bool by_lane) {
             new (self) WorkerHandle(std::make_shared<WorkerCallee>(
                 std::move(name), std::move(start), std::move(describe), std::move(failed),
-                WorkerOptions{seconds_of(timeout), retries, in_order, by_lane}));
+                WorkerOptions{seconds_of(timeout), seconds_of(loading), retries, in_order,
+                              by_lane}));
           },
           nb::arg("name"), nb::kw_only(), nb::arg("start"), nb::arg("describe"), nb::arg("failed"),
-          nb::arg("timeout"), nb::arg("retries"), nb::arg("in_order"), nb::arg("by_lane"))
+          nb::arg("timeout"), nb::arg("loading"), nb::arg("retries"), nb::arg("in_order"),
+          nb::arg("by_lane"))
+      .def("site", &site_of_python, nb::arg("spec"), nb::arg("cast"),
+           "A call site, for calls that Python makes.")
       .def("stats", &stats_of_workers);
+  nb::class_<SiteOfPython>(module, "WorkerSite", "A call site of workers, as Python calls it.")
+      .def("run", &run_arrays, nb::arg("operands"), nb::arg("results"), nb::arg("lane"),
+           "Runs one lane, of flat arrays; raises what it fails with.")
+      .def("run_lanes", &run_lanes, nb::arg("lanes"), nb::arg("placed"), nb::arg("send_results"),
+           "Runs all lanes of a call, on the workers of these numbers, or with none on any; "
+           "returns the numbers of the workers that ran them.");
 }
 
 }  // namespace callgate::bindings

@@ -15,6 +15,7 @@
 #include <string_view>
 #include <thread>
 
+#include "workers/protocol.h"
 #include "workers/serve.h"
 
 namespace callgate::fake {
@@ -27,13 +28,24 @@ class TestServed final : public Served {
   void start(std::string_view text) override {
     if (text == "fail") throw Raised("no start");
     if (text == "exit") _exit(7);
+    if (text == "leave")
+      std::thread([] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(150));  // it is up by then
+        _exit(5);
+      }).detach();
   }
   void define(std::uint64_t id, std::uint64_t /*of*/, std::string_view bytes) override {
     if (bytes == "undefined") throw Raised("no definition");
+    if (bytes == "endless") std::this_thread::sleep_for(std::chrono::minutes(10));
     ++defined_;
     texts_[id] = bytes;
   }
-  void forget(std::uint64_t id) noexcept override { texts_.erase(id); }
+  void forget(std::uint64_t id) noexcept override {
+    if ((id & kObject) != 0)
+      ++dropped_;
+    else
+      texts_.erase(id);
+  }
   void check_writes(bool /*on*/) override {}
 
   void run(std::uint64_t site, const Call& call, std::int64_t lane) override {
@@ -53,16 +65,18 @@ class TestServed final : public Served {
     if (word == "lane") value = static_cast<double>(lane);
     if (word == "known") value = static_cast<double>(texts_.size());
     if (word == "defined") value = defined_;
+    if (word == "dropped") value = dropped_;
     for (const ArrayView& result : call.results)
       for (std::size_t i = 0; i < result.size(); ++i) {
         auto* to = static_cast<double*>(result.data) + i;
+        if (word == "keep") continue;
         *to = word == "double" ? 2 * static_cast<const double*>(call.operands[0].data)[i] : value;
       }
   }
 
  private:
   std::map<std::uint64_t, std::string> texts_;
-  int defined_ = 0;
+  int defined_ = 0, dropped_ = 0;
 };
 
 // Before main(), where this is a worker: glibc tells the arguments.

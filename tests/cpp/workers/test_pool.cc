@@ -180,6 +180,100 @@ TEST_F(WorkerPools, OutlivesTheDeathOfIdleWorkers) {
   for (int turn = 0; turn < 20; ++turn) EXPECT_EQ(run_one(twice), 42);
 }
 
+TEST_F(WorkerPools, RunsLanesOnTheWorkersThatTheyArePlacedOn) {
+  const Definition pid = make_definition("pid");
+  std::vector<std::uint64_t> ran_on(50), placed;
+  SpreadOptions options;
+  options.ran_on = ran_on;
+  const std::vector<double> where = run(pid, 50, options);
+  const std::set<std::uint64_t> numbers(ran_on.begin(), ran_on.end());
+  ASSERT_LE(numbers.size(), 2);
+  EXPECT_FALSE(numbers.contains(0));
+  for (std::size_t lane = 0; lane < 50; ++lane)
+    for (std::size_t other = 0; other < 50; ++other)
+      EXPECT_EQ(where[lane] == where[other], ran_on[lane] == ran_on[other]);
+  placed.assign(ran_on.rbegin(), ran_on.rend());
+  for (bool in_order : {false, true}) {
+    options = {};
+    options.placed = placed;
+    options.in_order = in_order;
+    const std::vector<double> again = run(pid, 50, options);
+    EXPECT_EQ(again, std::vector<double>(where.rbegin(), where.rend()));
+    EXPECT_EQ(run(twice, 50, options), doubled(50));
+  }
+}
+
+TEST_F(WorkerPools, TellsOfAWorkerThatIsGone) {
+  pool = make_pool(1);
+  std::vector<std::uint64_t> number(1);
+  SpreadOptions options;
+  options.ran_on = number;
+  (void)run(twice, 1, options);
+  EXPECT_EQ(pool->index_of(number[0]), 0);
+  EXPECT_EQ(failure(make_definition("exit 3")).kind, Kind::kEnded);
+  EXPECT_EQ(pool->index_of(number[0]), Pool::kAny);
+  options = {};
+  options.placed = number;
+  const WorkerFailure why = failure(twice, options, 1);
+  EXPECT_EQ(why.kind, Kind::kGone);
+  EXPECT_EQ(why.how.code, 3);
+  EXPECT_EQ(why.worker, 0);
+  EXPECT_EQ(run_one(twice), 42);
+}
+
+TEST_F(WorkerPools, DropsObjectsOfOneWorkerOrOfAll) {
+  const Definition dropped = make_definition("dropped");
+  pool = make_pool(1);
+  std::vector<std::uint64_t> number(1);
+  SpreadOptions options;
+  options.ran_on = number;
+  (void)run(twice, 1, options);
+  pool->forget(7 | kObject, number[0]);
+  EXPECT_EQ(run_one(dropped), 1);
+  pool->forget(8 | kObject, number[0] + 1);  // another's
+  EXPECT_EQ(run_one(dropped), 1);
+  for (std::uint64_t id = 0; id < 20'000; ++id) pool->forget(id | kObject);  // more than has room
+  // Between calls, too; what a call of the meantime takes along is not told twice.
+  for (int turn = 0; turn < 200 && run_one(dropped) < 20'001; ++turn)
+    std::this_thread::sleep_for(milliseconds(25));
+  EXPECT_EQ(run_one(dropped), 20'001);
+}
+
+TEST_F(WorkerPools, SendsResultsWhereAsked) {
+  const Definition keep = make_definition("keep");
+  double operand = 1, value = 5;
+  std::array operands{ArrayView{&operand, nullptr, 0, DType::kF64}};
+  std::array results{ArrayView{&value, nullptr, 0, DType::kF64}};
+  const std::array<const Definition*, 1> definitions{&keep};
+  SpreadOptions options;
+  options.definitions = definitions;
+  options.send_results = true;
+  spread(*pool, options, Call{operands, results, {}}, nullptr, time);
+  EXPECT_EQ(value, 5);
+}
+
+TEST_F(WorkerPools, EndsAWorkerThatLoadsForTooLong) {
+  SpreadOptions options;
+  options.timeout = milliseconds(10);
+  options.loading = milliseconds(200);
+  const WorkerFailure why = failure(make_definition("endless"), options);
+  EXPECT_EQ(why.kind, Kind::kOverdue);
+  EXPECT_THAT(why.what(), ::testing::HasSubstr("not loaded"));
+  EXPECT_EQ(run_one(twice), 42);
+}
+
+TEST_F(WorkerPools, GivesUpOnWorkersThatEndWithNothingToDo) {
+  pool = make_pool(1, "leave");
+  while (pool->replaced() < 5) std::this_thread::sleep_for(milliseconds(10));
+  std::this_thread::sleep_for(milliseconds(200));
+  EXPECT_EQ(pool->replaced(), 5);
+  EXPECT_TRUE(pool->pids().empty());
+  const WorkerFailure why = failure(twice);
+  EXPECT_EQ(why.kind, Kind::kRestarts);
+  EXPECT_EQ(why.how.code, 5);
+  while (pool->replaced() < 6) std::this_thread::sleep_for(milliseconds(10));  // it tries again
+}
+
 TEST_F(WorkerPools, TellsAStartThatFailedAndTriesAgain) {
   pool = make_pool(2, "fail");
   for (int turn = 0; turn < 2; ++turn) {

@@ -303,22 +303,24 @@ def test_a_traced_seed_below_zero_fails_the_program() -> None:
 
 
 # -- what is around ------------------------------------------------------------------------------
-def test_an_environment_of_this_process_renders(two: cg.Workers) -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_environments_render(there: bool, two: cg.Workers, engine: str) -> None:
   class Drawn(environments.Simple):
     def render(self) -> Any:
-      return f"{self.seed} at {self.count}"
+      if self.seed == 9:
+        raise KeyError("nothing to see")
+      return f"{self.seed} at {self.count}" * (1 if self.seed == 8 else 100)
 
-  with cg.envs(Drawn, n=2) as env:
+  with cg.envs(Drawn, n=5, run_on=two if there else "xla") as env:
     with pytest.raises(cg.GateError, match="environment 1 has not been reset"):
       env.render(1)
-    env.reset([7, 8])
-    jax.jit(env.step)(jnp.zeros(2, jnp.int32))
-    assert env.render(1) == "8 at 1"
-    with pytest.raises(cg.GateDefinitionError, match=r"lane: expected .* at most 1, got 2"):
+    env.reset([7, 8, 9, 8, 7])
+    jax.jit(env.step)(jnp.zeros(5, jnp.int32))
+    assert [env.render(i) for i in (4, 3, 0)] == ["7 at 1" * 100, "8 at 1", "7 at 1" * 100]
+    with pytest.raises(KeyError, match="nothing to see"):
       env.render(2)
-  there = cg.envs(environments.simple, n=2, run_on=two)
-  with pytest.raises(cg.GateError, match="expected environments of this process"):
-    there.render()
+    with pytest.raises(cg.GateDefinitionError, match=r"lane: expected .* at most 4, got 5"):
+      env.render(5)
 
 
 def test_spaces_are_those_of_gymnasium_s_vector_environment() -> None:

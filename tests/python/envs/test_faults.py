@@ -83,7 +83,10 @@ def test_a_worker_that_dies_takes_its_environments_along() -> None:
     assert stepped(env)[0][:, 1].tolist() == [1] * 4
 
 
-def test_an_environment_that_hangs_is_ended_after_the_timeout() -> None:
+def test_an_environment_that_hangs_is_ended_after_the_timeout(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setattr("callgate._envs.envs.LOADING_SECONDS", 1.0)  # what a reset has at least
   make = functools.partial(Simple, environments.hang)
   with cg.workers(2) as workers, cg.envs(make, n=2, run_on=workers, timeout=5) as env:
     env.reset([3, 2])
@@ -92,6 +95,9 @@ def test_an_environment_that_hangs_is_ended_after_the_timeout() -> None:
       jax.block_until_ready(stepped(env, 2))
     assert "in hang" in str(info.value)  # where it stood
     assert env.reset([1, 2])[0][:, 0].tolist() == [1, 2]
+    with pytest.raises(cg.GateTimeoutError, match="timeout, 5 s") as info, cg.errors():
+      jax.block_until_ready(env.reset([environments.HANGS, 2]))
+    assert "in reset" in str(info.value)
 
 
 @WHERE

@@ -22,7 +22,8 @@ ENTRIES = [
   for entry in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
 ]
 COMPAT = ("buffer_callback", "callbacks", "host_callback", "host_callback_2023", "sharded_jit")
-MODULES = ("callgate", "callgate.sinks", *(f"callgate.compat.{name}" for name in COMPAT))
+COMPAT_MODULES = (f"callgate.compat.{name}" for name in COMPAT)
+MODULES = ("callgate", "callgate.executors", "callgate.sinks", *COMPAT_MODULES)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -288,8 +288,16 @@ def test_a_definition_that_runs_again_keeps_the_knob() -> None:
     print(program(2.0))
     exec(compile(cell.format(3.0, 5), "<cell 2>", "exec"), globals())
     print(program(2.0), rate is first, rate.range)
+    for wrong in ((9.0, 5), (2.0, -1), (9, 5)):  # the last would be another dtype
+      try:
+        exec(compile(cell.format(*wrong), "<cell 3>", "exec"), globals())
+      except cg.GateDefinitionError:
+        print(program(2.0), rate is first, rate.range)
+    exec(compile(cell.format(1, 5), "<cell 4>", "exec"), globals())
+    print(program(2.0), rate is first, rate.range)
   """
-  assert output_of(code).split("\n")[:2] == ["1.0", "6.0 True (0.0, 5.0)"]
+  kept = "6.0 True (0.0, 5.0)"
+  assert output_of(code).split("\n")[:6] == ["1.0", *[kept] * 4, "6.0 False (0, 5)"]
 
 
 def test_the_persistent_cache_and_exports_hold_the_name(tmp_path: Any) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 LENGTH = 5
+HANGS = 404  # the seed of a `Simple` whose reset does not return
 
 
 def cart_pole() -> Any:
@@ -83,6 +84,8 @@ class Simple(gymnasium.Env[Any, Any]):
   def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
     self.count = 0
     self.seed = self.seed if seed is None else seed
+    if self.seed == HANGS:
+      time.sleep(600)
     return np.array([self.seed, 0], np.float32), {}
 
   def step(self, action: Any) -> Any:

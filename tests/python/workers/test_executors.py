@@ -7,17 +7,23 @@ import concurrent.futures
 import multiprocessing
 import os
 import random
+import shutil
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import worker_functions
+from interpreters import succeed
 from transformation_table import PAIRS, assert_chains_agree, on_host, reference
 
 import callgate as cg
@@ -140,6 +146,109 @@ def test_dask_runs_lanes(tmp_path: Path) -> None:
     got = np.asarray(program(jnp.zeros(8)))
     assert len(set(got.tolist())) == 2
     assert os.getpid() not in got
+
+
+# -- Ray
+@pytest.fixture(scope="module")
+def actors() -> Iterator[Any]:
+  pytest.importorskip("ray")
+  each = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}}
+  with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", ".*os.fork")  # JAX's: Ray starts its processes so
+    executor = cg.executors.ray(2, each=each)
+  with executor:
+    yield executor
+
+
+@pytest.mark.limit(300)
+def test_ray_runs_lanes_in_all_actors(actors: Any, tmp_path: Path) -> None:
+  meet = cg.gate(worker_functions.meet, out=INT, run_on=actors)
+  program = jax.jit(jax.vmap(lambda x: meet(x, folder=str(tmp_path))))
+  got = np.asarray(program(jnp.zeros(8)))
+  assert len(set(got.tolist())) == 2
+  assert os.getpid() not in got
+
+
+@pytest.mark.limit(300)
+def test_ray_agrees_with_jax(actors: Any) -> None:
+  make = lambda effect: cg.gate(on_host, like=reference, effect=effect, run_on=actors)
+  assert_chains_agree(random.Random(4).sample(PAIRS, 8), make=make)
+  large = cg.gate(lambda x: x * 2, out=lambda x: x, run_on=actors)
+  x = jnp.arange(200_000.0)
+  np.testing.assert_array_equal(jax.jit(large)(x), 2 * x)
+  np.testing.assert_array_equal(jax.jit(lambda x: large.start(x).result())(x), 2 * x)
+
+
+@pytest.mark.limit(300)
+def test_what_functions_raise_in_ray_is_theirs(actors: Any) -> None:
+  def fail(x: Any) -> Any:
+    raise KeyError("lost", float(x))
+
+  with pytest.raises(KeyError) as caught, cg.errors():
+    jax.block_until_ready(jax.jit(cg.gate(fail, out=lambda x: x, run_on=actors))(3.0))
+  assert caught.value.args == ("lost", 3.0)
+
+
+@pytest.mark.limit(300)
+def test_an_actor_that_ends_is_told_and_comes_again(actors: Any, tmp_path: Path) -> None:
+  ray = pytest.importorskip("ray")
+  die = cg.gate(worker_functions.die, out=lambda x: x, run_on=actors)
+  with pytest.raises(ray.exceptions.RayError), cg.errors():
+    jax.block_until_ready(jax.jit(die)(-1.0))
+  once = cg.gate(
+    worker_functions.die_once, out=lambda x, **_: x, run_on=actors, effect="pure", retries=3
+  )
+  assert jax.jit(lambda x: once(x, path=str(tmp_path / "died")))(2.0) == 2
+
+
+def test_a_closed_executor_takes_nothing(tmp_path: Path) -> None:
+  pytest.importorskip("ray")
+  code = """
+import os, sys, callgate as cg
+each = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}}
+with cg.executors.ray(1, each=each) as executor:
+  assert executor.submit(max, 1, 2).result() == 2
+  assert "ray(1)" in repr(executor)
+import ray
+assert not ray.is_initialized()
+try:
+  executor.submit(max, 1, 2)
+except RuntimeError as error:
+  print("refused:", error)
+"""
+  assert "refused: <callgate.executors.ray(1)>" in succeed(
+    code, environment={"JAX_PLATFORMS": "cpu"}, new=True
+  )
+
+
+# -- MPI
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no MPI on this machine")
+@pytest.mark.limit(300)
+def test_two_ranks_of_mpi_meet(tmp_path: Path) -> None:
+  pytest.importorskip("mpi4py")
+  script = tmp_path / "ranks.py"
+  script.write_text(f"""
+import jax, jax.numpy as jnp, numpy as np
+import callgate as cg, worker_functions
+from mpi4py.futures import MPICommExecutor
+from mpi4py import MPI
+
+with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
+  if executor is not None:
+    meet = cg.gate(
+      worker_functions.meet, out=jax.ShapeDtypeStruct((), np.int32), run_on=executor, in_flight=8
+    )
+    folder = {str(tmp_path / "met")!r}
+    pids = jax.jit(jax.vmap(lambda x: meet(x, folder=folder)))(jnp.zeros(8))
+    print("ranks", len(set(pids.tolist())))
+""")
+  (tmp_path / "met").mkdir()
+  done = subprocess.run(
+    ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, str(script)],
+    env={**os.environ, **interpreters.same_path(), "JAX_PLATFORMS": "cpu"},
+    capture_output=True, text=True, timeout=240, check=False,
+  )  # fmt: skip
+  assert "ranks 2" in done.stdout, done.stderr
 
 
 # -- options

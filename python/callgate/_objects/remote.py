@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that live in workers: what makes them there, and what runs where they are.
+
+The process's table has a `RemoteObject` for each, which knows the worker; the worker keeps the
+object by the same number. The runtime hands all lanes of a call to Python, which looks the handles
+up, and then spreads the lanes without the GIL, each to the worker of its objects.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from callgate import _callgate
+from callgate._core import encoding, registry
+from callgate._core.errors import HandleError, WorkerError
+from callgate._gate import elsewhere
+from callgate._objects import table
+from callgate._objects.handle import SCOPE, Handle
+from callgate._objects.table import Held
+from callgate._workers.remote import Description, Remote, how_ended, signal_name
+from callgate._workers.workers import Workers
+
+
+class RemoteObject:
+  """Stands in the table for an object that a worker has; its end is the object's."""
+
+  __slots__ = ("_number", "pool", "worker", "workers")
+
+  def __init__(self, workers: Workers, pool: Any, worker: int, number: int) -> None:
+    self.workers, self.pool, self.worker, self._number = workers, pool, worker, number
+
+  def where(self) -> str:
+    known = self.pool.worker(self.worker)
+    index = known["worker"] if isinstance(known, dict) else known
+    return f"worker {index} of {self.workers.count}" if index >= 0 else "a worker that has ended"
+
+  def __del__(self) -> None:
+    self.pool.drop(self._number, self.worker)
+
+
+class _Layout(NamedTuple):
+  """Which flat operands of a call are handles' words, and which is the scope's."""
+
+  handles: tuple[int, ...]
+  scope: int
+
+
+@functools.lru_cache(256)
+def _layout(spec: str) -> _Layout:
+  if spec in ("", "*"):
+    return _Layout((), -1)
+  tree = encoding.signature(spec).in_tree
+  args, kwargs = jax.tree.unflatten(tree, range(tree.num_leaves))
+  leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Handle))
+  handles = tuple(leaf.words for leaf in leaves if isinstance(leaf, Handle))
+  return _Layout(handles, kwargs.get(SCOPE, -1))
+
+
+def on_workers(gate: Any, there: Any) -> tuple[OnWorkers, Any]:
+  """What knows a gate that makes or uses objects of workers, and the runtime's handle on it."""
+  on = OnWorkers(gate, there)
+  return on, _callgate.ExecutorCallee(gate.name, on.run)
+
+
+class OnWorkers:
+  """What the runtime asks about a gate that makes or uses objects of workers."""
+
+  def __init__(self, gate: Any, there: Any) -> None:
+    self.label, self.workers = gate.label, gate.run_on
+    self._there = there if gate.handles == "makes" else None
+    style = "inplace" if gate.handles == "makes" else gate.style
+    described = Description(gate.name, there, style, gate.arrays, gate.copy, gate.parameters)
+    self._remote = Remote(gate.label, described, gate.run_on, gate.timeout)
+    callee = elsewhere.on_workers(
+      self._remote, registry.free_name(f"{gate.name}.there"), retries=0, by_lane=False,
+      in_order=gate.effect == "ordered",
+    )  # fmt: skip
+    callee.give_up_name()  # nobody looks for it
+    self._site = functools.lru_cache(64)(callee.site)
+
+  def prepare(self) -> None:
+    self._remote.prepare()
+
+  def run(self, spec: str, lanes: _callgate.CallLanes) -> None:
+    """Runs all lanes of a call, each where its objects live."""
+    layout, count = _layout(spec), len(lanes)
+    held = [self._held(layout.handles, lanes, i) for i in range(count)] if layout.handles else []
+    placed = self._workers_of(held)
+    there = self._there
+    numbers: list[int] = [] if there is None else [_callgate.new_number() for _ in range(count)]
+    for lane, number in enumerate(numbers):
+      lanes.give(lane, (table.words(number),))
+    pool = self.workers.pool()
+    try:
+      ran_on = self._site(spec, lanes.cast).run_lanes(lanes, placed, there is not None)
+    except BaseException as error:
+      for number in numbers:
+        pool.drop(number, 0)
+      if isinstance(error, WorkerError) and held:
+        error.add_note(f"callgate: it was called with {_shown(held[0])}")
+      raise
+    for lane, (number, worker) in enumerate(zip(numbers, ran_on, strict=False)):
+      scope = lanes.take_one(lane, layout.scope)
+      made = RemoteObject(self.workers, pool, worker, number)
+      assert there is not None
+      table.add(made, there.maker, scope, number)
+
+  def _held(self, handles: Sequence[int], lanes: _callgate.CallLanes, lane: int) -> list[Held]:
+    """The objects of a lane."""
+    taken: list[Any] = [lanes.take_one(lane, i) for i in handles]
+    pairs = (words for each in taken for words in each.reshape(-1, table.WORDS))
+    held = [table.get(words, self.label) for words in pairs]
+    for one in held:
+      if not isinstance(one.value, RemoteObject) or one.value.workers is not self.workers:
+        where = one.value.where() if isinstance(one.value, RemoteObject) else "this process"
+        raise HandleError(
+          f"{self.label}: expected objects of {self.workers!r}, got that of object #{one.number}, "
+          f"made by {one.maker}, which lives in {where}"
+        )
+    if len({one.value.worker for one in held}) > 1:
+      raise HandleError(
+        f"{self.label}: expected objects that live in one worker, got {_shown(held)}"
+      )
+    return held
+
+  def _workers_of(self, held: Sequence[Sequence[Held]]) -> list[int]:
+    """The numbers of the workers that the lanes are for.
+
+    Raises:
+      WorkerError: one has ended, and its objects with it.
+    """
+    placed: list[int] = []
+    alive = set[int]()
+    for objects in held:
+      if not objects:  # a whole batch of none
+        return []
+      first = objects[0]
+      there: RemoteObject = first.value
+      if there.worker not in alive and not isinstance(there.pool.worker(there.worker), int):
+        raise self._gone(first)
+      alive.add(there.worker)
+      placed.append(there.worker)
+    return placed
+
+  def _gone(self, held: Held) -> WorkerError:
+    how = held.value.pool.worker(held.value.worker)
+    number, who = how["signal"], held.value.where()
+    if how["pid"] > 0:
+      who += f" (process {how['pid']}), which {how_ended(how['code'], number)}"
+    return WorkerError(
+      f"{self.label}: object #{held.number}, made by {held.maker}, is gone with {who}",
+      worker=how["worker"], pid=how["pid"], exit_code=None if number else how["code"],
+      signal=signal_name(number), stderr=how["said"].decode(errors="replace"),
+    )  # fmt: skip
+
+
+def _shown(held: Sequence[Held]) -> str:
+  return "; ".join(f"#{one.number}, made by {one.maker}, in {one.value.where()}" for one in held)
