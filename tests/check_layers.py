@@ -92,6 +92,7 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_stream": "_core _process _sharding _tap",
     "sinks": "_core _process _tap",
     "_watch": "_core _stream",
+    "_serve": "_core _runtime _gate _tap _steer _stream _watch",
     "compat": "_jax _core _sharding _runtime _call _gate _tap",
   }.items()
 }

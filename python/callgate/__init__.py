@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
   from callgate._kernel.numba.numba import numba
   from callgate._kernel.peers.kernel import kernel
   from callgate._nan.find import NanReport, find_nan
+  from callgate._serve.serve import Server, serve
   from callgate._stream.assemble import assemble
   from callgate._stream.reader import StreamReader, open_stream
   from callgate._stream.records import StreamRecord
@@ -108,6 +109,7 @@ __all__ = [
   "Progress",
   "Record",
   "ResultError",
+  "Server",
   "StreamReader",
   "StreamRecord",
   "TapInfo",
@@ -152,6 +154,7 @@ __all__ = [
   "root",
   "save_kernels",
   "scan",
+  "serve",
   "sinks",
   "stats",
   "stop",
@@ -187,6 +190,8 @@ _LATER = {
   "kernel": "callgate._kernel.peers.kernel",
   "NanReport": "callgate._nan.find",
   "find_nan": "callgate._nan.find",
+  "Server": "callgate._serve.serve",
+  "serve": "callgate._serve.serve",
   "assemble": "callgate._stream.assemble",
   "StreamReader": "callgate._stream.reader",
   "open_stream": "callgate._stream.reader",

@@ -113,6 +113,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   "root": (cg.root, {"residual": function, "solver": function, "name": NAME}),
   "save_kernels": (cg.save_kernels, {"path": "saved"}),
   "scan": (cg.scan, {"f": lambda c, x: (c, x), "init": 0, "length": 1}),
+  "serve": (cg.serve, {}),
   "stop": (cg.stop, {}),
   "tap": (cg.tap, {"value": 1.0, "to": "fuzzed"}),
   "torch": (cg.torch, {"fn": function, "out": X, "name": NAME}),
