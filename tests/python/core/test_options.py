@@ -137,6 +137,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Stats": {},
     "Stream": {"destination": "a.cgs"},
     "TensorBoard": {"logdir": "logs"},
+    "WandB": {"project": "fuzzed"},
     "Zarr": {"path": "a.zarr"},
   }.items()
 }
@@ -264,7 +265,7 @@ NEEDS = {
   "envs": "gymnasium", "numba": "numba", "torch": "torch", "sinks.HDF5": "h5py",
   "sinks.MLflow": "mlflow",
   "sinks.Parquet": "pyarrow", "sinks.Plot": "matplotlib", "sinks.TensorBoard": "tensorboardX",
-  "sinks.Zarr": "zarr",
+  "sinks.WandB": "wandb", "sinks.Zarr": "zarr",
 }  # fmt: skip
 
 
