@@ -97,6 +97,7 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "sinks": "_core _process _tap",
     "executors": "_core",
     "_watch": "_core _stream",
+    "_serve": "_core _runtime _gate _tap _steer _stream _watch",
     "compat": "_jax _core _sharding _runtime _call _gate _tap",
   }.items()
 }

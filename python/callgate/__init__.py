@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
   from callgate._kernel.numba.numba import numba
   from callgate._kernel.peers.kernel import kernel
   from callgate._nan.find import NanReport, find_nan
+  from callgate._serve.serve import Server, serve
   from callgate._stream.assemble import assemble
   from callgate._stream.reader import StreamReader, open_stream
   from callgate._stream.records import StreamRecord
@@ -115,6 +116,7 @@ __all__ = [
   "Progress",
   "Record",
   "ResultError",
+  "Server",
   "StreamReader",
   "StreamRecord",
   "TapInfo",
@@ -162,6 +164,7 @@ __all__ = [
   "root",
   "save_kernels",
   "scan",
+  "serve",
   "sinks",
   "stats",
   "stop",
@@ -200,6 +203,8 @@ _LATER = {
   "kernel": "callgate._kernel.peers.kernel",
   "NanReport": "callgate._nan.find",
   "find_nan": "callgate._nan.find",
+  "Server": "callgate._serve.serve",
+  "serve": "callgate._serve.serve",
   "assemble": "callgate._stream.assemble",
   "StreamReader": "callgate._stream.reader",
   "open_stream": "callgate._stream.reader",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m callgate COMMAND`: what can be done from a terminal, with streams and with builds.
+"""`python -m callgate COMMAND`: streams, programs and builds from a terminal.
 
 A command is a module-level function that `_COMMANDS` names: it gets the argparse subparsers, adds
 its own parser, and sets `run`, which gets the parsed arguments and returns the exit status.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from callgate._breakpoint.attach import add_attach
 from callgate._build import toolchain
 from callgate._core.errors import GateDefinitionError
+from callgate._serve.commands import add_control
 from callgate._stream.tail import add_tail, printable
 from callgate._watch.cli import add_watch
 
@@ -37,7 +38,13 @@ def add_folders(subparsers: Subparsers) -> None:
     parser.set_defaults(run=_print_folder, folder=folder)
 
 
-_COMMANDS: tuple[Callable[[Any], None], ...] = (add_tail, add_watch, add_attach, add_folders)
+_COMMANDS: tuple[Callable[[Any], None], ...] = (
+  add_tail,
+  add_watch,
+  add_control,
+  add_attach,
+  add_folders,
+)
 
 
 def _print_folder(arguments: argparse.Namespace) -> int:
@@ -55,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0, 1 after an error, 130 after an interrupt.
   """
   parser = argparse.ArgumentParser(
-    prog="python -m callgate", description="Streams of tapped values, breakpoints, builds"
+    prog="python -m callgate",
+    description="Streams of tapped values, programs that run, and builds of kernels",
   )
   subparsers = parser.add_subparsers(dest="command", required=True)
   for add in _COMMANDS:

@@ -33,6 +33,9 @@ from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._runtime import config
 
+# Called with a check's message, and the text of its error, when it has failed.
+failed: list[Callable[[str, str], object]] = []
+
 
 class Check(Gate):
   """The gate behind the checks of one message; its callee looks at the predicate first."""
@@ -46,6 +49,8 @@ class Check(Gate):
       except Exception as error:  # noqa: BLE001 - the check has failed, and says so
         why = f"the values below can't be formatted: {type(error).__name__}: {error}"
         text = f"{message} ({why})"
+      for tell in list(failed):
+        tell(message, text)
       raise CheckError(text, values)
 
     unique = registry.free_name("check")

@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -141,7 +141,9 @@ class Knob:
     Raises:
       GateDefinitionError: it is another kind of number, or out of the range.
     """
-    number = self._within(self.range, value)
+    self._put(self._within(self.range, value))
+
+  def _put(self, number: Any) -> None:
     with _lock:
       self._value = number
       self.cell.set(_bits(self.as_array()))
@@ -178,6 +180,28 @@ class Knob:
   def __repr__(self) -> str:
     limits = "" if self.range is None else f", {self.range[0]} to {self.range[1]}"
     return f"<knob '{self.name}': {self._value} ({self.dtype.name}{limits})>"
+
+
+def live() -> dict[str, Knob]:
+  """The knobs that there are, by name."""
+  return dict(sorted(_knobs.items()))
+
+
+def set_all(values: Mapping[str, Any]) -> None:
+  """Sets several knobs by name: all of them, or none where one is refused.
+
+  Raises:
+    GateDefinitionError: as `Knob.set`; or there is no knob of a name.
+  """
+  known, numbers = live(), list[tuple[Knob, Any]]()
+  for name, value in values.items():
+    if name not in known:
+      there = ", ".join(map(repr, known)) or "no knob at all"
+      raise GateDefinitionError(f"expected the name of a knob, got {name!r}; there is {there}")
+    knob = known[name]
+    numbers.append((knob, knob._within(knob.range, value)))  # pyright: ignore[reportPrivateUsage]
+  for knob, number in numbers:
+    knob._put(number)  # pyright: ignore[reportPrivateUsage]
 
 
 def _of_first_device(number: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 from callgate import _callgate
@@ -26,6 +26,8 @@ OnFull = Literal["block", "drop_new", "drop_old", "sample"]
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _open: dict[str, Channel | None] = {}  # None while its sinks are being opened
 _lock = threading.Lock()
+# What is with every channel that has a consumer of its user's: `make(name)` makes one.
+_watchers: dict[Callable[[str], Any], list[tuple[Channel, delivery.Attached]]] = {}
 
 
 class Channel(Portable):
@@ -142,9 +144,27 @@ class Channel(Portable):
 
   def _attach(self, consumers: dict[delivery.Attached, _callgate.Consumer]) -> None:
     """Adds consumers at once: all get the same records."""
-    self._consumers |= consumers
     if consumers:
+      consumers = consumers | self._watched_by()
+      self._consumers |= consumers
       self._handle.add([*consumers.values()])
+
+  def _watched_by(self) -> dict[delivery.Attached, _callgate.Consumer]:
+    """The watchers' consumers, but for those that it has: without its own, records wait."""
+    added: dict[delivery.Attached, _callgate.Consumer] = {}
+    with _lock:
+      for make, made in _watchers.items():
+        made[:] = [one for one in made if not one[0]._closed]
+        if not any(channel is self for channel, _ in made):
+          attached, native = self._adapt(make(self.name))
+          made.append((self, attached))
+          added[attached] = native
+    return added
+
+  def _watch(self) -> None:
+    if self._consumers and not self._closed and (added := self._watched_by()):
+      self._consumers |= added
+      self._handle.add([*added.values()])
 
   def has_stream(self) -> bool:
     """True if one of its consumers is `sinks.Stream`, which others read a run by."""
@@ -306,6 +326,25 @@ def _bytes_of(label: str, capacity: str | int) -> int:
   match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
   size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
   return size if 1 <= size < 2**63 else options.refuse(label, "capacity", what, capacity)
+
+
+def watch(make: Callable[[str], Any]) -> None:
+  """Has a sink, `make(name)`, with every open and every later channel that has other consumers."""
+  with _lock:
+    _watchers[make] = []
+  for one in open_channels().values():
+    one._watch()  # pyright: ignore[reportPrivateUsage]
+
+
+def unwatch(make: Callable[[str], Any], *, wait: bool) -> None:
+  """Takes the sinks of `watch` out; they get nothing more. Waits for the calls they may be in."""
+  with _lock:
+    made = _watchers.pop(make, [])
+  for _, attached in made:
+    attached.left = True
+  for channel, attached in made if wait else ():
+    if not channel._closed and attached in channel._consumers:  # pyright: ignore[reportPrivateUsage]
+      channel.remove(attached.given)
 
 
 def open_channels() -> dict[str, Channel]:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from callgate import _callgate
@@ -15,16 +16,49 @@ from callgate._tap import delivery
 from callgate._tap.records import Record
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """Which of a channel's records a sink gets: of each tap on each device.
+
+  Attributes:
+    every: each n-th record.
+    rate: at most so many a second, of those; None for no limit.
+    where: those of these for which it says true; None for all.
+  """
+
+  every: int = 1
+  rate: float | None = None
+  where: Callable[[Record], Any] | None = None
+
+
 def adapt(
   consumer: Any, where: str, *, batch: bool, limit: int | None
 ) -> tuple[delivery.Attached, _callgate.Consumer]:
   """A consumer of `where`; with `batch` functions get stacks of at most `limit` rows a call."""
-  attached = delivery.Attached(consumer)
+  choice = getattr(consumer, "choice", None)
+  if not isinstance(choice, Choice):
+    return _adapt(consumer, where, batch=batch, limit=limit)
+  attached, native = _adapt(consumer, where, batch=batch, limit=limit, only=choice.where)
+  if choice.every > 1 or choice.rate is not None:
+    native = _callgate.thinned(native, every=choice.every, rate=choice.rate or 0.0)
+  return attached, native
+
+
+def _adapt(
+  consumer: Any,
+  where: str,
+  *,
+  batch: bool,
+  limit: int | None,
+  only: Callable[[Record], Any] | None = None,
+) -> tuple[delivery.Attached, _callgate.Consumer]:
+  attached = delivery.Attached(consumer, only)
   if isinstance(consumer, type) and attached.is_sink():
     got = f"its class {consumer.__name__}"
     raise errors.GateDefinitionError(f"{where}: to: expected a sink, got {got}")
   both = (consumer, getattr(consumer, "native", None))
-  if native := next((one for one in both if isinstance(one, _callgate.Consumer)), None):
+  native = next((one for one in both if isinstance(one, _callgate.Consumer)), None)
+  if native is not None and only is None:  # else Python looks at each record
     attached.runs_natively = True
     return attached, native
   if callable(getattr(consumer, "write", None)):

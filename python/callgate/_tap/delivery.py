@@ -172,6 +172,7 @@ class Attached:
   """A consumer with its channel: one that has left has had its last call."""
 
   given: Any  # as the user gave it
+  only: Callable[[Record], Any] | None = None  # a sink gets those for which it says true
   runs_natively: bool = False  # without Python
   left: bool = False
 
@@ -222,8 +223,10 @@ def write_records(attached: Attached, source: _RawSource, rows: list[_Row]) -> i
     records: list[Record] = []
     for row in rows:
       try:
-        records.append(Record(about.value(row[6], shard_of(row[5])), _info_of(source, row)))
-      except SizeError as error:  # the others are written all the same
+        record = Record(about.value(row[6], shard_of(row[5])), _info_of(source, row))
+        if attached.only is None or attached.only(record):
+          records.append(record)
+      except Exception as error:  # noqa: BLE001 - the others are written all the same
         failures.keep_consumer_error(error, _where(sink, source, row))
         lost += 1
     if records:

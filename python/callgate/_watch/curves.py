@@ -14,22 +14,33 @@ import numpy as np
 from callgate._stream.records import StreamRecord
 
 Window = Literal["whole", "recent"]
+Axis = Literal["record", "seconds"]
+Span = tuple[Axis, float, float]
 _Array = np.ndarray[Any, Any]
 # Rows of the matrices here; a column is a point: its position on the record axis, and the minimum,
 # maximum, sum and number of the finite elements of its records.
 _X, _SECONDS, _SESSION, _LOW, _HIGH, _SUM, _COUNT, _BUCKET = range(8)
 
 
-class Curve:
-  """A curve as minimum, mean and maximum: the whole of it, coarser as it grows, and its end."""
+def as_float(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+  """The array as float64; complex numbers by their absolute value."""
+  return (np.abs(array) if array.dtype.kind == "c" else array).astype(np.float64)
 
-  def __init__(self, points: int) -> None:
-    self._limit = points  # at most, of each of the two
+
+class Curve:
+  """A curve as minimum, mean and maximum: the whole of it, coarser as it grows, and its end.
+
+  Args:
+    points: that are kept of the whole, at most.
+    recent: that are kept of its end; None for as many.
+  """
+
+  def __init__(self, points: int, recent: int | None = None) -> None:
+    self._limit, self._tail = points, recent or points
     self._stride = 1  # records a point of the whole
     self._records = 0
     self._last_x = -1.0
-    self._whole = np.zeros((8, 0))
-    self._recent = np.zeros((8, 0))
+    self._whole, self._recent = _Points(), _Points()
 
   def extend(self, rows: _Array) -> None:
     """Adds points, f64[7, n], to the right end; those of one position, a vmap's lanes, make one."""
@@ -37,25 +48,73 @@ class Curve:
     index = self._records - 1 + np.cumsum(steps)
     self._records = int(index[-1]) + 1
     self._last_x = float(rows[_X, -1])
-    self._recent = _append(self._recent, np.vstack([rows, index]))[:, -self._limit :]
-    self._whole = _append(self._whole, np.vstack([rows, index // self._stride]))
-    while self._whole.shape[1] > self._limit and self._stride <= self._records:
+    self._recent.append(np.vstack([rows, index]))
+    if self._recent.size > 2 * self._tail:  # now and then: each time would copy all of it
+      self._recent.hold(self._recent.all()[:, -self._tail :])
+    self._whole.append(np.vstack([rows, index // self._stride]))
+    while self._whole.size > self._limit and self._stride <= self._records:
       self._stride *= 2
-      self._whole[_BUCKET] //= 2
-      self._whole = _merge(self._whole)
+      points = self._whole.all()
+      points[_BUCKET] //= 2
+      self._whole.hold(_merge(points))
 
-  def columns(self, window: Window) -> dict[str, _Array]:
-    """The points as `record`, `seconds`, `low`, `mean`, `high`, a NaN between two sessions."""
-    points = self._whole if window == "whole" else self._recent
+  def columns(
+    self, window: Window, span: Span | None = None, most: int | None = None
+  ) -> dict[str, _Array]:
+    """The points as `record`, `seconds`, `low`, `mean`, `high`, a NaN between two sessions.
+
+    Args:
+      window: which of the two.
+      span: an axis, and from where to where on it; None for all.
+      most: points, beyond which neighbours make one; None for all that are kept.
+    """
+    points = self._whole.all() if window == "whole" else self._recent.all()[:, -self._tail :]
+    if span is not None:
+      axis, low, high = span
+      x = points[_X if axis == "record" else _SECONDS]
+      inside = np.flatnonzero((x >= low) & (x <= high))
+      if inside.size:  # with one beyond each end, to which the curve goes
+        points = points[:, max(0, inside[0] - 1) : inside[-1] + 2]
+      else:
+        points = points[:, :0]
+    if most is not None and points.shape[1] > most:
+      points = points.copy()
+      points[_BUCKET] = np.arange(points.shape[1]) // -(-points.shape[1] // most)
+      points = _merge(points)
     gaps = np.flatnonzero(np.diff(points[_SESSION])) + 1
     x, seconds, _, low, high, total, count, _ = np.insert(points, gaps, np.nan, axis=1)
     mean = np.divide(total, count, out=np.full_like(count, np.nan), where=count > 0)
     return {"record": x, "seconds": seconds, "low": low, "mean": mean, "high": high}
 
 
-def _append(points: _Array, added: _Array) -> _Array:
-  """Both, where the last point and the first ones added may be of one bucket."""
-  return np.concatenate([points[:, :-1], _merge(np.hstack([points[:, -1:], added]))], axis=1)
+class _Points:
+  """A matrix of points that grows at its end."""
+
+  def __init__(self) -> None:
+    self._room = np.zeros((8, 64))
+    self.size = 0
+
+  def all(self) -> _Array:
+    return self._room[:, : self.size]
+
+  def append(self, rows: _Array) -> None:
+    """Adds points, the first of which may be of the last one's bucket."""
+    if self.size:
+      rows = np.hstack([self._room[:, self.size - 1 : self.size], rows])
+    added, begin = _merge(rows), max(0, self.size - 1)
+    end = begin + added.shape[1]
+    if end > self._room.shape[1]:
+      room = np.zeros((8, 2 * end))
+      room[:, : self.size] = self.all()
+      self._room = room
+    self._room[:, begin:end] = added
+    self.size = end
+
+  def hold(self, points: _Array) -> None:
+    """Holds these, which may be some of its own, in place of all."""
+    points = points.copy()
+    self.size = points.shape[1]
+    self._room[:, : self.size] = points
 
 
 def _merge(points: _Array) -> _Array:
@@ -68,6 +127,43 @@ def _merge(points: _Array) -> _Array:
   for row, ufunc in ((_LOW, np.fmin), (_HIGH, np.fmax), (_SUM, np.add), (_COUNT, np.add)):
     merged[row] = ufunc.reduceat(points[row], starts)
   return merged
+
+
+class Distributions:
+  """Histograms of an array's records over time, fewer of them as they get many."""
+
+  MOST, BINS, SAMPLE = 64, 32, 1 << 16
+
+  def __init__(self) -> None:
+    self._stride, self._records = 1, 0
+    # Of each the position, the seconds, the ends of its range, and the counts of equal bins.
+    self._held: list[tuple[int, float, float, float, list[int]]] = []
+
+  def add(self, position: int, seconds: float, array: _Array) -> None:
+    """Takes a record's elements; of more than a few ten thousand an even choice."""
+    due = self._records % self._stride == 0
+    self._records += 1
+    if not due:
+      return
+    values = as_float(array.reshape(-1)[:: -(-array.size // self.SAMPLE)])
+    values = values[np.isfinite(values)]
+    if not values.size:
+      return
+    low, high = float(values.min()), float(values.max())
+    with np.errstate(over="ignore", invalid="ignore"):
+      wide = np.isfinite(high - low) and np.nextafter(low, high) < low + (high - low) / self.BINS
+    if wide:
+      counts, _ = np.histogram(values, self.BINS, (low, high))
+    else:  # no bins fit in
+      counts = np.array([values.size])
+    self._held.append((position, seconds, low, high, counts.tolist()))
+    if len(self._held) >= self.MOST:
+      del self._held[1::2]
+      self._stride *= 2
+
+  def all(self) -> list[tuple[int, float, float, float, list[int]]]:
+    """Those that are held: position, seconds, ends of the range, counts."""
+    return list(self._held)
 
 
 class Lanes:
@@ -131,7 +227,8 @@ class Rate:
 class Source:
   """One stream: where its numbers stand, and how they become positions on the record axis."""
 
-  def __init__(self) -> None:
+  def __init__(self, started_ns: int | None = None) -> None:
+    self.started_ns = started_ns  # from when seconds count; None before the first record
     self.session = 0
     self.is_new_session = False  # whether the next record is another writer's
     self._base = 0  # of the session, so that it begins where the one before ended

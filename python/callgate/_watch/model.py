@@ -19,11 +19,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from callgate._stream.records import StreamRecord
-from callgate._watch.curves import Curve, Lanes, Rate, Source, Window
+from callgate._watch.curves import (
+  Curve,
+  Distributions,
+  Lanes,
+  Rate,
+  Source,
+  Span,
+  Window,
+  as_float,
+)
+from callgate._watch.images import Image, image_of
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")  # of a path in a pytree
 _PATH = re.compile(rf"(?:{_PART.pattern})*")
 _LATEST = 2048  # elements of an array's latest value that are kept, evenly spread
+_RECENT = 1000  # points of a curve's end
+_LANES = 16  # that have curves of their own
+_SHARDS = 4096
+_Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -57,30 +71,61 @@ class Totals(NamedTuple):
   latest_ns: int
 
 
+class Series(NamedTuple):
+  """Whose values a curve has: a stream's, on one device; of one lane, or of all together."""
+
+  source: int
+  device: int
+  lane: int | None = None
+
+
 class Panel:
   """Holds what is known of one leaf."""
 
   def __init__(self, points: int) -> None:
-    # By device.
-    self.curves: dict[int, Curve] = collections.defaultdict(functools.partial(Curve, points))
+    recent = min(points, _RECENT)
+    self.curves: dict[Series, Curve] = collections.defaultdict(
+      functools.partial(Curve, points, recent)
+    )
+    # Of the first lanes alone, in less detail.
+    self.lane_curves: dict[Series, Curve] = collections.defaultdict(
+      functools.partial(Curve, max(2, points // 8), recent)
+    )
+    self.distributions: dict[int, Distributions] = collections.defaultdict(Distributions)
     self.latest = np.zeros(0)  # the latest value, flat, at most _LATEST elements of it
+    self.image: Image | None = None  # the latest value, where it may be one
     self.is_array = False  # whether a record held more than one number, all lanes taken together
+    self.lanes = 0  # how many there were, at least
+    self.shards: set[Any] = set()  # at most _SHARDS of those that came
     self.records = 0
     self.nonfinite = 0  # elements that were NaN or infinite, which curves leave out
     self.kind = ""  # of the latest value, as "float32[3, 4]"
     self.version = 0  # changes with each change
     self.rate = Rate()
 
-  def extend(self, device: int, rows: np.ndarray[Any, Any]) -> None:
-    """Adds a device's records: of each the place on both axes, the session and its `_summary`."""
+  def extend(self, series: Series, rows: _Array, lanes: _Array) -> None:
+    """Adds records: of each the place on both axes, the session and its `_summary`; and lanes."""
     elements, finite = rows[-1], rows[-2]
-    self.curves[device].extend(rows[:-1])
+    self.curves[series].extend(rows[:-1])
     repeats = bool((rows[0, 1:] == rows[0, :-1]).any())  # lanes of one record
     self.is_array = self.is_array or repeats or bool((elements != 1).any())
+    self.lanes = max(self.lanes, int(lanes.max()) + 1)
+    for lane in range(min(self.lanes, _LANES)) if self.lanes > 1 else ():
+      own = rows[:-1, lanes == lane]
+      if own.size:
+        self.lane_curves[series._replace(lane=lane)].extend(own)
     self.records += rows.shape[1]
     self.nonfinite += int((elements - finite).sum())
     self.rate.add(rows[1])
     self.version += 1
+
+  def show(self, array: _Array) -> None:
+    """Takes the latest value."""
+    flat = as_float(array).reshape(-1)
+    kept = np.linspace(0, flat.size - 1, _LATEST).round().astype(np.int64)
+    self.latest = flat if flat.size <= _LATEST else flat[kept]
+    self.image = image_of(array)
+    self.kind = f"{array.dtype}{list(array.shape)}"
 
   @property
   def last(self) -> float:
@@ -90,19 +135,36 @@ class Panel:
 
 
 class Model:
-  """Curves, counts and latest values of any number of streams."""
+  """Curves, counts and latest values of any number of streams.
 
-  def __init__(self, points: int = 1000) -> None:
+  Args:
+    points: that are kept of each curve, at most.
+    runs: what the streams are called, by their numbers; others by these.
+  """
+
+  def __init__(self, points: int = 16_000, runs: Sequence[str] = ()) -> None:
     if points < 2:
       raise ValueError(f"callgate watch: expected 2 points a curve or more, got {points}")
-    self._points = points  # of each curve, at most; the whole run and its recent part each
+    self._points = points
+    self._runs = dict(enumerate(runs))
     self._lock = threading.Lock()
     self._panels: dict[Key, Panel] = {}
     self._sources: dict[int, Source] = {}
     self._lanes, self._rate = Lanes(), Rate()
     self._records = 0
-    self._started_ns: int | None = None
     self._latest_ns = 0
+
+  def add_run(self, name: str, started_ns: int | None = None) -> int:
+    """Has another stream; returns its number. Its seconds count from its first record, or then."""
+    with self._lock:
+      number = len(self._runs)
+      self._runs[number] = name
+      self._sources[number] = Source(started_ns)
+      return number
+
+  def run(self, source: int) -> str:
+    """What a stream is called."""
+    return self._runs.get(source, f"run {source}")
 
   def begin_session(self, source: int = 0) -> None:
     """Notes that what follows in a stream comes from another writer: curves get a gap."""
@@ -114,35 +176,50 @@ class Model:
     """Takes records in the order in which their stream has them."""
     if records:
       with self._lock:
-        self._add(records, self._sources.setdefault(source, Source()))
+        self._add(records, source, self._sources.setdefault(source, Source()))
 
-  def _add(self, records: Sequence[StreamRecord], source: Source) -> None:
-    self._started_ns = records[0].time_ns if self._started_ns is None else self._started_ns
+  def _add(self, records: Sequence[StreamRecord], number: int, source: Source) -> None:
+    if source.started_ns is None:
+      source.started_ns = records[0].time_ns
     rows: dict[tuple[Key, int], list[tuple[float, ...]]] = {}
+    lanes: dict[tuple[Key, int], list[int]] = {}
     arrays: dict[Key, np.ndarray[Any, Any]] = {}
+    shards: dict[Key, set[Any]] = {}
     times: dict[int, list[float]] = {}
     for record in records:
       position = source.position(record)
-      seconds = (record.time_ns - self._started_ns) * 1e-9
+      seconds = (record.time_ns - source.started_ns) * 1e-9
       times.setdefault(record.device, []).append(seconds)
       for path, array in record.leaves.items():
         key = Key(record.name, record.role, path)
+        panel = self._panel(key)
         row = (position, seconds, source.session, *_summary(array))
         rows.setdefault((key, record.device), []).append(row)
+        lanes.setdefault((key, record.device), []).append(record.lane)
         arrays[key] = array
+        if array.size > 1:
+          panel.distributions[number].add(position, seconds, array)
+        if record.shard is not None:
+          shards.setdefault(key, set()).add(_extents(record.shard.get(path, ())))
     for (key, device), added in rows.items():
-      panel = self._panels.setdefault(key, Panel(self._points))
-      panel.extend(device, np.array(added, np.float64).T)
+      series = Series(number, device)
+      table = np.array(added, np.float64).T
+      self._panels[key].extend(series, table, np.array(lanes[key, device]))
     for key, array in arrays.items():
-      flat, panel = as_float(array).reshape(-1), self._panels[key]
-      kept = np.linspace(0, flat.size - 1, _LATEST).round().astype(np.int64)
-      panel.latest = flat if flat.size <= _LATEST else flat[kept]
-      panel.kind = f"{array.dtype}{list(array.shape)}"
+      self._panels[key].show(array)
+    for key, seen in shards.items():
+      held = self._panels[key].shards
+      held |= set(list(seen)[: _SHARDS - len(held)])
     for device, seconds in times.items():
       self._lanes.add(device, np.asarray(seconds))
     self._rate.add(np.concatenate([*map(np.asarray, times.values())]))
     self._records += len(records)
     self._latest_ns = max(self._latest_ns, *(record.time_ns for record in records))
+
+  def _panel(self, key: Key) -> Panel:
+    if key not in self._panels:
+      self._panels[key] = Panel(self._points)
+    return self._panels[key]
 
   # -- what the page shows -----------------------------------------------------------------------
   def versions(self) -> dict[Key, int]:
@@ -150,8 +227,17 @@ class Model:
     with self._lock:
       return {key: panel.version for key, panel in self._panels.items()}
 
-  def curves(self, key: Key, window: Window) -> dict[int, dict[str, np.ndarray[Any, Any]]]:
-    return self.ask(key, lambda p: {i: c.columns(window) for i, c in sorted(p.curves.items())})
+  def curves(
+    self, key: Key, window: Window = "whole", span: Span | None = None, most: int | None = None,
+    *, by_lane: bool = False,
+  ) -> dict[Series, dict[str, _Array]]:  # fmt: skip
+    """The curves of a leaf, each as `Curve.columns` has it; with `by_lane` of single lanes."""
+
+    def columns(panel: Panel) -> dict[Series, dict[str, _Array]]:
+      curves = panel.lane_curves if by_lane else panel.curves
+      return {one: curves[one].columns(window, span, most) for one in sorted(curves)}
+
+    return self.ask(key, columns)
 
   def ask(self, key: Key, question: Callable[[Panel], Any]) -> Any:
     """Returns what a function says of a leaf's panel, which it sees whole."""
@@ -182,7 +268,9 @@ COLUMNS: dict[str, tuple[str, Callable[[Key, Panel], Any]]] = {
   "leaf": ("leaf", lambda key, panel: key.leaf),
   "role": ("role", lambda key, panel: key.role),
   "kind": ("latest value's type", lambda key, panel: panel.kind),
-  "devices": ("devices", lambda key, panel: ", ".join(map(str, sorted(panel.curves)))),
+  "devices": ("devices", lambda key, panel: ", ".join(map(str, _devices(panel)))),
+  "lanes": ("lanes", lambda key, panel: panel.lanes if panel.lanes > 1 else 0),
+  "shards": ("shards", lambda key, panel: len(panel.shards)),
   "records": ("records", lambda key, panel: panel.records),
   "per_second": ("records/s", lambda key, panel: round(panel.rate.value, 1)),
   "last": ("last value or mean", lambda key, panel: f"{panel.last:.6g}"),
@@ -190,9 +278,12 @@ COLUMNS: dict[str, tuple[str, Callable[[Key, Panel], Any]]] = {
 }
 
 
-def as_float(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-  """The array as float64; complex numbers by their absolute value."""
-  return (np.abs(array) if array.dtype.kind == "c" else array).astype(np.float64)
+def _devices(panel: Panel) -> list[int]:
+  return sorted({series.device for series in panel.curves})
+
+
+def _extents(shard: tuple[slice, ...]) -> tuple[tuple[Any, Any], ...]:
+  return tuple((one.start, one.stop) for one in shard)
 
 
 def _summary(array: np.ndarray[Any, Any]) -> tuple[float, float, float, int, int]:

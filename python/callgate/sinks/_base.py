@@ -8,15 +8,24 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
 from callgate._core import extras, options
 from callgate._process import group
+from callgate._tap.consumers import Choice
 from callgate._tap.records import Record, TapInfo
 
 StrPath = str | os.PathLike[str]
+
+
+class ChoiceOptions(TypedDict, total=False):
+  """The options of `Sink`, which every sink takes and hands on."""
+
+  every: int | None
+  rate: float | None
+  where: Callable[[Record], Any] | None
 
 
 class SinkError(RuntimeError):
@@ -48,8 +57,33 @@ class Sink:
   """A consumer of records that a channel opens, feeds, flushes and closes, on its own thread.
 
   Subclass it and override `write`; the other methods do nothing here. `with sink:` opens and closes
-  it where there is no channel.
+  it where there is no channel. Every sink takes these options, which say what it gets of a
+  channel's records; what is written to it by hand is written.
+
+  Args:
+    every: of each tap on each device each n-th record; the lanes of a `vmap` are one.
+    rate: of these at most so many a second, by the records' own time.
+    where: of these the ones for which `where(record)` is true; each lane is a record. It is called
+      on the channel's thread, in Python, for native sinks, too.
   """
+
+  choice: Choice = Choice()
+
+  def __init__(
+    self,
+    *,
+    every: int | None = None,
+    rate: float | None = None,
+    where: Callable[[Record], Any] | None = None,
+  ) -> None:
+    label = f"sinks.{type(self).__name__}"
+    self.choice = Choice(
+      options.or_none(options.count, label, "every", every, least=1) or 1,
+      options.or_none(
+        options.number, label, "rate", rate, above=0, what="records a second, above 0"
+      ),
+      options.or_none(options.function, label, "where", where),
+    )
 
   def open(self, channel: str) -> None:
     """Called before the first records, and anew where it was closed; `channel` is a name."""
@@ -78,7 +112,8 @@ class Sink:
 class OwnedSink(Sink):
   """A sink that one channel of one process has open at a time."""
 
-  def __init__(self, target: str) -> None:
+  def __init__(self, target: str, **choice: Unpack[ChoiceOptions]) -> None:
+    super().__init__(**choice)
     self._target = target  # what repr shows: a path, mostly
     self._channel: str | None = None  # that has it open
     self._process = os.getpid()  # that has opened it
@@ -120,8 +155,8 @@ class LibrarySink(OwnedSink):
   _module: Any
   _lost = 0  # records
 
-  def __init__(self, target: str) -> None:
-    super().__init__(target)
+  def __init__(self, target: str, **choice: Unpack[ChoiceOptions]) -> None:
+    super().__init__(target, **choice)
     for module in self._needs:
       by, title = f"callgate.sinks.{type(self).__name__}", module.partition(".")[0]
       self._module = extras.library(module, title, self._extra, by=by, error=ImportError)
@@ -187,9 +222,11 @@ class LibrarySink(OwnedSink):
 class FilesSink(LibrarySink):
   """A sink of a file, or of several that are opened as their first records come."""
 
-  def __init__(self, path: StrPath, *, append: bool = False) -> None:
+  def __init__(
+    self, path: StrPath, *, append: bool = False, **choice: Unpack[ChoiceOptions]
+  ) -> None:
     label = f"sinks.{type(self).__name__}"
-    super().__init__(options.path(label, "path", path))
+    super().__init__(options.path(label, "path", path), **choice)
     self._append = options.boolean(label, "append", append)
     self._tables: dict[Any, Any] = {}  # the open ones, by path
     self._begun: dict[pathlib.Path, bool] = {}  # False where another sink had the file

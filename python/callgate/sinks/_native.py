@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from callgate._process import group
 from callgate._tap import channel
 from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths
-from callgate.sinks._base import OwnedSink, StrPath
+from callgate.sinks._base import ChoiceOptions, OwnedSink, StrPath
 
 _PACKED_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
 _made: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()  # by path
@@ -31,8 +31,10 @@ _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
 class NativeSink(OwnedSink):
   """A sink in C++; a channel takes its `native`."""
 
-  def __init__(self, native: _callgate.Consumer, target: str) -> None:
-    super().__init__(target)
+  def __init__(
+    self, native: _callgate.Consumer, target: str, **choice: Unpack[ChoiceOptions]
+  ) -> None:
+    super().__init__(target, **choice)
     self.native = native
     self._writer = _callgate.RecordWriter(native)
 
@@ -83,7 +85,9 @@ class FileSink(NativeSink):
 
   _make: Callable[[str, bool], _callgate.Consumer]
 
-  def __init__(self, path: StrPath, *, append: bool = False) -> None:
+  def __init__(
+    self, path: StrPath, *, append: bool = False, **choice: Unpack[ChoiceOptions]
+  ) -> None:
     label = f"sinks.{type(self).__name__}"
     path = group.fill_index(options.path(label, "path", path))
     append = options.boolean(label, "append", append)
@@ -92,7 +96,7 @@ class FileSink(NativeSink):
       if holder := channel.open_channels().get(old._channel or ""):
         channel.retire(holder)
       old.close()
-    super().__init__(self._make(path, append), path)
+    super().__init__(self._make(path, append), path, **choice)
     _made[path] = self
 
 
@@ -136,7 +140,9 @@ class Stats(NativeSink):
     bins: increasing edges of the histograms' bins; None for powers of two.
   """
 
-  def __init__(self, bins: Sequence[float] | np.ndarray | None = None) -> None:
+  def __init__(
+    self, bins: Sequence[float] | np.ndarray | None = None, **choice: Unpack[ChoiceOptions]
+  ) -> None:
     self._trim = bins is None
     given, edges = cast("Any", bins), list[float]()
     expected = "edges of bins, increasing numbers, or None"
@@ -147,7 +153,7 @@ class Stats(NativeSink):
       if not (edges := [options.number("sinks.Stats", "bins", x, what=expected) for x in given]):
         raise ValueError(f"sinks.Stats: bins: expected {expected}, got no edge")
     native, self._reader = _callgate.stats_sink(edges)
-    super().__init__(native, "")
+    super().__init__(native, "", **choice)
 
   def result(self) -> dict[str, dict[str, Any]]:
     """Returns what has been counted, by column (`callgate.sinks.columns`); from any thread.
@@ -218,11 +224,11 @@ class Stream(NativeSink):
 
   is_stream = True
 
-  def __init__(self, destination: str | os.PathLike[str]) -> None:
+  def __init__(self, destination: str | os.PathLike[str], **choice: Unpack[ChoiceOptions]) -> None:
     path = group.fill_index(options.path("sinks.Stream", "destination", destination))
     known = group.known_index()
     self._sink = _callgate.stream_sink(path, process_index=-1 if known is None else known)
-    super().__init__(self._sink, path)
+    super().__init__(self._sink, path, **choice)
 
   @property
   def address(self) -> str:

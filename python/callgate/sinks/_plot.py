@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pathlib
 import time
+from typing import Unpack
 
 import numpy as np
 
 from callgate._core import options, paths
 from callgate._tap.records import Record, columns
-from callgate.sinks._base import LibrarySink, StrPath, lane_suffix, plain
+from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, lane_suffix, plain
 
 
 class Plot(LibrarySink):
@@ -36,9 +37,10 @@ class Plot(LibrarySink):
   def __init__(
     self, path: StrPath, *, every_seconds: float = 5.0, title: str | None = None, log: bool = False,
     size: tuple[float, float] = (8.0, 5.0), max_points: int = 4000,
+    **choice: Unpack[ChoiceOptions],
   ) -> None:  # fmt: skip
     label = "sinks.Plot"
-    super().__init__(options.path(label, "path", path))
+    super().__init__(options.path(label, "path", path), **choice)
     self._max_points = options.count(label, "max_points", max_points, least=2)
     self._every_seconds = options.seconds(label, "every_seconds", every_seconds, zero=True)
     self._title = options.or_none(options.text, label, "title", title)

@@ -12,7 +12,7 @@ import re
 import string
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, Unpack
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from callgate._core import options
 from callgate._core.errors import GateDefinitionError
 from callgate._tap.records import Record, columns, named_leaves, tap_key
 from callgate.sinks import _base
-from callgate.sinks._base import FilesSink, LibrarySink, SinkError, StrPath
+from callgate.sinks._base import ChoiceOptions, FilesSink, LibrarySink, SinkError, StrPath
 
 
 class Print(LibrarySink):
@@ -36,10 +36,13 @@ class Print(LibrarySink):
   """
 
   def __init__(
-    self, file: TextIO | None = None, format: str | Callable[[Record], str] | None = None
+    self,
+    file: TextIO | None = None,
+    format: str | Callable[[Record], str] | None = None,
+    **choice: Unpack[ChoiceOptions],
   ) -> None:
     options.or_none(options.writable, "sinks.Print", "file", file)
-    super().__init__(str(getattr(file, "name", "")) if file is not None else "stdout")
+    super().__init__(str(getattr(file, "name", "")) if file is not None else "stdout", **choice)
     self._file = file
     self._shown: Callable[[Record], str] = format if callable(format) else _line
     if format is not None and not callable(format):
@@ -124,9 +127,14 @@ class CSV(FilesSink):
   """
 
   def __init__(
-    self, path: StrPath, *, append: bool = False, columns: Sequence[str] | None = None
+    self,
+    path: StrPath,
+    *,
+    append: bool = False,
+    columns: Sequence[str] | None = None,
+    **choice: Unpack[ChoiceOptions],
   ) -> None:
-    super().__init__(path, append=append)
+    super().__init__(path, append=append, **choice)
     self._columns = options.or_none(options.strings, "sinks.CSV", "columns", columns) or ()
     if len(set(self._columns)) < len(self._columns):
       options.refuse("sinks.CSV", "columns", "a name once", columns)

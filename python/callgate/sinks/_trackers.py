@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks into experiment trackers that live in a folder: TensorBoard and MLflow."""
+"""Sinks into experiment trackers that live in a folder: TensorBoard, MLflow, Weights & Biases."""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import re
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
 from callgate._core import options
 from callgate._tap.records import Record, columns
-from callgate.sinks._base import LibrarySink, StrPath, plain, scalar
+from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, plain
 
 
 def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.ndarray]]]:
@@ -37,6 +37,17 @@ def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.n
   return step, curves
 
 
+def _summary(array: np.ndarray) -> dict[str, float]:
+  """What a tracker of numbers gets of an array, by endings of its name: of finite elements."""
+  values = np.asarray(array, np.float64)
+  values = values[np.isfinite(values)]
+  if not values.size:
+    return {"/nonfinite": float(array.size)}
+  found = {"/min": values.min(), "/mean": values.mean(), "/max": values.max(), "/std": values.std()}
+  found["/nonfinite"] = array.size - values.size
+  return {name: float(value) for name, value in found.items()}
+
+
 class TensorBoard(LibrarySink):
   """Event files for TensorBoard, by tensorboardX: curves of scalars, histograms of arrays.
 
@@ -48,8 +59,10 @@ class TensorBoard(LibrarySink):
 
   _extra, _needs = "tensorboard", ("tensorboardX",)
 
-  def __init__(self, logdir: StrPath, *, step: str | None = None) -> None:
-    super().__init__(options.path("sinks.TensorBoard", "logdir", logdir))
+  def __init__(
+    self, logdir: StrPath, *, step: str | None = None, **choice: Unpack[ChoiceOptions]
+  ) -> None:
+    super().__init__(options.path("sinks.TensorBoard", "logdir", logdir), **choice)
     options.optional_texts("sinks.TensorBoard", step=step)
     self._step = step
 
@@ -77,6 +90,9 @@ class TensorBoard(LibrarySink):
 class MLflow(LibrarySink):
   """Metrics of an MLflow run, in a local folder: `mlflow ui --backend-store-uri PATH` shows them.
 
+  An array is five metrics, of its finite elements `/min`, `/mean`, `/max` and `/std`, and
+  `/nonfinite`, how many are not.
+
   Args:
     experiment: the experiment's name; made where it does not exist.
     tracking_uri: the folder of the store, or a URI that MLflow takes.
@@ -92,13 +108,13 @@ class MLflow(LibrarySink):
 
   def __init__(
     self, experiment: str = "callgate", *, tracking_uri: StrPath = "mlruns",
-    run_name: str | None = None, step: str | None = None,
+    run_name: str | None = None, step: str | None = None, **choice: Unpack[ChoiceOptions],
   ) -> None:  # fmt: skip
     options.path("sinks.MLflow", "tracking_uri", tracking_uri)
     options.optional_texts("sinks.MLflow", run_name=run_name, step=step)
     # Read at import: a sink writes where it is told to and reports to nobody, unless one wants it.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    super().__init__(options.text("sinks.MLflow", "experiment", experiment))
+    super().__init__(options.text("sinks.MLflow", "experiment", experiment), **choice)
     uri = str(tracking_uri)
     if "://" not in uri:
       uri = pathlib.Path(uri).absolute().as_uri()
@@ -129,8 +145,9 @@ class MLflow(LibrarySink):
     metrics: list[Any] = []
     for tag, array in curves:
       name = re.sub(r"[^\w\-. :/]", "_", tag)  # MLflow's hold letters, digits and these marks
-      value = float(scalar(tag, array))
-      metrics.append(self._module.entities.Metric(name, value, milliseconds, step))
+      numbers = {"": float(array)} if array.ndim == 0 else _summary(array)
+      for part, value in numbers.items():
+        metrics.append(self._module.entities.Metric(name + part, value, milliseconds, step))
     self._waiting += metrics
 
   def _commit(self) -> None:
@@ -140,3 +157,73 @@ class MLflow(LibrarySink):
 
   def _stop(self) -> None:
     self._client.set_terminated(self.run_id)
+
+
+class WandB(LibrarySink):
+  """A run of Weights & Biases, in a local folder unless told otherwise.
+
+  Numbers are curves over the step, arrays are histograms of their finite elements, 64 counts each.
+  A process of wandb's own writes the files, a moment after the sink has been closed, too.
+
+  Args:
+    project: the project's name.
+    folder: in which wandb makes its own folder, `wandb`, with one for each run.
+    run_name: the run's name; None for one that wandb makes up.
+    mode: "offline": `wandb sync` sends the folder later; "online": to wandb's server at once.
+    step: path of an integer leaf that holds the step; None for the record's `seq`.
+
+  Attributes:
+    run_id: wandb's id of the run; None before the sink is opened. Opened anew, it goes on.
+  """
+
+  _BINS = 64
+  _STEP = "callgate/step"
+  _extra, _needs = "wandb", ("wandb",)
+
+  def __init__(
+    self, project: str = "callgate", *, folder: StrPath = ".", run_name: str | None = None,
+    mode: Literal["offline", "online"] = "offline", step: str | None = None,
+    **choice: Unpack[ChoiceOptions],
+  ) -> None:  # fmt: skip
+    label = "sinks.WandB"
+    self._folder = options.path(label, "folder", folder)
+    options.optional_texts(label, run_name=run_name, step=step)
+    self._mode = options.choice(label, "mode", mode, ("offline", "online"))
+    super().__init__(options.text(label, "project", project), **choice)
+    self._run_name, self._step = run_name, step
+    self._rows: list[dict[str, Any]] = []
+    self.run_id: str | None = None
+
+  def _start(self) -> None:
+    pathlib.Path(self._folder).mkdir(parents=True, exist_ok=True)
+    # Nothing but what is logged: not the program's output and code, nor what the machine is.
+    settings = self._module.Settings(
+      console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True,
+      x_disable_meta=True, x_save_requirements=False,
+    )  # fmt: skip
+    self._run: Any = self._module.init(
+      project=self._target, dir=self._folder, name=self._run_name, id=self.run_id, mode=self._mode,
+      reinit="create_new", settings=settings,
+    )  # fmt: skip
+    self.run_id = str(self._run.id)
+    self._run.define_metric("*", step_metric=self._STEP)
+
+  def _take(self, record: Record) -> None:
+    step, curves = _curves(record, self._step)
+    row: dict[str, Any] = {self._STEP: step}
+    for tag, array in curves:
+      if array.ndim == 0:
+        row[tag] = float(array)
+        continue
+      values = np.asarray(array, np.float64)
+      if (values := values[np.isfinite(values)]).size:
+        row[tag] = self._module.Histogram(np_histogram=np.histogram(values, self._BINS))
+    self._rows.append(row)
+
+  def _commit(self) -> None:
+    rows, self._rows = self._rows, []
+    for row in rows:
+      self._run.log(row)
+
+  def _stop(self) -> None:
+    self._run.finish()

@@ -27,6 +27,7 @@
 #include "channel/sinks/jsonl.h"
 #include "channel/sinks/npy.h"
 #include "channel/sinks/stats.h"
+#include "channel/thinned.h"
 #include "core/error.h"
 #include "core/lifetime.h"
 
@@ -228,6 +229,13 @@ void bind_sinks(nb::module_& module) {
   module.def("jsonl_sink", &file_sink<JsonlSink>, nb::arg("path"), nb::arg("append"));
   module.def("npy_sink", &file_sink<NpySink>, nb::arg("path"), nb::arg("append"));
   module.def("stats_sink", &stats_sink, nb::arg("edges"));
+  module.def(
+      "thinned",
+      [](std::shared_ptr<Consumer> to, std::uint64_t every, double rate) {
+        return std::shared_ptr<Consumer>(std::make_shared<Thinned>(std::move(to), every, rate));
+      },
+      nb::arg("to"), nb::kw_only(), nb::arg("every"), nb::arg("rate"),
+      "A consumer that gives another some of its records.");
   nb::class_<RecordWriter>(module, "RecordWriter",
                            "Hands records made in Python to a native consumer.")
       .def(nb::init<std::shared_ptr<Consumer>>(), nb::arg("consumer"))

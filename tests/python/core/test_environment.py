@@ -61,7 +61,7 @@ def test_a_compilers_command_with_a_quote_left_open_is_named(
   [
     *(("port", given, "a port from 0 to 65535") for given in ("99999", "-1", "70000", "http")),
     ("plots", "-1", "1 plot or more"),
-    ("points", "1", "2 points or more"),
+    ("points", "1", "2 to 20000 points"),
   ],
 )
 def test_a_number_that_is_none_is_an_error_of_usage(

@@ -116,6 +116,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   "root": (cg.root, {"residual": function, "solver": function, "name": NAME}),
   "save_kernels": (cg.save_kernels, {"path": "saved"}),
   "scan": (cg.scan, {"f": lambda c, x: (c, x), "init": 0, "length": 1}),
+  "serve": (cg.serve, {}),
   "stop": (cg.stop, {}),
   "tap": (cg.tap, {"value": 1.0, "to": "fuzzed"}),
   "torch": (cg.torch, {"fn": function, "out": X, "name": NAME}),
@@ -139,6 +140,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Stats": {},
     "Stream": {"destination": "a.cgs"},
     "TensorBoard": {"logdir": "logs"},
+    "WandB": {"project": "fuzzed"},
     "Zarr": {"path": "a.zarr"},
   }.items()
 }
@@ -266,7 +268,7 @@ NEEDS = {
   "envs": "gymnasium", "numba": "numba", "torch": "torch", "sinks.HDF5": "h5py",
   "sinks.MLflow": "mlflow",
   "sinks.Parquet": "pyarrow", "sinks.Plot": "matplotlib", "sinks.TensorBoard": "tensorboardX",
-  "sinks.Zarr": "zarr",
+  "sinks.WandB": "wandb", "sinks.Zarr": "zarr",
 }  # fmt: skip
 
 

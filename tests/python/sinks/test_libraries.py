@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from sink_records import EXPECTED, TIME, C, W, grads, losses, record
+from waiting import until
 
 from callgate import sinks
 
@@ -129,8 +131,7 @@ def test_mlflow_has_metrics(tmp_path, monkeypatch):
   with sink:
     sink.write(losses(6))
     sink.write([record("odd, name", np.complex64(1 + 2j), lane=(1, 0))])
-    with pytest.raises(sinks.SinkError, match="expected scalars"):
-      sink.write([record("v", np.ones(2))])
+    sink.write([record("v", np.array([1.0, np.nan, 3.0]), 4), record("none", np.full(2, np.inf))])
   with sink:
     sink.write([record("loss", np.nan, 6)])
   monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -143,6 +144,55 @@ def test_mlflow_has_metrics(tmp_path, monkeypatch):
   np.testing.assert_array_equal([metric.value for metric in history], [*EXPECTED, np.nan])
   assert history[2].timestamp == TIME // 10**6 + 2000
   assert run.data.metrics["odd_ name/lane_1.0/im"] == 2.0
+  found = {
+    name: value for name, value in run.data.metrics.items() if name.startswith(("v/", "none"))
+  }
+  assert found == {
+    "v/min": 1, "v/mean": 2, "v/max": 3, "v/std": 1, "v/nonfinite": 1, "none/nonfinite": 2,
+  }  # fmt: skip
+
+
+def history_of(path: Path) -> list[dict[str, Any]]:
+  """The rows of a run's file: records of protobuf, framed as LevelDB's logs are."""
+  messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
+  data = path.read_bytes()
+  assert data[:4] == b":W&B"
+  rows: list[dict[str, Any]] = []
+  place, whole = 7, b""
+  while place + 7 <= len(data):
+    if (left := -place % 32768) < 7:  # no header fits into the rest of the block
+      place += left
+      continue
+    size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+    if place + 7 + size > len(data):
+      break  # being written
+    whole += data[place + 7 : place + 7 + size]
+    place += 7 + size
+    if kind in (1, 4):  # a whole record, or its last part
+      items = messages.Record.FromString(whole).history.item
+      rows += [{".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}]
+      whole = b""
+  return [row for row in rows if row]
+
+
+def test_wandb_has_a_run_offline(tmp_path, monkeypatch):
+  pytest.importorskip("wandb")
+  monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody is asked
+  sink = sinks.WandB("project", folder=tmp_path / "new", run_name="first")
+  with sink:
+    sink.write([*losses(6), record("h", np.array([*range(100), np.inf]), 7, lane=(2,))])
+  (folder,) = (tmp_path / "new" / "wandb").glob(f"offline-run-*-{sink.run_id}")
+  file = folder / f"run-{sink.run_id}.wandb"
+  until(lambda: len(history_of(file)) == 7, "written by wandb's own process, a little later")
+  rows = history_of(file)
+  found = [(row["callgate/step"], row["loss"]) for row in rows if "loss" in row]
+  assert found == [(i, pytest.approx(value)) for i, value in enumerate(EXPECTED)]
+  (row,) = [row for row in rows if "h/lane_2._type" in row]
+  assert row["h/lane_2._type"] == "histogram"
+  counts, edges = np.histogram(np.arange(100), 64)
+  assert row["h/lane_2.values"] == counts.tolist()
+  np.testing.assert_allclose(row["h/lane_2.bins"], edges)
+  assert not list(folder.rglob("requirements.txt"))
 
 
 def test_plot_draws_a_picture_that_its_library_reads(tmp_path):

@@ -23,7 +23,7 @@ import callgate as cg
 from callgate._watch import feed as _feed
 from callgate._watch.curves import Curve, Lanes
 from callgate._watch.feed import Feed
-from callgate._watch.model import Key, Model
+from callgate._watch.model import Key, Model, Series
 from callgate.sinks._native import Stream
 
 LOSS = Key("loss", "primal", "")
@@ -41,7 +41,7 @@ def modelled(path: Path, data: bytes, *, points: int = 1000, chunk: int = 7) -> 
 
 
 def mean(model: Model, key: Key = LOSS, device: int = 0) -> np.ndarray:
-  return model.curves(key, "whole")[device]["mean"]
+  return model.curves(key)[Series(0, device)]["mean"]
 
 
 # -- curves ----------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_lanes_count_every_record_in_its_bucket(times, chunk):
 # -- models ----------------------------------------------------------------------------------------
 def test_scalars_become_curves_by_record_and_by_seconds(tmp_path):
   model = modelled(tmp_path / "s", sb.losses([3.0, 2.0, 1.5]))
-  curve = model.curves(LOSS, "whole")[0]
+  curve = model.curves(LOSS)[Series(0, 0)]
   np.testing.assert_array_equal(curve["mean"], [3, 2, 1.5])
   np.testing.assert_array_equal(curve["record"], [0, 1, 2])
   np.testing.assert_allclose(curve["seconds"], [0, 1e-6, 2e-6])
@@ -132,7 +132,7 @@ def test_arrays_become_bands_and_their_latest_values(tmp_path):
     data += sb.record(0, [array], seq=seq)
   model = modelled(tmp_path / "s", data, chunk=2)
   key = Key("g", "primal", "['w']")
-  curve = model.curves(key, "whole")[0]
+  curve = model.curves(key)[Series(0, 0)]
   np.testing.assert_allclose(curve["low"], arrays.min((1, 2)))
   np.testing.assert_allclose(curve["mean"], arrays.mean((1, 2)), rtol=1e-5)
   np.testing.assert_allclose(curve["high"], arrays.max((1, 2)))
@@ -147,7 +147,7 @@ def test_the_lanes_of_a_vmap_are_one_point(tmp_path):
     data += sb.record(0, [np.arange(4, dtype=np.float32) + seq], seq=seq)
   model = modelled(tmp_path / "s", data, chunk=3)  # chunks that cut records
   key = Key("x", "primal", "")
-  curve = model.curves(key, "whole")[0]
+  curve = model.curves(key)[Series(0, 0)]
   np.testing.assert_array_equal(curve["low"], [0, 1, 2])
   np.testing.assert_array_equal(curve["mean"], [1.5, 2.5, 3.5])
   np.testing.assert_array_equal(curve["high"], [3, 4, 5])
@@ -210,7 +210,7 @@ def test_numbers_that_did_not_come_are_missing(tmp_path):
     data += sb.record(0, [np.float32(seq)], seq=seq)
   model = modelled(tmp_path / "s", data)
   assert model.totals().missing == 4
-  np.testing.assert_array_equal(model.curves(LOSS, "whole")[0]["record"], [5, 6, 9, 12])
+  np.testing.assert_array_equal(model.curves(LOSS)[Series(0, 0)]["record"], [5, 6, 9, 12])
 
 
 def test_roles_have_plots_of_their_own_and_say_so(tmp_path):
@@ -233,7 +233,7 @@ def test_labels_are_paths_as_people_read_them(path, label):
 def test_a_writer_that_restarts_continues_behind_a_gap(tmp_path, chunk):
   data = sb.losses([3.0, 2.0, 1.0]) + sb.losses([9.0, 8.0]) + sb.losses([5.0])
   model = modelled(tmp_path / "s", data, chunk=chunk)
-  curve = model.curves(LOSS, "whole")[0]
+  curve = model.curves(LOSS)[Series(0, 0)]
   np.testing.assert_array_equal(curve["mean"], [3, 2, 1, np.nan, 9, 8, np.nan, 5])
   np.testing.assert_array_equal(curve["record"], [0, 1, 2, np.nan, 3, 4, np.nan, 5])
   assert (model.totals().sessions, model.totals().missing) == (3, 0)

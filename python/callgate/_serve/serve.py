@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`callgate.serve`: a live page of this process's channels, with its knobs and a stop button."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from callgate._core import options, paths
+from callgate._core.errors import GateDefinitionError
+from callgate._gate import check
+from callgate._gate.stats import stats
+from callgate._runtime import lifecycle
+from callgate._serve.local import LocalFeed
+from callgate._steer import knob
+from callgate._steer.knob import Knob
+from callgate._steer.stop import stop, stop_reason
+from callgate._tap.tap import channel_stats
+from callgate._watch.answers import Answers
+from callgate._watch.model import Model
+from callgate._watch.server import PageServer, Query, RequestError
+
+_MOST_CHECKS = 100
+_MOST_EXACT = 2**53  # JSON's numbers are read as float64 by browsers
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+StrPath = str | os.PathLike[str]
+
+
+class Server:
+  """A live page that this process serves; made by `callgate.serve`. A context manager.
+
+  Attributes:
+    url: of the page, with the token that lets in.
+  """
+
+  def __init__(self, control: bool, port: int, file: str | None) -> None:
+    self._control, self._file = control, None if file is None else Path(file)
+    self._process = os.getpid()
+    self._lock = threading.Lock()
+    self._closed = False
+    self._checks = _FailedChecks()
+    self._feed: LocalFeed | None = None
+    model = Model()
+    self._answers = Answers(model, lambda: [] if self._feed is None else self._feed.states())
+    gets = self._answers.gets() | {"state": lambda query: self._state(), "knobs": self._get_knobs}
+    posts = {"knobs": self._set_knobs, "stop": self._stop}
+    self._page = PageServer(gets, posts, port=port, option="port=")
+    self.url = self._page.url
+    try:
+      self._write_file()
+      check.failed.append(self._checks.note)
+      self._feed = LocalFeed(model)
+    except BaseException:
+      self.close()
+      raise
+    _close_at_end()
+    _servers.add(self)
+
+  def __repr__(self) -> str:
+    what = "closed" if self._closed else "with control" if self._control else "without control"
+    return f"<callgate server at 127.0.0.1:{self._page.port}, {what}>"
+
+  def __enter__(self) -> Server:
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Ends the page and frees the port; waits for consumers as `Channel.remove` does.
+
+    In a fork's child it does nothing: the page is the parent's.
+    """
+    self._end(wait=True)
+
+  def _end(self, *, wait: bool) -> None:
+    with self._lock:
+      if self._closed or os.getpid() != self._process:
+        return
+      self._closed = True
+    self._page.close()
+    if self._file is not None:
+      with contextlib.suppress(OSError):
+        if self._file.read_text() == self._file_text():  # else it is another's by now
+          self._file.unlink()
+    with contextlib.suppress(ValueError):
+      check.failed.remove(self._checks.note)
+    if self._feed is not None:
+      self._feed.stop(wait=wait)
+
+  def _file_text(self) -> str:
+    return f"{self.url}\n"
+
+  def _write_file(self) -> None:
+    if self._file is None:
+      return
+    with paths.replaced(self._file) as made:
+      flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+      with open(os.open(made, flags, 0o600), "w", encoding="utf-8") as file:
+        file.write(self._file_text())
+
+  # -- answers -----------------------------------------------------------------------------------
+  def _state(self) -> dict[str, Any]:
+    control = None
+    if self._control:
+      control = {"knobs": _knobs(), "stop_reason": stop_reason()}
+    channels = [{"channel": name} | counts for name, counts in channel_stats().items()]
+    gates = [{"gate": name} | _rounded(counts) for name, counts in stats().items()]
+    called = [one for one in gates if one["calls"] or one["errors"]]
+    mine = {"control": control, "checks": self._checks.rows()}
+    return self._answers.state() | mine | {"channels": channels, "gates": called}
+
+  def _get_knobs(self, query: Query) -> dict[str, Any]:
+    del query
+    self._expect_control()
+    return {"knobs": _knobs()}
+
+  def _set_knobs(self, values: dict[str, Any]) -> dict[str, Any]:
+    self._expect_control()
+    try:
+      knob.set_all({name: _as_sent(name, value) for name, value in values.items()})
+    except GateDefinitionError as error:
+      raise RequestError(400, str(error)) from error
+    return {"knobs": [one for one in _knobs() if one["name"] in values]}
+
+  def _stop(self, sent: dict[str, Any]) -> dict[str, Any]:
+    self._expect_control()
+    if set(sent) - {"reason"} or not isinstance(reason := sent.get("reason", ""), str):
+      raise RequestError(400, f"stop: expected an object with a text 'reason', got {sent!r}")
+    try:
+      stop(reason)
+    except GateDefinitionError as error:
+      raise RequestError(400, str(error)) from error
+    return {"stop_reason": reason}
+
+  def _expect_control(self) -> None:
+    if not self._control:
+      raise RequestError(403, "this program offers no control: callgate.serve(control=True) does")
+
+
+def serve(*, control: bool = False, port: int = 0, file: StrPath | None = None) -> Server:
+  """Serves a live page of this process, on loopback.
+
+  It shows the curves of every channel that has a consumer, counters of channels and gates, and the
+  checks that failed. With `control` it has a field for each `knob` and a button for `stop`, and so
+  has `python -m callgate knobs`, `set` and `stop`.
+
+  ```python
+  import callgate as cg
+
+  rate = cg.knob("rate", 0.1, range=(1e-4, 1.0), scale="log")
+  with cg.serve(control=True) as server:
+    assert server.url.startswith("http://127.0.0.1:")
+  ```
+
+  Who has the address has the page, and with `control` the knobs: it holds a random token. Requests
+  of other web pages are refused.
+
+  Args:
+    control: whether the page and the commands may set knobs and stop programs.
+    port: of 127.0.0.1; 0 for any free one.
+    file: gets the address, readable by the user alone, until the server is closed.
+
+  Raises:
+    GateDefinitionError: an option is wrong.
+    OSError: the port is taken, or the file can't be written.
+  """
+  options.boolean("serve", "control", control)
+  number = options.count("serve", "port", port, most=65535, what="a port, 0 for any")
+  return Server(control, number, options.or_none(options.path, "serve", "file", file))
+
+
+def _knobs() -> list[dict[str, Any]]:
+  return [_described(one) for one in knob.live().values()]
+
+
+def _described(one: Knob) -> dict[str, Any]:
+  ends = None if one.range is None else [_plain(end) for end in one.range]
+  about = {"name": one.name, "value": _plain(one.value), "dtype": one.dtype.name}
+  return about | {"range": ends, "scale": one.scale}
+
+
+def _plain(number: Any) -> Any:
+  """A number as JSON has it, or as text: NaN, infinities, and what float64 does not hold."""
+  if isinstance(number, float) and not abs(number) < float("inf"):
+    return str(number)
+  return str(number) if isinstance(number, int) and abs(number) > _MOST_EXACT else number
+
+
+def _as_sent(name: str, value: Any) -> Any:
+  """A knob's value from JSON; of text, the number or bool that it says."""
+  if not isinstance(value, str):
+    return value
+  if value in ("true", "false"):
+    return value == "true"
+  for kind in (int, float):
+    with contextlib.suppress(ValueError):
+      return kind(value)
+  raise RequestError(400, f"knob {name!r}: value: expected a number, true or false, got {value!r}")
+
+
+def _rounded(counts: dict[str, float]) -> dict[str, float]:
+  return {name: round(value, 3) for name, value in counts.items()}
+
+
+class _FailedChecks:
+  """Checks that have failed since, by message: how often, when last, and with which text."""
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._held: dict[str, tuple[int, datetime.datetime, str]] = {}
+
+  def note(self, message: str, text: str) -> None:
+    with self._lock:
+      if message in self._held or len(self._held) < _MOST_CHECKS:
+        times, *_ = self._held.get(message, (0,))
+        self._held[message] = times + 1, datetime.datetime.now(), text[:1000]
+
+  def rows(self) -> list[dict[str, Any]]:
+    with self._lock:
+      held = list(self._held.values())
+    names = ("times", "last", "check")
+    return [dict(zip(names, (n, f"{at:%H:%M:%S}", text), strict=True)) for n, at, text in held]
+
+
+@functools.cache
+def _close_at_end() -> None:
+  """Once: the page is there until programs have ended, so that they can be stopped."""
+
+  def close(seconds: float) -> None:
+    del seconds
+    for server in list(_servers):
+      server._end(wait=False)  # pyright: ignore[reportPrivateUsage]
+
+  lifecycle.at_end("join", close)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page is told of a model, as values for JSON: NaN and infinities are None.
+
+The page asks a few times a second for `state`, then for the leaves that it shows and that have
+changed. A leaf's number is its place among all, which stays.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from callgate._watch.curves import Axis, Span, Window
+from callgate._watch.images import png
+from callgate._watch.model import COLUMNS, Key, Model, Panel, Series
+from callgate._watch.server import Query, RequestError
+
+_MOST_POINTS = 20_000
+_MOST_CURVES = 64  # of one leaf
+_Columns = dict[str, "np.ndarray[Any, Any]"]
+
+
+class Answers:
+  """Answers from a model.
+
+  Args:
+    model: what is shown.
+    states: of each stream: where it is and what it is at.
+    plots: leaves that a page shows until its user chooses.
+    points: that a curve is drawn with, at most.
+  """
+
+  def __init__(
+    self, model: Model, states: Callable[[], Sequence[str]], *, plots: int = 12, points: int = 1000
+  ) -> None:
+    self._model, self._states = model, states
+    self._plots, self._points = plots, points
+
+  def gets(self) -> dict[str, Callable[[Query], Any]]:
+    return {"state": lambda query: self.state(), "leaf": self.leaf}
+
+  def state(self) -> dict[str, Any]:
+    """What there is: streams, counts, leaves, and records a second of each device over time."""
+    versions = self._model.versions()
+    table = self._model.table()
+    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    leaves = [
+      {"id": i, "label": key.label, "version": version} | self._model.ask(key, _kind) | row
+      for i, ((key, version), row) in enumerate(zip(versions.items(), rows, strict=False))
+    ]
+    totals = self._model.totals()
+    width, counts = self._model.lanes()
+    return {
+      "streams": list(self._states()),
+      "totals": totals._asdict(),
+      "columns": {name: title for name, (title, _) in COLUMNS.items()},
+      "leaves": leaves,
+      "plots": self._plots,
+      "devices": {
+        "seconds": width,
+        "records": {str(device): each.tolist() for device, each in counts.items()},
+      },
+    }
+
+  def leaf(self, query: Query) -> dict[str, Any]:
+    """What one leaf's plot shows.
+
+    Of the query: `id`; `show`, "curves", "lanes", "histograms" or "latest"; `x`, "record",
+    "seconds" or another leaf's number; `window`, "whole" or "recent"; `from` and `to`, a part of
+    the axis; `points`, at most.
+    """
+    keys = list(self._model.versions())
+    key = _leaf(keys, _one(query, "id", ""))
+    show = _choice(query, "show", ("curves", "lanes", "histograms", "latest"))
+    if show == "latest":
+      return self._model.ask(key, _latest)
+    if show == "histograms":
+      return {"runs": self._model.ask(key, self._histograms)}
+    other = _one(query, "x", "record")
+    x_leaf = None if other in ("record", "seconds") else _leaf(keys, other)
+    axis = cast("Axis", other if x_leaf is None else "seconds")
+    window = cast("Window", _choice(query, "window", ("whole", "recent")))
+    most = int(_number(query, "points", self._points))
+    if not 2 <= most <= _MOST_POINTS:
+      raise RequestError(400, f"points: expected 2 to {_MOST_POINTS}, got {most}")
+    ends = _number(query, "from", -math.inf), _number(query, "to", math.inf)
+    span: Span | None = (
+      None if x_leaf is not None or ends == (-math.inf, math.inf) else (axis, *ends)
+    )
+    curves = self._model.curves(key, window, span, most, by_lane=show == "lanes")
+    drawn = dict(list(curves.items())[:_MOST_CURVES])
+    places = self._model.curves(x_leaf) if x_leaf is not None else {}
+    return {
+      "x": x_leaf.label if x_leaf is not None else axis,
+      "left_out": len(curves) - len(drawn),
+      "series": [self._series(one, columns, axis, places) for one, columns in drawn.items()],
+    }
+
+  def _series(
+    self, one: Series, columns: _Columns, axis: Axis, places: Mapping[Series, _Columns]
+  ) -> dict[str, Any]:
+    x = columns[axis]
+    if places:
+      x = _values_at(places, one, x)
+    made = {"run": self._model.run(one.source), "source": one.source, "device": one.device}
+    made |= {"lane": one.lane, "x": _plain(x), "mean": _plain(columns["mean"])}
+    if not np.array_equal(columns["low"], columns["high"], equal_nan=True):
+      made |= {"low": _plain(columns["low"]), "high": _plain(columns["high"])}
+    return made
+
+  def _histograms(self, panel: Panel) -> list[dict[str, Any]]:
+    names = ("record", "seconds", "low", "high", "counts")
+    return [
+      {
+        "run": self._model.run(source),
+        "held": [dict(zip(names, one, strict=True)) for one in each.all()],
+      }
+      for source, each in sorted(panel.distributions.items())
+    ]
+
+
+def _kind(panel: Panel) -> dict[str, Any]:
+  """Whether a leaf is an array, and what can be shown of it."""
+  there = {"curves": True, "lanes": panel.lanes > 1, "histograms": bool(panel.distributions)}
+  there["latest"] = panel.latest.size > 1
+  return {"array": panel.is_array, "shows": [show for show, has in there.items() if has]}
+
+
+def _latest(panel: Panel) -> dict[str, Any]:
+  made: dict[str, Any] = {"kind": panel.kind, "values": _plain(panel.latest)}
+  if (image := panel.image) is not None:
+    text = base64.b64encode(png(image.pixels)).decode()
+    height, width = image.pixels.shape[:2]
+    made["image"] = {"png": text, "height": height, "width": width}
+    made["image"] |= {"low": image.low, "high": image.high}
+  return made
+
+
+def _values_at(
+  places: Mapping[Series, _Columns], series: Series, seconds: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+  """What another leaf last was at these times: on this device, else on the run's first."""
+  of_run = {one: columns for one, columns in places.items() if one.source == series.source}
+  found = of_run.get(series._replace(lane=None)) or next(iter(of_run.values()), None)
+  if found is None:
+    return np.full(len(seconds), np.nan)
+  known = ~np.isnan(found["seconds"])
+  times, values = found["seconds"][known], found["mean"][known]
+  index = np.searchsorted(times, seconds, side="right") - 1
+  values = np.concatenate([values, [np.nan]])  # before the first, and where there is no time
+  return np.where(np.isnan(seconds), np.nan, values[index])
+
+
+def _leaf(keys: Sequence[Key], text: str) -> Key:
+  if text.isascii() and text.isdigit() and len(text) < 10 and int(text) < len(keys):
+    return keys[int(text)]
+  raise RequestError(404, f"expected the number of one of {len(keys)} leaves, got {text!r}")
+
+
+def _one(query: Query, name: str, default: str) -> str:
+  return query.get(name, [default])[-1]
+
+
+def _choice(query: Query, name: str, allowed: Sequence[str]) -> str:
+  if (text := _one(query, name, allowed[0])) in allowed:
+    return text
+  raise RequestError(400, f"{name}: expected one of {', '.join(allowed)}, got {text!r}")
+
+
+def _number(query: Query, name: str, default: float) -> float:
+  text = _one(query, name, "")
+  if not text:
+    return default
+  try:
+    number = float(text)
+  except ValueError:
+    number = math.nan
+  if math.isfinite(number):
+    return number
+  raise RequestError(400, f"{name}: expected a number, got {text!r}")
+
+
+def _plain(array: np.ndarray[Any, Any]) -> list[float | None]:
+  if np.isfinite(array).all():
+    return array.tolist()
+  return [value if math.isfinite(value) else None for value in array.tolist()]

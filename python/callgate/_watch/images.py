@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays as pictures: what may be one, in few enough pixels, as a PNG."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+
+_LEAST, _MOST = 4, 256  # pixels of an edge
+# A path from dark blue over green to yellow whose lightness grows evenly; RGB, from 0 to 255.
+_COLORS = np.array([(25, 20, 80), (45, 85, 140), (30, 140, 130), (105, 190, 85), (250, 230, 50)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+  """A picture of an array, and between which values its colours lie."""
+
+  pixels: np.ndarray[Any, Any]  # uint8[height, width, 3]
+  low: float
+  high: float
+
+
+def image_of(array: np.ndarray[Any, Any]) -> Image | None:
+  """The array as a picture if its shape is [height, width], or [height, width, 1, 3 or 4].
+
+  Large ones lose rows and columns. Of three or four channels the fourth is left out; uint8 are
+  taken as they are, other numbers as 0 to 1, or to 255 where one is above 1. Of one channel the
+  colours go from the least to the greatest value.
+  """
+  channels = array.shape[2] if array.ndim == 3 else 1
+  if array.ndim not in (2, 3) or channels not in (1, 3, 4) or min(array.shape[:2]) < _LEAST:
+    return None
+  steps = [-(-extent // _MOST) for extent in array.shape[:2]]
+  small = array[:: steps[0], :: steps[1]].reshape(-1, -(-array.shape[1] // steps[1]), channels)
+  values = (np.abs(small) if small.dtype.kind == "c" else small).astype(np.float64)
+  finite = values[np.isfinite(values)]
+  low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+  values = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+  if channels >= 3:
+    scale = 1.0 if array.dtype == np.uint8 or high > 1 else 255.0
+    return Image(np.clip(values[..., :3] * scale, 0, 255).astype(np.uint8), low, high)
+  with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+    part = (
+      np.nan_to_num((values[..., 0] - low) / (high - low)) if high > low else values[..., 0] * 0
+    )
+  places = np.linspace(0, 1, len(_COLORS))
+  colored = [np.interp(part, places, _COLORS[:, channel]) for channel in range(3)]
+  return Image(np.stack(colored, -1).round().astype(np.uint8), low, high)
+
+
+def png(pixels: np.ndarray[Any, Any]) -> bytes:
+  """A PNG of uint8[height, width, 3]: https://www.w3.org/TR/png-3/"""
+  height, width, _ = pixels.shape
+  lines = np.zeros((height, 1 + 3 * width), np.uint8)  # each begins with its filter, none
+  lines[:, 1:] = pixels.reshape(height, -1)
+
+  def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+  head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+  body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 6))
+  return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")

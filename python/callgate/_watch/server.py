@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page's server: HTTP on loopback for those who have the token of its address.
+
+Loopback keeps other machines out, and no web page: one of somebody else's can have its own name
+resolved to 127.0.0.1. So a request has to name this machine (`Host`), come from the page itself
+where a page sends it (`Origin`), and have the token as the first part of its path. What changes
+something is sent as JSON by POST. The page may load and run what its Content-Security-Policy says:
+the server's own files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import http.server
+import json
+import os
+import secrets
+import socket
+import socketserver
+import sys
+import threading
+import urllib.parse
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+HOSTS = ("localhost", "127.0.0.1", "::1")
+Query = Mapping[str, list[str]]
+_MOST_BYTES = 1 << 16  # of what is sent
+_MOST_REQUESTS = 32  # at once
+_SECONDS = 10.0  # that a client may be silent
+_FILES = {"": "page.html", "page.css": "", "page.js": "", "chart.js": "", "controls.js": ""}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_POLICY = (
+  "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:;"
+  " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+  "Cache-Control": "no-store",
+  "Content-Security-Policy": _POLICY,
+  "Cross-Origin-Opener-Policy": "same-origin",
+  "Cross-Origin-Resource-Policy": "same-origin",
+  "Referrer-Policy": "no-referrer",
+  "X-Content-Type-Options": "nosniff",
+}
+_servers: weakref.WeakSet[_Http] = weakref.WeakSet()
+
+
+class RequestError(Exception):
+  """What a request gets instead of an answer: an HTTP status and a sentence."""
+
+  def __init__(self, status: int, message: str) -> None:
+    super().__init__(message)
+    self.status = status
+
+
+class PageServer:
+  """Serves the page, and what it asks for, on threads of its own until it is closed.
+
+  Args:
+    gets: what `api/NAME` answers, by name, from the query: a value for JSON.
+    posts: likewise, from the object that was sent. These may change something.
+    port: of 127.0.0.1; any free one for 0.
+    option: what messages call the port's option.
+
+  Attributes:
+    url: of the page, with the token.
+  """
+
+  def __init__(
+    self,
+    gets: Mapping[str, Callable[[Query], Any]],
+    posts: Mapping[str, Callable[[dict[str, Any]], Any]],
+    *,
+    port: int,
+    option: str,
+  ) -> None:
+    self._process = os.getpid()
+    token = secrets.token_urlsafe(24)
+    try:
+      self._http = _Http(port, token, gets, posts)
+    except OSError as error:
+      what = f"port {port} of 127.0.0.1: {error.strerror}: choose another {option}"
+      raise OSError(what) from error
+    self.port: int = self._http.server_address[1]
+    self.url = f"http://127.0.0.1:{self.port}/{token}/"
+    _forget_after_fork()
+    _servers.add(self._http)
+    self._thread = threading.Thread(
+      target=self._http.serve_forever, args=(0.2,), name="callgate page", daemon=True
+    )
+    self._thread.start()
+
+  def close(self) -> None:
+    """Frees the port and ends every connection. In a fork's child it does nothing."""
+    if os.getpid() != self._process or not self._thread.is_alive():
+      return
+    self._http.shutdown()
+    self._thread.join()
+    self._http.server_close()
+    self._http.hang_up()
+
+
+class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
+  daemon_threads = True
+  block_on_close = False
+  allow_reuse_address = True
+  request_queue_size = 16
+
+  def __init__(self, port: int, token: str, gets: Any, posts: Any) -> None:
+    self.token, self.gets, self.posts = token, gets, posts
+    self._places = threading.BoundedSemaphore(_MOST_REQUESTS)
+    self._open: set[Any] = set()
+    super().__init__(("127.0.0.1", port), _Handler)
+
+  def process_request(self, request: Any, client_address: Any) -> None:
+    if not self._places.acquire(blocking=False):
+      self.shutdown_request(request)
+      return
+    self._open.add(request)
+    try:
+      super().process_request(request, client_address)
+    except BaseException:
+      self._left(request)
+      raise
+
+  def process_request_thread(self, request: Any, client_address: Any) -> None:
+    try:
+      super().process_request_thread(request, client_address)
+    finally:
+      self._left(request)
+
+  def _left(self, request: Any) -> None:
+    self._open.discard(request)
+    self._places.release()
+
+  def handle_error(self, request: Any, client_address: Any) -> None:
+    """Says nothing of clients that went away, and what is wrong with the server itself."""
+    if not isinstance(sys.exception(), OSError):
+      super().handle_error(request, client_address)
+
+  def hang_up(self) -> None:
+    """Ends the connections that are there."""
+    for request in list(self._open):
+      with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
+  def forget(self) -> None:
+    """In a fork's child: the port and the connections are the parent's."""
+    for one in (self.socket, *self._open):
+      with contextlib.suppress(OSError):
+        one.close()
+
+
+@functools.cache
+def _forget_after_fork() -> None:
+  def forget() -> None:
+    for server in list(_servers):
+      server.forget()
+
+  os.register_at_fork(after_in_child=forget)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+  """One request; each has a connection and a thread of its own."""
+
+  server: _Http  # pyright: ignore[reportIncompatibleVariableOverride]
+  timeout = _SECONDS
+  server_version, sys_version = "callgate", ""
+
+  def do_GET(self) -> None:
+    self._serve(self._get)
+
+  def do_POST(self) -> None:
+    self._serve(self._post)
+
+  def _serve(self, answer: Callable[[str, Query], tuple[str, bytes]]) -> None:
+    try:
+      path, query = self._admitted()
+      kind, body = answer(path, query)
+    except RequestError as error:
+      self._send(error.status, "application/json", to_json({"error": str(error)}))
+    except Exception as error:  # noqa: BLE001 - told to who asked
+      text = f"{type(error).__name__}: {error}"
+      self._send(500, "application/json", to_json({"error": text}))
+    else:
+      self._send(200, kind, body)
+
+  # -- who gets an answer ------------------------------------------------------------------------
+  def _admitted(self) -> tuple[str, Query]:
+    """The path behind the token, and the query. Raises RequestError for others."""
+    host, name = self.headers.get("Host", ""), None
+    with contextlib.suppress(ValueError):  # without the port: behind a tunnel that is another one
+      name = urllib.parse.urlsplit(f"//{host}").hostname
+    if name not in HOSTS:
+      raise RequestError(403, f"expected a request for one of {', '.join(HOSTS)}, got {host!r}")
+    origin = self.headers.get("Origin")
+    if origin is not None and origin.lower() != f"http://{host.lower()}":
+      raise RequestError(403, f"expected a request from the page itself, got one from {origin!r}")
+    parts = urllib.parse.urlsplit(self.path)
+    token, slash, path = parts.path.removeprefix("/").partition("/")
+    given, expected = token.encode(errors="replace"), self.server.token.encode()
+    if not hmac.compare_digest(given, expected):
+      raise RequestError(403, "wrong token: expected the address as callgate gave it")
+    if not slash:
+      raise RequestError(404, "expected the address with a slash at its end")
+    return path, urllib.parse.parse_qs(parts.query, keep_blank_values=True, max_num_fields=256)
+
+  # -- answers -----------------------------------------------------------------------------------
+  def _get(self, path: str, query: Query) -> tuple[str, bytes]:
+    if path in _FILES:
+      file = Path(__file__).with_name(_FILES[path] or path)
+      return f"{_TYPES[file.suffix]}; charset=utf-8", file.read_bytes()
+    found = self.server.gets.get(path.removeprefix("api/")) if path.startswith("api/") else None
+    if found is None:
+      raise RequestError(404, f"there is nothing at {path!r} to get")
+    return "application/json", to_json(found(query))
+
+  def _post(self, path: str, query: Query) -> tuple[str, bytes]:
+    del query
+    # A page of somebody else's can't send this type without being asked for by the browser first.
+    if self.headers.get_content_type() != "application/json":
+      raise RequestError(415, "expected the content type application/json")
+    length = self.headers.get("Content-Length", "")
+    if not length.isascii() or not length.isdigit() or int(length) > _MOST_BYTES:
+      raise RequestError(413, f"expected a length, of at most {_MOST_BYTES} bytes, got {length!r}")
+    found = self.server.posts.get(path.removeprefix("api/")) if path.startswith("api/") else None
+    if found is None:
+      raise RequestError(404, f"there is nothing at {path!r} to post to")
+    try:
+      sent = json.loads(self.rfile.read(int(length)))
+    except (ValueError, RecursionError) as error:
+      raise RequestError(400, f"expected JSON: {error}") from None
+    if not isinstance(sent, dict):
+      raise RequestError(400, f"expected a JSON object, got {type(sent).__name__}")
+    return "application/json", to_json(found(sent))
+
+  def _send(self, status: int, kind: str, body: bytes) -> None:
+    self.send_response(status)
+    for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": len(body)}.items():
+      self.send_header(name, str(value))
+    self.end_headers()
+    self.wfile.write(body)
+
+  def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+    """What the protocol refuses: in JSON, as the rest."""
+    del explain
+    self.close_connection = True
+    self._send(code, "application/json", to_json({"error": message or "no valid request"}))
+
+  def log_message(self, format: str, *args: Any) -> None:
+    """Nobody reads it."""
+
+
+def to_json(value: Any) -> bytes:
+  """As JSON, which has no NaN: callers put None or text for it."""
+  return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

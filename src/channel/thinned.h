@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// A consumer that gives another some of the records that it gets: of each tap on each device every
+// n-th, and no more than so many a second of the records' own time. The lanes of a vmap are one
+// record. Both are on the channel's thread; no Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "channel/consumer.h"
+#include "channel/record.h"
+
+namespace callgate {
+
+class Thinned final : public Consumer {
+ public:
+  // `every`: 1 or more. `rate`: records a second; 0 for no limit.
+  Thinned(std::shared_ptr<Consumer> to, std::uint64_t every, double rate)
+      : to_(std::move(to)), every_(every), rate_(rate) {}
+
+  void open() override { to_->open(); }
+
+  void consume(std::span<const Record> records) override {
+    chosen_.clear();
+    for (const Record& record : records)
+      if (passes(record)) chosen_.push_back(record);
+    if (chosen_.empty()) return;
+    const std::uint64_t before = to_->lost();
+    FirstError error;
+    error.survives([&] { to_->consume(chosen_); });
+    lose(to_->lost() - before);
+    error.rethrow();
+  }
+
+  void flush() override { to_->flush(); }
+  void close() override { to_->close(); }
+  bool takes_device_arrays() const noexcept override { return to_->takes_device_arrays(); }
+  std::string description() const override { return to_->description(); }
+
+ private:
+  // Of one tap on one device.
+  struct Count {
+    std::uint64_t came = 0;
+    bool some = false;  // passed
+    std::int64_t last_ns = 0;
+  };
+
+  bool passes(const Record& record) {
+    Count& count = count_of(record);
+    if (count.came++ % every_ != 0) return false;
+    if (rate_ > 0 && count.some &&
+        static_cast<double>(record.time_ns - count.last_ns) * rate_ < 1e9)
+      return false;
+    count.some = true;
+    count.last_ns = record.time_ns;
+    return true;
+  }
+
+  // Sources come with each program; the tap is the same by its name.
+  Count& count_of(const Record& record) {
+    constexpr std::size_t kMostKnown = 4096;
+    const std::pair key(record.source->id, record.device);
+    if (auto found = known_.find(key); found != known_.end()) return *found->second;
+    if (known_.size() >= kMostKnown) known_.clear();
+    const Source& source = *record.source;
+    Count& count = counts_[{source.name, source.role, record.device}];
+    known_.emplace(key, &count);  // a map's elements stay where they are
+    return count;
+  }
+
+  const std::shared_ptr<Consumer> to_;
+  const std::uint64_t every_;
+  const double rate_;
+  std::vector<Record> chosen_;
+  std::map<std::tuple<std::string, Role, std::int32_t>, Count> counts_;
+  std::map<std::pair<std::uint64_t, std::int32_t>, Count*> known_;
+};
+
+}  // namespace callgate
