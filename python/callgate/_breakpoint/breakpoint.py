@@ -7,8 +7,8 @@ As a check, it is decided in C++ (src/core/check.h): where a program goes on, Py
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
+import threading
 from typing import Any
 
 import jax
@@ -66,9 +66,15 @@ def _hit(going_on: Any, returned: Any, values: Any, /, *, stack: Stack) -> Any:
   return {name: after[name] for name in returned}
 
 
-@functools.cache
+_making = threading.Lock()
+_made: list[_Breakpoint] = []
+
+
 def _gate() -> _Breakpoint:
-  return _Breakpoint()
+  with _making:
+    if not _made:
+      _made.append(_Breakpoint())
+    return _made[0]
 
 
 def find(name: str) -> Any:

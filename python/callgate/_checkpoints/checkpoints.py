@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,8 @@ class Checkpoints:
   Over several devices and processes, which share the folder, each part of an array is written by
   one that has it; any other number of devices can go on with it.
 
-  What can't be written is the error of `callgate.barrier()`; the loop goes on.
+  What can't be written is the error of `callgate.barrier()`; the loop goes on. As a context manager
+  it is closed at the end of the block.
 
   Args:
     folder: where they go; it is made if it isn't there.
@@ -117,6 +118,24 @@ class Checkpoints:
     whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
     arrays = [files.read(found[-1], i, part) for i, part in enumerate(whole)]
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+  def close(self) -> None:
+    """Waits until what programs have sent is on the disk; the end of the process does so, too.
+
+    Raises:
+      OSError: something could not be written.
+    """
+    with self._lock:
+      open_one, self._channel = self._channel, None
+    if open_one is not None:
+      with open_one:
+        pass
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
 
   # -- in programs ---------------------------------------------------------------------------------
   def begin(self, init: Any) -> tuple[jax.Array, Any]:

@@ -127,6 +127,12 @@ def test_runs_that_follow_each_other_at_once(tmp_path: Path) -> None:
   assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_a_block_ends_when_all_is_on_the_disk(tmp_path: Path) -> None:
+  with cg.Checkpoints(tmp_path, every=2) as saves:
+    jax.jit(lambda carry: cg.scan(step, carry, XS, save=saves))(init())
+  assert saves.steps() == (6, 8, 10)
+
+
 def test_types_of_all_kinds_come_back(tmp_path: Path) -> None:
   state = {
     "bf16": jnp.ones((2, 2), jnp.bfloat16),
