@@ -77,6 +77,7 @@ void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
     running_ = true;  // the thread, which begins by taking the mutex, sees it
   }
   for (auto& consumer : consumers) consumers_.push_back(std::move(consumer));
+  hurried_ = true;  // they take part in the next delivery
 }
 
 std::uint64_t Channel::request_removal(const std::shared_ptr<Consumer>& consumer) {
@@ -85,6 +86,7 @@ std::uint64_t Channel::request_removal(const std::shared_ptr<Consumer>& consumer
   std::erase(consumers_, consumer);
   // In a consumer's call: whoever leaves now does not get what is in delivery either.
   if (on_own_thread()) std::ranges::replace(current_, consumer, nullptr);
+  hurried_ = true;
   return deliveries_;
 }
 

@@ -22,6 +22,10 @@
 //     ^           |           |      back: the nap is over; a flush or a close; a sender, which
 //     +-----------+-----------+      lets it nap until the store is half full or a record is large
 //
+// A delivery hands a batch of records to the consumers in turns, so that a slow one holds nobody up
+// for longer than a turn. While some are behind, the batch gets what has come meanwhile, for the
+// others. Its places are free when all are through, so the slowest still bounds the channel.
+//
 // Lifetime of a source: a channel keeps every source that sent to it until `retire`, and then until
 // the last record that was sent before; or until it ends.
 #pragma once
@@ -185,6 +189,14 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
     std::shared_ptr<const Source> source;
   };
 
+  // What has been collected for a delivery.
+  struct Delivery {
+    std::optional<std::uint64_t> first;  // where it began in its store; none before
+    std::uint64_t position = 0;          // of what follows
+    bool some = false;
+    bool has_own = false;  // consumers of its sources
+  };
+
   // Senders.
   bool put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept;
   bool put_besides(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept;
@@ -218,8 +230,13 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   // The channel's thread.
   void run();
   bool deliver_from(Store& store);
-  void deliver() noexcept;
+  void collect(Store& store, Delivery& delivery) noexcept;
+  void deliver(Store& store, Delivery& delivery) noexcept;
+  bool take_turn(std::size_t index, const Delivery& delivery, bool alone) noexcept;
+  bool has_turn(std::size_t index, const Delivery& delivery) const noexcept;
+  bool may_grow() const noexcept;
   void hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept;
+  void hand_over_to_sources(std::span<const Record> records, bool last) noexcept;
   void hand_over_host_arrays(Consumer& consumer, std::span<const Record> records);
   template <typename Action>
   void tell(Consumer& consumer, Action&& action) noexcept;
@@ -249,6 +266,9 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   // The channel's thread only.
   Batch batch_;
   std::vector<std::shared_ptr<Consumer>> current_;  // take part in the delivery; null: removed
+  // How many records of the batch each of these has had; at the end, the sources' own consumers.
+  std::vector<std::size_t> turns_;
+  std::int64_t sources_ns_each_ = 0;  // as Consumer::ns_each()
   int idle_naps_ = 0;
   static inline thread_local bool delivers_here_ = false;
 
@@ -261,6 +281,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   Moment settled_;                // everything before it has been delivered or dropped
   std::uint64_t deliveries_ = 0;  // that ended
   bool in_delivery_ = false, running_ = false, closing_ = false, finished_ = false;
+  bool hurried_ = false;  // somebody waits for the end of the delivery: it gets no more records
   std::thread thread_;
 
   std::atomic<std::thread::id> thread_id_;

@@ -14,6 +14,9 @@ namespace {
 
 constexpr auto kNap = std::chrono::milliseconds(5);
 constexpr int kNapsBeforeSleep = 20;
+// How long one of several consumers has a turn, and how many records whose pace is not known.
+constexpr auto kTurn = std::chrono::milliseconds(10);
+constexpr std::int64_t kFirstTurn = 16;
 
 // Repeats a step that the thread can't go on without, from its beginning, until there is memory.
 template <typename Step>
@@ -61,36 +64,105 @@ bool Channel::deliver_from(Store& store) {
   insist([&] {
     std::lock_guard lock(mutex_);
     in_delivery_ = true;
+    hurried_ = false;
     current_ = consumers_;
+    turns_.assign(current_.size() + 1, 0);
   });
-  const Store::Collected collected = store.collect(batch_);
-  dropped_.fetch_add(collected.dropped, std::memory_order_release);  // see stats()
-  if (collected.dropped != 0) note_no_memory(collected.no_memory);
-  const bool own = &store == &store_;
-  if (own && overflow_.some()) overflow_.collect(batch_, collected.position);
+  Delivery delivery;
+  collect(store, delivery);
+  if (!batch_.records().empty()) deliver(store, delivery);
   const std::size_t count = batch_.records().size();
-  if (count != 0) deliver();
   for (const Record& record : batch_.records()) record.let_go();
-  store.settle(batch_, collected.position, overflow_.bytes() + batch_.bytes_besides());
+  store.settle(batch_, delivery.position, overflow_.bytes() + batch_.bytes_besides());
   batch_.clear();
   // Release: the consumers' work is seen by who reads the counts; see stats().
   delivered_.fetch_add(count, std::memory_order_release);
   current_.clear();
   std::lock_guard lock(mutex_);
-  if (own) settled_ = {collected.position, overflow_.taken()};
+  if (&store == &store_) settled_ = {delivery.position, overflow_.taken()};
   end_delivery();
-  return collected.some || count != 0;
+  return delivery.some || count != 0;
 }
 
-void Channel::deliver() noexcept {
-  bool shared = std::ranges::any_of(
-      batch_.records(), [](const Record& record) { return record.source->consumer != nullptr; });
-  for (std::size_t i = 0; i < current_.size(); ++i)  // held: remove() may take it out meanwhile
-    if (const auto consumer = current_[i])
-      hand_over(*consumer, batch_.records(), /*last=*/!shared && i + 1 == current_.size());
+// Takes what waits, or has come since, into the batch.
+void Channel::collect(Store& store, Delivery& delivery) noexcept {
+  const std::size_t before = batch_.records().size();
+  const Store::Collected collected = store.collect(batch_, delivery.first);
+  dropped_.fetch_add(collected.dropped, std::memory_order_release);  // see stats()
+  if (collected.dropped != 0) note_no_memory(collected.no_memory);
+  if (!delivery.first) delivery.first = collected.begin;
+  delivery.position = collected.position;
+  delivery.some = delivery.some || collected.some;
+  if (&store == &store_ && overflow_.some()) overflow_.collect(batch_, collected.position);
+  auto has_own = [](const Record& record) { return record.source->consumer != nullptr; };
+  delivery.has_own =
+      delivery.has_own || std::ranges::any_of(batch_.records().subspan(before), has_own);
+}
+
+void Channel::deliver(Store& store, Delivery& delivery) noexcept {
+  for (;;) {
+    std::size_t there = 0;
+    for (std::size_t i = 0; i < turns_.size(); ++i) there += has_turn(i, delivery) ? 1 : 0;
+    bool some_wait = false, some_are_behind = false;
+    for (std::size_t i = 0; i < turns_.size(); ++i) {
+      if (!has_turn(i, delivery)) continue;
+      const bool through = take_turn(i, delivery, /*alone=*/there == 1);
+      (through ? some_wait : some_are_behind) = true;
+    }
+    if (!some_are_behind) return;
+    if (some_wait && may_grow()) collect(store, delivery);
+  }
+}
+
+// Whether there is a consumer that takes turns: of `current_`, then the sources' own.
+bool Channel::has_turn(std::size_t index, const Delivery& delivery) const noexcept {
+  return index < current_.size() ? current_[index] != nullptr : delivery.has_own;
+}
+
+// Hands some records over; a lone consumer gets all. True when it has had all that there are.
+bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone) noexcept {
+  const std::span<const Record> records = batch_.records();
+  const std::size_t begin = turns_[index];
+  std::size_t count = records.size() - begin;
+  if (count == 0) return true;
+  const bool is_one = index < current_.size();
+  const auto consumer = is_one ? current_[index] : nullptr;  // held: remove() may take it out
+  const std::int64_t ns_each = is_one ? consumer->ns_each() : sources_ns_each_;
+  if (!alone) {
+    constexpr std::int64_t kNs = std::chrono::nanoseconds(kTurn).count();
+    const std::int64_t fits = ns_each == 0 ? kFirstTurn : std::max<std::int64_t>(kNs / ns_each, 1);
+    count = std::min(count, static_cast<std::size_t>(fits));
+  }
+  const std::size_t end = begin + count;
+  bool last = true;
+  for (std::size_t i = 0; i < turns_.size(); ++i)
+    last = last && (i == index || !has_turn(i, delivery) || turns_[i] >= end);
+  const auto started = Clock::now();
+  turns_[index] = end;
+  if (is_one) {
+    hand_over(*consumer, records.subspan(begin, count), last);
+  } else {
+    hand_over_to_sources(records.subspan(begin, count), last);
+  }
+  const std::int64_t ns = std::chrono::nanoseconds(Clock::now() - started).count();
+  if (is_one) {
+    consumer->took(ns, count);
+  } else {
+    sources_ns_each_ = ns / static_cast<std::int64_t>(count) + 1;
+  }
+  return end == batch_.records().size();
+}
+
+// Whether a delivery may get more: not while somebody waits for its end.
+bool Channel::may_grow() const noexcept {
+  std::lock_guard lock(mutex_);
+  return !hurried_ && !closing_ && line_.empty();
+}
+
+void Channel::hand_over_to_sources(std::span<const Record> records, bool last) noexcept {
   auto consumer_of = [](const Record& record) { return record.source->consumer.get(); };
-  each_run(batch_.records(), consumer_of, [&](std::span<const Record> run) {
-    if (Consumer* consumer = consumer_of(run.front())) hand_over(*consumer, run, /*last=*/true);
+  each_run(records, consumer_of, [&](std::span<const Record> run) {
+    if (Consumer* consumer = consumer_of(run.front())) hand_over(*consumer, run, last);
   });
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What takes records out of a channel, and how it goes through them.
 //
-// A channel calls its consumers on its own thread, one after the other, with all records that are
-// there at once. A consumer that throws does not hurt the others: the channel keeps what it threw.
+// A channel calls its consumers on its own thread, in turns: a lone one with all records that are
+// there at once, several each with as many as it takes in a short time. A consumer that throws does
+// not hurt the others: the channel keeps what it threw.
 #pragma once
 
 #include <algorithm>
@@ -53,8 +54,17 @@ class Consumer : public std::enable_shared_from_this<Consumer> {
     lost_.fetch_add(count, std::memory_order_relaxed);  // a gauge
   }
 
+  // How long a record of late took it, in nanoseconds; 0 where that is not known. Relaxed, both: a
+  // guess, for a channel that has several consumers.
+  std::int64_t ns_each() const noexcept { return ns_each_.load(std::memory_order_relaxed); }
+  void took(std::int64_t ns, std::size_t records) noexcept {
+    const std::int64_t before = ns_each(), now = ns / static_cast<std::int64_t>(records) + 1;
+    ns_each_.store(before == 0 ? now : (before + now) / 2, std::memory_order_relaxed);
+  }
+
  private:
   std::atomic<std::uint64_t> lost_{0};
+  std::atomic<std::int64_t> ns_each_{0};
 };
 
 // Keeps the first exception of several steps, of which each is taken whatever the others throw.

@@ -219,33 +219,34 @@ class Store {
   }
 
   struct Collected {
-    std::uint64_t position = 0;  // of what follows
+    std::uint64_t begin = 0, position = 0;  // of the first taken, and of what follows
     bool some = false;
     std::uint64_t dropped = 0;  // for which there was no memory
     std::size_t no_memory = 0;  // bytes of the first of them
   };
 
   // The channel's thread: takes what waits into the batch, up to a part of the capacity, and frees
-  // its places when that is done with. `bytes_besides`: of records in no store.
-  Collected collect(Batch& batch) noexcept {
+  // its places when that is done with. A batch that holds some already gets more: `first` is where
+  // it began, else none. `bytes_besides`: of records in no store.
+  Collected collect(Batch& batch, std::optional<std::uint64_t> first) noexcept {
     // A batch that is copied takes memory besides the ring's, so it is smaller.
     const std::size_t limit = ring_.capacity() / (copies_ ? 16 : 4);
     std::lock_guard lock(head_mutex_);
     if (copies_) note_high_water(/*bytes_besides=*/0);
-    const std::uint64_t first = next();
-    Collected collected{.position = first};
+    const std::uint64_t begin = next();
+    Collected collected{.begin = begin, .position = begin};
     while (batch.has_place()) {
       Entry* entry = ring_.at(collected.position);
       if (entry == nullptr) break;
       const std::uint64_t after = Ring::after(*entry);
-      if (after - first > limit && !batch.records().empty()) break;
+      if (after - first.value_or(begin) > limit && !batch.records().empty()) break;
       if (entry->kind != Entry::Kind::kFiller && !batch.take(*entry, aside_, copies_)) {
         if (collected.dropped++ == 0) collected.no_memory = entry->record.source->payload_bytes;
         drop(*entry);
       }
       collected.position = after;
     }
-    collected.some = collected.position != first;
+    collected.some = collected.position != begin;
     if (copies_) ring_.release(collected.position);
     next_.store(collected.position, std::memory_order_relaxed);  // see next()
     return collected;

@@ -206,6 +206,32 @@ def test_consumers_of_one_channel_all_get_all_and_do_not_hurt_each_other():
   channel.close()  # raised once
 
 
+@pytest.mark.parametrize("batch", [None, True])
+def test_a_slow_consumer_leaves_the_others_their_turns(batch: bool | None):
+  sent = threading.Event()
+  by_slow: list[int] = []
+  by_fast: list[int] = []
+  had: list[int] = []
+
+  def slow(value: Any) -> None:
+    if not by_slow:
+      assert sent.wait(60)  # all the others wait behind it
+    by_slow.extend(np.atleast_1d(value).tolist())
+    if len(by_slow) >= 100 and not had:
+      had.append(len(by_fast))
+    time.sleep(0.001 * np.size(value))
+
+  def fast(value: Any) -> None:
+    by_fast.extend(np.atleast_1d(value).tolist())
+
+  with cg.channel("t", to=[slow, fast], batch=batch) as channel:
+    sender("t")(400).block_until_ready()
+    sent.set()
+  assert had[0] > 0
+  assert by_slow == by_fast == list(range(400))
+  assert channel.stats()["delivered"] == 400
+
+
 def test_a_consumers_exception_comes_out_of_close_barrier_and_errors():
   def bad(value: Any) -> None:
     raise ValueError("of the consumer")

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// Several consumers of a channel: a slow one holds the others up for no longer than a turn, and
+// each gets all records in order, once. What decides is what came before what, never how long it
+// took.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "channel/channel.h"
+#include "channel_fixtures.h"
+
+namespace callgate {
+namespace {
+
+using fake::Collector;
+using fake::Door;
+using fake::Feed;
+using fake::kLimit;
+using fake::make_channel;
+using std::chrono::milliseconds;
+
+std::vector<std::uint64_t> numbers_to(std::uint64_t end) {
+  std::vector<std::uint64_t> ids(end);
+  std::iota(ids.begin(), ids.end(), 0);
+  return ids;
+}
+
+// Sends records while a first delivery is held up, so that all the others wait together.
+class Backlog {
+ public:
+  Backlog(Channel& channel, std::uint64_t count) {
+    auto gate = std::make_shared<Collector>([this](std::span<const Record>) { door_.pass(); });
+    channel.add(gate);
+    feed_.send(channel, 0);
+    EXPECT_TRUE(door_.wait_for_arrivals());
+    for (std::uint64_t id = 1; id < count; ++id) feed_.send(channel, id);
+    channel.request_removal(gate);
+  }
+  void release() { door_.open(); }
+  Feed& feed() { return feed_; }
+
+ private:
+  Door door_;
+  Feed feed_;
+};
+
+TEST(ChannelTurns, AFastConsumerSeesARecordBeforeTheSlowOneIsGivenMany) {
+  auto channel = make_channel(OnFull::kBlock, 1 << 20);
+  auto fast = std::make_shared<Collector>();
+  std::uint64_t given = 0, seen_by_then = 0;
+  auto slow = std::make_shared<Collector>([&](std::span<const Record> records) {
+    given += records.size();
+    if (given >= 100 && seen_by_then == 0) seen_by_then = fast->ids().size();
+    std::this_thread::sleep_for(records.size() * milliseconds(1));
+  });
+  Backlog backlog(*channel, 400);
+  channel->add_all({slow, fast});
+  backlog.release();
+  ASSERT_TRUE(channel->close(kLimit));
+  EXPECT_GE(seen_by_then, 16U);
+  // The first is gone with the delivery before.
+  std::vector<std::uint64_t> rest = numbers_to(400);
+  rest.erase(rest.begin());
+  EXPECT_EQ(slow->ids(), rest);
+  EXPECT_EQ(fast->ids(), rest);
+  EXPECT_EQ(channel->stats().delivered, 400U);
+}
+
+TEST(ChannelTurns, WhatComesWhileOneIsBehindGoesToTheOthersAtOnce) {
+  auto channel = make_channel(OnFull::kBlock, 1 << 20);
+  Feed feed;
+  auto fast = std::make_shared<Collector>();
+  std::uint64_t given = 0;
+  bool was_there = false;
+  auto slow = std::make_shared<Collector>([&](std::span<const Record> records) {
+    given += records.size();
+    if (given >= 50 && given - records.size() < 50)
+      for (std::uint64_t id = 400; id < 410; ++id) feed.send(*channel, id);
+    // All that time one turn is a few records.
+    if (given >= 300 && given - records.size() < 300) was_there = fast->ids().back() >= 400;
+    std::this_thread::sleep_for(records.size() * milliseconds(2));
+  });
+  Backlog backlog(*channel, 400);
+  channel->add_all({slow, fast});
+  backlog.release();
+  ASSERT_TRUE(channel->flush(kLimit));
+  EXPECT_TRUE(was_there);
+  EXPECT_EQ(slow->ids(), fast->ids());
+  EXPECT_EQ(fast->ids().size(), 409U);
+  EXPECT_TRUE(channel->close(kLimit));
+}
+
+TEST(ChannelTurns, ALoneConsumerGetsAllAtOnce) {
+  auto channel = make_channel(OnFull::kBlock, 1 << 20);
+  std::vector<std::size_t> sizes;
+  auto lone = std::make_shared<Collector>(
+      [&](std::span<const Record> records) { sizes.push_back(records.size()); });
+  Backlog backlog(*channel, 400);
+  channel->add(lone);
+  backlog.release();
+  ASSERT_TRUE(channel->close(kLimit));
+  EXPECT_THAT(sizes, ::testing::ElementsAre(399U));
+}
+
+TEST(ChannelTurns, ARemovalWaitsForOneDeliveryAlthoughRecordsNeverStop) {
+  auto channel = make_channel(OnFull::kBlock, 1 << 20);
+  auto slow = std::make_shared<Collector>([](std::span<const Record> records) {
+    std::this_thread::sleep_for(records.size() * milliseconds(1));
+  });
+  auto fast = std::make_shared<Collector>();
+  channel->add_all({slow, fast});
+  std::atomic<bool> stop{false};
+  std::jthread sender([&] {
+    Feed feed;
+    for (std::uint64_t id = 0; !stop.load(); ++id) {
+      feed.send(*channel, id);
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  });
+  ASSERT_TRUE(fast->wait_for(20));
+  channel->remove(slow);
+  const std::size_t had = slow->ids().size();
+  ASSERT_TRUE(fast->wait_for(fast->ids().size() + 20));
+  stop.store(true);
+  sender.join();
+  ASSERT_TRUE(channel->close(kLimit));
+  EXPECT_EQ(slow->ids(), numbers_to(had));
+  EXPECT_EQ(fast->ids(), numbers_to(channel->stats().sent));
+}
+
+TEST(ChannelTurns, OneThatLeavesInItsTurnGetsNoOther) {
+  auto channel = make_channel(OnFull::kBlock, 1 << 20);
+  std::shared_ptr<Collector> leaver;
+  leaver = std::make_shared<Collector>([&](std::span<const Record>) { channel->remove(leaver); });
+  auto other = std::make_shared<Collector>();
+  Backlog backlog(*channel, 100);
+  channel->add_all({leaver, other});
+  backlog.release();
+  ASSERT_TRUE(channel->close(kLimit));
+  EXPECT_EQ(leaver->ids().size(), 16U);
+  EXPECT_EQ(other->ids().size(), 99U);
+  leaver.reset();
+}
+
+}  // namespace
+}  // namespace callgate
