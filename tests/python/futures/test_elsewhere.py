@@ -185,10 +185,12 @@ def test_a_worker_that_dies_is_told_and_replaced(two: cg.Workers) -> None:
 
 
 def test_a_call_that_takes_longer_than_its_timeout_fails(two: cg.Workers) -> None:
-  gate = cg.gate(worker_functions.sleep, out=FLOAT, run_on=two, timeout=0.2, name="test late")
+  gate = cg.gate(
+    worker_functions.sleep, out=FLOAT, run_on=two, timeout=0.2, name="test elsewhere late"
+  )
   error = error_of(jax.jit(lambda x: gate.start(x).result()), 60.0)
   assert isinstance(error, cg.GateTimeoutError)
-  assert "test late" in str(error)
+  assert "test elsewhere late" in str(error)
   assert "0.2 s" in str(error)
   cg.barrier()
 
