@@ -8,13 +8,16 @@ enter. Text goes both ways, as through a terminal.
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
+import fcntl
 import os
 import select
 import socket
 import stat
 import sys
 import tempfile
+import termios
 from collections.abc import Generator
 from pathlib import Path
 from typing import IO, Any
@@ -40,9 +43,15 @@ def folder() -> Path:
   return path
 
 
+taken: set[int] = set()  # pipes on stdin that debuggers have been told something through
+
+
 @contextlib.contextmanager
-def waiting() -> Generator[IO[str]]:
-  """Waits for `python -m callgate attach`; gives what its user types, and takes what they see."""
+def waiting(stdin: int | None) -> Generator[IO[str] | None]:
+  """Waits for `python -m callgate attach`; gives what its user types, and takes what they see.
+
+  Where `stdin` is the number of a pipe, and something comes through it before, it gives None.
+  """
   path = folder() / f"{os.getpid()}.sock"
   with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listening:
     path.unlink(missing_ok=True)  # of a process of the same number
@@ -51,21 +60,30 @@ def waiting() -> Generator[IO[str]]:
       listening.listen(1)
       how = f"the program waits for: python -m callgate attach {os.getpid()}"
       print(f"callgate: {how}", file=sys.stderr, flush=True)
-      connection = _accepted(listening)
+      connection = _first(listening, stdin)
     finally:
       path.unlink(missing_ok=True)
+  if connection is None:
+    taken.add(stdin or 0)
+    yield None
+    return
   with connection, connection.makefile("rw", encoding="utf-8", errors="replace") as file:
     yield file
 
 
-def _accepted(listening: socket.socket) -> socket.socket:
-  """The first who comes; Ctrl-C ends the wait, though the main thread waits for the program."""
-  listening.settimeout(0.2)
+def _first(listening: socket.socket, stdin: int | None) -> socket.socket | None:
+  """Who comes first; None for stdin. Ctrl-C ends the wait, whatever the main thread waits for."""
+  sources: list[Any] = [listening] if stdin is None else [listening, stdin]
   while not _callgate.interrupted_recently():
-    with contextlib.suppress(TimeoutError):
-      connection, _ = listening.accept()
-      connection.settimeout(None)
-      return connection
+    ready, _, _ = select.select(sources, [], [], 0.2)
+    if listening in ready:
+      return listening.accept()[0]
+    if stdin is not None and stdin in ready:
+      count = array.array("i", [0])
+      fcntl.ioctl(stdin, termios.FIONREAD, count)
+      if count[0]:
+        return None
+      sources.remove(stdin)  # its other end is closed
   raise KeyboardInterrupt
 
 

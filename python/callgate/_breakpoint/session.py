@@ -6,11 +6,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pdb
+import stat
 import sys
 import threading
 from collections.abc import Generator, Mapping
 from types import CodeType, FrameType
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -177,12 +178,29 @@ def _stop_in_pdb(stack: Stack, names: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _terminal() -> Generator[tuple[IO[str] | None, IO[str] | None]]:
   """The files that a debugger talks through; (None, None) for the process's own."""
-  here = sys.stdin is not None and (sys.stdin.isatty() or _in_notebook())
-  if os.environ.get("CALLGATE_BREAKPOINT", "") == "pdb" or here:
+  who = _stdin()
+  if who == "user":
     yield None, None
     return
-  with attach.waiting() as connection:
+  with attach.waiting(sys.stdin.fileno() if who == "pipe" else None) as connection:
     yield connection, connection
+
+
+def _stdin() -> Literal["user", "pipe", "nobody"]:
+  """Who is at the process's stdin; a pipe may be somebody's."""
+  stdin = sys.stdin
+  if stdin is None or stdin.closed:  # pyright: ignore[reportUnnecessaryComparison]
+    return "nobody"
+  try:
+    number = stdin.fileno()
+  except (OSError, ValueError):  # a file of Python's alone
+    return "user"
+  if stdin.isatty() or _in_notebook() or number in attach.taken:
+    return "user"
+  about = os.fstat(number)
+  if stat.S_ISREG(about.st_mode):
+    return "user" if os.lseek(number, 0, os.SEEK_CUR) < about.st_size else "nobody"
+  return "nobody" if stat.S_ISCHR(about.st_mode) else "pipe"  # /dev/null
 
 
 def _in_notebook() -> bool:

@@ -270,11 +270,10 @@ print("usable", program(jnp.array([1.0])).tolist(), flush=True)
 def test_pdb_at_the_users_line(tmp_path: Any) -> None:
   script = tmp_path / "run.py"
   script.write_text(PROGRAM)
-  environment = {**os.environ, "CALLGATE_BREAKPOINT": "pdb"}
   typed = "p x.max()\np lane, shard\nw\nu\np __name__\nd\ny = y + 10\nc\n"
   done = subprocess.run(
-    [sys.executable, str(script)], input=typed, env=environment, capture_output=True, text=True,
-    check=True, timeout=120,
+    [sys.executable, str(script)], input=typed, capture_output=True, text=True, check=True,
+    timeout=120,
   )  # fmt: skip
   assert "run.py(7)f()" in done.stdout
   assert '-> y = cg.breakpoint(y[0] < 0, out="y", x=x, y=y)' in done.stdout
