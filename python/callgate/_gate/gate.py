@@ -65,6 +65,7 @@ class Gate(Operation[P, R]):
   same_on_all_platforms = True  # programs for several have no graphs
   one_calls_for_all = True
   splits = True
+  taped = True
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
     name = _options.name("gate", options.name) or registry.unique_name(function)
@@ -130,6 +131,7 @@ class Gate(Operation[P, R]):
       owned_inputs=self.copy, own_thread=self.thread == "own",
       native=bind.is_native(self.arrays) or self.native,
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
+      taped=self.taped,
     )  # fmt: skip
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from callgate import _callgate
+from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
 from callgate._call.options import Effect
-from callgate._core import factories, paths
+from callgate._core import dtypes, factories, paths, tape
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, HandleError
 from callgate._gate.gate import Gate
@@ -26,6 +28,7 @@ from callgate._objects.handle import TYPE, Handle
 from callgate._objects.table import Held, Kept, Maker
 
 SCOPE = "callgate_scope"  # the keyword of the loop whose step makes an object; the last operand
+_BYTES = TYPE.dtype.itemsize * table.WORDS
 _NO_SCOPE = np.zeros(TYPE.shape, TYPE.dtype)
 
 
@@ -57,6 +60,7 @@ class Hold(Gate):
 
   kind = "hold"
   handles = "makes"
+  taped = False  # what makes the object is told of below: handles differ from run to run
 
   def apply_raw(self, args: Any, kwargs: dict[str, Any], static: Any) -> Any:
     args, kwargs = jax.tree.map(_without_tangent, (args, kwargs))
@@ -71,13 +75,41 @@ def holding(
 
   def call(*args: Any, **kwargs: Any) -> Handle:
     scope = kwargs.pop(SCOPE)
-    args, kwargs = resolved(maker[0].label, args), resolved(maker[0].label, kwargs)
-    return Handle(table.add(make(*args, **kwargs), maker[0], scope))
+
+    def now() -> Any:
+      given = resolved(maker[0].label, args), resolved(maker[0].label, kwargs)
+      return make(*given[0], **given[1])
+
+    operands = _operands((args, kwargs)) if _callgate.tape() is not None else ()
+    value, number = tape.make_object(made.name, operands, now)
+    words = table.add(value, maker[0], scope)
+    if number is not None:
+      tape.objects[words.tobytes()] = number
+    return Handle(words)
 
   functools.update_wrapper(call, make)
   made = Hold(call, dataclasses.replace(options, out=Handle(TYPE)))
   maker.append(Maker(named(made.name), place_of_user()))
   return made
+
+
+def _operands(given: Any) -> list[dtypes.Value]:
+  """A call's arrays, with the numbers of the recorded calls that made its objects."""
+  found: list[dtypes.Value] = []
+  for leaf in map(to_numpy, jax.tree.leaves(given, is_leaf=_is_handle)):
+    if isinstance(leaf, Handle):
+      found.append(of_objects(dtypes.value_of(leaf.words)))
+    elif isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
+      found.append(dtypes.value_of(leaf))
+  return found
+
+
+def of_objects(words: dtypes.Value) -> dtypes.Value:
+  """In the place of handles: the numbers of the recorded calls that made their objects."""
+  _, shape, data = words
+  each = (data[i : i + _BYTES] for i in range(0, len(data), _BYTES))
+  numbers = [tape.objects.get(one, tape.UNKNOWN) for one in each]
+  return dtypes.value_of(np.array(numbers, np.int64).reshape(shape[:-1]))
 
 
 def _without_tangent(leaf: Any) -> Any:
@@ -258,7 +290,10 @@ def _object(user: str, leaf: Any) -> Any:
       f"{user}: expected a handle's words, uint32[2], got {words.dtype}{list(words.shape)}"
     )
   if words.ndim == 1:
-    return table.get(words, user).value
+    value = table.get(words, user).value
+    if isinstance(value, tape.Standin):
+      value.refuse(user)
+    return value
   return [_object(user, Handle(one)) for one in words]
 
 

@@ -58,6 +58,7 @@ struct GateOptions {
   bool native = false;          // gets a GPU's own arrays, as Buffers, else copies on the host
   bool default_stream = false;  // its library works on CUDA's legacy default stream by itself
   bool command_buffer = false;  // runs while XLA records its stream's work
+  bool taped = false;           // recordings have its calls (tape.h)
   std::chrono::nanoseconds timeout{0};
 };
 

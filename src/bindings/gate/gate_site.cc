@@ -19,6 +19,7 @@
 #include "bindings/arrays/results.h"
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
+#include "bindings/gate/tape.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/system.h"
@@ -78,7 +79,7 @@ class PyGateSite final : public Site {
         mesh_(std::make_shared<const Mesh>(std::move(spec_.mesh))) {}
 
   void run(const Call& call) override {
-    if (callee_->items != nullptr && call.context.stream == nullptr &&
+    if (callee_->items != nullptr && call.context.stream == nullptr && !is_taping() &&
         callee_->items->take(call.results))
       return;
     watched_for_stalls(callee_, call, [&] { run_counted(call); });
@@ -163,7 +164,7 @@ class PyGateSite final : public Site {
   }
 
   void run_all(const Call& call, DeviceCall* gpu) {
-    if (spec_.lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
+    if (spec_.lanes.empty()) return run_lane(0, call.operands, call.results, call.context, gpu);
     std::optional<LanesOfCall> lanes;
     try {
       lanes.emplace(spec_.lanes, call.operands, call.results);
@@ -175,13 +176,25 @@ class PyGateSite final : public Site {
     for (std::int64_t lane = 0; lane < (*lanes)->count(); ++lane) {
       (*lanes)->select_operands(lane, call.operands, operands);
       (*lanes)->select_results(lane, call.results, results);
-      run_lane(operands, results, call.context, gpu);
+      run_lane(lane, operands, results, call.context, gpu);
     }
   }
 
+  void run_lane(std::int64_t lane, std::span<const ArrayView> operands,
+                std::span<ArrayView> results, const CallContext& context, DeviceCall* gpu) {
+    if (!options_.taped || !is_taping()) return call_lane(operands, results, context, gpu);
+    if (gpu != nullptr)
+      raise(PyExc_NotImplementedError,
+            "gate '" + callee_->name() +
+                "': recordings hold arrays of the host; expected arrays=\"numpy\" in a block of "
+                "callgate.record or callgate.replay, got a call whose arrays stay on a GPU");
+    on_tape(callee_->name(), spec_, lane, operands, results, context,
+            [&] { call_lane(operands, results, context, gpu); });
+  }
+
   // One call of the callable.
-  void run_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
-                const CallContext& context, DeviceCall* gpu) {
+  void call_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
+                 const CallContext& context, DeviceCall* gpu) {
     // Once: another thread's call may change it. A GPU's memory is never copied here.
     unsigned privately =
         gpu == nullptr ? callee_->private_views.load(std::memory_order_relaxed) : 0;  // see there

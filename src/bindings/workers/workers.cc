@@ -18,6 +18,7 @@
 
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
+#include "bindings/gate/tape.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/threads.h"
@@ -44,6 +45,23 @@ class HeldDefinition : Immovable {
  private:
   std::shared_ptr<Pool> pool_;
   Definition definition_;
+};
+
+std::string bytes_in(const nb::object& given) {
+  const auto bytes = nb::cast<nb::bytes>(given);
+  return {bytes.c_str(), bytes.size()};
+}
+
+struct PoolHandle {
+  explicit PoolHandle(PoolOptions options)
+      : pool(without_gil([&] { return Pool::make(std::move(options)); })) {}
+  PoolHandle(const PoolHandle&) = delete;
+  PoolHandle& operator=(const PoolHandle&) = delete;
+  ~PoolHandle() {
+    without_gil([&] { pool.reset(); });
+  }
+
+  std::shared_ptr<Pool> pool;
 };
 
 struct WorkerOptions {
@@ -76,19 +94,38 @@ class WorkerCallee final : public GateCallee, public std::enable_shared_from_thi
   const WorkerOptions options;
   LateReference start, describe, failed;
   SharedCounters counters;
-  // From the first site on; under the GIL.
+  // From the first site on that is to call a worker; under the GIL.
   std::shared_ptr<Pool> pool;
   std::shared_ptr<HeldDefinition> definition;
 };
 
 class WorkerSite final : public Site {
  public:
-  WorkerSite(std::shared_ptr<WorkerCallee> callee, std::shared_ptr<HeldDefinition> of_gate,
-             std::string bytes, SiteSpec spec)
-      : callee_(std::move(callee)),
-        gate_(std::move(of_gate)),
-        site_(callee_->pool, gate_->get().id, std::move(bytes)),
-        spec_(std::move(spec)) {}
+  WorkerSite(std::shared_ptr<WorkerCallee> callee, SiteSpec spec)
+      : callee_(std::move(callee)), spec_(std::move(spec)) {}
+
+  // Has the definitions made that workers need, and the pool, once. Under the GIL; throws a Python
+  // exception.
+  void prepare() {
+    auto given = [](nb::object object) {
+      if (!object.is_valid()) nb::raise_python_error();
+      return object;
+    };
+    if (prepared_.load(std::memory_order_relaxed)) return;  // under the GIL
+    if (callee_->definition == nullptr) {
+      nb::object started = given(call_python(callee_->start.get(), ""));
+      nb::object described = given(call_python(callee_->describe.get(), "OO", Py_None, Py_False));
+      callee_->pool = nb::cast<const PoolHandle&>(started).pool;
+      callee_->definition = std::make_shared<HeldDefinition>(callee_->pool, 0, bytes_in(described));
+    }
+    const bool cast = !spec_.held.text("cast").empty();
+    nb::object described = given(
+        call_python(callee_->describe.get(), "sO", spec_.spec.c_str(), cast ? Py_True : Py_False));
+    if (prepared_.load(std::memory_order_relaxed)) return;  // another thread's, meanwhile
+    gate_ = callee_->definition;
+    site_ = std::make_unique<HeldDefinition>(callee_->pool, gate_->get().id, bytes_in(described));
+    prepared_.store(true, std::memory_order_release);  // who sees it sees both definitions
+  }
 
   void run(const Call& call) override {
     watched_for_stalls(callee_, call, [&] { run_counted(call); });
@@ -99,11 +136,20 @@ class WorkerSite final : public Site {
     const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
     const auto begin = std::chrono::steady_clock::now();
     callee_->counters.bytes.fetch_add(nbytes(call), std::memory_order_relaxed);
-    try {
-      spread_call(call);
-    } catch (const WorkerFailure& why) {
-      callee_->counters.errors.fetch_add(1, std::memory_order_relaxed);
-      rethrow(why, call);
+    std::optional<LanesOfCall> of_call;
+    if (!spec_.lanes.empty()) of_call.emplace(spec_.lanes, call.operands, call.results);
+    const Lanes* lanes = of_call ? &**of_call : nullptr;
+    callee_->counters.calls.fetch_add(lanes == nullptr ? 1 : lanes->count(),
+                                      std::memory_order_relaxed);
+    if (is_taping() || !prepared_.load(std::memory_order_acquire)) {  // see prepare()
+      run_under_gil(call, lanes);
+    } else {
+      try {
+        spread_call(call, lanes, first_lane_of(call, lanes));
+      } catch (const WorkerFailure& why) {
+        GilScope gil;
+        fail(raised_by([&] { raise_failure(why, call); }), call, why.kind);
+      }
     }
     if (!timed) return;
     const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
@@ -116,27 +162,52 @@ class WorkerSite final : public Site {
         took.count());
   }
 
-  void spread_call(const Call& call) {
-    const std::array<const Definition*, 2> definitions{&gate_->get(), &site_.get()};
+  // A call that Python has to do with before workers have, if they have at all.
+  void run_under_gil(const Call& call, const Lanes* lanes) {
+    auto kind = WorkerFailure::Kind::kRaised;
+    auto make = [&](const Call& part, const Lanes* of_part, std::int64_t lane) {
+      prepare();
+      std::optional<WorkerFailure> why;
+      without_gil([&] {
+        try {
+          spread_call(part, of_part, first_lane_of(call, lanes) + lane);
+        } catch (const WorkerFailure& failure) {
+          why = failure;
+        }
+      });
+      if (!why) return;
+      kind = why->kind;
+      raise_failure(*why, part);
+    };
+    GilScope gil;
+    auto raised = raised_by([&] {
+      if (!is_taping()) return make(call, lanes, 0);
+      lanes_on_tape(callee_->name(), spec_, call, lanes, make);
+    });
+    if (raised) fail(std::move(raised), call, kind);
+  }
+
+  static std::int64_t first_lane_of(const Call& call, const Lanes* lanes) {
+    return std::max(call.context.shard, 0) * (lanes == nullptr ? 1 : lanes->count());
+  }
+
+  void spread_call(const Call& call, const Lanes* lanes, std::int64_t first_lane) {
+    const std::array<const Definition*, 2> definitions{&gate_->get(), &site_->get()};
     SpreadOptions options{.definitions = definitions,
                           .timeout = callee_->options.timeout,
                           .retries = callee_->options.retries,
                           .in_order = callee_->options.in_order,
                           .by_lane = callee_->options.by_lane};
     options.check_writes = settings.check_writes.load(std::memory_order_relaxed);  // see there
-    std::optional<LanesOfCall> lanes;
-    if (!spec_.lanes.empty()) lanes.emplace(spec_.lanes, call.operands, call.results);
-    const std::int64_t count = lanes ? (*lanes)->count() : 1;
-    callee_->counters.calls.fetch_add(count, std::memory_order_relaxed);
-    options.first_lane = std::max(call.context.shard, 0) * count;
-    spread(*callee_->pool, options, call, lanes ? &**lanes : nullptr, lane_time_);
+    options.first_lane = first_lane;
+    spread(*callee_->pool, options, call, lanes, lane_time_);
   }
 
-  [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) {
+  // Raises the Python exception that a failure stands for. Under the GIL.
+  [[noreturn]] void raise_failure(const WorkerFailure& why, const Call& call) {
     if (why.kind == WorkerFailure::Kind::kInterrupted)
       throw Error(ErrorCode::kAborted,
                   "Ctrl-C ended the program at its call of '" + callee_->name() + "'");
-    GilScope gil;
     nb::object given = call_python(
         callee_->failed.get(), "(N)",
         dict_of("kind", static_cast<int>(why.kind), "text", why.what(), "raised",
@@ -146,58 +217,34 @@ class WorkerSite final : public Site {
             .release()
             .ptr());
     if (given.is_valid()) PyErr_SetObject(given.type().ptr(), given.ptr());
-    const bool overdue = why.kind == WorkerFailure::Kind::kOverdue;
+    nb::raise_python_error();
+  }
+
+  [[noreturn]] void fail(std::optional<nb::python_error> raised, const Call& call,
+                         WorkerFailure::Kind kind) {
+    callee_->counters.errors.fetch_add(1, std::memory_order_relaxed);
+    const bool overdue = kind == WorkerFailure::Kind::kOverdue;
     throw Error::verbatim(
         overdue ? ErrorCode::kDeadlineExceeded : ErrorCode::kInternal,
-        failure_text(nb::python_error(), callee_->name(), spec_.site, spec_.layout, call.context));
+        failure_text(*raised, callee_->name(), spec_.site, spec_.layout, call.context));
   }
 
   std::shared_ptr<WorkerCallee> callee_;
-  std::shared_ptr<HeldDefinition> gate_;
-  HeldDefinition site_;
   SiteSpec spec_;
+  std::atomic<bool> prepared_{false};
+  std::shared_ptr<HeldDefinition> gate_;
+  std::unique_ptr<HeldDefinition> site_;
   LaneTime lane_time_{0};
-};
-
-std::string bytes_in(const nb::object& given) {
-  const auto bytes = nb::cast<nb::bytes>(given);
-  return {bytes.c_str(), bytes.size()};
-}
-
-struct PoolHandle {
-  explicit PoolHandle(PoolOptions options)
-      : pool(without_gil([&] { return Pool::make(std::move(options)); })) {}
-  PoolHandle(const PoolHandle&) = delete;
-  PoolHandle& operator=(const PoolHandle&) = delete;
-  ~PoolHandle() {
-    without_gil([&] { pool.reset(); });
-  }
-
-  std::shared_ptr<Pool> pool;
 };
 
 std::shared_ptr<Site> WorkerCallee::specialise(SiteSpec spec) {
   GilScope gil;
-  const bool cast = !spec.held.text("cast").empty();
-  std::string of_site;
-  auto raised = raised_by([&] {
-    auto given = [](nb::object object) {
-      if (!object.is_valid()) nb::raise_python_error();
-      return object;
-    };
-    if (definition == nullptr) {
-      nb::object started = given(call_python(start.get(), ""));
-      pool = nb::cast<const PoolHandle&>(started).pool;
-      nb::object described = given(call_python(describe.get(), "OO", Py_None, Py_False));
-      definition = std::make_shared<HeldDefinition>(pool, 0, bytes_in(described));
-    }
-    of_site = bytes_in(
-        given(call_python(describe.get(), "sO", spec.spec.c_str(), cast ? Py_True : Py_False)));
-  });
-  if (raised)
-    throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name(), spec.site));
-  return std::make_shared<WorkerSite>(shared_from_this(), definition, std::move(of_site),
-                                      std::move(spec));
+  const std::string place = spec.site;
+  auto site = std::make_shared<WorkerSite>(shared_from_this(), std::move(spec));
+  if (is_replaying()) return site;  // a recording answers its calls: workers may never be needed
+  if (auto raised = raised_by([&] { site->prepare(); }))
+    throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name(), place));
+  return site;
 }
 
 using WorkerHandle = Handle<WorkerCallee>;
