@@ -26,6 +26,8 @@ from callgate._core.errors import (
   KernelError,
   KernelFileError,
   ProcessError,
+  RecordedError,
+  ReplayError,
   ResultError,
   WorkerError,
 )
@@ -72,6 +74,8 @@ if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
   from callgate._kernel.numba.numba import numba
   from callgate._kernel.peers.kernel import kernel
   from callgate._nan.find import NanReport, find_nan
+  from callgate._replay.record import Recording, record
+  from callgate._replay.replay import Replay, replay
   from callgate._serve.serve import Server, serve
   from callgate._stream.assemble import assemble
   from callgate._stream.reader import StreamReader, open_stream
@@ -115,6 +119,10 @@ __all__ = [
   "ProcessError",
   "Progress",
   "Record",
+  "RecordedError",
+  "Recording",
+  "Replay",
+  "ReplayError",
   "ResultError",
   "Server",
   "StreamReader",
@@ -161,6 +169,8 @@ __all__ = [
   "open_stream",
   "print",
   "progress",
+  "record",
+  "replay",
   "root",
   "save_kernels",
   "scan",
@@ -203,6 +213,10 @@ _LATER = {
   "kernel": "callgate._kernel.peers.kernel",
   "NanReport": "callgate._nan.find",
   "find_nan": "callgate._nan.find",
+  "Recording": "callgate._replay.record",
+  "record": "callgate._replay.record",
+  "Replay": "callgate._replay.replay",
+  "replay": "callgate._replay.replay",
   "Server": "callgate._serve.serve",
   "serve": "callgate._serve.serve",
   "assemble": "callgate._stream.assemble",

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -40,6 +41,10 @@ struct CallContext {
   std::int32_t shard = -1;
   unsigned long thread = 0;  // Python's number of the thread that XLA made the call on; 0: not told
 };
+
+// Whether each call is told all of its context, whatever its callee reads: while a recording is made
+// or replayed. Relaxed: a call that runs when it changes is told or not.
+inline constinit std::atomic<bool> contexts_wanted{false};
 
 struct Call {
   std::span<const ArrayView> operands;

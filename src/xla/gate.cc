@@ -130,8 +130,9 @@ void GateState::execute(XLA_FFI_CallFrame* frame) {
   if (!site->shards.runs(shard)) [[unlikely]]
     return site->site->skip(Call{decoded.operands(), decoded.results(), {}});
   bool own_thread = site->callee->own_thread();
-  CallContext context = site->reads_context || own_thread ? decode_context(*frame)
-                                                          : CallContext{.run = decode_run(*frame)};
+  const bool reads = site->reads_context || own_thread ||
+                     contexts_wanted.load(std::memory_order_relaxed);  // see there
+  CallContext context = reads ? decode_context(*frame) : CallContext{.run = decode_run(*frame)};
   context.shard = shard;
   try {
     run_call(frame, site, {decoded.operands(), decoded.results(), context}, own_thread);

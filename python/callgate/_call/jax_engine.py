@@ -22,8 +22,8 @@ from callgate._arrays import gpu
 from callgate._arrays.torch import to_numpy
 from callgate._call.batching import apply_vmap_rule, batch_whole
 from callgate._call.site import BoundCall, Callee, CallSite
-from callgate._core import encoding, registry, split
-from callgate._core.dtypes import type_text
+from callgate._core import encoding, registry, split, tape
+from callgate._core.dtypes import dtype_code, type_text
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._core.failures import describe_failure
@@ -83,7 +83,7 @@ def _callback(
       for lane_number, index in enumerate(np.ndindex(*(size for size, _ in levels))):
         places = [(i, mask) for i, (_, mask) in zip(index, levels, strict=True)]
         own = [x[tuple(i for i, mask in places if mask[k])] for k, x in enumerate(arrays)]
-        one = functools.partial(_run_on_host, gate, site, lane, own)
+        one = functools.partial(_run_on_host, gate, site, lane, own, lane_number)
         rows.append(gate.on_lane(lane_number, one))
       return tuple(
         np.stack([row[k] for row in rows]).reshape(r.shape) if rows else np.empty(r.shape, r.dtype)
@@ -106,6 +106,17 @@ class HostError(RuntimeError):
 
 
 def _run_on_host(
+  gate: Callee, site: CallSite, results: Sequence[tuple[Any, Any]], inputs: Sequence[Any], lane: int
+) -> Sequence[Any]:
+  """One call of the function, unless a recording answers it."""
+  run = functools.partial(_call_on_host, gate, site, results, inputs)
+  if not gate.taped or _callgate.tape() is None:
+    return run()
+  types = [(dtype_code(np.dtype(dtype)), tuple(shape)) for shape, dtype in results]
+  return tape.call(gate.name, inputs, types, run, spec=site.spec, lane=lane)
+
+
+def _call_on_host(
   gate: Callee, site: CallSite, results: Sequence[tuple[Any, Any]], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
   """One call of the function, to `results` (shape and dtype), checked as the runtime does."""

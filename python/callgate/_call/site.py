@@ -113,6 +113,8 @@ class Callee(Portable):
   autograd = False
   # Whether the function may know which lane it runs for.
   by_lane = False
+  # Whether recordings have its calls (`callgate.record`).
+  taped = False
   # Whether one call does in programs for several platforms.
   same_on_all_platforms = False
   # Whether arguments may hold more than arrays (`_core/split.py`).

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,12 +52,46 @@ def is_complex(dtype: Any) -> bool:
   return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
-_PACKED = frozenset({"int4", "uint4", "int2", "uint2", "int1", "uint1", "float4_e2m1fn"})
+# Bits of an element.
+_PACKED = {
+  "int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "int1": 1, "uint1": 1, "float4_e2m1fn": 4
+}  # fmt: skip
 
 
 def is_packed(dtype: Any) -> bool:
   """True for dtypes of which XLA keeps several elements in a byte."""
   return np.dtype(dtype).name in _PACKED
+
+
+# An array as XLA has it: the code of its dtype, its extents, its bytes.
+Value = tuple[int, tuple[int, ...], bytes]
+
+
+def value_of(array: Any) -> Value:
+  """A NumPy array as XLA has it; GateDefinitionError for a dtype that JAX lacks."""
+  array = np.asarray(array)
+  if not array.dtype.isnative:
+    array = array.astype(array.dtype.newbyteorder("="))
+  code, shape = dtype_code(array.dtype), tuple(map(int, array.shape))
+  if (bits := _PACKED.get(array.dtype.name)) is None:
+    return code, shape, array.tobytes()
+  # The first element in the low bits of a byte.
+  bytes_of_each = np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8)
+  kept = np.unpackbits(bytes_of_each, axis=1, bitorder="little")[:, :bits]
+  return code, shape, np.packbits(kept, bitorder="little").tobytes()
+
+
+def array_of(value: Value) -> np.ndarray:
+  """The NumPy array of a value, read-only."""
+  code, shape, data = value
+  dtype = dtype_of(code)
+  if (bits := _PACKED.get(dtype.name)) is None:
+    return np.frombuffer(data, dtype).reshape(shape)
+  each = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+  each = each[: math.prod(shape) * bits].reshape(-1, bits)
+  if np.dtype(dtype).name.startswith("int"):  # the sign
+    each = np.concatenate([each, np.repeat(each[:, -1:], 8 - bits, axis=1)], axis=1)
+  return np.packbits(each, axis=1, bitorder="little").view(dtype).reshape(shape)
 
 
 def dtype_of(code: int) -> np.dtype[Any]:

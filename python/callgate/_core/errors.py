@@ -64,6 +64,24 @@ class GateDefinitionError(GateError, TypeError):
   """A gate was defined or called in a way that can't work; raised while tracing."""
 
 
+class ReplayError(GateError, ValueError):
+  """A call in a block of `callgate.replay` is none of the recording's, or that can't be read."""
+
+
+class RecordedError(GateError):
+  """A recorded call raised an exception whose class a replay doesn't make; see `callgate.replay`.
+
+  Attributes:
+    kind: the class's name, with its module's.
+    message: what the exception said.
+  """
+
+  def __init__(self, kind: str, message: str) -> None:
+    super().__init__(f"{kind}: {message}" if message else kind)
+    self.kind = kind
+    self.message = message
+
+
 class CheckError(GateError, AssertionError):
   """A `callgate.check` in a compiled program found its predicate False.
 

@@ -23,7 +23,7 @@ from jax.interpreters import batching, mlir
 from callgate import _callgate
 from callgate._call import jax_engine, primitive
 from callgate._call.site import BoundCall, CallSite
-from callgate._core import effects, errors, failures, options, registry
+from callgate._core import dtypes, effects, errors, failures, options, registry, tape
 from callgate._core.pickling import Origin, Portable
 from callgate._feed import items
 from callgate._feed import producer as _producer
@@ -182,13 +182,16 @@ class Feed(Portable):
     for effect in (effects.ORDERED_GATE_EFFECT, tracing.ordered_io_effect):
       dispatch.wait_for_own(effect)
     try:
-      arrays = self._producer.take_whole()
+      arrays = tape.call(
+        self.name, (), [(dtypes.dtype_code(x.dtype), x.shape) for x in jax.tree.leaves(self.shape)],
+        self._producer.take_whole,
+      )  # fmt: skip
     except errors.EndOfFeed as error:
       if self._producer.raised(error):  # another feed's, which the iterator reads
         raise
       raise StopIteration from None
     put = jax.device_put if self._shares is None else self._shares.put
-    return jax.tree.unflatten(self._tree, put(arrays))
+    return jax.tree.unflatten(self._tree, put(list(arrays)))
 
   def stats(self) -> dict[str, int]:
     """Returns what has happened so far.

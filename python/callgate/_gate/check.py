@@ -40,6 +40,8 @@ failed: list[Callable[[str, str], object]] = []
 class Check(Gate):
   """The gate behind the checks of one message; its callee looks at the predicate first."""
 
+  taped = False  # a replay decides it anew
+
   def __init__(self, message: str) -> None:
     def fail(ok: Any, /, **values: Any) -> tuple[()]:
       if ok or not config.looks("checks"):  # of several lanes, one that has not failed

@@ -62,6 +62,7 @@ class Gate(Operation[P, R]):
   same_on_all_platforms = True  # programs for several have no graphs
   one_calls_for_all = True
   splits = True
+  taped = True
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
     name = _options.name("gate", options.name) or registry.unique_name(function)
@@ -134,6 +135,7 @@ class Gate(Operation[P, R]):
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
       located=self.located,
       by_lane=self.by_lane,
+      taped=self.taped,
     )  # fmt: skip
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:

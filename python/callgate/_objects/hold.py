@@ -14,9 +14,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from callgate import _callgate
+from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
 from callgate._call.options import Effect
-from callgate._core import factories, paths
+from callgate._core import dtypes, factories, paths, tape
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, HandleError
 from callgate._gate.gate import Gate
@@ -29,6 +31,7 @@ from callgate._objects.table import Held, Kept, Maker
 from callgate._workers.workers import Workers, shared
 
 _PLACES = "'xla', 'own', 'processes' or callgate.workers(...)"
+_BYTES = TYPE.dtype.itemsize * table.WORDS
 _NO_SCOPE = np.zeros(TYPE.shape, TYPE.dtype)
 
 
@@ -63,6 +66,7 @@ class Hold(Gate):
 
   kind = "hold"
   handles = "makes"
+  taped = False  # what makes the object is told of below: handles differ from run to run
 
   def _named_callee(self) -> Any:
     if not isinstance(self.run_on, Workers):
@@ -87,8 +91,17 @@ def holding(
 
   def call(*args: Any, **kwargs: Any) -> Handle:
     scope = kwargs.pop(SCOPE)
-    args, kwargs = resolved(maker[0].label, args), resolved(maker[0].label, kwargs)
-    return Handle(table.add(make(*args, **kwargs), maker[0], scope), key)
+
+    def now() -> Any:
+      given = resolved(maker[0].label, args), resolved(maker[0].label, kwargs)
+      return make(*given[0], **given[1])
+
+    operands = _operands((args, kwargs)) if _callgate.tape() is not None else ()
+    value, number = tape.make_object(made.name, operands, now)
+    words = table.add(value, maker[0], scope)
+    if number is not None:
+      tape.objects[words.tobytes()] = number
+    return Handle(words, key)
 
   functools.update_wrapper(call, make)
   call.there = there = Making(make)  # type: ignore[attr-defined]
@@ -121,6 +134,25 @@ class Making:
     label = self.maker.label
     made = self.make(*resolved(label, args), **resolved(label, kwargs))
     table.lend(handle.words, made, self.maker)
+
+
+def _operands(given: Any) -> list[dtypes.Value]:
+  """A call's arrays, with the numbers of the recorded calls that made its objects."""
+  found: list[dtypes.Value] = []
+  for leaf in map(to_numpy, jax.tree.leaves(given, is_leaf=_is_handle)):
+    if isinstance(leaf, Handle):
+      found.append(of_objects(dtypes.value_of(leaf.words)))
+    elif isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
+      found.append(dtypes.value_of(leaf))
+  return found
+
+
+def of_objects(words: dtypes.Value) -> dtypes.Value:
+  """In the place of handles: the numbers of the recorded calls that made their objects."""
+  _, shape, data = words
+  each = (data[i : i + _BYTES] for i in range(0, len(data), _BYTES))
+  numbers = [tape.objects.get(one, tape.UNKNOWN) for one in each]
+  return dtypes.value_of(np.array(numbers, np.int64).reshape(shape[:-1]))
 
 
 def _without_tangent(leaf: Any) -> Any:
@@ -346,6 +378,8 @@ def _object(user: str, leaf: Any) -> Any:
     )
   if words.ndim == 1:
     held = table.get(words, user)
+    if isinstance(held.value, tape.Standin):
+      held.value.refuse(user)
     if isinstance(held.value, RemoteObject):
       raise HandleError(
         f"{user}: expected an object of this process, got that of object #{held.number}, made by "

@@ -197,6 +197,10 @@ def find(name: str) -> object:
   return _gates().get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
 
 
+class _ScopeGate(Gate):
+  taped = False
+
+
 @functools.cache
 def _gates() -> dict[str, Gate]:
   """The gates that a scoped loop calls. Their order is that of their operands."""
@@ -215,7 +219,7 @@ def _gates() -> dict[str, Gate]:
     return ()
 
   return {
-    function.__name__: Gate(
+    function.__name__: _ScopeGate(
       function, GateOptions(out=out, name=f"{_PREFIX}{function.__name__}", effect="io")
     ).handle()
     for function, out in ((enter, TYPE), (sweep, ()), (leave, ()))

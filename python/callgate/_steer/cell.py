@@ -23,6 +23,7 @@ class CellGate(Gate):
   """
 
   reads_cell = True
+  taped = False  # a knob is the host's, and a replay's host has one
   once = False  # all reads of an execution get the same value
 
   def __init__(self, name: str, function: Callable[..., Any], dtype: Any) -> None:

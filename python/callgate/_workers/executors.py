@@ -48,6 +48,10 @@ class OnExecutor:
 
   def prepare(self) -> None:
     """Finds out, while a call is traced, whether the executor will be able to make it."""
+    if not _callgate.is_replaying():  # a recording answers: it may never be needed
+      self._pickle()
+
+  def _pickle(self) -> None:
     if not self.here and self._text is None:
       self._text = travel.dumps(self.label, (vars(self.described), self.aliases))
 
@@ -57,7 +61,7 @@ class OnExecutor:
     return self._tasks[spec]
 
   def _made_task(self, spec: str) -> Callable[..., Any]:
-    self.prepare()
+    self._pickle()
     if self.here:
       return functools.partial(_run_here, vars(self.described), self.aliases, spec)
     entries = travel.dumps(self.label, encoding.entries_of(spec))

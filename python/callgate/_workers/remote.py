@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from callgate import _callgate
 from callgate._core import encoding
 from callgate._core.errors import GateTimeoutError, WorkerError
 from callgate._workers import travel
@@ -47,8 +48,9 @@ class Remote:
 
   def prepare(self) -> None:
     """Finds out, while a call is traced, whether workers will be able to make it."""
-    self._of_gate()
-    self.start()
+    if not _callgate.is_replaying():  # a recording answers: workers may never be needed
+      self._of_gate()
+      self.start()
 
   def describe(self, spec: str | None, cast: bool) -> bytes:
     """What defines a call site of the gate for a worker; with None, the gate."""

@@ -23,7 +23,6 @@ from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths
 from callgate.sinks._base import ChoiceOptions, OwnedSink, StrPath
 
-_PACKED_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
 _made: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()  # by path
 _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
 
@@ -189,20 +188,11 @@ def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
   """A leaf in the form that `RecordWriter.write` takes."""
   if masked.is_masked(leaf):
     raise ValueError(f"expected an array of the leaf {path!r}, got {masked.shown(leaf)}")
-  array = np.asarray(leaf)
-  name = array.dtype.name
-  if not array.dtype.isnative:
-    array = array.astype(array.dtype.newbyteorder("="))
   try:
-    code = dtypes.dtype_code(array.dtype)
+    code, shape, data = dtypes.value_of(leaf)
   except GateDefinitionError as error:
     raise ValueError(f"{error} of the leaf {path!r}") from None
-  if name not in _PACKED_BITS:
-    return path, code, list(array.shape), array.tobytes()
-  # As XLA has them: the first element in the low bits of a byte.
-  raw = np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8)
-  bits = np.unpackbits(raw, axis=1, bitorder="little")[:, : _PACKED_BITS[name]]
-  return path, code, list(array.shape), np.packbits(bits, bitorder="little").tobytes()
+  return path, code, list(shape), data
 
 
 class Stream(NativeSink):

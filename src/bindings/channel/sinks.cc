@@ -131,10 +131,11 @@ class RecordWriter : Immovable {  // consumers know sources by their address
   explicit RecordWriter(std::shared_ptr<Consumer> consumer) : consumer_(std::move(consumer)) {}
 
   void write(const std::string& name, int role, const std::vector<LeafArgument>& leaves,
-             std::uint64_t seq, std::int64_t time_ns, std::int64_t run, std::int32_t device,
-             bool repeated, const std::vector<std::int64_t>& lane) {
+             const std::string& description, std::uint64_t seq, std::int64_t time_ns,
+             std::int64_t run, std::int32_t device, bool repeated,
+             const std::vector<std::int64_t>& lane) {
     const std::vector<std::int64_t> levels = levels_of(lane);
-    const Source& from = source(name, static_cast<Role>(role), leaves, levels);
+    const Source& from = source(name, description, static_cast<Role>(role), leaves, levels);
     std::vector<Block> blocks(from.payload_bytes / sizeof(Block) + 1);
     char* payload = blocks.front().bytes;
     for (std::size_t i = 0; i < leaves.size(); ++i) {
@@ -160,10 +161,12 @@ class RecordWriter : Immovable {  // consumers know sources by their address
   }
 
  private:
-  const Source& source(const std::string& name, Role role, const std::vector<LeafArgument>& leaves,
+  const Source& source(const std::string& name, const std::string& description, Role role,
+                       const std::vector<LeafArgument>& leaves,
                        const std::vector<std::int64_t>& levels) {
     auto made = std::make_unique<Source>();
     made->name = name;
+    made->description = description;
     made->role = role;
     made->value_leaves = leaves.size();
     for (const auto& [path, code, dims, bytes] : leaves) {
@@ -189,7 +192,7 @@ class RecordWriter : Immovable {  // consumers know sources by their address
   // By all that a source consists of; the last leaf's extents are the levels.
   struct Less {
     static auto key(const Source& of) {
-      return std::tie(of.name, of.role, of.value_leaves, of.leaves);
+      return std::tie(of.name, of.description, of.role, of.value_leaves, of.leaves);
     }
     bool operator()(const auto& one, const auto& other) const { return key(*one) < key(*other); }
   };
@@ -240,8 +243,8 @@ void bind_sinks(nb::module_& module) {
                            "Hands records made in Python to a native consumer.")
       .def(nb::init<std::shared_ptr<Consumer>>(), nb::arg("consumer"))
       .def("write", &RecordWriter::write, nb::kw_only(), nb::arg("name"), nb::arg("role"),
-           nb::arg("leaves"), nb::arg("seq"), nb::arg("time_ns"), nb::arg("run"), nb::arg("device"),
-           nb::arg("repeated"), nb::arg("lane"))
+           nb::arg("leaves"), nb::arg("description") = "", nb::arg("seq"), nb::arg("time_ns"),
+           nb::arg("run"), nb::arg("device"), nb::arg("repeated"), nb::arg("lane"))
       .def("open", &RecordWriter::tell<&Consumer::open>)
       .def("flush", &RecordWriter::tell<&Consumer::flush>)
       .def("close", &RecordWriter::tell<&Consumer::close>);

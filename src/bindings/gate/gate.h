@@ -54,6 +54,7 @@ struct GateOptions {
   bool command_buffer = false;  // runs while XLA records its stream's work
   bool by_lane = false;         // it is told which lane runs
   bool located = false;         // may ask where its call is (CallPlace)
+  bool taped = false;           // recordings have its calls (tape.h)
   std::chrono::nanoseconds timeout{0};
 };
 

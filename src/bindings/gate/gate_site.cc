@@ -20,6 +20,7 @@
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
 #include "bindings/gate/scopes.h"
+#include "bindings/gate/tape.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/system.h"
@@ -80,7 +81,7 @@ class PyGateSite final : public Site {
         mesh_(std::make_shared<const Mesh>(std::move(spec_.mesh))) {}
 
   void run(const Call& call) override {
-    if (callee_->items != nullptr && call.context.stream == nullptr) {
+    if (callee_->items != nullptr && call.context.stream == nullptr && !is_taping()) {
       TimelineSpan span("feed", callee_->name());
       if (callee_->items->take(call.results)) return;
     }
@@ -167,7 +168,7 @@ class PyGateSite final : public Site {
     CallPlaceScope told(options_.located ? &place : nullptr);
     const std::int64_t shard = std::max(call.context.shard, 0);
     if (options_.by_lane) current_lane = shard;
-    if (spec_.lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
+    if (spec_.lanes.empty()) return run_lane(0, call.operands, call.results, call.context, gpu);
     std::optional<LanesOfCall> lanes;
     try {
       lanes.emplace(spec_.lanes, call.operands, call.results);
@@ -182,13 +183,25 @@ class PyGateSite final : public Site {
       (*lanes)->select_operands(lane, call.operands, operands);
       (*lanes)->select_results(lane, call.results, results);
       if (options_.by_lane) current_lane = shard * (*lanes)->count() + lane;
-      run_lane(operands, results, call.context, gpu);
+      run_lane(lane, operands, results, call.context, gpu);
     }
   }
 
+  void run_lane(std::int64_t lane, std::span<const ArrayView> operands,
+                std::span<ArrayView> results, const CallContext& context, DeviceCall* gpu) {
+    if (!options_.taped || !is_taping()) return call_lane(operands, results, context, gpu);
+    if (gpu != nullptr)
+      raise(PyExc_NotImplementedError,
+            "gate '" + callee_->name() +
+                "': recordings hold arrays of the host; expected arrays=\"numpy\" in a block of "
+                "callgate.record or callgate.replay, got a call whose arrays stay on a GPU");
+    on_tape(callee_->name(), spec_, lane, operands, results, context,
+            [&] { call_lane(operands, results, context, gpu); });
+  }
+
   // One call of the callable.
-  void run_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
-                const CallContext& context, DeviceCall* gpu) {
+  void call_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
+                 const CallContext& context, DeviceCall* gpu) {
     // Once: another thread's call may change it. A GPU's memory is never copied here.
     unsigned privately =
         gpu == nullptr ? callee_->private_views.load(std::memory_order_relaxed) : 0;  // see there

@@ -12,6 +12,7 @@
 
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
+#include "bindings/gate/tape.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "bindings/workers/lanes.h"
@@ -50,20 +51,28 @@ class ExecutorSite final : public Site {
     GilScope gil;
     Counters& counters = callee_->counters;
     counters.bytes += nbytes(call);
+    const Lanes* lanes = of_call ? &**of_call : nullptr;
+    counters.calls += lanes == nullptr ? 1 : lanes->count();
+    auto run = [&](const Call& part, const Lanes* of_part, std::int64_t) {
+      run_lanes(part, of_part, cast);
+    };
     auto raised = raised_by([&] {
-      auto lanes = std::make_unique<CallLanes>(call, of_call ? &**of_call : nullptr,
-                                               callee_->name(), spec_.spec, cast);
-      CallLanes& borrowed = *lanes;
-      counters.calls += borrowed.count();
-      nb::object shown = nb::cast(lanes.release(), nb::rv_policy::take_ownership);
-      nb::object done = call_python(callee_->run.get(), "sO", spec_.spec.c_str(), shown.ptr());
-      borrowed.end();  // `shown` keeps it
-      if (!done.is_valid()) nb::raise_python_error();
+      if (!is_taping()) return run(call, lanes, 0);
+      lanes_on_tape(callee_->name(), spec_, call, lanes, run);
     });
     if (!raised) return;
     counters.errors += 1;
     throw Error::verbatim(ErrorCode::kInternal, failure_text(*raised, callee_->name(), spec_.site,
                                                              spec_.layout, call.context));
+  }
+
+  void run_lanes(const Call& call, const Lanes* lanes, bool cast) {
+    auto made = std::make_unique<CallLanes>(call, lanes, callee_->name(), spec_.spec, cast);
+    CallLanes& borrowed = *made;
+    nb::object shown = nb::cast(made.release(), nb::rv_policy::take_ownership);
+    nb::object done = call_python(callee_->run.get(), "sO", spec_.spec.c_str(), shown.ptr());
+    borrowed.end();  // `shown` keeps it
+    if (!done.is_valid()) nb::raise_python_error();
   }
 
   std::shared_ptr<ExecutorCallee> callee_;

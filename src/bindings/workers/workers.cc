@@ -19,6 +19,7 @@
 
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
+#include "bindings/gate/tape.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "bindings/workers/lanes.h"
@@ -48,6 +49,23 @@ class HeldDefinition : Immovable {
  private:
   std::shared_ptr<Pool> pool_;
   Definition definition_;
+};
+
+std::string bytes_in(const nb::object& given) {
+  const auto bytes = nb::cast<nb::bytes>(given);
+  return {bytes.c_str(), bytes.size()};
+}
+
+struct PoolHandle {
+  explicit PoolHandle(PoolOptions options)
+      : pool(without_gil([&] { return Pool::make(std::move(options)); })) {}
+  PoolHandle(const PoolHandle&) = delete;
+  PoolHandle& operator=(const PoolHandle&) = delete;
+  ~PoolHandle() {
+    without_gil([&] { pool.reset(); });
+  }
+
+  std::shared_ptr<Pool> pool;
 };
 
 struct WorkerOptions {
@@ -80,7 +98,7 @@ class WorkerCallee final : public GateCallee, public std::enable_shared_from_thi
   const WorkerOptions options;
   LateReference start, describe, failed;
   SharedCounters counters;
-  // From the first site on; under the GIL.
+  // From the first site on that is to call a worker; under the GIL.
   std::shared_ptr<Pool> pool;
   std::shared_ptr<HeldDefinition> definition;
 };
@@ -95,15 +113,36 @@ struct Chosen {
 
 class WorkerSite final : public Site {
  public:
-  WorkerSite(std::shared_ptr<WorkerCallee> callee, std::shared_ptr<HeldDefinition> of_gate,
-             std::string bytes, SiteSpec spec)
-      : callee_(std::move(callee)),
-        gate_(std::move(of_gate)),
-        site_(callee_->pool, gate_->get().id, std::move(bytes)),
-        spec_(std::move(spec)) {}
+  WorkerSite(std::shared_ptr<WorkerCallee> callee, SiteSpec spec)
+      : callee_(std::move(callee)), spec_(std::move(spec)) {}
+
+  // Has the definitions made that workers need, and the pool, once. Under the GIL; throws a Python
+  // exception.
+  void prepare() {
+    auto given = [](nb::object object) {
+      if (!object.is_valid()) nb::raise_python_error();
+      return object;
+    };
+    if (prepared_.load(std::memory_order_relaxed)) return;  // under the GIL
+    if (callee_->definition == nullptr) {
+      nb::object started = given(call_python(callee_->start.get(), ""));
+      nb::object described = given(call_python(callee_->describe.get(), "OO", Py_None, Py_False));
+      callee_->pool = nb::cast<const PoolHandle&>(started).pool;
+      callee_->definition = std::make_shared<HeldDefinition>(callee_->pool, 0, bytes_in(described));
+    }
+    const bool cast = !spec_.held.text("cast").empty();
+    nb::object described = given(
+        call_python(callee_->describe.get(), "sO", spec_.spec.c_str(), cast ? Py_True : Py_False));
+    if (prepared_.load(std::memory_order_relaxed)) return;  // another thread's, meanwhile
+    gate_ = callee_->definition;
+    site_ = std::make_unique<HeldDefinition>(callee_->pool, gate_->get().id, bytes_in(described));
+    prepared_.store(true, std::memory_order_release);  // who sees it sees both definitions
+  }
 
   void run(const Call& call) override {
     watched_for_stalls(callee_, call, [&] {
+      if (is_taping() || !prepared_.load(std::memory_order_acquire))  // see prepare()
+        return run_under_gil(call);
       try {
         run_counted(call, spec_.lanes, {});
       } catch (const WorkerFailure& why) {
@@ -114,6 +153,13 @@ class WorkerSite final : public Site {
 
   // A call of Python's, which has the GIL; raises what it fails with.
   void run_from_python(const Call& call, const Lanes& lanes, const Chosen& chosen) {
+    prepare();
+    if (auto failure = run_without_gil(call, lanes, chosen)) throw exception_of(*failure, call);
+  }
+
+ private:
+  std::optional<WorkerFailure> run_without_gil(const Call& call, const Lanes& lanes,
+                                               const Chosen& chosen) {
     std::optional<WorkerFailure> failure;
     without_gil([&] {
       try {
@@ -122,10 +168,36 @@ class WorkerSite final : public Site {
         failure = why;
       }
     });
-    if (failure) throw exception_of(*failure, call);
+    return failure;
   }
 
- private:
+  // A call that Python has to do with before workers have, if they have at all.
+  void run_under_gil(const Call& call) {
+    std::optional<LanesOfCall> of_call;
+    if (!spec_.lanes.empty()) of_call.emplace(spec_.lanes, call.operands, call.results);
+    const Lanes* lanes = of_call ? &**of_call : nullptr;
+    const std::int64_t count = lanes == nullptr ? 1 : lanes->count();
+    std::optional<WorkerFailure> failed;
+    auto make = [&](const Call& part, const Lanes* of_part, std::int64_t lane) {
+      prepare();
+      const std::int64_t own = of_part == nullptr ? 1 : of_part->count();
+      // Lanes are counted through all shards; run_counted() adds those of a shard of this part.
+      Chosen chosen;
+      chosen.first_lane = lane + std::max(call.context.shard, 0) * (count - own);
+      const Lanes none;
+      failed = run_without_gil(part, of_part == nullptr ? none : *of_part, chosen);
+      if (!failed) return;
+      if (failed->kind == WorkerFailure::Kind::kInterrupted) throw interrupted();
+      throw exception_of(*failed, part);
+    };
+    GilScope gil;
+    auto raised = raised_by([&] {
+      if (!is_taping()) return make(call, lanes, 0);
+      lanes_on_tape(callee_->name(), spec_, call, lanes, make);
+    });
+    if (raised) throw error_of(*raised, call, failed ? failed->kind : WorkerFailure::Kind::kRaised);
+  }
+
   void run_counted(const Call& call, const Lanes& lanes, const Chosen& chosen) {
     const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
     const auto begin = std::chrono::steady_clock::now();
@@ -145,7 +217,7 @@ class WorkerSite final : public Site {
   }
 
   void spread_call(const Call& call, const Lanes& levels, const Chosen& chosen) {
-    const std::array<const Definition*, 2> definitions{&gate_->get(), &site_.get()};
+    const std::array<const Definition*, 2> definitions{&gate_->get(), &site_->get()};
     SpreadOptions options{.definitions = definitions,
                           .timeout = callee_->options.timeout,
                           .retries = callee_->options.retries,
@@ -165,14 +237,22 @@ class WorkerSite final : public Site {
   }
 
   [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) const {
-    if (why.kind == WorkerFailure::Kind::kInterrupted)
-      throw Error(ErrorCode::kAborted,
-                  "Ctrl-C ended the program at its call of '" + callee_->name() + "'");
+    if (why.kind == WorkerFailure::Kind::kInterrupted) throw interrupted();
     GilScope gil;
-    const bool overdue = why.kind == WorkerFailure::Kind::kOverdue;
-    throw Error::verbatim(overdue ? ErrorCode::kDeadlineExceeded : ErrorCode::kInternal,
-                          failure_text(exception_of(why, call), callee_->name(), spec_.site,
-                                       spec_.layout, call.context));
+    throw error_of(exception_of(why, call), call, why.kind);
+  }
+
+  Error interrupted() const {
+    return {ErrorCode::kAborted,
+            "Ctrl-C ended the program at its call of '" + callee_->name() + "'"};
+  }
+
+  // What XLA is told of an exception. Under the GIL.
+  Error error_of(const nb::python_error& raised, const Call& call, WorkerFailure::Kind kind) const {
+    const bool overdue = kind == WorkerFailure::Kind::kOverdue;
+    return Error::verbatim(
+        overdue ? ErrorCode::kDeadlineExceeded : ErrorCode::kInternal,
+        failure_text(raised, callee_->name(), spec_.site, spec_.layout, call.context));
   }
 
   // The exception that stands for a failure. Under the GIL.
@@ -190,51 +270,21 @@ class WorkerSite final : public Site {
   }
 
   std::shared_ptr<WorkerCallee> callee_;
-  std::shared_ptr<HeldDefinition> gate_;
-  HeldDefinition site_;
   SiteSpec spec_;
+  std::atomic<bool> prepared_{false};
+  std::shared_ptr<HeldDefinition> gate_;
+  std::unique_ptr<HeldDefinition> site_;
   LaneTime lane_time_{0};
-};
-
-std::string bytes_in(const nb::object& given) {
-  const auto bytes = nb::cast<nb::bytes>(given);
-  return {bytes.c_str(), bytes.size()};
-}
-
-struct PoolHandle {
-  explicit PoolHandle(PoolOptions options)
-      : pool(without_gil([&] { return Pool::make(std::move(options)); })) {}
-  PoolHandle(const PoolHandle&) = delete;
-  PoolHandle& operator=(const PoolHandle&) = delete;
-  ~PoolHandle() {
-    without_gil([&] { pool.reset(); });
-  }
-
-  std::shared_ptr<Pool> pool;
 };
 
 std::shared_ptr<Site> WorkerCallee::specialise(SiteSpec spec) {
   GilScope gil;
-  const bool cast = !spec.held.text("cast").empty();
-  std::string of_site;
-  auto raised = raised_by([&] {
-    auto given = [](nb::object object) {
-      if (!object.is_valid()) nb::raise_python_error();
-      return object;
-    };
-    if (definition == nullptr) {
-      nb::object started = given(call_python(start.get(), ""));
-      pool = nb::cast<const PoolHandle&>(started).pool;
-      nb::object described = given(call_python(describe.get(), "OO", Py_None, Py_False));
-      definition = std::make_shared<HeldDefinition>(pool, 0, bytes_in(described));
-    }
-    of_site = bytes_in(
-        given(call_python(describe.get(), "sO", spec.spec.c_str(), cast ? Py_True : Py_False)));
-  });
-  if (raised)
-    throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name(), spec.site));
-  return std::make_shared<WorkerSite>(shared_from_this(), definition, std::move(of_site),
-                                      std::move(spec));
+  const std::string place = spec.site;
+  auto site = std::make_shared<WorkerSite>(shared_from_this(), std::move(spec));
+  if (is_replaying()) return site;  // a recording answers its calls: workers may never be needed
+  if (auto raised = raised_by([&] { site->prepare(); }))
+    throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name(), place));
+  return site;
 }
 
 using WorkerHandle = Handle<WorkerCallee>;

@@ -113,6 +113,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   "open_stream": (cg.open_stream, {"where": "missing"}),
   "print": (cg.print, {"fmt": "f"}),
   "progress": (cg.progress, {}),
+  "record": (cg.record, {"path": "options.cgr"}),
+  "replay": (cg.replay, {"path": "options.cgr"}),
   "root": (cg.root, {"residual": function, "solver": function, "name": NAME}),
   "save_kernels": (cg.save_kernels, {"path": "saved"}),
   "scan": (cg.scan, {"f": lambda c, x: (c, x), "init": 0, "length": 1}),

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that Python makes by itself, as blocks of `callgate.record` and `callgate.replay` see them.
+
+The runtime tells the tape, a function of `_replay`, of the calls that programs make
+(src/bindings/gate/tape.h). What JAX's own callbacks call, what makes objects of the host, and a
+feed outside of programs is told of here, in the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from callgate import _callgate
+from callgate._core.dtypes import Value, array_of, value_of
+from callgate._core.errors import ReplayError
+
+Type = tuple[int, tuple[int, ...]]  # the code of a dtype, and extents
+UNKNOWN = -1
+# By an object's words: the number of the recorded call that made it, in the block that is open.
+objects: dict[bytes, int] = {}
+
+
+class Answer(tuple[bytes, ...]):
+  """A call's results, from a recording; `number` is the recorded call's."""
+
+  number: int = UNKNOWN
+
+
+class Standin:
+  """Stands for an object that a recorded call made: a replay makes none."""
+
+  def __init__(self, maker: str) -> None:
+    self._maker = maker
+
+  def refuse(self, user: str) -> NoReturn:
+    """Raises, for a call that wants the object."""
+    raise ReplayError(
+      f"{user}: expected a call of the recording, got one that is not in it and takes an object "
+      f"of '{self._maker}', which a replay does not make"
+    )
+
+
+def call(
+  gate: str,
+  operands: Sequence[Any],
+  types: Sequence[Type],
+  make: Callable[[], Sequence[Any]],
+  *,
+  spec: str = "",
+  lane: int = 0,
+) -> Sequence[Any]:
+  """Makes a call by `make`, unless a recording answers it; returns its arrays.
+
+  Args:
+    gate: the name.
+    operands: flat, as NumPy arrays.
+    types: of the results.
+    make: returns them, as NumPy arrays.
+    spec: of the call's site, by which messages name arguments.
+    lane: the number of the lane.
+  """
+  if (tape := _callgate.tape()) is None:
+    return make()
+  answer = _ask(tape, gate, [value_of(x) for x in operands], types, spec, lane)
+  if isinstance(answer, tuple):
+    return [array_of((*type, data)) for type, data in zip(types, answer, strict=True)]
+  return _made(answer, make, lambda results: tuple(value_of(x) for x in results))
+
+
+def make_object(
+  gate: str, operands: Sequence[Value], make: Callable[[], Any]
+) -> tuple[Any, int | None]:
+  """Makes an object by `make`, or what stands for it; and the number of the call in the recording.
+
+  The number is None while there is no recording.
+  """
+  if (tape := _callgate.tape()) is None:
+    return make(), None
+  answer = _ask(tape, gate, operands, (), "", 0)
+  if isinstance(answer, Answer):
+    return Standin(gate), answer.number
+  return _made(answer, make, lambda _: ()), getattr(answer, "number", UNKNOWN)
+
+
+def _ask(
+  tape: Any, gate: str, operands: Sequence[Value], types: Sequence[Type], spec: str, lane: int
+) -> Any:
+  return tape(gate, "", spec, lane, -1, -1, -1, tuple(operands), tuple(types))
+
+
+def _made(finish: Any, make: Callable[[], Any], values: Callable[[Any], Any]) -> Any:
+  try:
+    made = make()
+  except BaseException as error:
+    if finish is not None:
+      finish(None, error)
+    raise
+  if finish is not None:
+    finish(values(made), None)
+  return made

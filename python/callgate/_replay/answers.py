@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which recorded call answers a call.
+
+Of an ordered gate, or a feed: the next one, of the same device's. Of others one with the same
+operands that has not been given yet: XLA promises no order. The nearest is taken: of the same place
+in the source, device and lane, and the earliest of these. A pure gate's may be given again, since
+XLA may call such a gate as often as it likes.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from callgate._core.dtypes import Value
+from callgate._replay import differ
+from callgate._replay.calls import Recorded, digest
+
+
+class Place(NamedTuple):
+  """Where a call was made."""
+
+  site: str
+  device: int
+  lane: int
+
+
+Calls = collections.OrderedDict[int, Recorded]  # by number; its first is found at once
+
+
+class _Gate:
+  """The recorded calls of a gate: those that are left, by what they are looked for."""
+
+  def __init__(self, effect: str) -> None:
+    self.effect = effect
+    self.count = 0
+    self.left: Calls = Calls()
+    self.of_place: dict[Place, Calls] = collections.defaultdict(Calls)
+    self.of_device: dict[int, Calls] = collections.defaultdict(Calls)
+    self.equal: dict[tuple[bytes, ...], Calls] = collections.defaultdict(Calls)
+    self.given: dict[tuple[bytes, ...], Calls] = collections.defaultdict(Calls)
+
+  def _groups(self, call: Recorded) -> tuple[Calls, ...]:
+    of_place, of_device = self.of_place[place_of(call)], self.of_device[call.device]
+    return self.left, of_place, of_device, self.equal[call.digests]
+
+  def add(self, call: Recorded) -> None:
+    self.count += 1
+    for group in self._groups(call):
+      group[call.number] = call
+
+  def give(self, call: Recorded) -> None:
+    for group in self._groups(call):
+      group.pop(call.number, None)
+    self.given[call.digests][call.number] = call
+
+
+class Answers:
+  """The calls of a recording, and which of them have been given."""
+
+  def __init__(self, recorded: Iterable[Recorded], rtol: float, atol: float) -> None:
+    self._tolerance = (rtol, atol)
+    self._gates: dict[str, _Gate] = {}
+    for call in sorted(recorded, key=lambda call: call.number):
+      self._gates.setdefault(call.gate, _Gate(call.effect)).add(call)
+
+  def gates(self) -> list[str]:
+    return sorted(self._gates)
+
+  @property
+  def left(self) -> int:
+    """How many calls have not been given."""
+    return sum(len(gate.left) for gate in self._gates.values())
+
+  def recorded(self, name: str) -> int:
+    """How many calls of the gate there are."""
+    return self._gates[name].count if name in self._gates else 0
+
+  def take(self, name: str, place: Place, operands: Sequence[Value]) -> Recorded | None:
+    """The recorded call that answers; None where none does."""
+    if (gate := self._gates.get(name)) is None:
+      return None
+    if gate.effect == "ordered":
+      call = _next_in_order(gate, place)
+      call = call if call is not None and self._fits(call, operands) else None
+    else:
+      call = self._nearest(gate, place, operands)
+    if call is not None:
+      gate.give(call)
+    return call
+
+  def expected(self, name: str, place: Place) -> Recorded | None:
+    """The recorded call that would have been the next there."""
+    if (gate := self._gates.get(name)) is None:
+      return None
+    if gate.effect == "ordered":
+      return _next_in_order(gate, place)
+    return _best(gate.left.values(), place)
+
+  def _fits(self, call: Recorded, operands: Sequence[Value]) -> bool:
+    return differ.is_close(call, operands, *self._tolerance)
+
+  def _nearest(self, gate: _Gate, place: Place, operands: Sequence[Value]) -> Recorded | None:
+    digests = tuple(map(digest, operands))
+    found = _best(gate.equal.get(digests, Calls()).values(), place)
+    if found is None and any(self._tolerance):
+      found = self._within(gate, place, operands)
+    if found is None and gate.effect == "pure":
+      found = _best(gate.given.get(digests, Calls()).values(), place)
+    return found
+
+  def _within(self, gate: _Gate, place: Place, operands: Sequence[Value]) -> Recorded | None:
+    """The nearest within the tolerance: as a rule the next of the place."""
+    for call in gate.of_place.get(place, Calls()).values():
+      if self._fits(call, operands):
+        return call
+      break
+    fitting = (call for call in gate.left.values() if self._fits(call, operands))
+    return _best(fitting, place)
+
+
+def place_of(call: Recorded) -> Place:
+  return Place(call.site, call.device, call.lane)
+
+
+def _next_in_order(gate: _Gate, place: Place) -> Recorded | None:
+  devices = gate.of_device
+  alone = place.device not in devices and len(devices) == 1
+  device = next(iter(devices)) if alone else place.device
+  return next(iter(devices[device].values()), None) if device in devices else None
+
+
+def _best(calls: Iterable[Recorded], place: Place) -> Recorded | None:
+  """The first of those whose place is the most alike."""
+  best, least = None, 8
+  for call in calls:
+    other = place_of(call)
+    far = 4 * (other.device != place.device) + 2 * (other.lane != place.lane)
+    far += other.site != place.site
+    if far < least:
+      best, least = call, far
+    if far == 0:
+      break
+  return best

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What blocks of `callgate.record` and `callgate.replay` have in common: one is open at a time."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+from typing import Any, Self
+
+from callgate import _callgate
+from callgate._core import tape
+from callgate._core.errors import GateError
+from callgate._process import group
+from callgate._runtime import barrier
+
+_CLOSE_SECONDS = 5.0  # for calls that still run when their programs have ended: timed-out ones
+_open: list[Block] = []  # at most one
+_opening = threading.Lock()
+
+
+class Block:
+  """A block of one process, whose calls on all threads it is told of by `_tell`."""
+
+  what = ""  # "record" or "replay"
+  replays = False
+
+  def __init__(self, path: str) -> None:
+    self.path = group.fill_index(path)
+    self._changed = threading.Condition()
+    self._running: dict[int, str] = {}  # calls that have begun, by number: their gates
+    self._used = False
+
+  def __enter__(self) -> Self:
+    with _opening:
+      if _open:
+        other = f"callgate.{_open[0].what}({_open[0].path!r})"
+        raise GateError(
+          f"{self.what}: expected no other recording or replay in this process, got a block of "
+          f"{other} that is still open"
+        )
+      if self._used:
+        raise GateError(f"{self.what}: expected a new one for each block, got one that was used")
+      self._begin()
+      self._used = True
+      _open.append(self)
+      _forget_in_forks()
+      tape.objects.clear()
+      _callgate.set_tape(self._tell, self.replays)
+    return self
+
+  def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    try:
+      if error is None or isinstance(error, Exception):
+        _wait_for_calls()
+    finally:
+      _callgate.set_tape(None)
+      with _opening:
+        _open.clear()
+      late = self._wait_for_rest(0.0 if error is not None else _CLOSE_SECONDS)
+      self._end(late, error)
+
+  def _wait_for_rest(self, seconds: float) -> list[str]:
+    """The gates whose calls still run after so long."""
+    with self._changed:
+      self._changed.wait_for(lambda: not self._running, seconds)
+      return sorted(set(self._running.values()))
+
+  def _begin(self) -> None:
+    """The block begins: opens its file."""
+
+  def _end(self, late: list[str], error: BaseException | None) -> None:
+    """No call follows. `late`: gates whose calls still run; `error`: what leaves the block."""
+
+  def _tell(
+    self, gate: str, site: str, spec: str, lane: int, shard: int, device: int, run: int,
+    operands: Any, types: Any,
+  ) -> Any:  # fmt: skip
+    """A call is about to be made: see src/bindings/gate/tape.h."""
+    raise NotImplementedError
+
+
+def _wait_for_calls() -> None:
+  """Waits for programs and for started calls; their failures are told of elsewhere."""
+  barrier.wait_for_programs(None)
+  for wait in barrier.waits.values():
+    barrier.until(math.inf, None, wait)
+
+
+@functools.cache
+def _forget_in_forks() -> None:
+  os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+  """In a fork's child: the block is the parent's, and so is its file."""
+  _open.clear()
+  _callgate.set_tape(None)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded call, and its form in a stream (include/callgate/stream.h).
+
+A call is a record of a tap that has the gate's name. Its description says where the call was made,
+what the operands are called and their types; its leaves are `at` (lane and shard), the operands or
+their digests, and the results, or `error` (JSON) and perhaps `pickle`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from callgate._core.dtypes import Value, array_of, dtype_of, type_text, value_of
+from callgate._core.tape import Type
+from callgate._stream.records import StreamRecord
+
+VERSION = 1
+KEY = "callgate_recording"  # of a description, with the version
+_DIGEST_BYTES = 16
+Leaf = tuple[str, int, list[int], bytes]  # as `RecordWriter.write` takes one
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+  """A call: what it was given, and what it gave.
+
+  Attributes:
+    gate, site, lane, device, shard: which call of which gate.
+    number: in the recording, in the order in which calls began.
+    effect: the gate's.
+    names: of the operands, as messages write them.
+    types: of the operands.
+    operands: None where the recording has their digests alone.
+    digests: of the operands.
+    results: None where the call raised.
+    error: what `raised.py` makes of the exception.
+    pickled: the exception, where it could be pickled.
+  """
+
+  gate: str
+  site: str
+  lane: int
+  device: int
+  shard: int
+  number: int
+  effect: str
+  names: tuple[str, ...]
+  types: tuple[Type, ...]
+  operands: tuple[Value, ...] | None
+  digests: tuple[bytes, ...]
+  results: tuple[Value, ...] | None = None
+  error: str = ""
+  pickled: bytes = b""
+
+  @functools.cached_property
+  def arrays(self) -> tuple[np.ndarray, ...]:
+    """The operands, where the recording has them."""
+    return tuple(map(array_of, self.operands or ()))
+
+
+def digest(value: Value) -> bytes:
+  """A number for an operand's type and elements, bit by bit."""
+  code, shape, data = value
+  made = hashlib.blake2b(f"{code}{shape}".encode(), digest_size=_DIGEST_BYTES)
+  made.update(data)
+  return made.digest()
+
+
+def text_of(type: Type) -> str:
+  """ "float32[3,4]" """
+  return type_text(dtype_of(type[0]), type[1])
+
+
+# -- to a stream -----------------------------------------------------------------------------------
+def describe(call: Recorded) -> str:
+  """What the records of one call site have in common."""
+  operands = [
+    [name, code, list(shape)] for name, (code, shape) in zip(call.names, call.types, strict=True)
+  ]
+  held = {
+    KEY: VERSION, "site": call.site, "effect": call.effect, "operands": operands,
+    "digests": call.operands is None,
+  }  # fmt: skip
+  return json.dumps(held, separators=(",", ":"))
+
+
+def leaves_of(call: Recorded) -> list[Leaf]:
+  leaves = [_leaf("at", value_of(np.array([call.lane, call.shard], np.int64)))]
+  if call.operands is None:
+    leaves += [_bytes(f"digests[{i}]", data) for i, data in enumerate(call.digests)]
+  else:
+    leaves += [_leaf(f"operands[{i}]", value) for i, value in enumerate(call.operands)]
+  if call.results is not None:
+    return leaves + [_leaf(f"results[{i}]", value) for i, value in enumerate(call.results)]
+  leaves.append(_bytes("error", call.error.encode()))
+  return leaves + ([_bytes("pickle", call.pickled)] if call.pickled else [])
+
+
+def _leaf(path: str, value: Value) -> Leaf:
+  code, shape, data = value
+  return path, code, list(shape), data
+
+
+def _bytes(path: str, data: bytes) -> Leaf:
+  return _leaf(path, value_of(np.frombuffer(data, np.uint8)))
+
+
+# -- from a stream ---------------------------------------------------------------------------------
+def read(record: StreamRecord) -> Recorded:
+  """The call that a record is.
+
+  Raises:
+    ValueError: it is none, or of another version.
+  """
+  about: Mapping[str, Any] = record.description
+  if KEY not in about:
+    raise ValueError(f"expected a recording, got a stream with records of a tap {record.name!r}")
+  if (version := about[KEY]) != VERSION:
+    raise ValueError(f"expected version {VERSION} of a recording, got {version!r}")
+  try:
+    return _read(record, about)
+  except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    raise ValueError(
+      f"expected a call's record as callgate.record writes it, got one of {record.name!r} with "
+      f"leaves {list(record.leaves)}: {error}"
+    ) from error
+
+
+def _read(record: StreamRecord, about: Mapping[str, Any]) -> Recorded:
+  leaves = record.leaves
+  names, types = list[str](), list[Type]()
+  for name, code, shape in about["operands"]:
+    dtype_of(code)
+    names.append(str(name))
+    types.append((int(code), tuple(map(int, shape))))
+  lane, shard = map(int, leaves["at"])
+  if about["digests"]:
+    operands = None
+    digests = tuple(leaves[f"digests[{i}]"].tobytes() for i in range(len(types)))
+  else:
+    operands = tuple(value_of(leaves[f"operands[{i}]"]) for i in range(len(types)))
+    digests = tuple(map(digest, operands))
+  results, error, pickled = None, "", b""
+  if "error" in leaves:
+    error = leaves["error"].tobytes().decode()
+    pickled = leaves["pickle"].tobytes() if "pickle" in leaves else b""
+  else:
+    results = tuple(_results(leaves))
+  head = (record.name, str(about["site"]), lane, record.device, shard, record.seq)
+  about_call = (str(about["effect"]), tuple(names), tuple(types))
+  return Recorded(*head, *about_call, operands, digests, results, error, pickled)
+
+
+def _results(leaves: Mapping[str, np.ndarray]) -> Sequence[Value]:
+  count = sum(path.startswith("results[") for path in leaves)
+  return [value_of(leaves[f"results[{i}]"]) for i in range(count)]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a call differs from a recorded one, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from callgate._core.dtypes import Value, array_of, is_inexact
+from callgate._replay.calls import Recorded, digest, text_of
+
+
+def is_close(recorded: Recorded, operands: Sequence[Value], rtol: float, atol: float) -> bool:
+  """True if the operands are those of a recorded call, within a tolerance."""
+  if recorded.types != tuple((code, shape) for code, shape, _ in operands):
+    return False
+  digests = zip(recorded.digests, operands, strict=True)
+  different = [i for i, (known, came) in enumerate(digests) if known != digest(came)]
+  if different and recorded.operands is None:
+    return False
+  return all(
+    is_inexact(came.dtype)
+    and np.allclose(_wide(came), _wide(recorded.arrays[i]), rtol, atol, equal_nan=True)
+    for i, came in ((i, array_of(operands[i])) for i in different)
+  )
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+  """Of a type in which NumPy can compare."""
+  return array if array.dtype.kind in "fc" else array.astype(np.float64)
+
+
+def difference(recorded: Recorded, operands: Sequence[Value]) -> str:
+  """The first difference: "argument 'x': expected float32[3] with 1.0 at [0], got 2.0"."""
+  if len(recorded.types) != len(operands):
+    return f"expected {len(recorded.types)} arrays, got {len(operands)}"
+  for index, (code, shape, data) in enumerate(operands):
+    name, expected = recorded.names[index], recorded.types[index]
+    if expected != (code, shape):
+      return f"argument {name}: expected {text_of(expected)}, got {text_of((code, shape))}"
+    came = digest((code, shape, data))
+    if came == recorded.digests[index]:
+      continue
+    if recorded.operands is None:
+      was = f"{text_of(expected)} of digest {recorded.digests[index].hex()}"
+      return f"argument {name}: expected {was}, got one of {came.hex()}"
+    return f"argument {name}: {_elements(recorded.arrays[index], array_of((code, shape, data)))}"
+  return "expected another call, got one with the same operands"
+
+
+def _elements(expected: np.ndarray, came: np.ndarray) -> str:
+  """Where two arrays of one type differ, bit by bit."""
+  size = max(1, expected.dtype.itemsize)
+  one, other = (x.reshape(-1, 1).view(np.uint8).reshape(-1, size) for x in (expected, came))
+  differ = (one != other).any(axis=1)
+  first = int(np.argmax(differ))
+  index = [int(i) for i in np.unravel_index(first, expected.shape)]
+  place = f" at {index}" if index else ""
+  text = f"{expected.dtype.name}{list(expected.shape)}".replace(" ", "")
+  counted = f" ({int(differ.sum())} of {expected.size} elements differ)" if index else ""
+  was, now = expected.reshape(-1)[first], came.reshape(-1)[first]
+  return f"expected {text} with {was}{place}, got {now}{counted}"

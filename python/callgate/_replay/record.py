@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`callgate.record`: a file of what the gates and feeds of a block were given and gave."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from typing import Any, Literal
+
+from callgate import _callgate
+from callgate._core import options, registry
+from callgate._core.dtypes import Value
+from callgate._core.errors import GateError
+from callgate._process import group
+from callgate._replay import calls, raised
+from callgate._replay.block import Block
+from callgate._replay.calls import Recorded
+from callgate._replay.handles import without_handles
+
+_MAGIC = b"cgsS"  # that a stream begins with
+
+
+class Recording(Block):
+  """The block of `callgate.record`.
+
+  Attributes:
+    path: the file.
+    count: how many calls it holds so far.
+  """
+
+  what = "record"
+
+  def __init__(self, path: str, digests: bool, overwrite: bool) -> None:
+    super().__init__(path)
+    self._digests, self._overwrite = digests, overwrite
+    self.count = 0
+    self._next = 0
+    self._failure: BaseException | None = None
+    self._writing = threading.Lock()
+    self._writer: Any = None
+
+  def _begin(self) -> None:
+    _make_room(self.path, self._overwrite)
+    index = group.known_index()
+    self._writer = _callgate.RecordWriter(
+      _callgate.stream_sink(self.path, process_index=-1 if index is None else index)
+    )
+
+  def _end(self, late: list[str], error: BaseException | None) -> None:
+    with self._writing:
+      writer, self._writer = self._writer, None
+      try:
+        writer.close()
+      except ValueError as wrong:
+        self._failure = self._failure or GateError(f"record: {wrong}")
+    failure = self._failure
+    if failure is None and late:
+      failure = GateError(
+        f"record: {self.path!r}: calls of {', '.join(map(repr, late))} still ran at the end of the "
+        "block, and are not in it"
+      )
+    if failure is None:
+      return
+    if error is None:
+      raise failure
+    if failure is not error:
+      error.add_note(f"callgate: {failure}")
+
+  def _tell(
+    self, gate: str, site: str, spec: str, lane: int, shard: int, device: int, run: int,
+    operands: tuple[Value, ...], types: Any,
+  ) -> Any:  # fmt: skip
+    del types
+    operands = without_handles(gate, spec, operands)
+    with self._changed:
+      number, self._next = self._next, self._next + 1
+      self._running[number] = gate
+    call = Recorded(
+      gate, site, lane, device, shard, number, getattr(registry.get(gate), "effect", "pure"),
+      tuple(registry.argument(gate, spec, i) for i in range(len(operands))),
+      tuple((code, shape) for code, shape, _ in operands),
+      None if self._digests else operands, tuple(map(calls.digest, operands)),
+    )  # fmt: skip
+    return _Call(self, call, run)
+
+  def write(self, call: Recorded, run: int) -> None:
+    """Writes a call that has ended; raises where the file does not take it."""
+    with self._writing:
+      if self._writer is None:  # its block has ended, and has said so
+        return
+      try:
+        self._writer.write(
+          name=call.gate, role=0, leaves=calls.leaves_of(call), description=calls.describe(call),
+          seq=call.number, time_ns=time.time_ns(), run=run, device=call.device, repeated=False,
+          lane=[],
+        )  # fmt: skip
+      except ValueError as wrong:
+        failure = GateError(f"record: call {call.number} of '{call.gate}' is not recorded: {wrong}")
+        self._failure = self._failure or failure
+        raise failure from None
+      self.count += 1
+
+  def over(self, number: int) -> None:
+    """A call runs no more."""
+    with self._changed:
+      if self._running.pop(number, None) is not None and not self._running:
+        self._changed.notify_all()
+
+
+class _Call:
+  """A call that has begun; called with what it gave."""
+
+  def __init__(self, block: Recording, call: Recorded, run: int) -> None:
+    self._block, self._call, self._run = block, call, run
+    self.number = call.number
+
+  def __call__(self, results: tuple[Value, ...] | None, error: BaseException | None) -> None:
+    try:
+      if error is None:
+        call = dataclasses.replace(self._call, results=results)
+      elif isinstance(error, Exception):
+        text, pickled = raised.text_of(error), raised.pickle_of(error)
+        call = dataclasses.replace(self._call, error=text, pickled=pickled)
+      else:  # Ctrl-C is nothing that the gate gave
+        return
+      self._block.write(call, self._run)
+    finally:
+      self._block.over(self.number)
+
+  def __del__(self) -> None:
+    self._block.over(self.number)  # the program was ended within the call
+
+
+def _make_room(path: str, overwrite: bool) -> None:
+  """Raises unless a new file may be made there; removes a stream where that is asked for."""
+  if not os.path.lexists(path):
+    return
+  if not overwrite:
+    raise FileExistsError(
+      f"record: expected a path where no file is, got {path!r}; overwrite=True replaces a recording"
+    )
+  with open(path, "rb") as file:
+    if file.read(len(_MAGIC)) not in (b"", _MAGIC):
+      raise FileExistsError(f"record: expected a recording to replace, got another file, {path!r}")
+  os.remove(path)
+
+
+def record(
+  path: str | os.PathLike[str], *, operands: Literal["arrays", "digest"] = "arrays",
+  overwrite: bool = False,
+) -> Recording:  # fmt: skip
+  """A block that keeps what each gate and feed is given and gives, for `callgate.replay`.
+
+  ```python
+  import callgate as cg, jax, numpy as np
+
+  price = cg.gate(lambda day: np.float32(day + 0.5), out=np.float32(0), name="record.price")
+  with cg.record("prices.cgr") as recording:
+    jax.jit(price)(3).block_until_ready()
+  assert recording.count == 1
+  ```
+
+  Programs need not be traced anew; those of all threads count. A call is in the file, a stream of
+  `docs/stream.md`, before its program goes on, so that a process which is killed leaves all whole
+  calls. Exceptions are kept as well. At its end the block waits for programs and started calls.
+
+  Args:
+    path: a new file, "{process}" in it replaced by `jax.process_index()`.
+    operands: "arrays" keeps them: a call that differs is shown with its first differing element,
+      and a replay can compare with a tolerance. "digest" keeps 16 bytes of each, where operands are
+      large, or nobody is to read them.
+    overwrite: replace a recording that is there.
+
+  Returns:
+    A context manager, with `path` and `count`, the number of calls so far.
+
+  Raises:
+    GateDefinitionError: an option is wrong.
+    FileExistsError: (entering) there is a file.
+    ValueError: (entering) the file can't be made.
+    GateError: (entering) another recording or replay is open. (leaving, and in the call) the file
+      does not take a call, on a full disk, say; or a call that timed out still runs.
+  """
+  kinds = ("arrays", "digest")
+  options.choice("record", "operands", operands, kinds)
+  options.boolean("record", "overwrite", overwrite)
+  return Recording(options.path("record", "path", path), operands == "digest", bool(overwrite))
