@@ -38,6 +38,7 @@ class _Breakpoint(Gate):
   """
 
   located = True
+  taped = False  # nobody stops in a replay for another reason than in the run
 
   def __init__(self) -> None:
     gate_options = GateOptions(out=_first, name=f"{_NAME}!hit", effect="io")

@@ -174,7 +174,7 @@ class Checkpoints:
     with self._lock:
       if (what, key) not in self._gates:
         name = registry.free_name(f"checkpoints {what}: {self.folder}")
-        kind = _Load if what == "load" else Gate
+        kind = _Load if what == "load" else _OfDisk
         sharding = _elementwise(types) if types else "shard"
         made = GateOptions(out=out, name=name, effect=effect, vmap=_refuse_lanes, sharding=sharding)
         self._gates[what, key] = kind(function, made)
@@ -266,7 +266,11 @@ class _Writer:
       of.save(value, info)
 
 
-class _Load(Gate):
+class _OfDisk(Gate):
+  taped = False  # a replay's disk is its own
+
+
+class _Load(_OfDisk):
   located = True
 
 

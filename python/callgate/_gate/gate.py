@@ -60,9 +60,7 @@ class Gate(Operation[P, R]):
   located = False  # its function may ask where its call is (`_callgate.current_place`)
   native = False  # gets Buffers of a GPU's memory also with arrays that are the host's elsewhere
   same_on_all_platforms = True  # programs for several have no graphs
-  one_calls_for_all = True
-  splits = True
-  taped = True
+  one_calls_for_all = splits = taped = True
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
     name = _options.name("gate", options.name) or registry.unique_name(function)
