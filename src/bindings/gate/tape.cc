@@ -77,7 +77,7 @@ void bind_tape(nb::module_& module) {
       [](nb::object function, bool replays) {
         PyObject* before =
             std::exchange(tape.function, function.is_none() ? nullptr : function.release().ptr());
-        tape.on.store(tape.function != nullptr, std::memory_order_relaxed);  // see Tape
+        tape.on.store(tape.function != nullptr, std::memory_order_relaxed);          // see Tape
         contexts_wanted.store(tape.function != nullptr, std::memory_order_relaxed);  // see there
         tape.replays.store(replays && tape.function != nullptr, std::memory_order_relaxed);  // too
         Py_XDECREF(before);
