@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The board of progress bars. Programs reach the board through the callee that is registered here
 // for the life of the process; they take the GIL only to wake whoever draws, once for many bars.
-#include "core/progress.h"
-
 #include <nanobind/stl/string.h>
 
 #include <memory>
@@ -10,6 +8,7 @@
 #include "bindings/python/gil.h"
 #include "core/call.h"
 #include "core/lifetime.h"
+#include "core/progress_callee.h"
 
 namespace callgate::bindings {
 namespace {
@@ -21,7 +20,8 @@ nb::list poll() {
     const char* phase = state.phase == kLive ? "live" : state.phase == kFailed ? "failed" : "ended";
     bars.append(nb::make_tuple(state.handle, state.bar, state.spec, state.run, state.total,
                                state.count, static_cast<double>(state.age_ns) * 1e-9,
-                               static_cast<double>(state.elapsed_ns) * 1e-9, phase));
+                               static_cast<double>(state.elapsed_ns) * 1e-9, phase, state.lane,
+                               state.first, state.last, state.at));
   }
   return bars;
 }
@@ -44,7 +44,8 @@ void bind_progress(nb::module_& module) {
       },
       nb::arg("wake"), "Called by the first bar that begins while nobody draws.");
   module.def("progress_poll", &poll,
-             "(handle, bar, text, run, total, count, age, seconds, phase) of all.");
+             "(handle, bar, text, run, total, count, age, seconds, phase, lane, first, last, at) "
+             "of all.");
   module.def("progress_release", [](std::int32_t handle) { board.release(handle); });
   module.def(
       "progress_retire", [] { return board.retire(); },
@@ -52,16 +53,18 @@ void bind_progress(nb::module_& module) {
   // A program without callgate's runtime comes by way of JAX's callbacks.
   module.def(
       "progress_begin",
-      [](const std::string& text, std::int64_t every, std::int64_t total) {
-        const ProgressStart start{.site = 0, .every = every, .total = total};
+      [](const std::string& text, std::int64_t every, std::int64_t total, std::int64_t lane,
+         float first, float last) {
+        const ProgressStart start{0, every, total, lane, first, last};
         return without_gil([&] { return board.begin(text, start, {}); });  // waking takes it again
       },
-      nb::arg("text"), nb::arg("every"), nb::arg("total"));
-  module.def("progress_update", [](std::int32_t handle, std::int32_t count) {
-    return board.update(handle, static_cast<std::uint32_t>(count));
+      nb::arg("text"), nb::arg("every"), nb::arg("total"), nb::arg("lane"), nb::arg("first"),
+      nb::arg("last"));
+  module.def("progress_update", [](std::int32_t handle, std::int32_t count, float at) {
+    return board.update(handle, static_cast<std::uint32_t>(count), at);
   });
-  module.def("progress_end", [](std::int32_t handle, std::int32_t count) {
-    board.end(handle, static_cast<std::uint32_t>(count));
+  module.def("progress_end", [](std::int32_t handle, std::int32_t count, float at) {
+    board.end(handle, static_cast<std::uint32_t>(count), at);
   });
 }
 

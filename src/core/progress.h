@@ -13,15 +13,14 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "core/call.h"
-#include "core/error.h"
 #include "core/lifetime.h"
 
 namespace callgate {
@@ -39,6 +38,12 @@ struct ProgressState {
   std::int64_t age_ns = 0;      // since it began
   std::int64_t elapsed_ns = 0;  // the same, until its end
   Phase phase = Phase::kFree;
+  std::int64_t lane = -1;  // of a loop with a bar for each of its lanes
+  // Of a bar that a value moves, not the steps: where it began, where it ends, where it is. NaN
+  // otherwise.
+  float first = kNoValue, last = kNoValue, at = kNoValue;
+
+  static constexpr float kNoValue = std::numeric_limits<float>::quiet_NaN();
 };
 
 // What identifies a bar that begins.
@@ -46,6 +51,8 @@ struct ProgressStart {
   std::int64_t site = 0;    // its call site; a bar of the same run and site is taken up again
   std::int64_t every = 0;   // steps between updates; 0 to choose by time
   std::int64_t total = -1;  // -1 when unknown
+  std::int64_t lane = -1;   // as in ProgressState; lanes of a site have bars of their own
+  float first = ProgressState::kNoValue, last = ProgressState::kNoValue;
 };
 
 class ProgressBoard {
@@ -71,10 +78,14 @@ class ProgressBoard {
       slot->run = context.run;
       slot->device = context.device;
       slot->total = start.total;
+      slot->lane = start.lane;
+      slot->first = start.first;
+      slot->last = start.last;
       slot->began_ns = now();
       // Relaxed: all of it is published by the handle's release below.
       slot->every.store(start.every, std::memory_order_relaxed);
       slot->count.store(0, std::memory_order_relaxed);
+      slot->at.store(start.first, std::memory_order_relaxed);
       slot->updated_ns.store(slot->began_ns, std::memory_order_relaxed);
       slot->phase.store(Phase::kLive, std::memory_order_relaxed);
       slot->handle.store(handle, std::memory_order_release);
@@ -86,13 +97,15 @@ class ProgressBoard {
 
   // Sets the count, of which only the lowest 32 bits come. Returns the number of steps until the
   // next update: such that updates come every few milliseconds, or `every`.
-  std::int32_t update(std::int32_t handle, std::uint32_t count) noexcept {
+  std::int32_t update(std::int32_t handle, std::uint32_t count,
+                      float at = ProgressState::kNoValue) noexcept {
     Slot* slot = find(handle);
     // Relaxed: see store_count().
     if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) != Phase::kLive)
       return static_cast<std::int32_t>(kMostSteps);
     std::int64_t before = slot->count.load(std::memory_order_relaxed);
     store_count(*slot, count);
+    slot->at.store(at, std::memory_order_relaxed);  // see store_count()
     std::int64_t every = slot->every.load(std::memory_order_relaxed);
     if (every > 0) return static_cast<std::int32_t>(std::min(every, kMostSteps));
     std::int64_t time = now();
@@ -101,10 +114,13 @@ class ProgressBoard {
     return static_cast<std::int32_t>(next_chunk(steps, elapsed));
   }
 
-  void end(std::int32_t handle, std::uint32_t count) noexcept {
+  // Nothing for a bar that has ended.
+  void end(std::int32_t handle, std::uint32_t count, float at = ProgressState::kNoValue) noexcept {
     Slot* slot = find(handle);
-    if (slot == nullptr) return;
+    // Relaxed: this program's loop alone ends it, or has failed.
+    if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) != Phase::kLive) return;
     store_count(*slot, count);
+    slot->at.store(at, std::memory_order_relaxed);             // published by the phase below
     slot->updated_ns.store(now(), std::memory_order_relaxed);  // published by the phase below
     Phase live = Phase::kLive;
     // Release: who reads the end reads the last count, too. A failed bar stays failed.
@@ -159,7 +175,8 @@ class ProgressBoard {
       if (phase != Phase::kLive) until = slot.updated_ns.load(std::memory_order_relaxed);
       states.push_back({slot.handle.load(std::memory_order_relaxed), slot.bar, slot.spec, slot.run,
                         slot.total, slot.count.load(std::memory_order_relaxed),
-                        time - slot.began_ns, until - slot.began_ns, phase});
+                        time - slot.began_ns, until - slot.began_ns, phase, slot.lane, slot.first,
+                        slot.last, slot.at.load(std::memory_order_relaxed)});
     }
     return states;
   }
@@ -207,9 +224,11 @@ class ProgressBoard {
     std::atomic<Phase> phase{Phase::kFree};
     std::atomic<std::int64_t> count{0};
     std::atomic<std::int64_t> updated_ns{0};  // or ended
+    std::atomic<float> at{0};
     // The rest changes under the lock, before `handle` does.
     std::atomic<std::int64_t> every{0};  // read by updates, so atomic
-    std::int64_t began_ns = 0, bar = 0, site = 0, run = -1, device = -1, total = -1;
+    std::int64_t began_ns = 0, bar = 0, site = 0, run = -1, device = -1, total = -1, lane = -1;
+    float first = 0, last = 0;
     std::string spec;
   };
 
@@ -250,7 +269,8 @@ class ProgressBoard {
     for (Slot& slot : slots_) {
       // Relaxed: phases change to live or free under the lock alone.
       Phase phase = slot.phase.load(std::memory_order_relaxed);
-      if (phase == Phase::kEnded && slot.run == context.run && slot.site == start.site)
+      if (phase == Phase::kEnded && slot.run == context.run && slot.site == start.site &&
+          slot.lane == start.lane)
         return &slot;
       if (phase == Phase::kFree && found == nullptr) found = &slot;
       if (phase == Phase::kLive || phase == Phase::kFree) continue;
@@ -281,85 +301,6 @@ class ProgressBoard {
   std::int64_t next_bar_ = 1;
   bool drawn_ = false;
   std::function<void()> wake_;
-};
-
-// --- The callee: a call reads one or two scalars and writes one ----------------------------------
-
-class ProgressSite final : public Site {
- public:
-  enum class Kind : std::uint8_t { kBegin, kBeginOf, kUpdate, kEnd, kStep };
-  // By kind, with the number of operands that are read; what follows are anchors.
-  static constexpr std::array<std::pair<std::string_view, std::size_t>, 5> kKinds{
-      {{"begin", 0}, {"begin_of", 1}, {"update", 2}, {"end", 2}, {"step", 0}}};
-
-  ProgressSite(ProgressBoard& board, Kind kind, ProgressStart start, std::string text)
-      : board_(board), kind_(kind), start_(start), text_(std::move(text)) {}
-
-  void run(const Call& call) override {
-    auto is_scalar = [](const ArrayView& view) {
-      return view.dtype == DType::kS32 && view.rank == 0;
-    };
-    std::size_t scalars = kKinds[static_cast<std::size_t>(kind_)].second;
-    if (call.operands.size() < scalars ||
-        !std::ranges::all_of(call.operands.first(scalars), is_scalar) ||
-        !std::ranges::all_of(call.results, is_scalar))
-      throw Error(ErrorCode::kInvalidArgument, "progress: expected s32 scalars");
-    auto scalar = [&](std::size_t i) {
-      return *static_cast<const std::int32_t*>(call.operands[i].data);
-    };
-    auto count = [&] { return static_cast<std::uint32_t>(scalar(1)); };
-    ProgressStart start = start_;
-    std::int32_t result = 0;
-    switch (kind_) {
-      case Kind::kBeginOf: start.total = std::max(scalar(0), 0); [[fallthrough]];
-      case Kind::kBegin: result = board_.begin(text_, start, call.context); break;
-      case Kind::kUpdate: result = board_.update(scalar(0), count()); break;
-      case Kind::kEnd: board_.end(scalar(0), count()); break;
-      case Kind::kStep: board_.step(text_, start, call.context); break;
-    }
-    if (!call.results.empty()) *static_cast<std::int32_t*>(call.results[0].data) = result;
-  }
-
- private:
-  ProgressBoard& board_;
-  Kind kind_;
-  ProgressStart start_;
-  std::string text_;
-};
-
-// What programs call, by name, to feed all bars of a process; the board outlives every site. A call
-// holds a dictionary `progress` of kind, every and total, and as its spec the text that the board
-// keeps. Kinds are
-//   begin (anchors...) -> handle       begin_of (total, anchors...) -> handle
-//   update (handle, count) -> steps until the next update
-//   end (handle, count, anchors...) -> 0      step (anchors...) -> 0
-// all s32 scalars. Anchors are whatever the call has to wait for; nobody looks at them.
-class ProgressCallee final : public Callee {
- public:
-  static constexpr std::string_view kName = "callgate.progress";
-  explicit ProgressCallee(ProgressBoard& board) : board_(board) {}
-  // Throws Error(kInvalidArgument) for any other kind.
-  std::shared_ptr<Site> specialise(SiteSpec spec) override {
-    static std::atomic<std::int64_t> sites{0};
-    const Attributes& held = spec.held.dictionary("progress");
-    const std::string_view kind = held.text("kind");
-    constexpr auto& kKinds = ProgressSite::kKinds;
-    const auto* known = std::ranges::find(kKinds, kind, [](const auto& row) { return row.first; });
-    if (known == kKinds.end())
-      throw Error("a progress bar's call", "begin, begin_of, update, end or step",
-                  "'" + std::string(kind) + "'");
-    // Relaxed: any distinct numbers will do.
-    const std::int64_t site = sites.fetch_add(1, std::memory_order_relaxed) + 1;
-    return std::make_shared<ProgressSite>(
-        board_, static_cast<ProgressSite::Kind>(known - kKinds.begin()),
-        ProgressStart{site, held.integer("every"), held.integer("total", -1)},
-        std::move(spec.spec));
-  }
-  const std::string& name() const noexcept override { return name_; }
-
- private:
-  ProgressBoard& board_;
-  std::string name_{kName};
 };
 
 }  // namespace callgate

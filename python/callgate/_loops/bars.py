@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bars themselves: tqdm's where they can be redrawn, lines where they can't.
+"""The bars themselves: tqdm's or Rich's where they can be redrawn, lines where they can't.
 
 Imported with the first bar that is drawn, and used by the drawing thread alone.
 """
@@ -17,6 +17,21 @@ _LINE_SECONDS = 60.0
 _LINE_FORMAT = (
   "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 )
+# Of a bar by value, which begins at some number: `{{shown}}` is where it is.
+_VALUE_FORMAT = "{l_bar}{bar}| {shown}/{goal} [{elapsed}<{remaining}{postfix}]"
+_VALUE_LINE = "{desc}{percentage:3.0f}% {shown}/{goal} [{elapsed}<{remaining}{postfix}]"
+
+
+class Way:
+  """From where to where the value of a bar goes; what it shows of that."""
+
+  def __init__(self, first: float, last: float) -> None:
+    self._first, self._last = first, last
+
+  def shown(self, form: str, done: float) -> str:
+    """A format of tqdm's, with where the value is, and where it ends."""
+    at = self._first + (done if self._last >= self._first else -done)
+    return form.replace("{shown}", f"{at:.4g}").replace("{goal}", f"{self._last:.4g}")
 
 
 class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
@@ -28,20 +43,23 @@ class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntyped
 class Lines:
   """A bar in a log file: a line a minute, and one at the end."""
 
-  def __init__(self, total: int | None, desc: str | None, file: TextIO, leave: bool) -> None:
-    self.n, self._total = 0, total
+  def __init__(
+    self, total: float | None, desc: str | None, file: TextIO, leave: bool, way: Way | None
+  ) -> None:
+    self.n: float = 0
+    self._total, self._way = total, way
     self.start_t = time.time()  # set by who draws, as tqdm's own
     self._desc = f"{desc}: " if desc else ""
     self._file, self._leave, self._postfix = file, leave, ""
     self._written = time.monotonic()
 
-  def update(self, steps: int) -> None:
+  def update(self, steps: float) -> None:
     """Counts, and writes when the last line is a minute old."""
     self.n += steps
     if time.monotonic() - self._written >= _LINE_SECONDS:
       self.refresh()
 
-  def reset(self, total: int | None) -> None:
+  def reset(self, total: float | None) -> None:
     self.n, self._total = 0, total
 
   def set_postfix(self, values: dict[str, str], refresh: bool) -> None:
@@ -52,6 +70,8 @@ class Lines:
     meter: Any = tqdm.format_meter  # takes None for an unknown total, whatever its stub says
     elapsed = max(time.time() - self.start_t, 0.0)
     form = None if self._total is None else _LINE_FORMAT
+    if self._way is not None:
+      form = self._way.shown(_VALUE_LINE, self.n)
     options = {"prefix": self._desc, "postfix": self._postfix or None, "bar_format": form}
     text: str = meter(self.n, self._total, elapsed, **options)
     self._file.write(text.strip() + "\n")
@@ -63,20 +83,51 @@ class Lines:
       self.refresh()
 
 
-def make(*, file: TextIO, position: int | None, mininterval: float, **what: Any) -> Any:
+class ByValue:
+  """A bar of tqdm's that a value moves: what it shows is the value, not how far that has come."""
+
+  def __init__(self, bar: Any, way: Way) -> None:
+    self.__dict__.update(_bar=bar, _way=way)
+
+  def update(self, more: float) -> None:
+    self._bar.bar_format = self._way.shown(_VALUE_FORMAT, self._bar.n + more)
+    self._bar.update(more)
+
+  def close(self) -> None:
+    self._bar.close()
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._bar, name)
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    setattr(self._bar, name, value)
+
+
+def make(
+  *, file: TextIO, position: int | None, mininterval: float, style: str, first: float | None,
+  last: float | None, **what: Any,
+) -> Any:  # fmt: skip
   """The kind of bar that suits the file, and the place where Python runs.
 
   The rest are `total`, `desc` and `leave`.
   """
+  way = None if first is None or last is None else Way(first, last)
   ipython: Any = sys.modules.get("IPython")
-  if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):  # in a notebook
-    if file is sys.stderr:
-      with contextlib.suppress(ImportError):  # without ipywidgets
-        from tqdm.notebook import tqdm as widget
+  notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+  if not notebook and not (hasattr(file, "isatty") and file.isatty()):
+    return Lines(file=file, way=way, **what)
+  if style == "rich":
+    from callgate._loops import rich
 
-        return widget(mininterval=mininterval, miniters=0, **what)
-  elif not (hasattr(file, "isatty") and file.isatty()):
-    return Lines(file=file, **what)
-  return Redrawn(
-    file=file, position=position, mininterval=mininterval, miniters=0, dynamic_ncols=True, **what
-  )
+    return rich.Bar(file=file, way=way, **what)
+  bar: Any = None
+  if notebook and file is sys.stderr:
+    with contextlib.suppress(ImportError):  # without ipywidgets
+      from tqdm.notebook import tqdm as widget
+
+      bar = widget(mininterval=mininterval, miniters=0, **what)
+  if bar is None:
+    bar = Redrawn(
+      file=file, position=position, mininterval=mininterval, miniters=0, dynamic_ncols=True, **what
+    )
+  return bar if way is None else ByValue(bar, way)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from callgate import _callgate
-from callgate._loops.progress import files, noted
+from callgate._loops.progress import files, noted, noted_of_lanes
 from callgate._runtime.barrier import at_barrier
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
@@ -39,6 +39,29 @@ class _State(NamedTuple):
   age: float  # seconds since it began
   seconds: float  # the same, until its end
   phase: str
+  lane: int  # -1 for a bar of all lanes
+  first: float  # of a bar by value: where it began, where it ends, where it is; else NaN
+  last: float
+  at: float
+
+  @property
+  def by_value(self) -> bool:
+    return self.last == self.last
+
+  @property
+  def whole(self) -> float | None:
+    """How far the bar goes, from 0; None where that is not known."""
+    if self.by_value:
+      return abs(self.last - self.first)
+    return None if self.total < 0 else self.total
+
+  @property
+  def done(self) -> float:
+    """How far it is."""
+    if not self.by_value:
+      return self.steps
+    way = (self.at - self.first) * (1 if self.last >= self.first else -1)
+    return min(max(way, 0.0), abs(self.last - self.first)) if way == way else 0.0
 
 
 class _Drawn:
@@ -49,18 +72,29 @@ class _Drawn:
     self.handle, self.began, self.depth = state.handle, began, options["depth"]
     self._show: list[str] | None = options.get("show")
     self._shown: dict[str, str] = {}
+    self._lane = state.lane
+    desc, position = options.get("desc"), options.get("position")
+    if state.lane >= 0:
+      desc = f"{desc or 'lane'} {state.lane}"
+      position = None if position is None else position + state.lane
     self.bar = _make(
-      total=None if state.total < 0 else state.total, desc=options.get("desc"),
-      file=files.get(options.get("file")) or sys.stderr, position=options.get("position"),
-      leave=options["leave"] and self.depth == 0, mininterval=options["mininterval"],
+      total=state.whole, desc=desc, file=files.get(options.get("file")) or sys.stderr,
+      position=position, leave=options["leave"] and self.depth == 0,
+      mininterval=options["mininterval"], style=options["style"],
+      first=state.first if state.by_value else None, last=state.last if state.by_value else None,
     )  # fmt: skip
 
   def draw(self, state: _State) -> None:
     """Counts on, with the latest values behind: those named, else those noted since it began."""
     if self.handle != state.handle:  # a nested loop, begun again
-      self.bar.reset(None if state.total < 0 else state.total)
+      self.bar.reset(state.whole)
       self.handle = state.handle
     latest = dict(noted)
+    if self._lane >= 0:
+      of_lane = {
+        name: it for (name, lane), it in noted_of_lanes.copy().items() if lane == self._lane
+      }
+      latest.update(of_lane)
     if self._show is not None:
       names = [name for name in self._show if name in latest]
     else:
@@ -72,7 +106,7 @@ class _Drawn:
     self.bar.start_t = time.time() - state.seconds
     # tqdm takes a bar whose last print came before its start for one that was never shown.
     self.bar.last_print_t = max(getattr(self.bar, "last_print_t", 0.0), self.bar.start_t)
-    self.bar.update(max(state.steps - self.bar.n, 0))
+    self.bar.update(max(state.done - self.bar.n, 0))
 
 
 def _text_of(value: Any) -> str:
@@ -151,7 +185,7 @@ class _Drawer:
       polled = time.monotonic()  # before the poll: no note of a bar's own may seem older than it
       states = [_State(*state) for state in _callgate.progress_poll()]
       if jax.process_index() == 0:
-        for state in sorted(states, key=lambda s: s.bar):
+        for state in sorted(states, key=lambda s: (s.bar, s.lane)):
           if state.bar not in self._bars:
             self._bars[state.bar] = _Drawn(state, polled - state.age)
           self._bars[state.bar].draw(state)

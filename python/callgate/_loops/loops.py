@@ -7,6 +7,7 @@ Without `progress` they are JAX's own calls, and nothing else. With it the loop'
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,8 +19,14 @@ from jax.core import Tracer
 from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
 from callgate._loops import saving, stopping
-from callgate._loops.primitive import Bar
-from callgate._loops.progress import Progress, bar_of, marking, options_of, with_mark, wrapped
+from callgate._loops.progress import (
+  Marked,
+  Progress,
+  marking,
+  options_of,
+  with_mark_of_index,
+  wrapped,
+)
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
@@ -70,6 +77,8 @@ def scan(
   if _options.boolean("scan", "stoppable", stoppable):
     if not callable(f):
       raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
+    if options is not None and options.at is not None:
+      options = dataclasses.replace(options, at=wrapped(_of_state, options.at))
     first = (np.int32(0), np.bool_(False), init)
     last, ys = scan(
       wrapped(stopping.stoppable, f),
@@ -79,7 +88,7 @@ def scan(
       reverse,
       unroll,
       _split_transpose,
-      progress=progress,
+      progress=options,
     )
     steps, _, carry = last
     return carry, ys, steps
@@ -87,7 +96,7 @@ def scan(
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
   if not callable(f):
     raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
-  body = wrapped(_counted, f, bar_of(options))
+  body = wrapped(_counted, f, Marked.of(options))
   (_, carry), ys = jax.lax.scan(body, (np.int32(0), init), xs, length, reverse, unroll, *rest)
   return carry, ys
 
@@ -126,13 +135,13 @@ def fori_loop(
   if not callable(body_fun):
     raise TypeError(f"fori_loop: body_fun: expected the loop's body, got {body_fun!r}")
   if not any(isinstance(bound, Tracer) for bound in (lower, upper)):
-    body = wrapped(with_mark, body_fun, bar_of(options))
+    body = wrapped(with_mark_of_index, body_fun, Marked.of(options))
     return jax.lax.fori_loop(lower, upper, body, init_val, unroll=unroll)
-  bar = bar_of(options, has_total=True)
+  mark = Marked.of(options, has_total=True)
   total = jnp.maximum(jnp.asarray(upper) - jnp.asarray(lower), 0).astype(np.int32)
 
   def body_with_total(index: Any, value: _Carry) -> _Carry:
-    with marking(bar, [total, index] if bar.has_total else [index]):
+    with marking(mark.bar, mark.operands(value, [index], total)):
       return body_fun(index, value)
 
   return jax.lax.fori_loop(lower, upper, body_with_total, init_val, unroll=unroll)
@@ -169,17 +178,17 @@ def while_loop(
   for name, function in (("cond_fun", cond_fun), ("body_fun", body_fun)):
     if not callable(function):
       raise TypeError(f"while_loop: {name}: expected a function, got {function!r}")
-  body = wrapped(_counted, body_fun, bar_of(options))
+  body = wrapped(_counted, body_fun, Marked.of(options))
   condition = wrapped(_counted_condition, cond_fun)
   return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
 
 
 # JAX takes a carry that the body leaves alone for a constant, with the mark on it: hence a count,
 # which XLA removes.
-def _counted(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+def _counted(f: Callable[..., Any], mark: Marked) -> Callable[..., Any]:
   def body(carry: Any, *xs: Any) -> Any:
     count, inner = carry
-    with marking(bar, [count]):
+    with marking(mark.bar, mark.operands(inner, [count])):
       after = f(inner, *xs)
     if not xs:  # of a `while_loop`
       return count + 1, after
@@ -187,6 +196,11 @@ def _counted(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
     return (count + 1, inner), y
 
   return body
+
+
+def _of_state(at: Callable[[Any], Any]) -> Callable[[Any], Any]:
+  """`Progress.at` of the carry of a loop that may stop."""
+  return lambda state: at(state[2])
 
 
 def _counted_condition(cond_fun: Callable[..., Any]) -> Callable[..., Any]:

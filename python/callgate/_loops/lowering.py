@@ -31,7 +31,6 @@ from callgate._jax.tracing import Literal, jaxpr_as_fun
 from callgate._loops.primitive import UNKNOWN, Bar, progress_call_p, progress_p
 
 Rule = Callable[..., Any]
-_Bars = Sequence[tuple[Bar, Any]]  # with their totals or, once begun, their handles
 
 
 def start() -> None:
@@ -81,22 +80,66 @@ def _others(effects: Any) -> Any:
   return type(effects)(effect for effect in effects if effect != PROGRESS_EFFECT)
 
 
-def _begin(bars: _Bars, values: Sequence[Any]) -> _Bars:
-  """Begins bars with their totals, once `values` are there; a total of None is the bar's own."""
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+  """A bar, or a lane's each, that a loop has begun.
 
-  def begin(bar: Bar, total: Any) -> Any:
-    if total is None:
-      return _call("begin", bar, *anchor)
-    return _call("begin_of", bar, jnp.max(total).astype(np.int32), *anchor)
+  Attributes:
+    bar: as the loop knows it.
+    handle: the board's number; a vector of lanes.
+    limits: of a bar by value: where that began and where it ends, with the lanes' axes.
+  """
 
+  bar: Bar
+  handle: Any
+  limits: tuple[Any, Any] | None = None
+
+  def counts(self, count: Any, lanes: Any) -> Any:
+    """What the board gets of a count, and of the lanes' own where they are known."""
+    if not self.bar.lanes:
+      return count
+    if lanes is not None and lanes.shape == self.bar.lanes:
+      return lanes.ravel()
+    return jnp.broadcast_to(count, (self.bar.count,))
+
+  def at(self, value: Any) -> Any:
+    """What the board gets of the value: where it is, NaN for a bar without."""
+    if self.limits is None:
+      return jnp.full(self.handle.shape, jnp.nan, np.float32)
+    if self.bar.lanes or not value.ndim:
+      return value.reshape(self.handle.shape)
+    first, last = self.limits  # of many lanes: that which has the longest way to go
+    share = jnp.nanmin((value - first) / jnp.where(last == first, 1.0, last - first))
+    return _longest(first, last, first) + share * _longest(first, last, last - first)
+
+
+def _longest(first: Any, last: Any, of: Any) -> Any:
+  """The entry of the lane whose value goes the longest way."""
+  return of.ravel()[jnp.argmax(jnp.abs(last - first).ravel())]
+
+
+def _begin(bar: Bar, numbers: Sequence[Any], values: Sequence[Any]) -> _Begun:
+  """Begins a bar, once `values` are there; `numbers` are those that the mark reads."""
   anchor = _anchor(values)
-  return [(bar, begin(bar, total)) for bar, total in bars]
+  if bar.by_value:
+    last, first = (jnp.asarray(x, np.float32) for x in numbers)
+    shown = [first, last]
+    if not bar.lanes and first.ndim:
+      shown = [_longest(first, last, x) for x in shown]
+    shape = (bar.count,) if bar.lanes else ()
+    shown = [x.reshape(shape) for x in shown]
+    return _Begun(bar, _call("begin_at", bar, *shown, *anchor), (first, last))
+  if not numbers:
+    return _Begun(bar, _call("begin", bar, *anchor))
+  total = jnp.asarray(numbers[0]).astype(np.int32)
+  total = jnp.broadcast_to(total.ravel(), (bar.count,)) if bar.lanes else jnp.max(total)
+  return _Begun(bar, _call("begin_of", bar, total, *anchor))
 
 
-def _end(begun: _Bars, count: Any, values: Sequence[Any]) -> None:
-  """Ends the bars, once `values` are there."""
-  for bar, handle in begun:
-    _call("end", bar, handle, count, *_anchor(values))
+def _end(begun: _Begun, count: Any, lanes: Any, value: Any, values: Sequence[Any]) -> None:
+  """Ends a bar, once `values` are there."""
+  counts, at = begun.counts(count, lanes), begun.at(value)
+  _call("end", begun.bar, begun.handle, counts, at, *_anchor(values))
 
 
 def _call(kind: str, bar: Bar, *operands: Any) -> Any:
@@ -110,31 +153,53 @@ def _anchor(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _run_scan(params: dict[str, Any], *operands: Any) -> list[Any]:
-  length, unroll = params["length"], params["unroll"]
-  bars = [mark.params["bar"] for mark in _marks(params["jaxpr"])]
+  length, unroll, jaxpr = params["length"], params["unroll"], params["jaxpr"]
+  consts, carry = loops.scan_counts(params)
+  marks = _marks(jaxpr)
   # An exported program's length may be known when it runs alone.
   count = jnp.asarray(length) if (open_ := is_open(length)) else None
   known = UNKNOWN if open_ else length
-  totals = [known if bar.total == UNKNOWN else bar.total for bar in bars]
-  own = [
-    dataclasses.replace(b, total=t, has_total=False) for b, t in zip(bars, totals, strict=True)
-  ]
-  begun = _begin([(bar, count if bar.total == UNKNOWN else None) for bar in own], operands)
-  params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
+
+  def number(mark: Any, index: int, carried: Sequence[Any]) -> Any:
+    """What a bar by value reads of a carry; it looks at nothing that is scanned over."""
+    rest = [tracing.zeros_of(aval) for aval in jaxpr.in_avals[consts + carry :]]
+    return _of_step(jaxpr, mark.invars[index], [*operands[:consts], *carried, *rest])
+
+  def values(carried: Sequence[Any]) -> list[Any]:
+    return [number(mark, 1, carried) if mark.params["bar"].by_value else None for mark in marks]
+
+  def begin(mark: Any) -> _Begun:
+    bar = mark.params["bar"]
+    if bar.by_value:
+      first = operands[consts : consts + carry]
+      return _begin(bar, [number(mark, index, first) for index in (0, 1)], operands)
+    total = known if bar.total == UNKNOWN else bar.total
+    bar = dataclasses.replace(bar, total=total, has_total=False)
+    return _begin(bar, [count] if bar.total == UNKNOWN else [], operands)
+
+  begun = [begin(mark) for mark in marks]
+  params = {**params, "jaxpr": _without_marks(jaxpr)}
   implementation = functools.partial(loops.scan_impl, **params)
   trips = length // unroll if unroll else 0
   if open_ or trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
-    results = _run_implementation(begun, implementation, operands, unroll)
+    results = _run_implementation(  # whose loop carries a count, then what the scan does
+      begun, lambda carried: values(carried[1 : 1 + carry]), implementation, operands, unroll
+    )
   else:  # a scan that is unrolled as a whole has no loop, and shows its end alone
     results = implementation(*operands)
   if count is None:
     count = np.int32(np.uint32(length & 0xFFFFFFFF))
-  _end(begun, count.astype(np.int32), results)
+  for one, at in zip(begun, values(results[:carry]), strict=True):
+    _end(one, count.astype(np.int32), None, at, results)
   return results
 
 
 def _run_implementation(
-  begun: _Bars, implementation: Rule, operands: Sequence[Any], unroll: int
+  begun: Sequence[_Begun],
+  values_of: Callable[[Sequence[Any]], list[Any]],
+  implementation: Rule,
+  operands: Sequence[Any],
+  unroll: int,
 ) -> list[Any]:
   """Returns what JAX writes for a scan, with its `while_loop`, the first one there, in chunks."""
   closed: Any = jax.make_jaxpr(implementation)(*operands)
@@ -149,7 +214,7 @@ def _run_implementation(
     inputs = [read(v) for v in eqn.invars]
     with eqn.ctx.manager:
       if eqn is loop:
-        results = _run_chunks(begun, eqn.params, inputs, unit=unroll)[1]
+        results = _run_chunks(begun, values_of, eqn.params, inputs, unit=unroll)[-1]
       else:
         results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
         results = results if eqn.primitive.multiple_results else [results]
@@ -158,18 +223,32 @@ def _run_implementation(
 
 
 def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
-  body, consts = params["body_jaxpr"], operands[params["cond_nconsts"] :]
-  marks = [(mark.params["bar"], mark.invars[0]) for mark in _marks(body)]
-  totals = [_before_first_step(body, x, consts) if bar.has_total else None for bar, x in marks]
-  begun = _begin([(bar, total) for (bar, _), total in zip(marks, totals, strict=True)], operands)
-  params = {**params, "body_jaxpr": _without_marks(body)}
-  steps, results = _run_chunks(begun, params, operands, unit=1)
-  _end(begun, steps, results)
+  body, inputs = params["body_jaxpr"], operands[params["cond_nconsts"] :]
+  marks = _marks(body)
+  begun: list[_Begun] = []
+  for mark in marks:
+    bar = mark.params["bar"]
+    numbers = [_of_step(body, variable, inputs) for variable in mark.invars[: bar.numbers]]
+    begun.append(_begin(bar, numbers, operands))
+
+  def values(carried: Sequence[Any]) -> list[Any]:
+    inputs = [*loops.split_operands(params, operands)[1], *carried]
+    return [
+      _of_step(body, mark.invars[1], inputs) if one.bar.by_value else None
+      for one, mark in zip(begun, marks, strict=True)
+    ]
+
+  unmarked = {**params, "body_jaxpr": _without_marks(body)}
+  steps, lanes, results = _run_chunks(begun, values, unmarked, operands, unit=1)
+  for one, at in zip(begun, values(results), strict=True):
+    _end(one, steps, lanes, at, results)
   return results
 
 
-def _before_first_step(body: Any, variable: Any, operands: Sequence[Any]) -> Any:
-  """Returns what a variable of a loop's body is in its first step; it depends on no effect."""
+def _of_step(body: Any, variable: Any, operands: Sequence[Any]) -> Any:
+  """Returns what a variable of a loop's body is in a step; it depends on no effect."""
+  if isinstance(variable, Literal):
+    return jnp.asarray(variable.val)
   pure = [eqn for eqn in body.jaxpr.eqns if not eqn.effects]
   jaxpr = body.jaxpr.replace(eqns=pure, outvars=[variable], effects=frozenset())
   jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, used_outputs=True, instantiate=True)
@@ -177,21 +256,30 @@ def _before_first_step(body: Any, variable: Any, operands: Sequence[Any]) -> Any
 
 
 def _run_chunks(
-  begun: _Bars, params: dict[str, Any], operands: Sequence[Any], unit: int
-) -> tuple[Any, list[Any]]:
-  """The loop of a `while_loop`'s parameters, in chunks: the steps it took, and its results.
+  begun: Sequence[_Begun],
+  values_of: Callable[[Sequence[Any]], list[Any]],
+  params: dict[str, Any],
+  operands: Sequence[Any],
+  unit: int,
+) -> tuple[Any, Any, list[Any]]:
+  """The loop of a `while_loop`'s parameters, in chunks; of a carry `values_of` has bars' values.
 
-  A batched loop runs until its last lane has ended.
+  Returns:
+    The steps it took, those of each lane or None, and its results. A batched loop runs until its
+    last lane has ended.
   """
   cond_consts, body_consts, carry = loops.split_operands(params, operands)
-  predicate = functools.partial(jaxpr_as_fun(params["cond_jaxpr"]), *cond_consts)
+  closed = params["cond_jaxpr"]
+  predicate = functools.partial(jaxpr_as_fun(closed), *cond_consts)
   one_step = functools.partial(jaxpr_as_fun(params["body_jaxpr"]), *body_consts)
+  batched: tuple[int, ...] = closed.out_avals[0].shape
+  by_lane = batched != () and any(one.bar.lanes == batched for one in begun)
 
-  def body(before: Sequence[Any]) -> list[Any]:
-    if not params["cond_jaxpr"].out_avals[0].shape:
-      return one_step(*before)
+  def body(counted: Any, before: Sequence[Any]) -> tuple[Any, list[Any]]:
+    if not batched:
+      return counted, one_step(*before)
     (lanes,) = predicate(*before)
-    return [
+    return counted + lanes if by_lane else counted, [
       jax.lax.select(jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old)
       for new, old in zip(one_step(*before), before, strict=True)
     ]
@@ -201,20 +289,34 @@ def _run_chunks(
     return jnp.any(lanes) if lanes.shape else lanes
 
   def chunk(state: Any) -> Any:
-    done, wanted, carry = state
-    if params["cond_jaxpr"].effects:  # it must not be asked more often than the loop does
-      steps, carry = 1, body(carry)
+    done, wanted, counted, carry = state
+    if closed.effects:  # it must not be asked more often than the loop does
+      steps, (counted, carry) = 1, body(counted, carry)
     else:
       trips = jnp.maximum(wanted // unit, 1)
-      steps, carry = jax.lax.while_loop(
-        lambda s: (s[0] < trips) & cond(s[1]),
-        lambda s: (s[0] + 1, body(s[1])),
-        (np.int32(0), carry),
+      steps, counted, carry = jax.lax.while_loop(
+        lambda s: (s[0] < trips) & cond(s[2]),
+        lambda s: (s[0] + 1, *body(s[1], s[2])),
+        (np.int32(0), counted, carry),
       )
     done = done + steps * unit
-    waits = [_call("update", bar, handle, done) for bar, handle in begun]
-    return done, functools.reduce(jnp.minimum, waits), carry
+    going = predicate(*carry)[0].astype(np.int32) if by_lane and not closed.effects else None
+    waits = [
+      _update(one, done, counted, at, going)
+      for one, at in zip(begun, values_of(carry), strict=True)
+    ]  # fmt: skip
+    return done, functools.reduce(jnp.minimum, waits), counted, carry
 
-  state = (np.int32(0), np.int32(1), carry)
-  done, _, results = jax.lax.while_loop(lambda s: cond(s[2]), chunk, state)
-  return done, list(results)
+  first = np.zeros(batched if by_lane else (), np.int32)
+  state = (np.int32(0), np.int32(1), first, carry)
+  done, _, counted, results = jax.lax.while_loop(lambda s: cond(s[3]), chunk, state)
+  return done, counted if by_lane else None, list(results)
+
+
+def _update(begun: _Begun, done: Any, counted: Any, at: Any, going: Any) -> Any:
+  counts = begun.counts(done, counted)
+  if begun.bar.lanes and going is not None and going.shape == begun.bar.lanes:
+    going = going.ravel()
+  else:
+    going = jnp.ones(begun.handle.shape, np.int32)
+  return _call("update", begun.bar, begun.handle, counts, begun.at(at), going)

@@ -14,22 +14,28 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO, TypeVar, overload
+from typing import Any, Literal, TextIO, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from callgate._core import extras
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
-from callgate._loops.primitive import UNKNOWN, Bar, progress_p
+from callgate._loops.primitive import MOST_LANES, UNKNOWN, Bar, progress_p
 from callgate._runtime import config
+from callgate._tap import delivery
 
 _Body = TypeVar("_Body", bound=Callable[..., Any])
 files: dict[int, TextIO] = {}  # by id(), which holding them keeps their own
-noted: dict[str, tuple[float, Any]] = {}  # by name when the latest value came, and the value
+# By name, and by name and lane: when the latest value came, and the value.
+noted: dict[str, tuple[float, Any]] = {}
+noted_of_lanes: dict[tuple[str, int], tuple[float, Any]] = {}
+Lanes = Literal["one", "bars"]
+Style = Literal["tqdm", "rich"]
 _nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
 
 
@@ -39,7 +45,14 @@ class Progress:
 
   Args:
     desc: what stands before the bar.
-    total: the number of steps; by default that of the loop, where it is known before it runs.
+    total: the number of steps; by default that of the loop, where it is known before it runs. With
+      `at`, where its value ends: a number, or a traced one.
+    at: a function of the loop's carry (of a decorated body: of its first argument) that says how
+      far the loop is, as a real number: the time of an ODE, say. The bar, and the time that is
+      left, follow that value in the place of the steps.
+    lanes: under `jax.vmap`, "one" bar for all lanes, as far as the last of them is, or "bars", one
+      for each, at most 100.
+    style: "tqdm" or "rich", which draws with the library of that name.
     every: steps between updates; by default as many as take a few milliseconds.
     show: names of values to show behind the bar, of those last noted; by default all of them.
     file: where to write; by default `sys.stderr` as it is when the loop runs.
@@ -49,23 +62,41 @@ class Progress:
   """
 
   desc: str | None = None
-  total: int | None = None
+  total: Any = None
   every: int | None = None
   show: Sequence[str] | None = None
   file: TextIO | None = None
   position: int | None = None
   leave: bool = True
   mininterval: float = 0.1
+  at: Callable[[Any], Any] | None = None
+  lanes: Lanes = "one"
+  style: Style = "tqdm"
 
   def __post_init__(self) -> None:
     _options.optional_texts("Progress", desc=self.desc)
     for name, least in (("total", 0), ("every", 1), ("position", 0)):
       limits = {"least": least, "most": 2**31 - 1}
-      _options.or_none(_options.count, "Progress", name, getattr(self, name), **limits)
+      if name != "total" or self.at is None:
+        _options.or_none(_options.count, "Progress", name, getattr(self, name), **limits)
+    if _options.or_none(_options.function, "Progress", "at", self.at) is not None:
+      _check_goal(self.total)
+    _options.choice("Progress", "lanes", self.lanes, ("one", "bars"))
+    if _options.choice("Progress", "style", self.style, ("tqdm", "rich")) == "rich":
+      extras.library("rich", "rich", "rich", by="Progress: style='rich'")
     _options.or_none(_options.strings, "Progress", "show", self.show, what="a sequence of names")
     _options.or_none(_options.writable, "Progress", "file", self.file)
     _options.boolean("Progress", "leave", self.leave)
     _options.seconds("Progress", "mininterval", self.mininterval, zero=True)
+
+
+def _check_goal(total: Any) -> None:
+  """Raises unless a bar by value may end there."""
+  if not isinstance(total, (jax.Array, np.ndarray)):
+    _options.number("Progress", "total", total, what="where the value of `at` ends, a number")
+  elif jnp.shape(total) or not jnp.issubdtype(total.dtype, np.number):
+    got = f"{total.dtype}{list(total.shape)}"
+    raise GateDefinitionError(f"Progress: total: expected a number of shape (), got {got}")
 
 
 def options_of(progress: object) -> Progress | None:
@@ -85,24 +116,63 @@ def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
   """The bar as programs hold it, at the present depth of nested loops."""
   if options.file is not None:
     files[id(options.file)] = options.file
-  text = {name: getattr(options, name) for name in ("desc", "position", "leave", "mininterval")}
+  names = ("desc", "position", "leave", "mininterval", "style")
+  text = {name: getattr(options, name) for name in names}
   text |= {
     "show": None if options.show is None else list(options.show),
     "file": None if options.file is None else id(options.file),
     "depth": getattr(_nesting, "depth", 0),
   }
+  by_value = options.at is not None
+  total = None if by_value else options.total
   return Bar(
     text=json.dumps({key: value for key, value in text.items() if value is not None}),
     every=int(options.every or 0),
-    total=UNKNOWN if options.total is None else int(options.total),
+    total=UNKNOWN if total is None else int(total),
     has_total=has_total and options.total is None,
+    by_value=by_value,
+    by_lane=options.lanes == "bars",
     engine=config.engine(),
   )
 
 
-def note(name: str, value: Any) -> None:
+def note(name: str, value: Any, lane: int | None = None) -> None:
   """Keeps a scalar as the latest of its name; bars show it. For whoever consumes taps."""
-  noted[name] = (time.monotonic(), value)
+  if lane is None:
+    noted[name] = (time.monotonic(), value)
+  else:
+    noted_of_lanes[name, lane] = (time.monotonic(), value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+  """A bar, and what its mark takes from the loop's carry."""
+
+  bar: Bar
+  at: Callable[[Any], Any] | None = None
+  total: Any = None  # where `at` ends
+
+  @classmethod
+  def of(cls, options: Progress, *, has_total: bool = False) -> Marked:
+    bar = bar_of(options, has_total=has_total)
+    if bar.by_lane:
+      delivery.listen_to_lanes(MOST_LANES)
+    return cls(bar, options.at, options.total) if bar.by_value else cls(bar)
+
+  def operands(self, carry: Any, changing: Sequence[Any], total: Any = None) -> list[Any]:
+    """Of a mark: the numbers that the bar reads, then arrays that tie it to the loop."""
+    read = [total] if self.bar.has_total else []
+    if self.at is not None:
+      at = jnp.asarray(self.at(carry))
+      if at.shape or not jnp.issubdtype(at.dtype, np.number):
+        raise GateDefinitionError(
+          f"Progress: at: expected a number of the carry, got {at.dtype}{list(at.shape)}"
+        )
+      read = [jnp.asarray(x).astype(np.float32) for x in (self.total, at)]
+      read = [jax.lax.stop_gradient(x) for x in read]
+    if self.bar.by_lane:  # by which the mark sees what the loop is mapped over
+      changing = [*changing, *_numbers_in(carry)]
+    return [*read, *changing]
 
 
 @contextmanager
@@ -118,18 +188,23 @@ def marking(bar: Bar, operands: Sequence[Any]) -> Generator[None]:
 
 def _changing(arguments: Any) -> list[Any]:
   """Of a body's arguments, arrays that change from step to step: counters where there are any."""
-  leaves = [x for x in jax.tree.leaves(arguments) if isinstance(x, Tracer)]
-  counters = [x for x in leaves if not jnp.shape(x) and jnp.issubdtype(x.dtype, np.integer)]
-  return counters or [x for x in leaves if jnp.issubdtype(x.dtype, np.number)]
+  numbers = _numbers_in(arguments)
+  counters = [x for x in numbers if not jnp.shape(x) and jnp.issubdtype(x.dtype, np.integer)]
+  return counters or numbers
+
+
+def _numbers_in(tree: Any) -> list[Any]:
+  leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, Tracer)]
+  return [x for x in leaves if jnp.issubdtype(x.dtype, np.number)]
 
 
 @tracing.clearable_cache(max_size=256)
-def _cached(make: Callable[..., Any], function: Callable[..., Any], *bar: Bar) -> Any:
+def _cached(make: Callable[..., Any], function: Callable[..., Any], *bar: Marked) -> Any:
   return make(function, *bar)
 
 
 def wrapped(
-  make: Callable[..., Any], function: Callable[..., Any], *bar: Bar
+  make: Callable[..., Any], function: Callable[..., Any], *bar: Marked
 ) -> Callable[..., Any]:
   """Returns what `make` makes of a body: one for each, so that JAX's caches know it again."""
   try:
@@ -138,13 +213,20 @@ def wrapped(
     return make(function, *bar)
 
 
-def with_mark(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+def with_mark(function: Callable[..., Any], mark: Marked, carry: int = 0) -> Callable[..., Any]:
+  """The body with a mark; `carry` is the position of that argument."""
+
   @functools.wraps(function, updated=())
   def body(*arguments: Any) -> Any:
-    with marking(bar, _changing(arguments)):
+    with marking(mark.bar, mark.operands(arguments[carry], _changing(arguments))):
       return function(*arguments)
 
   return body
+
+
+def with_mark_of_index(function: Callable[..., Any], mark: Marked) -> Callable[..., Any]:
+  """The same of a `fori_loop`'s body, whose carry comes second."""
+  return with_mark(function, mark, carry=1)
 
 
 @overload
@@ -153,16 +235,18 @@ def progress(description: _Body) -> _Body: ...
 
 @overload
 def progress(
-  description: str | Progress | None = None, *, total: int | None = None, every: int | None = None,
+  description: str | Progress | None = None, *, total: Any = None, every: int | None = None,
   show: Sequence[str] | None = None, file: TextIO | None = None, position: int | None = None,
-  leave: bool = True, mininterval: float = 0.1,
+  leave: bool = True, mininterval: float = 0.1, at: Callable[[Any], Any] | None = None,
+  lanes: Lanes = "one", style: Style = "tqdm",
 ) -> Callable[[_Body], _Body]: ...  # fmt: skip
 
 
 def progress(
-  description: Any = None, *, total: int | None = None, every: int | None = None,
+  description: Any = None, *, total: Any = None, every: int | None = None,
   show: Sequence[str] | None = None, file: TextIO | None = None, position: int | None = None,
-  leave: bool = True, mininterval: float = 0.1,
+  leave: bool = True, mininterval: float = 0.1, at: Callable[[Any], Any] | None = None,
+  lanes: Lanes = "one", style: Style = "tqdm",
 ) -> Any:  # fmt: skip
   """Gives a loop a progress bar by its body, for loops that JAX or a library runs.
 
@@ -188,7 +272,9 @@ def progress(
     options = description
   elif description is None or isinstance(description, str) or callable(description):
     desc = description if isinstance(description, str) else None
-    options = Progress(desc, total, every, show, file, position, leave, mininterval)
+    options = Progress(
+      desc, total, every, show, file, position, leave, mininterval, at, lanes, style
+    )
   else:
     raise GateDefinitionError(
       f"progress: expected a description, callgate.Progress or the loop's body, got {description!r}"
@@ -197,7 +283,7 @@ def progress(
   def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function, updated=())
     def body(*arguments: Any) -> Any:
-      return wrapped(with_mark, function, bar_of(options))(*arguments)
+      return wrapped(with_mark, function, Marked.of(options))(*arguments)
 
     return body
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 from callgate._loops import stopping
-from callgate._loops.progress import Progress, bar_of, marking, options_of, wrapped
+from callgate._loops.progress import Marked, Progress, marking, options_of, wrapped
 
 
 def scan_saved(
@@ -38,19 +39,33 @@ def scan_saved(
     raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
   start, first = save.begin(init)
   body = wrapped(functools.partial(_saving, save), f)
+  bar = options_of(progress)
+  if bar is not None and bar.at is not None:
+    bar = dataclasses.replace(bar, at=wrapped(_of_counted, bar.at))
   if save.resume:
     length = _length(xs, length)
     state: Any = (start, first)
     if stoppable:
       body, state = wrapped(stopping.stoppable, body), (start, np.bool_(False), state)
-    last, ys = _scan_from(start, body, state, xs, length, reverse, options_of(progress))
+      if bar is not None and bar.at is not None:
+        bar = dataclasses.replace(bar, at=wrapped(_of_stoppable, bar.at))
+    last, ys = _scan_from(start, body, state, xs, length, reverse, bar)
     looped = (last[2], ys, last[0]) if stoppable else (last, ys)
   else:
-    options = {"progress": progress, "stoppable": stoppable}
+    options = {"progress": bar, "stoppable": stoppable}
     looped = scan(body, (start, first), xs, length, reverse, *rest, **options)
   (count, carry), *others = looped
   save.send(count, carry, (count % save.every != 0) & (count > start))
   return carry, *others
+
+
+def _of_counted(at: Callable[[Any], Any]) -> Callable[[Any], Any]:
+  """`Progress.at` of the carry beside the count."""
+  return lambda state: at(state[1])
+
+
+def _of_stoppable(at: Callable[[Any], Any]) -> Callable[[Any], Any]:
+  return lambda state: at(state[2])
 
 
 def _saving(save: Checkpoints, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +94,7 @@ def _scan_from(
   if length == 0:
     return jax.lax.scan(f, init, xs, length, reverse)
   step = jax.jit(f, inline=True)  # traced once, for its results' types and for the step
-  bar = None if progress is None else bar_of(progress, has_total=True)
+  mark = None if progress is None else Marked.of(progress, has_total=True)
 
   def at(place: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), xs)
@@ -92,10 +107,10 @@ def _scan_from(
   def body(index: Any, state: Any) -> Any:
     carry, ys = state
     place = length - 1 - index if reverse else index
-    if bar is None:
+    if mark is None:
       carry, y = step(carry, at(place))
     else:
-      with marking(bar, [np.int32(length), index] if bar.has_total else [index]):
+      with marking(mark.bar, mark.operands(carry, [index], np.int32(length))):
         carry, y = step(carry, at(place))
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
     return carry, jax.tree.map(lambda all_, one: put(all_, one), ys, y)

@@ -142,18 +142,32 @@ def cut(
     values[index] = value[(slice(None),) * lead + tuple(slice(0, int(n)) for n in own)]
 
 
-_listener: Callable[[str, Any], None] | None = None
+_listener: Callable[[str, Any, int | None], None] | None = None
+_listens_to_lanes = 0  # to how many of each tap's, at most
 
 
-def listen(listener: Callable[[str, Any], None]) -> None:
-  """Has `listener(name, value)` told the newest scalar of each tap, once a batch: progress bars."""
+def listen(listener: Callable[[str, Any, int | None], None]) -> None:
+  """Has `listener(name, value, None)` told each tap's newest scalar, once a batch, for bars."""
   global _listener
   _listener = listener
 
 
-def _tell(source: _RawSource, arrays: Sequence[Any]) -> None:
+def listen_to_lanes(most: int) -> None:
+  """From here on also `listener(name, value, lane)`, of the first so many lanes."""
+  global _listens_to_lanes
+  _listens_to_lanes = most
+
+
+def _tell(source: _RawSource, arrays: Sequence[Any], lane: int | None = None) -> None:
   if _listener and len(arrays) == 1 and source[2] == 0 and getattr(arrays[0], "ndim", 1) == 0:
-    _listener(source[1], arrays[0].item())
+    _listener(source[1], arrays[0].item(), lane)
+
+
+def _tell_rows(source: _RawSource, rows: list[_Row]) -> None:
+  _tell(source, rows[-1][6])
+  if _listens_to_lanes and source[4]:
+    for row in rows[-_listens_to_lanes:]:
+      _tell(source, row[6], row[0])
 
 
 def check_takes_values(where: str, function: Callable[..., Any]) -> None:
@@ -190,7 +204,7 @@ def call_with_rows(attached: Attached, source: _RawSource, rows: list[_Row]) -> 
   function, with_info = attached.given, attached.wants_info
   about = description(source[3])
   value_of = about.value
-  _tell(source, rows[-1][6])
+  _tell_rows(source, rows)
   convert = _converter() if about.on_device else None
   lost = 0
   with timeline.span("deliver", source[1]):
@@ -215,7 +229,7 @@ def write_records(attached: Attached, source: _RawSource, rows: list[_Row]) -> i
   if attached.left:
     return 0
   sink, about = attached.given, description(source[3])
-  _tell(source, rows[-1][6])
+  _tell_rows(source, rows)
   lost = 0
   try:
     if about.on_device:

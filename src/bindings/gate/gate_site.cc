@@ -190,11 +190,7 @@ class PyGateSite final : public Site {
   void run_lane(std::int64_t lane, std::span<const ArrayView> operands,
                 std::span<ArrayView> results, const CallContext& context, DeviceCall* gpu) {
     if (!options_.taped || !is_taping()) return call_lane(operands, results, context, gpu);
-    if (gpu != nullptr)
-      raise(PyExc_NotImplementedError,
-            "gate '" + callee_->name() +
-                "': recordings hold arrays of the host; expected arrays=\"numpy\" in a block of "
-                "callgate.record or callgate.replay, got a call whose arrays stay on a GPU");
+    if (gpu != nullptr) refuse_on_device(callee_->name());
     on_tape(callee_->name(), spec_, lane, operands, results, context,
             [&] { call_lane(operands, results, context, gpu); });
   }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "core/progress.h"
+#include "core/progress_callee.h"
 #include "fake_attributes.h"
 
 namespace callgate {
@@ -242,21 +244,73 @@ TEST(ProgressBoard, ManyProgramsAndADrawerAtOnce) {
 
 // -- the callee -----------------------------------------------------------------------------------
 
-ArrayView scalar(std::int32_t& value) { return {&value, nullptr, 0, DType::kS32}; }
+// An operand: integers or floats, of one bar or of each lane's.
+struct Operand {
+  Operand(int number) : bits{number} {}
+  Operand(float number) : dtype(DType::kF32), bits{std::bit_cast<std::int32_t>(number)} {}
+  Operand(std::vector<int> numbers) : bits(numbers.begin(), numbers.end()), rank(1) {}
+  Operand(std::vector<float> numbers) : dtype(DType::kF32), rank(1) {
+    for (float number : numbers) bits.push_back(std::bit_cast<std::int32_t>(number));
+  }
+  ArrayView view() {
+    dims = static_cast<std::int64_t>(bits.size());
+    return {bits.data(), &dims, rank, dtype};
+  }
+  DType dtype = DType::kS32;
+  std::vector<std::int32_t> bits;
+  std::int64_t dims = 0;
+  std::int32_t rank = 0;
+};
 
 SiteSpec progress(const char* kind, int every, int total, const char* text) {
   const fake::AttributeMap held{{"kind", kind}, {"every", every}, {"total", total}};
   return fake::site_spec({{"spec", text}, {"progress", held}});
 }
 
-std::int32_t call(ProgressCallee& callee, SiteSpec spec, std::vector<std::int32_t> values) {
+// What a call writes to a result like `answer`.
+std::vector<std::int32_t> call(ProgressCallee& callee, SiteSpec spec, std::vector<Operand> values,
+                               Operand answer) {
   std::vector<ArrayView> operands;
-  for (std::int32_t& value : values) operands.push_back(scalar(value));
-  std::int32_t answer = -1;
-  std::vector<ArrayView> results{scalar(answer)};
+  for (Operand& value : values) operands.push_back(value.view());
+  std::vector<ArrayView> results{answer.view()};
   auto site = callee.specialise(std::move(spec));
   EXPECT_NO_THROW(site->run({operands, results, on(3)}));
-  return answer;
+  return answer.bits;
+}
+
+std::int32_t call(ProgressCallee& callee, SiteSpec spec, std::vector<Operand> values) {
+  return call(callee, std::move(spec), std::move(values), Operand(-1))[0];
+}
+
+constexpr float kNone = ProgressState::kNoValue;
+
+TEST(ProgressCallee, LanesHaveBarsThatAValueMovesAndEndOneByOne) {
+  Timed t;
+  ProgressCallee callee(t.board);
+  SiteSpec begin = progress("begin_at", 5, -1, "lanes");
+  auto handles =
+      call(callee, begin, {std::vector{0.0F, 1.0F}, std::vector{2.0F, 5.0F}}, std::vector{0, 0});
+  ASSERT_NE(handles[0], handles[1]);
+  const std::vector<int> of(handles.begin(), handles.end());
+  auto update = [&](std::vector<int> counts, std::vector<float> at, std::vector<int> going) {
+    return call(callee, progress("update", 5, -1, ""), {of, counts, at, going});
+  };
+  EXPECT_EQ(update({3, 3}, {1.0F, 2.0F}, {1, 1}), 5);
+  EXPECT_EQ(update({4, 6}, {2.0F, 3.0F}, {0, 1}), 5);
+  EXPECT_EQ(update({9, 7}, {9.0F, 5.0F}, {0, 0}), 1 << 30);
+  call(callee, progress("end", 5, -1, ""), {of, std::vector{9, 9}, std::vector{9.0F, 9.0F}});
+  auto bars = t.board.poll();
+  ASSERT_EQ(bars.size(), 2U);
+  for (std::size_t lane = 0; lane < 2; ++lane) {
+    EXPECT_EQ(bars[lane].lane, static_cast<std::int64_t>(lane));
+    EXPECT_EQ(bars[lane].phase, Phase::kEnded);
+  }
+  EXPECT_EQ(bars[0].count, 4);
+  EXPECT_EQ(bars[0].at, 2.0F);
+  EXPECT_EQ(bars[0].last, 2.0F);
+  EXPECT_EQ(bars[1].count, 7);
+  EXPECT_EQ(bars[1].at, 5.0F);
+  EXPECT_EQ(bars[1].first, 1.0F);
 }
 
 TEST(ProgressCallee, BeginsUpdatesAndEndsABar) {
@@ -264,8 +318,8 @@ TEST(ProgressCallee, BeginsUpdatesAndEndsABar) {
   ProgressCallee callee(t.board);
   EXPECT_EQ(callee.name(), "callgate.progress");
   std::int32_t handle = call(callee, progress("begin", 7, 100, R"({"desc": "a b"})"), {});
-  EXPECT_EQ(call(callee, progress("update", 7, 100, ""), {handle, 50}), 7);
-  call(callee, progress("end", 7, 100, ""), {handle, 100, 12345});
+  EXPECT_EQ(call(callee, progress("update", 7, 100, ""), {handle, 50, kNone, 1}), 7);
+  call(callee, progress("end", 7, 100, ""), {handle, 100, kNone, 12345});
   std::int32_t other = call(callee, progress("begin_of", 0, -1, "text"), {-4});
   EXPECT_NE(handle, other);
   auto bars = t.board.poll();
@@ -298,9 +352,14 @@ TEST(ProgressCallee, RefusesOperandsOfAnotherType) {
   auto site = callee.specialise(progress("update", 0, 1, "t"));
   float value = 0;
   ArrayView real{&value, nullptr, 0, DType::kF32};
-  std::vector two{real, real};
-  EXPECT_THROW(site->run({two, {}, on(1)}), Error);
+  std::int32_t number = 0;
+  std::vector result{ArrayView{&number, nullptr, 0, DType::kS32}};
+  std::vector four{real, real, real, real};
+  EXPECT_THROW(site->run({four, result, on(1)}), Error);
+  EXPECT_THROW(site->run({four, {}, on(1)}), Error);
   EXPECT_THROW(site->run({{}, {}, on(1)}), Error);
+  auto begin = callee.specialise(progress("begin_of", 0, 1, "t"));
+  EXPECT_THROW(begin->run({four, result, on(1)}), Error);
 }
 
 }  // namespace
