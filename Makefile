@@ -37,7 +37,8 @@ WHEEL ?=
 PRESET ?= asan
 # `make examples` runs these; what shows callgate to readers takes a minute and a half.
 EXAMPLES := tests/python/project/test_examples.py tests/python/project/test_docs.py
-PYTEST_ARGS ?= tests/python $(addprefix --ignore=,$(EXAMPLES))
+TYPES := tests/python/project/test_types.py  # of `make lint`
+PYTEST_ARGS ?= tests/python $(addprefix --ignore=,$(EXAMPLES) $(TYPES))
 # On every core. A process takes a run of neighbouring tests, since those of a file share expensive
 # programs, and one that has no more takes half of another's. In place of one that a test brought
 # down another runs the rest.
@@ -314,7 +315,7 @@ lint-python: $(VENV)/.stamp-lint+docs
 
 lint-types: $(VENV)/.stamp-lint+docs environment $(STUB)
 	pyright --pythonpath $(PY)
-	$(PY) -m pytest -q tests/python/project/test_types.py
+	$(PY) -m pytest -q $(TYPES)
 
 lint-cpp: $(VENV)/.stamp-lint+docs cpp-build $(VENV)/.stamp-package
 	clang-format --dry-run -Werror $(CPP_FILES)

@@ -26,6 +26,9 @@ ANCHORS = {
   "channels": "jax debug.callback, f32 scalars",
   "growth": "C++ handler, 4 bytes",
   "first": "eager call: jnp.sin",
+  "workers": "numpy copy: 1 MiB, twice",
+  "envs": "SyncVectorEnv from Python: CartPole",
+  "solver": "custom_linear_solve over pure_callback, solve, n = 10,000",
 }
 OWN = ("callgate", "install()", "the same with", "consumer", "sink")
 

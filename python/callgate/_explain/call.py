@@ -11,7 +11,7 @@ class ExplainedCall:
   """A call in a program.
 
   Attributes:
-    kind: "gate", "kernel", "tap", "feed", or "JAX callback".
+    kind: "gate", "kernel", "tap", "feed", "check", "breakpoint", or "JAX callback".
     name: what programs call it by.
     source: "file:line (function)" of the code that traced it; "" where it is not known.
     effect: "pure", "io", "ordered" or "dataflow".

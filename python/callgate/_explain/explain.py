@@ -161,10 +161,18 @@ def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...]) -> _Found
     copies += ins
   if elsewhere or by_jax:
     copies = ins + outs
+  kind, name = gate.kind, gate.name
+  # What looks first, in C++: the gate is called where a check fails, or a breakpoint stops.
+  guard: str = getattr(getattr(gate, "guard", None), "name", "")
+  if guard:
+    kind, _, name = (
+      guard.partition(":") if guard.startswith("check:") else ("breakpoint", "", guard)
+    )
+  at_once = native or (not by_jax and (bool(guard) or gate.reads_cell))
   return ExplainedCall(
-    kind=gate.kind, name=gate.name, source=lowering.source_of(eqn), effect=gate.effect, loops=loops,
+    kind=kind, name=name, source=lowering.source_of(eqn), effect=gate.effect, loops=loops,
     lanes=math.prod(size for size, _ in call.levels), copies=copies,
-    gathers=None, waits=True, gil=not native and not elsewhere,
+    gathers=None, waits=True, gil=not at_once and not elsewhere,
   ), gate  # fmt: skip
 
 

@@ -88,7 +88,9 @@ def _show_until_ended(url: str, *, browser: bool) -> None:
     displays = map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
     if browser and (sys.platform == "darwin" or any(displays)):
       webbrowser.open(url)
-    threading.Event().wait()
+    ended = threading.Event()
+    while not ended.wait(1):  # Python sees a signal that comes just before a wait only after it
+      pass
   except _Terminated:
     pass
   finally:

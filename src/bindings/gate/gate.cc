@@ -105,7 +105,7 @@ struct CheckHandle : Handle<CheckCallee> {
 std::optional<
     std::tuple<std::vector<std::int64_t>, std::int64_t, std::int64_t, std::int32_t, std::string>>
 current_place() {
-  const CallPlace* place = CallPlace::current;
+  const CallPlace* place = CallPlace::current_;
   if (place == nullptr) return std::nullopt;
   return std::tuple(std::vector(place->lanes.begin(), place->lanes.end()), place->lane,
                     place->context.device, place->context.shard, *place->layout);

@@ -23,7 +23,7 @@ struct CallPlace {
   const std::string* layout = nullptr;  // SiteSpec::layout
   CallContext context;
 
-  static inline thread_local const CallPlace* current = nullptr;  // null for no such call
+  static inline thread_local const CallPlace* current_ = nullptr;  // null for no such call
 };
 
 // A span of JAX's profiler, where one runs, around a call under the GIL.
@@ -50,10 +50,10 @@ class CallPlaceScope : Immovable {
  public:
   // With null it leaves the place alone.
   explicit CallPlaceScope(const CallPlace* place) : place_(place) {
-    if (place_ != nullptr) before_ = std::exchange(CallPlace::current, place_);
+    if (place_ != nullptr) before_ = std::exchange(CallPlace::current_, place_);
   }
   ~CallPlaceScope() {
-    if (place_ != nullptr) CallPlace::current = before_;
+    if (place_ != nullptr) CallPlace::current_ = before_;
   }
 
  private:

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <numeric>
 #include <thread>
@@ -79,17 +80,23 @@ TEST(ChannelTurns, WhatComesWhileOneIsBehindGoesToTheOthersAtOnce) {
   auto fast = std::make_shared<Collector>();
   std::uint64_t given = 0;
   bool was_there = false;
+  std::promise<void> decided;
   auto slow = std::make_shared<Collector>([&](std::span<const Record> records) {
     given += records.size();
     if (given >= 50 && given - records.size() < 50)
       for (std::uint64_t id = 400; id < 410; ++id) feed.send(*channel, id);
     // All that time one turn is a few records.
-    if (given >= 300 && given - records.size() < 300) was_there = fast->ids().back() >= 400;
+    if (given >= 300 && given - records.size() < 300) {
+      was_there = fast->ids().back() >= 400;
+      decided.set_value();
+    }
     std::this_thread::sleep_for(records.size() * milliseconds(2));
   });
   Backlog backlog(*channel, 400);
   channel->add_all({slow, fast});
   backlog.release();
+  // Only then: a delivery that a flush waits for gets no more records.
+  ASSERT_EQ(decided.get_future().wait_for(kLimit), std::future_status::ready);
   ASSERT_TRUE(channel->flush(kLimit));
   EXPECT_TRUE(was_there);
   EXPECT_EQ(slow->ids(), fast->ids());

@@ -296,35 +296,80 @@ def assert_whole(folder: Path) -> int:
   return saves.steps()[-1] if saves.steps() else 0
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")
-def test_kill_at_200_moments_of_writing(tmp_path: Path) -> None:
-  leaves = (files.Leaf("[0]", (), "int32"), files.Leaf("[1]", (1000,), "float32"))
+LEAVES = (files.Leaf("[0]", (), "int32"), files.Leaf("[1]", (1000,), "float32"))
 
-  def write(number: int) -> None:
-    w = np.full(1000, number * (number - 1) / 2, np.float32)
-    parts = {0: ((), np.int32(number)), 1: ((slice(0, 1000),), w)}
-    files.write(tmp_path, number, 1, "part_00000_00000", leaves, parts)
-    files.keep_newest(tmp_path, 2)
 
-  moments = np.random.default_rng(0).uniform(0, 0.01, 200)
+def write(folder: Path, number: int) -> None:
+  w = np.full(1000, number * (number - 1) / 2, np.float32)
+  parts = {0: ((), np.int32(number)), 1: ((slice(0, 1000),), w)}
+  files.write(folder, number, 1, "part_00000_00000", LEAVES, parts)
+  files.keep_newest(folder, 2)
+
+
+def assert_nothing_else_is_left(folder: Path, newest: int) -> None:
+  names = sorted(path.name for path in folder.iterdir())
+  assert names == [f"step_{number:010d}" for number in (newest - 1, newest)]
+
+
+class Killed(BaseException):
+  pass
+
+
+def test_an_end_at_each_of_200_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Ends the writer at its first change of the disk, its second one, and so on."""
+  left = 0
+
+  def counted(function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+      nonlocal left
+      if left == 0:
+        raise Killed
+      left -= 1
+      return function(*args, **kwargs)
+
+    return call
+
+  for owner, name in (
+    (os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "open"), (np, "savez"),
+    (files.shutil, "rmtree"),
+  ):  # fmt: skip
+    monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
   reached = 0
+  for moment in range(200):
+    left = moment % 25
+    try:
+      while True:
+        write(tmp_path, reached + 1)
+        reached += 1
+    except Killed:
+      pass
+    left = 1_000_000
+    files.clean(tmp_path)  # as a run does that begins
+    now = assert_whole(tmp_path)
+    assert now in (reached, reached + 1)  # it may have got its name before the end
+    reached = now
+  write(tmp_path, reached + 1)
+  assert_nothing_else_is_left(tmp_path, reached + 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")
+def test_kill_while_writing(tmp_path: Path) -> None:
   newest = lambda: max(cg.Checkpoints(tmp_path).steps(), default=0)
-  for turn, moment in enumerate(moments):
+  reached = 0
+  for turn, moment in enumerate(np.random.default_rng(0).uniform(0, 0.01, 20)):
     child = os.fork()
     if child == 0:  # writes until it is killed; neither JAX nor callgate's threads are needed
       for number in range(reached + 1, reached + 1000):
-        write(number)
+        write(tmp_path, number)
       os._exit(1)
     time.sleep(moment)
-    while turn % 20 == 0 and newest() == reached:
+    while turn % 4 == 0 and newest() == reached:
       time.sleep(0.001)  # some get on in any case
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    files.clean(tmp_path)  # as a run does that begins
+    files.clean(tmp_path)
     now = assert_whole(tmp_path)
     assert now >= reached
     reached = now
-  assert reached > 0
-  write(reached + 1)
-  names = sorted(path.name for path in tmp_path.iterdir())  # nothing else is left
-  assert names == [f"step_{number:010d}" for number in (reached, reached + 1)]
+  write(tmp_path, reached + 1)
+  assert_nothing_else_is_left(tmp_path, reached + 1)

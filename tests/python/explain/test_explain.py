@@ -61,6 +61,19 @@ def test_kernels_and_taps() -> None:
   assert report.dispatch == "JAX's C++ path"
 
 
+def test_what_is_decided_without_python() -> None:
+  knob = cg.knob("explained", 1.0)
+
+  def f(x: Any) -> Any:
+    cg.check(x.sum() > 0, "a sum above 0")
+    return cg.breakpoint(x.sum() < 0, out="x", x=x) * knob.read()
+
+  check, stop, read = cg.explain(f, jnp.ones(3)).calls
+  assert (check.kind, check.name, check.gil, check.copies) == ("check", "a sum above 0", False, 0)
+  assert (stop.kind, stop.gil) == ("breakpoint", False)
+  assert (read.kind, read.gil) == ("gate", False)
+
+
 def test_options_that_copy() -> None:
   inplace = cg.gate(
     lambda out, x: np.copyto(out, x), style="inplace", out=lambda x: x, name="explained inplace"
