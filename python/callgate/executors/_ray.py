@@ -56,10 +56,17 @@ class RayExecutor(concurrent.futures.Executor):
         self._running[index] += 1
         ended = index in self._ended
         self._ended.discard(index)
-      if ended:  # what comes to one that starts waits for it
-        self._all[index] = self._kind.remote()
-      actor = self._all[index]
-      running = actor.run.remote(self._in_store(fn), args, kwargs).future()
+      try:
+        if ended:  # what comes to one that starts waits for it
+          self._all[index] = self._kind.remote()
+        actor = self._all[index]
+        running = actor.run.remote(self._in_store(fn), args, kwargs).future()
+      except BaseException:
+        with self._lock:
+          self._running[index] -= 1
+          if ended:
+            self._ended.add(index)
+        raise
       with self._lock:
         self._open.add(running)
     running.add_done_callback(lambda done: self._answered(index, actor, done, future))
