@@ -66,6 +66,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     jax.effects_barrier()
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[cg.Workers]:
+  with cg.workers(2) as workers:
+    yield workers
+
+
 @pytest.fixture
 def clean_caches() -> Iterator[None]:
   """No program of an earlier test is alive, and none of this one afterwards."""

@@ -129,7 +129,8 @@ def _talk(connection: socket.socket) -> int:
       sys.stdout.flush()
     if sys.stdin in ready:
       line = sys.stdin.readline()
-      if not line:  # the end of what is typed: pdb takes it for `q`
+      if line:
+        connection.sendall(line.encode())
+      else:  # the end of what is typed: pdb takes it for `q`
         sources.remove(sys.stdin)
         connection.shutdown(socket.SHUT_WR)
-      connection.sendall(line.encode()) if line else None

@@ -6,7 +6,6 @@ As a check, it is decided in C++ (src/core/check.h): where a program goes on, Py
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import threading
 from typing import Any
@@ -18,11 +17,11 @@ import numpy as np
 from callgate import _callgate
 from callgate._breakpoint.stack import Stack, of_user
 from callgate._call import primitive, shapes
-from callgate._call.site import BoundCall, Call, CallSite, Emission
+from callgate._call.site import BoundCall, CallSite
 from callgate._core import dtypes, masked, options
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
-from callgate._gate.gate import Gate
+from callgate._gate.check import Guarded
 from callgate._gate.options import GateOptions
 from callgate._runtime import config
 from callgate._tap.tap import uncarried
@@ -30,7 +29,7 @@ from callgate._tap.tap import uncarried
 _NAME = "callgate.breakpoint"
 
 
-class _Breakpoint(Gate):
+class _Breakpoint(Guarded):
   """The gate behind all breakpoints; its callee looks at the predicate first.
 
   Of its arguments the values that come back are the first, behind the predicate: the runtime hands
@@ -44,13 +43,6 @@ class _Breakpoint(Gate):
     gate_options = GateOptions(out=_first, name=f"{_NAME}!hit", effect="io")
     super().__init__(_hit, gate_options)
     self.guard = _callgate.Check(_NAME, self.callee, breakpoint=True)
-
-  def define_variant(self, key: str) -> bool:
-    """Says that `find` has defined what a program names."""
-    return not key
-
-  def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
-    return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
 
 
 def _first(going_on: Any, returned: Any, values: Any, **static: Any) -> Any:

@@ -25,7 +25,7 @@ from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._sharding import tiles
 from callgate._tap import channel, tap
-from callgate._tap.records import TapInfo
+from callgate._tap.records import TapInfo, is_part
 
 _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
 
@@ -229,7 +229,7 @@ class Checkpoints:
     step, carry = value
     arrays = jax.tree.leaves(carry)
     names = [leaf.name for leaf in leaves_of(carry)]
-    shards = jax.tree.leaves(info.shard, is_leaf=_is_slices) if info.shard is not None else None
+    shards = jax.tree.leaves(info.shard, is_leaf=is_part) if info.shard is not None else None
     extents = jax.tree.leaves(info.global_shape, is_leaf=_is_shape) if shards is not None else None
     leaves: list[files.Leaf] = []
     parts: dict[int, tuple[files.Slices, Any]] = {}
@@ -308,10 +308,6 @@ def _refuse_lanes(*_: Any, **__: Any) -> Any:
     "Checkpoints: expected a scan outside of jax.vmap, got one in it; put the jax.vmap into the "
     "body of the loop"
   )
-
-
-def _is_slices(x: Any) -> bool:
-  return isinstance(x, tuple) and all(isinstance(s, slice) for s in x)
 
 
 def _is_shape(x: Any) -> bool:

@@ -37,7 +37,24 @@ from callgate._runtime import config
 failed: list[Callable[[str, str], object]] = []
 
 
-class Check(Gate):
+class Guarded(Gate):
+  """A gate behind a callee that looks at the first operand, and calls it where that is False.
+
+  Attributes:
+    guard: that callee, whose name programs hold.
+  """
+
+  guard: _callgate.Check
+
+  def define_variant(self, key: str) -> bool:
+    """Says that a finder has defined what a program names."""
+    return not key
+
+  def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
+    return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
+
+
+class Check(Guarded):
   """The gate behind the checks of one message; its callee looks at the predicate first."""
 
   taped = False  # a replay decides it anew
@@ -65,13 +82,6 @@ class Check(Gate):
   def programs(self, site: CallSite) -> Callable[..., Any]:
     del site
     return _programs()
-
-  def define_variant(self, key: str) -> bool:
-    """Says that `find` has defined what a program names."""
-    return not key
-
-  def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
-    return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import numpy as np
 
 from callgate._stream.records import StreamRecord
 from callgate._tap import channel
-from callgate._tap.records import Record, leaf_paths
+from callgate._tap.records import Record, is_part, leaf_paths
 from callgate._watch.model import Model
 
 
@@ -72,7 +72,7 @@ class Tapped:
     arrays = dict(zip(paths, map(np.asarray, leaves), strict=True))
     shard = None
     if info.shard is not None:
-      parts = jax.tree.leaves(info.shard, is_leaf=_is_extents)
+      parts = jax.tree.leaves(info.shard, is_leaf=is_part)
       shard = dict(zip(paths, parts, strict=False))
     return StreamRecord(
       info.name, info.seq, info.time_ns, info.device, info.run, info.role, self._lane(info.lane),
@@ -83,7 +83,3 @@ class Tapped:
     if len(lane) < 2:
       return lane[0] if lane else 0
     return self._lanes.setdefault(lane, len(self._lanes))
-
-
-def _is_extents(part: Any) -> bool:
-  return isinstance(part, tuple) and all(isinstance(one, slice) for one in part)

@@ -46,6 +46,11 @@ class TapInfo:
   global_shape: Any = None
 
 
+def is_part(shard: Any) -> bool:
+  """True for what `TapInfo.shard` has for a leaf: a slice of each dimension."""
+  return isinstance(shard, tuple) and all(isinstance(one, slice) for one in shard)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
   """One value that left a program.

@@ -108,7 +108,7 @@ current_place() {
   const CallPlace* place = CallPlace::current_;
   if (place == nullptr) return std::nullopt;
   return std::tuple(std::vector(place->lanes.begin(), place->lanes.end()), place->lane,
-                    place->context.device, place->context.shard, *place->layout);
+                    place->context->device, place->context->shard, *place->layout);
 }
 
 Style style_of(const std::string& text) {

@@ -164,7 +164,7 @@ class PyGateSite final : public Site {
   }
 
   void run_all(const Call& call, DeviceCall* gpu) {
-    CallPlace place{{}, 0, &spec_.layout, call.context};
+    CallPlace place{{}, 0, &spec_.layout, &call.context};
     CallPlaceScope told(options_.located ? &place : nullptr);
     const std::int64_t shard = std::max(call.context.shard, 0);
     if (options_.by_lane) current_lane = shard;

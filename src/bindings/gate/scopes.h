@@ -21,7 +21,7 @@ struct CallPlace {
   std::span<const std::int64_t> lanes;  // the extents of its batch levels
   std::int64_t lane = 0;                // its number, in row-major order
   const std::string* layout = nullptr;  // SiteSpec::layout
-  CallContext context;
+  const CallContext* context = nullptr;
 
   static inline thread_local const CallPlace* current_ = nullptr;  // null for no such call
 };

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <semaphore>
 #include <stdexcept>
@@ -21,18 +20,13 @@ namespace callgate {
 namespace {
 
 using fake::Collector;
+using fake::count_to;
 using fake::Door;
 using fake::Feed;
 using fake::kLimit;
 using fake::make_channel;
 using std::chrono::milliseconds;
 using ::testing::ElementsAre;
-
-std::vector<std::uint64_t> count_to(std::uint64_t end) {
-  std::vector<std::uint64_t> ids(end);
-  std::iota(ids.begin(), ids.end(), 0);
-  return ids;
-}
 
 TEST(Channel, DeliversWhatWasSentWholeAndInOrder) {
   auto channel = make_channel();

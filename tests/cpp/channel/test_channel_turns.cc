@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <future>
 #include <memory>
-#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -21,17 +20,12 @@ namespace callgate {
 namespace {
 
 using fake::Collector;
+using fake::count_to;
 using fake::Door;
 using fake::Feed;
 using fake::kLimit;
 using fake::make_channel;
 using std::chrono::milliseconds;
-
-std::vector<std::uint64_t> numbers_to(std::uint64_t end) {
-  std::vector<std::uint64_t> ids(end);
-  std::iota(ids.begin(), ids.end(), 0);
-  return ids;
-}
 
 // Sends records while a first delivery is held up, so that all the others wait together.
 class Backlog {
@@ -67,7 +61,7 @@ TEST(ChannelTurns, AFastConsumerSeesARecordBeforeTheSlowOneIsGivenMany) {
   ASSERT_TRUE(channel->close(kLimit));
   EXPECT_GE(seen_by_then, 16U);
   // The first is gone with the delivery before.
-  std::vector<std::uint64_t> rest = numbers_to(400);
+  std::vector<std::uint64_t> rest = count_to(400);
   rest.erase(rest.begin());
   EXPECT_EQ(slow->ids(), rest);
   EXPECT_EQ(fast->ids(), rest);
@@ -138,8 +132,8 @@ TEST(ChannelTurns, ARemovalWaitsForOneDeliveryAlthoughRecordsNeverStop) {
   stop.store(true);
   sender.join();
   ASSERT_TRUE(channel->close(kLimit));
-  EXPECT_EQ(slow->ids(), numbers_to(had));
-  EXPECT_EQ(fast->ids(), numbers_to(channel->stats().sent));
+  EXPECT_EQ(slow->ids(), count_to(had));
+  EXPECT_EQ(fast->ids(), count_to(channel->stats().sent));
 }
 
 TEST(ChannelTurns, OneThatLeavesInItsTurnGetsNoOther) {

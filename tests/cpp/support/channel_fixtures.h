@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -32,6 +33,12 @@ using std::chrono::seconds;
 
 // A generous limit for what must happen: reached only by a test that fails.
 inline constexpr auto kLimit = seconds(60);
+
+inline std::vector<std::uint64_t> count_to(std::uint64_t end) {
+  std::vector<std::uint64_t> ids(end);
+  std::iota(ids.begin(), ids.end(), 0);
+  return ids;
+}
 
 // Word `i` of the payload of record `id`.
 inline std::uint64_t word(std::uint64_t id, std::size_t i) {

@@ -36,12 +36,6 @@ MAKERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[cg.Workers]:
-  with cg.workers(2) as workers:
-    yield workers
-
-
 def sampled(make: Callable[[], Any], steps: int = STEPS, n: int = N) -> list[Any]:
   """Actions of all environments for each step."""
   space = gymnasium.vector.utils.batch_space(make().action_space, n)

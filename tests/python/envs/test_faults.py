@@ -7,7 +7,6 @@ import functools
 import os
 import pathlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,12 +27,6 @@ from gymnasium import spaces
 import callgate as cg
 
 WHERE = pytest.mark.parametrize("where", ["xla", "own", "workers"])
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[cg.Workers]:
-  with cg.workers(2) as workers:
-    yield workers
 
 
 def run_on(where: str, workers: cg.Workers) -> Any:

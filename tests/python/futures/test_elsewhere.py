@@ -26,12 +26,6 @@ FLOAT, INT = (jax.ShapeDtypeStruct((), d) for d in (np.float32, np.int32))
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[cg.Workers]:
-  with cg.workers(2) as workers:
-    yield workers
-
-
-@pytest.fixture(scope="module")
 def threads() -> Iterator[concurrent.futures.Executor]:
   with concurrent.futures.ThreadPoolExecutor(2) as executor:
     yield executor

@@ -6,8 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,17 +16,12 @@ import pytest
 import worker_functions
 from scipy.linalg import lu_factor, lu_solve
 from transformation_table import PAIRS, assert_chains_agree, reference
+from waiting import until
 from worker_functions import Tallied
 
 import callgate as cg
 
 FLOAT, INT = (jax.ShapeDtypeStruct((), d) for d in (np.float32, np.int32))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[cg.Workers]:
-  with cg.workers(2) as workers:
-    yield workers
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +36,11 @@ def boxes(one: cg.Workers) -> Iterator[Any]:
   yield cg.hold(Tallied, name="test tallied", run_on=one)
   gc.collect()
   assert cg.held().get("test tallied", 0) == 0
-  wait_until(lambda: living(one) == 0)
+  until(lambda: living(one) == 0, "freed")
 
 
 def living(workers: cg.Workers) -> int:
   return int(cg.call(worker_functions.tallied, INT, run_on=workers))
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
-  end = time.monotonic() + seconds
-  while not holds():
-    assert time.monotonic() < end, "it took too long"
-    time.sleep(0.02)
 
 
 def used(handle: cg.Handle, plus: Any = 0.0) -> Any:
@@ -193,7 +180,7 @@ def test_objects_end_in_the_worker_when_nothing_names_them(boxes: Any, one: cg.W
   del handle
   gc.collect()
   assert cg.held().get("test tallied", 0) == 0
-  wait_until(lambda: living(one) == 0)
+  until(lambda: living(one) == 0, "freed")
 
 
 def test_objects_end_in_an_idle_worker(boxes: Any, one: cg.Workers, tmp_path: Any) -> None:
@@ -201,7 +188,7 @@ def test_objects_end_in_an_idle_worker(boxes: Any, one: cg.Workers, tmp_path: An
   handle = cg.hold(lambda: worker_functions.Marks(str(path)), run_on=one)()
   del handle
   cg.held()
-  wait_until(path.exists)  # no other call tells the worker
+  until(path.exists, "freed")  # no other call tells the worker
 
 
 def test_steps_of_a_loop_free_what_they_make(boxes: Any, one: cg.Workers) -> None:
@@ -231,7 +218,7 @@ def test_a_worker_that_died_takes_its_objects_along() -> None:
     assert used(handle) == 1
     pid = workers.pids[0]
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: workers.replaced == 1)
+    until(lambda: workers.replaced == 1, "replaced")
     error = error_of(jax.jit(used), handle)
     assert isinstance(error, cg.WorkerError)
     for said in ("made by test gone", "worker 0 of 1", f"process {pid}", "SIGKILL"):
