@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument("--quick", action="store_true", help="short run, for a smoke test")
   parser.add_argument("--rounds", type=int, help="rounds, in place of each subject's own number")
   parser.add_argument("--no-json", action="store_true", help="print only")
+  parser.add_argument(
+    "--into", default="", metavar="FOLDER", help="of benchmarks/results, for the JSON"
+  )
   parser.add_argument("--check", action="store_true", help="compare with the committed JSON")
   return parser
 
@@ -98,7 +101,7 @@ def _run(subject: str, arguments: argparse.Namespace) -> int:
   if arguments.check:
     return _compare(subject, report, lambda: module.run(options))
   if not arguments.no_json:
-    print(f"written: {report.write().relative_to(Path(__file__).parent.parent)}")
+    print(f"written: {report.write(arguments.into).relative_to(Path(__file__).parent.parent)}")
   return 0
 
 
@@ -120,6 +123,7 @@ def _run_in_child(subject: str, arguments: argparse.Namespace) -> int:
   command += ["--quick"] if arguments.quick else []
   command += ["--rounds", str(arguments.rounds)] if arguments.rounds else []
   command += ["--no-json"] if arguments.no_json else []
+  command += ["--into", arguments.into] if arguments.into else []
   command += ["--check"] if arguments.check else []
   return subprocess.run(command, check=False).returncode
 

@@ -3,14 +3,18 @@
 
 Every contestant is one step of a compiled loop that carries an f32 scalar (f32[1024] where it is
 saved) and does nothing else beside an addition. JAX's own way is a pure callback that reads a
-Python number. Unit: microseconds per step.
+Python number. Recordings are of a gate's calls, and a sample holds their file's opening and end.
+Unit: microseconds per step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import shutil
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +23,7 @@ import numpy as np
 
 import callgate as cg
 from benchmarks import harness
+from benchmarks.peers import adapters
 
 PLAIN = "loop only (one addition)"
 KNOB = "callgate knob, read"
@@ -28,6 +33,10 @@ BREAKPOINT_OUT = "the same, with a value that comes back"
 OFF = "callgate check, switched off"
 SAVE = "callgate Checkpoints, a step that saves nothing"
 SAVED = "callgate Checkpoints, 4 KiB saved in each step"
+GATE = "callgate gate"
+RECORDED = "the same, recorded"
+REPLAYED = "the same, answered from the recording"
+HANDLER = "C++ FFI handler, empty"
 PEER = "jax pure_callback that reads a number"
 
 TARGETS = (
@@ -48,7 +57,14 @@ def run(options: harness.Options) -> harness.Report:
     )
     for name, make, slow in CONTESTANTS
   ]
+  contestants += [
+    harness.Contestant(HANDLER, functools.partial(_handler, many)),
+    *(harness.Contestant(name, functools.partial(_gate, name, many)) for name in GATES),
+  ]
   rows = harness.measure(contestants, rounds=options.rounds_or(50))
+  for saves in _saves:
+    saves.close()
+    shutil.rmtree(saves.folder)
   title = f"One step of a compiled loop of up to {many} that is steered"
   settings = {"steps": many}
   return harness.Report("steer", title, "us", rows, PLAIN, TARGETS, settings, quick=options.quick)
@@ -106,9 +122,37 @@ def _off(steps: int) -> Callable[[Any], Any]:
 
 def _saving(every: int) -> Callable[[int], Callable[[Any], Any]]:
   saves = cg.Checkpoints(tempfile.mkdtemp(prefix="callgate-benchmark-"), every=every, keep=1)
+  _saves.append(saves)
   return lambda steps: lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=steps, save=saves)[0]
 
 
+def _handler(steps: int) -> harness.Work:
+  handler = adapters.raw_noop(jax.ShapeDtypeStruct((), jnp.float32))
+  program = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, c: handler(c), x))
+  return harness.Work(lambda: jax.block_until_ready(program(0.0)), steps)
+
+
+def _gate(name: str, steps: int) -> harness.Work:
+  """A loop of calls, of which all are in a recording, or come from one."""
+  gate = cg.gate(lambda x: x, out=lambda x: x, effect="io", name=f"benchmark: {name}")
+  program = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, c: gate(c) + 1, x))
+  path = str(Path(tempfile.mkdtemp(prefix="callgate-benchmark-"), "calls.cgr"))
+
+  def thunk() -> Any:
+    with GATES[name](path):
+      return jax.block_until_ready(program(0.0))
+
+  with cg.record(path, overwrite=True):
+    harness.check(program(0.0) == steps, "the loop's result is another")
+  return harness.Work(thunk, steps)
+
+
+GATES: dict[str, Callable[[str], contextlib.AbstractContextManager[Any]]] = {
+  GATE: lambda _: contextlib.nullcontext(),
+  RECORDED: lambda path: cg.record(path, overwrite=True),
+  REPLAYED: cg.replay,
+}
+_saves: list[cg.Checkpoints] = []
 CONTESTANTS: tuple[tuple[str, Callable[[int], Callable[[Any], Any]], bool], ...] = (
   (PLAIN, _loop(lambda c: c + 1), False),
   (KNOB, lambda steps: _knob()(steps), False),

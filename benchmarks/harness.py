@@ -216,10 +216,14 @@ class Report:
     value, verdict = self.verdict(target)
     return {**asdict(target), "value": value, "verdict": verdict}
 
-  def write(self) -> Path:
-    """Writes `results/<name>.json` (`<name>.quick.json` for a quick run) and returns its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / (f"{self.name}.quick.json" if self.quick else f"{self.name}.json")
+  def write(self, folder: str = "") -> Path:
+    """Writes `<name>.json` (`<name>.quick.json` for a quick run) and returns its path.
+
+    Args:
+      folder: of `results`, in which it is made.
+    """
+    path = RESULTS / folder / (f"{self.name}.quick.json" if self.quick else f"{self.name}.json")
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
     return path
 

@@ -6,8 +6,9 @@
     python tools/benchmark_table.py --check    # fails when a page's table is not what the JSON says
 
 A page marks a table's place with `<!-- benchmark: NAME -->` and `<!-- end of benchmark -->`, where
-NAME is "summary", "costs", "ledger", "environment", the same of a GPU ("gpu-summary",
-"gpu-environment") or a subject of the benchmarks.
+NAME is "summary", "costs", "ledger", "profiles", "environment", the same of a GPU ("gpu-summary",
+"gpu-environment"), of the newest JAX ("newest-ledger", "newest-environment") or a subject of the
+benchmarks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+NEWEST = RESULTS / "newest"  # the ledger's subjects again, on the newest JAX
 PAGES = [
   ROOT / "README.md",
   *(ROOT / "docs" / f"{name}.md" for name in ("performance", "costs", "gpu")),
@@ -120,14 +122,16 @@ LEDGER = (
   ("`cg.check` that holds, 1,024 lanes", "us", "", "taps",
    "check of 1,024 lanes that holds, microseconds", HANDLER),
   ("`vmap` on one thread over two", "x", "1.97", "kernels", "vmap on one thread over two", None),
+  ("a read of a knob", "us", "", "steer", "a read of a knob, microseconds", HANDLER),
+  ("a look for a stop", "us", "", "steer", "a look for a stop, microseconds", HANDLER),
   ("`import callgate`", "ms", "21", "import", "import callgate beyond import jax, milliseconds",
    None),
 )  # fmt: skip
 
 
-def subject(name: str) -> dict[str, Any] | None:
+def subject(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
   """The newest full run of a subject, or None."""
-  path = RESULTS / f"{name}.json"
+  path = folder / f"{name}.json"
   return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
@@ -171,11 +175,11 @@ def costs() -> str:
   return "\n".join(lines) + "\n"
 
 
-def ledger() -> str:
+def ledger(folder: Path = RESULTS) -> str:
   """A row for each of LEDGER: before, the target, what was reached, and that by its anchor."""
   lines = ["| | before | target | now | scaled | |", "|---|---:|---:|---:|---:|---|"]
   for what, unit, before, name, claim, anchor in LEDGER:
-    report = subject(name)
+    report = subject(name, folder)
     for target in report["targets"] if report is not None else ():
       if target["claim"] == claim:
         limit, value = target["at_most"] or target["at_least"], target["value"]
@@ -189,6 +193,18 @@ def ledger() -> str:
         by_anchor = quantity(scaled, unit) if scaled is not None else ""
         cells = [once, quantity(limit, unit), quantity(value, unit), by_anchor, verdict]
         lines.append(f"| {what} | {' | '.join(cells)} |")
+  return "\n".join(lines) + "\n"
+
+
+def profiles() -> str:
+  """Where the time goes, a row for each contestant that was profiled."""
+  report = subject("profiles")
+  if report is None:
+    return "Not measured yet.\n"
+  lines = ["| | by | share of the time |", "|---|---|---|"]
+  for row in report["rows"]:
+    shares = ", ".join(f"{whose} {share:.0%}" for whose, share in row["shares"].items())
+    lines.append(f"| {row['subject']}: {row['name']} | {row['by']} | {shares} |")
   return "\n".join(lines) + "\n"
 
 
@@ -245,9 +261,9 @@ def sharding() -> str:
   return "\n".join(lines) + "\n"
 
 
-def environment() -> str:
+def environment(folder: Path = RESULTS) -> str:
   """One line on the machine and the versions."""
-  report = subject("scalar")
+  report = subject("scalar", folder)
   if report is None:
     return ""
   where = report["environment"]
@@ -286,6 +302,9 @@ def table(name: str) -> str:
     "costs": costs,
     "ledger": ledger,
     "environment": environment,
+    "newest-ledger": lambda: ledger(NEWEST),
+    "newest-environment": lambda: environment(NEWEST),
+    "profiles": profiles,
     "sharding": sharding,
     "gpu-summary": gpu_summary,
     "gpu-environment": gpu_environment,
