@@ -46,15 +46,14 @@ class ItemQueue {
     std::lock_guard lock(mutex_);
     if (!open_) return false;
     items_.push_back(std::move(item));
+    ++put_;
     size_.store(items_.size(), std::memory_order_relaxed);
     if (takers_ != 0) came_.notify_all();
     return true;
   }
 
-  bool has_room() const {
-    std::lock_guard lock(mutex_);
-    return open_ && items_.size() < most_;
-  }
+  // For the thread that puts them: others only make room.
+  bool has_room() const noexcept { return size_.load(std::memory_order_relaxed) < most_; }
 
   // Rests as said above. False when items are not to go here any more.
   bool wait_for_room() {
@@ -111,7 +110,7 @@ class ItemQueue {
   std::deque<Item> leave() {
     std::lock_guard lock(mutex_);
     open_ = false;
-    size_.store(0, std::memory_order_relaxed);
+    size_.store(most_, std::memory_order_relaxed);  // there is no room any more
     changed_.notify_all();
     came_.notify_all();
     return std::exchange(items_, {});
@@ -129,6 +128,10 @@ class ItemQueue {
   std::uint64_t taken() const {
     std::lock_guard lock(mutex_);
     return taken_;
+  }
+  std::uint64_t put() const {
+    std::lock_guard lock(mutex_);
+    return put_;
   }
 
  private:
@@ -186,13 +189,14 @@ class ItemQueue {
   std::size_t total_ = 0;
   const OfProcess process_;
 
-  std::atomic<std::size_t> size_ = 0;  // of items_, for a look without the lock: relaxed
+  // Of items_, while they are to go here, for a look without the lock: relaxed.
+  std::atomic<std::size_t> size_ = 0;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_, came_;
   std::deque<Item> items_;
   std::vector<Item> spares_;
-  std::uint64_t taken_ = 0, waited_ = 0;
+  std::uint64_t put_ = 0, taken_ = 0, waited_ = 0;
   int takers_ = 0;  // that wait
   bool open_ = true, rests_ = false;
 };

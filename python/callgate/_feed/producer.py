@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -40,6 +39,7 @@ class _Entry:
 
 
 _END: Any = object()
+_GONE: Any = object()
 _alive: weakref.WeakSet[Producer] = weakref.WeakSet()
 
 
@@ -88,9 +88,9 @@ class Producer:
     iterator = holder.pop()
     failure = None
     try:
-      for number in itertools.count():
-        item = self._make(iterator) if self._wait_for_room() else _END
-        if item is _END or not self._put(item, number):
+      while self._wait_for_room():
+        item = self._make(iterator)
+        if item is _END or (item is not _GONE and not self._put(item)):
           break
         del item  # not kept while the next one is made
     except BaseException as error:  # noqa: BLE001 - raised again where the item is taken
@@ -100,6 +100,15 @@ class Producer:
       self._changed.notify_all()
 
   def _make(self, iterator: Iterator[Any]) -> Any:
+    """The next item, or _END; _GONE where what came has gone its way."""
+    staged, types = self._staged, self._types
+    if staged is not None and types is not None and types.single and not timeline.is_on():
+      shape, dtype = types.single
+      why, item = staged.fill(iterator, dtype, shape)
+      if why == "awaited":
+        with self._changed:
+          self._changed.notify_all()
+      return item if why == "item" else _END if why == "over" else _GONE
     with timeline.span("produce", self.name):
       return next(iterator, _END)
 
@@ -141,8 +150,10 @@ class Producer:
   def _upload(self, entry: _Entry, taker: int, gpu: int) -> _callgate.Upload:
     return _callgate.Upload(gpu, [np.asarray(x, order="C") for x in self._share(entry.item, taker)])
 
-  def _put(self, item: Any, number: int) -> bool:
-    if number == 0:  # shown to the thread that makes the feed, which takes the types from it
+  def _put(self, item: Any) -> bool:
+    if (
+      number := self._count()
+    ) == 0:  # shown to the thread that makes the feed, which takes the types from it
       with self._changed:
         self._has_first, self.first = True, item
         self._changed.notify_all()
@@ -153,13 +164,11 @@ class Producer:
     staged, types = self._staged, self._types
     if staged is not None and types is not None:
       arrays = types.convert(item, number, private=False)
-      self._produced += 1
       if staged.put([x if x.flags.c_contiguous else np.ascontiguousarray(x) for x in arrays]):
         if self._takers_waiting:
           with self._changed:
             self._changed.notify_all()
         return True
-      self._produced -= 1
     entry = _Entry(self._convert(item, number))
     with self._changed:
       if not self._closed:
@@ -244,8 +253,8 @@ class Producer:
     """From here on items wait in the queue, from where they are sent to a GPU."""
     with self._changed:
       if (staged := self._staged) is not None and self._types is not None:
-        self._staged = None
         waiting = staged.leave()
+        self._staged, self._produced = None, self._produced + staged.put_count()
         self._waited += staged.waited()
         self._first = self._next[0] = self._next[0] + staged.taken()
         self._queue.extend(_Entry(self._types.of_bytes(data)) for data in waiting)
@@ -273,7 +282,7 @@ class Producer:
         entry = _Entry(self._default)
       else:
         more = "expected more data, or a default= to serve from then on"
-        raise EndOfFeed(f"feed '{self.name}' ended after {self._produced} item(s); {more}")
+        raise EndOfFeed(f"feed '{self.name}' ended after {self._count()} item(s); {more}")
       for taker in takers:
         self._next[taker] = number + 1
       while self._queue and self._first < min(self._next):
@@ -294,7 +303,7 @@ class Producer:
 
   def _wait_for_item(self, takers: Sequence[int]) -> _Entry | None:
     """Waits, under the lock, until it is decided what comes next; gives it if it was staged."""
-    self._takers_waiting += 1
+    self._note_waiting(1)
     waited = False
     try:
       while True:
@@ -310,7 +319,17 @@ class Producer:
           none = f"the process is ending, and no item came within {self._patience:g} s"
           raise GateError(f"feed '{self.name}': {none}")
     finally:
-      self._takers_waiting -= 1
+      self._note_waiting(-1)
+
+  def _note_waiting(self, more: int) -> None:
+    self._takers_waiting += more
+    if (staged := self._staged) is not None:
+      staged.awaited = self._takers_waiting > 0
+
+  def _count(self) -> int:
+    """How many items the iterator has given."""
+    staged = self._staged
+    return self._produced + (0 if staged is None else staged.put_count())
 
   def raised(self, error: BaseException) -> bool:
     """True if it is what the iterator raised."""
@@ -329,10 +348,11 @@ class Producer:
     # A fork's child may find the lock taken for ever.
     with self._changed if os.getpid() == self._process else contextlib.nullcontext():
       served, waited, queued = min(self._next), self._waited, len(self._queue)
+      produced = self._count() if os.getpid() == self._process else self._produced
       if (staged := self._staged) is not None and os.getpid() == self._process:
         served, waited = served + staged.taken(), waited + staged.waited()
         queued = staged.size()
-      return {"produced": self._produced, "served": served, "waited": waited, "queued": queued}
+      return {"produced": produced, "served": served, "waited": waited, "queued": queued}
 
   # -- the end -----------------------------------------------------------------------------------
   def release(self) -> None:

@@ -85,7 +85,8 @@ def holding(
   kind: type[Hold] = Hold,
 ) -> Hold:  # fmt: skip
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
-  maker: list[Maker] = []
+  maker: list[Maker] = []  # and the gate's name: the gate itself holds this function
+  name: list[str] = []
   where = _place(options.run_on)
   key = None if where is None else where.key
 
@@ -97,7 +98,7 @@ def holding(
       return make(*given[0], **given[1])
 
     operands = _operands((args, kwargs)) if _callgate.tape() is not None else ()
-    value, number = tape.make_object(made.name, operands, now)
+    value, number = tape.make_object(name[0], operands, now)
     words = table.add(value, maker[0], scope)
     if number is not None:
       tape.objects[words.tobytes()] = number
@@ -107,6 +108,7 @@ def holding(
   call.there = there = Making(make)  # type: ignore[attr-defined]
   run_on = options.run_on if where is None else where
   made = kind(call, dataclasses.replace(options, out=Handle(TYPE, key), run_on=run_on))
+  name.append(made.name)
   maker.append(Maker(named(made.name), place_of_user()))
   there.maker = maker[0]
   return made

@@ -19,9 +19,12 @@ _NOTHING = contextlib.nullcontext()
 
 def span(kind: str, name: str) -> contextlib.AbstractContextManager[object]:
   """A block on the timelines that are being recorded; nothing where none is."""
-  if _callgate.tracing() or profiling.is_running():
-    return _recorded(kind, name)
-  return _NOTHING
+  return _recorded(kind, name) if is_on() else _NOTHING
+
+
+def is_on() -> bool:
+  """True while a timeline is being recorded."""
+  return _callgate.tracing() or profiling.is_running()
 
 
 @contextlib.contextmanager

@@ -9,8 +9,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -39,7 +42,6 @@ struct ItemQueueHandle {
       : queue(std::make_shared<ItemQueue>(std::move(bytes), most, refill)) {}
 
   bool put(const nb::list& arrays) const {
-    constexpr std::size_t kLong = 1 << 16;  // bytes, from which a copy lets others have the GIL
     const std::vector<std::size_t>& expected = queue->bytes();
     if (arrays.size() != expected.size())
       raise(PyExc_ValueError, "ItemQueue.put: arrays of an item");
@@ -54,8 +56,41 @@ struct ItemQueueHandle {
       memory.push_back(PyArray_DATA(array));
       total += expected[i];
     }
-    if (total < kLong) return queue->put(memory);
-    return without_gil([&] { return queue->put(memory); });
+    return put(memory, total);
+  }
+  // See its docstring.
+  nb::tuple fill(nb::handle iterator, nb::handle dtype, const std::vector<npy_intp>& shape) const {
+    auto* type = reinterpret_cast<PyArray_Descr*>(dtype.ptr());
+    std::array<std::byte, sizeof(npy_clongdouble)> scalar;
+    auto memory_of = [&](PyObject* item) -> const void* {  // null for another form
+      if (shape.empty() && PyArray_CheckScalar(item) && !PyArray_Check(item)) {
+        nb::object its = nb::steal(reinterpret_cast<PyObject*>(PyArray_DescrFromScalar(item)));
+        auto* given = reinterpret_cast<PyArray_Descr*>(its.ptr());
+        if (PyTypeNum_ISUSERDEF(given->type_num) || !PyArray_EquivTypes(given, type))
+          return nullptr;
+        PyArray_ScalarAsCtype(item, scalar.data());
+        return scalar.data();
+      }
+      if (!PyArray_CheckExact(item)) return nullptr;
+      auto* array = reinterpret_cast<PyArrayObject*>(item);
+      std::span extents(PyArray_DIMS(array), static_cast<std::size_t>(PyArray_NDIM(array)));
+      const bool is_plain = PyArray_IS_C_CONTIGUOUS(array) &&
+                            PyArray_EquivTypes(PyArray_DESCR(array), type) &&
+                            std::ranges::equal(extents, shape);
+      return is_plain ? PyArray_DATA(array) : nullptr;
+    };
+    while (queue->has_room()) {
+      nb::object item = nb::steal(PyIter_Next(iterator.ptr()));
+      if (!item.is_valid()) {
+        if (PyErr_Occurred() != nullptr) nb::raise_python_error();
+        return nb::make_tuple("over", nb::none());
+      }
+      const void* memory = memory_of(item.ptr());
+      if (memory == nullptr || !put({&memory, 1}, queue->bytes()[0]))
+        return nb::make_tuple("item", item);
+      if (awaited) return nb::make_tuple("awaited", nb::none());
+    }
+    return nb::make_tuple("full", nb::none());
   }
   std::optional<nb::bytes> pop() const {
     std::optional<ItemQueue::Item> item = queue->pop();
@@ -70,6 +105,14 @@ struct ItemQueueHandle {
   }
 
   std::shared_ptr<ItemQueue> queue;
+  bool awaited = false;  // somebody waits in Python
+
+ private:
+  bool put(std::span<const void* const> memory, std::size_t total) const {
+    constexpr std::size_t kLong = 1 << 16;  // bytes, from which a copy lets others have the GIL
+    if (total < kLong) return queue->put(memory);
+    return without_gil([&] { return queue->put(memory); });
+  }
 };
 
 void bind_items(nb::module_& module) {
@@ -77,8 +120,15 @@ void bind_items(nb::module_& module) {
                               "A feed's items, which its programs take without the GIL.")
       .def(nb::init<std::vector<std::size_t>, std::size_t, std::size_t>(), nb::arg("bytes"),
            nb::arg("most"), nb::arg("refill"))
-      .def("put", &ItemQueueHandle::put, nb::arg("arrays"),
-           "Adds an item; False when items are not to go here any more.")
+      .def(
+          "put", [](const ItemQueueHandle& h, const nb::list& arrays) { return h.put(arrays); },
+          nb::arg("arrays"), "Adds an item; False when items are not to go here any more.")
+      .def("fill", &ItemQueueHandle::fill, nb::arg("iterator"), nb::arg("dtype"), nb::arg("shape"),
+           "Adds what an iterator gives, while there is room and each is a contiguous array, or a\n"
+           "scalar of NumPy's, of that type, the only one of an item. Returns why no more is, with "
+           "the item that is left:\n"
+           "'full', 'over', 'item' (of another form, or not to go here), or 'awaited'.")
+      .def_rw("awaited", &ItemQueueHandle::awaited, "Whether `fill` stops after each item.")
       .def("has_room", [](const ItemQueueHandle& h) { return h.queue->has_room(); })
       .def(
           "wait_for_room",
@@ -91,6 +141,7 @@ void bind_items(nb::module_& module) {
            "No items go here any more; gives back those that wait.")
       .def("size", [](const ItemQueueHandle& h) { return h.queue->size(); })
       .def("taken", [](const ItemQueueHandle& h) { return h.queue->taken(); })
+      .def("put_count", [](const ItemQueueHandle& h) { return h.queue->put(); })
       .def("waited", [](const ItemQueueHandle& h) { return h.queue->waited(); });
 }
 

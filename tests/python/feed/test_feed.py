@@ -345,6 +345,37 @@ def test_an_iterator_may_reuse_its_buffer() -> None:
     assert jax.jit(lambda: scan(feed, 20))()[:, 3].tolist() == list(range(20))
 
 
+def test_items_of_all_forms_keep_their_order() -> None:
+  """Plain arrays and scalars go a way of their own, without Python."""
+
+  def items() -> Iterator[Any]:
+    for i in range(0, 60, 6):
+      yield np.array(i, np.float32)  # plain
+      yield np.float32(i + 1)  # plain
+      yield i + 2
+      yield np.array([i + 3], np.float64).reshape(())  # cast
+      yield jnp.float32(i + 4)
+      yield np.array(i + 5, np.float16)[...]
+    raise LookupError("no more")
+
+  with cg.feed(items(), prefetch=4, cast=True) as feed:
+    program = jax.jit(lambda: scan(feed, 20))
+    np.testing.assert_array_equal([*program(), *program(), *program()], np.arange(60))
+    with pytest.raises(LookupError, match="no more"):
+      feed.next()
+    stats = feed.stats()
+    assert (stats["produced"], stats["served"], stats["queued"]) == (60, 60, 0)
+
+
+@pytest.mark.parametrize("form", [np.asarray, np.asfortranarray, lambda x: x.astype(float)])
+def test_arrays_of_all_layouts_are_fed(form: Callable[[np.ndarray], np.ndarray]) -> None:
+  arrays = [np.arange(6, dtype=np.float32).reshape(2, 3) + i for i in range(9)]
+  given = (form(x if i % 2 else x[:, ::-1]) for i, x in enumerate(arrays))
+  expected = np.stack([x if i % 2 else x[:, ::-1] for i, x in enumerate(arrays)])
+  with cg.feed(given, shape=jax.ShapeDtypeStruct((2, 3), np.float32), cast=True) as feed:
+    np.testing.assert_array_equal(jax.jit(lambda: scan(feed, 9))(), expected)
+
+
 def test_objects_that_give_a_new_iterator_each_time_serve_several_epochs() -> None:
   class Loader:
     """As a DataLoader: batches, and a length."""
