@@ -361,8 +361,8 @@ def test_items_of_all_forms_keep_their_order() -> None:
   with cg.feed(items(), prefetch=4, cast=True) as feed:
     program = jax.jit(lambda: scan(feed, 20))
     np.testing.assert_array_equal([*program(), *program(), *program()], np.arange(60))
-    with pytest.raises(LookupError, match="no more"):
-      feed.next()
+    with pytest.raises(LookupError, match="no more"), cg.errors():
+      jax.block_until_ready(feed.next())
     stats = feed.stats()
     assert (stats["produced"], stats["served"], stats["queued"]) == (60, 60, 0)
 
