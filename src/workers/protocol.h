@@ -49,6 +49,8 @@ struct WorkerControl {
   EventCount requests;
   alignas(64) std::atomic<std::uint32_t> answered{0};  // as `requests` was then
   std::atomic<std::uint32_t> running{0};               // likewise, once it runs the lanes
+  std::atomic<std::uint32_t> interrupted{0};           // likewise, where it is to end
+  std::atomic<std::uint32_t> unwinding{0};             // likewise, where it was told so
   std::uint32_t call = 0;                              // whose event count the worker adds to
   std::uint64_t bytes = 0;                             // of the memory
   Reply reply;

@@ -48,13 +48,27 @@ void start_watching(int socket, pid_t parent) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+class Server;
+thread_local Server* t_server = nullptr;
+
 class Server {
  public:
   Server(const ServeOptions& options, Served& served)
       : memory_(options.memory, kMessages),
         calls_(options.calls, sizeof(CallEvents)),
         socket_(options.parent_socket),
-        served_(served) {}
+        served_(served) {
+    t_server = this;
+  }
+  ~Server() { t_server = nullptr; }
+
+  bool interrupted() const noexcept {
+    WorkerControl& control = control_of(memory_);
+    // Relaxed: the signal came after it, and the answer orders nothing.
+    if (control.interrupted.load(std::memory_order_relaxed) != seen_) return false;
+    control.unwinding.store(seen_, std::memory_order_relaxed);
+    return true;
+  }
 
   void run() {
     for (;;) {
@@ -171,6 +185,8 @@ class Server {
 };
 
 }  // namespace
+
+bool is_interrupted() noexcept { return t_server != nullptr && t_server->interrupted(); }
 
 void serve(const ServeOptions& options, Served& served) {
   start_watching(options.parent_socket, options.parent);

@@ -87,7 +87,7 @@ def holding(
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
   maker: list[Maker] = []
   where = _place(options.run_on)
-  key = None if where is None else where.key
+  place = None if where is None else where.place
 
   def call(*args: Any, **kwargs: Any) -> Handle:
     scope = kwargs.pop(SCOPE)
@@ -101,12 +101,12 @@ def holding(
     words = table.add(value, maker[0], scope)
     if number is not None:
       tape.objects[words.tobytes()] = number
-    return Handle(words, key)
+    return Handle(words, place)
 
   functools.update_wrapper(call, make)
   call.there = there = Making(make)  # type: ignore[attr-defined]
   run_on = options.run_on if where is None else where
-  made = kind(call, dataclasses.replace(options, out=Handle(TYPE, key), run_on=run_on))
+  made = kind(call, dataclasses.replace(options, out=Handle(TYPE, place), run_on=run_on))
   maker.append(Maker(named(made.name), place_of_user()))
   there.maker = maker[0]
   return made
