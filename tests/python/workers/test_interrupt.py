@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C while workers run what a program waits for: the caller's KeyboardInterrupt, and no harm."""
+"""Ctrl-C while a program waits for workers: KeyboardInterrupt at the caller, and no harm."""
 
 from __future__ import annotations
 
