@@ -96,20 +96,17 @@ class Server {
   }
 
  private:
-  // Waits for the next request: awake for a moment, as one often follows the other.
+  // Waits for the next request: awake for a moment, as one often follows the other, but not where
+  // it keeps the core from who makes it.
   void next() {
-    EventCount& requests = control_of(memory_).requests;
+    WorkerControl& control = control_of(memory_);
+    EventCount& requests = control.requests;
     constexpr auto kAwake = std::chrono::microseconds(40);
-    for (auto end = Clock::now() + kAwake; requests.now() == seen_ && Clock::now() < end;)
-      pause_briefly();
+    if (asked_on_ != current_core()) requests.watch(seen_, kAwake);
     while (requests.now() == seen_) requests.wait(seen_, std::chrono::seconds(60));
     seen_ = requests.now();
-  }
-
-  static void pause_briefly() noexcept {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#endif
+    asked_on_ = control.asked_on;
+    control.runs_on.store(current_core(), std::memory_order_relaxed);  // a hint
   }
 
   std::string_view text(const Extent& extent) const {
@@ -180,6 +177,7 @@ class Server {
   Descriptor socket_;
   Served& served_;
   std::uint32_t seen_ = 0;
+  std::int32_t asked_on_ = -1;  // the last request's
   Reply reply_;
   std::vector<ArrayView> views_;
 };

@@ -25,6 +25,7 @@ constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostEnded = 4;  // workers that may end before they run a lane
 constexpr auto kAwake = std::chrono::microseconds(30);
+constexpr std::int64_t kSoon = 50'000;  // nanoseconds, that a piece takes which it stays awake for
 constexpr auto kNap = std::chrono::milliseconds(100);  // after which it looks for Ctrl-C
 // What runs when Ctrl-C comes has this long to end; then so long to hear that it is interrupted,
 // and if it does, to end by that.
@@ -293,9 +294,8 @@ class Spread : Immovable {
 
   void wait(std::uint32_t seen) {
     const auto begin = Clock::now();
-    if (lane_time_.load(std::memory_order_relaxed) < kLeastTime)  // see LaneTime
-      while (Clock::now() < begin + kAwake)
-        if (claim_.events->now() != seen) return;
+    if (answers_soon()) claim_.events->watch(seen, kAwake);
+    if (claim_.events->now() != seen) return;
     nanoseconds nap = kNap;
     if (const auto end = deadline())
       nap = std::clamp<nanoseconds>(*end - begin, nanoseconds(1), kNap);
@@ -303,6 +303,20 @@ class Spread : Immovable {
     if (claim_.events->now() != seen) return;
     if (const auto end = deadline(); end && Clock::now() > *end) end_overdue();
     if (is_interrupted()) end_interrupted();
+  }
+
+  // Whether it is worth to stay awake: not for long pieces, nor on a core that a worker needs.
+  bool answers_soon() const noexcept {
+    const std::int64_t lane = lane_time_.load(std::memory_order_relaxed);  // see LaneTime
+    const std::int32_t here = current_core();
+    bool soon = false;
+    for (const Flight& flight : flights_) {
+      // Relaxed: a hint.
+      if (control_of(flight.worker->memory).runs_on.load(std::memory_order_relaxed) == here)
+        return false;
+      soon |= lane <= kSoon / flight.piece.count;
+    }
+    return soon;
   }
 
   // Loading what runs has a limit of its own.
