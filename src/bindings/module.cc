@@ -176,6 +176,9 @@ void bind_process(nb::module_& module) {
     return Interrupts::recent();
   });
   module.def("interrupted_recently", &Interrupts::recent, "Whether Ctrl-C came just now.");
+  module.def("interrupts", &Interrupts::count, "How often Ctrl-C came so far.");
+  module.def("interrupted_since", &Interrupts::end_since, nb::arg("count"),
+             "Whether Ctrl-C has come since it had come so often, and is to end what runs.");
   module.def("end_programs", &Interrupts::end_all, nb::arg("on"),
              "Has every call of a program end it, until it is told False.");
   module.def(

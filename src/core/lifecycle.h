@@ -14,6 +14,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/error.h"
 #include "core/lifetime.h"
 
 namespace callgate {
@@ -166,6 +167,16 @@ class Interrupts {
     return run != -1 && decide(slot, run);
   }
 
+  // How many came so far; and, for what runs outside of programs, whether one since then is to end
+  // it.
+  static std::uint32_t count() noexcept {
+    return epoch_.load(std::memory_order_relaxed);  // a late look costs one more call
+  }
+  static bool end_since(std::uint32_t before) noexcept {
+    std::uint32_t epoch = epoch_.load(std::memory_order_seq_cst);  // see end_all()
+    return epoch != before && (all_.load(std::memory_order_seq_cst) || judged(epoch));
+  }
+
   // Whether one came within the last second.
   static bool recent() noexcept {
     std::int64_t came = came_ns_.load(std::memory_order_relaxed);  // what it says is in itself
@@ -210,17 +221,20 @@ class Interrupts {
       slot.run.store(run, std::memory_order_release);  // see ends()
       return false;
     }
+    const bool ends = judged(epoch);
+    if (!ends) slot.epoch.store(epoch, std::memory_order_relaxed);  // it goes on
+    return ends;
+  }
+
+  static bool judged(std::uint32_t epoch) noexcept {
+    std::uint64_t verdict = verdict_.load(std::memory_order_seq_cst);  // see end_all()
+    if (verdict / 2 == epoch) return verdict % 2 != 0;
+    Judge judge = judge_.load(std::memory_order_acquire);  // see set_judge()
+    ActiveCall active;
+    const bool ends = judge != nullptr && active.entered() && judge();
     // Relaxed: a verdict says all in one number, and to judge twice does no harm.
-    std::uint64_t verdict = verdict_.load(std::memory_order_seq_cst);
-    if (verdict / 2 != epoch) {
-      Judge judge = judge_.load(std::memory_order_acquire);  // see set_judge()
-      ActiveCall active;
-      bool ends = judge != nullptr && active.entered() && judge();
-      verdict = std::uint64_t{epoch} * 2 + (ends ? 1 : 0);
-      verdict_.store(verdict, std::memory_order_relaxed);  // as above
-    }
-    if (verdict % 2 == 0) slot.epoch.store(epoch, std::memory_order_relaxed);  // it goes on
-    return verdict % 2 != 0;
+    verdict_.store(std::uint64_t{epoch} * 2 + (ends ? 1 : 0), std::memory_order_relaxed);
+    return ends;
   }
 
   static inline constinit std::array<InterruptedRun, 256> slots_{};
@@ -232,5 +246,10 @@ class Interrupts {
   static inline constinit std::atomic<std::uint64_t> verdict_{0};
   static inline struct sigaction before_;  // written once, before the handler is there
 };
+
+// The failure of a call that Ctrl-C ends.
+inline Error interrupted(const std::string& callee) {
+  return {ErrorCode::kAborted, "Ctrl-C ended the program at its call of '" + callee + "'"};
+}
 
 }  // namespace callgate

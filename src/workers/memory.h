@@ -6,6 +6,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #ifdef __linux__
@@ -139,6 +140,15 @@ inline void wake_at(std::atomic<std::uint32_t>& word) noexcept {
 #endif
 }
 
+// The core that this thread runs on; -1 where that is not known.
+inline std::int32_t current_core() noexcept {
+#ifdef __linux__
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
 // A count that one side sleeps at and others add to: a wake costs a system call only where somebody
 // sleeps.
 struct alignas(64) EventCount {
@@ -152,6 +162,16 @@ struct alignas(64) EventCount {
   }
   std::uint32_t now() const noexcept {
     return events.load(std::memory_order_acquire);  // what came before the event is seen
+  }
+  // Stays awake until more than `seen` have come, or for a while. For who waits for another core:
+  // one that would come on this one can't meanwhile.
+  void watch(std::uint32_t seen, std::chrono::nanoseconds most) const noexcept {
+    using Clock = std::chrono::steady_clock;
+    for (const auto end = Clock::now() + most; now() == seen && Clock::now() < end;) {
+#if defined(__x86_64__) || defined(__i386__)
+      __builtin_ia32_pause();
+#endif
+    }
   }
   // Returns when more than `seen` have come, or after a while.
   void wait(std::uint32_t seen, std::chrono::nanoseconds most) noexcept {

@@ -161,6 +161,7 @@ void LaneArrays::ask(Worker& worker, const Piece& piece,
   *at<Request>(base, kMessages) = request;
   WorkerControl& control = control_of(worker.memory);
   control.call = claim.number;
+  control.asked_on = current_core();
   control.bytes = worker.memory.size();
   ++worker.asked;
   control.requests.add();

@@ -177,6 +177,14 @@ std::string Pool::give_up(const WorkerPointer& worker) {
   return worker->end ? worker->end->said : std::string();
 }
 
+void Pool::interrupt(const WorkerPointer& worker) {
+  std::lock_guard lock(mutex_);
+  // Relaxed: the signal comes after it.
+  control_of(worker->memory).interrupted.store(worker->asked, std::memory_order_relaxed);
+  worker->to_interrupt = true;
+  wake();
+}
+
 void Pool::forget(std::uint64_t what, std::uint64_t worker) noexcept {
   if (!process_.here()) return;
   std::lock_guard lock(mutex_);

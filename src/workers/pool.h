@@ -82,6 +82,7 @@ struct Worker : Immovable {
   State state = State::kStarting;
   EventCount* owner = nullptr;           // of the call that has taken it
   bool doomed = false;                   // it is to end, and that is no failure
+  bool to_interrupt = false;             // what it runs
   std::vector<std::uint64_t> forgotten;  // definitions and objects that it need not keep
   std::optional<WorkerFailure> end;
 };
@@ -123,6 +124,8 @@ class Pool : Immovable {
   std::optional<WorkerFailure> end_of(const WorkerPointer& worker) const;
   // Ends a worker that a call has taken and does not wait for any more. What it said meanwhile.
   std::string give_up(const WorkerPointer& worker);
+  // Has the function raise KeyboardInterrupt that such a worker runs, if it runs Python's own code.
+  void interrupt(const WorkerPointer& worker);
 
   // Workers need not keep it any more: all of them, or the one of this number. They hear of it with
   // their next request, or soon if there is none.

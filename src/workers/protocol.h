@@ -49,6 +49,10 @@ struct WorkerControl {
   EventCount requests;
   alignas(64) std::atomic<std::uint32_t> answered{0};  // as `requests` was then
   std::atomic<std::uint32_t> running{0};               // likewise, once it runs the lanes
+  std::atomic<std::uint32_t> interrupted{0};           // likewise, where it is to end
+  std::atomic<std::uint32_t> unwinding{0};             // likewise, where it was told so
+  std::atomic<std::int32_t> runs_on{-1};               // the worker's core, at its last request
+  std::int32_t asked_on = -1;                          // the core that the request came from
   std::uint32_t call = 0;                              // whose event count the worker adds to
   std::uint64_t bytes = 0;                             // of the memory
   Reply reply;

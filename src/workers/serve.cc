@@ -48,13 +48,27 @@ void start_watching(int socket, pid_t parent) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+class Server;
+thread_local Server* t_server = nullptr;
+
 class Server {
  public:
   Server(const ServeOptions& options, Served& served)
       : memory_(options.memory, kMessages),
         calls_(options.calls, sizeof(CallEvents)),
         socket_(options.parent_socket),
-        served_(served) {}
+        served_(served) {
+    t_server = this;
+  }
+  ~Server() { t_server = nullptr; }
+
+  bool interrupted() const noexcept {
+    WorkerControl& control = control_of(memory_);
+    // Relaxed: the signal came after it, and the answer orders nothing.
+    if (control.interrupted.load(std::memory_order_relaxed) != seen_) return false;
+    control.unwinding.store(seen_, std::memory_order_relaxed);
+    return true;
+  }
 
   void run() {
     for (;;) {
@@ -82,20 +96,17 @@ class Server {
   }
 
  private:
-  // Waits for the next request: awake for a moment, as one often follows the other.
+  // Waits for the next request: awake for a moment, as one often follows the other, but not where
+  // it keeps the core from who makes it.
   void next() {
-    EventCount& requests = control_of(memory_).requests;
+    WorkerControl& control = control_of(memory_);
+    EventCount& requests = control.requests;
     constexpr auto kAwake = std::chrono::microseconds(40);
-    for (auto end = Clock::now() + kAwake; requests.now() == seen_ && Clock::now() < end;)
-      pause_briefly();
+    if (asked_on_ != current_core()) requests.watch(seen_, kAwake);
     while (requests.now() == seen_) requests.wait(seen_, std::chrono::seconds(60));
     seen_ = requests.now();
-  }
-
-  static void pause_briefly() noexcept {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#endif
+    asked_on_ = control.asked_on;
+    control.runs_on.store(current_core(), std::memory_order_relaxed);  // a hint
   }
 
   std::string_view text(const Extent& extent) const {
@@ -166,11 +177,14 @@ class Server {
   Descriptor socket_;
   Served& served_;
   std::uint32_t seen_ = 0;
+  std::int32_t asked_on_ = -1;  // the last request's
   Reply reply_;
   std::vector<ArrayView> views_;
 };
 
 }  // namespace
+
+bool is_interrupted() noexcept { return t_server != nullptr && t_server->interrupted(); }
 
 void serve(const ServeOptions& options, Served& served) {
   start_watching(options.parent_socket, options.parent);

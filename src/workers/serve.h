@@ -39,6 +39,9 @@ struct ServeOptions {
   pid_t parent = 0;
 };
 
+// Whether the parent wants what this thread, serve()'s, runs to end. It tells by SIGUSR2.
+bool is_interrupted() noexcept;
+
 // Returns when the pool is closed. When the parent ends in another way, the process does.
 void serve(const ServeOptions& options, Served& served);
 

@@ -25,8 +25,11 @@ constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostEnded = 4;  // workers that may end before they run a lane
 constexpr auto kAwake = std::chrono::microseconds(30);
+constexpr std::int64_t kSoon = 50'000;  // nanoseconds, that a piece takes which it stays awake for
 constexpr auto kNap = std::chrono::milliseconds(100);  // after which it looks for Ctrl-C
-constexpr auto kGrace = std::chrono::seconds(1);       // for what runs when Ctrl-C comes
+// What runs when Ctrl-C comes has this long to end; then so long to hear that it is interrupted,
+// and if it does, to end by that.
+constexpr auto kGrace = std::chrono::seconds(1), kUnwinding = std::chrono::seconds(5);
 
 class Spread : Immovable {
  public:
@@ -54,9 +57,10 @@ class Spread : Immovable {
       collect();
       ask_for_workers();
       hand_out();
-      if (flights_.empty() && (failure_ || left_ == 0)) break;
+      if (flights_.empty() && (failure_ || interrupted_ || left_ == 0)) break;
       wait(seen);
     }
+    if (interrupted_ && left_ > 0) throw interruption();
     if (failure_) throw *failure_;  // NOLINT(bugprone-exception-copy-constructor-throws)
   }
 
@@ -290,16 +294,29 @@ class Spread : Immovable {
 
   void wait(std::uint32_t seen) {
     const auto begin = Clock::now();
-    if (lane_time_.load(std::memory_order_relaxed) < kLeastTime)  // see LaneTime
-      while (Clock::now() < begin + kAwake)
-        if (claim_.events->now() != seen) return;
+    if (answers_soon()) claim_.events->watch(seen, kAwake);
+    if (claim_.events->now() != seen) return;
     nanoseconds nap = kNap;
     if (const auto end = deadline())
       nap = std::clamp<nanoseconds>(*end - begin, nanoseconds(1), kNap);
     claim_.events->wait(seen, nap);
     if (claim_.events->now() != seen) return;
     if (const auto end = deadline(); end && Clock::now() > *end) end_overdue();
-    if (Interrupts::ends(run_)) end_interrupted();
+    if (is_interrupted()) end_interrupted();
+  }
+
+  // Whether it is worth to stay awake: not for long pieces, nor on a core that a worker needs.
+  bool answers_soon() const noexcept {
+    const std::int64_t lane = lane_time_.load(std::memory_order_relaxed);  // see LaneTime
+    const std::int32_t here = current_core();
+    bool soon = false;
+    for (const Flight& flight : flights_) {
+      // Relaxed: a hint.
+      if (control_of(flight.worker->memory).runs_on.load(std::memory_order_relaxed) == here)
+        return false;
+      soon |= lane <= kSoon / flight.piece.count;
+    }
+    return soon;
   }
 
   // Loading what runs has a limit of its own.
@@ -334,11 +351,26 @@ class Spread : Immovable {
     fail(std::move(why));
   }
 
+  bool is_interrupted() const noexcept {
+    return Interrupts::ends(run_) ||
+           (options_.interrupts && Interrupts::end_since(*options_.interrupts));
+  }
+
+  static WorkerFailure interruption() { return {Kind::kInterrupted, "Ctrl-C ended the program"}; }
+
+  // Python's own code ends when it is interrupted, and with it its worker need not.
   void end_interrupted() {
     drop_rest();
     if (!interrupted_) interrupted_ = Clock::now();
-    if (flights_.empty() || Clock::now() > *interrupted_ + kGrace)
-      throw WorkerFailure(Kind::kInterrupted, "Ctrl-C ended the program");
+    const auto since = Clock::now() - *interrupted_;
+    const bool heard = std::ranges::all_of(flights_, [](const Flight& flight) {
+      const Worker& worker = *flight.worker;
+      // Relaxed: it orders nothing.
+      return control_of(worker.memory).unwinding.load(std::memory_order_relaxed) == worker.asked;
+    });
+    if (since > (heard ? kGrace + kUnwinding : 2 * kGrace)) throw interruption();
+    if (since <= kGrace || std::exchange(workers_interrupted_, true)) return;
+    for (const Flight& flight : flights_) pool_.interrupt(flight.worker);
   }
 
   Pool& pool_;
@@ -348,6 +380,7 @@ class Spread : Immovable {
   LaneTime& lane_time_;
   const std::int64_t most_lanes_;  // of a piece
   std::optional<Clock::time_point> asked_, begin_, interrupted_;
+  bool workers_interrupted_ = false;
   bool by_index_ = false;  // there is a queue for each worker
   std::int64_t next_ = 0;  // lane, where they run in order
 

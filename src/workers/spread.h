@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "core/call.h"
@@ -32,6 +33,8 @@ struct SpreadOptions {
   // Of each lane gets the number of the worker that ran it, where it is not empty.
   std::span<std::uint64_t> ran_on;
   bool send_results = false;  // results begin as they are, for who reads them before he writes
+  // How often Ctrl-C had come when a call began that no program makes: what is more ends it.
+  std::optional<std::uint32_t> interrupts;
 };
 
 // How long a lane of a site takes, as its calls have shown. Relaxed throughout: a hint.

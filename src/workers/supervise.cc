@@ -132,13 +132,15 @@ void Pool::look_at(const WorkerPointer& worker) {
     if (count == 1) started(worker);
     if (count == 0) worker->socket.reset();  // it is about to end
   }
-  bool doomed = false, asks = false;
+  bool doomed = false, asks = false, interrupts = false;
   {
     std::lock_guard lock(mutex_);
     doomed = worker->doomed;
+    interrupts = std::exchange(worker->to_interrupt, false) && !doomed;
     // A worker that is up writes where its threads stand (python/callgate/_workers/worker.py).
     asks = !closing_ && worker->state == State::kTaken;
   }
+  if (interrupts) worker->process->kill(SIGUSR2);  // likewise
   if (doomed && !worker->asked_where) {
     worker->asked_where = Clock::now();
     worker->process->kill(asks ? SIGUSR1 : SIGKILL);

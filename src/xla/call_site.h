@@ -122,11 +122,6 @@ inline void refuse_at_exit(const Callee& callee) {
               "gate '" + callee.name() + "' was called while the process is ending");
 }
 
-// The failure of a call that Ctrl-C ends.
-inline Error interrupted(const std::string& callee) {
-  return {ErrorCode::kAborted, "Ctrl-C ended the program at its call of '" + callee + "'"};
-}
-
 // --- Calls that outlive their handler, on threads of callgate's ----------------------------------
 
 // The frame's descriptors die with its handler, so they are copied. Where the watchdog may fail the

@@ -52,6 +52,10 @@ class CaptureError(GateError, RuntimeError):
   """A gate with command_buffer=True did something that a CUDA graph can't hold."""
 
 
+class Interruption(BaseException):
+  """A call that Ctrl-C has ended; the program's caller gets the main thread's KeyboardInterrupt."""
+
+
 class HandleError(GateError, ValueError):
   """A handle stands for no live object of this process; see `callgate.hold`."""
 

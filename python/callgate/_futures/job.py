@@ -17,32 +17,41 @@ from typing import TYPE_CHECKING, Any
 
 from callgate import _callgate
 from callgate._core import failures
-from callgate._core.errors import GateError, GateTimeoutError
+from callgate._core.errors import GateError, GateTimeoutError, Interruption
 
 if TYPE_CHECKING:
   import asyncio
 
 _open: set[Job] = set()  # started, and not finished or failed and not taken
 _lock = threading.Lock()
+_NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
 
 
 class Job:
   """One started call."""
 
-  __slots__ = ("_begun", "_done", "_error", "_result", "_taken", "label", "place", "timeout")
+  __slots__ = (
+    "_begun", "_done", "_error", "_result", "_taken", "interrupts", "label", "place", "timeout",
+  )  # fmt: skip
 
   def __init__(self, label: str, place: str, timeout: float) -> None:
     self.label, self.place, self.timeout = label, place, timeout
     self._done, self._begun = threading.Event(), time.monotonic()
+    self.interrupts: int = _callgate.interrupts()
     self._result: Any = None
     self._error: BaseException | None = None
     self._taken: str | None = None
 
   def start(self, call: Callable[[], Any], line: Line | None = None) -> None:
-    """Has `call` run, in its turn where there is a line; a coroutine's rest is the event loop's."""
+    """Has `call` run, in its turn where there is a line; a coroutine's rest is the event loop's.
+
+    Ctrl-C ends what waits in a line, and what runs on workers.
+    """
 
     def run() -> None:
       try:
+        if line is not None and _callgate.interrupted_since(self.interrupts):
+          raise Interruption
         value = call()
         if isinstance(value, Coroutine):
           import asyncio  # 30 modules, for those who have coroutines
@@ -50,6 +59,10 @@ class Job:
           asyncio.run_coroutine_threadsafe(self._follow(value), _event_loop())
           return
         self._settle(value, None)
+      except Interruption:
+        with _lock:
+          _open.discard(self)  # nobody need be told
+        self._settle(None, GateError(f"{self.label}, started at {self.place}: Ctrl-C has ended it"))
       except BaseException as error:  # noqa: BLE001 - whoever takes the result gets it
         self._settle(None, error)
 
@@ -86,8 +99,10 @@ class Job:
     Raises:
       GateError: it was taken before.
       GateTimeoutError: it has run longer than the gate's timeout.
+      Interruption: Ctrl-C came meanwhile.
       BaseException: what the call raised.
     """
+    interrupts = _callgate.interrupts()
     with _lock:
       if self._taken is not None:
         raise GateError(
@@ -95,8 +110,8 @@ class Job:
           f"started at {self.place} and waited for at {self._taken}"
         )
       self._taken = place
-    rest = None if not self.timeout else max(0.0, self._begun + self.timeout - time.monotonic())
-    if not self._done.wait(rest):
+    end = self._begun + self.timeout if self.timeout else None
+    if not self._is_done(end, interrupts):
       raise GateTimeoutError(
         f"{self.label}, started at {self.place}, has run longer than its timeout of "
         f"{self.timeout:g} s; it is waited for at {place}"
@@ -107,6 +122,16 @@ class Job:
     if self._error is not None:
       raise self._error
     return result
+
+  def _is_done(self, end: float | None, interrupts: int) -> bool:
+    """Waits for it, until the end."""
+    while True:
+      rest = _NAP if end is None else min(_NAP, end - time.monotonic())
+      done = self._done.wait(max(0.0, rest))
+      if (not done or self._error is not None) and _callgate.interrupted_since(interrupts):
+        raise Interruption(f"{self.label}: Ctrl-C ended the program")
+      if done or rest <= 0:
+        return done
 
   def report(self) -> None:
     """Keeps the error of a finished call that nobody has taken for whoever waits at the barrier."""

@@ -33,20 +33,27 @@ def most(gate: Gate) -> int:
 
 
 def calls_of(gate: Gate) -> Callable[..., Callable[[], Any]]:
-  """What makes calls of the gate: `make(here, arrays, lane, spec, cast, types)`.
+  """What makes calls of the gate: `make(here, arrays, lane, interrupts, spec, cast, types)`.
 
-  Such a call returns the call's results, as the gate's function would. With `here` it is that of
-  the function in this process.
+  `interrupts` says how often Ctrl-C had come when the call was started. Such a call returns the
+  call's results, as the gate's function would. With `here` it is that of the function in this
+  process.
   """
   function, arrays = gate.function, gate.arrays
   on, callee = gate.elsewhere, gate.callee
   run = functools.partial(_on_executor, on) if isinstance(on, OnExecutor) else _on_workers(callee)
 
   def make(
-    here: bool, given: Sequence[Any], lane: int, spec: str, cast: bool, types: Types
+    here: bool,
+    given: Sequence[Any],
+    lane: int,
+    interrupts: int,
+    spec: str,
+    cast: bool,
+    types: Types,
   ) -> Callable[[], Any]:
     if not here:
-      return lambda: _as_declared(spec, run(spec, cast, given, types, lane))
+      return lambda: _as_declared(spec, run(spec, cast, given, types, lane, interrupts))
     call = functools.partial(_in_this_process, function, arrays, spec, given)
     return functools.partial(objects.on_lane, lane, call)
 
@@ -56,18 +63,21 @@ def calls_of(gate: Gate) -> Callable[..., Callable[[], Any]]:
 def _on_workers(callee: Any) -> Callable[..., list[Any]]:
   site = functools.lru_cache(64)(callee.site)
 
-  def run(spec: str, cast: bool, given: Sequence[Any], types: Types, lane: int) -> list[Any]:
+  def run(
+    spec: str, cast: bool, given: Sequence[Any], types: Types, lane: int, interrupts: int
+  ) -> list[Any]:
     results = [np.empty(shape, dtype_named(name)) for shape, name in types]
-    site(spec, cast).run(given, results, lane)
+    site(spec, cast).run(given, results, lane, interrupts)
     return results
 
   return run
 
 
 def _on_executor(
-  on: OnExecutor, spec: str, cast: bool, given: Sequence[Any], types: Types, lane: int
-) -> list[Any]:
-  del cast, types, lane  # who waits checks what comes
+  on: OnExecutor, spec: str, cast: bool, given: Sequence[Any], types: Types, lane: int,
+  interrupts: int,
+) -> list[Any]:  # fmt: skip
+  del cast, types, lane, interrupts  # who waits checks what comes
   call: Any = _OneLane(tuple(given))
   on.run(spec, call)
   return list(call.results)

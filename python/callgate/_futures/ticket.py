@@ -177,7 +177,7 @@ def _begin_elsewhere(gate: Gate) -> Hold:
   def begin(*arrays: Any, **kwargs: Any) -> Job:
     job = Job(label, kwargs[_PLACE], 0)  # elsewhere they know how long it runs
     lane = objects.current_lane() if by_lane else 0
-    call = make(getattr(_by_jax, "on", False), arrays, lane, *kwargs[_CALL])
+    call = make(getattr(_by_jax, "on", False), arrays, lane, job.interrupts, *kwargs[_CALL])
     job.start(call, line)
     return job
 

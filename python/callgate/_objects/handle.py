@@ -10,7 +10,7 @@ import numpy as np
 
 from callgate._core.errors import HandleError
 from callgate._objects.table import WORDS
-from callgate._workers.workers import Workers, with_key
+from callgate._workers.workers import Workers, at_place
 
 # The keyword of the loop whose step makes an object: the last operand, as it sorts behind names.
 SCOPE = "\U0010fffdcallgate_scope"
@@ -42,7 +42,7 @@ class Handle:
     """
     if self._place is None:
       return None
-    if (found := with_key(self._place)) is None:
+    if (found := at_place(self._place)) is None:
       raise HandleError(
         "expected the handle of a live object, got one of workers of which nothing is left"
       )

@@ -88,7 +88,7 @@ def holding(
   maker: list[Maker] = []  # and the gate's name: the gate itself holds this function
   name: list[str] = []
   where = _place(options.run_on)
-  key = None if where is None else where.key
+  place = None if where is None else where.place
 
   def call(*args: Any, **kwargs: Any) -> Handle:
     scope = kwargs.pop(SCOPE)
@@ -102,12 +102,12 @@ def holding(
     words = table.add(value, maker[0], scope)
     if number is not None:
       tape.objects[words.tobytes()] = number
-    return Handle(words, key)
+    return Handle(words, place)
 
   functools.update_wrapper(call, make)
   call.there = there = Making(make)  # type: ignore[attr-defined]
   run_on = options.run_on if where is None else where
-  made = kind(call, dataclasses.replace(options, out=Handle(TYPE, key), run_on=run_on))
+  made = kind(call, dataclasses.replace(options, out=Handle(TYPE, place), run_on=run_on))
   name.append(made.name)
   maker.append(Maker(named(made.name), place_of_user()))
   there.maker = maker[0]

@@ -26,12 +26,15 @@ from callgate._workers.workers import Workers
 
 
 class RemoteObject:
-  """Stands in the table for an object that a worker has; its end is the object's."""
+  """Stands in the table for an object that a worker has; its end is the object's.
 
-  __slots__ = ("_number", "pool", "worker", "workers")
+  It is there before the object: whatever comes in between, the worker's number is 0 then, for any.
+  """
 
-  def __init__(self, workers: Workers, pool: Any, worker: int, number: int) -> None:
-    self.workers, self.pool, self.worker, self._number = workers, pool, worker, number
+  __slots__ = ("number", "pool", "worker", "workers")
+
+  def __init__(self, workers: Workers, pool: Any, number: int) -> None:
+    self.workers, self.pool, self.worker, self.number = workers, pool, 0, number
 
   def where(self) -> str:
     known = self.pool.worker(self.worker)
@@ -39,7 +42,7 @@ class RemoteObject:
     return f"worker {index} of {self.workers.count}" if index >= 0 else "a worker that has ended"
 
   def __del__(self) -> None:
-    self.pool.drop(self._number, self.worker)
+    self.pool.drop(self.number, self.worker)
 
 
 class _Layout(NamedTuple):
@@ -90,24 +93,23 @@ class OnWorkers:
     layout, count = _layout(spec), len(lanes)
     held = [self._held(layout.handles, lanes, i) for i in range(count)] if layout.handles else []
     placed = self._workers_of(held)
-    there = self._there
-    numbers: list[int] = [] if there is None else [_callgate.new_number() for _ in range(count)]
-    for lane, number in enumerate(numbers):
-      lanes.give(lane, (table.words(number),))
-    pool = self.workers.pool()
+    there, pool = self._there, self.workers.pool()
+    made = [self._new(pool) for _ in range(count)] if there is not None else []
+    for lane, one in enumerate(made):
+      lanes.give(lane, (table.words(one.number),))
     try:
       ran_on = self._site(spec, lanes.cast).run_lanes(lanes, placed, there is not None)
-    except BaseException as error:
-      for number in numbers:
-        pool.drop(number, 0)
-      if isinstance(error, WorkerError) and held:
+    except WorkerError as error:
+      if held:
         error.add_note(f"callgate: it was called with {_shown(held[0])}")
       raise
-    for lane, (number, worker) in enumerate(zip(numbers, ran_on, strict=False)):
-      scope = lanes.take_one(lane, layout.scope)
-      made = RemoteObject(self.workers, pool, worker, number)
+    for lane, (one, worker) in enumerate(zip(made, ran_on, strict=False)):
+      one.worker = worker
       assert there is not None
-      table.add(made, there.maker, scope, number)
+      table.add(one, there.maker, lanes.take_one(lane, layout.scope), one.number)
+
+  def _new(self, pool: Any) -> RemoteObject:
+    return RemoteObject(self.workers, pool, _callgate.new_number())
 
   def _held(self, handles: Sequence[int], lanes: _callgate.CallLanes, lane: int) -> list[Held]:
     """The objects of a lane."""

@@ -24,7 +24,13 @@ from callgate._arrays import escape, gpu
 from callgate._core import environment, failures, kept, paths, registry
 from callgate._core.dtypes import dtypes
 from callgate._core.effects import OrderedGateEffect
-from callgate._core.errors import CaptureError, GateTimeoutError, InputWriteError, ResultError
+from callgate._core.errors import (
+  CaptureError,
+  GateTimeoutError,
+  InputWriteError,
+  Interruption,
+  ResultError,
+)
 from callgate._jax import cpp_path, dispatch
 from callgate._runtime import fence, self_wait, timeline
 from callgate._runtime.targets import OWN, PARTITIONED, sites
@@ -168,7 +174,7 @@ def start() -> None:
     deferred=failures.defer, kernel_raised=failures.kernel_raised,
     interrupted=failures.raise_interrupt, undefined=registry.undefined, escaped=escape.settle,
     self_wait=self_wait.report, stream_as=gpu.stream_as, capture_error=CaptureError,
-    profiled=timeline.profiled,
+    profiled=timeline.profiled, interruption=Interruption,
   )  # fmt: skip
   for platform, targets in _callgate.targets().items():
     for target, handlers in targets.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 from callgate import _callgate
 from callgate._core import encoding
-from callgate._core.errors import GateTimeoutError, WorkerError
+from callgate._core.errors import GateTimeoutError, Interruption, WorkerError
 from callgate._workers import travel
 from callgate._workers.workers import Workers
 
@@ -78,7 +78,9 @@ class Remote:
       return error
     said = what["said"].decode(errors="replace")
     call = f"called with {what['arguments']}"
-    if kind in ("closed", "interrupted"):
+    if kind == "interrupted":
+      return Interruption(f"{self.label}: {what['text']}")
+    if kind == "closed":
       return WorkerError(f"{self.label}: {what['text']}")
     if kind == "restarts":
       how = how_ended(what["code"], what["signal"])

@@ -80,11 +80,19 @@ class _Handler:
     return travel.pack(WorkerError(text) if found is None else found.exception)
 
 
+def _interrupt(number: int, frame: object) -> None:
+  """The parent's request, after Ctrl-C; nobody else's, and not for another call."""
+  del number, frame
+  if _callgate.worker_interrupted():
+    raise KeyboardInterrupt
+
+
 def main(memory: int, calls: int, parent_socket: int, parent: int, index: int) -> None:
   """Serves the parent until it closes its workers."""
   # Ctrl-C is the parent's to deal with. Held back until here.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+  signal.signal(signal.SIGUSR2, _interrupt)
   # Before it ends a worker, the parent asks where it stands.
   faulthandler.register(signal.SIGUSR1, all_threads=True)
   os.environ["CALLGATE_WORKER"] = str(index)

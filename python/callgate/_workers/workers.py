@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
 import os
 import pickle
@@ -23,6 +23,9 @@ from callgate._core.errors import GateDefinitionError, WorkerError
 from callgate._workers import travel
 
 _live: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
+_places: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_placing = threading.Lock()
 _SECONDS = 5.0  # that a worker may take to end what it runs
 
 
@@ -35,6 +38,8 @@ class Workers:
   Attributes:
     count: how many there are.
     key: what tells them from all others, in any process.
+    place: what programs call them, if they hold objects that live there: no others of this process,
+      earlier or later, and in the next process those that come there as these do here.
   """
 
   def __init__(
@@ -49,6 +54,7 @@ class Workers:
     self._lock = threading.Lock()
     self._pool: Any = None
     self._closed = False
+    self._place: str | None = None
     self._process = os.getpid()
     self.key = key or uuid.uuid4().hex
     _live[self.key] = self
@@ -80,6 +86,14 @@ class Workers:
       self._closed, pool = True, self._pool
     if pool is not None:
       pool.close(seconds)
+
+  @property
+  def place(self) -> str:
+    with _placing:
+      if self._place is None:
+        self._place = "processes" if self is _shared else f"workers #{next(_numbers)}"
+        _places[self._place] = self
+      return self._place
 
   @property
   def pids(self) -> list[int]:
@@ -129,9 +143,9 @@ def _in_another(key: str, count: int, initializer: Any, env: Mapping[str, str]) 
   return _live.get(key) or Workers(count, initializer, env, key)
 
 
-def with_key(key: str) -> Workers | None:
-  """Workers of this process by their key, as long as somebody has them."""
-  return _live.get(key)
+def at_place(place: str) -> Workers | None:
+  """Workers of this process by what programs call them, as long as somebody has them."""
+  return _places.get(place)
 
 
 def workers(
@@ -185,10 +199,16 @@ def usable_cpus() -> int:
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@functools.cache
+_shared: Workers | None = None
+
+
 def shared() -> Workers:
   """Those of `run_on="processes"`."""
-  return Workers(usable_cpus(), None, {})
+  global _shared
+  with _placing:
+    if _shared is None:
+      _shared = Workers(usable_cpus(), None, {})
+    return _shared
 
 
 def close_all(seconds: float) -> None:

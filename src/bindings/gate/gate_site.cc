@@ -105,8 +105,7 @@ class PyGateSite final : public Site {
     if (timed) record(start, locked - start, Timeline::now_ns() - locked);
     if (!raised) return;
     callee_->counters.errors += 1;
-    throw Error::verbatim(ErrorCode::kInternal, failure_text(*raised, callee_->name(), spec_.site,
-                                                             spec_.layout, call.context));
+    throw failure_of(*raised, callee_->name(), spec_, call.context);
   }
 
   void record(std::int64_t start_ns, std::int64_t gil_wait_ns, std::int64_t python_ns) {

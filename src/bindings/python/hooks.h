@@ -13,6 +13,7 @@
 #include "bindings/python/gil.h"
 #include "core/call.h"
 #include "core/error.h"
+#include "core/lifecycle.h"
 
 namespace callgate::bindings {
 
@@ -32,7 +33,8 @@ namespace callgate::bindings {
   X(device_worker) /* (begin) an own thread's calls are a GPU's from here, or end */ \
   X(stream_as)     /* (library, stream, ordinal) -> the library's stream object */   \
   X(profiled)      /* (gate, ns) -> an entered span of JAX's profiler, or None */    \
-  X(capture_error) /* the class of the error of a call that can't be recorded */
+  X(capture_error) /* the class of the error of a call that can't be recorded */     \
+  X(interruption)  /* the class of what a call raises that Ctrl-C ends */
 
 struct Hooks {
 #define X(name) PyObject* name = nullptr;
@@ -43,6 +45,9 @@ inline constinit Hooks hooks;
 
 // Whether this thread runs a hook, and has met an interrupt there.
 inline thread_local bool in_hook = false, met_interrupt = false;
+
+// Not so in a worker process, where Ctrl-C is the parent's affair.
+inline bool passes_interrupts_on = true;
 
 // Has the main thread raise a gate's KeyboardInterrupt as soon as it is in Python. The program ends
 // with an Exception, which many a caller takes for one to go on after: Ctrl-C would be lost.
@@ -111,8 +116,18 @@ inline std::string failure_text(const nb::python_error& raised, const std::strin
   nb::object name = str(gate), place = str(site), parts = str(layout);
   nb::object text = call_hook(hooks.failed, "OOOOiLk", raised.value().ptr(), name.ptr(),
                               place.ptr(), parts.ptr(), context.shard, context.run, context.thread);
-  if (text.is_valid() && raised.matches(PyExc_KeyboardInterrupt)) pass_on_interrupt();
+  if (text.is_valid() && raised.matches(PyExc_KeyboardInterrupt) && passes_interrupts_on)
+    pass_on_interrupt();
   return text_or(text, "callgate: gate '" + gate + "' raised, and its error could not be shown");
+}
+
+// The error of a call that raised; not of one that Ctrl-C ended, of which the main thread learns by
+// itself.
+inline Error failure_of(const nb::python_error& raised, const std::string& gate,
+                        const SiteSpec& spec, const CallContext& context) {
+  if (raised.matches(hooks.interruption)) return interrupted(gate);
+  return Error::verbatim(ErrorCode::kInternal,
+                         failure_text(raised, gate, spec.site, spec.layout, context));
 }
 
 }  // namespace callgate::bindings

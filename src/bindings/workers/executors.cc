@@ -62,8 +62,7 @@ class ExecutorSite final : public Site {
     });
     if (!raised) return;
     counters.errors += 1;
-    throw Error::verbatim(ErrorCode::kInternal, failure_text(*raised, callee_->name(), spec_.site,
-                                                             spec_.layout, call.context));
+    throw failure_of(*raised, callee_->name(), spec_, call.context);
   }
 
   void run_lanes(const Call& call, const Lanes* lanes, bool cast) {

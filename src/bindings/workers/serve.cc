@@ -14,6 +14,7 @@
 
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/hooks.h"
 #include "core/call.h"
 #include "workers/protocol.h"
 
@@ -105,11 +106,14 @@ void bind_serve(nb::module_& module) {
   module.def(
       "serve_worker",
       [](nb::object handler, int memory, int calls, int parent_socket, int parent) {
+        passes_interrupts_on = false;
         PyServed served(std::move(handler));
         without_gil([&] { serve({memory, calls, parent_socket, parent}, served); });
       },
       nb::arg("handler"), nb::arg("memory"), nb::arg("calls"), nb::arg("parent_socket"),
       nb::arg("parent"), "Answers the requests of the parent until it closes its workers.");
+  module.def("worker_interrupted", &is_interrupted,
+             "Whether the parent wants what this thread, serve_worker()'s, runs to end.");
   module.def(
       "worker_lane", [] { return current_lane; },
       "The number of the lane that runs: in a worker, or of a gate that asks for it.");

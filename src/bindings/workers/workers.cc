@@ -109,6 +109,7 @@ struct Chosen {
   std::span<const std::uint64_t> placed;
   std::span<std::uint64_t> ran_on;
   bool send_results = false;
+  std::optional<std::uint32_t> interrupts;
 };
 
 class WorkerSite final : public Site {
@@ -186,9 +187,7 @@ class WorkerSite final : public Site {
       chosen.first_lane = lane + std::max(call.context.shard, 0) * (count - own);
       const Lanes none;
       failed = run_without_gil(part, of_part == nullptr ? none : *of_part, chosen);
-      if (!failed) return;
-      if (failed->kind == WorkerFailure::Kind::kInterrupted) throw interrupted();
-      throw exception_of(*failed, part);
+      if (failed) throw exception_of(*failed, part);
     };
     GilScope gil;
     auto raised = raised_by([&] {
@@ -226,7 +225,8 @@ class WorkerSite final : public Site {
                           .loading = callee_->options.loading,
                           .placed = chosen.placed,
                           .ran_on = chosen.ran_on,
-                          .send_results = chosen.send_results};
+                          .send_results = chosen.send_results,
+                          .interrupts = chosen.interrupts};
     options.check_writes = settings.check_writes.load(std::memory_order_relaxed);  // see there
     std::optional<LanesOfCall> lanes;
     if (!levels.empty()) lanes.emplace(levels, call.operands, call.results);
@@ -237,21 +237,17 @@ class WorkerSite final : public Site {
   }
 
   [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) const {
-    if (why.kind == WorkerFailure::Kind::kInterrupted) throw interrupted();
+    if (why.kind == WorkerFailure::Kind::kInterrupted) throw interrupted(callee_->name());
     GilScope gil;
     throw error_of(exception_of(why, call), call, why.kind);
   }
 
-  Error interrupted() const {
-    return {ErrorCode::kAborted,
-            "Ctrl-C ended the program at its call of '" + callee_->name() + "'"};
-  }
-
   // What XLA is told of an exception. Under the GIL.
   Error error_of(const nb::python_error& raised, const Call& call, WorkerFailure::Kind kind) const {
-    const bool overdue = kind == WorkerFailure::Kind::kOverdue;
+    if (kind != WorkerFailure::Kind::kOverdue)
+      return failure_of(raised, callee_->name(), spec_, call.context);
     return Error::verbatim(
-        overdue ? ErrorCode::kDeadlineExceeded : ErrorCode::kInternal,
+        ErrorCode::kDeadlineExceeded,
         failure_text(raised, callee_->name(), spec_.site, spec_.layout, call.context));
   }
 
@@ -315,11 +311,12 @@ std::vector<ArrayView> views_of(const nb::object& arrays) {
 
 // One lane, of NumPy's arrays.
 void run_arrays(const SiteOfPython& site, const nb::object& operands, const nb::object& results,
-                std::int64_t lane) {
+                std::int64_t lane, std::uint32_t interrupts) {
   const std::vector<ArrayView> inputs = views_of(operands);
   std::vector<ArrayView> outputs = views_of(results);
   Chosen chosen;
   chosen.first_lane = lane;
+  chosen.interrupts = interrupts;
   site.site->run_from_python(Call{inputs, outputs, {}}, Lanes(), chosen);
 }
 
@@ -436,7 +433,9 @@ void bind_workers(nb::module_& module) {
       .def("stats", &stats_of_workers);
   nb::class_<SiteOfPython>(module, "WorkerSite", "A call site of workers, as Python calls it.")
       .def("run", &run_arrays, nb::arg("operands"), nb::arg("results"), nb::arg("lane"),
-           "Runs one lane, of flat arrays; raises what it fails with.")
+           nb::arg("interrupts"),
+           "Runs one lane, of flat arrays; raises what it fails with. Ctrl-C ends it once it has "
+           "come more often.")
       .def("run_lanes", &run_lanes, nb::arg("lanes"), nb::arg("placed"), nb::arg("send_results"),
            "Runs all lanes of a call, on the workers of these numbers, or with none on any; "
            "returns the numbers of the workers that ran them.");

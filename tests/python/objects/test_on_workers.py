@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import worker_functions
+from interpreters import same_path, succeed
+from programs import CACHED
 from scipy.linalg import lu_factor, lu_solve
 from transformation_table import PAIRS, assert_chains_agree, reference
 from waiting import until
@@ -208,6 +211,37 @@ def test_a_keyword_of_a_maker_in_a_loop(one: cg.Workers, engine: str) -> None:
       lambda x, each=each: jax.lax.fori_loop(0, 3, lambda _, x: used(each(zeta=x), 1.0), x)
     )
     assert program(1.0) == 4
+
+
+# -- what programs hold
+def test_the_next_process_finds_programs_in_the_persistent_cache(tmp_path: Any) -> None:
+  code = """
+    import jax, jax.numpy as jnp, numpy as np
+    import callgate as cg
+    from worker_functions import Tallied, value_of
+    others, workers = cg.workers(1), cg.workers(1)
+    FLOAT = jax.ShapeDtypeStruct((), np.float32)
+    used = lambda h, x: cg.use(value_of, h, x, out=FLOAT)
+    double = cg.gate(lambda x: 2 * x, out=lambda x: x, run_on=others)
+    def steps(make):
+      again = lambda h, x: (make(used(h, x)), used(h, x))
+      return lambda x: jax.lax.scan(again, make(x), jnp.arange(3.0))[1]
+    first, second = (cg.hold(Tallied, run_on=group) for group in (workers, others))
+    PROGRAMS = {
+      "steps": (steps(first), 1.0),
+      "steps elsewhere": (steps(second), 1.0),
+      "a handle": (lambda h: used(h, 2.0), second(5.0)),
+      "started": (lambda x: double.start(x).result() + used(first(x), x), 2.0),
+    }
+  """
+  program = textwrap.dedent(code) + CACHED
+  results = [
+    "steps: {}: [1.0, 2.0, 4.0]", "steps elsewhere: {}: [1.0, 2.0, 4.0]", "a handle: {}: 7.0",
+    "started: {}: 8.0",
+  ]  # fmt: skip
+  for hits in (0, 1):
+    printed = succeed(program, tmp_path, environment={"JAX_PLATFORMS": "cpu", **same_path()})
+    assert printed.splitlines() == [line.format(hits) for line in results]
 
 
 # -- what fails
