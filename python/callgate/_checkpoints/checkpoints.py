@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import sys
 import threading
 import weakref
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
-from callgate._checkpoints import files
+from callgate._checkpoints import files, refusals
 from callgate._core import dtypes, options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
@@ -55,9 +56,11 @@ class Checkpoints:
   thread writes it: the program waits for the copy alone, or for the disk where that is slower than
   the loop for long. A checkpoint is there whole, by its name, or not at all, also after kill -9.
   Over several devices and processes, which share the folder, each part of an array is written by
-  one that has it; any other number of devices can go on with it.
+  the first that has it, and whoever writes the last part makes the checkpoint whole; any other
+  number of devices and processes can go on with it.
 
-  What can't be written is the error of `callgate.barrier()`; the loop goes on. As a context manager
+  What can't be written is the error of `callgate.barrier()`; the loop goes on. Over processes the
+  newest one is there after `callgate.barrier(all_processes=True)`. As a context manager
   it is closed at the end of the block.
 
   Args:
@@ -86,7 +89,6 @@ class Checkpoints:
     self._lock = threading.Lock()
     self._channel: channel.Channel | None = None
     self._gates: dict[Any, Gate] = {}
-    self._sent: tuple[Any, set[Any]] = (None, set())  # which run and step, and its parts
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self.folder}>"
@@ -138,28 +140,32 @@ class Checkpoints:
     self.close()
 
   # -- in programs ---------------------------------------------------------------------------------
-  def begin(self, init: Any) -> tuple[jax.Array, Any]:
-    """Where the loop starts: the number of steps that have run, and the carry."""
+  def begin(self, init: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Where the loop starts: the number of steps that have run, that of the run, and the carry.
+
+    In a program over several processes one of them finds it out, for all.
+    """
     self._refuse_region()
-    step = self._gate("begin", (), self._find, jax.ShapeDtypeStruct((), np.int32), "io")()
+    number = jax.ShapeDtypeStruct((), np.int32)
+    step, run = self._gate("begin", (), self._find, (number, number), "io")()
     if not self.resume:
-      return step, init
+      return step, run, init
     leaves, tree = jax.tree.flatten(init)
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     carried = [dtypes.carried(x)[0] for x in arrays]
     known = leaves_of(init)
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carried]
     take = functools.partial(self._take, known)
-    loaded = self._gate("load", known, take, lambda _, *arrays: arrays, "pure", types)(
-      step, *carried
+    loaded = self._gate("load", known, take, lambda _, __, *arrays: arrays, "pure", types)(
+      step, run, *carried
     )
     taken = [tap.uncarried(x, y) for x, y in zip(arrays, loaded, strict=True)]
-    return step, jax.tree.unflatten(tree, taken)
+    return step, run, jax.tree.unflatten(tree, taken)
 
-  def send(self, step: Any, carry: Any, where: Any) -> None:
+  def send(self, step: Any, run: Any, carry: Any, where: Any) -> None:
     """Saves the carry where a predicate is true."""
     self._refuse_region()
-    tap.tap((step, carry), self._open(leaves_of(carry)), name="checkpoint", where=where)
+    tap.tap((step, run, carry), self._open(leaves_of(carry)), name="checkpoint", where=where)
 
   def _refuse_region(self) -> None:
     if axes := tuple(tracing.region_axes()):
@@ -181,34 +187,39 @@ class Checkpoints:
       return self._gates[what, key]
 
   def _find(self) -> Any:
-    """Prepares the folder; returns the step of the checkpoint to go on from, or 0."""
-    self.folder.mkdir(parents=True, exist_ok=True)
-    files.clean(self.folder)
+    """Prepares the folder; returns the step to go on from, or 0, and a number for the run."""
+    run = secrets.randbelow(2**31 - 1) + 1
+    files.begin(self.folder, run)
     found = files.whole(self.folder)
     if self.resume:
       for saved in reversed(found):
         if files.intact(saved):
-          return np.int32(saved.step)
+          return np.int32(saved.step), np.int32(run)
         print(f"callgate: {saved.folder} is damaged; trying the one before", file=sys.stderr)
-      return np.int32(0)
-    if found and not self._wrote:
+    elif found and not self._wrote:
       raise FileExistsError(
         f"{self.folder}: expected no checkpoints without resume=True, got those of steps "
         f"{', '.join(str(saved.step) for saved in found)}"
       )
-    return np.int32(0)
+    return np.int32(0), np.int32(run)
 
-  def _take(self, leaves: tuple[files.Leaf, ...], step: Any, *given: Any) -> tuple[Any, ...]:
+  def _take(
+    self, leaves: tuple[files.Leaf, ...], step: Any, run: Any, *given: Any
+  ) -> tuple[Any, ...]:
     """The parts of a checkpoint that this device has of the given arrays; these, for step 0."""
     if int(step) == 0:
       return tuple(np.array(x) for x in given)
-    saved = next(s for s in reversed(files.whole(self.folder)) if s.step == int(step))
-    _check_same(saved, leaves)
-    place = _callgate.current_place()
-    parts = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
-    if place is not None and place[4] and place[3] >= 0:
-      parts = tiles.parts(place[4], place[3])[1:]
-    return tuple(files.read(saved, i, part) for i, part in enumerate(parts))
+    try:
+      saved = files.find(self.folder, int(step))
+      _check_same(saved, leaves)
+      place = _callgate.current_place()
+      parts = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
+      if place is not None and place[4] and place[3] >= 0:
+        parts = tiles.parts(place[4], place[3])[2:]
+      return tuple(files.read(saved, i, part) for i, part in enumerate(parts))
+    except BaseException:
+      refusals.refuse(int(run))
+      raise
 
   # -- on the channel's thread ---------------------------------------------------------------------
   def _open(self, leaves: tuple[files.Leaf, ...]) -> channel.Channel:
@@ -226,32 +237,18 @@ class Checkpoints:
       raise ValueError("Checkpoints: expected a scan outside of jax.vmap: put it into the body")
     if info.repeated:
       return
-    step, carry = value
-    arrays = jax.tree.leaves(carry)
-    names = [leaf.name for leaf in leaves_of(carry)]
-    shards = jax.tree.leaves(info.shard, is_leaf=is_part) if info.shard is not None else None
-    extents = jax.tree.leaves(info.global_shape, is_leaf=_is_shape) if shards is not None else None
-    leaves: list[files.Leaf] = []
-    parts: dict[int, tuple[files.Slices, Any]] = {}
-    key, number = (info.run, int(step)), int(step)
-    if self._sent[0] != key:
-      self._sent = key, set()
-    for i, array in enumerate(arrays):
-      # The step's own count is the first leaf of the record.
-      shape = tuple(extents[i + 1]) if extents is not None else array.shape
-      part = shards[i + 1] if shards is not None else (slice(None),) * array.ndim
-      part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(part, shape, strict=True))
-      array = array.astype(dtypes.carrier(array.dtype), copy=False)
-      leaves.append(files.Leaf(names[i], shape, array.dtype.name))
-      seen = i, tuple((s.start, s.stop) for s in part)
-      if seen not in self._sent[1]:
-        parts[i] = part, array
-        self._sent[1].add(seen)
+    step, run, carry = value
+    number, run = int(step), int(run)
+    if run == 0 or refusals.is_known(run):  # 0: where the loop should begin has failed
+      return
+    leaves, parts = _parts_of(carry, info)
     if not parts:
       return
     self._wrote = True
+    files.take_part(run)
     name = f"part_{info.process:05d}_{info.device:05d}"
-    if files.write(self.folder, number, info.run, name, leaves, parts) is not None:
+    refused = functools.partial(refusals.is_told, run)
+    if files.write(self.folder, number, run, name, leaves, parts, refused) is not None:
       files.keep_newest(self.folder, self.keep)
 
 
@@ -286,6 +283,29 @@ def leaves_of(carry: Any) -> tuple[files.Leaf, ...]:
   return tuple(found)
 
 
+def _parts_of(
+  carry: Any, info: TapInfo
+) -> tuple[list[files.Leaf], dict[int, tuple[files.Slices, Any]]]:
+  """What a record has of a carry: of what several devices have alike, the first one's is it."""
+  leaves: list[files.Leaf] = []
+  parts: dict[int, tuple[files.Slices, Any]] = {}
+  arrays, names = jax.tree.leaves(carry), [leaf.name for leaf in leaves_of(carry)]
+  shards, extents, first = None, None, None
+  if info.shard is not None:
+    shards = jax.tree.leaves(info.shard[2], is_leaf=is_part)
+    extents = jax.tree.leaves(info.global_shape[2], is_leaf=_is_shape)
+    first = jax.tree.leaves(info.first[2])
+  for i, array in enumerate(arrays):
+    shape = tuple(extents[i]) if extents is not None else array.shape
+    part = shards[i] if shards is not None else (slice(None),) * array.ndim
+    part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(part, shape, strict=True))
+    array = array.astype(dtypes.carrier(array.dtype), copy=False)
+    leaves.append(files.Leaf(names[i], shape, array.dtype.name))
+    if first is None or first[i]:
+      parts[i] = part, array
+  return leaves, parts
+
+
 def _check_same(saved: files.Saved, leaves: Sequence[files.Leaf]) -> None:
   where = f"{saved.folder}: expected a checkpoint of this carry"
   if len(saved.leaves) != len(leaves):
@@ -297,10 +317,10 @@ def _check_same(saved: files.Saved, leaves: Sequence[files.Leaf]) -> None:
 
 
 def _elementwise(types: Sequence[Any]) -> str:
-  """The rule of arrays whose dimensions may all be split, behind a number."""
+  """The rule of arrays whose dimensions may all be split, behind two numbers."""
   letters = iter(f"d{i}" for i in range(sum(len(x.shape) for x in types)))
   terms = [" ".join(next(letters) for _ in x.shape) for x in types]
-  return f", {', '.join(terms)} -> {', '.join(terms)}"
+  return f", , {', '.join(terms)} -> {', '.join(terms)}"
 
 
 def _refuse_lanes(*_: Any, **__: Any) -> Any:

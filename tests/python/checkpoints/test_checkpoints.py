@@ -192,7 +192,7 @@ def test_what_cannot_be_written_is_the_barriers_error(tmp_path: Path) -> None:
   cg.barrier()
   (tmp_path / "here").rename(tmp_path / "gone")
   (tmp_path / "here").write_text("a file")
-  program = jax.jit(lambda c: saves.send(jnp.int32(1), c, True))
+  program = jax.jit(lambda c: saves.send(jnp.int32(1), jnp.int32(12345), c, True))
   program(carry)
   with pytest.raises(OSError, match="here"):
     cg.barrier()
