@@ -8,17 +8,17 @@ import os
 import secrets
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
-from callgate._checkpoints import files, refusals
+from callgate._checkpoints import files, orbax, others
+from callgate._checkpoints.writer import Writer, leaves_of
 from callgate._core import dtypes, options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
@@ -26,7 +26,6 @@ from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._sharding import tiles
 from callgate._tap import channel, tap
-from callgate._tap.records import TapInfo, is_part
 
 _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
 
@@ -70,22 +69,28 @@ class Checkpoints:
     resume: start from the newest one, if there is one. Steps that are skipped don't run, and their
       ys are zeros; such a loop has no reverse derivative. Without it a folder with checkpoints of
       another `Checkpoints` is refused when the loop begins.
+    format: "npz": files of NumPy's, one for each device with a part. "orbax": what Orbax restores;
+      one process puts the parts together, in its memory. Either is gone on with.
 
   Raises:
-    GateDefinitionError: an option is wrong.
+    GateDefinitionError: an option is wrong, or Orbax is not installed.
     FileExistsError: from the program, without `resume`: the folder has checkpoints.
     GateError: from the program: the newest one is of another carry.
   """
 
   def __init__(
-    self, folder: str | os.PathLike[str], *, every: int = 1000, keep: int = 3, resume: bool = False
-  ) -> None:
+    self, folder: str | os.PathLike[str], *, every: int = 1000, keep: int = 3, resume: bool = False,
+    format: Literal["npz", "orbax"] = "npz",
+  ) -> None:  # fmt: skip
     label = "Checkpoints"
     self.folder = Path(options.path(label, "folder", folder)).absolute()
     self.every = options.count(label, "every", every, least=1, most=2**31 - 1)
     self.keep = options.count(label, "keep", keep, least=1)
     self.resume = options.boolean(label, "resume", resume)
-    self._wrote = False
+    self.format = options.choice(label, "format", format, ("npz", "orbax"))
+    if format == "orbax":
+      orbax.library()
+    self._writer = Writer(self.folder, self.keep, self.format)
     self._lock = threading.Lock()
     self._channel: channel.Channel | None = None
     self._gates: dict[Any, Gate] = {}
@@ -118,7 +123,8 @@ class Checkpoints:
     leaves = leaves_of(like)
     _check_same(found[-1], leaves)
     whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
-    arrays = [files.read(found[-1], i, part) for i, part in enumerate(whole)]
+    arrays = [_read(found[-1], i, part) for i, part in enumerate(whole)]
+    orbax.forget()
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
   def close(self) -> None:
@@ -146,6 +152,8 @@ class Checkpoints:
     In a program over several processes one of them finds it out, for all.
     """
     self._refuse_region()
+    if self.format == "orbax":
+      orbax.check(leaves_of(init))
     number = jax.ShapeDtypeStruct((), np.int32)
     step, run = self._gate("begin", (), self._find, (number, number), "io")()
     if not self.resume:
@@ -188,15 +196,20 @@ class Checkpoints:
 
   def _find(self) -> Any:
     """Prepares the folder; returns the step to go on from, or 0, and a number for the run."""
+    if self.format == "orbax" and jax.process_index() != 0:
+      raise GateDefinitionError(
+        "Checkpoints: format='orbax': expected a program whose first device is process 0's, which "
+        f"puts the parts together; got one that begins in process {jax.process_index()}"
+      )
     run = secrets.randbelow(2**31 - 1) + 1
     files.begin(self.folder, run)
     found = files.whole(self.folder)
     if self.resume:
       for saved in reversed(found):
-        if files.intact(saved):
+        if (orbax.intact if saved.orbax else files.intact)(saved):
           return np.int32(saved.step), np.int32(run)
         print(f"callgate: {saved.folder} is damaged; trying the one before", file=sys.stderr)
-    elif found and not self._wrote:
+    elif found and not self._writer.wrote:
       raise FileExistsError(
         f"{self.folder}: expected no checkpoints without resume=True, got those of steps "
         f"{', '.join(str(saved.step) for saved in found)}"
@@ -216,51 +229,19 @@ class Checkpoints:
       parts = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
       if place is not None and place[4] and place[3] >= 0:
         parts = tiles.parts(place[4], place[3])[2:]
-      return tuple(files.read(saved, i, part) for i, part in enumerate(parts))
+      return tuple(_read(saved, i, part) for i, part in enumerate(parts))
     except BaseException:
-      refusals.refuse(int(run))
+      others.refuse(int(run))
       raise
 
-  # -- on the channel's thread ---------------------------------------------------------------------
   def _open(self, leaves: tuple[files.Leaf, ...]) -> channel.Channel:
     size = sum(int(np.prod(leaf.shape)) * 16 for leaf in leaves)
     with self._lock:
       if self._channel is None:
         name = registry.free_name(f"checkpoints: {self.folder}")
         most = max(2 * size, _LEAST_CAPACITY)
-        self._channel = channel.channel(name, capacity=most, to=_Writer(self))
+        self._channel = channel.channel(name, capacity=most, to=self._writer)
       return self._channel
-
-  def save(self, value: Any, info: TapInfo) -> None:
-    """Writes what a device has of a carry."""
-    if info.lane:
-      raise ValueError("Checkpoints: expected a scan outside of jax.vmap: put it into the body")
-    if info.repeated:
-      return
-    step, run, carry = value
-    number, run = int(step), int(run)
-    if run == 0 or refusals.is_known(run):  # 0: where the loop should begin has failed
-      return
-    leaves, parts = _parts_of(carry, info)
-    if not parts:
-      return
-    self._wrote = True
-    files.take_part(run)
-    name = f"part_{info.process:05d}_{info.device:05d}"
-    refused = functools.partial(refusals.is_told, run)
-    if files.write(self.folder, number, run, name, leaves, parts, refused) is not None:
-      files.keep_newest(self.folder, self.keep)
-
-
-class _Writer:
-  """The channel's consumer: the channel doesn't keep its `Checkpoints`, whose programs do."""
-
-  def __init__(self, of: Checkpoints) -> None:
-    self._of = weakref.ref(of)
-
-  def __call__(self, value: Any, info: TapInfo) -> None:
-    if (of := self._of()) is not None:
-      of.save(value, info)
 
 
 class _OfDisk(Gate):
@@ -271,39 +252,8 @@ class _Load(_OfDisk):
   located = True
 
 
-def leaves_of(carry: Any) -> tuple[files.Leaf, ...]:
-  """What is known of a carry's arrays, as taps carry them."""
-  found: list[files.Leaf] = []
-  for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
-    array = leaf if hasattr(leaf, "dtype") else np.asarray(jnp.asarray(leaf))
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-      array = jax.eval_shape(jax.random.key_data, array)
-    name, dtype = jax.tree_util.keystr(path) or "carry", dtypes.carrier(array.dtype)
-    found.append(files.Leaf(name, tuple(array.shape), dtype.name))
-  return tuple(found)
-
-
-def _parts_of(
-  carry: Any, info: TapInfo
-) -> tuple[list[files.Leaf], dict[int, tuple[files.Slices, Any]]]:
-  """What a record has of a carry: of what several devices have alike, the first one's is it."""
-  leaves: list[files.Leaf] = []
-  parts: dict[int, tuple[files.Slices, Any]] = {}
-  arrays, names = jax.tree.leaves(carry), [leaf.name for leaf in leaves_of(carry)]
-  shards, extents, first = None, None, None
-  if info.shard is not None:
-    shards = jax.tree.leaves(info.shard[2], is_leaf=is_part)
-    extents = jax.tree.leaves(info.global_shape[2], is_leaf=_is_shape)
-    first = jax.tree.leaves(info.first[2])
-  for i, array in enumerate(arrays):
-    shape = tuple(extents[i]) if extents is not None else array.shape
-    part = shards[i] if shards is not None else (slice(None),) * array.ndim
-    part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(part, shape, strict=True))
-    array = array.astype(dtypes.carrier(array.dtype), copy=False)
-    leaves.append(files.Leaf(names[i], shape, array.dtype.name))
-    if first is None or first[i]:
-      parts[i] = part, array
-  return leaves, parts
+def _read(saved: files.Saved, number: int, part: files.Slices) -> Any:
+  return (orbax.read if saved.orbax else files.read)(saved, number, part)
 
 
 def _check_same(saved: files.Saved, leaves: Sequence[files.Leaf]) -> None:
@@ -328,7 +278,3 @@ def _refuse_lanes(*_: Any, **__: Any) -> Any:
     "Checkpoints: expected a scan outside of jax.vmap, got one in it; put the jax.vmap into the "
     "body of the loop"
   )
-
-
-def _is_shape(x: Any) -> bool:
-  return isinstance(x, tuple) and all(isinstance(n, int) for n in x)

@@ -31,7 +31,7 @@ import numpy as np
 
 from callgate._core.dtypes import type_text
 
-FORMAT = 1
+FORMAT, FORMAT_ORBAX = 1, 2
 _runs: set[int] = set()  # those that have begun in this process, or whose parts it has written
 Slices = tuple[slice, ...]
 
@@ -49,6 +49,14 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
+class InOrbax:
+  """What is known of a checkpoint that Orbax has written."""
+
+  paths: tuple[tuple[str, ...], ...]  # of each leaf
+  sums: tuple[int, ...]  # of each leaf's bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class Saved:
   """A checkpoint that is whole."""
 
@@ -56,6 +64,7 @@ class Saved:
   step: int
   order: int  # the later one of two has the greater
   leaves: tuple[Leaf, ...]
+  orbax: InOrbax | None = None  # where Orbax's files stand for the parts
 
 
 def whole(root: Path) -> list[Saved]:
@@ -64,9 +73,12 @@ def whole(root: Path) -> list[Saved]:
   for folder in root.glob("step_*"):
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
       about = json.loads((folder / "meta.json").read_text())
-      if about["format"] == FORMAT:
+      if about["format"] in (FORMAT, FORMAT_ORBAX):
         leaves = tuple(Leaf(x["name"], tuple(x["shape"]), x["dtype"]) for x in about["leaves"])
-        found.append(Saved(folder, int(about["step"]), int(about["order"]), leaves))
+        orbax = None
+        if about["format"] == FORMAT_ORBAX:
+          orbax = InOrbax(tuple(map(tuple, about["paths"])), tuple(about["sums"]))
+        found.append(Saved(folder, int(about["step"]), int(about["order"]), leaves, orbax))
   return sorted(found, key=lambda saved: saved.order)
 
 
@@ -111,6 +123,10 @@ def clean(root: Path) -> None:
       shutil.rmtree(folder, ignore_errors=True)
 
 
+def _unfinished(root: Path, step: int, run: int) -> Path:
+  return root / f".step_{step:010d}_{_ending(run)}"
+
+
 def _ending(run: int) -> str:
   return f"{run & 0xFFFFFFFF:08x}"
 
@@ -127,9 +143,8 @@ def write(
   name: str,
   leaves: Sequence[Leaf],
   parts: dict[int, tuple[Slices, Any]],
-  refused: Callable[[], bool] = lambda: False,
-) -> Path | None:
-  """Writes parts of a checkpoint, and makes it one if they complete it.
+) -> None:
+  """Writes parts of a checkpoint.
 
   Args:
     root: the folder of all checkpoints.
@@ -138,17 +153,38 @@ def write(
     name: of the file, which no other writer of this checkpoint has.
     leaves: all of the carry.
     parts: by the leaf's number which part of it, and the array.
-    refused: asked before it is made one.
-
-  Returns:
-    The checkpoint's folder, if it is whole by now and this call has made it so.
   """
-  folder = root / f".step_{step:010d}_{_ending(run)}"
+  folder = _unfinished(root, step, run)
   folder.mkdir(parents=True, exist_ok=True)
   arrays = {str(number): _plain(array) for number, (_, array) in parts.items()}
   _put(folder / f"{name}.npz", lambda file: np.savez(file, **arrays))  # pyright: ignore
   where = {number: [[s.start, s.stop] for s in slices] for number, (slices, _) in parts.items()}
   _put(folder / f"{name}.json", lambda file: file.write(json.dumps(where).encode()))
+
+
+def finish(
+  root: Path,
+  step: int,
+  run: int,
+  leaves: Sequence[Leaf],
+  refused: Callable[[], bool] = lambda: False,
+  rewrite: Callable[[Saved], InOrbax | None] = lambda _: None,
+) -> Path | None:
+  """Makes a checkpoint of the parts of all writers, if they are there.
+
+  Args:
+    root: the folder of all checkpoints.
+    step: its number.
+    run: as in `write`.
+    leaves: all of the carry.
+    refused: asked before.
+    rewrite: called by the one that makes it one; if it returns something, for what stands in the
+      place of the parts.
+
+  Returns:
+    The checkpoint's folder, if it is whole by now and this call has made it so.
+  """
+  folder = _unfinished(root, step, run)
   try:
     if not _complete(folder, leaves) or refused():
       return None
@@ -159,6 +195,11 @@ def write(
     _write(folder / "meta.json", "xb", lambda file: file.write(text))
   except (FileExistsError, FileNotFoundError):
     return None  # another one was quicker
+  if (orbax := rewrite(Saved(folder, step, order, tuple(leaves)))) is not None:
+    other = json.dumps({**about, "format": FORMAT_ORBAX, **dataclasses.asdict(orbax)}).encode()
+    _put(folder / "meta.json", lambda file: file.write(other))
+    for part in folder.glob("part_*"):
+      part.unlink()
   _sync(folder)
   named = root / f"step_{step:010d}"
   if named.exists():  # of an earlier run of the loop
@@ -261,6 +302,13 @@ def _write(path: Path, mode: str, write: Callable[[IO[bytes]], object]) -> None:
     write(file)
     file.flush()
     os.fsync(file.fileno())
+
+
+def sync_all(folder: Path) -> None:
+  """Has all files and folders below one be on the disk."""
+  for path, _, names in os.walk(folder):
+    for name in (*names, "."):
+      _sync(Path(path, name))
 
 
 def _sync(folder: Path) -> None:

@@ -303,6 +303,7 @@ def write(folder: Path, number: int) -> None:
   w = np.full(1000, number * (number - 1) / 2, np.float32)
   parts = {0: ((), np.int32(number)), 1: ((slice(0, 1000),), w)}
   files.write(folder, number, 1, "part_00000_00000", LEAVES, parts)
+  files.finish(folder, number, 1, LEAVES)
   files.keep_newest(folder, 2)
 
 

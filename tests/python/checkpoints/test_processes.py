@@ -32,12 +32,14 @@ def go_on(folder: Path, devices: int, steps: int) -> None:
   assert assert_whole(folder)[-1] == newest + steps
 
 
-@pytest.mark.parametrize("killed", [1, 0])
-def test_processes_share_a_folder(tmp_path: Path, killed: int) -> None:
+@pytest.mark.parametrize(("killed", "form"), [(1, "npz"), (0, "orbax")])
+def test_processes_share_a_folder(tmp_path: Path, killed: int, form: str) -> None:
   """Saved by one, gone on with by several, one of which is killed, gone on with by one."""
+  if form == "orbax":
+    pytest.importorskip("orbax.checkpoint")
   folder = tmp_path / "checkpoints"
   go_on(folder, 8 if killed else 1, 4)
-  group = run_group(SCRIPT, 2, str(folder), str(killed), folder=tmp_path)
+  group = run_group(SCRIPT, 2, str(folder), form, str(killed), folder=tmp_path)
   for index, ended in enumerate(group):
     said = ended.reports
     assert ended.status == (-signal.SIGKILL if index == killed else 0), ended.errors
@@ -46,12 +48,15 @@ def test_processes_share_a_folder(tmp_path: Path, killed: int) -> None:
     assert said["ran"] == [False] * 4 + [True] * 5
     assert said["steps"] == [6, 8, 9]
     # Two devices have each half of "w", the third leaf; the first has all that is replicated.
-    assert said["parts"] == {"part_00000": ["0", "1", "2"], "part_00001": ["2"]}
+    parts = {"part_00000": ["0", "1", "2"], "part_00001": ["2"]}
+    assert said["parts"] == (parts if form == "npz" else {})
     assert said["while_held"] == 9
     assert said["unfinished"] == [f".step_00000000{step}" for step in (10, 11, 12)]
-    assert said["released"] == said["after_refused"] == [10, 11, 12]
+    assert said["released"] == [10, 11, 12]
+    assert said.get("full") == ("the disk is full" if index == 1 else None)
+    assert said["after_full"] == said["after_refused"] == [10, 11, 12, 14]
     assert "expected a checkpoint of this carry" in said["refused"]
-  assert assert_whole(folder)[-1] >= 15
+  assert assert_whole(folder)[-1] >= 17
   go_on(folder, 2 if killed else 8, 5)
 
 
@@ -81,15 +86,14 @@ def test_an_end_of_either_of_two_writers_at_each_moment(
   for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "open")):
     monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
 
-  def write(process: int, step: int, run: int) -> Any:
+  def write(process: int, step: int, run: int) -> None:
     rows = slice(2 * process, 2 * process + 2)
     parts: dict[int, Any] = {1: ((rows, slice(0, 100)), np.full((2, 100), step, np.float32))}
     if process == 0:
       parts[0] = (), np.int32(step)
-    made = files.write(tmp_path, step, run, f"part_{process:05d}_00000", LEAVES, parts)
-    if made is not None:
+    files.write(tmp_path, step, run, f"part_{process:05d}_00000", LEAVES, parts)
+    if files.finish(tmp_path, step, run, LEAVES) is not None:
       files.keep_newest(tmp_path, 2)
-    return made
 
   def reached() -> int:
     saves = cg.Checkpoints(tmp_path)
@@ -130,21 +134,21 @@ def test_two_that_find_the_parts_complete_make_one_checkpoint(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """Another process is as far when this one has seen that all is there."""
-  parts = lambda rows: {
-    0: ((), np.int32(1)), 1: ((rows, slice(0, 100)), np.ones((2, 100), np.float32)),
-  }  # fmt: skip
+  for process in (0, 1):
+    rows = slice(2 * process, 2 * process + 2), slice(0, 100)
+    parts = {0: ((), np.int32(1)), 1: (rows, np.ones((2, 100), np.float32))}
+    files.write(tmp_path, 1, 7, f"part_{process:05d}_00000", LEAVES, parts)
   complete, made = files._complete, list[Any]()
 
   def both(folder: Path, leaves: Any) -> bool:
     found = complete(folder, leaves)
     if found and not made:
       made.append(None)
-      made.append(files.write(tmp_path, 1, 7, "part_00001_00000", LEAVES, parts(slice(2, 4))))
+      made.append(files.finish(tmp_path, 1, 7, LEAVES))
     return found
 
   monkeypatch.setattr(files, "_complete", both)
-  files.write(tmp_path, 1, 7, "part_00001_00000", LEAVES, parts(slice(2, 4)))
-  first = files.write(tmp_path, 1, 7, "part_00000_00000", LEAVES, parts(slice(0, 2)))
-  assert [first, made[1]] == [None, tmp_path / "step_0000000001"]
+  assert files.finish(tmp_path, 1, 7, LEAVES) is None
+  assert made[1] == tmp_path / "step_0000000001"
   assert cg.Checkpoints(tmp_path).steps() == (1,)
   assert [path.name for path in tmp_path.iterdir()] == ["step_0000000001"]

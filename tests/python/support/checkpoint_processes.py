@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of the groups that checkpoints/test_processes.py starts.
 
-Arguments: index, number of processes, the coordinator's port, the folder of checkpoints, which
-process is killed at the end.
+Arguments: index, number of processes, the coordinator's port, the folder of checkpoints, their
+format, which process is killed at the end.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def local(x: Any) -> Any:
 
 def main() -> None:
   index, count, port = (int(argument) for argument in sys.argv[1:4])
-  folder, killed = pathlib.Path(sys.argv[4]), int(sys.argv[5])
+  folder, form, killed = pathlib.Path(sys.argv[4]), sys.argv[5], int(sys.argv[6])
   jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
   mesh = mesh_of(jax.device_count())
-  saves = lambda **options: cg.Checkpoints(folder, **options)
+  saves = lambda **options: cg.Checkpoints(folder, format=form, **options)
 
   # From where another number of processes was.
   before = cg.Checkpoints(folder).steps()
@@ -97,8 +97,8 @@ def main() -> None:
   if index == count - 1:
     files.write = lambda *args: (held.wait(), written(*args))[1]
   run(saves(every=1, keep=3, resume=True), init(mesh), 12)
-  if index != count - 1:
-    cg.barrier()  # this process's parts are on the disk
+  while index != count - 1 and len(list(folder.glob(".step*/part_00000*.json"))) < 3:
+    time.sleep(0.001)  # until this process's parts are on the disk
   sync_global_devices("written")
   report(while_held=assert_whole(folder)[-1])
   report(unfinished=sorted(path.name[:16] for path in folder.glob(".step*")))
@@ -107,6 +107,22 @@ def main() -> None:
   cg.barrier(all_processes=True)
   files.write = written
   report(released=assert_whole(folder))
+
+  # A process that can't write its part: the step is none, and nobody waits for it.
+  def full(folder: Any, step: int, *args: Any) -> None:
+    if step == 13:
+      raise OSError("the disk is full")
+    written(folder, step, *args)
+
+  files.write = full if index == count - 1 else written
+  run(saves(every=1, keep=9, resume=True), init(mesh), 14)
+  try:
+    cg.barrier()
+  except OSError as error:
+    report(full=str(error))
+  sync_global_devices("full")
+  files.write = written
+  report(after_full=assert_whole(folder))
 
   # A carry that is none of the checkpoint's: its run saves nothing.
   try:
