@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
-from callgate._checkpoints import files
+from callgate._checkpoints import files, orbax, others
+from callgate._checkpoints.writer import Writer, leaves_of
 from callgate._core import dtypes, options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
@@ -25,7 +26,6 @@ from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._sharding import tiles
 from callgate._tap import channel, tap
-from callgate._tap.records import TapInfo, is_part
 
 _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
 
@@ -55,9 +55,11 @@ class Checkpoints:
   thread writes it: the program waits for the copy alone, or for the disk where that is slower than
   the loop for long. A checkpoint is there whole, by its name, or not at all, also after kill -9.
   Over several devices and processes, which share the folder, each part of an array is written by
-  one that has it; any other number of devices can go on with it.
+  the first that has it, and whoever writes the last part makes the checkpoint whole; any other
+  number of devices and processes can go on with it.
 
-  What can't be written is the error of `callgate.barrier()`; the loop goes on. As a context manager
+  What can't be written is the error of `callgate.barrier()`; the loop goes on. Over processes the
+  newest one is there after `callgate.barrier(all_processes=True)`. As a context manager
   it is closed at the end of the block.
 
   Args:
@@ -67,26 +69,31 @@ class Checkpoints:
     resume: start from the newest one, if there is one. Steps that are skipped don't run, and their
       ys are zeros; such a loop has no reverse derivative. Without it a folder with checkpoints of
       another `Checkpoints` is refused when the loop begins.
+    format: "npz": files of NumPy's, one for each device with a part. "orbax": what Orbax restores;
+      one process puts the parts together, in its memory. Either is gone on with.
 
   Raises:
-    GateDefinitionError: an option is wrong.
+    GateDefinitionError: an option is wrong, or Orbax is not installed.
     FileExistsError: from the program, without `resume`: the folder has checkpoints.
     GateError: from the program: the newest one is of another carry.
   """
 
   def __init__(
-    self, folder: str | os.PathLike[str], *, every: int = 1000, keep: int = 3, resume: bool = False
-  ) -> None:
+    self, folder: str | os.PathLike[str], *, every: int = 1000, keep: int = 3, resume: bool = False,
+    format: Literal["npz", "orbax"] = "npz",
+  ) -> None:  # fmt: skip
     label = "Checkpoints"
     self.folder = Path(options.path(label, "folder", folder)).absolute()
     self.every = options.count(label, "every", every, least=1, most=2**31 - 1)
     self.keep = options.count(label, "keep", keep, least=1)
     self.resume = options.boolean(label, "resume", resume)
-    self._wrote = False
+    self.format = options.choice(label, "format", format, ("npz", "orbax"))
+    if format == "orbax":
+      orbax.library()
+    self._writer = Writer(self.folder, self.keep, self.format)
     self._lock = threading.Lock()
     self._channel: channel.Channel | None = None
     self._gates: dict[Any, Gate] = {}
-    self._sent: tuple[Any, set[Any]] = (None, set())  # which run and step, and its parts
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self.folder}>"
@@ -116,7 +123,8 @@ class Checkpoints:
     leaves = leaves_of(like)
     _check_same(found[-1], leaves)
     whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
-    arrays = [files.read(found[-1], i, part) for i, part in enumerate(whole)]
+    arrays = [_read(found[-1], i, part) for i, part in enumerate(whole)]
+    orbax.forget()
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
   def close(self) -> None:
@@ -138,28 +146,34 @@ class Checkpoints:
     self.close()
 
   # -- in programs ---------------------------------------------------------------------------------
-  def begin(self, init: Any) -> tuple[jax.Array, Any]:
-    """Where the loop starts: the number of steps that have run, and the carry."""
+  def begin(self, init: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Where the loop starts: the number of steps that have run, that of the run, and the carry.
+
+    In a program over several processes one of them finds it out, for all.
+    """
     self._refuse_region()
-    step = self._gate("begin", (), self._find, jax.ShapeDtypeStruct((), np.int32), "io")()
+    if self.format == "orbax":
+      orbax.check(leaves_of(init))
+    number = jax.ShapeDtypeStruct((), np.int32)
+    step, run = self._gate("begin", (), self._find, (number, number), "io")()
     if not self.resume:
-      return step, init
+      return step, run, init
     leaves, tree = jax.tree.flatten(init)
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     carried = [dtypes.carried(x)[0] for x in arrays]
     known = leaves_of(init)
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carried]
     take = functools.partial(self._take, known)
-    loaded = self._gate("load", known, take, lambda _, *arrays: arrays, "pure", types)(
-      step, *carried
+    loaded = self._gate("load", known, take, lambda _, __, *arrays: arrays, "pure", types)(
+      step, run, *carried
     )
     taken = [tap.uncarried(x, y) for x, y in zip(arrays, loaded, strict=True)]
-    return step, jax.tree.unflatten(tree, taken)
+    return step, run, jax.tree.unflatten(tree, taken)
 
-  def send(self, step: Any, carry: Any, where: Any) -> None:
+  def send(self, step: Any, run: Any, carry: Any, where: Any) -> None:
     """Saves the carry where a predicate is true."""
     self._refuse_region()
-    tap.tap((step, carry), self._open(leaves_of(carry)), name="checkpoint", where=where)
+    tap.tap((step, run, carry), self._open(leaves_of(carry)), name="checkpoint", where=where)
 
   def _refuse_region(self) -> None:
     if axes := tuple(tracing.region_axes()):
@@ -181,89 +195,53 @@ class Checkpoints:
       return self._gates[what, key]
 
   def _find(self) -> Any:
-    """Prepares the folder; returns the step of the checkpoint to go on from, or 0."""
-    self.folder.mkdir(parents=True, exist_ok=True)
-    files.clean(self.folder)
+    """Prepares the folder; returns the step to go on from, or 0, and a number for the run."""
+    if self.format == "orbax" and jax.process_index() != 0:
+      raise GateDefinitionError(
+        "Checkpoints: format='orbax': expected a program whose first device is process 0's, which "
+        f"puts the parts together; got one that begins in process {jax.process_index()}"
+      )
+    run = secrets.randbelow(2**31 - 1) + 1
+    files.begin(self.folder, run)
     found = files.whole(self.folder)
     if self.resume:
       for saved in reversed(found):
-        if files.intact(saved):
-          return np.int32(saved.step)
+        if (orbax.intact if saved.orbax else files.intact)(saved):
+          return np.int32(saved.step), np.int32(run)
         print(f"callgate: {saved.folder} is damaged; trying the one before", file=sys.stderr)
-      return np.int32(0)
-    if found and not self._wrote:
+    elif found and not self._writer.wrote:
       raise FileExistsError(
         f"{self.folder}: expected no checkpoints without resume=True, got those of steps "
         f"{', '.join(str(saved.step) for saved in found)}"
       )
-    return np.int32(0)
+    return np.int32(0), np.int32(run)
 
-  def _take(self, leaves: tuple[files.Leaf, ...], step: Any, *given: Any) -> tuple[Any, ...]:
+  def _take(
+    self, leaves: tuple[files.Leaf, ...], step: Any, run: Any, *given: Any
+  ) -> tuple[Any, ...]:
     """The parts of a checkpoint that this device has of the given arrays; these, for step 0."""
     if int(step) == 0:
       return tuple(np.array(x) for x in given)
-    saved = next(s for s in reversed(files.whole(self.folder)) if s.step == int(step))
-    _check_same(saved, leaves)
-    place = _callgate.current_place()
-    parts = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
-    if place is not None and place[4] and place[3] >= 0:
-      parts = tiles.parts(place[4], place[3])[1:]
-    return tuple(files.read(saved, i, part) for i, part in enumerate(parts))
+    try:
+      saved = files.find(self.folder, int(step))
+      _check_same(saved, leaves)
+      place = _callgate.current_place()
+      parts = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
+      if place is not None and place[4] and place[3] >= 0:
+        parts = tiles.parts(place[4], place[3])[2:]
+      return tuple(_read(saved, i, part) for i, part in enumerate(parts))
+    except BaseException:
+      others.refuse(int(run))
+      raise
 
-  # -- on the channel's thread ---------------------------------------------------------------------
   def _open(self, leaves: tuple[files.Leaf, ...]) -> channel.Channel:
     size = sum(int(np.prod(leaf.shape)) * 16 for leaf in leaves)
     with self._lock:
       if self._channel is None:
         name = registry.free_name(f"checkpoints: {self.folder}")
         most = max(2 * size, _LEAST_CAPACITY)
-        self._channel = channel.channel(name, capacity=most, to=_Writer(self))
+        self._channel = channel.channel(name, capacity=most, to=self._writer)
       return self._channel
-
-  def save(self, value: Any, info: TapInfo) -> None:
-    """Writes what a device has of a carry."""
-    if info.lane:
-      raise ValueError("Checkpoints: expected a scan outside of jax.vmap: put it into the body")
-    if info.repeated:
-      return
-    step, carry = value
-    arrays = jax.tree.leaves(carry)
-    names = [leaf.name for leaf in leaves_of(carry)]
-    shards = jax.tree.leaves(info.shard, is_leaf=is_part) if info.shard is not None else None
-    extents = jax.tree.leaves(info.global_shape, is_leaf=_is_shape) if shards is not None else None
-    leaves: list[files.Leaf] = []
-    parts: dict[int, tuple[files.Slices, Any]] = {}
-    key, number = (info.run, int(step)), int(step)
-    if self._sent[0] != key:
-      self._sent = key, set()
-    for i, array in enumerate(arrays):
-      # The step's own count is the first leaf of the record.
-      shape = tuple(extents[i + 1]) if extents is not None else array.shape
-      part = shards[i + 1] if shards is not None else (slice(None),) * array.ndim
-      part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(part, shape, strict=True))
-      array = array.astype(dtypes.carrier(array.dtype), copy=False)
-      leaves.append(files.Leaf(names[i], shape, array.dtype.name))
-      seen = i, tuple((s.start, s.stop) for s in part)
-      if seen not in self._sent[1]:
-        parts[i] = part, array
-        self._sent[1].add(seen)
-    if not parts:
-      return
-    self._wrote = True
-    name = f"part_{info.process:05d}_{info.device:05d}"
-    if files.write(self.folder, number, info.run, name, leaves, parts) is not None:
-      files.keep_newest(self.folder, self.keep)
-
-
-class _Writer:
-  """The channel's consumer: the channel doesn't keep its `Checkpoints`, whose programs do."""
-
-  def __init__(self, of: Checkpoints) -> None:
-    self._of = weakref.ref(of)
-
-  def __call__(self, value: Any, info: TapInfo) -> None:
-    if (of := self._of()) is not None:
-      of.save(value, info)
 
 
 class _OfDisk(Gate):
@@ -274,16 +252,8 @@ class _Load(_OfDisk):
   located = True
 
 
-def leaves_of(carry: Any) -> tuple[files.Leaf, ...]:
-  """What is known of a carry's arrays, as taps carry them."""
-  found: list[files.Leaf] = []
-  for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
-    array = leaf if hasattr(leaf, "dtype") else np.asarray(jnp.asarray(leaf))
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-      array = jax.eval_shape(jax.random.key_data, array)
-    name, dtype = jax.tree_util.keystr(path) or "carry", dtypes.carrier(array.dtype)
-    found.append(files.Leaf(name, tuple(array.shape), dtype.name))
-  return tuple(found)
+def _read(saved: files.Saved, number: int, part: files.Slices) -> Any:
+  return (orbax.read if saved.orbax else files.read)(saved, number, part)
 
 
 def _check_same(saved: files.Saved, leaves: Sequence[files.Leaf]) -> None:
@@ -297,10 +267,10 @@ def _check_same(saved: files.Saved, leaves: Sequence[files.Leaf]) -> None:
 
 
 def _elementwise(types: Sequence[Any]) -> str:
-  """The rule of arrays whose dimensions may all be split, behind a number."""
+  """The rule of arrays whose dimensions may all be split, behind two numbers."""
   letters = iter(f"d{i}" for i in range(sum(len(x.shape) for x in types)))
   terms = [" ".join(next(letters) for _ in x.shape) for x in types]
-  return f", {', '.join(terms)} -> {', '.join(terms)}"
+  return f", , {', '.join(terms)} -> {', '.join(terms)}"
 
 
 def _refuse_lanes(*_: Any, **__: Any) -> Any:
@@ -308,7 +278,3 @@ def _refuse_lanes(*_: Any, **__: Any) -> Any:
     "Checkpoints: expected a scan outside of jax.vmap, got one in it; put the jax.vmap into the "
     "body of the loop"
   )
-
-
-def _is_shape(x: Any) -> bool:
-  return isinstance(x, tuple) and all(isinstance(n, int) for n in x)

@@ -3,7 +3,12 @@
 
 `step_0000001000/` holds `meta.json` and a `.npz` for each shard, with the parts of the leaves that
 the shard had. All is written into a folder with a dot before its name, which gets its own name
-when every part is on the disk. Whoever finds the parts complete does so, in whatever process.
+when every part is on the disk. Whoever has written the last part does so, in whatever process: of
+several who find the parts complete it is the one that makes `meta.json`.
+
+The folder's hidden name has the number of the run, an execution of the program in all its
+processes: what an earlier run has left half written is never completed by a later one. Since each
+writer of a run writes its parts in order, a checkpoint is whole only after those before it.
 """
 
 from __future__ import annotations
@@ -26,8 +31,8 @@ import numpy as np
 
 from callgate._core.dtypes import type_text
 
-FORMAT = 1
-_being_written: set[Path] = set()  # by this process
+FORMAT, FORMAT_ORBAX = 1, 2
+_runs: set[int] = set()  # those that have begun in this process, or whose parts it has written
 Slices = tuple[slice, ...]
 
 
@@ -44,6 +49,14 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
+class InOrbax:
+  """What is known of a checkpoint that Orbax has written."""
+
+  paths: tuple[tuple[str, ...], ...]  # of each leaf
+  sums: tuple[int, ...]  # of each leaf's bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class Saved:
   """A checkpoint that is whole."""
 
@@ -51,6 +64,7 @@ class Saved:
   step: int
   order: int  # the later one of two has the greater
   leaves: tuple[Leaf, ...]
+  orbax: InOrbax | None = None  # where Orbax's files stand for the parts
 
 
 def whole(root: Path) -> list[Saved]:
@@ -59,10 +73,28 @@ def whole(root: Path) -> list[Saved]:
   for folder in root.glob("step_*"):
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
       about = json.loads((folder / "meta.json").read_text())
-      if about["format"] == FORMAT:
+      if about["format"] in (FORMAT, FORMAT_ORBAX):
         leaves = tuple(Leaf(x["name"], tuple(x["shape"]), x["dtype"]) for x in about["leaves"])
-        found.append(Saved(folder, int(about["step"]), int(about["order"]), leaves))
+        orbax = None
+        if about["format"] == FORMAT_ORBAX:
+          orbax = InOrbax(tuple(map(tuple, about["paths"])), tuple(about["sums"]))
+        found.append(Saved(folder, int(about["step"]), int(about["order"]), leaves, orbax))
   return sorted(found, key=lambda saved: saved.order)
+
+
+def find(root: Path, step: int) -> Saved:
+  """The checkpoint of a step that another process, or this one, has seen.
+
+  Raises:
+    FileNotFoundError: it isn't there.
+  """
+  found = [saved for saved in whole(root) if saved.step == step]
+  if not found:
+    raise FileNotFoundError(
+      f"{root}: expected the checkpoint of step {step}, which process 0 has found, got none; of a "
+      "program over several processes all have to see one folder"
+    )
+  return found[-1]
 
 
 def intact(saved: Saved) -> bool:
@@ -77,11 +109,31 @@ def intact(saved: Saved) -> bool:
   return _complete(saved.folder, saved.leaves)
 
 
+def begin(root: Path, run: int) -> None:
+  """Prepares the folder; removes what processes that were killed have left half written."""
+  root.mkdir(parents=True, exist_ok=True)
+  clean(root)
+  _runs.add(run)
+
+
 def clean(root: Path) -> None:
-  """Removes what processes that were killed have left half written."""
+  ours = {_ending(run) for run in _runs}
   for folder in root.glob(".step_*"):
-    if folder not in _being_written:
+    if folder.name.rpartition("_")[2] not in ours:
       shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unfinished(root: Path, step: int, run: int) -> Path:
+  return root / f".step_{step:010d}_{_ending(run)}"
+
+
+def _ending(run: int) -> str:
+  return f"{run & 0xFFFFFFFF:08x}"
+
+
+def take_part(run: int) -> None:
+  """Says that this process writes parts of a run, which may have begun in another one."""
+  _runs.add(run)
 
 
 def write(
@@ -91,8 +143,8 @@ def write(
   name: str,
   leaves: Sequence[Leaf],
   parts: dict[int, tuple[Slices, Any]],
-) -> Path | None:
-  """Writes parts of a checkpoint, and makes it one if they complete it.
+) -> None:
+  """Writes parts of a checkpoint.
 
   Args:
     root: the folder of all checkpoints.
@@ -101,34 +153,62 @@ def write(
     name: of the file, which no other writer of this checkpoint has.
     leaves: all of the carry.
     parts: by the leaf's number which part of it, and the array.
-
-  Returns:
-    The checkpoint's folder, if it is whole by now and this call has made it so.
   """
-  folder = root / f".step_{step:010d}_{run & 0xFFFFFFFF:x}"
-  _being_written.add(folder)
+  folder = _unfinished(root, step, run)
   folder.mkdir(parents=True, exist_ok=True)
   arrays = {str(number): _plain(array) for number, (_, array) in parts.items()}
   _put(folder / f"{name}.npz", lambda file: np.savez(file, **arrays))  # pyright: ignore
   where = {number: [[s.start, s.stop] for s in slices] for number, (slices, _) in parts.items()}
   _put(folder / f"{name}.json", lambda file: file.write(json.dumps(where).encode()))
-  if not _complete(folder, leaves):
-    return None
-  order = max((saved.order for saved in whole(root)), default=0) + 1
-  described = [dataclasses.asdict(leaf) for leaf in leaves]
-  about = {"format": FORMAT, "step": step, "order": order, "leaves": described}
-  _put(folder / "meta.json", lambda file: file.write(json.dumps(about).encode()))
+
+
+def finish(
+  root: Path,
+  step: int,
+  run: int,
+  leaves: Sequence[Leaf],
+  refused: Callable[[], bool] = lambda: False,
+  rewrite: Callable[[Saved], InOrbax | None] = lambda _: None,
+) -> Path | None:
+  """Makes a checkpoint of the parts of all writers, if they are there.
+
+  Args:
+    root: the folder of all checkpoints.
+    step: its number.
+    run: as in `write`.
+    leaves: all of the carry.
+    refused: asked before.
+    rewrite: called by the one that makes it one; if it returns something, for what stands in the
+      place of the parts.
+
+  Returns:
+    The checkpoint's folder, if it is whole by now and this call has made it so.
+  """
+  folder = _unfinished(root, step, run)
+  try:
+    if not _complete(folder, leaves) or refused():
+      return None
+    order = max((saved.order for saved in whole(root)), default=0) + 1
+    described = [dataclasses.asdict(leaf) for leaf in leaves]
+    about = {"format": FORMAT, "step": step, "order": order, "leaves": described}
+    text = json.dumps(about).encode()
+    _write(folder / "meta.json", "xb", lambda file: file.write(text))
+  except (FileExistsError, FileNotFoundError):
+    return None  # another one was quicker
+  if (orbax := rewrite(Saved(folder, step, order, tuple(leaves)))) is not None:
+    other = json.dumps({**about, "format": FORMAT_ORBAX, **dataclasses.asdict(orbax)}).encode()
+    _put(folder / "meta.json", lambda file: file.write(other))
+    for part in folder.glob("part_*"):
+      part.unlink()
   _sync(folder)
   named = root / f"step_{step:010d}"
-  try:
-    if named.exists():  # of an earlier run of the loop
-      named.rename(root / f".step_{step:010d}.{uuid.uuid4().hex}")
-    folder.rename(named)
-  except FileNotFoundError:
-    return None  # another process was quicker
-  finally:
-    _being_written.discard(folder)
+  if named.exists():  # of an earlier run of the loop
+    named.rename(root / f".step_{step:010d}.{uuid.uuid4().hex}")
+  folder.rename(named)
   _sync(root)
+  for older in root.glob(f".step_*_{_ending(run)}"):  # what could not be written: see above
+    if older.name < folder.name:
+      shutil.rmtree(older, ignore_errors=True)
   return named
 
 
@@ -213,11 +293,22 @@ def _complete(folder: Path, leaves: Sequence[Leaf]) -> bool:
 def _put(path: Path, write: Callable[[IO[bytes]], object]) -> None:
   """Writes a file that is there whole or not at all."""
   made = path.with_name(f"{path.name}.new")
-  with made.open("wb") as file:
+  _write(made, "wb", write)
+  made.rename(path)
+
+
+def _write(path: Path, mode: str, write: Callable[[IO[bytes]], object]) -> None:
+  with path.open(mode) as file:
     write(file)
     file.flush()
     os.fsync(file.fileno())
-  made.rename(path)
+
+
+def sync_all(folder: Path) -> None:
+  """Has all files and folders below one be on the disk."""
+  for path, _, names in os.walk(folder):
+    for name in (*names, "."):
+      _sync(Path(path, name))
 
 
 def _sync(folder: Path) -> None:

@@ -37,8 +37,8 @@ def scan_saved(
     _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
   if not callable(f):
     raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
-  start, first = save.begin(init)
-  body = wrapped(functools.partial(_saving, save), f)
+  start, run, first = save.begin(init)
+  body = wrapped(functools.partial(_saving, save, run), f)
   bar = options_of(progress)
   if bar is not None and bar.at is not None:
     bar = dataclasses.replace(bar, at=wrapped(_of_counted, bar.at))
@@ -55,7 +55,7 @@ def scan_saved(
     options = {"progress": bar, "stoppable": stoppable}
     looped = scan(body, (start, first), xs, length, reverse, *rest, **options)
   (count, carry), *others = looped
-  save.send(count, carry, (count % save.every != 0) & (count > start))
+  save.send(count, run, carry, (count % save.every != 0) & (count > start))
   return carry, *others
 
 
@@ -68,14 +68,14 @@ def _of_stoppable(at: Callable[[Any], Any]) -> Callable[[Any], Any]:
   return lambda state: at(state[2])
 
 
-def _saving(save: Checkpoints, f: Callable[..., Any]) -> Callable[..., Any]:
+def _saving(save: Checkpoints, run: Any, f: Callable[..., Any]) -> Callable[..., Any]:
   """The body with a count of the steps that have run, from which checkpoints are sent."""
 
   def body(state: Any, x: Any) -> Any:
     count, carry = state
     carry, y = f(carry, x)
     count = count + 1
-    save.send(count, carry, count % save.every == 0)
+    save.send(count, run, carry, count % save.every == 0)
     return (count, carry), y
 
   return body

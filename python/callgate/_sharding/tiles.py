@@ -149,6 +149,10 @@ class Part:
     extents = [extent // count for extent, count in zip(self.shape, self.counts, strict=True)]
     return tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, extents, strict=True))
 
+  def is_first(self, shard: int) -> bool:
+    """True if no shard before has the same part."""
+    return shard == (self._tiles.index(self._tiles[shard]) if self._tiles is not None else 0)
+
 
 @functools.lru_cache(maxsize=1024)
 def _layout(text: str) -> tuple[int, list[tuple[str, Part]]]:

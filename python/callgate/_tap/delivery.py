@@ -58,6 +58,7 @@ class Description:
     shards = code.get("shards")
     self._parts = [Part(part) for part in shards["leaves"]] if shards else None
     self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
+    self._first: dict[int, Any] = {}
     # The shapes of the whole value's leaves; None where they are not known.
     self.shapes = self._parts and self._unflatten([part.shape for part in self._parts])
 
@@ -107,6 +108,14 @@ class Description:
     if number < 0 or self._parts is None:
       return None
     return self._unflatten([part.slices(number) for part in self._parts])
+
+  def first(self, number: int) -> Any:
+    """For each leaf whether no shard before has the same part; None for whole values."""
+    if number < 0 or self._parts is None:
+      return None
+    if number not in self._first:
+      self._first[number] = self._unflatten([part.is_first(number) for part in self._parts])
+    return self._first[number]
 
 
 # The decoded description.
@@ -291,7 +300,7 @@ def _info_of(source: _RawSource, row: _Row) -> TapInfo:
   return TapInfo(
     source[1], seq, time_ns, _process_index(), device, run, about.shard(shard),
     about.lane(lane, source[4], shard), ROLES[source[2]], about.transforms, bool(flags & REPEATED),
-    about.shapes if shard >= 0 else None,
+    about.shapes if shard >= 0 else None, about.first(shard),
   )  # fmt: skip
 
 

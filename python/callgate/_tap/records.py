@@ -30,6 +30,8 @@ class TapInfo:
     transforms: transformations that the tap met, in order of application, as (name, parameters).
     repeated: whether the tap ran before in this execution: the second pass of `jax.checkpoint`.
     global_shape: the shape of the global array, likewise; None where `shard` is.
+    first: whether no device before, in the program's order, has the same part, likewise: of all
+      processes' records of a replicated array one says so.
   """
 
   name: str
@@ -44,6 +46,7 @@ class TapInfo:
   transforms: tuple[tuple[str, dict[str, Any]], ...] = ()
   repeated: bool = False
   global_shape: Any = None
+  first: Any = None
 
 
 def is_part(shard: Any) -> bool:

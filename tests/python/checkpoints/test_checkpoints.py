@@ -192,7 +192,7 @@ def test_what_cannot_be_written_is_the_barriers_error(tmp_path: Path) -> None:
   cg.barrier()
   (tmp_path / "here").rename(tmp_path / "gone")
   (tmp_path / "here").write_text("a file")
-  program = jax.jit(lambda c: saves.send(jnp.int32(1), c, True))
+  program = jax.jit(lambda c: saves.send(jnp.int32(1), jnp.int32(12345), c, True))
   program(carry)
   with pytest.raises(OSError, match="here"):
     cg.barrier()
@@ -303,6 +303,7 @@ def write(folder: Path, number: int) -> None:
   w = np.full(1000, number * (number - 1) / 2, np.float32)
   parts = {0: ((), np.int32(number)), 1: ((slice(0, 1000),), w)}
   files.write(folder, number, 1, "part_00000_00000", LEAVES, parts)
+  files.finish(folder, number, 1, LEAVES)
   files.keep_newest(folder, 2)
 
 

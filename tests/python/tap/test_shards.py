@@ -60,8 +60,21 @@ def test_copies_are_delivered_once_or_all() -> None:
   every = records(lambda ch, x: cg.tap(x, ch, replicas="all"), x)
   assert starts(every) == sorted(starts(once) * 2)
   assert {r.info.device for r in every} == set(range(8))
+  assert [r.info.device % 2 == 0 for r in every] == [r.info.first for r in every]
   alone = records(lambda ch, x: cg.tap(x.sum(), ch), x)
   assert [(float(r.value), r.info.shard) for r in alone] == [(X.sum(), ())]
+
+
+def test_of_leaves_split_in_different_ways_each_part_is_some_records_first() -> None:
+  on = mesh()
+  tree = {"both": put(X, on, "a", "b"), "rows": put(X, on, "a"), "whole": put(X, on)}
+  found = records(lambda ch, x: cg.tap(x, ch), tree)
+  assert len(found) == 8
+  for leaf, count in (("both", 8), ("rows", 4), ("whole", 1)):
+    shards = [r.info.shard[leaf] for r in found if r.info.first[leaf]]
+    assert len(shards) == len(set(map(str, shards))) == count
+  (alone,) = records(lambda ch, x: cg.tap(x, ch), 2.0)
+  assert alone.info.first is None
 
 
 def test_gather_sends_one_record_of_the_whole() -> None:

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in Orbax's format: process 0 puts the parts together.
+
+Orbax writes in processes that wait for each other, from the arrays of devices. Here a program runs
+on meanwhile, so what devices sent is first on the disk as parts (`files`), and is read from there.
+Orbax is used as by a program of one process, which writes arrays of NumPy's in process 0 alone, on
+a thread of Python's, which its own ones need.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate._checkpoints import files
+from callgate._core import extras
+from callgate._core.errors import GateDefinitionError
+
+FOLDER = "default"  # as Orbax's CheckpointManager calls what is alone in a step
+_count = itertools.count()
+_lock = threading.Lock()
+_kept: tuple[Any, list[Any]] | None = None  # the checkpoint read last, for all devices of a program
+
+
+def library() -> Any:
+  """Orbax. Raises a GateDefinitionError without it."""
+  return extras.library("orbax.checkpoint", "Orbax", "orbax", by="Checkpoints: format='orbax'")
+
+
+def check(leaves: Sequence[files.Leaf]) -> None:
+  """Raises a GateDefinitionError for what Orbax doesn't write."""
+  for leaf in leaves:
+    if 0 in leaf.shape:
+      raise GateDefinitionError(
+        "Checkpoints: format='orbax': expected arrays with elements, Orbax saves no others; got "
+        f"{leaf.name}: {leaf}; format='npz' saves it"
+      )
+
+
+def write(parts: files.Saved, structure: Any) -> files.InOrbax | None:
+  """Writes what is there in parts; None at the end of the process, when Orbax no longer can."""
+  if not threading.main_thread().is_alive():
+    return None
+  forget()
+  whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in parts.leaves]
+  arrays = [files.read(parts, number, slices) for number, slices in enumerate(whole)]
+  folder = parts.folder / FOLDER
+  try:
+    _apart(_save, folder, jax.tree.unflatten(structure, arrays))
+    files.sync_all(folder)
+  except BaseException:
+    shutil.rmtree(folder, ignore_errors=True)
+    raise
+  return files.InOrbax(_paths(structure), tuple(map(_sum, arrays)))
+
+
+def read(saved: files.Saved, number: int, wanted: files.Slices) -> Any:
+  """A part of a leaf.
+
+  Raises:
+    GateDefinitionError: Orbax is not installed.
+    ValueError: it is damaged.
+  """
+  try:
+    return np.array(_arrays(saved)[number][wanted])
+  except GateDefinitionError:
+    raise
+  except Exception as error:
+    raise ValueError(
+      f"{saved.folder / FOLDER}: expected what Orbax has written, got what it can't read: {error}"
+    ) from error
+
+
+def intact(saved: files.Saved) -> bool:
+  """True if Orbax reads what was written, by the checksums. Raises as `read` without Orbax."""
+  assert saved.orbax is not None
+  try:
+    return tuple(map(_sum, _arrays(saved))) == saved.orbax.sums
+  except GateDefinitionError:
+    raise
+  except Exception:  # noqa: BLE001 - whatever its libraries raise for a damaged file
+    return False
+
+
+def forget() -> None:
+  """Frees what was read last."""
+  global _kept
+  with _lock:
+    _kept = None
+
+
+def _arrays(saved: files.Saved) -> list[Any]:
+  global _kept
+  assert saved.orbax is not None
+  library()
+  with _lock:
+    key = saved.folder, (saved.folder / "meta.json").stat().st_mtime_ns
+    if _kept is None or _kept[0] != key:
+      _kept = None
+      tree = _apart(_restore, saved.folder / FOLDER)
+      found = [_at(tree, path) for path in saved.orbax.paths]
+      for array, leaf in zip(found, saved.leaves, strict=True):
+        if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
+          raise ValueError(f"{leaf.name}: expected {leaf}, got {array.dtype}{list(array.shape)}")
+      _kept = key, found
+    return _kept[1]
+
+
+def _save(folder: Path, tree: Any) -> None:
+  ocp = library()
+  with _checkpointer(ocp) as one:
+    one.save(folder, args=ocp.args.PyTreeSave(tree))
+
+
+def _restore(folder: Path) -> Any:
+  ocp = library()
+  with _checkpointer(ocp) as one:
+    return one.restore(folder, args=ocp.args.PyTreeRestore())
+
+
+def _checkpointer(ocp: Any) -> Any:
+  """One that waits for no other process."""
+  own = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(
+    primary_host=own,
+    active_processes={own},
+    barrier_sync_key_prefix=f"callgate-{own}-{next(_count)}",
+  )
+  handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+  return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _apart(function: Callable[..., Any], *args: Any) -> Any:
+  with concurrent.futures.ThreadPoolExecutor(1, "callgate orbax") as pool:
+    return pool.submit(function, *args).result()
+
+
+def _paths(structure: Any) -> tuple[tuple[str, ...], ...]:
+  """Of each leaf the keys by which Orbax's dicts and lists hold it."""
+  tree = jax.tree.unflatten(structure, range(structure.num_leaves))
+  return tuple(
+    tuple(str(_name(key)) for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+  )
+
+
+def _name(key: Any) -> Any:
+  return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
+  for key in path:
+    tree = tree[int(key)] if isinstance(tree, (list, tuple)) else tree[key]
+  return np.asarray(tree)
+
+
+def _sum(array: Any) -> int:
+  plain: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+  return zlib.crc32(plain)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other processes of a program that saves checkpoints: what they refuse, and if they live.
+
+A device that could not load its part of a carry refuses the run. Its failed call can't stop a
+program over several devices, which goes on with NaN. The word goes round by the coordination
+service, so that no process makes a checkpoint of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from callgate._jax import distributed
+from callgate._process import group as _group
+
+_KEY = "callgate/checkpoints/refused/"
+_refused: set[str] = set()
+
+
+def refuse(run: int, step: int | None = None) -> None:
+  """Says to all processes that a run, or one step of it, is not to be saved."""
+  _refused.add(_key(run, step))
+  if (client := distributed.distributed_client()) is not None:
+    with contextlib.suppress(ConnectionError):  # nobody is left to be told
+      distributed.CommonStore(client).put(_key(run, step), "", overwrite=True)
+
+
+def is_known(run: int, step: int | None = None) -> bool:
+  """Whether this process knows that one has refused it."""
+  return _key(run, step) in _refused
+
+
+def is_told(run: int, step: int | None = None) -> bool:
+  """Whether any process has; asks."""
+  key, client = _key(run, step), distributed.distributed_client()
+  if key not in _refused and client is not None:
+    with contextlib.suppress(ConnectionError):  # the coordinator has ended: all soon do
+      if distributed.CommonStore(client).get(key) is not None:
+        _refused.add(key)
+  return key in _refused
+
+
+def _key(run: int, step: int | None) -> str:
+  return f"{_KEY}{run}" if step is None else f"{_KEY}{run}/{step}"
+
+
+def ended() -> str:
+  """What is known of a process that sends nothing any more; "" if all others live."""
+  group = _group.group()
+  if group is None:
+    return "this process has left the others"
+  with contextlib.suppress(ConnectionError):
+    for process, failure in sorted(group.ended().items()):
+      if failure.kind and process != group.index:
+        return f"process {process} has ended by {failure.kind}: {failure.message}"
+    if silent := group.silent():
+      return f"process {silent[0]} has not been heard of for {group.silent_seconds:g} s"
+    return ""
+  return "the coordinator has ended"

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer of a loop's carries: writes what this process's devices have of them."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._checkpoints import files, orbax, others
+from callgate._core import dtypes
+from callgate._tap.records import Record, TapInfo, is_part
+
+_PATIENCE = 10.0  # seconds for the parts of a process that has ended
+
+
+class Writer:
+  """Writes the records of one `Checkpoints`.
+
+  Attributes:
+    wrote: whether it has written anything.
+  """
+
+  def __init__(self, folder: Path, keep: int, format: str) -> None:
+    self._folder, self._keep, self._format = folder, keep, format
+    self.wrote = False
+    # By run and step, of which parts may still be missing: the carry's leaves, and its structure.
+    self._unfinished: dict[tuple[int, int], tuple[tuple[files.Leaf, ...], Any]] = {}
+
+  def __repr__(self) -> str:
+    return f"<Checkpoints in {self._folder}>"
+
+  def open(self, channel: str) -> None:
+    """Nothing to open."""
+
+  def write(self, records: Sequence[Record]) -> None:
+    failed: list[BaseException] = []
+    for record in records:
+      try:
+        self._save(record.value, record.info)
+      except BaseException as error:  # noqa: BLE001 - the others are written all the same
+        failed.append(error)
+    for error in failed:
+      raise error
+
+  def _save(self, value: Any, info: TapInfo) -> None:
+    """Writes what a device has of a carry."""
+    if info.lane:
+      raise ValueError("Checkpoints: expected a scan outside of jax.vmap: put it into the body")
+    if info.repeated:
+      return
+    step, run, carry = value
+    number, run = int(step), int(run)
+    if run == 0 or others.is_known(run):  # 0: where the loop should begin has failed
+      return
+    leaves, parts = _parts_of(carry, info)
+    if not parts:
+      return
+    self.wrote = True
+    files.take_part(run)
+    name = f"part_{info.process:05d}_{info.device:05d}"
+    try:
+      files.write(self._folder, number, run, name, leaves, parts)
+    except OSError:
+      others.refuse(run, number)
+      raise
+    if self._format == "npz" or info.process == 0:  # the rest is process 0's, where Orbax writes
+      self._unfinished[run, number] = tuple(leaves), jax.tree.structure(carry)
+      try:
+        self._finish()
+      finally:
+        if self._format == "npz" or jax.process_count() == 1:
+          self._unfinished.clear()  # who writes the last part does it
+
+  def flush(self) -> None:
+    """Waits, where Orbax writes, for the parts of other processes; this one's are there."""
+    end = None
+    while self._unfinished:
+      for run, number in self._unfinished:
+        others.is_told(run, number)  # from now on it is known
+      self._finish()
+      if self._unfinished and (why := others.ended()):
+        end = end or time.monotonic() + _PATIENCE
+        if time.monotonic() > end:
+          (_, number), _ = self._unfinished.popitem()
+          self._unfinished.clear()
+          raise RuntimeError(f"{self._folder}: parts of step {number} are missing, and {why}")
+      if self._unfinished:
+        time.sleep(0.02)
+
+  def _finish(self) -> None:
+    """Makes checkpoints of what is complete."""
+    failed: list[Exception] = []
+    for (run, number), (leaves, structure) in list(self._unfinished.items()):
+
+      def rewrite(saved: files.Saved, structure: Any = structure) -> files.InOrbax | None:
+        try:
+          return orbax.write(saved, structure) if self._format == "orbax" else None
+        except Exception as error:  # noqa: BLE001 - its parts are there all the same
+          failed.append(error)
+          return None
+
+      refused = functools.partial(others.is_told, run)
+      over = others.is_known(run) or others.is_known(run, number)
+      try:
+        if files.finish(self._folder, number, run, leaves, refused, rewrite) is not None:
+          files.keep_newest(self._folder, self._keep)
+          over = True
+      except OSError as error:
+        failed.append(error)
+        over = True
+      if over:
+        del self._unfinished[run, number]
+    for error in failed:
+      raise error
+
+  close = flush
+
+
+def leaves_of(carry: Any) -> tuple[files.Leaf, ...]:
+  """What is known of a carry's arrays, as taps carry them."""
+  found: list[files.Leaf] = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(jnp.asarray(leaf))
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+      array = jax.eval_shape(jax.random.key_data, array)
+    name, dtype = jax.tree_util.keystr(path) or "carry", dtypes.carrier(array.dtype)
+    found.append(files.Leaf(name, tuple(array.shape), dtype.name))
+  return tuple(found)
+
+
+def _parts_of(
+  carry: Any, info: TapInfo
+) -> tuple[list[files.Leaf], dict[int, tuple[files.Slices, Any]]]:
+  """What a record has of a carry: of what several devices have alike, the first one's is it."""
+  leaves: list[files.Leaf] = []
+  parts: dict[int, tuple[files.Slices, Any]] = {}
+  arrays, names = jax.tree.leaves(carry), [leaf.name for leaf in leaves_of(carry)]
+  shards, extents, first = None, None, None
+  if info.shard is not None:
+    shards = jax.tree.leaves(info.shard[2], is_leaf=is_part)
+    extents = jax.tree.leaves(info.global_shape[2], is_leaf=_is_shape)
+    first = jax.tree.leaves(info.first[2])
+  for i, array in enumerate(arrays):
+    shape = tuple(extents[i]) if extents is not None else array.shape
+    part = shards[i] if shards is not None else (slice(None),) * array.ndim
+    part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(part, shape, strict=True))
+    array = array.astype(dtypes.carrier(array.dtype), copy=False)
+    leaves.append(files.Leaf(names[i], shape, array.dtype.name))
+    if first is None or first[i]:
+      parts[i] = part, array
+  return leaves, parts
+
+
+def _is_shape(x: Any) -> bool:
+  return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
