@@ -177,7 +177,9 @@ class Checkpoints:
         kind = _Load if what == "load" else _OfDisk
         sharding = _elementwise(types) if types else "shard"
         made = GateOptions(out=out, name=name, effect=effect, vmap=_refuse_lanes, sharding=sharding)
-        self._gates[what, key] = kind(function, made)
+        gate = self._gates[what, key] = kind(function, made)
+        if what == "load":
+          gate.defjvp(functools.partial(_loaded_jvp, weakref.ref(gate)))
       return self._gates[what, key]
 
   def _find(self) -> Any:
@@ -272,6 +274,16 @@ class _OfDisk(Gate):
 
 class _Load(_OfDisk):
   located = True
+
+
+def _loaded_jvp(load: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+  """The carry depends on the given one where the loop begins, and not on one from the disk."""
+  step, *_ = primals
+  moved = [
+    t if t.dtype == jax.dtypes.float0 else jnp.where(step == 0, t, jnp.zeros_like(t))
+    for t in tangents[1:]
+  ]
+  return load()(*primals), tuple(moved)
 
 
 def leaves_of(carry: Any) -> tuple[files.Leaf, ...]:
