@@ -311,6 +311,7 @@ def row(kind: str, times: int) -> bool:
     command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
     stderr=subprocess.PIPE, text=True,
   )  # fmt: skip
+  errors = ""
   try:
     printed, errors = process.communicate(timeout=60 + 5 * times)
     found = json.loads(printed.splitlines()[-1])

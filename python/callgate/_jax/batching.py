@@ -46,8 +46,9 @@ def _wrap_once() -> None:
       return made
 
     def marked(result: Any) -> Any:
-      ours = isinstance(result, _batching.BatchTracer) and result._trace.tag is self.tag
-      if not ours or not isinstance(result.batch_dim, int):
+      if not isinstance(result, _batching.BatchTracer) or not isinstance(result.batch_dim, int):
+        return result
+      if result._trace.tag is not self.tag:  # pyright: ignore[reportPrivateUsage]
         return result
       with _core.set_current_trace(self.parent_trace):
         value = mark(result.val, result.batch_dim)
