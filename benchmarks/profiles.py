@@ -193,7 +193,7 @@ def _trace(subject: str, row: str) -> None:
   profile.disable()
   found: Counter[str] = Counter()
   stats: Any = pstats.Stats(profile)
-  for (file, _, name), (_, _, own, _, callers) in stats.stats.items():
+  for (file, _, _), (_, _, own, _, callers) in stats.stats.items():
     if file != "~":
       found[_whose(file, FILES, "Python's library")] += own
       continue

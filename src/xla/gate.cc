@@ -283,6 +283,9 @@ void run_call(CudaSite& site, const XLA_FFI_CallFrame& frame) {
   if (Interrupts::ends(call.context.run) && !call.call_site().poison_on_error &&
       !cuda::capturing(call.stream)) [[unlikely]]
     throw interrupted(call.callee().name());
+  std::optional<TimelineSpan> span;
+  if (Timeline::on() && !call.callee().kind().empty()) [[unlikely]]
+    span.emplace(call.callee().kind(), call.callee().name());
   switch (call.callee().on_device()) {
     case OnDevice::kNative: return run_native(call);
     case OnDevice::kDeferred: return run_deferred(call);

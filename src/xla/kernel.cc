@@ -360,6 +360,7 @@ void run_call(CudaKernelState& state, const XLA_FFI_CallFrame& frame) {
 
 void CudaKernelState::execute(XLA_FFI_CallFrame* frame) {
   CudaKernelState& state = StateOf<CudaKernelState>::get(*frame);
+  TimelineSpan span("kernel", state.callee().name());  // of the host, which gives it to the stream
   settled_on_device(*frame, state.poison_on_error, state.callee(),
                     [&] { run_call(state, *frame); });
 }

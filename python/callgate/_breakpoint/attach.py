@@ -18,11 +18,13 @@ import stat
 import sys
 import tempfile
 import termios
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import IO, Any
 
 from callgate import _callgate
+from callgate._core import kept
 
 
 def folder() -> Path:
@@ -74,7 +76,8 @@ def waiting(stdin: int | None) -> Generator[IO[str] | None]:
 def _first(listening: socket.socket, stdin: int | None) -> socket.socket | None:
   """Who comes first; None for stdin. Ctrl-C ends the wait, whatever the main thread waits for."""
   sources: list[Any] = [listening] if stdin is None else [listening, stdin]
-  while not _callgate.interrupted_recently():
+  interrupted = _interrupts()
+  while not interrupted():
     ready, _, _ = select.select(sources, [], [], 0.2)
     if listening in ready:
       return listening.accept()[0]
@@ -84,7 +87,20 @@ def _first(listening: socket.socket, stdin: int | None) -> socket.socket | None:
       if count[0]:
         return None
       sources.remove(stdin)  # its other end is closed
-  raise KeyboardInterrupt
+  raise kept.told(KeyboardInterrupt())
+
+
+def _interrupts() -> Callable[[], bool]:
+  """Whether Ctrl-C has come from here on; of one the runtime knows for a second that it came."""
+  earlier, end = _callgate.interrupted_recently(), time.monotonic() + 1
+
+  def interrupted() -> bool:
+    nonlocal earlier
+    recently = _callgate.interrupted_recently()
+    earlier = earlier and recently and time.monotonic() < end
+    return recently and not earlier
+
+  return interrupted
 
 
 def add_attach(subparsers: Any) -> None:

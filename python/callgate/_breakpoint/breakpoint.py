@@ -121,12 +121,7 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   """
   raise_deferred()
   names = _names(out, values)
-  try:
-    stops = jnp.asarray(when)
-  except (TypeError, ValueError) as error:
-    raise _not_a_bool(masked.shown(when)) from error
-  if stops.shape != () or stops.dtype != jnp.bool_:
-    raise _not_a_bool(f"{stops.dtype.name}{list(stops.shape)}")
+  stops = shapes.predicate("breakpoint", "when", when)
   gate = _gate()
   returned = {name: values[name] for name in sorted(names)}
   others = {name: values[name] for name in sorted(values) if name not in returned}
@@ -165,10 +160,6 @@ def _as_array(name: str, leaf: Any) -> Any:
   except (TypeError, ValueError, OverflowError) as error:
     what = f"expected an array or a pytree of arrays, got {masked.shown(leaf)}"
     raise GateDefinitionError(f"breakpoint: {name}: {what}") from error
-
-
-def _not_a_bool(got: str) -> GateDefinitionError:
-  return GateDefinitionError(f"breakpoint: when: expected a bool of shape (), got {got}")
 
 
 @jax.custom_jvp

@@ -173,3 +173,22 @@ def is_type(value: Any) -> bool:
   of their instances are.
   """
   return not isinstance(value, type) and hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def predicate(label: str, option: str, value: Any) -> Any:
+  """A traced bool of shape (), without derivatives, as checks, breakpoints and taps take it.
+
+  Raises:
+    GateDefinitionError: it is another array, or none.
+  """
+  try:
+    given = jnp.asarray(value)
+  except (TypeError, ValueError, OverflowError) as error:
+    raise _no_predicate(label, option, shown(value)) from error
+  if given.shape != () or given.dtype != jnp.bool_:
+    raise _no_predicate(label, option, type_text(given.dtype, given.shape))
+  return jax.lax.stop_gradient(given)
+
+
+def _no_predicate(label: str, option: str, got: str) -> GateDefinitionError:
+  return GateDefinitionError(f"{label}: {option}: expected a bool of shape (), got {got}")

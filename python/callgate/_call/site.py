@@ -115,6 +115,8 @@ class Callee(Portable):
   by_lane = False
   # Whether recordings have its calls (`callgate.record`).
   taped = False
+  # Whether it gets a GPU's own arrays, where the program is one's; else copies on the host.
+  stays_on_device = True
   # Whether one call does in programs for several platforms.
   same_on_all_platforms = False
   # Whether arguments may hold more than arrays (`_core/split.py`).

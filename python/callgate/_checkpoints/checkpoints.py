@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -191,7 +192,9 @@ class Checkpoints:
         kind = _Load if what == "load" else _OfDisk
         sharding = _elementwise(types) if types else "shard"
         made = GateOptions(out=out, name=name, effect=effect, vmap=_refuse_lanes, sharding=sharding)
-        self._gates[what, key] = kind(function, made)
+        gate = self._gates[what, key] = kind(function, made)
+        if what == "load":
+          gate.defjvp(functools.partial(_loaded_jvp, weakref.ref(gate)))
       return self._gates[what, key]
 
   def _find(self) -> Any:
@@ -254,6 +257,16 @@ class _Load(_OfDisk):
 
 def _read(saved: files.Saved, number: int, part: files.Slices) -> Any:
   return (orbax.read if saved.orbax else files.read)(saved, number, part)
+
+
+def _loaded_jvp(load: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+  """The carry depends on the given one where the loop begins, and not on one from the disk."""
+  step, *_ = primals
+  moved = [
+    t if t.dtype == jax.dtypes.float0 else jnp.where(step == 0, t, jnp.zeros_like(t))
+    for t in tangents[1:]
+  ]
+  return load()(*primals), tuple(moved)
 
 
 def _check_same(saved: files.Saved, leaves: Sequence[files.Leaf]) -> None:

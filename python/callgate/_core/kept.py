@@ -51,9 +51,16 @@ blocks: list[int] = []  # for each block that is open, the first id that can be 
 deferred: list[Kept] = []
 # The runs whose KeyboardInterrupt somebody has got: each shard's call may raise one.
 _interrupted: collections.deque[int] = collections.deque(maxlen=64)
+_TOLD = "callgate_told"  # an attribute of those that Python's own handler raises, too
 # The main thread may be told of an interrupt anywhere, so also where it has the lock.
 _lock = threading.RLock()
 _next_id = 0
+
+
+def told(exception: KeyboardInterrupt) -> KeyboardInterrupt:
+  """Marks an interrupt that the main thread raises by itself, so that it raises no second one."""
+  exception.__dict__[_TOLD] = True
+  return exception
 
 
 def keep(exception: BaseException, run: int = NO_RUN, thread: int = THIS_THREAD) -> int:
@@ -62,7 +69,8 @@ def keep(exception: BaseException, run: int = NO_RUN, thread: int = THIS_THREAD)
   with _lock:
     _next_id += 1
     kept = Kept(_next_id, exception, thread or threading.get_ident(), run)
-    kept.claimed = run in _interrupted and isinstance(exception, KeyboardInterrupt)
+    if isinstance(exception, KeyboardInterrupt):
+      kept.claimed = run in _interrupted or _TOLD in exception.__dict__
     _store[_next_id] = kept
     if len(_store) > _LIMIT:
       _forget(len(_store) - _LIMIT)

@@ -105,7 +105,7 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
   compiled = traced.lower().compile()
   devices = _devices(compiled, args, kwargs)
   platform = jax.default_backend() if not devices else next(iter(devices)).platform
-  found = list(_calls(traced.jaxpr, (), max(len(devices), 1)))
+  found = list(_calls(traced.jaxpr, (), platform))
   if len(devices) > 1:
     found = _with_gathers(found, gathers.by_operation(compiled.as_text()))
   told = tuple(
@@ -128,12 +128,12 @@ def _devices(compiled: Any, *values: Any) -> set[Any]:
 _Found = tuple[ExplainedCall, Any]  # and what it calls
 
 
-def _calls(jaxpr: Any, loops: tuple[int | None, ...], devices: int) -> Iterator[_Found]:
+def _calls(jaxpr: Any, loops: tuple[int | None, ...], platform: str) -> Iterator[_Found]:
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     name = eqn.primitive.name
     call = eqn.params.get("call")
     if isinstance(call, BoundCall):
-      yield _of_gate(eqn, call, loops)
+      yield _of_gate(eqn, call, loops, platform)
     elif name == "tap":
       yield _of_tap(eqn, loops)
     elif name in _JAX_CALLBACKS:
@@ -146,10 +146,10 @@ def _calls(jaxpr: Any, loops: tuple[int | None, ...], devices: int) -> Iterator[
     for value in eqn.params.values():
       for one in value if isinstance(value, (tuple, list)) else (value,):
         if hasattr(getattr(one, "jaxpr", one), "eqns"):
-          yield from _calls(one, inner, devices)
+          yield from _calls(one, inner, platform)
 
 
-def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...]) -> _Found:
+def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...], platform: str) -> _Found:
   gate, site = call.gate, call.site
   by_jax = site.by_jax or config.engine() == "jax"
   native = gate.kind == "kernel"
@@ -161,6 +161,8 @@ def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...]) -> _Found
     copies += ins
   if elsewhere or by_jax:
     copies = ins + outs
+  if platform != "cpu" and not by_jax and not gate.stays_on_device:
+    copies += ins + outs  # to the host and back
   kind, name = gate.kind, gate.name
   # What looks first, in C++: the gate is called where a check fails, or a breakpoint stops.
   guard: str = getattr(getattr(gate, "guard", None), "name", "")
@@ -168,11 +170,12 @@ def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...]) -> _Found
     kind, _, name = (
       guard.partition(":") if guard.startswith("check:") else ("breakpoint", "", guard)
     )
+  found_late = kind == "check" and platform != "cpu" and not by_jax
   at_once = native or (not by_jax and (bool(guard) or gate.reads_cell))
   return ExplainedCall(
     kind=kind, name=name, source=lowering.source_of(eqn), effect=gate.effect, loops=loops,
     lanes=math.prod(size for size, _ in call.levels), copies=copies,
-    gathers=None, waits=True, gil=not at_once and not elsewhere,
+    gathers=None, waits=not found_late, gil=not at_once and not elsewhere,
   ), gate  # fmt: skip
 
 

@@ -135,10 +135,7 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   except ValueError as error:
     what = f"check: message: expected a format string, got {message!r}: {error}"
     raise GateDefinitionError(what) from error
-  ok = jnp.asarray(predicate)
-  if ok.shape != () or ok.dtype != jnp.bool_:
-    got = f"{ok.dtype.name}{list(ok.shape)}"
-    raise GateDefinitionError(f"check: predicate: expected a bool of shape (), got {got}")
+  ok = shapes.predicate("check", "predicate", predicate)
   with _lock:
     gate = _checks.get(message) or _checks.setdefault(message, Check(message))
   for name, value in values.items():

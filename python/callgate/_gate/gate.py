@@ -95,6 +95,7 @@ class Gate(Operation[P, R]):
     self.collective, self.command_buffer = options.collective, options.command_buffer
     self.parameters = tuple(p.name for p in signatures.positional(function, leading))
     self.defaults = signatures.defaults(function, leading)
+    self.stays_on_device = bind.is_native(self.arrays) or self.native
     self.callee = self._named_callee()
     registry.register(self.name, self)
     functools.update_wrapper(self, function, updated=())
@@ -129,10 +130,9 @@ class Gate(Operation[P, R]):
       bind=functools.partial(bind.bind, self.function, self.style, self.arrays, self.name),
       arrays="numpy" if self.arrays == "numpy" else "buffer",
       owned_inputs=self.copy, own_thread=self.thread == "own",
-      native=bind.is_native(self.arrays) or self.native,
+      native=self.stays_on_device,
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
-      located=self.located,
-      by_lane=self.by_lane,
+      located=self.located or self.by_lane,
       taped=self.taped,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from callgate._core import options
 from callgate._core.dtypes import type_text
-from callgate._nan import watched
+from callgate._nan import lanes, watched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,9 @@ class NanReport:
     source: "file:line (function)" of the code that traced it; "" where it is not known.
     step: the number of the loop's step, from 0; a tuple, outermost first, in loops within each
       other; None outside of loops.
-    lane: of `jax.vmap`, likewise. It is told by the leading axes of the result, where vmap puts
-      lanes unless `in_axes` says otherwise.
-    index: of the first such element of the result.
+    lane: of `jax.vmap`, likewise: of the levels over which the result differs.
+    index: of the first such element of the result, as vmap has it, lanes included.
+    shard: in a `jax.shard_map` the number of the device's part, which has the result; None outside.
     operands: type and range of each operand, as text.
     result: the result's type, as text.
   """
@@ -39,6 +39,7 @@ class NanReport:
   step: int | tuple[int, ...] | None
   lane: int | tuple[int, ...] | None
   index: tuple[int, ...]
+  shard: int | None
   operands: tuple[str, ...]
   result: str
 
@@ -46,6 +47,7 @@ class NanReport:
     made = {"nan": "a NaN", "inf": "an infinity"}[self.kind]
     parts = [f"step {self.step}"] if self.step is not None else []
     parts += [f"lane {self.lane}"] if self.lane is not None else []
+    parts += [f"shard {self.shard}"] if self.shard is not None else []
     where = f" in {', '.join(parts)}" if parts else ""
     lines = [f"'{self.primitive}' made {made}{where}, at {list(self.index)} of {self.result}"]
     lines += [f"  at {self.source}"] if self.source else []
@@ -98,7 +100,8 @@ def find_nan(f: Callable[..., Any]) -> Callable[..., NanReport | None]:
       return f(*args, **kwargs)
 
     given = [leaves[i] for i in arrays]
-    watch = watched.Watch(jax.make_jaxpr(of_arrays)(*given))
+    with lanes.marking():
+      watch = watched.Watch(jax.make_jaxpr(of_arrays)(*given))
     return _report(watch, jax.device_get(jax.jit(watch.run)(*given)))
 
   return find
@@ -120,8 +123,9 @@ def _report(watch: watched.Watch, state: watched.State) -> NanReport | None:
     primitive=found.primitive,
     source=found.source,
     step=_one_or_many(state.steps[: found.loops].tolist()),
-    lane=_one_or_many(index[: found.lanes]),
+    lane=_one_or_many([index[axis] for axis in found.lanes[int(state.result)]]),
     index=index,
+    shard=int(state.shard) if state.shard >= 0 else None,
     operands=tuple(_shown(aval, *limits) for aval, limits in operands),
     result=type_text(result.dtype, result.shape),
   )

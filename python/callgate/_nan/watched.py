@@ -8,7 +8,7 @@ The program's equations are evaluated one by one, in loops, branches and inner j
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._jax import loops, lowering, tracing
+from callgate._nan import lanes
 
 Values = Sequence[Any]
 NONE, NAN, INF = 0, 1, 2
@@ -31,6 +32,7 @@ class State(NamedTuple):
     place: the flat index of the first such element.
     steps: of the loops around it, outermost first; -1 where there are fewer.
     operands: least and greatest number of each operand; NaN for those that are no numbers.
+    shard: the number of the device's part in a `jax.shard_map`; -1 outside of one.
   """
 
   kind: Any
@@ -39,6 +41,7 @@ class State(NamedTuple):
   place: Any
   steps: Any
   operands: Any
+  shard: Any
 
 
 class Equation(NamedTuple):
@@ -47,25 +50,20 @@ class Equation(NamedTuple):
   primitive: str
   source: str
   loops: int  # around it
-  lanes: int  # levels of vmap around it
+  lanes: tuple[lanes.Axes, ...]  # of each result, the axes of vmap's
   operands: tuple[Any, ...]  # abstract values
   results: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where an equation stands: the indices of the loops around it, and the levels of vmap."""
+  """Where an equation stands, and the indices of the loops around it."""
 
   path: tuple[int, ...] = ()  # ids of the equations around it
   loops: tuple[Any, ...] = ()
-  lanes: int = 0
 
   def inside(self, eqn: Any, *step: Any) -> Place:
-    return Place((*self.path, id(eqn)), (*self.loops, *step), self.lanes + _lanes(eqn))
-
-
-def _lanes(eqn: Any) -> int:
-  return str(eqn.source_info.name_stack).count("vmap(")
+    return Place((*self.path, id(eqn)), (*self.loops, *step))
 
 
 class Watch:
@@ -75,13 +73,15 @@ class Watch:
     self.closed = closed
     self.equations: list[Equation] = []
     self._numbers: dict[tuple[int, ...], int] = {}  # by path: bodies may be traced again
+    self._axes: dict[int, dict[Any, lanes.Axes]] = {}  # of jaxprs' variables, by the jaxpr's id
     self._depth, self._operands = _extents(closed.jaxpr)
 
   def run(self, *args: Any) -> State:
     """What a run finds; for `jax.jit`."""
     nothing = jnp.int32(NONE)
     steps = jnp.full(self._depth, -1, np.int32)
-    state = State(nothing, nothing, nothing, nothing, steps, jnp.zeros((self._operands, 2)))
+    ranges = jnp.zeros((self._operands, 2))
+    state = State(nothing, nothing, nothing, nothing, steps, ranges, jnp.int32(-1))
     return self._jaxpr(self.closed.jaxpr, self.closed.consts, args, state, Place())[1]
 
   def _jaxpr(
@@ -94,9 +94,19 @@ class Watch:
     def read(atom: Any) -> Any:
       return atom.val if isinstance(atom, tracing.Literal) else values[atom]
 
+    if id(jaxpr) not in self._axes:
+      self._axes[id(jaxpr)] = lanes.axes_of(jaxpr)
+    axes = self._axes[id(jaxpr)]
     for eqn in jaxpr.eqns:
       ins = [read(atom) for atom in eqn.invars]
-      outs, state = self._rule(eqn.primitive.name)(eqn, ins, state, place)
+      if eqn.primitive is lanes.lanes_p:
+        values[eqn.outvars[0]] = ins[0]
+        continue
+      rule = self._rule(eqn.primitive.name)
+      if rule is None:
+        outs, state = self._leaf(eqn, ins, state, place, axes)
+      else:
+        outs, state = rule(eqn, ins, state, place)
       values.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars], state
 
@@ -106,19 +116,23 @@ class Watch:
     consts: Values = getattr(closed, "consts", ())
     return self._jaxpr(getattr(closed, "jaxpr", closed), consts, args, state, place)
 
-  def _rule(self, primitive: str) -> Callable[..., tuple[Values, State]]:
+  def _rule(self, primitive: str) -> Callable[..., tuple[Values, State]] | None:
     if primitive in _CALLS:
       return self._call
-    control = {"cond": self._cond, "scan": self._scan, "while": self._while}
-    return control.get(primitive, self._leaf)
+    control = {
+      "cond": self._cond, "scan": self._scan, "while": self._while, "shard_map": self._shard_map,
+    }  # fmt: skip
+    return control.get(primitive)
 
   # -- equations -----------------------------------------------------------------------------------
-  def _leaf(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Sequence[Any], State]:
+  def _leaf(
+    self, eqn: Any, ins: Values, state: State, place: Place, axes: Mapping[Any, lanes.Axes]
+  ) -> tuple[Sequence[Any], State]:
     outs = tracing.bind_equation(eqn, ins)
     watched = [i for i, out in enumerate(outs) if _is_real(out)]
     if not watched:
       return outs, state
-    number = self._number(eqn, place)
+    number = self._number(eqn, place, axes)
     ins = [x if hasattr(x, "size") else jnp.asarray(x) for x in ins]  # JAX's literals
     reals = [x for x in ins if _is_real(x)]
     had_nan = _any(jnp.isnan(_wide(x)) for x in reals)
@@ -135,16 +149,17 @@ class Watch:
         steps += [jnp.int32(-1)] * (self._depth - len(steps))
         ranges = [_range(x) for x in ins[: self._operands]]
         ranges += [jnp.zeros(2)] * (self._operands - len(ranges))
-        return State(
+        made = State(
           kind, jnp.int32(number), jnp.int32(index), where,
-          jnp.stack(steps) if steps else state.steps, jnp.stack(ranges),
+          jnp.stack(steps) if steps else state.steps, jnp.stack(ranges), state.shard,
         )  # fmt: skip
+        return jax.tree.map(_alike, made, state)
 
       first = (state.kind == NONE) & (kind != NONE)
       state = jax.lax.cond(first, found, lambda state=state: state)
     return outs, state
 
-  def _number(self, eqn: Any, place: Place) -> int:
+  def _number(self, eqn: Any, place: Place, axes: Mapping[Any, lanes.Axes]) -> int:
     path = (*place.path, id(eqn))
     if path not in self._numbers:
       self._numbers[path] = len(self.equations)
@@ -153,7 +168,7 @@ class Watch:
           eqn.primitive.name,
           lowering.source_of(eqn),
           len(place.loops),
-          place.lanes + _lanes(eqn),
+          tuple(axes.get(atom, ()) for atom in eqn.outvars),
           tuple(atom.aval for atom in eqn.invars),
           tuple(atom.aval for atom in eqn.outvars),
         )
@@ -222,6 +237,34 @@ class Watch:
     _, _, state, values = jax.lax.while_loop(lambda carried: carried[1].any(), body, carried)
     return values, state
 
+  def _shard_map(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+    """Each device looks by itself; what the first of them finds that does is what is found."""
+    params = eqn.params
+    names = tuple(name for name in params["mesh"].axis_names if name in params["newly_manual_axes"])
+
+    def body(state: State, *args: Any) -> Any:
+      before = state.kind
+      state = jax.tree.map(lambda x: tracing.vary_over(tracing.manual_axes() & {*names}, x), state)
+      outs, state = self._closed(params["jaxpr"], args, state, place.inside(eqn))
+      here = jnp.where((before == NONE) & (state.kind != NONE), jax.lax.axis_index(names), -1)
+      state = state._replace(shard=jnp.maximum(state.shard, here.astype(np.int32)))
+      return jax.tree.map(lambda x: x[None], state), outs
+
+    mapped = jax.shard_map(
+      body, mesh=params["mesh"], in_specs=(jax.P(), *params["in_specs"]),
+      out_specs=(jax.P(names), list(params["out_specs"])), axis_names={*names},
+      check_vma=params["check_vma"],
+    )  # fmt: skip
+    states, outs = mapped(state, *ins)
+    found = states.kind != NONE
+    first = jnp.arange(found.size) == jnp.argmax(found)
+
+    def of_first(x: Any) -> Any:  # which the type of a value that lies explicitly lets be summed
+      chosen = first.reshape(-1, *(1,) * (x.ndim - 1))
+      return jnp.where(chosen, x, 0).sum(0, dtype=x.dtype)
+
+    return outs, jax.tree.map(of_first, states)
+
 
 # Where equations that call one program keep it.
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -241,6 +284,11 @@ def _extents(jaxpr: Any) -> tuple[int, int]:
       depth = max(depth, deeper + (eqn.primitive.name in ("scan", "while")))
       operands = max(operands, more)
   return depth, operands
+
+
+def _alike(new: Any, old: Any) -> Any:
+  """A value of a state, in a `jax.shard_map` over the axes that the one before it varies over."""
+  return tracing.vary_over(tracing.varying_axes([old]), new)
 
 
 def _is_real(x: Any) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
+from callgate._call import shapes
 from callgate._core import dtypes, failures, masked, options, spellings
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
@@ -137,7 +137,8 @@ def tap(
   if isinstance(sharding, str) and not named:  # raises, if the rule doesn't fit
     rules.parse(label, sharding, tuple(x.shape for x in operands), (), tap=True)
   sizes = logical_sizes(label, logical_shape, value, arrays)
-  extra = [size for _, size in sizes] + ([] if where is None else [_predicate(label, where)])
+  extra = [size for _, size in sizes]
+  extra += [] if where is None else [shapes.predicate(label, "where", where)]
   if not operands:
     return value
   site = TapSite(
@@ -190,16 +191,6 @@ def _as_array(label: str, leaf: Any, index: int) -> Any:
   except (TypeError, ValueError, OverflowError) as error:
     got = masked.shown(leaf)
     raise GateDefinitionError(f"{label}: leaf {index}: expected an array, got {got}") from error
-
-
-def _predicate(label: str, where: Any) -> Any:
-  got = repr(where)
-  with contextlib.suppress(TypeError, ValueError, OverflowError):
-    predicate = jnp.asarray(where)
-    if predicate.shape == () and predicate.dtype == jnp.bool_:
-      return jax.lax.stop_gradient(predicate)
-    got = dtypes.type_text(predicate.dtype, predicate.shape)
-  raise GateDefinitionError(f"{label}: where: expected a bool of shape (), got {got}")
 
 
 def logical_sizes(

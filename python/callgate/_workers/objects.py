@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import threading
 import uuid
 import weakref
@@ -96,9 +97,14 @@ def class_of(made: Any) -> Any:
 
 
 def current_lane() -> int:
-  """The number of the lane that runs on this thread."""
+  """The number of the lane that runs on this thread; devices' lanes follow one another."""
   lane: int | None = getattr(_local, "lane", None)
-  return _callgate.worker_lane() if lane is None else lane
+  if lane is not None:
+    return lane
+  if (place := _callgate.current_place()) is None:
+    return _callgate.worker_lane()
+  extents, lane, _, shard, _ = place
+  return max(shard, 0) * math.prod(extents) + lane
 
 
 def on_lane(lane: int, function: Callable[[], Any]) -> Any:

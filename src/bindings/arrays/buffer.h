@@ -36,6 +36,9 @@
 
 namespace callgate::bindings {
 
+// CUDA's default streams, as DLPack numbers them.
+inline constexpr std::int64_t kLegacyStream = 1, kThreadStream = 2;
+
 struct DeviceCall {
   cuda::Device* device = nullptr;
   cuda::Stream stream = nullptr;
@@ -63,6 +66,10 @@ struct DeviceCall {
   void wait_for(std::int64_t producer) const {  // XLA's stream waits for it
     if (static_cast<std::uintptr_t>(producer) == number()) return;
     without_gil([&] { cuda::StreamEvent(*device, of_number(producer)).hold_back(stream); });
+  }
+  void join_default_streams() const {  // for those that may have been given work
+    for (std::int64_t producer : {kLegacyStream, kThreadStream})
+      if ((default_streams & (1u << producer)) != 0) wait_for(producer);
   }
   static cuda::Stream of_number(std::int64_t number) {
     return reinterpret_cast<cuda::Stream>(static_cast<std::uintptr_t>(number));

@@ -336,7 +336,7 @@ void bind_gate(nb::module_& module) {
           [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
              const std::string& style, const std::string& arrays, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
-             bool command_buffer, bool by_lane, bool located, bool taped) {
+             bool command_buffer, bool located, bool taped) {
             const GateOptions options{style_of(style),
                                       arrays == "buffer",
                                       owned_inputs,
@@ -345,7 +345,6 @@ void bind_gate(nb::module_& module) {
                                       native,
                                       default_stream,
                                       command_buffer,
-                                      by_lane,
                                       located,
                                       taped,
                                       seconds_of(timeout)};
@@ -356,8 +355,7 @@ void bind_gate(nb::module_& module) {
           nb::arg("style") = "return", nb::arg("arrays") = "numpy", nb::arg("owned_inputs") = false,
           nb::arg("flat_results") = false, nb::arg("own_thread") = false, nb::arg("timeout") = 0.0,
           nb::arg("native") = false, nb::arg("default_stream") = false,
-          nb::arg("command_buffer") = false, nb::arg("by_lane") = false, nb::arg("located") = false,
-          nb::arg("taped") = false)
+          nb::arg("command_buffer") = false, nb::arg("located") = false, nb::arg("taped") = false)
       .def("stats", &stats_of)
       .def(
           "serve_items",

@@ -38,9 +38,6 @@ struct Settings {
 };
 inline constinit Settings settings;
 
-// The number of the lane that runs on this thread: in a worker, and of callees with by_lane.
-inline constinit thread_local std::int64_t current_lane = 0;
-
 enum class Style { kReturn, kInplace, kContext };
 
 struct GateOptions {
@@ -52,7 +49,6 @@ struct GateOptions {
   bool native = false;          // gets a GPU's own arrays, as Buffers, else copies on the host
   bool default_stream = false;  // its library works on CUDA's legacy default stream by itself
   bool command_buffer = false;  // runs while XLA records its stream's work
-  bool by_lane = false;         // it is told which lane runs
   bool located = false;         // may ask where its call is (CallPlace)
   bool taped = false;           // recordings have its calls (tape.h)
   std::chrono::nanoseconds timeout{0};
@@ -113,8 +109,7 @@ class PyCallee final : public GateCallee, public std::enable_shared_from_this<Py
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   bool own_thread() const noexcept override { return options.own_thread; }
   bool reads_context() const noexcept override {
-    return options.style == Style::kContext || options.buffers || options.by_lane ||
-           options.located;
+    return options.style == Style::kContext || options.buffers || options.located;
   }
   OnDevice on_device() const noexcept override {
     return options.native ? OnDevice::kNative : OnDevice::kStaged;

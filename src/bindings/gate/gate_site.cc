@@ -18,6 +18,7 @@
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/results.h"
 #include "bindings/arrays/views.h"
+#include "bindings/gate/device_tape.h"
 #include "bindings/gate/gate.h"
 #include "bindings/gate/scopes.h"
 #include "bindings/gate/tape.h"
@@ -67,8 +68,6 @@ struct Views : Arguments {
   bool own;               // private ones, which may outlive the call
   bool reusable = false;  // by the site's next call
 };
-
-constexpr std::int64_t kLegacyStream = 1, kThreadStream = 2;
 
 class PyGateSite final : public Site {
  public:
@@ -142,8 +141,7 @@ class PyGateSite final : public Site {
     }
     auto raised = raised_by([&] { run_all(call, &gpu); });
     if (recorded && !raised) check_recorded(gpu);
-    for (std::int64_t stream : {kLegacyStream, kThreadStream})
-      if (!recorded && (gpu.default_streams & (1u << stream)) != 0) gpu.wait_for(stream);
+    if (!recorded) gpu.join_default_streams();
     if (raised) throw *std::move(raised);
   }
 
@@ -165,8 +163,6 @@ class PyGateSite final : public Site {
   void run_all(const Call& call, DeviceCall* gpu) {
     CallPlace place{{}, 0, &spec_.layout, &call.context};
     CallPlaceScope told(options_.located ? &place : nullptr);
-    const std::int64_t shard = std::max(call.context.shard, 0);
-    if (options_.by_lane) current_lane = shard;
     if (spec_.lanes.empty()) return run_lane(0, call.operands, call.results, call.context, gpu);
     std::optional<LanesOfCall> lanes;
     try {
@@ -181,7 +177,6 @@ class PyGateSite final : public Site {
       place.lane = lane;
       (*lanes)->select_operands(lane, call.operands, operands);
       (*lanes)->select_results(lane, call.results, results);
-      if (options_.by_lane) current_lane = shard * (*lanes)->count() + lane;
       run_lane(lane, operands, results, call.context, gpu);
     }
   }
@@ -189,9 +184,11 @@ class PyGateSite final : public Site {
   void run_lane(std::int64_t lane, std::span<const ArrayView> operands,
                 std::span<ArrayView> results, const CallContext& context, DeviceCall* gpu) {
     if (!options_.taped || !is_taping()) return call_lane(operands, results, context, gpu);
-    if (gpu != nullptr) refuse_on_device(callee_->name());
-    on_tape(callee_->name(), spec_, lane, operands, results, context,
-            [&] { call_lane(operands, results, context, gpu); });
+    auto make = [&] { call_lane(operands, results, context, gpu); };
+    if (gpu == nullptr)
+      return on_tape(callee_->name(), spec_, lane, operands, results, context, make);
+    if (options_.command_buffer) refuse_in_graphs(callee_->name());
+    on_tape_of_device(callee_->name(), spec_, lane, operands, results, context, *gpu, make);
   }
 
   // One call of the callable.

@@ -34,12 +34,12 @@ inline bool is_replaying() noexcept {
   return tape.replays.load(std::memory_order_relaxed);  // see Tape
 }
 
-// Raises, for a call whose arrays stay on a GPU.
-[[noreturn]] inline void refuse_on_device(const std::string& gate) {
+// Raises, for a gate whose calls replays of CUDA graphs leave out.
+[[noreturn]] inline void refuse_in_graphs(const std::string& gate) {
   raise(PyExc_NotImplementedError,
         "gate '" + gate +
-            "': recordings hold arrays of the host; expected arrays=\"numpy\" in a "
-            "block of callgate.record or callgate.replay, got a call whose arrays stay on a GPU");
+            "': recordings have calls; expected command_buffer=False in a block of "
+            "callgate.record or callgate.replay, got a gate that XLA records into CUDA graphs");
 }
 
 // One lane's call. The results' memory is the caller's, and outlives this.

@@ -21,6 +21,8 @@
 namespace callgate::bindings {
 namespace {
 
+constinit thread_local std::int64_t current_lane = 0;  // whose call runs
+
 // `handler` is python/callgate/_workers/worker.py's.
 class PyServed final : public Served {
  public:
@@ -116,7 +118,7 @@ void bind_serve(nb::module_& module) {
              "Whether the parent wants what this thread, serve_worker()'s, runs to end.");
   module.def(
       "worker_lane", [] { return current_lane; },
-      "The number of the lane that runs: in a worker, or of a gate that asks for it.");
+      "In a worker: the number of the lane that runs on this thread.");
 }
 
 }  // namespace callgate::bindings

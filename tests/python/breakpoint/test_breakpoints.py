@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transformation_table import EFFECT_PAIRS, assert_chains_agree, reference
+from interpreters import output_of
+from transformation_table import assert_chains_agree, diagonal, reference
 
 import callgate as cg
 
@@ -142,7 +143,7 @@ def test_lanes_stop_each_by_itself(engine: str, stops: Stops) -> None:
     assert [names["lane"] for names in stops] == [(0, 1), (1, 0)]
 
 
-def test_devices_stop_each_by_itself(stops: Stops) -> None:
+def test_devices_stop_each_by_itself(engine: str, stops: Stops) -> None:
   mesh = jax.make_mesh((4,), ("d",))
   x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("d")))
 
@@ -156,7 +157,7 @@ def test_devices_stop_each_by_itself(stops: Stops) -> None:
   assert len(stops) == 1
 
 
-def test_a_partitioned_program_stops(stops: Stops) -> None:
+def test_a_partitioned_program_stops(engine: str, stops: Stops) -> None:
   mesh = jax.make_mesh((4,), ("d",))
   x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("d")))
 
@@ -179,7 +180,8 @@ def test_derivatives_are_those_of_the_value(stops: Stops) -> None:
     np.testing.assert_allclose(jax.jit(transform(f))(0.3), transform(truth)(0.3), rtol=1e-6)
 
 
-def test_under_the_table_of_transformations(stops: Stops) -> None:
+@pytest.mark.parametrize("number", [2, 11])
+def test_under_the_table_of_transformations(stops: Stops, number: int) -> None:
   def make(effect: Any) -> Any:
     del effect
 
@@ -188,8 +190,20 @@ def test_under_the_table_of_transformations(stops: Stops) -> None:
 
     return f
 
-  assert_chains_agree(EFFECT_PAIRS[::3], "io", make)
+  assert_chains_agree(diagonal(number), make=make)
   assert not stops
+
+
+def test_values_that_change_under_the_table(stops: Stops) -> None:
+  def make(effect: Any) -> Any:
+    del effect
+    return lambda x: reference(cg.breakpoint(out="x", x=x))
+
+  truth = lambda x: reference(x + jax.lax.stop_gradient(x))
+  stops.edits.append(lambda names: names.update(x=2 * names["x"]))
+  chains = diagonal(5)
+  assert_chains_agree(chains, make=make, truth=truth)
+  assert len(stops) > 2 * len(chains)
 
 
 def test_switched_off_without_a_new_compilation(engine: str, stops: Stops) -> None:
@@ -315,3 +329,42 @@ def test_a_process_without_a_terminal_is_attached_to(tmp_path: Any) -> None:
     assert (tmp_path / "callgate").stat().st_mode & 0o077 == 0
   finally:
     program.kill()
+
+
+def test_ctrl_c_ends_a_wait_once_and_later_ones_begin_anew(tmp_path: Path) -> None:
+  code = """
+    import os, signal, threading, time
+    import jax
+    import callgate as cg
+
+    program = jax.jit(lambda x: cg.breakpoint(out="x", x=x) + 1)
+    waits = lambda: any(name.endswith(".sock") for name in os.listdir(folder))
+    folder = os.path.join(os.environ["XDG_RUNTIME_DIR"], "callgate")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt():
+      while not os.path.isdir(folder) or not waits():
+        time.sleep(0.01)
+      sent.append(1)
+      os.kill(os.getpid(), signal.SIGINT)
+
+    for turn in range(3):  # each begins within a second of the Ctrl-C before
+      sent = []
+      thread = threading.Thread(target=interrupt)
+      thread.start()
+      try:
+        try:
+          jax.block_until_ready(program(1.0))
+        except jax.errors.JaxRuntimeError:
+          pass  # a KeyboardInterrupt follows
+        print("ended by itself", flush=True)
+      except KeyboardInterrupt:
+        print("interrupted", sent, flush=True)
+      thread.join()
+      try:
+        time.sleep(0.3)
+      except KeyboardInterrupt:
+        print("interrupted again", flush=True)
+    os._exit(0)
+  """
+  assert output_of(code, XDG_RUNTIME_DIR=str(tmp_path)) == "interrupted [1]\n" * 3

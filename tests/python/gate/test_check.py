@@ -104,7 +104,7 @@ def test_outside_jit_it_raises_too():
     cg.check(False, "eager")
 
 
-@pytest.mark.parametrize("predicate", [1.0, np.ones(3, bool)])
+@pytest.mark.parametrize("predicate", [1.0, np.ones(3, bool), "x"])
 def test_a_predicate_that_is_none_is_refused_while_tracing(predicate):
   with pytest.raises(cg.GateDefinitionError, match=r"predicate: expected a bool of shape \(\)"):
     cg.check(predicate, "text")

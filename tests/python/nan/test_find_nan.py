@@ -88,6 +88,30 @@ def test_lanes() -> None:
   assert (report.step, report.lane) == (3, 1)
 
 
+def test_lanes_are_where_vmap_puts_them() -> None:
+  x = jnp.array([[1.0, 4.0], [9.0, -1.0], [2.0, 1.0]])
+  report = cg.find_nan(jax.vmap(jnp.sqrt, in_axes=1))(x)
+  assert (report.lane, report.index) == (1, (1, 1))
+  report = cg.find_nan(jax.vmap(jax.vmap(jnp.sqrt), in_axes=1))(x)
+  assert report.lane == (1, 1)
+  report = cg.find_nan(jax.vmap(jax.vmap(lambda a: jnp.sqrt(a), 1, 1), 2))(x[None].T[..., None])
+  assert report.lane is not None
+
+  def step(c: Any, t: Any) -> Any:
+    return c - 1.0, jnp.log(c) @ jnp.ones(3) * t
+
+  loop = lambda c: jax.lax.scan(step, c, jnp.arange(4.0))[1]
+  rows = jnp.array([[9.0, 9.0], [9.0, 9.0], [2.5, 9.0]])
+  report = cg.find_nan(jax.vmap(jax.jit(loop), in_axes=1))(rows)
+  assert (report.primitive, report.step, report.lane) == ("log", 3, 0)
+  report = cg.find_nan(jax.vmap(jax.grad(lambda c: jnp.sqrt(c).sum()), in_axes=1))(rows - 2.5)
+  assert (report.kind, report.lane) == ("inf", 0)
+  shared = lambda x, c: x + jnp.log(c)  # c is no lane's own
+  report = cg.find_nan(jax.vmap(shared, (0, None)))(jnp.ones(3), jnp.array([1.0, -1.0]))
+  assert (report.primitive, report.lane, report.index) == ("log", None, (1,))
+  assert jax.jit(jax.vmap(jax.jit(loop), in_axes=1))(rows).shape == (2, 4)  # has no marks
+
+
 def test_branches_jits_and_rules_of_users() -> None:
   safe = lambda x: jax.lax.cond(x > 0, jnp.log, lambda x: x, x)
   assert cg.find_nan(safe)(-1.0) is None
@@ -126,6 +150,28 @@ def test_pairs_of_transformations(outer: str) -> None:
     report = cg.find_nan(made)(X)
     assert report is not None, chain
     assert report.kind == "nan", chain
+
+
+@pytest.mark.parametrize("kind", ["partitioned", "shard_map"])
+def test_over_several_devices(kind: str) -> None:
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+  x = jax.device_put(jnp.arange(8.0) - 5, jax.NamedSharding(mesh, jax.P("d")))
+
+  def f(x: Any) -> Any:
+    step = lambda c, t: (c + 1.0, jnp.log(c) * t)
+    return jax.lax.scan(step, x + 4, jnp.arange(3.0))[1].sum(0)
+
+  if kind == "shard_map":
+    f = jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+  report = cg.find_nan(f)(x)
+  assert report is not None
+  assert (report.kind, report.primitive, report.step) == ("nan", "log", 0)
+  assert report.shard == (0 if kind == "shard_map" else None)
+  report = cg.find_nan(f)(jnp.where(jnp.arange(8) == 5, -7.0, x + 8))
+  assert report is not None
+  assert (report.step, report.index) == (0, (1,) if kind == "shard_map" else (5,))
+  assert report.shard == (2 if kind == "shard_map" else None)
+  assert cg.find_nan(f)(x + 8) is None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "complex64"])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from transformation_table import EFFECT_PAIRS, build, on_host, reference
+from transformation_table import EFFECT_PAIRS, build, diagonal, on_host, reference
 
 import callgate as cg
 from callgate._core import registry
@@ -86,7 +86,8 @@ def test_programs_are_answered_as_they_were(tmp_path: Path, engine: str, effect:
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_transformations_in_composition(tmp_path: Path) -> None:
+@pytest.mark.parametrize("effect", ["io", "pure"])
+def test_transformations_in_composition(tmp_path: Path, engine: str, effect: Any) -> None:
   """Each pair of the table: a replay gives what the recording gave, and calls nothing."""
   calls: list[int] = []
 
@@ -94,8 +95,12 @@ def test_transformations_in_composition(tmp_path: Path) -> None:
     calls.append(1)
     return on_host(x)
 
-  gate = cg.gate(counted, like=reference, effect="io")
-  chains = EFFECT_PAIRS[::5]
+  gate = cg.gate(counted, like=reference, effect=effect)
+  refused = ("vmap", "vmap of axis 1", "while with lanes apart", "checkpoint")
+  if engine == "callgate":
+    chains = EFFECT_PAIRS[::5]
+  else:  # JAX refuses its io_callback in some of these
+    chains = diagonal(6, refused if effect == "io" else ())
   x = jnp.array([0.4, -0.7, 1.1])
   program = jax.jit(lambda x: [build(chain, gate)(x) for chain in chains])
   with cg.record(tmp_path / "pairs.cgr") as recording:
@@ -103,7 +108,7 @@ def test_transformations_in_composition(tmp_path: Path) -> None:
   count = len(calls)
   with cg.replay(tmp_path / "pairs.cgr") as replay:
     second = jax.device_get(program(x))
-  assert len(calls) == count == recording.count == replay.answered > len(chains)
+  assert len(calls) == count == recording.count == replay.answered > len(chains) // 2
   for chain, one, other in zip(chains, first, second, strict=True):
     np.testing.assert_array_equal(one, other, err_msg=str(chain))
 
@@ -157,13 +162,16 @@ def test_styles_batching_and_dtypes(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_each_device_has_its_own_answers(tmp_path: Path) -> None:
+def test_each_device_has_its_own_answers(tmp_path: Path, engine: str) -> None:
   """Of automatically partitioned programs and of shard_map's; devices run in any order."""
   devices = len(jax.devices())
   mesh = jax.make_mesh((devices,), ("d",))
   rows = NamedSharding(mesh, PartitionSpec("d"))
   source = Source()
-  x = jax.device_put(jnp.zeros((devices, 2)), rows)  # the same operands everywhere
+  x = jnp.zeros((devices, 2))  # the same operands everywhere
+  if engine == "jax":  # whose callbacks don't know the device
+    x += jnp.arange(devices)[:, None]
+  x = jax.device_put(x, rows)
   gate = gate_of(source, sharding="shard")
   mapped = jax.shard_map(gate, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"))
   for name, program in {"auto": jax.jit(gate), "map": jax.jit(mapped)}.items():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from interpreters import output_of
 from process_groups import run_group
-from transformation_table import EFFECT_PAIRS, assert_chains_agree, reference
+from programs import drop_programs_until
+from transformation_table import EFFECT_PAIRS, assert_chains_agree, diagonal, reference
 
 import callgate as cg
+from callgate import _callgate
 
 
 def test_a_program_reads_what_was_set_last(engine: str) -> None:
@@ -180,6 +183,30 @@ def test_pairs_of_transformations(part: int) -> None:
   assert_chains_agree(EFFECT_PAIRS[part::4], make=make)
 
 
+def test_other_reads_in_transformations() -> None:
+  one = cg.knob("test one for all", 1.0)
+
+  def make(effect: Any) -> Any:
+    del effect
+    return lambda x: one.read(per="execution") * one.read(consistent=True) * reference(x)
+
+  assert_chains_agree(diagonal(3), make=make)
+
+
+@pytest.mark.parametrize("kind", ["partitioned", "shard_map"])
+def test_reads_over_several_devices(engine: str, kind: str) -> None:
+  one, all_ = cg.knob("test devices", 2.0), cg.knob("test devices' all", 3.0)
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+  f = lambda x: x * one.read() + all_.read(per="execution") + one.read(consistent=True)
+  if kind == "shard_map":
+    f = jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+  x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("d")))
+  program = jax.jit(f)
+  np.testing.assert_array_equal(program(x), 2 * np.arange(8.0) + 5)
+  one.set(4)
+  np.testing.assert_array_equal(program(x), 4 * np.arange(8.0) + 7)
+
+
 # -- records ---------------------------------------------------------------------------------------
 def test_changes_are_records_of_channels_with_a_stream(tmp_path: Path) -> None:
   rate = cg.knob("test recorded", 1.0)
@@ -276,6 +303,20 @@ def test_two_live_knobs_do_not_share_a_name() -> None:
   with pytest.raises(ValueError, match=r"'test twice' is taken by a live knob .*test_knobs\.py"):
     cg.knob("test twice", 2.0)
   assert first.value == 1.0
+
+
+def test_a_dropped_knob_leaves_nothing_when_its_programs_are_gone() -> None:
+  names = lambda: [n for n in _callgate.registered_names() if "test dropped" in n]
+
+  def used() -> weakref.ref[Any]:
+    knob = cg.knob("test dropped", 1.0)
+    program = jax.jit(lambda x: x * knob.read() + knob.read(per="execution"))
+    assert program(2.0) == 3
+    assert len(names()) >= 3
+    return weakref.ref(knob)
+
+  dropped = used()
+  drop_programs_until(lambda: dropped() is None and not names())
 
 
 def test_a_definition_that_runs_again_keeps_the_knob() -> None:

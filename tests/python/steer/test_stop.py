@@ -211,7 +211,7 @@ def test_the_body_is_traced_once_for_each_type() -> None:
   assert traced <= 2
 
 
-def test_under_default_shard_map() -> None:
+def test_under_default_shard_map(engine: str) -> None:
   mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
 
   def on_part(x: Any) -> Any:

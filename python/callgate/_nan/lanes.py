@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the lanes of a program's values are: marks that vmap leaves while it is traced.
+
+A mark is an identity on a value, with the axes of `jax.vmap`'s that the value has, the outermost
+first. It goes through further transformations as the value does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from callgate._jax import batching as _batching
+from callgate._jax import tracing
+
+Axes = tuple[int, ...]
+lanes_p = tracing.Primitive("callgate_lanes")
+
+
+def marking() -> contextlib.AbstractContextManager[None]:
+  """What is traced in the block has marks."""
+  return _batching.marking(_mark)
+
+
+def _mark(value: Any, axis: int) -> Any:
+  if not jnp.issubdtype(value.dtype, jnp.inexact):
+    return value
+  return lanes_p.bind(value, axes=(axis,))
+
+
+def axes_of(jaxpr: Any) -> dict[Any, Axes]:
+  """The axes of the lanes of a jaxpr's variables, as far as they are known.
+
+  What has no mark of its own, as within the batching rule of an operation, has those of an operand
+  of its shape.
+  """
+  known: dict[Any, Axes] = {}
+  for eqn in reversed(jaxpr.eqns):
+    if eqn.primitive is lanes_p:  # of several marks on a value the last one knows most
+      (given,), (made,) = eqn.invars, eqn.outvars
+      known[made] = max(known.get(made, ()), eqn.params["axes"], key=len)
+      if not isinstance(given, tracing.Literal):
+        known[given] = max(known.get(given, ()), known[made], key=len)
+  for eqn in jaxpr.eqns:
+    operands = [v for v in eqn.invars if not isinstance(v, tracing.Literal) and v in known]
+    for made in eqn.outvars:
+      alike = (known[v] for v in operands if v.aval.shape == getattr(made.aval, "shape", None))
+      if made not in known and (axes := next(alike, None)) is not None:
+        known[made] = axes
+  return known
+
+
+# -- the primitive ---------------------------------------------------------------------------------
+lanes_p.def_impl(lambda x, *, axes: x)
+lanes_p.def_abstract_eval(lambda x, *, axes: x)
+ad.deflinear2(lanes_p, lambda ct, _, *, axes: [_transposed(ct, axes)])
+
+
+def _transposed(ct: Any, axes: Axes) -> Any:
+  return ct if isinstance(ct, ad.Zero) else lanes_p.bind(ct, axes=axes)
+
+
+def _batch(args: Any, dims: Any, *, axes: Axes) -> Any:
+  (x,), (dim,) = args, dims
+  inner = tuple(axis + (axis >= dim) for axis in axes)
+  return lanes_p.bind(x, axes=(dim, *inner)), dim
+
+
+batching.primitive_batchers[lanes_p] = _batch
+mlir.register_lowering(lanes_p, lambda context, x, *, axes: [x])
