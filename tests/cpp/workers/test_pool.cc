@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/lifecycle.h"
 #include "test_worker.h"
 #include "workers/spread.h"
 
@@ -172,6 +173,39 @@ TEST_F(WorkerPools, EndsACallThatTakesTooLong) {
   EXPECT_EQ(failure(make_definition("sleep 60"), options).kind, Kind::kOverdue);
   EXPECT_LT(steady_clock::now() - begin, seconds(10));
   EXPECT_EQ(run_one(twice, options), 42);
+}
+
+// Ctrl-C, once a call may be under way.
+class Interruption {
+ public:
+  Interruption()
+      : thread_([] {
+          std::this_thread::sleep_for(milliseconds(50));
+          Interrupts::end_all(/*on=*/true);
+          Interrupts::end_all(/*on=*/false);
+        }) {}
+
+ private:
+  std::jthread thread_;
+};
+
+TEST_F(WorkerPools, KeepsWorkersThatHearOfAnInterrupt) {
+  const std::vector<pid_t> pids = pool->pids();
+  SpreadOptions options;
+  options.interrupts = Interrupts::count();
+  const Interruption interruption;
+  EXPECT_EQ(failure(make_definition("wait"), options, 5).kind, Kind::kInterrupted);
+  EXPECT_EQ(run(twice, 10), doubled(10));
+  EXPECT_EQ(pool->pids(), pids);
+}
+
+TEST_F(WorkerPools, EndsAWorkerThatDoesNotHearOfAnInterrupt) {
+  SpreadOptions options;
+  options.interrupts = Interrupts::count();
+  const Interruption interruption;
+  EXPECT_EQ(failure(make_definition("sleep 600"), options).kind, Kind::kInterrupted);
+  EXPECT_EQ(run(twice, 10), doubled(10));
+  EXPECT_EQ(pool->replaced(), 1);
 }
 
 TEST_F(WorkerPools, OutlivesTheDeathOfIdleWorkers) {
