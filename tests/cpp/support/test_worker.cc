@@ -53,6 +53,10 @@ class TestServed final : public Served {
     const std::string word = text.substr(0, text.find(' '));
     const double number = std::strtod(text.c_str() + word.size(), nullptr);
     if (word == "sleep") std::this_thread::sleep_for(std::chrono::duration<double>(number));
+    if (word == "wait") {
+      while (!is_interrupted()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      throw Raised("interrupted");
+    }
     if (word == "exit") {
       std::fprintf(stderr, "last words\n");
       _exit(static_cast<int>(number));
@@ -83,6 +87,7 @@ class TestServed final : public Served {
 __attribute__((constructor)) void run_worker(int count, char** arguments) {
   if (std::getenv(kMark) == nullptr || count < 6) return;
   auto number = [&](int i) { return static_cast<int>(std::strtol(arguments[i], nullptr, 10)); };
+  signal(SIGUSR2, SIG_IGN);  // is_interrupted() tells as much
   TestServed served;
   serve({number(1), number(2), number(3), number(4)}, served);
   _exit(0);

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/lifecycle.h"
 #include "test_worker.h"
 #include "workers/spread.h"
 
@@ -174,6 +175,40 @@ TEST_F(WorkerPools, EndsACallThatTakesTooLong) {
   EXPECT_EQ(run_one(twice, options), 42);
 }
 
+// Ctrl-C, once a call may be under way.
+class Interruption {
+ public:
+  Interruption()
+      : thread_([] {
+          std::this_thread::sleep_for(milliseconds(50));
+          Interrupts::end_all(/*on=*/true);
+          Interrupts::end_all(/*on=*/false);
+        }) {}
+
+ private:
+  std::jthread thread_;
+};
+
+TEST_F(WorkerPools, KeepsWorkersThatHearOfAnInterrupt) {
+  (void)run(make_definition("sleep 0.02"), 2);  // both are up
+  const std::vector<pid_t> pids = pool->pids();
+  SpreadOptions options;
+  options.interrupts = Interrupts::count();
+  const Interruption interruption;
+  EXPECT_EQ(failure(make_definition("wait"), options, 5).kind, Kind::kInterrupted);
+  EXPECT_EQ(run(twice, 10), doubled(10));
+  EXPECT_EQ(pool->pids(), pids);
+}
+
+TEST_F(WorkerPools, EndsAWorkerThatDoesNotHearOfAnInterrupt) {
+  SpreadOptions options;
+  options.interrupts = Interrupts::count();
+  const Interruption interruption;
+  EXPECT_EQ(failure(make_definition("sleep 600"), options).kind, Kind::kInterrupted);
+  EXPECT_EQ(run(twice, 10), doubled(10));
+  EXPECT_EQ(pool->replaced(), 1);
+}
+
 TEST_F(WorkerPools, OutlivesTheDeathOfIdleWorkers) {
   EXPECT_EQ(run_one(twice), 42);
   for (pid_t pid : pool->pids()) kill(pid, SIGKILL);
@@ -296,6 +331,7 @@ TEST_F(WorkerPools, TellsACommandThatIsNone) {
 
 TEST_F(WorkerPools, LeavesNoProcessWhenItIsClosed) {
   EXPECT_EQ(run_one(twice), 42);
+  (void)run(make_definition("sleep 0.02"), 2);  // both are up
   const std::vector<pid_t> pids = pool->pids();
   pool->shut_down(seconds(5));
   for (pid_t pid : pids) EXPECT_NE(kill(pid, 0), 0);
