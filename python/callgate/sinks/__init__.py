@@ -15,9 +15,9 @@ from callgate.sinks._native import JSONL, Npy, Stats, Stream
 from callgate.sinks._plot import Plot
 from callgate.sinks._tables import HDF5, Parquet, Zarr
 from callgate.sinks._text import CSV, Print
-from callgate.sinks._trackers import MLflow, TensorBoard, WandB
+from callgate.sinks._trackers import ClearML, MLflow, TensorBoard, WandB
 
 __all__ = [
-  "CSV", "HDF5", "JSONL", "MLflow", "Npy", "Parquet", "Plot", "Print", "Record", "Sink",
+  "CSV", "HDF5", "JSONL", "ClearML", "MLflow", "Npy", "Parquet", "Plot", "Print", "Record", "Sink",
   "SinkError", "Stats", "Stream", "TapInfo", "TensorBoard", "WandB", "Zarr", "columns",
 ]  # fmt: skip

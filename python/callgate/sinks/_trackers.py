@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks into experiment trackers that live in a folder: TensorBoard, MLflow, Weights & Biases."""
+"""Sinks into experiment trackers that live in a folder: TensorBoard, MLflow, W&B, ClearML."""
 
 from __future__ import annotations
 
@@ -227,3 +227,91 @@ class WandB(LibrarySink):
 
   def _stop(self) -> None:
     self._run.finish()
+
+
+class ClearML(LibrarySink):
+  """A task of ClearML, in a local folder unless told otherwise.
+
+  Numbers are curves over the step, arrays are histograms of their finite elements, 64 counts each.
+  ClearML has one task at a time in a process: where the program has made one, the records go there,
+  and it stays open. Opened anew, the sink begins another one. After an offline one ClearML stays
+  offline in this process until `clearml.Task.set_offline(False)`, which needs its configuration.
+
+  Args:
+    project: the project's name.
+    folder: in which an offline task is `offline/ID.zip` once the sink is closed.
+    run_name: the task's name.
+    mode: "offline": `clearml.Task.import_offline_session(zip)` sends it later; "online": to
+      ClearML's server at once.
+    step: path of an integer leaf that holds the step; None for the record's `seq`.
+
+  Attributes:
+    task_id: ClearML's id of the task; None before the sink is opened.
+  """
+
+  _BINS = 64
+  # Nothing but what is logged: ClearML watches what other libraries log, and the program's code.
+  _WATCHED = (
+    "matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit", "fastai", "lightgbm",
+    "hydra", "detect_repository", "tfdefines", "joblib", "megengine", "catboost", "gradio",
+  )  # fmt: skip
+  _extra, _needs = "clearml", ("clearml",)
+
+  def __init__(
+    self, project: str = "callgate", *, folder: StrPath = "clearml", run_name: str = "callgate",
+    mode: Literal["offline", "online"] = "offline", step: str | None = None,
+    **choice: Unpack[ChoiceOptions],
+  ) -> None:  # fmt: skip
+    label = "sinks.ClearML"
+    self._folder = options.path(label, "folder", folder)
+    self._run_name = options.text(label, "run_name", run_name)
+    options.optional_texts(label, step=step)
+    self._mode = options.choice(label, "mode", mode, ("offline", "online"))
+    super().__init__(options.text(label, "project", project), **choice)
+    self._step = step
+    self._own = False  # whether the task is this sink's
+    self.task_id: str | None = None
+
+  def _start(self) -> None:
+    kind: Any = self._module.Task
+    self._task: Any = kind.current_task()
+    self._own = self._task is None
+    if self._own:
+      self._task = self._made(kind)
+    self.task_id = str(self._task.id)
+
+  def _made(self, kind: Any) -> Any:
+    before = os.environ.get("CLEARML_CACHE_DIR")
+    os.environ["CLEARML_CACHE_DIR"] = str(pathlib.Path(self._folder).absolute())
+    try:
+      kind.set_offline(self._mode == "offline")
+      return kind.init(
+        project_name=self._target, task_name=self._run_name, reuse_last_task_id=False,
+        auto_connect_arg_parser=False, auto_connect_streams=False, auto_resource_monitoring=False,
+        auto_connect_frameworks=dict.fromkeys(self._WATCHED, False),
+      )  # fmt: skip
+    finally:
+      del os.environ["CLEARML_CACHE_DIR"]
+      if before is not None:
+        os.environ["CLEARML_CACHE_DIR"] = before
+
+  def _take(self, record: Record) -> None:
+    step, curves = _curves(record, self._step)
+    log = self._task.get_logger()
+    for tag, array in curves:
+      if array.ndim == 0:
+        log.report_scalar(tag, tag, float(array), step)
+        continue
+      values = np.asarray(array, np.float64)
+      if (values := values[np.isfinite(values)]).size:
+        counts, edges = np.histogram(values, self._BINS)
+        log.report_histogram(tag, tag, counts, step, xlabels=[f"{x:.6g}" for x in edges[:-1]])
+
+  def _flush(self) -> None:
+    self._task.flush(wait_for_uploads=True)
+
+  def _stop(self) -> None:
+    if self._own:
+      self._task.close()
+    else:
+      self._flush()

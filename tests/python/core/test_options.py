@@ -132,6 +132,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   f"sinks.{name}": (getattr(cg.sinks, name), base)
   for name, base in {
     "CSV": {"path": "a.csv"},
+    "ClearML": {"project": "fuzzed"},
     "HDF5": {"path": "a.h5"},
     "JSONL": {"path": "a.jsonl"},
     "MLflow": {"tracking_uri": "mlruns"},
@@ -268,7 +269,7 @@ def call(name: str, option: str, value: Any) -> None:
 
 NEEDS = {
   "envs": "gymnasium", "numba": "numba", "torch": "torch", "sinks.HDF5": "h5py",
-  "sinks.MLflow": "mlflow",
+  "sinks.ClearML": "clearml", "sinks.MLflow": "mlflow",
   "sinks.Parquet": "pyarrow", "sinks.Plot": "matplotlib", "sinks.TensorBoard": "tensorboardX",
   "sinks.WandB": "wandb", "sinks.Zarr": "zarr",
 }  # fmt: skip

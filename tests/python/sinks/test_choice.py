@@ -139,7 +139,7 @@ def test_wrong_choices_are_refused_by_every_sink(choice: Any, text: str, tmp_pat
     "CSV": tmp_path / "a", "HDF5": tmp_path / "b", "JSONL": tmp_path / "c", "MLflow": "d",
     "Npy": tmp_path / "e", "Parquet": tmp_path / "f", "Plot": tmp_path / "g.png", "Print": None,
     "Stats": None, "Stream": tmp_path / "h", "TensorBoard": tmp_path / "i", "Zarr": tmp_path / "j",
-    "WandB": "k",
+    "ClearML": "l", "WandB": "k",
   }  # fmt: skip
   kinds = [
     n

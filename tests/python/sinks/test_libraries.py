@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -193,6 +195,38 @@ def test_wandb_has_a_run_offline(tmp_path, monkeypatch):
   assert row["h/lane_2.values"] == counts.tolist()
   np.testing.assert_allclose(row["h/lane_2.bins"], edges)
   assert not list(folder.rglob("requirements.txt"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its libraries among each other
+def test_clearml_has_a_task_offline(tmp_path, monkeypatch):
+  clearml = pytest.importorskip("clearml")
+  monkeypatch.setenv("CLEARML_API_HOST", "http://127.0.0.1:9")  # nobody is asked
+  sink = sinks.ClearML("project", folder=tmp_path / "new", run_name="first", step="i")
+  rows = [record("t", {"i": np.int32(10 + i), "x": np.float32(x)}) for i, x in enumerate(EXPECTED)]
+  with sink:
+    sink.write([*rows, record("h", {"i": np.int32(7), "y": np.array([*range(100), np.inf])})])
+    with pytest.raises(sinks.SinkError, match="expected a leaf 'i' for the step"):
+      sink.write(losses(1))
+  with zipfile.ZipFile(tmp_path / "new" / "offline" / f"{sink.task_id}.zip") as archive:
+    about = json.loads(archive.read("task.json"))
+    text = archive.read("metrics.jsonl").decode()
+  assert [about["name"], about["project_name"]] == ["first", "project"]
+  assert "script" not in about  # the program's code and packages
+  events = [event for line in text.splitlines() for event in json.loads(line)]
+  found = [(e["iter"], e["value"]) for e in events if e["metric"] == "t/x"]
+  assert found == [(10 + i, pytest.approx(value)) for i, value in enumerate(EXPECTED)]
+  (plot,) = [json.loads(e["plot_str"]) for e in events if e["metric"] == "h/y"]
+  assert plot["data"][0]["y"] == np.histogram(np.arange(100), 64)[0].tolist()
+  assert clearml.Task.current_task() is None
+  own = mock.Mock(id="own")  # a task of the program's: it gets what is written, and stays open
+  monkeypatch.setattr(clearml.Task, "current_task", lambda: own)
+  with sinks.ClearML("project") as sink:
+    sink.write(losses(2))
+  assert sink.task_id == "own"
+  found = [call.args for call in own.get_logger().report_scalar.call_args_list]
+  assert found == [("loss", "loss", pytest.approx(EXPECTED[i]), i) for i in range(2)]
+  own.close.assert_not_called()
+  own.flush.assert_called_once_with(wait_for_uploads=True)
 
 
 def test_plot_draws_a_picture_that_its_library_reads(tmp_path):
