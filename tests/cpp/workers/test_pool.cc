@@ -190,6 +190,7 @@ class Interruption {
 };
 
 TEST_F(WorkerPools, KeepsWorkersThatHearOfAnInterrupt) {
+  (void)run(make_definition("sleep 0.02"), 2);  // both are up
   const std::vector<pid_t> pids = pool->pids();
   SpreadOptions options;
   options.interrupts = Interrupts::count();
@@ -330,6 +331,7 @@ TEST_F(WorkerPools, TellsACommandThatIsNone) {
 
 TEST_F(WorkerPools, LeavesNoProcessWhenItIsClosed) {
   EXPECT_EQ(run_one(twice), 42);
+  (void)run(make_definition("sleep 0.02"), 2);  // both are up
   const std::vector<pid_t> pids = pool->pids();
   pool->shut_down(seconds(5));
   for (pid_t pid : pids) EXPECT_NE(kill(pid, 0), 0);
