@@ -12,6 +12,7 @@ from typing import Any
 
 from callgate._breakpoint import breakpoint
 from callgate._call import derivatives
+from callgate._checkpoints import checkpoints
 from callgate._core import registry
 from callgate._feed import producer
 from callgate._futures import job, ticket
@@ -46,6 +47,7 @@ def start(public: Mapping[str, Any]) -> None:
   lifecycle.at_end("leave", group.leave)
   lifecycle.at_end("draw", draw.stop)
   lifecycle.at_end("deliver", job.settle)  # whose errors the next one raises
+  lifecycle.at_end("deliver", checkpoints.finish)
   lifecycle.at_end("deliver", channel.close_all)
   lifecycle.at_end("join", producer.close_all)
   lifecycle.at_end("join", workers.close_all)

@@ -25,10 +25,12 @@ from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
+from callgate._runtime import lifecycle
 from callgate._sharding import tiles
 from callgate._tap import channel, tap
 
 _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
+_alive: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 
 class Checkpoints:
@@ -95,6 +97,7 @@ class Checkpoints:
     self._lock = threading.Lock()
     self._channel: channel.Channel | None = None
     self._gates: dict[Any, Gate] = {}
+    _alive.add(self)
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self.folder}>"
@@ -245,6 +248,20 @@ class Checkpoints:
         most = max(2 * size, _LEAST_CAPACITY)
         self._channel = channel.channel(name, capacity=most, to=self._writer)
       return self._channel
+
+
+def finish(seconds: float) -> None:
+  """At the end of the process: waits for the disk, as long as it takes but after Ctrl-C."""
+  for saves in list(_alive):
+    one = saves._channel  # pyright: ignore[reportPrivateUsage]
+    if one is None or lifecycle.is_interrupted():
+      continue
+    try:
+      one.flush(seconds)
+    except TimeoutError:
+      what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
+      print(f"callgate: checkpoints in {saves.folder}: {what}", file=sys.stderr)
+      one.flush()
 
 
 class _OfDisk(Gate):

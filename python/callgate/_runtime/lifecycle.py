@@ -101,9 +101,7 @@ def _device_worker(begin: bool) -> None:
 
 def _end() -> None:
   """Before Python ends; a fork's child and an embedder's thread leave the runtime alone."""
-  last = getattr(sys, "last_exc", getattr(sys, "last_value", None))  # what main was left by
-  # After Ctrl-C nobody waits for the process as for its normal end.
-  interrupted = isinstance(last, KeyboardInterrupt) or _callgate.interrupted_recently()
+  interrupted = is_interrupted()
   seconds = environment.seconds("CALLGATE_EXIT_SECONDS", 1 if interrupted else 5)
   _run(_at_end["hurry"], seconds)
   _run(_at_end["leave"], seconds)
@@ -116,6 +114,12 @@ def _end() -> None:
       _refuse_calls(deadline, seconds)
   finally:
     _run(_at_end["join"], seconds)
+
+
+def is_interrupted() -> bool:
+  """At the end of the process: after Ctrl-C nobody waits for it as for its normal end."""
+  last = getattr(sys, "last_exc", getattr(sys, "last_value", None))  # what main was left by
+  return isinstance(last, KeyboardInterrupt) or bool(_callgate.interrupted_recently())
 
 
 def _run(ends: list[Callable[[float], object]], seconds: float) -> None:

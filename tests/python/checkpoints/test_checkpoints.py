@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from interpreters import start
+from interpreters import output_of, start
 
 import callgate as cg
 from callgate._checkpoints import files
@@ -374,3 +374,21 @@ def test_kill_while_writing(tmp_path: Path) -> None:
     reached = now
   write(tmp_path, reached + 1)
   assert_nothing_else_is_left(tmp_path, reached + 1)
+
+
+def test_the_end_of_a_process_waits_for_a_slow_disk(tmp_path: Path) -> None:
+  program = """
+    import os, sys, time
+    os.environ["CALLGATE_EXIT_SECONDS"] = "0.2"
+    sys.stderr = sys.stdout
+    import jax, callgate as cg
+    from callgate._checkpoints import files
+    write = files.write
+    files.write = lambda *args: (time.sleep(0.3), write(*args))[1]
+    saves = cg.Checkpoints(FOLDER, every=1, keep=9)
+    jax.jit(lambda x: cg.scan(lambda x, _: (x + 1, None), x, length=5, save=saves)[0])(0)
+  """
+  printed = output_of(program.replace("FOLDER", repr(str(tmp_path))))
+  assert cg.Checkpoints(tmp_path).steps() == (1, 2, 3, 4, 5)
+  assert printed.count("the end of the program waits until they are on the disk") == 1
+  assert "not delivered" not in printed
