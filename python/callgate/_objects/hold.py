@@ -85,8 +85,7 @@ def holding(
   kind: type[Hold] = Hold,
 ) -> Hold:  # fmt: skip
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
-  maker: list[Maker] = []  # and the gate's name: the gate itself holds this function
-  name: list[str] = []
+  maker, name = list[Maker](), list[str]()  # not the gate, which holds the function below
   where = _place(options.run_on)
   place = None if where is None else where.place
 
