@@ -281,7 +281,7 @@ def _loaded_jvp(load: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
   step, *_ = primals
   moved = [
     t if t.dtype == jax.dtypes.float0 else jnp.where(step == 0, t, jnp.zeros_like(t))
-    for t in tangents[1:]
+    for t in tangents[2:]
   ]
   return load()(*primals), tuple(moved)
 

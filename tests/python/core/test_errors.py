@@ -23,6 +23,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
   "KernelError": ("scale", "bad alloc"),
   "ConsumerError": ("no space left", 7),
   "ProcessError": (1, "ValueError", "no"),
+  "RecordedError": ("ValueError", "no"),
   "CompileError": ("the compiler failed", "line 3: error"),
   "ResultShapeError": (0, (2,), (3,)),
   "TapFunctionException": ("functions of taps raised", [KeyError("k"), ValueError("v")]),

@@ -198,6 +198,7 @@ def test_wandb_has_a_run_offline(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its libraries among each other
+@pytest.mark.filterwarnings("ignore:os.fork")  # it forks, for a short program
 def test_clearml_has_a_task_offline(tmp_path, monkeypatch):
   clearml = pytest.importorskip("clearml")
   monkeypatch.setenv("CLEARML_API_HOST", "http://127.0.0.1:9")  # nobody is asked
