@@ -287,9 +287,8 @@ constexpr float kNone = ProgressState::kNoValue;
 TEST(ProgressCallee, LanesHaveBarsThatAValueMovesAndEndOneByOne) {
   Timed t;
   ProgressCallee callee(t.board);
-  SiteSpec begin = progress("begin_at", 5, -1, "lanes");
-  auto handles =
-      call(callee, begin, {std::vector{0.0F, 1.0F}, std::vector{2.0F, 5.0F}}, std::vector{0, 0});
+  auto handles = call(callee, progress("begin_at", 5, -1, "lanes"),
+                      {std::vector{0.0F, 1.0F}, std::vector{2.0F, 5.0F}}, std::vector{0, 0});
   ASSERT_NE(handles[0], handles[1]);
   const std::vector<int> of(handles.begin(), handles.end());
   auto update = [&](std::vector<int> counts, std::vector<float> at, std::vector<int> going) {
