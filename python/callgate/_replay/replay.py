@@ -135,8 +135,9 @@ def replay(
     path: a file of `callgate.record`'s, "{process}" in it replaced by `jax.process_index()`. What
       is whole of a file counts whose writer was killed.
     partial: call the function where the recording has no such call.
-    rtol, atol: operands of floating types may differ so far, as by `numpy.allclose`: from another
-      machine, say. Without them each bit counts. Not for recordings of digests.
+    rtol: operands of floating types may differ so far, as by `numpy.allclose`: from another
+      machine, say. Without tolerances each bit counts. Not for recordings of digests.
+    atol: the same, absolute.
     trust: unpickle exceptions, which may run any code: of a file that you made yourself.
 
   Returns:
