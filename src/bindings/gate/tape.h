@@ -88,11 +88,11 @@ void lanes_on_tape(const std::string& gate, const SiteSpec& site, const Call& ca
         levels->select_operands(number, call.operands, operands);
         levels->select_results(number, call.results, results);
       }
-      taped.emplace(of, at, number, operands, results, call.context);
+      taped = std::make_unique<TapedCall>(of, at, number, operands, results, call.context);
     }
     const std::int64_t number;
     std::vector<ArrayView> operands, results;
-    std::optional<TapedCall> taped;
+    std::unique_ptr<TapedCall> taped;
   };
   const std::int64_t count = lanes == nullptr ? 1 : lanes->count();
   std::vector<std::unique_ptr<Lane>> left;

@@ -201,6 +201,7 @@ TEST_F(WorkerPools, KeepsWorkersThatHearOfAnInterrupt) {
 }
 
 TEST_F(WorkerPools, EndsAWorkerThatDoesNotHearOfAnInterrupt) {
+  (void)run(make_definition("sleep 0.02"), 2);  // both are up
   SpreadOptions options;
   options.interrupts = Interrupts::count();
   const Interruption interruption;

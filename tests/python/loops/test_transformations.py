@@ -82,7 +82,10 @@ def test_saved_scans(tmp_path: Path, number: int) -> None:
 
 
 def test_saved_scans_that_may_go_on(tmp_path: Path) -> None:
-  names = [name for name in TRANSFORMATIONS if name not in (*LANES, "grad", "linearize")]
+  # Those that run it twice may find what the first one has saved.
+  twice = ["nested jit", "scan", "while", "while with lanes apart"]
+  left = (*LANES, "grad", "linearize", *twice)
+  names = [name for name in TRANSFORMATIONS if name not in left]
   chains = [(one, other) for one, other in zip(names, names[3:] + names[:3], strict=True)]
   make = Saved(tmp_path, resume=True)
   chains = [pair for pair in chains if is_valid(pair)]
