@@ -3,7 +3,8 @@
 
 "cheap" items, and "scalar" ones, are there at once: the price of handing one over. Those of 1 MiB
 feed a step of about 0.2 ms, beside a Python loop that gives each to a compiled step by
-`jax.device_put`: a row is an item's time, the step's included. "work" items take about as long to
+`jax.device_put`: a row is an item's time, the step's included; beside them the step alone, on items
+that the device has, and the iterator alone, which no way of feeding can be faster than. "work" items take about as long to
 make, in NumPy code that frees the interpreter's lock, as the program's step takes: a feed makes the
 next one meanwhile, if there is a second core. Unit: microseconds per item.
 """
@@ -25,9 +26,10 @@ from benchmarks.peers import adapters
 ITEM = jax.ShapeDtypeStruct((1024,), jnp.float32)
 SIDE = 384  # of the matrices that an item's making and a step multiply
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
-MIB = jax.ShapeDtypeStruct((1 << 18,), jnp.float32)
+MIB, LARGE_STEPS = jax.ShapeDtypeStruct((1 << 18,), jnp.float32), 32
 FEED_SCALAR = "callgate feed, scalar items"
 FEED_MIB, PUT_MIB = "callgate feed, 1 MiB and a step", "device_put in a loop, 1 MiB and a step"
+STEP_MIB, ITERATOR_MIB = "the step alone, on 1 MiB", "the iterator alone, 1 MiB"
 FEED, FEED_WORK = "callgate feed, cheap items", "callgate feed, work items"
 JAX, JAX_WORK = "jax ordered io_callback, cheap items", "jax ordered io_callback, work items"
 STEP = "the step alone"
@@ -54,6 +56,8 @@ def run(options: harness.Options) -> harness.Report:
     harness.Contestant(FEED_SCALAR, _scalars),
     harness.Contestant(FEED_MIB, functools.partial(_large, fed=True)),
     harness.Contestant(PUT_MIB, functools.partial(_large, fed=False)),
+    harness.Contestant(STEP_MIB, _large_step),
+    harness.Contestant(ITERATOR_MIB, _large_iterator),
   ]
   rows = harness.measure(contestants, rounds=options.rounds_or(30))
   title = f"One f32[{ITEM.shape[0]}] item of a host iterator in a scan"
@@ -123,34 +127,54 @@ def _scalars() -> harness.Work:
   return harness.fitted(executions, 5000)
 
 
+def _large_items() -> Iterator[Item]:
+  for number in itertools.count():
+    yield np.full(MIB.shape, number % 2, np.float32)
+
+
+def _large_step_on(total: jax.Array, item: jax.Array) -> jax.Array:
+  for _ in range(4):  # some 0.2 ms
+    item = jnp.tanh(item * 0.5)
+  return total + item.sum()
+
+
 def _large(*, fed: bool) -> harness.Work:
   """A step on items of 1 MiB, each of which the iterator writes anew, as loaders do."""
-  steps = 32
-
-  def items() -> Iterator[Item]:
-    for number in itertools.count():
-      yield np.full(MIB.shape, number % 2, np.float32)
-
-  def step(total: jax.Array, item: jax.Array) -> jax.Array:
-    for _ in range(4):  # some 0.2 ms
-      item = jnp.tanh(item * 0.5)
-    return total + item.sum()
-
   if fed:
-    read = adapters.callgate().feed(items(), prefetch=4, shape=MIB).next
+    read = adapters.callgate().feed(_large_items(), prefetch=4, shape=MIB).next
     program = jax.jit(
-      lambda total: jax.lax.scan(lambda c, _: (step(c, read()), None), total, length=steps)[0]
+      lambda total: jax.lax.scan(
+        lambda c, _: (_large_step_on(c, read()), None), total, length=LARGE_STEPS
+      )[0]
     )
-    return harness.Work(lambda: jax.block_until_ready(program(jnp.float32(0))), steps)
-  compiled, source = jax.jit(step), items()
+    return harness.Work(lambda: jax.block_until_ready(program(jnp.float32(0))), LARGE_STEPS)
+  compiled, source = jax.jit(_large_step_on), _large_items()
 
   def loop() -> None:
     total = jnp.float32(0)
-    for _ in range(steps):
+    for _ in range(LARGE_STEPS):
       total = compiled(total, jax.device_put(next(source)))
     jax.block_until_ready(total)
 
-  return harness.Work(loop, steps)
+  return harness.Work(loop, LARGE_STEPS)
+
+
+def _large_step() -> harness.Work:
+  items = jnp.stack([jnp.full(MIB.shape, n % 2, MIB.dtype) for n in range(LARGE_STEPS)])
+  program = jax.jit(
+    lambda total, xs: jax.lax.scan(lambda c, x: (_large_step_on(c, x), None), total, xs)[0]
+  )
+  return harness.Work(lambda: jax.block_until_ready(program(jnp.float32(0), items)), LARGE_STEPS)
+
+
+def _large_iterator() -> harness.Work:
+  source = _large_items()
+
+  def loop() -> None:
+    for _ in range(LARGE_STEPS):
+      next(source)
+
+  return harness.Work(loop, LARGE_STEPS)
 
 
 CONTESTANTS: tuple[tuple[str, Callable[[Iterator[Item]], Read], bool], ...] = (

@@ -101,7 +101,8 @@ class Server {
   void next() {
     WorkerControl& control = control_of(memory_);
     EventCount& requests = control.requests;
-    constexpr auto kAwake = std::chrono::microseconds(40);
+    // While the caller copies a megabyte out, and the next one in.
+    constexpr auto kAwake = std::chrono::microseconds(100);
     if (asked_on_ != current_core()) requests.watch(seen_, kAwake);
     while (requests.now() == seen_) requests.wait(seen_, std::chrono::seconds(60));
     seen_ = requests.now();

@@ -24,7 +24,7 @@ using std::chrono::nanoseconds;
 constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostEnded = 4;  // workers that may end before they run a lane
-constexpr auto kAwake = std::chrono::microseconds(30);
+constexpr auto kAwake = std::chrono::microseconds(60);
 constexpr std::int64_t kSoon = 50'000;  // nanoseconds, that a piece takes which it stays awake for
 constexpr auto kNap = std::chrono::milliseconds(100);  // after which it looks for Ctrl-C
 // What runs when Ctrl-C comes has this long to end; then so long to hear that it is interrupted,

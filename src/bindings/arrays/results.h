@@ -169,6 +169,9 @@ inline std::optional<std::string> store_number(const ArrayView& target, PyObject
 // view's shape and dtype. Of other dtypes it converts integers to integers and a Python number to
 // one of a kind that includes it, and with `cast` what NumPy calls casts of the same kind.
 inline std::optional<std::string> store(const ArrayView& target, PyObject* value, bool cast) {
+  PyArray_Descr* want = descr_of(target.dtype);
+  if (target.rank == 0 && want != nullptr && write_scalar(target.data, value, want))
+    return std::nullopt;
   nb::object converted;
   PyObject* given = value;
   if (is_masked(value)) return describe(value);
@@ -179,7 +182,6 @@ inline std::optional<std::string> store(const ArrayView& target, PyObject* value
   }
   auto* array = as_array(value);
   if (!std::ranges::equal(shape_of(array), target.shape())) return describe(given);
-  PyArray_Descr* want = descr_of(target.dtype);
   // By number: the byte order of a returned array is its layout, as its strides are.
   const int have = PyArray_DESCR(array)->type_num;
   bool same = PyArray_DESCR(array) == want || PyArray_EquivTypenums(have, want->type_num);

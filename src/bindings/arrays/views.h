@@ -119,6 +119,14 @@ inline nb::object make_view(const ArrayView& view, bool writable) {
   return make_array(view, writable, base);
 }
 
+// Writes what NumPy's functions make of arrays of rank 0: a scalar of the very type. False for all
+// else.
+inline bool write_scalar(void* to, PyObject* value, const PyArray_Descr* type) {
+  if (Py_TYPE(value) != type->typeobj || !PyTypeNum_ISNUMBER(type->type_num)) return false;
+  PyArray_ScalarAsCtype(value, to);
+  return true;
+}
+
 // A view that nobody else holds, kept for the next call of its site: to point it elsewhere costs
 // far less than to make one.
 class SpareView {

@@ -63,14 +63,7 @@ struct ItemQueueHandle {
     auto* type = reinterpret_cast<PyArray_Descr*>(dtype.ptr());
     std::array<std::byte, sizeof(npy_clongdouble)> scalar;
     auto memory_of = [&](PyObject* item) -> const void* {  // null for another form
-      if (shape.empty() && PyArray_CheckScalar(item) && !PyArray_Check(item)) {
-        nb::object its = nb::steal(reinterpret_cast<PyObject*>(PyArray_DescrFromScalar(item)));
-        auto* given = reinterpret_cast<PyArray_Descr*>(its.ptr());
-        if (PyTypeNum_ISUSERDEF(given->type_num) || !PyArray_EquivTypes(given, type))
-          return nullptr;
-        PyArray_ScalarAsCtype(item, scalar.data());
-        return scalar.data();
-      }
+      if (shape.empty() && write_scalar(scalar.data(), item, type)) return scalar.data();
       if (!PyArray_CheckExact(item)) return nullptr;
       auto* array = reinterpret_cast<PyArrayObject*>(item);
       std::span extents(PyArray_DIMS(array), static_cast<std::size_t>(PyArray_NDIM(array)));

@@ -18,6 +18,7 @@
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/results.h"
 #include "bindings/arrays/views.h"
+#include "bindings/gate/call_views.h"
 #include "bindings/gate/device_tape.h"
 #include "bindings/gate/gate.h"
 #include "bindings/gate/scopes.h"
@@ -30,44 +31,6 @@
 
 namespace callgate::bindings {
 namespace {
-
-// New references to the arrays of one lane, as arguments; small calls stay on the stack.
-class Arguments : Immovable {
- public:
-  explicit Arguments(std::size_t capacity) : room_(capacity) {}
-  ~Arguments() {
-    for (PyObject* object : all()) Py_XDECREF(object);
-  }
-
-  void push(nb::object object) { data()[count_++] = object.release().ptr(); }
-  std::span<PyObject*> all() { return {data(), count_}; }
-  PyObject** data() { return room_.data(); }
-  std::size_t size() const { return count_; }
-
- private:
-  SmallBuffer<PyObject*, 24> room_;
-  std::size_t count_ = 0;
-};
-
-// The views of one kind of a call, and the memory that they show.
-struct Views : Arguments {
-  Views(const char* of_kind, std::span<const ArrayView> shown, bool is_own)
-      : Arguments(shown.size()), kind(of_kind), memory(shown), own(is_own) {}
-
-  bool escaped() {
-    return !own && std::ranges::any_of(all(), [](PyObject* view) { return Py_REFCNT(view) != 1; });
-  }
-  void add_to(nb::list& suspects) {
-    for (std::size_t i = 0; !own && i < size(); ++i)
-      suspects.append(nb::make_tuple(kind, i, nb::borrow(data()[i]), number_of(memory[i].data),
-                                     memory[i].nbytes()));
-  }
-
-  const char* kind;
-  std::span<const ArrayView> memory;
-  bool own;               // private ones, which may outlive the call
-  bool reusable = false;  // by the site's next call
-};
 
 class PyGateSite final : public Site {
  public:

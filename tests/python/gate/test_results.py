@@ -119,6 +119,35 @@ def test_a_number_of_no_width_or_an_integer_of_another_is_cast(
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "float16", "bfloat16",
+                                   "float8_e4m3fn", "float32", "complex64"])  # fmt: skip
+@pytest.mark.parametrize("lanes", [(), (3,)])
+def test_scalars_that_numpy_makes_of_arrays_of_rank_0_are_results(
+  engine: Any, dtype: str, lanes: tuple[int, ...]
+) -> None:
+  values = jnp.asarray(np.arange(1, 1 + np.prod(lanes, dtype=int)).reshape(lanes) * 40).astype(
+    dtype
+  )
+  seen: list[type] = []
+
+  def same(x: np.ndarray) -> Any:
+    seen.append(type(x[()]))
+    return x[()]
+
+  gate = cg.gate(same, out=lambda x: x, vmap="each")
+  with cg.config(engine=engine):
+    got = jax.jit(jax.vmap(gate) if lanes else gate)(values)
+  np.testing.assert_array_equal(np.asarray(got), np.asarray(values))
+  assert got.dtype == dtype and not issubclass(seen[0], np.ndarray)
+
+
+def test_a_class_of_the_users_own_that_derives_from_numpys_scalar_is_a_result() -> None:
+  class Metres(np.float32): ...
+
+  assert run(Metres(2.5), SCALAR) == 2.5
+
+
+@BOTH
 @pytest.mark.parametrize("cast", [None, True])
 @pytest.mark.parametrize(("dtype", "value"), cases(OUTSIDE))
 def test_a_value_outside_of_the_range_is_an_error_that_says_it(

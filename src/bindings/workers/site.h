@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+// A gate that runs in worker processes, and its call sites: without the GIL, until something fails,
+// or until a recording has to be asked. A worker's side is serve.cc.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "bindings/gate/gate.h"
+#include "bindings/gate/tape.h"
+#include "bindings/python/gil.h"
+#include "bindings/python/hooks.h"
+#include "core/threads.h"
+#include "core/timeline.h"
+#include "workers/protocol.h"
+#include "workers/spread.h"
+
+namespace callgate::bindings {
+
+// Numbers of definitions.
+inline std::uint64_t next_definition() {
+  static std::atomic<std::uint64_t> next{1};
+  return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
+}
+
+// A definition that the pool's workers drop when nobody needs it any more.
+class HeldDefinition : Immovable {
+ public:
+  HeldDefinition(std::shared_ptr<Pool> pool, std::uint64_t of, std::string bytes)
+      : pool_(std::move(pool)), definition_{next_definition(), of, std::move(bytes)} {}
+  ~HeldDefinition() { pool_->forget(definition_.id); }
+
+  const Definition& get() const noexcept { return definition_; }
+
+ private:
+  std::shared_ptr<Pool> pool_;
+  Definition definition_;
+};
+
+inline std::string bytes_in(const nb::object& given) {
+  const auto bytes = nb::cast<nb::bytes>(given);
+  return {bytes.c_str(), bytes.size()};
+}
+
+struct PoolHandle {
+  explicit PoolHandle(PoolOptions options)
+      : pool(without_gil([&] { return Pool::make(std::move(options)); })) {}
+  PoolHandle(const PoolHandle&) = delete;
+  PoolHandle& operator=(const PoolHandle&) = delete;
+  ~PoolHandle() {
+    without_gil([&] { pool.reset(); });
+  }
+
+  std::shared_ptr<Pool> pool;
+};
+
+struct WorkerOptions {
+  std::chrono::nanoseconds timeout{0}, loading{0};
+  int retries = 0;
+  bool in_order = false, by_lane = false;
+};
+
+// Relaxed throughout: counts, which order nothing.
+struct SharedCounters {
+  std::atomic<std::int64_t> calls{0}, errors{0}, bytes{0}, python_ns{0};
+};
+
+class WorkerCallee final : public GateCallee, public std::enable_shared_from_this<WorkerCallee> {
+ public:
+  // `start()` gives the WorkerPool, `describe(spec, cast)` the bytes that define a call site for a
+  // worker, and `describe(None, False)` those that define the gate; `failed(what)` makes an
+  // exception of a WorkerFailure.
+  WorkerCallee(std::string name, nb::object started, nb::object described, nb::object made,
+               WorkerOptions chosen)
+      : GateCallee(std::move(name)),
+        options(chosen),
+        start(late(std::move(started))),
+        describe(late(std::move(described))),
+        failed(late(std::move(made))) {}
+
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  bool reads_context() const noexcept override { return options.by_lane; }
+
+  const WorkerOptions options;
+  LateReference start, describe, failed;
+  SharedCounters counters;
+  // From the first site on that is to call a worker; under the GIL.
+  std::shared_ptr<Pool> pool;
+  std::shared_ptr<HeldDefinition> definition;
+};
+
+// What Python chooses for a call that it makes itself.
+struct Chosen {
+  std::int64_t first_lane = 0;
+  std::span<const std::uint64_t> placed;
+  std::span<std::uint64_t> ran_on;
+  bool send_results = false;
+  std::optional<std::uint32_t> interrupts;
+};
+
+class WorkerSite final : public Site {
+ public:
+  WorkerSite(std::shared_ptr<WorkerCallee> callee, SiteSpec spec)
+      : callee_(std::move(callee)), spec_(std::move(spec)) {}
+
+  // Has the definitions made that workers need, and the pool, once. Under the GIL; throws a Python
+  // exception.
+  void prepare() {
+    auto given = [](nb::object object) {
+      if (!object.is_valid()) nb::raise_python_error();
+      return object;
+    };
+    if (prepared_.load(std::memory_order_relaxed)) return;  // under the GIL
+    if (callee_->definition == nullptr) {
+      nb::object started = given(call_python(callee_->start.get(), ""));
+      nb::object described = given(call_python(callee_->describe.get(), "OO", Py_None, Py_False));
+      callee_->pool = nb::cast<const PoolHandle&>(started).pool;
+      callee_->definition = std::make_shared<HeldDefinition>(callee_->pool, 0, bytes_in(described));
+    }
+    const bool cast = !spec_.held.text("cast").empty();
+    nb::object described = given(
+        call_python(callee_->describe.get(), "sO", spec_.spec.c_str(), cast ? Py_True : Py_False));
+    if (prepared_.load(std::memory_order_relaxed)) return;  // another thread's, meanwhile
+    gate_ = callee_->definition;
+    site_ = std::make_unique<HeldDefinition>(callee_->pool, gate_->get().id, bytes_in(described));
+    prepared_.store(true, std::memory_order_release);  // who sees it sees both definitions
+  }
+
+  void run(const Call& call) override {
+    watched_for_stalls(callee_, call, [&] {
+      if (is_taping() || !prepared_.load(std::memory_order_acquire))  // see prepare()
+        return run_under_gil(call);
+      try {
+        run_counted(call, spec_.lanes, {});
+      } catch (const WorkerFailure& why) {
+        rethrow(why, call);
+      }
+    });
+  }
+
+  // A call of Python's, which has the GIL; raises what it fails with.
+  void run_from_python(const Call& call, const Lanes& lanes, const Chosen& chosen) {
+    prepare();
+    if (auto failure = run_without_gil(call, lanes, chosen)) throw exception_of(*failure, call);
+  }
+
+ private:
+  std::optional<WorkerFailure> run_without_gil(const Call& call, const Lanes& lanes,
+                                               const Chosen& chosen) {
+    std::optional<WorkerFailure> failure;
+    without_gil([&] {
+      try {
+        run_counted(call, lanes, chosen);
+      } catch (const WorkerFailure& why) {
+        failure = why;
+      }
+    });
+    return failure;
+  }
+
+  // A call that Python has to do with before workers have, if they have at all.
+  void run_under_gil(const Call& call) {
+    std::optional<LanesOfCall> of_call;
+    if (!spec_.lanes.empty()) of_call.emplace(spec_.lanes, call.operands, call.results);
+    const Lanes* lanes = of_call ? &**of_call : nullptr;
+    const std::int64_t count = lanes == nullptr ? 1 : lanes->count();
+    std::optional<WorkerFailure> failed;
+    auto make = [&](const Call& part, const Lanes* of_part, std::int64_t lane) {
+      prepare();
+      const std::int64_t own = of_part == nullptr ? 1 : of_part->count();
+      // Lanes are counted through all shards; run_counted() adds those of a shard of this part.
+      Chosen chosen;
+      chosen.first_lane = lane + std::max(call.context.shard, 0) * (count - own);
+      const Lanes none;
+      failed = run_without_gil(part, of_part == nullptr ? none : *of_part, chosen);
+      if (failed) throw exception_of(*failed, part);
+    };
+    GilScope gil;
+    auto raised = raised_by([&] {
+      if (!is_taping()) return make(call, lanes, 0);
+      lanes_on_tape(callee_->name(), spec_, call, lanes, make);
+    });
+    if (raised) throw error_of(*raised, call, failed ? failed->kind : WorkerFailure::Kind::kRaised);
+  }
+
+  void run_counted(const Call& call, const Lanes& lanes, const Chosen& chosen) {
+    const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
+    const auto begin = std::chrono::steady_clock::now();
+    callee_->counters.bytes.fetch_add(nbytes(call), std::memory_order_relaxed);
+    try {
+      spread_call(call, lanes, chosen);
+    } catch (const WorkerFailure&) {
+      callee_->counters.errors.fetch_add(1, std::memory_order_relaxed);
+      throw;
+    }
+    if (!timed) return;
+    const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
+    callee_->counters.python_ns.fetch_add(took.count(), std::memory_order_relaxed);
+    if (Timeline::on())
+      Timeline::add("workers", callee_->name(),
+                    std::chrono::nanoseconds(begin.time_since_epoch()).count(), 0, took.count());
+  }
+
+  void spread_call(const Call& call, const Lanes& levels, const Chosen& chosen) {
+    const std::array<const Definition*, 2> definitions{&gate_->get(), &site_->get()};
+    SpreadOptions options{.definitions = definitions,
+                          .timeout = callee_->options.timeout,
+                          .retries = callee_->options.retries,
+                          .in_order = callee_->options.in_order,
+                          .by_lane = callee_->options.by_lane,
+                          .loading = callee_->options.loading,
+                          .placed = chosen.placed,
+                          .ran_on = chosen.ran_on,
+                          .send_results = chosen.send_results,
+                          .interrupts = chosen.interrupts};
+    options.check_writes = settings.check_writes.load(std::memory_order_relaxed);  // see there
+    std::optional<LanesOfCall> lanes;
+    if (!levels.empty()) lanes.emplace(levels, call.operands, call.results);
+    const std::int64_t count = lanes ? (*lanes)->count() : 1;
+    callee_->counters.calls.fetch_add(count, std::memory_order_relaxed);
+    options.first_lane = chosen.first_lane + std::max(call.context.shard, 0) * count;
+    spread(*callee_->pool, options, call, lanes ? &**lanes : nullptr, lane_time_);
+  }
+
+  [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) const {
+    if (why.kind == WorkerFailure::Kind::kInterrupted) throw interrupted(callee_->name());
+    GilScope gil;
+    throw error_of(exception_of(why, call), call, why.kind);
+  }
+
+  // What XLA is told of an exception. Under the GIL.
+  Error error_of(const nb::python_error& raised, const Call& call, WorkerFailure::Kind kind) const {
+    if (kind != WorkerFailure::Kind::kOverdue)
+      return failure_of(raised, callee_->name(), spec_, call.context);
+    return Error::verbatim(
+        ErrorCode::kDeadlineExceeded,
+        failure_text(raised, callee_->name(), spec_.site, spec_.layout, call.context));
+  }
+
+  // The exception that stands for a failure. Under the GIL.
+  nb::python_error exception_of(const WorkerFailure& why, const Call& call) const {
+    nb::object given = call_python(
+        callee_->failed.get(), "(N)",
+        dict_of("kind", static_cast<int>(why.kind), "text", why.what(), "raised",
+                bytes_of(why.raised), "worker", why.worker, "pid", static_cast<int>(why.pid),
+                "code", why.how.code, "signal", why.how.signal, "said", bytes_of(why.said),
+                "arguments", to_string(call.operands))
+            .release()
+            .ptr());
+    if (given.is_valid()) PyErr_SetObject(given.type().ptr(), given.ptr());
+    return nb::python_error();
+  }
+
+  std::shared_ptr<WorkerCallee> callee_;
+  SiteSpec spec_;
+  std::atomic<bool> prepared_{false};
+  std::shared_ptr<HeldDefinition> gate_;
+  std::unique_ptr<HeldDefinition> site_;
+  LaneTime lane_time_{0};
+};
+
+inline std::shared_ptr<Site> WorkerCallee::specialise(SiteSpec spec) {
+  GilScope gil;
+  const std::string place = spec.site;
+  auto site = std::make_shared<WorkerSite>(shared_from_this(), std::move(spec));
+  if (is_replaying()) return site;  // a recording answers its calls: workers may never be needed
+  if (auto raised = raised_by([&] { site->prepare(); }))
+    throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name(), place));
+  return site;
+}
+
+}  // namespace callgate::bindings
