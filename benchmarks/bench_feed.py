@@ -3,10 +3,11 @@
 
 "cheap" items, and "scalar" ones, are there at once: the price of handing one over. Those of 1 MiB
 feed a step of about 0.2 ms, beside a Python loop that gives each to a compiled step by
-`jax.device_put`: a row is an item's time, the step's included; beside them the step alone, on items
-that the device has, and the iterator alone, which no way of feeding can be faster than. "work" items take about as long to
-make, in NumPy code that frees the interpreter's lock, as the program's step takes: a feed makes the
-next one meanwhile, if there is a second core. Unit: microseconds per item.
+`jax.device_put`: a row is an item's time, the step's included. Beside them stand the step alone, on
+items that the device has, and the iterator alone: no way of feeding is faster than these. "work"
+items take about as long to make, in NumPy code that frees the interpreter's lock, as the program's
+step takes: a feed makes the next one meanwhile, if there is a second core. Unit: microseconds per
+item.
 """
 
 from __future__ import annotations

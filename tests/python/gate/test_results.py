@@ -138,7 +138,8 @@ def test_scalars_that_numpy_makes_of_arrays_of_rank_0_are_results(
   with cg.config(engine=engine):
     got = jax.jit(jax.vmap(gate) if lanes else gate)(values)
   np.testing.assert_array_equal(np.asarray(got), np.asarray(values))
-  assert got.dtype == dtype and not issubclass(seen[0], np.ndarray)
+  assert got.dtype == dtype
+  assert not issubclass(seen[0], np.ndarray)
 
 
 def test_a_class_of_the_users_own_that_derives_from_numpys_scalar_is_a_result() -> None:
