@@ -17,6 +17,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._breakpoint.stack import Stack, of_user
 from callgate._call import primitive, shapes
+from callgate._call.attached import with_derivative
 from callgate._call.site import BoundCall, CallSite
 from callgate._core import dtypes, masked, options
 from callgate._core.errors import GateDefinitionError
@@ -128,7 +129,8 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   tree = jax.tree.structure(((stops, returned, others), {}))
   own = [_as_array(name, x) for name, value in returned.items() for x in jax.tree.leaves(value)]
   rest = [_as_array(name, x) for name, value in others.items() for x in jax.tree.leaves(value)]
-  arrays = [jax.lax.stop_gradient(dtypes.carried(x)[0]) for x in (~stops, *own, *rest)]
+  # Of a Python number that is differentiated a number is left.
+  arrays = [jnp.asarray(jax.lax.stop_gradient(dtypes.carried(x)[0])) for x in (~stops, *own, *rest)]
   first = arrays[1 : 1 + len(own)]
   site = CallSite(
     tree, jax.tree.structure(returned), (("stack", of_user()),),
@@ -138,7 +140,8 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   given = primitive.bind(*arrays, call=BoundCall(gate, site))
   if not names:
     return None
-  changed = [_as_if_same(x, uncarried(x, y)) for x, y in zip(own, given, strict=True)]
+  changed = [uncarried(x, y) for x, y in zip(own, given, strict=True)]
+  changed = with_derivative(lambda own: own, changed, own)  # as if they were the same
   after = jax.tree.unflatten(jax.tree.structure(returned), changed)
   return after[out] if isinstance(out, str) else tuple(after[name] for name in names)
 
@@ -160,14 +163,3 @@ def _as_array(name: str, leaf: Any) -> Any:
   except (TypeError, ValueError, OverflowError) as error:
     what = f"expected an array or a pytree of arrays, got {masked.shown(leaf)}"
     raise GateDefinitionError(f"breakpoint: {name}: {what}") from error
-
-
-@jax.custom_jvp
-def _as_if_same(value: Any, changed: Any) -> Any:
-  del value
-  return changed
-
-
-@_as_if_same.defjvp
-def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-  return _as_if_same(*primals), tangents[0]

@@ -229,7 +229,7 @@ def _lower_to_runtime(
   call = Call(**vars(bound), operands=avals_in, results=avals_out, devices=devices)
   emission = gate.batched(bound.whole).backend(platform)(call)
   call, attributes = emission.call, emission.attributes
-  if gate.collective and (located := calls.in_manual(context, gate)):
+  if located := calls.in_manual(context, gate):
     partition, more = located
     operands, avals_in = (*operands, partition), [*avals_in, calls.PARTITION]
     attributes = {**attributes, **more}

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from callgate._call import derivatives, shapes
+from callgate._call.attached import with_derivative
 from callgate._call.site import CallSite
 from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
@@ -208,20 +209,19 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
   earlier = [words for words in started if words is not handle.words]
   waits = _parts(call.gate).wait(place_of_user(), call.results, call.out_tree)
 
+  again = functools.partial(_call_again, call)
+  if call.gate.vjp_rules is None:
+    return with_derivative(again, waits(handle, earlier), args)
+
   def wait(handle: Handle, args: Any, earlier: Any) -> Any:
     del args
     return waits(handle, earlier)
 
-  again = functools.partial(_call_again, call)
-  if call.gate.vjp_rules is not None:
-    with_rule = jax.custom_vjp(wait)
-    with_rule.defvjp(
-      lambda handle, args, earlier: (wait(handle, args, earlier), (handle, args, earlier)),
-      functools.partial(_backward, again),
-    )
-  else:
-    with_rule = jax.custom_jvp(wait)
-    with_rule.defjvp(functools.partial(_forward, with_rule, again), symbolic_zeros=True)
+  with_rule = jax.custom_vjp(wait)
+  with_rule.defvjp(
+    lambda handle, args, earlier: (with_rule(handle, args, earlier), (handle, args, earlier)),
+    functools.partial(_backward, again),
+  )
   return with_rule(handle, args, earlier)
 
 
@@ -230,35 +230,10 @@ def _call_again(call: _Call, given: Any) -> Any:
   return derivatives.apply(call.gate, args, kwargs, call.static)
 
 
-def _forward(with_rule: Any, again: Any, primals: Any, tangents: Any) -> Any:
-  """The tangent of a result is that of the call, by the gate's rule."""
-  result = with_rule(*primals)
-  leaves, tree = jax.tree.flatten(primals[1])
-  given = jax.tree.leaves(tangents[1], is_leaf=_is_zero)
-  moved = [i for i, tangent in enumerate(given) if not _is_zero(tangent)]
-  if not moved:
-    return result, jax.tree.map(_zero_of, result)
-
-  def of_moved(*values: Any) -> Any:
-    flat = list(leaves)
-    for index, value in zip(moved, values, strict=True):
-      flat[index] = value
-    return again(jax.tree.unflatten(tree, flat))
-
-  tangent = jax.jvp(of_moved, [leaves[i] for i in moved], [given[i] for i in moved])[1]
-  return result, tangent
-
-
 def _backward(again: Any, residuals: Any, cotangent: Any) -> Any:
   handle, args, earlier = residuals
   (of_args,) = jax.vjp(again, args)[1](cotangent)
   return jax.tree.map(_zero_of, handle), of_args, jax.tree.map(_zero_of, earlier)
-
-
-def _is_zero(tangent: Any) -> bool:
-  return isinstance(tangent, jax.custom_derivatives.SymbolicZero) or (
-    getattr(tangent, "dtype", None) == jax.dtypes.float0
-  )
 
 
 def _zero_of(value: Any) -> Any:

@@ -30,6 +30,7 @@ class Called(Protocol):
   sharding: Any
   aliases: dict[int, int]
   collective: bool
+  by_lane: bool
   # Where no dimension may stay split, one device's call serves all.
   one_calls_for_all: bool
   on_each_device: bool
@@ -194,16 +195,23 @@ def result_specs(
   return out
 
 
-# A device's position in the program, which collective gates get as their last operand.
+# A device's position in the program, which these gates get as their last operand.
 PARTITION = ShapedArray((), np.dtype(np.uint32))
 
 
 def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
-  """For a collective gate in a fully manual `jax.shard_map`: the partition, and attributes."""
+  """For a gate that has to know its shard, in a fully manual `jax.shard_map`.
+
+  Returns:
+    The partition, for its last operand, and attributes; None where it is told otherwise.
+  """
+  if not gate.collective and not gate.by_lane:
+    return None
   devices, mesh = lowering.device_count(context), lowering.mesh_axes(context)
   if lowering.is_partitioned(context) or devices == 1:
     return None
-  _check_order(context, f"{gate.label}: collective=True")
+  option = "collective=True" if gate.collective else "affinity='lane'"
+  _check_order(context, f"{gate.label}: {option}")
   held = {"shards": "1" * devices, "mesh": held_mesh(devices, mesh), "layout": ""}
   return lowering.partition_id(), held
 

@@ -277,6 +277,47 @@ def test_start_and_result_have_the_derivatives_of_the_call(make: Any, engine: st
   np.testing.assert_allclose(lanes, [want, want], rtol=1e-5)
 
 
+def by_reference() -> cg.Gate:
+  return cg.gate(np.sin, out=lambda x: x, like=jnp.sin)
+
+
+@pytest.mark.parametrize("make", [by_jvp, by_vjp, by_reference])
+@pytest.mark.parametrize(
+  "around",
+  [
+    lambda f: lambda x: f(f(x)),
+    lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
+    lambda f: jax.checkpoint(lambda x: jax.lax.fori_loop(0, 2, lambda _, c: f(c), x)),
+  ],
+  ids=["twice", "scan", "checkpoint"],
+)
+def test_higher_derivatives_are_those_of_the_call(make: Any, around: Any, engine: str) -> None:
+  gate = make()
+  later, reference = around(lambda x: gate.start(x).result()), around(jnp.sin)
+  orders = [
+    lambda f: jax.grad(jax.grad(f)),
+    lambda f: jax.grad(jax.grad(jax.grad(f))),
+    lambda f: jax.grad(lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])).sum()),
+  ]
+  if make is not by_vjp:  # which has no forward mode
+    orders.append(jax.hessian)
+  for order in orders:
+    np.testing.assert_allclose(jax.jit(order(later))(0.7), order(reference)(0.7), rtol=1e-4)
+
+
+def test_derivatives_of_lanes_that_share_an_argument() -> None:
+  gate = cg.gate(lambda a, x: a * a * x, out=lambda a, x: x, like=lambda a, x: a * a * x)
+
+  def loss(a: Any, xs: Any) -> Any:
+    tickets = jax.vmap(gate.start, in_axes=(None, 0))(a, xs)
+    return jnp.sum(tickets.result() ** 2)
+
+  a, xs = jnp.float32(1.5), jnp.arange(3.0)
+  reference = lambda a, xs: jnp.sum((a * a * xs) ** 2)
+  np.testing.assert_allclose(jax.grad(loss)(a, xs), jax.grad(reference)(a, xs), rtol=1e-5)
+  np.testing.assert_allclose(jax.hessian(loss)(a, xs), jax.hessian(reference)(a, xs), rtol=1e-5)
+
+
 def test_without_a_derivative_the_gate_says_so() -> None:
   with pytest.raises(cg.GateDefinitionError, match="'test 0' has no derivative"):
     jax.grad(lambda x: first.start(x).result())(1.0)
