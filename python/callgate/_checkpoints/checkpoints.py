@@ -78,7 +78,7 @@ class Checkpoints:
   Raises:
     GateDefinitionError: an option is wrong, or Orbax is not installed.
     FileExistsError: from the program, without `resume`: the folder has checkpoints.
-    GateError: from the program: the newest one is of another carry.
+    GateError: from the program: the newest one is of another carry, or of a longer loop.
   """
 
   def __init__(
@@ -129,6 +129,13 @@ class Checkpoints:
     whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
     arrays = [_read(found[-1], i, part) for i, part in enumerate(whole)]
     orbax.forget()
+    kinds = [getattr(leaf, "dtype", array.dtype) for leaf, array in zip(
+      jax.tree.leaves(like), arrays, strict=True
+    )]  # fmt: skip
+    arrays = [
+      x if jnp.issubdtype(kind, jax.dtypes.prng_key) else x.astype(kind, copy=False)
+      for x, kind in zip(arrays, kinds, strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
   def close(self) -> None:
@@ -150,8 +157,10 @@ class Checkpoints:
     self.close()
 
   # -- in programs ---------------------------------------------------------------------------------
-  def begin(self, init: Any) -> tuple[jax.Array, jax.Array, Any]:
+  def begin(self, init: Any, length: int | None) -> tuple[jax.Array, jax.Array, Any]:
     """Where the loop starts: the number of steps that have run, that of the run, and the carry.
+
+    `length` is that of a loop that is resumed.
 
     In a program over several processes one of them finds it out, for all.
     """
@@ -159,7 +168,8 @@ class Checkpoints:
     if self.format == "orbax":
       orbax.check(leaves_of(init))
     number = jax.ShapeDtypeStruct((), np.int32)
-    step, run = self._gate("begin", (), self._find, (number, number), "io")()
+    find = functools.partial(self._find, length)
+    step, run = self._gate("begin", length, find, (number, number), "io")()
     if not self.resume:
       return step, run, init
     leaves, tree = jax.tree.flatten(init)
@@ -177,7 +187,8 @@ class Checkpoints:
   def send(self, step: Any, run: Any, carry: Any, where: Any) -> None:
     """Saves the carry where a predicate is true."""
     self._refuse_region()
-    tap.tap((step, run, carry), self._open(leaves_of(carry)), name="checkpoint", where=where)
+    sent = jax.tree.map(_refusing_lanes, jax.lax.stop_gradient(carry))
+    tap.tap((step, run, sent), self._open(leaves_of(carry)), name="checkpoint", where=where)
 
   def _refuse_region(self) -> None:
     if axes := tuple(tracing.region_axes()):
@@ -200,7 +211,7 @@ class Checkpoints:
           gate.defjvp(functools.partial(_loaded_jvp, weakref.ref(gate)))
       return self._gates[what, key]
 
-  def _find(self) -> Any:
+  def _find(self, length: int | None) -> Any:
     """Prepares the folder; returns the step to go on from, or 0, and a number for the run."""
     if self.format == "orbax" and jax.process_index() != 0:
       raise GateDefinitionError(
@@ -211,10 +222,17 @@ class Checkpoints:
     files.begin(self.folder, run)
     found = files.whole(self.folder)
     if self.resume:
+      for folder in files.damaged(self.folder):
+        print(f"callgate: {folder} is damaged, and passed over", file=sys.stderr)
       for saved in reversed(found):
         if (orbax.intact if saved.orbax else files.intact)(saved):
+          if length is not None and saved.step > length:
+            raise ValueError(
+              f"{saved.folder}: expected a loop of at least {saved.step} steps to go on with it, "
+              f"got one of {length}"
+            )
           return np.int32(saved.step), np.int32(run)
-        print(f"callgate: {saved.folder} is damaged; trying the one before", file=sys.stderr)
+        print(f"callgate: {saved.folder} is damaged, and passed over", file=sys.stderr)
     elif found and not self._writer.wrote:
       raise FileExistsError(
         f"{self.folder}: expected no checkpoints without resume=True, got those of steps "
@@ -303,6 +321,12 @@ def _elementwise(types: Sequence[Any]) -> str:
   return f", , {', '.join(terms)} -> {', '.join(terms)}"
 
 
+@jax.custom_batching.custom_vmap
+def _refusing_lanes(x: Any) -> Any:
+  return x
+
+
+@_refusing_lanes.def_vmap
 def _refuse_lanes(*_: Any, **__: Any) -> Any:
   raise GateDefinitionError(
     "Checkpoints: expected a scan outside of jax.vmap, got one in it; put the jax.vmap into the "

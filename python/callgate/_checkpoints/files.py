@@ -69,17 +69,25 @@ class Saved:
 
 def whole(root: Path) -> list[Saved]:
   """The checkpoints of a folder, the newest last; what is damaged is none of them."""
-  found: list[Saved] = []
-  for folder in root.glob("step_*"):
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-      about = json.loads((folder / "meta.json").read_text())
-      if about["format"] in (FORMAT, FORMAT_ORBAX):
-        leaves = tuple(Leaf(x["name"], tuple(x["shape"]), x["dtype"]) for x in about["leaves"])
-        orbax = None
-        if about["format"] == FORMAT_ORBAX:
-          orbax = InOrbax(tuple(map(tuple, about["paths"])), tuple(about["sums"]))
-        found.append(Saved(folder, int(about["step"]), int(about["order"]), leaves, orbax))
+  found = [saved for folder in root.glob("step_*") if (saved := _saved(folder)) is not None]
   return sorted(found, key=lambda saved: saved.order)
+
+
+def damaged(root: Path) -> list[Path]:
+  """What has the name of a checkpoint, and doesn't say of itself what one says."""
+  return sorted(folder for folder in root.glob("step_*") if _saved(folder) is None)
+
+
+def _saved(folder: Path) -> Saved | None:
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    about = _opened((folder / "meta.json").read_bytes())
+    if about["format"] in (FORMAT, FORMAT_ORBAX) and folder.name == _name(about["step"]):
+      leaves = tuple(Leaf(x["name"], tuple(x["shape"]), x["dtype"]) for x in about["leaves"])
+      orbax = None
+      if about["format"] == FORMAT_ORBAX:
+        orbax = InOrbax(tuple(map(tuple, about["paths"])), tuple(about["sums"]))
+      return Saved(folder, about["step"], about["order"], leaves, orbax)
+  return None
 
 
 def find(root: Path, step: int) -> Saved:
@@ -104,9 +112,9 @@ def intact(saved: Saved) -> bool:
       with zipfile.ZipFile(file) as archive:
         if archive.testzip() is not None:
           return False
-  except (OSError, zipfile.BadZipFile, zlib.error, EOFError):
+    return _complete(saved.folder, saved.leaves)
+  except (OSError, ValueError, LookupError, zipfile.BadZipFile, zlib.error, EOFError):
     return False
-  return _complete(saved.folder, saved.leaves)
 
 
 def begin(root: Path, run: int) -> None:
@@ -124,7 +132,11 @@ def clean(root: Path) -> None:
 
 
 def _unfinished(root: Path, step: int, run: int) -> Path:
-  return root / f".step_{step:010d}_{_ending(run)}"
+  return root / f".{_name(step)}_{_ending(run)}"
+
+
+def _name(step: int) -> str:
+  return f"step_{step:010d}"
 
 
 def _ending(run: int) -> str:
@@ -159,7 +171,7 @@ def write(
   arrays = {str(number): _plain(array) for number, (_, array) in parts.items()}
   _put(folder / f"{name}.npz", lambda file: np.savez(file, **arrays))  # pyright: ignore
   where = {number: [[s.start, s.stop] for s in slices] for number, (slices, _) in parts.items()}
-  _put(folder / f"{name}.json", lambda file: file.write(json.dumps(where).encode()))
+  _put(folder / f"{name}.json", lambda file: file.write(_sealed({"parts": where})))
 
 
 def finish(
@@ -191,19 +203,18 @@ def finish(
     order = max((saved.order for saved in whole(root)), default=0) + 1
     described = [dataclasses.asdict(leaf) for leaf in leaves]
     about = {"format": FORMAT, "step": step, "order": order, "leaves": described}
-    text = json.dumps(about).encode()
-    _write(folder / "meta.json", "xb", lambda file: file.write(text))
+    _write(folder / "meta.json", "xb", lambda file: file.write(_sealed(about)))
   except (FileExistsError, FileNotFoundError):
     return None  # another one was quicker
   if (orbax := rewrite(Saved(folder, step, order, tuple(leaves)))) is not None:
-    other = json.dumps({**about, "format": FORMAT_ORBAX, **dataclasses.asdict(orbax)}).encode()
-    _put(folder / "meta.json", lambda file: file.write(other))
+    other = {**about, "format": FORMAT_ORBAX, **dataclasses.asdict(orbax)}
+    _put(folder / "meta.json", lambda file: file.write(_sealed(other)))
     for part in folder.glob("part_*"):
       part.unlink()
   _sync(folder)
-  named = root / f"step_{step:010d}"
+  named = root / _name(step)
   if named.exists():  # of an earlier run of the loop
-    named.rename(root / f".step_{step:010d}.{uuid.uuid4().hex}")
+    named.rename(root / f".{_name(step)}.{uuid.uuid4().hex}")
   folder.rename(named)
   _sync(root)
   for older in root.glob(f".step_*_{_ending(run)}"):  # what could not be written: see above
@@ -274,7 +285,7 @@ def _parts(folder: Path) -> Iterable[tuple[Path, dict[int, Slices]]]:
   seen: set[tuple[int, tuple[tuple[int, int], ...]]] = set()
   for path in sorted(folder.glob("part_*.json")):
     where: dict[int, Slices] = {}
-    for number, ends in json.loads(path.read_text()).items():
+    for number, ends in _opened(path.read_bytes())["parts"].items():
       key = int(number), tuple((a, b) for a, b in ends)
       if key not in seen:
         where[int(number)] = tuple(slice(a, b) for a, b in ends)
@@ -288,6 +299,19 @@ def _complete(folder: Path, leaves: Sequence[Leaf]) -> bool:
     for number, slices in where.items():
       missing[number] -= math.prod(s.stop - s.start for s in slices)
   return not any(missing.values())
+
+
+def _sealed(about: dict[str, Any]) -> bytes:
+  """JSON with its checksum."""
+  return json.dumps({**about, "crc32": zlib.crc32(json.dumps(about).encode())}).encode()
+
+
+def _opened(sealed: bytes) -> dict[str, Any]:
+  """Raises a ValueError or KeyError where it is not what was sealed."""
+  about = json.loads(sealed)
+  if about.pop("crc32") != zlib.crc32(json.dumps(about).encode()):
+    raise ValueError("its checksum is another")
+  return about
 
 
 def _put(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from callgate._checkpoints import files, orbax, others
 from callgate._core import dtypes
@@ -127,7 +126,7 @@ def leaves_of(carry: Any) -> tuple[files.Leaf, ...]:
   """What is known of a carry's arrays, as taps carry them."""
   found: list[files.Leaf] = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
-    array = leaf if hasattr(leaf, "dtype") else np.asarray(jnp.asarray(leaf))
+    array = leaf if hasattr(leaf, "dtype") else jax.eval_shape(jnp.asarray, leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
       array = jax.eval_shape(jax.random.key_data, array)
     name, dtype = jax.tree_util.keystr(path) or "carry", dtypes.carrier(array.dtype)

@@ -37,13 +37,14 @@ def scan_saved(
     _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
   if not callable(f):
     raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
-  start, run, first = save.begin(init)
+  if save.resume:
+    length = _length(xs, length)
+  start, run, first = save.begin(init, length)
   body = wrapped(functools.partial(_saving, save, run), f)
   bar = options_of(progress)
   if bar is not None and bar.at is not None:
     bar = dataclasses.replace(bar, at=wrapped(_of_counted, bar.at))
-  if save.resume:
-    length = _length(xs, length)
+  if save.resume and length is not None:
     state: Any = (start, first)
     if stoppable:
       body, state = wrapped(stopping.stoppable, body), (start, np.bool_(False), state)

@@ -11,7 +11,7 @@ import builtins
 import contextlib
 import json
 import pickle
-from typing import Any
+from typing import Any, cast
 
 from callgate._core import errors
 from callgate._core.errors import RecordedError, ReplayError
@@ -22,16 +22,60 @@ _OURS = "callgate"
 
 def text_of(error: BaseException) -> str:
   """What a recording holds of an exception, as JSON."""
+  return json.dumps(_held(error))
+
+
+def _held(error: BaseException) -> dict[str, Any]:
   kind = type(error)
-  said = _said(error)
-  plain = all(type(arg) in _PLAIN for arg in error.args)
+  ours = kind.__module__.split(".")[0] == _OURS
   held: dict[str, Any] = {
-    "module": kind.__module__, "kind": kind.__qualname__, "said": said,
-    "args": list(error.args) if plain else None, "notes": list(getattr(error, "__notes__", ())),
+    "module": kind.__module__, "kind": kind.__qualname__, "said": _said(error), "args": None,
+    "notes": list(getattr(error, "__notes__", ())),
   }  # fmt: skip
-  if kind.__module__.split(".")[0] == _OURS:
-    held["fields"] = {k: v for k, v in vars(error).items() if type(v) in _PLAIN}
-  return json.dumps(held)
+  args, fields = error.args, vars(error)
+  if kind.__module__ == "builtins":  # an OSError's have the file's name, an ImportError's fields
+    with contextlib.suppress(Exception):
+      _, args, *more = cast(tuple[Any, ...], error.__reduce__())
+      fields = more[0] if more else {}
+  with contextlib.suppress(TypeError, RecursionError):
+    held["args"] = [_encoded(arg) for arg in args]
+  if ours or kind.__module__ == "builtins":
+    held["fields"] = {k: v for k, v in fields.items() if type(v) in _PLAIN}
+  return held
+
+
+def _encoded(value: Any) -> Any:
+  """A value of Python's own as JSON has it. Raises a TypeError for others."""
+  if type(value) in _PLAIN:
+    return value
+  if type(value) is tuple:
+    return {"tuple": [_encoded(item) for item in value]}
+  if type(value) is list:
+    return [_encoded(item) for item in cast(list[Any], value)]
+  if type(value) is bytes:
+    return {"bytes": value.hex()}
+  if type(value) is complex:
+    return {"complex": [value.real, value.imag]}
+  if isinstance(value, Exception):  # of a group
+    return {"exception": _held(value)}
+  raise TypeError(type(value).__name__)
+
+
+def _decoded(value: Any) -> Any:
+  if isinstance(value, list):
+    return [_decoded(item) for item in cast(list[Any], value)]
+  if not isinstance(value, dict):
+    return value
+  ((kind, held),) = cast(dict[str, Any], value).items()
+  if kind == "tuple":
+    return tuple(_decoded(held))
+  if kind == "bytes":
+    return bytes.fromhex(held)
+  if kind == "complex":
+    return complex(*held)
+  if kind == "exception":
+    return _of_held(held)
+  raise ValueError(kind)
 
 
 def pickle_of(error: BaseException) -> bytes:
@@ -63,15 +107,18 @@ def make(where: str, text: str, pickled: bytes, trust: bool) -> BaseException:
     if isinstance(error, BaseException):
       return error
   try:
-    held: dict[str, Any] = json.loads(text)
-    module, name, said = str(held["module"]), str(held["kind"]), str(held["said"])
-    args, notes, fields = held["args"], held["notes"], held.get("fields", {})
-    given = tuple(args) if isinstance(args, list) else (said,)
-    known = {key: value for key, value in fields.items() if type(value) in _PLAIN}
+    return _of_held(json.loads(text))
   except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as wrong:
     raise ReplayError(f"{where}: expected an exception's description, got {text[:80]!r}") from wrong
+
+
+def _of_held(held: dict[str, Any]) -> BaseException:
+  module, name, said = str(held["module"]), str(held["kind"]), str(held["said"])
+  args, notes, fields = held["args"], held["notes"], held.get("fields", {})
+  given = tuple(_decoded(args)) if isinstance(args, list) else (said,)
+  known = {str(key): value for key, value in fields.items() if type(value) in _PLAIN}
   made = _made(module, name, given, known)
-  if made is None or str(made) != said:
+  if made is None or _said(made) != said:
     made = RecordedError(f"{module}.{name}", said)
   for note in notes if isinstance(notes, list) else ():
     made.add_note(str(note))
@@ -90,7 +137,9 @@ def _made(
     return None
   try:
     if not ours:
-      return kind(*args)
+      made = kind(*args)
+      made.__setstate__(fields)
+      return made
     made = kind.__new__(kind, *args)  # not by its __init__, which takes no text
     made.args = args
     vars(made).update(fields)

@@ -18,6 +18,7 @@ from callgate._replay import calls, raised
 from callgate._replay.block import Block
 from callgate._replay.calls import Recorded
 from callgate._replay.handles import without_handles
+from callgate._stream.reader import open_stream
 
 _MAGIC = b"cgsS"  # that a stream begins with
 
@@ -141,10 +142,25 @@ def _make_room(path: str, overwrite: bool) -> None:
     raise FileExistsError(
       f"record: expected a path where no file is, got {path!r}; overwrite=True replaces a recording"
     )
-  with open(path, "rb") as file:
-    if file.read(len(_MAGIC)) not in (b"", _MAGIC):
-      raise FileExistsError(f"record: expected a recording to replace, got another file, {path!r}")
+  if not _is_recording(path):
+    raise FileExistsError(f"record: expected a recording to replace, got another file, {path!r}")
   os.remove(path)
+
+
+def _is_recording(path: str) -> bool:
+  """True also for one without calls, and for an empty file."""
+  with open(path, "rb") as file:
+    begins = file.read(len(_MAGIC))
+  if begins != _MAGIC:
+    return begins == b""
+  try:
+    with open_stream(path) as stream:
+      first = next(stream, None)
+    if first is not None:
+      calls.read(first)
+  except (ValueError, OSError):
+    return False
+  return True
 
 
 def record(
@@ -178,7 +194,7 @@ def record(
 
   Raises:
     GateDefinitionError: an option is wrong.
-    FileExistsError: (entering) there is a file.
+    FileExistsError: (entering) there is a file; with `overwrite`, one that is no recording.
     ValueError: (entering) the file can't be made.
     GateError: (entering) another recording or replay is open. (leaving, and in the call) the file
       does not take a call, on a full disk, say; or a call that timed out still runs.

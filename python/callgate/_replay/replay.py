@@ -43,7 +43,12 @@ class Replay(Block):
     return self._answers.left
 
   def _begin(self) -> None:
-    self._answers = Answers(_read(self.path), *self._tolerance)
+    recorded = _read(self.path)
+    if any(self._tolerance) and any(call.operands is None for call in recorded):
+      raise ReplayError(
+        f"replay: {self.path!r}: rtol, atol: expected a recording with operands, got one of digests"
+      )
+    self._answers = Answers(recorded, *self._tolerance)
 
   def _tell(
     self, gate: str, site: str, spec: str, lane: int, shard: int, device: int, run: int,

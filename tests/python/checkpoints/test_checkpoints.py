@@ -186,6 +186,60 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixtu
   assert "step_0000000010 is damaged" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("file", ["meta.json", "part_*.json"])
+def test_one_bit_of_what_describes_it_is_seen(
+  tmp_path: Path, file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+  def count(c: Any, _: Any) -> Any:
+    return c + 1, None
+
+  def loop(length: int, saves: Any) -> int:
+    got = jax.jit(lambda c: cg.scan(count, c, length=length, save=saves)[0])(0)
+    cg.barrier()
+    return int(got)
+
+  assert loop(35, cg.Checkpoints(tmp_path, every=10)) == 35
+  path = next(tmp_path.glob(f"step_0000000035/{file}"))
+  whole, rng = path.read_bytes(), np.random.default_rng(0)
+  before = cg.Checkpoints(tmp_path, resume=True)
+  for bit in rng.choice(8 * len(whole), 20, replace=False):
+    data = bytearray(whole)
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    assert before._find(100)[0] in (30, 35)  # where only the spelling changed it is the same
+  path.write_bytes(whole.replace(b"35", b"75"))
+  assert loop(100, cg.Checkpoints(tmp_path, resume=True)) == 100
+  assert file != "meta.json" or "step_0000000035 is damaged" in capfd.readouterr().err
+
+
+def test_a_shorter_loop_is_refused(tmp_path: Path) -> None:
+  run(cg.Checkpoints(tmp_path, every=5))
+  with pytest.raises(ValueError, match="at least 10 steps to go on with it, got one"), cg.errors():
+    jax.block_until_ready(run(cg.Checkpoints(tmp_path, resume=True), XS[:4]))
+
+
+def test_a_carry_of_pythons_numbers_and_of_narrow_integers(engine: str, tmp_path: Path) -> None:
+  def loop(carry: Any, folder: Path) -> Any:
+    saves = cg.Checkpoints(folder, resume=True)
+    got = jax.jit(lambda xs: cg.scan(lambda c, x: (c, x), carry, xs, save=saves)[0])(XS)
+    cg.barrier()
+    return got, saves.load(carry)
+
+  got, saved = loop(0.5, tmp_path / "a")
+  assert got == saved == 0.5
+  narrow = jnp.arange(4, dtype=jnp.int4)
+  got, saved = loop(narrow, tmp_path / "b")
+  assert got.dtype == saved.dtype == jnp.int4
+  np.testing.assert_array_equal(saved.astype(int), [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_lanes_of_a_loop_are_refused(tmp_path: Path, resume: bool) -> None:
+  saves = cg.Checkpoints(tmp_path, resume=resume)
+  with pytest.raises(cg.GateDefinitionError, match=r"expected a scan outside of jax.vmap"):
+    jax.vmap(lambda x: cg.scan(lambda c, _: (c + x, None), x, length=3, save=saves))(XS)
+
+
 def test_what_cannot_be_written_is_the_barriers_error(tmp_path: Path) -> None:
   saves = cg.Checkpoints(tmp_path / "here", every=5)
   carry, _ = jax.jit(lambda c: cg.scan(step, c, XS[:4], save=saves))(init())

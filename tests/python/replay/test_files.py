@@ -100,7 +100,9 @@ def test_exceptions_are_raised_again(path: Path, engine: str) -> None:
   errors = [
     KeyError("no such key"), OSError(2, "no such file"), cg.EndOfFeed("at an end"),
     np.linalg.LinAlgError("singular"), Odd(3, "strange"),
-    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), FileNotFoundError(2, "none here", "a.txt"),
+    KeyError(("a", 1)), ValueError(1.5, None, b"b", [1, (2j,)]), ImportError("gone", name="gone"),
+    ExceptionGroup("two", [ValueError(1), OSError(2, "none here", "b")]),
   ]  # fmt: skip
   errors[0].add_note("a note")
 
@@ -122,7 +124,14 @@ def test_exceptions_are_raised_again(path: Path, engine: str) -> None:
       failing_with(f"{kind}: ", run, i, kind=cg.RecordedError)
       error: Any = cg.last_error()
       assert (error.kind, error.message) == (kind, str(errors[i]))
-    failing_with("UnicodeDecodeError", run, 5, kind=(UnicodeDecodeError, cg.RecordedError))
+    for i, known in list(enumerate(errors))[5:]:
+      failing_with(".", run, i, kind=type(known))
+      error = cg.last_error()
+      assert (repr(error), vars(error) | {"__notes__": None}) == (
+        repr(known), vars(known) | {"__notes__": None}
+      )  # fmt: skip
+      assert getattr(error, "filename", None) == getattr(known, "filename", None)
+      assert getattr(error, "name", None) == getattr(known, "name", None)
   with cg.replay(path, trust=True):
     failing_with("singular", run, 3, kind=np.linalg.LinAlgError)
     failing_with("strange", run, 4, kind=Odd)
@@ -267,6 +276,14 @@ def test_a_recording_replaces_nothing_but_recordings(path: Path, tmp_path: Path)
   with pytest.raises(FileExistsError, match="another file"), cg.record(other, overwrite=True):
     pass
   assert other.read_text() == "mine"
+  stream = tmp_path / "run.cgs"
+  with cg.channel("replay.taps", to=cg.sinks.Stream(stream)):
+    jax.jit(lambda x: cg.tap(x, "replay.taps"))(1.0)
+    cg.barrier()
+  size = stream.stat().st_size
+  with pytest.raises(FileExistsError, match="another file"), cg.record(stream, overwrite=True):
+    pass
+  assert stream.stat().st_size == size
 
 
 def test_one_block_at_a_time(path: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def main() -> None:
   ran = [bool(y) for y in np.asarray(ys.addressable_data(0))]
   report(before=before, n=local(carry["n"]), ran=ran, steps=assert_whole(folder))
   parts = (folder / "step_0000000009").glob("part_*.json")
-  report(parts={path.name[:10]: sorted(json.loads(path.read_text())) for path in parts})
+  report(parts={path.name[:10]: sorted(json.loads(path.read_text())["parts"]) for path in parts})
 
   # The program goes on while a process has yet to write; nothing is whole until it has.
   written, held = files.write, threading.Event()

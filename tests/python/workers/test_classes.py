@@ -49,6 +49,16 @@ def test_lanes_have_objects_of_their_own(two: cg.Workers, engine: str) -> None:
   np.testing.assert_array_equal(lanes(jnp.zeros(7)), jnp.array([4.0] * 5 + [1.0] * 2))
 
 
+@pytest.mark.parametrize("effect", ["io", "ordered"])
+def test_lanes_on_several_devices_have_objects_of_their_own(two: cg.Workers, effect: Any) -> None:
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  gate = cg.gate(Counter, out=OUTS, effect=effect, run_on=two, affinity="lane")
+  parts = jax.sharding.PartitionSpec("d")
+  lanes = jax.jit(jax.shard_map(jax.vmap(gate), mesh=mesh, in_specs=parts, out_specs=parts))
+  for turn in range(1, 4):
+    np.testing.assert_array_equal(lanes(jnp.zeros(8)), np.full(8, turn))
+
+
 def test_a_lane_stays_on_its_worker(two: cg.Workers) -> None:
   gate = cg.gate(Counter, out=OUTS, effect="io", run_on=two, affinity="lane")
   where = jax.jit(jax.vmap(gate.where))
