@@ -45,7 +45,7 @@ def _jvp(
   args, given = list(primals[count:]), tangents[count:]
   moved = [i for i, tangent in enumerate(given) if type(tangent) is not ad.Zero]
   if not moved:
-    return results, [ad.Zero.from_primal_value(x) for x in results]
+    return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
   def of_moved(*values: Any) -> list[Any]:
     flat = list(args)
@@ -55,7 +55,7 @@ def _jvp(
 
   found = jax.jvp(of_moved, [args[i] for i in moved], [given[i] for i in moved])[1]
   return results, [
-    ad.Zero.from_primal_value(x) if t.dtype == jax.dtypes.float0 else t
+    ad.Zero(jax.typeof(x).to_tangent_aval()) if t.dtype == jax.dtypes.float0 else t
     for x, t in zip(results, found, strict=True)
   ]
 
