@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -138,6 +139,25 @@ def test_devices_stop_at_the_same_step() -> None:
     thread.join()
     assert counts[0] > 0
     assert (counts == counts[0]).all()
+
+
+def test_devices_agree_through_jaxs_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+  looks = itertools.count()
+  monkeypatch.setattr(_callgate, "stop_requests", lambda: next(looks) % 2)
+
+  def on_part(x: Any) -> Any:
+    step = lambda x, _: (x + jax.lax.psum(x, "d"), None)
+    last, _, steps = cg.scan(step, x, length=3, stoppable=True)
+    return 0 * last + steps
+
+  with cg.config(engine="jax"):
+    asked = lambda x: x + cg.stop_requested()
+    for f in (asked, on_part):
+      program = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")))
+      x = jax.device_put(jnp.zeros(4), jax.NamedSharding(mesh, jax.P("d")))
+      got = np.asarray(program(x))
+      assert (got == got[0]).all()
 
 
 def test_partitioned_programs_stop() -> None:
