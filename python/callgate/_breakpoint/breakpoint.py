@@ -56,8 +56,7 @@ def _hit(going_on: Any, returned: Any, values: Any, /, *, stack: Stack) -> Any:
     return returned
   session = importlib.import_module("callgate._breakpoint.session")  # pdb is for who stops
   given = jax.tree.map(np.array, {**returned, **values})
-  after = session.stop(stack, given, _callgate.current_place(), tuple(returned))
-  return {name: after[name] for name in returned}
+  return session.stop(stack, given, _callgate.current_place(), tuple(returned))
 
 
 _making = threading.Lock()
@@ -119,6 +118,7 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   Raises:
     GateDefinitionError: while tracing: an argument is wrong.
     KeyboardInterrupt: from `callgate.errors()` or `barrier()`, after `q`, as after Ctrl-C.
+    ResultError: likewise, after a `sys.breakpointhook` that left a wrong value ten times in a row.
   """
   raise_deferred()
   names = _names(out, values)

@@ -131,6 +131,45 @@ def test_a_value_of_another_type_is_asked_for_again(
   assert "breakpoint: x: expected a value to go on with, got none" in said
 
 
+@pytest.mark.parametrize(
+  ("dtype", "typed", "expected"),
+  [
+    ("float32", np.array([1, 2]), [1, 2]),
+    ("float32", np.array([0.5, 2.0]), [0.5, 2]),
+    ("bfloat16", np.array([0.5, 2.0]), [0.5, 2]),
+    ("float16", jnp.array([True, False]), [1, 0]),
+    ("uint8", np.array([1, 255]), [1, 255]),
+    ("complex64", np.array([1, 2]), [1, 2]),
+    ("uint8", np.array([1, 256]), None),
+    ("int32", np.array([1.0, 2.0]), None),
+    ("float32", np.array([1j, 2]), None),
+    ("float32", np.array(["a", "b"]), None),
+    ("float32", np.array([1, 2, 3]), None),
+  ],
+)
+def test_a_value_is_taken_in_its_dtype_or_asked_for_again(
+  engine: str, stops: Stops, dtype: str, typed: Any, expected: Any
+) -> None:
+  f = jax.jit(lambda x: cg.breakpoint(out="x", x=x))
+  stops.edits += [
+    lambda names: names.update(x=typed),
+    lambda names: names.update(x=names["x"] if expected else np.array([7, 8], dtype)),
+  ]
+  got = f(jnp.zeros(2, dtype))
+  assert got.dtype == dtype
+  assert got.tolist() == (expected or [7, 8])
+  assert len(stops) == (1 if expected else 2)
+
+
+def test_a_hook_that_leaves_a_wrong_value_is_not_asked_for_ever(stops: Stops) -> None:
+  f = jax.jit(lambda x: cg.breakpoint(out="x", x=x))
+  stops.edits.append(lambda names: names.update(x=np.zeros(3)))
+  expected = r"breakpoint: x: expected float32\[2\], got float64\[3\] \(.* 10 times\)"
+  with pytest.raises(cg.ResultError, match=expected), cg.errors():
+    f(jnp.zeros(2))
+  assert len(stops) == 10
+
+
 def test_lanes_stop_each_by_itself(engine: str, stops: Stops) -> None:
   def lane(x: Any, shared: Any) -> Any:
     return cg.breakpoint(x > 1, out="y", x=x, y=shared)
