@@ -37,7 +37,7 @@ class _Breakpoint(Guarded):
   them on where nobody stops.
   """
 
-  located = True
+  located = told_shard = True
   taped = False  # nobody stops in a replay for another reason than in the run
 
   def __init__(self) -> None:
@@ -95,8 +95,9 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
 
   pdb opens at the line of the call. There the values are NumPy arrays under their names, `lane` is
   the lane under vmap (a tuple of several vmaps; None without) and `shard` the device's number in
-  a program over several, if none of the values has that name; `w`, `u` and `d` go through the
-  stack of the code that traced the call. `c` goes on. `q` ends the program with KeyboardInterrupt.
+  a program over several (None in a `jax.shard_map` over some axes of its mesh), if none of the
+  values has that name; `w`, `u` and `d` go through the stack of the code that traced the call. `c`
+  goes on. `q` ends the program with KeyboardInterrupt.
 
   The debugger is what Python's own `breakpoint()` runs, where PYTHONBREAKPOINT or
   `sys.breakpointhook` says so (ipdb, pytest's); PYTHONBREAKPOINT=0 has the program go on. Else it

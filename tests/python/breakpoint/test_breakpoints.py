@@ -194,6 +194,25 @@ def test_devices_stop_each_by_itself(engine: str, stops: Stops) -> None:
   stops.edits.append(lambda names: names.update(x=-names["x"]))
   assert f(x).tolist() == [0, 1, 2, 3, -4, -5, 6, 7]
   assert len(stops) == 1
+  assert stops[0]["shard"] == 2
+
+
+def test_in_shard_map_lanes_and_shards_are_told(stops: Stops) -> None:
+  mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  f = jax.vmap(lambda x: cg.breakpoint(x > 4, x=x) or x)
+  whole = jax.shard_map(f, mesh=mesh, in_specs=jax.P(("d", "e")), out_specs=jax.P(("d", "e")))
+  jax.block_until_ready(jax.jit(whole)(jnp.arange(8.0)))
+  cg.barrier()
+  seen = sorted((names["shard"], names["lane"], float(names["x"])) for names in stops)
+  assert seen == [(2, 1, 5.0), (3, 0, 6.0), (3, 1, 7.0)]
+
+  stops.clear()
+  in_part = jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"), axis_names={"d"})
+  jax.block_until_ready(jax.jit(in_part)(jnp.arange(8.0)))
+  cg.barrier()
+  assert {(names["shard"], float(names["x"])) for names in stops} == {
+    (None, 5.0), (None, 6.0), (None, 7.0)
+  }  # fmt: skip
 
 
 def test_a_partitioned_program_stops(engine: str, stops: Stops) -> None:
