@@ -86,7 +86,7 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_feed": "_jax _core _arrays _runtime _call _gate",
     "_torch": "_jax _core _arrays _call _gate",
     "_nan": "_jax _core",
-    "_steer": "_jax _core _call _gate _tap",
+    "_steer": "_jax _core _runtime _call _gate _tap",
     "_checkpoints": "_jax _core _runtime _process _sharding _gate _tap",
     "_loops": "_jax _core _runtime _call _tap _steer _checkpoints",
     "_objects": "_jax _core _arrays _runtime _call _workers _gate",

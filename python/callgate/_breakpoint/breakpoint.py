@@ -37,7 +37,7 @@ class _Breakpoint(Guarded):
   them on where nobody stops.
   """
 
-  located = True
+  located = told_shard = True
   taped = False  # nobody stops in a replay for another reason than in the run
 
   def __init__(self) -> None:
@@ -56,8 +56,7 @@ def _hit(going_on: Any, returned: Any, values: Any, /, *, stack: Stack) -> Any:
     return returned
   session = importlib.import_module("callgate._breakpoint.session")  # pdb is for who stops
   given = jax.tree.map(np.array, {**returned, **values})
-  after = session.stop(stack, given, _callgate.current_place(), tuple(returned))
-  return {name: after[name] for name in returned}
+  return session.stop(stack, given, _callgate.current_place(), tuple(returned))
 
 
 _making = threading.Lock()
@@ -96,8 +95,9 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
 
   pdb opens at the line of the call. There the values are NumPy arrays under their names, `lane` is
   the lane under vmap (a tuple of several vmaps; None without) and `shard` the device's number in
-  a program over several, if none of the values has that name; `w`, `u` and `d` go through the
-  stack of the code that traced the call. `c` goes on. `q` ends the program with KeyboardInterrupt.
+  a program over several (None in a `jax.shard_map` over some axes of its mesh), if none of the
+  values has that name; `w`, `u` and `d` go through the stack of the code that traced the call. `c`
+  goes on. `q` ends the program with KeyboardInterrupt.
 
   The debugger is what Python's own `breakpoint()` runs, where PYTHONBREAKPOINT or
   `sys.breakpointhook` says so (ipdb, pytest's); PYTHONBREAKPOINT=0 has the program go on. Else it
@@ -119,6 +119,7 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   Raises:
     GateDefinitionError: while tracing: an argument is wrong.
     KeyboardInterrupt: from `callgate.errors()` or `barrier()`, after `q`, as after Ctrl-C.
+    ResultError: likewise, after a `sys.breakpointhook` that left a wrong value ten times in a row.
   """
   raise_deferred()
   names = _names(out, values)

@@ -18,11 +18,13 @@ import numpy as np
 from callgate._breakpoint import attach
 from callgate._breakpoint.stack import Stack
 from callgate._core import dtypes
+from callgate._core.errors import ResultError
 from callgate._sharding import tiles
 
 # What `_callgate.current_place` gives: extents of batch levels, lane, device, shard, layout.
 Place = tuple[list[int], int, int, int, str] | None
 _one_at_a_time = threading.RLock()
+_MOST_REFUSED = 10  # values in a row, of a debugger that may be a function
 
 
 def stop(stack: Stack, values: Mapping[str, Any], place: Place, out: tuple[str, ...]) -> Any:
@@ -35,28 +37,34 @@ def stop(stack: Stack, values: Mapping[str, Any], place: Place, out: tuple[str, 
     out: the names of those that the program goes on with.
 
   Returns:
-    What the names are then.
+    What those names are then, in the dtypes that they had.
 
   Raises:
     KeyboardInterrupt: the user has left the debugger.
+    ResultError: a debugger in pdb's place has left a wrong value ten times in a row.
   """
   debugger = os.environ.get("PYTHONBREAKPOINT", "")
   if debugger == "0":
-    return values
+    return {name: values[name] for name in out}
   names: dict[str, Any] = {**_where(place), **values}
   with _one_at_a_time:
     print(f"callgate: {_heading(stack, place)}", file=sys.stderr, flush=True)
-    problem = ""
+    refused = 0
     while True:
-      if problem:
-        print(f"callgate: breakpoint: {problem}", file=sys.stderr, flush=True)
-      if debugger or sys.breakpointhook is not sys.__breakpointhook__:
+      hooked = bool(debugger) or sys.breakpointhook is not sys.__breakpointhook__
+      if hooked:
         _run(stack, names, "__import__('sys').breakpointhook()", {})
       else:
         _stop_in_pdb(stack, names)
-      problem = next(filter(None, (_mismatch(name, values[name], names) for name in out)), "")
-      if not problem:
-        return names
+      try:
+        return {name: _taken(name, values[name], names) for name in out}
+      except ResultError as error:
+        refused += 1
+        if hooked and refused == _MOST_REFUSED:  # nobody may be there
+          said = f"breakpoint: {error} (the debugger has left such a value {refused} times)"
+          raise ResultError(said) from None
+        said = f"callgate: breakpoint: {error}; give it such a value, and go on"
+        print(said, file=sys.stderr, flush=True)
 
 
 def _where(place: Place) -> dict[str, Any]:
@@ -83,24 +91,47 @@ def _heading(stack: Stack, place: Place) -> str:
   return text + (f", on {part}" if part else f", on device {device}" if device >= 0 else "")
 
 
-def _mismatch(name: str, given: Any, names: Mapping[str, Any]) -> str:
-  """What is wrong with the value that the program is to go on with, or ""."""
+def _taken(name: str, given: Any, names: Mapping[str, Any]) -> Any:
+  """The value that the program is to go on with, in the dtypes of the one that it gave.
+
+  Raises:
+    ResultError: it is none that they can hold.
+  """
   import jax
 
   if name not in names:
-    return f"{name}: expected a value to go on with, got none: it was deleted"
-  value = names[name]
-  if jax.tree.structure(value) != jax.tree.structure(given):
-    expected, came = jax.tree.structure(given), jax.tree.structure(value)
-    return f"{name}: expected {expected}, got {came}; give it such a value, and go on"
-  for leaf, own in zip(jax.tree.leaves(value), jax.tree.leaves(given), strict=True):
-    array = np.asarray(leaf)
-    is_number = isinstance(leaf, (bool, int, float, complex))
-    fits = is_number or np.can_cast(array.dtype, own.dtype, "same_kind")
-    if array.shape != own.shape or not fits:
-      expected, came = (dtypes.type_text(x.dtype, x.shape) for x in (own, array))
-      return f"{name}: expected {expected}, got {came}; give it such a value, and go on"
-  return ""
+    raise ResultError(f"{name}: expected a value to go on with, got none: it was deleted")
+  own, structure = jax.tree.flatten(given)
+  leaves, came = jax.tree.flatten(names[name])
+  if came != structure:
+    raise ResultError(f"{name}: expected {structure}, got {came}")
+  taken = [_converted(name, leaf, one) for leaf, one in zip(leaves, own, strict=True)]
+  return jax.tree.unflatten(structure, taken)
+
+
+def _converted(name: str, leaf: Any, own: np.ndarray[Any, Any]) -> Any:
+  """The array in the other's dtype: of the same kind or a lower one, and integers that it holds."""
+  array = np.asarray(leaf)
+  expected, came = (dtypes.type_text(x.dtype, x.shape) for x in (own, array))
+  if array.shape != own.shape or not 0 <= _kind(array.dtype) <= _kind(own.dtype):
+    raise ResultError(f"{name}: expected {expected}, got {came}")
+  with np.errstate(all="ignore"):
+    made = array.astype(own.dtype)
+  if _kind(own.dtype) == _INTEGER and (made != array).any():
+    number = array[made != array].ravel()[0]
+    raise ResultError(f"{name}: expected {expected}, which holds the values, got {number}")
+  return made
+
+
+_KINDS = np.bool_, np.integer, np.floating, np.complexfloating
+_INTEGER = 1
+
+
+def _kind(dtype: np.dtype[Any]) -> int:
+  """A number: of two kinds the greater one holds what the other does; -1 for what is no number."""
+  import jax.numpy as jnp
+
+  return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 
 # -- frames ------------------------------------------------------------------------------------

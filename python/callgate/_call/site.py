@@ -113,6 +113,8 @@ class Callee(Portable):
   autograd = False
   # Whether the function may know which lane it runs for.
   by_lane = False
+  # In a fully manual `jax.shard_map` it is told its shard, too; elsewhere it does without.
+  told_shard = False
   # Whether recordings have its calls (`callgate.record`).
   taped = False
   # Whether it gets a GPU's own arrays, where the program is one's; else copies on the host.

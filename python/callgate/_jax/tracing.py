@@ -116,6 +116,18 @@ def vary_over(axes: frozenset[Any], value: Any) -> Any:
   return _core.pvary(value, tuple(sorted(more, key=str))) if more else value
 
 
+def unvaried(value: Any) -> Any:
+  """The value, of which the type says no axes; while lowering, where types have done their work."""
+  return unvaried_p.bind(value) if _manual_type(value).varying else value
+
+
+unvaried_p = Primitive("callgate_unvaried")
+unvaried_p.def_abstract_eval(
+  lambda aval: aval.update(manual_axis_type=_manual_type(aval).update(varying=frozenset()))
+)
+_mlir.register_lowering(unvaried_p, lambda context, x: [x])
+
+
 def region_axes() -> frozenset[Any]:
   """The mesh axes of the `jax.shard_map` or `jax.pmap` being traced (0.10 to 0.12)."""
   return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))

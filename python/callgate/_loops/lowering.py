@@ -278,7 +278,7 @@ def _run_chunks(
   def body(counted: Any, before: Sequence[Any]) -> tuple[Any, list[Any]]:
     if not batched:
       return counted, one_step(*before)
-    (lanes,) = predicate(*before)
+    lanes = tracing.unvaried(predicate(*before)[0])
     return counted + lanes if by_lane else counted, [
       jax.lax.select(jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old)
       for new, old in zip(one_step(*before), before, strict=True)

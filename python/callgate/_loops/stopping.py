@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from callgate._jax import tracing
 from callgate._steer.stop import stop_requested
@@ -18,13 +19,17 @@ def stoppable(f: Callable[..., Any]) -> Callable[..., Any]:
 
   def body(state: Any, x: Any) -> Any:
     count, stopped, carry = state
-    stopped = stopped | stop_requested()
     _, y = tracing.result_avals(step, carry, x)
 
     def skip() -> Any:
-      return carry, jax.tree.map(tracing.zeros_of, y)
+      return (count, np.bool_(True), carry), jax.tree.map(tracing.zeros_of, y)
 
-    carry, y = jax.lax.cond(stopped, skip, lambda: step(carry, x))
-    return (count + ~stopped, stopped, carry), y
+    def run() -> Any:
+      after, made = step(carry, x)
+      return (count + 1, np.bool_(False), after), made
+
+    # The look is part of the step's branch: it comes when the step before has ended, also where
+    # the loop is unrolled, and doesn't come again once the loop has been stopped.
+    return jax.lax.cond(stopped, skip, lambda: jax.lax.cond(stop_requested(), skip, run))
 
   return body

@@ -53,6 +53,7 @@ class Equation(NamedTuple):
   lanes: tuple[lanes.Axes, ...]  # of each result, the axes of vmap's
   operands: tuple[Any, ...]  # abstract values
   results: tuple[Any, ...]
+  around: tuple[int, ...]  # the numbers of the first equations of the loops around it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +62,10 @@ class Place:
 
   path: tuple[int, ...] = ()  # ids of the equations around it
   loops: tuple[Any, ...] = ()
+  around: tuple[int, ...] = ()  # the numbers of their first equations
 
-  def inside(self, eqn: Any, *step: Any) -> Place:
-    return Place((*self.path, id(eqn)), (*self.loops, *step))
+  def inside(self, eqn: Any) -> Place:
+    return dataclasses.replace(self, path=(*self.path, id(eqn)))
 
 
 class Watch:
@@ -73,6 +75,7 @@ class Watch:
     self.closed = closed
     self.equations: list[Equation] = []
     self._numbers: dict[tuple[int, ...], int] = {}  # by path: bodies may be traced again
+    self._loops: dict[tuple[int, ...], int] = {}  # likewise, of loops' first equations
     self._axes: dict[int, dict[Any, lanes.Axes]] = {}  # of jaxprs' variables, by the jaxpr's id
     self._depth, self._operands = _extents(closed.jaxpr)
 
@@ -171,9 +174,25 @@ class Watch:
           tuple(axes.get(atom, ()) for atom in eqn.outvars),
           tuple(atom.aval for atom in eqn.invars),
           tuple(atom.aval for atom in eqn.outvars),
+          place.around,
         )
       )
     return self._numbers[path]
+
+  def _loop(self, eqn: Any, place: Place, step: Any) -> Place:
+    """The place of what runs in a step of a loop."""
+    inside = place.inside(eqn)
+    number = self._loops.setdefault(inside.path, len(self.equations))
+    return Place(inside.path, (*place.loops, step), (*place.around, number))
+
+  def _order(self, state: State) -> Any:
+    """Numbers that order what devices found, the first ones first, as the program runs."""
+    table = np.full((max(len(self.equations), 1), self._depth + 1), -1, np.int32)
+    for number, equation in enumerate(self.equations):
+      numbers = (*equation.around, number)
+      table[number, : len(numbers)] = numbers
+    steps = jnp.append(state.steps, -1)
+    return jnp.stack([jnp.asarray(table)[state.number], steps], axis=1).reshape(-1)
 
   # -- equations that hold others ------------------------------------------------------------------
   def _call(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
@@ -200,7 +219,7 @@ class Watch:
     def body(carried: Any, x: Any) -> Any:
       state, values = carried
       number, slices = x
-      inside = place.inside(eqn, number)
+      inside = self._loop(eqn, place, number)
       outs, state = self._closed(params["jaxpr"], (*consts, *values, *slices), state, inside)
       return (state, outs[:count]), outs[count:]
 
@@ -217,14 +236,14 @@ class Watch:
     asked, held, values = loops.split_operands(params, ins)
 
     def ask(number: Any, state: State, values: Values) -> tuple[Any, State]:
-      inside = place.inside(eqn, number)
+      inside = self._loop(eqn, place, number)
       inside = dataclasses.replace(inside, path=(*inside.path, 0))
       (go,), state = self._closed(params["cond_jaxpr"], (*asked, *values), state, inside)
       return go, state
 
     def body(carried: Any) -> Any:
       number, go, state, values = carried
-      inside = place.inside(eqn, number)
+      inside = self._loop(eqn, place, number)
       outs, state = self._closed(params["body_jaxpr"], (*held, *values), state, inside)
       if go.ndim:  # under vmap: lanes that have ended keep what they have
         outs = [
@@ -238,7 +257,7 @@ class Watch:
     return values, state
 
   def _shard_map(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
-    """Each device looks by itself; what the first of them finds that does is what is found."""
+    """Each device looks by itself; of what they find the first in the program's order counts."""
     params = eqn.params
     names = tuple(name for name in params["mesh"].axis_names if name in params["newly_manual_axes"])
 
@@ -248,16 +267,19 @@ class Watch:
       outs, state = self._closed(params["jaxpr"], args, state, place.inside(eqn))
       here = jnp.where((before == NONE) & (state.kind != NONE), jax.lax.axis_index(names), -1)
       state = state._replace(shard=jnp.maximum(state.shard, here.astype(np.int32)))
-      return jax.tree.map(lambda x: x[None], state), outs
+      return jax.tree.map(lambda x: x[None], (state, self._order(state))), outs
 
     mapped = jax.shard_map(
       body, mesh=params["mesh"], in_specs=(jax.P(), *params["in_specs"]),
       out_specs=(jax.P(names), list(params["out_specs"])), axis_names={*names},
       check_vma=params["check_vma"],
     )  # fmt: skip
-    states, outs = mapped(state, *ins)
-    found = states.kind != NONE
-    first = jnp.arange(found.size) == jnp.argmax(found)
+    (states, orders), outs = mapped(state, *ins)
+    alive = states.kind != NONE
+    for level in range(orders.shape[1]):
+      order = orders[:, level]
+      alive &= order == jnp.where(alive, order, np.iinfo(np.int32).max).min()
+    first = jnp.arange(alive.size) == jnp.argmax(alive)
 
     def of_first(x: Any) -> Any:  # which the type of a value that lies explicitly lets be summed
       chosen = first.reshape(-1, *(1,) * (x.ndim - 1))

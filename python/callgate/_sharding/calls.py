@@ -31,6 +31,7 @@ class Called(Protocol):
   aliases: dict[int, int]
   collective: bool
   by_lane: bool
+  told_shard: bool
   # Where no dimension may stay split, one device's call serves all.
   one_calls_for_all: bool
   on_each_device: bool
@@ -205,7 +206,8 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
   Returns:
     The partition, for its last operand, and attributes; None where it is told otherwise.
   """
-  if not gate.collective and not gate.by_lane:
+  needs = gate.collective or gate.by_lane
+  if not needs and (not gate.told_shard or lowering.is_partly_manual(context)):
     return None
   devices, mesh = lowering.device_count(context), lowering.mesh_axes(context)
   if lowering.is_partitioned(context) or devices == 1:

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from callgate._call.site import Call, Emission
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
+from callgate._jax import tracing
+from callgate._runtime import config
 
 
 class CellGate(Gate):
@@ -44,3 +47,17 @@ class CellGate(Gate):
     held = {"devices": np.int64(devices), "once": np.int64(self.once)}
     held |= emission.attributes
     return dataclasses.replace(emission, callee=self.cell(), attributes=held)
+
+
+def agreed(value: jax.Array, *, always: bool = False) -> jax.Array:
+  """What has been read, on all devices of a `jax.shard_map` what the first one has.
+
+  Of callgate's engine the runtime sees to that, unless it is said `always`; of JAX's own a
+  collective must.
+  """
+  axes = tuple(tracing.region_axes())
+  if not axes or not (always or config.engine() == "jax"):
+    return value
+  others = jax.lax.axis_index(axes) != 0
+  wide = value.astype(np.int32) if value.dtype.itemsize < 4 and value.dtype.kind in "biu" else value
+  return jax.lax.psum(jnp.where(others, jnp.zeros_like(wide), wide), axes).astype(value.dtype)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
@@ -17,8 +18,8 @@ import numpy as np
 from callgate import _callgate
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import tracing
-from callgate._steer.cell import CellGate
+from callgate._jax import dispatch
+from callgate._steer.cell import CellGate, agreed
 
 Per = Literal["read", "execution"]
 Scale = Literal["linear", "log"]
@@ -28,14 +29,43 @@ _knobs: weakref.WeakValueDictionary[str, Knob] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 
 
+class _Execution:
+  """Of a program through JAX's own callbacks: what all reads of its execution get."""
+
+  def __init__(self) -> None:
+    self._number: Any = None
+
+  def __call__(self, devices: Any) -> None:
+    """Called before each execution."""
+    del devices
+    self._number = None
+
+  def first(self, knob: Knob) -> Any:
+    with _lock:
+      if self._number is None:
+        self._number = knob.as_array()
+      return self._number
+
+
+@functools.cache
+def _count_executions() -> None:
+  dispatch.ask_before_execution(_Execution)
+
+
 class _Read(CellGate):
   """The gate behind a knob's reads."""
 
   def __init__(self, knob: Knob, per: Per) -> None:
-    self._cell, self.once = knob.cell, per == "execution"
+    self._cell, self._knob, self.once = knob.cell, knob, per == "execution"
     each = f", for each {per}" if self.once else ""
     name = registry.free_name(f"read of {knob.cell.name}{each}")
-    super().__init__(name, knob.as_array, knob.dtype)
+    if self.once:
+      _count_executions()
+      self.asked_by_jax = _Execution()
+    super().__init__(name, self._read_on_host, knob.dtype)
+
+  def _read_on_host(self) -> Any:
+    return self.asked_by_jax.first(self._knob) if self.once else self._knob.as_array()
 
   def cell(self) -> _callgate.Knob:
     return self._cell
@@ -174,8 +204,7 @@ class Knob:
     with _lock:
       if per not in self._reads:
         self._reads[per] = _Read(self, per)
-    number = self._reads[per]()
-    return _of_first_device(number) if consistent else number
+    return agreed(self._reads[per](), always=consistent)
 
   def __repr__(self) -> str:
     limits = "" if self.range is None else f", {self.range[0]} to {self.range[1]}"
@@ -202,18 +231,6 @@ def set_all(values: Mapping[str, Any]) -> None:
     numbers.append((knob, knob._within(knob.range, value)))  # pyright: ignore[reportPrivateUsage]
   for knob, number in numbers:
     knob._put(number)  # pyright: ignore[reportPrivateUsage]
-
-
-def _of_first_device(number: jax.Array) -> jax.Array:
-  """Inside `jax.shard_map`: what the first device has, on all."""
-  axes = tuple(tracing.region_axes())
-  if not axes:
-    return number
-  others = jax.lax.axis_index(axes) != 0
-  summed = jax.lax.psum(
-    jnp.where(others, 0, number.astype(jnp.promote_types(number.dtype, "i4"))), axes
-  )
-  return summed.astype(number.dtype)
 
 
 def _bits(array: Any) -> int:

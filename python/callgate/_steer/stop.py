@@ -19,7 +19,7 @@ from callgate import _callgate
 from callgate._call.site import Call, Emission
 from callgate._core import options, registry
 from callgate._jax import dispatch
-from callgate._steer.cell import CellGate
+from callgate._steer.cell import CellGate, agreed
 
 _NAME = "callgate.stop"
 _reason: str | None = None
@@ -137,7 +137,7 @@ def stop_requested() -> jax.Array:
   Returns:
     A bool of shape ().
   """
-  return _asking()()
+  return agreed(_asking()())
 
 
 def find(name: str) -> Any:

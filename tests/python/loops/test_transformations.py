@@ -125,3 +125,27 @@ def test_over_several_devices(engine: str, tmp_path: Path, kind: str) -> None:
       jax.effects_barrier()
   cg.barrier()
   assert saves.steps() == ((1, 2) if kind == "partitioned" else ())
+
+
+@pytest.mark.parametrize("lanes", ["one", "bars"])
+@pytest.mark.parametrize("at", [None, lambda x: x])
+def test_lanes_of_unequal_length_in_shard_map(engine: str, at: Any, lanes: Any) -> None:
+  bar = cg.Progress("lanes", total=None if at is None else 1.0, at=at, lanes=lanes)
+
+  def loops(r: Any, progress: Any) -> Any:
+    # The inner loop's carry, and a part of the outer one's, don't vary over the devices.
+    inner = lambda x: jax.lax.fori_loop(0, 2, lambda _, n: n + 1, 0) + x + r
+    x = cg.while_loop(lambda x: x < 1.0, inner, 0.0 * r, progress=progress)
+    counted = cg.fori_loop(
+      0, (10 * r).astype(int), lambda i, y: y + r * i, 0 * r, progress=progress
+    )
+    return x, counted
+
+  def run(progress: Any) -> Any:
+    program, x = program_over_devices(jax.vmap(lambda r: loops(r, progress)), "shard_map")
+    return program(x)
+
+  expected = run(None)
+  with recorded():
+    jax.tree.map(np.testing.assert_array_equal, run(bar), expected)
+    jax.effects_barrier()

@@ -174,6 +174,34 @@ def test_over_several_devices(kind: str) -> None:
   assert cg.find_nan(f)(x + 8) is None
 
 
+def test_of_several_devices_the_first_in_the_programs_order_is_found() -> None:
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+
+  def found(f: Any, *values: float) -> tuple[Any, ...]:
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    x = jax.device_put(jnp.array(values), jax.NamedSharding(mesh, jax.P("d")))
+    report = cg.find_nan(mapped)(x)
+    assert report is not None
+    return report.primitive, report.shard, report.step
+
+  # A collective hands a NaN on to all devices.
+  summed = lambda x: jax.lax.psum(jnp.log(x), "d") + x
+  assert found(summed, 1.0, 1.0, -1.0, 1.0) == ("log", 2, None)
+
+  # A later step of a loop comes before what stands behind the loop.
+  def looped(x: Any) -> Any:
+    first = jax.lax.axis_index("d") == 0
+    x = jax.lax.fori_loop(0, 5, lambda i, x: x + jnp.log(jnp.where(i == 4, x, 1.0)), x)
+    return x + jnp.sqrt(jnp.where(first, -1.0, 1.0))
+
+  assert found(looped, 1.0, 1.0, -1.0, 1.0) == ("log", 2, 4)
+  # A reversed loop begins with the last of what it scans.
+  step = lambda c, t: (c, jnp.log(jnp.abs(c - t) - 0.5))
+  for reverse, expected in ((False, ("log", 0, 0)), (True, ("log", 1, 0))):
+    scanned = lambda x, r=reverse: jax.lax.scan(step, x, jnp.arange(3.0), reverse=r)[1][0]
+    assert found(scanned, 0.0, 2.0, 9.0, 9.0) == expected
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "complex64"])
 def test_dtypes(dtype: str) -> None:
   report = cg.find_nan(lambda x: x / (x - x))(jnp.ones(2, dtype))

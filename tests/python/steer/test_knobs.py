@@ -86,7 +86,7 @@ def test_numbers_of_64_bits() -> None:
     assert float(jax.jit(fine.read)()) == 0.1
 
 
-def test_all_reads_of_an_execution_get_one_number() -> None:
+def test_all_reads_of_an_execution_get_one_number(engine: str) -> None:
   knob = cg.knob("test once", 1)
 
   turn = cg.gate(lambda i: (knob.set(int(i) + 2), i)[1], out=lambda i: i, effect="io")
@@ -121,6 +121,19 @@ def test_devices_get_the_same_number_at_the_same_read() -> None:
   assert got.shape == (8, 300)
   assert got[0, 0] < got[0, -1]
   assert (got == got[0]).all()
+
+
+def test_devices_get_the_same_number_through_jaxs_callbacks() -> None:
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+  for value in (0, 0.0):
+    knob, reads = cg.knob(f"test alike {value}", value), iter(range(100))
+    knob.as_array = lambda knob=knob, reads=reads: np.asarray(next(reads), knob.dtype)
+    with cg.config(engine="jax"):
+      read = lambda x, knob=knob: x + knob.read()
+      program = jax.jit(jax.shard_map(read, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")))
+      got = np.asarray(program(jax.device_put(jnp.zeros(4), jax.NamedSharding(mesh, jax.P("d")))))
+    assert next(reads) == 4
+    assert (got == got[0]).all()
 
 
 def test_partitioned_programs_read_without_collectives() -> None:

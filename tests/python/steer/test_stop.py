@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -14,6 +15,7 @@ from interpreters import output_of
 from transformation_table import EFFECT_PAIRS, assert_chains_agree, reference
 
 import callgate as cg
+from callgate import _callgate
 
 MANY = 200_000_000  # steps, which take longer than any test may
 
@@ -139,6 +141,25 @@ def test_devices_stop_at_the_same_step() -> None:
     assert (counts == counts[0]).all()
 
 
+def test_devices_agree_through_jaxs_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+  looks = itertools.count()
+  monkeypatch.setattr(_callgate, "stop_requests", lambda: next(looks) % 2)
+
+  def on_part(x: Any) -> Any:
+    step = lambda x, _: (x + jax.lax.psum(x, "d"), None)
+    last, _, steps = cg.scan(step, x, length=3, stoppable=True)
+    return 0 * last + steps
+
+  with cg.config(engine="jax"):
+    asked = lambda x: x + cg.stop_requested()
+    for f in (asked, on_part):
+      program = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")))
+      x = jax.device_put(jnp.zeros(4), jax.NamedSharding(mesh, jax.P("d")))
+      got = np.asarray(program(x))
+      assert (got == got[0]).all()
+
+
 def test_partitioned_programs_stop() -> None:
   mesh = jax.make_mesh((8,), ("d",))
   x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("d")))
@@ -173,6 +194,39 @@ def test_a_scan_gives_what_was_reached(engine: str) -> None:
   np.testing.assert_array_equal(ys, np.where(np.arange(count) < steps, np.arange(1, count + 1), 0))
   np.testing.assert_array_equal(more["twice"], 2 * ys)
   assert (jax.random.key_data(more["key"])[steps:] == 0).all()
+
+
+@pytest.mark.parametrize("unroll", [1, 7, True])
+def test_a_stop_in_a_step_is_seen_before_the_next_one(engine: str, unroll: int | bool) -> None:
+  def stop_at(n: Any) -> Any:
+    if n == 4:
+      cg.stop("in step 4")
+    return n + 1
+
+  same = cg.gate(stop_at, out=jax.ShapeDtypeStruct((), jnp.int32), effect="io")
+  step = lambda n, _: (same(n), n)
+  program = jax.jit(lambda n: cg.scan(step, n, length=10, unroll=unroll, stoppable=True))
+  last, ys, steps = program(jnp.int32(0))
+  assert (int(last), int(steps)) == (5, 5)
+  np.testing.assert_array_equal(ys, [0, 1, 2, 3, 4, 0, 0, 0, 0, 0])
+
+
+def test_who_has_stopped_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+  looks, counted = 0, _callgate.stop_requests
+
+  def stop_requests() -> int:
+    nonlocal looks
+    looks += 1
+    if looks == 5:  # the first is at the dispatch
+      cg.stop()
+    return counted()
+
+  monkeypatch.setattr(_callgate, "stop_requests", stop_requests)
+  with cg.config(engine="jax"):
+    step = lambda n, _: (n + 1, None)
+    steps = jax.jit(lambda n: cg.scan(step, n, length=100, stoppable=True))(0)[2]
+    assert int(steps) == 3
+  assert looks == 5
 
 
 def test_unasked_it_is_jaxs_scan(engine: str) -> None:
