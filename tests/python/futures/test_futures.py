@@ -126,6 +126,18 @@ def test_coroutines_run_beside_each_other_on_one_thread() -> None:
   assert threads == {"callgate async"}
 
 
+def test_a_coroutine_that_stops_the_event_loop_stops_no_other() -> None:
+  async def stop(x: Any) -> Any:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.001)
+    return x
+
+  gate = cg.gate(stop, out=ZERO, timeout=20)
+  program = jax.jit(lambda: sum(t.result() for t in [gate.start(float(i)) for i in range(3)]))
+  assert program() == 3
+  assert gate.start(1.0).result() == 1
+
+
 def test_a_call_of_a_coroutine_without_start_is_refused_with_the_way() -> None:
   gate = cg.gate(fetch, out=ZERO, name="test fetch")
   for call in (gate, jax.jit(gate), jax.vmap(gate)):
