@@ -101,6 +101,11 @@ def test_calls_that_are_started_outside_of_programs_overlap() -> None:
   assert a.result() + b.result() == 5
 
 
+def test_an_argument_that_is_no_array_is_refused_in_the_gates_name() -> None:
+  with pytest.raises(cg.GateDefinitionError, match=r"^gate 'test 0': argument .*, got str"):
+    first.start("text")
+
+
 # -- coroutines ------------------------------------------------------------------------------------
 async def fetch(x: Any) -> Any:
   await asyncio.sleep(0.01)

@@ -204,6 +204,13 @@ def test_options_that_can_not_be_are_refused() -> None:
     cg.hold(Box, out=ZERO)  # type: ignore[call-arg]
   with pytest.raises(cg.GateDefinitionError, match="fn: expected a callable"):
     cg.use(5, boxes(1.0), out=ZERO)  # type: ignore[arg-type]
+  with pytest.raises(cg.GateDefinitionError, match=r"use of .*: expected a handle .*, got none"):
+    jax.eval_shape(lambda x: cg.use(lambda o: o.value, x, out=ZERO), 3.0)
+
+  async def make() -> None: ...
+
+  with pytest.raises(cg.GateDefinitionError, match=r"hold: make: .*, got an async function"):
+    cg.hold(make)
 
 
 def test_a_handle_of_another_process_is_an_error() -> None:

@@ -293,3 +293,45 @@ def test_options_that_can_not_be_are_refused() -> None:
     cg.root(residual, solver=None)  # type: ignore[arg-type]
   with pytest.raises(cg.GateDefinitionError, match="symmetric"):
     cg.linear_solver(factor=factor, solve=lu_solve, symmetric=1)  # type: ignore[arg-type]
+
+
+def test_arguments_that_can_not_be_are_refused_while_tracing() -> None:
+  a, b = system()
+  solver = cg.linear_solver(factor=lu_factor, solve=lu_solve, name="s")
+  refused: list[tuple[tuple[Any, ...], str]] = [
+    ((a, jnp.arange(N)), r"'s': b: expected floating-point .*, got int32\[4\]"),
+    ((a, b > 0), r"'s': b: expected floating-point .*, got bool\[4\]"),
+    ((a, None), r"'s': b: expected floating-point .*, got no array"),
+    ((a, jnp.ones(5)), r"'s': b: expected 4 rows, as a of float32\[4, ?4\] has, got float32\[5\]"),
+    ((a,), "'s': expected two arguments, a and b, got 1"),
+  ]
+  for args, message in refused:
+    for call in (lambda *args: jax.eval_shape(solver, *args), solver):
+      with pytest.raises(cg.GateDefinitionError, match=message):
+        call(*args)
+  squares = cg.linear_solver(
+    factor=np.ravel, solve=lambda field, b: b / field, matvec=lambda a, x: a.ravel() * x
+  )
+  assert squares(jnp.full((2, 2), 2.0), jnp.ones(4)).tolist() == [0.5] * 4  # a is no matrix
+  wrong = cg.linear_solver(factor=factor, solve=lu_solve, matvec=lambda a, x: x[:2], name="w")
+  with pytest.raises(cg.GateDefinitionError, match=r"'w': matvec: .*, got float32\[2\]"):
+    jax.eval_shape(wrong, a, b)
+
+
+def test_a_residual_of_another_size_is_refused_while_tracing() -> None:
+  traced: list[Any] = []
+
+  def two(x: Any, t: Any) -> Any:
+    traced.append(x)
+    return x[:2] - t[:2]
+
+  f = cg.root(two, solver=lambda t, x0: t, name="r")
+  programs = [f, jax.jit(f), jax.grad(lambda t, x: f(t, x).sum()), lambda *a: jax.vmap(f)(*a)]
+  for program, shape in zip(programs, [3, 3, 3, (2, 3)], strict=True):
+    with pytest.raises(cg.GateDefinitionError, match=r"root 'r': residual: .*, 3, got 2 \(float32"):
+      program(jnp.ones(shape), jnp.ones(shape))
+  with pytest.raises(cg.GateDefinitionError, match="'r': expected two arguments, theta and x0"):
+    f(jnp.ones(3))
+  traced.clear()
+  assert [float(f(2.0 * jnp.ones(2), jnp.ones(2))[0]) for _ in range(3)] == [2] * 3
+  assert len(traced) == 1
