@@ -157,7 +157,7 @@ class Operation(Callee, Generic[P, R]):
     # JAX's callbacks know no derivatives, handles, lanes or cells, and no vmap of what is ordered:
     # such calls stay ours until lowered.
     stays = self.autograd or self.handles or self.by_lane or self.reads_cell
-    stays = stays or self.effect == "ordered"
+    stays = stays or self.effect == "ordered" or self.transpose_rule is not None
     if by_jax and not stays:
       flat = jax_engine.bind(self.core, site, leaves)
     else:

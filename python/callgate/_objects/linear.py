@@ -129,6 +129,7 @@ class _Solver(TwoArguments):
       self._transposed.deftranspose(lambda ct, h, a, b: self._solve(h, a, ct))
     self._solve.deftranspose(self._transpose_solve)
     self.set_jvp(self._rule, symbolic_zeros=True)
+    self.transpose_rule = self._transpose  # of `jax.linear_transpose`, which no tangents precede
     self.vmap_rule = self._mapped
 
   def _with_object(self, what: str, solve: Callable[..., Any], more: dict[str, Any]) -> Use:
@@ -151,6 +152,11 @@ class _Solver(TwoArguments):
 
     made.set_jvp(rule, symbolic_zeros=True)
     return made.handle()
+
+  def _transpose(self, cotangent: Any, a: Any, b: Any) -> Any:
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(a)):
+      raise GateDefinitionError(f"{self.label}: transposed in a; expected in b, where it is linear")
+    return self._transpose_solve(cotangent, self._make(a), a, b)
 
   def _transpose_solve(self, cotangent: Any, handle: Any, a: Any, b: Any) -> Any:
     if self.parts.solve_transposed is None and not self.parts.symmetric:

@@ -161,6 +161,16 @@ def test_what_is_linear_has_a_tangent_beside_an_object() -> None:
 
 
 # -- errors --------------------------------------------------------------------------------------
+def test_a_use_without_a_derivative_says_how_to_define_one() -> None:
+  def twice(x: Any, **linear: Any) -> Any:
+    return cg.use(lambda box, x: 2 * x, boxes(1.0), x, out=x, **linear)
+
+  with pytest.raises(cg.GateDefinitionError, match=r"no transpose.* a jax\.custom_vjp around"):
+    jax.grad(lambda x: twice(x, linear=1))(1.0)
+  with pytest.raises(cg.GateDefinitionError, match=r"no derivative\. .* jax\.custom_jvp or"):
+    jax.grad(twice)(1.0)
+
+
 def test_a_name_is_kept_in_what_a_wrong_object_raises() -> None:
   missing = "'int' object has no attribute 'value'"
   with pytest.raises(AttributeError, match=missing) as caught, cg.errors():

@@ -208,6 +208,21 @@ def test_without_a_transposed_solve_reverse_mode_is_refused_by_name() -> None:
     jax.grad(loss(solver))(*args)
 
 
+def test_a_solve_is_transposed_without_tangents(engine: str) -> None:
+  a, b = system()
+  transposed = lambda solve: jax.linear_transpose(lambda b: solve(a, b), b)
+  np.testing.assert_allclose(
+    transposed(dense())(b)[0], transposed(jnp.linalg.solve)(b)[0], rtol=1e-5
+  )
+  lanes = jax.jit(jax.vmap(lambda b: transposed(dense())(b)[0]))(jnp.eye(N))
+  np.testing.assert_allclose(lanes, jnp.linalg.inv(a), rtol=1e-4, atol=1e-5)
+  forward = cg.linear_solver(factor=lu_factor, solve=lu_solve)
+  with pytest.raises(cg.GateDefinitionError, match=r"reverse mode solves.*solve_transposed="):
+    transposed(forward)(b)
+  with pytest.raises(cg.GateDefinitionError, match="transposed in a; expected in b"):
+    jax.linear_transpose(lambda a: dense()(a, b), a)(b)
+
+
 def test_a_singular_matrix_is_the_librarys_own_error() -> None:
   with pytest.raises(RuntimeError, match="singular"), cg.errors():
     jax.block_until_ready(superlu()({"data": jnp.zeros(7)}, jnp.ones(N)))
