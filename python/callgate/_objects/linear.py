@@ -182,7 +182,7 @@ class _Solver(TwoArguments):
           f"{arguments.shown(found)}"
         )
       return
-    shape = jnp.shape(of_a[0]) if len(of_a) == 1 else ()
+    shape: tuple[Any, ...] = jnp.shape(of_a[0]) if len(of_a) == 1 else ()
     square = len(shape) == 2 and shape[0] == shape[1] and arguments.is_known([*of_a, *of_b])
     if square and len(of_b) == 1 and jnp.shape(of_b[0])[:1] != shape[:1]:
       raise GateDefinitionError(
