@@ -36,6 +36,12 @@ def no_derivative(
     f"derivative then serves), or gradient='finite-difference'. A {it} that is linear takes "
     f"linear= and {it}.deftranspose(rule)."
   )
+  if gate.handles:
+    ways = (
+      f"{gate.label} has no derivative. Define one with jax.custom_jvp or jax.custom_vjp around "
+      "the call, of which handles may be arguments and residuals. What is linear takes linear=, "
+      "for forward mode."
+    )
   if linear:
     ways = (
       f"{gate.label}: differentiated with respect to argument "
@@ -282,9 +288,12 @@ def transpose_leaves(
   if gate.autograd:
     return list(gate.transpose_call(site, cotangents, flat, linear))
   if gate.transpose_rule is None:
+    way = "a rule given with gate.deftranspose"
+    if gate.handles:
+      way = "a jax.custom_vjp around the call: handles may be its arguments and residuals"
     raise GateDefinitionError(
       f"{gate.label} is declared linear but has no transpose, which reverse-mode "
-      "differentiation needs; expected a rule given with gate.deftranspose"
+      f"differentiation needs; expected {way}"
     )
   cotangent = jax.tree.unflatten(site.out_tree, cotangents)
   args, kwargs = jax.tree.unflatten(site.in_tree, flat)

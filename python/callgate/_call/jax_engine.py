@@ -54,11 +54,11 @@ def bind(
   return [tracing.vary_over(axes, result) for result in call(*leaves)]
 
 
-# Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't: their
-# effect was decided when the call was traced.
+# Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't, but by
+# the option: their effect was decided when the call was traced.
 def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]:
   gate = call.gate
-  if gate.effect == "ordered":
+  if gate.effect == "ordered" and not call.site.by_jax:
     raise GateDefinitionError(
       f"{gate.label}: effect='ordered' works in programs for one CPU or CUDA device, or inside "
       "jax.shard_map; this program is partitioned automatically, or for platform "

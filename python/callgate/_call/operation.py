@@ -154,10 +154,10 @@ class Operation(Callee, Generic[P, R]):
     self.check_call(site, structs)
     if isinstance(self.sharding, str):  # raises, if it is a rule that doesn't fit
       self.sharding_rule(site, [s.shape for s in structs], [shape for shape, _ in site.results])
-    # JAX's callbacks know no derivatives, handles, lanes or cells: such calls stay ours until
-    # lowered.
+    # JAX's callbacks know no derivatives, handles, lanes or cells, and no vmap of what is ordered:
+    # such calls stay ours until lowered.
     stays = self.autograd or self.handles or self.by_lane or self.reads_cell
-    stays = stays and self.effect != "ordered"
+    stays = stays or self.effect == "ordered" or self.transpose_rule is not None
     if by_jax and not stays:
       flat = jax_engine.bind(self.core, site, leaves)
     else:

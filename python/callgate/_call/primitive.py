@@ -54,8 +54,10 @@ def _abstract_eval(*avals: Any, call: BoundCall) -> tuple[tuple[Any, ...], froze
 def _effects(call: BoundCall) -> frozenset[Any]:
   gate = call.gate
   found: set[Any] = {effects.HANDLE_EFFECT} if gate.handles and not call.scoped else set()
-  if gate.effect != "pure":
-    found.add(effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else effects.GATE_EFFECT)
+  if gate.effect == "ordered":
+    found.add(tracing.ordered_io_effect if call.site.by_jax else effects.ORDERED_GATE_EFFECT)
+  elif gate.effect == "io":
+    found.add(effects.GATE_EFFECT)
   return frozenset(found)
 
 

@@ -51,6 +51,9 @@ def _of_array(label: str, key: Any, count: int) -> tuple[How, Any]:
   elif jnp.issubdtype(key.dtype, jnp.integer):
     if isinstance(key, np.ndarray):
       return "lanes", _of_list(label, key.tolist(), count)
+    known = key.shape in ((), (count,)) and not isinstance(key, jax.core.Tracer)
+    if known and not jnp.issubdtype(key.dtype, jnp.unsignedinteger):
+      _check_sign(label, key)
     raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
     if key.dtype == np.uint32 and key.shape == raw:
       return "words", key
@@ -68,6 +71,13 @@ def _wrong(label: str, count: int, got: str) -> GateDefinitionError:
   )
 
 
+def _check_sign(label: str, key: Any) -> None:
+  """Raises for a negative seed in an array whose elements are known, and are this process's."""
+  known = getattr(key, "is_fully_addressable", False) and key.size
+  if known and (least := np.asarray(key).min()) < 0:
+    raise GateDefinitionError(f"{label}: key: expected a seed of at least 0, got {least}")
+
+
 def _words(label: str, seed: int) -> Any:
   if seed < 0:
     raise GateDefinitionError(f"{label}: key: expected a seed of at least 0, got {seed}")
@@ -83,6 +93,8 @@ def _of_list(label: str, given: Any, count: int) -> Any:
     if seeds.shape == (count,) and jnp.issubdtype(seeds.dtype, jnp.integer):
       return seeds
     raise _wrong(label, count, f"{len(given)} of {seeds.dtype}{list(seeds.shape[1:])}")
+  if any(isinstance(one, bool) or getattr(one, "dtype", None) == np.bool_ for one in given):
+    raise _wrong(label, count, repr(given))
   try:
     seeds = [operator.index(one) for one in given]
   except TypeError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -219,19 +220,26 @@ def _event_loop() -> asyncio.AbstractEventLoop:
   with _lock:
     if _loop is None:
       _loop = loop = asyncio.new_event_loop()
-      _loop_thread = threading.Thread(target=loop.run_forever, name="callgate async", daemon=True)
+      run = functools.partial(_run_loop, loop)
+      _loop_thread = threading.Thread(target=run, name="callgate async", daemon=True)
       _loop_thread.start()
     return _loop
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+  """Runs the loop until `close` ends it: not only until a coroutine stops it."""
+  while _loop is loop and not loop.is_closed():
+    loop.run_forever()
 
 
 def close(seconds: float) -> None:
   """Ends the event loop's thread."""
   global _loop
-  if _loop is not None and _loop_thread is not None:
-    with contextlib.suppress(RuntimeError):
-      _loop.call_soon_threadsafe(_loop.stop)
-    _loop_thread.join(seconds)
+  if (loop := _loop) is not None and _loop_thread is not None:
     _loop = None
+    with contextlib.suppress(RuntimeError):
+      loop.call_soon_threadsafe(loop.stop)
+    _loop_thread.join(seconds)
 
 
 def after_fork() -> None:

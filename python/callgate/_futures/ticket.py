@@ -28,7 +28,8 @@ from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._objects.handle import TYPE, Handle
-from callgate._objects.hold import Hold, Use, holding, place_of_user, resolved
+from callgate._objects.hold import Hold, Use, holding, place_of_user
+from callgate._objects.resolve import resolved
 from callgate._runtime import config
 from callgate._workers import objects
 
@@ -91,13 +92,15 @@ def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
   _check(core)
   place = {_PLACE: place_of_user()}
   here = isinstance(core.run_on, str)
-  handle = _parts(core).begin(*args, **kwargs, **place) if here else None
+  begin = functools.partial(_parts(core).begin, *args, **kwargs, **place)
   args, kwargs, static = core.given(args, kwargs)
   leaves, in_tree = jax.tree.flatten((args, kwargs))
   leaves = [shapes.as_array(core, leaf, i, in_tree) for i, leaf in enumerate(leaves)]
   structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
   results, out_tree = shapes.result_types(core, in_tree, structs, static)
-  if handle is None:
+  if here:
+    handle = begin()
+  else:
     site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", core.casts())
     core.check_call(site, structs)
     types = tuple((shape, np.dtype(dtype).name) for shape, dtype in results)

@@ -6,6 +6,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -20,13 +21,14 @@ from callgate._call import shapes
 from callgate._call.options import Effect
 from callgate._core import dtypes, factories, paths, tape
 from callgate._core import options as check
-from callgate._core.errors import GateDefinitionError, HandleError
+from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
 from callgate._gate.options import Arrays, GateOptions, Thread, take_options
 from callgate._jax import tracing
 from callgate._objects import table
 from callgate._objects.handle import SCOPE, TYPE, Handle
-from callgate._objects.remote import RemoteObject, on_workers
+from callgate._objects.remote import on_workers
+from callgate._objects.resolve import is_handle, name_objects, resolved
 from callgate._objects.table import Held, Kept, Maker
 from callgate._workers.workers import Workers, shared
 
@@ -140,7 +142,7 @@ class Making:
 def _operands(given: Any) -> list[dtypes.Value]:
   """A call's arrays, with the numbers of the recorded calls that made its objects."""
   found: list[dtypes.Value] = []
-  for leaf in map(to_numpy, jax.tree.leaves(given, is_leaf=_is_handle)):
+  for leaf in map(to_numpy, jax.tree.leaves(given, is_leaf=is_handle)):
     if isinstance(leaf, Handle):
       found.append(of_objects(dtypes.value_of(leaf.words)))
     elif isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
@@ -195,6 +197,11 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"
   check.function(label, "make", make)
+  if inspect.iscoroutinefunction(inspect.unwrap(make)):
+    raise GateDefinitionError(
+      f"{label}: make: expected a function that returns the object, got an async function; "
+      "asyncio.run in a function waits for one"
+    )
   if isinstance(options.run_on, concurrent.futures.Executor):
     check.refuse(label, "run_on", _PLACES, options.run_on)
   named = (lambda name: name) if options.name is not None else lambda _: _short(make)
@@ -272,7 +279,12 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
 
 def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, Any], ...]:
   """The options of a use, with the place of its handles' objects."""
-  handles = [h for h in jax.tree.leaves(given, is_leaf=_is_handle) if _is_handle(h)]
+  handles = [h for h in jax.tree.leaves(given, is_leaf=is_handle) if is_handle(h)]
+  if not handles:
+    raise GateDefinitionError(
+      f"{user}: expected a handle of an object among the arguments, got none; callgate.gate calls "
+      "what takes arrays alone"
+    )
   places = list(dict.fromkeys(handle.place for handle in handles))
   if len(places) > 1:
     shown = " and ".join("this process" if one is None else repr(one) for one in places)
@@ -283,7 +295,7 @@ def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, 
   asked = options.get("run_on", "xla")
   if isinstance(asked, concurrent.futures.Executor):
     check.refuse(user, "run_on", _PLACES, asked)
-  if not places or ("run_on" in options and places[0] is _place(asked)):
+  if "run_on" in options and places[0] is _place(asked):
     return chosen
   if places[0] is None:
     if _place(asked) is not None:
@@ -307,7 +319,7 @@ def _known(fn: Any, args: Any) -> tuple[Held, ...]:
   """Objects that a program being traced knows as constants, which it has to keep."""
   if not tracing.is_staged():
     return ()
-  handles = [h for h in jax.tree.leaves(args, is_leaf=_is_handle) if _is_handle(h)]
+  handles = [h for h in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(h)]
   known = [np.asarray(h.words) for h in handles if tracing.is_plain_array(h.words)]
   return tuple(
     table.get(one, f"use of {_short(fn)}")
@@ -349,52 +361,5 @@ class Using:
     try:
       return self.make(*objects, **resolved(self.user, kwargs))
     except Exception as error:
-      _name_objects(error, given)
+      name_objects(error, given)
       raise
-
-
-# -- objects in the place of handles ---------------------------------------------------------------
-def _is_handle(value: Any) -> bool:
-  return isinstance(value, Handle)
-
-
-def resolved(user: str, value: Any) -> Any:
-  """A pytree with the objects in the place of its handles; a list of them for a batched one."""
-  if isinstance(value, tuple) and not any(map(_may_hold, value)):
-    return value
-  return jax.tree.map(functools.partial(_object, user), value, is_leaf=_is_handle)
-
-
-def _may_hold(value: Any) -> bool:
-  return not isinstance(value, (np.ndarray, np.generic, float, int))
-
-
-def _object(user: str, leaf: Any) -> Any:
-  if not isinstance(leaf, Handle):
-    return leaf
-  words = np.asarray(leaf.words)
-  if words.dtype != TYPE.dtype or words.shape[-1:] != TYPE.shape:
-    raise HandleError(
-      f"{user}: expected a handle's words, uint32[2], got {words.dtype}{list(words.shape)}"
-    )
-  if words.ndim == 1:
-    held = table.get(words, user)
-    if isinstance(held.value, tape.Standin):
-      held.value.refuse(user)
-    if isinstance(held.value, RemoteObject):
-      raise HandleError(
-        f"{user}: expected an object of this process, got that of object #{held.number}, made by "
-        f"{held.maker}, which lives in {held.value.where()}"
-      )
-    return held.value
-  return [_object(user, Handle(one)) for one in words]
-
-
-def _name_objects(error: BaseException, args: Any) -> None:
-  names: list[str] = []
-  for handle in jax.tree.leaves(args, is_leaf=_is_handle):
-    if _is_handle(handle) and np.ndim(handle.words) == 1:
-      held = table.get(handle.words, "")
-      names.append(f"{type(held.value).__name__} #{held.number}, made by {held.maker}")
-  if names:
-    error.add_note(f"callgate: it was called with {'; '.join(names)}")

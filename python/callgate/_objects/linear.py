@@ -4,17 +4,20 @@
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._core import dtypes
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions, Thread
+from callgate._objects import arguments
+from callgate._objects.arguments import TwoArguments
 from callgate._objects.hold import Hold, Use, Using, hold
 from callgate._workers.workers import Workers
 
@@ -50,7 +53,7 @@ def linear_solver(
   Args:
     factor: `factor(a) -> object`: a factorisation, a preconditioner, anything. Arrays in `a` are
       copies of its own.
-    solve: `solve(object, b) -> x`, of the shape and dtype of `b`.
+    solve: `solve(object, b) -> x`, of the shape and dtype of `b`, which are no integers.
     solve_transposed: `solve_transposed(object, b) -> x` with A^T x = b, for reverse mode: the
       transposed matrix, not conjugated.
     matvec: `matvec(a, x) -> A x`, a JAX function, for derivatives in `a`.
@@ -66,8 +69,8 @@ def linear_solver(
     Under `jax.vmap` an `a` that is not mapped over is factorised once for all.
 
   Raises:
-    GateDefinitionError: an option is wrong; or, while tracing, a derivative needs `matvec` or
-      `solve_transposed`, and there is none.
+    GateDefinitionError: an option is wrong; or, while tracing, arguments don't fit each other, or
+      a derivative needs `matvec` or `solve_transposed`, and there is none.
   """
   label = f"linear solver '{name}'" if isinstance(name, str) else "linear solver"
   for what, function in (("factor", factor), ("solve", solve)):
@@ -97,10 +100,11 @@ class _Parts:
   symmetric: bool
 
 
-class _Solver(Gate):
+class _Solver(TwoArguments):
   """Factorises and solves in one call, where no derivative is asked for."""
 
   kind = "linear solver"
+  names = ("a", "b")
 
   def __init__(self, parts: _Parts, options: GateOptions) -> None:
     factor, solve = parts.factor, parts.solve  # all that goes to a worker
@@ -125,6 +129,7 @@ class _Solver(Gate):
       self._transposed.deftranspose(lambda ct, h, a, b: self._solve(h, a, ct))
     self._solve.deftranspose(self._transpose_solve)
     self.set_jvp(self._rule, symbolic_zeros=True)
+    self.transpose_rule = self._transpose  # of `jax.linear_transpose`, which no tangents precede
     self.vmap_rule = self._mapped
 
   def _with_object(self, what: str, solve: Callable[..., Any], more: dict[str, Any]) -> Use:
@@ -148,6 +153,11 @@ class _Solver(Gate):
     made.set_jvp(rule, symbolic_zeros=True)
     return made.handle()
 
+  def _transpose(self, cotangent: Any, a: Any, b: Any) -> Any:
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(a)):
+      raise GateDefinitionError(f"{self.label}: transposed in a; expected in b, where it is linear")
+    return self._transpose_solve(cotangent, self._make(a), a, b)
+
   def _transpose_solve(self, cotangent: Any, handle: Any, a: Any, b: Any) -> Any:
     if self.parts.solve_transposed is None and not self.parts.symmetric:
       raise GateDefinitionError(
@@ -155,6 +165,30 @@ class _Solver(Gate):
         "solve_transposed=, or symmetric=True"
       )
     return self._transposed(handle, a, cotangent)
+
+  def check_arguments(self, leaves: Sequence[Any], tree: Any) -> None:
+    of_a, of_b = map(jax.tree.leaves, jax.tree.unflatten(tree, leaves))
+    if not of_b or not all(dtypes.is_inexact(jnp.result_type(b)) for b in of_b):
+      raise GateDefinitionError(
+        f"{self.label}: b: expected floating-point or complex numbers, as x is of b's dtype, got "
+        f"{arguments.shown(of_b)}"
+      )
+    if self.parts.matvec is not None:
+      found = self.types_of("matvec", self.parts.matvec, leaves, tree)
+      known = arguments.is_known([*found, *of_b])
+      if known and list(map(jnp.shape, found)) != list(map(jnp.shape, of_b)):
+        raise GateDefinitionError(
+          f"{self.label}: matvec: expected a result of b's shape, {arguments.shown(of_b)}, got "
+          f"{arguments.shown(found)}"
+        )
+      return
+    shape: tuple[Any, ...] = jnp.shape(of_a[0]) if len(of_a) == 1 else ()
+    square = len(shape) == 2 and shape[0] == shape[1] and arguments.is_known([*of_a, *of_b])
+    if square and len(of_b) == 1 and jnp.shape(of_b[0])[:1] != shape[:1]:
+      raise GateDefinitionError(
+        f"{self.label}: b: expected {shape[0]} rows, as a of {arguments.shown(of_a)} has, got "
+        f"{arguments.shown(of_b)}. Where a is not the matrix, matvec= says what A x is"
+      )
 
   # -- derivatives ---------------------------------------------------------------------------------
   def _rule(self, primals: Any, tangents: Any) -> Any:

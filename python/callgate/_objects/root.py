@@ -3,7 +3,7 @@
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,11 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from callgate._core import options as _options
+from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions, Thread
+from callgate._objects import arguments
+from callgate._objects.arguments import TwoArguments
 from callgate._objects.linear import instantiated
 
 
@@ -58,14 +61,15 @@ def root(
     A gate that is called as `f(theta, x0)`, both pytrees of arrays.
 
   Raises:
-    GateDefinitionError: an option is wrong.
+    GateDefinitionError: an option is wrong; or, while tracing, `residual` has another number of
+      elements.
   """
   label = f"root '{name}'" if isinstance(name, str) else "root"
   _options.function(label, "residual", residual)
   _options.function(label, "solver", solver)
   _options.or_none(_options.function, label, "tangent_solve", tangent_solve)
   options = GateOptions(out=_as_x0, cast=cast, thread=thread, timeout=timeout, name=name)
-  made = _Root(solver, options)
+  made = _Root(residual, solver, options)
   solve = tangent_solve or _dense
 
   def rule(primals: Any, tangents: Any) -> Any:
@@ -88,8 +92,23 @@ def root(
   return made.handle()
 
 
-class _Root(Gate):
+class _Root(TwoArguments):
   kind = "root"
+  names = ("theta", "x0")
+
+  def __init__(self, residual: Callable[..., Any], solver: Any, options: GateOptions) -> None:
+    super().__init__(solver, options)
+    self._residual = residual
+
+  def check_arguments(self, leaves: Sequence[Any], tree: Any) -> None:
+    x0 = jax.tree.leaves(jax.tree.unflatten(tree, leaves)[1])
+    found = self.types_of("residual", lambda t, x: self._residual(x, t), leaves, tree)
+    known = arguments.is_known([*x0, *found])
+    if known and (have := arguments.size(found)) != (want := arguments.size(x0)):
+      raise GateDefinitionError(
+        f"{self.label}: residual: expected as many elements as x0 has, {want}, got {have} "
+        f"({arguments.shown(found)})"
+      )
 
 
 def _as_x0(theta: Any, x0: Any) -> Any:

@@ -51,7 +51,7 @@ def _dump(cloudpickle: ModuleType, value: Any) -> bytes:
 
 @functools.cache
 def _pickler(cloudpickle: ModuleType) -> Any:
-  """cloudpickle's, but that code keeps the name of its file: tracebacks show its lines."""
+  """cloudpickle's, but that code keeps its file's name, for tracebacks, and no open file goes."""
   table = cloudpickle.Pickler.dispatch_table
   reduce = table[CodeType]
 
@@ -59,7 +59,13 @@ def _pickler(cloudpickle: ModuleType) -> Any:
     made, parts = reduce(code)
     return made, tuple(code.co_filename if one == "<dynamic-code>" else one for one in parts)
 
-  kept = {"dispatch_table": collections.ChainMap({CodeType: with_file}, table)}
+  def no_file(file: io.TextIOWrapper) -> Any:  # of which cloudpickle makes a copy of the text
+    if file in (sys.stdout, sys.stderr):
+      return table[io.TextIOWrapper](file)
+    raise TypeError(f"cannot pickle the open file {file.name!r}")
+
+  own = {CodeType: with_file, io.TextIOWrapper: no_file}
+  kept = {"dispatch_table": collections.ChainMap(own, table)}
   return type("_Pickler", (cloudpickle.Pickler,), kept)
 
 
@@ -128,7 +134,7 @@ def _part(cloudpickle: ModuleType, value: Any) -> str:
       inner: Any = part
       try:
         inner = part.cell_contents if kind == "closure variable" else part
-        cloudpickle.dumps(inner)
+        _dump(cloudpickle, inner)
       except Exception:  # noqa: BLE001 - whatever it is, this is the part
         return f"{kind} '{name}' (a {type(inner).__name__})"
   return ""

@@ -311,6 +311,22 @@ def test_ordered_gates_keep_their_order_across_calls_and_programs() -> None:
   assert seen == list(range(10))
 
 
+@pytest.mark.parametrize("method", ["each", "whole"])
+def test_ordered_gates_under_vmap(method: Any, engine: str) -> None:
+  seen: list[Any] = []
+
+  @cg.gate(out=lambda x, y: x, effect="ordered", vmap=method)
+  def add(x: Any, y: Any) -> Any:
+    seen.append(np.asarray(x).tolist())
+    return x + y
+
+  program = jax.vmap(lambda x: jax.lax.fori_loop(0, 2, lambda _, c: add(c, x), x))
+  np.testing.assert_array_equal(jax.jit(program)(jnp.arange(2.0)), [0, 3])
+  finish(jax.jit(jax.vmap(jax.vmap(add, (0, None))))(jnp.ones((1, 2)), jnp.arange(1.0)))
+  each = [0, 1, 0, 2, 1, 1]
+  assert seen == (each if method == "each" else [[0, 1], [0, 2], [1, 1]])
+
+
 def test_ordered_gates_mix_with_each_other_across_control_flow() -> None:
   seen: list[float] = []
   a, b = recording("ordered", seen), recording("ordered", seen)

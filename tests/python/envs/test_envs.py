@@ -277,7 +277,9 @@ def test_keys_and_numbers_seed_as_they_say(engine: str) -> None:
     (-1, "of at least 0, got -1"), (True, "got True"), (1.5, "got 1.5"), ("x", "got 'x'"),
     ([1, 2], r"3 seeds, from 0 .* got \[1, 2\]"), ([1, 2, -3], "3 seeds"), ([1, 2, 2**64], "3 se"),
     ([1, 2, 0.5], r"got \[1, 2, 0.5\]"), (jnp.ones(3), r"got float32\[3\]"),
-    (jnp.ones((2, 2), int), r"got int32\[2, 2\]"), (jax.random.split(jax.random.key(0), 3), "got"),
+    ([True, False, True], r"got \[True"), ([1, np.True_, 2], "got"), (jnp.array([1, 2, -3]), "-3"),
+    (jnp.int32(-4), "-4"), (jnp.ones((2, 2), int), r"got int32\[2, 2\]"),
+    (jax.random.split(jax.random.key(0), 3), "got"),
   ],
 )  # fmt: skip
 def test_what_is_no_seed_is_refused(key: Any, said: str) -> None:

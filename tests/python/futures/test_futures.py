@@ -101,6 +101,11 @@ def test_calls_that_are_started_outside_of_programs_overlap() -> None:
   assert a.result() + b.result() == 5
 
 
+def test_an_argument_that_is_no_array_is_refused_in_the_gates_name() -> None:
+  with pytest.raises(cg.GateDefinitionError, match=r"^gate 'test 0': argument .*, got str"):
+    first.start("text")
+
+
 # -- coroutines ------------------------------------------------------------------------------------
 async def fetch(x: Any) -> Any:
   await asyncio.sleep(0.01)
@@ -124,6 +129,18 @@ def test_coroutines_run_beside_each_other_on_one_thread() -> None:
   program = jax.jit(jax.vmap(lambda x: gate.start(x).result()))
   np.testing.assert_array_equal(program(jnp.arange(20.0)), 2 * np.arange(20.0))
   assert threads == {"callgate async"}
+
+
+def test_a_coroutine_that_stops_the_event_loop_stops_no_other() -> None:
+  async def stop(x: Any) -> Any:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.001)
+    return x
+
+  gate = cg.gate(stop, out=ZERO, timeout=20)
+  program = jax.jit(lambda: sum(t.result() for t in [gate.start(float(i)) for i in range(3)]))
+  assert program() == 3
+  assert gate.start(1.0).result() == 1
 
 
 def test_a_call_of_a_coroutine_without_start_is_refused_with_the_way() -> None:

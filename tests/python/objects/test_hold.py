@@ -161,6 +161,16 @@ def test_what_is_linear_has_a_tangent_beside_an_object() -> None:
 
 
 # -- errors --------------------------------------------------------------------------------------
+def test_a_use_without_a_derivative_says_how_to_define_one() -> None:
+  def twice(x: Any, **linear: Any) -> Any:
+    return cg.use(lambda box, x: 2 * x, boxes(1.0), x, out=x, **linear)
+
+  with pytest.raises(cg.GateDefinitionError, match=r"no transpose.* a jax\.custom_vjp around"):
+    jax.grad(lambda x: twice(x, linear=1))(1.0)
+  with pytest.raises(cg.GateDefinitionError, match=r"no derivative\. .* jax\.custom_jvp or"):
+    jax.grad(twice)(1.0)
+
+
 def test_a_name_is_kept_in_what_a_wrong_object_raises() -> None:
   missing = "'int' object has no attribute 'value'"
   with pytest.raises(AttributeError, match=missing) as caught, cg.errors():
@@ -204,6 +214,13 @@ def test_options_that_can_not_be_are_refused() -> None:
     cg.hold(Box, out=ZERO)  # type: ignore[call-arg]
   with pytest.raises(cg.GateDefinitionError, match="fn: expected a callable"):
     cg.use(5, boxes(1.0), out=ZERO)  # type: ignore[arg-type]
+  with pytest.raises(cg.GateDefinitionError, match=r"use of .*: expected a handle .*, got none"):
+    jax.eval_shape(lambda x: cg.use(lambda o: o.value, x, out=ZERO), 3.0)
+
+  async def make() -> None: ...
+
+  with pytest.raises(cg.GateDefinitionError, match=r"hold: make: .*, got an async function"):
+    cg.hold(make)
 
 
 def test_a_handle_of_another_process_is_an_error() -> None:

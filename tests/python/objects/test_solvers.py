@@ -208,6 +208,21 @@ def test_without_a_transposed_solve_reverse_mode_is_refused_by_name() -> None:
     jax.grad(loss(solver))(*args)
 
 
+def test_a_solve_is_transposed_without_tangents(engine: str) -> None:
+  a, b = system()
+  transposed = lambda solve: jax.linear_transpose(lambda b: solve(a, b), b)
+  np.testing.assert_allclose(
+    transposed(dense())(b)[0], transposed(jnp.linalg.solve)(b)[0], rtol=1e-5
+  )
+  lanes = jax.jit(jax.vmap(lambda b: transposed(dense())(b)[0]))(jnp.eye(N))
+  np.testing.assert_allclose(lanes, jnp.linalg.inv(a), rtol=1e-4, atol=1e-5)
+  forward = cg.linear_solver(factor=lu_factor, solve=lu_solve)
+  with pytest.raises(cg.GateDefinitionError, match=r"reverse mode solves.*solve_transposed="):
+    transposed(forward)(b)
+  with pytest.raises(cg.GateDefinitionError, match="transposed in a; expected in b"):
+    jax.linear_transpose(lambda a: dense()(a, b), a)(b)
+
+
 def test_a_singular_matrix_is_the_librarys_own_error() -> None:
   with pytest.raises(RuntimeError, match="singular"), cg.errors():
     jax.block_until_ready(superlu()({"data": jnp.zeros(7)}, jnp.ones(N)))
@@ -293,3 +308,45 @@ def test_options_that_can_not_be_are_refused() -> None:
     cg.root(residual, solver=None)  # type: ignore[arg-type]
   with pytest.raises(cg.GateDefinitionError, match="symmetric"):
     cg.linear_solver(factor=factor, solve=lu_solve, symmetric=1)  # type: ignore[arg-type]
+
+
+def test_arguments_that_can_not_be_are_refused_while_tracing() -> None:
+  a, b = system()
+  solver = cg.linear_solver(factor=lu_factor, solve=lu_solve, name="s")
+  refused: list[tuple[tuple[Any, ...], str]] = [
+    ((a, jnp.arange(N)), r"'s': b: expected floating-point .*, got int32\[4\]"),
+    ((a, b > 0), r"'s': b: expected floating-point .*, got bool\[4\]"),
+    ((a, None), r"'s': b: expected floating-point .*, got no array"),
+    ((a, jnp.ones(5)), r"'s': b: expected 4 rows, as a of float32\[4, ?4\] has, got float32\[5\]"),
+    ((a,), "'s': expected two arguments, a and b, got 1"),
+  ]
+  for args, message in refused:
+    for call in (lambda *args: jax.eval_shape(solver, *args), solver):
+      with pytest.raises(cg.GateDefinitionError, match=message):
+        call(*args)
+  squares = cg.linear_solver(
+    factor=np.ravel, solve=lambda field, b: b / field, matvec=lambda a, x: a.ravel() * x
+  )
+  assert squares(jnp.full((2, 2), 2.0), jnp.ones(4)).tolist() == [0.5] * 4  # a is no matrix
+  wrong = cg.linear_solver(factor=factor, solve=lu_solve, matvec=lambda a, x: x[:2], name="w")
+  with pytest.raises(cg.GateDefinitionError, match=r"'w': matvec: .*, got float32\[2\]"):
+    jax.eval_shape(wrong, a, b)
+
+
+def test_a_residual_of_another_size_is_refused_while_tracing() -> None:
+  traced: list[Any] = []
+
+  def two(x: Any, t: Any) -> Any:
+    traced.append(x)
+    return x[:2] - t[:2]
+
+  f = cg.root(two, solver=lambda t, x0: t, name="r")
+  programs = [f, jax.jit(f), jax.grad(lambda t, x: f(t, x).sum()), lambda *a: jax.vmap(f)(*a)]
+  for program, shape in zip(programs, [3, 3, 3, (2, 3)], strict=True):
+    with pytest.raises(cg.GateDefinitionError, match=r"root 'r': residual: .*, 3, got 2 \(float32"):
+      program(jnp.ones(shape), jnp.ones(shape))
+  with pytest.raises(cg.GateDefinitionError, match="'r': expected two arguments, theta and x0"):
+    f(jnp.ones(3))
+  traced.clear()
+  assert [float(f(2.0 * jnp.ones(2), jnp.ones(2))[0]) for _ in range(3)] == [2] * 3
+  assert len(traced) == 1

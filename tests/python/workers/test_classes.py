@@ -87,6 +87,15 @@ def test_an_ordered_class_in_a_scan() -> None:
     assert float(jax.jit(lambda: jax.lax.scan(body, 0.0, length=4))()[0]) == 10
 
 
+def test_ordered_lanes_have_objects_of_their_own(two: cg.Workers, engine: str) -> None:
+  gate = cg.gate(Counter, out=OUTS, effect="ordered", run_on=two, affinity="lane")
+  both = jax.jit(lambda x: (jax.vmap(gate)(x), jax.vmap(gate.step)(x, x)))
+  for turn in (1.0, 12.0):
+    first, second = both(jnp.zeros(3))
+    np.testing.assert_array_equal(first, [turn] * 3)
+    np.testing.assert_array_equal(second["count"], [turn + 10] * 3)
+
+
 def test_an_object_that_can_not_be_made_is_told(two: cg.Workers, engine: str) -> None:
   gate = cg.gate(Fails, out=lambda x: x, run_on=two)
   with pytest.raises(ValueError, match="no object"), cg.errors():

@@ -144,6 +144,14 @@ def test_a_closure_that_does_not_pickle_is_named() -> None:
     jax.jit(gate).lower(1.0)
 
 
+def test_an_open_file_is_named_and_no_copy_goes() -> None:
+  with open(__file__, encoding="utf-8") as file:
+    gate = cg.gate(lambda x: file.readline() and x, out=lambda x: x, run_on="processes")
+    message = r"variable 'file' \(a TextIOWrapper\) can't be pickled: .*open file .*test_faults"
+    with pytest.raises(TypeError, match=message):
+      jax.jit(gate).lower(1.0)
+
+
 def test_a_module_that_the_worker_lacks_is_an_import_error(two: cg.Workers) -> None:
   def load(x: Any) -> Any:
     import missing_in_workers  # pyright: ignore

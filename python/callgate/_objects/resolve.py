@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects in the place of handles: what the functions of `callgate.use` get."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate._core import tape
+from callgate._core.errors import HandleError
+from callgate._objects import table
+from callgate._objects.handle import TYPE, Handle
+from callgate._objects.remote import RemoteObject
+
+
+def is_handle(value: Any) -> bool:
+  return isinstance(value, Handle)
+
+
+def resolved(user: str, value: Any) -> Any:
+  """A pytree with the objects in the place of its handles; a list of them for a batched one."""
+  if isinstance(value, tuple) and not any(map(_may_hold, value)):
+    return value
+  return jax.tree.map(functools.partial(_object, user), value, is_leaf=is_handle)
+
+
+def _may_hold(value: Any) -> bool:
+  return not isinstance(value, (np.ndarray, np.generic, float, int))
+
+
+def _object(user: str, leaf: Any) -> Any:
+  if not isinstance(leaf, Handle):
+    return leaf
+  words = np.asarray(leaf.words)
+  if words.dtype != TYPE.dtype or words.shape[-1:] != TYPE.shape:
+    raise HandleError(
+      f"{user}: expected a handle's words, uint32[2], got {words.dtype}{list(words.shape)}"
+    )
+  if words.ndim == 1:
+    held = table.get(words, user)
+    if isinstance(held.value, tape.Standin):
+      held.value.refuse(user)
+    if isinstance(held.value, RemoteObject):
+      raise HandleError(
+        f"{user}: expected an object of this process, got that of object #{held.number}, made by "
+        f"{held.maker}, which lives in {held.value.where()}"
+      )
+    return held.value
+  return [_object(user, Handle(one)) for one in words]
+
+
+def name_objects(error: BaseException, args: Any) -> None:
+  names: list[str] = []
+  for handle in jax.tree.leaves(args, is_leaf=is_handle):
+    if is_handle(handle) and np.ndim(handle.words) == 1:
+      held = table.get(handle.words, "")
+      names.append(f"{type(held.value).__name__} #{held.number}, made by {held.maker}")
+  if names:
+    error.add_note(f"callgate: it was called with {'; '.join(names)}")
