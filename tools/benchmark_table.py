@@ -101,7 +101,7 @@ LEDGER = (
   ("gate on 8 devices over 1", "x", "2.3", "sharding", "a gate's call, 8 devices over 1", None),
   ("tap of a scalar", "us", "0.18", "taps", "tap of a scalar, microseconds", HANDLER),
   ("tap of 4 KiB", "us", "0.64", "taps", "tap of 4 KiB, microseconds", HANDLER),
-  ("ten taps in a step of 0.4 ms, over none", "x", "1.03", "taps", "ten taps in a step of 0.4 ms",
+  ("ten taps in a step of 1 ms, over none", "x", "1.03", "taps", "ten taps in a step of 1 ms",
    None),
   ("feed of scalars", "us", "10", "feed", "a scalar item, microseconds", None),
   ("feed of f32[1024]", "us", "10", "feed", "an f32[1024] item, microseconds", None),
