@@ -244,6 +244,7 @@ def ask_before_execution(kind: type[Any]) -> None:
   token, as those with effects do (0.10 to 0.12). JAX has no public hook at execution.
   """
   init, call = _pxla.ExecuteReplicated.__init__, _pxla.ExecuteReplicated.__call__
+  _asking.append(kind)
 
   def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
     init(self, *args, **kwargs)
@@ -258,8 +259,17 @@ def ask_before_execution(kind: type[Any]) -> None:
   _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
 
 
+_asking: list[type[Any]] = []
+
+
+def asks_before_execution(compiled: Any) -> bool:
+  """Whether a compiled program keeps what `ask_before_execution` calls (0.10 to 0.12)."""
+  execute = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
+  return any(_kept(execute, kind) for kind in _asking) if execute is not None else False
+
+
 def _kept(execute: Any, kind: type[Any]) -> list[Any]:
-  return [kept for kept in execute.keepalive or () if isinstance(kept, kind)]
+  return [kept for kept in getattr(execute, "keepalive", None) or () if isinstance(kept, kind)]
 
 
 def mark_host_callbacks(context: Any) -> None:

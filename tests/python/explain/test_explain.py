@@ -125,6 +125,11 @@ def test_dispatch_of_effects() -> None:
   with cg.config(fast_dispatch=False):
     io = cg.gate(np.sort, out=lambda x: x, effect="io", name="explained io")
     assert "fast_dispatch=False" in cg.explain(io, jnp.ones(3)).dispatch
+  knob = cg.knob("explained knob", 1.0)
+  assert cg.explain(lambda x: x + knob.read(), 1.0).dispatch == "JAX's C++ path"
+  looks = cg.explain(lambda x: x + cg.stop_requested(), 1.0)
+  assert looks.dispatch.startswith("JAX's Python path")
+  assert "cg.stop" in looks.dispatch
 
 
 def test_the_report_as_text_and_as_data() -> None:
