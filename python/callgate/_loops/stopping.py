@@ -19,10 +19,10 @@ def stoppable(f: Callable[..., Any]) -> Callable[..., Any]:
 
   def body(state: Any, x: Any) -> Any:
     count, stopped, carry = state
-    _, y = tracing.result_avals(step, carry, x)
+    carried, y = tracing.result_avals(step, carry, x)
 
     def skip() -> Any:
-      return (count, np.bool_(True), carry), jax.tree.map(tracing.zeros_of, y)
+      return (count, np.bool_(True), _kept(carry, carried)), jax.tree.map(tracing.zeros_of, y)
 
     def run() -> Any:
       after, made = step(carry, x)
@@ -33,3 +33,19 @@ def stoppable(f: Callable[..., Any]) -> Callable[..., Any]:
     return jax.lax.cond(stopped, skip, lambda: jax.lax.cond(stop_requested(), skip, run))
 
   return body
+
+
+def _kept(carry: Any, after: Any) -> Any:
+  """The carry, where a step gives one of its types; else something of the step's types.
+
+  JAX's scan then gives the first carry these types, where it is of Python's numbers, and traces
+  the body again; or it says what the step has returned.
+  """
+  if jax.tree.structure(carry) != jax.tree.structure(after):
+    return jax.tree.map(tracing.zeros_of, after)
+  return jax.tree.map(lambda x, aval: x if _fits(x, aval) else tracing.zeros_of(aval), carry, after)
+
+
+def _fits(x: Any, aval: Any) -> bool:
+  has = jax.typeof(x)
+  return (has.shape, has.dtype) == (aval.shape, aval.dtype) and has.weak_type <= aval.weak_type

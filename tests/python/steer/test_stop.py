@@ -327,3 +327,22 @@ def test_an_exported_program_stops(tmp_path: Any) -> None:
     thread.join()
   """
   assert output_of(code).strip() == "True"
+
+
+# -- carries -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("init", [1, 1.0, 1j])
+def test_a_carry_of_a_python_number_gets_the_type_that_jax_gives_it(init: Any) -> None:
+  def step(c: Any, x: Any) -> Any:
+    return c * jnp.float16(2) + x, c
+
+  xs = jnp.arange(3, dtype=jnp.float16)
+  got, want = cg.scan(step, init, xs, stoppable=True), jax.lax.scan(step, init, xs)
+  for a, b in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want), strict=True):
+    np.testing.assert_array_equal(a, b)
+    assert a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("body", [lambda c, x: (c.astype(int), x), lambda c, x: ((c, c), x)])
+def test_a_carry_of_another_type_is_jaxs_error(body: Any) -> None:
+  with pytest.raises(TypeError, match="scan body function carry input and carry output must have"):
+    cg.scan(body, jnp.float32(1), jnp.arange(3), stoppable=True)
