@@ -308,7 +308,7 @@ def by_reference() -> cg.Gate:
   ],
   ids=["twice", "scan", "checkpoint"],
 )
-def test_higher_derivatives_are_those_of_the_call(make: Any, around: Any, engine: str) -> None:
+def test_higher_derivatives_are_those_of_the_call(make: Any, around: Any) -> None:
   gate = make()
   later, reference = around(lambda x: gate.start(x).result()), around(jnp.sin)
   orders = [
