@@ -77,7 +77,8 @@ class Watch:
     self._numbers: dict[tuple[int, ...], int] = {}  # by path: bodies may be traced again
     self._loops: dict[tuple[int, ...], int] = {}  # likewise, of loops' first equations
     self._axes: dict[int, dict[Any, lanes.Axes]] = {}  # of jaxprs' variables, by the jaxpr's id
-    self._depth, self._operands = _extents(closed.jaxpr)
+    depth, self._operands = _extents(closed.jaxpr)
+    self._depth = max(depth, 1)  # XLA of JAX 0.11 crashes where arrays without elements are split
 
   def run(self, *args: Any) -> State:
     """What a run finds; for `jax.jit`."""
