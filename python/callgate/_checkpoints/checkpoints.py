@@ -129,14 +129,8 @@ class Checkpoints:
     whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
     arrays = [_read(found[-1], i, part) for i, part in enumerate(whole)]
     orbax.forget()
-    kinds = [getattr(leaf, "dtype", array.dtype) for leaf, array in zip(
-      jax.tree.leaves(like), arrays, strict=True
-    )]  # fmt: skip
-    arrays = [
-      x if jnp.issubdtype(kind, jax.dtypes.prng_key) else x.astype(kind, copy=False)
-      for x, kind in zip(arrays, kinds, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+    given, tree = jax.tree.flatten(like)
+    return jax.tree.unflatten(tree, map(_in_its_dtype, arrays, given))
 
   def close(self) -> None:
     """Waits until what programs have sent is on the disk; the end of the process does so, too.
@@ -222,7 +216,7 @@ class Checkpoints:
     files.begin(self.folder, run)
     found = files.whole(self.folder)
     if self.resume:
-      for folder in files.damaged(self.folder):
+      for folder in files.damaged(self.folder, found):
         print(f"callgate: {folder} is damaged, and passed over", file=sys.stderr)
       for saved in reversed(found):
         if (orbax.intact if saved.orbax else files.intact)(saved):
@@ -288,6 +282,13 @@ class _OfDisk(Gate):
 
 class _Load(_OfDisk):
   located = True
+
+
+def _in_its_dtype(array: Any, given: Any) -> Any:
+  """What was saved, perhaps in a wider dtype, in that of the carry; of random keys their bits."""
+  dtype = getattr(given, "dtype", array.dtype)
+  is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+  return array if is_key else array.astype(dtype, copy=False)
 
 
 def _read(saved: files.Saved, number: int, part: files.Slices) -> Any:

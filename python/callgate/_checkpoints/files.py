@@ -69,13 +69,17 @@ class Saved:
 
 def whole(root: Path) -> list[Saved]:
   """The checkpoints of a folder, the newest last; what is damaged is none of them."""
-  found = [saved for folder in root.glob("step_*") if (saved := _saved(folder)) is not None]
+  found = [saved for folder in _named(root) if (saved := _saved(folder)) is not None]
   return sorted(found, key=lambda saved: saved.order)
 
 
-def damaged(root: Path) -> list[Path]:
-  """What has the name of a checkpoint, and doesn't say of itself what one says."""
-  return sorted(folder for folder in root.glob("step_*") if _saved(folder) is None)
+def damaged(root: Path, found: Iterable[Saved]) -> list[Path]:
+  """What has the name of a checkpoint, and is none of those that were `found`."""
+  return sorted({*_named(root)} - {saved.folder for saved in found})
+
+
+def _named(root: Path) -> Iterable[Path]:
+  return root.glob("step_*")
 
 
 def _saved(folder: Path) -> Saved | None:
