@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,20 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.linalg import lu_factor, lu_solve
-from worker_functions import Counter
+from worker_functions import COUNTER_OUTS, Counter
 
 import callgate as cg
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
-FLOAT, INT = (jax.ShapeDtypeStruct((), d) for d in (np.float32, np.int32))
-OUTS = {"__call__": FLOAT, "step": {"count": INT, "sum": FLOAT}, "where": INT}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[cg.Workers]:
-  with cg.workers(2) as workers:
-    yield workers
+FLOAT = jax.ShapeDtypeStruct((), np.float32)
 
 
 def doubled(x: Any) -> Any:
@@ -48,7 +40,7 @@ def test_calls_and_lanes_run_on_workers(two: cg.Workers) -> None:
 
 
 def test_objects_keep_their_state_and_errors_their_class(two: cg.Workers) -> None:
-  gate = cg.gate(Counter, out=OUTS, effect="io", run_on=two, affinity="lane")
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=two, affinity="lane")
   lanes = jax.jit(jax.vmap(gate))
   for turn in range(1, 4):
     np.testing.assert_array_equal(lanes(jnp.zeros(5)), np.full(5, turn))
@@ -62,7 +54,7 @@ def test_lanes_of_several_gpus_have_objects_of_their_own(two: cg.Workers) -> Non
   if len(jax.devices()) < 2:
     pytest.skip(f"needs 2 GPUs, has {len(jax.devices())}")
   mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
-  gate = cg.gate(Counter, out=OUTS, effect="io", run_on=two, affinity="lane")
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=two, affinity="lane")
   parts = jax.P("d")
   lanes = jax.jit(jax.shard_map(jax.vmap(gate), mesh=mesh, in_specs=parts, out_specs=parts))
   xs = jax.device_put(jnp.zeros(4), jax.NamedSharding(mesh, parts))

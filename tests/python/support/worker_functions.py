@@ -85,6 +85,12 @@ class Counter:
     return np.int32(os.getpid())
 
 
+COUNTER_OUTS = {
+  "__call__": np.float32(0), "step": {"count": np.int32(0), "sum": np.float32(0)},
+  "where": np.int32(0),
+}  # fmt: skip
+
+
 class Tallied:
   """Knows a number; its process counts how many live, and the most that ever did."""
 

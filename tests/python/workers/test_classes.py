@@ -4,30 +4,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from worker_functions import Counter, Fails
+from worker_functions import COUNTER_OUTS, Counter, Fails
 
 import callgate as cg
-
-FLOAT, INT = (jax.ShapeDtypeStruct((), d) for d in (np.float32, np.int32))
-OUTS = {"__call__": FLOAT, "step": {"count": INT, "sum": FLOAT}, "where": INT}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[cg.Workers]:
-  with cg.workers(2) as workers:
-    yield workers
 
 
 def test_an_object_keeps_its_state(engine: str) -> None:
   with cg.workers(1) as one:
-    gate = cg.gate(Counter, out=OUTS, effect="io", run_on=one)
+    gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=one)
     assert [float(jax.jit(gate)(0.0)) for _ in range(3)] == [1, 2, 3]
     stepped = jax.jit(gate.step)(1.0, 2.0)
     assert int(stepped["count"]) == 13
@@ -37,12 +27,12 @@ def test_an_object_keeps_its_state(engine: str) -> None:
 
 def test_a_class_with_arguments(engine: str) -> None:
   with cg.workers(1) as one:
-    gate = cg.gate(functools.partial(Counter, start=5), out=OUTS, effect="io", run_on=one)
+    gate = cg.gate(functools.partial(Counter, start=5), out=COUNTER_OUTS, effect="io", run_on=one)
     assert float(jax.jit(gate)(0.0)) == 6
 
 
 def test_lanes_have_objects_of_their_own(two: cg.Workers, engine: str) -> None:
-  gate = cg.gate(Counter, out=OUTS, effect="io", run_on=two, affinity="lane")
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=two, affinity="lane")
   lanes = jax.jit(jax.vmap(gate))
   for turn in range(1, 4):
     np.testing.assert_array_equal(lanes(jnp.zeros(5)), jnp.full(5, float(turn)))
@@ -52,7 +42,7 @@ def test_lanes_have_objects_of_their_own(two: cg.Workers, engine: str) -> None:
 @pytest.mark.parametrize("effect", ["io", "ordered"])
 def test_lanes_on_several_devices_have_objects_of_their_own(two: cg.Workers, effect: Any) -> None:
   mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-  gate = cg.gate(Counter, out=OUTS, effect=effect, run_on=two, affinity="lane")
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect=effect, run_on=two, affinity="lane")
   parts = jax.sharding.PartitionSpec("d")
   lanes = jax.jit(jax.shard_map(jax.vmap(gate), mesh=mesh, in_specs=parts, out_specs=parts))
   for turn in range(1, 4):
@@ -60,7 +50,7 @@ def test_lanes_on_several_devices_have_objects_of_their_own(two: cg.Workers, eff
 
 
 def test_a_lane_stays_on_its_worker(two: cg.Workers) -> None:
-  gate = cg.gate(Counter, out=OUTS, effect="io", run_on=two, affinity="lane")
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=two, affinity="lane")
   where = jax.jit(jax.vmap(gate.where))
   first = np.asarray(where(jnp.zeros(6)))
   assert len(set(first.tolist())) == 2
@@ -69,7 +59,7 @@ def test_a_lane_stays_on_its_worker(two: cg.Workers) -> None:
 
 
 def test_scan_steps_the_objects_in_order(two: cg.Workers, engine: str) -> None:
-  gate = cg.gate(Counter, out=OUTS, effect="io", run_on=two, affinity="lane")
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=two, affinity="lane")
 
   def body(total: Any, _: Any) -> Any:
     counts = jax.vmap(gate)(jnp.zeros(3))
@@ -82,13 +72,13 @@ def test_scan_steps_the_objects_in_order(two: cg.Workers, engine: str) -> None:
 
 def test_an_ordered_class_in_a_scan() -> None:
   with cg.workers(1) as one:
-    gate = cg.gate(Counter, out=OUTS, effect="ordered", run_on=one)
+    gate = cg.gate(Counter, out=COUNTER_OUTS, effect="ordered", run_on=one)
     body = lambda c, _: (gate(c), None)
     assert float(jax.jit(lambda: jax.lax.scan(body, 0.0, length=4))()[0]) == 10
 
 
 def test_ordered_lanes_have_objects_of_their_own(two: cg.Workers, engine: str) -> None:
-  gate = cg.gate(Counter, out=OUTS, effect="ordered", run_on=two, affinity="lane")
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect="ordered", run_on=two, affinity="lane")
   both = jax.jit(lambda x: (jax.vmap(gate)(x), jax.vmap(gate.step)(x, x)))
   for turn in (1.0, 12.0):
     first, second = both(jnp.zeros(3))
@@ -104,12 +94,12 @@ def test_an_object_that_can_not_be_made_is_told(two: cg.Workers, engine: str) ->
 
 def test_two_gates_of_a_class_have_two_objects() -> None:
   with cg.workers(1) as one:
-    a, b = (cg.gate(Counter, out=OUTS, effect="io", run_on=one) for _ in range(2))
+    a, b = (cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=one) for _ in range(2))
     assert [float(jax.jit(g)(0.0)) for g in (a, a, b)] == [1, 2, 1]
 
 
 def test_methods_that_are_none_and_results_that_are_missing(two: cg.Workers) -> None:
-  gate = cg.gate(Counter, out={"step": OUTS["step"]}, effect="io", run_on=two)
+  gate = cg.gate(Counter, out={"step": COUNTER_OUTS["step"]}, effect="io", run_on=two)
   with pytest.raises(AttributeError, match="no method or attribute 'jump'"):
     _ = gate.jump
   with pytest.raises(cg.GateDefinitionError, match="the results of 'where' are not known"):

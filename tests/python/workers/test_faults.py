@@ -25,12 +25,6 @@ import callgate as cg
 INT = jax.ShapeDtypeStruct((), np.int32)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[cg.Workers]:
-  with cg.workers(2) as workers:
-    yield workers
-
-
 def error_of(program: Any, *args: Any) -> BaseException:
   with pytest.raises(BaseException) as caught, cg.errors():
     jax.block_until_ready(program(*args))

@@ -7,7 +7,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ from transformation_table import PAIRS, TRIPLES, assert_chains_agree, on_host, r
 import callgate as cg
 
 INT = jax.ShapeDtypeStruct((), np.int32)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[cg.Workers]:
-  with cg.workers(2) as workers:
-    yield workers
 
 
 # -- where a gate runs
