@@ -43,6 +43,8 @@ PYTEST_ARGS ?= tests/python $(addprefix --ignore=,$(EXAMPLES) $(TYPES))
 # programs, and one that has no more takes half of another's. In place of one that a test brought
 # down another runs the rest.
 PYTEST_PARALLEL ?= -n auto --maxprocesses 8 --dist worksteal --max-worker-restart 8
+# Fails, too, where a run that passed prints an exception that Python has ignored.
+PYTEST = $(PY) tests/python/support/stray_output.py $(PY) -m pytest $(PYTEST_PARALLEL)
 # "quick": XLA spends less on the arithmetic of the tests' programs; "default": as for users.
 TEST_XLA ?= quick
 BENCH_ARGS ?=
@@ -57,6 +59,11 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # Tests start hundreds of interpreters; to compile JAX in each costs more than its import does.
 unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
+
+# Notes the processor time of a command where .ci/run asks for it: $(call timed,KIND,NAME) COMMAND
+timed = $(PYTHON) tools/check_times.py run $(1) '$(2)'
+# The JUnit files: how long each test took, by the clock and of the processor.
+TEST_REPORTS = build/$(1)$(patsubst .venv%,%,$(notdir $(VENV))).xml
 
 MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))
 # Folders too: their time changes when a file is removed.
@@ -80,11 +87,13 @@ $(PY):
 # Groups joined by + are installed at once.
 WITH_JAX = $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 $(VENV)/.stamp-build: pyproject.toml tools/requirements.py | $(PY)
-	$(INSTALL) $$($(PY) tools/requirements.py run build) $(WITH_JAX)
+	$(call timed,install,build $(VENV)) \
+	  $(INSTALL) $$($(PY) tools/requirements.py run build) $(WITH_JAX)
 	touch $@
 
 $(VENV)/.stamp-%: pyproject.toml tools/requirements.py $(VENV)/.stamp-build
-	$(INSTALL) $$($(PY) tools/requirements.py $(subst +, ,$*)) $(WITH_JAX)
+	$(call timed,install,$* $(VENV)) \
+	  $(INSTALL) $$($(PY) tools/requirements.py $(subst +, ,$*)) $(WITH_JAX)
 	touch $@
 
 # PyTorch's CPU build, where pip can find one (its plain wheel brings gigabytes of CUDA with it).
@@ -101,7 +110,7 @@ build/xla-headers/jaxlib-version: pyproject.toml tools/fetch_xla_headers.py | $(
 # The package as users get it (a wheel, installed), built in place so that the next build is short.
 $(VENV)/.stamp-package: $(SOURCES) CMakeLists.txt pyproject.toml $(WHEEL) \
     build/xla-headers/jaxlib-version $(VENV)/.stamp-build
-	$(PIP) install --no-deps --force-reinstall $(if $(WHEEL),$(WHEEL),\
+	$(call timed,build,module $(VENV)) $(PIP) install --no-deps --force-reinstall $(if $(WHEEL),$(WHEEL),\
 	  --no-build-isolation -C build-dir=$(MODULE_BUILD) .)
 	touch $@
 
@@ -121,10 +130,10 @@ test:
 
 cpp-build: build/xla-headers/jaxlib-version system-packages
 	cmake --preset $(PRESET)
-	cmake --build --preset $(PRESET)
+	$(call timed,build,C++ tests $(PRESET)) cmake --build --preset $(PRESET)
 
 cpp-test: cpp-build
-	ctest --preset $(PRESET)
+	$(call timed,tests,C++ $(PRESET)) ctest --preset $(PRESET)
 
 # What the Python tests import, callgate aside. One pip after the other, under -j too.
 environment: $(VENV)/.stamp-test+demo
@@ -132,13 +141,13 @@ environment: $(VENV)/.stamp-test+demo
 
 package: environment $(VENV)/.stamp-package
 
-# build/python-tests.xml: how long each test took.
 python-test: package
-	CALLGATE_TEST_XLA=$(TEST_XLA) $(PY) -m pytest $(PYTEST_PARALLEL) \
-	  --junitxml=build/python-tests.xml $(PYTEST_ARGS)
+	CALLGATE_TEST_XLA=$(TEST_XLA) $(call timed,tests,Python $(VENV)) $(PYTEST) \
+	  --junitxml=$(call TEST_REPORTS,python-tests) $(PYTEST_ARGS)
 
 examples: package $(VENV)/.stamp-gallery
-	$(PY) -m pytest $(PYTEST_PARALLEL) $(EXAMPLES)
+	$(call timed,tests,$(notdir $(EXAMPLES)) $(VENV)) $(PYTEST) \
+	  --junitxml=$(call TEST_REPORTS,examples-tests) $(EXAMPLES)
 
 # After a first `make test`: the C++ tests if C++ has changed, test_smoke.py, and the tests nearest
 # to what has changed by their imports, as many as take a minute and a half.

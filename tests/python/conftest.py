@@ -10,12 +10,13 @@ import threading
 from collections.abc import Iterator
 
 import jax
+import limits
+import processor_times
 import property_checks  # noqa: F401  (registers the profiles of properties)
 import pytest
 import quick_xla
+import stray_output
 from fake_cuda import FakeCuda, open_fake
-from limits import pytest_configure as pytest_configure
-from limits import pytest_runtest_protocol as pytest_runtest_protocol
 from programs import drop_programs
 
 import callgate as cg
@@ -33,6 +34,11 @@ if os.environ.get("CALLGATE_TEST_XLA") == "quick":
 # send it to processes of their own.
 if threading.current_thread() is threading.main_thread():
   signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  for plugin in (limits, processor_times, stray_output):
+    config.pluginmanager.register(plugin)
 
 
 # What takes longest starts first; which worker runs what comes out as it goes.

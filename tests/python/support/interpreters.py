@@ -28,6 +28,8 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+import stray_output
+
 FOLDER = pathlib.Path(__file__).parent  # of what the tests share
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -183,9 +185,11 @@ def begin_program(source: str, environment: Mapping[str, str] | None = None) -> 
 def finish(process: Process) -> tuple[str, str]:
   """What it writes to its end, which has to come soon."""
   try:
-    return process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
   finally:
     process.kill()
+  stray_output.expect_none(err or "")
+  return out, err
 
 
 def run(
@@ -200,6 +204,7 @@ def run(
     process.wait()
     raise
   assert process.returncode is not None
+  stray_output.expect_none(err or "")
   return subprocess.CompletedProcess(["python", *map(str, arguments)], process.returncode, out, err)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A limit in seconds for each test; conftest.py takes the two hooks of pytest's from here.
+"""A limit in seconds for each test; a plugin of pytest that conftest.py registers.
 
 pytest gives every test the limit `faulthandler_timeout`, and a test marked `limit(seconds)` has
 its own. What is over its limit ends its process of tests, with every thread's stack, even where it
