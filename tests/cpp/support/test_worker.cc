@@ -10,6 +10,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <string>
 #include <string_view>
@@ -53,6 +56,7 @@ class TestServed final : public Served {
     const std::string word = text.substr(0, text.find(' '));
     const double number = std::strtod(text.c_str() + word.size(), nullptr);
     if (word == "sleep") std::this_thread::sleep_for(std::chrono::duration<double>(number));
+    if (word == "meet") meet(text.substr(word.size() + 1));
     if (word == "wait") {
       while (!is_interrupted()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       throw Raised("interrupted");
@@ -79,6 +83,20 @@ class TestServed final : public Served {
   }
 
  private:
+  // Leaves this worker's mark in a folder and waits for another worker's.
+  static void meet(const std::filesystem::path& folder) {
+    std::ofstream(folder / std::to_string(getpid())).put('.');
+    const auto marks = [&] {
+      const std::filesystem::directory_iterator first(folder);
+      return std::distance(begin(first), end(first));
+    };
+    const auto last = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (marks() < 2) {
+      if (std::chrono::steady_clock::now() > last) throw Raised("no other worker came");
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
   std::map<std::uint64_t, std::string> texts_;
   int defined_ = 0, dropped_ = 0;
 };

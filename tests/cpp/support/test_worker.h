@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A pool whose workers are this test program, started again: a worker runs what the definition of
 // its site says, a word and a number: "double", "pid", "sleep 0.1", "exit 3", "kill 11", "raise",
-// "wait" until it is interrupted.
+// "wait" until it is interrupted, "meet FOLDER" waits for a lane on another worker.
 #pragma once
 
 #include <cstddef>

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <numeric>
 #include <set>
 #include <string>
@@ -27,7 +28,6 @@ using fake::make_definition;
 using fake::make_pool;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using std::chrono::steady_clock;
 using ::testing::EndsWith;
 using Kind = WorkerFailure::Kind;
 
@@ -89,11 +89,12 @@ TEST_F(WorkerPools, BringsEveryLaneBackInItsPlace) {
 }
 
 TEST_F(WorkerPools, SpreadsSlowLanesOverAllWorkers) {
-  const Definition slow = make_definition("sleep 0.02"), pid = make_definition("pid");
-  (void)run(slow, 2);
-  auto begin = steady_clock::now();
-  (void)run(slow, 20);
-  EXPECT_LT(steady_clock::now() - begin, milliseconds(390));
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("callgate_meet_" + std::to_string(getpid()));
+  std::filesystem::create_directory(folder);
+  (void)run(make_definition("sleep 0.02"), 2);  // a lane is known to be slow
+  EXPECT_EQ(run(make_definition("meet " + folder.string()), 20).size(), 20);
+  std::filesystem::remove_all(folder);
 }
 
 TEST_F(WorkerPools, KeepsALaneOnItsWorker) {
@@ -169,9 +170,8 @@ TEST_F(WorkerPools, RunsLanesAgainSoManyTimes) {
 TEST_F(WorkerPools, EndsACallThatTakesTooLong) {
   SpreadOptions options;
   options.timeout = milliseconds(100);
-  auto begin = steady_clock::now();
-  EXPECT_EQ(failure(make_definition("sleep 60"), options).kind, Kind::kOverdue);
-  EXPECT_LT(steady_clock::now() - begin, seconds(10));
+  // Longer than the test may take.
+  EXPECT_EQ(failure(make_definition("sleep 600"), options).kind, Kind::kOverdue);
   EXPECT_EQ(run_one(twice, options), 42);
 }
 
