@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import worker_functions
 from interpreters import output_of
-from transformation_table import PAIRS, TRANSFORMATIONS, assert_chains_agree, on_host, reference
+from transformation_table import assert_chains_agree, groups, on_host, reference
 from worker_functions import Counter
 
 import callgate as cg
@@ -38,21 +38,23 @@ def error_of(program: Any, *args: Any) -> BaseException:
 
 
 # -- transformations
-def test_transformations_agree_with_jax(two: cg.Workers) -> None:
+@pytest.mark.parametrize("chains", groups(7))
+def test_transformations_agree_with_jax(chains: Any, two: cg.Workers) -> None:
   def make(effect: Any) -> Any:
     gate = cg.gate(on_host, like=reference, effect=effect, run_on=two)
     return lambda x: gate.start(x).result()
 
-  assert len(TRANSFORMATIONS) > 10
-  assert_chains_agree(PAIRS[1::4], make=make)
+  assert len(chains) > 10
+  assert_chains_agree(chains, make=make)
 
 
-def test_an_executor_takes_started_calls(threads: Any) -> None:
+@pytest.mark.parametrize("chains", groups(12))
+def test_an_executor_takes_started_calls(chains: Any, threads: Any) -> None:
   def make(effect: Any) -> Any:
     gate = cg.gate(on_host, like=reference, effect=effect, run_on=threads)
     return lambda x: gate.start(x).result()
 
-  assert_chains_agree(PAIRS[::12], make=make)
+  assert_chains_agree(chains, make=make)
 
 
 @pytest.mark.parametrize("arrays", ["numpy", "buffer", "jax"])

@@ -19,6 +19,11 @@ settings.register_profile("soak", max_examples=30 * _TIMES, derandomize=False, d
 settings.load_profile("soak" if os.environ.get("CALLGATE_SOAK") == "1" else "check")
 
 
+def is_soak() -> bool:
+  """True if the tests try all that they can, for hours."""
+  return settings.get_current_profile_name() == "soak"
+
+
 def examples(number: int, **options: Any) -> settings:
   """Settings of a property whose examples are dear: `number` of them, and 20 times that in a soak.
 
@@ -26,5 +31,4 @@ def examples(number: int, **options: Any) -> settings:
     number: of examples that a check tries, always the same ones.
     **options: others of hypothesis.settings.
   """
-  soak = settings.get_current_profile_name() == "soak"
-  return settings(max_examples=number * (_TIMES if soak else 1), **options)
+  return settings(max_examples=number * (_TIMES if is_soak() else 1), **options)

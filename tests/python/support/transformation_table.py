@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of transformations that calls of every kind go through, and its oracle."""
+"""The table of transformations that calls of every kind go through, and its oracle.
+
+The primitives go through all pairs: calls, taps, kernels, and parts with rules of their own. A part
+that is made of them goes through `groups`, which are all pairs in a soak alone.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from property_checks import is_soak
 from quick_xla import QUICKLY_COMPILED
 
 import callgate as cg
@@ -159,6 +164,14 @@ def diagonal(number: int, without: Sequence[str] = ()) -> list[tuple[str, str]]:
   """Pairs for effects with each transformation once as the outer and once as the inner one."""
   pairs = [(name, _NAMES[(i + number) % len(_NAMES)]) for i, name in enumerate(_NAMES)]
   return [pair for pair in pairs if pair in EFFECT_PAIRS and not set(pair) & set(without)]
+
+
+def groups(*numbers: int, pairs: Sequence[tuple[str, str]] = PAIRS) -> list[Any]:
+  """Chains for a part that is made of others, a list for each program: parameters of a test.
+
+  A check takes `diagonal(number)` of each number, a soak all pairs.
+  """
+  return [pairs[i::4] for i in range(4)] if is_soak() else [diagonal(n) for n in numbers]
 
 
 TRIPLES = [chain for chain in itertools.product(TRANSFORMATIONS, repeat=3) if is_valid(chain)]

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import worker_functions
-from transformation_table import PAIRS, TRIPLES, assert_chains_agree, on_host, reference
+from transformation_table import TRIPLES, assert_chains_agree, groups, on_host, reference
 
 import callgate as cg
 
@@ -47,16 +47,17 @@ def test_own_is_a_thread_of_this_process() -> None:
 
 
 # -- transformations
-@pytest.mark.parametrize("part", range(4))
-def test_pairs_of_transformations_agree_with_jax(part: int, two: cg.Workers) -> None:
+@pytest.mark.parametrize("chains", groups(2, 13))
+def test_pairs_of_transformations_agree_with_jax(chains: Any, two: cg.Workers) -> None:
   make = lambda effect: cg.gate(on_host, like=reference, effect=effect, run_on=two)
-  assert_chains_agree(PAIRS[part::4], make=make)
+  assert_chains_agree(chains, make=make)
 
 
 @pytest.mark.parametrize("effect", ["io", "ordered"])
-def test_pairs_of_transformations_take_effects(effect: Any, two: cg.Workers) -> None:
+@pytest.mark.parametrize("chains", groups(7))
+def test_pairs_of_transformations_take_effects(chains: Any, effect: Any, two: cg.Workers) -> None:
   make = lambda effect: cg.gate(on_host, like=reference, effect=effect, run_on=two)
-  assert_chains_agree(random.Random(effect).sample(PAIRS, 30), effect, make)
+  assert_chains_agree(chains, effect, make)
 
 
 def test_triples_of_transformations_agree_with_jax(two: cg.Workers) -> None:
