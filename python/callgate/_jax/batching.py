@@ -1,17 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's vmap: where the lanes of what it makes are."""
+"""Of JAX's vmap: lanes of programs, and where the lanes of what it makes are."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 from jax._src import core as _core
 from jax._src.interpreters import batching as _batching
+
+
+def names_axis(effects: Any) -> bool:
+  """True if one of a jaxpr's effects is a collective, or names a mapped axis (0.10 to 0.12)."""
+  return any(isinstance(effect, _core.NamedAxisEffect) for effect in effects)
+
+
+def lane_aval(axis_data: Any, value: Any, dim: int | None) -> Any:
+  """The abstract value of a lane of an array (0.10 to 0.12); no public name."""
+  aval = _core.typeof(value)
+  return aval if dim is None else _core.mapped_aval(axis_data.size, dim, aval)
+
+
+@contextlib.contextmanager
+def in_lane(axis_data: Any) -> Generator[None]:
+  """In the block a lane's function is traced: it may name the axis (0.10 to 0.12)."""
+  with (
+    _core.extend_axis_env_nd([(axis_data.name, axis_data.size)]),
+    _core.add_spmd_axis_names(axis_data.spmd_name),
+    _core.add_explicit_mesh_axis_names(axis_data.explicit_mesh_axis),
+  ):
+    yield
+
+
+def batched_at(
+  closed: Any, axis_data: Any, dims: Sequence[int | None], result_dims: Sequence[int]
+) -> Any:
+  """A jaxpr of lanes, which lie on these axes of its arguments and results (0.10 to 0.12)."""
+  return _batching.batch_jaxpr_axes(closed, axis_data, list(dims), list(result_dims))[0]
+
 
 Mark = Callable[[Any, int], Any]
 _local = threading.local()

@@ -346,6 +346,14 @@ def lie_as(aval: Any, value: Any) -> Any:
   return jax.sharding.reshard(value, aval.sharding)
 
 
+def lie_along(axis: Any, value: Any) -> Any:
+  """The value, in an explicitly sharded program split along this mesh axis in its first dimension."""
+  aval = _core.typeof(value)
+  if not is_explicit([aval]) or spec_of(aval)[0] == axis:
+    return value
+  return lie_as(with_spec(aval, [aval], [axis, *spec_of(aval)[1:]]), value)
+
+
 def result_avals(f: Callable[..., Any], *args: Any) -> Any:
   """The abstract values of what a function of arrays returns, in its structure."""
   traced, shapes = jax.make_jaxpr(f, return_shape=True)(*args)

@@ -3,7 +3,8 @@
 
 vmap: JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of
 such a `while_loop` for finished lanes too. With an io gate inside they run lane after lane instead;
-with taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
+beside a collective, which takes all lanes, they run for all, with their calls masked
+(`_loops/masked.py`). With taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
 
 checkpoint: JAX runs a `while_loop` again in the backward pass. With an io gate it runs in the
 forward pass alone, and its results are kept.
@@ -26,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching, partial_eval
 
-from callgate._core.effects import GateEffect, TapEffect, WholeTapEffect
+from callgate._core.effects import PROGRESS_EFFECT, GateEffect, TapEffect, WholeTapEffect
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import loops, tracing
-from callgate._jax.tracing import jaxpr_as_fun
+from callgate._loops import masked
 from callgate._tap import primitive as _primitive
 
 _Rule = Callable[..., Any]
@@ -56,6 +57,8 @@ def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **
   # A platform's index is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
   if apart and _has_gate_effect(params["branches"]):
+    if masked.needs_all_lanes(params["branches"]):
+      return masked.cond(axis_data, args, dims, params)
     return _lane_after_lane(jax.lax.cond_p, axis_data, args, dims, params)
   return original(axis_data, args, dims, **params)
 
@@ -66,9 +69,9 @@ def _while_rule(
   jaxprs = _jaxprs(params)
   gates = _has_gate_effect(jaxprs)
   if (gates or _holds_whole_taps(jaxprs)) and _predicate_batched(axis_data, dims, params):
-    if gates:
+    if gates and not (masked.needs_all_lanes(jaxprs) or _has_bar(jaxprs)):
       return _lane_after_lane(jax.lax.while_p, axis_data, args, dims, params)
-    return _all_lanes(axis_data, args, dims, params)
+    return masked.while_loop(original, axis_data, args, dims, params)
   return original(axis_data, args, dims, **params)
 
 
@@ -153,6 +156,10 @@ def _holds_whole_taps(jaxprs: Sequence[Any]) -> bool:
   return has_effect or _primitive.dataflow_taps_in(jaxprs, whole=True)
 
 
+def _has_bar(jaxprs: Sequence[Any]) -> bool:
+  return any(PROGRESS_EFFECT in jaxpr.effects for jaxpr in jaxprs)
+
+
 def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, Any]) -> bool:
   """True if lanes may end a `while_loop` at different times."""
   cond_jaxpr, body_jaxpr = _jaxprs(params)
@@ -164,43 +171,12 @@ def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, An
     carry = [a or b for a, b in zip(after, carry, strict=True)]
 
 
-def _all_lanes(
-  axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
-) -> tuple[Sequence[Any], Sequence[int]]:
-  """A loop over all lanes at once until the last has finished; finished lanes keep their values."""
-  # JAX's own runs the condition twice a round, and with ordered effects doesn't keep these values.
-  moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-  cond_consts, body_consts, first = loops.split_operands(params, moved)
-  cond_flags, body_flags, flags = loops.split_operands(params, [dim is not None for dim in dims])
-  size, every = axis_data.size, [True] * len(first)
-  first = [
-    x if flag else jnp.broadcast_to(x, (size, *jnp.shape(x)))
-    for x, flag in zip(first, flags, strict=True)
-  ]
-  cond, _ = tracing.batched(params["cond_jaxpr"], axis_data, [*cond_flags, *every], True)
-  body, _ = tracing.batched(params["body_jaxpr"], axis_data, [*body_flags, *every], True)
-
-  def going_on(carry: Sequence[Any]) -> Any:
-    return jaxpr_as_fun(cond)(*cond_consts, *carry)[0]
-
-  def step(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
-    going, carry = state
-    new = jaxpr_as_fun(body)(*body_consts, *carry)
-    carry = [
-      jnp.where(going.reshape((-1,) + (1,) * (x.ndim - 1)), y, x)
-      for x, y in zip(carry, new, strict=True)
-    ]
-    return going_on(carry), carry
-
-  _, last = jax.lax.while_loop(lambda state: jnp.any(state[0]), step, (going_on(first), first))
-  return last, [0] * len(last)
-
-
 def _lane_after_lane(
   primitive: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
   """A scan over the lanes, each with control flow of its own."""
   rows = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
+  rows = [tracing.lie_along(None, row) for row in rows]  # no scan goes along what is split
 
   def lane(carry: None, row: Sequence[Any]) -> tuple[None, Sequence[Any]]:
     values = iter(row)
@@ -208,4 +184,5 @@ def _lane_after_lane(
     return carry, primitive.bind(*operands, **params)
 
   _, results = jax.lax.scan(lane, None, rows)
+  results = [tracing.lie_along(axis_data.explicit_mesh_axis, result) for result in results]
   return results, [0] * len(results)

@@ -279,9 +279,9 @@ def dataflow_taps_in(jaxprs: Arrays, *, whole: bool = False) -> bool:
   return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr.eqns, whole) for jaxpr in jaxprs)
 
 
-def holds_whole_dataflow_tap(eqn: Any) -> bool:
-  """True if a tap of all lanes at once that is in the flow of data stands inside of an equation."""
-  return _dataflow_traced and any(_holds_tap(inner.eqns, True) for inner in tracing.subjaxprs(eqn))
+def holds_dataflow_tap(eqn: Any, *, whole: bool) -> bool:
+  """The same of the programs inside of an equation."""
+  return _dataflow_traced and any(_holds_tap(inner.eqns, whole) for inner in tracing.subjaxprs(eqn))
 
 
 def _holds_tap(eqns: Arrays, whole: bool) -> bool:

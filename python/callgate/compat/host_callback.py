@@ -44,7 +44,7 @@ from callgate.compat._host_callback import TapFunctionException
 
 __all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
 dispatch.ask_before_execution(tapped.NeedsReceiver)
-tracing.keep_results(primitive.holds_whole_dataflow_tap)
+tracing.keep_results(functools.partial(primitive.holds_dataflow_tap, whole=True))
 
 
 class Transform(str):

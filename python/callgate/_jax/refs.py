@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of JAX's mutable arrays (`jax.Ref`): what reads and writes them in a jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.state import primitives as _primitives
+from jax._src.state import types as _types
+
+from callgate._jax import tracing
+
+
+def touches(effects: Any) -> bool:
+  """True if one of a jaxpr's effects reads or writes a Ref from outside of it (0.10 to 0.12)."""
+  return any(isinstance(effect, _types.RefEffect) for effect in effects)
+
+
+def is_ref(aval: Any) -> bool:
+  """True for the abstract value of a Ref (0.10 to 0.12)."""
+  return isinstance(aval, _types.AbstractRef)
+
+
+def bind_masked(eqn: Any, mask: Any, operands: Sequence[Any]) -> list[Any]:
+  """The results of an equation, which changes a Ref only where `mask` is True (0.10 to 0.12)."""
+  if eqn.primitive is _primitives.swap_p:
+    ref, value, *index = operands
+    before = _primitives.get_p.bind(ref, *index, **eqn.params)
+    operands = ref, jnp.where(mask, value, before), *index
+  elif eqn.primitive is _primitives.addupdate_p:
+    ref, value, *index = operands
+    operands = ref, jax.lax.select(jnp.broadcast_to(mask, value.shape), value, 0 * value), *index
+  return tracing.bind_equation(eqn, operands)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Branches and loops' bodies that all lanes run, with their calls masked.
+
+A collective takes all lanes, and all devices: none of them may skip it. So a branch that holds one
+runs for every lane, as JAX has it, and its calls of callgate's run for those lanes alone that take
+the branch: a tap by `where`, any other call in a `cond` of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from callgate._call import primitive as _gates
+from callgate._core.effects import GateEffect, WholeTapEffect
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import batching, loops, refs, tracing
+from callgate._tap import primitive as _taps
+
+_Values = Sequence[Any]
+
+
+def needs_all_lanes(jaxprs: _Values) -> bool:
+  """True if closed jaxprs hold a collective, the name of an axis, or a Ref from outside."""
+  return any(
+    batching.names_axis(jaxpr.effects) or refs.touches(jaxpr.effects) or _has_collective_gate(jaxpr)
+    for jaxpr in jaxprs
+  )
+
+
+def _is_of_call(effect: Any) -> bool:
+  return isinstance(effect, GateEffect) and not isinstance(effect, WholeTapEffect)
+
+
+def _has_collective_gate(closed: Any) -> bool:
+  return any(
+    eqn.params["call"].gate.collective
+    if eqn.primitive is _gates.mesh_gate_p
+    else any(map(_has_collective_gate, tracing.subjaxprs(eqn)))
+    for eqn in getattr(closed, "jaxpr", closed).eqns
+  )
+
+
+def cond(axis_data: Any, args: _Values, dims: _Values, params: dict[str, Any]) -> Any:
+  """A batched `cond_p` of which all lanes run each branch."""
+  branches = params["branches"]
+
+  def lane(index: Any, *operands: Any) -> Any:
+    results: list[_Values] = []
+    for number, branch in enumerate(branches):
+      taken = index == number
+      # As in JAX's own rule: what a lane that doesn't take a branch makes has no derivative.
+      inputs = [_kept_from(taken, x) for x in operands]
+      results.append(run(branch, taken, inputs))
+    return [jax.lax.select_n(index, *each) for each in zip(*results, strict=True)]
+
+  index = batching.lane_aval(axis_data, args[0], dims[0])
+  with batching.in_lane(axis_data):
+    closed = jax.make_jaxpr(lane)(index, *branches[0].in_avals)
+  batched = batching.batched_at(closed, axis_data, dims, [0] * len(closed.out_avals))
+  return tracing.jaxpr_as_fun(batched)(*args), [0] * len(closed.out_avals)
+
+
+def _kept_from(taken: Any, value: Any) -> Any:
+  if refs.is_ref(jax.typeof(value)):
+    return value
+  return jax.lax.select_n(
+    jnp.broadcast_to(taken, jnp.shape(value)), jax.lax.stop_gradient(value), value
+  )
+
+
+def while_loop(
+  rule: Callable[..., Any], axis_data: Any, args: _Values, dims: _Values, params: dict[str, Any]
+) -> Any:
+  """A batched `while_p` of which all lanes run the body until the last has ended.
+
+  The loop carries whether the lane goes on. `rule` is JAX's own, by which lanes that have ended
+  keep what they have.
+  """
+  asked, held, first = loops.split_operands(params, range(len(args)))
+  asks, body = params["cond_jaxpr"], params["body_jaxpr"]
+
+  def begin(*operands: Any) -> Any:
+    return run(asks, jnp.bool_(True), operands)
+
+  def step(*operands: Any) -> Any:
+    consts, (going, *carry) = operands[: len(asked) + len(held)], operands[len(asked) + len(held) :]
+    carry = run(body, going, (*consts[len(asked) :], *carry))
+    (goes_on,) = run(asks, going, (*consts[: len(asked)], *carry))
+    return goes_on, *carry
+
+  consts = [*asks.in_avals[: len(asked)], *body.in_avals[: len(held)]]
+  carry = body.in_avals[len(held) :]
+  with batching.in_lane(axis_data):
+    beginning = jax.make_jaxpr(begin)(*asks.in_avals)
+    going = beginning.out_avals[0]
+    stepping = jax.make_jaxpr(step)(*consts, going, *carry)
+    going_on = jax.make_jaxpr(lambda going, *_: going)(going, *carry)
+  inputs = [*asked, *first]
+  batched = batching.batched_at(beginning, axis_data, [dims[i] for i in inputs], [0])
+  goes = tracing.jaxpr_as_fun(batched)(*(args[i] for i in inputs))
+  operands = [*(args[i] for i in (*asked, *held)), *goes, *(args[i] for i in first)]
+  places = [*(dims[i] for i in (*asked, *held)), 0, *(dims[i] for i in first)]
+  results, result_dims = rule(
+    axis_data, operands, places, cond_nconsts=0, cond_jaxpr=going_on,
+    body_nconsts=len(consts), body_jaxpr=stepping,
+  )  # fmt: skip
+  return results[1:], result_dims[1:]
+
+
+# -- a jaxpr whose calls are masked ----------------------------------------------------------------
+def run(closed: Any, mask: Any, operands: _Values) -> list[Any]:
+  """The results of a closed jaxpr, or an open one, whose calls are made where `mask` is True."""
+  jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+  values: dict[Any, Any] = dict(
+    zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True)
+  )
+
+  def read(atom: Any) -> Any:
+    return atom.val if isinstance(atom, tracing.Literal) else values[atom]
+
+  for eqn in jaxpr.eqns:
+    inputs = [read(atom) for atom in eqn.invars]
+    values.update(zip(eqn.outvars, _equation(eqn, mask, inputs), strict=True))
+  return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  if eqn.primitive in (_taps.tap_p, _taps.cotangent_p):
+    return _tap(eqn, mask, inputs)
+  inner = tracing.subjaxprs(eqn)
+  calls = any(map(_is_of_call, eqn.effects)) or _taps.holds_dataflow_tap(eqn, whole=False)
+  if not inner and not calls:
+    return refs.bind_masked(eqn, mask, inputs)
+  if not calls and not refs.touches(eqn.effects):
+    return tracing.bind_equation(eqn, inputs)
+  if not batching.names_axis(eqn.effects) and not refs.touches(eqn.effects):
+    if not any(map(_has_collective_gate, inner)):
+      return _only_where(mask, lambda: tracing.bind_equation(eqn, inputs), eqn.outvars)
+  rule = _RULES.get(eqn.primitive.name)
+  if rule is None:
+    name = eqn.primitive.name
+    raise GateDefinitionError(
+      f"vmap of a branch or loop that not all lanes take: {name} in it holds both a collective "
+      "(or a Ref) and a call of callgate's with an effect. Expected one of the two outside of it"
+    )
+  with eqn.ctx.manager:
+    return rule(eqn, mask, inputs)
+
+
+def _only_where(mask: Any, call: Callable[[], _Values], results: _Values) -> _Values:
+  zeros = lambda: [tracing.zeros_of(variable.aval) for variable in results]  # noqa: E731
+  return jax.lax.cond(mask, lambda: list(call()), zeros)
+
+
+def _tap(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  site = eqn.params["site"]
+  if site.whole:
+    return tracing.bind_equation(eqn, inputs)
+  place = site.values + len(site.logical)
+  before, after = inputs[:place], inputs[place + site.where :]
+  where = inputs[place] & mask if site.where else mask
+  params = {**eqn.params, "site": dataclasses.replace(site, where=True)}
+  results = eqn.primitive.bind(*before, where, *after, **params)
+  return results[: len(eqn.outvars)]
+
+
+def _inlined(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  (inner,) = tracing.subjaxprs(eqn)
+  closed = next(it for it in eqn.params.values() if getattr(it, "jaxpr", it) is inner)
+  return run(closed, mask, inputs)
+
+
+def _checkpoint(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  params = eqn.params
+  again = jax.checkpoint(
+    lambda mask, *inputs: run(params["jaxpr"], mask, inputs),
+    prevent_cse=params["prevent_cse"], policy=params["policy"],
+  )  # fmt: skip
+  return again(mask, *inputs)
+
+
+def _cond(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  index, *operands = inputs
+  branches = [
+    lambda mask, *operands, branch=branch: run(branch, mask, operands)
+    for branch in eqn.params["branches"]
+  ]
+  return jax.lax.switch(index, branches, mask, *operands)
+
+
+def _scan(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  params = eqn.params
+  held, count = loops.scan_counts(params)
+  consts, carry, rows = inputs[:held], inputs[held : held + count], inputs[held + count :]
+
+  def body(carry: _Values, row: _Values) -> Any:
+    results = run(params["jaxpr"], mask, (*consts, *carry, *row))
+    return results[:count], results[count:]
+
+  carry, results = jax.lax.scan(
+    body, list(carry), list(rows), params["length"], params["reverse"], params["unroll"]
+  )
+  return [*carry, *results]
+
+
+def _while(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  asked, held, carry = loops.split_operands(eqn.params, inputs)
+  asks, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+  return jax.lax.while_loop(
+    lambda carry: run(asks, mask, (*asked, *carry))[0],
+    lambda carry: run(body, mask, (*held, *carry)),
+    carry,
+  )
+
+
+def _custom_jvp(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  """The user's function, and his rule, which JAX evaluates here, both masked."""
+
+  def original(*inputs: Any) -> list[Any]:
+    return tracing.bind_equation(eqn, inputs)
+
+  @jax.custom_jvp
+  def function(mask: Any, *inputs: Any) -> list[Any]:
+    return run(eqn.params["call_jaxpr"], mask, inputs)
+
+  @function.defjvp
+  def _(primals: Any, tangents: Any) -> Any:
+    def pushed(primals: Any, tangents: Any) -> Any:
+      return jax.jvp(original, primals, tangents)
+
+    given = primals[1:], tangents[1:]
+    return _masked(pushed, primals[0], given)
+
+  return function(mask, *inputs)
+
+
+def _custom_vjp(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  """Likewise."""
+
+  def original(*inputs: Any) -> list[Any]:
+    return tracing.bind_equation(eqn, inputs)
+
+  @jax.custom_vjp
+  def function(mask: Any, *inputs: Any) -> list[Any]:
+    return run(eqn.params["call_jaxpr"], mask, inputs)
+
+  def forward(mask: Any, *inputs: Any) -> Any:
+    results, pull = _masked(lambda *inputs: jax.vjp(original, *inputs), mask, inputs)
+    return results, (mask, pull)
+
+  def backward(kept: Any, cotangents: Any) -> Any:
+    mask, pull = kept
+    return None, *_masked(lambda pull, cotangents: pull(cotangents), mask, (pull, cotangents))
+
+  function.defvjp(forward, backward)
+  return function(mask, *inputs)
+
+
+def _masked(function: Callable[..., Any], mask: Any, args: Any) -> Any:
+  """What a function of pytrees returns, with its calls masked."""
+  closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+  results = run(closed, mask, jax.tree.leaves(args))
+  return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+_RULES: dict[str, Callable[[Any, Any, _Values], _Values]] = {
+  "jit": _inlined, "pjit": _inlined, "closed_call": _inlined, "core_call": _inlined,
+  "checkpoint": _checkpoint, "remat": _checkpoint, "remat2": _checkpoint,
+  "cond": _cond, "scan": _scan, "while": _while,
+  "custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp,
+}  # fmt: skip
