@@ -72,7 +72,7 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_sharding": "_jax _core",
     "_runtime": "_jax _core _process _arrays _sharding",
     "_call": "_jax _core _arrays _sharding _runtime",
-    "_workers": "_core _arrays",
+    "_workers": "_jax _core _arrays",
     "_gate": "_jax _core _arrays _runtime _call _workers",
     "_kernel": "_jax _core _build _runtime _call",
     "_kernel/c": "_jax _core _build _call _kernel",

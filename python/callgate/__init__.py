@@ -53,6 +53,7 @@ from callgate._tap.channel import Channel, channel
 from callgate._tap.print import print
 from callgate._tap.records import BatchInfo, Record, TapInfo
 from callgate._tap.tap import channel_stats, tap
+from callgate._workers.threads import Thread, thread
 from callgate._workers.workers import Workers, workers
 from callgate.compat._callbacks.install import install, uninstall
 
@@ -128,6 +129,7 @@ __all__ = [
   "StreamReader",
   "StreamRecord",
   "TapInfo",
+  "Thread",
   "Ticket",
   "TorchFunction",
   "TorchModule",
@@ -181,6 +183,7 @@ __all__ = [
   "stop_reason",
   "stop_requested",
   "tap",
+  "thread",
   "torch",
   "trace",
   "triton",

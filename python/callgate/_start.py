@@ -24,7 +24,7 @@ from callgate._process import group
 from callgate._runtime import barrier, config, lifecycle, timeline
 from callgate._steer import knob, record, stop
 from callgate._tap import channel, delivery
-from callgate._workers import objects, workers
+from callgate._workers import objects, threads, workers
 from callgate.compat._callbacks import install
 
 
@@ -49,6 +49,7 @@ def start(public: Mapping[str, Any]) -> None:
   lifecycle.at_end("deliver", job.settle)  # whose errors the next one raises
   lifecycle.at_end("deliver", checkpoints.finish)
   lifecycle.at_end("deliver", channel.close_all)
+  lifecycle.at_end("deliver", threads.end_all)
   lifecycle.at_end("join", producer.close_all)
   lifecycle.at_end("join", workers.close_all)
   group.start()
@@ -62,7 +63,8 @@ def start(public: Mapping[str, Any]) -> None:
   os.register_at_fork(after_in_child=job.after_fork)
   table.added.append(collect.due)
   objects.drops.append(table.drop)
-  barrier.at_barrier.append(collect.collect)
+  threads.ends.append(table.end_of)
+  barrier.at_barrier.append(collect.at_barrier)
   registry.finders += [check.find, breakpoint.find, scopes.find, stop.find]
   # Patches of JAX's rules, each in `_jax`.
   control.start()

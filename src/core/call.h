@@ -134,6 +134,8 @@ enum class OnDevice : std::uint8_t {
   kNative,    // it gets the device's own arrays, while the stream may still be writing them
 };
 
+class NamedThread;
+
 class Callee {
  public:
   virtual ~Callee() = default;
@@ -144,6 +146,10 @@ class Callee {
   virtual std::string_view kind() const noexcept { return {}; }
   // True when calls run on callgate's own threads and complete an FFI future.
   virtual bool own_thread() const noexcept { return false; }
+  // The one thread that all its calls run on, if it has such a thread; it is own_thread() then.
+  virtual NamedThread* thread() const noexcept { return nullptr; }
+  // The error of a call for a thread() that has been closed.
+  virtual Error closed_error() { return {ErrorCode::kAborted, name() + ": its thread is closed"}; }
   // Called on one of callgate's own threads before each call: of a GPU's program, or the CPU's.
   virtual void enter_worker(bool /*of_device*/) {}
   // False when its sites never look at a call's context, which then is not asked for.

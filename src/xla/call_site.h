@@ -22,6 +22,7 @@
 #include "core/error.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
+#include "core/named_thread.h"
 #include "core/threads.h"
 #include "core/timeline.h"
 #include "xla/ffi.h"
@@ -300,16 +301,19 @@ inline void fail_overdue(const std::shared_ptr<WatchedCall>& call) {
   if (!taken) fail_without_report();
 }
 
-// Has a worker run the call, which fails where it takes longer than its timeout. False where the
-// process is ending: it does not run. May throw, likewise.
-inline bool submit_with_timeout(const std::shared_ptr<WatchedCall>& call) {
+// Has a worker run the call, or the thread, which fails where it takes longer than its timeout.
+// False where the process is ending, or the thread is closed: it does not run. May throw, likewise.
+inline bool submit_with_timeout(const std::shared_ptr<WatchedCall>& call,
+                                NamedThread* thread = nullptr) {
   std::shared_ptr<Watch> watch;
   if (auto timeout = call->site->callee->timeout(); timeout.count() > 0)
     watch = std::make_shared<Watch>(timeout, [call] { fail_overdue(call); });
-  return WorkerPool::instance().submit([call, watch = std::move(watch)]() mutable {
+  auto run = [call, watch = std::move(watch)]() mutable {
     call->run();
     watch.reset();  // while the call lives
-  });
+  };
+  return thread != nullptr ? thread->submit(std::move(run))
+                           : WorkerPool::instance().submit(std::move(run));
 }
 
 // As long as the call lives: looks whether it waits for itself, on a worker, as that takes the GIL.

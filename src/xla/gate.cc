@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/lifecycle.h"
+#include "core/named_thread.h"
 #include "core/progress.h"
 #include "cuda/completions.h"
 #include "cuda/driver.h"
@@ -38,7 +39,7 @@ thread_local int t_within = 0;  // such calls around what this worker runs
 
 // A call on a thread of its own, shared by the worker that runs it, the watchdog that gives it up
 // and the one that looks whether it waits for itself. The first of them settles it.
-struct OwnThreadCall final : WatchedCall {
+struct OwnThreadCall final : WatchedCall, std::enable_shared_from_this<OwnThreadCall> {
   const int within;
   OwnedCall call;
   Promise promise;
@@ -69,40 +70,71 @@ struct OwnThreadCall final : WatchedCall {
       t_within = within;
       active.entered() ? site->site->run(call.call()) : refuse_at_exit(*site->callee);
       t_within = 0;  // the program goes on here; its calls are not within this one
-      promise.succeed([&] { call.publish(); });
+      settle([this] { promise.succeed([&] { call.publish(); }); });
     };
     guarded(body, [&](const Error& error) {
       t_within = 0;  // as above
       // What a call raises that was given up before is dropped: its program was told of that.
-      if (!active.entered()) return (void)promise.fail(error);
-      fail(error, [&] { keep_failure(*site->callee, error); });
+      if (!active.entered()) return settle([this, error] { promise.fail(error); });
+      settle([this, error] { fail(error, [&] { keep_failure(*site->callee, error); }); });
     });
   }
+
+ private:
+  // XLA goes on with the program on the thread that settles the promise: not on a thread that other
+  // programs wait for, which the rest of this one may itself need.
+  void settle(const std::function<void()>& settling) {
+    const bool elsewhere = site->callee->thread() != nullptr &&
+                           try_submit([self = shared_from_this(), settling] { settling(); });
+    if (!elsewhere) settling();
+  }
 };
+
+// For a call that nobody takes: throws Error, unless the process is ending and the callee is quiet.
+void refuse(Callee& callee) {
+  if (callee.thread() == nullptr || Lifecycle::instance().closed()) return refuse_at_exit(callee);
+  throw callee.closed_error();
+}
+
+int one_more_within(const Callee& callee) {
+  if (t_within < kMostWithin) return t_within + 1;
+  throw Error(ErrorCode::kInternal, "gate '" + callee.name() + "'",
+              "at most " + std::to_string(kMostWithin) +
+                  " calls with thread='own' within each other, by programs that they run",
+              "one more; does it call itself for ever?");
+}
+
+// A call that comes on the very thread that it is for, from a program that a call there runs.
+void run_within(const CallSite& site, const Call& call) {
+  struct Within : Immovable {
+    explicit Within(int place) : before(std::exchange(t_within, place)) {}
+    ~Within() { t_within = before; }
+    const int before;
+  } within(one_more_within(*site.callee));
+  ActiveCall active;
+  active.entered() ? site.site->run(call) : refuse_at_exit(*site.callee);
+}
 
 // Throws when the call can't be handed on.
 void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site,
                          const Call& call) {
-  if (WorkerPool::instance().lost())
+  NamedThread* const thread = site->callee->thread();
+  if (thread != nullptr && thread->is_here()) return run_within(*site, call);
+  if (thread == nullptr && WorkerPool::instance().lost())
     throw Error(ErrorCode::kAborted,
                 "gate '" + site->callee->name() +
                     "': this process was forked from one that ran gates on threads of their own, "
                     "which are not here; expected a process of its own (multiprocessing's 'spawn' "
                     "or 'forkserver')");
-  int within = t_within + 1;
-  if (within > kMostWithin)
-    throw Error(ErrorCode::kInternal, "gate '" + site->callee->name() + "'",
-                "at most " + std::to_string(kMostWithin) +
-                    " calls with thread='own' within each other, by programs that they run",
-                "one more; does it call itself for ever?");
+  const int within = one_more_within(*site->callee);
   // Within another such call the jitted function may be new, as the program runs once more.
   bool may_wait_for_itself = site->is_first(call.context.run) || within > 1;
   bool private_memory = site->callee->timeout().count() > 0 || may_wait_for_itself;
   auto own = std::make_shared<OwnThreadCall>(site, within, call, private_memory, frame->api);
   XLA_FFI_Future* future = own->promise.future();
   if (may_wait_for_itself) watch_for_self_wait(own);
-  if (!submit_with_timeout(own))
-    guarded([&] { refuse_at_exit(*site->callee); },
+  if (!submit_with_timeout(own, thread))
+    guarded([&] { refuse(*site->callee); },
             [&](const Error& error) { own->promise.fail(error); });
   frame->future = future;
 }
@@ -145,6 +177,17 @@ void GateState::execute(XLA_FFI_CallFrame* frame) {
 // --- In programs for CUDA ------------------------------------------------------------------------
 
 using enum cuda::Device::Waiting;
+
+// Runs `body` on the callee's thread, if it has one, and waits for it.
+void on_its_thread(CudaCall& call, const std::function<void()>& body) {
+  NamedThread* const thread = call.callee().thread();
+  if (thread == nullptr || thread->is_here()) return body();
+  const bool taken = thread->run([&] {
+    cuda::ContextScope current(call.device);
+    body();
+  });
+  if (!taken) refuse(call.callee());
+}
 
 void run_native(CudaCall& call) {
   const CallSite& site = call.call_site();
@@ -197,7 +240,6 @@ class HeldStreamCall final : public WatchedCall {
 
   void run() override {
     Callee& callee = *site->callee;
-    callee.enter_worker(/*of_device=*/true);
     guarded([&] { cuda::named(callee.name(), [&] { run_copied(callee); }); },
             [&](const Error& error) {
               if (!claim()) return;
@@ -223,6 +265,14 @@ class HeldStreamCall final : public WatchedCall {
       cuda::ContextScope current(device_);
       cuda::check(fetched_.wait(), "cuEventSynchronize");
     }
+    // Not before its operands are there: what they wait for may need the thread.
+    NamedThread* const thread = callee.thread();
+    if (thread == nullptr) return call_it(callee);
+    if (!thread->run([&] { call_it(callee); })) refuse(callee);
+  }
+
+  void call_it(Callee& callee) {
+    callee.enter_worker(/*of_device=*/true);
     ActiveCall active;
     if (!active.entered()) return refuse_at_exit(callee);
     Call call = copied_.call();
@@ -287,10 +337,13 @@ void run_call(CudaSite& site, const XLA_FFI_CallFrame& frame) {
   if (Timeline::on() && !call.callee().kind().empty()) [[unlikely]]
     span.emplace(call.callee().kind(), call.callee().name());
   switch (call.callee().on_device()) {
-    case OnDevice::kNative: return run_native(call);
+    case OnDevice::kNative: return on_its_thread(call, [&] { run_native(call); });
     case OnDevice::kDeferred: return run_deferred(call);
-    case OnDevice::kStaged:
-      return call.callee().own_thread() ? run_on_own_thread(call) : run_at_once(call);
+    case OnDevice::kStaged: {
+      const NamedThread* const thread = call.callee().thread();
+      const bool is_here = thread != nullptr && thread->is_here();
+      return call.callee().own_thread() && !is_here ? run_on_own_thread(call) : run_at_once(call);
+    }
   }
 }
 

@@ -53,7 +53,9 @@ def _abstract_eval(*avals: Any, call: BoundCall) -> tuple[tuple[Any, ...], froze
 
 def _effects(call: BoundCall) -> frozenset[Any]:
   gate = call.gate
-  found: set[Any] = {effects.HANDLE_EFFECT} if gate.handles and not call.scoped else set()
+  found: set[Any] = set()
+  if (gate.handles or gate.of_thread) and not call.scoped:
+    found.add(effects.HANDLE_EFFECT)
   if gate.effect == "ordered":
     found.add(tracing.ordered_io_effect if call.site.by_jax else effects.ORDERED_GATE_EFFECT)
   elif gate.effect == "io":

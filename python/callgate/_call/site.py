@@ -111,6 +111,8 @@ class Callee(Portable):
   collective = False
   # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
   autograd = False
+  # Whether all its calls run on one thread (`callgate.thread`).
+  of_thread = False
   # Whether the function may know which lane it runs for.
   by_lane = False
   # In a fully manual `jax.shard_map` it is told its shard, too; elsewhere it does without.

@@ -41,6 +41,8 @@ class OrderedGateEffect(GateEffect):
 class HandleEffect(_Effect):
   """Has the dispatch know of programs that make or use objects of the host: when they have ended.
 
+  Likewise of those with calls for one thread.
+
   Rules of transformation treat what has it as a pure call.
   """
 

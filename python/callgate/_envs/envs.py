@@ -6,7 +6,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
@@ -21,7 +20,7 @@ from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.failures import raise_deferred
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.calls import EnvGate, Layout
-from callgate._envs.lanes import Lanes, LanesMethod, Plan
+from callgate._envs.lanes import Lanes, LanesMethod, Plan, plan_of
 from callgate._gate.elsewhere import LOADING_SECONDS
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
@@ -30,9 +29,10 @@ from callgate._runtime.barrier import errors, wait_for_programs
 from callgate._tap.channel import Channel
 from callgate._tap.tap import tap
 from callgate._workers import objects
+from callgate._workers.threads import Thread
 from callgate._workers.workers import Workers, shared
 
-RunOn = Literal["xla", "own", "processes"] | Workers
+RunOn = Literal["xla", "own", "processes"] | Workers | Thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -42,8 +42,9 @@ class EnvsOptions:
   Attributes:
     n: how many environments there are.
     run_on: where they are: "xla", on XLA's calling thread; "own", on a thread of callgate's;
-      "processes", in as many worker processes as CPUs; or in those of `callgate.workers`, each of
-      which has its share of them and steps it in one message.
+      on the one of `callgate.thread`, where they are also made, rendered and closed; "processes",
+      in as many worker processes as CPUs; or in those of `callgate.workers`, each of which has its
+      share of them and steps it in one message.
     info: what of environments' infos programs get: names to anything with `.shape` and `.dtype`, to
       dtypes, or to dictionaries of such. Default: nothing.
     record: where episodes go when they end, as values with "return", "length" and "lane": a
@@ -113,8 +114,8 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
   label = f"envs '{name}'"
   count = check.count(label, "n", options.n, least=1, most=2**31 - 2)
   run_on: Any = options.run_on
-  if not isinstance(run_on, Workers):
-    places = "'xla', 'own', 'processes' or callgate.workers(...)"
+  if not isinstance(run_on, (Workers, Thread)):
+    places = "'xla', 'own', 'processes', callgate.workers(...) or callgate.thread(...)"
     run_on = check.choice(label, "run_on", run_on, ("xla", "own", "processes"), what=places)
     run_on = shared() if run_on == "processes" else run_on
   to: Any = options.record
@@ -130,38 +131,13 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
   workers = run_on.count if isinstance(run_on, Workers) else 0
   layout = Layout.checked(label, count, options.sharding, workers)
   info = infos.declared(label, options.info)
-  plan = _plan(label, make, count, info, to is not None)
+  plan = _on(run_on, functools.partial(plan_of, label, make, count, info, to is not None))
   return Envs(name, _Programs(name, plan, layout, run_on, timeout, to, steps))
 
 
-def _plan(label: str, make: Any, count: int, info: Any, episodes: bool) -> Plan:
-  """What the spaces of an environment say, which is closed again."""
-  spaces.gymnasium(label)
-  try:
-    inspect.signature(make).bind()
-  except ValueError:  # it tells no signature
-    pass
-  except TypeError:
-    check.refuse(label, "make", "a function without arguments that returns an environment", make)
-  env = make()
-  missing = [
-    name
-    for name in ("reset", "step", "observation_space", "action_space")
-    if not hasattr(env, name)
-  ]
-  if missing:
-    raise GateDefinitionError(
-      f"{label}: make: expected an environment with Gymnasium's interface, got {env!r} without "
-      f"{', '.join(missing)}"
-    )
-  seen, done = env.observation_space, env.action_space
-  types = (
-    spaces.types(label, "observation_space", seen), spaces.types(label, "action_space", done)
-  )  # fmt: skip
-  if callable(getattr(env, "close", None)):
-    env.close()
-  reward = np.dtype(tracing.canonical_dtype(np.dtype(np.float64)))
-  return Plan(label, make, count, seen, done, *types, info, reward, episodes)
+def _on(run_on: Any, function: Callable[[], Any]) -> Any:
+  """Calls a function where environments of this process live."""
+  return run_on.run(function) if isinstance(run_on, Thread) else function()
 
 
 _OF_WORKERS = ("shut", "rendered", "picture")  # methods of `Lanes` that are called there alone
@@ -357,7 +333,7 @@ class Envs:
     wait_for_programs(None)
     if isinstance(programs.run_on, Workers) and config.engine() != "jax":
       return programs.render(number)
-    return programs.instances.get().render(number)
+    return _on(programs.run_on, lambda: programs.instances.get().render(number))
 
   def close(self) -> None:
     """Waits for programs, and closes the environments, also in workers. Calls fail from then on."""
@@ -370,7 +346,7 @@ class Envs:
     if self._called and isinstance(programs.run_on, Workers) and config.engine() != "jax":
       with contextlib.suppress(Exception):  # workers that have ended have no environments
         jax.block_until_ready(jax.jit(programs.shut)())
-    programs.instances.get().close()
+    _on(programs.run_on, lambda: programs.instances.get().close())
 
   def __enter__(self) -> Self:
     return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate._core.errors import GateError, ResultError
+from callgate._core import options as check
+from callgate._core.errors import GateDefinitionError, GateError, ResultError
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.spaces import Store
+from callgate._jax import tracing
 from callgate._workers import objects
 
 
@@ -64,6 +67,41 @@ class Plan:
     length = jax.ShapeDtypeStruct((count,), np.int32)
     episodes = {"return": number, "length": length} if self.episodes else {}
     return seen, number, flag, flag, info, episodes
+
+
+def plan_of(label: str, make: Any, count: int, info: Any, episodes: bool) -> Plan:
+  """What the spaces of an environment say, which is closed again."""
+  spaces.gymnasium(label)
+  try:
+    inspect.signature(make).bind()
+  except ValueError:  # it tells no signature
+    pass
+  except TypeError:
+    check.refuse(label, "make", "a function without arguments that returns an environment", make)
+  env = make()
+  missing = [
+    name
+    for name in ("reset", "step", "observation_space", "action_space")
+    if not hasattr(env, name)
+  ]
+  if missing:
+    raise GateDefinitionError(
+      f"{label}: make: expected an environment with Gymnasium's interface, got {env!r} without "
+      f"{', '.join(missing)}"
+    )
+  if (lanes := getattr(env, "num_envs", None)) is not None:
+    raise GateDefinitionError(
+      f"{label}: make: expected one environment, of which callgate.envs makes n={count}, got a "
+      f"vector of {lanes}, {env!r}"
+    )
+  seen, done = env.observation_space, env.action_space
+  types = (
+    spaces.types(label, "observation_space", seen), spaces.types(label, "action_space", done)
+  )  # fmt: skip
+  if callable(getattr(env, "close", None)):
+    env.close()
+  reward = np.dtype(tracing.canonical_dtype(np.dtype(np.float64)))
+  return Plan(label, make, count, seen, done, *types, info, reward, episodes)
 
 
 class _Lane:

@@ -32,6 +32,7 @@ from callgate._objects.hold import Hold, Use, holding, place_of_user
 from callgate._objects.resolve import resolved
 from callgate._runtime import config
 from callgate._workers import objects
+from callgate._workers.threads import Thread
 
 
 class _Call(NamedTuple):
@@ -91,7 +92,7 @@ def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
   core = gate.core
   _check(core)
   place = {_PLACE: place_of_user()}
-  here = isinstance(core.run_on, str)
+  here = core.is_here
   begin = functools.partial(_parts(core).begin, *args, **kwargs, **place)
   args, kwargs, static = core.given(args, kwargs)
   leaves, in_tree = jax.tree.flatten((args, kwargs))
@@ -132,7 +133,7 @@ def _parts(gate: Gate) -> _Parts:
   """The gates that start calls of a gate and wait for them, which live as long as it does."""
   if (made := gate.__dict__.get("_future_parts")) is None:
     made = gate.__dict__["_future_parts"] = _Parts(
-      _begin(gate) if isinstance(gate.run_on, str) else _begin_elsewhere(gate),
+      _begin(gate) if gate.is_here else _begin_elsewhere(gate),
       functools.lru_cache(64)(functools.partial(_waiter, weakref.ref(gate))),
     )
   return made
@@ -141,10 +142,11 @@ def _parts(gate: Gate) -> _Parts:
 def _begin(gate: Gate) -> Hold:
   function, label, timeout = gate.function, gate.label, gate.timeout
   arrays: Any = gate.arrays
+  line = gate.run_on if isinstance(gate.run_on, Thread) else None
 
   def begin(*args: Any, **kwargs: Any) -> Job:
     job = Job(label, kwargs.pop(_PLACE), timeout)
-    job.start(functools.partial(function, *args, **kwargs))
+    job.start(functools.partial(function, *args, **kwargs), line)
     return job
 
   functools.update_wrapper(begin, function)

@@ -37,6 +37,7 @@ from callgate._gate.options import (
 from callgate._jax import tracing
 from callgate._runtime import targets
 from callgate._workers import objects
+from callgate._workers.threads import Thread
 
 A = ParamSpec("A")
 B = ParamSpec("B")
@@ -84,6 +85,7 @@ class Gate(Operation[P, R]):
     self.style, self.arrays, self.run_on = options.style, options.arrays, options.run_on
     self.thread = "own" if self.run_on == "own" else "xla"
     self.timeout = options.timeout or 0.0
+    self.of_thread = isinstance(self.run_on, Thread)
     if self.is_async and not isinstance(self.run_on, str):
       raise GateDefinitionError(
         f"{label}: run_on={self.run_on!r}: expected a function, got an async function; those run "
@@ -122,7 +124,7 @@ class Gate(Operation[P, R]):
     return self if instance is None else types.MethodType(self, instance)
 
   def _named_callee(self) -> Any:
-    if not isinstance(self.run_on, str):
+    if not self.is_here:
       self.elsewhere, callee = elsewhere.callee(self, *self._place)
       return callee
     return _callgate.Callee(
@@ -134,7 +136,13 @@ class Gate(Operation[P, R]):
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
       located=self.located or self.by_lane,
       taped=self.taped,
+      thread=self.run_on.callee if isinstance(self.run_on, Thread) else None,
     )  # fmt: skip
+
+  @property
+  def is_here(self) -> bool:
+    """True if it runs in this process, on some thread."""
+    return self.of_thread or isinstance(self.run_on, str)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     super().check_call(site, structs)
@@ -147,6 +155,8 @@ class Gate(Operation[P, R]):
     self.callee = self._named_callee()
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(self.run_on, Thread):
+      return self.run_on.run(functools.partial(self.function, *args, **kwargs))
     return self.function(*args, **kwargs)
 
   def on_lane(self, lane: int, call: Callable[[], Any]) -> Any:
@@ -160,8 +170,7 @@ class Gate(Operation[P, R]):
     return functools.partial(self._emission, on_cuda=platform == "cuda")
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
-    here = isinstance(self.run_on, str)
-    if on_cuda and self.copy and here and bind.is_native(self.arrays):
+    if on_cuda and self.copy and self.is_here and bind.is_native(self.arrays):
       raise no_copy(self.label, self.arrays)
     target = targets.GRAPH_TARGET if on_cuda and self.command_buffer else targets.GATE_TARGET
     cast = {"cast": "yes"} if call.site.cast else {}

@@ -13,12 +13,13 @@ from callgate._call.options import CallOptions
 from callgate._core import options as check
 from callgate._core import signatures, spellings
 from callgate._core.errors import GateDefinitionError
+from callgate._workers import threads
 from callgate._workers.workers import Workers, shared
 
 Style = Literal["return", "inplace", "context"]
 Arrays = Literal["numpy", "buffer", "jax", "torch", "cupy", "numba"]
 Thread = Literal["xla", "own"]
-RunOn = Literal["xla", "own", "processes"] | Workers | concurrent.futures.Executor
+RunOn = Literal["xla", "own", "processes"] | Workers | threads.Thread | concurrent.futures.Executor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -31,6 +32,7 @@ class _OfAllStyles(CallOptions):
       (`config(check_writes=True)` finds who does). On a CUDA GPU see above.
     run_on: where the callable runs. "xla": on XLA's calling thread: fastest. "own": on a thread of
       callgate's; XLA's is free meanwhile, so the callable may itself run JAX programs of any size.
+      `callgate.thread`: the same, always on that one thread.
       "processes": in worker processes, as many as CPUs; or those of `callgate.workers`. Or a
       `concurrent.futures.Executor`. The lanes of vmap="each" are spread over workers, and run at
       once. See the guide "Workers".
@@ -122,9 +124,12 @@ def place(label: str, value: Any, thread: Thread) -> RunOn:
     if name == "processes":
       return shared()
     return "own" if "own" in (thread, name) else "xla"
-  if not isinstance(value, (Workers, concurrent.futures.Executor)):
-    places = "'xla', 'own', 'processes', callgate.workers(...) or a concurrent.futures.Executor"
-    check.refuse(label, "run_on", f"one of {places}", value)
+  if not isinstance(value, (Workers, threads.Thread, concurrent.futures.Executor)):
+    check.refuse(
+      label, "run_on",
+      "one of 'xla', 'own', 'processes', callgate.workers(...), callgate.thread(...) or a "
+      "concurrent.futures.Executor", value,
+    )  # fmt: skip
   if thread == "own":
     check.refuse(label, "run_on", "'own', as thread='own' says", value)
   return value
@@ -145,6 +150,8 @@ def _check_place(label: str, made: "GateOptions") -> None:
     raise GateDefinitionError(f"{label}: affinity: expected run_on= 'processes' or workers")
   if made.in_flight is not None and not executor:
     raise GateDefinitionError(f"{label}: in_flight: expected run_on= an executor")
+  if isinstance(made.run_on, threads.Thread) and made.command_buffer:
+    raise GateDefinitionError(f"{label}: run_on={made.run_on!r}: expected command_buffer=False")
   if not (workers or executor):
     return
   kinds = ("numpy", "buffer", "jax", "torch") if workers else ("numpy",)

@@ -108,6 +108,13 @@ def have_ended() -> bool:
   return all(sign.is_ready() for sign in list(_signs.values()))
 
 
+def own_signs() -> list[Any]:
+  """The signs of this thread's programs that run."""
+  own = threading.get_ident()
+  signs = [sign for (thread, _), sign in list(_signs.items()) if thread == own]
+  return [sign for sign in signs if not sign.is_ready()]
+
+
 def forget() -> None:
   """Has nobody wait for what runs now."""
   _signs.clear()
@@ -213,6 +220,8 @@ def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> A
   """Calls a program with JAX's tokens after those that order themselves, and before the next."""
   wait(threading.get_ident())
   out = call(program, *args)
+  if after_calls:
+    _told(returning=False)
   tokens = _dispatch.runtime_tokens.current_tokens
   for effect in program.ordered_effects:
     with contextlib.suppress(Exception):  # left to those who wait for the program

@@ -30,6 +30,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._jax import dispatch
 from callgate._objects import table
+from callgate._workers import threads
 
 _LEAST = 8  # objects that need no look
 _WAIT_SECONDS = 0.1
@@ -104,6 +105,12 @@ def _is_there(array: Any) -> bool:
   return not array.is_deleted() and array.is_ready()
 
 
+def at_barrier() -> None:
+  """At a barrier: waits for the ends of what it frees, too."""
+  collect()
+  threads.has_dropped(1)
+
+
 def held() -> dict[str, int]:
   """How many objects of the host programs hold now, by the names of their makers.
 
@@ -122,4 +129,5 @@ def held() -> dict[str, int]:
   """
   jax.effects_barrier()
   collect(seconds=1)
+  threads.has_dropped(1)
   return table.by_maker()

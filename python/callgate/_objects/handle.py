@@ -10,7 +10,9 @@ import numpy as np
 
 from callgate._core.errors import HandleError
 from callgate._objects.table import WORDS
-from callgate._workers.workers import Workers, at_place
+from callgate._workers import threads, workers
+from callgate._workers.threads import Thread
+from callgate._workers.workers import Workers
 
 # The keyword of the loop whose step makes an object: the last operand, as it sorts behind names.
 SCOPE = "\U0010fffdcallgate_scope"
@@ -34,17 +36,19 @@ class Handle:
     self._words, self._place = words, place
 
   @property
-  def place(self) -> Workers | None:
-    """The workers in which the object lives; None for this process.
+  def place(self) -> Workers | Thread | None:
+    """The workers or the thread where the object lives; None for this process's default.
 
     Raises:
       HandleError: nothing is left of them.
     """
     if self._place is None:
       return None
-    if (found := at_place(self._place)) is None:
+    found = workers.at_place(self._place) or threads.at_place(self._place)
+    if found is None:
       raise HandleError(
-        "expected the handle of a live object, got one of workers of which nothing is left"
+        f"expected the handle of a live object, got one of {self._place}, which has been closed, "
+        "and its objects with it"
       )
     return found
 

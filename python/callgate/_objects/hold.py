@@ -30,9 +30,12 @@ from callgate._objects.handle import SCOPE, TYPE, Handle
 from callgate._objects.remote import on_workers
 from callgate._objects.resolve import is_handle, name_objects, resolved
 from callgate._objects.table import Held, Kept, Maker
+from callgate._workers import threads
+from callgate._workers.threads import Thread as OneThread
 from callgate._workers.workers import Workers, shared
 
-_PLACES = "'xla', 'own', 'processes' or callgate.workers(...)"
+_PLACES = "'xla', 'own', 'processes', callgate.workers(...) or callgate.thread(...)"
+Place = Literal["xla", "own", "processes"] | Workers | OneThread | None
 _BYTES = TYPE.dtype.itemsize * table.WORDS
 _NO_SCOPE = np.zeros(TYPE.shape, TYPE.dtype)
 
@@ -46,9 +49,10 @@ class HoldOptions:
     effect: "pure" (a call whose handle is not used may be left out), "io" or "ordered", as for
       `callgate.gate`.
     arrays: what the callable gets: see `callgate.gate`.
-    run_on: "xla", "own", "processes" or `callgate.workers`: see `callgate.gate`. An object lives in
-      the worker that makes it, and what uses it runs there.
-    thread: "xla" or "own": see `callgate.gate`.
+    run_on: where the object is made, used and dropped. Default: on `callgate.thread("objects")`,
+      and so with "own". Or another `callgate.thread`; or "processes" or `callgate.workers`, where
+      it lives in the worker that makes it. "xla": it is made on XLA's thread, and belongs to none.
+    thread: "own" is another spelling of the default.
     timeout: seconds after which the program fails: see `callgate.gate`.
     copy: arguments are private copies, which the object may keep; without it they are XLA's memory,
       and an object that keeps one is an error. Default True.
@@ -57,7 +61,7 @@ class HoldOptions:
   name: str | None = None
   effect: Effect = "pure"
   arrays: Arrays = "numpy"
-  run_on: Literal["xla", "own", "processes"] | Workers = "xla"
+  run_on: Place = None
   thread: Thread = "xla"
   timeout: float | None = None
   copy: bool = True
@@ -115,11 +119,24 @@ def holding(
   return made
 
 
-def _place(run_on: Any) -> Workers | None:
-  """The workers in which objects live that are made there; None for this process."""
-  if isinstance(run_on, str) and run_on == "processes":
+def _place(run_on: Any) -> Workers | OneThread | None:
+  """The workers or the thread where objects live that are made there; None for neither."""
+  if _says(run_on, "processes"):
     return shared()
-  return run_on if isinstance(run_on, Workers) else None
+  return run_on if isinstance(run_on, (Workers, OneThread)) else None
+
+
+def on_thread(options: dict[str, Any], thread: OneThread) -> dict[str, Any]:
+  """Options with a thread where none, or any of callgate's, was chosen."""
+  own = _says(options.get("thread"), "own")
+  asked = options.get("run_on")
+  if asked is None or _says(asked, "own") or (own and _says(asked, "xla")):
+    return {**options, "run_on": thread, "thread": "xla" if own else options.get("thread", "xla")}
+  return options
+
+
+def _says(value: Any, text: str) -> bool:
+  return isinstance(value, str) and value == text
 
 
 class Making:
@@ -205,6 +222,7 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   if isinstance(options.run_on, concurrent.futures.Executor):
     check.refuse(label, "run_on", _PLACES, options.run_on)
   named = (lambda name: name) if options.name is not None else lambda _: _short(make)
+  given = on_thread(given, threads.objects())
   return holding(make, GateOptions(out=(), **given), named).handle()
 
 
@@ -291,22 +309,21 @@ def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, 
     raise GateDefinitionError(
       f"{user}: expected handles of objects that live in one place, got some of {shown}"
     )
-  options = dict(chosen)
-  asked = options.get("run_on", "xla")
-  if isinstance(asked, concurrent.futures.Executor):
+  options, place = dict(chosen), places[0]
+  if isinstance(asked := options.get("run_on"), concurrent.futures.Executor):
     check.refuse(user, "run_on", _PLACES, asked)
-  if "run_on" in options and places[0] is _place(asked):
-    return chosen
-  if places[0] is None:
-    if _place(asked) is not None:
-      check.refuse(user, "run_on", "'xla' or 'own', as its objects live in this process", asked)
-    return chosen
-  if "run_on" in options:
-    check.refuse(user, "run_on", f"{places[0]!r}, where its objects live, or nothing", asked)
+  if not isinstance(place, Workers):
+    options = on_thread(options, place or threads.objects())
+  if "run_on" not in options:
+    options["run_on"] = place
+  if (asked := _place(options["run_on"])) is not (place or asked and threads.objects()):
+    where = "'xla', 'own' or nothing, as its objects live in this process"
+    where = f"{place!r}, where its objects live, or nothing" if place else where
+    check.refuse(user, "run_on", where, options["run_on"])
   for name in ("retries", "affinity"):
-    if options.get(name):
+    if options.get(name) and isinstance(place, Workers) and "run_on" not in dict(chosen):
       check.refuse(user, name, "nothing: it runs where its objects live", options[name])
-  return tuple(sorted({**options, "run_on": places[0]}.items()))
+  return tuple(sorted(options.items()))
 
 
 def _type_of(value: Any) -> Any:

@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions, Thread
 from callgate._objects import arguments
 from callgate._objects.arguments import TwoArguments
-from callgate._objects.hold import Hold, Use, Using, hold
-from callgate._workers.workers import Workers
+from callgate._objects.hold import Hold, Place, Use, Using, hold, on_thread
+from callgate._workers import threads
 
 _RHS = 2  # the position of the right-hand side among the arguments of a solve with an object
 
@@ -28,7 +28,7 @@ def linear_solver(
   *, factor: Callable[..., Any], solve: Callable[..., Any],
   solve_transposed: Callable[..., Any] | None = None, matvec: Callable[..., Any] | None = None,
   symmetric: bool = False, cast: bool | None = None,
-  run_on: Literal["xla", "own", "processes"] | Workers = "xla", thread: Thread = "xla",
+  run_on: Place = None, thread: Thread = "xla",
   timeout: float | None = None, name: str | None = None,
 ) -> Gate:  # fmt: skip
   """A linear solver of the host as a JAX function with derivatives: `x = solver(a, b)`, `a x = b`.
@@ -59,8 +59,9 @@ def linear_solver(
     matvec: `matvec(a, x) -> A x`, a JAX function, for derivatives in `a`.
     symmetric: A^T is A: `solve` serves for both.
     cast: allow same-kind casts of what `solve` returns; see `callgate.gate`.
-    run_on: where both run: see `callgate.hold`.
-    thread: see `callgate.gate`.
+    run_on: where both run: see `callgate.hold`. By default that is the thread of objects where
+      derivatives share an object, and XLA's where one call factorises and solves.
+    thread: see `callgate.hold`.
     timeout: see `callgate.gate`.
     name: what programs and messages call it. Default: as for `callgate.gate`, of `solve`.
 
@@ -78,10 +79,13 @@ def linear_solver(
   _options.or_none(_options.function, label, "solve_transposed", solve_transposed)
   _options.or_none(_options.function, label, "matvec", matvec)
   _options.boolean(label, "symmetric", symmetric)
-  given = GateOptions(
-    out=_as_b, cast=cast, run_on=run_on, thread=thread, timeout=timeout, name=name
-  )
-  return _Solver(_Parts(factor, solve, solve_transposed, matvec, symmetric), given).handle()
+  parts = _Parts(factor, solve, solve_transposed, matvec, symmetric)
+  place: dict[str, Any] = {"run_on": run_on, "thread": thread, "timeout": timeout}
+  of_objects = on_thread(place, threads.objects())
+  if run_on is None:  # one call has no object that outlives it
+    place["run_on"] = "xla"
+  given = GateOptions(out=_as_b, cast=cast, name=name, **place)
+  return _Solver(parts, given, of_objects).handle()
 
 
 def _as_b(a: Any, b: Any) -> Any:
@@ -106,7 +110,7 @@ class _Solver(TwoArguments):
   kind = "linear solver"
   names = ("a", "b")
 
-  def __init__(self, parts: _Parts, options: GateOptions) -> None:
+  def __init__(self, parts: _Parts, options: GateOptions, place: dict[str, Any]) -> None:
     factor, solve = parts.factor, parts.solve  # all that goes to a worker
 
     def call(a: Any, b: Any) -> Any:
@@ -117,11 +121,8 @@ class _Solver(TwoArguments):
     call.__qualname__ = getattr(parts.solve, "__qualname__", call.__name__)
     super().__init__(call, dataclasses.replace(options, copy=True))
     self.parts = parts
-    more: dict[str, Any] = {
-      "thread": options.thread, "timeout": options.timeout, "run_on": options.run_on,
-    }  # fmt: skip
-    self._make: Hold = hold(parts.factor, name=f"{self.name}.factor", **more)
-    more["cast"] = options.cast
+    self._make: Hold = hold(parts.factor, name=f"{self.name}.factor", **place)
+    more = {**place, "cast": options.cast}
     self._solve = self._with_object("solve", parts.solve, more)
     self._transposed = self._solve
     if parts.solve_transposed is not None and not parts.symmetric:

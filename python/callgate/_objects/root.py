@@ -4,7 +4,7 @@
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ from callgate._gate.options import GateOptions, Thread
 from callgate._objects import arguments
 from callgate._objects.arguments import TwoArguments
 from callgate._objects.linear import instantiated
+from callgate._workers.threads import Thread as OneThread
 
 
 def root(
   residual: Callable[..., Any], /, *, solver: Callable[..., Any],
   tangent_solve: Callable[..., Any] | None = None, cast: bool | None = None,
-  thread: Thread = "xla", timeout: float | None = None, name: str | None = None,
+  run_on: Literal["xla", "own"] | OneThread = "xla", thread: Thread = "xla", timeout: float | None = None, name: str | None = None,
 ) -> Gate:  # fmt: skip
   """A solver of `residual(x, theta) = 0` on the host as a JAX function: `x = f(theta, x0)`.
 
@@ -53,6 +54,7 @@ def root(
       too large for the default, which makes the Jacobian matrix and calls `jax.numpy.linalg.solve`.
       Reverse mode calls it with the transposed matvec.
     cast: allow same-kind casts of what `solver` returns; see `callgate.gate`.
+    run_on: "xla", "own" or `callgate.thread`: see `callgate.gate`.
     thread: see `callgate.gate`.
     timeout: see `callgate.gate`.
     name: what programs and messages call it. Default: as for `callgate.gate`, of `solver`.
@@ -68,7 +70,7 @@ def root(
   _options.function(label, "residual", residual)
   _options.function(label, "solver", solver)
   _options.or_none(_options.function, label, "tangent_solve", tangent_solve)
-  options = GateOptions(out=_as_x0, cast=cast, thread=thread, timeout=timeout, name=name)
+  options = GateOptions(out=_as_x0, cast=cast, run_on=run_on, thread=thread, timeout=timeout, name=name)
   made = _Root(residual, solver, options)
   solve = tangent_solve or _dense
 

@@ -19,6 +19,8 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._core.errors import HandleError
+from callgate._workers import threads
+from callgate._workers.threads import Thread
 
 WORDS = 2  # of a handle, uint32
 _PROCESS = int.from_bytes(os.urandom(4), "little") % ((1 << 20) - 1) + 1  # never 0
@@ -41,6 +43,7 @@ class Held(NamedTuple):
   number: int
   value: Any
   maker: Maker
+  thread: Thread | None  # on which it was made, if it is one of `callgate.thread`: its end is there
 
 
 class Kept:
@@ -86,7 +89,7 @@ def add(value: Any, maker: Maker, scope: Any, number: int = 0) -> Any:
   """
   number = number or _callgate.new_number()
   with _lock:
-    _held[number] = Held(number, value, maker)
+    _held[number] = Held(number, value, maker, threads.current())
     if (loop := _scopes.get(_number(*scope.tolist()))) is not None:
       loop.objects.add(number)
     count = len(_held)
@@ -152,7 +155,7 @@ def lend(words: Any, value: Any, maker: Maker) -> None:
   """Keeps an object, of these words of the parent's, until the parent has it dropped."""
   high, low = np.asarray(words).tolist()
   number = (high & 0xFFF) << 32 | low
-  _lent[number] = Held(number, value, maker)
+  _lent[number] = Held(number, value, maker, None)
 
 
 def drop(number: int) -> None:
@@ -197,16 +200,27 @@ def _move(loop: _Scope, numbers: set[int]) -> None:
 
 # -- for `collect.py` ------------------------------------------------------------------------------
 def free(numbers: Iterable[int]) -> None:
-  """Drops objects. What their own end raises is theirs."""
-  dropped: list[Held] = []
+  """Drops objects, each on its thread. What their own end raises is theirs."""
+  dropped: dict[Thread | None, list[Held]] = {}
   with _lock:
     for number in numbers:
-      if (held := _held.pop(number, None)) is not None:
-        dropped.append(held)
-        _freed[number] = held.maker
+      if number in _held:
+        _freed[number] = _held[number].maker
+        dropped.setdefault(_held[number].thread, []).append(_held.pop(number))
     while len(_freed) > _TOMBSTONES:
       _freed.popitem(last=False)
-  dropped.clear()  # without the lock: destructors may be anything
+  for thread, objects in dropped.items():  # without the lock: destructors may be anything
+    if thread is None:
+      objects.clear()
+    else:
+      thread.drop(objects)
+
+
+def end_of(thread: Thread) -> None:
+  """On a thread that is about to end: drops the objects that live there."""
+  with _lock:
+    numbers = [number for number, held in _held.items() if held.thread is thread]
+  free(numbers)
 
 
 def keep_only(named: set[int], before: int) -> None:
@@ -227,4 +241,5 @@ def count() -> int:
 
 def by_maker() -> dict[str, int]:
   """How many objects each maker has in the table."""
-  return dict(collections.Counter(held.maker.label for held in list(_held.values())))
+  with _lock:  # which keeps others from dropping what is looked at
+    return dict(collections.Counter([held.maker.label for held in _held.values()]))

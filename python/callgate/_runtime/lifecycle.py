@@ -26,6 +26,7 @@ from callgate._core.dtypes import dtypes
 from callgate._core.effects import OrderedGateEffect
 from callgate._core.errors import (
   CaptureError,
+  GateError,
   GateTimeoutError,
   InputWriteError,
   Interruption,
@@ -82,6 +83,10 @@ def _stalled(what: str, call: str, timed_out: bool) -> str:
   if not timed_out:
     return f"callgate: {report}"
   return f"[callgate error #{kept.keep(GateTimeoutError(report))}] {report}"
+
+
+def _closed_thread(name: str) -> None:
+  raise GateError(f"<callgate.thread({name!r})>: the thread has been closed")
 
 
 _worker = threading.local()
@@ -178,6 +183,7 @@ def start() -> None:
     deferred=failures.defer, kernel_raised=failures.kernel_raised,
     interrupted=failures.raise_interrupt, undefined=registry.undefined, escaped=escape.settle,
     self_wait=self_wait.report, stream_as=gpu.stream_as, capture_error=CaptureError,
+    closed_thread=_closed_thread,
     profiled=timeline.profiled, interruption=Interruption,
   )  # fmt: skip
   for platform, targets in _callgate.targets().items():

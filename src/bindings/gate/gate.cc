@@ -22,12 +22,12 @@
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/views.h"
 #include "bindings/gate/scopes.h"
+#include "bindings/gate/thread.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/check.h"
 #include "core/kernel_debug.h"
 #include "core/lifetime.h"
-#include "core/threads.h"
 #include "core/timeline.h"
 
 namespace callgate::bindings {
@@ -290,20 +290,6 @@ void bind_settings(nb::module_& module) {
 
 }  // namespace
 
-// Has a worker call `job()`, without a lock held and soon: no job waits for another. False where
-// the process is ending, or is a fork's child, which has no such threads.
-bool submit_job(nb::object job) {
-  auto held = std::make_shared<LateReference>(late(std::move(job)));
-  auto run = [held] {
-    ActiveGil gil;
-    if (!gil) return;  // the process is ending: nobody is there to be told
-    nb::object result = call_unraisable(held->get(), nullptr);
-    held->reset();
-    drain_released();
-  };
-  return without_gil([&] { return WorkerPool::instance().submit(run); });
-}
-
 void bind_gate(nb::module_& module) {
   struct Registered {  // for the life of the process
     std::shared_ptr<Callee> callee = std::make_shared<AfterCallee>();
@@ -312,8 +298,6 @@ void bind_gate(nb::module_& module) {
   bind_context(module);
   bind_settings(module);
   bind_items(module);
-  module.def("submit", &submit_job, nb::arg("job"),
-             "Has a thread of callgate's call job(), which raises nothing; False where none can.");
   module.def(
       "device_call",
       []() -> std::optional<std::pair<std::uintptr_t, int>> {
@@ -329,7 +313,7 @@ void bind_gate(nb::module_& module) {
           [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
              const std::string& style, const std::string& arrays, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
-             bool command_buffer, bool located, bool taped) {
+             bool command_buffer, bool located, bool taped, const ThreadHandle* thread) {
             const GateOptions options{style_of(style),
                                       arrays == "buffer",
                                       owned_inputs,
@@ -341,14 +325,16 @@ void bind_gate(nb::module_& module) {
                                       located,
                                       taped,
                                       seconds_of(timeout)};
-            new (self) CalleeHandle(std::make_shared<PyCallee>(std::move(name), std::move(function),
-                                                               std::move(bind), options));
+            new (self) CalleeHandle(std::make_shared<PyCallee>(
+                std::move(name), std::move(function), std::move(bind), options,
+                thread == nullptr ? nullptr : thread->thread));
           },
           nb::arg("name"), nb::arg("function"), nb::kw_only(), nb::arg("bind") = nb::none(),
           nb::arg("style") = "return", nb::arg("arrays") = "numpy", nb::arg("owned_inputs") = false,
           nb::arg("flat_results") = false, nb::arg("own_thread") = false, nb::arg("timeout") = 0.0,
           nb::arg("native") = false, nb::arg("default_stream") = false,
-          nb::arg("command_buffer") = false, nb::arg("located") = false, nb::arg("taped") = false)
+          nb::arg("command_buffer") = false, nb::arg("located") = false, nb::arg("taped") = false,
+          nb::arg("thread") = nb::none())
       .def("stats", &stats_of)
       .def(
           "serve_items",

@@ -20,6 +20,7 @@
 #include "bindings/python/hooks.h"
 #include "core/call.h"
 #include "core/item_queue.h"
+#include "core/named_thread.h"
 #include "core/threads.h"
 
 namespace callgate::bindings {
@@ -99,15 +100,23 @@ class PyCallee final : public GateCallee, public std::enable_shared_from_this<Py
   // `called` is called with flat arrays when a site's spec is "" (one result) or "*" (a tuple of
   // results); for any other spec `binder(spec)` gives the function to call, with flat_results'
   // form.
-  PyCallee(std::string name, nb::object called, nb::object binder, GateOptions chosen)
+  PyCallee(std::string name, nb::object called, nb::object binder, GateOptions chosen,
+           std::shared_ptr<NamedThread> of_thread = nullptr)
       : GateCallee(std::move(name)),
         private_views(chosen.owned_inputs ? +kPrivateInputs : 0u),
         options(chosen),
+        its_thread(std::move(of_thread)),
         function(late(std::move(called))),
         bind(binder.is_none() ? nullptr : late(std::move(binder))) {}
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
-  bool own_thread() const noexcept override { return options.own_thread; }
+  bool own_thread() const noexcept override { return options.own_thread || its_thread != nullptr; }
+  NamedThread* thread() const noexcept override { return its_thread.get(); }
+  Error closed_error() override {
+    GilScope gil;
+    (void)call_python(hooks.closed_thread, "s", its_thread->name().c_str());  // raises
+    return Error::verbatim(ErrorCode::kAborted, failure_text(nb::python_error(), name(), ""));
+  }
   bool reads_context() const noexcept override {
     return options.style == Style::kContext || options.buffers || options.located;
   }
@@ -134,6 +143,7 @@ class PyCallee final : public GateCallee, public std::enable_shared_from_this<Py
   Counters counters;
 
   const GateOptions options;
+  const std::shared_ptr<NamedThread> its_thread;  // null where it has none
   LateReference function, bind;  // the latter null when None
   // Of a feed: what serves its calls on the host as long as it can. Set before the first call.
   std::shared_ptr<ItemQueue> items;

@@ -46,6 +46,7 @@ void bind_buffer(nb::module_& module);       // `Buffer`
 void bind_jitted(nb::module_& module);       // calls of jitted functions, and their errors
 void bind_upload(nb::module_& module);       // `Upload`: an item of a feed on its way to a GPU
 void bind_gate(nb::module_& module);         // `Callee`, `Check`, `Context`, what watches calls
+void bind_threads(nb::module_& module);      // jobs on threads of callgate's; `NamedThread`
 void bind_tape(nb::module_& module);         // recordings: who is told of calls
 void bind_peers(nb::module_& module);        // `TvmFunction`, `PackedKernel`
 void bind_kernel(nb::module_& module);       // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`

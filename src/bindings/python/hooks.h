@@ -33,6 +33,7 @@ namespace callgate::bindings {
   X(device_worker) /* (begin) an own thread's calls are a GPU's from here, or end */ \
   X(stream_as)     /* (library, stream, ordinal) -> the library's stream object */   \
   X(profiled)      /* (gate, ns) -> an entered span of JAX's profiler, or None */    \
+  X(closed_thread) /* (name) raises: a call came for a thread that is closed */      \
   X(capture_error) /* the class of the error of a call that can't be recorded */     \
   X(interruption)  /* the class of what a call raises that Ctrl-C ends */
 

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`callgate.thread`: threads that gates run on, one call after the other.
+
+The queue is the runtime's (src/core/named_thread.h). A function that runs on a thread may dispatch
+a program whose calls are for the same thread. The dispatch then ends with the program, and the
+thread runs what the program calls meanwhile (`after_dispatch`).
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, Self, TypeVar
+
+from callgate import _callgate
+from callgate._core import options
+from callgate._core.errors import GateError
+from callgate._jax import dispatch
+
+T = TypeVar("T")
+
+_threads: dict[str, Thread] = {}  # by name; those that are open
+_numbers: weakref.WeakValueDictionary[int, Thread] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_SECONDS = 5.0  # that a thread may take to end what it runs
+_NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
+# Called on a thread that is about to end; set by the package's start.
+ends: list[Callable[[Thread], object]] = []
+# The name of the thread on which objects live that no other place was chosen for.
+OBJECTS = "objects"
+
+
+class Thread:
+  """A thread that gates run on, and that objects belong to; made by `callgate.thread`.
+
+  It starts with the first call, or by `start()`, and ends with `close()`, at the end of a `with`
+  block, or with this process.
+
+  Attributes:
+    name: what messages and programs call it.
+    place: the same, as handles of objects hold it; None for the thread that is the default.
+  """
+
+  def __init__(self, name: str) -> None:
+    self.name = name
+    self.place = None if name == OBJECTS else f"thread '{name}'"
+    self.callee = _callgate.NamedThread(name)
+    self._dropped: collections.deque[Any] = collections.deque()
+    self._drops = threading.Event()  # set while nothing waits to be dropped
+    self._drops.set()
+    _numbers[self.callee.number] = self
+
+  def __reduce__(self) -> Any:
+    return thread, (self.name,)
+
+  def start(self) -> Self:
+    """Starts the thread, where it doesn't run yet.
+
+    Raises:
+      GateError: it has been closed.
+    """
+    if not self.submit(_nothing):
+      self.refuse()
+    return self
+
+  def close(self) -> None:
+    """Ends the thread; what it runs has 5 seconds to end by itself. Calls fail from then on.
+
+    The objects that live there end with it, on it.
+
+    Raises:
+      GateError: it is called on the thread.
+    """
+    if self.is_here():
+      raise GateError(f"{self!r}: a function that runs on the thread can't close it")
+    self.end()
+    self.has_ended(_SECONDS)
+
+  def __enter__(self) -> Self:
+    return self.start()
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def __repr__(self) -> str:
+    return f"<callgate.thread({self.name!r})>"
+
+  def is_here(self) -> bool:
+    """True on the thread."""
+    return self.callee.is_here()
+
+  def submit(self, job: Callable[[], object]) -> bool:
+    """Has the thread call `job()`, which raises nothing, in its turn; False once it is closed."""
+    return self.callee.submit(job)
+
+  def refuse(self) -> NoReturn:
+    raise GateError(f"{self!r}: the thread has been closed")
+
+  def run(self, function: Callable[[], T]) -> T:
+    """Calls a function on the thread and waits for it; returns or raises what it does."""
+    if self.is_here():
+      return function()
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def job() -> None:
+      try:
+        results.append(function())
+      except BaseException as error:  # noqa: BLE001 - for who waits
+        errors.append(error)
+      done.set()
+
+    if not self.submit(job):
+      self.refuse()
+    del function
+    while not done.wait(_NAP):
+      pass
+    if errors:
+      raise errors.pop()
+    return results.pop()
+
+  def drop(self, values: list[Any]) -> None:
+    """Takes values out of a list, and drops them on the thread, which need not be waited for."""
+    self._drops.clear()
+    self._dropped.extend(values)
+    values.clear()
+    if self.is_here() or not self.submit(self._drop):
+      self._drop()
+
+  def _drop(self) -> None:
+    while self._dropped:
+      self._dropped.popleft()  # no name refers to it
+    self._drops.set()
+
+  def has_dropped(self, seconds: float) -> bool:
+    """Waits until all that was given to `drop` is gone; False where that takes longer."""
+    return self.is_here() or self._drops.wait(seconds)
+
+  def end(self) -> None:
+    """Has the thread end with what it has been given so far."""
+    with _lock:
+      if _threads.get(self.name) is self:
+        del _threads[self.name]
+    if not self.callee.has_ended(0):  # it runs
+      self.submit(self._end)
+    self.callee.close()
+
+  def _end(self) -> None:
+    for tell in ends:
+      tell(self)
+
+  def has_ended(self, seconds: float) -> bool:
+    """After `end()`: waits for its end; False where that takes longer."""
+    deadline = time.monotonic() + seconds
+    while not self.callee.has_ended(_NAP):
+      if time.monotonic() >= deadline:
+        return False
+    return True
+
+
+def _nothing() -> None:
+  pass
+
+
+def thread(name: str) -> Thread:
+  """A thread for gates to run on, and for objects to live on: `cg.hold(f, run_on=thread)`.
+
+  ```python
+  import sqlite3
+  import callgate as cg, jax, jax.numpy as jnp
+
+  def count(db, x):
+    db.execute("insert into t values (?)", (float(x),))
+    return db.execute("select count(*) from t").fetchone()[0]
+
+  with cg.thread("db") as db_thread:
+
+    def connect():  # sqlite3's connections are for the thread that made them
+      db = sqlite3.connect(":memory:")
+      db.execute("create table t (x real)")
+      return db
+
+    db = cg.hold(connect, run_on=db_thread)()
+    insert = jax.jit(lambda x: cg.use(count, db, x, out=jnp.int32(0), effect="io"))
+    assert [int(insert(x)) for x in (1.0, 2.0)] == [1, 2]
+  ```
+
+  Its calls run one after the other, in the order in which programs come to them. XLA's threads are
+  free meanwhile, as with `run_on="own"`, so the functions may run JAX programs, also such with
+  calls for the same thread.
+
+  Args:
+    name: calls of one name give the same thread, until it is closed. "objects" is the thread of
+      objects for which no other place was chosen.
+
+  Returns:
+    A `Thread`, also a context manager.
+
+  Raises:
+    GateDefinitionError: the name is none.
+  """
+  text = options.text("thread", "name", name)
+  if not text or "\n" in text or "'" in text:
+    options.refuse("thread", "name", "a name without quotes and newlines", name)
+  dispatch.after_calls.add(after_dispatch)
+  with _lock:
+    if text not in _threads:
+      _threads[text] = Thread(text)
+    return _threads[text]
+
+
+def objects() -> Thread:
+  """The thread of objects for which no other place was chosen."""
+  return thread(OBJECTS)
+
+
+def current() -> Thread | None:
+  """The thread that runs this, if it is one of `callgate.thread`."""
+  number = _callgate.current_thread()
+  return _numbers.get(number) if number else None
+
+
+def at_place(place: str) -> Thread | None:
+  """The open thread that handles call so."""
+  with _lock:
+    return next((one for one in _threads.values() if one.place == place), None)
+
+
+def after_dispatch(returning: bool) -> None:
+  """After the dispatch of a program with effects, on a thread: runs what the program calls."""
+  del returning
+  if (here := current()) is None or not (running := dispatch.own_programs()):
+    return
+  done = threading.Event()
+
+  def wait() -> None:
+    dispatch.wait_for(running)
+    done.set()
+    here.submit(_nothing)  # wakes the thread
+
+  if not _callgate.submit(wait):  # the process is ending
+    return
+  while not done.is_set():
+    _callgate.serve_thread(_NAP)
+
+
+def has_dropped(seconds: float) -> bool:
+  """Waits until no thread has anything to drop; False where that takes longer."""
+  deadline = time.monotonic() + seconds
+  with _lock:
+    all_of_them = list(_threads.values())
+  return all(one.has_dropped(max(0.0, deadline - time.monotonic())) for one in all_of_them)
+
+
+def end_all(seconds: float) -> None:
+  """At the end of the process: all threads drop what lives on them, and end."""
+  deadline = time.monotonic() + seconds
+  with _lock:
+    all_of_them: Iterable[Thread] = list(_threads.values())
+  for one in all_of_them:
+    one.end()
+  for one in all_of_them:
+    one.has_ended(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Jobs of Python's on callgate's threads: on a worker, or on a named thread in its turn.
+#include "bindings/gate/thread.h"
+
+#include <nanobind/stl/string.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "bindings/python/gil.h"
+#include "core/threads.h"
+
+namespace callgate::bindings {
+namespace {
+
+// A job that calls `job()`, which raises nothing.
+std::function<void()> python_job(nb::object job) {
+  return [held = std::make_shared<LateReference>(late(std::move(job)))] {
+    ActiveGil gil;
+    if (!gil) return;  // the process is ending: nobody is there to be told
+    nb::object result = call_unraisable(held->get(), nullptr);
+    held->reset();
+    drain_released();
+  };
+}
+
+// Has a worker call `job()`, without a lock held and soon: no job waits for another. False where
+// the process is ending, or is a fork's child, which has no such threads.
+bool submit_job(nb::object job) {
+  auto run = python_job(std::move(job));
+  return without_gil([&] { return WorkerPool::instance().submit(std::move(run)); });
+}
+
+}  // namespace
+
+void bind_threads(nb::module_& module) {
+  module.def("submit", &submit_job, nb::arg("job"),
+             "Has a thread of callgate's call job(), which raises nothing; False where none can.");
+  nb::class_<ThreadHandle>(module, "NamedThread", "A thread that runs jobs in their order.")
+      .def(nb::init<std::string>(), nb::arg("name"))
+      .def_prop_ro("number", [](const ThreadHandle& h) { return h.thread->number(); })
+      .def("is_here", [](const ThreadHandle& h) { return h.thread->is_here(); })
+      .def(
+          "submit",
+          [](const ThreadHandle& h, nb::object job) {
+            auto run = python_job(std::move(job));
+            return without_gil([&] { return h.thread->submit(std::move(run)); });
+          },
+          nb::arg("job"),
+          "Has the thread call job(), which raises nothing; False once it is closed.")
+      .def("close", [](const ThreadHandle& h) { h.thread->close(); })
+      .def(
+          "has_ended",
+          [](const ThreadHandle& h, double seconds) {
+            return without_gil([&] { return h.thread->has_ended(seconds_of(seconds)); });
+          },
+          nb::arg("seconds"), "Whether it has ended in time, after close().");
+  module.def("current_thread", &NamedThread::current,
+             "The number of the named thread that runs this; 0 for any other.");
+  module.def(
+      "serve_thread",
+      [](double seconds) {
+        return without_gil([&] { return NamedThread::serve(seconds_of(seconds)); });
+      },
+      nb::arg("seconds"),
+      "On a named thread: runs its next job, if one comes in time, within the one that runs.");
+}
+
+}  // namespace callgate::bindings

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// One thread that runs all that is given to it, in that order: the place of objects that belong to
+// a thread (callgate.thread).
+//
+// A job may wait for a program whose calls are for the same thread. So the thread can serve its
+// queue from inside a job (serve()), and what comes to it on itself runs at once (run()).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "core/lifecycle.h"
+#include "core/lifetime.h"
+#include "core/system.h"
+
+namespace callgate {
+
+class NamedThread : Immovable {
+ public:
+  using Job = std::function<void()>;
+  explicit NamedThread(std::string name) : name_(std::move(name)) {}
+  ~NamedThread() { close(); }
+
+  const std::string& name() const noexcept { return name_; }
+
+  // Of all named threads, in any process: this one's, and the one's that runs the caller (0: none).
+  std::uint64_t number() const noexcept { return number_; }
+  static std::uint64_t current() noexcept { return current_ == nullptr ? 0 : current_->number; }
+  bool is_here() const noexcept { return current_ != nullptr && current_->number == number_; }
+
+  // Runs the job after all that came before. False, and not taken, after close(). Throws where the
+  // system gives no thread.
+  bool submit(Job job) {
+    const std::shared_ptr<Queue> queue = of_this_process();
+    {
+      std::lock_guard lock(queue->mutex);
+      if (queue->closed) return false;
+      // The thread first: where the system gives none this throws, and the job must not be queued.
+      if (!queue->started) std::thread([queue, name = name_] { work(queue, name); }).detach();
+      queue->started = true;
+      queue->jobs.push_back(std::move(job));
+    }
+    queue->changed.notify_all();
+    return true;
+  }
+
+  // Runs `body` there and waits for it, or here at once where this is the thread; throws what it
+  // throws. False, and it did not run, after close().
+  template <typename Body>
+  bool run(Body&& body) {
+    if (is_here()) return body(), true;
+    auto task = std::make_shared<std::packaged_task<void()>>(std::forward<Body>(body));
+    std::future<void> done = task->get_future();
+    if (!submit([task] { (*task)(); })) return false;
+    done.get();
+    return true;
+  }
+
+  // On a named thread, in a job: runs its next job, if there is one within so long.
+  static bool serve(std::chrono::nanoseconds wait) {
+    Queue& queue = *current_;
+    std::unique_lock lock(queue.mutex);
+    if (!queue.changed.wait_for(lock, wait, [&] { return !queue.jobs.empty(); })) return false;
+    run_next(queue, lock);
+    return true;
+  }
+
+  // Takes no more jobs. The thread ends once it has run those that it has.
+  void close() noexcept {
+    const std::shared_ptr<Queue> queue = of_this_process();
+    std::lock_guard lock(queue->mutex);
+    queue->closed = true;
+    queue->changed.notify_all();
+  }
+
+  // After close(): true once the thread has ended, or if it never began. False where that takes
+  // longer than `wait`.
+  bool has_ended(std::chrono::nanoseconds wait) {
+    const std::shared_ptr<Queue> queue = of_this_process();
+    std::unique_lock lock(queue->mutex);
+    return queue->changed.wait_for(lock, wait, [&] { return queue->ended || !queue->started; });
+  }
+
+ private:
+  struct Queue {
+    explicit Queue(std::uint64_t of) : number(of) {}
+
+    const std::uint64_t number;
+    std::mutex mutex;  // guards the queue alone: jobs run without it
+    std::condition_variable changed;
+    std::deque<Job> jobs;
+    bool started = false, closed = false, ended = false;
+    OfProcess process;
+  };
+
+  // A fork's child has a queue, and so a thread, of its own. The parent's is left as it is, with a
+  // lock that may be held for ever. Without a lock: a child begins with one thread.
+  std::shared_ptr<Queue> of_this_process() {
+    if (!queue_->process.here()) [[unlikely]] {
+      auto* left = new std::shared_ptr<Queue>(std::move(queue_));
+      queue_ = std::make_shared<Queue>(number_);
+      queue_->closed = (*left)->closed;
+    }
+    return queue_;
+  }
+
+  static void run_next(Queue& queue, std::unique_lock<std::mutex>& lock) {
+    Job job = std::move(queue.jobs.front());
+    queue.jobs.pop_front();
+    lock.unlock();
+    job();
+    job = nullptr;  // what the job held dies on this thread, without the lock
+    lock.lock();
+  }
+
+  static void work(const std::shared_ptr<Queue>& queue, const std::string& name) {
+    name_thread(name.substr(0, 15).c_str());
+    current_ = queue.get();
+    std::unique_lock lock(queue->mutex);
+    for (;;) {
+      queue->changed.wait(lock, [&] { return queue->closed || !queue->jobs.empty(); });
+      if (queue->jobs.empty()) break;
+      run_next(*queue, lock);
+    }
+    lock.unlock();
+    end_thread();
+    lock.lock();
+    queue->ended = true;
+    queue->changed.notify_all();
+  }
+
+  static std::uint64_t next_number() noexcept {
+    static std::atomic<std::uint64_t> next{1};
+    return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
+  }
+
+  static inline thread_local Queue* current_ = nullptr;
+
+  const std::string name_;
+  const std::uint64_t number_ = next_number();
+  std::shared_ptr<Queue> queue_ = std::make_shared<Queue>(number_);
+};
+
+}  // namespace callgate
