@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from callgate import _callgate
+from callgate._core import foreign
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of CPython's Py_TPFLAGS
 _WORD = np.dtype(np.intp).itemsize
@@ -137,8 +138,10 @@ def frames_of(exception: BaseException) -> list[Any]:
     error = pending.pop()
     if error is not None and id(error) not in found:
       found[id(error)] = error
-      pending += [error.__cause__, error.__context__]
-  frames = [f for error in found.values() for f, _ in traceback.walk_tb(error.__traceback__)]
+      pending += foreign.follows_from(error)
+  frames = [
+    f for error in found.values() for f, _ in traceback.walk_tb(foreign.frames_begin(error))
+  ]
   return [*found.values(), *frames]
 
 

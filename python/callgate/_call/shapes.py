@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._call.site import Callee, CallSite, Static
-from callgate._core import registry
-from callgate._core.dtypes import is_packed, type_text
+from callgate._core import foreign, registry
+from callgate._core.dtypes import MOST_DIMENSIONS, check_rank, is_packed, type_text
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.masked import is_masked, shown
@@ -42,7 +42,7 @@ def result_types(
     except TypeError as error:
       raise _wrong_function(gate, args, error) from error
     except Exception as error:
-      error.add_note(f"callgate: raised in out= of {gate.label}")
+      foreign.add_note(error, f"callgate: raised in out= of {gate.label}")
       raise
   leaves, out_tree = jax.tree.flatten(declared, is_leaf=is_type)
   return tuple(_result_type(gate, leaf, i) for i, leaf in enumerate(leaves)), out_tree
@@ -53,9 +53,8 @@ def _wrong_function(gate: Callee, args: Any, error: TypeError) -> GateDefinition
     type_text(leaf.dtype, leaf.shape) if is_type(leaf) else type(leaf).__name__ for leaf in args
   )
   expected = "expected a function from the arguments' types to the results'"
-  return GateDefinitionError(
-    f"{gate.label}: out: {expected}, got one that for ({shown}) raised TypeError: {error}"
-  )
+  raised = f"raised {foreign.said_by(error)}"
+  return GateDefinitionError(f"{gate.label}: out: {expected}, got one that for ({shown}) {raised}")
 
 
 def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
@@ -103,12 +102,13 @@ def check_arrays(gate: Callee, args: tuple[Any, ...]) -> None:
 
 def check_call(gate: Callee, site: CallSite, structs: Sequence[Any]) -> None:
   if gate.arrays == "numpy":
-    dtypes = [*(struct.dtype for struct in structs), *(dtype for _, dtype in site.results)]
-    for index, dtype in enumerate(dtypes):
-      if is_packed(dtype):
+    types = [*((struct.shape, struct.dtype) for struct in structs), *site.results]
+    for index, (shape, dtype) in enumerate(types):
+      if is_packed(dtype) or len(shape) > MOST_DIMENSIONS:
         what = f"result {index - len(structs)}"
         if index < len(structs):
           what = f"argument {registry.argument(gate.name, site.spec, index)}"
+        check_rank(f"{gate.label}: {what}", shape)
         raise GateDefinitionError(
           f"{gate.label}: {what}: {np.dtype(dtype).name} has several elements in a byte, so there "
           "is no zero-copy NumPy view of it; use arrays='buffer' with Buffer.unpack() and "

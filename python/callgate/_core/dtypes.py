@@ -104,6 +104,16 @@ def type_text(dtype: Any, shape: Sequence[int]) -> str:
   return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
 
 
+MOST_DIMENSIONS = 64  # of a NumPy array
+
+
+def check_rank(where: str, shape: Sequence[Any]) -> None:
+  """Raises where an array has more dimensions than NumPy's may have."""
+  if len(shape) > MOST_DIMENSIONS:
+    expected = f"expected an array of at most {MOST_DIMENSIONS} dimensions, as NumPy's have"
+    raise GateDefinitionError(f"{where}: {expected}, got one of {len(shape)}; reshape it before")
+
+
 def carried(leaf: Any) -> tuple[Any, str | None]:
   """A leaf as it travels, and the name of its own dtype where that is another."""
   if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):

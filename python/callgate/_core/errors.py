@@ -100,6 +100,11 @@ class CheckError(GateError, AssertionError):
     self.values = values
     self.at(site)
 
+  def at_first(self, site: str) -> None:
+    """Says where the check was traced, unless that has been said."""
+    if not self.site:
+      self.at(site)
+
   def at(self, site: str) -> None:
     """Says where the check was traced."""
     self.site = site
@@ -119,6 +124,16 @@ class KernelError(GateError, RuntimeError):
     super().__init__(f"kernel '{kernel}': {message}")
     self.kernel = kernel
     self.message = message
+
+
+class LossError(Exception):
+  """The base of errors that say how many records they stand for: `lost`."""
+
+  lost: int
+
+  def takes(self, later: BaseException) -> bool:
+    """True if it stands for a later error from here on, which says the same."""
+    raise NotImplementedError
 
 
 class ConsumerError(GateError):

@@ -12,12 +12,11 @@ import itertools
 import re
 import sys
 import threading
-import traceback as _traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from callgate._core import foreign, registry
 from callgate._core import kept as _kept
-from callgate._core import registry
-from callgate._core.errors import CheckError, ConsumerError, KernelError
+from callgate._core.errors import CheckError, ConsumerError, KernelError, LossError
 
 LONG_SECONDS = 1e9  # for waits without a limit
 _lock = threading.Lock()
@@ -42,10 +41,10 @@ def describe_failure(
   if gate.startswith(JAX_CALLBACK):
     # The text of JAX's own callbacks, for programs that look at it.
     number = _kept.keep(exception, run, thread)
-    text = _text(exception)
+    text = foreign.traceback_of(exception)
     return f"CpuCallback error calling callback: {text}\n[callgate error #{number}]"
-  if isinstance(exception, CheckError) and not exception.site:
-    exception.at(site)
+  if foreign.is_a(exception, CheckError):
+    exception.at_first(site)
   if getattr(registry.get(gate), "kind", "") == "feed":
     return _describe(exception, f"feed '{gate}'", site, run, thread, once=True)
   return _describe(
@@ -59,20 +58,10 @@ def _describe(
   """With `once` the first call's place is noted alone: a feed fails once, and keeps saying so."""
   raised = f"callgate: raised in {what}"
   where = raised + (f", called at {site}" if site else "")
-  if not (once and any(note.startswith(raised) for note in getattr(exception, "__notes__", ()))):
-    _add_note(exception, where)
-  text = _text(exception)
-  return f"[callgate error #{_kept.keep(exception, *origin)}] {where}\n{text}"
-
-
-def _text(exception: BaseException) -> str:
-  return "".join(_traceback.format_exception(exception)).rstrip()
-
-
-def _add_note(exception: BaseException, note: str) -> None:
-  """Once."""
-  if note not in getattr(exception, "__notes__", ()):
-    exception.add_note(note)
+  number = _kept.keep(exception, *origin)
+  if not (once and any(note.startswith(raised) for note in foreign.notes_of(exception))):
+    foreign.add_note(exception, where)
+  return f"[callgate error #{number}] {where}\n{foreign.traceback_of(exception)}"
 
 
 def raise_interrupt() -> None:
@@ -109,7 +98,7 @@ def kernel_failed(kernel: str, message: str, site: str) -> str:
 
 def raise_kept(error: BaseException) -> None:
   """Raises the exception that an error's text stands for, if it is still here."""
-  if (kept := _kept.find(str(error))) is not None:
+  if (kept := _kept.find(foreign.text_of(error))) is not None:
     raise kept.exception from None
 
 
@@ -126,7 +115,7 @@ def defer(text: str) -> None:
   for integers), and the exception waits for `errors()`, `barrier()`, the next call of a gate or the
   end of the process.
   """
-  _add_note(_kept.defer(text), _POISONED)
+  foreign.add_note(_kept.defer(text), _POISONED)
 
 
 def raise_deferred(*, of_all_threads: bool = False) -> None:
@@ -139,7 +128,7 @@ def raise_deferred(*, of_all_threads: bool = False) -> None:
   others = set[int | None]() if of_all_threads else threads_of_python() - {threading.get_ident()}
   if taken := _kept.take_deferred(others):
     _name_others(taken[0], taken[1:])
-    raise_original(taken[0])
+    foreign.raise_unchained(taken[0])
 
 
 def print_deferred() -> bool:
@@ -147,7 +136,7 @@ def print_deferred() -> bool:
   if taken := _kept.take_deferred(set()):
     print("callgate: failures that no program's caller was told of:", file=sys.stderr)
   for exception in taken[:_SHOWN]:
-    _traceback.print_exception(exception)
+    foreign.print_traceback(exception)
   if len(taken) > _SHOWN:
     print(f"callgate: and {len(taken) - _SHOWN} more", file=sys.stderr)
   return bool(taken)
@@ -160,34 +149,34 @@ def _name_others(first: BaseException, others: Sequence[BaseException], more: in
   """Notes on an exception those that came with it; there are `more` that were not kept."""
   others = [other for other in others if other is not first]
   for other in others[:_SHOWN]:
-    first.add_note(f"callgate: then {type(other).__name__}: {other}")
+    foreign.add_note(first, f"callgate: then {foreign.said_by(other)}")
   if (unnamed := len(others[_SHOWN:]) + more) > 0:
-    first.add_note(f"callgate: and {unnamed} more")
+    foreign.add_note(first, f"callgate: and {unnamed} more")
 
 
 # What consumers of taps raised, oldest first, until it is raised where the user waits. Bounded: a
 # consumer that raises for every record of a long run must not fill the memory.
 _CONSUMER_ERRORS = 64
-_consumer_errors: list[BaseException] = []
+_consumer_errors: list[tuple[BaseException, str]] = []  # each with its note
 _consumer_errors_more = 0
 
 
 def keep_consumer_error(error: BaseException, where: str) -> None:
   """Keeps what a consumer raised; `where` names the consumer, the tap and the record.
 
-  An error may take a later one in, by its method `takes(later)`.
+  Past the bound it is counted alone, so an exception that is raised again and again takes no more
+  notes either.
   """
   global _consumer_errors_more
   with _lock:
-    for kept in _consumer_errors:
-      takes: Callable[[BaseException], bool] | None = getattr(kept, "takes", None)
-      if kept is not error and takes is not None and takes(error):
+    for kept, _ in _consumer_errors:
+      if kept is not error and foreign.is_a(kept, LossError) and kept.takes(error):
         return
-    error.add_note(where)
-    if len(_consumer_errors) < _CONSUMER_ERRORS:
-      _consumer_errors.append(error)
-    else:
+    if len(_consumer_errors) >= _CONSUMER_ERRORS:
       _consumer_errors_more += 1
+      return
+    _consumer_errors.append((error, where))
+  foreign.add_note(error, where)  # without the lock: its class may run any code
 
 
 def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) -> None:
@@ -197,8 +186,8 @@ def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) 
   """
   where = f"callgate: raised in {consumer} of '{channel}'"
   with _lock:
-    for error in _consumer_errors:
-      if isinstance(error, ConsumerError) and error.said == message and where in error.__notes__:
+    for error, note in _consumer_errors:
+      if note == where and isinstance(error, ConsumerError) and error.said == message:
         error.count(lost)
         return
   keep_consumer_error(ConsumerError(message, lost), where)
@@ -207,9 +196,10 @@ def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) 
 def take_consumer_error(where: str) -> BaseException | None:
   """The oldest exception that was kept with just this note, taken out; or None."""
   with _lock:
-    for index, error in enumerate(_consumer_errors):
-      if where in getattr(error, "__notes__", ()):
-        return _consumer_errors.pop(index)
+    for index, (error, note) in enumerate(_consumer_errors):
+      if note == where:
+        del _consumer_errors[index]
+        return error
   return None
 
 
@@ -220,20 +210,20 @@ def raise_consumer_errors() -> None:
   """
   global _consumer_errors_more
   with _lock:
-    errors, more = list(_consumer_errors), _consumer_errors_more
+    errors, more = [error for error, _ in _consumer_errors], _consumer_errors_more
     _consumer_errors.clear()
     _consumer_errors_more = 0
   if not errors:
     return
   first, others = errors[0], tuple(error for error in errors[1:] if error is not errors[0])
-  first.callgate_others = others  # pyright: ignore[reportAttributeAccessIssue]
+  foreign.attach(first, "callgate_others", others)
   _name_others(first, others, more)
-  raise_original(first)
+  foreign.raise_unchained(first)
 
 
 def original_of(error: BaseException) -> BaseException:
   """The gate's exception that JAX's error stands for, where it is still here; else the error."""
-  kept = _kept.find(str(error), claim=False)
+  kept = _kept.find(foreign.text_of(error), claim=False)
   return error if kept is None else kept.exception
 
 
@@ -241,15 +231,6 @@ def threads_of_python() -> set[int | None]:
   """Threads that Python started. XLA's have an entry, too, once Python code asked for it there."""
   dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue, reportUnknownMemberType]
   return {t.ident for t in threading.enumerate() if not isinstance(t, dummy)}
-
-
-def raise_original(exception: BaseException) -> None:
-  """Raises the exception as it is: the chain that the user built is not replaced."""
-  chain = exception.__context__, exception.__suppress_context__
-  try:
-    raise exception
-  finally:
-    exception.__context__, exception.__suppress_context__ = chain
 
 
 def last_error() -> BaseException | None:

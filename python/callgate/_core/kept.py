@@ -17,6 +17,7 @@ from collections.abc import Container
 
 import jax
 
+from callgate._core import foreign
 from callgate._core.errors import GateTimeoutError
 
 # Outside of `callgate.errors()` nobody may ever ask: only the newest failures are kept then. A
@@ -30,7 +31,7 @@ _TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
 _timeouts: dict[int, int] = {}  # their ids
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Kept:
   """A failure: its id, the thread that called the program, and XLA's number of the program's run.
 
@@ -59,7 +60,7 @@ _next_id = 0
 
 def told(exception: KeyboardInterrupt) -> KeyboardInterrupt:
   """Marks an interrupt that the main thread raises by itself, so that it raises no second one."""
-  exception.__dict__[_TOLD] = True
+  foreign.attach(exception, _TOLD, True)
   return exception
 
 
@@ -69,8 +70,8 @@ def keep(exception: BaseException, run: int = NO_RUN, thread: int = THIS_THREAD)
   with _lock:
     _next_id += 1
     kept = Kept(_next_id, exception, thread or threading.get_ident(), run)
-    if isinstance(exception, KeyboardInterrupt):
-      kept.claimed = run in _interrupted or _TOLD in exception.__dict__
+    if foreign.is_a(exception, KeyboardInterrupt):
+      kept.claimed = run in _interrupted or foreign.is_attached(exception, _TOLD)
     _store[_next_id] = kept
     if len(_store) > _LIMIT:
       _forget(len(_store) - _LIMIT)
@@ -157,7 +158,7 @@ def take_interrupt() -> BaseException | None:
     if blocks:
       return None
     unclaimed = (kept for kept in reversed(_store.values()) if not kept.claimed)
-    waiting = [kept for kept in unclaimed if isinstance(kept.exception, KeyboardInterrupt)]
+    waiting = [kept for kept in unclaimed if foreign.is_a(kept.exception, KeyboardInterrupt)]
     if not waiting:
       return None
     for kept in waiting:

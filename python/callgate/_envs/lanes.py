@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from callgate._core import foreign
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, GateError, ResultError
 from callgate._envs import infos, seeds, spaces
@@ -300,9 +301,8 @@ class Lanes:
   def _tell(self, error: Exception, number: int, what: str) -> None:
     if number >= 0:
       plan = self._plan
-      error.add_note(
-        f"callgate: environment {number} of {plan.count} of {plan.label} raised it in {what}()"
-      )
+      place = f"environment {number} of {plan.count} of {plan.label}"
+      foreign.add_note(error, f"callgate: {place} raised it in {what}()")
 
 
 _NUMERIC = ("reward", "terminated", "truncated")

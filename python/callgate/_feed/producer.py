@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from callgate import _callgate
+from callgate._core import foreign
 from callgate._core.errors import EndOfFeed, GateError
 from callgate._feed.items import ItemTypes
 from callgate._runtime import timeline
@@ -94,7 +95,7 @@ class Producer:
           break
         del item  # not kept while the next one is made
     except BaseException as error:  # noqa: BLE001 - raised again where the item is taken
-      failure = error, error.__traceback__
+      failure = error, foreign.frames_begin(error)
     with self._changed:
       self._over, self._failure = True, failure
       self._changed.notify_all()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from callgate import _callgate
-from callgate._core import failures
+from callgate._core import failures, foreign
 from callgate._core.errors import GateError, GateTimeoutError, Interruption
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Job:
       self._settle(await coroutine, None)
     except BaseException as error:
       self._settle(None, error)
-      if isinstance(error, asyncio.CancelledError):
+      if foreign.is_a(error, asyncio.CancelledError):
         raise
 
   def _settle(self, result: Any, error: BaseException | None) -> None:

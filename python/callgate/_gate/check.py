@@ -24,7 +24,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._call import primitive, shapes
 from callgate._call.site import BoundCall, Call, CallSite, Emission
-from callgate._core import masked, options, registry
+from callgate._core import foreign, masked, options, registry
 from callgate._core.encoding import is_open
 from callgate._core.errors import CheckError, GateDefinitionError
 from callgate._core.failures import raise_deferred
@@ -66,7 +66,7 @@ class Check(Guarded):
       try:
         text = _format(message, values)
       except Exception as error:  # noqa: BLE001 - the check has failed, and says so
-        why = f"the values below can't be formatted: {type(error).__name__}: {error}"
+        why = f"the values below can't be formatted: {foreign.said_by(error)}"
         text = f"{message} ({why})"
       for tell in list(failed):
         tell(message, text)
@@ -181,7 +181,7 @@ def _check_format(message: str, values: dict[str, Any]) -> None:
     arrays = [(name, x) for name, value in types.items() for x in jax.tree.leaves(value)]
     shown = ", ".join(f"{name}: {x.dtype.name}{list(x.shape)}" for name, x in arrays)
     what = f"check: message: expected a format for the values ({shown}), got {message!r}"
-    raise GateDefinitionError(f"{what}: {type(error).__name__}: {error}") from error
+    raise GateDefinitionError(f"{what}: {foreign.said_by(error)}") from error
 
 
 def _format(message: str, values: dict[str, Any]) -> str:

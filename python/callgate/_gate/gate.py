@@ -22,7 +22,7 @@ from callgate._call import shapes
 from callgate._call.generic import AnyArray, Method, P, R
 from callgate._call.operation import Operation
 from callgate._call.site import Backend, Call, CallSite, Emission
-from callgate._core import factories, registry, signatures
+from callgate._core import factories, foreign, registry, signatures
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._gate import annotations, elsewhere
@@ -182,8 +182,9 @@ class Gate(Operation[P, R]):
     except Exception as error:
       owner = self.owner and self.owner()
       if owner is not None and not self.is_of_object(args):
-        first = f"{owner.__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
-        error.add_note(f"callgate: of a method's check the object is the first argument: {first}")
+        call = f"{owner.__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
+        first = "of a method's check the object is the first argument"
+        foreign.add_note(error, f"callgate: {first}: {call}")
       raise
 
   check.__doc__ = Operation.check.__doc__

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Generator
 from typing import Any
 
 from callgate import _callgate
@@ -38,8 +37,7 @@ def stats() -> dict[str, dict[str, float]]:
   return counted
 
 
-@contextlib.contextmanager
-def trace(path: str | os.PathLike[str]) -> Generator[None]:
+class trace(contextlib.ContextDecorator):
   """Writes a trace of what runs in the block, by thread, for Perfetto or chrome://tracing.
 
   Its events are the calls of gates ("gate"; "workers" where these run), kernels ("kernel", on the
@@ -57,11 +55,15 @@ def trace(path: str | os.PathLike[str]) -> Generator[None]:
 
   Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
   """
-  options.path("trace", "path", path)
-  _callgate.start_trace()
-  try:
-    yield
-  finally:
+
+  def __init__(self, path: str | os.PathLike[str]) -> None:
+    options.path("trace", "path", path)
+    self._path = path
+
+  def __enter__(self) -> None:
+    _callgate.start_trace()
+
+  def __exit__(self, *exception: object) -> None:
     events: list[dict[str, Any]] = []
     for kind, name, thread, start, wait, duration in _callgate.stop_trace():
       common = {"pid": os.getpid(), "tid": thread, "ph": "X", "ts": start / 1e3}
@@ -69,5 +71,5 @@ def trace(path: str | os.PathLike[str]) -> Generator[None]:
       events.append({**common, **call, "args": {"gil_wait_us": wait / 1e3}})
       if wait > 1000:
         events.append({**common, "name": "wait for the GIL", "cat": "gil", "dur": wait / 1e3})
-    with open(path, "w", encoding="utf-8") as file:
+    with open(self._path, "w", encoding="utf-8") as file:
       json.dump({"traceEvents": events, "displayTimeUnit": "ns"}, file)

@@ -11,7 +11,6 @@ import json
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from callgate import _callgate
+from callgate._core import foreign
 from callgate._loops.progress import files, noted, noted_of_lanes
 from callgate._runtime.barrier import at_barrier
 
@@ -201,8 +201,8 @@ class _Drawer:
         _callgate.progress_release(state.handle)
         if drawn is not None:
           drawn.bar.close()
-    except Exception:  # noqa: BLE001 - a bar that can't be drawn must not end the program
-      traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - a bar that can't be drawn must not end the program
+      foreign.print_traceback(error)
       self._bars.clear()
       for state in _callgate.progress_poll():  # those that have ended
         _callgate.progress_release(state[0])

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from callgate._core import split
+from callgate._core import foreign, split
 from callgate._core.dtypes import type_text
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
@@ -58,7 +58,7 @@ class TwoArguments(Gate):
     try:
       return jax.tree.leaves(jax.eval_shape(call, leaves))
     except Exception as error:
-      error.add_note(f"callgate: raised in {option}= of {self.label}")
+      foreign.add_note(error, f"callgate: raised in {option}= of {self.label}")
       raise
 
 

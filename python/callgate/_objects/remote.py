@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from callgate import _callgate
-from callgate._core import encoding, registry
+from callgate._core import encoding, foreign, registry
 from callgate._core.errors import HandleError, WorkerError
 from callgate._gate import elsewhere
 from callgate._objects import table
@@ -101,7 +101,7 @@ class OnWorkers:
       ran_on = self._site(spec, lanes.cast).run_lanes(lanes, placed, there is not None)
     except WorkerError as error:
       if held:
-        error.add_note(f"callgate: it was called with {_shown(held[0])}")
+        foreign.add_note(error, f"callgate: it was called with {_shown(held[0])}")
       raise
     for lane, (one, worker) in enumerate(zip(made, ran_on, strict=False)):
       one.worker = worker

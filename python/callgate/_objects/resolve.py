@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate._core import tape
+from callgate._core import foreign, tape
 from callgate._core.errors import HandleError
 from callgate._objects import table
 from callgate._objects.handle import TYPE, Handle
@@ -59,4 +59,4 @@ def name_objects(error: BaseException, args: Any) -> None:
       held = table.get(handle.words, "")
       names.append(f"{type(held.value).__name__} #{held.number}, made by {held.maker}")
   if names:
-    error.add_note(f"callgate: it was called with {'; '.join(names)}")
+    foreign.add_note(error, f"callgate: it was called with {'; '.join(names)}")

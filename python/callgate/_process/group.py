@@ -19,13 +19,12 @@ import os
 import sys
 import threading
 import time
-import traceback
 from types import TracebackType
 from typing import NamedTuple
 
 import jax
 
-from callgate._core import environment
+from callgate._core import environment, foreign
 from callgate._core.errors import ProcessError
 from callgate._core.failures import original_of
 from callgate._jax import dispatch, distributed
@@ -45,11 +44,11 @@ class Failure(NamedTuple):
   @staticmethod
   def of(process: int, error: BaseException) -> Failure:
     """The failure that an exception is; one of another process stays that."""
-    if isinstance(error, ProcessError):
+    if foreign.is_a(error, ProcessError):
       return Failure(error.process, error.kind, error.message)
     error = original_of(error)
-    text = "".join(traceback.format_exception(error))
-    return Failure(process, type(error).__name__, str(error), text[-_DETAILS:])
+    text = foreign.traceback_of(error)
+    return Failure(process, foreign.name_of(error), foreign.text_of(error), text[-_DETAILS:])
 
   @staticmethod
   def parse(text: str) -> Failure:

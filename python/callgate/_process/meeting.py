@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 
+from callgate._core import foreign
 from callgate._core.errors import ProcessError
 from callgate._process.group import Failure, Group
 
@@ -37,8 +38,8 @@ class Meeting:
     try:
       if error is not None:
         self._conclude(json.dumps(Failure.of(self._group.index, error)))
-        if not isinstance(error, (ProcessError, TimeoutError)) and (other := self._missing()):
-          error.add_note(f"callgate: before that, {other.error()}")  # its cause, maybe
+        if not foreign.is_a(error, (ProcessError, TimeoutError)) and (other := self._missing()):
+          foreign.add_note(error, f"callgate: before that, {other.error()}")  # its cause, maybe
     except ConnectionError:
       pass  # this process's own error is what counts here
     finally:

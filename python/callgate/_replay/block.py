@@ -10,7 +10,7 @@ import threading
 from typing import Any, Self
 
 from callgate import _callgate
-from callgate._core import tape
+from callgate._core import foreign, tape
 from callgate._core.errors import GateError
 from callgate._process import group
 from callgate._runtime import barrier
@@ -52,7 +52,7 @@ class Block:
 
   def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
     try:
-      if error is None or isinstance(error, Exception):
+      if error is None or foreign.is_a(error, Exception):
         _wait_for_calls()
     finally:
       _callgate.set_tape(None)

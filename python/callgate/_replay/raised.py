@@ -13,7 +13,7 @@ import json
 import pickle
 from typing import Any, cast
 
-from callgate._core import errors
+from callgate._core import errors, foreign
 from callgate._core.errors import RecordedError, ReplayError
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -30,7 +30,7 @@ def _held(error: BaseException) -> dict[str, Any]:
   ours = kind.__module__.split(".")[0] == _OURS
   held: dict[str, Any] = {
     "module": kind.__module__, "kind": kind.__qualname__, "said": _said(error), "args": None,
-    "notes": list(getattr(error, "__notes__", ())),
+    "notes": list(foreign.notes_of(error)),
   }  # fmt: skip
   args, fields = error.args, vars(error)
   if kind.__module__ == "builtins":  # an OSError's have the file's name, an ImportError's fields
@@ -88,10 +88,7 @@ def pickle_of(error: BaseException) -> bytes:
 
 
 def _said(error: BaseException) -> str:
-  try:
-    return str(error).encode(errors="backslashreplace").decode()
-  except Exception as wrong:  # noqa: BLE001 - its own __str__
-    return f"(its text can't be shown: {type(wrong).__name__})"
+  return foreign.text_of(error).encode(errors="backslashreplace").decode()
 
 
 def make(where: str, text: str, pickled: bytes, trust: bool) -> BaseException:
@@ -121,7 +118,7 @@ def _of_held(held: dict[str, Any]) -> BaseException:
   if made is None or _said(made) != said:
     made = RecordedError(f"{module}.{name}", said)
   for note in notes if isinstance(notes, list) else ():
-    made.add_note(str(note))
+    foreign.add_note(made, str(note))
   return made
 
 

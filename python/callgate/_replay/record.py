@@ -10,7 +10,7 @@ import time
 from typing import Any, Literal
 
 from callgate import _callgate
-from callgate._core import options, registry
+from callgate._core import foreign, options, registry
 from callgate._core.dtypes import Value
 from callgate._core.errors import GateError
 from callgate._process import group
@@ -67,7 +67,7 @@ class Recording(Block):
     if error is None:
       raise failure
     if failure is not error:
-      error.add_note(f"callgate: {failure}")
+      foreign.add_note(error, f"callgate: {failure}")
 
   def _tell(
     self, gate: str, site: str, spec: str, lane: int, shard: int, device: int, run: int,
@@ -121,7 +121,7 @@ class _Call:
     try:
       if error is None:
         call = dataclasses.replace(self._call, results=results)
-      elif isinstance(error, Exception):
+      elif foreign.is_a(error, Exception):
         text, pickled = raised.text_of(error), raised.pickle_of(error)
         call = dataclasses.replace(self._call, error=text, pickled=pickled)
       else:  # Ctrl-C is nothing that the gate gave

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 
 from callgate import _callgate
-from callgate._core import failures, options
+from callgate._core import failures, foreign, options
 from callgate._core import kept as _kept
 from callgate._core.errors import ProcessError
 from callgate._jax import dispatch
@@ -97,7 +97,7 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   failures.raise_deferred(of_all_threads=True)
   if failure is not None and not _is_stale(failure, first=0):
     kept = _kept.find(str(failure))
-    failures.raise_original(kept.exception if kept is not None else failure)
+    foreign.raise_unchained(kept.exception if kept is not None else failure)
   failures.raise_consumer_errors()
 
 
@@ -154,10 +154,10 @@ class errors:
         failures.raise_deferred()
         self._raise_unseen(failure)
         failures.raise_consumer_errors()
-      elif isinstance(error, _PROGRAM_ERRORS):
-        kept = _kept.find(str(error))
+      elif foreign.is_a(error, _PROGRAM_ERRORS):
+        kept = _kept.find(foreign.text_of(error))
         if kept is not None and kept.exception is not error:
-          failures.raise_original(kept.exception)
+          foreign.raise_unchained(kept.exception)
     finally:
       dispatch.forget_failed_tokens()
       _kept.blocks.remove(self._first)
@@ -175,7 +175,7 @@ class errors:
       if kept is not None:
         kept.claimed = True
     if kept is not None:
-      failures.raise_original(kept.exception)
+      foreign.raise_unchained(kept.exception)
     if failure is not None:
       raise failure
 

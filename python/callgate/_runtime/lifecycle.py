@@ -21,7 +21,7 @@ import jax
 
 from callgate import _callgate
 from callgate._arrays import escape, gpu
-from callgate._core import environment, failures, kept, paths, registry
+from callgate._core import environment, failures, foreign, kept, paths, registry
 from callgate._core.dtypes import dtypes
 from callgate._core.effects import OrderedGateEffect
 from callgate._core.errors import (
@@ -47,7 +47,7 @@ LAST_SECONDS = 0.05
 def _failed(
   exception: BaseException, gate: str, site: str, layout: str, shard: int, run: int, thread: int
 ) -> str:
-  if isinstance(exception, self_wait.Ended):
+  if foreign.is_a(exception, self_wait.Ended):
     return str(exception)
   where, part = sites.get(site, site), tiles.describe(layout, shard)
   return failures.describe_failure(exception, gate, where, part, run, thread)
@@ -131,8 +131,8 @@ def _run(ends: list[Callable[[float], object]], seconds: float) -> None:
   for end in ends:
     try:
       end(seconds)
-    except BaseException:  # noqa: BLE001 - the program's own error, Ctrl-C must not hide the exit
-      traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - the program's own, Ctrl-C must not hide the exit
+      foreign.print_traceback(error)
 
 
 def _let_effects_finish(interrupted: bool, seconds: float) -> None:

@@ -8,7 +8,6 @@ gate's function takes of its call is a span within it, and so is what runs on ot
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
 from typing import Any
 
 from callgate import _callgate
@@ -19,7 +18,7 @@ _NOTHING = contextlib.nullcontext()
 
 def span(kind: str, name: str) -> contextlib.AbstractContextManager[object]:
   """A block on the timelines that are being recorded; nothing where none is."""
-  return _recorded(kind, name) if is_on() else _NOTHING
+  return _Recorded(kind, name) if is_on() else _NOTHING
 
 
 def is_on() -> bool:
@@ -27,14 +26,20 @@ def is_on() -> bool:
   return _callgate.tracing() or profiling.is_running()
 
 
-@contextlib.contextmanager
-def _recorded(kind: str, name: str) -> Generator[None]:
-  start = _callgate.now_ns()
-  try:
-    with profiling.Span(f"callgate/{kind} {name}"):
-      yield
-  finally:
-    _callgate.trace_event(kind, name, start)
+class _Recorded:
+  """No `contextlib.contextmanager`: that sets an attribute of an exception that passes."""
+
+  def __init__(self, kind: str, name: str) -> None:
+    self._kind, self._name = kind, name
+    self._span = profiling.Span(f"callgate/{kind} {name}")
+
+  def __enter__(self) -> None:
+    self._start = _callgate.now_ns()
+    self._span.__enter__()
+
+  def __exit__(self, *exception: Any) -> None:
+    self._span.__exit__(*exception)
+    _callgate.trace_event(self._kind, self._name, self._start)
 
 
 def profiled(gate: str, gil_wait_ns: int) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 from callgate import _callgate
-from callgate._core import errors, failures, options, registry
+from callgate._core import errors, failures, foreign, options, registry
 from callgate._core.pickling import Portable
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import consumers as _consumers
@@ -137,7 +137,9 @@ class Channel(Portable):
         if hasattr(consumer, "close"):
           consumer.close()
         return
-    raise errors.GateDefinitionError(f"{self._label}: {consumer!r} is not one of its consumers")
+    raise errors.GateDefinitionError(
+      f"{self._label}: {foreign.repr_of(consumer)} is not one of its consumers"
+    )
 
   def _adapt(self, consumer: Any) -> tuple[delivery.Attached, _callgate.Consumer]:
     return _consumers.adapt(consumer, self._label, batch=self._batch, limit=self._limit)

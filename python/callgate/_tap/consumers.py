@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from callgate import _callgate
-from callgate._core import errors, failures
+from callgate._core import errors, failures, foreign
 from callgate._tap import delivery
 from callgate._tap.records import Record
 
@@ -67,13 +67,15 @@ def _adapt(
       try:
         getattr(consumer, what, lambda: None)()
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-        where = f"callgate: raised in {what}() of consumer {consumer!r}"
+        where = f"callgate: raised in {what}() of consumer {foreign.repr_of(consumer)}"
         failures.keep_consumer_error(error, where)
 
     consume = functools.partial(delivery.write_records, attached)
     return attached, _callgate.python_consumer(consume, control=control)
   if not callable(consumer):
-    raise errors.GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
+    raise errors.GateDefinitionError(
+      f"{where}: to: expected functions or sinks, got {foreign.repr_of(consumer)}"
+    )
   delivery.check_takes_values(f"{where}: to: expected functions", consumer)
   consume = functools.partial(delivery.call_with_rows, attached)
   if batch:

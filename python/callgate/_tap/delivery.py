@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import dtypes, encoding, errors, failures, signatures
+from callgate._core import dtypes, encoding, errors, failures, foreign, signatures
 from callgate._jax import dispatch
 from callgate._runtime import timeline
 from callgate._sharding.tiles import SHARD_BIT, Part, shard_of
@@ -187,7 +187,7 @@ def check_takes_values(where: str, function: Callable[..., Any]) -> None:
       signature.bind(*(None,) * (2 if signatures.wants_info(function) else 1))
   except TypeError:
     expected = f"{where} of (value) or of (value, info)"
-    raise errors.GateDefinitionError(f"{expected}, got {function!r}") from None
+    raise errors.GateDefinitionError(f"{expected}, got {foreign.repr_of(function)}") from None
 
 
 @dataclasses.dataclass(eq=False)
@@ -256,7 +256,8 @@ def write_records(attached: Attached, source: _RawSource, rows: list[_Row]) -> i
       sink.write(records)
   except BaseException as error:  # noqa: BLE001 - as above
     failures.keep_consumer_error(error, _where(sink, source, rows[0], last=rows[-1]))
-    lost = min(lost + getattr(error, "lost", len(rows)), len(rows))  # a SinkError knows
+    known = error.lost if foreign.is_a(error, errors.LossError) else len(rows)
+    lost = min(lost + known, len(rows))
   return lost
 
 
@@ -305,7 +306,7 @@ def _info_of(source: _RawSource, row: _Row) -> TapInfo:
 
 
 def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> str:
-  named = getattr(consumer, "__qualname__", None) or repr(consumer)
+  named = foreign.qualified_name(consumer)
   who = f"callgate: raised in consumer {named} of tap '{source[1]}'"
   if last is not None and last[1] != row[1]:
     return f"{who}, given records {row[1]} to {last[1]}"

@@ -159,7 +159,10 @@ def bind(
   """Binds a tap; returns its values, and what passes through it, to be used from here on.
 
   `extra` are sizes, predicate and untapped arrays (`TapSite`); `transforms` are met before others.
+  Raises GateDefinitionError for an array that no consumer in Python could get.
   """
+  for index, operand in enumerate(operands):
+    dtypes.check_rank(f"tap '{site.name}': leaf {index}", jnp.shape(operand))
   params: dict[str, Any] = {"tap": target, "levels": (), "transforms": transforms}
   params |= {"role": "primal", "repeated": False}
   results = primitive.tap_p.bind(*operands, *extra, site=site, **params)

@@ -29,6 +29,7 @@ import torch  # pyright: ignore[reportMissingImports]
 from torch._subclasses import fake_tensor  # pyright: ignore[reportMissingImports]
 from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportMissingImports]
 
+from callgate._core import foreign
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._torch.options import TorchOptions
@@ -283,7 +284,7 @@ def result_types(
   except GateDefinitionError:
     raise
   except Exception as error:  # whatever the user's function raises
-    text = " ".join(str(error).split())
+    text = " ".join(foreign.text_of(error).split())
     advice = "If it needs values to know what it returns, say what that is with out="
     if "does not require grad" in text:
       advice = "A function that calls torch.autograd itself needs enable_grad=True"

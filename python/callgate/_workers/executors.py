@@ -128,7 +128,7 @@ class OnExecutor:
     if error is None:
       return None, first
     where = f"{self.label} on {type(self.executor).__name__}"
-    made = error if isinstance(error, BaseException) else travel.unpack(where, error)
+    made = travel.unpack(where, error) if type(error) is bytes else error
     return made, first + len(results)
 
   def _size_of_piece(self, left: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from callgate import _callgate
-from callgate._core import encoding
+from callgate._core import encoding, foreign
 from callgate._core.errors import GateTimeoutError, Interruption, WorkerError
 from callgate._workers import travel
 from callgate._workers.workers import Workers
@@ -72,9 +72,9 @@ class Remote:
     if what["raised"]:
       error = travel.unpack(f"{self.label}, {who}", what["raised"])
       if kind == "undefined":
-        error.add_note(f"callgate: {who} could not load the function")
+        foreign.add_note(error, f"callgate: {who} could not load the function")
       elif kind == "not started":
-        error.add_note(f"callgate: {who} could not start")
+        foreign.add_note(error, f"callgate: {who} could not start")
       return error
     said = what["said"].decode(errors="replace")
     call = f"called with {what['arguments']}"

@@ -14,12 +14,11 @@ import inspect
 import io
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Generator, Iterator
 from types import CodeType, ModuleType
 from typing import Any
 
-from callgate._core import extras
+from callgate._core import extras, foreign
 from callgate._core.errors import GateDefinitionError, WorkerError
 
 
@@ -36,8 +35,9 @@ def dumps(label: str, value: Any) -> bytes:
   except Exception as error:
     part = _part(cloudpickle, value)
     what = f"its {part} " if part else "it "
+    why = foreign.text_of(error)
     raise GateDefinitionError(
-      f"{label} can't go to another process: {what}can't be pickled: {error}. Expected a function "
+      f"{label} can't go to another process: {what}can't be pickled: {why}. Expected a function "
       "whose closure, defaults and globals can be: what can't is made there, in a class's __init__ "
       "or by initializer="
     ) from error
@@ -157,19 +157,37 @@ _OURS = "callgate: raised in gate"
 
 def pack(error: BaseException) -> bytes:
   """An exception as bytes that any process can read."""
-  text = "".join(traceback.format_exception(error)).rstrip()
-  if notes := getattr(error, "__notes__", None):  # the caller says better where
+  text = foreign.traceback_of(error)
+  if foreign.notes_of(error):  # the caller says better where
     text = "\n".join(line for line in text.split("\n") if not line.startswith(_OURS))
-    error.__notes__ = [note for note in notes if not str(note).startswith(_OURS)]
+    foreign.keep_notes(error, lambda note: not note.startswith(_OURS))
+  made = _packed(error)
+  # Python's way needs attributes that can be set, which a frozen dataclass refuses. A class with a
+  # way of its own may have a reason.
+  if made is None and type(error).__reduce__ is BaseException.__reduce__:
+    made = _packed(_Parts(foreign.parts_of(error)))
+  return pickle.dumps((made, foreign.name_of(error), text))
+
+
+class _Parts:
+  """Stands in a pickle for the exception that is made of these parts."""
+
+  def __init__(self, parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) -> None:
+    self._parts = parts
+
+  def __reduce__(self) -> Any:
+    return foreign.made_of, self._parts
+
+
+def _packed(error: object) -> bytes | None:
   try:
     made = _with_pickler(error)
-    pickle.loads(made)
+    return made if foreign.is_a(pickle.loads(made), BaseException) else None
   except Exception:  # noqa: BLE001 - whatever an exception's own pickling raises
-    made = None
-  return pickle.dumps((made, type(error).__qualname__, text))
+    return None
 
 
-def _with_pickler(error: BaseException) -> bytes:
+def _with_pickler(error: object) -> bytes:
   dump: Callable[[Any], bytes] = pickle.dumps
   with contextlib.suppress(ImportError):
     import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -185,8 +203,8 @@ def unpack(label: str, packed: bytes) -> BaseException:
   if made is not None:
     with contextlib.suppress(Exception):  # a class that is not here
       error = pickle.loads(made)
-  if not isinstance(error, BaseException):
+  if not foreign.is_a(error, BaseException):
     last = text.rsplit("\n", 1)[-1]
     error = WorkerError(f"{label}: raised {kind}, which can't be pickled: {last}")
-  error.__cause__ = WorkerTraceback(text)
+  foreign.set_cause(error, WorkerTraceback(text))
   return error

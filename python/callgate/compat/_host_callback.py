@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import dtypes, errors
+from callgate._core import dtypes, errors, foreign
 from callgate._core.failures import keep_consumer_error
 from callgate._core.masked import shown
 from callgate._jax import tracing
@@ -211,13 +211,13 @@ class Receiver:
         _started.pop(device.id, None)
       raised = list(self.raised)
     if raised:
-      shown = "".join(f"\n  {type(error).__name__}: {error}" for error in raised[:10])
+      shown = "".join(f"\n  {foreign.said_by(error)}" for error in raised[:10])
       more = f"\n  and {len(raised) - 10} more" if len(raised) > 10 else ""
       text = f"functions of {len(raised)} tap(s) raised:{shown}{more}"
       failure = TapFunctionException(text, raised)
     if error is not None:  # the block's own exception must not be hidden
       for what in filter(None, (outstanding, failure)):
-        error.add_note(f"callgate: {what}")
+        foreign.add_note(error, f"callgate: {what}")
     elif outstanding:
       raise TimeoutError(outstanding) from failure
     elif failure is not None:
@@ -279,7 +279,9 @@ def run(consumer: Callable[[], None], name: str, device: int | None) -> None:
     try:
       return consumer()
     except Exception as error:
-      raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
+      raise TapFunctionException(
+        f"tap function {name} raised {foreign.repr_of(error)}", [error]
+      ) from error
   _calling.append(name)
   try:
     consumer()
@@ -287,8 +289,8 @@ def run(consumer: Callable[[], None], name: str, device: int | None) -> None:
     where = f"callgate: raised in tap function {name}"
     with _lock:
       if (receiver := _started.get(device) or next(iter(_started.values()), None)) is not None:
-        error.add_note(where)
         receiver.raised.append(error)
+        foreign.add_note(error, where)
     if receiver is None:  # it gave up waiting
       keep_consumer_error(error, where)
   finally:

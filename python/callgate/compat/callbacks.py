@@ -11,7 +11,6 @@ partitions over several devices (not inside `jax.shard_map`).
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax.experimental import io_callback as _jax_io_callback
 from jax.interpreters import mlir
 
 from callgate import _callgate
-from callgate._core import registry
+from callgate._core import foreign, registry
 from callgate._core.failures import JAX_CALLBACK, keep_consumer_error, take_consumer_error
 from callgate._jax import callbacks, dispatch, lowering, tracing
 from callgate._runtime import config, targets
@@ -193,8 +192,7 @@ def _after_barrier() -> None:
   """Ends `jax.effects_barrier()`, once its programs are done, as if they had waited."""
   _callgate.flush_channels(None)
   if (error := take_consumer_error(_NOTE)) is not None:
-    text = "".join(traceback.format_exception(error)).rstrip()
-    message = f"INTERNAL: CpuCallback error calling callback: {text}"
+    message = f"INTERNAL: CpuCallback error calling callback: {foreign.traceback_of(error)}"
     raise jax.errors.JaxRuntimeError(message) from error
 
 

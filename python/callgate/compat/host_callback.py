@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -186,8 +186,7 @@ def outfeed_receiver(
   return tapped.Receiver(receiver_name, timeout_sec, devices)
 
 
-@contextlib.contextmanager
-def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
+class outfeed_stream(contextlib.ContextDecorator):
   """Writes what taps send to a file, in the framing of the outfeed of 2020.
 
   All that compiled programs tap inside the block is in the file when it ends, and an end marker.
@@ -195,13 +194,17 @@ def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
   Args:
     path: the file; it is replaced.
   """
-  sink: Any = _callgate.outfeed_2020_sink(options.path("outfeed_stream", "path", path))  # pyright: ignore
-  handle = start_channel(tapped.CHANNEL)
-  handle.add([sink])
-  try:
-    yield
-  finally:
+
+  def __init__(self, path: str | os.PathLike[str]) -> None:
+    self._path = options.path("outfeed_stream", "path", path)
+
+  def __enter__(self) -> None:
+    self._sink: Any = _callgate.outfeed_2020_sink(self._path)  # pyright: ignore
+    self._handle = start_channel(tapped.CHANNEL)
+    self._handle.add([self._sink])
+
+  def __exit__(self, *exception: object) -> None:
     dispatch.wait_for_effects(None)
-    handle.flush(None)
-    handle.remove(sink)
-    sink.close()  # with the end marker
+    self._handle.flush(None)
+    self._handle.remove(self._sink)
+    self._sink.close()  # with the end marker

@@ -28,7 +28,6 @@ import enum
 import functools
 import logging
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._callgate import Context
-from callgate._core import dtypes, registry
+from callgate._core import dtypes, foreign, registry
 from callgate._core.errors import ResultError
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
@@ -132,7 +131,7 @@ def _tap(function: Callable[..., Any], key: Any, arg: Any, result: Any, index: i
 
 def _keep(error: BaseException, name: str) -> None:
   global _raised
-  text = "".join(traceback.format_exception(error)).rstrip()
+  text = foreign.traceback_of(error)
   _logger.error("callgate: %s raised; barrier_wait() will raise it too\n%s", name, text)
   with _lock:
     _raised = _raised[0] + 1, error, text

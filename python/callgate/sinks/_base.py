@@ -12,7 +12,8 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from callgate._core import extras, options
+from callgate._core import extras, foreign, options
+from callgate._core.errors import LossError
 from callgate._process import group
 from callgate._tap.consumers import Choice
 from callgate._tap.records import Record, TapInfo
@@ -28,7 +29,7 @@ class ChoiceOptions(TypedDict, total=False):
   where: Callable[[Record], Any] | None
 
 
-class SinkError(RuntimeError):
+class SinkError(LossError, RuntimeError):
   """A sink cannot write a record; the message names the sink, the tap and what was expected.
 
   Attributes:
@@ -45,7 +46,7 @@ class SinkError(RuntimeError):
     self.args = (self._said + (f"; {so_far} record(s) lost so far" if so_far else ""),)
 
   def takes(self, later: BaseException) -> bool:
-    """True if a later error says the same: a full disk's is one, which counts for both then."""
+    """A full disk's error comes batch after batch; the first one counts for all."""
     if not isinstance(later, SinkError) or later._said != self._said:
       return False
     self.lost += later.lost
@@ -210,9 +211,9 @@ class LibrarySink(OwnedSink):
       try:
         yield
       except Exception as error:
-        if isinstance(error, SinkError):
+        if foreign.is_a(error, SinkError):
           raise
-        raise self._error(f"{what}: {type(error).__name__}: {error}") from error
+        raise self._error(f"{what}: {foreign.said_by(error)}") from error
     except SinkError as error:
       if kept is None:
         raise

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Python function as a consumer. It deals with exceptions of user code itself; one that leaves it
-// is reported as unraisable. `consume` runs on the channel's thread and takes the GIL once a batch.
+// A Python function as a consumer. It deals with exceptions of user code itself; one that leaves
+// it, or that making its arrays raises, loses the records of that call, which are counted, and is
+// reported by the channel. `consume` runs on the channel's thread and takes the GIL once a batch.
 //
 // The function gets the records of one source, as copies that it may keep, in one of two forms:
 //   rows     function(source, [(lane, seq, time_ns, device, run, flags, arrays), ...])
@@ -168,14 +169,10 @@ class PyConsumer final : public Consumer {
       bool alone = stacked_ && Channel::lend(record) != nullptr;
       return std::pair(record.source, alone ? &record : nullptr);
     };
-    each_run(records, goes_with, [&](std::span<const Record> run) {
-      try {
-        consume_some(*run.front().source, run);
-      } catch (nb::python_error& error) {
-        error.restore();
-        PyErr_WriteUnraisable(function_.get());
-      }
-    });
+    FirstError errors;  // those of other sources are delivered whatever the first ones raise
+    each_run(records, goes_with,
+             [&](std::span<const Record> run) { errors.survives([&] { consume_or_lose(run); }); });
+    errors.rethrow();
   }
 
   // Stacked arrays are made on the host.
@@ -208,6 +205,18 @@ class PyConsumer final : public Consumer {
     sorted_.assign(records.begin(), records.end());
     std::ranges::stable_sort(sorted_, {}, [](const Record& one) { return one.source->id; });
     return sorted_;
+  }
+
+  // Throws what one call raised as an error of C++'s.
+  void consume_or_lose(std::span<const Record> run) try {
+    consume_some(*run.front().source, run);
+  } catch (const nb::python_error& error) {
+    std::uint64_t lanes = 0;
+    RecordViews views(*run.front().source);
+    for (const Record& record : run)
+      views.each_lane_as_sent(record, [&](std::int64_t, std::span<const ArrayView>) { ++lanes; });
+    lose(lanes);
+    throw std::runtime_error(error.what());
   }
 
   void consume_some(const Source& source, std::span<const Record> records) {

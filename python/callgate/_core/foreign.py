@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at exceptions and objects of the user's; no function here raises because of them.
+
+An exception's class may take no attributes (a frozen dataclass), raise in its own `__str__` or
+`__repr__`, or lie about its `__class__`. A function that meets one is mostly about to report it, so
+an error of its own would hide what the user must see. All code of callgate that adds a note to a
+foreign exception, or shows a foreign object, does it through this file. Everything runs under the
+GIL, on any thread; a Ctrl-C on the main thread is passed on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback as _traceback
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeGuard, TypeVar, cast
+
+_T = TypeVar("_T")
+# The attributes of BaseException itself, whatever a subclass makes of their names.
+_ATTRIBUTES: Any = vars(BaseException)
+_name = cast(Callable[[type], str], vars(type)["__name__"].__get__)
+
+
+def _guarded(make: Callable[[], str], otherwise: Callable[[BaseException], str]) -> str:
+  try:
+    return str.__str__(make())  # a plain one: a subclass may format itself
+  except BaseException as error:
+    if is_a(error, KeyboardInterrupt) and _is_main_thread():
+      raise
+    return otherwise(error)
+
+
+def _is_main_thread() -> bool:
+  return threading.get_ident() == threading.main_thread().ident
+
+
+# -- text ------------------------------------------------------------------------------------------
+def name_of(value: object) -> str:
+  """The name of the value's class."""
+  return _name(type(value))
+
+
+def is_a(value: object, kind: type[_T] | tuple[type[_T], ...]) -> TypeGuard[_T]:
+  """Tells by the value's class alone, as `except` does; `isinstance` asks its `__class__`, too."""
+  return issubclass(type(value), kind)
+
+
+def text_of(value: object) -> str:
+  """`str(value)`, or a text that says why there is none."""
+  return _guarded(
+    lambda: str(value), lambda error: f"({name_of(value)}: its str() raised {name_of(error)})"
+  )
+
+
+def repr_of(value: object) -> str:
+  """`repr(value)`, or a text that says why there is none."""
+  return _guarded(
+    lambda: repr(value), lambda error: f"<{name_of(value)}: its repr() raised {name_of(error)}>"
+  )
+
+
+def qualified_name(function: object) -> str:
+  """A function's `__qualname__`, or the `repr()` of another callable."""
+  try:
+    named: Any = getattr(function, "__qualname__", None)
+  except Exception:  # noqa: BLE001 - whatever a property of its class raises
+    named = None
+  return named if type(named) is str else repr_of(function)
+
+
+def said_by(error: BaseException) -> str:
+  """ "ValueError: the text"."""
+  return f"{name_of(error)}: {text_of(error)}"
+
+
+def traceback_of(error: BaseException) -> str:
+  """The exception as Python prints it, without the last newline."""
+
+  def plain(wrong: BaseException) -> str:  # Python's own way meets attributes that raise
+    frames = _traceback.format_tb(frames_begin(error))
+    shown = f"{said_by(error)}\n(shown in short: {name_of(wrong)} in its attributes)"
+    return "".join(["Traceback (most recent call last):\n", *frames, shown])
+
+  return _guarded(lambda: "".join(_traceback.format_exception(error)).rstrip(), plain)
+
+
+def print_traceback(error: BaseException) -> None:
+  """Prints the exception on the standard error stream, as Python does."""
+  print(traceback_of(error), file=sys.stderr)
+
+
+# -- notes and other attributes --------------------------------------------------------------------
+def attach(error: BaseException, name: str, value: object) -> None:
+  """Sets an attribute, also where the class refuses all: it shows nothing of how it is kept."""
+  try:
+    setattr(error, name, value)
+  except Exception:  # noqa: BLE001 - whatever its __setattr__ raises
+    _ATTRIBUTES["__dict__"].__get__(error)[name] = value
+
+
+def is_attached(error: BaseException, name: str) -> bool:
+  """True if the exception object itself, not its class, has the attribute."""
+  return name in _ATTRIBUTES["__dict__"].__get__(error)
+
+
+def notes_of(error: BaseException) -> Sequence[str]:
+  """The exception's notes that are texts."""
+  try:
+    notes: Any = getattr(error, "__notes__", ())
+    return [str.__str__(note) for note in notes if issubclass(type(note), str)]
+  except Exception:  # noqa: BLE001 - an attribute that raises, or that is no sequence
+    return ()
+
+
+def add_note(error: BaseException, note: str) -> None:
+  """Adds the note, once; an exception whose `__notes__` is no list keeps what it has."""
+  if note in notes_of(error):
+    return
+  try:
+    BaseException.add_note(error, note)
+  except Exception:  # noqa: BLE001 - whatever its __setattr__ raises
+    notes = _ATTRIBUTES["__dict__"].__get__(error).setdefault("__notes__", [])
+    if type(notes) is list:
+      notes.append(note)
+
+
+def keep_notes(error: BaseException, keep: Callable[[str], bool]) -> None:
+  """Leaves out the notes for which `keep` is false."""
+  if notes := notes_of(error):
+    attach(error, "__notes__", [note for note in notes if keep(note)])
+
+
+# -- copies ----------------------------------------------------------------------------------------
+def parts_of(error: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
+  """The class, the arguments and the attributes, of which `made_of` makes such an exception."""
+  args, attributes = (_ATTRIBUTES[name].__get__(error) for name in ("args", "__dict__"))
+  return type(error), args, attributes
+
+
+def made_of(
+  kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
+  """Makes the exception as Python's own pickles do, but for a class that refuses attributes."""
+  made = kind(*args)
+  _ATTRIBUTES["__dict__"].__get__(made).update(attributes)
+  return made
+
+
+# -- chain and frames ------------------------------------------------------------------------------
+def set_cause(error: BaseException, cause: BaseException) -> None:
+  """`error.__cause__ = cause`, as `raise ... from` sets it."""
+  _ATTRIBUTES["__cause__"].__set__(error, cause)
+
+
+def follows_from(error: BaseException) -> Sequence[BaseException | None]:
+  """The exception's cause and context, and the members of a group."""
+  parts = [_ATTRIBUTES[name].__get__(error) for name in ("__cause__", "__context__")]
+  if is_a(error, BaseExceptionGroup):
+    parts += vars(BaseExceptionGroup)["exceptions"].__get__(error)
+  return parts
+
+
+def frames_begin(error: BaseException) -> TracebackType | None:
+  """The exception's traceback."""
+  return _ATTRIBUTES["__traceback__"].__get__(error)
+
+
+def raise_unchained(error: BaseException) -> None:
+  """Raises the exception with the chain that it has: what is handled now is not its context."""
+  names = ("__context__", "__suppress_context__")
+  chain = [_ATTRIBUTES[name].__get__(error) for name in names]
+  try:
+    raise error
+  finally:
+    for name, value in zip(names, chain, strict=True):
+      _ATTRIBUTES[name].__set__(error, value)
