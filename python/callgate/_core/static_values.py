@@ -17,11 +17,12 @@ from jax.core import Tracer
 
 from callgate._core.dtypes import dtype_code
 from callgate._core.errors import GateDefinitionError
+from callgate._core.exact import Keyed
 from callgate._core.masked import is_masked, shown
 
 
 @dataclasses.dataclass(frozen=True)
-class Frozen:
+class Frozen(Keyed):
   """A static value of a call: a NumPy scalar, array of rank 1, or a dict of these and of strings.
 
   `key` is what tells it from others.
@@ -32,6 +33,9 @@ class Frozen:
 
   def __repr__(self) -> str:
     return repr(self.value)
+
+  def exact_key(self) -> Any:
+    return self.key
 
 
 def thaw(value: Any) -> Any:
