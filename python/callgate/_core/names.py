@@ -235,8 +235,8 @@ class Objects:
     objects = ", ".join(exact.kind_of(one) for one in self.kept if one.has_objects)
     raise pickle.PicklingError(
       f"callgate: a compiled program with an object of this process ({objects}) can't go to "
-      "another one. Expected numbers, text, tuples, frozen dataclasses of these or functions that a module "
-      "holds by their names; jax.export takes what can be pickled, too"
+      "another one. Expected numbers, text, tuples, frozen dataclasses of these or functions that a "
+      "module holds by their names; jax.export takes what can be pickled, too"
     )
 
 
