@@ -318,10 +318,17 @@ def reference(value: Any) -> str | None:
     module = "numpy"
   if not isinstance(module, str) or not isinstance(path, str):
     return None
+  name = f"{module}:{path}"
+  return name if referred(name) is value else None
+
+
+def referred(name: str) -> Any:
+  """What `reference` has the name of; None where no module of this process holds it."""
+  module, _, path = name.partition(":")
   found: Any = sys.modules.get(module)
   for part in path.split("."):
     found = getattr(found, part, None)
-  return f"{module}:{path}" if found is value else None
+  return found
 
 
 def _tree_text(tree: Any, name: Name) -> str:

@@ -61,8 +61,8 @@ def of_rows(
 ) -> Tap:
   """A tap whose consumer gets `consume(source, rows)`, rows as they are, for `callgate.compat`.
 
-  The same for equal keys, see `shared`. Records go through `channel`, one of callgate's own; `eager` takes those
-  that no compiled program sends.
+  The same for equal keys, see `shared`. Records go through `channel`, one of callgate's own; `eager`
+  takes those that no compiled program sends.
   """
   start_channel(channel)
 

@@ -12,9 +12,8 @@ import pytest
 import callgate as cg
 from callgate._core import static_values
 
-EDGES = sorted({
-  sign * 2**bits + step for bits in (0, 7, 8, 31, 32, 63, 64) for sign in (1, -1) for step in (-1, 0, 1)
-})  # fmt: skip
+POWERS = [sign * 2**bits for bits in (0, 7, 8, 31, 32, 63, 64) for sign in (1, -1)]
+EDGES = sorted({power + step for power in POWERS for step in (-1, 0, 1)})
 INTEGERS = [np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 
 
