@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._call.site import MOST_OBJECTS, Callee, CallSite, Static
-from callgate._core import registry, split
+from callgate._call.site import Callee, CallSite, Static
+from callgate._core import exact, registry, split
 from callgate._core.dtypes import is_inexact, type_text
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
@@ -72,12 +72,9 @@ def apply(gate: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], static: S
   if not gate.has_rule:
     return gate.apply_raw(args, kwargs, static)
   tree = jax.tree.structure(args)
-  key = static, tree if split.is_split(tree) else None
-  call = gate.differentiable.get(key)
-  if call is None:
-    while len(gate.differentiable) >= MOST_OBJECTS:
-      del gate.differentiable[next(iter(gate.differentiable))]
-    call = gate.differentiable[key] = _with_rules(gate, *key)
+  call = gate.differentiable(
+    exact.exact(static), exact.exact_tree(tree) if split.is_split(tree) else None
+  )
   if tracing.manual_axes():
     # In a `jax.shard_map` arguments vary over the same mesh axes, so that rules may be written as
     # if there was one device: where devices share an argument, the cast's transpose adds up the
@@ -88,8 +85,8 @@ def apply(gate: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], static: S
   return call(*args)
 
 
-def _with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
-  """`tree` is the structure of arguments that were split."""
+def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
+  """A call with its rules around it; `tree` is the structure of arguments that were split."""
 
   def call(*args: Any) -> Any:
     return gate.apply_raw(args, {}, static)

@@ -8,6 +8,7 @@ An operation is what a user calls like a JAX function. `Gate` (a Python callable
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Never, Self, TypeVar, overload
@@ -20,7 +21,7 @@ from callgate._call import derivatives, jax_engine, primitive, shapes
 from callgate._call.generic import OneArray, P, R
 from callgate._call.options import CallOptions
 from callgate._call.site import MOST_OBJECTS, BoundCall, Callee, CallSite, Static
-from callgate._core import options, split
+from callgate._core import exact, options, split
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._jax import tracing
@@ -51,6 +52,8 @@ class Operation(Callee, Generic[P, R]):
   def __init__(self, name: str, options: CallOptions) -> None:
     super().__init__(name, options)
     self._defined: dict[str, tuple[Any, ...]] = {}  # rules by the methods that took them
+    make = functools.partial(_with_rules, weakref.ref(self))
+    self.differentiable = tracing.clearable_cache(MOST_OBJECTS)(make)
 
   def handle(self) -> Self:
     """The object that a user gets of it."""
@@ -73,7 +76,7 @@ class Operation(Callee, Generic[P, R]):
     if not hasattr(handle, "_programs"):
       made = tracing.eager_programs(_MOST_PROGRAMS), tracing.eager_programs(MOST_OBJECTS)
       handle._programs = made
-    return handle._programs[split.holds_object(site.in_tree)]
+    return handle._programs[site.has_objects]
 
   # -- calling -----------------------------------------------------------------------------------
   @overload
@@ -97,10 +100,12 @@ class Operation(Callee, Generic[P, R]):
 
     Args:
       *args: pytrees of arrays (or of Python scalars, which become arrays). What else is in one, as
-        a module's functions and strings, is static: the callable gets the same structure. It is
-        compared by its value where it is hashable, else it is to be the same object.
+        a module's functions and strings, is static: the callable gets the same structure.
       **kwargs: pytrees that hold an array are arguments too; anything else is static, must be
         hashable, and reaches the function as it is.
+
+    Static values are the same if nothing tells them apart: numbers, text and frozen dataclasses of
+    these by type and content, any other object by its identity.
 
     Returns:
       The pytree that `out` (or `like`) declares, of jax.Arrays.
@@ -192,7 +197,7 @@ class Operation(Callee, Generic[P, R]):
     if self.vjp_rules is not None:
       raise GateDefinitionError(f"{self.label}: defjvp after defvjp; expected one of the two")
     self.jvp_rule, self.symbolic_zeros = rule, symbolic_zeros
-    self.differentiable.clear()
+    self.differentiable.cache_clear()
 
   def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
     """Defines reverse-mode derivatives, as `jax.custom_vjp.defvjp`.
@@ -207,7 +212,7 @@ class Operation(Callee, Generic[P, R]):
       raise GateDefinitionError(f"{self.label}: defvjp after defjvp; expected one of the two")
     self.vjp_rules = forward, backward
     self._defined["defvjp"] = (fwd, bwd)
-    self.differentiable.clear()
+    self.differentiable.cache_clear()
 
   def deftranspose(self, rule: Rule) -> Rule:
     """Defines the transpose of what is linear (see `linear=`).
@@ -262,6 +267,14 @@ class Operation(Callee, Generic[P, R]):
         atol=atol,
         err_msg=f"{self.label}, result {jax.tree_util.keystr(path)}",
       )
+
+
+def _with_rules(
+  operation: weakref.ref[Operation[Any, Any]], static: exact.Exact, tree: exact.Exact | None
+) -> Callable[..., Any]:
+  gate = operation()
+  assert gate is not None
+  return derivatives.with_rules(gate, static.value, tree and tree.value)
 
 
 def _structs(leaves: Sequence[Any]) -> list[Any]:

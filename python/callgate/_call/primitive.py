@@ -16,8 +16,8 @@ from callgate._call import batching as _batching
 from callgate._call import derivatives
 from callgate._call.jax_engine import lower_by_jax
 from callgate._call.lowering import emit
-from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call
-from callgate._core import effects
+from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call, CallSite
+from callgate._core import effects, names
 from callgate._core.encoding import Level
 from callgate._jax import dispatch, lowering, tracing
 from callgate._jax.tracing import Primitive
@@ -224,6 +224,16 @@ def lower(context: Any, *operands: Any, call: BoundCall) -> Sequence[Any]:
   return lowering.lower_each_platform(context, rules, _effects(call), operands)
 
 
+def _spec(context: Any, site: CallSite) -> str:
+  """The spec that a program holds, with what it names kept for as long as the program."""
+  if lowering.is_export(context):
+    return site.exported_spec
+  dispatch.keep_with_program(context, site.kept)
+  if site.has_objects:
+    lowering.add_keepalive(context, names.Objects(site.kept))
+  return site.spec
+
+
 def _lower_to_runtime(
   bound: BoundCall, platform: str, context: Any, *operands: Any
 ) -> Sequence[Any]:
@@ -233,6 +243,8 @@ def _lower_to_runtime(
   call = Call(**vars(bound), operands=avals_in, results=avals_out, devices=devices)
   emission = gate.batched(bound.whole).backend(platform)(call)
   call, attributes = emission.call, emission.attributes
+  if "spec" in attributes:
+    attributes = {**attributes, "spec": _spec(context, site)}
   if located := calls.in_manual(context, gate):
     partition, more = located
     operands, avals_in = (*operands, partition), [*avals_in, calls.PARTITION]

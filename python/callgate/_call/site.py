@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from callgate._call.options import CallOptions, Effect, Vmap
-from callgate._core import encoding, signatures, split
+from callgate._core import encoding, exact, signatures, split
 from callgate._core.encoding import Level
 from callgate._core.pickling import Portable
 from callgate._core.registry import Place
@@ -22,9 +22,13 @@ MOST_OBJECTS = 64
 RUNTIME_PLATFORMS = ("cpu", "cuda")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class CallSite:
-  """Holds what is fixed about a call when it is traced."""
+  """Holds what is fixed about a call when it is traced.
+
+  It is equal to another if nothing tells apart what they hold, which `==` of trees and static
+  values does not say (`_core/exact.py`).
+  """
 
   in_tree: Any  # of (args, kwargs), arrays as leaves
   out_tree: Any
@@ -37,6 +41,37 @@ class CallSite:
   def spec(self) -> str:
     """The text that programs hold for this call."""
     return encoding.encode(self.in_tree, self.out_tree, self.static)
+
+  @property
+  def exported_spec(self) -> str:
+    """The text that programs for other processes hold; GateDefinitionError if there can be none."""
+    return encoding.encode(self.in_tree, self.out_tree, self.static, portable=True)
+
+  @functools.cached_property
+  def kept(self) -> tuple[exact.Exact, ...]:
+    """What names in the spec stand for: the names last as long as this."""
+    trees = exact.exact_tree(self.in_tree), exact.exact_tree(self.out_tree)
+    return *trees, *(exact.exact(value) for _, value in self.static)
+
+  @property
+  def has_objects(self) -> bool:
+    """True if the call has objects that identity alone tells from others."""
+    return any(one.has_objects for one in self.kept)
+
+  @functools.cached_property
+  def _key(self) -> Any:
+    names = tuple(name for name, _ in self.static)
+    return self.kept, names, self.results, self.by_jax, self.cast
+
+  @functools.cached_property
+  def _hash(self) -> int:
+    return hash(self._key)
+
+  def __hash__(self) -> int:
+    return self._hash
+
+  def __eq__(self, other: object) -> bool:
+    return self is other or (isinstance(other, CallSite) and self._key == other._key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +180,10 @@ class Callee(Portable):
   place: Place | None = None  # where it is defined
   owner: Callable[[], type | None] | None = None  # the class of which it is a method
 
+  def differentiable(self, static: exact.Exact, tree: exact.Exact | None) -> Callable[..., Any]:
+    """The call with its rules around it; `tree` is the structure of arguments that were split."""
+    raise NotImplementedError
+
   def programs(self, site: CallSite) -> Callable[..., Any] | None:
     """The keeper of the programs of such calls outside of programs; None for JAX's own cache."""
     del site
@@ -161,7 +200,6 @@ class Callee(Portable):
     self.linear = cast("bool | tuple[int, ...]", options.linear)
     self.aliases = dict(options.aliases or {})
     self.gradient = options.gradient
-    self.differentiable: dict[Any, Callable[..., Any]] = {}  # calls with the rules around them
 
   def rename(self, name: str) -> None:
     """Gives it another name in the programs that are lowered from here on; its own is free then."""

@@ -4,9 +4,7 @@
 A call site's *spec* is "" when positional arrays go in and one array comes out, "*" when a tuple of
 arrays comes out, else JSON with the tree of the arguments, the tree of the results and the static
 keyword arguments. Plain containers and literals are written out, so that an exported program can be
-called in a process that never traced it. Anything else is written as a key of a table that tracing
-fills: the key is made from the value's content where it pickles, so the same program gets the same
-key in the next process.
+called in a process that never traced it. Anything else is written as a name (`_core/names.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +12,8 @@ from __future__ import annotations
 import ast
 import collections
 import functools
-import hashlib
 import json
 import math
-import operator
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,26 +23,35 @@ import jax
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from callgate._core import split
+from callgate._core import exact, names, split
 from callgate._core.errors import GateDefinitionError, ResultError
 
 PyTreeDef = Any
 Json = Any
 _LEAF = "*"
-_table: dict[str, Any] = {}
 
 
-def encode(in_tree: PyTreeDef, out_tree: PyTreeDef, static: tuple[tuple[str, Any], ...]) -> str:
-  """The spec of a call with arguments `(args, kwargs)` of `in_tree` and results of `out_tree`."""
+def encode(
+  in_tree: PyTreeDef,
+  out_tree: PyTreeDef,
+  static: tuple[tuple[str, Any], ...],
+  *,
+  portable: bool = False,
+) -> str:
+  """The spec of a call with arguments `(args, kwargs)` of `in_tree` and results of `out_tree`.
+
+  With `portable` for a program for other processes; raises GateDefinitionError for what can't go.
+  """
   if not static and in_tree == jax.tree.structure(((0,) * in_tree.num_leaves, {})):
     if out_tree == jax.tree.structure(0):
       return ""
     if out_tree == jax.tree.structure((0,) * out_tree.num_leaves):
       return "*"
+  encoder = _Encoder(portable)
   spec = {
-    "in": _encode_tree(in_tree),
-    "out": _encode_tree(out_tree),
-    "static": [[name, _encode_static(value)] for name, value in static],
+    "in": encoder.tree(in_tree),
+    "out": encoder.tree(out_tree),
+    "static": [[name, encoder.value(value)] for name, value in static],
   }
   return json.dumps(spec, separators=(",", ":"))
 
@@ -55,52 +59,59 @@ def encode(in_tree: PyTreeDef, out_tree: PyTreeDef, static: tuple[tuple[str, Any
 _HERE = object()  # stands for an array while a tree is written out
 
 
-def _encode_tree(tree: PyTreeDef) -> Json:
-  return _encode_node(jax.tree.unflatten(tree, [_HERE] * tree.num_leaves), tree)
+class _Encoder:
+  """Writes trees and values; whose `Exact` is kept keeps what was named for them."""
 
+  def __init__(self, portable: bool) -> None:
+    self._portable = portable
+    self._named: list[exact.Exact] = []
 
-def _encode_node(node: Any, tree: PyTreeDef | None = None) -> Json:
-  if node is _HERE:
-    return _LEAF
-  if node is None:
-    return None
-  if isinstance(node, split.Static):
-    return {"o": _name_object(node)} if node.by_identity else {"s": _encode_static(node.value)}
-  if type(node) in (tuple, list):
-    items = cast("Sequence[Any]", node)
-    return {"t" if type(node) is tuple else "l": [_encode_node(item) for item in items]}
-  if type(node) is dict:
-    entries = cast("dict[Any, Any]", node)
-    if all(type(key) is str for key in entries):
-      return {"d": [[key, _encode_node(entries[key])] for key in sorted(entries)]}
-  known: PyTreeDef = jax.tree.structure(node) if tree is None else tree
-  return {"x": _remember(known, "tree"), "n": known.num_leaves}
+  def tree(self, tree: PyTreeDef) -> Json:
+    code = self._node(jax.tree.unflatten(tree, [_HERE] * tree.num_leaves), tree)
+    exact.exact_tree(tree).keep(self._named)
+    return code
 
+  def value(self, value: Any) -> Json:
+    code = self._static(value)
+    exact.exact(value).keep(self._named)
+    return code
 
-def _decode_node(code: Json) -> Any:
-  match code:
-    case "*" | None:
-      return 0 if code else None
-    case {"t": items}:
-      return tuple(map(_decode_node, items))
-    case {"l": items}:
-      return list(map(_decode_node, items))
-    case {"s": value}:
-      return split.Static(_decode_static(value))
-    case {"o": name}:
-      return _named_object(name)
-    case {"d": items}:
-      return {key: _decode_node(item) for key, item in items}
-    case _:
-      return jax.tree.unflatten(_recall(code["x"], "pytree node type"), [0] * code["n"])
+  def _name(self, one: exact.Exact) -> str:
+    self._named.append(one)
+    return names.name(one, portable=self._portable)
 
+  def _node(self, node: Any, tree: PyTreeDef | None = None) -> Json:
+    if node is _HERE:
+      return _LEAF
+    if node is None:
+      return None
+    if isinstance(node, split.Static):
+      if node.by_identity:
+        return {"o": _name_object(node, self._portable)}
+      return {"s": self._static(node.value)}
+    if type(node) in (tuple, list):
+      items = cast("Sequence[Any]", node)
+      return {"t" if type(node) is tuple else "l": [self._node(item) for item in items]}
+    if type(node) is dict:
+      entries = cast("dict[Any, Any]", node)
+      if all(type(key) is str for key in entries):
+        return {"d": [[key, self._node(entries[key])] for key in sorted(entries)]}
+    known: PyTreeDef = jax.tree.structure(node) if tree is None else tree
+    return {"x": self._name(exact.exact_tree(known)), "n": known.num_leaves}
 
-def _encode_static(value: Any) -> Json:
-  if _is_literal(value):
-    return {"v": repr(value)}
-  if isinstance(value, np.dtype):
-    return {"dtype": value.name}
-  return {"x": _remember(value, "value")}
+  def _static(self, value: Any) -> Json:
+    if _is_literal(value):
+      return {"v": repr(value)}
+    if type(value) is tuple:
+      items = cast("tuple[Any, ...]", value)
+      return {"t": [self._static(item) for item in items]}
+    if type(value) is float:
+      return {"float": value.hex()}
+    if isinstance(value, np.dtype) and _is_named(value):
+      return {"dtype": value.name}
+    if isinstance(value, exact.Exact):
+      return {"exact": self._name(value)}
+    return {"x": self._name(exact.exact(value))}
 
 
 def _is_literal(value: Any) -> bool:
@@ -111,33 +122,58 @@ def _is_literal(value: Any) -> bool:
   return value is None or type(value) in (bool, int, str, bytes)
 
 
-def _decode_static(code: Json) -> Any:
-  if "v" in code:
-    return ast.literal_eval(code["v"])
-  return np.dtype(code["dtype"]) if "dtype" in code else _recall(code["x"], "static argument")
-
-
-def _remember(value: Any, kind: str) -> str:
+def _is_named(dtype: np.dtype[Any]) -> bool:
+  """True if a dtype's name says all, which is not so of another byte order, or of fields."""
   try:
-    digest = hashlib.sha256(pickle.dumps(value)).hexdigest()[:16]
-    key = f"{kind}:{type(value).__qualname__}:{digest}"
-  except Exception:  # noqa: BLE001 - whatever pickling raises, the value has no portable content
-    # A tree is another object each time.
-    same = operator.eq if kind == "tree" else operator.is_
-    known = next((k for k, v in _table.items() if type(v) is type(value) and same(v, value)), None)
-    key = known or f"{kind}:{type(value).__qualname__}#{len(_table)}"
-  _table.setdefault(key, value)
-  return key
+    return np.dtype(dtype.name) == dtype
+  except TypeError:
+    return False
 
 
-def _recall(key: str, what: str) -> Any:
-  if key not in _table:
-    raise GateDefinitionError(
-      f"a program that was loaded from elsewhere calls a gate with a {what} ({key}) that this "
-      "process has not seen. Expected: plain tuples, lists, dicts and literals, which travel with "
-      "the program; or trace one call of the gate with the same value in this process first"
-    )
-  return _table[key]
+class _Decoder:
+  """Reads a spec; `kept` are the values that it names, whose names last as long as these."""
+
+  def __init__(self) -> None:
+    self.kept: list[exact.Exact] = []
+
+  def tree(self, code: Json) -> PyTreeDef:
+    return jax.tree.structure(self.node(code))
+
+  def node(self, code: Json) -> Any:
+    match code:
+      case "*" | None:
+        return 0 if code else None
+      case {"t": items}:
+        return tuple(map(self.node, items))
+      case {"l": items}:
+        return list(map(self.node, items))
+      case {"s": value}:
+        return split.Static(self.static(value))
+      case {"o": name}:
+        return _named_object(name)
+      case {"d": items}:
+        return {key: self.node(item) for key, item in items}
+      case _:
+        return jax.tree.unflatten(self._named(code["x"], "pytree node type").value, [0] * code["n"])
+
+  def static(self, code: Json) -> Any:
+    match code:
+      case {"v": text}:
+        return ast.literal_eval(text)
+      case {"t": items}:
+        return tuple(map(self.static, items))
+      case {"float": digits}:
+        return float.fromhex(digits)
+      case {"dtype": name}:
+        return np.dtype(name)
+      case {"exact": name}:
+        return self._named(name, "static argument")
+      case _:
+        return self._named(code["x"], "static argument").value
+
+  def _named(self, name: str, what: str) -> exact.Exact:
+    self.kept.append(found := names.find(name, what))
+    return found
 
 
 # -- objects whose methods programs call -----------------------------------------------------------
@@ -150,7 +186,10 @@ _counters: collections.Counter[str] = collections.Counter()
 _naming = threading.RLock()  # an object may die while another is named
 
 
-def _name_object(node: split.Static) -> str:
+def _name_object(node: split.Static, portable: bool) -> str:
+  """The name of an object; a portable one stands for nothing in another process."""
+  if portable:
+    return names.abroad(_name_object(node, False))
   value = node.value
   with _naming:
     if (known := _names.get(id(value))) is not None:
@@ -174,7 +213,7 @@ def _forget(identity: int, name: str) -> None:
 
 
 def _named_object(name: str) -> split.Static:
-  node = _objects.get(name, lambda: None)()
+  node = (_objects.get(name) or _objects.get(names.at_home(name), lambda: None))()
   if node is None:
     raise GateDefinitionError(
       f"a program calls a method of an object ({name}) that is not in this process. Programs that "
@@ -188,10 +227,11 @@ class Signature:
   """A decoded spec: how to call the user's function with flat arrays."""
 
   def __init__(self, spec: str) -> None:
-    code = json.loads(spec)
-    self.in_tree, self.out_tree = (jax.tree.structure(_decode_node(code[k])) for k in ("in", "out"))
+    code, decoder = json.loads(spec), _Decoder()
+    self.in_tree, self.out_tree = (decoder.tree(code[k]) for k in ("in", "out"))
     self._unflatten = split.unflattener(self.in_tree)
-    self.static: dict[str, Any] = {name: _decode_static(v) for name, v in code["static"]}
+    self.static: dict[str, Any] = {name: decoder.static(v) for name, v in code["static"]}
+    self._kept = decoder.kept
 
   def arguments(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The user's positional and keyword arguments, static ones included."""
@@ -199,12 +239,16 @@ class Signature:
     return args, {**kwargs, **self.static}
 
 
+def _keeps(spec: str) -> bool:
+  return any(code in spec for code in ('{"o":', '{"x":', '{"exact":'))
+
+
 _signature = functools.lru_cache(maxsize=1024)(Signature)
 
 
 def signature(spec: str) -> Signature:
-  """The decoded spec; the same object each time, unless it keeps one of the user's."""
-  return Signature(spec) if '{"o":' in spec else _signature(spec)
+  """The decoded spec; the same object each time, unless it keeps what is the user's."""
+  return Signature(spec) if _keeps(spec) else _signature(spec)
 
 
 def path_in(tree: PyTreeDef, index: int) -> tuple[Any, ...]:
@@ -239,49 +283,57 @@ def is_open(extent: Any) -> bool:
 
 
 # -- other processes -------------------------------------------------------------------------------
-def entries_of(spec: str) -> dict[str, Any]:
-  """What a spec refers to by a key, for a process that has not traced it; it is to be pickled."""
+def for_another(spec: str) -> tuple[str, dict[str, Any]]:
+  """A spec for a process that has not traced it, and what it names; to be pickled.
+
+  What this process names is there another thing than what any other process does.
+  """
   entries: dict[str, Any] = {}
 
-  def visit(code: Json) -> None:
+  def renamed(code: Json) -> Json:
     if isinstance(code, list):
-      for one in cast("list[Json]", code):
-        visit(one)
-    elif isinstance(code, dict):
-      match cast("dict[str, Json]", code):
-        case {"o": name}:
-          entries[name] = _named_object(name).value
-        case {"x": key, "n": count}:
-          entries[key] = jax.tree.unflatten(_recall(key, "pytree node type"), [0] * count)
-        case {"x": key}:
-          entries[key] = _recall(key, "static argument")
-        case others:
-          visit(list(others.values()))
+      return [renamed(one) for one in cast("list[Json]", code)]
+    match cast("Json", code):
+      case {"o": name}:
+        entries[there := f"object:{names.abroad(name)}"] = _named_object(name).value
+        return {"o": there}
+      case {"x": name, "n": count}:
+        tree = names.find(name, "pytree node type").value
+        entries[there := f"tree:{names.abroad(name)}"] = jax.tree.unflatten(tree, [0] * count)
+        return {"x": there, "n": count}
+      case {"x": name}:
+        entries[there := f"value:{names.abroad(name)}"] = names.find(name, "static argument").value
+        return {"x": there}
+      case dict():
+        return {key: renamed(value) for key, value in cast("dict[str, Json]", code).items()}
+      case _:
+        return code
 
-  if spec not in ("", "*"):
-    visit(json.loads(spec))
-  return entries
+  if spec in ("", "*"):
+    return spec, entries
+  return json.dumps(renamed(json.loads(spec)), separators=(",", ":")), entries
 
 
 def learn(entries: dict[str, Any]) -> None:
-  """Takes what `entries_of` gave in another process.
+  """Takes what `for_another` gave in another process.
 
   Raises:
     GateDefinitionError: a pytree's type is not one here.
   """
-  for key, value in entries.items():
-    if key.startswith("tree:"):
-      tree = _table.setdefault(key, jax.tree.structure(value))
+  for name, value in entries.items():
+    if name.startswith("tree:"):
+      tree = jax.tree.structure(value)
       if tree == jax.tree.structure(0):
         raise GateDefinitionError(
           f"a gate is called with a {type(value).__qualname__}, no pytree in this process; "
           "expected a type that a module registers, not a script, and that this process imports"
         )
-    elif key.startswith("value:"):
-      _table.setdefault(key, value)
+      names.learn(name, exact.exact_tree(tree))
+    elif name.startswith("value:"):
+      names.learn(name, exact.exact(value))
     else:
       node = split.Static.of_object(value)
-      _objects[key] = lambda node=node: node
+      _objects[name] = lambda node=node: node
 
 
 # A batch level: its extent and, for each operand, whether it has that axis.

@@ -13,34 +13,32 @@ from typing import Any
 import jax
 import numpy as np
 
+from callgate._core import exact
+
 _NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 _PROTOCOLS = ("__jax_array__", "__array__", "__dlpack__", "__cuda_array_interface__")
 
 
 @jax.tree_util.register_pytree_node_class
-class Static:
+class Static(exact.Keyed):
   """A leaf that is no array, as a node of its pytree.
 
-  It is equal to another of the same type and value, where values of the type are hashable, and else
-  to one that holds the very same object. `by_identity`: always so, since it is an object whose
-  method is called.
+  It is equal to another if nothing tells the two values apart (`_core/exact.py`). `by_identity`:
+  only to one of the very same object, since it is an object whose method is called.
   """
 
   by_identity = False
 
   def __init__(self, value: Any) -> None:
     self.value = value
-    try:
-      self._hash, self._by_value = hash((type(value), value)), True
-    except TypeError:
-      self._hash, self._by_value = id(value), False
+    self._exact = exact.exact(value)
 
   @classmethod
   def of_object(cls, value: Any) -> Static:
     """The node of an object whose method is called."""
     made = cls.__new__(cls)
     made.value, made.by_identity = value, True
-    made._hash, made._by_value = id(value), False
+    made._exact = exact.exact_object(value)
     return made
 
   def tree_flatten(self) -> tuple[tuple[()], Static]:
@@ -50,15 +48,19 @@ class Static:
   def tree_unflatten(cls, node: Static, _: object) -> Static:
     return node
 
+  def exact_key(self) -> Any:
+    return self.by_identity, self._exact.key
+
+  def exact_text(self, name: exact.Name) -> str:
+    if self.by_identity:
+      return exact.object_text(self.value, name)
+    return f"static {exact.content_text(self.value, name)}"
+
   def __hash__(self) -> int:
-    return self._hash
+    return hash(self._exact)
 
   def __eq__(self, other: object) -> bool:
-    if not isinstance(other, Static) or type(self.value) is not type(other.value):
-      return False
-    if self.value is other.value:
-      return self.by_identity == other.by_identity
-    return self._by_value and other._by_value and bool(self.value == other.value)
+    return isinstance(other, Static) and self.exact_key() == other.exact_key()
 
   def __repr__(self) -> str:
     return repr(self.value)
@@ -102,31 +104,16 @@ def _is_static(node: Any) -> bool:
 _ARRAY = object()  # stands for one
 
 
-_MOST_KNOWN = 1024
-_known: dict[Any, tuple[Any, list[Any]]] = {}
-
-
 def _whole(tree: Any) -> tuple[Any, list[Any]]:
   """The structure of what was split to `tree`, and its leaves: `_ARRAY`, or a `Static`."""
-  if (known := _known.get(tree)) is not None:
-    return known
   nodes = jax.tree.unflatten(tree, [_ARRAY] * tree.num_leaves)
   leaves, whole = jax.tree.flatten(nodes, is_leaf=_is_static)
-  if not any(_is_static(leaf) and leaf.by_identity for leaf in leaves):  # no object is kept
-    if len(_known) >= _MOST_KNOWN:
-      _known.clear()
-    _known[tree] = whole, leaves
   return whole, leaves
 
 
 def is_split(tree: Any) -> bool:
   """True if a pytree of this structure has static parts."""
   return len(_whole(tree)[1]) != tree.num_leaves
-
-
-def holds_object(tree: Any) -> bool:
-  """True if what was split to the structure `tree` has an object whose method is called."""
-  return any(_is_static(leaf) and leaf.by_identity for leaf in _whole(tree)[1])
 
 
 def unflattener(tree: Any) -> Callable[[Iterable[Any]], Any]:

@@ -9,19 +9,21 @@ them as FFI attributes, and the runtime hands them to the kernel as include/call
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from callgate._core.dtypes import dtype_code
 from callgate._core.errors import GateDefinitionError
+from callgate._core.exact import Keyed
 from callgate._core.masked import is_masked, shown
 
 
 @dataclasses.dataclass(frozen=True)
-class Frozen:
+class Frozen(Keyed):
   """A static value of a call: a NumPy scalar, array of rank 1, or a dict of these and of strings.
 
   `key` is what tells it from others.
@@ -32,6 +34,9 @@ class Frozen:
 
   def __repr__(self) -> str:
     return repr(self.value)
+
+  def exact_key(self) -> Any:
+    return self.key
 
 
 def thaw(value: Any) -> Any:
@@ -67,6 +72,11 @@ def _declared(where: str, kind: str, value: Any, dtype: np.dtype[Any] | None, ra
     holds = "" if dtype is None else f" that {dtype.name} holds"
     raise GateDefinitionError(f"{where}: expected {kind}{holds}, got {_shown(value)}")
   return _frozen(array)
+
+
+def in_dtype(value: Any, dtype: Any) -> np.ndarray[Any, Any]:
+  """A number that a launch passes, in its parameter's dtype."""
+  return np.asarray(_declared("a kernel's parameter", "a number", value, np.dtype(dtype), 0).value)
 
 
 def string(label: str, name: str, value: Any) -> str:
@@ -114,6 +124,10 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
     return None
   try:
     array = np.asarray(value)
+    if array.dtype.kind == "f" and isinstance(value, (list, tuple)):
+      numbers: list[Any] = array.tolist()
+      if numbers != list(cast("Sequence[Any]", value)):  # NumPy has rounded large integers
+        return None
   except (TypeError, ValueError, OverflowError):
     return None  # a traced array among them
   # ml_dtypes' kind is "V", but other void types have fields or no cast to float.
@@ -140,13 +154,35 @@ def _fitting(
     if np.any(array.imag != 0):
       return None
     array = array.real
+  limits = _limits(dtype)
+  if limits is not None and not _within(array, *limits):
+    return None
   with np.errstate(all="ignore"):
     converted = array.astype(dtype)
-    if dtype.kind in "biu":
-      same = np.all(_finite(array)) and np.all(converted.astype(array.dtype) == array)
-    else:  # rounded to the parameter's precision, as in C++; an overflow is no rounding
-      same = np.all(_finite(converted) | ~_finite(array))
+    # Rounded to the parameter's precision, as in C++; an overflow is no rounding.
+    same = limits is not None or np.all(_finite(converted) | ~_finite(array))
   return converted if same else None
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[int, int] | None:
+  """The least and the greatest integer of a dtype of integers; None of any other."""
+  if dtype.kind == "b":
+    return 0, 1
+  if not jnp.issubdtype(dtype, jnp.integer):  # those of ml_dtypes, too
+    return None
+  limits = jnp.iinfo(dtype)
+  return int(limits.min), int(limits.max)
+
+
+def _within(array: np.ndarray[Any, Any], least: int, most: int) -> bool:
+  """True if all numbers are integers within these limits, which a round trip doesn't tell."""
+  if not array.size:
+    return True
+  if array.dtype.kind not in "biu":
+    array = array.astype(np.float64)  # exactly: attributes have no wider reals
+    if not np.all(np.isfinite(array)) or np.any(array != np.trunc(array)):
+      return False
+  return least <= int(array.min()) and int(array.max()) <= most
 
 
 def _finite(array: np.ndarray[Any, Any]) -> Any:
@@ -176,12 +212,17 @@ def for_program(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
     return held
   if isinstance(held, dict):
     return {key: for_program(entry) for key, entry in cast("dict[str, Any]", held).items()}
-  if held.dtype.name in (_IN_ARRAYS if held.ndim else _IN_SCALARS):
+  if held.dtype.name in (_IN_ARRAYS if held.ndim else _IN_SCALARS) and not _is_large(held):
     return held if held.ndim else held[()]
   return {  # its bytes, which src/xla/ffi.h puts together
     "callgate:dtype": np.int32(dtype_code(held.dtype)),
     f"callgate:number{'s' if held.ndim else ''}": np.frombuffer(held.tobytes(), np.uint8),
   }
+
+
+def _is_large(held: np.ndarray[Any, Any]) -> bool:
+  """True for a number that MLIR's Python bindings don't take."""
+  return held.ndim == 0 and held.dtype == np.uint64 and bool(held >= 1 << 63)
 
 
 # What XLA's attributes hold.

@@ -20,7 +20,7 @@ import numpy as np
 from callgate._call import derivatives, shapes
 from callgate._call.attached import with_derivative
 from callgate._call.site import CallSite
-from callgate._core import registry
+from callgate._core import encoding, exact, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._futures import started
 from callgate._futures.job import Job, Line
@@ -105,7 +105,8 @@ def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
     site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", core.casts())
     core.check_call(site, structs)
     types = tuple((shape, np.dtype(dtype).name) for shape, dtype in results)
-    more: dict[str, Any] = {**place, _CALL: (site.spec, site.cast, types)}
+    trees = exact.exact_tree(in_tree), exact.exact_tree(out_tree)
+    more: dict[str, Any] = {**place, _CALL: (*trees, static, site.cast, types)}
     handle = _parts(core).begin(*leaves, **more)
   args, kwargs = jax.tree.unflatten(in_tree, leaves)
   return Ticket(_Call(core, static, results, out_tree), handle, (args, kwargs))
@@ -126,7 +127,7 @@ def _check(gate: Gate) -> None:
 
 class _Parts(NamedTuple):
   begin: Hold
-  wait: Callable[[str, tuple[Any, ...], Any], Use]
+  wait: Callable[[str, tuple[Any, ...], exact.Exact], Use]
 
 
 def _parts(gate: Gate) -> _Parts:
@@ -183,7 +184,9 @@ def _begin_elsewhere(gate: Gate) -> Hold:
   def begin(*arrays: Any, **kwargs: Any) -> Job:
     job = Job(label, kwargs[_PLACE], 0)  # elsewhere they know how long it runs
     lane = objects.current_lane() if by_lane else 0
-    call = make(getattr(_by_jax, "on", False), arrays, lane, job.interrupts, *kwargs[_CALL])
+    ins, outs, static, *rest = kwargs[_CALL]
+    spec = encoding.encode(ins.value, outs.value, static)
+    call = make(getattr(_by_jax, "on", False), arrays, lane, job.interrupts, spec, *rest)
     job.start(call, line)
     return job
 
@@ -212,7 +215,7 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
   if handle.words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
     return jax.vmap(lambda ticket: _wait(ticket, started))(ticket)
   earlier = [words for words in started if words is not handle.words]
-  waits = _parts(call.gate).wait(place_of_user(), call.results, call.out_tree)
+  waits = _parts(call.gate).wait(place_of_user(), call.results, exact.exact_tree(call.out_tree))
 
   again = functools.partial(_call_again, call)
   if call.gate.vjp_rules is None:
@@ -247,7 +250,7 @@ def _zero_of(value: Any) -> Any:
   return np.zeros(value.shape, jax.dtypes.float0)
 
 
-def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: Any) -> Use:
+def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: exact.Exact) -> Use:
   core: Gate = gate()
   label = core.label
 
@@ -256,7 +259,7 @@ def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: Any) -> U
     job: Job = resolved(label, handle)
     return job.take(place)
 
-  out = jax.tree.unflatten(out_tree, [jax.ShapeDtypeStruct(*one) for one in results])
+  out = jax.tree.unflatten(out_tree.value, [jax.ShapeDtypeStruct(*one) for one in results])
   name = registry.free_name(f"{core.name}.result")
   options = GateOptions(out=out, name=name, effect=core.effect, thread="own", cast=core.cast)
   return _Taker(wait, options).handle()

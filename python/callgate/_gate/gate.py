@@ -22,7 +22,7 @@ from callgate._call import shapes
 from callgate._call.generic import AnyArray, Method, P, R
 from callgate._call.operation import Operation
 from callgate._call.site import Backend, Call, CallSite, Emission
-from callgate._core import factories, foreign, registry, signatures
+from callgate._core import exact, factories, foreign, registry, signatures
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._gate import annotations, elsewhere
@@ -395,16 +395,17 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
     )
   leaves, tree = jax.tree.flatten(out)
   try:
-    hash((fn, tuple(leaves), gate_options))
+    hash((tuple(leaves), gate_options))
   except TypeError:
     return gate(fn, out=out, **dict(gate_options))(*args, **options)
-  return _gate_for(fn, tuple(leaves), tree, gate_options)(*args, **options)
+  kept = exact.exact_object(fn), tuple(leaves), exact.exact_tree(tree), exact.exact(gate_options)
+  return _gate_for(*kept)(*args, **options)
 
 
 # Outside compiled code the same call comes again and again: one gate serves, so that JAX's caches
 # find its program. Emptied by `jax.clear_caches()`.
 @tracing.clearable_cache(max_size=64)
 def _gate_for(
-  fn: Callable[..., Any], leaves: tuple[Any, ...], tree: Any, options: tuple[tuple[str, Any], ...]
+  fn: exact.Exact, leaves: tuple[Any, ...], tree: exact.Exact, options: exact.Exact
 ) -> Gate:
-  return gate(fn, out=jax.tree.unflatten(tree, leaves), **dict(options))
+  return gate(fn.value, out=jax.tree.unflatten(tree.value, leaves), **dict(options.value))

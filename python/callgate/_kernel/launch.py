@@ -57,7 +57,7 @@ class Parameter(NamedTuple):
 
   @staticmethod
   def scalar(value: Any, dtype: Any) -> Parameter:
-    return Parameter(np.asarray(value, dtype=dtype).tobytes())
+    return Parameter(static_values.in_dtype(value, dtype).tobytes())
 
 
 class Launch(NamedTuple):

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from callgate import _callgate
+from callgate._core import exact
 from callgate._core.dtypes import dtype_named, dtype_of
+from callgate._core.errors import GateDefinitionError
 from callgate._kernel.parameters import OPERANDS, RESULTS, Kind, Parameter
 
 Static = tuple[tuple[str, Any], ...]
@@ -27,6 +29,8 @@ def to_json(value: Any, *, dtypes: bool = False) -> Any:
       return {value.dtype.name: to_json(value.item())}
     case complex():
       return {"complex": [value.real, value.imag]}
+    case tuple() | int() | float() | str() if type(value) not in _BUILTIN:
+      return {"of": [_class_name(type(value)), to_json(_base(value), dtypes=dtypes)]}
     case (*items,) if isinstance(value, tuple):
       return [to_json(item, dtypes=dtypes) for item in items]
     case None | bool() | int() | float() | str():  # JSON has floats to the last bit
@@ -37,10 +41,34 @@ def to_json(value: Any, *, dtypes: bool = False) -> Any:
       raise TypeError
 
 
+_BUILTIN = (tuple, bool, int, float, str)
+
+
+def _base(value: Any) -> Any:
+  """The number, text or tuple in an object of a derived class, such as an enumeration's member."""
+  return next(kind for kind in (tuple, int, float, str) if isinstance(value, kind))(value)
+
+
+def _class_name(kind: type) -> str:
+  """A class by the module that holds it; a TypeError for any other, which no key could tell."""
+  if (name := exact.reference(kind)) is None:
+    raise TypeError
+  return name
+
+
+def _of_class(name: str, base: Any) -> Any:
+  if (kind := exact.referred(name)) is None:
+    got = f"a static value of the class {name}, which this process has not"
+    raise GateDefinitionError(f"a program that was loaded from elsewhere: {got}; import it first")
+  return kind(*base) if hasattr(kind, "_fields") else kind(base)
+
+
 def from_json(value: Any) -> Any:
   match value:
     case [*items]:
       return tuple(map(from_json, items))
+    case {"of": [str(name), base]}:
+      return _of_class(name, from_json(base))
     case {"complex": [real, imag]}:
       return complex(real, imag)
     case {"dtype": str(name)}:

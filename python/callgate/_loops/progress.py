@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from callgate._core import extras
+from callgate._core import exact, extras
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
@@ -199,8 +199,8 @@ def _numbers_in(tree: Any) -> list[Any]:
 
 
 @tracing.clearable_cache(max_size=256)
-def _cached(make: Callable[..., Any], function: Callable[..., Any], *bar: Marked) -> Any:
-  return make(function, *bar)
+def _cached(make: Callable[..., Any], function: exact.Exact, bar: exact.Exact) -> Any:
+  return make(function.value, *bar.value)
 
 
 def wrapped(
@@ -208,9 +208,10 @@ def wrapped(
 ) -> Callable[..., Any]:
   """Returns what `make` makes of a body: one for each, so that JAX's caches know it again."""
   try:
-    return _cached(make, function, *bar)
-  except TypeError:  # not hashable
+    hash(bar)
+  except TypeError:  # an array among them
     return make(function, *bar)
+  return _cached(make, exact.exact_object(function), exact.exact(bar))
 
 
 def with_mark(function: Callable[..., Any], mark: Marked, carry: int = 0) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from callgate import _callgate
 from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
 from callgate._call.options import Effect
-from callgate._core import dtypes, factories, paths, tape
+from callgate._core import dtypes, exact, factories, paths, tape
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
@@ -287,12 +287,14 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
   chosen = _where_objects_live(f"use of {_short(fn)}", chosen, (args, options))
   kept = _known(fn, args)
   try:
-    hash((fn, tuple(leaves), chosen))
+    hash((tuple(leaves), chosen))
     cached = not kept
   except TypeError:
     cached = False
-  made = _gate_for(fn, tuple(leaves), tree, chosen) if cached else _use(fn, out, chosen, kept)
-  return made(*args, **options)
+  if not cached:
+    return _use(fn, out, chosen, kept)(*args, **options)
+  key = exact.exact_object(fn), tuple(leaves), exact.exact_tree(tree), exact.exact(chosen)
+  return _gate_for(*key)(*args, **options)
 
 
 def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, Any], ...]:
@@ -316,7 +318,7 @@ def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, 
     options = on_thread(options, place or threads.objects())
   if "run_on" not in options:
     options["run_on"] = place
-  if (asked := _place(options["run_on"])) is not (place or asked and threads.objects()):
+  if (asked := _place(options["run_on"])) is not (place or (asked and threads.objects())):
     where = "'xla', 'own' or nothing, as its objects live in this process"
     where = f"{place!r}, where its objects live, or nothing" if place else where
     check.refuse(user, "run_on", where, options["run_on"])
@@ -346,8 +348,10 @@ def _known(fn: Any, args: Any) -> tuple[Held, ...]:
 
 
 @tracing.clearable_cache(max_size=64)
-def _gate_for(fn: Any, leaves: tuple[Any, ...], tree: Any, chosen: tuple[Any, ...]) -> Use:
-  return _use(fn, jax.tree.unflatten(tree, leaves), chosen, ())
+def _gate_for(
+  fn: exact.Exact, leaves: tuple[Any, ...], tree: exact.Exact, chosen: exact.Exact
+) -> Use:
+  return _use(fn.value, jax.tree.unflatten(tree.value, leaves), chosen.value, ())
 
 
 def _use(fn: Any, out: Any, chosen: tuple[Any, ...], kept: tuple[Held, ...]) -> Use:

@@ -70,7 +70,9 @@ def root(
   _options.function(label, "residual", residual)
   _options.function(label, "solver", solver)
   _options.or_none(_options.function, label, "tangent_solve", tangent_solve)
-  options = GateOptions(out=_as_x0, cast=cast, run_on=run_on, thread=thread, timeout=timeout, name=name)
+  options = GateOptions(
+    out=_as_x0, cast=cast, run_on=run_on, thread=thread, timeout=timeout, name=name
+  )
   made = _Root(residual, solver, options)
   solve = tangent_solve or _dense
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 from callgate import _callgate
-from callgate._core import errors, failures, foreign, options, registry
+from callgate._core import errors, exact, failures, foreign, options, registry
 from callgate._core.pickling import Portable
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import consumers as _consumers
@@ -131,7 +131,7 @@ class Channel(Portable):
     """
     check_not_forked()
     for attached in self._consumers:
-      if attached.given is consumer or attached.given == consumer:
+      if exact.identity(attached.given) == exact.identity(consumer):
         attached.left = True
         self._handle.remove(self._consumers.pop(attached))
         if hasattr(consumer, "close"):

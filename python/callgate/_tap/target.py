@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from callgate import _callgate
-from callgate._core import registry
+from callgate._core import exact, registry
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
@@ -45,7 +45,7 @@ def of_channel(name: str) -> Tap:
 
 
 def of_function(function: Callable[..., Any]) -> Tap:
-  """The tap to a function; the same for equal functions, so that JAX's caches hit."""
+  """The tap to a function; one for each function or bound method, so that JAX's caches hit."""
   start_channel(DEFAULT)
 
   def make() -> Tap:
@@ -53,7 +53,7 @@ def of_function(function: Callable[..., Any]) -> Tap:
     name = registry.unique_name(function, prefix="tap:")
     return Tap(name, DEFAULT, _callgate.python_consumer(consume))
 
-  return shared(_taps, ("function", function), make)
+  return shared(_taps, ("function", *exact.identity(function)), make)
 
 
 def of_rows(
@@ -61,8 +61,8 @@ def of_rows(
 ) -> Tap:
   """A tap whose consumer gets `consume(source, rows)`, rows as they are, for `callgate.compat`.
 
-  The same for equal keys. Records go through `channel`, one of callgate's own; `eager` takes those
-  that no compiled program sends.
+  The same for equal keys, see `shared`. Records go through `channel`, one of callgate's own; `eager`
+  takes those that no compiled program sends.
   """
   start_channel(channel)
 
@@ -74,12 +74,12 @@ def of_rows(
 
 
 def shared(cache: weakref.WeakValueDictionary[Any, T], key: Any, make: Callable[[], T]) -> T:
-  """The live object of a key, made where there is none; each its own where it is unhashable."""
+  """The live object of a key, made where there is none.
+
+  What the key has the identity of is to live as long as the object.
+  """
   with _lock:
-    try:
-      found = cache.get(key)
-    except TypeError:
-      return make()
+    found = cache.get(key)
     if found is None:
       found = cache[key] = make()
     return found

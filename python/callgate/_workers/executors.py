@@ -64,10 +64,11 @@ class OnExecutor:
     self._pickle()
     if self.here:
       return functools.partial(_run_here, vars(self.described), self.aliases, spec)
-    entries = travel.dumps(self.label, encoding.entries_of(spec))
+    spec, entries = encoding.for_another(spec)
+    text = travel.dumps(self.label, entries)
     assert self._text is not None
     digest = hashlib.sha256(self._text).hexdigest()
-    return functools.partial(run_there, digest, self._text, spec, entries)
+    return functools.partial(run_there, digest, self._text, spec, text)
 
   def run(self, spec: str, lanes: _callgate.CallLanes) -> None:
     """Runs all lanes of a call; raises what the first lane that failed did."""

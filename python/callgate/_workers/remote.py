@@ -56,7 +56,8 @@ class Remote:
     """What defines a call site of the gate for a worker; with None, the gate."""
     if spec is None:
       return self._of_gate()
-    return travel.dumps(self.label, (spec, cast, encoding.entries_of(spec)))
+    spec, entries = encoding.for_another(spec)
+    return travel.dumps(self.label, (spec, cast, entries))
 
   def _of_gate(self) -> bytes:
     if self._bytes is None:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import dtypes, errors, foreign
+from callgate._core import dtypes, errors, exact, foreign
 from callgate._core.failures import keep_consumer_error
 from callgate._core.masked import shown
 from callgate._jax import tracing
@@ -81,7 +81,8 @@ def bind_tap(
   name, flat = name_of(function), jax.tree.structure((0,) * len(given.operands))
   site = TapSite(tree=flat, name=name, dtypes=given.dtypes, whole=True, **options)
   now = at_once if eager else None
-  tap = of_rows((*key, tree), rows, name, channel=CHANNEL, eager=now)
+  key = (*key, exact.exact_tree(tree).key)
+  tap = of_rows(key, rows, name, channel=CHANNEL, eager=now)
   return bind(tap, site, given.operands, extra, (("mask", ()),) if masked else ())
 
 
@@ -92,13 +93,9 @@ def name_of(function: Callable[..., Any]) -> str:
   return str(name).replace("\n", " ") or "tap"
 
 
-def exact_items(kwargs: dict[str, Any]) -> tuple[Any, ...]:
-  """A key that tells equal values apart which are not the same: 1, 1.0 and True; 0.0 and -0.0."""
-  plain = (tuple, frozenset, int, float, complex, np.generic)
-  return tuple(
-    (name, type(value), value, repr(value) if isinstance(value, plain) else "")
-    for name, value in sorted(kwargs.items())
-  )
+def exact_items(kwargs: dict[str, Any]) -> Any:
+  """A key of keywords, for as long as these live."""
+  return exact.exact(tuple(sorted(kwargs.items(), key=lambda item: item[0]))).key
 
 
 def _as_tuple(value: Any) -> Any:

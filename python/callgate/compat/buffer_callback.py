@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from callgate._call.lowering import emit
 from callgate._call.site import RUNTIME_PLATFORMS
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
-from callgate._core import encoding, options, registry
+from callgate._core import encoding, exact, options, registry
 from callgate._core.effects import BufferCallbackEffect
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import callbacks, lowering, tracing
@@ -113,7 +113,8 @@ def buffer_callback(
     raise GateDefinitionError(f"{label}: sharding: expected a str or None, got a function")
   named = None
   if (name := options.name(label, name)) is not None:  # that of the name, for the same callback
-    named = shared(_named, (name, callback, graph), lambda: _callee(name, callback, graph))
+    key = (name, *exact.identity(callback), graph)
+    named = shared(_named, key, lambda: _callee(name, callback, graph))
   results, out_tree = jax.tree.flatten(result_shape_dtypes)
   result_avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
 
@@ -122,7 +123,7 @@ def buffer_callback(
     in_avals = [jax.typeof(x) for x in flat_args]
     aliases = _checked_aliases(input_output_aliases or {}, in_avals, result_avals)
     flat_results = buffer_callback_p.bind(
-      *tracing.vary_alike("buffer_callback", flat_args), callback=callback,
+      *tracing.vary_alike("buffer_callback", flat_args), callback=exact.exact_object(callback),
       result_avals=result_avals, in_tree=in_tree, out_tree=out_tree, vmap_method=vmap_method,
       has_side_effect=has_side_effect, input_output_aliases=aliases,
       command_buffer_compatible=graph, sharding=sharding, named=named,
@@ -191,8 +192,8 @@ def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
   if platform not in RUNTIME_PLATFORMS:
     if (rule := callbacks.buffer_callback_lowering()) is None:
       raise ValueError(f"`buffer_callback` not supported on {platform} backend.")
-    return rule(ctx, *operands, **params)
-  callback, callee = params["callback"], params["named"]
+    return rule(ctx, *operands, **params | {"callback": params["callback"].value})
+  callback, callee = params["callback"].value, params["named"]
   graph, effect = params["command_buffer_compatible"], params["has_side_effect"]
   if callee is None:
     with registry.name_while_alive(callback, "") as name:

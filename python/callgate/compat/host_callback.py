@@ -33,7 +33,7 @@ from typing import Any
 import jax
 
 from callgate import _callgate
-from callgate._core import options
+from callgate._core import exact, options
 from callgate._core.signatures import accepted
 from callgate._jax import dispatch, tracing
 from callgate._tap import primitive
@@ -99,7 +99,7 @@ def id_tap(
   rest = tapped.Arrays("id_tap: result", result)
   sizes = logical_sizes("tap 'id_tap'", logical_shape, arg, given.arrays)
   results = tapped.bind_tap(
-    func, ("host_callback", func, tapped.exact_items(kwargs)), given,
+    func, ("host_callback", *exact.identity(func), tapped.exact_items(kwargs)), given,
     functools.partial(_consume, func, kwargs), extra=[*(size for _, size in sizes), *rest.operands],
     masked=bool(sizes), eager=True, effect="dataflow", roles=("primal", "tangent", "cotangent"),
     logical=tuple(index for index, _ in sizes), untapped=len(rest.operands),

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._callgate import Context
-from callgate._core import dtypes, foreign, registry
+from callgate._core import dtypes, exact, foreign, registry
 from callgate._core.errors import ResultError
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
@@ -102,7 +102,8 @@ def id_tap(
     expected = f"{ended}; expected functools.partial(tap_func, {next(iter(kwargs))}=...)"
     raise TypeError(f"id_tap: unexpected keyword(s) {', '.join(kwargs)}. {expected}")
   _check("id_tap", "tap_func", tap_func, callback_flavor)
-  return _tap(tap_func, tap_func, arg, result, device_index if tap_with_device else None)
+  key = exact.identity(tap_func)
+  return _tap(tap_func, key, arg, result, device_index if tap_with_device else None)
 
 
 def _check(api: str, parameter: str, function: object, flavor: object) -> None:
@@ -124,7 +125,7 @@ def _tap(function: Callable[..., Any], key: Any, arg: Any, result: Any, index: i
       _keep(error, name)
 
   given = tapped.Arrays("id_tap: arg", arg)
-  key = ("host_callback_2023", key, index)
+  key = ("host_callback_2023", *key, index)
   results = tapped.bind_tap(function, key, given, consume, effect="ordered", transposed=True)
   return given.rebuild(results) if result is None else result
 
@@ -155,7 +156,8 @@ def id_print(
   """
   _check("id_tap", "tap_func", _print, callback_flavor)
   function = functools.partial(_print, output_stream, threshold, kwargs)
-  key = (_print, output_stream, threshold, tapped.exact_items(kwargs))
+  stream = exact.identity(output_stream)
+  key = ("print", *stream, threshold, tapped.exact_items(kwargs))
   return _tap(function, key, arg, result, device_index if tap_with_device else None)
 
 
@@ -197,8 +199,10 @@ def call(
   given = tapped.Arrays("call: arg", arg, copied=True)
   structs, tree = _result_types(result_shape)
   index = device_index if call_with_device else None
-  key = (callback_func, given.tree, given.dtypes, tree, structs, index)
-  results = shared(_gates, key, lambda: _gate(*key))(*given.operands)
+  parts = (callback_func, given.tree, given.dtypes, tree, structs, index)
+  trees = (exact.exact_tree(given.tree).key, exact.exact_tree(tree).key)
+  key = (*exact.identity(callback_func), *trees, given.dtypes, structs, index)
+  results = shared(_gates, key, lambda: _gate(*parts))(*given.operands)
   own = [x.astype(struct.dtype) for x, struct in zip(results, structs, strict=True)]
   return jax.tree.unflatten(tree, own)
 

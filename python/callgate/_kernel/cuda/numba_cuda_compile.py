@@ -22,6 +22,7 @@ from numba.cuda import compiler as numba_compiler
 from numba.cuda.np.numpy_support import from_dtype
 
 from callgate._build.nvrtc import Image
+from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cuda.kernel import entries
@@ -107,7 +108,7 @@ def scalar_parameters(value: Any, numba_type: Any) -> list[Parameter]:
   if numba_type == types.boolean:
     return [Parameter.scalar(bool(value), np.uint8)]
   dtype = np.dtype(str(numba_type))
-  number = np.asarray(value, dtype)
+  number = static_values.in_dtype(value, dtype)
   parts = (number.real, number.imag) if dtype.kind == "c" else (number,)
   return [Parameter.scalar(part, part.dtype) for part in parts]
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._core import static_values
 from callgate._core.dtypes import dtype_code, dtype_named, is_packed, type_text
 from callgate._core.errors import GateDefinitionError
 from callgate._core.masked import shown
@@ -164,7 +165,9 @@ def _weak_as(label: str, param: Param, value: Any, dtype: np.dtype[Any]) -> Any:
     raise GateDefinitionError(f"{what}, got {text}")
   if isinstance(value, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(value.shape, dtype)
-  try:
+  if not _is_literal(value):
     return jnp.asarray(value, dtype)
-  except OverflowError:
+  try:
+    return jnp.asarray(static_values.in_dtype(value, dtype))
+  except GateDefinitionError:
     raise GateDefinitionError(f"{what}, which doesn't hold {text}") from None

@@ -26,6 +26,7 @@ from numba.core import cgutils, types
 from numba.core import errors as numba_errors
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.datamodel import models
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import intrinsic
 from numba.np import numpy_support
@@ -137,8 +138,19 @@ def _argument_types(request: Request) -> tuple[Any, ...]:
     elif kind == "rest":
       found.append(types.BaseTuple.from_types([operands[i] for i in indices]))
     else:
-      found.append(types.Omitted(value))
+      found.append(_Static(value))
   return tuple(found)
+
+
+class _Static(types.Omitted):
+  """A static value's type. Numba's own is the same for 0.0 and -0.0, for (1, 2) and (True, 2)."""
+
+  @property
+  def key(self) -> tuple[type, str]:
+    return type(self.value), repr(self.value)
+
+
+models.register_default(_Static)(models.OmittedArgDataModel)
 
 
 def _stores(request: Request, returned: Any) -> list[Any]:

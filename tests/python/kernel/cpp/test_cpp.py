@@ -406,6 +406,22 @@ def test_a_wrong_attribute_is_an_error_that_names_it(case: str) -> None:
     kernel(x=jnp.ones(5), **values)
 
 
+def test_an_unsigned_attribute_of_64_bits_arrives_whole() -> None:
+  kernel = cpp(
+    """
+    void f(cg::Attr<uint64_t> a, cg::Numbers<uint64_t> b, cg::Dict d, cg::Out<uint64_t, 1> y) {
+      y[0] = a; y[1] = b[0]; y[2] = d.get<uint64_t>("c");
+    }""",
+    out=lambda **_: jax.ShapeDtypeStruct((3,), np.uint64),
+  )
+  large = [2**63, 2**64 - 1, 2**63 + 1]
+  with jax.enable_x64(True):
+    for a, b, c in (large, [2**63 - 1, 0, 1]):
+      given = {"a": a, "b": [b], "d": {"c": np.uint64(c)}}
+      assert kernel(**given).tolist() == [a, b, c]
+      assert jax.jit(lambda given=given: kernel(**given))().tolist() == [a, b, c]
+
+
 def test_a_traced_attribute_is_an_error_that_tells_of_operands() -> None:
   kernel = cpp("void f(cg::Attr<float> a, cg::Out<float, 0> y) { y() = a; }", out=lambda: floats())
   assert kernel(2) == 2

@@ -5,8 +5,10 @@
 # pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportArgumentType=false
 from __future__ import annotations
 
+import enum
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -239,6 +241,32 @@ def test_static_keywords_are_constants_of_the_compilation() -> None:
   assert extents(x, axes=(0, 2)).tolist() == [2, 4]
   assert extents(x, axes=(1,)).tolist() == [3]
   assert extents(x, axes=(1,), unit=np.float32(0.5)).tolist() == [3]
+
+
+class Order(enum.IntEnum):
+  FIRST = 1
+
+
+class Pair(NamedTuple):
+  a: float
+  b: int
+
+
+def test_static_values_of_other_types_and_signs_are_other_constants(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setenv("CALLGATE_CACHE_DIR", str(tmp_path))  # where nothing is compiled
+  kernel = cg.numba(lambda x, *, k: x * 0 + np.float32(np.copysign(1, k[0])), out=lambda x, **_: x)
+  x, values = np.ones(1, np.float32), [(0.0, 1), (-0.0, 1), (0, 1), (-0.0, True), Pair(-0.0, 1)]
+  assert [kernel(x, k=k).tolist() for k in values] == [[1], [-1], [1], [-1], [-1]]
+  keys = list(kernel._variants)
+  assert len(set(keys)) == len(values)
+  held = [kernel.types_of_key(key).static[0][1] for key in keys]
+  assert [(type(k), repr(k)) for k in held] == [(type(k), repr(k)) for k in values]
+  plain = cg.numba(lambda x, *, k: x, out=lambda x, **_: x)
+  for k in (1, True, Order.FIRST, np.int8(1)):
+    plain(x, k=k)
+  assert len(plain._variants) == 4
 
 
 def test_a_static_value_reaches_out_and_the_rules() -> None:
