@@ -14,7 +14,7 @@ from callgate._breakpoint import breakpoint
 from callgate._call import derivatives
 from callgate._checkpoints import checkpoints
 from callgate._core import registry
-from callgate._feed import producer
+from callgate._feed import ending
 from callgate._futures import job, ticket
 from callgate._gate import check, gate
 from callgate._jax import dispatch, tracing
@@ -43,14 +43,14 @@ def start(public: Mapping[str, Any]) -> None:
   """
   publish(public)
   lifecycle.start()  # dtypes, hooks, FFI targets, partitioners, handlers of forks
-  lifecycle.at_end("hurry", producer.limit_all)
+  lifecycle.at_end("hurry", ending.limit_all)
   lifecycle.at_end("leave", group.leave)
   lifecycle.at_end("draw", draw.stop)
   lifecycle.at_end("deliver", job.settle)  # whose errors the next one raises
   lifecycle.at_end("deliver", checkpoints.finish)
   lifecycle.at_end("deliver", channel.close_all)
   lifecycle.at_end("deliver", threads.end_all)
-  lifecycle.at_end("join", producer.close_all)
+  lifecycle.at_end("join", ending.close_all)
   lifecycle.at_end("join", workers.close_all)
   group.start()
   draw.start()

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import secrets
 import sys
 import threading
 import weakref
@@ -17,16 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate
-from callgate._checkpoints import files, orbax, others
+from callgate._checkpoints import files, loading, orbax
+from callgate._checkpoints.claim import Claim
+from callgate._checkpoints.parts import Leaf, Saved
 from callgate._checkpoints.writer import Writer, leaves_of
-from callgate._core import dtypes, options, registry
+from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
-from callgate._gate.gate import Gate
-from callgate._gate.options import GateOptions
 from callgate._jax import tracing
+from callgate._objects.handle import Handle
 from callgate._runtime import lifecycle
-from callgate._sharding import tiles
 from callgate._tap import channel, tap
 
 _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
@@ -87,16 +84,19 @@ class Checkpoints:
   ) -> None:  # fmt: skip
     label = "Checkpoints"
     self.folder = Path(options.path(label, "folder", folder)).absolute()
+    if "\n" in str(self.folder):  # programs and messages name it in one line
+      options.refuse(label, "folder", "a path without a newline", str(self.folder))
     self.every = options.count(label, "every", every, least=1, most=2**31 - 1)
     self.keep = options.count(label, "keep", keep, least=1)
     self.resume = options.boolean(label, "resume", resume)
     self.format = options.choice(label, "format", format, ("npz", "orbax"))
     if format == "orbax":
       orbax.library()
-    self._writer = Writer(self.folder, self.keep, self.format)
+    self._loader = loading.Loader(self.folder, resume=resume, of_orbax=format == "orbax")
+    self._writer = Writer(self.folder, self.keep, self.format, self._loader)
     self._lock = threading.Lock()
     self._channel: channel.Channel | None = None
-    self._gates: dict[Any, Gate] = {}
+    self._claim = Claim()
     _alive.add(self)
 
   def __repr__(self) -> str:
@@ -120,17 +120,30 @@ class Checkpoints:
       FileNotFoundError: there is none.
       ValueError: it is of another carry, or damaged.
     """
-    found = [s for s in files.whole(self.folder) if step is None or s.step == step]
-    if not found:
+    saved = self._chosen(step)
+    given, tree = jax.tree.flatten(like)
+    if (own := leaves_of(like, canonical=False)) != saved.leaves:
+      loading.check_same(saved, own := leaves_of(like))
+    whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in own]
+    try:
+      arrays = [loading.read(saved, i, part) for i, part in enumerate(whole)]
+    finally:
+      orbax.forget()
+    return jax.tree.unflatten(tree, map(_in_its_dtype, arrays, given))
+
+  def _chosen(self, step: int | None) -> Saved:
+    """The checkpoint of a step, or the newest one."""
+    found = files.whole(self.folder)
+    newest = found[-1].step if found else -1
+    chosen = [saved for saved in found if step in (None, saved.step)]
+    for folder, number in files.damaged(self.folder, found):
+      if number == step or (step is None and number > newest):
+        other = f"; step={newest} is whole" if found else ""
+        raise ValueError(f"{folder}: expected a checkpoint that is whole, got a damaged one{other}")
+    if not chosen:
       what = "a checkpoint" if step is None else f"one of step {step}"
       raise FileNotFoundError(f"{self.folder}: expected {what}, got those of {self.steps()}")
-    leaves = leaves_of(like)
-    _check_same(found[-1], leaves)
-    whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
-    arrays = [_read(found[-1], i, part) for i, part in enumerate(whole)]
-    orbax.forget()
-    given, tree = jax.tree.flatten(like)
-    return jax.tree.unflatten(tree, map(_in_its_dtype, arrays, given))
+    return chosen[-1]
 
   def close(self) -> None:
     """Waits until what programs have sent is on the disk; the end of the process does so, too.
@@ -151,7 +164,7 @@ class Checkpoints:
     self.close()
 
   # -- in programs ---------------------------------------------------------------------------------
-  def begin(self, init: Any, length: int | None) -> tuple[jax.Array, jax.Array, Any]:
+  def begin(self, body: Any, init: Any, length: int | None) -> tuple[jax.Array, jax.Array, Any]:
     """Where the loop starts: the number of steps that have run, that of the run, and the carry.
 
     `length` is that of a loop that is resumed.
@@ -159,30 +172,26 @@ class Checkpoints:
     In a program over several processes one of them finds it out, for all.
     """
     self._refuse_region()
+    _refuse_handles(init)
+    leaves = leaves_of(init)
     if self.format == "orbax":
-      orbax.check(leaves_of(init))
-    number = jax.ShapeDtypeStruct((), np.int32)
-    find = functools.partial(self._find, length)
-    step, run = self._gate("begin", length, find, (number, number), "io")()
-    if not self.resume:
-      return step, run, init
-    leaves, tree = jax.tree.flatten(init)
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
-    carried = [dtypes.carried(x)[0] for x in arrays]
-    known = leaves_of(init)
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carried]
-    take = functools.partial(self._take, known)
-    loaded = self._gate("load", known, take, lambda _, __, *arrays: arrays, "pure", types)(
-      step, run, *carried
-    )
-    taken = [tap.uncarried(x, y) for x, y in zip(arrays, loaded, strict=True)]
-    return step, run, jax.tree.unflatten(tree, taken)
+      orbax.check(leaves)
+    with self._lock:
+      self._claim.take(self.folder, body, leaves)
+    step, run = self._loader.begin(length)
+    return step, run, self._loader.load(step, run, init, leaves) if self.resume else init
 
-  def send(self, step: Any, run: Any, carry: Any, where: Any) -> None:
-    """Saves the carry where a predicate is true."""
+  def counts(self, step: Any, run: Any, feeds: Sequence[str]) -> Any:
+    """How many items the feeds of the body had given by the step that the loop goes on from."""
+    return self._loader.counts(step, run, feeds)
+
+  def send(self, step: Any, run: Any, carry: Any, feeds: Any, where: Any) -> None:
+    """Saves the carry, and by their names the counts of feeds, where a predicate is true."""
     self._refuse_region()
-    sent = jax.tree.map(_refusing_lanes, jax.lax.stop_gradient(carry))
-    tap.tap((step, run, sent), self._open(leaves_of(carry)), name="checkpoint", where=where)
+    _refuse_handles(carry)
+    sent = jax.tree.map(loading.refusing_lanes, jax.lax.stop_gradient(carry))
+    to = self._open(leaves_of(carry))
+    tap.tap((step, run, sent, feeds), to, name="checkpoint", where=where)
 
   def _refuse_region(self) -> None:
     if axes := tuple(tracing.region_axes()):
@@ -191,68 +200,7 @@ class Checkpoints:
         "use jax.shard_map in the body of the loop instead"
       )
 
-  def _gate(
-    self, what: str, key: Any, function: Any, out: Any, effect: Any, types: Sequence[Any] = ()
-  ) -> Gate:
-    with self._lock:
-      if (what, key) not in self._gates:
-        name = registry.free_name(f"checkpoints {what}: {self.folder}")
-        kind = _Load if what == "load" else _OfDisk
-        sharding = _elementwise(types) if types else "shard"
-        made = GateOptions(out=out, name=name, effect=effect, vmap=_refuse_lanes, sharding=sharding)
-        gate = self._gates[what, key] = kind(function, made)
-        if what == "load":
-          gate.defjvp(functools.partial(_loaded_jvp, weakref.ref(gate)))
-      return self._gates[what, key]
-
-  def _find(self, length: int | None) -> Any:
-    """Prepares the folder; returns the step to go on from, or 0, and a number for the run."""
-    if self.format == "orbax" and jax.process_index() != 0:
-      raise GateDefinitionError(
-        "Checkpoints: format='orbax': expected a program whose first device is process 0's, which "
-        f"puts the parts together; got one that begins in process {jax.process_index()}"
-      )
-    run = secrets.randbelow(2**31 - 1) + 1
-    files.begin(self.folder, run)
-    found = files.whole(self.folder)
-    if self.resume:
-      for folder in files.damaged(self.folder, found):
-        print(f"callgate: {folder} is damaged, and passed over", file=sys.stderr)
-      for saved in reversed(found):
-        if (orbax.intact if saved.orbax else files.intact)(saved):
-          if length is not None and saved.step > length:
-            raise ValueError(
-              f"{saved.folder}: expected a loop of at least {saved.step} steps to go on with it, "
-              f"got one of {length}"
-            )
-          return np.int32(saved.step), np.int32(run)
-        print(f"callgate: {saved.folder} is damaged, and passed over", file=sys.stderr)
-    elif found and not self._writer.wrote:
-      raise FileExistsError(
-        f"{self.folder}: expected no checkpoints without resume=True, got those of steps "
-        f"{', '.join(str(saved.step) for saved in found)}"
-      )
-    return np.int32(0), np.int32(run)
-
-  def _take(
-    self, leaves: tuple[files.Leaf, ...], step: Any, run: Any, *given: Any
-  ) -> tuple[Any, ...]:
-    """The parts of a checkpoint that this device has of the given arrays; these, for step 0."""
-    if int(step) == 0:
-      return tuple(np.array(x) for x in given)
-    try:
-      saved = files.find(self.folder, int(step))
-      _check_same(saved, leaves)
-      place = _callgate.current_place()
-      parts = [tuple(slice(0, n) for n in leaf.shape) for leaf in leaves]
-      if place is not None and place[4] and place[3] >= 0:
-        parts = tiles.parts(place[4], place[3])[2:]
-      return tuple(_read(saved, i, part) for i, part in enumerate(parts))
-    except BaseException:
-      others.refuse(int(run))
-      raise
-
-  def _open(self, leaves: tuple[files.Leaf, ...]) -> channel.Channel:
+  def _open(self, leaves: tuple[Leaf, ...]) -> channel.Channel:
     size = sum(int(np.prod(leaf.shape)) * 16 for leaf in leaves)
     with self._lock:
       if self._channel is None:
@@ -276,14 +224,6 @@ def finish(seconds: float) -> None:
       one.flush()
 
 
-class _OfDisk(Gate):
-  taped = False  # a replay's disk is its own
-
-
-class _Load(_OfDisk):
-  located = True
-
-
 def _in_its_dtype(array: Any, given: Any) -> Any:
   """What was saved, perhaps in a wider dtype, in that of the carry; of random keys their bits."""
   dtype = getattr(given, "dtype", array.dtype)
@@ -291,45 +231,13 @@ def _in_its_dtype(array: Any, given: Any) -> Any:
   return array if is_key else array.astype(dtype, copy=False)
 
 
-def _read(saved: files.Saved, number: int, part: files.Slices) -> Any:
-  return (orbax.read if saved.orbax else files.read)(saved, number, part)
-
-
-def _loaded_jvp(load: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
-  """The carry depends on the given one where the loop begins, and not on one from the disk."""
-  step, *_ = primals
-  moved = [
-    t if t.dtype == jax.dtypes.float0 else jnp.where(step == 0, t, jnp.zeros_like(t))
-    for t in tangents[2:]
-  ]
-  return load()(*primals), tuple(moved)
-
-
-def _check_same(saved: files.Saved, leaves: Sequence[files.Leaf]) -> None:
-  where = f"{saved.folder}: expected a checkpoint of this carry"
-  if len(saved.leaves) != len(leaves):
-    have, want = len(saved.leaves), len(leaves)
-    raise ValueError(f"{where}, with {want} arrays, got one with {have}")
-  for have, want in zip(saved.leaves, leaves, strict=True):
-    if have != want:
-      raise ValueError(f"{where}, with {want.name}: {want}, got one with {have.name}: {have}")
-
-
-def _elementwise(types: Sequence[Any]) -> str:
-  """The rule of arrays whose dimensions may all be split, behind two numbers."""
-  letters = iter(f"d{i}" for i in range(sum(len(x.shape) for x in types)))
-  terms = [" ".join(next(letters) for _ in x.shape) for x in types]
-  return f", , {', '.join(terms)} -> {', '.join(terms)}"
-
-
-@jax.custom_batching.custom_vmap
-def _refusing_lanes(x: Any) -> Any:
-  return x
-
-
-@_refusing_lanes.def_vmap
-def _refuse_lanes(*_: Any, **__: Any) -> Any:
-  raise GateDefinitionError(
-    "Checkpoints: expected a scan outside of jax.vmap, got one in it; put the jax.vmap into the "
-    "body of the loop"
-  )
+def _refuse_handles(carry: Any) -> None:
+  found = jax.tree_util.tree_leaves_with_path(carry, is_leaf=lambda x: isinstance(x, Handle))
+  for path, leaf in found:
+    if isinstance(leaf, Handle):
+      raise GateDefinitionError(
+        "Checkpoints: expected a carry of arrays, got a handle at "
+        f"{jax.tree_util.keystr(path) or 'carry'}: its object ends with this process, and the run "
+        "that goes on has none. Make the object before the loop, for its body to use, and carry "
+        "what it holds as arrays"
+      )

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate._checkpoints import files
+from callgate._checkpoints import files, parts
 from callgate._core import extras
 from callgate._core.errors import GateDefinitionError
 
@@ -36,7 +36,7 @@ def library() -> Any:
   return extras.library("orbax.checkpoint", "Orbax", "orbax", by="Checkpoints: format='orbax'")
 
 
-def check(leaves: Sequence[files.Leaf]) -> None:
+def check(leaves: Sequence[parts.Leaf]) -> None:
   """Raises a GateDefinitionError for what Orbax doesn't write."""
   for leaf in leaves:
     if 0 in leaf.shape:
@@ -46,24 +46,24 @@ def check(leaves: Sequence[files.Leaf]) -> None:
       )
 
 
-def write(parts: files.Saved, structure: Any) -> files.InOrbax | None:
-  """Writes what is there in parts; None at the end of the process, when Orbax no longer can."""
+def write(pieces: parts.Saved, structure: Any) -> parts.InOrbax | None:
+  """Writes what is there in pieces; None at the end of the process, when Orbax no longer can."""
   if not threading.main_thread().is_alive():
     return None
   forget()
-  whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in parts.leaves]
-  arrays = [files.read(parts, number, slices) for number, slices in enumerate(whole)]
-  folder = parts.folder / FOLDER
+  whole = [tuple(slice(0, n) for n in leaf.shape) for leaf in pieces.leaves]
+  arrays = [parts.read(pieces, number, slices) for number, slices in enumerate(whole)]
+  folder = pieces.folder / FOLDER
   try:
     _apart(_save, folder, jax.tree.unflatten(structure, arrays))
     files.sync_all(folder)
   except BaseException:
     shutil.rmtree(folder, ignore_errors=True)
     raise
-  return files.InOrbax(_paths(structure), tuple(map(_sum, arrays)))
+  return parts.InOrbax(_paths(structure), tuple(map(_sum, arrays)))
 
 
-def read(saved: files.Saved, number: int, wanted: files.Slices) -> Any:
+def read(saved: parts.Saved, number: int, wanted: parts.Slices) -> Any:
   """A part of a leaf.
 
   Raises:
@@ -80,7 +80,7 @@ def read(saved: files.Saved, number: int, wanted: files.Slices) -> Any:
     ) from error
 
 
-def intact(saved: files.Saved) -> bool:
+def intact(saved: parts.Saved) -> bool:
   """True if Orbax reads what was written, by the checksums. Raises as `read` without Orbax."""
   assert saved.orbax is not None
   try:
@@ -98,7 +98,7 @@ def forget() -> None:
     _kept = None
 
 
-def _arrays(saved: files.Saved) -> list[Any]:
+def _arrays(saved: parts.Saved) -> list[Any]:
   global _kept
   assert saved.orbax is not None
   library()

@@ -5,32 +5,39 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from callgate._checkpoints import files, orbax, others
+from callgate._checkpoints.loading import Loader
+from callgate._checkpoints.parts import InOrbax, Leaf, Saved, Slices
 from callgate._core import dtypes
+from callgate._feed import resuming
+from callgate._jax import tracing
 from callgate._tap.records import Record, TapInfo, is_part
 
 _PATIENCE = 10.0  # seconds for the parts of a process that has ended
 
 
+class _Carry(NamedTuple):
+  """What is known of a carry, besides its arrays."""
+
+  leaves: tuple[Leaf, ...]
+  structure: Any
+  feeds: Mapping[str, int]  # items that the feeds of the loop's body have given
+
+
 class Writer:
-  """Writes the records of one `Checkpoints`.
+  """Writes the records of one `Checkpoints`, and tells its loader so."""
 
-  Attributes:
-    wrote: whether it has written anything.
-  """
-
-  def __init__(self, folder: Path, keep: int, format: str) -> None:
-    self._folder, self._keep, self._format = folder, keep, format
-    self.wrote = False
-    # By run and step, of which parts may still be missing: the carry's leaves, and its structure.
-    self._unfinished: dict[tuple[int, int], tuple[tuple[files.Leaf, ...], Any]] = {}
+  def __init__(self, folder: Path, keep: int, format: str, loader: Loader) -> None:
+    self._folder, self._keep, self._format, self._loader = folder, keep, format, loader
+    # By run and step, of which parts may still be missing.
+    self._unfinished: dict[tuple[int, int], _Carry] = {}
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self._folder}>"
@@ -54,23 +61,27 @@ class Writer:
       raise ValueError("Checkpoints: expected a scan outside of jax.vmap: put it into the body")
     if info.repeated:
       return
-    step, run, carry = value
+    step, run, carry, feeds = value
     number, run = int(step), int(run)
-    if run == 0 or others.is_known(run):  # 0: where the loop should begin has failed
+    # 0: where the loop should begin has failed.
+    if run == 0 or others.is_known(run) or others.is_known(run, number):
       return
     leaves, parts = _parts_of(carry, info)
     if not parts:
       return
-    self.wrote = True
+    self._loader.wrote = True
     files.take_part(run)
     name = f"part_{info.process:05d}_{info.device:05d}"
     try:
       files.write(self._folder, number, run, name, leaves, parts)
     except OSError:
+      if others.is_told(run, number):  # and has removed what this process was writing
+        return
       others.refuse(run, number)
       raise
     if self._format == "npz" or info.process == 0:  # the rest is process 0's, where Orbax writes
-      self._unfinished[run, number] = tuple(leaves), jax.tree.structure(carry)
+      carried = _Carry(tuple(leaves), jax.tree.structure(carry), resuming.numbers(feeds))
+      self._unfinished[run, number] = carried
       try:
         self._finish()
       finally:
@@ -96,9 +107,9 @@ class Writer:
   def _finish(self) -> None:
     """Makes checkpoints of what is complete."""
     failed: list[Exception] = []
-    for (run, number), (leaves, structure) in list(self._unfinished.items()):
+    for (run, number), (leaves, structure, feeds) in list(self._unfinished.items()):
 
-      def rewrite(saved: files.Saved, structure: Any = structure) -> files.InOrbax | None:
+      def rewrite(saved: Saved, structure: Any = structure) -> InOrbax | None:
         try:
           return orbax.write(saved, structure) if self._format == "orbax" else None
         except Exception as error:  # noqa: BLE001 - its parts are there all the same
@@ -108,10 +119,12 @@ class Writer:
       refused = functools.partial(others.is_told, run)
       over = others.is_known(run) or others.is_known(run, number)
       try:
-        if files.finish(self._folder, number, run, leaves, refused, rewrite) is not None:
+        made = files.finish(self._folder, number, run, leaves, feeds, refused, rewrite)
+        if made is not None:
           files.keep_newest(self._folder, self._keep)
           over = True
       except OSError as error:
+        others.refuse(run, number)
         failed.append(error)
         over = True
       if over:
@@ -122,24 +135,26 @@ class Writer:
   close = flush
 
 
-def leaves_of(carry: Any) -> tuple[files.Leaf, ...]:
-  """What is known of a carry's arrays, as taps carry them."""
-  found: list[files.Leaf] = []
+def leaves_of(carry: Any, *, canonical: bool = True) -> tuple[Leaf, ...]:
+  """What is known of a carry's arrays, as taps carry them.
+
+  `canonical`: in the dtypes that JAX gives them, which are of 32 bits without `jax_enable_x64`.
+  """
+  found: list[Leaf] = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
     array = leaf if hasattr(leaf, "dtype") else jax.eval_shape(jnp.asarray, leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
       array = jax.eval_shape(jax.random.key_data, array)
-    name, dtype = jax.tree_util.keystr(path) or "carry", dtypes.carrier(array.dtype)
-    found.append(files.Leaf(name, tuple(array.shape), dtype.name))
+    dtype = tracing.canonical_dtype(array.dtype) if canonical else array.dtype
+    name = jax.tree_util.keystr(path) or "carry"
+    found.append(Leaf(name, tuple(array.shape), dtypes.carrier(dtype).name))
   return tuple(found)
 
 
-def _parts_of(
-  carry: Any, info: TapInfo
-) -> tuple[list[files.Leaf], dict[int, tuple[files.Slices, Any]]]:
+def _parts_of(carry: Any, info: TapInfo) -> tuple[list[Leaf], dict[int, tuple[Slices, Any]]]:
   """What a record has of a carry: of what several devices have alike, the first one's is it."""
-  leaves: list[files.Leaf] = []
-  parts: dict[int, tuple[files.Slices, Any]] = {}
+  leaves: list[Leaf] = []
+  parts: dict[int, tuple[Slices, Any]] = {}
   arrays, names = jax.tree.leaves(carry), [leaf.name for leaf in leaves_of(carry)]
   shards, extents, first = None, None, None
   if info.shard is not None:
@@ -151,7 +166,7 @@ def _parts_of(
     part = shards[i] if shards is not None else (slice(None),) * array.ndim
     part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(part, shape, strict=True))
     array = array.astype(dtypes.carrier(array.dtype), copy=False)
-    leaves.append(files.Leaf(names[i], shape, array.dtype.name))
+    leaves.append(Leaf(names[i], shape, array.dtype.name))
     if first is None or first[i]:
       parts[i] = part, array
   return leaves, parts

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the package's folder, and replaces files in one step."""
+"""Finds the package's folder; replaces a file, and swaps two, in one step."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import secrets
 from collections.abc import Generator
@@ -21,3 +23,21 @@ def replaced(path: Path) -> Generator[Path]:
     os.replace(made, path)
   finally:
     made.unlink(missing_ok=True)
+
+
+_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
+_HERE = -100  # AT_FDCWD of fcntl.h
+
+
+def exchange(one: Path, other: Path) -> None:
+  """Swaps the names of two files or folders in one step, for which Python has no function.
+
+  Raises:
+    OSError: the system or the file system can't.
+  """
+  rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc's, from 2.28 on
+  if rename is None:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+  paths = _HERE, os.fsencode(one), _HERE, os.fsencode(other)
+  if rename(*paths, ctypes.c_uint(_EXCHANGE)) != 0:
+    raise OSError(number := ctypes.get_errno(), os.strerror(number), str(other))

@@ -3,32 +3,26 @@
 
 `Feed.next()` is an ordered gate that takes the next item from a producer's queue. Its function
 holds the producer, whose thread holds neither: once no Feed and no program is left that could take
-an item, the function dies and its finalizer ends the thread. `next()` has no arguments for batching
-to see, so a primitive of its own knows the axes that it is mapped over.
+an item, the function dies and its finalizer ends the thread.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-from jax.interpreters import batching, mlir
 
-from callgate import _callgate
-from callgate._call import jax_engine, primitive
-from callgate._call.site import BoundCall, CallSite
+from callgate._call.site import CallSite
 from callgate._core import dtypes, effects, errors, failures, options, registry, tape
 from callgate._core.pickling import Origin, Portable
 from callgate._feed import items
 from callgate._feed import producer as _producer
 from callgate._feed import shares as _shares
-from callgate._gate.gate import Gate
+from callgate._feed.gate import CLOSE_SECONDS, FeedGate, next_p, take, take_share
 from callgate._gate.options import GateOptions
 from callgate._jax import dispatch, tracing
 from callgate._runtime import config
@@ -42,7 +36,6 @@ class _Missing:
 
 
 _MISSING = _Missing()
-_CLOSE_SECONDS = 5.0  # how long an iterator that is busy is waited for
 
 
 class Feed(Portable):
@@ -70,6 +63,7 @@ class Feed(Portable):
     epochs: int | None,
     cast: bool | None,
     sharding: Any,
+    resumable: bool,
     name: str | None,
   ) -> None:
     # An unnamed one is called as the generator function or the iterable's class.
@@ -80,6 +74,7 @@ class Feed(Portable):
     self.prefetch = options.count(f"feed '{name}'", "prefetch", prefetch, **limits)
     if epochs is not None:
       epochs = options.count(f"feed '{name}'", "epochs", epochs, **limits)
+    resumable = options.boolean(f"feed '{name}'", "resumable", resumable)
     cast = config.cast() if cast is None else options.boolean(f"feed '{name}'", "cast", cast)
     types = items.from_structs(name, shape, cast=cast) if shape is not None else None
     self._producer = _producer.Producer(name, _iterator(name, iterable, epochs), self.prefetch)
@@ -100,13 +95,14 @@ class Feed(Portable):
       after = None if default is _MISSING else types.broadcast(default)
       rank = len(structs[0].shape)
       if shares is None:
-        take = functools.partial(_take, self._producer, rank)
+        taking = functools.partial(take, self._producer, rank)
         made = GateOptions(out=structs, name=name, effect="ordered", style="inplace")
       else:
-        take = functools.partial(_take_share, self._producer, rank, shares.takers)
+        taking = functools.partial(take_share, self._producer, rank, shares.takers)
         made = GateOptions(out=shares.structs, name=name, effect="ordered", style="context")
-      weakref.finalize(take, self._producer.release).atexit = False
-      self._gate = _FeedGate(take, made).handle()
+      weakref.finalize(taking, self._producer.release).atexit = False
+      self._gate = FeedGate(taking, made).handle()
+      self._gate.shares, self._gate.resumable = shares, resumable
       if shares is not None:
         self._producer.serve(types.convert, after, len(shares.takers) or 1, shares.of_item)
         self._take_shares = jax.jit(shares.mapped(self._gate.core))
@@ -201,7 +197,7 @@ class Feed(Portable):
     """
     return self._producer.stats()
 
-  def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
+  def close(self, timeout: float = CLOSE_SECONDS) -> bool:
     """Stops the iterator's thread; a program that asks for an item from here on fails.
 
     Waits `timeout` seconds at most for an iterator that is busy, and returns whether the thread has
@@ -219,7 +215,8 @@ class Feed(Portable):
 
 def feed(
   iterable: Iterable[Any], *, prefetch: int = 2, shape: Any = None, default: Any = _MISSING,
-  epochs: int | None = 1, cast: bool | None = None, sharding: Any = None, name: str | None = None,
+  epochs: int | None = 1, cast: bool | None = None, sharding: Any = None, resumable: bool = True,
+  name: str | None = None,
 ) -> Feed:  # fmt: skip
   """A `Feed`: compiled programs read a host iterator, which runs ahead on a thread of its own.
 
@@ -248,6 +245,9 @@ def feed(
       of them that is a prefix of an item, all of one mesh. Each device takes its share alone. Over
       several processes the iterator of each gives whole items, of which its devices take theirs.
       Default: one device takes the item for all.
+    resumable: a `callgate.scan` with `save=` whose body reads the feed saves how many items it has
+      given, and one that is resumed skips so many. False: the iterator goes on by itself where the
+      loop does, and nothing is skipped.
     name: for messages and threads. Default: the iterable's qualified name, numbered if not alone.
 
   Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones there
@@ -263,57 +263,9 @@ def feed(
   with registry.defining(registry.caller()):
     made = Feed(
       iterable, prefetch=prefetch, shape=shape, default=default, epochs=epochs, cast=cast,
-      sharding=sharding, name=name,
+      sharding=sharding, resumable=resumable, name=name,
     )  # fmt: skip
   return made.made_by(Origin(registry.caller_module(2), feed, (), {}))
-
-
-class _FeedGate(Gate):
-  kind = "feed"
-  native = True  # NumPy's arrays on the host, the GPU's own in a program for CUDA
-
-  def rename(self, name: str) -> None:
-    super().rename(name)
-    take: Any = self.function
-    take.args[0].close(_CLOSE_SECONDS)
-
-
-def _take(producer: _producer.Producer, rank: int, outs: Sequence[Any], taker: int = 0) -> None:
-  """A feed's gate: writes the next item, or one for each lane, into the results.
-
-  `rank` is that of an item's first leaf: what comes before are batch axes.
-  """
-  batch = outs[0].ndim - rank
-  lanes = math.prod(outs[0].shape[:batch])
-  if place := _callgate.device_call():  # the results are Buffers, and items on their way there
-    for lane in range(lanes):
-      producer.take_uploaded(place[1], taker).give(outs, lane, lanes)
-    return
-  if not batch:
-    for out, array in zip(outs, producer.take(taker), strict=True):
-      out[...] = array
-    return
-  rows = [out.reshape(lanes, *out.shape[batch:]) for out in outs]
-  for lane in range(lanes):
-    for row, array in zip(rows, producer.take(taker), strict=True):
-      row[lane, ...] = array
-
-
-def _take_share(
-  producer: _producer.Producer,
-  rank: int,
-  takers: Mapping[int, int],
-  context: Any,
-  outs: Sequence[Any],
-) -> None:
-  """The gate of a feed with shares: writes the device's share of the next item."""
-  if (taker := takers.get(context.device)) is None:
-    expected = "expected a program over the mesh of its sharding"
-    raise errors.GateError(
-      f"feed '{producer.name}': {expected}, got one on device {context.device}"
-    )
-  producer.begin(taker, context.run)
-  _take(producer, rank, outs, taker)
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -351,43 +303,3 @@ def _repeated(
     if empty or number == epochs:
       return
     iterator = iter(iterable)
-
-
-# -- the primitive ---------------------------------------------------------------------------------
-# Parameters: gate and site, as the gate's primitive has them; lead, the sizes of the axes that the
-# call is mapped over, outermost first; engine, what runs it.
-next_p = tracing.Primitive("feed_next")
-next_p.multiple_results = True
-tracing.define_impl(next_p, lambda gate, site, **_: gate.programs(site))
-tracing.weakly_cached.add(_FeedGate)
-
-
-@next_p.def_effectful_abstract_eval
-def _abstract_eval(*, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str) -> Any:
-  effect = tracing.ordered_io_effect if engine == "jax" else effects.ORDERED_GATE_EFFECT
-  avals = (tracing.shaped_array((*lead, *shape), dtype, ()) for shape, dtype in site.results)
-  axes = tracing.manual_axes()  # in a jax.shard_map each device takes items for itself
-  return tuple(tracing.varying_aval(aval, axes) for aval in avals), frozenset({effect})
-
-
-def _batch(axis_data: Any, _: Any, dims: Any, *, lead: tuple[int, ...], **params: Any) -> Any:
-  results = next_p.bind(lead=(axis_data.size, *lead), **params)
-  return results, [0] * len(results)
-
-
-batching.fancy_primitive_batchers[next_p] = _batch
-
-
-def _lower(
-  context: Any, *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
-) -> Sequence[Any]:
-  results = tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
-  site = dataclasses.replace(site, results=results)
-  if engine != "jax":
-    return primitive.lower(context, call=BoundCall(gate, site))
-  call = mlir.lower_fun(lambda: jax_engine.bind(gate, site, ()), multiple_results=True)
-  return call(context)
-
-
-# Not cached, as the gates' own rule: its source line is part of the program.
-mlir.register_lowering(next_p, _lower, cacheable=False)

@@ -13,7 +13,6 @@ import collections
 import contextlib
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,7 +40,7 @@ class _Entry:
 
 _END: Any = object()
 _GONE: Any = object()
-_alive: weakref.WeakSet[Producer] = weakref.WeakSet()
+alive: weakref.WeakSet[Producer] = weakref.WeakSet()
 
 
 class Producer:
@@ -74,6 +73,7 @@ class Producer:
     self._closed = False
     self._gpus: list[int | None] = [None]  # of each taker, that whose program asked last
     self._takers_waiting = 0  # for an item
+    self.skipping = threading.Lock()  # of the takers one drops items at a time
     self._patience: float | None = None  # how long to wait for an item, while the process ends
     self._produced = self._waited = 0
     self._process = os.getpid()
@@ -81,7 +81,7 @@ class Producer:
     self._thread = threading.Thread(
       target=self._run, args=([iterator],), name=f"callgate {name}", daemon=True
     )
-    _alive.add(self)
+    alive.add(self)
     self._thread.start()
 
   # -- the producer thread -----------------------------------------------------------------------
@@ -260,6 +260,22 @@ class Producer:
         self._first = self._next[0] = self._next[0] + staged.taken()
         self._queue.extend(_Entry(self._types.of_bytes(data)) for data in waiting)
 
+  def position(self, taker: int = 0) -> int:
+    """How many items the taker has taken, defaults included."""
+    self.check()
+    with self._changed:
+      return self._next[taker] + (0 if self._staged is None else self._staged.taken())
+
+  def drop(self, taker: int = 0) -> None:
+    """Takes an item for the taker and all that are as far, where it stays until all have it."""
+    with self._changed:
+      first = self._next[taker]
+      alike = [other for other, its in enumerate(self._next) if its == first]
+    self._take(alike)
+    with self._changed:
+      if self._begun[1] == first:
+        self._begun = self._begun[0], first + 1
+
   def take_whole(self) -> Item:
     """The next item, for all takers; those that are behind others skip what these have taken."""
     return self._take(range(len(self._next))).item
@@ -379,19 +395,3 @@ class Producer:
       with self._changed:
         self._patience = seconds
         self._changed.notify_all()
-
-
-# -- the end of the process ------------------------------------------------------------------------
-def limit_all(seconds: float) -> None:
-  """Running programs may take further items, but don't wait for ever for an iterator that hangs."""
-  for producer in list(_alive):
-    producer.limit_patience(seconds)
-
-
-def close_all(seconds: float) -> None:
-  """Programs have ended: so do the threads."""
-  deadline = time.monotonic() + seconds
-  for producer in (producers := list(_alive)):
-    producer.release()
-  for producer in producers:
-    producer.close(max(0.0, deadline - time.monotonic()))

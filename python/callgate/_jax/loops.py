@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's loops: what their primitives hold, and the rules that hoist and evaluate them."""
+"""Of JAX's loops: what their primitives hold, the rules that hoist and evaluate them, and types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 
 T = TypeVar("T")
@@ -44,3 +48,25 @@ def split_operands(params: dict[str, Any], of: Sequence[T]) -> tuple[list[T], li
   """Returns what a `while_loop` has for each operand, for (condition, body, carry)."""
   first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
   return list(of[:first]), list(of[first:second]), list(of[second:])
+
+
+def weakly_typed(value: Any, weak: bool = True) -> Any:
+  """The value, weakly typed if `weak`, as Python's numbers are (0.10 to 0.12; not public)."""
+  if not weak:
+    return value
+  return _lax._convert_element_type(value, value.dtype, weak_type=True)  # pyright: ignore[reportPrivateUsage]
+
+
+def promoted(values: Any, avals: Any) -> Any:
+  """A loop's first carry in the types that JAX's loops give it, by those of the body's result.
+
+  Weakly typed arrays alone change (0.10 to 0.12; in `jax.lax.scan` itself, not public).
+  """
+
+  def one(value: Any, aval: Any) -> Any:
+    own = _core.typeof(value)
+    if not own.weak_type or _core.typematch(own, aval):
+      return value
+    return jax.lax.convert_element_type(value, _dtypes.result_type(value, aval))
+
+  return jax.tree.map(one, values, avals)

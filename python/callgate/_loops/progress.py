@@ -179,11 +179,18 @@ class Marked:
 def marking(bar: Bar, operands: Sequence[Any]) -> Generator[None]:
   """Marks a body while it is traced, with operands that change; bars inside are one deeper."""
   progress_p.bind(*operands, bar=bar)
-  _nesting.depth = getattr(_nesting, "depth", 0) + 1
+  with inside(bar):
+    yield
+
+
+@contextmanager
+def inside(bar: object) -> Generator[None]:
+  """Bars are one deeper while a body is traced that has one; None: it has none."""
+  _nesting.depth = getattr(_nesting, "depth", 0) + (deeper := int(bar is not None))
   try:
     yield
   finally:
-    _nesting.depth -= 1
+    _nesting.depth -= deeper
 
 
 def _changing(arguments: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,12 @@ import numpy as np
 from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
+from callgate._feed import resuming
+from callgate._feed.gate import FeedGate
+from callgate._jax import loops as _loops
 from callgate._jax import tracing
 from callgate._loops import stopping
-from callgate._loops.progress import Marked, Progress, marking, options_of, wrapped
+from callgate._loops.progress import Marked, Progress, inside, marking, options_of, wrapped
 
 
 def scan_saved(
@@ -37,11 +40,17 @@ def scan_saved(
     _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
   if not callable(f):
     raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
-  if save.resume:
-    length = _length(xs, length)
-  start, run, first = save.begin(init, length)
-  body = wrapped(functools.partial(_saving, save, run), f)
   bar = options_of(progress)
+  # Traced once, for its feeds, its results' types and for the step.
+  step = jax.jit(lambda carry, x: f(carry, x), inline=True)
+  feeds: list[FeedGate] = []
+  if save.resume and (length := _length(xs, length)):
+    with inside(bar):
+      init, feeds[:] = _prepared(step, init, _at(jax.tree.map(jnp.asarray, xs), 0))
+  start, run, first = save.begin(f, init, length)
+  if feeds:
+    resuming.skip(feeds, save.counts(start, run, resuming.names(feeds)))
+  body = _saving(save, run, step, feeds)
   if bar is not None and bar.at is not None:
     bar = dataclasses.replace(bar, at=wrapped(_of_counted, bar.at))
   if save.resume and length is not None:
@@ -56,8 +65,19 @@ def scan_saved(
     options = {"progress": bar, "stoppable": stoppable}
     looped = scan(body, (start, first), xs, length, reverse, *rest, **options)
   (count, carry), *others = looped
-  save.send(count, run, carry, (count % save.every != 0) & (count > start))
+  due = (count % save.every != 0) & (count > start)
+  save.send(count, run, carry, resuming.counts(feeds, due), due)
   return carry, *others
+
+
+def _prepared(step: Any, init: Any, x: Any) -> tuple[Any, Sequence[FeedGate]]:
+  """The first carry in the types that the loop gives it, and the feeds that a step reads."""
+  init = jax.tree.map(jnp.asarray, init)
+  traced = step.trace(init, x)
+  made = jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
+  if isinstance(made, tuple) and made and jax.tree.structure(made[0]) == jax.tree.structure(init):
+    init = _loops.promoted(init, made[0])
+  return init, resuming.feeds_in(traced.jaxpr)
 
 
 def _of_counted(at: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -69,14 +89,19 @@ def _of_stoppable(at: Callable[[Any], Any]) -> Callable[[Any], Any]:
   return lambda state: at(state[2])
 
 
-def _saving(save: Checkpoints, run: Any, f: Callable[..., Any]) -> Callable[..., Any]:
-  """The body with a count of the steps that have run, from which checkpoints are sent."""
+def _saving(save: Checkpoints, run: Any, step: Any, feeds: list[FeedGate]) -> Callable[..., Any]:
+  """The body with a count of the steps that have run, from which checkpoints are sent.
+
+  The feeds that it reads are in `feeds` when it has been traced.
+  """
 
   def body(state: Any, x: Any) -> Any:
     count, carry = state
-    carry, y = f(carry, x)
+    feeds[:] = resuming.feeds_in(step.trace(carry, x).jaxpr)
+    carry, y = step(carry, x)
     count = count + 1
-    save.send(count, run, carry, count % save.every == 0)
+    due = count % save.every == 0
+    save.send(count, run, carry, resuming.counts(feeds, due), due)
     return (count, carry), y
 
   return body
@@ -97,26 +122,29 @@ def _scan_from(
   step = jax.jit(f, inline=True)  # traced once, for its results' types and for the step
   mark = None if progress is None else Marked.of(progress, has_total=True)
 
-  def at(place: Any) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), xs)
-
   init = jax.tree.map(jnp.asarray, init)
   xs = jax.tree.map(jnp.asarray, xs)
-  _, types = tracing.result_avals(step, init, at(0))
+  with inside(mark):
+    _, types = tracing.result_avals(step, init, _at(xs, 0))
   ys = jax.tree.map(lambda aval: tracing.zeros_of(aval.update(shape=(length, *aval.shape))), types)
 
   def body(index: Any, state: Any) -> Any:
     carry, ys = state
     place = length - 1 - index if reverse else index
     if mark is None:
-      carry, y = step(carry, at(place))
+      carry, y = step(carry, _at(xs, place))
     else:
       with marking(mark.bar, mark.operands(carry, [index], np.int32(length))):
-        carry, y = step(carry, at(place))
+        carry, y = step(carry, _at(xs, place))
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
     return carry, jax.tree.map(lambda all_, one: put(all_, one), ys, y)
 
-  return jax.lax.fori_loop(start, np.int32(length), body, (init, ys))
+  carry, ys = jax.lax.fori_loop(start, np.int32(length), body, (init, ys))
+  return carry, jax.tree.map(lambda y, aval: _loops.weakly_typed(y, aval.weak_type), ys, types)
+
+
+def _at(xs: Any, place: Any) -> Any:
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), xs)
 
 
 def _length(xs: Any, length: int | None) -> int:

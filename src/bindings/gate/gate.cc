@@ -155,6 +155,11 @@ current_place() {
                     place->context->device, place->context->shard, *place->layout);
 }
 
+std::optional<std::int64_t> current_run() {
+  const CallPlace* place = CallPlace::current_;
+  return place == nullptr ? std::nullopt : std::optional(place->context->run);
+}
+
 Style style_of(const std::string& text) {
   return text == "inplace" ? Style::kInplace : text == "context" ? Style::kContext : Style::kReturn;
 }
@@ -350,6 +355,8 @@ void bind_gate(nb::module_& module) {
              "Of the call on this thread of a callee that is `located`: the extents of its batch "
              "levels, the lane's number, the device's id, its number in the program (-1: whole "
              "arrays), and which part of its arrays that has, as text.");
+  module.def("current_run", &current_run,
+             "XLA's number of the execution, of the call on this thread of a `located` callee.");
 }
 
 }  // namespace callgate::bindings

@@ -15,7 +15,7 @@ from checkpoint_processes import assert_whole, body, init, mesh_of
 from process_groups import run_group
 
 import callgate as cg
-from callgate._checkpoints import files
+from callgate._checkpoints import files, parts
 
 SCRIPT = Path(__file__).parents[1] / "support" / "checkpoint_processes.py"
 
@@ -64,7 +64,7 @@ class Killed(BaseException):
   pass
 
 
-LEAVES = (files.Leaf("['v']", (), "int32"), files.Leaf("['w']", (4, 100), "float32"))
+LEAVES = (parts.Leaf("['v']", (), "int32"), parts.Leaf("['w']", (4, 100), "float32"))
 
 
 def test_an_end_of_either_of_two_writers_at_each_moment(
@@ -136,9 +136,9 @@ def test_two_that_find_the_parts_complete_make_one_checkpoint(
   """Another process is as far when this one has seen that all is there."""
   for process in (0, 1):
     rows = slice(2 * process, 2 * process + 2), slice(0, 100)
-    parts = {0: ((), np.int32(1)), 1: (rows, np.ones((2, 100), np.float32))}
-    files.write(tmp_path, 1, 7, f"part_{process:05d}_00000", LEAVES, parts)
-  complete, made = files._complete, list[Any]()
+    whole = {0: ((), np.int32(1)), 1: (rows, np.ones((2, 100), np.float32))}
+    files.write(tmp_path, 1, 7, f"part_{process:05d}_00000", LEAVES, whole)
+  complete, made = parts.is_complete, list[Any]()
 
   def both(folder: Path, leaves: Any) -> bool:
     found = complete(folder, leaves)
@@ -147,7 +147,7 @@ def test_two_that_find_the_parts_complete_make_one_checkpoint(
       made.append(files.finish(tmp_path, 1, 7, LEAVES))
     return found
 
-  monkeypatch.setattr(files, "_complete", both)
+  monkeypatch.setattr(parts, "is_complete", both)
   assert files.finish(tmp_path, 1, 7, LEAVES) is None
   assert made[1] == tmp_path / "step_0000000001"
   assert cg.Checkpoints(tmp_path).steps() == (1,)

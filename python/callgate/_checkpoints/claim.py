@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One `Checkpoints` is for one loop: how a second one is told from the first, traced again."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+from callgate._checkpoints.parts import Leaf
+from callgate._core import paths
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import tracing
+
+
+class _Loop(NamedTuple):
+  """What stays alike when a loop is traced again, in a notebook's cell that runs again too."""
+
+  place: tuple[str, int]
+  function: str  # where the call stands
+  body: tuple[str, int]
+  leaves: tuple[Leaf, ...]
+
+
+class Claim:
+  """The loop that a `Checkpoints` saves."""
+
+  def __init__(self) -> None:
+    self._first: tuple[_Loop, str] | None = None  # with its place, as messages have it
+    self._trace: weakref.ref[Any] | None = None
+
+  def take(self, folder: Any, body: Callable[..., Any], leaves: Sequence[Leaf]) -> None:
+    """Says that the loop with this body is saved.
+
+    Raises:
+      GateDefinitionError: another one is, or this one for the second time in a program.
+    """
+    frame = _users_frame()
+    shown = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    loop = _Loop(
+      _place(frame.f_code.co_filename, frame.f_lineno), frame.f_code.co_qualname, _body(body),
+      tuple(leaves),
+    )  # fmt: skip
+    trace = tracing.current_trace()
+    again = trace is not None and self._trace is not None and self._trace() is trace
+    if self._first is not None and (again or loop != self._first[0]):
+      raise GateDefinitionError(
+        f"Checkpoints: {folder}: expected one loop, that of {self._first[1]}, got a second one at "
+        f"{shown}: each would take the other's checkpoints for its own. Make a cg.Checkpoints with "
+        "a folder of its own for each loop"
+      )
+    self._first = self._first or (loop, shown)
+    self._trace = None if trace is None else weakref.ref(trace)
+
+
+def _users_frame() -> FrameType:
+  """The frame that called callgate."""
+  frame, own = sys._getframe(1), f"{paths.ROOT}/"  # pyright: ignore[reportPrivateUsage]
+  while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+    frame = frame.f_back
+  return frame
+
+
+def _body(function: Any) -> tuple[str, int]:
+  while (inner := getattr(function, "func", getattr(function, "__wrapped__", None))) is not None:
+    function = inner
+  code = getattr(function, "__code__", None)
+  if code is None:
+    return type(function).__qualname__, 0
+  return code.co_qualname, _place(code.co_filename, code.co_firstlineno)[1]
+
+
+def _place(file: str, line: int) -> tuple[str, int]:
+  """A file and line; of a notebook's cell, which has others when it runs again, neither."""
+  return ("", 0) if "ipykernel" in file or file.startswith("<ipython") else (file, line)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gates by which a program finds the newest checkpoint, and reads its parts of the carry."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate import _callgate
+from callgate._checkpoints import files, orbax, others, parts
+from callgate._checkpoints.parts import Leaf, Saved
+from callgate._core import dtypes, registry
+from callgate._core.errors import GateDefinitionError, GateError
+from callgate._feed import resuming
+from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
+from callgate._jax import loops
+from callgate._sharding import tiles
+from callgate._tap import tap
+
+_NUMBER = jax.ShapeDtypeStruct((), np.int32)
+
+
+class Loader:
+  """What one `Checkpoints` reads in programs; any device's thread calls it."""
+
+  def __init__(self, folder: Path, *, resume: bool, of_orbax: bool) -> None:
+    self._folder, self._resume, self._of_orbax = folder, resume, of_orbax
+    self._lock = threading.RLock()
+    self._gates: dict[Any, Gate] = {}
+    self._execution = -1  # XLA's number of the one in which a loop has begun last
+    self._read: tuple[int, Saved] | None = None  # by the number of the run
+    self.wrote = False  # set when the loop has saved something
+
+  # -- while a program is traced -------------------------------------------------------------------
+  def begin(self, length: int | None) -> tuple[jax.Array, jax.Array]:
+    """The number of steps that have run, and that of the run."""
+    find = functools.partial(self._find, length)
+    return self._gate("begin", length, find, (_NUMBER, _NUMBER), "io")()
+
+  def load(self, step: Any, run: Any, init: Any, leaves: tuple[Leaf, ...]) -> Any:
+    """The carry of a step, each array where that of `init` lies; `init` itself for step 0."""
+    given, tree = jax.tree.flatten(init)
+    taken: list[Any] = []
+    for number, array in enumerate(map(jnp.asarray, given)):
+      operand = dtypes.carried(array)[0]
+      # A call for each array: with all in one call, two that are split over the same axis of a
+      # mesh would have to be split alike.
+      gate = self._of_array(leaves, operand.ndim)
+      loaded = tap.uncarried(array, gate(step, run, np.int32(number), operand))
+      taken.append(loops.weakly_typed(loaded, jax.typeof(array).weak_type))
+    return jax.tree.unflatten(tree, taken)
+
+  def counts(self, step: Any, run: Any, feeds: Sequence[str]) -> Any:
+    """How many items each feed had given by a step, as `resuming.words`: uint32[feeds, 2]."""
+    count = functools.partial(self._counts, tuple(feeds))
+    out = jax.ShapeDtypeStruct((len(feeds), *resuming.COUNT.shape), resuming.COUNT.dtype)
+    return self._gate("counts", tuple(feeds), count, out, "pure")(step, run)
+
+  def _of_array(self, leaves: tuple[Leaf, ...], rank: int) -> Gate:
+    take, axes = functools.partial(self._take, leaves), " ".join(f"d{i}" for i in range(rank))
+    rule = f", , , {axes} -> {axes}"
+    return self._gate("load", (leaves, rank), take, lambda *of: of[-1], "pure", rule)
+
+  def _gate(
+    self, what: str, key: Any, function: Any, out: Any, effect: Any, sharding: str = "shard"
+  ) -> Gate:
+    with self._lock:
+      if (what, key) not in self._gates:
+        name = registry.free_name(f"checkpoints {what}: {self._folder}")
+        made = GateOptions(out=out, name=name, effect=effect, vmap=refuse_lanes, sharding=sharding)
+        gate = self._gates[what, key] = _OfDisk(function, made)
+        if what == "load":
+          gate.defjvp(functools.partial(_loaded_jvp, weakref.ref(gate)))
+      return self._gates[what, key]
+
+  # -- while a program runs ------------------------------------------------------------------------
+  def _find(self, length: int | None) -> Any:
+    """Prepares the folder; returns the step to go on from, or 0, and a number for the run."""
+    self._refuse_second_loop()
+    if self._of_orbax and jax.process_index() != 0:
+      raise GateDefinitionError(
+        "Checkpoints: format='orbax': expected a program whose first device is process 0's, which "
+        f"puts the parts together; got one that begins in process {jax.process_index()}"
+      )
+    run = secrets.randbelow(2**31 - 1) + 1
+    files.begin(self._folder, run)
+    found = files.whole(self._folder)
+    if self._resume:
+      return np.int32(self._newest_intact(found, length)), np.int32(run)
+    if found and not self.wrote:
+      raise FileExistsError(
+        f"{self._folder}: expected no checkpoints without resume=True, got those of steps "
+        f"{', '.join(str(saved.step) for saved in found)}"
+      )
+    return np.int32(0), np.int32(run)
+
+  def _refuse_second_loop(self) -> None:
+    if (execution := _callgate.current_run()) is None:  # of JAX's own callbacks
+      return
+    with self._lock:
+      again, self._execution = execution == self._execution, execution
+    if again:
+      raise GateError(
+        f"Checkpoints: {self._folder}: expected one loop in one execution of a program, got a "
+        "second one: each would take the other's checkpoints for its own. Make a "
+        "cg.Checkpoints with a folder of its own for each loop; of a loop in a loop save the "
+        "outer one"
+      )
+
+  def _newest_intact(self, found: Sequence[Saved], length: int | None) -> int:
+    for folder, _ in files.damaged(self._folder, found):
+      _say_damaged(folder)
+    for saved in reversed(found):
+      if not (orbax.intact if saved.orbax else parts.intact)(saved):
+        _say_damaged(saved.folder)
+      elif length is not None and saved.step > length:
+        raise ValueError(
+          f"{saved.folder}: expected a loop of at least {saved.step} steps to go on with it, "
+          f"got one of {length}"
+        )
+      else:
+        return saved.step
+    return 0
+
+  def _take(
+    self, leaves: tuple[Leaf, ...], step: Any, run: Any, number: Any, given: Any
+  ) -> np.ndarray:
+    """The part of a saved array that this device has of the given one; this, for step 0."""
+    if int(step) == 0:
+      return np.array(given)
+    try:
+      saved = self._saved(int(step), int(run))
+      check_same(saved, leaves)
+      place = _callgate.current_place()
+      part = tuple(slice(0, n) for n in leaves[number].shape)
+      if place is not None and place[4] and place[3] >= 0:
+        (part,) = tiles.parts(place[4], place[3])[3:]
+      return read(saved, int(number), part)
+    except BaseException:
+      others.refuse(int(run))
+      raise
+
+  def _counts(self, feeds: tuple[str, ...], step: Any, run: Any) -> np.ndarray:
+    numbers = [0] * len(feeds)
+    if int(step):
+      try:
+        numbers = counts_of(self._saved(int(step), int(run)), feeds)
+      except BaseException:
+        others.refuse(int(run))
+        raise
+    return np.stack(list(map(resuming.words, numbers)))
+
+  def _saved(self, step: int, run: int) -> Saved:
+    """The checkpoint of a step, looked for once in a run."""
+    with self._lock:
+      if self._read is None or self._read[0] != run:
+        self._read = run, files.find(self._folder, step)
+      return self._read[1]
+
+
+class _OfDisk(Gate):
+  taped = False  # a replay's disk is its own
+  located = True
+
+
+def _say_damaged(folder: Path) -> None:
+  print(f"callgate: {folder} is damaged, and passed over", file=sys.stderr)
+
+
+def read(saved: Saved, number: int, part: parts.Slices) -> Any:
+  return (orbax.read if saved.orbax else parts.read)(saved, number, part)
+
+
+def check_same(saved: Saved, leaves: Sequence[Leaf]) -> None:
+  """Raises a ValueError unless the checkpoint is of arrays like these."""
+  if saved.leaves == tuple(leaves):
+    return
+  where = f"{saved.folder}: expected a checkpoint of this carry"
+  if len(saved.leaves) != len(leaves):
+    have, want = len(saved.leaves), len(leaves)
+    raise ValueError(f"{where}, with {want} arrays, got one with {have}")
+  for have, want in zip(saved.leaves, leaves, strict=True):
+    if have != want:
+      raise ValueError(f"{where}, with {want.name}: {want}, got one with {have.name}: {have}")
+
+
+def counts_of(saved: Saved, feeds: Sequence[str]) -> list[int]:
+  """How many items the feeds of a loop's body had given.
+
+  Feeds are known by their names; where those are others, by their order, if they are as many.
+  """
+  known: Mapping[str, int] | None = saved.feeds
+  if known is None or not known:
+    print(
+      f"callgate: {saved.folder} says nothing of feed(s) {', '.join(feeds)}, which the loop reads "
+      "from where they are",
+      file=sys.stderr,
+    )
+    return [0] * len(feeds)
+  if set(feeds) <= set(known):
+    return [known[feed] for feed in feeds]
+  if len(feeds) == len(known):
+    return list(known.values())
+  raise ValueError(
+    f"{saved.folder}: expected the feeds that the loop read when it was saved, "
+    f"{', '.join(known)}, got {', '.join(feeds)}; give each a name="
+  )
+
+
+def _loaded_jvp(load: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+  """The carry depends on the given one where the loop begins, and not on one from the disk."""
+  step, tangent = primals[0], tangents[-1]
+  if tangent.dtype != jax.dtypes.float0:
+    tangent = jnp.where(step == 0, tangent, jnp.zeros_like(tangent))
+  return load()(*primals), tangent
+
+
+def refuse_lanes(*_: Any, **__: Any) -> Any:
+  """The rule of `jax.vmap` for all that a saved loop consists of."""
+  raise GateDefinitionError(
+    "Checkpoints: expected a scan outside of jax.vmap, got one in it; put the jax.vmap into the "
+    "body of the loop"
+  )
+
+
+@jax.custom_batching.custom_vmap
+def refusing_lanes(x: Any) -> Any:
+  """The array, which has no lanes."""
+  return x
+
+
+@refusing_lanes.def_vmap
+def _refuse_lanes(*_: Any, **__: Any) -> Any:
+  refuse_lanes()

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a carry in a checkpoint's folder, and whether they are what was written.
+
+A shard's parts are two files: `part_*.npz` holds the arrays, `part_*.json` which part of which leaf
+each is. Every file has a checksum. Reading raises one error, a ValueError, for each way in which a
+file can be damaged, truncated, missing or unreadable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+from callgate._core.dtypes import dtype_named, type_text
+
+FORMAT, FORMAT_ORBAX = 1, 2
+Slices = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """What is known of an array of the carry."""
+
+  name: str  # its path, as "['w'][0]"
+  shape: tuple[int, ...]
+  dtype: str
+
+  def __str__(self) -> str:
+    return type_text(dtype_named(self.dtype), self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class InOrbax:
+  """What is known of a checkpoint that Orbax has written."""
+
+  paths: tuple[tuple[str, ...], ...]  # of each leaf
+  sums: tuple[int, ...]  # of each leaf's bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+  """A checkpoint that is whole."""
+
+  folder: Path
+  step: int
+  order: int  # the later one of two has the greater
+  leaves: tuple[Leaf, ...]
+  orbax: InOrbax | None = None  # where Orbax's files stand for the parts
+  feeds: Mapping[str, int] | None = None  # items that each had given; None if nobody counted
+
+  @functools.cached_property
+  def parts(self) -> tuple[tuple[Path, dict[int, Slices]], ...]:
+    """The `.npz` files, each with the parts of leaves that it alone has.
+
+    Raises:
+      ValueError: a description is damaged.
+    """
+    return tuple(listed(self.folder))
+
+
+def saved_in(folder: Path, step: int | None) -> Saved | None:
+  """The checkpoint of a folder whose name says the step; None for what is damaged."""
+  try:
+    about = opened((folder / "meta.json").read_bytes())
+    if about["format"] not in (FORMAT, FORMAT_ORBAX) or about["step"] != step:
+      return None
+    leaves = tuple(Leaf(x["name"], tuple(x["shape"]), x["dtype"]) for x in about["leaves"])
+    orbax = None
+    if about["format"] == FORMAT_ORBAX:
+      orbax = InOrbax(tuple(map(tuple, about["paths"])), tuple(about["sums"]))
+    feeds = about.get("feeds")
+    return Saved(
+      folder, about["step"], about["order"], leaves, orbax, None if feeds is None else dict(feeds)
+    )
+  except Exception:  # noqa: BLE001 - of damaged text anything may come
+    return None
+
+
+def intact(saved: Saved) -> bool:
+  """True if all parts are what was written, by their checksums."""
+  try:
+    for file, where in saved.parts:
+      for number, slices in where.items():
+        _array(saved, file, number, slices)
+    return is_complete(saved.parts, saved.leaves)
+  except ValueError:
+    return False
+
+
+def read(saved: Saved, number: int, wanted: Slices) -> Any:
+  """A part of a leaf.
+
+  Raises:
+    ValueError: a file is damaged, or isn't there.
+  """
+  leaf = saved.leaves[number]
+  made = np.empty([s.stop - s.start for s in wanted], dtype_named(leaf.dtype))
+  missing = made.size
+  for file, where in saved.parts:
+    if number not in where:
+      continue
+    have = where[number]
+    both = [
+      slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(have, wanted, strict=True)
+    ]
+    if any(s.start >= s.stop for s in both):
+      continue
+    made[_within(both, wanted)] = _array(saved, file, number, have)[_within(both, have)]
+    missing -= math.prod(s.stop - s.start for s in both)
+  if missing > 0:
+    raise ValueError(f"{saved.folder}: {leaf.name}: {missing} of {made.size} elements are missing")
+  return made
+
+
+def _within(part: Sequence[slice], of: Slices) -> Slices:
+  """The part, counted from where another one begins."""
+  return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(part, of, strict=True))
+
+
+def _array(saved: Saved, file: Path, number: int, part: Slices) -> Any:
+  """An array of a `.npz`. NumPy reads headers by `ast`, which fails in threads of Python 3.11."""
+  try:
+    with zipfile.ZipFile(file) as archive:
+      info = archive.getinfo(f"{number}.npy")
+      if info.file_size > file.stat().st_size:  # before zipfile asks for as much memory
+        raise ValueError(f"{info.file_size} bytes of an array don't fit into it")
+      data = archive.read(info)
+    long = data[6] > 1  # of format 2 and later
+    size = int.from_bytes(data[8 : 12 if long else 10], "little")
+    dtype = dtype_named(saved.leaves[number].dtype)
+    array = np.frombuffer(data, dtype, offset=size + (12 if long else 10))
+    return array.reshape([s.stop - s.start for s in part])
+  except MemoryError:
+    raise
+  except Exception as error:  # noqa: BLE001 - zipfile raises some ten classes for damaged bytes
+    _refuse(file, error)
+
+
+def _refuse(file: Path, error: Exception) -> NoReturn:
+  said = f"{type(error).__name__}: {error}"
+  raise ValueError(f"{file}: expected a file that is whole, got a damaged one: {said}") from error
+
+
+def listed(folder: Path) -> Iterator[tuple[Path, dict[int, Slices]]]:
+  """The files of a folder, none of which has a part that another one has."""
+  seen: set[tuple[int, tuple[tuple[int, int], ...]]] = set()
+  for path in sorted(folder.glob("part_*.json")):
+    where: dict[int, Slices] = {}
+    try:
+      for number, ends in opened(path.read_bytes())["parts"].items():
+        key = int(number), tuple((a, b) for a, b in ends)
+        if key not in seen:
+          where[int(number)] = tuple(slice(a, b) for a, b in ends)
+        seen.add(key)
+    except FileNotFoundError:
+      raise  # another process has removed the folder
+    except Exception as error:  # noqa: BLE001 - as above
+      _refuse(path, error)
+    yield path.with_suffix(".npz"), where
+
+
+def is_complete(parts: Sequence[tuple[Path, Mapping[int, Slices]]], leaves: Sequence[Leaf]) -> bool:
+  """True if there is a part with each element of each leaf."""
+  missing = {number: math.prod(leaf.shape) for number, leaf in enumerate(leaves)}
+  for _, where in parts:
+    for number, slices in where.items():
+      missing[number] -= math.prod(s.stop - s.start for s in slices)
+  return not any(missing.values())
+
+
+def sealed(about: dict[str, Any]) -> bytes:
+  """JSON with its checksum."""
+  return json.dumps({**about, "crc32": zlib.crc32(json.dumps(about).encode())}).encode()
+
+
+def opened(sealed: bytes) -> dict[str, Any]:
+  """The inverse of `sealed`; raises for any other bytes, of whatever class."""
+  about = json.loads(sealed)
+  if about.pop("crc32") != zlib.crc32(json.dumps(about).encode()):
+    raise ValueError("its checksum is another")
+  return about
+
+
+def plain(array: Any) -> Any:
+  """An array of a type that NumPy's files know: of the others the bits."""
+  array = np.ascontiguousarray(array).reshape(np.shape(array))
+  return array.view(f"u{array.itemsize}") if hasattr(ml_dtypes, array.dtype.name) else array

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of the process, for all feeds."""
+
+from __future__ import annotations
+
+import time
+
+from callgate._feed.producer import alive
+
+
+def limit_all(seconds: float) -> None:
+  """Running programs may take further items, but don't wait for ever for an iterator that hangs."""
+  for producer in list(alive):
+    producer.limit_patience(seconds)
+
+
+def close_all(seconds: float) -> None:
+  """Programs have ended: so do the threads."""
+  deadline = time.monotonic() + seconds
+  for producer in (producers := list(alive)):
+    producer.release()
+  for producer in producers:
+    producer.close(max(0.0, deadline - time.monotonic()))

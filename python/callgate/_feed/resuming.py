@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feeds that a saved loop reads: how many items one has given, and how another run gets there.
+
+Both are ordered gates of the feed's own, made when a loop first needs them. They hold the feed's
+producer alone, as a program may outlive the feed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate import _callgate
+from callgate._core import registry
+from callgate._core.errors import EndOfFeed, GateError
+from callgate._feed.gate import FeedGate
+from callgate._feed.producer import Producer
+from callgate._feed.shares import Shares
+from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
+from callgate._jax import tracing
+
+COUNT = jax.ShapeDtypeStruct((2,), np.uint32)
+
+
+def feeds_in(jaxpr: Any) -> tuple[FeedGate, ...]:
+  """The feeds that a traced function reads, in their order, but those with `resumable=False`."""
+  found: dict[FeedGate, None] = {}
+  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    call = eqn.params.get("call")
+    gate = eqn.params.get("gate", getattr(call, "gate", None))
+    if isinstance(gate, FeedGate) and gate.resumable:
+      found[gate] = None
+    for inner in tracing.subjaxprs(eqn):
+      found |= dict.fromkeys(feeds_in(inner))
+  return tuple(found)
+
+
+def names(feeds: Sequence[FeedGate]) -> tuple[str, ...]:
+  return tuple(feed.name for feed in feeds)
+
+
+def counts(feeds: Sequence[FeedGate], where: Any) -> dict[str, Any]:
+  """How many items the feeds have given, uint32[2] each; zeros where not `where`.
+
+  The keys are their names, behind numbers: JAX sorts them.
+  """
+  return {f"{i:06d}{feed.name}": _count_where(feed, where) for i, feed in enumerate(feeds)}
+
+
+def numbers(counted: Mapping[str, Any]) -> dict[str, int]:
+  """The counts by the feeds' names, in the feeds' order."""
+  return {key[6:]: _number(count) for key, count in counted.items()}
+
+
+def words(number: int) -> np.ndarray:
+  """A count as programs hold it, the low word first."""
+  return np.array([number % 2**32, number >> 32], np.uint32)
+
+
+def _number(words: Any) -> int:
+  return int(words[0]) + (int(words[1]) << 32)
+
+
+def _count_where(feed: FeedGate, where: Any) -> Any:
+  gate = _gate_of(feed, "count", _count, COUNT)
+  (aval,) = tracing.types_of_results(gate, ())
+  return jax.lax.cond(where, gate, lambda: tracing.zeros_of(aval))
+
+
+def skip(feeds: Sequence[FeedGate], counted: Any) -> None:
+  """Has each feed give its next items from one on: uint32[feeds, 2], as `counts` counts.
+
+  Raises, from the program:
+    GateError: a feed has given more, or hasn't so many.
+  """
+  for number, feed in enumerate(feeds):
+    shares: Shares | None = feed.shares
+    gate = _gate_of(feed, "skip", _skip, ())
+    if shares is None:
+      gate(counted[number])
+    else:  # each process has an iterator of its own
+      everywhere = jax.P()
+      skip = jax.shard_map(
+        gate, mesh=shares.mesh, in_specs=everywhere, out_specs=(), check_vma=False
+      )
+      jax.jit(skip)(counted[number])
+
+
+def _gate_of(feed: FeedGate, what: str, function: Any, out: Any) -> Gate:
+  if what not in feed.of_loops:
+    takers: Mapping[int, int] = {} if feed.shares is None else feed.shares.takers
+    name = registry.free_name(f"{feed.name} {what}")
+    options = GateOptions(out=out, name=name, effect="ordered")
+    bound = functools.partial(function, feed.producer, takers)
+    feed.of_loops[what] = _Located(bound, options)
+  return feed.of_loops[what]
+
+
+class _Located(Gate):
+  located = True
+
+
+def _taker(takers: Mapping[int, int]) -> int:
+  place = _callgate.current_place()
+  return 0 if place is None else takers.get(place[2], 0)
+
+
+def _count(producer: Producer, takers: Mapping[int, int]) -> np.ndarray:
+  return words(producer.position(_taker(takers)))
+
+
+def _skip(producer: Producer, takers: Mapping[int, int], count: Any) -> tuple[()]:
+  number, taker = _number(count), _taker(takers)
+  if number:
+    if takers and (run := _callgate.current_run()) is not None:
+      producer.begin(taker, run)
+    with producer.skipping:
+      _skip_to(producer, taker, number)
+  return ()
+
+
+def _skip_to(producer: Producer, taker: int, number: int) -> None:
+  said = f"feed '{producer.name}': expected"
+  if (now := producer.position(taker)) > number:
+    raise GateError(
+      f"{said} one that has given at most {number} item(s), as the loop had read when it was "
+      f"saved, got one that has given {now}; make the feed anew, with resumable=False if its "
+      "iterator goes on where the loop does"
+    )
+  try:
+    while producer.position(taker) < number:
+      producer.drop(taker)
+  except EndOfFeed as error:
+    raise GateError(
+      f"{said} the {number} item(s) that the loop had read when it was saved, "
+      f"got {producer.position(taker)}"
+    ) from error
