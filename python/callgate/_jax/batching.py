@@ -13,16 +13,40 @@ import jax
 from jax._src import core as _core
 from jax._src.interpreters import batching as _batching
 
+from callgate._jax import tracing
 
-def names_axis(effects: Any) -> bool:
-  """True if one of a jaxpr's effects is a collective, or names a mapped axis (0.10 to 0.12)."""
-  return any(isinstance(effect, _core.NamedAxisEffect) for effect in effects)
+
+def names_axis(jaxpr: Any) -> bool:
+  """True if a jaxpr holds a collective, or another name of a mapped axis (0.10 to 0.12).
+
+  Most have an effect, which a `jax.shard_map` takes from those over its own axes. `ppermute` and
+  its like have none, and a parameter.
+  """
+  return any(isinstance(effect, _core.NamedAxisEffect) for effect in jaxpr.effects) or any(
+    eqn.params.get("axis_name") is not None
+    or any(map(names_axis, _core.jaxprs_in_params(eqn.params)))
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    if eqn.primitive.name != "shard_map"
+  )
 
 
 def lane_aval(axis_data: Any, value: Any, dim: int | None) -> Any:
   """The abstract value of a lane of an array (0.10 to 0.12); no public name."""
   aval = _core.typeof(value)
   return aval if dim is None else _core.mapped_aval(axis_data.size, dim, aval)
+
+
+def to_lanes(axis_data: Any, value: Any) -> Any:
+  """The value once for each lane, on axis 0 (0.10 to 0.12); no public name."""
+  return _batching.broadcast(value, axis_data.size, 0, axis_data.explicit_mesh_axis)
+
+
+def lie_along(axis: Any, value: Any) -> Any:
+  """The value, in an explicitly sharded program split along this mesh axis on its first one."""
+  aval = _core.typeof(value)
+  if not tracing.is_explicit([aval]) or tracing.spec_of(aval)[0] == axis:
+    return value
+  return tracing.lie_as(tracing.with_spec(aval, [aval], [axis, *tracing.spec_of(aval)[1:]]), value)
 
 
 @contextlib.contextmanager
@@ -34,6 +58,15 @@ def in_lane(axis_data: Any) -> Generator[None]:
     _core.add_explicit_mesh_axis_names(axis_data.explicit_mesh_axis),
   ):
     yield
+
+
+def axes_here() -> Callable[[], Any]:
+  """Makes contexts in which the names of axes are those of here (0.10 to 0.12).
+
+  For rules of derivatives, which JAX traces later, and not in the lane.
+  """
+  sizes = tuple(_core.get_axis_env().axis_sizes.items())
+  return lambda: _core.extend_axis_env_nd(sizes)
 
 
 def batched_at(

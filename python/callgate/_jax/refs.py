@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax._src.state import primitives as _primitives
 from jax._src.state import types as _types
@@ -32,5 +31,5 @@ def bind_masked(eqn: Any, mask: Any, operands: Sequence[Any]) -> list[Any]:
     operands = ref, jnp.where(mask, value, before), *index
   elif eqn.primitive is _primitives.addupdate_p:
     ref, value, *index = operands
-    operands = ref, jax.lax.select(jnp.broadcast_to(mask, value.shape), value, 0 * value), *index
+    operands = ref, jnp.where(mask, value, jnp.zeros_like(value)), *index
   return tracing.bind_equation(eqn, operands)

@@ -117,13 +117,16 @@ def vary_over(axes: frozenset[Any], value: Any) -> Any:
 
 
 def unvaried(value: Any) -> Any:
-  """The value, of which the type says no axes; while lowering, where types have done their work."""
-  return unvaried_p.bind(value) if _manual_type(value).varying else value
+  """The value, whose type names no axes; while lowering, where types have done their work."""
+  named = _manual_type(value).varying or lies_explicitly([value])
+  return unvaried_p.bind(value) if named else value
 
 
 unvaried_p = Primitive("callgate_unvaried")
 unvaried_p.def_abstract_eval(
-  lambda aval: aval.update(manual_axis_type=_manual_type(aval).update(varying=frozenset()))
+  lambda aval: with_spec(aval, [aval], [None] * aval.ndim).update(
+    manual_axis_type=_manual_type(aval).update(varying=frozenset())
+  )
 )
 _mlir.register_lowering(unvaried_p, lambda context, x: [x])
 
@@ -344,14 +347,6 @@ def lie_as(aval: Any, value: Any) -> Any:
   if _core.typeof(value).sharding == aval.sharding or aval.sharding.mesh.empty:
     return value
   return jax.sharding.reshard(value, aval.sharding)
-
-
-def lie_along(axis: Any, value: Any) -> Any:
-  """The value, in an explicitly sharded program split along this mesh axis in its first dimension."""
-  aval = _core.typeof(value)
-  if not is_explicit([aval]) or spec_of(aval)[0] == axis:
-    return value
-  return lie_as(with_spec(aval, [aval], [axis, *spec_of(aval)[1:]]), value)
 
 
 def result_avals(f: Callable[..., Any], *args: Any) -> Any:

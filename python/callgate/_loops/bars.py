@@ -49,7 +49,7 @@ class Lines:
     self.n: float = 0
     self._total, self._way = total, way
     self.start_t = time.time()  # set by who draws, as tqdm's own
-    self._desc = f"{desc}: " if desc else ""
+    self._desc = desc or ""
     self._file, self._leave, self._postfix = file, leave, ""
     self._written = time.monotonic()
 
@@ -72,7 +72,9 @@ class Lines:
     form = None if self._total is None else _LINE_FORMAT
     if self._way is not None:
       form = self._way.shown(_VALUE_LINE, self.n)
-    options = {"prefix": self._desc, "postfix": self._postfix or None, "bar_format": form}
+    # Where it has no format of ours, tqdm adds the colon.
+    prefix = f"{self._desc}: " if self._desc and form is not None else self._desc
+    options = {"prefix": prefix, "postfix": self._postfix or None, "bar_format": form}
     text: str = meter(self.n, self._total, elapsed, **options)
     self._file.write(text.strip() + "\n")
     self._file.flush()

@@ -25,11 +25,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import batching, partial_eval
+from jax.interpreters import batching as jax_batching
+from jax.interpreters import partial_eval
 
 from callgate._core.effects import PROGRESS_EFFECT, GateEffect, TapEffect, WholeTapEffect
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import loops, tracing
+from callgate._jax import batching, loops, tracing
 from callgate._loops import masked
 from callgate._tap import primitive as _primitive
 
@@ -39,7 +40,7 @@ _Values = Sequence[Any]
 
 def start() -> None:
   """Puts the rules around JAX's own; called once by `import callgate`."""
-  batch_rules: dict[Any, Any] = batching.fancy_primitive_batchers
+  batch_rules: dict[Any, Any] = jax_batching.fancy_primitive_batchers
   linearize_rules: dict[Any, Any] = partial_eval.custom_partial_eval_rules
   remat_rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
   for rules, primitive, rule in (
@@ -176,7 +177,7 @@ def _lane_after_lane(
 ) -> tuple[Sequence[Any], Sequence[int]]:
   """A scan over the lanes, each with control flow of its own."""
   rows = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
-  rows = [tracing.lie_along(None, row) for row in rows]  # no scan goes along what is split
+  rows = [batching.lie_along(None, row) for row in rows]  # no scan goes along what is split
 
   def lane(carry: None, row: Sequence[Any]) -> tuple[None, Sequence[Any]]:
     values = iter(row)
@@ -184,5 +185,5 @@ def _lane_after_lane(
     return carry, primitive.bind(*operands, **params)
 
   _, results = jax.lax.scan(lane, None, rows)
-  results = [tracing.lie_along(axis_data.explicit_mesh_axis, result) for result in results]
+  results = [batching.lie_along(axis_data.explicit_mesh_axis, result) for result in results]
   return results, [0] * len(results)

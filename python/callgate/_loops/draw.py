@@ -99,7 +99,7 @@ class _Drawn:
       names = [name for name in self._show if name in latest]
     else:
       names = [name for name, (when, _) in latest.items() if when >= self.began][:_MOST_SHOWN]
-    values = {name: _text_of(latest[name][1]) for name in names}
+    values = {_label(name): _text_of(latest[name][1]) for name in names}
     if values and values != self._shown:
       self._shown = values
       self.bar.set_postfix(values, refresh=False)
@@ -107,6 +107,11 @@ class _Drawn:
     # tqdm takes a bar whose last print came before its start for one that was never shown.
     self.bar.last_print_t = max(getattr(self.bar, "last_print_t", 0.0), self.bar.start_t)
     self.bar.update(max(state.done - self.bar.n, 0))
+
+
+def _label(name: str) -> str:
+  """What stands behind the bar for a tap's name, which may be that of a lambda."""
+  return "value" if name == "<lambda>" else name
 
 
 def _text_of(value: Any) -> str:
@@ -151,7 +156,7 @@ class _Drawer:
       return self._polled.wait_for(is_drawn, timeout)
 
   def stop(self, seconds: float) -> None:
-    """Ends the thread and closes all bars where they stand: the process ends."""
+    """Ends the thread; bars of programs that still run close where they stand: the process ends."""
     with self._lock:
       self._stopped = True
       self._stirred.set()
@@ -171,6 +176,7 @@ class _Drawer:
         self._polled.notify_all()
         has_stopped = self._stopped
       if has_stopped:
+        self._poll()  # bars may have ended, or begun, since
         while self._bars:
           self._bars.popitem()[1].bar.close()
         break

@@ -182,15 +182,15 @@ def _run_scan(params: dict[str, Any], *operands: Any) -> list[Any]:
   implementation = functools.partial(loops.scan_impl, **params)
   trips = length // unroll if unroll else 0
   if open_ or trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
-    results = _run_implementation(  # whose loop carries a count, then what the scan does
+    done, results = _run_implementation(  # whose loop carries a count, then what the scan does
       begun, lambda carried: values(carried[1 : 1 + carry]), implementation, operands, unroll
     )
   else:  # a scan that is unrolled as a whole has no loop, and shows its end alone
-    results = implementation(*operands)
+    done, results = None, implementation(*operands)
   if count is None:
     count = np.int32(np.uint32(length & 0xFFFFFFFF))
   for one, at in zip(begun, values(results[:carry]), strict=True):
-    _end(one, count.astype(np.int32), None, at, results)
+    _end(one, count.astype(np.int32), None, at, results if done is None else [done])
   return results
 
 
@@ -200,8 +200,11 @@ def _run_implementation(
   implementation: Rule,
   operands: Sequence[Any],
   unroll: int,
-) -> list[Any]:
-  """Returns what JAX writes for a scan, with its `while_loop`, the first one there, in chunks."""
+) -> tuple[Any, list[Any]]:
+  """Returns what JAX writes for a scan, with its `while_loop`, the first one there, in chunks.
+
+  And how many steps the loop has done, which nobody knows before it ends.
+  """
   closed: Any = jax.make_jaxpr(implementation)(*operands)
   jaxpr = closed.jaxpr
   values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
@@ -209,17 +212,17 @@ def _run_implementation(
   def read(variable: Any) -> Any:
     return variable.val if isinstance(variable, Literal) else values[variable]
 
-  loop = next(eqn for eqn in jaxpr.eqns if eqn.primitive is jax.lax.while_p)
+  loop, done = next(eqn for eqn in jaxpr.eqns if eqn.primitive is jax.lax.while_p), None
   for eqn in jaxpr.eqns:
     inputs = [read(v) for v in eqn.invars]
     with eqn.ctx.manager:
       if eqn is loop:
-        results = _run_chunks(begun, values_of, eqn.params, inputs, unit=unroll)[-1]
+        done, _, results = _run_chunks(begun, values_of, eqn.params, inputs, unit=unroll)
       else:
         results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
         results = results if eqn.primitive.multiple_results else [results]
     values.update(zip(eqn.outvars, results, strict=True))
-  return [read(v) for v in jaxpr.outvars]
+  return done, [read(v) for v in jaxpr.outvars]
 
 
 def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
@@ -241,7 +244,7 @@ def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
   unmarked = {**params, "body_jaxpr": _without_marks(body)}
   steps, lanes, results = _run_chunks(begun, values, unmarked, operands, unit=1)
   for one, at in zip(begun, values(results), strict=True):
-    _end(one, steps, lanes, at, results)
+    _end(one, steps, lanes, at, [steps])
   return results
 
 

@@ -25,9 +25,9 @@ _Values = Sequence[Any]
 
 
 def needs_all_lanes(jaxprs: _Values) -> bool:
-  """True if closed jaxprs hold a collective, the name of an axis, or a Ref from outside."""
+  """True if jaxprs hold a collective, the name of a mapped axis, or a Ref from outside."""
   return any(
-    batching.names_axis(jaxpr.effects) or refs.touches(jaxpr.effects) or _has_collective_gate(jaxpr)
+    refs.touches(jaxpr.effects) or batching.names_axis(jaxpr) or _has_collective_gate(jaxpr)
     for jaxpr in jaxprs
   )
 
@@ -36,12 +36,12 @@ def _is_of_call(effect: Any) -> bool:
   return isinstance(effect, GateEffect) and not isinstance(effect, WholeTapEffect)
 
 
-def _has_collective_gate(closed: Any) -> bool:
+def _has_collective_gate(jaxpr: Any) -> bool:
   return any(
     eqn.params["call"].gate.collective
     if eqn.primitive is _gates.mesh_gate_p
     else any(map(_has_collective_gate, tracing.subjaxprs(eqn)))
-    for eqn in getattr(closed, "jaxpr", closed).eqns
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
   )
 
 
@@ -84,8 +84,8 @@ def while_loop(
   asked, held, first = loops.split_operands(params, range(len(args)))
   asks, body = params["cond_jaxpr"], params["body_jaxpr"]
 
-  def begin(*operands: Any) -> Any:
-    return run(asks, jnp.bool_(True), operands)
+  def begin(going: Any, *operands: Any) -> Any:
+    return run(asks, going, operands)
 
   def step(*operands: Any) -> Any:
     consts, (going, *carry) = operands[: len(asked) + len(held)], operands[len(asked) + len(held) :]
@@ -95,14 +95,16 @@ def while_loop(
 
   consts = [*asks.in_avals[: len(asked)], *body.in_avals[: len(held)]]
   carry = body.in_avals[len(held) :]
+  every = batching.to_lanes(axis_data, jnp.bool_(True))
+  going = batching.lane_aval(axis_data, every, 0)
   with batching.in_lane(axis_data):
-    beginning = jax.make_jaxpr(begin)(*asks.in_avals)
+    beginning = jax.make_jaxpr(begin)(going, *asks.in_avals)
     going = beginning.out_avals[0]
     stepping = jax.make_jaxpr(step)(*consts, going, *carry)
     going_on = jax.make_jaxpr(lambda going, *_: going)(going, *carry)
   inputs = [*asked, *first]
-  batched = batching.batched_at(beginning, axis_data, [dims[i] for i in inputs], [0])
-  goes = tracing.jaxpr_as_fun(batched)(*(args[i] for i in inputs))
+  batched = batching.batched_at(beginning, axis_data, [0, *(dims[i] for i in inputs)], [0])
+  goes = tracing.jaxpr_as_fun(batched)(every, *(args[i] for i in inputs))
   operands = [*(args[i] for i in (*asked, *held)), *goes, *(args[i] for i in first)]
   places = [*(dims[i] for i in (*asked, *held)), 0, *(dims[i] for i in first)]
   results, result_dims = rule(
@@ -134,13 +136,10 @@ def _equation(eqn: Any, mask: Any, inputs: _Values) -> _Values:
     return _tap(eqn, mask, inputs)
   inner = tracing.subjaxprs(eqn)
   calls = any(map(_is_of_call, eqn.effects)) or _taps.holds_dataflow_tap(eqn, whole=False)
-  if not inner and not calls:
+  if not calls and not (inner and refs.touches(eqn.effects)):
     return refs.bind_masked(eqn, mask, inputs)
-  if not calls and not refs.touches(eqn.effects):
-    return tracing.bind_equation(eqn, inputs)
-  if not batching.names_axis(eqn.effects) and not refs.touches(eqn.effects):
-    if not any(map(_has_collective_gate, inner)):
-      return _only_where(mask, lambda: tracing.bind_equation(eqn, inputs), eqn.outvars)
+  if not needs_all_lanes(inner):
+    return _only_where(mask, lambda: tracing.bind_equation(eqn, inputs), eqn.outvars)
   rule = _RULES.get(eqn.primitive.name)
   if rule is None:
     name = eqn.primitive.name
@@ -220,9 +219,7 @@ def _while(eqn: Any, mask: Any, inputs: _Values) -> _Values:
 
 def _custom_jvp(eqn: Any, mask: Any, inputs: _Values) -> _Values:
   """The user's function, and his rule, which JAX evaluates here, both masked."""
-
-  def original(*inputs: Any) -> list[Any]:
-    return tracing.bind_equation(eqn, inputs)
+  masked = _masking(batching.axes_here())
 
   @jax.custom_jvp
   def function(mask: Any, *inputs: Any) -> list[Any]:
@@ -230,42 +227,46 @@ def _custom_jvp(eqn: Any, mask: Any, inputs: _Values) -> _Values:
 
   @function.defjvp
   def _(primals: Any, tangents: Any) -> Any:
-    def pushed(primals: Any, tangents: Any) -> Any:
-      return jax.jvp(original, primals, tangents)
+    def push(primals: Any, tangents: Any) -> Any:
+      return jax.jvp(lambda *inputs: tracing.bind_equation(eqn, inputs), primals, tangents)
 
-    given = primals[1:], tangents[1:]
-    return _masked(pushed, primals[0], given)
+    return masked(push, primals[0], primals[1:], tangents[1:])
 
   return function(mask, *inputs)
 
 
 def _custom_vjp(eqn: Any, mask: Any, inputs: _Values) -> _Values:
   """Likewise."""
-
-  def original(*inputs: Any) -> list[Any]:
-    return tracing.bind_equation(eqn, inputs)
+  masked = _masking(batching.axes_here())
 
   @jax.custom_vjp
   def function(mask: Any, *inputs: Any) -> list[Any]:
     return run(eqn.params["call_jaxpr"], mask, inputs)
 
   def forward(mask: Any, *inputs: Any) -> Any:
-    results, pull = _masked(lambda *inputs: jax.vjp(original, *inputs), mask, inputs)
-    return results, (mask, pull)
+    def pull(*inputs: Any) -> Any:
+      return jax.vjp(lambda *inputs: tracing.bind_equation(eqn, inputs), *inputs)
+
+    results, pulling = masked(pull, mask, *inputs)
+    return results, (mask, pulling)
 
   def backward(kept: Any, cotangents: Any) -> Any:
-    mask, pull = kept
-    return None, *_masked(lambda pull, cotangents: pull(cotangents), mask, (pull, cotangents))
+    mask, pulling = kept
+    return None, *masked(lambda pull, cotangents: pull(cotangents), mask, pulling, cotangents)
 
   function.defvjp(forward, backward)
   return function(mask, *inputs)
 
 
-def _masked(function: Callable[..., Any], mask: Any, args: Any) -> Any:
-  """What a function of pytrees returns, with its calls masked."""
-  closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  results = run(closed, mask, jax.tree.leaves(args))
-  return jax.tree.unflatten(jax.tree.structure(shapes), results)
+def _masking(axes: Callable[[], Any]) -> Callable[..., Any]:
+  """Evaluates functions of pytrees, which may name axes, with their calls masked."""
+
+  def masked(function: Callable[..., Any], mask: Any, *args: Any) -> Any:
+    with axes():
+      closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), run(closed, mask, jax.tree.leaves(args)))
+
+  return masked
 
 
 _RULES: dict[str, Callable[[Any, Any, _Values], _Values]] = {

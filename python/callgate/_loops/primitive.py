@@ -120,20 +120,24 @@ def _by_jax(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Seque
   """Through JAX's own callbacks, where all devices run one program in one piece."""
   alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
   numbers = {"begin": 0, "begin_of": 1, "begin_at": 2, "update": 4, "end": 3}[kind]
-  function = _host_function(kind, bar)
+  function = _host_function(kind, numbers, bar)
   (aval,) = context.avals_out
 
-  def call(*values: Any) -> list[Any]:  # of which those behind the numbers are anchors
+  def call(*values: Any) -> list[Any]:
     if not alone:
       return [jnp.full(aval.shape, NEVER if kind == "update" else 0, np.int32)]
     result = jax.ShapeDtypeStruct(aval.shape, np.int32)
-    return [io_callback(function, result, *values[:numbers])]
+    # A number of each anchor is enough for XLA to wait for it; the rest is not to be gathered.
+    anchors = [tracing.unvaried(x)[(slice(1),) * x.ndim] for x in values[numbers:]]
+    return [io_callback(function, result, *values[:numbers], *anchors)]
 
   return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 
 
 @functools.lru_cache(maxsize=256)
-def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
+def _host_function(kind: str, numbers: int, bar: Bar) -> Callable[..., Any]:
+  """What JAX calls with the numbers, and then with anchors."""
+
   def begin(lane: int, *given: Any) -> int:
     total = int(given[0]) if kind == "begin_of" else bar.total
     first, last = map(float, given) if kind == "begin_at" else (np.nan, np.nan)
@@ -147,7 +151,7 @@ def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
     return NEVER
 
   def call(*values: Any) -> Any:
-    each = list(zip(*(np.ravel(value) for value in values), strict=True))
+    each = list(zip(*(np.ravel(value) for value in values[:numbers]), strict=True))
     match kind:
       case "update":
         return np.int32(min(update(*one) for one in each))

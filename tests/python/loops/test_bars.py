@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tqdm
 from interpreters import output_of, run_python
 from recorded_bars import XS, add, counts, done, recorded, same, summed
 
@@ -76,6 +77,30 @@ def test_a_log_file_gets_one_line_of_a_short_loop() -> None:
   assert len(lines) == 1
   assert lines[0].startswith("logged: 100% 100/100 [")
   assert "\r" not in file.getvalue()
+
+
+def test_without_a_total_a_log_file_gets_tqdms_line() -> None:
+  file, tqdms = io.StringIO(), io.StringIO()
+  for desc in ("search", None):
+    bar = cg.Progress(desc, file=file)
+    done(jax.jit(lambda: cg.while_loop(lambda n: n < 300, lambda n: n + 1, 0, progress=bar))())
+    cg.barrier()
+    with tqdm.tqdm(desc=desc, file=tqdms) as other:
+      other.update(300)
+  lines = tqdms.getvalue().strip().split("\n")
+  counted = [line.split("\r")[-1].split(" [")[0] for line in lines]
+  assert [line.split(" [")[0] for line in file.getvalue().splitlines()] == counted
+  assert counted == ["search: 300it", "300it"]
+
+
+def test_a_value_that_was_tapped_to_a_lambda_has_a_readable_label() -> None:
+  progress.noted.clear()
+  with recorded() as bars:
+    body = lambda c, x: (c + cg.tap(x, lambda value: None), None)
+    done(jax.jit(lambda: cg.scan(body, 0.0, XS, progress="lambda"))())
+    cg.barrier()
+    done(jax.jit(lambda: cg.scan(add, 0.0, XS, progress=cg.Progress(show=["<lambda>"])))())
+  assert bars[1].postfix == {"value": "99"}
 
 
 def test_a_terminal_gets_tqdms_bar() -> None:
@@ -165,6 +190,19 @@ def test_a_process_that_ends_in_the_middle_of_a_loop_ends_cleanly() -> None:
   )
   assert (process.returncode, process.stdout) == (0, "end\n"), process.stderr
   assert "Traceback" not in process.stderr
+
+
+def test_the_bar_of_a_finished_program_is_whole_when_the_process_ends_right_after() -> None:
+  process = run_python(
+    """
+    import jax, callgate as cg
+    loop = lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=100, progress="last")[0]
+    f = jax.jit(loop).lower(0).compile()
+    jax.block_until_ready(f(0))
+    """
+  )
+  assert process.returncode == 0, process.stderr
+  assert "last: 100% 100/100" in process.stderr
 
 
 def test_the_thread_ends_when_no_bar_is_left_and_the_next_bar_starts_it_again() -> None:

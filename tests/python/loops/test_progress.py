@@ -263,6 +263,44 @@ def test_other_engines_draw_by_jaxs_callbacks() -> None:
   assert counts(bars) == [("jax", 100, 100)]
 
 
+@pytest.mark.parametrize("kind", ["callgate", "jax", "Auto", "Explicit"])
+def test_a_bar_is_where_its_loop_is(kind: str) -> None:
+  """Also where JAX's callbacks draw, and the carry's smallest array is known from the beginning."""
+  there, go_on = threading.Event(), threading.Event()
+
+  def wait(x: Any) -> Any:
+    if x == 5:
+      there.set()
+      assert go_on.wait(60)
+    return x
+
+  gate = cg.gate(wait, out=lambda x: x, effect="io")
+
+  def step(carry: Any, x: Any) -> Any:
+    w, rate = carry
+    return (w * rate + gate(x), rate), None
+
+  program = jax.jit(lambda *x: cg.scan(step, x[:2], x[2], progress=cg.Progress("where", every=1)))
+  args: list[Any] = [np.ones(8, np.float32), np.float32(0.5), np.arange(10, dtype=np.float32)]
+  if kind in ("Auto", "Explicit"):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    specs = jax.P("d"), jax.P(), jax.P()
+    args = [jax.device_put(x, jax.NamedSharding(mesh, p)) for x, p in zip(args, specs, strict=True)]
+  with cg.config(engine="jax" if kind == "jax" else "callgate"), recorded() as bars:
+    compiled = program.lower(*args).compile()
+    thread = threading.Thread(target=lambda: done(compiled(*args)))
+    thread.start()
+    try:
+      assert there.wait(60)
+      draw.flush()
+      assert counts(bars) == [("where", 5, 10)]
+    finally:
+      go_on.set()
+      thread.join()
+    draw.flush()
+    assert counts(bars) == [("where", 10, 10)]
+
+
 def test_a_program_with_a_bar_keeps_jaxs_fast_dispatch() -> None:
   f = jax.jit(summed(cg.scan, progress="fast"))
   with recorded():

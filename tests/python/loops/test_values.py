@@ -120,6 +120,20 @@ def test_each_lane_counts_its_own_steps() -> None:
   assert all(bar.closed == 1 for bar in bars)
 
 
+@pytest.mark.parametrize("effect", ["io", "dataflow"])
+def test_each_lane_whose_loop_taps_has_its_bar(effect: Any) -> None:
+  lanes, seen = np.array([3, 5, 0]), list[int]()
+  tap = lambda c: cg.tap(c + 1, lambda value: seen.append(int(value)), effect=effect)
+  count = lambda n, bar: cg.while_loop(lambda c: c < n, tap, 0, progress=bar)
+  bars_of = cg.Progress("n", lanes="bars", every=1), cg.Progress("all", every=1)
+  with recorded() as bars:
+    got = done(jax.jit(jax.vmap(lambda n: [count(n, bar) for bar in bars_of]))(lanes))
+    cg.barrier()
+  np.testing.assert_array_equal(got, [lanes, lanes])
+  assert counts(bars) == [("n 0", 3, None), ("n 1", 5, None), ("n 2", 0, None), ("all", 5, None)]
+  assert sorted(seen) == sorted([1, 2, 3, 1, 2, 3, 4, 5] * 2)
+
+
 def test_nested_loops_of_lanes_begin_again() -> None:
   inner = cg.Progress("inner", lanes="bars", every=1)
 
