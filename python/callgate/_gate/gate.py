@@ -183,8 +183,7 @@ class Gate(Operation[P, R]):
       owner = self.owner and self.owner()
       if owner is not None and not self.is_of_object(args):
         call = f"{owner.__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
-        first = "of a method's check the object is the first argument"
-        foreign.add_note(error, f"callgate: {first}: {call}")
+        foreign.add_note(error, f"callgate: a method's object is the first argument: {call}")
       raise
 
   check.__doc__ = Operation.check.__doc__

@@ -21,6 +21,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import guard_lib as _guards  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 from callgate._jax import cpp_path
@@ -384,13 +385,25 @@ def run_after_failures(kind: type[Any]) -> None:
   tokens.get_token_input = get_token_input
 
 
-def fast_device_put() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-  """(put, rest): `put(aval, sharding, [array], [device], *rest)` is a committed jax.Array.
+def fast_device_put(device: Any) -> Callable[[Any, Any, Any], Any]:
+  """`put(aval, sharding, [array])` is a committed jax.Array on the device.
 
   What `jax.device_put` ends in, at a tenth of its cost (jaxlib 0.10 to 0.12): to be replaced by it
   when it is quick. The array's memory is shared where it is aligned, so it must never change again.
+  For `jax.transfer_guard` it is an explicit transfer, as `jax.device_put` is.
   """
   jaxlib: Any = _xla_client
   committed, force_copy, keep_x64 = True, False, True
-  semantics = jaxlib.HostBufferSemantics.ZERO_COPY
-  return jaxlib.batched_device_put, (committed, force_copy, semantics, keep_x64)
+  rest = committed, force_copy, jaxlib.HostBufferSemantics.ZERO_COPY, keep_x64
+  devices, make, guards_of_thread = [device], jaxlib.batched_device_put, _guards.thread_local_state
+
+  def put(aval: Any, sharding: Any, arrays: Any) -> Any:
+    guards = guards_of_thread()
+    before = guards.explicit_device_put
+    guards.explicit_device_put = True
+    try:
+      return make(aval, sharding, arrays, devices, *rest)
+    finally:
+      guards.explicit_device_put = before
+
+  return put

@@ -274,3 +274,46 @@ def test_a_callback_may_run_jax_programs(engine: Engine) -> None:
     return jax.jit(lambda x: api.pure_callback(inner, like(np.float32(0)), x))(x)
 
   assert_same(engine, program)
+
+
+# -- transfers -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("flavor", ["pure", "unordered"])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["thread", "process"])
+@pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
+def test_arguments_are_explicit_transfers_as_in_jax(
+  engine: Engine, flavor: str, everywhere: bool, level: str
+) -> None:
+  """Under "disallow" callbacks run, in first and later calls; under the other none does."""
+  x = jax.block_until_ready(jnp.arange(3.0))
+
+  def outcomes(api: Api) -> list[str]:
+    def add(*arrays: Any) -> Any:
+      return sum(map(np.asarray, arrays))
+
+    def program(x: Any) -> Any:
+      return api.call(flavor, add, like(x), x) + api.call(flavor, add, like(x), x, x)
+
+    call = jax.jit(program)
+    jax.block_until_ready(call(x))
+    before = jax.config.jax_transfer_guard
+    found: list[str] = []
+    for _ in range(3):
+      try:
+        if everywhere:
+          jax.config.update("jax_transfer_guard", level)
+          jax.block_until_ready(call(x))
+        else:
+          with jax.transfer_guard(level):
+            jax.block_until_ready(call(x))
+        found.append("runs")
+      except (jax.errors.JaxRuntimeError, ValueError) as error:
+        found.append("disallowed" if "Disallowed host-to-device" in str(error) else str(error))
+      finally:
+        if everywhere:
+          jax.config.update("jax_transfer_guard", before or "allow")
+    return found
+
+  expected = outcomes(JAX)
+  with engine() as api:
+    assert outcomes(api) == expected
+  assert expected == ["runs" if level == "disallow" else "disallowed"] * 3

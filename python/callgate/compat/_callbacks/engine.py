@@ -132,7 +132,7 @@ def _argument_maker(
   operands: Sequence[Carrier], device: Any
 ) -> Callable[[Sequence[Array]], list[Any]]:
   """From NumPy arrays to jax.Arrays on the CPU, as `jax.device_put` decided in the first call."""
-  devices, (put, rest) = [device], dispatch.fast_device_put()
+  put = dispatch.fast_device_put(device)
   targets: list[tuple[Any, Any]] = []  # one an operand, once known
   is_wider = any(operand.is_wider for operand in operands)
 
@@ -148,10 +148,10 @@ def _argument_maker(
       inputs = [x.astype(operand.dtype) for x, operand in zip(inputs, operands, strict=True)]
     if not targets:
       return decide(inputs)
-    return [put(*target, [x], devices, *rest) for target, x in zip(targets, inputs, strict=True)]
+    return [put(*target, [x]) for target, x in zip(targets, inputs, strict=True)]
 
   def make_one(inputs: Sequence[Array]) -> list[Any]:
-    return [put(*targets[0], inputs, devices, *rest)] if targets else decide(inputs)
+    return [put(*targets[0], inputs)] if targets else decide(inputs)
 
   return make_one if len(operands) == 1 and not is_wider else make
 
