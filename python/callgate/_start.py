@@ -23,7 +23,7 @@ from callgate._objects import collect, scopes, table
 from callgate._process import group
 from callgate._runtime import barrier, config, lifecycle, timeline
 from callgate._steer import knob, record, stop
-from callgate._tap import channel, delivery
+from callgate._tap import channel, delivery, print, target
 from callgate._workers import objects, threads, workers
 from callgate.compat._callbacks import install
 
@@ -66,6 +66,8 @@ def start(public: Mapping[str, Any]) -> None:
   threads.ends.append(table.end_of)
   barrier.at_barrier.append(collect.at_barrier)
   registry.finders += [check.find, breakpoint.find, scopes.find, stop.find]
+  registry.finders += [print.find, target.find]
+  tracing.clear_with_caches(delivery.pins, "what callgate's records name")
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()

@@ -68,13 +68,17 @@ class _Encoder:
 
   def tree(self, tree: PyTreeDef) -> Json:
     code = self._node(jax.tree.unflatten(tree, [_HERE] * tree.num_leaves), tree)
-    exact.exact_tree(tree).keep(self._named)
+    self._keep(exact.exact_tree(tree))
     return code
 
   def value(self, value: Any) -> Json:
     code = self._static(value)
-    exact.exact(value).keep(self._named)
+    self._keep(exact.exact(value))
     return code
+
+  def _keep(self, one: exact.Exact) -> None:
+    one.keep(self._named)
+    self._named = []
 
   def _name(self, one: exact.Exact) -> str:
     self._named.append(one)

@@ -120,7 +120,7 @@ def _described(value: Any) -> str:
 
 
 def _keep(one: Exact) -> None:
-  """Keeps what has none of the user's objects for programs that are loaded after the trace's end."""
+  """Keeps what has none of the user's objects, for programs that are loaded after their trace."""
   _kept[one] = one
   _kept.move_to_end(one)
   while len(_kept) > _MOST:
@@ -228,15 +228,15 @@ def _of_content(made: str) -> Exact | None:
 class Objects:
   """Keeps, with a program, the objects that it names; such a program can't be pickled."""
 
-  def __init__(self, kept: Sequence[Exact]) -> None:
+  def __init__(self, kept: Sequence[Exact], what: str = "") -> None:
     self.kept = kept
+    self.what = what or ", ".join(exact.kind_of(one) for one in kept if one.has_objects)
 
   def __reduce__(self) -> Any:
-    objects = ", ".join(exact.kind_of(one) for one in self.kept if one.has_objects)
     raise pickle.PicklingError(
-      f"callgate: a compiled program with an object of this process ({objects}) can't go to "
-      "another one. Expected numbers, text, tuples, frozen dataclasses of these or functions that a "
-      "module holds by their names; jax.export takes what can be pickled, too"
+      f"callgate: a compiled program with an object of this process ({self.what}) can't go to "
+      "another one. Expected numbers, text, tuples, frozen dataclasses of these or functions that "
+      "a module holds by their names; jax.export takes what can be pickled, too"
     )
 
 

@@ -397,14 +397,12 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
     hash((tuple(leaves), gate_options))
   except TypeError:
     return gate(fn, out=out, **dict(gate_options))(*args, **options)
-  kept = exact.exact_object(fn), tuple(leaves), exact.exact_tree(tree), exact.exact(gate_options)
-  return _gate_for(*kept)(*args, **options)
+  known = exact.exact_object(fn), exact.exact_tree(tree), exact.exact(gate_options)
+  return _gate_for(tuple(leaves), *known)(*args, **options)
 
 
 # Outside compiled code the same call comes again and again: one gate serves, so that JAX's caches
 # find its program. Emptied by `jax.clear_caches()`.
 @tracing.clearable_cache(max_size=64)
-def _gate_for(
-  fn: exact.Exact, leaves: tuple[Any, ...], tree: exact.Exact, options: exact.Exact
-) -> Gate:
+def _gate_for(leaves: Any, fn: exact.Exact, tree: exact.Exact, options: exact.Exact) -> Gate:
   return gate(fn.value, out=jax.tree.unflatten(tree.value, leaves), **dict(options.value))

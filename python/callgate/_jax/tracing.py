@@ -78,6 +78,10 @@ def clearable_cache(max_size: int) -> Callable[[Callable[..., Any]], Callable[..
   return _util.cache(max_size=max_size, trace_context_in_key=False)
 
 
+# Has `jax.clear_caches()` call the `cache_clear()` of an object, too (0.10 to 0.12); no public API.
+clear_with_caches: Callable[[Any, str], None] = _util.register_cache
+
+
 # -- abstract values -------------------------------------------------------------------------------
 def shaped_array(
   shape: tuple[int, ...], dtype: Any, operands: Sequence[Any], *, weak_type: bool = False
@@ -232,7 +236,7 @@ def eager_programs(most: int) -> Callable[..., Any]:
   A program takes more than 1 MiB, whatever it does: `most` says how many are kept.
   """
   made = functools.lru_cache(most)(_dispatch.xla_primitive_callable.__wrapped__)  # type: ignore[attr-defined]
-  _util.register_cache(made, "callgate's programs of single calls")
+  clear_with_caches(made, "callgate's programs of single calls")
   return made
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from callgate._core import foreign, split
+from callgate._core import exact, foreign, split
 from callgate._core.dtypes import type_text
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
@@ -40,8 +40,9 @@ class TwoArguments(Gate):
         f"got {len(given[0])}"
       )
     leaves, tree = jax.tree.flatten(given[0])
-    kind = tree, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-    kind = None if split.is_split(tree) else kind  # it would keep the user's objects
+    known = exact.exact_tree(tree)
+    kind = known, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    kind = None if known.has_objects else kind  # it would keep the user's objects
     if kind is None or kind not in self._checked:
       self.check_arguments(leaves, tree)
       if len(self._checked) >= _MOST:

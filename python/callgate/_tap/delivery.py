@@ -8,12 +8,14 @@ DLPack, of Buffers that own a copy on the device, from the CPU of arrays of the 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import json
 import math
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import dtypes, encoding, errors, failures, foreign, signatures
-from callgate._jax import dispatch
+from callgate import _callgate
+from callgate._core import dtypes, encoding, errors, exact, failures, foreign, signatures
+from callgate._jax import dispatch, tracing
 from callgate._runtime import timeline
 from callgate._sharding.tiles import SHARD_BIT, Part, shard_of
 from callgate._tap.records import BatchInfo, Record, TapInfo
@@ -43,8 +46,8 @@ class Description:
 
   def __init__(self, text: str) -> None:
     code = json.loads(text)
-    args, _ = encoding.Signature(code["spec"]).arguments(range(code["values"]))
-    tree = jax.tree.structure(args[0])
+    self._signature = encoding.Signature(code["spec"])  # with what it names
+    tree = self._signature.in_tree.children()[0].children()[0]  # of ((value,), {})
     lone = tree == jax.tree.structure(0)
     self._unflatten: Callable[[Sequence[Any]], Any] = (
       operator.itemgetter(0) if lone else functools.partial(jax.tree.unflatten, tree)
@@ -118,8 +121,35 @@ class Description:
     return self._first[number]
 
 
-# The decoded description.
-description = functools.lru_cache(maxsize=4096)(Description)
+# The decoded description, which may keep objects of the user's.
+description = tracing.clearable_cache(max_size=4096)(Description)
+
+
+class _Pins:
+  """Keeps what records that may wait name, beyond their programs' end: of the newest programs."""
+
+  _MOST = 256
+
+  def __init__(self) -> None:
+    self._kept: collections.OrderedDict[exact.Exact, None] = collections.OrderedDict()
+    self._lock = threading.Lock()
+
+  def add(self, one: exact.Exact) -> None:
+    with self._lock:
+      self._kept[one] = None
+      self._kept.move_to_end(one)
+      while len(self._kept) > self._MOST:
+        self._kept.popitem(last=False)
+
+  def cache_clear(self) -> None:
+    """Lets go of all where no record waits; `jax.clear_caches()` calls it."""
+    if not any(stats["pending"] for stats in _callgate.channel_stats().values()):
+      with self._lock:
+        dropped, self._kept = self._kept, collections.OrderedDict()
+      del dropped
+
+
+pins = _Pins()
 
 
 class SizeError(ValueError):

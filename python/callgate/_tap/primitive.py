@@ -27,10 +27,11 @@ from jax.experimental import io_callback
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from callgate._call.lowering import emit
-from callgate._core import dtypes, effects, encoding, errors
+from callgate._core import dtypes, effects, encoding, errors, names
 from callgate._jax import dispatch, lowering, tracing
 from callgate._runtime import config, targets
 from callgate._sharding import calls
+from callgate._tap import delivery
 from callgate._tap import site as _site
 from callgate._tap.site import Arrays, TapSite
 from callgate._tap.target import Tap
@@ -220,13 +221,15 @@ def _lower(
 ) -> Arrays:
   if site.kept is not None:
     lowering.add_keepalive(context, site.kept)
+  portable = _keep(context, tap, site)
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
   if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
-    held = {**_site.encode(site, **how), "batch": encoding.encode_levels(levels)}
+    held = _site.encode(site, portable=portable, **how)
+    held["batch"] = encoding.encode_levels(levels)
     key = repr((held["spec"], held["tap"], levels))
     return _lower_by_jax(context, operands, tap, site, held, key)
-  held = _site.encode(site, returned=site.values if dataflow else 0, **how)
+  held = _site.encode(site, returned=site.values if dataflow else 0, portable=portable, **how)
   dispatch.keep_with_program(context, tap)
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
   return emit(
@@ -238,6 +241,24 @@ def _lower(
     target=targets.GATE_TARGET if site.on_device else targets.tap_target(context.avals_in),
     sharded=calls.of_tap(context, site, levels),
   )  # fmt: skip
+
+
+def _keep(context: Any, tap: Tap, site: TapSite) -> bool:
+  """Keeps what a program with the tap names; True for a program for other processes.
+
+  Raises:
+    GateDefinitionError: the tap's function is this process's own, and the program for others.
+  """
+  if lowering.is_export(context):
+    if tap.why_not:
+      raise errors.GateDefinitionError(f"jax.export: tap '{site.name}': {tap.why_not}")
+    return True
+  kept = _site.kept(site)
+  dispatch.keep_with_program(context, kept)
+  if kept.has_objects or tap.why_not:
+    lowering.add_keepalive(context, names.Objects([kept], "" if kept.has_objects else tap.name))
+    delivery.pins.add(kept)
+  return False
 
 
 def _lower_by_jax(

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 import string
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from callgate._core import dtypes, errors, failures, options
+from callgate import _callgate
+from callgate._core import dtypes, errors, failures, options, split
 from callgate._core.encoding import is_open
-from callgate._tap import tap, target
+from callgate._tap import delivery, tap, target
 from callgate._tap.site import TapSite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -60,29 +61,46 @@ def print(
   if kwargs and not has_fields:  # with skip_format_check
     by = f"values by name ({sorted(kwargs)})"
     raise errors.GateDefinitionError(f"print: {by} need fields in fmt, got {fmt!r}")
-  leaves, tree = jax.tree.flatten((args, kwargs))
-  static = {
-    i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS) and not is_open(leaf)
-  }
-  arrays = [jax.numpy.asarray(leaf) for i, leaf in enumerate(leaves) if i not in static]
-  carried = [dtypes.carried(array) for array in arrays]
-  print_options = np.get_printoptions()
+  # Programs hold this, so that it goes to other processes with them.
+  shown = tuple(sorted(np.get_printoptions().items()))
+  text = split.Static((fmt, has_fields, shown))
+  leaves, tree = jax.tree.flatten(jax.tree.map(_split, (text, args, kwargs)))
+  carried = [dtypes.carried(jax.numpy.asarray(leaf)) for leaf in leaves]
+  site = TapSite(
+    tree=tree, name="print", effect="ordered" if ordered else "io",
+    dtypes=tuple(name for _, name in carried),
+  )  # fmt: skip
+  tap.bind(_tap(), site, [x for x, _ in carried])
 
-  def write(arrays: Sequence[Any]) -> None:
-    rest = iter(arrays)
-    filled = [static[i] if i in static else next(rest) for i in range(tree.num_leaves)]
-    args, kwargs = jax.tree.unflatten(tree, filled)
-    args = [_shown(value, fmt) for value in args]
-    kwargs = {name: _shown(value, fmt) for name, value in kwargs.items()}
-    with np.printoptions(**print_options):
-      text = fmt.format(*args, **kwargs) if has_fields else " ".join((fmt, *map(str, args)))
-    sys.stdout.write(text + "\n")
 
-  write.__name__ = write.__qualname__ = "print"
-  dtype_names = tuple(name for _, name in carried)
-  several, effect = jax.tree.structure([0] * len(carried)), "ordered" if ordered else "io"
-  site = TapSite(tree=several, name="print", effect=effect, dtypes=dtype_names)
-  tap.bind(target.of_function(write), site, [x for x, _ in carried])
+def _split(leaf: Any) -> Any:
+  return leaf if isinstance(leaf, _ARRAYS) or is_open(leaf) else split.Static(leaf)
+
+
+def _write(value: Any) -> None:
+  """Writes a line: the consumer of all prints."""
+  (fmt, has_fields, options), args, kwargs = split.joined(value)
+  args = [_shown(value, fmt) for value in args]
+  kwargs = {name: _shown(value, fmt) for name, value in kwargs.items()}
+  with np.printoptions(**dict(options)):
+    text = fmt.format(*args, **kwargs) if has_fields else " ".join((fmt, *map(str, args)))
+  sys.stdout.write(text + "\n")
+
+
+_NAME = "tap:callgate.print"
+
+
+@functools.cache
+def _tap() -> target.Tap:
+  _write.__name__ = _write.__qualname__ = "print"  # in messages
+  consume = functools.partial(delivery.call_with_rows, delivery.Attached(_write))
+  target.start_channel(target.DEFAULT)
+  return target.Tap(_NAME, target.DEFAULT, _callgate.python_consumer(consume))
+
+
+def find(name: str) -> Any:
+  """For `registry.finders`: what prints, for programs of other processes."""
+  return _tap() if name == _NAME else None
 
 
 class _Checker(string.Formatter):

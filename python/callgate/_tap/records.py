@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import numpy as np
+
+from callgate._jax import tracing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def tap_key(info: TapInfo) -> str:
   return info.name if info.role == "primal" else f"{info.name}:{info.role}"
 
 
-@functools.lru_cache(maxsize=1024)
+@tracing.clearable_cache(max_size=1024)  # structures may keep the user's objects
 def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
   """Of each leaf the path as `jax.tree_util.keystr` writes it, and in the plain form "w/0"."""
   keystr = jax.tree_util.keystr

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate._core import attributes, encoding
+from callgate._core import attributes, encoding, exact
 from callgate._tap.records import leaf_paths
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
@@ -27,7 +27,7 @@ class TapSite:
   `where` if there is one, then `untapped` arrays that only pass through.
   """
 
-  tree: Any
+  tree: Any = dataclasses.field(compare=False)
   name: str
   dtypes: tuple[str | None, ...]  # of leaves that travel as another dtype
   effect: str = "io"
@@ -38,10 +38,17 @@ class TapSite:
   untapped: int = 0
   whole: bool = False  # lanes stay together: records of all lanes of a vmap
   transposed: bool = False  # where the value is itself linear, its cotangent is sent instead
-  sharding: Any = "gather"  # "shard", "gather", a rule's text or a function
+  # "shard", "gather", a rule's text or a function.
+  sharding: Any = dataclasses.field(default="gather", compare=False)
   replicas: str = "once"
   on_device: bool = False  # consumers get jax.Arrays where the program ran
   kept: Any = None  # programs keep it (`dispatch.ask_before_execution`)
+
+  same: exact.Exact = dataclasses.field(init=False, repr=False)  # as the tree and the function
+
+  def __post_init__(self) -> None:
+    parts = exact.exact_tree(self.tree), exact.exact(self.sharding)
+    object.__setattr__(self, "same", exact.exact(parts))
 
   @property
   def values(self) -> int:
@@ -55,15 +62,18 @@ def encode(
   role: str,
   repeated: bool,
   returned: int = 0,
+  *,
+  portable: bool = False,
 ) -> dict[str, Any]:
   """Returns what a program holds of a tap (`TapSpec::of` in src/channel/tap.h).
 
   `repeated`: it runs again in the backward pass. `returned`: how many values are results, too.
+  `portable`: for a program for other processes, as of `encoding.encode`.
   """
   paths = [path for path, _ in leaf_paths(site.tree)]
   paths += [f"logical_shape{paths[index]}" for index in site.logical]
   return {
-    "spec": describe(site, transforms),
+    "spec": describe(site, transforms, portable=portable),
     "tap": {
       "name": site.name, "role": role, "ordered": np.bool_(site.effect == "ordered"),
       "repeated": np.bool_(repeated), "every": np.int64(site.every),
@@ -74,11 +84,21 @@ def encode(
   }  # fmt: skip
 
 
-def describe(site: TapSite, transforms: Transforms) -> str:
+def _arguments(site: TapSite) -> Any:
+  """The structure of a call with the value."""
+  return jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
+
+
+def kept(site: TapSite) -> exact.Exact:
+  """What names in the description stand for: the names last as long as this."""
+  return exact.exact_tree(_arguments(site))
+
+
+def describe(site: TapSite, transforms: Transforms, *, portable: bool = False) -> str:
   """Returns what `delivery.Description` reads."""
-  tree = jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
+  spec = encoding.encode(_arguments(site), jax.tree.structure(None), (), portable=portable)
   description = {
-    "spec": encoding.encode(tree, jax.tree.structure(None), ()), "values": site.values,
+    "spec": spec, "values": site.values,
     "dtypes": site.dtypes, "logical": site.logical, "transforms": transforms,
   } | ({"on_device": True} if site.on_device else {})  # fmt: skip
   return json.dumps(description, separators=(",", ":"))

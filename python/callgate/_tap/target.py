@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from callgate import _callgate
-from callgate._core import exact, registry
+from callgate._core import errors, exact, registry
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
@@ -23,14 +23,20 @@ class Tap:
   """The target of a tap's records: a channel, or a function by way of the default channel."""
 
   def __init__(
-    self, name: str, channel: str, consumer: Any = None, eager: Eager | None = None
-  ) -> None:
+    self, name: str, channel: str, consumer: Any = None, eager: Eager | None = None,
+    why_not: str = "",
+  ) -> None:  # fmt: skip
     self.name = name
+    self.why_not = why_not  # programs for other processes can't send to it; "" where they can
     self.eager = eager  # called in the caller's thread where no program is compiled
     self.handle = _callgate.Tap(name, channel=channel, consumer=consumer)
 
   def __repr__(self) -> str:
     return f"<tap '{self.name}'>"
+
+  def define_variant(self, key: str) -> bool:
+    """Says that a finder has defined what a program names."""
+    return not key
 
 
 _taps: weakref.WeakValueDictionary[Any, Tap] = weakref.WeakValueDictionary()
@@ -44,31 +50,65 @@ def of_channel(name: str) -> Tap:
   return shared(_taps, ("channel", name), lambda: Tap(f"channel:{name}", name))
 
 
+_found: dict[str, Tap] = {}  # by channels that programs of other processes name
+
+
+def find(name: str) -> Tap | None:
+  """For `registry.finders`: the tap that a program of another process has.
+
+  Raises:
+    GateDefinitionError: it is to a function, which this process doesn't have.
+  """
+  kind, _, rest = name.partition(":")
+  if kind == "channel":
+    return _found.setdefault(rest, of_channel(rest))
+  if kind == "tap":
+    raise errors.GateDefinitionError(
+      f"a program that was loaded from elsewhere sends to the function '{rest}', to which nothing "
+      "of this process does. Expected code that taps to the same function, traced here first; or a "
+      "program that sends to a channel's name, as cg.tap(x, 'loss')"
+    )
+  return None
+
+
 def of_function(function: Callable[..., Any]) -> Tap:
   """The tap to a function; one for each function or bound method, so that JAX's caches hit."""
   start_channel(DEFAULT)
 
   def make() -> Tap:
     consume = functools.partial(delivery.call_with_rows, delivery.Attached(function))
-    name = registry.unique_name(function, prefix="tap:")
-    return Tap(name, DEFAULT, _callgate.python_consumer(consume))
+    consumer = _callgate.python_consumer(consume)
+    if exact.reference(function) is None:
+      name = registry.unique_name(function, prefix="tap:")
+      return Tap(name, DEFAULT, consumer, why_not=_why_not(function))
+    with registry.name_while_alive(function, "tap:") as name:  # programs elsewhere find it by that
+      return Tap(name, DEFAULT, consumer)
 
   return shared(_taps, ("function", *exact.identity(function)), make)
 
 
+def _why_not(function: Any) -> str:
+  return (
+    f"other processes don't have its function, {getattr(function, '__qualname__', function)!r}. "
+    "Expected a channel's name, as cg.tap(x, 'loss'), with cg.channel('loss', to=...) where the "
+    "program is called; or a function that a module holds by its name, which is tapped there, too"
+  )
+
+
 def of_rows(
-  key: Any, consume: Callable[..., None], name: str, *, channel: str, eager: Eager | None
-) -> Tap:
+  key: Any, function: Any, consume: Callable[..., None], name: str, *, channel: str,
+  eager: Eager | None,
+) -> Tap:  # fmt: skip
   """A tap whose consumer gets `consume(source, rows)`, rows as they are, for `callgate.compat`.
 
-  The same for equal keys, see `shared`. Records go through `channel`, one of callgate's own; `eager`
-  takes those that no compiled program sends.
+  The same for equal keys, see `shared`. Records go through `channel`, one of callgate's own;
+  `eager` takes those that no compiled program sends.
   """
   start_channel(channel)
 
   def make() -> Tap:
     consumer = _callgate.python_consumer(consume)
-    return Tap(registry.free_name(f"tap:{name}"), channel, consumer, eager)
+    return Tap(registry.free_name(f"tap:{name}"), channel, consumer, eager, _why_not(function))
 
   return shared(_taps, ("rows", key), make)
 

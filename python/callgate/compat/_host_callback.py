@@ -82,7 +82,7 @@ def bind_tap(
   site = TapSite(tree=flat, name=name, dtypes=given.dtypes, whole=True, **options)
   now = at_once if eager else None
   key = (*key, exact.exact_tree(tree).key)
-  tap = of_rows(key, rows, name, channel=CHANNEL, eager=now)
+  tap = of_rows(key, function, rows, name, channel=CHANNEL, eager=now)
   return bind(tap, site, given.operands, extra, (("mask", ()),) if masked else ())
 
 

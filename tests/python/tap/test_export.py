@@ -3,8 +3,22 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
+import weakref
+
+import jax
+import numpy as np
 import pytest
 from interpreters import output_of
+from jax import export
+from jax.experimental import serialize_executable
+from programs import drop_programs
+
+import callgate as cg
+from callgate.compat import host_callback_2023
+
+X = np.float32(1)
 
 EXPORT = """
 import callgate as cg, jax, jax.numpy as jnp, pathlib
@@ -65,3 +79,179 @@ def test_the_persistent_cache_hits_in_the_next_process(tmp_path):
   second = output_of(CACHED, **environment).strip()
   assert first.startswith("[1.0, 2.0]")
   assert second == "[1.0, 2.0] True"
+
+
+# -- what prints, checks and bars say --------------------------------------------------------------
+SAYS = """
+import callgate as cg, jax, numpy as np, pathlib, pickle, sys
+from jax import export
+from jax.experimental import serialize_executable
+folder = pathlib.Path({path!r})
+"""
+WRITES = """
+THIRDS = np.full(2, 1 / 3, np.float32)
+def program(x):
+  with np.printoptions(precision=2):
+    cg.print("loss {} of {name!r} {tree}", x * THIRDS, name="run", tree={"a": x, "b": (None, "c")},
+             ordered=True)
+  cg.print("no fields", x, ordered=True, skip_format_check=True)
+  cg.check(x > 0, "expected more than 0, got {x}", x=x)
+  return cg.scan(lambda c, v: (c + v, v), x, np.ones(3, np.float32), progress="train")[0]
+exported = export.export(jax.jit(program), disabled_checks=cg.export_checks())(np.float32(1))
+(folder / "exported").write_bytes(exported.serialize())
+compiled = serialize_executable.serialize(jax.jit(program).lower(np.float32(1)).compile())
+(folder / "compiled").write_bytes(pickle.dumps(compiled))
+"""
+OTHERS = """
+def others(x):
+  cg.print("epoch {}", x)
+  cg.print("other fields", x, skip_format_check=True)
+  cg.check(x > 0, "another message")
+  return cg.scan(lambda c, v: (c, v), x, np.ones(3, np.float32), progress="other")[0]
+jax.jit(others)(np.float32(7))
+cg.barrier()
+"""
+READS = """
+sys.stderr = sys.stdout  # for bars
+exported = export.deserialize(bytearray((folder / "exported").read_bytes()))
+compiled = serialize_executable.deserialize_and_load(
+  *pickle.loads((folder / "compiled").read_bytes()), execution_devices=jax.devices()[:1]
+)
+for program in (exported.call, compiled):
+  print("--", float(program(np.float32(1))))
+  cg.barrier()
+  try:
+    with cg.errors():
+      jax.block_until_ready(program(np.float32(-1)))
+  except cg.CheckError as error:
+    print(error.message)
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+  pytest.importorskip("flatbuffers")
+  path = str(tmp_path_factory.mktemp("says"))
+  output_of(SAYS.format(path=path) + WRITES)
+  return path
+
+
+@pytest.mark.parametrize("others", ["", OTHERS])
+def test_prints_checks_and_bars_say_their_own_in_other_processes(others, written):
+  said = output_of(SAYS.format(path=written) + others + READS)
+  for part in said.split("-- ")[1:]:
+    assert "loss [0.33 0.33] of 'run' {'a': Array(1., dtype=float32), 'b': (None, 'c')}\n" in part
+    assert "no fields 1.0\n" in part
+    assert "loss [-0.33 -0.33]" in part
+    assert "expected more than 0, got -1.0\n" in part
+    assert "train" in part
+    assert "epoch" not in part
+    assert "other" not in part
+
+
+# -- taps to functions -----------------------------------------------------------------------------
+def consumer(value):
+  del value
+
+
+class Consumer:
+  def __call__(self, value):
+    del value
+
+  def method(self, value):
+    del value
+
+
+FUNCTIONS = {
+  "lambda": lambda value: None,
+  "object": Consumer(),
+  "method": Consumer().method,
+  "partial": functools.partial(consumer),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_a_tap_to_a_function_of_this_process_alone_is_not_exported(kind):
+  program = jax.jit(lambda x: cg.tap(x, FUNCTIONS[kind], name="loss"))
+  with pytest.raises(cg.GateDefinitionError, match=r"tap 'loss': other processes.* channel's name"):
+    export.export(program, disabled_checks=cg.export_checks())(X)
+  with pytest.raises(pickle.PicklingError, match="can't go to another one"):
+    serialize_executable.serialize(program.lower(X).compile())
+  program(X)
+
+
+def test_a_tap_of_the_old_interface_is_not_exported():
+  program = jax.jit(lambda x: host_callback_2023.id_print(x, what="loss"))
+  with pytest.raises(cg.GateDefinitionError, match="other processes don't have its function"):
+    export.export(program, disabled_checks=cg.export_checks())(X)
+
+
+MODULE = """
+import callgate as cg, jax, numpy as np, pathlib, sys
+from jax import export
+path, seen = pathlib.Path({path!r}), []
+def note(value):
+  seen.append(float(value))
+"""
+TO_MODULE = """
+for _ in range(2):  # the second tap is another one, of the same name
+  program = jax.jit(lambda x: cg.tap(x, note))
+  exported = export.export(program, disabled_checks=cg.export_checks())(np.float32(1))
+  jax.clear_caches()
+path.write_bytes(exported.serialize())
+"""
+FROM_MODULE = """
+program = export.deserialize(bytearray(path.read_bytes()))
+try:
+  program.call(np.float32(1))
+except Exception as error:
+  print("sends to the function '__main__.note'" in str(error), "cg.tap(x, 'loss')" in str(error))
+traced = jax.jit(lambda x: cg.tap(x, note))
+traced(np.float32(2))
+program.call(np.float32(3))
+cg.barrier()
+print(seen)
+"""
+
+
+def test_a_tap_to_a_module_s_function_finds_it_in_another_process(tmp_path):
+  pytest.importorskip("flatbuffers")
+  module = MODULE.format(path=str(tmp_path / "program"))
+  output_of(module + TO_MODULE)
+  assert output_of(module + FROM_MODULE).splitlines() == ["True True", "[2.0, 3.0]"]
+
+
+# -- what records hold -----------------------------------------------------------------------------
+class Shown:
+  def __init__(self, text):
+    self.text = text
+
+  def __format__(self, how):
+    return self.text
+
+
+def test_a_print_of_an_object_ends_with_its_program(capsys, clean_caches):
+  alive = []
+
+  def once(number):
+    one = Shown(f"object {number}")
+    alive.append(weakref.ref(one))
+    jax.jit(lambda x: cg.print("{} {}", one, x))(X)
+
+  for number in range(10):
+    once(number)
+  drop_programs()  # records may wait, and show their objects all the same
+  cg.barrier()
+  drop_programs()
+  lines = capsys.readouterr().out.splitlines()
+  assert lines == [f"object {number} 1.0" for number in range(10)]
+  assert not any(one() for one in alive)
+
+
+def test_equal_prints_outside_of_programs_are_one_program(capsys):
+  for step in range(3):
+    cg.print("{x} {y}", x=np.float32(step), y="z")
+    cg.print("{x} {y}", x=np.float32(step), y=-0.0 if step else 0.0)
+  cg.barrier()
+  expected = ["0.0 z", "0.0 0.0", "1.0 z", "1.0 -0.0", "2.0 z", "2.0 -0.0"]
+  assert capsys.readouterr().out.splitlines() == expected

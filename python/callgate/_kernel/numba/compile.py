@@ -150,7 +150,9 @@ class _Static(types.Omitted):
     return type(self.value), repr(self.value)
 
 
-models.register_default(_Static)(models.OmittedArgDataModel)
+@models.register_default(_Static)
+class _StaticModel(models.OmittedArgDataModel):
+  """The data of such a type: none."""
 
 
 def _stores(request: Request, returned: Any) -> list[Any]:
