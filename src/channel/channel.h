@@ -268,7 +268,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   std::vector<std::shared_ptr<Consumer>> current_;  // take part in the delivery; null: removed
   // How many records of the batch each of these has had; at the end, the sources' own consumers.
   std::vector<std::size_t> turns_;
-  std::int64_t sources_ns_each_ = 0;  // as Consumer::ns_each()
+  Pace sources_pace_;
   int idle_naps_ = 0;
   static inline thread_local bool delivers_here_ = false;
 

@@ -14,9 +14,6 @@ namespace {
 
 constexpr auto kNap = std::chrono::milliseconds(5);
 constexpr int kNapsBeforeSleep = 20;
-// How long one of several consumers has a turn, and how many records whose pace is not known.
-constexpr auto kTurn = std::chrono::milliseconds(10);
-constexpr std::int64_t kFirstTurn = 16;
 
 // Repeats a step that the thread can't go on without, from its beginning, until there is memory.
 template <typename Step>
@@ -127,12 +124,8 @@ bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone)
   if (count == 0) return true;
   const bool is_one = index < current_.size();
   const auto consumer = is_one ? current_[index] : nullptr;  // held: remove() may take it out
-  const std::int64_t ns_each = is_one ? consumer->ns_each() : sources_ns_each_;
-  if (!alone) {
-    constexpr std::int64_t kNs = std::chrono::nanoseconds(kTurn).count();
-    const std::int64_t fits = ns_each == 0 ? kFirstTurn : std::max<std::int64_t>(kNs / ns_each, 1);
-    count = std::min(count, static_cast<std::size_t>(fits));
-  }
+  Pace& pace = is_one ? consumer->pace() : sources_pace_;
+  if (!alone) count = std::min(count, pace.turn());
   const std::size_t end = begin + count;
   bool last = true;
   for (std::size_t i = 0; i < turns_.size(); ++i)
@@ -144,12 +137,7 @@ bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone)
   } else {
     hand_over_to_sources(records.subspan(begin, count), last);
   }
-  const std::int64_t ns = std::chrono::nanoseconds(Clock::now() - started).count();
-  if (is_one) {
-    consumer->took(ns, count);
-  } else {
-    sources_ns_each_ = ns / static_cast<std::int64_t>(count) + 1;
-  }
+  pace.took(std::chrono::nanoseconds(Clock::now() - started).count(), count);
   return end == batch_.records().size();
 }
 

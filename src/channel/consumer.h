@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "channel/pace.h"
 #include "channel/record.h"
 #include "core/array_view.h"
 #include "core/error.h"
@@ -54,17 +55,12 @@ class Consumer : public std::enable_shared_from_this<Consumer> {
     lost_.fetch_add(count, std::memory_order_relaxed);  // a gauge
   }
 
-  // How long a record of late took it, in nanoseconds; 0 where that is not known. Relaxed, both: a
-  // guess, for a channel that has several consumers.
-  std::int64_t ns_each() const noexcept { return ns_each_.load(std::memory_order_relaxed); }
-  void took(std::int64_t ns, std::size_t records) noexcept {
-    const std::int64_t before = ns_each(), now = ns / static_cast<std::int64_t>(records) + 1;
-    ns_each_.store(before == 0 ? now : (before + now) / 2, std::memory_order_relaxed);
-  }
+  // Of a channel that has several consumers.
+  Pace& pace() noexcept { return pace_; }
 
  private:
   std::atomic<std::uint64_t> lost_{0};
-  std::atomic<std::int64_t> ns_each_{0};
+  Pace pace_;
 };
 
 // Keeps the first exception of several steps, of which each is taken whatever the others throw.

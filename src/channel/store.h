@@ -227,7 +227,7 @@ class Store {
 
   // The channel's thread: takes what waits into the batch, up to a part of the capacity, and frees
   // its places when that is done with. A batch that holds some already gets more: `first` is where
-  // it began, else none. `bytes_besides`: of records in no store.
+  // it began, else none.
   Collected collect(Batch& batch, std::optional<std::uint64_t> first) noexcept {
     // A batch that is copied takes memory besides the ring's, so it is smaller.
     const std::size_t limit = ring_.capacity() / (copies_ ? 16 : 4);
@@ -251,6 +251,8 @@ class Store {
     next_.store(collected.position, std::memory_order_relaxed);  // see next()
     return collected;
   }
+  // Frees the places of a batch that has been delivered, up to a position. `bytes_besides`: of its
+  // and the channel's records that are in no store.
   void settle(Batch& batch, std::uint64_t position, std::size_t bytes_besides) noexcept {
     std::lock_guard lock(head_mutex_);
     note_high_water(bytes_besides);

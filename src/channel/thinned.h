@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // A consumer that gives another some of the records that it gets: of each tap on each device every
-// n-th, and no more than so many a second of the records' own time. The lanes of a vmap are one
-// record. Both are on the channel's thread; no Python.
+// n-th, and no more than so many a second. The lanes of a vmap are one record. Both are on the
+// channel's thread; no Python.
+//
+// Records bear the time of the wall clock, which may be set. What counts is the steady clock's: a
+// record came as long ago as the wall clock says now.
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -29,6 +34,8 @@ class Thinned final : public Consumer {
 
   void consume(std::span<const Record> records) override {
     chosen_.clear();
+    now_ = steady_time_ns();
+    wall_now_ = wall_time_ns();
     for (const Record& record : records)
       if (passes(record)) chosen_.push_back(record);
     if (chosen_.empty()) return;
@@ -55,12 +62,18 @@ class Thinned final : public Consumer {
   bool passes(const Record& record) {
     Count& count = count_of(record);
     if (count.came++ % every_ != 0) return false;
-    if (rate_ > 0 && count.some &&
-        static_cast<double>(record.time_ns - count.last_ns) * rate_ < 1e9)
+    const std::int64_t time = now_ - std::max<std::int64_t>(wall_now_ - record.time_ns, 0);
+    if (rate_ > 0 && count.some && static_cast<double>(time - count.last_ns) * rate_ < 1e9) {
+      count.last_ns = std::min(count.last_ns, time);  // what came before the wall clock was set
       return false;
+    }
     count.some = true;
-    count.last_ns = record.time_ns;
+    count.last_ns = time;
     return true;
+  }
+
+  static std::int64_t steady_time_ns() noexcept {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
 
   // Sources come with each program; the tap is the same by its name.
@@ -78,6 +91,7 @@ class Thinned final : public Consumer {
   const std::shared_ptr<Consumer> to_;
   const std::uint64_t every_;
   const double rate_;
+  std::int64_t now_ = 0, wall_now_ = 0;
   std::vector<Record> chosen_;
   std::map<std::tuple<std::string, Role, std::int32_t>, Count> counts_;
   std::map<std::pair<std::uint64_t, std::int32_t>, Count*> known_;

@@ -63,7 +63,7 @@ class Sink:
 
   Args:
     every: of each tap on each device each n-th record; the lanes of a `vmap` are one.
-    rate: of these at most so many a second, by the records' own time.
+    rate: of these at most so many a second, by when the records were sent, on the steady clock.
     where: of these the ones for which `where(record)` is true; each lane is a record. It is called
       on the channel's thread, in Python, for native sinks, too.
   """

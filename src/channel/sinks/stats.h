@@ -64,12 +64,60 @@ struct Histogram {
   }
 };
 
+// A sum of squares that overflows where its mean does, and not before: it holds that of the numbers
+// divided by a power of two near the greatest, which changes no digit of them.
+class SumOfSquares {
+ public:
+  // Adds (value - from)^2 of each.
+  void add_differences(std::span<const double> values, double from) {
+    double most = 0;
+    for (double value : values) most = std::max(most, std::abs(value - from));
+    if (!take(most)) return;
+    for (double value : values) sum_ += scaled_square(value - from);
+  }
+
+  // Adds weight * number^2.
+  void add(double number, double weight) {
+    if (weight > 0 && take(std::abs(number))) sum_ += weight * scaled_square(number);
+  }
+
+  // The sum divided by a count; NaN for 0 / 0.
+  double over(double count) const noexcept {
+    return std::ldexp(std::ldexp(sum_ / count, exponent_), exponent_);
+  }
+
+ private:
+  double scaled_square(double number) const noexcept {
+    const double scaled = number * half_down_ * other_half_down_;
+    return scaled * scaled;
+  }
+
+  // Makes room for a number's square. False if that is nothing to add, or too much for ever.
+  bool take(double number) {
+    if (!std::isfinite(number)) sum_ = std::numeric_limits<double>::infinity();
+    if (number == 0 || std::isinf(sum_)) return false;
+    int its = 0;
+    std::frexp(number, &its);
+    if (sum_ == 0 || its > exponent_) {
+      sum_ = std::ldexp(std::ldexp(sum_, exponent_ - its), exponent_ - its);
+      exponent_ = its;
+      half_down_ = std::ldexp(1.0, -(its / 2));  // 2^-its may be no number
+      other_half_down_ = std::ldexp(1.0, -(its - its / 2));
+    }
+    return true;
+  }
+
+  double sum_ = 0;  // * 4^exponent_
+  int exponent_ = 0;
+  double half_down_ = 1, other_half_down_ = 1;  // the product is 2^-exponent_
+};
+
 // Of the values that are numbers: count, mean, deviations, extremes, bins.
 struct Summary {
   std::uint64_t records = 0;  // lanes count each
   std::uint64_t count = 0, nan = 0, inf = 0;
   double mean = 0;
-  double deviations = 0;  // sum of (value - mean)^2
+  SumOfSquares deviations;  // of value - mean
   double min = std::numeric_limits<double>::infinity();
   double max = -std::numeric_limits<double>::infinity();
   std::vector<double> last;             // all elements of the last record, NaN included
@@ -77,19 +125,24 @@ struct Summary {
   Histogram histogram;
 
   // The mean of (value - mean)^2, as numpy.var; NaN without values.
-  double variance() const noexcept { return deviations / static_cast<double>(count); }
+  double variance() const noexcept { return deviations.over(static_cast<double>(count)); }
 
   // Merges the finite values of a batch into what came before.
   void merge(std::span<const double> values) {
     if (values.empty()) return;
     const auto size = static_cast<double>(values.size());
-    double its_mean = 0, its_deviations = 0;
+    double its_mean = 0;
     for (double value : values) its_mean += value / size;  // a sum might overflow
-    for (double value : values) its_deviations += (value - its_mean) * (value - its_mean);
+    deviations.add_differences(values, its_mean);
     const auto before = static_cast<double>(count), total = before + size;
     const double delta = its_mean - mean;
-    mean += delta * (size / total);
-    deviations += its_deviations + delta * delta * (before * size / total);
+    deviations.add(delta, before * size / total);
+    if (std::isfinite(delta)) {
+      mean += delta * (size / total);
+    } else {  // in two steps, as neither overflows
+      const double half = (its_mean / 2 - mean / 2) * (size / total);
+      mean = (mean + half) + half;
+    }
     count += values.size();
     const auto [least, greatest] = std::ranges::minmax(values);
     min = std::min(min, least);

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -66,6 +67,61 @@ TEST(ChannelTurns, AFastConsumerSeesARecordBeforeTheSlowOneIsGivenMany) {
   EXPECT_EQ(slow->ids(), rest);
   EXPECT_EQ(fast->ids(), rest);
   EXPECT_EQ(channel->stats().delivered, 400U);
+}
+
+// The cost of a call is 12 ms, that of a record nothing: 400 calls with one record each in a row
+// would be the whole time of the test's limit.
+TEST(ChannelTurns, AConsumerWhoseCallsAreDearGetsFewOfThem) {
+  auto channel = make_channel(OnFull::kBlock, 1 << 20);
+  auto fast = std::make_shared<Collector>();
+  int calls = 0;
+  auto dear = std::make_shared<Collector>([&](std::span<const Record>) {
+    ++calls;
+    std::this_thread::sleep_for(milliseconds(12));
+  });
+  Backlog backlog(*channel, 2000);
+  channel->add_all({dear, fast});
+  backlog.release();
+  ASSERT_TRUE(channel->close(kLimit));
+  std::vector<std::uint64_t> rest = count_to(2000);
+  rest.erase(rest.begin());
+  EXPECT_EQ(dear->ids(), rest);
+  EXPECT_EQ(fast->ids(), rest);
+  EXPECT_LE(calls, 60);
+}
+
+std::size_t turn_after(Pace& pace, double call_ms, double record_ms, int turns) {
+  std::size_t most = 0;
+  for (int i = 0; i < turns; ++i) {
+    const std::size_t count = pace.turn();
+    most = std::max(most, count);
+    pace.took(static_cast<std::int64_t>((call_ms + record_ms * static_cast<double>(count)) * 1e6),
+              count);
+  }
+  return most;
+}
+
+TEST(ChannelTurns, ATurnIsAsLongAsATimeOrAsItsCall) {
+  Pace by_record, by_call, both, quick;
+  turn_after(by_record, 0, 5, 5);
+  EXPECT_EQ(by_record.turn(), 2U);  // of 10 ms
+  EXPECT_LE(turn_after(by_record, 0, 5, 100), 2U);
+  turn_after(by_call, 25, 0.001, 20);
+  EXPECT_GE(by_call.turn(), 1000U);
+  turn_after(both, 25, 0.5, 20);
+  EXPECT_EQ(both.turn(), 50U);  // another 25 ms
+  turn_after(quick, 0, 0.001, 3);
+  EXPECT_GE(quick.turn(), 5000U);
+  turn_after(by_call, 0, 5, 5);  // it has changed
+  EXPECT_LE(by_call.turn(), 2U);
+}
+
+TEST(ChannelTurns, AFewRecordsAtATimeMakeTurnsNoSmaller) {
+  Pace pace;
+  turn_after(pace, 25, 0.1, 20);
+  const std::size_t before = pace.turn();
+  for (int i = 0; i < 10; ++i) pace.took(25'100'000, 1);
+  EXPECT_GE(pace.turn(), before / 2);
 }
 
 TEST(ChannelTurns, WhatComesWhileOneIsBehindGoesToTheOthersAtOnce) {

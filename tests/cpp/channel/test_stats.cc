@@ -44,6 +44,44 @@ TEST(Stats, MomentsAreThoseOfAllValuesHoweverTheyCome) {
   EXPECT_EQ(found.max, *std::max_element(all.begin(), all.end()));
 }
 
+// Of 1, 2, 3, 4, 5 times a number the mean is 3 and the variance 2, each record alone or all at
+// once.
+TEST(Stats, GreatAndTinyNumbersHaveMomentsAsLongAsThoseAreNumbers) {
+  for (double unit : {1e200, 1e306, 3e307, 1e153, 1e-150, 1e-200, 1e-310}) {
+    StatsSink sink({});
+    FakeTap scalar("alone", DType::kF64, {}), array("at once", DType::kF64, {5});
+    const std::vector<double> values{unit, 2 * unit, 3 * unit, 4 * unit, 5 * unit};
+    for (double value : values)
+      sink.consume(std::vector{scalar.record({bytes_of(std::vector{value})})});
+    sink.consume(std::vector{array.record({bytes_of(values)})});
+    for (const char* name : {"alone", "at once"}) {
+      const Summary found = sink.read().at(name);
+      EXPECT_NEAR(found.mean / unit, 3, 1e-9) << unit;
+      const double variance = 2 * unit * unit;  // infinite beyond 1e154, as np.var's
+      if (std::isnormal(variance)) {
+        EXPECT_NEAR(found.variance() / variance, 1, 1e-9) << unit;
+      } else {
+        EXPECT_EQ(found.variance(), variance) << unit;
+      }
+    }
+  }
+}
+
+TEST(Stats, TheVarianceOfGreatNumbersThatAreNearEachOtherIsANumber) {
+  const double great = 1e160, step = great * 0x1p-50;
+  StatsSink sink({});
+  FakeTap tap("x", DType::kF64, {});
+  for (double value : {great, great, great + step, great + step})
+    sink.consume(std::vector{tap.record({bytes_of(std::vector{value})})});
+  const double half = ((great + step) - great) / 2;
+  EXPECT_NEAR(sink.read().at("x").variance() / half / half, 1, 1e-6);
+  for (double value : {1.7e308, -1.7e308, 1.7e308})
+    sink.consume(std::vector{tap.record({bytes_of(std::vector{value})})});
+  const Summary found = sink.read().at("x");
+  EXPECT_NEAR(found.mean, 1.7e308 / 7, 1e300);
+  EXPECT_EQ(found.variance(), std::numeric_limits<double>::infinity());
+}
+
 TEST(Stats, WhatIsNoNumberIsCountedApart) {
   const float inf = std::numeric_limits<float>::infinity();
   FakeTap tap("x", DType::kF32, {5});
