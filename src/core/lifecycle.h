@@ -16,6 +16,7 @@
 
 #include "core/error.h"
 #include "core/lifetime.h"
+#include "core/runs.h"
 
 namespace callgate {
 
@@ -113,7 +114,7 @@ inline void end_thread() noexcept {
   if (active.entered()) std::exchange(at_thread_end, nullptr)();
 }
 
-// The interrupts before a run's first call. A run that loses its slot to another counts as new.
+// The interrupts before a run's first call.
 struct InterruptedRun {
   std::atomic<std::int64_t> run{-1};
   std::atomic<std::uint32_t> epoch{0};
@@ -156,15 +157,16 @@ class Interrupts {
     sigaction(SIGINT, &now, nullptr);
   }
 
-  // Whether the call of this run (XLA's number of it, -1 for none) is to end its program.
-  static bool ends(std::int64_t run) noexcept {
+  // Whether the call of this run (XLA's number of it, -1 for none) is to end its program. `place`:
+  // where the call writes a result, for Runs.
+  static bool ends(std::int64_t run, const void* place = nullptr) noexcept {
     InterruptedRun& slot = slots_[static_cast<std::uint64_t>(run) % slots_.size()];
     // Acquire: the epoch is that of this run. Relaxed: a late look costs one more call.
     if (slot.run.load(std::memory_order_acquire) == run &&
         slot.epoch.load(std::memory_order_relaxed) == epoch_.load(std::memory_order_relaxed))
         [[likely]]
       return false;
-    return run != -1 && decide(slot, run);
+    return run != -1 && decide(slot, run, place);
   }
 
   // How many came so far; and, for what runs outside of programs, whether one since then is to end
@@ -213,18 +215,33 @@ class Interrupts {
     before_.sa_handler(number);
   }
 
-  static bool decide(InterruptedRun& slot, std::int64_t run) noexcept {
+  static bool decide(InterruptedRun& slot, std::int64_t run, const void* place) noexcept {
     std::uint32_t epoch = epoch_.load(std::memory_order_seq_cst);  // see end_all()
     if (all_.load(std::memory_order_seq_cst)) return true;
-    if (slot.run.load(std::memory_order_acquire) != run) {  // see ends()
-      slot.epoch.store(epoch, std::memory_order_relaxed);
-      slot.run.store(run, std::memory_order_release);  // see ends()
-      return false;
-    }
-    const bool ends = judged(epoch);
-    if (!ends) slot.epoch.store(epoch, std::memory_order_relaxed);  // it goes on
+    std::uint32_t begun = begun_at(run, place, epoch);
+    bool ends = begun != epoch && judged(epoch);
+    if (begun != epoch && !ends) begun = begun_at(run, place, epoch, true);  // it goes on
+    slot.epoch.store(begun, std::memory_order_relaxed);
+    slot.run.store(run, std::memory_order_release);  // see ends()
     return ends;
   }
+
+  // The interrupts before the run's first call; those by now for one that has made none, or `anew`.
+  static std::uint32_t begun_at(std::int64_t run, const void* place, std::uint32_t now,
+                                bool anew = false) noexcept {
+    static constinit std::mutex mutex;
+    try {
+      std::lock_guard lock(mutex);
+      std::uint32_t& begun = immortal<BegunRuns>().of(run, 0, place, [&] { return now; });
+      return anew ? begun = now : begun;
+    } catch (...) {
+      return now;  // no memory to know it by
+    }
+  }
+
+  struct BegunRuns : Runs<std::uint32_t> {
+    BegunRuns() : Runs(1, 1 << 14) {}
+  };
 
   static bool judged(std::uint32_t epoch) noexcept {
     std::uint64_t verdict = verdict_.load(std::memory_order_seq_cst);  // see end_all()
@@ -237,6 +254,7 @@ class Interrupts {
     return ends;
   }
 
+  // Of some runs, to be found without a lock.
   static inline constinit std::array<InterruptedRun, 256> slots_{};
   static inline constinit std::atomic<std::uint32_t> epoch_{0};  // interrupts so far
   static inline constinit std::atomic<Judge> judge_{nullptr};

@@ -255,6 +255,11 @@ class ProgressBoard {
   // One device of a run draws; a run without an id, or with one device, always does.
   bool owns(const CallContext& context) {
     if (context.run == kNoRun) return true;
+    for (const Slot& slot : slots_) {  // a bar that is still there, however many runs came since
+      // Relaxed: see take().
+      bool live = slot.phase.load(std::memory_order_relaxed) == Phase::kLive;
+      if (live && slot.run == context.run) return slot.device == context.device;
+    }
     for (const Owner& owner : owners_)
       if (owner.run == context.run) return owner.device == context.device;
     owners_[next_owner_] = {context.run, context.device};

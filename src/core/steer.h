@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "core/runs.h"
 
 namespace callgate {
 
@@ -27,13 +28,14 @@ namespace callgate {
 // read of a run decides on the value that all get at their n-th. Any thread.
 class CommonReads {
  public:
-  explicit CommonReads(std::size_t devices) : devices_(devices) {}
+  explicit CommonReads(std::size_t devices) : devices_(devices), runs_(devices, kMostRuns) {}
 
-  // `value()` is asked, under the lock, where the device is the first that comes there.
+  // `value()` is asked, under the lock, where the device is the first that comes there. `place`: see
+  // Runs.
   template <typename Value>
-  std::uint64_t read(std::int64_t run, std::int64_t device, Value&& value) {
+  std::uint64_t read(std::int64_t run, std::int64_t device, const void* place, Value&& value) {
     std::lock_guard lock(mutex_);
-    Run& reads = of(run);
+    Run& reads = runs_.of(run, device, place, [] { return Run{}; });
     std::uint64_t& next = reads.next_of(device);
     // A device that has fallen behind by more than is kept gets the oldest of it.
     next = std::max(next, reads.first);
@@ -45,11 +47,9 @@ class CommonReads {
   }
 
  private:
-  static constexpr std::size_t kRuns = 8;  // that are under way at once; the oldest goes
-  static constexpr std::size_t kAhead = 1 << 16;
+  static constexpr std::size_t kAhead = 1 << 16, kMostRuns = 1 << 12;
 
   struct Run {
-    std::int64_t run = -1;
     std::uint64_t first = 0;  // the number of the read that values[0] is of
     std::deque<std::uint64_t> values;
     std::vector<std::pair<std::int64_t, std::uint64_t>> next;  // by device
@@ -68,20 +68,13 @@ class CommonReads {
     }
   };
 
-  Run& of(std::int64_t run) {
-    auto it = std::ranges::find(runs_, run, &Run::run);
-    if (it != runs_.end()) return *it;
-    if (runs_.size() == kRuns) runs_.pop_front();
-    runs_.emplace_back().run = run;
-    return runs_.back();
-  }
-
   const std::size_t devices_;
   std::mutex mutex_;
-  std::deque<Run> runs_;
+  Runs<Run> runs_;
 };
 
-// A place in a program that reads a cell. `read(run, once)` is the cell's value, for the run.
+// A place in a program that reads a cell. `read(run, once, place)` is the cell's value, for the run,
+// whose result lies there (see Runs; null where that is a copy).
 template <typename Cell>
 class CellSite final : public Site {
  public:
@@ -95,8 +88,9 @@ class CellSite final : public Site {
 
   void run(const Call& call) override {
     const CallContext& at = call.context;
-    auto value = [&] { return cell_->read(at.run, once_); };
-    std::uint64_t bits = common_ ? common_->read(at.run, at.device, value) : value();
+    const void* place = at.stream == nullptr ? call.results[0].data : nullptr;
+    auto value = [&] { return cell_->read(at.run, once_, place); };
+    std::uint64_t bits = common_ ? common_->read(at.run, at.device, place, value) : value();
     // A program holds a result of the cell's size; another's, made up, gets no more than it has.
     std::memcpy(call.results[0].data, &bits, std::min(sizeof(bits), call.results[0].nbytes()));
   }
@@ -122,21 +116,17 @@ class KnobCallee final : public Callee, public std::enable_shared_from_this<Knob
   void set(std::uint64_t bits) noexcept { bits_.store(bits, std::memory_order_relaxed); }
   std::uint64_t get() const noexcept { return bits_.load(std::memory_order_relaxed); }
 
-  std::uint64_t read(std::int64_t run, bool once) {
-    if (!once) return get();
+  std::uint64_t read(std::int64_t run, bool once, const void* place) {
+    if (!once || run == -1) return get();  // -1: XLA has no number for it
     std::lock_guard lock(mutex_);
-    for (const auto& [known, bits] : runs_)
-      if (known == run) return bits;
-    runs_[oldest_] = {run, get()};
-    return runs_[std::exchange(oldest_, (oldest_ + 1) % runs_.size())].second;
+    return runs_.of(run, 0, place, [&] { return get(); });
   }
 
  private:
   std::string name_;
   std::atomic<std::uint64_t> bits_;
   std::mutex mutex_;
-  std::array<std::pair<std::int64_t, std::uint64_t>, 16> runs_{};  // what runs have read once
-  std::size_t oldest_ = 0;
+  Runs<std::uint64_t> runs_;  // what runs have read once
 };
 
 // How often programs were asked to stop.
@@ -172,23 +162,25 @@ class StopCallee final : public Callee, public std::enable_shared_from_this<Stop
   }
 
   // 1 where the run is to stop, else 0.
-  std::uint64_t read(std::int64_t run, bool /*once*/) {
+  std::uint64_t read(std::int64_t run, bool /*once*/, const void* place) {
     auto number = static_cast<std::uint32_t>(run);
     std::uint64_t known = slots_[number % slots_.size()].load(std::memory_order_relaxed);
     bool is_known = known != 0 && known >> 32 == number;
-    std::uint32_t before = is_known ? static_cast<std::uint32_t>(known) : begin(number);
+    std::uint32_t before = is_known ? static_cast<std::uint32_t>(known) : begin(number, place);
     return StopRequests::count() != before ? 1 : 0;
   }
 
  private:
   static constexpr std::size_t kDispatches = 1024;  // kept; XLA has 32 under way at once
 
-  // The requests before the run was dispatched.
-  std::uint32_t begin(std::uint32_t run) {
+  // The requests before the run was dispatched; of one whose slot another has taken, once more.
+  std::uint32_t begin(std::uint32_t run, const void* place) {
     std::lock_guard lock(mutex_);
-    if (!zeroth_) zeroth_ = run;
-    std::uint32_t place = run - *zeroth_ - first_;
-    std::uint32_t before = place < dispatches_.size() ? dispatches_[place] : StopRequests::count();
+    std::uint32_t before = runs_.of(run, 0, place, [&] {
+      if (!zeroth_) zeroth_ = run;
+      std::uint32_t number = run - *zeroth_ - first_;
+      return number < dispatches_.size() ? dispatches_[number] : StopRequests::count();
+    });
     // Relaxed: the number says all by itself, and who finds another run's asks again.
     slots_[run % slots_.size()].store(std::uint64_t{run} << 32 | before, std::memory_order_relaxed);
     return before;
@@ -199,7 +191,8 @@ class StopCallee final : public Callee, public std::enable_shared_from_this<Stop
   std::deque<std::uint32_t> dispatches_;  // the requests before each
   std::uint32_t first_ = 0;               // the number of the first of them
   std::optional<std::uint32_t> zeroth_;   // the run of the first dispatch
-  // By run, its number and the requests before its dispatch.
+  Runs<std::uint32_t> runs_;              // the same of each run that has asked
+  // Of some of these, to be found without the lock: a run's number and the requests before it.
   std::array<std::atomic<std::uint64_t>, 64> slots_{};
 };
 

@@ -141,7 +141,8 @@ void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSit
 
 void run_call(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site, const Call& call,
               bool own_thread) {
-  if (Interrupts::ends(call.context.run)) [[unlikely]] {
+  const void* place = call.results.empty() ? nullptr : call.results[0].data;
+  if (Interrupts::ends(call.context.run, place)) [[unlikely]] {
     if (!site->poison_on_error) throw interrupted(site->callee->name());
     // An error would leave other devices waiting. What need not run is passed over, the rest runs.
     if (site->callee->quiet_at_exit()) return site->site->skip(call);

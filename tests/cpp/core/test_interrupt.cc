@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <cstdint>
 
 #include "core/lifecycle.h"
 
@@ -39,6 +40,18 @@ TEST(Interrupt, RunsThatHadBegunEndAndLaterOnesDoNot) {
   EXPECT_FALSE(Interrupts::ends(1002));
   EXPECT_FALSE(Interrupts::ends(1002));
   EXPECT_FALSE(Interrupts::ends(-1)) << "a run without a number";
+}
+
+TEST(Interrupt, ARunThatHadBegunEndsHoweverManyOthersHaveCalledSince) {
+  Handler handler(&before);
+  Interrupts::watch();
+  Interrupts::set_judge([] { return true; });
+  EXPECT_FALSE(Interrupts::ends(10'001));
+  for (std::int64_t run = 10'002; run < 15'000; ++run) EXPECT_FALSE(Interrupts::ends(run));
+  raise(SIGINT);
+  EXPECT_TRUE(Interrupts::ends(10'001));
+  EXPECT_FALSE(Interrupts::ends(20'001));
+  EXPECT_TRUE(Interrupts::ends(10'001));
 }
 
 TEST(Interrupt, AHandlerThatDoesNotRaiseEndsNothing) {

@@ -137,6 +137,20 @@ TEST(ProgressBoard, OneDeviceOfARunDrawsAlsoWhenARunsNumberIsNegative) {
   EXPECT_GT(t.board.begin("", start_of(1), on(-1, 1)), 0) << "without a run there is no other";
 }
 
+TEST(ProgressBoard, ARunsDeviceDrawsOnHoweverManyOthersDrawMeanwhile) {
+  ProgressBoard board;
+  ProgressStart start;
+  std::int32_t outer = board.begin("outer", start, on(1, 0));
+  EXPECT_NE(outer, 0);
+  for (std::int64_t run = 2; run < 1000; ++run) {
+    std::int32_t other = board.begin("other", start, on(run, 1));
+    board.end(other, 1);
+    board.release(other);
+  }
+  EXPECT_EQ(board.begin("inner", start, on(1, 1)), 0) << "device 0 draws the outer bar";
+  EXPECT_NE(board.begin("inner", start, on(1, 0)), 0);
+}
+
 TEST(ProgressBoard, ALoopThatBeginsAgainInItsRunKeepsItsBar) {
   Timed t;
   std::int32_t first = t.board.begin("", start_of(1, 5), on(1));

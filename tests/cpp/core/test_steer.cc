@@ -20,12 +20,12 @@ TEST(CommonReads, TheFirstDeviceDecides) {
   CommonReads reads(2);
   std::uint64_t now = 0;
   auto next = [&] { return now++; };
-  EXPECT_EQ(reads.read(7, 0, next), 0u);
-  EXPECT_EQ(reads.read(7, 0, next), 1u);
-  EXPECT_EQ(reads.read(7, 1, next), 0u);
-  EXPECT_EQ(reads.read(7, 1, next), 1u);
-  EXPECT_EQ(reads.read(7, 1, next), 2u);
-  EXPECT_EQ(reads.read(7, 0, next), 2u);
+  EXPECT_EQ(reads.read(7, 0, nullptr, next), 0u);
+  EXPECT_EQ(reads.read(7, 0, nullptr, next), 1u);
+  EXPECT_EQ(reads.read(7, 1, nullptr, next), 0u);
+  EXPECT_EQ(reads.read(7, 1, nullptr, next), 1u);
+  EXPECT_EQ(reads.read(7, 1, nullptr, next), 2u);
+  EXPECT_EQ(reads.read(7, 0, nullptr, next), 2u);
   EXPECT_EQ(now, 3u);
 }
 
@@ -34,8 +34,8 @@ TEST(CommonReads, RunsAreApart) {
   std::uint64_t now = 0;
   auto next = [&] { return now++; };
   for (std::int64_t run = 0; run < 20; ++run)
-    EXPECT_EQ(reads.read(run, 0, next), static_cast<std::uint64_t>(run));
-  EXPECT_EQ(reads.read(19, 1, next), 19u);
+    EXPECT_EQ(reads.read(run, 0, nullptr, next), static_cast<std::uint64_t>(run));
+  EXPECT_EQ(reads.read(19, 1, nullptr, next), 19u);
 }
 
 TEST(CommonReads, DevicesAgreeWhateverTheirPace) {
@@ -48,7 +48,7 @@ TEST(CommonReads, DevicesAgreeWhateverTheirPace) {
     for (int device = 0; device < kDevices; ++device)
       threads.emplace_back([&, device] {
         for (int i = 0; i < kReads; ++i)
-          got[device].push_back(reads.read(1, device, [&] { return now.fetch_add(1); }));
+          got[device].push_back(reads.read(1, device, nullptr, [&] { return now.fetch_add(1); }));
       });
   }
   for (int device = 1; device < kDevices; ++device) EXPECT_EQ(got[device], got[0]);
@@ -74,11 +74,46 @@ TEST(Knob, IsReadAsItIsSet) {
 
 TEST(Knob, ForAnExecutionItIsWhatItsFirstReadGot) {
   KnobCallee knob("knob", 1);
-  EXPECT_EQ(knob.read(10, true), 1u);
+  EXPECT_EQ(knob.read(10, true, nullptr), 1u);
   knob.set(2);
-  EXPECT_EQ(knob.read(10, true), 1u);
-  EXPECT_EQ(knob.read(10, false), 2u);
-  EXPECT_EQ(knob.read(11, true), 2u);
+  EXPECT_EQ(knob.read(10, true, nullptr), 1u);
+  EXPECT_EQ(knob.read(10, false, nullptr), 2u);
+  EXPECT_EQ(knob.read(11, true, nullptr), 2u);
+}
+
+TEST(Knob, ForAnExecutionItStaysTheSameHoweverManyOthersReadMeanwhile) {
+  KnobCallee knob("knob", 1);
+  std::uint64_t own = 0, other = 0;
+  EXPECT_EQ(knob.read(0, true, &own), 1u) << "run 0 is one as any other";
+  for (std::int64_t run = 1; run < 200'000; ++run) {
+    knob.set(static_cast<std::uint64_t>(run) + 1);
+    ASSERT_EQ(knob.read(run, true, &other), static_cast<std::uint64_t>(run) + 1);
+  }
+  EXPECT_EQ(knob.read(0, true, &own), 1u);
+  EXPECT_EQ(knob.read(-1, true, &own), 200'000u) << "a run without a number";
+}
+
+TEST(CommonReads, DevicesAgreeHoweverManyRunsAreBetweenThem) {
+  CommonReads reads(2);
+  std::uint64_t now = 0, places[4];
+  auto next = [&] { return now++; };
+  EXPECT_EQ(reads.read(0, 0, &places[0], next), 0u);
+  for (std::int64_t run = 1; run < 100'000; ++run)
+    for (std::int64_t device : {0, 1}) reads.read(run, device, &places[2 + device], next);
+  EXPECT_EQ(reads.read(0, 1, &places[1], next), 0u);
+}
+
+TEST(Stop, ALongRunIsToldHoweverManyOthersAreDispatched) {
+  auto stop = std::make_shared<StopCallee>("stop");
+  std::uint64_t own = 0, other = 0;
+  stop->dispatched();
+  EXPECT_EQ(stop->read(7, true, &own), 0u);
+  for (std::int64_t run = 8; run < 100'000; ++run) {
+    stop->dispatched();
+    ASSERT_EQ(stop->read(run, true, &other), 0u);
+  }
+  StopRequests::add();
+  EXPECT_EQ(stop->read(7, true, &own), 1u);
 }
 
 TEST(Stop, IsForRunsDispatchedBefore) {

@@ -103,6 +103,38 @@ def test_all_reads_of_an_execution_get_one_number(engine: str) -> None:
   assert (once == 301).all()
 
 
+def test_an_execution_keeps_its_number_while_thousands_of_others_read() -> None:
+  knob = cg.knob("test long", 1)
+  there, go_on = threading.Event(), threading.Event()
+
+  def wait(i: Any) -> Any:
+    if not there.is_set():
+      there.set()
+      assert go_on.wait(60)
+    return i
+
+  gate = cg.gate(wait, out=lambda i: i, effect="io", thread="own")
+
+  def step(carry: Any, i: Any) -> Any:  # reads, waits, reads
+    number = knob.read(per="execution")
+    return carry + gate(i + 0 * number), number
+
+  long = jax.jit(lambda: jax.lax.scan(step, 0, np.arange(2))[1]).lower().compile()
+  short = jax.jit(lambda: knob.read(per="execution"))
+  numbers = list[Any]()
+  thread = threading.Thread(target=lambda: numbers.extend(long().tolist()))
+  thread.start()
+  try:
+    assert there.wait(60)
+    for number in range(2, 3000):
+      knob.set(number)
+      assert short() == number
+  finally:
+    go_on.set()
+    thread.join()
+  assert numbers == [1, 1]
+
+
 def test_devices_get_the_same_number_at_the_same_read() -> None:
   knob = cg.knob("test alike", -1)
   mesh = jax.make_mesh((8,), ("d",))
