@@ -17,7 +17,7 @@ from callgate._core import registry
 from callgate._feed import ending
 from callgate._futures import job, ticket
 from callgate._gate import check, gate
-from callgate._jax import dispatch, tracing
+from callgate._jax import dispatch, early, tracing
 from callgate._loops import control, draw, lowering, progress
 from callgate._objects import collect, scopes, table
 from callgate._process import group
@@ -74,6 +74,7 @@ def start(public: Mapping[str, Any]) -> None:
   scopes.start()
   dispatch.keep_ordered_programs_off_cpp_path()
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
+  early.start()
   timeline.start()
   # What the environment asks for.
   config.start()

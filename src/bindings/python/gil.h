@@ -233,11 +233,15 @@ inline void stop_releasing() noexcept {
   immortal<ReleaseQueue>().stopped = true;
 }
 
+// Calls the function that waits for the process's first callee, if it still does (jitted.cc).
+void tell_first_callee();
+
 // `Callee`, `Check`, `Kernel`, `CudaKernel` and `Tap`: keeps a callee, and its name, alive. The GIL
 // is held, so what has died elsewhere, and what dies with the callee, dies at once.
 template <typename C>
 struct Handle : Immovable {
   explicit Handle(std::shared_ptr<C> of) : callee(std::move(of)) {
+    tell_first_callee();
     drain_released();
     Registry::instance().add(callee);
   }

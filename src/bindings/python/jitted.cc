@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 #include <thread>
+#include <utility>
 
 #include "bindings/python/gil.h"
 
@@ -111,11 +112,22 @@ bool have_raise(nb::handle function, nb::handle error) {
   return true;
 }
 
+PyObject* at_first_callee;  // null when it has been called
+
 }  // namespace
+
+void tell_first_callee() {
+  if (nb::object function = nb::steal(std::exchange(at_first_callee, nullptr)))
+    call_unraisable(function.ptr(), "");
+}
 
 void bind_jitted(nb::module_& module) {
   module.def("have_raise", &have_raise, nb::arg("function"), nb::arg("error"),
              "Has a jitted function raise a gate's error as the given class.");
+  module.def(
+      "at_first_callee", [](nb::object function) { at_first_callee = function.release().ptr(); },
+      nb::arg("function"),
+      "Has the function called once, before the first gate, kernel or tap is made.");
   module.def(
       "new_number", [] { return ++last_number; },
       "Counts objects and calls of jitted functions, in one order.");
