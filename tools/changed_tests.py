@@ -3,12 +3,16 @@
 
     python tools/changed_tests.py          # prints paths of test files, the nearest first
     python tools/changed_tests.py --cpp    # exit status 0 when C++ has changed, else 1
+    python tools/changed_tests.py --jax    # prints the test files that another JAX can break
 
 What has changed is what git says of the work tree, or, where that is clean, the last commit. The
 distance of a test file to a module is the number of imports between them; `cg.tap` in a test counts
 as an import of the module that defines it. Files are named until those of a distance no longer fit
 into SECONDS, by the times of the last `make python-test` (build/python-tests.xml); what is left out
 is counted on stderr. Fixtures count for no import, so conftest.py is near to few.
+
+callgate._jax alone knows JAX's internals. Another JAX can break what imports it: `--jax` names the
+tests of it and of each folder of callgate with such a module.
 """
 
 from __future__ import annotations
@@ -119,6 +123,20 @@ def distances(targets: set[Path], tests: list[Path]) -> dict[Path, int]:
   return {test: found[test] for test in tests if test in found}
 
 
+def tests_of_jax(tests: list[Path]) -> list[Path]:
+  """The test files of callgate._jax, and of the folders of callgate that import it themselves."""
+  folders = {
+    file.parent
+    for file in PACKAGE.rglob("*.py")
+    if any(used.is_relative_to(PACKAGE / "_jax") for used in imports(file))
+  }
+  named = {
+    TESTS.joinpath(*(part.removeprefix("_") for part in folder.relative_to(PACKAGE).parts))
+    for folder in folders - {PACKAGE}
+  }
+  return [test for test in tests if test.parent in named | {TESTS / "jax"}]
+
+
 def seconds() -> dict[str, float]:
   """How long the tests of each file took, by the file's dotted path."""
   total: dict[str, float] = defaultdict(float)
@@ -133,9 +151,13 @@ def dotted(test: Path) -> str:
 
 
 def main(options: list[str]) -> int:
-  if options not in ([], ["--cpp"]):
+  if options not in ([], ["--cpp"], ["--jax"]):
     print(__doc__, file=sys.stderr)
     return 2
+  if options == ["--jax"]:
+    named = tests_of_jax(sorted(TESTS.rglob("test_*.py")))
+    print(*(test.relative_to(ROOT) for test in named), sep="\n")
+    return 0
   files = changed()
   if options:
     return 0 if any(file.name.endswith(CPP) for file in files) else 1
@@ -146,7 +168,7 @@ def main(options: list[str]) -> int:
   near = distances(targets, tests)
   times, left = seconds(), SECONDS
   order = sorted(near, key=lambda test: (near[test], times.get(dotted(test), UNKNOWN)))
-  named: list[Path] = []
+  named = list[Path]()
   for test in order:
     cost = times.get(dotted(test), UNKNOWN)
     if cost <= left and test.name not in ("test_smoke.py", "test_examples.py", "test_docs.py"):

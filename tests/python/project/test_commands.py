@@ -125,6 +125,24 @@ def test_c_plus_plus_that_changed_is_told(tree: Path) -> None:
   assert changed_tests(tree, "--cpp").returncode == 0
 
 
+def test_the_tests_of_what_imports_jax_s_internals_are_named(tree: Path) -> None:
+  for name, text in {
+    "python/callgate/_jax/__init__.py": "",
+    "python/callgate/_jax/tracing.py": "",
+    "python/callgate/_gate/late.py": "def late():\n  from callgate._jax import tracing",
+    "python/callgate/_views/views.py": "from callgate._gate import late",
+    "tests/python/gate/test_gate.py": "",
+    "tests/python/gate/c/test_c.py": "",
+    "tests/python/views/test_views.py": "",
+    "tests/python/jax/test_entries.py": "",
+  }.items():
+    (tree / name).parent.mkdir(parents=True, exist_ok=True)
+    (tree / name).write_text(text + "\n")
+  done = changed_tests(tree, "--jax")
+  names = ["tests/python/gate/test_gate.py", "tests/python/jax/test_entries.py"]
+  assert done.stdout.split() == names, done.stderr
+
+
 # -- a test that hangs ---------------------------------------------------------------------------
 def test_a_test_over_its_limit_shows_every_threads_stack_and_the_rest_runs(tmp_path: Path) -> None:
   (tmp_path / "test_hang.py").write_text(
