@@ -79,4 +79,4 @@ print(json.dumps(found))
 def test_functions_jitted_before_the_import_raise_and_hold_like_others(collector: str) -> None:
   found: dict[str, Any] = json.loads(interpreters.succeed(SCRIPT, collector))
   assert len(found) == 9
-  assert found == dict.fromkeys(found, [["JaxRuntimeError"], [True]])
+  assert found == {name: [["JaxRuntimeError"], [True]] for name in found}
