@@ -10,8 +10,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import core as _core
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
 
 from callgate._jax import tracing
 
@@ -76,6 +79,14 @@ def batched_at(
   return _batching.batch_jaxpr_axes(closed, axis_data, list(dims), list(result_dims))[0]
 
 
+# While marks are made: the identity, on values of a step of a `scan` that is a lane.
+lane_p = tracing.Primitive("callgate_lane")
+lane_p.def_impl(lambda x: x)
+lane_p.def_abstract_eval(lambda x: x)
+_ad.deflinear2(lane_p, lambda ct, _: [ct if isinstance(ct, _ad.Zero) else lane_p.bind(ct)])
+_batching.primitive_batchers[lane_p] = lambda args, dims: (lane_p.bind(*args), dims[0])
+_mlir.register_lowering(lane_p, lambda context, x: [x])
+
 Mark = Callable[[Any, int], Any]
 _local = threading.local()
 # Part of the keys of JAX's caches: what is traced with marks is used by nobody else.
@@ -96,6 +107,11 @@ def marking(mark: Mark) -> Generator[None]:
       yield
   finally:
     _local.mark = before
+
+
+def is_marking() -> bool:
+  """True in such a block."""
+  return getattr(_local, "mark", None) is not None
 
 
 @functools.cache

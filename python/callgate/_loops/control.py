@@ -4,7 +4,7 @@
 vmap: JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of
 such a `while_loop` for finished lanes too. With an io gate inside they run lane after lane instead;
 beside a collective, which takes all lanes, they run for all, with their calls masked
-(`_loops/masked.py`). With taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
+(`_loops/masked.py`). For `find_nan` all others run lane after lane, too. With taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
 
 checkpoint: JAX runs a `while_loop` again in the backward pass. With an io gate it runs in the
 forward pass alone, and its results are kept.
@@ -57,10 +57,12 @@ def start() -> None:
 def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
   # A platform's index is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
-  if apart and _has_gate_effect(params["branches"]):
-    if masked.needs_all_lanes(params["branches"]):
+  gates = apart and _has_gate_effect(params["branches"])
+  if apart and (gates or batching.is_marking()):
+    if not masked.needs_all_lanes(params["branches"]):
+      return _lane_after_lane(jax.lax.cond_p, axis_data, args, dims, params)
+    if gates:
       return masked.cond(axis_data, args, dims, params)
-    return _lane_after_lane(jax.lax.cond_p, axis_data, args, dims, params)
   return original(axis_data, args, dims, **params)
 
 
@@ -68,11 +70,13 @@ def _while_rule(
   original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any
 ) -> Any:
   jaxprs = _jaxprs(params)
-  gates = _has_gate_effect(jaxprs)
-  if (gates or _holds_whole_taps(jaxprs)) and _predicate_batched(axis_data, dims, params):
-    if gates and not (masked.needs_all_lanes(jaxprs) or _has_bar(jaxprs)):
+  whole, gates = _holds_whole_taps(jaxprs), _has_gate_effect(jaxprs)
+  apart = gates or batching.is_marking()
+  if (whole or apart) and _predicate_batched(axis_data, dims, params):
+    if apart and not (masked.needs_all_lanes(jaxprs) or _has_bar(jaxprs)):
       return _lane_after_lane(jax.lax.while_p, axis_data, args, dims, params)
-    return masked.while_loop(original, axis_data, args, dims, params)
+    if whole or gates:
+      return masked.while_loop(original, axis_data, args, dims, params)
   return original(axis_data, args, dims, **params)
 
 
@@ -179,10 +183,13 @@ def _lane_after_lane(
   rows = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
   rows = [batching.lie_along(None, row) for row in rows]  # no scan goes along what is split
 
+  mark = batching.lane_p.bind if batching.is_marking() else lambda x: x
+
   def lane(carry: None, row: Sequence[Any]) -> tuple[None, Sequence[Any]]:
     values = iter(row)
     operands = [x if d is None else next(values) for x, d in zip(args, dims, strict=True)]
-    return carry, primitive.bind(*operands, **params)
+    results = primitive.bind(*map(mark, operands), **params)
+    return carry, list(map(mark, results))
 
   _, results = jax.lax.scan(lane, None, rows)
   results = [batching.lie_along(axis_data.explicit_mesh_axis, result) for result in results]

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import options
+from callgate._core import options, signatures
 from callgate._core.dtypes import type_text
 from callgate._nan import lanes, watched
 
@@ -22,8 +23,9 @@ class NanReport:
 
   Attributes:
     kind: "nan" or "inf".
-    primitive: the operation that made it, as JAX calls it.
-    source: "file:line (function)" of the code that traced it; "" where it is not known.
+    primitive: the operation that made it, as JAX calls it; "input" for a NaN that f was given.
+    source: "file:line (function)" of the code that traced it, inside of JAX's own functions of their
+      call; "" where it is not known.
     step: the number of the loop's step, from 0; a tuple, outermost first, in loops within each
       other; None outside of loops.
     lane: of `jax.vmap`, likewise: of the levels over which the result differs.
@@ -31,6 +33,7 @@ class NanReport:
     shard: in a `jax.shard_map` the number of the device's part, which has the result; None outside.
     operands: type and range of each operand, as text.
     result: the result's type, as text.
+    argument: of an "input", which of f's arguments it is, as text: "batch['x']".
   """
 
   kind: Literal["nan", "inf"]
@@ -42,9 +45,12 @@ class NanReport:
   shard: int | None
   operands: tuple[str, ...]
   result: str
+  argument: str | None = None
 
   def __str__(self) -> str:
     made = {"nan": "a NaN", "inf": "an infinity"}[self.kind]
+    if self.primitive == "input":
+      return f"the input '{self.argument}' has {made}, at {list(self.index)} of {self.result}"
     parts = [f"step {self.step}"] if self.step is not None else []
     parts += [f"lane {self.lane}"] if self.lane is not None else []
     parts += [f"shard {self.shard}"] if self.shard is not None else []
@@ -72,7 +78,7 @@ def find_nan(f: Callable[..., Any]) -> Callable[..., NanReport | None]:
   The program runs compiled, as one: in loops, branches, inner jits, under vmap and in gradients
   (`find_nan(jax.grad(f))`) each operation's results are looked at. An operation *makes* a NaN that
   has one among its results and none among its operands; an infinity, where its operands are all
-  finite. In a `while_loop` under vmap lanes that have ended are looked at until the last one has.
+  finite. If none makes any, a NaN in f's arguments is reported, as "input". Under vmap a lane counts in the branches that it takes, and in a loop until it has ended.
   `jax_debug_nans` runs a program once more op by op, and tells no step and no lane.
 
   Args:
@@ -102,9 +108,27 @@ def find_nan(f: Callable[..., Any]) -> Callable[..., NanReport | None]:
     given = [leaves[i] for i in arrays]
     with lanes.marking():
       watch = watched.Watch(jax.make_jaxpr(of_arrays)(*given))
-    return _report(watch, jax.device_get(jax.jit(watch.run)(*given)))
+    report = _report(watch, jax.device_get(jax.jit(watch.run)(*given)))
+    return report or _report_of_input(f, args, kwargs)
 
   return find
+
+
+def _report_of_input(f: Callable[..., Any], args: Any, kwargs: Any) -> NanReport | None:
+  """The first argument with a NaN, which no operation has made."""
+  names, _ = signatures.places(f, 0, {})
+  names += [f"argument {i}" for i in range(len(names), len(args))]
+  for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+    for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+      if not _is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        continue
+      has_nan = np.asarray(jnp.isnan(leaf))
+      if has_nan.any():
+        index = tuple(map(int, np.unravel_index(int(has_nan.argmax()), has_nan.shape)))
+        argument = name + jax.tree_util.keystr(path)
+        text = type_text(jnp.result_type(leaf), has_nan.shape)
+        return NanReport("nan", "input", "", None, None, index, None, (), text, argument)
+  return None
 
 
 def _is_array(leaf: Any) -> bool:
@@ -117,17 +141,19 @@ def _report(watch: watched.Watch, state: watched.State) -> NanReport | None:
   found = watch.equations[int(state.number)]
   result = found.results[int(state.result)]
   index = tuple(map(int, np.unravel_index(int(state.place), result.shape)))
+  # Lanes that ran one after another: vmap batches from the innermost level on.
+  apart, counts = state.lanes[: len(found.lane_counts)].tolist()[::-1], found.lane_counts[::-1]
   operands = zip(found.operands, state.operands, strict=False)
   return NanReport(
     kind="nan" if state.kind == watched.NAN else "inf",
     primitive=found.primitive,
     source=found.source,
     step=_one_or_many(state.steps[: found.loops].tolist()),
-    lane=_one_or_many([index[axis] for axis in found.lanes[int(state.result)]]),
-    index=index,
+    lane=_one_or_many([*(index[axis] for axis in found.lanes[int(state.result)]), *apart]),
+    index=(*apart, *index),
     shard=int(state.shard) if state.shard >= 0 else None,
     operands=tuple(_shown(aval, *limits) for aval, limits in operands),
-    result=type_text(result.dtype, result.shape),
+    result=type_text(result.dtype, (*counts, *result.shape)),
   )
 
 

@@ -20,6 +20,11 @@ Axes = tuple[int, ...]
 lanes_p = tracing.Primitive("callgate_lanes")
 
 
+def has_step_for_each(eqn: Any) -> bool:
+  """True for a `scan` whose steps are lanes, each with branches and loops of its own."""
+  return any(inner.primitive is _batching.lane_p for inner in eqn.params["jaxpr"].eqns)
+
+
 def marking() -> contextlib.AbstractContextManager[None]:
   """What is traced in the block has marks."""
   return _batching.marking(_mark)

@@ -31,6 +31,7 @@ class State(NamedTuple):
     result: which of its results.
     place: the flat index of the first such element.
     steps: of the loops around it, outermost first; -1 where there are fewer.
+    lanes: likewise, of loops whose steps are lanes.
     operands: least and greatest number of each operand; NaN for those that are no numbers.
     shard: the number of the device's part in a `jax.shard_map`; -1 outside of one.
   """
@@ -40,6 +41,7 @@ class State(NamedTuple):
   result: Any
   place: Any
   steps: Any
+  lanes: Any
   operands: Any
   shard: Any
 
@@ -50,6 +52,7 @@ class Equation(NamedTuple):
   primitive: str
   source: str
   loops: int  # around it
+  lane_counts: tuple[int, ...]  # of the loops around it whose steps are lanes
   lanes: tuple[lanes.Axes, ...]  # of each result, the axes of vmap's
   operands: tuple[Any, ...]  # abstract values
   results: tuple[Any, ...]
@@ -62,10 +65,14 @@ class Place:
 
   path: tuple[int, ...] = ()  # ids of the equations around it
   loops: tuple[Any, ...] = ()
+  lanes: tuple[Any, ...] = ()  # indices of loops whose steps are lanes
+  lane_counts: tuple[int, ...] = ()
   around: tuple[int, ...] = ()  # the numbers of their first equations
+  source: str = ""  # of the innermost equation around it that has one
 
   def inside(self, eqn: Any) -> Place:
-    return dataclasses.replace(self, path=(*self.path, id(eqn)))
+    source = lowering.source_of(eqn) or self.source
+    return dataclasses.replace(self, path=(*self.path, id(eqn)), source=source)
 
 
 class Watch:
@@ -85,7 +92,7 @@ class Watch:
     nothing = jnp.int32(NONE)
     steps = jnp.full(self._depth, -1, np.int32)
     ranges = jnp.zeros((self._operands, 2))
-    state = State(nothing, nothing, nothing, nothing, steps, ranges, jnp.int32(-1))
+    state = State(nothing, nothing, nothing, nothing, steps, steps, ranges, jnp.int32(-1))
     return self._jaxpr(self.closed.jaxpr, self.closed.consts, args, state, Place())[1]
 
   def _jaxpr(
@@ -149,19 +156,22 @@ class Watch:
 
       def found(kind: Any = kind, index: int = index, nan: Any = nan, inf: Any = inf) -> State:
         where = jnp.argmax(jnp.where(kind == NAN, nan, inf).reshape(-1)).astype(np.int32)
-        steps = [jnp.asarray(step, np.int32) for step in place.loops]
-        steps += [jnp.int32(-1)] * (self._depth - len(steps))
+        steps, numbers = (self._padded(these) for these in (place.loops, place.lanes))
         ranges = [_range(x) for x in ins[: self._operands]]
         ranges += [jnp.zeros(2)] * (self._operands - len(ranges))
         made = State(
-          kind, jnp.int32(number), jnp.int32(index), where,
-          jnp.stack(steps) if steps else state.steps, jnp.stack(ranges), state.shard,
+          kind, jnp.int32(number), jnp.int32(index), where, steps, numbers, jnp.stack(ranges),
+          state.shard,
         )  # fmt: skip
         return jax.tree.map(_alike, made, state)
 
       first = (state.kind == NONE) & (kind != NONE)
       state = jax.lax.cond(first, found, lambda state=state: state)
     return outs, state
+
+  def _padded(self, indices: Sequence[Any]) -> Any:
+    numbers = [jnp.asarray(index, np.int32) for index in indices]
+    return jnp.stack([*numbers, *[jnp.int32(-1)] * (self._depth - len(numbers))])
 
   def _number(self, eqn: Any, place: Place, axes: Mapping[Any, lanes.Axes]) -> int:
     path = (*place.path, id(eqn))
@@ -170,8 +180,9 @@ class Watch:
       self.equations.append(
         Equation(
           eqn.primitive.name,
-          lowering.source_of(eqn),
+          lowering.source_of(eqn) or place.source,
           len(place.loops),
+          place.lane_counts,
           tuple(axes.get(atom, ()) for atom in eqn.outvars),
           tuple(atom.aval for atom in eqn.invars),
           tuple(atom.aval for atom in eqn.outvars),
@@ -184,7 +195,8 @@ class Watch:
     """The place of what runs in a step of a loop."""
     inside = place.inside(eqn)
     number = self._loops.setdefault(inside.path, len(self.equations))
-    return Place(inside.path, (*place.loops, step), (*place.around, number))
+    loops, around = (*place.loops, step), (*place.around, number)
+    return dataclasses.replace(inside, loops=loops, around=around)
 
   def _order(self, state: State) -> Any:
     """Numbers that order what devices found, the first ones first, as the program runs."""
@@ -213,6 +225,8 @@ class Watch:
     return jax.lax.switch(index, branches, state, *operands)
 
   def _scan(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+    if lanes.has_step_for_each(eqn):
+      return self._lanes(eqn, ins, state, place)
     params = eqn.params
     held, count = loops.scan_counts(params)
     consts, carry, xs = ins[:held], list(ins[held : held + count]), list(ins[held + count :])
@@ -231,6 +245,26 @@ class Watch:
       body, (state, carry), (numbers, xs), params["length"], params["reverse"]
     )
     return [*carry, *ys], state
+
+  def _lanes(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+    """Each lane is looked at by itself; of what they find the first in the program's order counts."""
+    params = eqn.params
+    held, count = loops.scan_counts(params)
+    consts, carry, xs = ins[:held], list(ins[held : held + count]), list(ins[held + count :])
+    inside = place.inside(eqn)
+    counts = (*place.lane_counts, params["length"])
+
+    def body(carry: Any, x: Any) -> Any:
+      number, slices = x
+      lane = dataclasses.replace(inside, lanes=(*place.lanes, number), lane_counts=counts)
+      outs, found = self._closed(params["jaxpr"], (*consts, *carry, *slices), state, lane)
+      return outs[:count], (found, self._order(found), outs[count:])
+
+    numbers = jnp.arange(params["length"], dtype=np.int32)
+    carry, (states, orders, ys) = jax.lax.scan(
+      body, carry, (numbers, xs), params["length"], params["reverse"]
+    )
+    return [*carry, *ys], _first(states, orders) if params["length"] else state
 
   def _while(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
     params = eqn.params
@@ -276,17 +310,22 @@ class Watch:
       check_vma=params["check_vma"],
     )  # fmt: skip
     (states, orders), outs = mapped(state, *ins)
-    alive = states.kind != NONE
-    for level in range(orders.shape[1]):
-      order = orders[:, level]
-      alive &= order == jnp.where(alive, order, np.iinfo(np.int32).max).min()
-    first = jnp.arange(alive.size) == jnp.argmax(alive)
+    return outs, _first(states, orders)
 
-    def of_first(x: Any) -> Any:  # which the type of a value that lies explicitly lets be summed
-      chosen = first.reshape(-1, *(1,) * (x.ndim - 1))
-      return jnp.where(chosen, x, 0).sum(0, dtype=x.dtype)
 
-    return outs, jax.tree.map(of_first, states)
+def _first(states: State, orders: Any) -> State:
+  """Of states with a leading axis that which the program comes to first."""
+  alive = states.kind != NONE
+  for level in range(orders.shape[1]):
+    order = orders[:, level]
+    alive &= order == jnp.where(alive, order, np.iinfo(np.int32).max).min()
+  first = jnp.arange(alive.size) == jnp.argmax(alive)
+
+  def of_first(x: Any) -> Any:  # which the type of a value that lies explicitly lets be summed
+    chosen = first.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(chosen, x, 0).sum(0, dtype=x.dtype)
+
+  return jax.tree.map(of_first, states)
 
 
 # Where equations that call one program keep it.

@@ -25,7 +25,7 @@ def line_of(text: str) -> int:
 def test_a_program_without_any_is_none() -> None:
   assert cg.find_nan(lambda x: jnp.sin(x) / 2)(1.0) is None
   assert cg.find_nan(lambda: 3)() is None
-  assert cg.find_nan(lambda x: x)(jnp.array([jnp.nan, jnp.inf])) is None  # nothing makes them
+  assert cg.find_nan(lambda x: x)(jnp.array([1.0, jnp.inf])) is None  # nothing makes it
   mask = lambda x: jnp.max(jnp.where(x > 0, x, -jnp.inf))
   assert cg.find_nan(mask)(jnp.array([-1.0, 2.0])) is None
 
@@ -110,6 +110,60 @@ def test_lanes_are_where_vmap_puts_them() -> None:
   report = cg.find_nan(jax.vmap(shared, (0, None)))(jnp.ones(3), jnp.array([1.0, -1.0]))
   assert (report.primitive, report.lane, report.index) == ("log", None, (1,))
   assert jax.jit(jax.vmap(jax.jit(loop), in_axes=1))(rows).shape == (2, 4)  # has no marks
+
+
+def test_lanes_count_in_their_own_branches_and_rounds() -> None:
+  lax = jax.lax
+  # A lane that has ended would take the logarithm of a negative number.
+  rounds = lambda n, x: lax.while_loop(
+    lambda s: s[0] < n, lambda s: (s[0] + 1, jnp.log(n + x - s[0])), (0.0, x)
+  )
+  nested = lambda n: lax.while_loop(
+    lambda s: s[0] < n, lambda s: (s[0] + 1, rounds(s[0] + 1, 0.5 + 0 * n)[1]), (0.0, n)
+  )
+  branch = lambda x: lax.cond(x > 0, jnp.log, lambda x: x, x)
+  which = lambda i, x: lax.switch(i, [jnp.log, jnp.sqrt, lambda x: x], x)
+  n, signs = jnp.array([1.0, 4.0]), jnp.array([1.0, -1.0])
+  assert cg.find_nan(jax.vmap(rounds))(n, jnp.full(2, 0.5)) is None
+  assert cg.find_nan(jax.vmap(nested))(n) is None
+  assert cg.find_nan(jax.vmap(branch))(signs) is None
+  assert cg.find_nan(jax.vmap(jax.grad(branch)))(signs) is None
+  assert cg.find_nan(jax.vmap(which))(jnp.array([1, 2]), signs) is None
+  report = cg.find_nan(jax.vmap(rounds))(jnp.array([3.0, 4.0]), jnp.array([0.5, -2.5]))
+  assert (report.primitive, report.step, report.lane, report.index) == ("log", 2, 1, (1,))
+  assert report.result == "float32[2]"
+  # The earliest step counts, not the first lane.
+  report = cg.find_nan(jax.vmap(rounds))(jnp.array([4.0, 3.0]), jnp.array([-2.5, -2.5]))
+  assert (report.step, report.lane) == (1, 1)
+  report = cg.find_nan(jax.vmap(jax.vmap(which)))(
+    jnp.array([[2, 2, 2], [2, 2, 0]]), jnp.full((2, 3), -1.0)
+  )
+  assert (report.lane, report.index, report.result) == ((1, 2), (1, 2), "float32[2,3]")
+
+
+def test_inside_jaxs_own_functions_the_line_is_that_of_their_call() -> None:
+  def inverse(x: Any) -> Any:
+    return jnp.linalg.inv(x)  # inverse
+
+  def norm(x: Any) -> Any:
+    return jnp.linalg.norm(x)  # norm
+
+  for f, line in ((inverse, "inverse"), (jax.grad(norm), "norm")):
+    report = cg.find_nan(f)(np.zeros((2, 2), np.float32))
+    assert report is not None
+    assert f"test_find_nan.py:{line_of(line)} (" in report.source
+
+
+def test_a_nan_that_is_given_is_the_inputs() -> None:
+  f = lambda batch, scale, *rest: batch["x"].sum() * scale + sum(rest)
+  report = cg.find_nan(f)({"x": np.array([1.0, np.nan], np.float32)}, 1.0)
+  assert (report.kind, report.primitive, report.argument) == ("nan", "input", "batch['x']")
+  assert (report.index, report.result) == ((1,), "float32[2]")
+  assert str(report) == "the input 'batch['x']' has a NaN, at [1] of float32[2]"
+  assert cg.find_nan(f)({"x": np.ones(2)}, 1.0, 2.0, np.nan).argument == "argument 3"
+  assert cg.find_nan(f)({"x": np.ones(2)}, scale=np.nan).argument == "scale"
+  made = cg.find_nan(lambda x, y: (x, jnp.log(y)))(np.nan, -1.0)  # which says more
+  assert made.primitive == "log"
 
 
 def test_branches_jits_and_rules_of_users() -> None:
