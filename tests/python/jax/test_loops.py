@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each entry of callgate._jax.loops, batching and refs does on this JAX what it says."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreters import output_of
+from jax.interpreters import batching as jax_batching
+
+import callgate
+from callgate._jax import batching, loops, refs, tracing
+
+P = jax.P
+X = np.arange(4, dtype=np.float32)
+
+
+def equation(name: str, function: Callable[..., Any], *args: Any) -> Any:
+  return next(e for e in jax.make_jaxpr(function)(*args).eqns if e.primitive.name == name)
+
+
+def in_rule(look: Callable[..., Any], x: Any = X, **options: Any) -> list[Any]:
+  """What a look at the batching of an operation shows: (axis's data, operand, its axis)."""
+  seen: list[Any] = []
+  p = tracing.Primitive("test batching")
+  p.def_abstract_eval(lambda aval: aval)
+
+  def rule(axis_data: Any, args: Any, dims: Any, **_: Any) -> Any:
+    seen.append(look(axis_data, args[0], dims[0]))
+    return args[0], dims[0]
+
+  jax_batching.fancy_primitive_batchers[p] = rule
+  jax.make_jaxpr(jax.vmap(p.bind, **options))(x)
+  return seen
+
+
+# -- loops -----------------------------------------------------------------------------------------
+def test_what_a_scan_holds_is_told_and_it_runs_as_a_while_loop() -> None:
+  constant = jnp.ones(3)
+  step = lambda c, x: ((c[0] + x * constant.sum(), c[1] * 2), c[0])
+  function = lambda x: jax.lax.scan(step, (0.0, 1.0), x)
+  eqn = equation("scan", function, X)
+  consts, carry = loops.scan_counts(eqn.params)
+  assert carry == 2
+  assert consts + carry + 1 == len(eqn.invars)
+  closed = jax.make_jaxpr(function)(X)
+  text = str(jax.make_jaxpr(lambda *values: loops.scan_impl(*values, **eqn.params))(
+    *[jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+  ))  # fmt: skip
+  assert "while" in text
+  assert closed.eqns
+
+
+def test_the_operands_of_a_while_loop_are_split() -> None:
+  limit, step = jnp.float32(3), jnp.float32(1)
+
+  def function(x: Any, limit: Any, step: Any) -> Any:
+    return jax.lax.while_loop(lambda c: c[0] < limit, lambda c: (c[0] + step, c[1] + 1), (x, x))
+
+  eqn = equation("while", function, 0.0, limit, step)
+  parts = loops.split_operands(eqn.params, eqn.invars)
+  assert [*map(len, parts)] == [1, 1, 2]
+  assert [v for part in parts for v in part] == list(eqn.invars)
+  kinds: list[loops.T] = [1, 2]  # pyright: ignore[reportGeneralTypeIssues]
+  assert kinds
+
+
+def test_some_arguments_of_a_jaxpr_move_to_its_front() -> None:
+  closed = jax.make_jaxpr(lambda x, y: x - y)(1.0, 2.0)
+  moved = loops.move_binders_to_front(closed, [False, True])
+  assert tracing.jaxpr_as_fun(moved)(2.0, 1.0) == [-1.0]
+
+
+def test_types_are_weak_as_loops_have_them() -> None:
+  weak = loops.weakly_typed(jnp.float32(1))
+  assert jax.typeof(weak).weak_type
+  strong = jnp.float32(1)
+  assert loops.weakly_typed(strong, weak=False) is strong
+  found = loops.promoted({"a": weak, "b": strong}, {"a": jax.typeof(jnp.zeros((), "bfloat16"))} | {
+    "b": jax.typeof(strong)
+  })  # fmt: skip
+  assert (found["a"].dtype, found["b"]) == (jnp.bfloat16, strong)
+
+
+def test_rules_are_put_around_jaxs() -> None:
+  source = """
+    import jax, jax.numpy as jnp
+    import callgate
+    from callgate._jax import loops
+    seen = set()
+
+    def around(name):
+      def rule(original, *args, **kwargs):
+        seen.add(name)
+        return original(*args, **kwargs)
+      return rule
+
+    loops.wrap_rules(around("hoist"), around("evaluate"))
+    loop = lambda x, y: jax.lax.scan(lambda c, _: (c * jnp.sin(y), None), x, None, length=3)[0]
+    jax.linearize(lambda x: loop(x, 2.0), 1.0)
+    jax.grad(jax.checkpoint(lambda x: loop(x, 2.0)))(1.0)
+    print(sorted(seen))
+  """
+  assert output_of(source) == "['evaluate', 'hoist']\n"
+
+
+# -- lanes -----------------------------------------------------------------------------------------
+def test_names_of_mapped_axes_are_found_in_jaxprs() -> None:
+  def names(f: Callable[[Any], Any]) -> bool:
+    closed = jax.make_jaxpr(f, axis_env=[("d", 2)])(X)
+    return batching.names_axis(closed)
+
+  assert names(lambda x: jax.lax.psum(x, "d"))
+  assert names(lambda x: jax.lax.ppermute(x, "d", [(0, 1)]))
+  assert names(jax.jit(lambda x: jax.lax.ppermute(x, "d", [(0, 1)])))
+  assert not names(jax.jit(jnp.sin))
+
+
+def test_lanes_have_their_type_and_a_value_goes_to_each() -> None:
+  def look(axis_data: Any, value: Any, dim: Any) -> Any:
+    lanes = batching.to_lanes(axis_data, jnp.zeros(2))
+    whole = batching.lane_aval(axis_data, value, None).shape
+    return batching.lane_aval(axis_data, value, dim).shape, whole, lanes.shape
+
+  x = np.zeros((5, 3), np.float32)
+  assert in_rule(look, x) == [((3,), (5, 3), (5, 2))]
+  assert in_rule(look, x, in_axes=1) == [((5,), (5, 3), (3, 2))]
+
+
+def test_a_lane_names_its_axis_here_and_later() -> None:
+  def look(axis_data: Any, value: Any, dim: Any) -> Any:
+    del value, dim
+    with batching.in_lane(axis_data):
+      here = batching.axes_here()
+      inside = jax.make_jaxpr(lambda x: jax.lax.psum(x, "lanes"))(1.0)
+    with here():
+      later = jax.make_jaxpr(lambda x: jax.lax.psum(x, "lanes"))(1.0)
+    return [str(inside) == str(later), batching.names_axis(inside)]
+
+  assert in_rule(look, axis_name="lanes") == [[True, True]]
+
+
+def test_a_jaxpr_of_lanes_has_them_on_the_axes_that_are_said() -> None:
+  closed = jax.make_jaxpr(lambda x, y: (x + y, y))(np.zeros(3, np.float32), np.float32(0))
+
+  def look(axis_data: Any, value: Any, dim: Any) -> Any:
+    del value, dim
+    made = batching.batched_at(closed, axis_data, [1, None], [1, 0])
+    return [v.aval.shape for v in (*made.jaxpr.invars, *made.jaxpr.outvars)]
+
+  assert in_rule(look) == [[(3, 4), (), (3, 4), (4,)]]
+
+
+def test_values_lie_along_an_axis_of_an_explicit_mesh() -> None:
+  kind = jax.sharding.AxisType.Explicit
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,), devices=jax.devices()[:4])
+  with jax.set_mesh(mesh):
+    x = jax.reshard(jnp.zeros((4, 2)), P())
+    assert jax.typeof(batching.lie_along("d", x)).sharding.spec == P("d", None)
+  assert batching.lie_along("d", X) is X
+
+
+def test_results_of_operations_of_lanes_are_marked_where_they_are() -> None:
+  marked: list[Any] = []
+
+  def mark(value: Any, dim: int) -> Any:
+    marked.append(dim)
+    return value + 100
+
+  kind: batching.Mark = mark
+  program = jax.vmap(lambda x: jax.lax.neg(x), in_axes=1, out_axes=1)
+  with batching.marking(kind):
+    found = program(np.ones((2, 3), np.float32))
+  assert set(marked) <= {0, 1}
+  assert (np.asarray(found) == 99).all()
+  assert (np.asarray(program(np.ones((2, 3), np.float32))) == -1).all()
+
+
+# -- mutable arrays --------------------------------------------------------------------------------
+@pytest.mark.parametrize("add", [False, True])
+def test_refs_are_told_and_changed_where_a_mask_is_true(add: bool) -> None:
+  def change(ref: Any, value: Any) -> None:
+    if add:
+      jax.ref.addupdate(ref, ..., value)
+    else:
+      ref[...] = value
+
+  def masked(mask: Any) -> Any:
+    def program(mask: Any) -> Any:
+      ref = jax.new_ref(jnp.float32(1))
+      closed = jax.make_jaxpr(change)(ref, jnp.float32(2))
+      assert refs.touches(closed.effects)
+      assert [refs.is_ref(v.aval) for v in closed.jaxpr.invars] == [True, False]
+      assert not closed.consts
+      eqn = next(eqn for eqn in closed.eqns if refs.touches(eqn.effects))
+      refs.bind_masked(eqn, mask, [ref, jnp.float32(2)])
+      return ref[...]
+
+    return jax.jit(program)(mask)
+
+  assert [float(masked(mask)) for mask in (True, False)] == [3.0 if add else 2.0, 1.0]
+  assert not refs.touches(jax.make_jaxpr(jnp.sin)(1.0).effects)
+
+
+# -- all of them -----------------------------------------------------------------------------------
+def entries(path: pathlib.Path) -> set[str]:
+  """The public names that a module of callgate._jax defines."""
+  found: set[str] = set()
+  for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+      found.add(node.name)
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+      targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+      found |= {target.id for target in targets if isinstance(target, ast.Name)}
+  return {f"{path.stem}.{name}" for name in found if not name.startswith("_")}
+
+
+def test_each_entry_has_a_test() -> None:
+  folder = pathlib.Path(callgate.__file__).parent / "_jax"
+  defined = set[str]().union(*map(entries, folder.glob("*.py")))
+  modules = "|".join(path.stem for path in folder.glob("*.py"))
+  used = set[str]()
+  for file in pathlib.Path(__file__).parent.glob("test_*.py"):
+    used |= {f"{a}.{b}" for a, b in re.findall(rf"\b({modules})\.(\w+)", file.read_text("utf-8"))}
+  assert len(defined) > 100
+  assert sorted(defined - used) == []
