@@ -46,7 +46,8 @@ _BUILTIN = (tuple, bool, int, float, str)
 
 def _base(value: Any) -> Any:
   """The number, text or tuple in an object of a derived class, such as an enumeration's member."""
-  return next(kind for kind in (tuple, int, float, str) if isinstance(value, kind))(value)
+  bases: tuple[Any, ...] = (tuple, int, float, str)
+  return next(kind for kind in bases if isinstance(value, kind))(value)
 
 
 def _class_name(kind: type) -> str:
