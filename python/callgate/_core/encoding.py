@@ -297,7 +297,7 @@ def for_another(spec: str) -> tuple[str, dict[str, Any]]:
   def renamed(code: Json) -> Json:
     if isinstance(code, list):
       return [renamed(one) for one in cast("list[Json]", code)]
-    match cast("Json", code):
+    match code:
       case {"o": name}:
         entries[there := f"object:{names.abroad(name)}"] = _named_object(name).value
         return {"o": there}

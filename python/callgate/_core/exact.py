@@ -185,7 +185,8 @@ def _bits(value: Any) -> Any:
     return None if value.dtype.hasobject else (value.dtype.str, value.tobytes())
   if isinstance(value, enum.Enum) or _state(value):
     return None
-  base = next((one for one in (int, float, complex, str, bytes) if isinstance(value, one)), None)
+  bases: tuple[Any, ...] = (int, float, complex, str, bytes)
+  base = next((one for one in bases if isinstance(value, one)), None)
   return None if base is None else base.__repr__(value)  # of a subclass's
 
 

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from callgate._core import exact
+from callgate._core import exact, foreign
 from callgate._core.errors import GateDefinitionError
 from callgate._core.exact import Exact
 
@@ -148,17 +148,13 @@ def _digest(one: Exact) -> str:
   try:
     return digest(one.value)
   except Exception as error:
-    what = f"a {exact.kind_of(one)}, {_short(one.value)}"
+    what = f"a {exact.kind_of(one)}"
     raise GateDefinitionError(
-      f"jax.export: a static value of the program can't go to other processes: {what}: {error}. "
+      f"jax.export: a static value of the program can't go to other processes: {what}: "
+      f"{foreign.said_by(error)}. "
       "Expected numbers, text, tuples, functions that a module holds by their names, or what can "
       "be pickled; or make it in the gate's function"
     ) from error
-
-
-def _short(value: Any) -> str:
-  text = object.__repr__(value)
-  return text if len(text) < 100 else text[:97] + "..."
 
 
 def digest(value: Any) -> str:

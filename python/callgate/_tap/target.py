@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from callgate import _callgate
-from callgate._core import errors, exact, registry
+from callgate._core import errors, exact, foreign, registry
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
@@ -89,7 +89,7 @@ def of_function(function: Callable[..., Any]) -> Tap:
 
 def _why_not(function: Any) -> str:
   return (
-    f"other processes don't have its function, {getattr(function, '__qualname__', function)!r}. "
+    f"other processes don't have its function, {foreign.qualified_name(function)}. "
     "Expected a channel's name, as cg.tap(x, 'loss'), with cg.channel('loss', to=...) where the "
     "program is called; or a function that a module holds by its name, which is tapped there, too"
   )
