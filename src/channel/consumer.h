@@ -201,7 +201,7 @@ class RecordViews {
     if (sizes.rank != 1 || sizes.dims[0] > leaf.rank) return;
     const auto count = static_cast<std::size_t>(sizes.dims[0]);
     const std::size_t lead = static_cast<std::size_t>(leaf.rank) - count;
-    const std::int64_t shard = std::int64_t{record.flags >> kShardBit} - 1;
+    const std::int64_t shard = record.shard();
     const bool split = shard >= 0 && static_cast<std::size_t>(shard) < padded.starts.size();
     Cut& cut = cuts_[i];
     cut.dims.assign(leaf.dims, leaf.dims + leaf.rank);

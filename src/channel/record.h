@@ -127,6 +127,14 @@ struct LeafType {
   auto operator<=>(const LeafType&) const = default;
 };
 
+// Where an array of a program over several devices lies: its own extents, and where each shard
+// begins, by the shards' numbers.
+struct Parts {
+  std::vector<std::int64_t> whole;
+  std::vector<std::vector<std::int64_t>> starts;
+  auto operator<=>(const Parts&) const = default;
+};
+
 // A leaf whose payload is an array with padding: another leaf says how much of it counts.
 struct Padded {
   std::size_t leaf = 0;
@@ -172,6 +180,7 @@ struct SourceInfo {
   Role role = Role::kPrimal;
   std::size_t value_leaves = 0;  // leaves that belong to the tapped value, then sizes
   std::vector<Padded> padded;    // one for each of the sizes, which are the last value leaves
+  std::vector<Parts> parts;      // of each leaf of the value; none in a program on one device
   bool ordered = false;          // consumers get its records in the order of all
   bool has_where = false;        // leaf `value_leaves` is a bool for each lane: is it sent?
   bool on_device = false;        // consumers want arrays on the device
@@ -209,6 +218,8 @@ struct Record {
   const char* payload = nullptr;
 
   const char* data(const LeafType& leaf) const noexcept { return payload + leaf.offset; }
+  // Which shard it is; -1 for whole arrays.
+  std::int64_t shard() const noexcept { return std::int64_t{flags >> kShardBit} - 1; }
   // Of who made it: where the payload is written.
   char* data() const noexcept { return const_cast<char*>(payload); }
 

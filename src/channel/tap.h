@@ -33,7 +33,8 @@ namespace callgate {
 // As attributes: a dictionary `tap` of name, role ("primal"), ordered, repeated, every, returned,
 // where, on_device and `paths` of the values; a dictionary `padded` with one for each of the sizes,
 // which are the last values: leaf, and of an array on several devices `whole`, its extents, and
-// `starts`, where each shard begins.
+// `starts`, where each shard begins; and on several devices a dictionary `parts` with one for each
+// other value: `whole` and `starts`.
 struct TapSpec : SourceInfo {
   bool repeated = false;
   std::int64_t every = 1;
@@ -62,6 +63,11 @@ struct TapSpec : SourceInfo {
       if (one.leaf + spec.padded.size() >= spec.value_leaves)
         throw Error("a tap's 'padded'", "a leaf of its values, which sizes follow",
                     std::to_string(one.leaf));
+    const Attributes& parts = held.dictionary("parts");
+    for (const std::string& place : parts.places()) {
+      Padded part = padded_of(parts.dictionary(place));
+      spec.parts.push_back({std::move(part.whole), std::move(part.starts)});
+    }
     spec.description = std::move(description);
     return spec;
   }

@@ -268,6 +268,7 @@ def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: exact.Exa
 class _Taker(Use):
   kind = "gate"
   handles = "takes"
+  waits = True
 
 
 # -- starts that were traced before ----------------------------------------------------------------

@@ -32,8 +32,8 @@ Calls = collections.OrderedDict[int, Recorded]  # by number; its first is found 
 class _Gate:
   """The recorded calls of a gate: those that are left, by what they are looked for."""
 
-  def __init__(self, effect: str) -> None:
-    self.effect = effect
+  def __init__(self, effect: str, waits: bool) -> None:
+    self.effect, self.waits = effect, waits
     self.count = 0
     self.left: Calls = Calls()
     self.of_place: dict[Place, Calls] = collections.defaultdict(Calls)
@@ -63,15 +63,15 @@ class Answers:
     self._tolerance = (rtol, atol)
     self._gates: dict[str, _Gate] = {}
     for call in sorted(recorded, key=lambda call: call.number):
-      self._gates.setdefault(call.gate, _Gate(call.effect)).add(call)
+      self._gates.setdefault(call.gate, _Gate(call.effect, call.waits)).add(call)
 
   def gates(self) -> list[str]:
     return sorted(self._gates)
 
   @property
   def left(self) -> int:
-    """How many calls have not been given."""
-    return sum(len(gate.left) for gate in self._gates.values())
+    """How many calls have not been given; waits for started ones are none."""
+    return sum(len(gate.left) for gate in self._gates.values() if not gate.waits)
 
   def recorded(self, name: str) -> int:
     """How many calls of the gate there are."""

@@ -42,6 +42,7 @@ class Recorded:
     results: None where the call raised.
     error: what `raised.py` makes of the exception.
     pickled: the exception, where it could be pickled.
+    waits: True for the wait for a started call, which is no call of its own.
   """
 
   gate: str
@@ -58,6 +59,7 @@ class Recorded:
   results: tuple[Value, ...] | None = None
   error: str = ""
   pickled: bytes = b""
+  waits: bool = False
 
   @functools.cached_property
   def arrays(self) -> tuple[np.ndarray, ...]:
@@ -88,6 +90,8 @@ def describe(call: Recorded) -> str:
     KEY: VERSION, "site": call.site, "effect": call.effect, "operands": operands,
     "digests": call.operands is None,
   }  # fmt: skip
+  if call.waits:
+    held["waits"] = True
   return json.dumps(held, separators=(",", ":"))
 
 
@@ -155,7 +159,8 @@ def _read(record: StreamRecord, about: Mapping[str, Any]) -> Recorded:
     results = tuple(_results(leaves))
   head = (record.name, str(about["site"]), lane, record.device, shard, record.seq)
   about_call = (str(about["effect"]), tuple(names), tuple(types))
-  return Recorded(*head, *about_call, operands, digests, results, error, pickled)
+  waits = about.get("waits") is True
+  return Recorded(*head, *about_call, operands, digests, results, error, pickled, waits)
 
 
 def _results(leaves: Mapping[str, np.ndarray]) -> Sequence[Value]:

@@ -28,7 +28,7 @@ class Recording(Block):
 
   Attributes:
     path: the file.
-    count: how many calls it holds so far.
+    count: how many calls it holds so far; a wait for a started one is none.
   """
 
   what = "record"
@@ -75,14 +75,16 @@ class Recording(Block):
   ) -> Any:  # fmt: skip
     del types
     operands = without_handles(gate, spec, operands)
+    made = registry.get(gate)
     with self._changed:
       number, self._next = self._next, self._next + 1
       self._running[number] = gate
     call = Recorded(
-      gate, site, lane, device, shard, number, getattr(registry.get(gate), "effect", "pure"),
+      gate, site, lane, device, shard, number, getattr(made, "effect", "pure"),
       tuple(registry.argument(gate, spec, i) for i in range(len(operands))),
       tuple((code, shape) for code, shape, _ in operands),
       None if self._digests else operands, tuple(map(calls.digest, operands)),
+      waits=getattr(made, "waits", False),
     )  # fmt: skip
     return _Call(self, call, run)
 
@@ -101,7 +103,7 @@ class Recording(Block):
         failure = GateError(f"record: call {call.number} of '{call.gate}' is not recorded: {wrong}")
         self._failure = self._failure or failure
         raise failure from None
-      self.count += 1
+      self.count += not call.waits
 
   def over(self, number: int) -> None:
     """A call runs no more."""
@@ -144,7 +146,7 @@ def _make_room(path: str, overwrite: bool) -> None:
     )
   if not _is_recording(path):
     raise FileExistsError(f"record: expected a recording to replace, got another file, {path!r}")
-  os.remove(path)
+  _callgate.FileClaim("record", path).remove()  # raises if another process writes it
 
 
 def _is_recording(path: str) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from callgate._core import options
+from callgate._core import options, registry
 from callgate._core.dtypes import Value
 from callgate._core.errors import ReplayError
 from callgate._core.tape import Answer, Type
@@ -61,8 +61,9 @@ class Replay(Block):
       call = self._answers.take(gate, place, operands)
       if call is None and not self._partial:
         raise ReplayError(self._refusal(gate, place, operands))
-      self.answered += call is not None
-      self.called += call is None
+      if not getattr(registry.get(gate), "waits", False):
+        self.answered += call is not None
+        self.called += call is None
     return None if call is None else self._answer(call, types)
 
   def _answer(self, call: Recorded, types: tuple[Type, ...]) -> Answer:

@@ -205,16 +205,16 @@ class _Call:
         core = dataclasses.replace(t, counts=t.counts[skip:], index=t.index[:, skip:])
         leaves.append(_tiles.encode(core, self.operands[index].shape[skip:]))
       code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": sizes}
-      # What `TapSpec::of` reads of a padded array: its extents, and where each shard begins.
-      padded: list[dict[str, Any]] = []
-      for index in code["logical"]:
-        part = _tiles.Part(leaves[index])
-        begins = [s.start for device in range(self.devices) for s in part.slices(device)]
-        held = {"whole": np.array(part.shape, np.int64), "starts": np.array(begins, np.int64)}
-        padded.append({"leaf": np.int64(index), **held})
-      if padded:
+      # What `TapSpec::of` reads of an array: its extents, and where each shard begins.
+      parts = [self._begins(_tiles.Part(leaf)) for leaf in leaves]
+      self.held["parts"] = attributes.listed(parts)
+      if padded := [{"leaf": np.int64(index), **parts[index]} for index in code["logical"]]:
         self.held["padded"] = attributes.listed(padded)
     self.held["spec"] = _json(code)
+
+  def _begins(self, part: _tiles.Part) -> dict[str, Any]:
+    begins = [s.start for device in range(self.devices) for s in part.slices(device)]
+    return {"whole": np.array(part.shape, np.int64), "starts": np.array(begins, np.int64)}
 
 
 def _json(value: Any) -> str:

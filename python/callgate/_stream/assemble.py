@@ -12,10 +12,11 @@ import numpy as np
 
 from callgate._core import options
 from callgate._stream.records import StreamRecord
+from callgate._stream.rows import of_row
 from callgate._tap.records import Record
 
 
-def assemble(records: Iterable[Record | StreamRecord]) -> Any:
+def assemble(records: Iterable[Record | StreamRecord | Mapping[str, Any]]) -> Any:
   """The whole value of a tap in a program over several devices, from the records of its shards.
 
   ```python
@@ -37,11 +38,14 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
 
   Args:
     records: those of one tap in one execution (`info.run`), in any order, as consumers get them or
-      as `open_stream` reads them, of several processes, too. Copies of a shard may be among them.
+      as `open_stream` reads them, of several processes, too; or rows of the files of sinks, as
+      dictionaries: lines of `JSONL`, `Table.to_pylist()` of Parquet (docs/sinks.md). Copies of a
+      shard may be among them.
 
   Returns:
     The pytree, with NumPy arrays of the global shapes, or of what counts of them by the tap's
-    `logical_shape`; from a stream, a lone array, or a dictionary of arrays by their paths.
+    `logical_shape`; from a stream or a file a lone array, or a dictionary of arrays by their
+    paths.
 
   Raises:
     ValueError: there is none, they are of several taps, lanes, shapes, executions or steps of a
@@ -55,11 +59,11 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
   except TypeError:  # an array of no dimensions
     options.refuse("assemble", "records", expected, records)
   for record in found:
-    if not isinstance(record, (Record, StreamRecord)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(record, (Record, StreamRecord, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
       options.refuse("assemble", "records", expected, record)
   if not found:
     raise ValueError("assemble: expected the records of one tap's shards, got none")
-  shards = [_Shard(record) for record in found]
+  shards = [_Shard(of_row(one) if isinstance(one, Mapping) else one) for one in found]
   _check_alike(shards)
   first = shards[0]
   if first.parts is None:

@@ -121,6 +121,16 @@ def tap_key(info: TapInfo) -> str:
   return info.name if info.role == "primal" else f"{info.name}:{info.role}"
 
 
+def parts_of(record: Record) -> list[tuple[tuple[slice, ...], tuple[int, ...]]]:
+  """Of each leaf which part it is, and the whole array's shape; nothing where that is not known."""
+  info = record.info
+  if info.shard is None:
+    return []
+  tree = jax.tree.structure(record.value)
+  shapes = tree.flatten_up_to(info.global_shape)
+  return list(zip(tree.flatten_up_to(info.shard), shapes, strict=True))
+
+
 @tracing.clearable_cache(max_size=1024)  # structures may keep the user's objects
 def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
   """Of each leaf the path as `jax.tree_util.keystr` writes it, and in the plain form "w/0"."""

@@ -21,6 +21,11 @@ from callgate._tap.records import Record, TapInfo
 StrPath = str | os.PathLike[str]
 
 
+def resolved(path: str) -> str:
+  """The path from the root, by the working directory as it is now; an address as it is."""
+  return path if "://" in path else os.path.abspath(path)
+
+
 class ChoiceOptions(TypedDict, total=False):
   """The options of `Sink`, which every sink takes and hands on."""
 
@@ -227,7 +232,7 @@ class FilesSink(LibrarySink):
     self, path: StrPath, *, append: bool = False, **choice: Unpack[ChoiceOptions]
   ) -> None:
     label = f"sinks.{type(self).__name__}"
-    super().__init__(options.path(label, "path", path), **choice)
+    super().__init__(resolved(options.path(label, "path", path)), **choice)
     self._append = options.boolean(label, "append", append)
     self._tables: dict[Any, Any] = {}  # the open ones, by path
     self._begun: dict[pathlib.Path, bool] = {}  # False where another sink had the file

@@ -20,8 +20,8 @@ from callgate._core.errors import GateDefinitionError
 from callgate._process import group
 from callgate._tap import channel
 from callgate._tap.delivery import ROLES
-from callgate._tap.records import Record, leaf_paths
-from callgate.sinks._base import ChoiceOptions, OwnedSink, StrPath
+from callgate._tap.records import Record, leaf_paths, parts_of
+from callgate.sinks._base import ChoiceOptions, OwnedSink, StrPath, resolved
 
 _made: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()  # by path
 _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
@@ -49,6 +49,7 @@ class NativeSink(OwnedSink):
         self._writer.write(
           role=ROLES.index(info.role), lane=list(info.lane),
           leaves=[_leaf(path, x) for (path, _), x in zip(leaf_paths(tree), leaves, strict=True)],
+          parts=[(shape, [s.start for s in part]) for part, shape in parts_of(record)],
           **{name: getattr(info, name) for name in _PLAIN},
         )  # fmt: skip
       except (ValueError, TypeError) as error:
@@ -82,20 +83,20 @@ class NativeSink(OwnedSink):
 class FileSink(NativeSink):
   """A sink of a file, or of one for each leaf; made again, it closes the old one's channel."""
 
-  _make: Callable[[str, bool], _callgate.Consumer]
+  _make: Callable[[str, bool, int], _callgate.Consumer]
 
   def __init__(
     self, path: StrPath, *, append: bool = False, **choice: Unpack[ChoiceOptions]
   ) -> None:
     label = f"sinks.{type(self).__name__}"
-    path = group.fill_index(options.path(label, "path", path))
+    path = resolved(group.fill_index(options.path(label, "path", path)))
     append = options.boolean(label, "append", append)
     self._place, old = registry.caller(), _made.get(path)
     if old is not None and self._place is not None and self._place.again(old._place):
       if holder := channel.open_channels().get(old._channel or ""):
         channel.retire(holder)
       old.close()
-    super().__init__(self._make(path, append), path, **choice)
+    super().__init__(self._make(path, append, group.known_index() or 0), path, **choice)
     _made[path] = self
 
 
@@ -104,8 +105,10 @@ class JSONL(FileSink):
 
   A line has `name`, `seq`, `time_ns`, `device`, `run`, `role`, `lane` under `vmap`, `repeated`
   where it is true, and `value`: a number or nested lists for a lone leaf, else an object from paths
-  ("w/0") to these. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity"; a complex
-  number is `[real, imaginary]`. Lines are in the file as soon as the channel has delivered them.
+  ("w/0") to these. In a program over several devices it has `process`, `global_shape`, and `shard`,
+  the [begin, end) of each dimension that the value is of the whole array. NaN and infinities are
+  the strings "NaN", "Infinity" and "-Infinity"; a complex number is `[real, imaginary]`. Lines are
+  in the file as soon as the channel has delivered them.
 
   Args:
     path: the file; its folder is made. It is emptied now, unless `append`.
@@ -118,6 +121,10 @@ class JSONL(FileSink):
 
 class Npy(FileSink):
   """A `.npy` file for each leaf, with a row for each record: `np.load` reads it at any time.
+
+  In a program over several devices "loss.shard.npy" stands beside "loss.npy", with a row for each
+  record: fields `seq`, `time_ns`, `run`, `process`, `device`, `global_shape` and `shard`, the
+  [begin, end) of each dimension.
 
   bfloat16 and smaller floats are stored as float32, int4 and its like as int8 or uint8. A change of
   shape or dtype is an error, and the file stays as it is.
@@ -216,6 +223,7 @@ class Stream(NativeSink):
 
   def __init__(self, destination: str | os.PathLike[str], **choice: Unpack[ChoiceOptions]) -> None:
     path = group.fill_index(options.path("sinks.Stream", "destination", destination))
+    path = path if path.startswith(("unix:", "tcp://")) else resolved(path)
     known = group.known_index()
     self._sink = _callgate.stream_sink(path, process_index=-1 if known is None else known)
     super().__init__(self._sink, path, **choice)

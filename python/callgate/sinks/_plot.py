@@ -14,7 +14,7 @@ import numpy as np
 
 from callgate._core import options, paths
 from callgate._tap.records import Record, columns
-from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, lane_suffix, plain
+from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, lane_suffix, plain, resolved
 
 
 class Plot(LibrarySink):
@@ -40,7 +40,7 @@ class Plot(LibrarySink):
     **choice: Unpack[ChoiceOptions],
   ) -> None:  # fmt: skip
     label = "sinks.Plot"
-    super().__init__(options.path(label, "path", path), **choice)
+    super().__init__(resolved(options.path(label, "path", path)), **choice)
     self._max_points = options.count(label, "max_points", max_points, least=2)
     self._every_seconds = options.seconds(label, "every_seconds", every_seconds, zero=True)
     self._title = options.or_none(options.text, label, "title", title)

@@ -15,10 +15,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from callgate import _callgate
-from callgate._tap.records import Record, leaves_under, tap_key
+from callgate._tap.records import Record, leaves_under, parts_of, tap_key
 from callgate.sinks._base import FilesSink, file_for, plain
 
 _META = {"seq": np.uint64, "time_ns": np.int64, "process": np.int32, "device": np.int32}
@@ -63,12 +64,28 @@ class _Rows:
 def _row(record: Record) -> dict[str, np.ndarray]:
   """A record by field: numbers, `lane` under `vmap`, `value` or "value/w/0" for each leaf."""
   row = {name: np.asarray(getattr(record.info, name), dtype) for name, dtype in _META.items()}
+  row |= parts_row(record)
   if record.info.lane:
     row["lane"] = np.asarray(record.info.lane, np.int64)
   for name, leaf in leaves_under("value", record.value).items():
     row[name] = plain(leaf)
     if row[name].dtype.kind not in "biufc":
       raise ValueError(f"expected a dtype that JAX has, got {row[name].dtype} of {name}")
+  return row
+
+
+def parts_row(record: Record) -> dict[str, np.ndarray]:
+  """Of a record of a shard: its execution; by leaf the whole shape and the part, [begin, end)."""
+  if not (parts := parts_of(record)):
+    return {}
+  row = {"run": np.asarray(record.info.run, np.int64)}
+  tree = jax.tree.structure(record.value)
+  ends = [[(s.start, s.stop) for s in part] for part, _ in parts]
+  for root, arrays in (
+    ("global_shape", [np.array(shape, np.int64) for _, shape in parts]),
+    ("shard", [np.array(part, np.int64).reshape(-1, 2) for part in ends]),
+  ):
+    row |= leaves_under(root, jax.tree.unflatten(tree, arrays))
   return row
 
 
@@ -98,7 +115,7 @@ class _GrowingArrays(FilesSink):
   def _start(self) -> None:
     path = pathlib.Path(self._target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    self._claimed = _callgate.FileClaim(type(self).__name__, str(self._claim(path)))
+    self._claimed = _callgate.FileClaim(f"the sink {type(self).__name__}", str(self._claim(path)))
     try:
       self._root = self._open_root(path, "a" if self._append else "w")
     except BaseException:
@@ -215,8 +232,10 @@ class Parquet(FilesSink):
   """A Parquet table for each tap: https://arrow.apache.org/docs/python/parquet.html
 
   Its columns are `seq`, `time_ns`, `process`, `device`, `lane` under `vmap`, and `value`, or a
-  column for each leaf, as "w/0" ("value/seq" for one that is called as the others are). Arrays are
-  nested lists, complex numbers structs of `re` and `im`.
+  column for each leaf, as "w/0" ("value/seq" for one that is called as the others are). In a
+  program over several devices it has `run`, and `global_shape` and `shard` or, of a pytree,
+  "global_shape/w/0" and "shard/w/0": the whole array's shape, and the [begin, end) of each
+  dimension. Arrays are nested lists, complex numbers structs of `re` and `im`.
 
   Args:
     path: the file, which appears when the sink is closed; with "{name}" in it, a file for each tap,
@@ -259,7 +278,7 @@ class _Table:
     self._broken: Exception | None = None  # why nothing more can be written
     self._written = 0  # rows
     schema = self._to_arrow().schema
-    self._claimed = _callgate.FileClaim("Parquet", str(self._partial))  # keeps others away
+    self._claimed = _callgate.FileClaim("the sink Parquet", str(self._partial))  # keeps others away
     self._writer = arrow.parquet.ParquetWriter(str(self._partial), schema)
     if keep and path.exists():
       try:

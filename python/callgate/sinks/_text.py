@@ -7,6 +7,7 @@ import csv
 import datetime
 import functools
 import io
+import json
 import pathlib
 import re
 import string
@@ -20,7 +21,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.errors import GateDefinitionError
-from callgate._tap.records import Record, columns, named_leaves, tap_key
+from callgate._tap.records import Record, columns, named_leaves, parts_of, tap_key
 from callgate.sinks import _base
 from callgate.sinks._base import ChoiceOptions, FilesSink, LibrarySink, SinkError, StrPath
 
@@ -116,6 +117,9 @@ def _fields(record: Record) -> dict[str, Any]:
 class CSV(FilesSink):
   """A table of scalars: `seq`, `time_ns`, `device`, `lane`, then a column for each leaf.
 
+  In a program over several devices `run`, `process`, `global_shape` and `shard` come before the
+  leaves, the latter two as JSON, unless the file is an older one without.
+
   The header comes from the first record. A column that appears later is an error; one that is
   missing leaves its cell empty.
 
@@ -156,6 +160,7 @@ class CSV(FilesSink):
     lane = ";".join(map(str, info.lane))
     meta = {"seq": info.seq, "time_ns": info.time_ns, "device": info.device, "lane": lane}
     table = self._table(tap_key(info))
+    meta |= {k: x for k, x in _of_shard(record).items() if not table.header or k in table.header}
     table.header = table.header or [*meta, *(self._columns or row)]
     if (new := next((name for name in row if name not in table.header), None)) is not None:
       known = f"the columns {', '.join(table.header)} of {str(table.path)!r}"
@@ -165,6 +170,20 @@ class CSV(FilesSink):
 
   def _commit(self) -> None:
     self._flush()
+
+
+def _of_shard(record: Record) -> dict[str, Any]:
+  """What a row says of a record of a shard; the parts as JSON, an object where there are leaves."""
+  if not (parts := parts_of(record)):
+    return {}
+  info, paths = record.info, [path for path, _ in named_leaves(record.value)]
+  shapes = [list(shape) for _, shape in parts]
+  shards = [[[s.start, s.stop] for s in part] for part, _ in parts]
+  text = {
+    name: json.dumps(each[0] if paths == [""] else dict(zip(paths, each, strict=True)))
+    for name, each in (("global_shape", shapes), ("shard", shards))
+  }
+  return {"run": info.run, "process": info.process, **text}
 
 
 class _Table:

@@ -12,7 +12,7 @@ import numpy as np
 
 from callgate._core import options
 from callgate._tap.records import Record, columns
-from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, plain
+from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, plain, resolved
 
 
 def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.ndarray]]]:
@@ -62,7 +62,7 @@ class TensorBoard(LibrarySink):
   def __init__(
     self, logdir: StrPath, *, step: str | None = None, **choice: Unpack[ChoiceOptions]
   ) -> None:
-    super().__init__(options.path("sinks.TensorBoard", "logdir", logdir), **choice)
+    super().__init__(resolved(options.path("sinks.TensorBoard", "logdir", logdir)), **choice)
     options.optional_texts("sinks.TensorBoard", step=step)
     self._step = step
 
@@ -186,7 +186,7 @@ class WandB(LibrarySink):
     **choice: Unpack[ChoiceOptions],
   ) -> None:  # fmt: skip
     label = "sinks.WandB"
-    self._folder = options.path(label, "folder", folder)
+    self._folder = resolved(options.path(label, "folder", folder))
     options.optional_texts(label, run_name=run_name, step=step)
     self._mode = options.choice(label, "mode", mode, ("offline", "online"))
     super().__init__(options.text(label, "project", project), **choice)
@@ -263,7 +263,7 @@ class ClearML(LibrarySink):
     **choice: Unpack[ChoiceOptions],
   ) -> None:  # fmt: skip
     label = "sinks.ClearML"
-    self._folder = options.path(label, "folder", folder)
+    self._folder = resolved(options.path(label, "folder", folder))
     self._run_name = options.text(label, "run_name", run_name)
     options.optional_texts(label, step=step)
     self._mode = options.choice(label, "mode", mode, ("offline", "online"))

@@ -42,8 +42,9 @@ struct StatsReader {
 FileMode mode_of(bool append) { return append ? FileMode::kAppend : FileMode::kCreate; }
 
 template <typename Sink>
-std::shared_ptr<Consumer> file_sink(std::string path, bool append) {
-  return without_gil([&] { return std::make_shared<Sink>(std::move(path), mode_of(append)); });
+std::shared_ptr<Consumer> file_sink(std::string path, bool append, std::int64_t process) {
+  return without_gil(
+      [&] { return std::make_shared<Sink>(std::move(path), mode_of(append), process); });
 }
 
 std::pair<std::shared_ptr<Consumer>, StatsReader> stats_sink(std::vector<double> edges) {
@@ -105,6 +106,9 @@ nb::dict read_stats(const StatsReader& reader) {
 // and its bytes as XLA would have them.
 using LeafArgument = std::tuple<std::string, int, std::vector<std::int64_t>, nb::bytes>;
 
+// Which part of a whole array a leaf is: the extents of that, and where the leaf begins.
+using PartArgument = std::tuple<std::vector<std::int64_t>, std::vector<std::int64_t>>;
+
 struct alignas(kRecordAlignment) Block {
   char bytes[kRecordAlignment];
 };
@@ -133,9 +137,9 @@ class RecordWriter : Immovable {  // consumers know sources by their address
   void write(const std::string& name, int role, const std::vector<LeafArgument>& leaves,
              const std::string& description, std::uint64_t seq, std::int64_t time_ns,
              std::int64_t run, std::int32_t device, bool repeated,
-             const std::vector<std::int64_t>& lane) {
+             const std::vector<std::int64_t>& lane, const std::vector<PartArgument>& parts) {
     const std::vector<std::int64_t> levels = levels_of(lane);
-    const Source& from = source(name, description, static_cast<Role>(role), leaves, levels);
+    const Source& from = source(name, description, static_cast<Role>(role), leaves, levels, parts);
     std::vector<Block> blocks(from.payload_bytes / sizeof(Block) + 1);
     char* payload = blocks.front().bytes;
     for (std::size_t i = 0; i < leaves.size(); ++i) {
@@ -150,7 +154,8 @@ class RecordWriter : Immovable {  // consumers know sources by their address
     for (std::size_t level = 0; level < lane.size(); ++level)
       position = position * levels[level] + lane[level];
     if (from.has_where) payload[from.leaves.back().offset + static_cast<std::size_t>(position)] = 1;
-    const std::uint32_t flags = repeated ? std::uint32_t{kRepeated} : 0U;
+    const std::uint32_t of_shard = parts.empty() ? 0U : 1U << kShardBit;  // its source's only one
+    const std::uint32_t flags = (repeated ? std::uint32_t{kRepeated} : 0U) | of_shard;
     const Record record{&from, seq, time_ns, run, device, flags, payload};
     without_gil([&] { consumer_->consume({&record, 1}); });
   }
@@ -163,7 +168,8 @@ class RecordWriter : Immovable {  // consumers know sources by their address
  private:
   const Source& source(const std::string& name, const std::string& description, Role role,
                        const std::vector<LeafArgument>& leaves,
-                       const std::vector<std::int64_t>& levels) {
+                       const std::vector<std::int64_t>& levels,
+                       const std::vector<PartArgument>& parts) {
     auto made = std::make_unique<Source>();
     made->name = name;
     made->description = description;
@@ -174,6 +180,7 @@ class RecordWriter : Immovable {  // consumers know sources by their address
       if (!dtype) throw Error("a record", "a dtype's code", std::to_string(code));
       add_leaf(*made, path, *dtype, dims);
     }
+    for (const auto& [whole, start] : parts) made->parts.push_back({whole, {start}});
     if (!levels.empty()) {
       const std::size_t operands = leaves.size() + 1;
       std::vector<std::int64_t> masks(levels.size() * operands, 0);  // `where` alone is batched
@@ -192,7 +199,7 @@ class RecordWriter : Immovable {  // consumers know sources by their address
   // By all that a source consists of; the last leaf's extents are the levels.
   struct Less {
     static auto key(const Source& of) {
-      return std::tie(of.name, of.description, of.role, of.value_leaves, of.leaves);
+      return std::tie(of.name, of.description, of.role, of.value_leaves, of.leaves, of.parts);
     }
     bool operator()(const auto& one, const auto& other) const { return key(*one) < key(*other); }
   };
@@ -217,11 +224,12 @@ void bind_sinks(nb::module_& module) {
       .def("append", &append_lines, nb::arg("lines"))
       .def("close", [](LineFile& file) { without_gil([&] { file.close(); }); });
   nb::class_<File>(module, "FileClaim",
-                   "Keeps other sinks away from a file that a library opens by itself.")
-      .def(nb::new_([](const std::string& sink, const std::string& path) {
-             return claim<File>("the sink " + sink, path, FileUse{FileMode::kAppend});
+                   "Keeps other sinks away from a file that a library opens by itself, or which is "
+                   "to be replaced.")
+      .def(nb::new_([](const std::string& who, const std::string& path) {
+             return claim<File>(who, path, FileUse{FileMode::kAppend});
            }),
-           nb::arg("sink"), nb::arg("path"))
+           nb::arg("who"), nb::arg("path"))
       .def("close", [](File& file) { without_gil([&] { file.close(); }); })
       .def("remove", [](File& file) {  // of a file that is there for the claim alone
         without_gil([&] {
@@ -229,8 +237,10 @@ void bind_sinks(nb::module_& module) {
           file.close();
         });
       });
-  module.def("jsonl_sink", &file_sink<JsonlSink>, nb::arg("path"), nb::arg("append"));
-  module.def("npy_sink", &file_sink<NpySink>, nb::arg("path"), nb::arg("append"));
+  module.def("jsonl_sink", &file_sink<JsonlSink>, nb::arg("path"), nb::arg("append"),
+             nb::arg("process"));
+  module.def("npy_sink", &file_sink<NpySink>, nb::arg("path"), nb::arg("append"),
+             nb::arg("process"));
   module.def("stats_sink", &stats_sink, nb::arg("edges"));
   module.def(
       "thinned",
@@ -244,7 +254,8 @@ void bind_sinks(nb::module_& module) {
       .def(nb::init<std::shared_ptr<Consumer>>(), nb::arg("consumer"))
       .def("write", &RecordWriter::write, nb::kw_only(), nb::arg("name"), nb::arg("role"),
            nb::arg("leaves"), nb::arg("description") = "", nb::arg("seq"), nb::arg("time_ns"),
-           nb::arg("run"), nb::arg("device"), nb::arg("repeated"), nb::arg("lane"))
+           nb::arg("run"), nb::arg("device"), nb::arg("repeated"), nb::arg("lane"),
+           nb::arg("parts") = std::vector<PartArgument>())
       .def("open", &RecordWriter::tell<&Consumer::open>)
       .def("flush", &RecordWriter::tell<&Consumer::flush>)
       .def("close", &RecordWriter::tell<&Consumer::close>);

@@ -4,6 +4,8 @@
 //   {"name":"loss","seq":3,"time_ns":1700000000000000000,"device":0,"run":7,"role":"primal",
 //    "lane":[2],"repeated":true,"value":0.25}                       (on one line in the file)
 //
+// Lines of a program over several devices have "process", the whole arrays' "global_shape" and the
+// "shard", [begin, end) of each dimension, in the form of the value.
 // "lane" is there for taps that vmap met, one index a batch level, outermost first; "repeated"
 // where the tap ran before in the same execution. "value" is a number or nested lists for a lone
 // leaf, else an object from each leaf's path ("w/0") to these.
@@ -25,6 +27,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -208,8 +211,11 @@ class JsonlSink final : public Sink {
   // Opens the file: a path that cannot be written is an error here. With kAppend, lines are added
   // to a file that exists, to which other processes may append as well, and a last line that a
   // crash left unfinished is cut off. After close(), further records open the file again.
-  JsonlSink(std::string path, FileMode mode)
-      : path_(std::move(path)), place_(mode == FileMode::kAppend ? Place::kShared : Place::kAlone) {
+  // `process` is the index of this one among those of its program.
+  JsonlSink(std::string path, FileMode mode, std::int64_t process = 0)
+      : path_(std::move(path)),
+        place_(mode == FileMode::kAppend ? Place::kShared : Place::kAlone),
+        process_(process) {
     open_file(mode);
   }
 
@@ -270,13 +276,49 @@ class JsonlSink final : public Sink {
     ((lines_ += R"(,"role":")") += role_name(record.source->role)) += '"';
     if (const Lanes& lanes = record.source->lanes; !lanes.empty()) append_lane(lanes, lane);
     if ((record.flags & kRepeated) != 0) lines_ += ",\"repeated\":true";
-    lines_ += layout.lone ? ",\"value\":" : ",\"value\":{";
-    for (std::size_t i = 0; i < leaves.size(); ++i) {
+    if (record.shard() >= 0 && !record.source->parts.empty()) append_parts(record, layout);
+    append_leaves("value", layout, [&](std::size_t i) { append_json_array(lines_, leaves[i]); });
+    lines_ += "}\n";
+  }
+
+  // A member of the line with something for each leaf.
+  template <typename Append>
+  void append_leaves(std::string_view name, const Layout& layout, Append&& append) {
+    (((lines_ += ",\"") += name) += "\":") += layout.lone ? "" : "{";
+    for (std::size_t i = 0; i < layout.keys.size(); ++i) {
       if (i != 0) lines_ += ',';
       if (!layout.lone) lines_ += layout.keys[i];
-      append_json_array(lines_, leaves[i]);
+      append(i);
     }
-    lines_ += layout.lone ? "}\n" : "}}\n";
+    if (!layout.lone) lines_ += '}';
+  }
+
+  // Of which process, and which part of the whole array each leaf is: [begin, end) of a dimension.
+  void append_parts(const Record& record, const Layout& layout) {
+    append_json_number(lines_ += ",\"process\":", process_);
+    append_leaves("global_shape", layout, [&](std::size_t i) {
+      const std::optional<LeafPart> part = part_of(record, i);
+      append_list(part ? part->whole.size() : 0,
+                  [&](std::size_t axis) { append_json_number(lines_, part->whole[axis]); });
+    });
+    append_leaves("shard", layout, [&](std::size_t i) {
+      const std::optional<LeafPart> part = part_of(record, i);
+      append_list(part ? part->whole.size() : 0, [&](std::size_t axis) {
+        append_json_number(lines_ += '[', part->begin[axis]);
+        append_json_number(lines_ += ',', part->end[axis]);
+        lines_ += ']';
+      });
+    });
+  }
+
+  template <typename Append>
+  void append_list(std::size_t count, Append&& append) {
+    lines_ += '[';
+    for (std::size_t i = 0; i < count; ++i) {
+      if (i != 0) lines_ += ',';
+      append(i);
+    }
+    lines_ += ']';
   }
 
   // Row-major position `lane` as an index of each level.
@@ -305,6 +347,7 @@ class JsonlSink final : public Sink {
 
   std::string path_;
   const Place place_;
+  const std::int64_t process_;
   std::unique_ptr<LineFile> file_;                     // none while closed
   std::unordered_map<std::uint64_t, Layout> layouts_;  // by Source::id
   std::string lines_;                                  // not yet in the file

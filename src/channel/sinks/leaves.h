@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -31,6 +32,32 @@
 #include "core/error.h"
 
 namespace callgate {
+
+// The part of its whole array that a leaf of a record is, without the lanes: [begin, end) of each
+// dimension.
+struct LeafPart {
+  const std::vector<std::int64_t>& whole;
+  std::vector<std::int64_t> begin, end;
+};
+
+// That of a leaf; nothing where the program ran on one device, or it is not known.
+inline std::optional<LeafPart> part_of(const Record& record, std::size_t leaf) {
+  const Source& source = *record.source;
+  const std::int64_t shard = record.shard();
+  if (shard < 0 || leaf >= source.parts.size()) return std::nullopt;
+  const Parts& parts = source.parts[leaf];
+  const std::vector<std::int64_t>& dims = source.leaves[leaf].dims;
+  const std::size_t rank = parts.whole.size();
+  LeafPart part{parts.whole, std::vector<std::int64_t>(rank), {}};
+  if (rank > dims.size()) return std::nullopt;
+  if (rank != 0) {
+    if (static_cast<std::size_t>(shard) >= parts.starts.size()) return std::nullopt;
+    part.begin = parts.starts[static_cast<std::size_t>(shard)];
+  }
+  for (std::size_t axis = 0; axis < rank; ++axis)
+    part.end.push_back(part.begin[axis] + dims[dims.size() - rank + axis]);
+  return part;
+}
 
 // The text of the Python string literal at the start of `text`, which loses it. Of the escapes
 // those of the quote, the backslash and the common control characters are undone.

@@ -6,6 +6,10 @@
 // header does not count yet are written over. Where there is room for a part of a batch alone, the
 // files have the same first rows of it. A file is written by one sink at a time (sinks/file.h).
 // dtypes that NumPy lacks are widened (npy_descr).
+//
+// A leaf in a program over several devices has a second file beside it, "loss.shard.npy" beside
+// "loss.npy", with a row for each of its shards: which part of the whole array it is, and where it
+// comes from (ShardRow).
 #pragma once
 
 #include <algorithm>
@@ -72,8 +76,9 @@ struct NpyHeader {
     std::string shape = std::to_string(rows) + ",";
     for (std::int64_t extent : row) ((shape += ' ') += std::to_string(extent)) += ',';
     if (!row.empty()) shape.pop_back();  // only a tuple of one needs the comma
+    const std::string type = descr.starts_with('[') ? descr : "'" + descr + "'";
     std::string dict =
-        "{'descr': '" + descr + "', 'fortran_order': False, 'shape': (" + shape + "), }";
+        "{'descr': " + type + ", 'fortran_order': False, 'shape': (" + shape + "), }";
     const std::size_t least = kPrefix + dict.size() + 1;
     const std::size_t roomy = (least + kRowDigits + kAlignment - 1) / kAlignment * kAlignment;
     const std::size_t total = bytes == 0 ? roomy : bytes;
@@ -101,10 +106,12 @@ struct NpyHeader {
     const std::string_view dict = file.substr(kPrefix, header.bytes - kPrefix);
     const std::string_view descr = value_of(dict, "'descr'");
     const auto shape = parse_shape(value_of(dict, "'shape'"));
-    if (!descr.starts_with('\'') || !value_of(dict, "'fortran_order'").starts_with("False") ||
-        !shape || shape->empty())
+    const bool has_fields = descr.starts_with('[') && descr.find(']') != std::string_view::npos;
+    if ((!descr.starts_with('\'') && !has_fields) ||
+        !value_of(dict, "'fortran_order'").starts_with("False") || !shape || shape->empty())
       throw error(std::string(dict.substr(0, dict.find_last_not_of(" \n") + 1)));
-    header.descr = descr.substr(1, descr.find('\'', 1) - 1);
+    header.descr = has_fields ? descr.substr(0, descr.find(']') + 1)
+                              : descr.substr(1, descr.find('\'', 1) - 1);
     header.rows = static_cast<std::uint64_t>(shape->front());
     header.row.assign(shape->begin() + 1, shape->end());
     return header;
@@ -138,20 +145,57 @@ struct NpyHeader {
   }
 };
 
+// A row of what is known of a leaf of a shard, as a structured type of NumPy's.
+struct ShardRow {
+  // NumPy's name of the type, for arrays of a rank.
+  static std::string descr(std::size_t rank) {
+    constexpr std::string_view kOrder = std::endian::native == std::endian::little ? "<" : ">";
+    auto field = [&](std::string_view name, std::string_view type, const std::string& shape) {
+      return "('" + std::string(name) + "', '" + std::string(kOrder) + std::string(type) + "'" +
+             (shape.empty() ? "" : ", " + shape) + ")";
+    };
+    const std::string extents = std::to_string(rank);
+    return "[" + field("seq", "u8", "") + ", " + field("time_ns", "i8", "") + ", " +
+           field("run", "i8", "") + ", " + field("process", "i8", "") + ", " +
+           field("device", "i8", "") + ", " + field("global_shape", "i8", "(" + extents + ",)") +
+           ", " + field("shard", "i8", "(" + extents + ", 2)") + "]";
+  }
+
+  // The row's bytes.
+  static std::string of(const Record& record, const LeafPart& part, std::int64_t process) {
+    std::vector<std::int64_t> numbers{static_cast<std::int64_t>(record.seq), record.time_ns,
+                                      record.run, process, record.device};
+    numbers.insert(numbers.end(), part.whole.begin(), part.whole.end());
+    for (std::size_t axis = 0; axis < part.whole.size(); ++axis)
+      numbers.insert(numbers.end(), {part.begin[axis], part.end[axis]});
+    return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(std::int64_t)};
+  }
+};
+
 // One file. Rows wait in memory until the batch ends or they are many.
 class NpyColumn {
  public:
   // For a leaf, by its name (leaves.h), of which `view` is a lane.
   NpyColumn(std::string name, const ArrayView& view, const std::string& path, FileMode mode)
-      : name_(std::move(name)), file_("the sink Npy", path, {.mode = mode}) {
+      : NpyColumn(std::move(name), npy_descr(view.dtype),
+                  {view.shape().begin(), view.shape().end()},
+                  std::stoul(npy_descr(view.dtype).substr(2)) * view.size(), path, mode) {}
+
+  // Of rows of any type of NumPy's: its name, a row's extents and bytes.
+  NpyColumn(std::string name, const std::string& descr, const std::vector<std::int64_t>& row,
+            std::size_t row_bytes, const std::string& path, FileMode mode)
+      : name_(std::move(name)), file_("the sink Npy", path, {.mode = mode}), row_bytes_(row_bytes) {
     if (!file_.regular()) throw Error("the sink Npy", "a regular file", "'" + path + "'");
     file_.claim();
-    row_bytes_ = std::stoul(npy_descr(view.dtype).substr(2)) * view.size();
-    file_.size() == 0 ? start(view) : resume(view);
+    file_.size() == 0 ? start(descr, row) : resume(descr, row);
   }
 
   // Throws Error unless the leaf fits this file.
   void check(const std::string& name, const ArrayView& view) const {
+    check(name, npy_descr(view.dtype), view.shape());
+  }
+  void check(const std::string& name, const std::string& descr,
+             std::span<const std::int64_t> row) const {
     auto refuse = [&](const std::string& expected, const std::string& got) {
       throw Error("the sink Npy writes '" + file_.path() + "'", expected, got);
     };
@@ -159,7 +203,7 @@ class NpyColumn {
       refuse("the leaf '" + name_ + "' alone, or a path with {name} for a file each",
              "'" + name + "' as well");
     const std::string have = "rows of " + type_text(header_.descr, header_.row);
-    const std::string got = "rows of " + type_text(npy_descr(view.dtype), view.shape());
+    const std::string got = "rows of " + type_text(descr, row);
     if (have != got) refuse("'" + name + "' to be " + have, got);
   }
 
@@ -176,6 +220,12 @@ class NpyColumn {
     if (rows_.size() >= kManyBytes) write_rows();
     // Else it would be behind rows that found no room.
     if (error_ == 0) append_whole(rows_, [&] { append_row(rows_, view); });
+    ++offered_;
+  }
+
+  void append(std::string_view row) {
+    if (rows_.size() >= kManyBytes) write_rows();
+    if (error_ == 0) rows_ += row;
     ++offered_;
   }
 
@@ -231,8 +281,8 @@ class NpyColumn {
     });
   }
 
-  void start(const ArrayView& view) {
-    header_ = {npy_descr(view.dtype), {view.shape().begin(), view.shape().end()}};
+  void start(const std::string& descr, const std::vector<std::int64_t>& row) {
+    header_ = {descr, row};
     header_.bytes = header_.text().size();
     FirstError error;
     if (!error.survives([&] { write_header(); })) file_.cut(0);  // half of it is no beginning
@@ -240,9 +290,9 @@ class NpyColumn {
   }
 
   // Goes on after the rows that the file counts and has; what a crash left behind them is cut off.
-  void resume(const ArrayView& view) {
+  void resume(const std::string& descr, const std::vector<std::int64_t>& row) {
     header_ = NpyHeader::parse(file_.read_at(0, NpyHeader::kLimit), file_.path());
-    check(name_, view);
+    check(name_, descr, row);
     const std::uint64_t bytes = file_.size() - header_.bytes;
     counted_ = header_.rows;
     if (row_bytes_ != 0) header_.rows = std::min(header_.rows, bytes / row_bytes_);
@@ -274,7 +324,9 @@ class NpySink final : public Sink {
   // does not belong into a file's name; without it there is one leaf, and a second one is an error.
   // With kAppend, files that exist grow on. After close(), further records open the files again. A
   // record whose dtype or shape is not the file's is refused: it is taken whole or not at all.
-  NpySink(std::string path, FileMode mode) : path_(std::move(path)), mode_(mode) {}
+  // `process` is the index of this one among those of its program.
+  NpySink(std::string path, FileMode mode, std::int64_t process = 0)
+      : path_(std::move(path)), mode_(mode), process_(process) {}
 
   void close() override {
     std::lock_guard lock(mutex_);
@@ -305,22 +357,39 @@ class NpySink final : public Sink {
   }
 
   NpyColumn* column(const std::string& name, const ArrayView& view) {
-    const std::string file = file_of(name);
+    return column(name, file_of(name), npy_descr(view.dtype),
+                  {view.shape().begin(), view.shape().end()},
+                  std::stoul(npy_descr(view.dtype).substr(2)) * view.size());
+  }
+
+  // Of the shards of a leaf.
+  NpyColumn* shards_column(const std::string& name, std::size_t rank) {
+    std::string file = file_of(name);
+    const std::size_t end = file.ends_with(".npy") ? file.size() - 4 : file.size();
+    file.insert(end, ".shard");
+    return column(name, file, ShardRow::descr(rank), {}, (5 + 3 * rank) * sizeof(std::int64_t));
+  }
+
+  NpyColumn* column(const std::string& name, const std::string& file, const std::string& descr,
+                    const std::vector<std::int64_t>& row, std::size_t row_bytes) {
     auto found = columns_.find(file);
-    if (found == columns_.end()) found = columns_.emplace(file, new_column(name, view, file)).first;
-    found->second->check(name, view);
+    if (found == columns_.end())
+      found = columns_.emplace(file, new_column(name, file, descr, row, row_bytes)).first;
+    found->second->check(name, descr, row);
     return found->second.get();
   }
 
-  std::unique_ptr<NpyColumn> new_column(const std::string& name, const ArrayView& view,
-                                        const std::string& file) {
+  std::unique_ptr<NpyColumn> new_column(const std::string& name, const std::string& file,
+                                        const std::string& descr,
+                                        const std::vector<std::int64_t>& row,
+                                        std::size_t row_bytes) {
     std::optional<FileMode>& mode = modes_.try_emplace(file, mode_).first->second;
     if (!mode)
       throw Error(ErrorCode::kAlreadyExists, "the sink Npy, '" + file + "'",
                   "a file that nobody else writes to",
                   "one that another sink wrote when the first row came; it is not begun anew");
     try {
-      auto column = std::make_unique<NpyColumn>(name, view, file, *mode);
+      auto column = std::make_unique<NpyColumn>(name, descr, row, row_bytes, file, *mode);
       column->begin();
       mode = FileMode::kAppend;
       return column;
@@ -340,11 +409,17 @@ class NpySink final : public Sink {
         found.reserve(leaves.size());
         for (std::size_t i = 0; i < leaves.size(); ++i)
           found.push_back(column(source.names[i], leaves[i]));
+        for (std::size_t i = 0; i < leaves.size(); ++i)
+          if (const auto part = part_of(record, i))
+            found.push_back(shards_column(source.names[i], part->whole.size()));
         row = std::move(found);
       }
       std::size_t done = 0;
       try {
         for (; done < leaves.size(); ++done) row[done]->append(leaves[done]);
+        for (std::size_t i = 0; done < row.size() && i < leaves.size(); ++i)
+          if (const auto part = part_of(record, i))
+            row[done++]->append(ShardRow::of(record, *part, process_));
       } catch (...) {  // the columns stay in step
         while (done-- > 0) row[done]->take_back();
         throw;
@@ -378,6 +453,7 @@ class NpySink final : public Sink {
 
   std::string path_;
   FileMode mode_;
+  const std::int64_t process_;
   // How a file is opened next; nothing for one that was another's when it was to be made.
   std::map<std::string, std::optional<FileMode>> modes_;
   std::map<std::string, std::unique_ptr<NpyColumn>> columns_;  // by path

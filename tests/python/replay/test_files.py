@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import resource
 import signal
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import run_python
+from interpreters import run_python, succeed
 
 import callgate as cg
 from callgate import _callgate
@@ -284,6 +285,40 @@ def test_a_recording_replaces_nothing_but_recordings(path: Path, tmp_path: Path)
   with pytest.raises(FileExistsError, match="another file"), cg.record(stream, overwrite=True):
     pass
   assert stream.stat().st_size == size
+
+
+def test_a_recording_that_is_being_written_is_not_replaced(path: Path) -> None:
+  code = """
+    import sys
+    import callgate as cg
+    try:
+      with cg.record(sys.argv[1], overwrite=True):
+        print("open")
+    except FileExistsError as error:
+      print(error)
+  """
+  with cg.record(path) as recording:
+    said = succeed(code, str(path))
+    assert "a file that nobody else writes to" in said
+    assert f"process {os.getpid()}" in said
+    program(jnp.ones(2)).block_until_ready()
+  assert recording.count > 0
+  with cg.replay(path) as replay:
+    assert replay.left == recording.count
+  assert succeed(code, str(path)) == "open\n"
+
+
+def test_a_started_call_is_one_call(path: Path) -> None:
+  gate = cg.gate(lambda x: 2 * x, out=lambda x: x, name="replay.once")
+  start = jax.jit(lambda x: gate.start(x).result() + 1)
+  with cg.record(path) as recording:
+    for i in range(3):
+      start(np.float32(i)).block_until_ready()
+  assert recording.count == 3
+  with cg.replay(path) as replay:
+    assert replay.left == 3
+    assert start(np.float32(2)) == 5
+    assert (replay.left, replay.answered, replay.called) == (2, 1, 0)
 
 
 def test_one_block_at_a_time(path: Path, tmp_path: Path) -> None:
