@@ -2,9 +2,10 @@
 """Control flow around gates with effects, where JAX would call them more than once, or refuses.
 
 vmap: JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of
-such a `while_loop` for finished lanes too. With an io gate inside they run lane after lane instead;
-beside a collective, which takes all lanes, they run for all, with their calls masked
-(`_loops/masked.py`). For `find_nan` all others run lane after lane, too. With taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
+such a `while_loop` for finished lanes too. With an io gate inside they run lane after lane instead,
+and so do all others for `find_nan`; beside a collective, which takes all lanes, they run for all,
+with their calls masked (`_loops/masked.py`). With taps of all lanes at once (`TapSite.whole`) a
+loop sees each round once.
 
 checkpoint: JAX runs a `while_loop` again in the backward pass. With an io gate it runs in the
 forward pass alone, and its results are kept.
