@@ -78,8 +78,8 @@ def find_nan(f: Callable[..., Any]) -> Callable[..., NanReport | None]:
   The program runs compiled, as one: in loops, branches, inner jits, under vmap and in gradients
   (`find_nan(jax.grad(f))`) each operation's results are looked at. An operation *makes* a NaN that
   has one among its results and none among its operands; an infinity, where its operands are all
-  finite. If none makes any, a NaN in f's arguments is reported, as "input". Under vmap a lane counts
-  in the branches that it takes, and in a loop until it has ended.
+  finite. If none makes any, a NaN in f's arguments is reported, as "input". Under vmap a lane
+  counts in the branches that it takes, and in a loop until it has ended.
   `jax_debug_nans` runs a program once more op by op, and tells no step and no lane.
 
   Args:

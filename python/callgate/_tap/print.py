@@ -13,6 +13,7 @@ import numpy as np
 
 from callgate._core import dtypes, errors, failures, options
 from callgate._core.encoding import is_open
+from callgate._jax import refs
 from callgate._tap import tap, target
 from callgate._tap.site import TapSite
 
@@ -51,6 +52,7 @@ def print(
   """
   failures.raise_deferred()
   options.text("print", "fmt", fmt, "text")
+  args, kwargs = refs.read((args, kwargs))
   flags = {"ordered": ordered, "partitioned": partitioned, "skip_format_check": skip_format_check}
   options.booleans("print", **flags)
   has_fields = any(field is not None for _, field, _, _ in string.Formatter().parse(fmt))
