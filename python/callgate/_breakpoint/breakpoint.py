@@ -24,6 +24,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._gate.check import Guarded
 from callgate._gate.options import GateOptions
+from callgate._jax import refs
 from callgate._runtime import config
 from callgate._tap.tap import uncarried
 
@@ -122,7 +123,7 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
     ResultError: likewise, after a `sys.breakpointhook` that left a wrong value ten times in a row.
   """
   raise_deferred()
-  names = _names(out, values)
+  names, values = _names(out, values), refs.read(values)
   stops = shapes.predicate("breakpoint", "when", when)
   gate = _gate()
   returned = {name: values[name] for name in sorted(names)}

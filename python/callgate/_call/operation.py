@@ -24,7 +24,7 @@ from callgate._call.site import MOST_OBJECTS, BoundCall, Callee, CallSite, Stati
 from callgate._core import exact, options, split
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
-from callgate._jax import tracing
+from callgate._jax import refs, tracing
 from callgate._runtime import config
 
 _MOST_PROGRAMS = 1024  # of calls outside of programs that one operation keeps
@@ -132,6 +132,7 @@ class Operation(Callee, Generic[P, R]):
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], dict[str, Any], Static]:
     """A call's arguments by place, the arrays among those by keyword, and the static rest."""
+    args, kwargs = refs.read((args, kwargs))
     arrays, static = shapes.split_static(self.label, kwargs)
     if self.splits:
       args = tuple(map(split.split, args))

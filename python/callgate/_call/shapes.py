@@ -18,7 +18,7 @@ from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.masked import is_masked, shown
 from callgate._core.signatures import accepted
-from callgate._jax import tracing
+from callgate._jax import refs, tracing
 
 
 def result_types(
@@ -182,7 +182,7 @@ def predicate(label: str, option: str, value: Any) -> Any:
     GateDefinitionError: it is another array, or none.
   """
   try:
-    given = jnp.asarray(value)
+    given = jnp.asarray(refs.read(value))
   except (TypeError, ValueError, OverflowError) as error:
     raise _no_predicate(label, option, shown(value)) from error
   if given.shape != () or given.dtype != jnp.bool_:

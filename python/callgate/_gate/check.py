@@ -30,7 +30,7 @@ from callgate._core.errors import CheckError, GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
-from callgate._jax import tracing
+from callgate._jax import refs, tracing
 from callgate._runtime import config
 
 # Called with a check's message, and the text of its error, when it has failed.
@@ -135,7 +135,7 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   except ValueError as error:
     what = f"check: message: expected a format string, got {message!r}: {error}"
     raise GateDefinitionError(what) from error
-  ok = shapes.predicate("check", "predicate", predicate)
+  ok, values = shapes.predicate("check", "predicate", predicate), refs.read(values)
   with _lock:
     gate = _checks.get(message) or _checks.setdefault(message, Check(message))
   for name, value in values.items():

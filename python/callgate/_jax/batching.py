@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's mutable arrays (`jax.Ref`): what reads and writes them in a jaxpr."""
+"""Of JAX's mutable arrays (`jax.Ref`): their values, and what changes them in a jaxpr."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax._src.state import primitives as _primitives
 from jax._src.state import types as _types
@@ -21,6 +22,19 @@ def touches(effects: Any) -> bool:
 def is_ref(aval: Any) -> bool:
   """True for the abstract value of a Ref (0.10 to 0.12)."""
   return isinstance(aval, _types.AbstractRef)
+
+
+def read(tree: Any) -> Any:
+  """The pytree with what Refs, or parts of them (`ref.at[...]`), hold now in their places.
+
+  Who calls a function of the host with a Ref means that: the host knows no Refs (0.10 to 0.12).
+  """
+  if not any(isinstance(leaf, _REFS) for leaf in jax.tree.leaves(tree)):
+    return tree
+  return jax.tree.map(lambda leaf: leaf[...] if isinstance(leaf, _REFS) else leaf, tree)
+
+
+_REFS: Any = (jax.Ref, _types.TransformedRef)
 
 
 def bind_masked(eqn: Any, mask: Any, operands: Sequence[Any]) -> list[Any]:

@@ -2,12 +2,14 @@
 """Control flow around gates with effects, where JAX would call them more than once, or refuses.
 
 vmap: JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of
-such a `while_loop` for finished lanes too. With an io gate inside they run lane after lane instead;
-beside a collective, which takes all lanes, they run for all, with their calls masked
-(`_loops/masked.py`). For `find_nan` all others run lane after lane, too. With taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
+such a `while_loop` for finished lanes too. With an io gate inside they run lane after lane instead,
+and so do all others for `find_nan`; beside a collective, which takes all lanes, they run for all,
+with their calls masked (`_loops/masked.py`). With taps of all lanes at once (`TapSite.whole`) a
+loop sees each round once.
 
 checkpoint: JAX runs a `while_loop` again in the backward pass. With an io gate it runs in the
-forward pass alone, and its results are kept.
+forward pass alone, and its results are kept. `jax_remat3` runs everything again, whatever its
+effects: programs with calls take the old implementation.
 
 scan under grad: JAX moves what depends on constants alone out of the loop. Nothing is moved out of
 one that holds a call with an effect, which would run once instead of in every step.
@@ -28,9 +30,15 @@ import jax.numpy as jnp
 from jax.interpreters import batching as jax_batching
 from jax.interpreters import partial_eval
 
-from callgate._core.effects import PROGRESS_EFFECT, GateEffect, TapEffect, WholeTapEffect
+from callgate._core.effects import (
+  PROGRESS_EFFECT,
+  GateEffect,
+  ProgressEffect,
+  TapEffect,
+  WholeTapEffect,
+)
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import batching, loops, tracing
+from callgate._jax import batching, loops, remat, tracing
 from callgate._loops import masked
 from callgate._tap import primitive as _primitive
 
@@ -52,6 +60,7 @@ def start() -> None:
   ):
     rules[primitive] = functools.partial(rule, rules[primitive])
   loops.wrap_rules(_hoist, _split)
+  remat.use_old_for(_must_not_repeat)
 
 
 def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
@@ -97,6 +106,15 @@ def _remat_rule(
     return original(saveable, unknown, instantiated, eqn)
   later = [False] * len(eqn.outvars)
   return eqn, None, later, later, []
+
+
+def _must_not_repeat(closed: Any) -> bool:
+  """True if calls, also taps, or bars are in there, which have rules under `jax.checkpoint`."""
+  return (
+    any(isinstance(effect, (GateEffect, ProgressEffect)) for effect in closed.effects)
+    or _primitive.dataflow_taps_in([closed])
+    or _primitive.dataflow_taps_in([closed], whole=True)
+  )
 
 
 def _scan_remat_rule(original: _Rule, *given: Any) -> Any:

@@ -24,8 +24,8 @@ class NanReport:
   Attributes:
     kind: "nan" or "inf".
     primitive: the operation that made it, as JAX calls it; "input" for a NaN that f was given.
-    source: "file:line (function)" of the code that traced it, inside of JAX's own functions of their
-      call; "" where it is not known.
+    source: "file:line (function)" of the code that traced it, or that called JAX's own function
+      with it; "" where it is not known.
     step: the number of the loop's step, from 0; a tuple, outermost first, in loops within each
       other; None outside of loops.
     lane: of `jax.vmap`, likewise: of the levels over which the result differs.
@@ -78,7 +78,8 @@ def find_nan(f: Callable[..., Any]) -> Callable[..., NanReport | None]:
   The program runs compiled, as one: in loops, branches, inner jits, under vmap and in gradients
   (`find_nan(jax.grad(f))`) each operation's results are looked at. An operation *makes* a NaN that
   has one among its results and none among its operands; an infinity, where its operands are all
-  finite. If none makes any, a NaN in f's arguments is reported, as "input". Under vmap a lane counts in the branches that it takes, and in a loop until it has ended.
+  finite. If none makes any, a NaN in f's arguments is reported, as "input". Under vmap a lane
+  counts in the branches that it takes, and in a loop until it has ended.
   `jax_debug_nans` runs a program once more op by op, and tells no step and no lane.
 
   Args:

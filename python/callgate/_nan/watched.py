@@ -247,7 +247,7 @@ class Watch:
     return [*carry, *ys], state
 
   def _lanes(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
-    """Each lane is looked at by itself; of what they find the first in the program's order counts."""
+    """Each lane is looked at by itself; of what they find the program's first counts."""
     params = eqn.params
     held, count = loops.scan_counts(params)
     consts, carry, xs = ins[:held], list(ins[held : held + count]), list(ins[held + count :])

@@ -15,6 +15,7 @@ from callgate import _callgate
 from callgate._core import dtypes, errors, failures, options, split
 from callgate._core.encoding import is_open
 from callgate._tap import delivery, tap, target
+from callgate._jax import refs
 from callgate._tap.site import TapSite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -52,6 +53,7 @@ def print(
   """
   failures.raise_deferred()
   options.text("print", "fmt", fmt, "text")
+  args, kwargs = refs.read((args, kwargs))
   flags = {"ordered": ordered, "partitioned": partitioned, "skip_format_check": skip_format_check}
   options.booleans("print", **flags)
   has_fields = any(field is not None for _, field, _, _ in string.Formatter().parse(fmt))

@@ -16,6 +16,7 @@ from callgate._call import shapes
 from callgate._core import dtypes, failures, masked, options, spellings
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
+from callgate._jax import refs
 from callgate._sharding import rules
 from callgate._tap import consumers, delivery, primitive
 from callgate._tap import target as _target
@@ -65,7 +66,7 @@ def tap(
   ```
 
   Args:
-    value: a pytree of arrays.
+    value: a pytree of arrays; of a `jax.Ref` what it holds is sent.
     to: a function `fn(value)` or `fn(value, info)`, called on callgate's thread with NumPy arrays
       of its own and a `TapInfo`; or a channel; or a channel's name.
     name: the records' name. Default: the function's, or the channel's.
@@ -131,16 +132,16 @@ def tap(
     options.refuse(label, "sharding", expected, sharding)
   options.choice(label, "replicas", replicas, ("once", "all"), what="'once' or 'all'")
   leaves, tree = jax.tree.flatten(value)
-  arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
+  arrays = [_as_array(label, refs.read(leaf), index) for index, leaf in enumerate(leaves)]
   carried = [dtypes.carried(x) for x in arrays]
   operands = [x for x, _ in carried]
+  if not operands and effect == "dataflow":
+    options.refuse(label, "value", "an array, without which a 'dataflow' tap is never used", value)
   if isinstance(sharding, str) and not named:  # raises, if the rule doesn't fit
     rules.parse(label, sharding, tuple(x.shape for x in operands), (), tap=True)
   sizes = logical_sizes(label, logical_shape, value, arrays)
   extra = [size for _, size in sizes]
   extra += [] if where is None else [shapes.predicate(label, "where", where)]
-  if not operands:
-    return value
   site = TapSite(
     tree=tree, name=name, effect="ordered" if ordered else effect, every=int(every or 1),
     where=where is not None, roles=tuple(roles), dtypes=tuple(own for _, own in carried),

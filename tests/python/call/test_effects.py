@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -240,6 +240,43 @@ def test_effectful_gates_run_exactly_once_and_give_what_they_should(effect: Any,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, expected(name))
     assert sorted(seen) == sorted(PROGRAMS[name].seen)
     assert effect == "io" or seen == PROGRAMS[name].seen
+
+
+@pytest.fixture
+def new_checkpoint() -> Iterator[None]:
+  """JAX's new implementation of `jax.checkpoint`, which is off by default."""
+  if not hasattr(jax.config, "jax_remat3"):
+    pytest.skip("this JAX has no other implementation")
+  jax.config.update("jax_remat3", True)
+  yield
+  jax.config.update("jax_remat3", False)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUND if "remat" in name])
+def test_under_jaxs_new_checkpoint_they_run_once_too(name: str, new_checkpoint: None) -> None:
+  seen: list[float] = []
+  gate = recording("ordered", seen)
+  got = jax.jit(lambda: PROGRAMS[name].run(gate))()
+  finish(got)
+  assert seen == PROGRAMS[name].seen
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, expected(name))
+
+
+def test_under_jaxs_new_checkpoint_a_gradient_is_that_of_the_one_call(new_checkpoint: None) -> None:
+  numbers = iter(range(1, 100))
+  gate = cg.gate(lambda x: np.float32(next(numbers)), out=lambda x: x, effect="io")
+  gate.defjvp(lambda primals, tangents: (gate(*primals), 0 * tangents[0]))
+  repeated = list[bool]()
+
+  def f(x: Any) -> Any:
+    cg.tap(x, lambda value, info: repeated.append(info.repeated))
+    return (gate(x) * jnp.sin(x)) ** 2
+
+  _, slope = jax.jit(jax.value_and_grad(jax.checkpoint(f)))(0.5)
+  np.testing.assert_allclose(slope, 2 * np.sin(0.5) * np.cos(0.5), rtol=1e-5)
+  cg.barrier()
+  assert next(numbers) == 2
+  assert sorted(repeated) == [False, True]
 
 
 @pytest.mark.parametrize("effect", EFFECTS)

@@ -129,6 +129,36 @@ def test_under_vmap_of_while_a_lane_that_has_ended_taps_no_more(effect, seen):
   assert sorted(seen.values()) == [1, 1, 2]
 
 
+def test_a_value_without_arrays_is_delivered_as_often_as_any_other(engine):
+  seen = []
+
+  def step(c, _):
+    cg.tap({"none": None}, lambda value, info: seen.append((value, info.lane)), where=c > 0)
+    return c + 1, cg.tap((), seen.append, every=2)
+
+  program = jax.jit(jax.vmap(lambda x: jax.lax.scan(step, x, length=2)[0]))
+  assert program(jnp.array([1.0, -1.0])).tolist() == [3, 1]
+  cg.barrier()
+  assert sorted(seen, key=str) == [(), ({"none": None}, (0,)), ({"none": None}, (0,))]
+  cg.tap((), seen.append)
+  cg.barrier()
+  assert seen[-1] == ()
+  with pytest.raises(cg.GateDefinitionError, match="value: expected an array, without which"):
+    cg.tap((), seen.append, effect="dataflow")
+
+
+@pytest.mark.parametrize("kind", ["partitioned", "shard_map"])
+def test_over_several_devices_a_value_without_arrays_is_delivered(kind):
+  mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+  seen = []
+  f = lambda x: (cg.tap((), seen.append), x + 1)[1]
+  if kind == "shard_map":
+    f = jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+  jax.jit(f)(jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, jax.P("d"))))
+  cg.barrier()
+  assert seen in ([()], [(), ()])
+
+
 # -- where, every --------------------------------------------------------------------------------
 def test_where_decides_at_run_time(engine, seen):
   program = jax.jit(lambda x: cg.tap(x, seen, where=x > 1))
