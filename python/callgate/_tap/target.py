@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 from callgate import _callgate
@@ -28,6 +29,8 @@ class Tap:
     self.name = name
     self.eager = eager  # called in the caller's thread where no program is compiled
     self.handle = _callgate.Tap(name, channel=channel, consumer=consumer)
+    # A function that is sent to again, from outside of programs, gets a program of its own.
+    self.function: weakref.ref[FunctionType] | None = None
 
   def __repr__(self) -> str:
     return f"<tap '{self.name}'>"
@@ -51,9 +54,26 @@ def of_function(function: Callable[..., Any]) -> Tap:
   def make() -> Tap:
     consume = functools.partial(delivery.call_with_rows, delivery.Attached(function))
     name = registry.unique_name(function, prefix="tap:")
-    return Tap(name, DEFAULT, _callgate.python_consumer(consume))
+    tap = Tap(name, DEFAULT, _callgate.python_consumer(consume))
+    if isinstance(function, FunctionType):
+      tap.function = weakref.ref(function)
+    return tap
 
   return shared(_taps, ("function", *exact.identity(function)), make)
+
+
+# Functions that got a record from outside of programs. A lambda that is made for one call takes
+# itself out as it dies.
+_sent_to: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+
+
+def is_sent_to_once(tap: Tap) -> bool:
+  """True for the first record from outside of programs that goes to a plain function."""
+  function = tap.function and tap.function()
+  if function is None or function in _sent_to:
+    return False
+  _sent_to.add(function)
+  return True
 
 
 def of_rows(
