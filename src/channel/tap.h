@@ -307,6 +307,9 @@ class TapCallee final : public Callee {
   bool quiet_at_exit() const noexcept override { return true; }
   OnDevice on_device() const noexcept override { return OnDevice::kDeferred; }
 
+  // Of a tap to a function; null for one to a channel.
+  Consumer* consumer() const noexcept { return consumer_.get(); }
+
  private:
   std::string name_;
   ChannelSlot& slot_;

@@ -28,7 +28,7 @@ THIS_THREAD = 0
 _ID = re.compile(r"\[callgate error #(\d+)\]")
 # A timeout that the runtime told of without the GIL (src/xla/call_site.h): kept when first read.
 _TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
-_timeouts: dict[int, int] = {}  # their ids
+_timeouts: collections.OrderedDict[int, int] = collections.OrderedDict()  # their newest ids
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,9 +97,12 @@ def id_in(text: str) -> int | None:
   if (match := _TIMEOUT.search(text)) is None:
     return None
   number = int(match.group(1))
-  if number not in _timeouts:
-    _timeouts[number] = keep(GateTimeoutError(match.group(2)))
-  return _timeouts[number]
+  with _lock:
+    if number not in _timeouts:
+      _timeouts[number] = keep(GateTimeoutError(match.group(2)))
+      if len(_timeouts) > _LIMIT_IN_BLOCKS:
+        _timeouts.popitem(last=False)
+    return _timeouts[number]
 
 
 def find(text: str, *, claim: bool = True) -> Kept | None:

@@ -15,7 +15,7 @@ from callgate._replay.answers import Answers, Place
 from callgate._replay.block import Block
 from callgate._replay.calls import Recorded
 from callgate._replay.handles import without_handles
-from callgate._runtime.targets import sites
+from callgate._runtime.targets import traceback_line
 from callgate._stream.reader import is_address, open_stream
 
 
@@ -82,7 +82,7 @@ class Replay(Block):
     return answer
 
   def _refusal(self, gate: str, place: Place, operands: tuple[Value, ...]) -> str:
-    site = sites.get(place.site, place.site)
+    site = traceback_line(place.site)
     at = ", ".join([f"lane {place.lane}"] + [f"device {place.device}"] * (place.device > 0))
     head = f"replay: {self.path!r}: gate '{gate}'" + (f", called at {site}" if site else "")
     if not (count := self._answers.recorded(gate)):

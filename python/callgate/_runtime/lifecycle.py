@@ -34,7 +34,7 @@ from callgate._core.errors import (
 )
 from callgate._jax import cpp_path, dispatch
 from callgate._runtime import fence, self_wait, timeline
-from callgate._runtime.targets import OWN, PARTITIONED, sites
+from callgate._runtime.targets import OWN, PARTITIONED, traceback_line
 from callgate._sharding import partitioner, tiles
 
 _process = os.getpid()
@@ -49,12 +49,12 @@ def _failed(
 ) -> str:
   if foreign.is_a(exception, self_wait.Ended):
     return str(exception)
-  where, part = sites.get(site, site), tiles.describe(layout, shard)
+  where, part = traceback_line(site), tiles.describe(layout, shard)
   return failures.describe_failure(exception, gate, where, part, run, thread)
 
 
 def _kernel_failed(kernel: str, message: str, site: str) -> str:
-  return failures.kernel_failed(kernel, message, sites.get(site, site))
+  return failures.kernel_failed(kernel, message, traceback_line(site))
 
 
 def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> None:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,17 +26,36 @@ GRAPH_TARGET = "callgate.gate.graph"  # on CUDA alone
 OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET, GRAPH_TARGET)
 TARGETS: tuple[str, ...] = (*OWN, *(target + PARTITIONED for target in OWN))
 _RECORDED = 64 << 10  # bytes, as kCopiedInStream in src/xla/cuda_deferred.cc
-sites: dict[str, str] = {}  # the lines of tracebacks, by what programs hold of them
+# The lines of tracebacks, by what programs hold of them, for messages. The oldest goes when there
+# are too many: cells of notebooks and generated code make new ones without end.
+_sites: collections.OrderedDict[str, str] = collections.OrderedDict()
+_MOST_SITES = 10_000
+_sites_lock = threading.Lock()
 
 
 def remember_site(site: tuple[str, int, str] | None) -> str:
-  """A call site as programs hold it: without the directory, so that it is the same everywhere."""
+  """A call site as programs hold it: without the directory, so that it is the same everywhere.
+
+  Of two files of one name the second one's has the folder, too, or as many as tell them apart.
+  """
   if site is None:
     return ""
   path, line, function = site
-  key = f"{os.path.basename(path)}:{line} ({function})"
-  sites[key] = f'File "{path}", line {line}, in {function}'
+  text, parts = f'File "{path}", line {line}, in {function}', path.split(os.sep)
+  tails = (os.sep.join(parts[first:]) for first in reversed(range(len(parts))))
+  keys = [f"{tail}:{line} ({function})" for tail in tails]
+  with _sites_lock:
+    key = next((key for key in keys if _sites.get(key, text) == text), keys[-1])
+    _sites[key] = text
+    _sites.move_to_end(key)
+    if len(_sites) > _MOST_SITES:
+      _sites.popitem(last=False)
   return key
+
+
+def traceback_line(site: str) -> str:
+  """The line of a traceback for what a program holds of a call site; that itself, if unknown."""
+  return _sites.get(site, site)
 
 
 def tap_target(avals: Sequence[Any]) -> str:

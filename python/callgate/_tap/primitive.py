@@ -31,7 +31,7 @@ from callgate._core import dtypes, effects, encoding, errors, names
 from callgate._jax import dispatch, lowering, tracing
 from callgate._runtime import config, targets
 from callgate._sharding import calls
-from callgate._tap import delivery
+from callgate._tap import delivery, target
 from callgate._tap import site as _site
 from callgate._tap.site import Arrays, TapSite
 from callgate._tap.target import Tap
@@ -52,10 +52,51 @@ _compiled_impl: Any = tap_p.impl
 def _impl(*operands: Any, **params: Any) -> Arrays:
   tap, site = params["tap"], params["site"]
   if tap.eager is None:
+    if _sent_at_once(operands, **params):
+      return _returned(site, operands) if site.effect == "dataflow" else []
     return _compiled_impl(*operands, **params)
   sent = operands[: site.values + len(site.logical)]
   tap.eager(_site.describe(site, params["transforms"]), sent)
   return _returned(site, operands) if site.effect == "dataflow" else []
+
+
+def _sent_at_once(
+  operands: Arrays, *, tap: Tap, site: TapSite, levels: tuple[Any, ...], **how: Any
+) -> bool:
+  """Sends a record from this thread, without a program, where that is as good.
+
+  To compile one takes a hundred times as long. It is worth it for a consumer that stays, so that
+  the caller need not wait for the arrays.
+  """
+  if (site.every, site.on_device, site.kept, site.whole) != (1, False, None, False):
+    return False
+  operands = list(map(jnp.asarray, operands))  # NumPy's, too
+  devices = {device for x in operands for device in x.devices()}
+  if len(devices) != 1 or (device := devices.pop()).platform != "cpu":
+    return False
+  ordered = site.effect == "ordered"
+  if (ordered or not all(x.is_ready() for x in operands)) and not target.is_sent_to_once(tap):
+    return False
+  if ordered:
+    dispatch.wait_for_own(_order_of(site))
+  held, key = _held(site, levels, how)
+  try:
+    arrays = [np.asarray(x, order="C") for x in operands[: _count(site)]]
+  except jax.errors.JaxRuntimeError:  # what made them has failed: who waits for the tap is told
+    return False
+  tap.handle.send(key, held, device.id, arrays)
+  return True
+
+
+def _held(site: TapSite, levels: tuple[Any, ...], how: Any) -> tuple[dict[str, Any], str]:
+  """What a program that can't call the runtime holds of a tap, and a key that stands for it."""
+  held = {**_site.encode(site, **how), "batch": encoding.encode_levels(levels)}
+  return held, repr((held["spec"], held["tap"], levels))
+
+
+def _count(site: TapSite) -> int:
+  """How many operands make a record."""
+  return site.values + len(site.logical) + int(site.where)
 
 
 @cotangent_p.def_impl
@@ -225,9 +266,7 @@ def _lower(
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
   if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
-    held = _site.encode(site, portable=portable, **how)
-    held["batch"] = encoding.encode_levels(levels)
-    key = repr((held["spec"], held["tap"], levels))
+    held, key = _held(site, levels, {**how, "portable": portable})
     return _lower_by_jax(context, operands, tap, site, held, key)
   held = _site.encode(site, returned=site.values if dataflow else 0, portable=portable, **how)
   dispatch.keep_with_program(context, tap)
@@ -271,11 +310,10 @@ def _lower_by_jax(
       f"tap '{site.name}': ordered=True works in programs for one device, or inside "
       "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
     )
-  count = site.values + len(site.logical) + int(site.where)
 
   def send(*arrays: Any) -> None:
     # Copies, never views.
-    tap.handle.send(key, held, -1, [np.array(array, order="C") for array in arrays[:count]])
+    tap.handle.send(key, held, -1, [np.array(array, order="C") for array in arrays[: _count(site)]])
 
   def call(*args: Any) -> Arrays:
     io_callback(send, None, *args, ordered=ordered)
@@ -289,6 +327,7 @@ def _lower_by_jax(
 # Not cached: a cached rule would know the source line of no more than one of its call sites.
 mlir.register_lowering(tap_p, _lower, cacheable=False)
 mlir.register_lowering(cotangent_p, lambda context, *operands, **_: operands)
+tracing.weakly_cached.add(Tap)
 
 
 # -- taps in the flow of data --------------------------------------------------------------------

@@ -14,8 +14,8 @@ import numpy as np
 from callgate import _callgate
 from callgate._core import dtypes, errors, failures, options, split
 from callgate._core.encoding import is_open
-from callgate._tap import delivery, tap, target
 from callgate._jax import refs
+from callgate._tap import delivery, tap, target
 from callgate._tap.site import TapSite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)

@@ -23,7 +23,8 @@ class TapInfo:
     time_ns: wall clock, in nanoseconds since the Unix epoch, when the value left the program.
     process: index of the process (`jax.process_index()`).
     device: global id of the device (`jax.Device.id`); -1 when unknown.
-    run: XLA's id of the execution; the same on all its devices. -1 in the replay of a CUDA graph.
+    run: XLA's id of the execution; the same on all its devices. -1 in the replay of a CUDA graph,
+      and where a tap outside of programs sends without one.
     shard: for each leaf of the value a tuple of slices: which part of the global array it is. None
       in programs that are not partitioned over several devices, and inside `jax.shard_map`.
     lane: the value's index in each vmapped level, outermost first; () without vmap.

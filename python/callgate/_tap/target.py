@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 from callgate import _callgate
@@ -30,6 +31,8 @@ class Tap:
     self.why_not = why_not  # programs for other processes can't send to it; "" where they can
     self.eager = eager  # called in the caller's thread where no program is compiled
     self.handle = _callgate.Tap(name, channel=channel, consumer=consumer)
+    # A function that is sent to again, from outside of programs, gets a program of its own.
+    self.function: weakref.ref[FunctionType] | None = None
 
   def __repr__(self) -> str:
     return f"<tap '{self.name}'>"
@@ -80,9 +83,15 @@ def of_function(function: Callable[..., Any]) -> Tap:
     consumer = _callgate.python_consumer(consume)
     if exact.reference(function) is None:
       name = registry.unique_name(function, prefix="tap:")
-      return Tap(name, DEFAULT, consumer, why_not=_why_not(function))
-    with registry.name_while_alive(function, "tap:") as name:  # programs elsewhere find it by that
-      return Tap(name, DEFAULT, consumer)
+      tap = Tap(name, DEFAULT, consumer, why_not=_why_not(function))
+    else:
+      with registry.name_while_alive(
+        function, "tap:"
+      ) as name:  # programs elsewhere find it by that
+        tap = Tap(name, DEFAULT, consumer)
+    if isinstance(function, FunctionType):
+      tap.function = weakref.ref(function)
+    return tap
 
   return shared(_taps, ("function", *exact.identity(function)), make)
 
@@ -93,6 +102,20 @@ def _why_not(function: Any) -> str:
     "Expected a channel's name, as cg.tap(x, 'loss'), with cg.channel('loss', to=...) where the "
     "program is called; or a function that a module holds by its name, which is tapped there, too"
   )
+
+
+# Functions that got a record from outside of programs. A lambda that is made for one call takes
+# itself out as it dies.
+_sent_to: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+
+
+def is_sent_to_once(tap: Tap) -> bool:
+  """True for the first record from outside of programs that goes to a plain function."""
+  function = tap.function and tap.function()
+  if function is None or function in _sent_to:
+    return False
+  _sent_to.add(function)
+  return True
 
 
 def of_rows(

@@ -8,6 +8,8 @@
 //   stacked  function(source, (lane, seq, time_ns, device, run, flags), arrays), all stacked
 // `source` is (id, name, role, description, sizes of the batch levels). `control`, if not None, is
 // called with "flush" and "close".
+#include "bindings/channel/py_consumer.h"
+
 #include <nanobind/stl/shared_ptr.h>
 
 #include <algorithm>
@@ -161,6 +163,7 @@ class PyConsumer final : public Consumer {
   void consume(std::span<const Record> records) override {
     ActiveCall active;
     if (!active.entered()) return;  // Python is ending: it must not be touched
+    if (function_ == nullptr) return;
     if (stacked_) records = by_source(records);
     GilScope gil;
     // One call for the records of one source. A large record whose memory is lent goes alone:
@@ -175,6 +178,20 @@ class PyConsumer final : public Consumer {
     errors.rethrow();
   }
 
+  int visit(visitproc visit, void* arg) const {
+    Py_VISIT(function_.get());
+    Py_VISIT(control_.get());
+    return 0;
+  }
+
+  // The references die here, not later: the GIL is held.
+  void drop() {
+    PyObject* function = function_.release();
+    PyObject* control = control_.release();
+    Py_XDECREF(function);
+    Py_XDECREF(control);
+  }
+
   // Stacked arrays are made on the host.
   bool takes_device_arrays() const noexcept override { return !stacked_; }
 
@@ -187,7 +204,7 @@ class PyConsumer final : public Consumer {
  private:
   void tell(const char* what) {
     ActiveCall active;
-    if (!active.entered() || control_.get() == Py_None) return;
+    if (!active.entered() || control_ == nullptr || control_.get() == Py_None) return;
     GilScope gil;
     nb::object done = call_python(control_.get(), "s", what);
     if (done.is_valid()) return;
@@ -248,7 +265,24 @@ class PyConsumer final : public Consumer {
   std::vector<Record> sorted_;  // those of one call of consume()
 };
 
+// The consumer, if it is one in Python with a single owner.
+template <typename C>
+auto* owned_once(C* consumer) {
+  using Of = std::conditional_t<std::is_const_v<C>, const PyConsumer, PyConsumer>;
+  const bool once = consumer != nullptr && consumer->weak_from_this().use_count() == 1;
+  return once ? dynamic_cast<Of*>(consumer) : nullptr;
+}
+
 }  // namespace
+
+int visit_consumer(const Consumer* consumer, visitproc visit, void* arg) {
+  const PyConsumer* found = owned_once(consumer);
+  return found == nullptr ? 0 : found->visit(visit, arg);
+}
+
+void clear_consumer(Consumer* consumer) {
+  if (PyConsumer* found = owned_once(consumer)) found->drop();
+}
 
 void bind_py_consumer(nb::module_& module) {
   module.def(

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -333,6 +334,67 @@ def test_a_reference_cycle_is_no_escape() -> None:
     return np.float32(0)
 
   run(look, numbers(10))
+
+
+@pytest.fixture
+def collections_of_all() -> Iterator[Callable[[], int]]:
+  """Counts collections of the oldest generation, while none comes by itself."""
+  gc.disable()
+  yield lambda: gc.get_stats()[2]["collections"]
+  gc.enable()
+
+
+def test_a_cycle_of_each_call_takes_no_collection_of_all_objects(collections_of_all: Any) -> None:
+  def look(x: Any) -> Any:
+    def total(low: int, high: int) -> Any:  # refers to itself, and to x
+      middle = (low + high) // 2
+      return x[low] if high - low == 1 else total(low, middle) + total(middle, high)
+
+    return total(0, x.size)
+
+  program = jax.jit(cg.gate(look, out=SCALAR))
+  before = collections_of_all()
+  for _ in range(10):
+    assert program(numbers(8)) == numbers(8).sum()
+  assert collections_of_all() == before
+
+
+def test_an_old_cycle_is_no_escape_and_takes_one_collection_a_call(
+  collections_of_all: Any,
+) -> None:
+  def look(x: Any) -> Any:
+    cycle: list[Any] = [x]
+    cycle.append(cycle)
+    gc.collect(0)
+    gc.collect(1)  # it is in the oldest generation now
+    return np.float32(0)
+
+  program = jax.jit(cg.gate(look, out=SCALAR))
+  for _ in range(3):
+    before = collections_of_all()
+    jax.block_until_ready(program(numbers(10)))
+    assert collections_of_all() == before + 1
+
+
+def test_what_is_kept_beside_a_cycle_is_still_found() -> None:
+  store: list[Any] = []
+
+  def look(x: Any) -> Any:
+    cycle: list[Any] = [x]
+    cycle.append(cycle)
+    if x[0]:
+      store.append(x)
+    return np.float32(0)
+
+  program = jax.jit(cg.gate(look, out=SCALAR))
+  for first in (0, 1, 0, 1):
+    x = numbers(10) + first
+    if first:
+      with pytest.raises(cg.EscapedViewError), cg.errors():
+        jax.block_until_ready(program(x))
+    else:
+      jax.block_until_ready(program(x))
+  assert [one[0] for one in store] == [1, 1]
 
 
 def test_a_handled_exception_inside_the_gate_is_no_escape() -> None:

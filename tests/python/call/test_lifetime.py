@@ -18,6 +18,7 @@ from waiting import until
 
 import callgate as cg
 from callgate import _callgate
+from callgate._tap import target as _target
 
 X = np.float32(1)
 
@@ -164,6 +165,45 @@ def test_gates_that_are_dropped_with_their_programs_do_not_pile_up(how: str, kin
   for watch in watches:
     wait_for_the_end_of(watch)
   assert set(_callgate.registered_names()) <= before
+
+
+@pytest.mark.parametrize(
+  ("how", "ordered"), [*((how, False) for how in DROPPED), ("jit", True), ("scan", True)]
+)
+def test_consumers_that_are_dropped_with_their_programs_do_not_pile_up(
+  how: str, ordered: bool
+) -> None:
+  """Though JAX's caches are never cleared."""
+  before = set(_callgate.registered_names())
+  watches: list[weakref.ref[Any]] = []
+  for _ in range(3):
+    consumer = Callable()
+    watches.append(weakref.ref(consumer))
+    DROPPED[how](lambda x, consumer=consumer: cg.tap(x, consumer, ordered=ordered))
+    cg.barrier()
+    del consumer
+  for watch in watches:
+    wait_for_the_end_of(watch)
+  assert set(_callgate.registered_names()) <= before
+
+
+def test_a_consumer_that_refers_to_its_own_channel_or_tap_is_collected() -> None:
+  class Owner:
+    def __init__(self, number: int) -> None:
+      self.channel = cg.channel(f"lifetime {number}", to=self.consume)
+      self.tap = _target.of_function(self.consume)
+
+    def consume(self, value: Any) -> None:
+      pass
+
+  watches: list[weakref.ref[Any]] = []
+  for number in range(3):
+    owner = Owner(number)
+    owner.channel.close()
+    watches.append(weakref.ref(owner))
+    del owner
+  for watch in watches:
+    wait_for_the_end_of(watch)
 
 
 def test_a_feed_that_is_dropped_leaves_nothing_in_caches() -> None:
