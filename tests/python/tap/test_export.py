@@ -118,7 +118,9 @@ compiled = serialize_executable.deserialize_and_load(
   *pickle.loads((folder / "compiled").read_bytes()), execution_devices=jax.devices()[:1]
 )
 for program in (exported.call, compiled):
-  print("--", float(program(np.float32(1))))
+  cg.barrier()
+  print("-- ")
+  jax.block_until_ready(program(np.float32(1)))
   cg.barrier()
   try:
     with cg.errors():
