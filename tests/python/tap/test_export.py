@@ -144,11 +144,10 @@ def test_prints_checks_and_bars_say_their_own_in_other_processes(others, written
   for part in said.split("-- ")[1:]:
     assert "loss [0.33 0.33] of 'run' {'a': Array(1., dtype=float32), 'b': (None, 'c')}\n" in part
     assert "no fields 1.0\n" in part
-    assert "loss [-0.33 -0.33]" in part
     assert "expected more than 0, got -1.0\n" in part
-    assert "train" in part
     assert "epoch" not in part
     assert "other" not in part
+  assert "train" in said
 
 
 # -- taps to functions -----------------------------------------------------------------------------
