@@ -172,8 +172,10 @@ def _to_array(where: Callable[[], str], value: Any, defaults: dict[type, Any]) -
 
 
 def _is_number(dtype: Any) -> bool:
-  # A timedelta is an integer to NumPy; JAX has no long doubles, nor the other byte order.
-  held = dtype.kind not in "mM" and dtype.char not in "gG" and dtype.isnative
+  # A timedelta is an integer to NumPy; JAX has no long doubles, nor the other byte order. A type is
+  # no character: 'G' is float8_e4m3fnuz's, too.
+  long = dtype.type in (np.longdouble, np.clongdouble)
+  held = dtype.kind not in "mM" and not long and dtype.isnative
   return held and (dtype == np.bool_ or jnp.issubdtype(dtype, np.number))
 
 

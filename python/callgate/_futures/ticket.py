@@ -268,7 +268,7 @@ def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: exact.Exa
 class _Taker(Use):
   kind = "gate"
   handles = "takes"
-  waits = True
+  waits = True  # for a call that another gate has started: recordings count that one
 
 
 # -- starts that were traced before ----------------------------------------------------------------

@@ -62,7 +62,6 @@ class Gate(Operation[P, R]):
   native = False  # gets Buffers of a GPU's memory also with arrays that are the host's elsewhere
   same_on_all_platforms = True  # programs for several have no graphs
   one_calls_for_all = splits = taped = True
-  waits = False  # for a call that another gate has started: recordings count that one
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
     name = _options.name("gate", options.name) or registry.unique_name(function)

@@ -11,6 +11,7 @@ own, where XLA runs a device's programs in order.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -40,10 +41,11 @@ _numbers = itertools.count()
 
 
 class _Program:
-  """A program that XLA has loaded: its number, its sign's sharding, how many objects run it."""
+  """A program that XLA has loaded: its number, its sign's sharding, the objects that run it."""
 
   def __init__(self, sharding: Any) -> None:
-    self.number, self.sharding, self.users = next(_numbers), sharding, 0
+    self.number, self.sharding = next(_numbers), sharding
+    self.users: set[weakref.ref[Any]] = set()
 
 
 _programs: dict[int, _Program] = {}  # by the id of the XLA executable
@@ -158,9 +160,9 @@ def take_failure() -> BaseException | None:
   return failure
 
 
-def _unload(executable: int) -> None:
+def _unload(executable: int, user: weakref.ref[Any]) -> None:
   program = _programs[executable]
-  program.users -= 1
+  program.users.discard(user)
   if not program.users:
     del _programs[executable]
 
@@ -310,8 +312,8 @@ def start(
     init(self, xla_executable, name, backend, *given, *args, **kwargs)
     if _is_signed(out_handler.out_avals):
       made = _programs.setdefault(id(xla_executable), _Program(out_handler.out_shardings[-1]))
-      made.users += 1
-      weakref.finalize(self, _unload, id(xla_executable)).atexit = False
+      # No weakref.finalize: those end before JAX's own end, which looks for what holds a device.
+      made.users.add(weakref.ref(self, functools.partial(_unload, id(xla_executable))))
       self.has_unordered_effects = False
     elif all(map(is_free, unordered_effects)):
       self.has_unordered_effects = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import math
 import os
 import threading
 import weakref
@@ -195,13 +196,16 @@ def _plain(number: Any) -> Any:
 
 def _as_sent(name: str, value: Any) -> Any:
   """A knob's value from JSON; of text, the number or bool that it says."""
+  if isinstance(value, float) and math.isnan(value):  # as Python reads JSON
+    value = "NaN"
   if not isinstance(value, str):
     return value
   if value in ("true", "false"):
     return value == "true"
   for kind in (int, float):
     with contextlib.suppress(ValueError):
-      return kind(value)
+      if not math.isnan(number := kind(value)):
+        return number
   raise RequestError(400, f"knob {name!r}: value: expected a number, true or false, got {value!r}")
 
 

@@ -125,9 +125,13 @@ class Knob:
 
   def _within(self, limits: tuple[Any, Any] | None, value: Any) -> Any:
     number = self._held("value", value)
-    if limits is not None and not limits[0] <= number <= limits[1]:
+    if limits is None:
+      return number
+    # As programs read them: what one has read at the end of the range is in it.
+    least, held, greatest = np.asarray((limits[0], number, limits[1])).astype(self.dtype)
+    if not least <= held <= greatest:
       options.refuse(f"knob '{self.name}'", "value", f"{limits[0]} to {limits[1]}", value)
-    return number
+    return min(max(number, limits[0]), limits[1])
 
   def _held(self, what: str, value: Any) -> Any:
     """The value as a number of Python's that the knob may hold."""

@@ -21,17 +21,20 @@ import socket
 import socketserver
 import sys
 import threading
+import time
 import urllib.parse
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 HOSTS = ("localhost", "127.0.0.1", "::1")
 Query = Mapping[str, list[str]]
 _MOST_BYTES = 1 << 16  # of what is sent
-_MOST_REQUESTS = 32  # at once
+_MOST_REQUESTS = 32  # at once, of those who have the token
+_MOST_STRANGERS = 32  # connections that have not shown it; one more ends the oldest
 _SECONDS = 10.0  # that a client may be silent
+_HEAD_SECONDS = 10.0  # in which a connection has to show the token
 _FILES = {"": "page.html", "page.css": "", "page.js": "", "chart.js": "", "controls.js": ""}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _POLICY = (
@@ -112,15 +115,18 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
   def __init__(self, port: int, token: str, gets: Any, posts: Any) -> None:
     self.token, self.gets, self.posts = token, gets, posts
-    self._places = threading.BoundedSemaphore(_MOST_REQUESTS)
+    self._lock = threading.Lock()
     self._open: set[Any] = set()
+    self._strangers: dict[Any, float] = {}  # since when, the oldest first
+    self._guests: set[Any] = set()
     super().__init__(("127.0.0.1", port), _Handler)
 
   def process_request(self, request: Any, client_address: Any) -> None:
-    if not self._places.acquire(blocking=False):
-      self.shutdown_request(request)
-      return
-    self._open.add(request)
+    with self._lock:
+      crowd = list(self._strangers)[: len(self._strangers) - _MOST_STRANGERS + 1]
+      self._open.add(request)
+      self._strangers[request] = time.monotonic()
+    self._end_strangers(crowd)
     try:
       super().process_request(request, client_address)
     except BaseException:
@@ -133,9 +139,34 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
     finally:
       self._left(request)
 
+  def admit(self, request: Any) -> None:
+    """Gives a connection that has shown the token a place. Raises RequestError if none is left."""
+    with self._lock:
+      if len(self._guests) >= _MOST_REQUESTS:
+        raise RequestError(503, f"expected at most {_MOST_REQUESTS} requests at once, got one more")
+      if self._strangers.pop(request, None) is not None:
+        self._guests.add(request)
+
+  def service_actions(self) -> None:
+    """Ends connections that send their head too slowly; called a few times a second."""
+    late = time.monotonic() - _HEAD_SECONDS
+    with self._lock:
+      slow = [request for request, since in self._strangers.items() if since < late]
+    self._end_strangers(slow)
+
+  def _end_strangers(self, requests: Sequence[Any]) -> None:
+    for request in requests:
+      with self._lock:
+        is_one = self._strangers.pop(request, None) is not None
+      if is_one:
+        with contextlib.suppress(OSError):
+          request.shutdown(socket.SHUT_RDWR)
+
   def _left(self, request: Any) -> None:
-    self._open.discard(request)
-    self._places.release()
+    with self._lock:
+      self._open.discard(request)
+      self._guests.discard(request)
+      self._strangers.pop(request, None)
 
   def handle_error(self, request: Any, client_address: Any) -> None:
     """Says nothing of clients that went away, and what is wrong with the server itself."""
@@ -205,6 +236,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     given, expected = token.encode(errors="replace"), self.server.token.encode()
     if not hmac.compare_digest(given, expected):
       raise RequestError(403, "wrong token: expected the address as callgate gave it")
+    self.server.admit(self.request)
     if not slash:
       raise RequestError(404, "expected the address with a slash at its end")
     return path, urllib.parse.parse_qs(parts.query, keep_blank_values=True, max_num_fields=256)

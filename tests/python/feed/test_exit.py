@@ -35,6 +35,15 @@ def test_the_process_ends_with_feeds_open(body: str) -> None:
   assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("body", ["p = jax.jit(feed.next); p(); p()", "feed.next()", "next(feed)"])
+def test_a_feed_keeps_no_device_beyond_the_end(body: str) -> None:
+  """JAX ends with 255 where something does, if it is asked to look."""
+  made = "feed = cg.feed(map(float, itertools.count()))\n"
+  flag = {"JAX_DEBUG_LEAKED_CLIENTS_ON_CLEAR_BACKENDS": "1"}
+  done = run_python(PRELUDE + made + body, timeout=60, **flag)
+  assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_process_ends_though_a_program_waits_for_an_item_that_never_comes() -> None:
   body = """
 feed = cg.feed(hang())

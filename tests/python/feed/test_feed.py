@@ -249,7 +249,8 @@ DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float1
 
 
 @pytest.mark.parametrize(
-  "dtype", [*DTYPES, "complex64", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+  "dtype",
+  [*DTYPES, "complex64", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz],
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 1, 4)])
 def test_items_arrive_bit_for_bit(dtype: Any, shape: tuple[int, ...]) -> None:

@@ -103,10 +103,12 @@ def test_knobs_of_every_kind_are_listed_and_set(server, capsys):
 
 def test_what_is_refused_says_why_and_changes_nothing(server, capsys):
   one, two = cg.knob("serve one", 1.0, range=(0.0, 2.0)), cg.knob("serve two", 1)
+  free = cg.knob("serve free", 1.0)
   refusals = [
     (["serve one=2", "serve two=1.5"], "knob 'serve two': value: expected an integer"),
     (["serve one=3"], "knob 'serve one': value: expected 0.0 to 2.0, got 3"),
-    (["serve one=nan"], "knob 'serve one': value: expected 0.0 to 2.0, got nan"),
+    (["serve one=nan"], "knob 'serve one': value: expected a number, true or false, got 'nan'"),
+    (["serve free=NaN"], "knob 'serve free': value: expected a number, true or false, got 'NaN'"),
     (["serve one=true"], "knob 'serve one': value: expected a number"),
     (["serve one=much"], "knob 'serve one': value: expected a number, true or false, got 'much'"),
     (["serve one=2", "serve no=1"], "expected the name of a knob, got 'serve no'; there is"),
@@ -124,7 +126,10 @@ def test_what_is_refused_says_why_and_changes_nothing(server, capsys):
     answer = request(server.url, "api/knobs", {"serve two": value})
     assert answer.status == 400
     assert "knob 'serve two': value: expected an integer" in answer.value["error"]
-  assert (one.value, two.value) == (1.0, 1)
+  answer = request(server.url, "api/knobs", '{"serve free": NaN}')  # which Python's JSON has
+  assert answer.status == 400
+  assert "expected a number, true or false, got 'NaN'" in answer.value["error"]
+  assert (one.value, two.value, free.value) == (1.0, 1, 1.0)
 
 
 def test_addresses_that_lead_nowhere_say_what_is_wrong(server, capsys, tmp_path):
@@ -211,6 +216,26 @@ def test_a_connection_that_says_nothing_holds_nobody_up(server):
         assert one.recv(1) == b""  # the server has hung up
   with pytest.raises(ConnectionRefusedError):
     request(server.url)
+
+
+def test_connections_that_say_little_leave_places_for_who_has_the_token(server, monkeypatch):
+  """More of them than there are places, each with a head that never ends."""
+  port = urllib.parse.urlsplit(server.url).port
+  with contextlib.ExitStack() as open_ones:
+    slow = [
+      open_ones.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)
+    ]
+    for one in slow:
+      one.sendall(b"GET / HTTP/1.1\r\nX: y\r\n")
+    for _ in range(3):
+      assert get(server.url, "state")["totals"]["records"] == 0
+    monkeypatch.setattr("callgate._watch.server._HEAD_SECONDS", 0.1)
+    for one in slow:  # a line now and then is not enough
+      one.settimeout(60)
+      with contextlib.suppress(OSError):
+        one.sendall(b"X: y\r\n")
+        assert one.recv(1) == b""
+    assert get(server.url, "state")["totals"]["records"] == 0
 
 
 # -- what it shows ---------------------------------------------------------------------------------

@@ -321,6 +321,19 @@ def test_wrong_definitions_are_refused(arguments: Any, options: Any, said: str) 
     cg.knob(*arguments, **options)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_number_that_was_read_at_the_ranges_end_is_in_the_range(dtype: Any) -> None:
+  made = cg.knob(f"test ends {np.dtype(dtype)}", dtype(0.1), range=(0.1, 0.7))
+  for end in (0.1, 0.7):
+    made.set(end)
+    read = float(made.read())
+    made.set(read)
+    assert float(made.read()) == read
+    assert 0.1 <= made.value <= 0.7
+  with pytest.raises(cg.GateDefinitionError, match=r"expected 0\.1 to 0\.7, got 0\.72"):
+    made.set(0.72)
+
+
 def test_wrong_values_are_refused_and_change_nothing() -> None:
   whole = cg.knob("test whole", 3, range=(0, 10))
   for value, said in (
