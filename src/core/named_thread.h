@@ -169,7 +169,7 @@ class NamedThread : Immovable {
     return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
   }
 
-  static constexpr std::chrono::microseconds kAwake{20};  // after a job
+  static constexpr std::chrono::microseconds kAwake{5};  // after a job
   static inline thread_local Queue* current_ = nullptr;
 
   const std::string name_;
