@@ -204,6 +204,7 @@ void on_its_thread(CudaCall& call, const std::function<void()>& body) {
   NamedThread* const thread = call.callee().thread();
   if (thread == nullptr || thread->is_here()) return body();
   const bool taken = thread->run([&] {
+    call.callee().enter_worker(/*of_device=*/true);
     cuda::ContextScope current(call.device);
     body();
   });
@@ -231,7 +232,10 @@ void run_at_once(CudaCall& call) {
   ActiveCall active;
   if (!active.entered()) return refuse_at_exit(call.callee());
   Call on_host = copied->call();
-  copied->runs() ? call.call_site().run(on_host) : call.call_site().site->skip(on_host);
+  if (!copied->runs())
+    call.call_site().site->skip(on_host);
+  else
+    on_its_thread(call, [&] { call.call_site().run(on_host); });
   if (call.decoded.results().empty()) return;
   cuda::given(call.stream, [&] { copied->copies.publish(call.stream); });
   cuda::keep_until(call.device, call.stream, copied);
@@ -361,9 +365,11 @@ void run_call(CudaSite& site, const XLA_FFI_CallFrame& frame) {
     case OnDevice::kNative: return on_its_thread(call, [&] { run_native(call); });
     case OnDevice::kDeferred: return run_deferred(call);
     case OnDevice::kStaged: {
-      const NamedThread* const thread = call.callee().thread();
-      const bool is_here = thread != nullptr && thread->is_here();
-      return call.callee().own_thread() && !is_here ? run_on_own_thread(call) : run_at_once(call);
+      // XLA's thread waits for a named thread, so that the program is told what a call there
+      // raises.
+      const Callee& callee = call.callee();
+      const bool goes_on = callee.thread() == nullptr || callee.timeout().count() > 0;
+      return callee.own_thread() && goes_on ? run_on_own_thread(call) : run_at_once(call);
     }
   }
 }
