@@ -46,7 +46,7 @@ def start(public: Mapping[str, Any]) -> None:
   lifecycle.at_end("hurry", ending.limit_all)
   lifecycle.at_end("leave", group.leave)
   lifecycle.at_end("draw", draw.stop)
-  lifecycle.at_end("deliver", job.settle)  # whose errors the next one raises
+  lifecycle.at_end("deliver", job.finish)  # whose errors the next one raises
   lifecycle.at_end("deliver", checkpoints.finish)
   lifecycle.at_end("deliver", channel.close_all)
   lifecycle.at_end("deliver", threads.end_all)

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -24,6 +25,17 @@
 #include "core/system.h"
 
 namespace callgate {
+
+// Looks again and again whether `done()`, for so long, where there is another CPU to make it so.
+template <typename Done>
+bool look_for(std::chrono::nanoseconds time, Done&& done) {
+  static const bool alone = std::thread::hardware_concurrency() == 1;
+  if (alone) return done();
+  const auto end = std::chrono::steady_clock::now() + time;
+  while (!done())
+    if (std::chrono::steady_clock::now() >= end) return false;
+  return true;
+}
 
 class NamedThread : Immovable {
  public:
@@ -49,6 +61,8 @@ class NamedThread : Immovable {
       if (!queue->started) std::thread([queue, name = name_] { work(queue, name); }).detach();
       queue->started = true;
       queue->jobs.push_back(std::move(job));
+      queue->waiting.fetch_add(1, std::memory_order_release);  // see work()
+      if (!queue->asleep) return true;
     }
     queue->changed.notify_all();
     return true;
@@ -70,7 +84,10 @@ class NamedThread : Immovable {
   static bool serve(std::chrono::nanoseconds wait) {
     Queue& queue = *current_;
     std::unique_lock lock(queue.mutex);
-    if (!queue.changed.wait_for(lock, wait, [&] { return !queue.jobs.empty(); })) return false;
+    queue.asleep = true;
+    const bool come = queue.changed.wait_for(lock, wait, [&] { return !queue.jobs.empty(); });
+    queue.asleep = false;
+    if (!come) return false;
     run_next(queue, lock);
     return true;
   }
@@ -99,7 +116,8 @@ class NamedThread : Immovable {
     std::mutex mutex;  // guards the queue alone: jobs run without it
     std::condition_variable changed;
     std::deque<Job> jobs;
-    bool started = false, closed = false, ended = false;
+    std::atomic<std::size_t> waiting{0};  // jobs
+    bool started = false, closed = false, ended = false, asleep = false;
     OfProcess process;
   };
 
@@ -117,6 +135,7 @@ class NamedThread : Immovable {
   static void run_next(Queue& queue, std::unique_lock<std::mutex>& lock) {
     Job job = std::move(queue.jobs.front());
     queue.jobs.pop_front();
+    queue.waiting.fetch_sub(1, std::memory_order_relaxed);  // the thread's own
     lock.unlock();
     job();
     job = nullptr;  // what the job held dies on this thread, without the lock
@@ -128,9 +147,15 @@ class NamedThread : Immovable {
     current_ = queue.get();
     std::unique_lock lock(queue->mutex);
     for (;;) {
+      queue->asleep = true;
       queue->changed.wait(lock, [&] { return queue->closed || !queue->jobs.empty(); });
+      queue->asleep = false;
       if (queue->jobs.empty()) break;
       run_next(*queue, lock);
+      // To wake a thread takes longer than most calls: one that is called often stays awake.
+      lock.unlock();
+      (void)look_for(kAwake, [&] { return queue->waiting.load(std::memory_order_acquire) != 0; });
+      lock.lock();
     }
     lock.unlock();
     end_thread();
@@ -144,6 +169,7 @@ class NamedThread : Immovable {
     return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
   }
 
+  static constexpr std::chrono::microseconds kAwake{5};  // after a job
   static inline thread_local Queue* current_ = nullptr;
 
   const std::string name_;

@@ -2,6 +2,7 @@
 // Gates and taps, on the CPU and in programs for CUDA, where nothing waits for a device but what
 // says so. State and calls are plain C++; the callee alone knows about Python.
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -80,14 +81,29 @@ struct OwnThreadCall final : WatchedCall, std::enable_shared_from_this<OwnThread
     });
   }
 
- private:
-  // XLA goes on with the program on the thread that settles the promise: not on a thread that other
-  // programs wait for, which the rest of this one may itself need.
-  void settle(const std::function<void()>& settling) {
-    const bool elsewhere = site->callee->thread() != nullptr &&
-                           try_submit([self = shared_from_this(), settling] { settling(); });
-    if (!elsewhere) settling();
+  // For who has handed the call to a named thread: a short call is settled here, a longer one when
+  // it has ended.
+  void await_shortly() {
+    constexpr std::chrono::microseconds kPatience(10);
+    (void)look_for(kPatience, [&] { return turn_.load(std::memory_order_acquire) != kAwaited; });
+    // Acquire and release: this or settle() sees what the other has left.
+    if (turn_.exchange(kLeft, std::memory_order_acq_rel) == kDone) settle_();
   }
+
+ private:
+  enum Turn { kAwaited, kDone, kLeft };
+
+  // XLA goes on with the program on the thread that settles the promise: not on a named thread,
+  // which other programs wait for, and which the rest of this one may itself need.
+  void settle(std::function<void()> settling) {
+    if (site->callee->thread() == nullptr) return settling();
+    settle_ = std::move(settling);
+    if (turn_.exchange(kDone, std::memory_order_acq_rel) == kAwaited) return;  // as above
+    if (!try_submit([self = shared_from_this()] { self->settle_(); })) settle_();
+  }
+
+  std::atomic<Turn> turn_{kAwaited};
+  std::function<void()> settle_;
 };
 
 // For a call that nobody takes: throws Error, unless the process is ending and the callee is quiet.
@@ -119,7 +135,10 @@ void run_within(const CallSite& site, const Call& call) {
 void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site,
                          const Call& call) {
   NamedThread* const thread = site->callee->thread();
-  if (thread != nullptr && thread->is_here()) return run_within(*site, call);
+  // On a named thread that dispatches a program XLA waits for the call: it would wait for ever for
+  // one elsewhere that needs the thread.
+  const bool on_named = NamedThread::current() != 0 && site->callee->timeout().count() == 0;
+  if (thread != nullptr ? thread->is_here() : on_named) return run_within(*site, call);
   if (thread == nullptr && WorkerPool::instance().lost())
     throw Error(ErrorCode::kAborted,
                 "gate '" + site->callee->name() +
@@ -134,8 +153,9 @@ void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSit
   XLA_FFI_Future* future = own->promise.future();
   if (may_wait_for_itself) watch_for_self_wait(own);
   if (!submit_with_timeout(own, thread))
-    guarded([&] { refuse(*site->callee); },
-            [&](const Error& error) { own->promise.fail(error); });
+    guarded([&] { refuse(*site->callee); }, [&](const Error& error) { own->promise.fail(error); });
+  else if (thread != nullptr)
+    own->await_shortly();
   frame->future = future;
 }
 
@@ -184,6 +204,7 @@ void on_its_thread(CudaCall& call, const std::function<void()>& body) {
   NamedThread* const thread = call.callee().thread();
   if (thread == nullptr || thread->is_here()) return body();
   const bool taken = thread->run([&] {
+    call.callee().enter_worker(/*of_device=*/true);
     cuda::ContextScope current(call.device);
     body();
   });
@@ -211,7 +232,10 @@ void run_at_once(CudaCall& call) {
   ActiveCall active;
   if (!active.entered()) return refuse_at_exit(call.callee());
   Call on_host = copied->call();
-  copied->runs() ? call.call_site().run(on_host) : call.call_site().site->skip(on_host);
+  if (!copied->runs())
+    call.call_site().site->skip(on_host);
+  else
+    on_its_thread(call, [&] { call.call_site().run(on_host); });
   if (call.decoded.results().empty()) return;
   cuda::given(call.stream, [&] { copied->copies.publish(call.stream); });
   cuda::keep_until(call.device, call.stream, copied);
@@ -341,9 +365,11 @@ void run_call(CudaSite& site, const XLA_FFI_CallFrame& frame) {
     case OnDevice::kNative: return on_its_thread(call, [&] { run_native(call); });
     case OnDevice::kDeferred: return run_deferred(call);
     case OnDevice::kStaged: {
-      const NamedThread* const thread = call.callee().thread();
-      const bool is_here = thread != nullptr && thread->is_here();
-      return call.callee().own_thread() && !is_here ? run_on_own_thread(call) : run_at_once(call);
+      // XLA's thread waits for a named thread, so that the program is told what a call there
+      // raises.
+      const Callee& callee = call.callee();
+      const bool goes_on = callee.thread() == nullptr || callee.timeout().count() > 0;
+      return callee.own_thread() && goes_on ? run_on_own_thread(call) : run_at_once(call);
     }
   }
 }

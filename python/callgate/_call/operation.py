@@ -162,7 +162,7 @@ class Operation(Callee, Generic[P, R]):
       self.sharding_rule(site, [s.shape for s in structs], [shape for shape, _ in site.results])
     # JAX's callbacks know no derivatives, handles, lanes or cells, and no vmap of what is ordered:
     # such calls stay ours until lowered.
-    stays = self.autograd or self.handles or self.by_lane or self.reads_cell
+    stays = self.autograd or self.handles or self.of_thread or self.by_lane or self.reads_cell
     stays = stays or self.effect == "ordered" or self.transpose_rule is not None
     if by_jax and not stays:
       flat = jax_engine.bind(self.core, site, leaves)

@@ -16,7 +16,7 @@ from callgate._call import batching as _batching
 from callgate._call import derivatives
 from callgate._call.jax_engine import lower_by_jax
 from callgate._call.lowering import emit
-from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call, CallSite
+from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call, CallSite, shared_by_lanes
 from callgate._core import effects, names
 from callgate._core.encoding import Level
 from callgate._jax import dispatch, lowering, tracing
@@ -56,6 +56,8 @@ def _effects(call: BoundCall) -> frozenset[Any]:
   found: set[Any] = set()
   if (gate.handles or gate.of_thread) and not call.scoped:
     found.add(effects.HANDLE_EFFECT)
+    if gate.handles == "takes":
+      found.add(effects.WAIT_EFFECT)
   if gate.effect == "ordered":
     found.add(tracing.ordered_io_effect if call.site.by_jax else effects.ORDERED_GATE_EFFECT)
   elif gate.effect == "io":
@@ -195,7 +197,7 @@ def _batch(
     results = _batching.one_by_one(lambda values: bind(*values, call=call), mask, moved)
   else:
     levels = ((size, mask), *call.levels)
-    results = bind(*moved, call=dataclasses.replace(call, levels=levels))
+    results = bind(*moved, call=shared_by_lanes(dataclasses.replace(call, levels=levels)))
   return results, (0,) * len(results)
 
 
@@ -287,4 +289,5 @@ tracing.weakly_cached.add(BoundCall)
 for effect in (effects.GateEffect, effects.TapEffect, effects.OrderedGateEffect):
   tracing.allow_effect(effect, ordered=effect is effects.OrderedGateEffect, kept=True)
 tracing.allow_effect(effects.WholeTapEffect, ordered=True)
-tracing.allow_effect(effects.HandleEffect, ordered=False)
+for effect in (effects.HandleEffect, effects.WaitEffect):
+  tracing.allow_effect(effect, ordered=False)

@@ -20,6 +20,8 @@ Static = tuple[tuple[str, Any], ...]
 MOST_OBJECTS = 64
 # Where callgate's runtime runs gates; JAX's own callbacks do elsewhere.
 RUNTIME_PLATFORMS = ("cpu", "cuda")
+# The static keyword of a wait for a started call that lanes make, which may share the call.
+SHARED = "callgate_shared"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,6 +95,14 @@ class BoundCall:
   def axes(self) -> tuple[Level, ...]:
     """All batch axes of the call's arrays, outermost first."""
     return self.levels if self.whole is None else (*self.levels, self.whole)
+
+
+def shared_by_lanes(call: BoundCall) -> BoundCall:
+  """The call, if it waits for a started one, as a call of lanes."""
+  if call.gate.handles != "takes" or dict(call.site.static).get(SHARED):
+    return call
+  site = dataclasses.replace(call.site, static=(*call.site.static, (SHARED, True)))
+  return dataclasses.replace(call, site=site)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,6 +47,10 @@ class HandleEffect(_Effect):
   """
 
 
+class WaitEffect(HandleEffect):
+  """Marks waits for started calls: where lanes go apart, each waits in its own branch alone."""
+
+
 class BufferCallbackEffect(_Effect):
   """Keeps a call of `callgate.compat.buffer_callback` whose results are not used."""
 
@@ -56,6 +60,7 @@ TAP_EFFECT = TapEffect()
 WHOLE_TAP_EFFECT = WholeTapEffect()
 ORDERED_GATE_EFFECT = OrderedGateEffect()
 HANDLE_EFFECT = HandleEffect()
+WAIT_EFFECT = WaitEffect()
 
 
 class ProgressEffect(_Effect):

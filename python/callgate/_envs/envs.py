@@ -21,7 +21,6 @@ from callgate._core.failures import raise_deferred
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.calls import EnvGate, Layout
 from callgate._envs.lanes import Lanes, LanesMethod, Plan, plan_of
-from callgate._gate.elsewhere import LOADING_SECONDS
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._runtime import config
@@ -29,6 +28,7 @@ from callgate._runtime.barrier import errors, wait_for_programs
 from callgate._tap.channel import Channel
 from callgate._tap.tap import tap
 from callgate._workers import objects
+from callgate._workers.remote import LOADING_SECONDS
 from callgate._workers.threads import Thread
 from callgate._workers.workers import Workers, shared
 

@@ -10,21 +10,27 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from callgate import _callgate
 from callgate._core import failures, foreign
 from callgate._core.errors import GateError, GateTimeoutError, Interruption
+from callgate._workers import threads
+from callgate._workers.threads import Thread
 
 if TYPE_CHECKING:
   import asyncio
 
 _open: set[Job] = set()  # started, and not finished or failed and not taken
 _lock = threading.Lock()
+_MOST = 64  # results that are kept after they were taken
 _NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
 
 
@@ -32,7 +38,8 @@ class Job:
   """One started call."""
 
   __slots__ = (
-    "_begun", "_done", "_error", "_result", "_taken", "interrupts", "label", "place", "timeout",
+    "__weakref__", "_begun", "_done", "_error", "_kept", "_result", "_taken", "interrupts", "label",
+    "place", "timeout",
   )  # fmt: skip
 
   def __init__(self, label: str, place: str, timeout: float) -> None:
@@ -42,8 +49,9 @@ class Job:
     self._result: Any = None
     self._error: BaseException | None = None
     self._taken: str | None = None
+    self._kept = True  # the result, as far as it has come
 
-  def start(self, call: Callable[[], Any], line: Line | None = None) -> None:
+  def start(self, call: Callable[[], Any], line: Line | Thread | None = None) -> None:
     """Has `call` run, in its turn where there is a line; a coroutine's rest is the event loop's.
 
     Ctrl-C ends what waits in a line, and what runs on workers.
@@ -69,9 +77,21 @@ class Job:
 
     with _lock:
       _open.add(self)
-    if not (_callgate.submit if line is None else line.submit)(run):
+    try:
+      is_taken = (_callgate.submit if line is None else line.submit)(run)
+    except RuntimeError as error:  # the system gives no thread
+      with _lock:
+        count = len(_open)
+        _open.discard(self)
+      raise GateError(
+        f"{self.label}: can't be started: there is no thread for it, while {count} started calls "
+        "run; expected fewer at once, or an async def, whose calls share a thread"
+      ) from error
+    if not is_taken:
       with _lock:
         _open.discard(self)
+      if isinstance(line, Thread):
+        line.refuse()
       raise GateError(
         f"{self.label}: can't be started: the process is ending, or was forked from one that ran "
         "such calls; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
@@ -94,8 +114,10 @@ class Job:
         _open.discard(self)
     self._done.set()
 
-  def take(self, place: str) -> Any:
+  def take(self, place: str, shared: bool = False) -> Any:
     """Waits for the result, once; `place` is where, for messages.
+
+    `shared`: by lanes of a `jax.vmap`, which may be those of one call, each of which waits for it.
 
     Raises:
       GateError: it was taken before.
@@ -105,7 +127,7 @@ class Job:
     """
     interrupts = _callgate.interrupts()
     with _lock:
-      if self._taken is not None:
+      if self._taken is not None and not (shared and self._kept):
         raise GateError(
           f"{self.label}: a ticket is waited for once, got a second time, at {place}; it was "
           f"started at {self.place} and waited for at {self._taken}"
@@ -119,16 +141,24 @@ class Job:
       )
     with _lock:
       _open.discard(self)
-    result, self._result = self._result, None
     if self._error is not None:
       raise self._error
+    result = self._result
+    if shared:
+      _keep(self, sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(result)))
+    else:
+      self.forget()
     return result
+
+  def forget(self) -> None:
+    """Keeps the result no longer: it has been taken."""
+    self._result, self._kept = None, False
 
   def _is_done(self, end: float | None, interrupts: int) -> bool:
     """Waits for it, until the end."""
     while True:
       rest = _NAP if end is None else min(_NAP, end - time.monotonic())
-      done = self._done.wait(max(0.0, rest))
+      done = threads.wait(self._done, max(0.0, rest))
       if (not done or self._error is not None) and _callgate.interrupted_since(interrupts):
         raise Interruption(f"{self.label}: Ctrl-C ended the program")
       if done or rest <= 0:
@@ -149,6 +179,18 @@ class Job:
     return self._done.wait(seconds)
 
 
+# What lanes have taken last: others that share the call may come for it soon.
+_taken: collections.deque[tuple[weakref.ref[Job], int]] = collections.deque()
+_MOST_KEPT = 16 << 20  # bytes of results, of one at least
+
+
+def _keep(job: Job, size: int) -> None:
+  _taken.append((weakref.ref(job), size))
+  while len(_taken) > 1 and (len(_taken) > _MOST or sum(size for _, size in _taken) > _MOST_KEPT):
+    if (first := _taken.popleft()[0]()) is not None and first is not job:
+      first.forget()
+
+
 class Line:
   """Calls that run elsewhere, and here only wait: on so many threads, the others in their order."""
 
@@ -164,14 +206,22 @@ class Line:
       if self._threads >= self._most:
         return True
       self._threads += 1
-    if _callgate.submit(self._run):
-      return True
+    failure: RuntimeError | None = None
+    try:
+      if _callgate.submit(self._run):
+        return True
+    except RuntimeError as error:  # the system gives no thread
+      failure = error
     with _lock:
       self._threads -= 1
-      with contextlib.suppress(ValueError):  # another thread of the line has taken it
-        self._waiting.remove(run)
-        return False
-    return True
+      if failure is not None and self._threads:
+        return True  # those that there are will come to it
+      if run not in self._waiting:  # another thread of the line has taken it
+        return True
+      self._waiting.remove(run)
+    if failure is not None:
+      raise failure
+    return False
 
   def _run(self) -> None:
     while True:
@@ -198,6 +248,17 @@ def settle(seconds: float | None = None) -> bool:
       return False
     job.report()
   return True
+
+
+def finish(seconds: float) -> None:
+  """At the end of the process: waits for what was started; nobody does so afterwards."""
+  if settle(seconds):
+    return
+  with _lock:
+    count = len(_open)
+    _open.clear()
+  late = f"still ran {seconds:g} s after the end of the program and were abandoned"
+  print(f"callgate: {count} started call(s) {late}", file=sys.stderr)
 
 
 def after_effects_barrier() -> None:

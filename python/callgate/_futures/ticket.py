@@ -19,7 +19,7 @@ import numpy as np
 
 from callgate._call import derivatives, shapes
 from callgate._call.attached import with_derivative
-from callgate._call.site import CallSite
+from callgate._call.site import SHARED, CallSite
 from callgate._core import encoding, exact, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._futures import started
@@ -254,10 +254,10 @@ def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: exact.Exa
   core: Gate = gate()
   label = core.label
 
-  def wait(handle: Handle, earlier: Any) -> Any:
+  def wait(handle: Handle, earlier: Any, **lanes: Any) -> Any:
     del earlier
     job: Job = resolved(label, handle)
-    return job.take(place)
+    return job.take(place, shared=SHARED in lanes)
 
   out = jax.tree.unflatten(out_tree.value, [jax.ShapeDtypeStruct(*one) for one in results])
   name = registry.free_name(f"{core.name}.result")

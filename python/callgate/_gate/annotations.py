@@ -8,6 +8,7 @@ needed for that: an annotation has `dtypes` and `dim_str`.
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 import typing
@@ -27,6 +28,15 @@ from callgate._jax import tracing
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
 # Of each kind, the dtype that JAX makes of Python's numbers where it has 64 bits.
 _USUAL = tuple(map(np.dtype, ("float64", "int64", "complex128", "uint32", "bool")))
+
+
+def refuse_generators(label: str, function: Any) -> None:
+  """Raises for a function whose calls give no results."""
+  if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+    raise GateDefinitionError(
+      f"{label}: fn: expected a function that returns its results, got a generator function; "
+      "callgate.feed takes generators, which programs read item by item"
+    )
 
 
 def results(label: str, function: Callable[..., Any], skip: int) -> Annotated | None:

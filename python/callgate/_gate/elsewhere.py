@@ -12,9 +12,6 @@ from callgate._workers.executors import OnExecutor
 from callgate._workers.remote import Description, Remote
 from callgate._workers.workers import Workers
 
-# That a worker has for loading what a gate with a timeout calls, if that is not more.
-LOADING_SECONDS = 30.0
-
 
 def callee(gate: Any, retries: int, in_flight: int | None) -> tuple[Remote | OnExecutor, Any]:
   """What knows the gate's function for other processes, and the runtime's handle on it."""
@@ -38,7 +35,7 @@ def on_workers(remote: Remote, name: str, *, retries: int, in_order: bool, by_la
   seconds = remote.timeout
   return _callgate.WorkerCallee(
     name, start=remote.start, describe=remote.describe, failed=remote.failed, timeout=seconds,
-    loading=max(seconds, LOADING_SECONDS) if seconds else 0.0, retries=retries, in_order=in_order,
+    loading=remote.loading, retries=retries, in_order=in_order,
     by_lane=by_lane,
   )  # fmt: skip
 

@@ -69,11 +69,7 @@ class Gate(Operation[P, R]):
     label = f"{self.kind} '{name}'"
     _options.function(label, "fn", function)
     self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-      raise GateDefinitionError(
-        f"{label}: fn: expected a function that returns its results, got a generator function; "
-        "callgate.feed takes generators, which programs read item by item"
-      )
+    annotations.refuse_generators(label, function)
     style: Any = options.style  # not checked yet
     leading = _LEADING.get(style, 0) if isinstance(style, str) else 0
     if options.out is None and options.like is None:
@@ -86,6 +82,7 @@ class Gate(Operation[P, R]):
     self.thread = "own" if self.run_on == "own" else "xla"
     self.timeout = options.timeout or 0.0
     self.of_thread = isinstance(self.run_on, Thread)
+    self.is_here = self.of_thread or isinstance(self.run_on, str)  # in this process
     if self.is_async and not isinstance(self.run_on, str):
       raise GateDefinitionError(
         f"{label}: run_on={self.run_on!r}: expected a function, got an async function; those run "
@@ -139,11 +136,6 @@ class Gate(Operation[P, R]):
       thread=self.run_on.callee if isinstance(self.run_on, Thread) else None,
     )  # fmt: skip
 
-  @property
-  def is_here(self) -> bool:
-    """True if it runs in this process, on some thread."""
-    return self.of_thread or isinstance(self.run_on, str)
-
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     super().check_call(site, structs)
     if self.elsewhere is not None and not site.by_jax:
@@ -155,9 +147,8 @@ class Gate(Operation[P, R]):
     self.callee = self._named_callee()
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(self.run_on, Thread):
-      return self.run_on.run(functools.partial(self.function, *args, **kwargs))
-    return self.function(*args, **kwargs)
+    call = functools.partial(self.function, *args, **kwargs)
+    return self.run_on.run(call) if isinstance(self.run_on, Thread) else call()
 
   def on_lane(self, lane: int, call: Callable[[], Any]) -> Any:
     return objects.on_lane(lane, call) if self.by_lane else call()

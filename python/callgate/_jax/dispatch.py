@@ -95,20 +95,6 @@ def programs_have_ended() -> bool:
 _asked: threading.Event | None = None
 
 
-def own_programs() -> list[Any]:
-  """What stands for each program with effects that this thread dispatched, and that may run."""
-  own = threading.get_ident()
-  tokens = [token for (thread, _), token in list(_effect_tokens.items()) if thread == own]
-  return [*tokens, *cpp_path.own_signs()]
-
-
-def wait_for(programs: Iterable[Any]) -> None:
-  """Waits for `own_programs` of some thread, whatever they fail with."""
-  for one in programs:
-    with contextlib.suppress(Exception):
-      one.block_until_ready()
-
-
 def effects_barrier_alone() -> None:
   """`jax.effects_barrier()` without what `after_effects_barrier` added to it."""
   _local.alone = True

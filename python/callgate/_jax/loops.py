@@ -29,6 +29,46 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   return len(consts), len(carry)
 
 
+# Calls that run their one jaxpr on their operands once they are lowered (0.10 to 0.12).
+_CALLS = frozenset((
+  "jit", "pjit", "call", "core_call", "closed_call", "checkpoint", "remat2", "custom_jvp_call",
+  "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call",
+))  # fmt: skip
+
+
+def runs(eqn: Any) -> tuple[Any, list[int]] | None:
+  """(jaxpr, positions of its operands among the equation's) of an equation that is lowered to it.
+
+  None for a loop, for a branch, and for what makes something else of its jaxprs (0.10 to 0.12).
+  """
+  if eqn.primitive.name == "custom_linear_solve":
+    lengths = eqn.params["const_lengths"]
+    first, count = lengths.matvec + lengths.vecmat, len(eqn.invars)
+    rest = first + lengths.solve + lengths.transpose_solve
+    return eqn.params["jaxprs"].solve, [*range(first, first + lengths.solve), *range(rest, count)]
+  if eqn.primitive.name in _CALLS:
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee"):
+      if (found := eqn.params.get(name)) is not None:
+        return found, list(range(len(eqn.invars)))
+  return None
+
+
+def with_params(held: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+  """A jaxpr, closed or in tuples, whose equations' parameters, inner ones', too, are changed.
+
+  Jaxprs, closed ones and equations have a `replace` without a public name (0.10 to 0.12).
+  """
+  if isinstance(held, tuple):
+    values = [with_params(one, change) for one in held]
+    return type(held)(*values) if hasattr(held, "_fields") else tuple(values)
+  if hasattr(held, "eqns") and not hasattr(held, "consts"):
+    params = ({k: with_params(v, change) for k, v in change(e.params).items()} for e in held.eqns)
+    return held.replace(eqns=[e.replace(params=p) for e, p in zip(held.eqns, params, strict=True)])
+  if hasattr(held, "jaxpr") and hasattr(held, "consts"):
+    return held.replace(jaxpr=with_params(held.jaxpr, change))
+  return held
+
+
 # A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).
 move_binders_to_front: Callable[[Any, Sequence[bool]], Any] = _partial_eval.move_binders_to_front
 

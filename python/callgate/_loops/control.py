@@ -2,10 +2,10 @@
 """Control flow around gates with effects, where JAX would call them more than once, or refuses.
 
 vmap: JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of
-such a `while_loop` for finished lanes too. With an io gate inside they run lane after lane instead,
-and so do all others for `find_nan`; beside a collective, which takes all lanes, they run for all,
-with their calls masked (`_loops/masked.py`). With taps of all lanes at once (`TapSite.whole`) a
-loop sees each round once.
+such a `while_loop` for finished lanes too. With an io gate inside, or a wait for a started call,
+they run lane after lane instead, and so do all others for `find_nan`; beside a collective, which
+takes all lanes, they run for all, with their calls masked (`_loops/masked.py`). With taps of all
+lanes at once (`TapSite.whole`) a loop sees each round once.
 
 checkpoint: JAX runs a `while_loop` again in the backward pass. With an io gate it runs in the
 forward pass alone, and its results are kept. `jax_remat3` runs everything again, whatever its
@@ -30,11 +30,13 @@ import jax.numpy as jnp
 from jax.interpreters import batching as jax_batching
 from jax.interpreters import partial_eval
 
+from callgate._call.site import BoundCall, shared_by_lanes
 from callgate._core.effects import (
   PROGRESS_EFFECT,
   GateEffect,
   ProgressEffect,
   TapEffect,
+  WaitEffect,
   WholeTapEffect,
 )
 from callgate._core.errors import GateDefinitionError
@@ -66,7 +68,7 @@ def start() -> None:
 def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
   # A platform's index is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
-  gates = apart and _has_gate_effect(params["branches"])
+  gates = apart and _goes_apart(params["branches"])
   if apart and (gates or batching.is_marking()):
     if not masked.needs_all_lanes(params["branches"]):
       return _lane_after_lane(jax.lax.cond_p, axis_data, args, dims, params)
@@ -79,7 +81,7 @@ def _while_rule(
   original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any
 ) -> Any:
   jaxprs = _jaxprs(params)
-  whole, gates = _holds_whole_taps(jaxprs), _has_gate_effect(jaxprs)
+  whole, gates = _holds_whole_taps(jaxprs), _goes_apart(jaxprs)
   apart = gates or batching.is_marking()
   if (whole or apart) and _predicate_batched(axis_data, dims, params):
     if apart and not (masked.needs_all_lanes(jaxprs) or _has_bar(jaxprs)):
@@ -162,6 +164,12 @@ _RUNS_TWICE = (
 )
 
 
+def _goes_apart(jaxprs: Sequence[Any]) -> bool:
+  """True if calls are in there that each lane makes for itself alone."""
+  waits = any(isinstance(it, WaitEffect) for jaxpr in jaxprs for it in jaxpr.effects)
+  return waits or _has_gate_effect(jaxprs)
+
+
 def _has_gate_effect(jaxprs: Sequence[Any], *, taps: bool = True) -> bool:
   """True if calls of callgate's with effects are in there; with `taps` False, others than taps."""
   # Taps of all lanes at once don't count: they send what JAX's own control flow computes.
@@ -194,12 +202,19 @@ def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, An
     carry = [a or b for a, b in zip(after, carry, strict=True)]
 
 
+def _shared(params: dict[str, Any]) -> dict[str, Any]:
+  """An equation's parameters in the control flow of one lane."""
+  call = params.get("call")
+  return {**params, "call": shared_by_lanes(call)} if isinstance(call, BoundCall) else params
+
+
 def _lane_after_lane(
   primitive: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
   """A scan over the lanes, each with control flow of its own."""
   rows = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
   rows = [batching.lie_along(None, row) for row in rows]  # no scan goes along what is split
+  params = {name: loops.with_params(value, _shared) for name, value in params.items()}
 
   mark = batching.lane_p.bind if batching.is_marking() else lambda x: x
 

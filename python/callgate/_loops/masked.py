@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from callgate._call import primitive as _gates
-from callgate._core.effects import GateEffect, WholeTapEffect
+from callgate._core.effects import GateEffect, WaitEffect, WholeTapEffect
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import batching, loops, refs, tracing
 from callgate._tap import primitive as _taps
@@ -33,7 +33,8 @@ def needs_all_lanes(jaxprs: _Values) -> bool:
 
 
 def _is_of_call(effect: Any) -> bool:
-  return isinstance(effect, GateEffect) and not isinstance(effect, WholeTapEffect)
+  is_call = isinstance(effect, (GateEffect, WaitEffect))
+  return is_call and not isinstance(effect, WholeTapEffect)
 
 
 def _has_collective_gate(jaxpr: Any) -> bool:

@@ -185,13 +185,13 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
-  from scipy.sparse.linalg import splu
+  from scipy.linalg import lu_factor, lu_solve
 
   @jax.jit
   def twice(a, b):
-    lu = cg.hold(splu)(a)                                      # factorised once
-    x = cg.use(lambda lu, b: lu.solve(b), lu, b, out=b)        # used twice
-    return cg.use(lambda lu, b: lu.solve(b), lu, x, out=b)
+    lu = cg.hold(lu_factor)(a)                # factorised once
+    x = cg.use(lu_solve, lu, b, out=b)        # used twice
+    return cg.use(lu_solve, lu, x, out=b)
 
   assert jnp.allclose(twice(2 * jnp.eye(3), jnp.ones(3)), 0.25)
   ```
@@ -319,7 +319,7 @@ def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, 
   if "run_on" not in options:
     options["run_on"] = place
   if (asked := _place(options["run_on"])) is not (place or (asked and threads.objects())):
-    where = "'xla', 'own' or nothing, as its objects live in this process"
+    where = "'xla' or 'own', as its objects live in this process"
     where = f"{place!r}, where its objects live, or nothing" if place else where
     check.refuse(user, "run_on", where, options["run_on"])
   for name in ("retries", "affinity"):

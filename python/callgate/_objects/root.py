@@ -23,7 +23,8 @@ from callgate._workers.threads import Thread as OneThread
 def root(
   residual: Callable[..., Any], /, *, solver: Callable[..., Any],
   tangent_solve: Callable[..., Any] | None = None, cast: bool | None = None,
-  run_on: Literal["xla", "own"] | OneThread = "xla", thread: Thread = "xla", timeout: float | None = None, name: str | None = None,
+  run_on: Literal["xla", "own"] | OneThread = "xla", thread: Thread = "xla",
+  timeout: float | None = None, name: str | None = None,
 ) -> Gate:  # fmt: skip
   """A solver of `residual(x, theta) = 0` on the host as a JAX function: `x = f(theta, x0)`.
 

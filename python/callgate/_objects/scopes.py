@@ -7,11 +7,12 @@ A loop `while cond: body` whose body makes objects becomes, when it is lowered,
     while cond:
       body, in which what makes an object is told the scope
       sweep(scope, what the body carries on, what it gives out)
-    leave(scope)
+    done = leave(scope)
 
 What a step made in the scope and the sweep finds in no array is named by nobody: a handle gets out
 of a step by what it carries on or gives out alone. What the loop gives out is the outer loop's to
-free, or the program's. The sweep takes what was computed with objects, so that they are done with.
+free, or the program's. The sweep takes what was computed with objects, so that they are done with,
+and what inner loops that have been left give: it comes after them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from callgate._objects import table
 from callgate._objects.handle import TYPE
 
 Rule = Callable[..., Any]
-_INLINE = ("jaxpr", "call_jaxpr")  # parameters of calls that are no more than their jaxpr
+_DONE = jax.ShapeDtypeStruct((), np.int32)
 
 
 def start() -> None:
@@ -52,27 +53,43 @@ def _rule(original: Rule, body: str, run: Rule, context: Any, *operands: Any, **
   if not _makes(params[body].jaxpr):
     return original(context, *operands, **params)
   none = np.zeros(TYPE.shape, TYPE.dtype)
-  scoped = functools.partial(run, params, none)
+
+  def scoped(*inputs: Any) -> list[Any]:
+    return run(params, none, *inputs)[0]
+
   return mlir.lower_fun(scoped, multiple_results=True)(context, *operands)
 
 
 def _makes(jaxpr: Any) -> bool:
-  """True if there is a call in it that makes an object and is in no scope yet."""
+  """True if there is a call in it that makes an object, and that `_run` puts into a scope."""
   if HANDLE_EFFECT not in jaxpr.effects:
     return False
   return any(
-    _is_maker(eqn) or any(_makes(getattr(j, "jaxpr", j)) for j in tracing.subjaxprs(eqn))
+    _is_maker(eqn) or any(_makes(getattr(j, "jaxpr", j)) for j in _within(eqn))
     for eqn in jaxpr.eqns
   )
 
 
 def _is_maker(eqn: Any) -> bool:
   call = eqn.params.get("call")
-  return isinstance(call, BoundCall) and call.gate.handles == "makes"
+  return isinstance(call, BoundCall) and call.gate.handles == "makes" and not call.scoped
+
+
+def _within(eqn: Any) -> Sequence[Any]:
+  """The jaxprs of an equation that `_run_equation` runs: others stay as they are."""
+  if eqn.primitive is jax.lax.scan_p:
+    return [eqn.params["jaxpr"]]
+  if eqn.primitive is jax.lax.while_p:
+    return [eqn.params["body_jaxpr"]]
+  if eqn.primitive is jax.lax.cond_p:
+    return eqn.params["branches"]
+  found = loops.runs(eqn)
+  return [] if found is None else [found[0]]
 
 
 # -- loops -----------------------------------------------------------------------------------------
-def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
+# Both give the loop's results, and something that is there once the loop has been left.
+def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
   closed = params["jaxpr"]
   constants, carries = loops.scan_counts(params)
   consts = operands[:constants]
@@ -89,11 +106,10 @@ def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
     step, list(carry), list(xs), length=params["length"], reverse=params["reverse"],
     unroll=params["unroll"] or 1,
   )  # fmt: skip
-  _gates()["leave"](scope, [*last, *ys])
-  return [*last, *ys]
+  return [*last, *ys], _gates()["leave"](scope, [*last, *ys])
 
 
-def _while(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
+def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
   cond, body = params["cond_jaxpr"], params["body_jaxpr"]
   first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
   cond_consts, consts, carry = operands[:first], operands[first:second], operands[second:]
@@ -119,8 +135,7 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> list[Any]:
     return jnp.any(lanes) if lanes.shape else lanes
 
   last = list(jax.lax.while_loop(goes_on, step, list(carry)))
-  _gates()["leave"](scope, last)
-  return last
+  return last, _gates()["leave"](scope, last)
 
 
 def _words(values: Sequence[Any]) -> list[Any]:
@@ -163,18 +178,20 @@ def _run_equation(eqn: Any, inputs: list[Any], scope: Any) -> tuple[list[Any], l
       inputs = [*inputs[:-1], jnp.broadcast_to(scope, jnp.shape(inputs[-1]))]
     outs = list(eqn.primitive.bind(*inputs, call=dataclasses.replace(call, scoped=True)))
   elif eqn.primitive is jax.lax.scan_p:
-    outs = _scan(eqn.params, scope, *inputs)
+    outs, done = _scan(eqn.params, scope, *inputs)
+    return outs, [done]
   elif eqn.primitive is jax.lax.while_p:
-    outs = _while(eqn.params, scope, *inputs)
+    outs, done = _while(eqn.params, scope, *inputs)
+    return outs, [done]
   elif eqn.primitive is jax.lax.cond_p:
     branches = [functools.partial(_branch, closed, scope) for closed in eqn.params["branches"]]
     *outs, done = jax.lax.switch(inputs[0], branches, *inputs[1:])
     return outs, [done]
+  elif (found := loops.runs(eqn)) is not None:
+    inner, operands = found
+    bare, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+    return _run(bare, consts, [inputs[i] for i in operands], scope)
   else:
-    for inner in filter(None, map(eqn.params.get, _INLINE)):
-      bare = getattr(inner, "jaxpr", inner)
-      if len(bare.invars) == len(inputs):
-        return _run(bare, getattr(inner, "consts", ()), inputs, scope)
     outs = _bind(eqn, inputs)
   return outs, outs[:1]
 
@@ -213,14 +230,14 @@ def _gates() -> dict[str, Gate]:
     table.sweep(scope, carried, given)
     return ()
 
-  def leave(scope: Any, last: Any) -> tuple[()]:
+  def leave(scope: Any, last: Any) -> Any:
     del last
     table.leave(scope)
-    return ()
+    return np.int32(0)
 
   return {
     function.__name__: _ScopeGate(
       function, GateOptions(out=out, name=f"{_PREFIX}{function.__name__}", effect="io")
     ).handle()
-    for function, out in ((enter, TYPE), (sweep, ()), (leave, ()))
+    for function, out in ((enter, TYPE), (sweep, ()), (leave, _DONE))
   }

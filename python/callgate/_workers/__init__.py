@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates that run in other processes: workers, executors, and objects that live there."""
+"""Places where gates run: workers, executors, threads, and objects that live there."""

@@ -10,6 +10,7 @@ import concurrent.futures as futures
 import functools
 import hashlib
 import pickle
+import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -80,6 +81,8 @@ class OnExecutor:
       outs = [(array.shape, array.dtype) for array in lanes.empty()]
     deadline = time.monotonic() + self.timeout if self.timeout else None
     pending: dict[futures.Future[Any], tuple[int, int, int]] = {}
+    # Not `futures.wait`, to which an executor that is shut down tells nothing of what it cancels.
+    ended: queue.SimpleQueue[futures.Future[Any]] = queue.SimpleQueue()
     waiting = [(0, count, 0)]  # first lane, lanes, tries
     failure: tuple[int, BaseException] | None = None
     try:
@@ -90,29 +93,36 @@ class OnExecutor:
           if size < left:
             waiting.append((first + size, left - size, 0))
           inputs = [lanes.take(lane) for lane in range(first, first + size)]
-          pending[self.executor.submit(task, inputs, outs)] = (first, size, tries)
-        left = None if deadline is None else max(deadline - time.monotonic(), 0)
-        done, _ = futures.wait(pending, left, futures.FIRST_COMPLETED)
-        if not done:
-          raise GateTimeoutError(
-            f"{self.label} has run longer than its timeout, {self.timeout:g} s, on "
-            f"{type(self.executor).__name__}"
-          )
-        for one in done:
-          first, size, tries = pending.pop(one)
-          error = one.exception()
-          if error is None:
-            error, first = self._take(lanes, first, one.result())
-          elif tries < self.retries:  # the executor's own: a process of its has ended
-            waiting.append((first, size, tries + 1))
-            continue
-          if error is not None and (failure is None or first < failure[0]):
-            failure = first, error
+          one = self.executor.submit(task, inputs, outs)
+          pending[one] = (first, size, tries)
+          one.add_done_callback(ended.put)
+        one = self._next(ended, deadline)
+        first, size, tries = pending.pop(one)
+        error = _error_of(one)
+        if error is None:
+          error, first = self._take(lanes, first, one.result())
+        elif tries < self.retries and not one.cancelled():  # a process of the executor's has ended
+          waiting.append((first, size, tries + 1))
+          continue
+        if error is not None and (failure is None or first < failure[0]):
+          failure = first, error
     finally:
       for one in pending:
         one.cancel()
     if failure is not None:
       raise failure[1]
+
+  def _next(
+    self, ended: queue.SimpleQueue[futures.Future[Any]], deadline: float | None
+  ) -> futures.Future[Any]:
+    """Waits for a piece to end."""
+    try:
+      return ended.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
+    except queue.Empty:
+      raise GateTimeoutError(
+        f"{self.label} has run longer than its timeout, {self.timeout:g} s, on "
+        f"{type(self.executor).__name__}"
+      ) from None
 
   def _take(
     self, lanes: _callgate.CallLanes, first: int, answer: Any
@@ -139,6 +149,13 @@ class OnExecutor:
     if not self._lane_seconds:
       return even
     return max(min(even, int(_PIECE_SECONDS / self._lane_seconds) + 1), -(-even // 4))
+
+
+def _error_of(future: futures.Future[Any]) -> BaseException | None:
+  try:
+    return future.exception()
+  except futures.CancelledError as error:  # the executor was shut down
+    return error
 
 
 def _size(executor: Any) -> int:

@@ -35,11 +35,16 @@ _KINDS = (
 _ENDS = 4  # before the last, see Pool::gives_up
 
 
+# That a worker has for loading what a gate with a timeout calls, if that is not more.
+LOADING_SECONDS = 30.0
+
+
 class Remote:
   """What the runtime asks about a gate that runs on workers."""
 
   def __init__(self, label: str, described: Description, workers: Workers, timeout: float) -> None:
     self.label, self.described, self.workers, self.timeout = label, described, workers, timeout
+    self.loading = max(timeout, LOADING_SECONDS) if timeout else 0.0
     self._bytes: bytes | None = None
 
   def start(self) -> Any:
@@ -91,10 +96,15 @@ class Remote:
         worker=what["worker"], pid=what["pid"], exit_code=None if what["signal"] else what["code"],
         signal=signal_name(what["signal"]), stderr=said,
       )  # fmt: skip
+    if kind == "overdue" and what["text"]:
+      return GateTimeoutError(
+        f"{self.label} {call}: {who} had not loaded the function after {self.loading:g} s, and was "
+        f"ended{_quoted(said)}"
+      )
     if kind == "overdue":
       return GateTimeoutError(
         f"{self.label} {call} has run longer than its timeout, {self.timeout:g} s, on {who}, "
-        f"which was ended{what['text']}{_quoted(said)}"
+        f"which was ended{_quoted(said)}"
       )
     how = how_ended(what["code"], what["signal"])
     begin = "could not start: it " if kind == "not started" else ""

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Self, TypeVar
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.errors import GateError
-from callgate._jax import dispatch
+from callgate._jax import dispatch, running
 
 T = TypeVar("T")
 
@@ -27,6 +27,7 @@ _numbers: weakref.WeakValueDictionary[int, Thread] = weakref.WeakValueDictionary
 _lock = threading.Lock()
 _SECONDS = 5.0  # that a thread may take to end what it runs
 _NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
+_SHORT = 0.001  # seconds, after which a thread that runs others' calls looks whether it may go on
 # Called on a thread that is about to end; set by the package's start.
 ends: list[Callable[[Thread], object]] = []
 # The name of the thread on which objects live that no other place was chosen for.
@@ -116,7 +117,6 @@ class Thread:
 
     if not self.submit(job):
       self.refuse()
-    del function
     while not done.wait(_NAP):
       pass
     if errors:
@@ -173,19 +173,21 @@ def thread(name: str) -> Thread:
   import sqlite3
   import callgate as cg, jax, jax.numpy as jnp
 
-  def count(db, x):
-    db.execute("insert into t values (?)", (float(x),))
-    return db.execute("select count(*) from t").fetchone()[0]
+  class Database:  # a connection is for the thread that made it
+    def __init__(self):
+      self.connection = sqlite3.connect(":memory:")
+      self.connection.execute("create table t (x real)")
 
-  with cg.thread("db") as db_thread:
+    def insert(self, x):
+      self.connection.execute("insert into t values (?)", (float(x),))
+      return self.connection.execute("select count(*) from t").fetchone()[0]
 
-    def connect():  # sqlite3's connections are for the thread that made them
-      db = sqlite3.connect(":memory:")
-      db.execute("create table t (x real)")
-      return db
+    def __del__(self):
+      self.connection.close()
 
-    db = cg.hold(connect, run_on=db_thread)()
-    insert = jax.jit(lambda x: cg.use(count, db, x, out=jnp.int32(0), effect="io"))
+  with cg.thread("db") as thread:
+    db = cg.hold(Database, run_on=thread)()
+    insert = jax.jit(lambda x: cg.use(Database.insert, db, x, out=jnp.int32(0), effect="io"))
     assert [int(insert(x)) for x in (1.0, 2.0)] == [1, 2]
   ```
 
@@ -233,12 +235,12 @@ def at_place(place: str) -> Thread | None:
 def after_dispatch(returning: bool) -> None:
   """After the dispatch of a program with effects, on a thread: runs what the program calls."""
   del returning
-  if (here := current()) is None or not (running := dispatch.own_programs()):
+  if (here := current()) is None or not (programs := running.own_programs()):
     return
   done = threading.Event()
 
   def wait() -> None:
-    dispatch.wait_for(running)
+    running.wait_for(programs)
     done.set()
     here.submit(_nothing)  # wakes the thread
 
@@ -246,6 +248,16 @@ def after_dispatch(returning: bool) -> None:
     return
   while not done.is_set():
     _callgate.serve_thread(_NAP)
+
+
+def wait(done: threading.Event, seconds: float) -> bool:
+  """Waits for an event; a thread runs meanwhile what comes for it."""
+  if current() is None:
+    return done.wait(seconds)
+  deadline = time.monotonic() + seconds
+  while not done.is_set() and (left := deadline - time.monotonic()) > 0:
+    _callgate.serve_thread(min(left, _SHORT))
+  return done.is_set()
 
 
 def has_dropped(seconds: float) -> bool:

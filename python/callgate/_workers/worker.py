@@ -11,7 +11,8 @@ import os
 import pickle
 import signal
 import sys
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 import jax
 
@@ -20,6 +21,39 @@ from callgate._arrays import bind
 from callgate._core import encoding, kept, registry
 from callgate._core.errors import WorkerError
 from callgate._workers import objects, travel
+
+_forked = False
+
+
+def _in_child() -> None:
+  global _forked
+  _forked = True
+
+
+def _bound(function: Any, style: str, arrays: str, name: str, spec: str) -> Any:
+  call, many = bind.bind(function, style, arrays, name, spec)
+  return functools.partial(_run, call), many
+
+
+def _run(call: Any, *args: Any) -> Any:
+  """Calls a function. Where it forks, the call's end is the child's: the worker alone answers."""
+  try:
+    result = call(*args)
+  except BaseException:
+    if _forked:
+      traceback.print_exc()
+      _leave(1)
+    raise
+  if _forked:
+    _leave(0)
+  return result
+
+
+def _leave(status: int) -> NoReturn:
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError, ValueError):
+      stream.flush()
+  os._exit(status)
 
 
 class _Gate:
@@ -32,7 +66,7 @@ class _Gate:
     self.parameters = parameters
     self.callee = _callgate.Callee(
       name, function, style=style, arrays="numpy" if arrays == "numpy" else "buffer",
-      bind=functools.partial(bind.bind, function, style, arrays, name), owned_inputs=copy,
+      bind=functools.partial(_bound, function, style, arrays, name), owned_inputs=copy,
     )  # fmt: skip
     self.callee.give_up_name()  # another of the same name may come
     registry.register(name, self)
@@ -93,6 +127,7 @@ def main(memory: int, calls: int, parent_socket: int, parent: int, index: int) -
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
   signal.signal(signal.SIGUSR2, _interrupt)
+  os.register_at_fork(after_in_child=_in_child)
   # Before it ends a worker, the parent asks where it stands.
   faulthandler.register(signal.SIGUSR1, all_threads=True)
   os.environ["CALLGATE_WORKER"] = str(index)
@@ -101,7 +136,4 @@ def main(memory: int, calls: int, parent_socket: int, parent: int, index: int) -
   _callgate.serve_worker(_Handler(), memory, calls, parent_socket, parent)
   # What others have registered runs; to take the interpreter down would only take time.
   atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
-  for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(OSError, ValueError):
-      stream.flush()
-  os._exit(0)
+  _leave(0)

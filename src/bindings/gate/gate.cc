@@ -170,32 +170,6 @@ nb::dict stats_of(const CalleeHandle& handle) {
                  kept.python_ns, "gil_wait_ns", kept.gil_wait_ns);
 }
 
-// Python's cycle collector sees through the handle: a callable may refer to its own gate. Only
-// while no executable shares the callee, since that one's reference is not Python's to follow.
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  PyCallee& callee = *nb::inst_ptr<CalleeHandle>(self)->callee;
-  if (callee.weak_from_this().use_count() != 1) return 0;
-  Py_VISIT(callee.function.get());
-  Py_VISIT(callee.bind.get());
-  return 0;
-}
-
-int clear(PyObject* self) {
-  PyCallee& callee = *nb::inst_ptr<CalleeHandle>(self)->callee;
-  if (callee.weak_from_this().use_count() != 1) return 0;
-  LateReference none = late(nb::none());
-  std::swap(callee.function, none);
-  Py_DECREF(none.release());
-  Py_XDECREF(callee.bind.release());
-  return 0;
-}
-
-PyType_Slot handle_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse)},
-                              {Py_tp_clear, reinterpret_cast<void*>(&clear)},
-                              {0, nullptr}};
-
 std::uintptr_t stream_number(const Context& context) { return number_of(context.stream); }
 
 int ordinal_of(const Context& context) {
@@ -311,8 +285,7 @@ void bind_gate(nb::module_& module) {
         return std::pair(number_of(call->stream), call->device->ordinal());
       },
       "(stream, GPU's number) of the call on a GPU that runs on this thread; None on the CPU.");
-  bind_handle<CalleeHandle>(module, "Callee", nb::type_slots(handle_slots),
-                            "The runtime's handle on a Python callable, by name.")
+  bind_handle<CalleeHandle>(module, "Callee", "The runtime's handle on a Python callable, by name.")
       .def(
           "__init__",
           [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
@@ -330,9 +303,9 @@ void bind_gate(nb::module_& module) {
                                       located,
                                       taped,
                                       seconds_of(timeout)};
-            new (self) CalleeHandle(std::make_shared<PyCallee>(
-                std::move(name), std::move(function), std::move(bind), options,
-                thread == nullptr ? nullptr : thread->thread));
+            new (self) CalleeHandle(
+                std::make_shared<PyCallee>(std::move(name), std::move(function), std::move(bind),
+                                           options, thread == nullptr ? nullptr : thread->thread));
           },
           nb::arg("name"), nb::arg("function"), nb::kw_only(), nb::arg("bind") = nb::none(),
           nb::arg("style") = "return", nb::arg("arrays") = "numpy", nb::arg("owned_inputs") = false,

@@ -5,6 +5,7 @@
 // executable can still call it; gate_site.cc is one call site of it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -110,6 +111,7 @@ class PyCallee final : public GateCallee, public std::enable_shared_from_this<Py
         bind(binder.is_none() ? nullptr : late(std::move(binder))) {}
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  std::array<LateReference*, 2> references() { return {&function, &bind}; }
   bool own_thread() const noexcept override { return options.own_thread || its_thread != nullptr; }
   NamedThread* thread() const noexcept override { return its_thread.get(); }
   Error closed_error() override {
@@ -144,7 +146,7 @@ class PyCallee final : public GateCallee, public std::enable_shared_from_this<Py
 
   const GateOptions options;
   const std::shared_ptr<NamedThread> its_thread;  // null where it has none
-  LateReference function, bind;  // the latter null when None
+  LateReference function, bind;                   // the latter null when None
   // Of a feed: what serves its calls on the host as long as it can. Set before the first call.
   std::shared_ptr<ItemQueue> items;
 };

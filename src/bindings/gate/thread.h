@@ -12,7 +12,8 @@
 namespace callgate::bindings {
 
 struct ThreadHandle : Immovable {
-  explicit ThreadHandle(std::string name) : thread(std::make_shared<NamedThread>(std::move(name))) {}
+  explicit ThreadHandle(std::string name)
+      : thread(std::make_shared<NamedThread>(std::move(name))) {}
 
   std::shared_ptr<NamedThread> thread;  // which ends when its last gate is gone, too
 };

@@ -254,10 +254,40 @@ struct Handle : Immovable {
   std::shared_ptr<C> callee;
 };
 
+// Python's cycle collector sees through the handle of a callee that has `references()`: a callable
+// may refer to its own gate. Only while no executable shares the callee, since that one's reference
+// is not Python's to follow.
+template <typename H>
+int traverse_handle(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  const auto& callee = nb::inst_ptr<H>(self)->callee;
+  if (callee.use_count() != 1) return 0;
+  for (const LateReference* held : callee->references()) Py_VISIT(held->get());
+  return 0;
+}
+
+template <typename H>
+int clear_handle(PyObject* self) {
+  const auto& callee = nb::inst_ptr<H>(self)->callee;
+  if (callee.use_count() != 1) return 0;
+  for (LateReference* held : callee->references()) {
+    LateReference none = late(nb::none());
+    std::swap(*held, none);
+    Py_XDECREF(none.release());
+  }
+  return 0;
+}
+
 // The Python type of a handle. Its `__init__` is for the caller to add.
 template <typename H, typename... Extra>
 nb::class_<H> bind_handle(nb::module_& module, const char* name, const Extra&... extra) {
-  return nb::class_<H>(module, name, nb::is_weak_referenceable(), extra...)
+  static PyType_Slot slots[] = {{0, nullptr}, {0, nullptr}, {0, nullptr}};
+  if constexpr (requires(H& handle) { handle.callee->references(); }) {
+    slots[0] = {Py_tp_traverse, reinterpret_cast<void*>(&traverse_handle<H>)};
+    slots[1] = {Py_tp_clear, reinterpret_cast<void*>(&clear_handle<H>)};
+  }
+  return nb::class_<H>(module, name, nb::type_slots(slots), nb::is_weak_referenceable(), extra...)
       .def_prop_ro("name", [](const H& handle) { return handle.callee->name(); })
       .def(
           "give_up_name", [](const H& handle) { Registry::instance().remove(*handle.callee); },

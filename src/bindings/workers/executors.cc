@@ -3,6 +3,7 @@
 // have the objects of a call. It gets all lanes of a call, and brings their results. Under the GIL.
 #include <nanobind/stl/string.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -29,8 +30,9 @@ class ExecutorCallee final : public GateCallee,
       : GateCallee(std::move(name)), run(late(std::move(of))) {}
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  std::array<LateReference*, 1> references() { return {&run}; }
 
-  const LateReference run;
+  LateReference run;
   Counters counters;
 };
 

@@ -88,6 +88,7 @@ class WorkerCallee final : public GateCallee, public std::enable_shared_from_thi
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   bool reads_context() const noexcept override { return options.by_lane; }
+  std::array<LateReference*, 3> references() { return {&start, &describe, &failed}; }
 
   const WorkerOptions options;
   LateReference start, describe, failed;

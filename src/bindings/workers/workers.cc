@@ -73,32 +73,6 @@ std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, const CallLanes& 
   return ran_on;
 }
 
-// For Python's cycle collector, as PyCallee's handle in gate.cc.
-int traverse_worker(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  WorkerCallee& callee = *nb::inst_ptr<WorkerHandle>(self)->callee;
-  if (callee.weak_from_this().use_count() != 1) return 0;
-  for (const LateReference* held : {&callee.start, &callee.describe, &callee.failed})
-    Py_VISIT(held->get());
-  return 0;
-}
-
-int clear_worker(PyObject* self) {
-  WorkerCallee& callee = *nb::inst_ptr<WorkerHandle>(self)->callee;
-  if (callee.weak_from_this().use_count() != 1) return 0;
-  for (LateReference* held : {&callee.start, &callee.describe, &callee.failed}) {
-    LateReference none = late(nb::none());
-    std::swap(*held, none);
-    Py_XDECREF(none.release());
-  }
-  return 0;
-}
-
-PyType_Slot worker_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_worker)},
-                              {Py_tp_clear, reinterpret_cast<void*>(&clear_worker)},
-                              {0, nullptr}};
-
 nb::dict stats_of_workers(const WorkerHandle& handle) {
   const SharedCounters& kept = handle.callee->counters;
   auto now = [](const std::atomic<std::int64_t>& count) {
@@ -150,7 +124,7 @@ void bind_workers(nb::module_& module) {
             without_gil([&] { h.pool->shut_down(seconds_of(seconds)); });
           },
           nb::arg("seconds"), "Ends the workers; what they run has so long to end by itself.");
-  bind_handle<WorkerHandle>(module, "WorkerCallee", nb::type_slots(worker_slots),
+  bind_handle<WorkerHandle>(module, "WorkerCallee",
                             "The runtime's handle on a callable of worker processes, by name.")
       .def(
           "__init__",

@@ -238,6 +238,12 @@ def test_what_is_no_environment_is_refused() -> None:
     cg.envs(lambda: gymnasium.make("NoSuchThing-v0"))
 
 
+def test_a_vector_of_environments_is_refused() -> None:
+  make = lambda: gymnasium.make_vec("CartPole-v1", num_envs=3)
+  with pytest.raises(cg.GateDefinitionError, match="expected one environment"):
+    cg.envs(make, n=2)
+
+
 def test_options_that_do_not_go_together() -> None:
   from concurrent.futures import ThreadPoolExecutor
 

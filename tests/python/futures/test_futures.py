@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import output_of
+from interpreters import output_of, run
 from transformation_table import PAIRS, TRANSFORMATIONS, F, assert_chains_agree, on_host, reference
 
 import callgate as cg
+from callgate._futures import job
 
 ZERO = jnp.float32(0)
 
@@ -209,6 +210,66 @@ def test_a_barrier_gives_up_in_time() -> None:
   assert ticket.result() == 1
 
 
+def test_a_call_that_finds_no_thread_is_an_error_and_leaves_nothing_to_wait_for(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  def submit(_: Any) -> bool:
+    raise RuntimeError("Resource temporarily unavailable")
+
+  gate = cg.gate(lambda x: x, out=ZERO)
+  monkeypatch.setattr(job._callgate, "submit", submit)
+  with pytest.raises(cg.GateError, match="there is no thread for it"), cg.errors():
+    jax.block_until_ready(gate.start(1.0).result())
+  monkeypatch.undo()
+  cg.barrier(timeout=60)
+  assert gate.start(1.0).result() == 1
+
+
+def test_a_line_whose_threads_are_all_that_there_are_waits_for_them(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  line, ran, submit = job.Line(2), list[int](), job._callgate.submit
+  go_on, done = threading.Event(), threading.Event()
+  assert line.submit(lambda: go_on.wait(60))
+  monkeypatch.setattr(job._callgate, "submit", lambda _: (_ for _ in ()).throw(RuntimeError()))
+  assert line.submit(lambda: (ran.append(1), done.set()))
+  monkeypatch.setattr(job._callgate, "submit", submit)
+  go_on.set()
+  assert done.wait(60)
+  assert ran == [1]
+
+
+# -- lanes that go apart ---------------------------------------------------------------------------
+@pytest.mark.parametrize("effect", ["pure", "io"])
+def test_lanes_that_go_apart_wait_each_in_its_own_branch(effect: Any, engine: str) -> None:
+  ask = cg.gate(lambda x: np.asarray(x) + 1, out=lambda x: x, effect=effect)
+
+  def branches(x: Any) -> Any:
+    ticket = ask.start(x)
+    return jax.lax.cond(x > 0, lambda t: t.result(), lambda t: -t.result(), ticket)
+
+  def switch(x: Any) -> Any:
+    ticket = ask.start(x)
+    cases = [lambda t: t.result(), lambda t: 2 * t.result(), lambda t: jnp.float32(7)]
+    return jax.lax.switch(jnp.int32(x) % 3, cases, ticket)
+
+  def pipeline(n: Any) -> Any:  # whose first call all lanes share
+    body = lambda s: (s[0] + 1, ask.start(s[2]), s[2] + s[1].result())
+    first = (0.0, ask.start(0.0), 0.0)
+    _, ticket, total = jax.lax.while_loop(lambda s: s[0] < n, body, first)
+    return total + ticket.result()
+
+  def scan(x: Any) -> Any:
+    step = lambda s, _: ((ask.start(s[1] + x), s[1] + s[0].result()), None)
+    (ticket, total), _ = jax.lax.scan(step, (ask.start(0.0), 0.0), length=3)
+    return total + ticket.result()
+
+  xs = np.arange(-1, 3, dtype=np.float32)
+  for function in (branches, switch, pipeline, scan):
+    found = jax.jit(jax.vmap(function))(xs)
+    assert found.tolist() == [float(function(x)) for x in xs], function
+
+
 def test_a_second_wait_is_an_error_that_names_both_places() -> None:
   @jax.jit
   def program(x: Any) -> Any:
@@ -391,3 +452,30 @@ gate = cg.gate(slow, out=jax.numpy.float32(0))
 jax.jit(lambda x: (gate.start(x), x)[1])(1.0)
 """
   assert "finished" in output_of(code)
+
+
+EXIT = """
+import asyncio, sys, threading, time
+import jax, jax.numpy as jnp, callgate as cg
+
+def sleep(x):
+  time.sleep(60)
+  return x
+
+async def rest(x):
+  await asyncio.sleep(60)
+  return x
+
+gate = cg.gate(rest if sys.argv[1] == "coroutine" else sleep, out=lambda x: x, name="slow",
+               **({"run_on": cg.thread("t")} if sys.argv[1] == "thread" else {}))
+jax.jit(lambda x: (gate.start(x), x)[1])(1.0).block_until_ready()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("where", ["pool", "coroutine", "thread"])
+def test_the_end_of_the_process_gives_a_call_the_seconds_that_it_has(where: str) -> None:
+  environment = {"JAX_PLATFORMS": "cpu", "CALLGATE_EXIT_SECONDS": "0.2"}
+  done = run(EXIT, where, environment=environment, timeout=40)
+  assert done.returncode == 7
+  assert "1 started call(s) still ran 0.2 s after the end of the program" in done.stderr

@@ -265,6 +265,62 @@ def test_ten_thousand_steps_leave_one() -> None:
   assert used(handle) == 10_000
 
 
+def _solve(make_inside: bool) -> Any:
+  """x / (value + 1) by a primitive that holds jaxprs of its own."""
+
+  def solve(value: Any, b: Any) -> Any:
+    outside = None if make_inside else make(value)
+
+    def of(_: Any, b: Any) -> Any:
+      handle = make(value) if make_inside else outside
+      return cg.use(lambda o, b: (b / (o.value + 1)).astype(b.dtype), handle, b, out=b)
+
+    return jax.lax.custom_linear_solve(lambda x: (value + 1) * x, b, of, of)
+
+  return solve
+
+
+def _with_jvp(f: Any) -> Any:
+  made = jax.custom_jvp(f)
+  made.defjvps(None, lambda tangent, *_: tangent)
+  return made
+
+
+def _with_vjp(f: Any) -> Any:
+  made = jax.custom_vjp(f)
+  made.defvjp(lambda v, b: (f(v, b), None), lambda _, cotangent: (cotangent, cotangent))
+  return made
+
+
+WITHIN: dict[str, Any] = {
+  "plain": lambda f: f,
+  "jit": jax.jit,
+  "checkpoint": jax.checkpoint,
+  "cond": lambda f: lambda v, b: jax.lax.cond(b > -1, f, lambda v, b: b, v, b),
+  "while": lambda f: (
+    lambda v, b: jax.lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, f(v, s[1])), (0, b))[1]
+  ),
+  "custom_jvp": _with_jvp,
+  "custom_vjp": _with_vjp,
+}
+
+
+@pytest.mark.parametrize("make_inside", [False, True])
+def test_loops_with_primitives_that_hold_jaxprs_leave_no_more_than_the_live_ones(
+  make_inside: bool,
+) -> None:
+  functions = [wrap(_solve(make_inside)) for wrap in WITHIN.values()]
+
+  @jax.jit
+  def program(b: Any) -> Any:
+    return [jax.lax.scan(lambda c, _: (f(1.0, c), None), b, length=20)[0] for f in functions]
+
+  found = program(jnp.float32(1))
+  np.testing.assert_allclose(found, 2.0**-20)
+  assert Counted.made == 20 * len(functions)
+  assert Counted.most <= 3 * len(functions)  # XLA may run the loops beside each other
+
+
 def test_what_a_loop_gives_out_lives_as_long_as_its_array() -> None:
   def step(c: Any, x: Any) -> Any:
     return c, (make(x), used(make(-x)))

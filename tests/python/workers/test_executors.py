@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ import numpy as np
 import pytest
 import worker_functions
 from interpreters import succeed
+from programs import drop_programs_until
 from transformation_table import PAIRS, assert_chains_agree, on_host, reference
+from waiting import until
 
 import callgate as cg
 
 INT = jax.ShapeDtypeStruct((), np.int32)
+FLOAT = jax.ShapeDtypeStruct((), np.float32)
 KINDS = ("threads", "processes", "loky")
 
 
@@ -118,6 +122,46 @@ def test_so_many_pieces_are_in_flight() -> None:
     gate = cg.gate(count, out=lambda x: x, run_on=threads, in_flight=3)
     jax.block_until_ready(jax.jit(jax.vmap(gate))(jnp.arange(30.0)))
   assert most == 3
+
+
+def test_an_executor_that_is_shut_down_cancels_what_waits_there() -> None:
+  begun, go_on = threading.Event(), threading.Event()
+  executor = concurrent.futures.ThreadPoolExecutor(1)
+
+  def wait(x: Any) -> Any:
+    begun.set()
+    go_on.wait(60)
+    return x
+
+  def shut_down() -> None:
+    begun.wait(60)
+    until(lambda: executor._work_queue.qsize() > 0, "a piece waits")
+    executor.shutdown(wait=False, cancel_futures=True)
+    go_on.set()
+
+  closer = threading.Thread(target=shut_down)
+  closer.start()
+  gate = cg.gate(wait, out=FLOAT, run_on=executor)
+  with pytest.raises(concurrent.futures.CancelledError), cg.errors():
+    jax.block_until_ready(jax.jit(jax.vmap(gate))(jnp.arange(2.0)))
+  closer.join()
+
+
+def _gone_in_a_cycle(executor: Any) -> weakref.ref[Any]:
+  held = list[Any]()
+
+  def add(x: Any) -> Any:
+    return x + len(held)
+
+  held.append(cg.gate(add, out=FLOAT, run_on=executor))
+  assert jax.jit(lambda x: held[0](x))(1.0) == 2
+  return weakref.ref(add)
+
+
+def test_a_gate_in_a_reference_cycle_is_freed() -> None:
+  with concurrent.futures.ThreadPoolExecutor(1) as executor:
+    gone = _gone_in_a_cycle(executor)
+    drop_programs_until(lambda: gone() is None)
 
 
 def test_an_executor_that_breaks_is_told() -> None:

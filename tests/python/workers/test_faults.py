@@ -21,6 +21,8 @@ import pytest
 import worker_functions
 
 import callgate as cg
+from callgate._workers.remote import Description, Remote
+from callgate._workers.workers import Workers
 
 INT = jax.ShapeDtypeStruct((), np.int32)
 
@@ -280,6 +282,37 @@ def test_a_worker_that_ends_while_it_starts_is_told() -> None:
 
 
 # -- ends of pools and of the parent
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_child_of_a_function_that_forks_does_not_answer(raises: bool) -> None:
+  def fork(x: Any) -> Any:
+    import os
+    import warnings
+
+    warnings.simplefilter("ignore")
+    if (child := os.fork()) == 0:
+      if raises:
+        raise RuntimeError("the child's")
+      return x - 1
+    return x + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+  with cg.workers(1) as workers:
+    gate = cg.gate(fork, out=jax.ShapeDtypeStruct((), np.float32), run_on=workers)
+    assert [float(gate(x)) for x in (10.0, 20.0)] == ([11, 21] if raises else [10, 20])
+    assert workers.replaced == 0
+
+
+def test_a_timeout_before_the_function_is_loaded_tells_the_time_that_loading_has() -> None:
+  workers = Workers(2, None, {})
+  remote = Remote(
+    "gate 'slow'", Description("slow", len, "return", "numpy", False, ()), workers, 0.5
+  )
+  what = {"kind": 4, "text": ": it had not", "raised": b"", "worker": 1, "pid": 7, "code": 0}
+  error = remote.failed({**what, "signal": 9, "said": b"", "arguments": "f32[]"})
+  assert isinstance(error, cg.GateTimeoutError)
+  expected = "worker 1 of 2 (process 7) had not loaded the function after 30 s, and was ended"
+  assert str(error) == f"gate 'slow' called with f32[]: {expected}"
+
+
 def test_close_ends_all_processes_and_further_calls() -> None:
   workers = cg.workers(2)
   where = jax.jit(cg.gate(worker_functions.pid, out=INT, run_on=workers))
