@@ -171,7 +171,11 @@ def result_specs(
   levels: Sequence[Level],
   whole: Level | None,
 ) -> Sequence[Sequence[Any]]:
-  """The specs of a call's results in an explicitly sharded program."""
+  """The specs of a call's results in an explicitly sharded program.
+
+  Where nobody has said how, a gathered result lies as an operand of its shape: a carry of a loop
+  and the branches of a `cond` are to have one type.
+  """
   shapes = [aval.shape for aval in results]
   if callable(gate.sharding):
     rule = functions.result_specs(gate.label, gate.sharding, avals, shapes)
@@ -193,6 +197,9 @@ def result_specs(
       names: set[Any] = set(axis if isinstance(axis, tuple) else (axis,)) - {None}  # pyright: ignore[reportUnknownArgumentType]
       out[-1].append(None if names & used else axis)
       used |= names
+  if gate.sharding is None:
+    alike = {aval.shape: tracing.spec_of(aval) for aval in reversed(avals)}
+    out = [s if any(s) else alike.get(shape, s) for s, shape in zip(out, shapes, strict=True)]
   return out
 
 

@@ -179,3 +179,24 @@ def test_in_a_shard_map_they_agree_with_jax() -> None:
     for g in (f, wave)
   )
   close(got, want)
+
+
+@pytest.mark.parametrize("effect", ["pure", "io", "ordered"])
+def test_a_default_gate_may_make_a_carry_or_a_branchs_result(effect: Any) -> None:
+  gate = cg.gate(lambda x: np.cumsum(x).astype(x.dtype), out=lambda x: x, effect=effect)
+  whole = lambda x: jax.pure_callback(lambda x: np.cumsum(x).astype(x.dtype), x, x)
+
+  def program(f: Any) -> Any:
+    def loops(x: Any) -> Any:
+      x = jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0]
+      x = jax.lax.cond(x.sum() > 5, f, lambda x: x, x)
+      return jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, f(s[1])), (0, x))[1]
+
+    return jax.jit(loops)
+
+  values = np.arange(8, dtype=np.float32)
+  with jax.set_mesh(MESH):
+    x = jax.device_put(values, jax.NamedSharding(MESH, jax.P(MESH.axis_names[0])))
+    got = program(gate)(x)
+  assert got.sharding.spec == x.sharding.spec
+  np.testing.assert_array_equal(got, program(whole)(values))
