@@ -27,6 +27,8 @@ from callgate._tap import channel, delivery, print, target
 from callgate._workers import objects, threads, workers
 from callgate.compat._callbacks import install
 
+_started: list[bool] = []
+
 
 def publish(public: Mapping[str, Any]) -> None:
   """Has what the package gives its users say so, in messages, pickles and documentation."""
@@ -40,7 +42,16 @@ def start(public: Mapping[str, Any]) -> None:
 
   Args:
     public: what the package gives its users, by name.
+
+  Raises:
+    ImportError: it has been called, and `importlib.reload` calls it again.
   """
+  if _started:
+    raise ImportError(
+      "importlib.reload(callgate): expected one import in a process, since the first has changed "
+      "JAX; start a new process, or restart the notebook's kernel"
+    )
+  _started.append(True)
   publish(public)
   lifecycle.start()  # dtypes, hooks, FFI targets, partitioners, handlers of forks
   lifecycle.at_end("hurry", ending.limit_all)

@@ -193,12 +193,25 @@ void bind_process(nb::module_& module) {
              [] { immortal<ExitWatch>().failed.store(true, std::memory_order_relaxed); });
 }
 
+// Raises in a process that has a callgate: two would share nanobind's types, XLA's targets and the
+// parts of JAX that one has changed, and end the process. Python drops its modules in tests, say.
+void refuse_second_copy() {
+  constexpr const char* kMark = "_callgate_module";  // an attribute of `sys`, which all share
+  if (PySys_GetObject(kMark) != nullptr)
+    throw nb::import_error(
+        "callgate is loaded in this process already: expected one copy, imported once, got another "
+        "(a second installation on sys.path, or an import after the modules left sys.modules); "
+        "start a new process, or restart the notebook's kernel");
+  PySys_SetObject(kMark, Py_True);
+}
+
 }  // namespace
 }  // namespace callgate::bindings
 
 NB_MODULE(_callgate, module) {
   using namespace callgate;
   using namespace callgate::bindings;
+  refuse_second_copy();
   if (_import_array() < 0) nb::raise_python_error();
   nb::set_leak_warnings(false);  // programs may outlive the module, and with them their gates
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {

@@ -34,11 +34,12 @@ def folder() -> Path:
     OSError: it is somebody else's, or others may write there.
   """
   home = os.environ.get("XDG_RUNTIME_DIR")
-  path = (
-    Path(home) / "callgate" if home else Path(tempfile.gettempdir()) / f"callgate-{os.getuid()}"
-  )
+  # The system makes that folder when a user logs in.
+  path = Path(tempfile.gettempdir()) / f"callgate-{os.getuid()}"
+  if home and os.path.isdir(home):
+    path = Path(home) / "callgate"
   with contextlib.suppress(FileExistsError):
-    path.mkdir(mode=0o700, parents=True)
+    path.mkdir(mode=0o700)
   about = path.lstat()
   if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
     raise OSError(f"{path}: expected a folder that this user alone may enter, got another")
@@ -69,8 +70,20 @@ def waiting(stdin: int | None) -> Generator[IO[str] | None]:
     taken.add(stdin or 0)
     yield None
     return
-  with connection, connection.makefile("rw", encoding="utf-8", errors="replace") as file:
-    yield file
+  with connection:
+    file = connection.makefile("rw", encoding="utf-8", errors="replace")
+    try:
+      yield file
+    finally:
+      with contextlib.suppress(OSError):  # nobody reads what is left
+        file.close()
+
+
+def has_hung_up(file: IO[str]) -> bool:
+  """True if nobody is at the other end any more; who has typed Ctrl-D still reads."""
+  look = select.poll()
+  look.register(file, 0)  # a hang-up is always told
+  return bool(look.poll(0))
 
 
 def _first(listening: socket.socket, stdin: int | None) -> socket.socket | None:

@@ -191,19 +191,38 @@ class _Pdb(pdb.Pdb):
     """Leaves other tracers of this thread alone."""
     self._set_stopinfo(self.botframe, None, -1)  # pyright: ignore
 
+  def do_EOF(self, arg: str) -> bool | None:
+    self.lost = True
+    return super().do_EOF(arg)
+
+  lost = False  # nothing more comes: Ctrl-D, or a terminal that is gone
+
 
 def _stop_in_pdb(stack: Stack, names: dict[str, Any]) -> None:
+  """Waits for a debugger to end; for another one where a terminal went away without a word."""
+  while _hung_up(stack, names):
+    print("callgate: breakpoint: the debugger has hung up", file=sys.stderr, flush=True)
+
+
+def _hung_up(stack: Stack, names: dict[str, Any]) -> bool:
   with _terminal() as (stdin, stdout):
-    debugger = _Pdb(stdin, stdout)
+    debugger, gone = _Pdb(stdin, stdout), False
 
     def interact() -> None:
       names.pop("__callgate__", None)
       debugger.interaction(sys._getframe(1), None)  # pyright: ignore[reportPrivateUsage]
 
-    _run(stack, names, "__callgate__()", {"__callgate__": interact})
+    try:
+      _run(stack, names, "__callgate__()", {"__callgate__": interact})
+      gone = debugger.lost and stdin is not None and attach.has_hung_up(stdin)
+    except (BrokenPipeError, ConnectionResetError):  # written to, or read from, a closed socket
+      if stdin is None:
+        raise
+      gone = True
   names.pop("__builtins__", None)
-  if debugger.quitting:
+  if debugger.quitting and not gone:
     raise KeyboardInterrupt("callgate: a breakpoint's debugger was left")
+  return gone
 
 
 @contextlib.contextmanager

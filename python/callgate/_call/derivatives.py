@@ -34,8 +34,14 @@ def no_derivative(
     f"{gate.label} has no derivative. Define one in any of four ways: {it}.defjvp(rule), "
     f"{it}.defvjp(fwd, bwd), like=reference (a JAX function of the same signature, whose "
     f"derivative then serves), or gradient='finite-difference'. A {it} that is linear takes "
-    f"linear= and {it}.deftranspose(rule)."
+    f"linear= and {it}.deftranspose(rule). Where no derivative is wanted, "
+    "jax.lax.stop_gradient(x) around the arguments says so."
   )
+  if not site.results:
+    ways = (
+      f"{gate.label} has no results and no derivative. Expected arguments without tangents: "
+      "jax.lax.stop_gradient(x) around them. callgate.tap sends a value out and is differentiable."
+    )
   if gate.handles:
     ways = (
       f"{gate.label} has no derivative. Define one with jax.custom_jvp or jax.custom_vjp around "
@@ -285,12 +291,14 @@ def transpose_leaves(
   if gate.autograd:
     return list(gate.transpose_call(site, cotangents, flat, linear))
   if gate.transpose_rule is None:
-    way = "a rule given with gate.deftranspose"
+    known = gate.linear is not False
+    way = "a rule given with gate.deftranspose" if known else "linear= and gate.deftranspose(rule)"
     if gate.handles:
       way = "a jax.custom_vjp around the call: handles may be its arguments and residuals"
+    what = "is declared linear but" if known else "is called where a value must be linear, and"
     raise GateDefinitionError(
-      f"{gate.label} is declared linear but has no transpose, which reverse-mode "
-      f"differentiation needs; expected {way}"
+      f"{gate.label} {what} has no transpose, which reverse-mode differentiation needs; expected "
+      f"{way}"
     )
   cotangent = jax.tree.unflatten(site.out_tree, cotangents)
   args, kwargs = jax.tree.unflatten(site.in_tree, flat)

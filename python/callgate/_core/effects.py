@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JAX effects of gates, taps and progress bars."""
+"""The JAX effects of gates, taps, handles, buffer callbacks and progress bars."""
 
 from __future__ import annotations
 

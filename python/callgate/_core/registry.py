@@ -24,7 +24,8 @@ from callgate import _callgate
 from callgate._core import encoding
 
 _gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-# Asked for kernels that a loaded program names and nothing has defined yet.
+# Asked in turn for what a loaded program names and nothing has defined yet: checks, breakpoints,
+# scopes, stops, kernels of libraries. Each part adds its own once.
 finders: list[Callable[[str], object]] = []
 _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()

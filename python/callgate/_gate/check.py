@@ -14,7 +14,7 @@ import string
 import threading
 import urllib.parse
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._call import primitive, shapes
 from callgate._call.site import BoundCall, Call, CallSite, Emission
-from callgate._core import foreign, masked, options, registry
+from callgate._core import dtypes, foreign, masked, options, registry
 from callgate._core.encoding import is_open
 from callgate._core.errors import CheckError, GateDefinitionError
 from callgate._core.failures import raise_deferred
@@ -54,6 +54,21 @@ class Guarded(Gate):
     return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
 
 
+# The static argument with the dtypes of values that travel as others; no value can have the name.
+_DTYPES = "their dtypes"
+
+
+def _restored(ok: Any, values: dict[str, Any]) -> dict[str, Any]:
+  """The values in the dtypes that the user's arrays had: int4 travels as int8."""
+  names: Sequence[str | None] | None = values.pop(_DTYPES, None)
+  if names is None:
+    return values
+  leaves, tree = jax.tree.flatten(((ok,), values))
+  pairs = zip(leaves, names, strict=True)
+  leaves = [x if name is None else x.astype(dtypes.dtype_named(name)) for x, name in pairs]
+  return jax.tree.unflatten(tree, leaves)[1]
+
+
 class Check(Guarded):
   """The gate behind the checks of one message; its callee looks at the predicate first."""
 
@@ -63,6 +78,7 @@ class Check(Guarded):
     def fail(ok: Any, /, **values: Any) -> tuple[()]:
       if ok or not config.looks("checks"):  # of several lanes, one that has not failed
         return ()
+      values = _restored(ok, values)
       try:
         text = _format(message, values)
       except Exception as error:  # noqa: BLE001 - the check has failed, and says so
@@ -146,10 +162,13 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
         what = f"check: {name}: expected an array or a pytree of arrays, got {masked.shown(leaf)}"
         raise GateDefinitionError(what) from error
   leaves, tree = jax.tree.flatten(((ok,), values))
-  arrays = [jax.lax.stop_gradient(shapes.as_array(gate, x, i, tree)) for i, x in enumerate(leaves)]
-  site = CallSite(tree, jax.tree.structure(()), (), ())
+  given = [shapes.as_array(gate, x, i, tree) for i, x in enumerate(leaves)]
+  carried = [dtypes.carried(x) for x in given]
+  arrays = [jax.lax.stop_gradient(x) for x, _ in carried]
+  own = tuple(name for _, name in carried)
+  site = CallSite(tree, jax.tree.structure(()), ((_DTYPES, own),) if any(own) else (), ())
   shapes.check_call(gate, site, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
-  _check_format(message, jax.tree.unflatten(tree, arrays)[1])
+  _check_format(message, jax.tree.unflatten(tree, given)[1])
   primitive.bind(*arrays, call=BoundCall(gate, site))
 
 

@@ -57,6 +57,7 @@ class Parameter:
   kind: Kind
   dtype: np.dtype[Any] | None = None  # of its elements; None where any will do
   rank: int = -1  # of its arrays; -1 where any will do
+  way: str = dataclasses.field(default="", compare=False)  # out of a dtype that JAX lacks
 
   def freeze(self, label: str, value: Any) -> Any:
     """The hashable form of a static value; raises for one that doesn't fit."""
@@ -198,5 +199,6 @@ def check_types(
 
 
 def _misfit(parameter: Parameter, dtype: Any, shape: Sequence[int], source: str = "") -> str:
-  hint = f" ({parameter.dtype} needs jax_enable_x64)" if _is_wide(parameter.dtype) else ""
+  way = f" ({parameter.dtype} needs jax_enable_x64{parameter.way})"
+  hint = way if _is_wide(parameter.dtype) else ""
   return f"expected {expected_text(parameter)}, got {type_text(dtype, shape)}{source}{hint}"

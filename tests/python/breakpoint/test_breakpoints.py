@@ -4,21 +4,26 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import interpreters
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreters import output_of
 from transformation_table import assert_chains_agree, diagonal, reference
+from waiting import until
 
 import callgate as cg
+from callgate._breakpoint import attach
 
 FILE = __file__
 
@@ -330,6 +335,39 @@ def test_a_process_without_a_terminal_is_attached_to(tmp_path: Any) -> None:
     assert (tmp_path / "callgate").stat().st_mode & 0o077 == 0
   finally:
     program.kill()
+
+
+@pytest.mark.parametrize("typed", ["", "p x\np y\n"])
+def test_a_hang_up_is_no_end(tmp_path: Path, typed: str) -> None:
+  """The program waits at its breakpoint for another debugger."""
+  environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+  program = interpreters.start(PROGRAM, environment=environment)
+  path = tmp_path / "callgate" / f"{program.pid}.sock"
+
+  def talk(text: str) -> None:
+    until(path.exists, "the program waits")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+      connection.connect(str(path))
+      connection.sendall(text.encode())
+      until(lambda: not path.exists(), "the debugger runs")
+
+  try:
+    for text in (typed, typed, "c\n"):
+      talk(text)
+    out, err = program.communicate(timeout=120)
+    assert out.split("\n")[0] == "result [-1.0, 7.0]"
+    assert err.count("the debugger has hung up") == 2
+  finally:
+    program.kill()
+
+
+def test_a_runtime_folder_that_is_not_there_is_not_made(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+  monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run" / "user" / "7"))
+  assert attach.folder() == tmp_path / f"callgate-{os.getuid()}"
+  assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_ends_a_wait_once_and_later_ones_begin_anew(tmp_path: Path) -> None:

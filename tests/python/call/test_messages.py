@@ -153,3 +153,21 @@ def test_numbers_of_runs_are_not_negative() -> None:
   assert runs == sent
   assert len(set(runs)) == 3
   assert all(0 <= run < 2**32 for run in runs)
+
+
+# -- derivatives ---
+def test_a_derivative_that_is_not_there_says_what_to_do() -> None:
+  acts = cg.gate(lambda x: None, effect="io", name="acts")
+  gives = cg.gate(lambda x: x, out=lambda x: x, name="gives")
+  with pytest.raises(cg.GateDefinitionError, match=r"no results.*stop_gradient.*callgate\.tap"):
+    jax.grad(lambda x: (acts(x), x)[1])(1.0)
+  with pytest.raises(cg.GateDefinitionError, match=r"defjvp.*stop_gradient"):
+    jax.grad(gives)(1.0)
+
+
+def test_a_gate_is_called_linear_only_where_it_is_declared_so() -> None:
+  plain = cg.gate(lambda x: x, out=lambda x: x)
+  linear = cg.gate(lambda x: x, out=lambda x: x, linear=True)
+  for gate, said in ((plain, "must be linear"), (linear, "is declared linear")):
+    with pytest.raises(cg.GateDefinitionError, match=said):
+      jax.linear_transpose(gate, X)(X)

@@ -56,3 +56,31 @@ def test_another_name_is_an_error() -> None:
   with pytest.raises(AttributeError, match="module 'callgate' has no attribute 'gates'"):
     cg.gates  # noqa: B018
   assert {"cpp", "gate", "sinks"} <= set(dir(cg))
+
+
+def test_a_second_import_is_an_error_and_the_first_goes_on() -> None:
+  code = """
+    import importlib, sys
+    import jax
+    import callgate as cg
+
+    def outcome(act):
+      try:
+        act()
+      except ImportError as error:
+        return str(error).partition(":")[0]
+
+    def second():
+      for name in [name for name in sys.modules if name.startswith("callgate")]:
+        del sys.modules[name]
+      importlib.import_module("callgate")
+
+    print(outcome(lambda: importlib.reload(cg)))
+    print(outcome(second))
+    print(jax.jit(cg.gate(lambda x: x, out=lambda x: x))(1.0))
+  """
+  assert output_of(code).split("\n")[:3] == [
+    "importlib.reload(callgate)",
+    "callgate is loaded in this process already",
+    "1.0",
+  ]

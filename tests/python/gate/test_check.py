@@ -160,3 +160,21 @@ def test_checks_outside_of_programs_keep_few_messages():
     seen.add(_check._checks[message])
   gc.collect()
   assert len(seen) <= 130
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4])
+def test_packed_values_are_carried_in_their_own_dtype(engine, dtype):
+  x = jnp.arange(3.0)
+
+  def program(x):
+    cg.check(x.sum() < 0, "got {small} of {x}", small=x.astype(dtype), x=x)
+    return x
+
+  for call in (jax.jit(program), jax.vmap(lambda one: program(one[None])[0])):
+    with pytest.raises(cg.CheckError) as caught, cg.errors():
+      jax.block_until_ready(call(x))
+    values = caught.value.values
+    assert set(values) == {"small", "x"}
+    assert values["small"].dtype == dtype
+    assert values["x"].dtype == x.dtype
+    assert caught.value.message.startswith("got [0")

@@ -209,12 +209,23 @@ class CKernel(CpuKernel):
     kind = {Role.OUT: Kind.OUT, Role.INOUT: Kind.INOUT}.get(array.role, Kind.IN)
     if not self.loop and not array.type.pointer:
       rank, kind = 0, Kind.SCALAR if kind is Kind.IN else kind
-    return Parameter(name, kind, None if self._is_open(array) else array.type.dtype, rank)
+    way = ", or cast=True" if self._is_by_value(array) else ""
+    return Parameter(name, kind, None if self._is_open(array) else array.type.dtype, rank, way=way)
 
   def _is_open(self, array: Array) -> bool:
     """True if the dtype is the call's matter: void *, or converted as C does."""
-    by_value = self.loop or not (array.type.pointer or array.role in RESULTS)
-    return array.type.dtype is None or (self._cast_scalars and by_value)
+    return array.type.dtype is None or (self._cast_scalars and self._is_by_value(array))
+
+  def _is_by_value(self, array: Array) -> bool:
+    """True for a number that C takes, or returns, as such."""
+    returned = self._binding.returned
+    if returned is not None and returned.role is Role.OUT and returned.name == array.name:
+      return True
+    return self.loop or not (array.type.pointer or array.role in RESULTS)
+
+  def _is_wide(self, array: Array) -> bool:
+    """True if JAX has arrays of C's type with jax_enable_x64 alone, which is off."""
+    return array.type.dtype is not None and canonical_dtype(array.type.dtype) != array.type.dtype
 
   # -- variants ----------------------------------------------------------------------------------
   def variant_key(self, types: CallTypes) -> str:
@@ -251,7 +262,11 @@ class CKernel(CpuKernel):
     results: list[Any] = []
     for array in self._results:
       dtype: Any = array.type.dtype
-      if self.loop and self._cast_scalars:  # no wider than the arguments
+      if self._is_wide(array) and not self._cast_scalars:
+        way = "or cast=True" if self._is_by_value(array) else "or out= with another type"
+        fault = f"result '{array.name}' is C's {array.type.text}, {dtype.name}"
+        raise GateDefinitionError(f"{self.label}: {fault}: expected jax_enable_x64, {way}")
+      if self._cast_scalars and self._is_by_value(array):  # no wider than the arguments
         dtype = canonical_dtype(dtype)
         if inexact and is_inexact(dtype):
           widest = jax.numpy.finfo(jax.numpy.result_type(*inexact)).dtype

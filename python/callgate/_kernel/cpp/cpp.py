@@ -31,6 +31,8 @@ from callgate._kernel.variants import CallTypes, Function
 # which may be the same ones.
 _turns: weakref.WeakValueDictionary[str, _callgate.KernelTurn] = weakref.WeakValueDictionary()
 _turns_lock = threading.Lock()
+# Included before the user's source.
+_HEADERS = ("algorithm", "cmath", "limits", "numeric", "vector")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -68,9 +70,9 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   ```
 
   Args:
-    source: C++20 with a function `void name(...)` of callgate's views (see callgate/kernel.h, which
-      is included, as are <algorithm> and <cmath>). A template is compiled for the dtypes and ranks
-      of each call; what these don't tell is given by keyword.
+    source: C++20 with a function `void name(...)` of callgate's views (see callgate/kernel.h). A
+      template is compiled for the dtypes and ranks of each call; what these don't tell is given by
+      keyword. Included are kernel.h, <algorithm>, <cmath>, <limits>, <numeric> and <vector>.
     function: which function, where the source has several.
 
   Raises:
@@ -198,8 +200,9 @@ class CppKernel(CpuKernel):
     function = self.cpp_function
     names = [p.name for p in function.parameters]
     complexes = "#include <complex>\n" if "complex" in instance + self.source else ""
+    includes = "".join(f"#include <{header}>\n" for header in _HEADERS)
     return (
-      f'#include <algorithm>\n#include <cmath>\n{complexes}#include "callgate/kernel.h"\n'
+      f'{includes}{complexes}#include "callgate/kernel.h"\n'
       f'#line 1 "{function.name}"\n{self.source}\n#line 1 "callgate"\n'
       "namespace { callgate_kernel callgate_made = "
       f"::callgate::detail::describe<&::{function.qualified}{instance}>"

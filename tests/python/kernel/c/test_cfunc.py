@@ -127,6 +127,18 @@ def test_an_operand_that_is_also_a_result_keeps_its_value_outside(lib: ctypes.CD
   assert y.tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("args", [None, "x -> out y", "static x -> out y"])
+def test_a_wide_number_is_converted_where_jax_has_none_so_wide(args: str | None) -> None:
+  declaration, given = "unsigned long labs(unsigned long)", {"x": 3} if args else {}
+  labs = functools.partial(cg.cfunc, ctypes.CDLL(None).labs, declaration, args=args)
+  operands = () if args and args.startswith("static") else (np.uint32(3),)
+  keywords = {} if operands else given
+  result = labs(cast=True)(*operands, **keywords)
+  assert (result, result.dtype) == (3, np.uint32)
+  with pytest.raises(cg.GateDefinitionError, match="or cast=True"):
+    labs()(*operands, **keywords)
+
+
 # -- dtypes ---
 DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 DTYPES += ["float16", "float32", "float64", "complex64", "complex128"]

@@ -586,3 +586,16 @@ def test_a_call_of_openmp_without_its_flag_is_said() -> None:
   # A process of its own: other libraries bring OpenMP for all of theirs.
   done = run_python(program)
   assert "That is OpenMP's; expected flags=['-fopenmp']" in done.stdout, done
+
+
+def test_a_source_uses_vectors_limits_and_algorithms_of_numbers_as_they_are() -> None:
+  total = cg.cpp(
+    """
+    void total(cg::In<float, 1> x, cg::Out<float, 0> y) {
+      std::vector<float> kept(x.data(), x.data() + x.size());
+      kept.push_back(std::numeric_limits<float>::min());
+      y[0] = std::accumulate(kept.begin(), kept.end(), 0.0f);
+    }""",
+    out=jax.ShapeDtypeStruct((), np.float32),
+  )
+  assert total(np.arange(4, dtype=np.float32)) == 6
