@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C in each kind of program: how often the prompt comes back, and how soon.
+"""Ctrl-C in each kind of program: what the call raises, and how soon.
 
   python tools/interrupts.py                  # 20 times each
   python tools/interrupts.py --times 5 taps   # some kinds
 
-A kind is a process of its own. In it the main thread runs a program that would take very long, as
-at a prompt; another thread sends SIGINT at some moment after the program has begun. Measured is how
-long the main thread takes to have its exception, and counted what that is; then a short program has
-to give the right result. The exit status is 1 where a process hangs, or a program does not end so.
+A row is a process of its own. In it the main thread runs a program that would take very long,
+within `try: ... except`; another thread sends SIGINT at some moment after the program has begun.
+Measured is how long the main thread takes to have its exception, and counted what that is; then a
+short program has to give the right result. Kinds with a `Loop` are asked for a program's first
+call, for a later one, which JAX's C++ code dispatches, and for one that is compiled ahead of time;
+a heavy one, which JAX does not run on the calling thread, for each kind of wait. In rows that say
+"uncaught" each run is a process that catches nothing: counted are those that end by SIGINT with one
+traceback. The exit status is 1 where a process hangs, or a run does not end so.
 """
 
 from __future__ import annotations
@@ -25,207 +29,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-begun = threading.Event()
-Run = Callable[[], object]
-
-
-def loop(step: Callable[[Any, Any], Any], x: Any = 0.0) -> Run:
-  """Runs steps without an end, the first of which says that the program has begun."""
-  import jax
-  import numpy as np
-
-  def program(x: Any) -> Any:
-    _tell(x)
-    return jax.lax.fori_loop(0, 2**31 - 1, step, x)
-
-  jitted = jax.jit(program)
-  return lambda: jax.block_until_ready(jitted(np.float32(x)))
-
-
-def _tell(x: Any) -> None:
-  """In a program: says that it has begun."""
-  import callgate as cg
-
-  cg.tap(x, lambda _: begun.set(), name="interrupts.tell")
-
-
-# -- kinds -----------------------------------------------------------------------------------------
-def gates(folder: Path) -> Run:
-  import callgate as cg
-
-  gate = cg.gate(lambda x: x, out=lambda x: x, effect="io", name="interrupts.gate")
-  return loop(lambda i, x: gate(x))
-
-
-def own_thread(folder: Path) -> Run:
-  import callgate as cg
-
-  gate = cg.gate(lambda x: x, out=lambda x: x, effect="io", thread="own", name="interrupts.own")
-  return loop(lambda i, x: gate(x))
-
-
-def taps(folder: Path) -> Run:
-  import callgate as cg
-
-  return loop(lambda i, x: cg.tap(x, lambda value: None) + 1)
-
-
-def checks(folder: Path) -> Run:
-  import callgate as cg
-
-  return loop(lambda i, x: (cg.check(x >= 0, "below"), x + 1)[1])
-
-
-def kernels(folder: Path) -> Run:
-  import callgate as cg
-
-  add = cg.cpp("void add(cg::In<float> x, cg::Out<float> y) { y[0] = x[0] + 1; }", out=lambda x: x)
-  return loop(lambda i, x: add(x))
-
-
-def feeds(folder: Path) -> Run:
-  import itertools
-
-  import numpy as np
-
-  import callgate as cg
-
-  feed = cg.feed(itertools.repeat(np.float32(1)), name="interrupts.feed")
-  return loop(lambda i, x: x + feed.next())
-
-
-def knobs(folder: Path) -> Run:
-  import callgate as cg
-
-  knob = cg.knob("interrupts.knob", 1.0)
-  return loop(lambda i, x: x + knob.read())
-
-
-def stops(folder: Path) -> Run:
-  """A `while_loop` that asks whether to stop."""
-  import jax
-
-  import callgate as cg
-
-  def wait(i: Any, x: Any) -> Any:
-    def looking(state: Any) -> Any:
-      return (state[0] < 1_000_000) & ~cg.stop_requested()
-
-    return jax.lax.while_loop(looking, lambda state: (state[0] + 1, state[1] + 1), (0, x))[1]
-
-  return loop(wait)
-
-
-def stoppable_scans(folder: Path) -> Run:
-  import callgate as cg
-
-  def step(carry: Any, _: Any) -> Any:
-    return carry + 1, None
-
-  return loop(lambda i, x: cg.scan(step, x, length=1_000_000, stoppable=True)[0])
-
-
-def bars(folder: Path) -> Run:
-  import jax
-  import jax.numpy as jnp
-
-  import callgate as cg
-
-  bar = cg.Progress("steps", total=1e9, at=lambda x: x, file=(folder / "bars").open("w"))
-
-  def program(x: Any) -> Any:
-    _tell(x)
-    return cg.while_loop(lambda x: x >= 0, lambda x: jnp.abs(jnp.sin(x)), x, progress=bar)
-
-  jitted = jax.jit(program)
-  return lambda: jax.block_until_ready(jitted(0.5))
-
-
-def breakpoints(folder: Path) -> Run:
-  """Those where nobody stops."""
-  import callgate as cg
-
-  return loop(lambda i, x: cg.breakpoint(x < 0, out="x", x=x) + 1)
-
-
-def stopped_breakpoints(folder: Path) -> Run:
-  """The program stands in a debugger, which waits for somebody to attach."""
-  import callgate as cg
-
-  os.environ["XDG_RUNTIME_DIR"] = str(folder)
-  return loop(lambda i, x: cg.breakpoint(out="x", x=x) + 1)
-
-
-def recordings(folder: Path) -> Run:
-  import callgate as cg
-
-  run = gates(folder)
-
-  def recorded() -> None:
-    with cg.record(folder / "recorded.cgr", overwrite=True):
-      run()
-
-  return recorded
-
-
-def replays(folder: Path) -> Run:
-  """Answered from a file, which a pure gate may be without an end."""
-  import jax
-  import numpy as np
-
-  import callgate as cg
-
-  gate = cg.gate(lambda x: x, out=lambda x: x, name="interrupts.replayed")
-  with cg.record(folder / "replayed.cgr"):
-    jax.block_until_ready(jax.jit(gate)(np.float32(0)))
-  run = loop(lambda i, x: gate(x))
-
-  def replayed() -> None:
-    with cg.replay(folder / "replayed.cgr", partial=True):
-      run()
-
-  return replayed
-
-
-def checkpoints(folder: Path) -> Run:
-  import jax
-  import jax.numpy as jnp
-
-  import callgate as cg
-
-  def body(carry: Any, _: Any) -> Any:
-    return carry + 1, None
-
-  saves = cg.Checkpoints(folder / "run", every=100_000, keep=2)
-
-  def program(carry: Any) -> Any:
-    _tell(carry[0])
-    return cg.scan(body, carry, length=2**31 - 1, save=saves)[0]
-
-  jitted = jax.jit(program)
-  return lambda: jax.block_until_ready(jitted(jnp.zeros(1000)))
-
-
-def serve(folder: Path) -> Run:
-  """With the live page of the program's own."""
-  import callgate as cg
-
-  cg.serve(control=True, file=folder / "address")
-  knob = cg.knob("interrupts.served", 1.0)
-  return loop(lambda i, x: cg.tap(x, lambda value: None, name="interrupts.tap") + knob.read())
-
-
-KINDS: dict[str, Callable[[Path], Run]] = {
-  kind.__name__.replace("_", "-"): kind
-  for kind in (
-    gates, own_thread, taps, checks, kernels, feeds, knobs, stops, stoppable_scans, bars,
-    breakpoints, stopped_breakpoints, recordings, replays, checkpoints, serve,
-  )
-}  # fmt: skip
+from interrupt_kinds import CALLS, KINDS, OTHERS, WAITS, Loop, Run, begun
 
 
 # -- in the process of a kind ----------------------------------------------------------------------
@@ -282,15 +88,19 @@ def is_usable() -> bool:
   return result == 10 and len(seen) == 10
 
 
-def measure(kind: str, times: int) -> None:
+def measure(kind: str, times: int, call: str, wait: str) -> None:
   """Prints a line of JSON: outcomes, seconds, and whether short programs were right afterwards."""
   signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
   outcomes, seconds, usable, late = Counter[str](), list[float](), 0, 0
   with tempfile.TemporaryDirectory() as folder:
     run = KINDS[kind](Path(folder))
+    if isinstance(run, Loop):
+      run.call, run.wait = call, wait
     for turn in range(times):
       random.seed(turn)
       try:
+        if isinstance(run, Loop):
+          run.prepare()
         outcome, took = once(run)
         outcomes[outcome] += 1
         seconds += [] if took is None else [took]
@@ -302,45 +112,98 @@ def measure(kind: str, times: int) -> None:
     os._exit(0)
 
 
+def end_uncaught(kind: str, call: str) -> None:
+  """Runs a program that is interrupted, and catches nothing."""
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  with tempfile.TemporaryDirectory() as folder:
+    run = KINDS[kind](Path(folder))
+    if isinstance(run, Loop):
+      run.call = call
+      run.prepare()
+    Interrupt()
+    run()
+
+
 # -- the table -------------------------------------------------------------------------------------
-def row(kind: str, times: int) -> bool:
-  """Prints what a kind's process has measured; False where it is not as it should be."""
-  command = [sys.executable, __file__, "--measure", kind, "--times", str(times)]
+def command_of(kind: str, *more: str) -> tuple[list[str], dict[str, str]]:
   environment = {"JAX_PLATFORMS": "cpu", **os.environ}
+  if kind == "devices":
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+  return [sys.executable, __file__, kind, *more], environment
+
+
+def row(kind: str, times: int, call: str, wait: str) -> bool:
+  """Prints what a kind's process has measured; False where it is not as it should be."""
+  more = ("--measure", "--times", str(times), "--call", call, "--wait", wait)
+  command, environment = command_of(kind, *more)
   process = subprocess.Popen(
     command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
     stderr=subprocess.PIPE, text=True,
   )  # fmt: skip
-  errors = ""
+  errors, name = "", f"{kind} | {call} | {wait}"
   try:
     printed, errors = process.communicate(timeout=60 + 5 * times)
     found = json.loads(printed.splitlines()[-1])
   except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
     process.kill()
     said = process.communicate()[1] if isinstance(error, subprocess.TimeoutExpired) else errors
-    print(f"| {kind} | {type(error).__name__} |\n{said[-2000:]}", flush=True)
+    print(f"| {name} | {type(error).__name__} |\n{said[-2000:]}", flush=True)
     return False
   outcomes, seconds = found["outcomes"], sorted(found["seconds"])
   told = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
   times_of = (seconds[0], statistics.median(seconds), seconds[-1]) if seconds else (0.0,) * 3
   shown = " | ".join(f"{1e3 * s:.1f}" for s in times_of)
-  print(f"| {kind} | {told} | {found['usable']} | {found['late']} | {shown} |", flush=True)
+  print(f"| {name} | {told} | {found['usable']} | {found['late']} | {shown} |", flush=True)
   return found["usable"] == times and set(outcomes) == {"KeyboardInterrupt"}
+
+
+def row_uncaught(kind: str, times: int, call: str) -> bool:
+  """Prints how many processes end by SIGINT with one traceback, and how the others end."""
+  outcomes = Counter[str]()
+  for _ in range(times):
+    command, environment = command_of(kind, "--uncaught", "--call", call)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    lines, tracebacks = done.stderr.splitlines(), done.stderr.count("Traceback (most recent")
+    fine = done.returncode in (-signal.SIGINT, 130) and tracebacks == 1
+    fine = fine and lines[-1].startswith("KeyboardInterrupt")
+    last = lines[-1][:100] if lines else ""
+    outcomes["by SIGINT" if fine else f"{done.returncode}, {tracebacks} tracebacks: {last}"] += 1
+  told = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
+  print(f"| {kind} | {call} | uncaught | {told} | | | | | |", flush=True)
+  return set(outcomes) == {"by SIGINT"}
+
+
+def rows(kind: str, times: int) -> bool:
+  """All rows of a kind."""
+  is_loop = kind not in OTHERS
+  waits = WAITS if kind == "heavy" else ("block",)
+  fine = [row(kind, times, call, "block") for call in (CALLS if is_loop else CALLS[:1])]
+  fine += [row(kind, times, "later", wait) for wait in waits if wait != "block"]
+  if kind in ("gates", "taps", "heavy", "devices"):
+    fine.append(row_uncaught(kind, times, "later" if is_loop else "first"))
+  return all(fine)
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
   parser.add_argument("kinds", nargs="*", default=[], help=f"of {', '.join(KINDS)}")
   parser.add_argument("--times", type=int, default=20, help="interrupts of each kind")
-  parser.add_argument("--measure", help=argparse.SUPPRESS)
+  parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+  parser.add_argument("--uncaught", action="store_true", help=argparse.SUPPRESS)
+  parser.add_argument("--call", default="first", choices=CALLS, help=argparse.SUPPRESS)
+  parser.add_argument("--wait", default="block", choices=WAITS, help=argparse.SUPPRESS)
   given = parser.parse_args()
-  if given.measure:
-    return measure(given.measure, given.times)
   if unknown := set(given.kinds) - set(KINDS):
     parser.error(f"expected kinds of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
-  print("| program | ended with | usable after | late | min ms | median ms | max ms |")
-  print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-  fine = [row(kind, given.times) for kind in given.kinds or KINDS]
+  if given.measure:
+    return measure(given.kinds[0], given.times, given.call, given.wait)
+  if given.uncaught:
+    return end_uncaught(given.kinds[0], given.call)
+  print(
+    "| program | call | wait | ended with | usable after | late | min ms | median ms | max ms |"
+  )
+  print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+  fine = [rows(kind, given.times) for kind in given.kinds or KINDS]
   raise SystemExit(not all(fine))
 
 

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "bindings/python/gil.h"
+#include "bindings/python/hooks.h"
 #include "core/call.h"
 #include "core/lifetime.h"
 #include "core/progress_callee.h"

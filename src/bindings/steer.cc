@@ -23,6 +23,14 @@ struct StopHandle : Handle<StopCallee> {
   explicit StopHandle(std::string name) : Handle(std::make_shared<StopCallee>(std::move(name))) {}
 };
 
+// Between the two no signal's handler can raise, which would leave a stop that was told of a
+// dispatch that never came.
+nb::object run_dispatched(const nb::list& stops, const nb::handle& run, const nb::args& args,
+                          const nb::kwargs& kwargs) {
+  for (nb::handle stop : stops) nb::cast<const StopHandle&>(stop).callee->dispatched();
+  return run(*args, **kwargs);
+}
+
 }  // namespace
 
 void bind_steer(nb::module_& module) {
@@ -30,10 +38,9 @@ void bind_steer(nb::module_& module) {
       .def(nb::init<std::string, std::uint64_t>(), nb::arg("name"), nb::arg("bits"))
       .def("set", [](const KnobHandle& knob, std::uint64_t bits) { knob.callee->set(bits); });
   bind_handle<StopHandle>(module, "Stop", "Whether a program was asked to stop.")
-      .def(nb::init<std::string>(), nb::arg("name"))
-      .def(
-          "dispatched", [](const StopHandle& stop) { stop.callee->dispatched(); },
-          "Called before each dispatch of the program.");
+      .def(nb::init<std::string>(), nb::arg("name"));
+  module.def("run_dispatched", &run_dispatched, nb::arg("stops"), nb::arg("run"), nb::arg("args"),
+             nb::arg("kwargs"), "Calls run(*args, **kwargs), which dispatches the stops' program.");
   module.def("request_stop", &StopRequests::add);
   module.def("stop_requests", &StopRequests::count);
 }

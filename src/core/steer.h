@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "core/main_thread.h"
 #include "core/runs.h"
 
 namespace callgate {
@@ -87,6 +88,7 @@ class CellSite final : public Site {
   bool reads_context() const noexcept override { return common_.has_value(); }
 
   void run(const Call& call) override {
+    MainThread::look();
     const CallContext& at = call.context;
     const void* place = at.stream == nullptr ? call.results[0].data : nullptr;
     auto value = [&] { return cell_->read(at.run, once_, place); };
@@ -141,10 +143,11 @@ class StopRequests {
 
 // Whether one program has been asked to stop since it was dispatched.
 //
-// XLA gives the runs of a program consecutive numbers, in the order of their dispatch, which tells
-// of requests by dispatched(). So the first run that asks, taken for the first dispatch, tells of
-// each later one which dispatch it is. A run of which nothing is known (a program from a file,
-// whose dispatch nobody sees) counts from its first question on.
+// XLA gives the runs of a program consecutive numbers, in the order of their dispatch, each of
+// which calls dispatched(); a dispatch whose arguments are refused has no number, and doesn't call
+// it. So the first run that asks, taken for the first dispatch, tells of each later one which
+// dispatch it is. A run of which nothing is known (a program from a file, whose dispatch nobody
+// sees) counts from its first question on.
 class StopCallee final : public Callee, public std::enable_shared_from_this<StopCallee> {
  public:
   explicit StopCallee(std::string name) : name_(std::move(name)) {}

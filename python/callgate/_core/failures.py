@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from callgate._core import foreign, registry
+from callgate._core import foreign, handlers, registry
 from callgate._core import kept as _kept
 from callgate._core.errors import CheckError, ConsumerError, KernelError, LossError
 
@@ -64,14 +64,18 @@ def _describe(
   return f"[callgate error #{number}] {where}\n{foreign.traceback_of(exception)}"
 
 
-def raise_interrupt() -> None:
-  """The runtime's hook on the main thread after a gate that raised KeyboardInterrupt: raises it.
+def describe_handled(exception: BaseException) -> str:
+  """The runtime's `handled` hook, for what a signal's handler raised in a call of a program."""
+  where = "callgate: a signal's handler raised while the program ran"
+  return f"[callgate error #{_kept.keep_for_main(exception)}] {where}\n{foreign.traceback_of(exception)}"
 
-  The gate's program fails with JAX's exception, which an `except Exception` takes for an error that
-  one can go on after. A block of `errors()` raises the interrupt itself.
-  """
-  if (interrupt := _kept.take_interrupt()) is not None:
-    raise interrupt
+
+def keep_unheard(exception: BaseException) -> bool:
+  """The runtime's `unheard` hook, for what nobody would get: true if the main thread will."""
+  if not handlers.has_raised(exception):
+    return False
+  _kept.keep_for_main(exception)
+  return True
 
 
 _raised: dict[int, BaseException] = {}

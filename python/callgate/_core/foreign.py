@@ -5,7 +5,7 @@ An exception's class may take no attributes (a frozen dataclass), raise in its o
 `__repr__`, or lie about its `__class__`. A function that meets one is mostly about to report it, so
 an error of its own would hide what the user must see. All code of callgate that adds a note to a
 foreign exception, or shows a foreign object, does it through this file. Everything runs under the
-GIL, on any thread; a Ctrl-C on the main thread is passed on.
+GIL, on any thread; what a signal's handler raises on the main thread is passed on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeGuard, TypeVar, cast
 
+from callgate._core import handlers
+
 _T = TypeVar("_T")
 # The attributes of BaseException itself, whatever a subclass makes of their names.
 _ATTRIBUTES: Any = vars(BaseException)
@@ -27,7 +29,7 @@ def _guarded(make: Callable[[], str], otherwise: Callable[[BaseException], str])
   try:
     return str.__str__(make())  # a plain one: a subclass may format itself
   except BaseException as error:
-    if is_a(error, KeyboardInterrupt) and _is_main_thread():
+    if handlers.has_raised(error) and _is_main_thread():
       raise
     return otherwise(error)
 

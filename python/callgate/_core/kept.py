@@ -17,7 +17,8 @@ from collections.abc import Container
 
 import jax
 
-from callgate._core import foreign
+from callgate import _callgate
+from callgate._core import foreign, handlers
 from callgate._core.errors import GateTimeoutError
 
 # Outside of `callgate.errors()` nobody may ever ask: only the newest failures are kept then. A
@@ -35,7 +36,8 @@ _timeouts: collections.OrderedDict[int, int] = collections.OrderedDict()  # thei
 class Kept:
   """A failure: its id, the thread that called the program, and XLA's number of the program's run.
 
-  The thread may be one of XLA's own, where XLA doesn't tell who called.
+  The thread may be one of XLA's own, where XLA doesn't tell who called. What is `for_main` the main
+  thread raises by itself.
   """
 
   id: int
@@ -43,6 +45,7 @@ class Kept:
   thread: int
   run: int
   claimed: bool = False  # somebody has got it
+  for_main: bool = False
 
 
 _store: collections.OrderedDict[int, Kept] = collections.OrderedDict()
@@ -50,7 +53,7 @@ blocks: list[int] = []  # for each block that is open, the first id that can be 
 # Failures that no program's error tells of. The caller has only wrong numbers, so these stay here
 # whatever happens to the store.
 deferred: list[Kept] = []
-# The runs whose KeyboardInterrupt somebody has got: each shard's call may raise one.
+# The runs whose exception for the main thread somebody has got: each shard's call may raise one.
 _interrupted: collections.deque[int] = collections.deque(maxlen=64)
 _TOLD = "callgate_told"  # an attribute of those that Python's own handler raises, too
 # The main thread may be told of an interrupt anywhere, so also where it has the lock.
@@ -66,12 +69,24 @@ def told(exception: KeyboardInterrupt) -> KeyboardInterrupt:
 
 def keep(exception: BaseException, run: int = NO_RUN, thread: int = THIS_THREAD) -> int:
   """Stores an exception for the caller; returns its id."""
+  return _keep(exception, run, thread, handlers.has_raised(exception))
+
+
+def keep_for_main(exception: BaseException) -> int:
+  """Stores what a signal's handler raised, for the main thread to raise; returns its id."""
+  return _keep(exception, NO_RUN, THIS_THREAD, True)
+
+
+def _keep(exception: BaseException, run: int, thread: int, for_main: bool) -> int:
   global _next_id
   with _lock:
     _next_id += 1
     kept = Kept(_next_id, exception, thread or threading.get_ident(), run)
-    if foreign.is_a(exception, KeyboardInterrupt):
+    if for_main:
       kept.claimed = run in _interrupted or foreign.is_attached(exception, _TOLD)
+      kept.for_main = not kept.claimed
+      if kept.for_main:
+        _callgate.wake_main_thread()
     _store[_next_id] = kept
     if len(_store) > _LIMIT:
       _forget(len(_store) - _LIMIT)
@@ -155,13 +170,12 @@ def defer(text: str) -> BaseException:
   return kept.exception
 
 
-def take_interrupt() -> BaseException | None:
-  """The newest KeyboardInterrupt that nobody has got, or None; a block asks for its own."""
+def take_for_main() -> BaseException | None:
+  """The newest for the main thread that nobody has got, or None; a block asks for its own."""
   with _lock:
     if blocks:
       return None
-    unclaimed = (kept for kept in reversed(_store.values()) if not kept.claimed)
-    waiting = [kept for kept in unclaimed if foreign.is_a(kept.exception, KeyboardInterrupt)]
+    waiting = [kept for kept in reversed(_store.values()) if kept.for_main and not kept.claimed]
     if not waiting:
       return None
     for kept in waiting:

@@ -79,7 +79,7 @@ def scan(
       raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
     if options is not None and options.at is not None:
       options = dataclasses.replace(options, at=wrapped(_of_state, options.at))
-    first = (np.int32(0), np.bool_(False), init)
+    first = stopping.first_state(init, np.int32(0))
     last, ys = scan(
       wrapped(stopping.stoppable, f),
       first,

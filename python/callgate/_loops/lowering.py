@@ -28,6 +28,8 @@ from callgate._core.effects import PROGRESS_EFFECT
 from callgate._core.encoding import is_open
 from callgate._jax import loops, tracing
 from callgate._jax.tracing import Literal, jaxpr_as_fun
+from callgate._loops import going as _going
+from callgate._loops.going import Going
 from callgate._loops.primitive import UNKNOWN, Bar, progress_call_p, progress_p
 
 Rule = Callable[..., Any]
@@ -46,10 +48,20 @@ def start() -> None:
 
 
 def _rule(original: Rule, body: str, run: Rule, context: Any, *operands: Any, **params: Any) -> Any:
-  if not _marks(params[body]):
+  if not _marks(params[body]) and _going_of(params) is None:
     return original(context, *operands, **params)
   run = functools.partial(run, params)
   return mlir.lower_fun(run, multiple_results=True)(context, *operands)
+
+
+def _going_of(params: dict[str, Any]) -> Going | None:
+  """The flag that ends a loop, of a scan's or a `while_loop`'s parameters; see `going`."""
+  if "jaxpr" in params:
+    return _going.going_of(params["jaxpr"], *loops.scan_counts(params))
+  if params["cond_jaxpr"].out_avals[0].shape:  # lanes end one by one
+    return None
+  consts = params["body_nconsts"]
+  return _going.going_of(params["body_jaxpr"], consts, len(params["body_jaxpr"].in_avals) - consts)
 
 
 def _remat_rule(original: Rule, *given: Any) -> Any:
@@ -155,7 +167,7 @@ def _anchor(values: Sequence[Any]) -> Sequence[Any]:
 def _run_scan(params: dict[str, Any], *operands: Any) -> list[Any]:
   length, unroll, jaxpr = params["length"], params["unroll"], params["jaxpr"]
   consts, carry = loops.scan_counts(params)
-  marks = _marks(jaxpr)
+  marks, going = _marks(jaxpr), _going_of(params)
   # An exported program's length may be known when it runs alone.
   count = jnp.asarray(length) if (open_ := is_open(length)) else None
   known = UNKNOWN if open_ else length
@@ -178,32 +190,43 @@ def _run_scan(params: dict[str, Any], *operands: Any) -> list[Any]:
     return _begin(bar, [count] if bar.total == UNKNOWN else [], operands)
 
   begun = [begin(mark) for mark in marks]
-  params = {**params, "jaxpr": _without_marks(jaxpr)}
-  implementation = functools.partial(loops.scan_impl, **params)
+  unmarked = {**params, "jaxpr": _going.without_marks(_without_marks(jaxpr))}
+  implementation = functools.partial(loops.scan_impl, **unmarked)
   trips = length // unroll if unroll else 0
   if open_ or trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
-    done, results = _run_implementation(  # whose loop carries a count, then what the scan does
-      begun, lambda carried: values(carried[1 : 1 + carry]), implementation, operands, unroll
-    )
+    # Its loop carries the number of rounds, then what the scan does.
+    steps = None if going is None or going.count is None else 1 + going.count
+    done, results = _run_implementation(
+      _Bars(begun, lambda carried: values(carried[1 : 1 + carry]), unroll, steps),
+      implementation, operands, functools.partial(_ending_scan, going, params, operands),
+    )  # fmt: skip
   else:  # a scan that is unrolled as a whole has no loop, and shows its end alone
     done, results = None, implementation(*operands)
-  if count is None:
+  if going is not None and going.count is not None:
+    count = results[going.count] - operands[consts + going.count]
+  elif count is None:
     count = np.int32(np.uint32(length & 0xFFFFFFFF))
   for one, at in zip(begun, values(results[:carry]), strict=True):
     _end(one, count.astype(np.int32), None, at, results if done is None else [done])
   return results
 
 
+def _ending_scan(
+  going: Going | None, scan: dict[str, Any], operands: Sequence[Any], params: Any, inputs: Any
+) -> tuple[dict[str, Any], list[Any]]:
+  if going is None:
+    return params, inputs
+  flags = None if going.carried else operands[sum(loops.scan_counts(scan)) + going.flag]
+  return _going.ending(going, flags, scan["reverse"], scan["unroll"], params, inputs)
+
+
 def _run_implementation(
-  begun: Sequence[_Begun],
-  values_of: Callable[[Sequence[Any]], list[Any]],
-  implementation: Rule,
-  operands: Sequence[Any],
-  unroll: int,
+  bars: _Bars, implementation: Rule, operands: Sequence[Any], ending_loop: Callable[..., Any]
 ) -> tuple[Any, list[Any]]:
   """Returns what JAX writes for a scan, with its `while_loop`, the first one there, in chunks.
 
-  And how many steps the loop has done, which nobody knows before it ends.
+  And how many steps the loop has done, which nobody knows before it ends; None without bars.
+  `ending_loop` gives that loop's parameters and operands a better end.
   """
   closed: Any = jax.make_jaxpr(implementation)(*operands)
   jaxpr = closed.jaxpr
@@ -217,7 +240,11 @@ def _run_implementation(
     inputs = [read(v) for v in eqn.invars]
     with eqn.ctx.manager:
       if eqn is loop:
-        done, _, results = _run_chunks(begun, values_of, eqn.params, inputs, unit=unroll)
+        changed, inputs = ending_loop(eqn.params, inputs)
+        if bars.begun:
+          done, _, results = _run_chunks(bars, changed, inputs)
+        else:
+          results = jax.lax.while_p.bind(*inputs, **changed)
       else:
         results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
         results = results if eqn.primitive.multiple_results else [results]
@@ -241,8 +268,14 @@ def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
       for one, mark in zip(begun, marks, strict=True)
     ]
 
-  unmarked = {**params, "body_jaxpr": _without_marks(body)}
-  steps, lanes, results = _run_chunks(begun, values, unmarked, operands, unit=1)
+  going = _going_of(params)
+  params = {**params, "body_jaxpr": _going.without_marks(_without_marks(body))}
+  if going is not None and going.carried:
+    params, operands = _going.ending_while(going.flag, params, operands)
+  if not begun:
+    return jax.lax.while_p.bind(*operands, **params)
+  steps_at = None if going is None else going.count
+  steps, lanes, results = _run_chunks(_Bars(begun, values, steps=steps_at), params, operands)
   for one, at in zip(begun, values(results), strict=True):
     _end(one, steps, lanes, at, [steps])
   return results
@@ -258,20 +291,34 @@ def _of_step(body: Any, variable: Any, operands: Sequence[Any]) -> Any:
   return jaxpr_as_fun(body.replace(jaxpr=jaxpr))(*operands)[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Bars:
+  """The bars of a loop.
+
+  Attributes:
+    begun: they.
+    values_of: what a carry says of bars by value, of each bar.
+    unit: steps in one round of the loop.
+    steps: the place in the carry of the number of steps that have run, where rounds don't tell.
+  """
+
+  begun: Sequence[_Begun]
+  values_of: Callable[[Sequence[Any]], list[Any]]
+  unit: int = 1
+  steps: int | None = None
+
+
 def _run_chunks(
-  begun: Sequence[_Begun],
-  values_of: Callable[[Sequence[Any]], list[Any]],
-  params: dict[str, Any],
-  operands: Sequence[Any],
-  unit: int,
+  bars: _Bars, params: dict[str, Any], operands: Sequence[Any]
 ) -> tuple[Any, Any, list[Any]]:
-  """The loop of a `while_loop`'s parameters, in chunks; of a carry `values_of` has bars' values.
+  """The loop of a `while_loop`'s parameters, in chunks.
 
   Returns:
     The steps it took, those of each lane or None, and its results. A batched loop runs until its
     last lane has ended.
   """
-  cond_consts, body_consts, carry = loops.split_operands(params, operands)
+  begun, unit = bars.begun, bars.unit
+  cond_consts, body_consts, begin = loops.split_operands(params, operands)
   closed = params["cond_jaxpr"]
   predicate = functools.partial(jaxpr_as_fun(closed), *cond_consts)
   one_step = functools.partial(jaxpr_as_fun(params["body_jaxpr"]), *body_consts)
@@ -302,16 +349,19 @@ def _run_chunks(
         lambda s: (s[0] + 1, *body(s[1], s[2])),
         (np.int32(0), counted, carry),
       )
-    done = done + steps * unit
+    if bars.steps is None:
+      done = done + steps * unit
+    else:
+      done = (carry[bars.steps] - begin[bars.steps]).astype(np.int32)
     going = predicate(*carry)[0].astype(np.int32) if by_lane and not closed.effects else None
     waits = [
       _update(one, done, counted, at, going)
-      for one, at in zip(begun, values_of(carry), strict=True)
+      for one, at in zip(begun, bars.values_of(carry), strict=True)
     ]  # fmt: skip
     return done, functools.reduce(jnp.minimum, waits), counted, carry
 
   first = np.zeros(batched if by_lane else (), np.int32)
-  state = (np.int32(0), np.int32(1), first, carry)
+  state = (np.int32(0), np.int32(1), first, begin)
   done, _, counted, results = jax.lax.while_loop(lambda s: cond(s[3]), chunk, state)
   return done, counted if by_lane else None, list(results)
 

@@ -56,7 +56,7 @@ def scan_saved(
   if save.resume and length is not None:
     state: Any = (start, first)
     if stoppable:
-      body, state = wrapped(stopping.stoppable, body), (start, np.bool_(False), state)
+      body, state = wrapped(stopping.stoppable, body), stopping.first_state(state, start)
       if bar is not None and bar.at is not None:
         bar = dataclasses.replace(bar, at=wrapped(_of_stoppable, bar.at))
     last, ys = _scan_from(start, body, state, xs, length, reverse, bar)

@@ -173,6 +173,11 @@ def at_end(phase: Phase, end: Callable[[float], object]) -> None:
   _at_end[phase].append(end)
 
 
+def _set_main_thread() -> None:
+  """At import, and in a fork's child, where the thread that forked is it."""
+  _callgate.set_main_thread(threading.main_thread().ident or 0)
+
+
 def start() -> None:
   """Registers the FFI targets and hooks; called once by `import callgate`."""
   for code, dtype in dtypes().items():
@@ -181,11 +186,14 @@ def start() -> None:
     failed=_failed, result_error=_result_error, input_written=_input_written, stalled=_stalled,
     kernel_failed=_kernel_failed, device_worker=_device_worker,
     deferred=failures.defer, kernel_raised=failures.kernel_raised,
-    interrupted=failures.raise_interrupt, undefined=registry.undefined, escaped=escape.settle,
+    interrupted=kept.take_for_main, handled=failures.describe_handled,
+    unheard=failures.keep_unheard, undefined=registry.undefined, escaped=escape.settle,
     self_wait=self_wait.report, stream_as=gpu.stream_as, capture_error=CaptureError,
     closed_thread=_closed_thread,
     profiled=timeline.profiled, interruption=Interruption,
   )  # fmt: skip
+  _set_main_thread()
+  _callgate.raise_instead(jax.errors.JaxRuntimeError)
   for platform, targets in _callgate.targets().items():
     for target, handlers in targets.items():
       jax.ffi.register_ffi_target(target, handlers, platform=platform)
@@ -200,6 +208,7 @@ def start() -> None:
   dispatch.remember_effects()
   dispatch.run_after_failures(OrderedGateEffect)
   abandon = (_callgate.abandon_channels, _callgate.abandon_devices)
-  for forget in (*abandon, dispatch.forget_waiters, cpp_path.after_fork, fence.after_fork):
+  after_fork = (dispatch.forget_waiters, cpp_path.after_fork, fence.after_fork, _set_main_thread)
+  for forget in (*abandon, *after_fork):
     os.register_at_fork(after_in_child=forget)
   atexit.register(_end)  # runs before JAX's own, which was registered earlier

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._call.site import Call, Emission
 from callgate._core import options, registry
-from callgate._jax import dispatch
+from callgate._jax import execution
 from callgate._steer.cell import CellGate, agreed
 
 _NAME = "callgate.stop"
@@ -28,16 +29,23 @@ _lock = threading.Lock()
 
 
 class _Dispatches:
-  """What a program keeps that asks; called before each of its executions."""
+  """What a program keeps that asks; called before each of its executions.
+
+  Its `stop` is told by `_execute`: arguments may be refused before there is an execution.
+  """
 
   def __init__(self, stop: _callgate.Stop | None = None) -> None:
     self.stop, self.before = stop, 0
 
   def __call__(self, devices: Any) -> None:
     del devices
-    if self.stop is not None:
-      self.stop.dispatched()
     self.before = _callgate.stop_requests()
+
+
+def _execute(kept: Sequence[_Dispatches], run: Callable[..., Any], *args: Any, **more: Any) -> Any:
+  """For `execution.number_executions`."""
+  stops = [one.stop for one in kept if one.stop is not None]
+  return _callgate.run_dispatched(stops, run, *args, **more) if stops else run(*args, **more)
 
 
 class _Asking(CellGate):
@@ -64,7 +72,7 @@ class _Asking(CellGate):
 
 @functools.cache
 def _asking() -> _Asking:
-  dispatch.ask_before_execution(_Dispatches)
+  execution.number_executions(_Dispatches, _execute)
   return _Asking()
 
 

@@ -18,6 +18,7 @@
 
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/hooks.h"
 #include "core/array_view.h"
 
 namespace callgate::bindings {
@@ -37,7 +38,7 @@ inline bool is_masked(PyObject* value, int depth = NPY_MAXDIMS) {
     if (!module.is_valid()) return false;
     nb::object masked = nb::steal(
         running_python([&] { return PyObject_CallMethod(module.ptr(), "is_masked", "O", value); }));
-    if (!masked.is_valid()) PyErr_Clear();
+    if (!masked.is_valid()) clear_error();
     return masked.ptr() == Py_True;
   }
   if (depth == 0 || (!PyList_Check(value) && !PyTuple_Check(value))) return false;
@@ -152,7 +153,9 @@ inline std::optional<std::string> store_number(const ArrayView& target, PyObject
   // Of the stable ABI, which has no Py_complex.
   std::complex<double> number{PyComplex_RealAsDouble(value), PyComplex_ImagAsDouble(value)};
   auto misfits = [&](double part) { return std::isfinite(part) && (part < least || part > most); };
-  if (PyErr_Occurred() != nullptr || misfits(number.real()) || misfits(number.imag())) {
+  const bool has_failed = PyErr_Occurred() != nullptr;
+  if (has_failed && PyErr_ExceptionMatches(PyExc_OverflowError) == 0) nb::raise_python_error();
+  if (has_failed || misfits(number.real()) || misfits(number.imag())) {
     PyErr_Clear();  // an integer beyond a double
     return outside(target.dtype, nb::str(nb::handle(value)).c_str());
   }

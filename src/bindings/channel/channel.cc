@@ -17,6 +17,7 @@
 #include "bindings/arrays/views.h"
 #include "bindings/channel/py_consumer.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/hooks.h"
 #include "channel/tap.h"
 #include "core/call.h"
 #include "core/lifecycle.h"

@@ -257,7 +257,7 @@ class PyGateSite final : public Site {
           call_python(hooks.escaped, "ssOOO", callee_->name().c_str(), spec_.spec.c_str(),
                       suspects.ptr(), raised ? raised->value().ptr() : Py_None, make_private.ptr());
       if (!done.is_valid() && !raised) nb::raise_python_error();
-      PyErr_Clear();  // the call's own exception matters more
+      clear_error();  // the call's own exception matters more
     }
     if (raised) throw *std::move(raised);
   }

@@ -32,13 +32,13 @@ class ProfiledSpan : Immovable {
   ProfiledSpan(const std::string& name, std::int64_t gil_wait_ns) {
     if ((settings.recorded.load(std::memory_order_relaxed) & Settings::kProfiling) == 0) return;
     span_ = call_hook(hooks.profiled, "sL", name.c_str(), static_cast<long long>(gil_wait_ns));
-    if (!span_.is_valid()) PyErr_WriteUnraisable(nullptr);
+    if (!span_.is_valid()) write_unraisable(nullptr);
   }
   ~ProfiledSpan() {
     if (!span_.is_valid() || span_.is_none()) return;
     if (!call_python(nb::getattr(span_, "__exit__").ptr(), "OOO", Py_None, Py_None, Py_None)
              .is_valid())
-      PyErr_WriteUnraisable(nullptr);
+      write_unraisable(nullptr);
   }
 
  private:

@@ -131,14 +131,6 @@ nb::object call_python(PyObject* function, const char* format, Args... args) {
       running_python([&] { return PyObject_CallFunction(function, format, args...); }));
 }
 
-// The same where nobody is there to raise to. No object where it raised.
-template <typename... Args>
-nb::object call_unraisable(PyObject* function, const char* format, Args... args) {
-  nb::object result = call_python(function, format, args...);
-  if (!result.is_valid()) PyErr_WriteUnraisable(function);
-  return result;
-}
-
 // `taken(f(...))`: the new reference that a function of Python's or NumPy's returns; raises the
 // Python error that stands where it returned null.
 inline nb::object taken(PyObject* made) {

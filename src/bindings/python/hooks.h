@@ -14,27 +14,30 @@
 #include "core/call.h"
 #include "core/error.h"
 #include "core/lifecycle.h"
+#include "core/main_thread.h"
 
 namespace callgate::bindings {
 
 // X(name): each a function but the last.
-#define CALLGATE_HOOKS(X)                                                            \
-  X(failed)        /* (exception, gate, site, layout, shard, run, thread) -> text */ \
-  X(escaped)       /* (gate, spec, suspects, raising, make_private) or raises */     \
-  X(result_error)  /* (gate, spec, index, expected, got) raises */                   \
-  X(input_written) /* (gate, spec, index) raises */                                  \
-  X(deferred)      /* (text) keeps a failure for barrier() and errors() */           \
-  X(stalled)       /* (what, call, timed_out) -> report text */                      \
-  X(kernel_failed) /* (kernel, message, site) -> text for XLA's error */             \
-  X(kernel_raised) /* (exception) -> message that stands for it */                   \
-  X(undefined)     /* (name) -> whether it is defined now */                         \
-  X(self_wait)     /* (gate, thread) -> why the thread waits for itself, or "" */    \
-  X(interrupted)   /* () raises a gate's KeyboardInterrupt, if one waits */          \
-  X(device_worker) /* (begin) an own thread's calls are a GPU's from here, or end */ \
-  X(stream_as)     /* (library, stream, ordinal) -> the library's stream object */   \
-  X(profiled)      /* (gate, ns) -> an entered span of JAX's profiler, or None */    \
-  X(closed_thread) /* (name) raises: a call came for a thread that is closed */      \
-  X(capture_error) /* the class of the error of a call that can't be recorded */     \
+#define CALLGATE_HOOKS(X)                                                                 \
+  X(failed)        /* (exception, gate, site, layout, shard, run, thread) -> text */      \
+  X(escaped)       /* (gate, spec, suspects, raising, make_private) or raises */          \
+  X(result_error)  /* (gate, spec, index, expected, got) raises */                        \
+  X(input_written) /* (gate, spec, index) raises */                                       \
+  X(deferred)      /* (text) keeps a failure for barrier() and errors() */                \
+  X(stalled)       /* (what, call, timed_out) -> report text */                           \
+  X(kernel_failed) /* (kernel, message, site) -> text for XLA's error */                  \
+  X(kernel_raised) /* (exception) -> message that stands for it */                        \
+  X(undefined)     /* (name) -> whether it is defined now */                              \
+  X(self_wait)     /* (gate, thread) -> why the thread waits for itself, or "" */         \
+  X(interrupted)   /* () -> what a call has left for the main thread to raise, or None */ \
+  X(handled)       /* (exception of a signal's handler) leaves it to it -> text */        \
+  X(unheard)       /* (exception) leaves it to the main thread, if a handler raised it */ \
+  X(device_worker) /* (begin) an own thread's calls are a GPU's from here, or end */      \
+  X(stream_as)     /* (library, stream, ordinal) -> the library's stream object */        \
+  X(profiled)      /* (gate, ns) -> an entered span of JAX's profiler, or None */         \
+  X(closed_thread) /* (name) raises: a call came for a thread that is closed */           \
+  X(capture_error) /* the class of the error of a call that can't be recorded */          \
   X(interruption)  /* the class of what a call raises that Ctrl-C ends */
 
 struct Hooks {
@@ -44,37 +47,80 @@ struct Hooks {
 };
 inline constinit Hooks hooks;
 
-// Whether this thread runs a hook, and has met an interrupt there.
+// --- What the main thread is to raise
+//
+// Python runs signals' handlers on its main thread, between two steps of Python code. Where that
+// code is a gate's or a hook's, the handler's exception would be a program's error, or nobody's. So
+// the main thread raises it once more, at the next step of its own: there it is a KeyboardInterrupt
+// or SystemExit, which no `except Exception` takes for an error that one can go on after.
+
+// Whether this thread runs a hook, and has met there what is to be raised.
 inline thread_local bool in_hook = false, met_interrupt = false;
 
 // Not so in a worker process, where Ctrl-C is the parent's affair.
 inline bool passes_interrupts_on = true;
 
-// Has the main thread raise a gate's KeyboardInterrupt as soon as it is in Python. The program ends
-// with an Exception, which many a caller takes for one to go on after: Ctrl-C would be lost.
-inline void pass_on_interrupt() {
-  auto raise = [](void*) -> int {
-    if (in_hook) {  // whose error would be taken for its own
-      met_interrupt = true;
-      return 0;
-    }
-    return call_python(hooks.interrupted, "").is_valid() ? 0 : -1;
-  };
-  (void)Py_AddPendingCall(raise, nullptr);  // full where others are about to be raised
-}
+inline void wake_main_thread();
 
-// Calls a hook that makes a text or keeps something, whose own error would be dropped. An interrupt
-// to be raised waits until it has returned.
+// Calls a hook that makes a text or keeps something, whose own error would be dropped. What is to
+// be raised waits until it has returned.
 template <typename... Args>
 nb::object call_hook(PyObject* hook, const char* format, Args... args) {
   struct Running : Immovable {
     ~Running() {
       in_hook = outer;
-      if (!outer && std::exchange(met_interrupt, false)) pass_on_interrupt();
+      if (!outer && std::exchange(met_interrupt, false)) wake_main_thread();
     }
     bool outer = std::exchange(in_hook, true);
   } running;
   return call_python(hook, format, args...);
+}
+
+// Sets what a call has left for the main thread, which this is, as the Python error; false then.
+inline bool nothing_left() {
+  nb::object left = call_hook(hooks.interrupted, "");
+  if (left.is_valid() && left.is_none()) return true;
+  if (left.is_valid()) PyErr_SetObject(left.type().ptr(), left.ptr());
+  return false;
+}
+
+// Has the main thread raise what was left for it, as soon as it is in Python.
+inline void wake_main_thread() {
+  if (!passes_interrupts_on) return;
+  auto raise = [](void*) -> int {
+    if (!in_hook) return nothing_left() ? 0 : -1;
+    met_interrupt = true;  // whose error would be taken for the hook's own
+    return 0;
+  };
+  (void)Py_AddPendingCall(raise, nullptr);  // full where others are about to be raised
+}
+
+// True if a signal's handler raised the error, and the main thread will.
+inline bool is_left_to_main_thread(const nb::python_error& error) {
+  nb::object left = call_hook(hooks.unheard, "O", error.value().ptr());
+  if (!left.is_valid()) PyErr_Clear();
+  return left.ptr() == Py_True;
+}
+
+// Clears the Python error, if there is one, which nobody else hears of.
+inline void clear_error() {
+  if (PyErr_Occurred() != nullptr) (void)is_left_to_main_thread(nb::python_error());
+}
+
+// Prints the Python error, which nobody else hears of.
+inline void write_unraisable(PyObject* raising) {
+  nb::python_error error;  // takes it
+  if (is_left_to_main_thread(error)) return;
+  error.restore();
+  PyErr_WriteUnraisable(raising);
+}
+
+// Calls a function where nobody is there to raise to. No object where it raised.
+template <typename... Args>
+nb::object call_unraisable(PyObject* function, const char* format, Args... args) {
+  nb::object result = call_python(function, format, args...);
+  if (!result.is_valid()) write_unraisable(function);
+  return result;
 }
 
 // What a hook gave as UTF-8, with what has none (half of a pair of UTF-16) written out; or its
@@ -86,14 +132,25 @@ inline std::string text_or(nb::object text, const std::string& otherwise) {
     if (bytes.is_valid())
       return {PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr()))};
   }
-  PyErr_Clear();
+  clear_error();
   return text.is_valid() ? "a text that can't be shown" : otherwise;
+}
+
+// Runs the handlers of signals that came, on the main thread in a call of a program. Throws Error
+// where one raised: the call ends its program.
+inline void run_handlers() {
+  ActiveGil gil;
+  if (!gil || PyErr_CheckSignals() == 0) return;
+  nb::python_error raised;  // takes it
+  throw Error::verbatim(ErrorCode::kAborted,
+                        text_or(call_hook(hooks.handled, "O", raised.value().ptr()),
+                                "callgate: a signal's handler raised"));
 }
 
 // Keeps a failure that its program was not told of, by way of the `deferred` hook.
 inline void call_deferred(const Error& error) {
   if (!call_hook(hooks.deferred, "s", valid_utf8(error.what()).c_str()).is_valid())
-    PyErr_WriteUnraisable(nullptr);
+    write_unraisable(nullptr);
 }
 
 // The report on a call of a gate or kernel that takes long, plain and by way of the `stalled` hook.
@@ -117,8 +174,6 @@ inline std::string failure_text(const nb::python_error& raised, const std::strin
   nb::object name = str(gate), place = str(site), parts = str(layout);
   nb::object text = call_hook(hooks.failed, "OOOOiLk", raised.value().ptr(), name.ptr(),
                               place.ptr(), parts.ptr(), context.shard, context.run, context.thread);
-  if (text.is_valid() && raised.matches(PyExc_KeyboardInterrupt) && passes_interrupts_on)
-    pass_on_interrupt();
   return text_or(text, "callgate: gate '" + gate + "' raised, and its error could not be shown");
 }
 

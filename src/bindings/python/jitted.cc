@@ -6,6 +6,10 @@
 //
 // jaxlib raises whatever a program failed with at once as ValueError when its C++ code dispatched
 // the program, and as JaxRuntimeError else (0.10 to 0.12).
+//
+// On the main thread a program's error may be what came of Ctrl-C, or of another signal's handler.
+// So where a JaxRuntimeError is made, by whatever waits for a program, what the main thread is to
+// raise is raised in its place.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -14,6 +18,8 @@
 #include <utility>
 
 #include "bindings/python/gil.h"
+#include "bindings/python/hooks.h"
+#include "core/main_thread.h"
 
 namespace callgate::bindings {
 namespace {
@@ -59,17 +65,36 @@ class Underway : Immovable {
   Underway* after_ = nullptr;
 };
 
+// Raises what signals' handlers raise now, or what calls have left for the main thread.
+void raise_what_waits() {
+  if (in_hook) return;  // whose error it would be
+  if (PyErr_CheckSignals() != 0 || (MainThread::is_this() && !nothing_left()))
+    nb::raise_python_error();
+}
+
+// Has a class of errors raise what waits when one of it is made.
+void raise_instead(nb::object type) {
+  nb::object init = type.attr("__init__");
+  type.attr("__init__") = nb::cpp_function(
+      [init](const nb::handle& error, const nb::args& given) {
+        init(error, *given);
+        raise_what_waits();
+      },
+      nb::is_method(), nb::scope(type), nb::name("__init__"));
+}
+
 // What a call is about to raise becomes a `runtime_error` if it is a program's error from callgate.
 // One that was raised in Python, while JAX traced, has a traceback by now.
 void translate() {
   nb::python_error error;  // takes it
   if (error.type().is(PyExc_ValueError) && !error.traceback().is_valid()) {
     nb::object text = nb::steal(PyObject_Str(error.value().ptr()));
-    const char* characters = nullptr;
-    if (text.is_valid()) characters = PyUnicode_AsUTF8AndSize(text.ptr(), nullptr);
-    PyErr_Clear();
+    if (!text.is_valid()) return;  // a signal's handler raises, which Python has run for that
+    const char* characters = PyUnicode_AsUTF8AndSize(text.ptr(), nullptr);
+    if (characters == nullptr) PyErr_Clear();
     if (characters != nullptr && std::strstr(characters, "callgate") != nullptr) {
-      PyErr_SetObject(runtime_error, text.ptr());
+      nb::object made = call_python(runtime_error, "O", text.ptr());
+      if (made.is_valid()) PyErr_SetObject(runtime_error, made.ptr());
       return;
     }
   }
@@ -122,8 +147,14 @@ void tell_first_callee() {
 }
 
 void bind_jitted(nb::module_& module) {
+  MainThread::set_run_handlers(&run_handlers);
   module.def("have_raise", &have_raise, nb::arg("function"), nb::arg("error"),
              "Has a jitted function raise a gate's error as the given class.");
+  module.def("raise_instead", &raise_instead, nb::arg("error"),
+             "Has a class raise what the main thread is to raise where an error of it is made.");
+  module.def("set_main_thread", &MainThread::set, nb::arg("thread"));
+  module.def("wake_main_thread", &wake_main_thread,
+             "Has the main thread raise what calls have left for it.");
   module.def(
       "at_first_callee", [](nb::object function) { at_first_callee = function.release().ptr(); },
       nb::arg("function"),

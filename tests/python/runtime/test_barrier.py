@@ -21,7 +21,7 @@ from jax._src import dispatch
 
 import callgate as cg
 from callgate._core import kept
-from callgate._core.failures import defer, raise_interrupt
+from callgate._core.failures import defer
 from callgate._jax import dispatch as _dispatch
 
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
@@ -514,14 +514,11 @@ def test_an_interrupt_in_a_gate_is_no_exception_that_a_program_goes_on_after() -
 
 
 def test_an_interrupt_is_raised_wherever_the_main_thread_is() -> None:
-  raised: list[BaseException] = []
+  raised: list[BaseException | None] = []
 
   def keeps_a_failure() -> None:
     with kept._lock:  # pyright: ignore[reportPrivateUsage]
-      try:
-        raise_interrupt()
-      except KeyboardInterrupt as interrupt:
-        raised.append(interrupt)
+      raised.append(kept.take_for_main())
 
   kept.keep(KeyboardInterrupt("Ctrl-C"))
   thread = threading.Thread(target=keeps_a_failure, daemon=True)

@@ -99,6 +99,50 @@ def test_a_request_from_a_signal() -> None:
   assert output_of(code).split() == ["True", "signal"]
 
 
+def test_a_request_from_a_signal_where_the_main_thread_runs_the_program() -> None:
+  code = """
+    import os, signal
+    import jax
+    import callgate as cg
+
+    signal.signal(signal.SIGTERM, lambda *_: cg.stop("signal"))
+    knob = cg.knob("limit", 0)
+    signal.signal(signal.SIGUSR1, lambda *_: knob.set(1))
+
+    def asking(number):
+      def step(i):
+        cg.tap(i, lambda i: os.kill(os.getpid(), number) if i == 3 else None)
+        return i + 1
+      return step
+
+    stops = lambda i: ~cg.stop_requested()
+    print(jax.jit(lambda: jax.lax.while_loop(stops, asking(signal.SIGTERM), 0))() > 3)
+    sets = lambda i: knob.read() == 0
+    print(jax.jit(lambda: jax.lax.while_loop(sets, asking(signal.SIGUSR1), 0))() > 3)
+  """
+  assert output_of(code).split() == ["True", "True"]
+
+
+def test_a_dispatch_that_is_refused_is_none() -> None:
+  def count(x: Any, n: Any) -> Any:
+    return cg.scan(lambda c, _: (c + x, None), n, length=10, stoppable=True)[::2]
+
+  one = lambda: jnp.ones(4).sum()
+  program, donating = jax.jit(count), jax.jit(count, donate_argnums=0)
+  run = lambda: [int(f(one(), one())[1]) for f in (program, donating)]
+  assert run() == [10, 10]
+  deleted = jnp.ones(4).sum()
+  deleted.delete()
+  cg.stop("before the refused ones")
+  with pytest.raises(RuntimeError, match="deleted"):
+    program(deleted, one())
+  with pytest.raises((RuntimeError, ValueError), match="donate"):
+    donating(x := one(), x)
+  for _ in range(3):
+    assert run() == [10, 10]
+    cg.stop("between")
+
+
 def test_compiled_programs_count_from_their_dispatch() -> None:
   begun = threading.Event()
   program = counting(lambda _: begun.set()).lower(1).compile()
