@@ -165,7 +165,7 @@ def row_uncaught(kind: str, times: int, call: str) -> bool:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     lines, tracebacks = done.stderr.splitlines(), done.stderr.count("Traceback (most recent")
     fine = done.returncode in (-signal.SIGINT, 130) and tracebacks == 1
-    fine = fine and lines[-1].startswith("KeyboardInterrupt")
+    fine = fine and any(line.startswith("KeyboardInterrupt") for line in lines)
     last = lines[-1][:100] if lines else ""
     outcomes["by SIGINT" if fine else f"{done.returncode}, {tracebacks} tracebacks: {last}"] += 1
   told = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))

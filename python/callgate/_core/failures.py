@@ -67,7 +67,9 @@ def _describe(
 def describe_handled(exception: BaseException) -> str:
   """The runtime's `handled` hook, for what a signal's handler raised in a call of a program."""
   where = "callgate: a signal's handler raised while the program ran"
-  return f"[callgate error #{_kept.keep_for_main(exception)}] {where}\n{foreign.traceback_of(exception)}"
+  return (
+    f"[callgate error #{_kept.keep_for_main(exception)}] {where}\n{foreign.traceback_of(exception)}"
+  )
 
 
 def keep_unheard(exception: BaseException) -> bool:

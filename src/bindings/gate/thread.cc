@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "bindings/python/gil.h"
+#include "bindings/python/hooks.h"
 #include "core/threads.h"
 
 namespace callgate::bindings {
