@@ -126,7 +126,7 @@ for program in (exported.call, compiled):
     with cg.errors():
       jax.block_until_ready(program(np.float32(-1)))
   except cg.CheckError as error:
-    print(error.message)
+    sys.stdout.write(error.message + chr(10))  # at once, beside the prints
 """
 
 
