@@ -77,12 +77,14 @@ def _callback(
   lane = [(r.shape[len(levels) :], r.dtype) for r in types]
 
   def on_host(*inputs: Any) -> tuple[Any, ...]:
+    which = ""
     try:
       arrays = [np.asarray(x) for x in inputs]
       rows: list[Any] = []
       for lane_number, index in enumerate(np.ndindex(*(size for size, _ in levels))):
         places = [(i, mask) for i, (_, mask) in zip(index, levels, strict=True)]
         own = [x[tuple(i for i, mask in places if mask[k])] for k, x in enumerate(arrays)]
+        which = f"lane {index[0] if len(index) == 1 else index}" if index else ""
         one = functools.partial(_run_on_host, gate, site, lane, own, lane_number)
         rows.append(gate.on_lane(lane_number, one))
       return tuple(
@@ -90,7 +92,7 @@ def _callback(
         for k, r in enumerate(types)
       )
     except BaseException as error:  # noqa: BLE001 - as the runtime does: the caller gets it
-      text = describe_failure(error, gate.name, site="")
+      text = describe_failure(error, gate.name, site="", lane=which)
     raise HostError(text)
 
   def call(*args: Any) -> Any:

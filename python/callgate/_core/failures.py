@@ -31,12 +31,13 @@ def describe_failure(
   shard: str = "",
   run: int = _kept.NO_RUN,
   thread: int = _kept.THIS_THREAD,
+  lane: str = "",
 ) -> str:
   """The runtime's `failed` hook: keeps the exception, returns the text for XLA's error.
 
   `site` is where the call was traced, `shard` which part of its arrays it was on ("" for unknown,
   and for whole ones), `run` XLA's number of the program's run, and `thread` the one that gave the
-  call to XLA, or that XLA made it on.
+  call to XLA, or that XLA made it on; `lane` is that of a `vmap` ("" for none), of its shard's.
   """
   if gate.startswith(JAX_CALLBACK):
     # The text of JAX's own callbacks, for programs that look at it.
@@ -47,9 +48,8 @@ def describe_failure(
     exception.at_first(site)
   if getattr(registry.get(gate), "kind", "") == "feed":
     return _describe(exception, f"feed '{gate}'", site, run, thread, once=True)
-  return _describe(
-    exception, f"gate '{gate}'" + (f" on {shard}" if shard else ""), site, run, thread
-  )
+  what = f"gate '{gate}'" + (f" in {lane}" if lane else "") + (f" on {shard}" if shard else "")
+  return _describe(exception, what, site, run, thread)
 
 
 def _describe(

@@ -45,12 +45,13 @@ LAST_SECONDS = 0.05
 
 
 def _failed(
-  exception: BaseException, gate: str, site: str, layout: str, shard: int, run: int, thread: int
-) -> str:
+  exception: BaseException, gate: str, site: str, layout: str, shard: int, run: int, thread: int,
+  lane: str,
+) -> str:  # fmt: skip
   if foreign.is_a(exception, self_wait.Ended):
     return str(exception)
   where, part = traceback_line(site), tiles.describe(layout, shard)
-  return failures.describe_failure(exception, gate, where, part, run, thread)
+  return failures.describe_failure(exception, gate, where, part, run, thread, lane)
 
 
 def _kernel_failed(kernel: str, message: str, site: str) -> str:

@@ -67,8 +67,11 @@ class PyGateSite final : public Site {
     if (timed) record(start, locked - start, Timeline::now_ns() - locked);
     if (!raised) return;
     callee_->counters.errors += 1;
-    throw failure_of(*raised, callee_->name(), spec_, call.context);
+    throw failure_of(*raised, callee_->name(), spec_, call.context, std::exchange(t_lane, {}));
   }
+
+  // Of the call that has just failed on this thread, which lane it was; "" for a call without.
+  static inline thread_local std::string t_lane;
 
   void record(std::int64_t start_ns, std::int64_t gil_wait_ns, std::int64_t python_ns) {
     callee_->counters.gil_wait_ns += gil_wait_ns;
@@ -140,8 +143,23 @@ class PyGateSite final : public Site {
       place.lane = lane;
       (*lanes)->select_operands(lane, call.operands, operands);
       (*lanes)->select_results(lane, call.results, results);
-      run_lane(lane, operands, results, call.context, gpu);
+      try {
+        run_lane(lane, operands, results, call.context, gpu);
+      } catch (...) {
+        t_lane = lane_text((*lanes)->sizes(), lane);
+        throw;
+      }
     }
+  }
+
+  // A lane's index in each level: "lane 3", "lane (1, 2)".
+  static std::string lane_text(std::span<const std::int64_t> sizes, std::int64_t lane) {
+    std::string text;
+    for (auto size = sizes.rbegin(); size != sizes.rend(); ++size) {
+      text = std::to_string(lane % *size) + (text.empty() ? "" : ", ") + text;
+      lane /= *size;
+    }
+    return "lane " + (sizes.size() == 1 ? text : "(" + text + ")");
   }
 
   void run_lane(std::int64_t lane, std::span<const ArrayView> operands,

@@ -165,25 +165,28 @@ inline std::string stall_text(const std::string& what, const std::string& call, 
 
 // A Python exception as text for XLA, by way of the `failed` hook, which keeps the exception for
 // the caller. `layout` and the call's shard say on which part of its arrays the call was, in a
-// program over several devices (SiteSpec::layout).
+// program over several devices (SiteSpec::layout); `lane` of which lanes it was, "" for no lane.
 inline std::string failure_text(const nb::python_error& raised, const std::string& gate,
                                 const std::string& site, const std::string& layout = "",
-                                const CallContext& context = {}) {
+                                const CallContext& context = {},
+                                const std::string& lane = "") {
   // Not by "s#": what its length is depends on the Python that the module was built for.
   auto str = [](const std::string& from) { return nb::str(from.data(), from.size()); };
-  nb::object name = str(gate), place = str(site), parts = str(layout);
-  nb::object text = call_hook(hooks.failed, "OOOOiLk", raised.value().ptr(), name.ptr(),
-                              place.ptr(), parts.ptr(), context.shard, context.run, context.thread);
+  nb::object name = str(gate), place = str(site), parts = str(layout), which = str(lane);
+  nb::object text = call_hook(hooks.failed, "OOOOiLkO", raised.value().ptr(), name.ptr(),
+                              place.ptr(), parts.ptr(), context.shard, context.run, context.thread,
+                              which.ptr());
   return text_or(text, "callgate: gate '" + gate + "' raised, and its error could not be shown");
 }
 
 // The error of a call that raised; not of one that Ctrl-C ended, of which the main thread learns by
 // itself.
 inline Error failure_of(const nb::python_error& raised, const std::string& gate,
-                        const SiteSpec& spec, const CallContext& context) {
+                        const SiteSpec& spec, const CallContext& context,
+                        const std::string& lane = "") {
   if (raised.matches(hooks.interruption)) return interrupted(gate);
   return Error::verbatim(ErrorCode::kInternal,
-                         failure_text(raised, gate, spec.site, spec.layout, context));
+                         failure_text(raised, gate, spec.site, spec.layout, context, lane));
 }
 
 }  // namespace callgate::bindings

@@ -10,6 +10,7 @@ import pickle
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,3 +64,33 @@ def test_a_pool_of_processes_gives_a_check_s_error() -> None:
   assert error.message == "expected less than 0, got 2.0"
   assert isinstance(error.values["x"], np.ndarray)
   assert error.values["x"] == 2.0
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_a_failure_under_vmap_names_the_lane(engine: str, levels: int) -> None:
+  def refuse(x: Any) -> Any:
+    if x > 4:
+      raise ValueError("too much")
+    return x
+
+  # JAX's own callback of a gate without effects has no lanes to tell of.
+  gate = cg.gate(refuse, out=lambda x: x, effect="ordered")
+  f = gate
+  for _ in range(levels):
+    f = jax.vmap(f)
+  x = np.arange(6, dtype=np.float32).reshape(2, 3) if levels == 2 else np.arange(6.0)
+  with pytest.raises(ValueError, match="too much") as caught, cg.errors():
+    jax.block_until_ready(jax.jit(f)(x if levels else 5.0))
+  (note,) = caught.value.__notes__
+  assert note.count(" in lane ") == bool(levels)
+  assert ["", " in lane 5", " in lane (1, 2)"][levels] in note
+
+
+def test_a_check_that_fails_under_vmap_names_the_lane() -> None:
+  def lane(x: Any) -> Any:
+    cg.check(x < 2, "{x} is too much", x=x)
+    return x
+
+  with pytest.raises(cg.CheckError, match=r"2\.0 is too much") as caught, cg.errors():
+    jax.block_until_ready(jax.jit(jax.vmap(lane))(np.arange(3.0)))
+  assert any(" in lane 2" in note for note in caught.value.__notes__)
