@@ -50,7 +50,7 @@ taken: set[int] = set()  # pipes on stdin that debuggers have been told somethin
 
 
 @contextlib.contextmanager
-def waiting(stdin: int | None) -> Generator[IO[str] | None]:
+def waiting(stdin: int | None) -> Generator[tuple[IO[str], socket.socket] | None]:
   """Waits for `python -m callgate attach`; gives what its user types, and takes what they see.
 
   Where `stdin` is the number of a pipe, and something comes through it before, it gives None.
@@ -73,16 +73,16 @@ def waiting(stdin: int | None) -> Generator[IO[str] | None]:
   with connection:
     file = connection.makefile("rw", encoding="utf-8", errors="replace")
     try:
-      yield file
+      yield file, connection
     finally:
       with contextlib.suppress(OSError):  # nobody reads what is left
         file.close()
 
 
-def has_hung_up(file: IO[str]) -> bool:
+def has_hung_up(connection: socket.socket) -> bool:
   """True if nobody is at the other end any more; who has typed Ctrl-D still reads."""
   look = select.poll()
-  look.register(file, 0)  # a hang-up is always told
+  look.register(connection, 0)  # a hang-up is always told
   return bool(look.poll(0))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pdb
+import socket
 import stat
 import sys
 import threading
@@ -205,8 +206,9 @@ def _stop_in_pdb(stack: Stack, names: dict[str, Any]) -> None:
 
 
 def _hung_up(stack: Stack, names: dict[str, Any]) -> bool:
-  with _terminal() as (stdin, stdout):
-    debugger, gone = _Pdb(stdin, stdout), False
+  with _terminal() as attached:
+    file, connection = attached or (None, None)
+    debugger, gone = _Pdb(file, file), False
 
     def interact() -> None:
       names.pop("__callgate__", None)
@@ -214,9 +216,9 @@ def _hung_up(stack: Stack, names: dict[str, Any]) -> bool:
 
     try:
       _run(stack, names, "__callgate__()", {"__callgate__": interact})
-      gone = debugger.lost and stdin is not None and attach.has_hung_up(stdin)
+      gone = debugger.lost and connection is not None and attach.has_hung_up(connection)
     except (BrokenPipeError, ConnectionResetError):  # written to, or read from, a closed socket
-      if stdin is None:
+      if connection is None:
         raise
       gone = True
   names.pop("__builtins__", None)
@@ -226,14 +228,14 @@ def _hung_up(stack: Stack, names: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _terminal() -> Generator[tuple[IO[str] | None, IO[str] | None]]:
-  """The files that a debugger talks through; (None, None) for the process's own."""
+def _terminal() -> Generator[tuple[IO[str], socket.socket] | None]:
+  """The file that a debugger talks through, and its socket; None for the process's own."""
   who = _stdin()
   if who == "user":
-    yield None, None
+    yield None
     return
-  with attach.waiting(sys.stdin.fileno() if who == "pipe" else None) as connection:
-    yield connection, connection
+  with attach.waiting(sys.stdin.fileno() if who == "pipe" else None) as attached:
+    yield attached
 
 
 def _stdin() -> Literal["user", "pipe", "nobody"]:
