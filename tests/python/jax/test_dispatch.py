@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each entry of callgate._jax.dispatch, cpp_path, profiling and distributed does what it says."""
+"""Entries of callgate._jax: dispatch, cpp_path, early, running, profiling, distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from interpreters import output_of
 from jax.interpreters import mlir
 
 import callgate as cg
-from callgate._jax import cpp_path, dispatch, distributed, profiling, tracing
+from callgate._jax import cpp_path, dispatch, distributed, early, profiling, running, tracing
 
 X = np.arange(4, dtype=np.float32)
 
@@ -62,14 +62,14 @@ def test_programs_with_effects_are_waited_for(effect: Any) -> None:
   held.start()
   assert not dispatch.programs_have_ended()
   assert not dispatch.wait_for_effects(0.01)
-  own = dispatch.own_programs()
+  own = running.own_programs()
   assert own
   assert set(map(id, cpp_path.own_signs())) <= set(map(id, own))
   assert cpp_path.pending() == bool(cpp_path.own_signs())
   watched: list[int] = []
   threading.Timer(0.05, held.go.set).start()
   assert dispatch.wait_for_effects(60, lambda: watched.append(1))
-  dispatch.wait_for(own)
+  running.wait_for(own)
   dispatch.effects_barrier_alone()
   assert not cpp_path.own_signs()
   assert dispatch.wait_for_effects(None)
@@ -318,6 +318,31 @@ def test_processes_share_texts_by_a_coordinator() -> None:
     "{}",
   ]
   assert distributed.distributed_client() is None
+
+
+def test_functions_that_were_jitted_before_the_import_raise_the_users_error() -> None:
+  source = """
+    import jax, numpy as np
+
+    def body(x):
+      return cg.call(fail, x, x)
+
+    program = jax.jit(body)
+    import callgate as cg
+    from callgate._jax import early
+
+    def fail(x):
+      raise KeyError("refused")
+
+    assert early.start
+    for _ in range(3):
+      try:
+        jax.block_until_ready(program(np.float32(1)))
+      except jax.errors.JaxRuntimeError as error:
+        print("refused" in str(error))
+  """
+  assert output_of(source) == "True\n" * 3
+  assert callable(early.start)
 
 
 def test_what_callgate_puts_into_jaxs_dispatch_is_there() -> None:

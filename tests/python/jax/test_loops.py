@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each entry of callgate._jax.loops, batching and refs does on this JAX what it says."""
+"""Entries of callgate._jax: loops, batching, refs and remat do on this JAX what they say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from interpreters import output_of
 from jax.interpreters import batching as jax_batching
 
 import callgate
-from callgate._jax import batching, loops, refs, tracing
+from callgate._jax import batching, loops, refs, remat, tracing
 
 P = jax.P
 X = np.arange(4, dtype=np.float32)
@@ -177,11 +177,21 @@ def test_results_of_operations_of_lanes_are_marked_where_they_are() -> None:
 
   kind: batching.Mark = mark
   program = jax.vmap(lambda x: jax.lax.neg(x), in_axes=1, out_axes=1)
+  assert not batching.is_marking()
   with batching.marking(kind):
+    assert batching.is_marking()
     found = program(np.ones((2, 3), np.float32))
   assert set(marked) <= {0, 1}
   assert (np.asarray(found) == 99).all()
   assert (np.asarray(program(np.ones((2, 3), np.float32))) == -1).all()
+
+
+def test_a_lane_of_a_scan_is_itself_in_every_transformation() -> None:
+  f = jax.vmap(jax.value_and_grad(lambda x: batching.lane_p.bind(x) * 2))
+  for program in (f, jax.jit(f)):
+    values, slopes = program(X)
+    np.testing.assert_array_equal(values, 2 * X)
+    np.testing.assert_array_equal(slopes, np.full(4, 2))
 
 
 # -- mutable arrays --------------------------------------------------------------------------------
@@ -208,6 +218,56 @@ def test_refs_are_told_and_changed_where_a_mask_is_true(add: bool) -> None:
 
   assert [float(masked(mask)) for mask in (True, False)] == [3.0 if add else 2.0, 1.0]
   assert not refs.touches(jax.make_jaxpr(jnp.sin)(1.0).effects)
+
+
+def test_a_function_of_the_host_gets_what_refs_hold() -> None:
+  def program(x: Any) -> Any:
+    ref = jax.new_ref(x)
+    held = refs.read({"all": ref, "part": ref.at[1:], "value": x})
+    return held["all"] + held["part"].sum() + held["value"]
+
+  np.testing.assert_array_equal(jax.jit(program)(X), 2 * X + 6)
+  tree = {"value": X}
+  assert refs.read(tree) is tree
+
+
+# -- parts of programs -----------------------------------------------------------------------------
+def test_an_equation_that_is_lowered_to_a_jaxpr_tells_it() -> None:
+  eqn = equation("jit", jax.jit(lambda x, y: x + y), X, X)
+  found = loops.runs(eqn)
+  assert found is not None
+  np.testing.assert_array_equal(tracing.jaxpr_as_fun(found[0])(X, X)[0], 2 * X)
+  assert found[1] == [0, 1]
+  scan = equation("scan", lambda x: jax.lax.scan(lambda c, x: (c + x, c), 0.0, x), X)
+  assert loops.runs(scan) is None
+
+
+def test_parameters_of_equations_are_changed_in_inner_jaxprs_too() -> None:
+  closed = jax.make_jaxpr(jax.jit(lambda x: jnp.cumsum(x)))(X)
+
+  def change(params: dict[str, Any]) -> dict[str, Any]:
+    return params | ({"reverse": True} if "reverse" in params else {})
+
+  changed = loops.with_params(closed, change)
+  np.testing.assert_array_equal(tracing.jaxpr_as_fun(changed)(X)[0], np.cumsum(X[::-1])[::-1])
+  np.testing.assert_array_equal(tracing.jaxpr_as_fun(closed)(X)[0], np.cumsum(X))
+
+
+def test_some_programs_take_the_old_checkpoint() -> None:
+  source = """
+    import jax, jax.numpy as jnp
+    import callgate
+    from callgate._jax import remat
+    seen = []
+    remat.use_old_for(lambda jaxpr: seen.append(jaxpr) or True)
+    if "jax_remat3" in jax.config.values:
+      jax.config.update("jax_remat3", True)
+    print(jax.grad(jax.checkpoint(lambda x: jnp.sin(x) * 2))(0.0), len(seen) > 0)
+  """
+  printed = output_of(source).split()
+  assert printed[0] == "2.0"
+  assert printed[1] == str("jax_remat3" in jax.config.values)
+  assert callable(remat.use_old_for)
 
 
 # -- all of them -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -148,6 +149,9 @@ def test_caches_end_with_jaxs() -> None:
   made: list[int] = []
   cached = tracing.clearable_cache(8)(lambda x: made.append(x) or x)
   programs = tracing.eager_programs(8)
+  own = functools.lru_cache(lambda x: x)
+  tracing.clear_with_caches(own, "a test's")
+  own(1)
   p = primitive("test cached", programs=lambda **_: programs)
   for _ in range(2):
     assert cached(3) == 3
@@ -156,6 +160,7 @@ def test_caches_end_with_jaxs() -> None:
   jax.clear_caches()
   assert cached(3) == 3
   assert (made, programs.cache_info().currsize) == ([3, 3], 0)
+  assert own.cache_info().currsize == 0
 
 
 # -- types in jax.shard_map ------------------------------------------------------------------------
