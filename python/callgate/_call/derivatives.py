@@ -295,10 +295,11 @@ def transpose_leaves(
     way = "a rule given with gate.deftranspose" if known else "linear= and gate.deftranspose(rule)"
     if gate.handles:
       way = "a jax.custom_vjp around the call: handles may be its arguments and residuals"
-    what = "is declared linear but" if known else "is called where a value must be linear, and"
+    what = "is declared linear but has no transpose"
+    if not known:
+      what = "is called where a value must be linear, and has no transpose"
     raise GateDefinitionError(
-      f"{gate.label} {what} has no transpose, which reverse-mode differentiation needs; expected "
-      f"{way}"
+      f"{gate.label} {what}, which reverse-mode differentiation needs; expected {way}"
     )
   cotangent = jax.tree.unflatten(site.out_tree, cotangents)
   args, kwargs = jax.tree.unflatten(site.in_tree, flat)
