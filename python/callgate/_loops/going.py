@@ -12,7 +12,7 @@ the loop before has kept; they may begin with False, where the loop runs backwar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,31 +57,51 @@ class Going:
 
 def going_of(closed: Any, consts: int, carry: int) -> Going | None:
   """The flag of a body with so many constants and so much of a carry; None without."""
-  places = {variable: place for place, variable in enumerate(closed.jaxpr.invars)}
+  places = {variable: place - consts for place, variable in enumerate(closed.jaxpr.invars)}
   found: Going | None = None
-  for eqn in closed.jaxpr.eqns:
-    if eqn.primitive is not going_p or getattr(eqn.invars[0], "aval", None) is None:
-      continue
-    flag, value = (places.get(one, -1) - consts if _is_variable(one) else -1 for one in eqn.invars)
-    if flag < 0 or eqn.invars[0].aval.shape:
+  for flag, value, counts in _marks(closed.jaxpr, places):
+    if flag < 0:
       continue
     carried = flag < carry
-    count = value if eqn.params["counts"] and 0 <= value < carry else None
+    count = value if counts and 0 <= value < carry else None
     if found is None or count is not None:
       found = Going(carried, flag if carried else flag - carry, count)
   return found
 
 
+def _marks(jaxpr: Any, places: dict[Any, int]) -> Iterator[tuple[int, int, bool]]:
+  """Of each mark the places of its flag and value, -1 without, and whether that counts.
+
+  A step may be a jitted function, which JAX 0.12 leaves as it is until a program is lowered.
+  """
+
+  def place_of(atom: Any) -> int:
+    return -1 if hasattr(atom, "val") else places.get(atom, -1)
+
+  for eqn in jaxpr.eqns:
+    if eqn.primitive is going_p and not eqn.invars[0].aval.shape:
+      flag, value = map(place_of, eqn.invars)
+      yield flag, value, eqn.params["counts"]
+    elif _is_jit(eqn):
+      inner = eqn.params["jaxpr"].jaxpr
+      yield from _marks(inner, dict(zip(inner.invars, map(place_of, eqn.invars), strict=True)))
+
+
+def _is_jit(eqn: Any) -> bool:
+  return eqn.primitive.name in ("jit", "pjit")
+
+
 def without_marks(closed: Any) -> Any:
   """The body, of which no loop will find the flag."""
-  eqns = [
-    eqn.replace(primitive=seen_p) if eqn.primitive is going_p else eqn for eqn in closed.jaxpr.eqns
-  ]
-  return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
 
+  def without(eqn: Any) -> Any:
+    if eqn.primitive is going_p:
+      return eqn.replace(primitive=seen_p)
+    if _is_jit(eqn) and any(True for _ in _marks(eqn.params["jaxpr"].jaxpr, {})):
+      return eqn.replace(params={**eqn.params, "jaxpr": without_marks(eqn.params["jaxpr"])})
+    return eqn
 
-def _is_variable(atom: Any) -> bool:
-  return not hasattr(atom, "val")
+  return closed.replace(jaxpr=closed.jaxpr.replace(eqns=list(map(without, closed.jaxpr.eqns))))
 
 
 def ending(
