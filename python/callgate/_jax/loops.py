@@ -61,7 +61,7 @@ def with_params(held: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
   if isinstance(held, tuple):
     values = [with_params(one, change) for one in held]
     return type(held)(*values) if hasattr(held, "_fields") else tuple(values)
-  if hasattr(held, "eqns") and not hasattr(held, "consts"):
+  if hasattr(held, "eqns") and getattr(held, "jaxpr", held) is held:  # 0.12 has one class for both
     params = ({k: with_params(v, change) for k, v in change(e.params).items()} for e in held.eqns)
     return held.replace(eqns=[e.replace(params=p) for e, p in zip(held.eqns, params, strict=True)])
   if hasattr(held, "jaxpr") and hasattr(held, "consts"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of callgate._jax: dispatch, cpp_path, early, running, profiling, distributed."""
+"""Entries of callgate._jax about dispatch, profiles and many processes do what they say."""
 
 from __future__ import annotations
 
@@ -160,6 +160,39 @@ def test_programs_call_what_they_keep_before_each_execution() -> None:
   """
   lines = output_of(source).splitlines()
   assert lines == ["True", "False", *["asked 1", "True"] * 3]
+
+
+def test_executions_of_programs_that_keep_something_are_made_with_it() -> None:
+  source = """
+    import jax, numpy as np
+    from jax.interpreters import mlir
+    import callgate
+    from callgate._jax import execution, lowering, tracing
+
+    class Numbered:
+      def __call__(self, devices):
+        pass
+
+    def execute(kept, run, *args, **kwargs):
+      print("begins", len(kept))
+      out = run(*args, **kwargs)
+      print("runs")
+      return out
+
+    execution.number_executions(Numbered, execute)
+    p = tracing.Primitive("test numbered")
+    p.def_abstract_eval(lambda aval: aval)
+
+    def rule(context, x):
+      lowering.ask_before_execution(context, Numbered())
+      return [x]
+
+    mlir.register_lowering(p, rule, cacheable=False)
+    compiled = jax.jit(p.bind).lower(np.float32(1)).compile()
+    for _ in range(2):
+      compiled(np.float32(1)).block_until_ready()
+  """
+  assert output_of(source).splitlines() == ["begins 1", "runs"] * 2
 
 
 def test_a_compiled_program_with_ordered_effects_gets_tokens_from_its_second_call_on() -> None:
