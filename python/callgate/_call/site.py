@@ -189,10 +189,9 @@ class Callee(Portable):
   no_derivatives = ""  # what to say where it can have none, in the place of how to define one
   place: Place | None = None  # where it is defined
   owner: Callable[[], type | None] | None = None  # the class of which it is a method
-
-  def differentiable(self, static: exact.Exact, tree: exact.Exact | None) -> Callable[..., Any]:
-    """The call with its rules around it; `tree` is the structure of arguments that were split."""
-    raise NotImplementedError
+  # The call with its rules around it, of the `Exact` of static values and of split arguments'
+  # structure: a cache (`tracing.clearable_cache`).
+  differentiable: Any
 
   def programs(self, site: CallSite) -> Callable[..., Any] | None:
     """The keeper of the programs of such calls outside of programs; None for JAX's own cache."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 from jax._src import core as _core
-from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax.interpreters import ad as _ad
 
 from callgate._jax import tracing
 

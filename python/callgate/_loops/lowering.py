@@ -271,7 +271,8 @@ def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
   going = _going_of(params)
   params = {**params, "body_jaxpr": _going.without_marks(_without_marks(body))}
   if going is not None and going.carried:
-    params, operands = _going.ending_while(going.flag, params, operands)
+    params, ended = _going.ending_while(going.flag, params, operands)
+    operands = tuple(ended)
   if not begun:
     return jax.lax.while_p.bind(*operands, **params)
   steps_at = None if going is None else going.count

@@ -230,7 +230,7 @@ def test_a_scan_gives_what_was_reached(engine: str) -> None:
     return carry, (x, {"key": jax.random.key(carry["n"]), "twice": 2 * x})
 
   program = jax.jit(lambda c, xs: cg.scan(step, c, xs, stoppable=True))
-  count = 20_000
+  count = 1_000_000
   carry, (ys, more), steps = program({"n": 0, "sum": 0.0}, jnp.arange(1.0, count + 1))
   steps = int(steps)
   assert 4 < steps < count

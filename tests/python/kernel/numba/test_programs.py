@@ -18,7 +18,7 @@ import pytest
 from interpreters import printed_by
 from jax import export
 from programs import drop_programs_until
-from transformation_table import TRIPLES, X, expected, groups, reference, run
+from transformation_table import TRANSFORMATIONS, TRIPLES, X, expected, groups, reference, run
 
 import callgate as cg
 from callgate import _callgate
@@ -63,7 +63,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("kind", KERNELS)
-@pytest.mark.parametrize("pairs", groups(7))
+@pytest.mark.parametrize("pairs", [[(name,) for name in TRANSFORMATIONS], *groups(7)])
 def test_chains_of_transformations_agree_with_jax(pairs: Any, kind: str) -> None:
   chains = [*pairs, *random.Random(kind).sample(TRIPLES, 5)]
   got = run(chains, KERNELS[kind]())
