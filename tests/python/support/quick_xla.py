@@ -18,7 +18,7 @@ QUICKLY_COMPILED: dict[str, int | bool] = {
 }
 if jax.__version_info__ < (0, 11):  # later XLA has no other emitters
   QUICKLY_COMPILED["xla_cpu_use_fusion_emitters"] = False
-# How many programs a thread lowers in one context of MLIR: to make a context takes five
+# How many programs the main thread lowers in one context of MLIR: to make a context takes five
 # milliseconds, six times what a small program takes; its constants live as long as itself.
 _PROGRAMS_OF_A_CONTEXT = 32
 
@@ -33,13 +33,20 @@ def use() -> None:
 
 
 def _shared(make_context: Callable[[], Any]) -> Callable[[], Any]:
-  own = threading.local()
+  """Makes a context for several programs of the main thread.
+
+  Another thread's programs get their own: a context must not end with a thread's state, where MLIR's
+  Python objects can't be freed.
+  """
+  number, context = 0, None
 
   def shared() -> Any:
-    number = getattr(own, "number", 0)
+    nonlocal number, context
+    if threading.current_thread() is not threading.main_thread():
+      return make_context()
     if number % _PROGRAMS_OF_A_CONTEXT == 0:
-      own.context = make_context()
-    own.number = number + 1
-    return own.context
+      context = make_context()
+    number += 1
+    return context
 
   return shared
