@@ -35,8 +35,8 @@ def use() -> None:
 def _shared(make_context: Callable[[], Any]) -> Callable[[], Any]:
   """Makes a context for several programs of the main thread.
 
-  Another thread's programs get their own: a context must not end with a thread's state, where MLIR's
-  Python objects can't be freed.
+  Another thread's programs get their own: a thread's state may end where MLIR's Python objects
+  can't be freed.
   """
   number, context = 0, None
 
