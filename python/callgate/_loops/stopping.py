@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._jax import tracing
+from callgate._jax import loops, tracing
 from callgate._loops.going import while_going
 from callgate._steer.stop import stop_requested
 
@@ -30,7 +30,7 @@ def stoppable(f: Callable[..., Any]) -> Callable[..., Any]:
     carried, y = tracing.result_avals(step, carry, x)
 
     def skip() -> Any:
-      return (count, np.bool_(False), _kept(carry, carried)), jax.tree.map(tracing.zeros_of, y)
+      return (count, np.bool_(False), _kept(carry, carried)), jax.tree.map(_zeros, y)
 
     def run() -> Any:
       after, made = step(carry, x)
@@ -52,13 +52,17 @@ def _kept(carry: Any, after: Any) -> Any:
   again, or says what the step has returned.
   """
   if jax.tree.structure(carry) != jax.tree.structure(after):
-    return jax.tree.map(tracing.zeros_of, after)
+    return jax.tree.map(_zeros, after)
   return jax.tree.map(_of_type, carry, after)
 
 
 def _of_type(x: Any, aval: Any) -> Any:
   has = jax.typeof(x)
   if (has.shape, has.dtype) != (aval.shape, aval.dtype):
-    return tracing.zeros_of(aval)
+    return _zeros(aval)
   # JAX's scan takes a weak type for the strong one, and does not trace the body again.
   return jnp.asarray(x, aval.dtype) if has.weak_type and not aval.weak_type else x
+
+
+def _zeros(aval: Any) -> Any:
+  return loops.weakly_typed(tracing.zeros_of(aval), aval.weak_type)

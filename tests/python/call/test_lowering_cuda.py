@@ -179,7 +179,8 @@ import sys
 import callgate as cg, jax, numpy as np
 from jax.extend import backend
 gate = cg.gate(lambda x: x, out=lambda x: x, arrays="cupy")
-loaded = open("/proc/self/maps").read()
+with open("/proc/self/maps") as maps:
+  loaded = maps.read()
 print("libcuda" in loaded, "cupy" in sys.modules, "numba" in sys.modules, "torch" in sys.modules)
 print(jax._src.xla_bridge.backends_are_initialized())
 """

@@ -127,6 +127,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     cg.while_loop,
     {"cond_fun": lambda c: c < 1, "body_fun": lambda c: c + 1, "init_val": 0},
   ),
+  "thread": (cg.thread, {"name": NAME}),
   "workers": (cg.workers, {}),
 } | {
   f"sinks.{name}": (getattr(cg.sinks, name), base)

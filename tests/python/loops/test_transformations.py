@@ -18,6 +18,8 @@ import callgate as cg
 
 TIMES = jnp.arange(1.0, 3.0)
 LANES = ("vmap", "vmap of axis 1", "while with lanes apart")
+# Those that run a loop twice in an execution: a cg.Checkpoints refuses its second loop.
+TWICE = ("nested jit", "scan", "while", "while with lanes apart")
 
 
 def looped(scan: Any, **options: Any) -> Any:
@@ -74,17 +76,17 @@ def test_saved_scans(tmp_path: Path, number: int) -> None:
   make = Saved(tmp_path)
   # JAX refuses its io_callback in a jax.checkpoint that is linearized.
   refused = ["checkpoint"]
-  assert_chains_agree(diagonal(number, LANES), make=make, truth=TRUTH, not_by_jax=refused)
+  chains = diagonal(number, (*LANES, *TWICE))
+  assert len(chains) > 4
+  assert_chains_agree(chains, make=make, truth=TRUTH, not_by_jax=refused)
   cg.barrier()
   whole = [saves for saves in make.made if saves.steps()]
-  assert len(whole) >= len(diagonal(number, LANES))
+  assert len(whole) >= len(chains)
   assert {saves.steps() for saves in whole} == {(1, 2)}
 
 
 def test_saved_scans_that_may_go_on(tmp_path: Path) -> None:
-  # Those that run it twice may find what the first one has saved.
-  twice = ["nested jit", "scan", "while", "while with lanes apart"]
-  left = (*LANES, "grad", "linearize", *twice)
+  left = (*LANES, "grad", "linearize", *TWICE)
   names = [name for name in TRANSFORMATIONS if name not in left]
   chains = [(one, other) for one, other in zip(names, names[3:] + names[:3], strict=True)]
   make = Saved(tmp_path, resume=True)
