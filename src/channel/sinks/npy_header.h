@@ -86,7 +86,7 @@ struct NpyHeader {
     const std::string_view dict = file.substr(kPrefix, header.bytes - kPrefix);
     const std::string_view descr = value_of(dict, "'descr'");
     const auto shape = parse_shape(value_of(dict, "'shape'"));
-    const bool has_fields = descr.starts_with('[') && descr.find(']') != std::string_view::npos;
+    const bool has_fields = descr.starts_with("[(") && descr.find(']') != std::string_view::npos;
     if ((!descr.starts_with('\'') && !has_fields) ||
         !value_of(dict, "'fortran_order'").starts_with("False") || !shape || shape->empty())
       throw error(std::string(dict.substr(0, dict.find_last_not_of(" \n") + 1)));
