@@ -31,8 +31,8 @@ class CommonReads {
  public:
   explicit CommonReads(std::size_t devices) : devices_(devices), runs_(devices, kMostRuns) {}
 
-  // `value()` is asked, under the lock, where the device is the first that comes there. `place`: see
-  // Runs.
+  // `value()` is asked, under the lock, where the device is the first that comes there. `place`:
+  // see Runs.
   template <typename Value>
   std::uint64_t read(std::int64_t run, std::int64_t device, const void* place, Value&& value) {
     std::lock_guard lock(mutex_);
@@ -74,8 +74,8 @@ class CommonReads {
   Runs<Run> runs_;
 };
 
-// A place in a program that reads a cell. `read(run, once, place)` is the cell's value, for the run,
-// whose result lies there (see Runs; null where that is a copy).
+// A place in a program that reads a cell. `read(run, once, place)` is the cell's value, for the
+// run, whose result lies there (see Runs; null where that is a copy).
 template <typename Cell>
 class CellSite final : public Site {
  public:

@@ -168,14 +168,13 @@ inline std::string stall_text(const std::string& what, const std::string& call, 
 // program over several devices (SiteSpec::layout); `lane` of which lanes it was, "" for no lane.
 inline std::string failure_text(const nb::python_error& raised, const std::string& gate,
                                 const std::string& site, const std::string& layout = "",
-                                const CallContext& context = {},
-                                const std::string& lane = "") {
+                                const CallContext& context = {}, const std::string& lane = "") {
   // Not by "s#": what its length is depends on the Python that the module was built for.
   auto str = [](const std::string& from) { return nb::str(from.data(), from.size()); };
   nb::object name = str(gate), place = str(site), parts = str(layout), which = str(lane);
-  nb::object text = call_hook(hooks.failed, "OOOOiLkO", raised.value().ptr(), name.ptr(),
-                              place.ptr(), parts.ptr(), context.shard, context.run, context.thread,
-                              which.ptr());
+  nb::object text =
+      call_hook(hooks.failed, "OOOOiLkO", raised.value().ptr(), name.ptr(), place.ptr(),
+                parts.ptr(), context.shard, context.run, context.thread, which.ptr());
   return text_or(text, "callgate: gate '" + gate + "' raised, and its error could not be shown");
 }
 
