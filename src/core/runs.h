@@ -50,7 +50,7 @@ class Runs {
     std::size_t ended;  // parts whose memory has been another's since
     State state;
   };
-  using Place = typename std::list<Entry>::iterator;
+  using Place = std::list<Entry>::iterator;
 
   void move_in(const void* place, Owner owner) {
     if (owners_.size() >= 2 * most_)
