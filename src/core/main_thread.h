@@ -44,7 +44,7 @@ class MainThread {
 
   // Reads the clock at each of `looks_` looks, which are many while they follow each other quickly.
   static void look_closer() {
-    const Clock::time_point now = Clock::now();
+    const Clock::duration now = Clock::now().time_since_epoch();
     looks_ = now - last_ < kQuick ? (looks_ < kMostLooks ? 2 * looks_ : kMostLooks) : 1;
     looks_left_ = looks_;
     last_ = now;
@@ -54,7 +54,7 @@ class MainThread {
     run();
     // Other threads may have had the GIL for long: waiting for it is to take a small part of the
     // program's time.
-    const Clock::time_point end = Clock::now();
+    const Clock::duration end = Clock::now().time_since_epoch();
     next_ = end + kPeriod + 20 * (end - now);
   }
 
@@ -62,7 +62,7 @@ class MainThread {
   static inline constinit std::atomic<RunHandlers> run_{nullptr};
   // The main thread's alone.
   static inline constinit int looks_ = 1, looks_left_ = 1;
-  static inline constinit Clock::time_point last_{}, next_{};
+  static inline constinit Clock::duration last_{}, next_{};  // since the clock's beginning
 };
 
 }  // namespace callgate

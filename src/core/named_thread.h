@@ -19,6 +19,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
@@ -125,9 +126,10 @@ class NamedThread : Immovable {
   // lock that may be held for ever. Without a lock: a child begins with one thread.
   std::shared_ptr<Queue> of_this_process() {
     if (!queue_->process.here()) [[unlikely]] {
-      auto* left = new std::shared_ptr<Queue>(std::move(queue_));
+      auto& left = immortal<std::vector<std::shared_ptr<Queue>>>();
+      left.push_back(std::move(queue_));
       queue_ = std::make_shared<Queue>(number_);
-      queue_->closed = (*left)->closed;
+      queue_->closed = left.back()->closed;
     }
     return queue_;
   }
