@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <string>
 #include <utility>
@@ -67,11 +68,11 @@ class PyGateSite final : public Site {
     if (timed) record(start, locked - start, Timeline::now_ns() - locked);
     if (!raised) return;
     callee_->counters.errors += 1;
-    throw failure_of(*raised, callee_->name(), spec_, call.context, std::exchange(t_lane, {}));
+    throw failure_of(*raised, callee_->name(), spec_, call.context, std::exchange(t_lane_, {}));
   }
 
   // Of the call that has just failed on this thread, which lane it was; "" for a call without.
-  static inline thread_local std::string t_lane;
+  static inline thread_local std::string t_lane_;
 
   void record(std::int64_t start_ns, std::int64_t gil_wait_ns, std::int64_t python_ns) {
     callee_->counters.gil_wait_ns += gil_wait_ns;
@@ -146,7 +147,7 @@ class PyGateSite final : public Site {
       try {
         run_lane(lane, operands, results, call.context, gpu);
       } catch (...) {
-        t_lane = lane_text((*lanes)->sizes(), lane);
+        t_lane_ = lane_text((*lanes)->sizes(), lane);
         throw;
       }
     }
@@ -155,9 +156,9 @@ class PyGateSite final : public Site {
   // A lane's index in each level: "lane 3", "lane (1, 2)".
   static std::string lane_text(std::span<const std::int64_t> sizes, std::int64_t lane) {
     std::string text;
-    for (auto size = sizes.rbegin(); size != sizes.rend(); ++size) {
-      text = std::to_string(lane % *size) + (text.empty() ? "" : ", ") + text;
-      lane /= *size;
+    for (const auto size : std::views::reverse(sizes)) {
+      text = std::to_string(lane % size) + (text.empty() ? "" : ", ") + text;
+      lane /= size;
     }
     return "lane " + (sizes.size() == 1 ? text : "(" + text + ")");
   }
