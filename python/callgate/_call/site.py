@@ -51,7 +51,7 @@ class CallSite:
 
   @functools.cached_property
   def kept(self) -> tuple[exact.Exact, ...]:
-    """What names in the spec stand for: the names last as long as this."""
+    """The values that names in the spec stand for: the names last as long as this."""
     trees = exact.exact_tree(self.in_tree), exact.exact_tree(self.out_tree)
     return *trees, *(exact.exact(value) for _, value in self.static)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One `Checkpoints` is for one loop: how a second one is told from the first, traced again."""
+"""Tells a second loop of one `Checkpoints`, which is refused, from the first one traced again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from callgate._jax import tracing
 
 
 class _Loop(NamedTuple):
-  """What stays alike when a loop is traced again, in a notebook's cell that runs again too."""
+  """The marks of a loop that stay alike when it is traced again, as by a notebook's cell."""
 
   place: tuple[str, int]
   function: str  # where the call stands
