@@ -58,7 +58,7 @@ class Failure(NamedTuple):
     """Returns what to raise in another process."""
     error = ProcessError(self.process, self.kind, self.message)
     if self.details:
-      error.add_note(f"callgate: in process {self.process}:\n{self.details.rstrip()}")
+      foreign.add_note(error, f"callgate: in process {self.process}:\n{self.details.rstrip()}")
     return error
 
 

@@ -11,14 +11,13 @@ import os
 import pickle
 import signal
 import sys
-import traceback
 from typing import Any, NoReturn
 
 import jax
 
 from callgate import _callgate
 from callgate._arrays import bind
-from callgate._core import encoding, kept, registry
+from callgate._core import encoding, foreign, kept, registry
 from callgate._core.errors import WorkerError
 from callgate._workers import objects, travel
 
@@ -39,9 +38,9 @@ def _run(call: Any, *args: Any) -> Any:
   """Calls a function. Where it forks, the call's end is the child's: the worker alone answers."""
   try:
     result = call(*args)
-  except BaseException:
+  except BaseException as error:
     if _forked:
-      traceback.print_exc()
+      foreign.print_traceback(error)
       _leave(1)
     raise
   if _forked:

@@ -16,9 +16,11 @@ TOOL = pathlib.Path(__file__).parents[3] / "tools" / "check_times.py"
 BURN = "sum(range(4_000_000))"  # some tens of milliseconds
 
 
-def tool(*words: str, notes: pathlib.Path | None) -> subprocess.CompletedProcess[str]:
+def tool(
+  *words: str, notes: pathlib.Path | None, program: pathlib.Path = TOOL
+) -> subprocess.CompletedProcess[str]:
   environment = {**os.environ, "CALLGATE_CHECK_TIMES": str(notes or "")}
-  command = [sys.executable, str(TOOL), *words]
+  command = [sys.executable, str(program), *words]
   return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -72,8 +74,7 @@ def test_a_table_adds_up_steps_and_folders_and_two_are_compared(tmp_path: pathli
     found = {"gate.test_a.test_x": slow, "gate.test_a.test_y": 1.0, "kernel.c.test_b.test_z": 0.5}
     report(root / "build" / "python-tests.xml", found)
     written = root / "table.json"
-    command = [sys.executable, str(copy), "table", "--write", str(written)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = tool("table", "--write", str(written), notes=notes, program=copy).stdout
     assert f"{step + 3:.1f}  the whole check" in text
     assert f"{slow + 1:.1f}      2  python-tests: gate" in text
     assert "0.5      1  python-tests: kernel/c" in text
