@@ -6,7 +6,8 @@ counts its calls and translates its errors. Those made before are looked for onc
 of the process, when the first gate, kernel or tap is made: before any of them can call it. A copy
 and an unpickled one come through `__setstate__` of JAX's class.
 
-The search takes about 5 ms for each 100,000 objects of the process. It undoes `gc.freeze()`.
+The search takes about 5 ms for each 100,000 objects of the process. After `gc.freeze()` it covers
+the frozen ones, too, and freezes what there is by then.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ def _adopt() -> None:
     _callgate.have_raise(self, jax.errors.JaxRuntimeError)
 
   kind.__setstate__ = __setstate__
+  was_frozen = gc.get_freeze_count() != 0
   gc.unfreeze()  # what `gc.freeze` hides belongs to the search, and no other way leads to all of it
-  for function in [one for one in gc.get_objects() if type(one) is kind]:
+  functions = [one for one in gc.get_objects() if type(one) is kind]
+  if was_frozen:
+    gc.freeze()  # forked processes share those pages while the collector leaves them alone
+  for function in functions:
     _callgate.have_raise(function, jax.errors.JaxRuntimeError)
