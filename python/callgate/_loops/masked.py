@@ -67,11 +67,13 @@ def cond(axis_data: Any, args: _Values, dims: _Values, params: dict[str, Any]) -
 
 
 def _kept_from(taken: Any, value: Any) -> Any:
-  if refs.is_ref(jax.typeof(value)):
-    return value
-  return jax.lax.select_n(
-    jnp.broadcast_to(taken, jnp.shape(value)), jax.lax.stop_gradient(value), value
+  return (
+    value if refs.is_ref(jax.typeof(value)) else _chosen(taken, value, jax.lax.stop_gradient(value))
   )
+
+
+def _chosen(taken: Any, value: Any, otherwise: Any) -> Any:
+  return jax.lax.select_n(jnp.broadcast_to(taken, jnp.shape(value)), otherwise, value)
 
 
 def while_loop(
@@ -90,7 +92,9 @@ def while_loop(
 
   def step(*operands: Any) -> Any:
     consts, (going, *carry) = operands[: len(asked) + len(held)], operands[len(asked) + len(held) :]
-    carry = run(body, going, (*consts[len(asked) :], *carry))
+    after = run(body, going, (*consts[len(asked) :], *carry))
+    # A collective of the predicate sees what ended lanes keep.
+    carry = [_chosen(going, new, old) for new, old in zip(after, carry, strict=True)]
     (goes_on,) = run(asks, going, (*consts[: len(asked)], *carry))
     return goes_on, *carry
 

@@ -167,6 +167,26 @@ def test_in_a_while_loop_with_a_collective_a_lane_that_has_ended_calls_no_more(
   assert _of_case(noted, 1) == [11, 21, 22]
 
 
+@pytest.mark.parametrize("name", ["tap", "io", "ordered", "check"])
+def test_a_collective_of_a_loops_predicate_sees_what_ended_lanes_keep(
+  name: str, noted: list[tuple[int, float]]
+) -> None:
+  def results(note: Note) -> list[float]:
+    def lane(x: Any) -> Any:
+      def going_on(s: Any) -> Any:
+        return (lax.psum(s, "i") < 30) & (s < 7)
+
+      return lax.while_loop(going_on, lambda s: note(0, s) + 1, x)
+
+    return jax.jit(jax.vmap(lane, axis_name="i"))(np.arange(2, 8, dtype=np.float32)).tolist()
+
+  expected = results(_plain)
+  assert results(NOTES[name]) == expected
+  cg.barrier()
+  seen = [x for lane, end in enumerate(expected) for x in np.arange(2 + lane, end).tolist()]
+  assert sorted(_of_case(noted, 0)) == sorted(seen)
+
+
 @pytest.mark.parametrize("name", NOTES)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.limit(60)
