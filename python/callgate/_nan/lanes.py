@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from callgate._jax import batching as _batching
-from callgate._jax import tracing
+from callgate._jax import refs, tracing
 
 Axes = tuple[int, ...]
 lanes_p = tracing.Primitive("callgate_lanes")
@@ -31,7 +32,7 @@ def marking() -> contextlib.AbstractContextManager[None]:
 
 
 def _mark(value: Any, axis: int) -> Any:
-  if not jnp.issubdtype(value.dtype, jnp.inexact):
+  if refs.is_ref(jax.typeof(value)) or not jnp.issubdtype(value.dtype, jnp.inexact):
     return value
   return lanes_p.bind(value, axes=(axis,))
 

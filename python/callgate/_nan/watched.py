@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._jax import loops, lowering, tracing
+from callgate._jax import loops, lowering, refs, tracing
 from callgate._nan import lanes
 
 Values = Sequence[Any]
@@ -140,7 +140,9 @@ class Watch:
     self, eqn: Any, ins: Values, state: State, place: Place, axes: Mapping[Any, lanes.Axes]
   ) -> tuple[Sequence[Any], State]:
     outs = tracing.bind_equation(eqn, ins)
-    watched = [i for i, out in enumerate(outs) if _is_real(out)]
+    # A Ref holds what other equations have made.
+    has_ref = any(refs.is_ref(jax.typeof(x)) for x in (*ins, *outs))
+    watched = [] if has_ref else [i for i, out in enumerate(outs) if _is_real(out)]
     if not watched:
       return outs, state
     number = self._number(eqn, place, axes)
@@ -219,10 +221,10 @@ class Watch:
       inside = place.inside(eqn)
       inside = dataclasses.replace(inside, path=(*inside.path, number))
       closed = eqn.params["branches"][number]
-      return lambda state, *args: self._closed(closed, args, state, inside)
+      return lambda state: self._closed(closed, operands, state, inside)
 
     branches = [branch(number) for number in range(len(eqn.params["branches"]))]
-    return jax.lax.switch(index, branches, state, *operands)
+    return jax.lax.switch(index, branches, state)
 
   def _scan(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
     if lanes.has_step_for_each(eqn):

@@ -277,6 +277,27 @@ def test_gates_and_kernels_are_looked_at_and_run_once() -> None:
   assert calls == [1.5, 0.5, -0.5]
 
 
+@pytest.mark.parametrize("loop", ["scan", "while", "vmap of while"])
+def test_what_a_ref_holds_is_made_by_the_equation_that_made_it(loop: str) -> None:
+  def program(x: Any) -> Any:
+    ref = jax.new_ref(x)
+
+    def step(total: Any) -> Any:
+      ref[...] = ref[...] - 1
+      return jax.lax.cond(total < 9, lambda: total + jnp.sqrt(ref[...]), lambda: total)
+
+    if loop == "scan":
+      return jax.lax.scan(lambda total, _: (step(total), None), 0.0, length=3)[0]
+    return jax.lax.while_loop(
+      lambda total: total < 3, lambda total: total + jnp.sqrt(ref[...] - 1), 0.0
+    )
+
+  lanes = loop.startswith("vmap")
+  found = cg.find_nan(jax.vmap(program) if lanes else program)(jnp.full(2, 0.5) if lanes else 1.1)
+  assert found is not None
+  assert found.primitive == "sqrt"
+
+
 def test_arguments_that_are_no_arrays() -> None:
   def f(x: Any, *, name: str, power: int) -> Any:
     return {name: jnp.log(x["a"]) ** power}
