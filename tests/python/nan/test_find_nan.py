@@ -284,13 +284,11 @@ def test_what_a_ref_holds_is_made_by_the_equation_that_made_it(loop: str) -> Non
 
     def step(total: Any) -> Any:
       ref[...] = ref[...] - 1
-      return jax.lax.cond(total < 9, lambda: total + jnp.sqrt(ref[...]), lambda: total)
+      return total + jnp.sqrt(ref[...])
 
     if loop == "scan":
       return jax.lax.scan(lambda total, _: (step(total), None), 0.0, length=3)[0]
-    return jax.lax.while_loop(
-      lambda total: total < 3, lambda total: total + jnp.sqrt(ref[...] - 1), 0.0
-    )
+    return jax.lax.while_loop(lambda total: total < 3, step, 0.0)
 
   lanes = loop.startswith("vmap")
   found = cg.find_nan(jax.vmap(program) if lanes else program)(jnp.full(2, 0.5) if lanes else 1.1)
