@@ -69,13 +69,14 @@ class Lines:
     self._written = time.monotonic()
     meter: Any = tqdm.format_meter  # takes None for an unknown total, whatever its stub says
     elapsed = max(time.time() - self.start_t, 0.0)
-    form = None if self._total is None else _LINE_FORMAT
+    total = self._total if self._total is None or self.n < self._total + 0.5 else None  # as tqdm
+    form = None if total is None else _LINE_FORMAT
     if self._way is not None:
       form = self._way.shown(_VALUE_LINE, self.n)
     # Where it has no format of ours, tqdm adds the colon.
     prefix = f"{self._desc}: " if self._desc and form is not None else self._desc
     options = {"prefix": prefix, "postfix": self._postfix or None, "bar_format": form}
-    text: str = meter(self.n, self._total, elapsed, **options)
+    text: str = meter(self.n, total, elapsed, **options)
     self._file.write(text.strip() + "\n")
     self._file.flush()
 

@@ -23,6 +23,7 @@ from callgate._loops.progress import files, noted, noted_of_lanes
 from callgate._runtime.barrier import at_barrier
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
+_TAPS_SECONDS = 0.5  # that the end of a bar waits for values behind it
 _LINGER = 20  # polls without a bar, after which the thread ends
 _MOST_SHOWN = 6  # values behind a bar, when none are named
 
@@ -190,6 +191,8 @@ class _Drawer:
     try:
       polled = time.monotonic()  # before the poll: no note of a bar's own may seem older than it
       states = [_State(*state) for state in _callgate.progress_poll()]
+      if any(state.phase != "live" for state in states):  # shows what its last steps have tapped
+        _callgate.flush_channels(_TAPS_SECONDS)
       if jax.process_index() == 0:
         for state in sorted(states, key=lambda s: (s.bar, s.lane)):
           if state.bar not in self._bars:

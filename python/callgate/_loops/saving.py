@@ -134,7 +134,7 @@ def _scan_from(
     if mark is None:
       carry, y = step(carry, _at(xs, place))
     else:
-      with marking(mark.bar, mark.operands(carry, [index], np.int32(length))):
+      with marking(mark.bar, mark.operands(carry, [index], np.int32(length) - start)):
         carry, y = step(carry, _at(xs, place))
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
     return carry, jax.tree.map(lambda all_, one: put(all_, one), ys, y)

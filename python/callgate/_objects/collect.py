@@ -11,9 +11,10 @@ objects, at a barrier and when asked, and if
   whose results nobody knows but XLA (`_callgate.oldest_underway`),
 
 then an object whose words are in no array has its end. An array that holds the same words by chance
-keeps an object longer: with a 20-bit number of the process in them that is rare. Where programs
-always run there is no such moment; then one is waited for, for 0.1 s at most, since what runs may
-itself wait for this thread.
+keeps an object longer: with a 20-bit number of the process in them that is rare. The moment is
+looked for after a program's dispatch, and where the next call begins: who waits for each result
+calls when all programs have ended. Where programs always run there is no such moment; then one is
+waited for, for 0.1 s at most, since what runs may itself wait for this thread.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def after_call(returning: bool) -> None:
   seconds = _WAIT_SECONDS if count > 2 * _limit else 0
   if count <= _limit or collect(returning=returning, seconds=seconds):
     dispatch.after_calls.discard(after_call)
-  elif count > 2 * _limit:
+    return
+  if count > 2 * _limit:
     _limit = 2 * count
+  _callgate.before_next_call(collect)
 
 
 def collect(*, returning: bool = False, seconds: float = 0) -> bool:

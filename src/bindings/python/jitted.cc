@@ -65,6 +65,12 @@ class Underway : Immovable {
   Underway* after_ = nullptr;
 };
 
+// Calls what it takes out, if anything.
+void call_once(PyObject*& function) {
+  if (nb::object taken = nb::steal(std::exchange(function, nullptr)))
+    call_unraisable(taken.ptr(), "");
+}
+
 // Raises what signals' handlers raise now, or what calls have left for the main thread.
 void raise_what_waits() {
   if (in_hook) return;  // whose error it would be
@@ -101,8 +107,12 @@ void translate() {
   error.restore();
 }
 
+PyObject* before_next_call;  // null when it has been called
+
 PyObject* call_jitted(PyObject* function, PyObject* const* arguments, std::size_t count,
                       PyObject* names) {
+  if (before_next_call != nullptr) [[unlikely]]
+    call_once(before_next_call);
   Underway underway;
   PyObject* result = dispatch(function, arguments, count, names);
   if (result == nullptr && PyErr_ExceptionMatches(PyExc_ValueError)) translate();
@@ -141,10 +151,7 @@ PyObject* at_first_callee;  // null when it has been called
 
 }  // namespace
 
-void tell_first_callee() {
-  if (nb::object function = nb::steal(std::exchange(at_first_callee, nullptr)))
-    call_unraisable(function.ptr(), "");
-}
+void tell_first_callee() { call_once(at_first_callee); }
 
 void bind_jitted(nb::module_& module) {
   MainThread::set_run_handlers(&run_handlers);
@@ -159,6 +166,13 @@ void bind_jitted(nb::module_& module) {
       "at_first_callee", [](nb::object function) { at_first_callee = function.release().ptr(); },
       nb::arg("function"),
       "Has the function called once, before the first gate, kernel or tap is made.");
+  module.def(
+      "before_next_call",
+      [](nb::object function) {
+        nb::steal(std::exchange(before_next_call, function.release().ptr()));
+      },
+      nb::arg("function"),
+      "Has the function called once, where the next call of a jitted function begins.");
   module.def(
       "new_number", [] { return ++last_number; },
       "Counts objects and calls of jitted functions, in one order.");

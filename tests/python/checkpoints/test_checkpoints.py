@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
@@ -66,8 +67,11 @@ def test_another_run_goes_on(engine: str, tmp_path: Path, reverse: bool) -> None
   carry, ys = jax.lax.scan(step, init(), XS, reverse=reverse)
   first = XS[5:] if reverse else XS[:5]
   run(cg.Checkpoints(tmp_path, every=5), first, reverse=reverse)
-  got, rest = run(cg.Checkpoints(tmp_path, every=5, resume=True), reverse=reverse, progress="on")
+  saves, file = cg.Checkpoints(tmp_path, every=5, resume=True), io.StringIO()
+  got, rest = run(saves, reverse=reverse, progress=cg.Progress("on", file=file))
   assert_same(got, carry)
+  cg.barrier()
+  assert file.getvalue().startswith("on: 100% 5/5 [")  # the steps that were left
   skipped = np.arange(10) >= 5 if reverse else np.arange(10) < 5
   np.testing.assert_array_equal(rest, np.where(skipped, 0, ys))
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import jax
@@ -79,18 +80,31 @@ def test_a_log_file_gets_one_line_of_a_short_loop() -> None:
   assert "\r" not in file.getvalue()
 
 
-def test_without_a_total_a_log_file_gets_tqdms_line() -> None:
+@pytest.mark.parametrize("total", [None, 200])
+def test_without_a_total_or_beyond_it_a_log_file_gets_tqdms_line(total: int | None) -> None:
   file, tqdms = io.StringIO(), io.StringIO()
   for desc in ("search", None):
-    bar = cg.Progress(desc, file=file)
+    bar = cg.Progress(desc, total=total, file=file)
     done(jax.jit(lambda: cg.while_loop(lambda n: n < 300, lambda n: n + 1, 0, progress=bar))())
     cg.barrier()
-    with tqdm.tqdm(desc=desc, file=tqdms) as other:
+    with tqdm.tqdm(desc=desc, total=total, file=tqdms) as other:
       other.update(300)
   lines = tqdms.getvalue().strip().split("\n")
   counted = [line.split("\r")[-1].split(" [")[0] for line in lines]
   assert [line.split(" [")[0] for line in file.getvalue().splitlines()] == counted
   assert counted == ["search: 300it", "300it"]
+
+
+def test_the_last_line_has_the_last_value() -> None:
+  file = io.StringIO()
+
+  def body(n: Any, _: Any) -> Any:
+    cg.tap(n, lambda value: time.sleep(1e-4), name="seen")
+    return n + 1, None
+
+  done(jax.jit(lambda: cg.scan(body, 0, length=900, progress=cg.Progress("last", file=file)))())
+  cg.barrier()
+  assert "seen=899" in file.getvalue().splitlines()[-1]
 
 
 def test_a_value_that_was_tapped_to_a_lambda_has_a_readable_label() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import callgate as cg
+from callgate._objects import collect
 
 ZERO = jnp.float32(0)
 STEPS = 2000
@@ -98,6 +99,19 @@ def test_steps_from_python_leave_no_more_than_the_live_one() -> None:
   assert Counted.most <= 40
   cg.held()
   assert Counted.live == 1
+
+
+def test_slow_programs_leave_few_where_each_result_is_waited_for(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setattr(collect, "_WAIT_SECONDS", 0)
+  slow = cg.hold(lambda x: (time.sleep(0.02), Counted(x))[1], name="slow")
+  step = jax.jit(lambda x: used(slow(x)))
+  lives: list[int] = []
+  for number in range(20):
+    jax.block_until_ready(step(np.float32(number)))
+    lives.append(Counted.live)
+  assert max(lives) <= 10
 
 
 def test_donated_handles_are_the_programs() -> None:
