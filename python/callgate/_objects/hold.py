@@ -83,7 +83,9 @@ class Hold(Gate):
 
   def apply_raw(self, args: Any, kwargs: dict[str, Any], static: Any) -> Any:
     args, kwargs = jax.tree.map(_without_tangent, (args, kwargs))
-    return super().apply_raw(args, {**kwargs, SCOPE: _NO_SCOPE}, static)
+    # Made in the trace: JAX can't batch a branch with a constant from outside of a jax.shard_map.
+    scope = _NO_SCOPE if tracing.in_no_trace() else jax.lax.full_like(_NO_SCOPE, 0)
+    return super().apply_raw(args, {**kwargs, SCOPE: scope}, static)
 
 
 def holding(

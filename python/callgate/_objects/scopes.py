@@ -199,7 +199,7 @@ def _run_equation(eqn: Any, inputs: list[Any], scope: Any) -> tuple[list[Any], l
 def _branch(closed: Any, scope: Any, *inputs: Any) -> list[Any]:
   """A branch, which also gives something that is there once its objects are used."""
   outs, used = _run(closed.jaxpr, closed.consts, inputs, scope)
-  done = jnp.int32(0)
+  done = tracing.vary_over(tracing.manual_axes(), jnp.int32(0))  # as in the other branches
   if used:
     done = jax.lax.optimization_barrier((done, used))[0]
   return [*outs, done]

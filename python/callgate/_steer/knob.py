@@ -265,7 +265,8 @@ def knob(
   ```
 
   A definition that runs again, in a notebook's cell or a function, gives the same knob, with the
-  new number: programs that read it go on doing so.
+  new number: programs that read it go on doing so. One with a number of another kind (1.5 where it
+  was 1) gives a new knob of the name, which later programs read.
 
   Args:
     name: what programs, streams and the live page call it by.
@@ -291,7 +292,8 @@ def knob(
         f"callgate: the name '{name}' is taken by a live knob that is defined at "
         f"{known.line[0]}:{known.line[1]}; choose another name, or use that one"
       )
-    if known is not None and known.dtype == dtype:
+    whole_for_real = known is not None and known.dtype.kind == "f" and dtype.kind in "iu"
+    if known is not None and (known.dtype == dtype or whole_for_real):
       known.define(value, range, scale)
     else:
       known = _knobs[name] = Knob(name, dtype, value, range, scale, known)

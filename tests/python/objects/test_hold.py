@@ -141,6 +141,25 @@ def test_each_device_has_objects_of_its_own(engine: str) -> None:
   np.testing.assert_array_equal(lanes, np.arange(8.0))
 
 
+@pytest.mark.parametrize("kind", ["handles", "started calls", "waits"])
+def test_lanes_of_devices_make_objects_in_branches(kind: str, engine: str) -> None:
+  twice = cg.gate(lambda x: x * 2, out=lambda x: x)
+  lane: Any = {
+    "handles": lambda x: used(jax.lax.cond(x > 1, lambda: boxes(x), lambda: boxes(-x))),
+    "started calls": lambda x: jax.lax.cond(
+      x > 1, lambda: twice.start(x), lambda: twice.start(-x)
+    ).result(),
+    "waits": lambda x: jax.lax.cond(x > 1, lambda: twice.start(x).result(), lambda: x),
+  }[kind]
+  mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+  x = np.arange(8, dtype=np.float32)
+  mapped = jax.shard_map(jax.vmap(lane), mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P("i"))
+  expected = jax.jit(jax.vmap(lane))(x)
+  np.testing.assert_array_equal(jax.jit(mapped)(x), expected)
+  factor = 1 if kind == "handles" else 2
+  np.testing.assert_array_equal(expected[2:], factor * x[2:])
+
+
 def test_the_tangent_of_a_handle_is_float0() -> None:
   handle, tangent = jax.jvp(boxes, (1.0,), (1.0,))
   assert tangent.words.dtype == jax.dtypes.float0

@@ -321,6 +321,16 @@ def test_wrong_definitions_are_refused(arguments: Any, options: Any, said: str) 
     cg.knob(*arguments, **options)
 
 
+def test_a_definition_that_runs_again_with_a_whole_number_is_of_the_same_knob() -> None:
+  define = lambda value: cg.knob("test whole", value)
+  made = define(1.5)
+  read = jax.jit(made.read)
+  assert read() == 1.5
+  assert define(3) is made
+  assert made.dtype == np.float32
+  assert read() == 3
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_a_number_that_was_read_at_the_ranges_end_is_in_the_range(dtype: Any) -> None:
   made = cg.knob(f"test ends {np.dtype(dtype)}", dtype(0.1), range=(0.1, 0.7))
