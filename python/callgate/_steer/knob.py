@@ -292,7 +292,7 @@ def knob(
         f"callgate: the name '{name}' is taken by a live knob that is defined at "
         f"{known.line[0]}:{known.line[1]}; choose another name, or use that one"
       )
-    whole_for_real = known is not None and known.dtype.kind == "f" and dtype.kind in "iu"
+    whole_for_real = known is not None and known.dtype.kind == "f" and type(value) is int
     if known is not None and (known.dtype == dtype or whole_for_real):
       known.define(value, range, scale)
     else:
