@@ -155,12 +155,18 @@ class PyGateSite final : public Site {
 
   // A lane's index in each level: "lane 3", "lane (1, 2)".
   static std::string lane_text(std::span<const std::int64_t> sizes, std::int64_t lane) {
-    std::string text;
+    std::vector<std::int64_t> indices;
     for (const auto size : std::views::reverse(sizes)) {
-      text = std::to_string(lane % size) + (text.empty() ? "" : ", ") + text;
+      indices.push_back(lane % size);
       lane /= size;
     }
-    return "lane " + (sizes.size() == 1 ? text : "(" + text + ")");
+    std::string text = sizes.size() == 1 ? "lane " : "lane (";
+    const char* between = "";
+    for (const auto index : std::views::reverse(indices)) {
+      text.append(between).append(std::to_string(index));
+      between = ", ";
+    }
+    return sizes.size() == 1 ? text : text.append(")");
   }
 
   void run_lane(std::int64_t lane, std::span<const ArrayView> operands,
