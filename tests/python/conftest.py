@@ -59,6 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
   """Collections, and searches of the heap after errors, leave out what imports have made."""
+  cg.gate(lambda x: x, out=lambda x: x)  # the process's first: it may freeze what there is by then
   gc.collect()
   gc.freeze()
   gc.set_threshold(20_000, 20, 50)  # what JAX traces lives shortly or long

@@ -162,9 +162,9 @@ def listed(folder: Path) -> Iterator[tuple[Path, dict[int, Slices]]]:
         if key not in seen:
           where[int(number)] = tuple(slice(a, b) for a, b in ends)
         seen.add(key)
-    except FileNotFoundError:
-      raise  # another process has removed the folder
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:
+      if isinstance(error, FileNotFoundError) and not path.is_symlink():
+        raise  # another process has removed the folder
       _refuse(path, error)
     yield path.with_suffix(".npz"), where
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from callgate._checkpoints import files, orbax, others
-from callgate._checkpoints.loading import Loader
 from callgate._checkpoints.parts import InOrbax, Leaf, Saved, Slices
 from callgate._core import dtypes
 from callgate._feed import resuming
@@ -32,10 +33,10 @@ class _Carry(NamedTuple):
 
 
 class Writer:
-  """Writes the records of one `Checkpoints`, and tells its loader so."""
+  """Writes the records of one `Checkpoints`, and says so in `wrote`."""
 
-  def __init__(self, folder: Path, keep: int, format: str, loader: Loader) -> None:
-    self._folder, self._keep, self._format, self._loader = folder, keep, format, loader
+  def __init__(self, folder: Path, keep: int, format: str, wrote: threading.Event) -> None:
+    self._folder, self._keep, self._format, self._wrote = folder, keep, format, wrote
     # By run and step, of which parts may still be missing.
     self._unfinished: dict[tuple[int, int], _Carry] = {}
 
@@ -67,9 +68,9 @@ class Writer:
     if run == 0 or others.is_known(run) or others.is_known(run, number):
       return
     leaves, parts = _parts_of(carry, info)
-    if not parts:
+    if not parts and (leaves or not _is_first(info)):
       return
-    self._loader.wrote = True
+    self._wrote.set()
     files.take_part(run)
     name = f"part_{info.process:05d}_{info.device:05d}"
     try:
@@ -145,7 +146,8 @@ def leaves_of(carry: Any, *, canonical: bool = True) -> tuple[Leaf, ...]:
     array = leaf if hasattr(leaf, "dtype") else jax.eval_shape(jnp.asarray, leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
       array = jax.eval_shape(jax.random.key_data, array)
-    dtype = tracing.canonical_dtype(array.dtype) if canonical else array.dtype
+    dtype = np.dtype(bool) if array.dtype == jax.dtypes.float0 else array.dtype  # as JAX carries it
+    dtype = tracing.canonical_dtype(dtype) if canonical else dtype
     name = jax.tree_util.keystr(path) or "carry"
     found.append(Leaf(name, tuple(array.shape), dtypes.carrier(dtype).name))
   return tuple(found)
@@ -170,6 +172,11 @@ def _parts_of(carry: Any, info: TapInfo) -> tuple[list[Leaf], dict[int, tuple[Sl
     if first is None or first[i]:
       parts[i] = part, array
   return leaves, parts
+
+
+def _is_first(info: TapInfo) -> bool:
+  """True for the device that writes a carry without arrays."""
+  return info.first is None or bool(jax.tree.leaves(info.first)[0])
 
 
 def _is_shape(x: Any) -> bool:

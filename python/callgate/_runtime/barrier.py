@@ -41,7 +41,8 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
   assert seen == [2.0]
   ```
 
-  Programs of all threads count, also those whose results were dropped.
+  Programs of all threads count. So do those whose results were dropped, but for programs without
+  effects on one CPU device: nothing tells of their end.
 
   With `all_processes` every process of `jax.distributed` has to call it, equally often, from one
   thread. A process that failed raises its own exception. The others get a `ProcessError` that names
@@ -99,6 +100,26 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
     kept = _kept.find(str(failure))
     foreign.raise_unchained(kept.exception if kept is not None else failure)
   failures.raise_consumer_errors()
+
+
+def _others_return(seconds: float) -> bool:
+  """Waits for other threads' calls: JAX runs small programs in them, and others are told by then.
+
+  A consumer doesn't: a call may wait for it. Nor does a call on a thread of the runtime's own.
+  """
+  if _callgate.delivers_here() or _is_of_runtime():
+    return True
+  end, number = time.monotonic() + seconds, _callgate.new_number()
+  while _callgate.others_underway(number):
+    if time.monotonic() >= end:
+      return False
+    time.sleep(0.001)
+  return True
+
+
+def _is_of_runtime() -> bool:
+  """True on a thread that Python has not started."""
+  return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
 
 
 def until(deadline: float, watch: Callable[[], None] | None, done: Callable[[float], bool]) -> bool:
@@ -190,6 +211,8 @@ def wait_for_programs(
   deadline = _deadline(timeout)
   late = f"callgate.barrier: programs still run after {timeout} s"
   failure: BaseException | None = None
+  if not until(deadline, watch, _others_return):
+    raise TimeoutError(late)
   for array in list(dispatch.live_arrays()):
     try:
       while not (timeout is None and watch is None) and not array.is_ready():

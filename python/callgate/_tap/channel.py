@@ -209,10 +209,14 @@ class Channel(Portable):
     """
     check_not_forked()
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
-    if not self._closed and not self._handle.flush(self._drain(timeout)):
+    if not self.flushed(timeout):
       pending = self.stats()["pending"]
       raise TimeoutError(f"{self._label}: {pending} record(s) still wait after {timeout} s")
     failures.raise_consumer_errors()
+
+  def flushed(self, timeout: float | None) -> bool:
+    """As `flush`, but says whether they were done in time, and leaves errors to who asks next."""
+    return self._closed or self._handle.flush(self._drain(timeout))
 
   def close(self, timeout: float | None = None) -> None:
     """Delivers what is there, then closes the consumers. Later records wait for a new channel.
@@ -232,6 +236,10 @@ class Channel(Portable):
       left = f"{self.stats()['pending']} record(s) not delivered after {timeout} s"
       raise TimeoutError(f"{self._label}: closed with {left}")
     failures.raise_consumer_errors()
+
+  def end(self) -> None:
+    """As `close`, without a limit; leaves errors to who asks next."""
+    self._close(self._drain(None))
 
   def _drain(self, timeout: float | None) -> float | None:
     """Waits for what programs on GPUs have sent; returns the time that is left."""

@@ -55,6 +55,12 @@ class Underway : Immovable {
     }
     return oldest;
   }
+  // Whether another thread's call that began before that number has not returned.
+  static bool others_before(std::uint64_t number) {
+    for (const Underway* call = newest_; call != nullptr; call = call->before_)
+      if (call->number_ < number && call->thread_ != std::this_thread::get_id()) return true;
+    return false;
+  }
 
  private:
   static inline Underway* newest_ = nullptr;
@@ -176,6 +182,9 @@ void bind_jitted(nb::module_& module) {
   module.def(
       "new_number", [] { return ++last_number; },
       "Counts objects and calls of jitted functions, in one order.");
+  module.def("others_underway", &Underway::others_before, nb::arg("number"),
+             "Whether a call of a jitted function by another thread has not returned that began "
+             "before the number.");
   module.def("oldest_underway", &Underway::oldest, nb::arg("is_returning"),
              "The number of the oldest call of a jitted function that has not returned, 2**64 - 1 "
              "for none; is_returning: this thread's innermost has its results.");

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from interpreters import output_of, start
+from interpreters import output_of, run_python, start
+from programs import drop_programs, drop_programs_until
 
 import callgate as cg
 from callgate._checkpoints import files, parts
+from callgate._tap import channel
 
 
 def step(carry: Any, x: Any) -> Any:
@@ -437,6 +439,81 @@ def test_kill_while_writing(tmp_path: Path) -> None:
   assert_nothing_else_is_left(tmp_path, reached + 1)
 
 
+# -- the ends of blocks, programs and processes ----------------------------------------------------
+def test_a_loop_that_runs_after_the_block_saves_again(engine: str, tmp_path: Path) -> None:
+  with cg.Checkpoints(tmp_path, every=2) as saves:
+    program = jax.jit(lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=3, save=saves)[0])
+    program(0)
+  for first in (10, 20):
+    program(first)
+    saves.close()
+    assert saves.load(0) == first + 3
+
+
+def test_without_program_and_checkpoints_no_channel_is_left(tmp_path: Path) -> None:
+  def opened() -> int:
+    return sum(name.startswith("checkpoints: ") for name in channel.open_channels())
+
+  drop_programs()
+  before = opened()
+  kept: list[Any] = []
+  for number in range(6):
+    saves = cg.Checkpoints(tmp_path / str(number), every=2)
+    program = jax.jit(lambda x, s=saves: cg.scan(lambda c, _: (c + 1, None), x, length=3, save=s))
+    program(0)
+    kept = [program]
+    del saves, program
+  cg.barrier()
+  kept[0](7)  # what a program saves by lives as long as it
+  cg.barrier()
+  assert cg.Checkpoints(tmp_path / "5").load(0) == 10
+  kept.clear()
+  drop_programs_until(lambda: opened() <= before)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_carry_without_arrays_is_saved(tmp_path: Path, devices: int) -> None:
+  mesh = jax.make_mesh((devices,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+  xs = jax.device_put(np.arange(8), jax.NamedSharding(mesh, jax.P()))
+  ran: list[int] = []
+  note = cg.gate(lambda x: ran.append(int(x)), effect="io")
+
+  def body(carry: None, x: Any) -> Any:
+    note(x)
+    return carry, x
+
+  for length in (5, 8):
+    saves = cg.Checkpoints(tmp_path, every=2, resume=True)
+    jax.jit(lambda xs, s=saves: cg.scan(body, None, xs, save=s))(xs[:length])
+    cg.barrier()
+    assert cg.Checkpoints(tmp_path).steps()[-1] == length
+  assert sorted(ran) == list(range(8))
+
+
+def test_a_leaf_of_float0_is_saved(tmp_path: Path) -> None:
+  first = np.float32(0), np.zeros(2, jax.dtypes.float0)
+  for length in (3, 5):
+    saves = cg.Checkpoints(tmp_path, every=2, resume=True)
+    body = lambda c, _: ((c[0] + 1, c[1]), None)
+    carry = jax.jit(lambda s=saves, n=length: cg.scan(body, first, length=n, save=s)[0])()
+    cg.barrier()
+    assert carry[0] == length
+
+
+def test_a_process_whose_checkpoints_could_not_be_written_fails(tmp_path: Path) -> None:
+  program = f"""
+    import jax, callgate as cg
+    from callgate._checkpoints import files
+    def write(*args): raise OSError(28, "No space left on device")
+    files.write = write
+    saves = cg.Checkpoints({str(tmp_path)!r}, every=1)
+    jax.jit(lambda x: cg.scan(lambda x, _: (x + 1, None), x, length=2, save=saves)[0])(0)
+  """
+  ended = run_python(program)
+  assert ended.returncode == 1
+  assert "OSError: [Errno 28] No space left on device" in ended.stderr
+
+
 def test_the_end_of_a_process_waits_for_a_slow_disk(tmp_path: Path) -> None:
   program = """
     import os, sys, time
@@ -444,6 +521,7 @@ def test_the_end_of_a_process_waits_for_a_slow_disk(tmp_path: Path) -> None:
     sys.stderr = sys.stdout
     import jax, callgate as cg
     from callgate._checkpoints import files, parts
+from callgate._tap import channel
     write = files.write
     files.write = lambda *args: (time.sleep(0.3), write(*args))[1]
     saves = cg.Checkpoints(FOLDER, every=1, keep=9)

@@ -58,6 +58,11 @@ def folder_instead(path: Path) -> None:
   path.mkdir()
 
 
+def link_to_nothing(file: Path) -> None:
+  file.unlink()
+  file.symlink_to("/nonexistent/file")
+
+
 DAMAGES = {
   "method": ("part_*.npz", flipped(10, 4)),
   "encrypted": ("part_*.npz", flipped(8, 0)),
@@ -79,6 +84,8 @@ DAMAGES = {
   "meta a number": ("meta.json", lambda file: file.write_text("1")),
   "meta no text": ("meta.json", lambda file: file.write_bytes(b"\xff\xfe")),
   "meta no file": ("meta.json", folder_instead),
+  "a link to nothing": ("part_*.npz", link_to_nothing),
+  "json a link to nothing": ("part_*.json", link_to_nothing),
 }
 
 

@@ -584,3 +584,47 @@ def test_all_backends_arrays_are_waited_for_and_none_is_asked_by_name(
   cg.barrier()
   with pytest.raises(RuntimeError, match="a test needs JAX's CPU backend; expected 'cpu' among"):
     _dispatch.cpu_devices("a test")
+
+
+@pytest.mark.parametrize("effect", ["pure", "io", "ordered"])
+def test_a_call_that_another_thread_is_in_is_waited_for(effect: Any) -> None:
+  begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+  def body(x: Any) -> Any:
+    begun.set()
+    goes_on.wait(10)
+    return x
+
+  program = jax.jit(cg.gate(body, out=lambda x: x, effect=effect))
+
+  def call() -> None:
+    jax.block_until_ready(program(np.float32(1)))
+    ended.set()
+
+  goes_on.set()
+  call()  # compiled, so that the thread's is a later call
+  for event in (begun, goes_on, ended):
+    event.clear()
+  thread = threading.Thread(target=call)
+  thread.start()
+  assert begun.wait(10)
+  threading.Timer(0.05, goes_on.set).start()
+  cg.barrier()
+  assert goes_on.is_set()
+  thread.join()
+
+
+def test_a_barrier_in_a_consumer_waits_for_no_call_that_waits_for_the_consumer() -> None:
+  seen: list[float] = []
+
+  def consume(value: Any) -> None:
+    with contextlib.suppress(TimeoutError, RuntimeError):
+      cg.barrier(timeout=0.5)
+    seen.append(float(value))
+
+  with cg.channel("test barrier full", capacity=64, to=consume):
+    send = lambda n, _: (cg.tap(n, "test barrier full"), None)
+    thread = threading.Thread(target=jax.jit(lambda: jax.lax.scan(send, 0.0, length=3)[0]))
+    thread.start()
+    thread.join(30)
+  assert seen == [0, 0, 0]
