@@ -76,6 +76,17 @@ struct DTypeOf<Complex<double>, std::enable_if_t<sizeof(Complex<double>) == 16>>
 template <class T>
 inline constexpr int kDType = DTypeOf<std::remove_cv_t<T>>::value;
 
+// The element types that Python's and NumPy's numbers have as attributes.
+inline const char* name_of_dtype(int code) {
+  constexpr const char* kNames[] = {"another type", "bool",         "int8",         "int16",
+                                    "int32",        "int64",        "uint8",        "uint16",
+                                    "uint32",       "uint64",       "float16",      "float32",
+                                    "float64",      "another type", "another type", "complex64",
+                                    "bfloat16",     "another type", "complex128"};
+  constexpr int kCount = int(sizeof kNames / sizeof *kNames);
+  return kNames[code >= 0 && code < kCount ? code : 0];
+}
+
 }  // namespace detail
 
 // --- Errors --------------------------------------------------------------------------------------
@@ -291,20 +302,14 @@ class Dict {
   bool contains(const char* name) const { return find(name) != nullptr; }
   template <class T>
   T get(const char* name) const {
-    return *static_cast<const T*>(
-        entry(name, CALLGATE_NUMBER, detail::kDType<T>, "a number of the type asked for").data);
+    return *static_cast<const T*>(entry(name, CALLGATE_NUMBER, detail::kDType<T>).data);
   }
   template <class T>
   Numbers<T> numbers(const char* name) const {
-    return Numbers<T>(
-        entry(name, CALLGATE_NUMBERS, detail::kDType<T>, "numbers of the type asked for"));
+    return Numbers<T>(entry(name, CALLGATE_NUMBERS, detail::kDType<T>));
   }
-  String string(const char* name) const {
-    return String(entry(name, CALLGATE_STRING, 0, "a string"));
-  }
-  Dict dict(const char* name) const {
-    return Dict(entry(name, CALLGATE_DICTIONARY, 0, "a dictionary"));
-  }
+  String string(const char* name) const { return String(entry(name, CALLGATE_STRING, 0)); }
+  Dict dict(const char* name) const { return Dict(entry(name, CALLGATE_DICTIONARY, 0)); }
 
  private:
   const callgate_attribute* find(const char* name) const {
@@ -312,14 +317,19 @@ class Dict {
       if (std::strcmp(entries_[i].name, name) == 0) return &entries_[i];
     return nullptr;
   }
-  const callgate_attribute& entry(const char* name, int kind, int dtype,
-                                  const char* expected) const {
+  const callgate_attribute& entry(const char* name, int kind, int dtype) const {
+    constexpr const char* kKinds[] = {"a number of ", "a string", "numbers of ", "a dictionary"};
+    auto type_of = [](int kind, int dtype) {
+      return kind == CALLGATE_NUMBER || kind == CALLGATE_NUMBERS ? detail::name_of_dtype(dtype)
+                                                                 : "";
+    };
     const callgate_attribute* found = find(name);
     if (found == nullptr) detail::raise(Error("attribute '%s' is missing", name));
     bool empty = kind == CALLGATE_NUMBERS && found->count == 0;  // of no numbers, any type does
     if (found->kind != kind || (dtype != 0 && found->dtype != dtype && !empty))
-      detail::raise(Error("attribute '%s': expected %s, got kind %d of dtype %d", name, expected,
-                          int(found->kind), int(found->dtype)));
+      detail::raise(Error("attribute '%s': expected %s%s, got %s%s", name, kKinds[kind],
+                          type_of(kind, dtype), kKinds[found->kind],
+                          type_of(found->kind, found->dtype)));
     return *found;
   }
   const callgate_attribute* entries_;

@@ -84,7 +84,10 @@ def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
   try:
     return jnp.asarray(leaf)
   except (TypeError, ValueError, OverflowError) as error:
-    hint = "" if is_masked(leaf) else "; pass anything else as a keyword argument, which is static"
+    hint = "; pass anything else as a keyword argument, which is static"
+    if isinstance(leaf, np.generic):  # also by keyword: NumPy's numbers are arrays
+      hint = "; NumPy's text and times are neither array nor static: give Python's own, by .item()"
+    hint = "" if is_masked(leaf) else hint
     where = f"argument {registry.argument_in(gate.name, tree, index)}"
     raise GateDefinitionError(
       f"{gate.label}: {where}: expected an array or a pytree of arrays, got {shown(leaf)}{hint}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import importlib
 import json
 import math
 import threading
@@ -23,7 +24,7 @@ import jax
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from callgate._core import exact, names, split
+from callgate._core import exact, foreign, names, split
 from callgate._core.errors import GateDefinitionError, ResultError
 
 PyTreeDef = Any
@@ -111,6 +112,10 @@ class _Encoder:
       return {"t": [self._static(item) for item in items]}
     if type(value) is float:
       return {"float": value.hex()}
+    if type(value) is complex:
+      return {"complex": [value.real.hex(), value.imag.hex()]}
+    if self._portable and (place := exact.reference(value)) and not _is_of_main(place):
+      return {"of": place}
     if isinstance(value, np.dtype) and _is_named(value):
       return {"dtype": value.name}
     if isinstance(value, exact.Exact):
@@ -124,6 +129,28 @@ def _is_literal(value: Any) -> bool:
   if type(value) is float:
     return math.isfinite(value)
   return value is None or type(value) in (bool, int, str, bytes)
+
+
+def _is_of_main(place: str) -> bool:
+  """True for what another process's main module may have, or not."""
+  return place.startswith("__main__:")
+
+
+def _of_module(place: str) -> Any:
+  """A function or class that a module holds."""
+  module = place.partition(":")[0]
+  try:
+    importlib.import_module(module)
+  except ImportError as error:
+    why = foreign.said_by(error)
+  else:
+    if (found := exact.referred(place)) is not None:
+      return found
+    why = "the module holds none of that name"
+  raise GateDefinitionError(
+    f"a program that was loaded from elsewhere calls a gate with {place}: expected a function or "
+    f"class that this process can import, got none: {why}"
+  )
 
 
 def _is_named(dtype: np.dtype[Any]) -> bool:
@@ -168,6 +195,10 @@ class _Decoder:
         return tuple(map(self.static, items))
       case {"float": digits}:
         return float.fromhex(digits)
+      case {"complex": digits}:
+        return complex(*map(float.fromhex, digits))
+      case {"of": place}:
+        return _of_module(place)
       case {"dtype": name}:
         return np.dtype(name)
       case {"exact": name}:

@@ -178,3 +178,4 @@ def raise_unchained(error: BaseException) -> None:
   finally:
     for name, value in zip(names, chain, strict=True):
       _ATTRIBUTES[name].__set__(error, value)
+    del error  # which has this frame in its traceback: a cycle would keep all its frames hold

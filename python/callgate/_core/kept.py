@@ -24,6 +24,7 @@ from callgate._core.errors import GateTimeoutError
 # Outside of `callgate.errors()` nobody may ever ask: only the newest failures are kept then. A
 # block asks for what fails in it, so all of that is kept, up to the second number.
 _LIMIT, _LIMIT_IN_BLOCKS = 256, 4096
+_LIMIT_CLAIMED = 4  # of those that somebody has got: the same program's other results may ask again
 NO_RUN = -1  # not known; others may be negative, too
 THIS_THREAD = 0
 _ID = re.compile(r"\[callgate error #(\d+)\]")
@@ -49,6 +50,7 @@ class Kept:
 
 
 _store: collections.OrderedDict[int, Kept] = collections.OrderedDict()
+_let_go: collections.OrderedDict[int, None] = collections.OrderedDict()  # claimed ones, by id
 blocks: list[int] = []  # for each block that is open, the first id that can be of a failure in it
 # Failures that no program's error tells of. The caller has only wrong numbers, so these stay here
 # whatever happens to the store.
@@ -126,8 +128,20 @@ def find(text: str, *, claim: bool = True) -> Kept | None:
   with _lock:
     kept = _store.get(number)
     if kept is not None and claim:
-      kept.claimed = True
+      claimed(kept)
     return kept
+
+
+def claimed(kept: Kept) -> None:
+  """Somebody has got it. Older ones that somebody has got are kept no longer."""
+  with _lock:
+    kept.claimed = True
+    ids = [one.id for one in _store.values() if one.claimed and one is not kept]
+    for one in ids[: -(_LIMIT_CLAIMED - 1)]:
+      del _store[one]
+      _let_go[one] = None
+    while len(_let_go) > _LIMIT_IN_BLOCKS:
+      _let_go.popitem(last=False)
 
 
 def take(text: str) -> Kept | None:
@@ -145,8 +159,8 @@ def newest_first() -> list[Kept]:
 
 
 def is_claimed(number: int) -> bool:
-  """True if somebody has got it, and it is still here."""
-  return (kept := _store.get(number)) is not None and kept.claimed
+  """True if somebody has got it."""
+  return number in _let_go or ((kept := _store.get(number)) is not None and kept.claimed)
 
 
 def enter_block() -> int:
@@ -192,5 +206,5 @@ def take_deferred(others: Container[int | None]) -> list[BaseException]:
     taken = [one for one in waiting if one.thread not in others]
     deferred[:] = [one for one in waiting if one.thread in others]
     for one in taken:
-      one.claimed = True
+      claimed(one)
   return [one.exception for one in taken]

@@ -200,7 +200,8 @@ def find(made: str, what: str) -> Exact:
     raise GateDefinitionError(
       f"a program that was loaded from elsewhere calls a gate with a {what} ({made}) that this "
       "process has not seen. Expected: plain tuples, lists, dicts and literals, which travel with "
-      "the program; or trace one call of the gate with the same value in this process first"
+      "the program; or trace one call of the gate with the same value in this process first, and "
+      "keep the value"
     )
   return found
 

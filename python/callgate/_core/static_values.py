@@ -81,7 +81,19 @@ def in_dtype(value: Any, dtype: Any) -> np.ndarray[Any, Any]:
 
 def string(label: str, name: str, value: Any) -> str:
   """A string attribute."""
-  return value if isinstance(value, str) else _refuse(label, name, "a string", value)
+  if not isinstance(value, str):
+    _refuse(label, name, "a string", value)
+  if not _is_utf8(value):  # such as a file's name by `os.fsdecode`
+    _refuse(label, name, "text that UTF-8 has codes for", value)
+  return value
+
+
+def _is_utf8(text: str) -> bool:
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
 
 
 def dictionary(label: str, name: str, value: Any) -> Frozen:
@@ -95,6 +107,7 @@ def dictionary(label: str, name: str, value: Any) -> Frozen:
       raise GateDefinitionError(
         f"{label}: attribute '{name}': expected strings as keys, got {key!r}"
       )
+    string(label, name, key)
     entries[key] = _entry(label, f"{name}.{key}", entry)
   key = tuple((name, entries[name]) for name in sorted(entries))
   return Frozen({name: _raw(entry) for name, entry in key}, key)
@@ -102,7 +115,7 @@ def dictionary(label: str, name: str, value: Any) -> Frozen:
 
 def _entry(label: str, name: str, value: Any) -> Any:
   if isinstance(value, str):
-    return value
+    return string(label, name, value)
   if isinstance(value, Mapping):
     return dictionary(label, name, value)
   array = _array(value)

@@ -98,7 +98,10 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   failures.raise_deferred(of_all_threads=True)
   if failure is not None and not _is_stale(failure, first=0):
     kept = _kept.find(str(failure))
-    foreign.raise_unchained(kept.exception if kept is not None else failure)
+    try:
+      foreign.raise_unchained(kept.exception if kept is not None else failure)
+    finally:
+      failure = kept = None  # as below
   failures.raise_consumer_errors()
 
 
@@ -180,6 +183,7 @@ class errors:
         if kept is not None and kept.exception is not error:
           foreign.raise_unchained(kept.exception)
     finally:
+      error = kept = failure = None  # no cycle through this frame, see `raise_unchained`
       dispatch.forget_failed_tokens()
       _kept.blocks.remove(self._first)
 
@@ -194,11 +198,14 @@ class errors:
         mine = k.thread == own or (alone and k.thread not in python_threads)
         kept = k if mine and k.id >= self._first and not k.claimed else kept
       if kept is not None:
-        kept.claimed = True
-    if kept is not None:
-      foreign.raise_unchained(kept.exception)
-    if failure is not None:
-      raise failure
+        _kept.claimed(kept)
+    try:
+      if kept is not None:
+        foreign.raise_unchained(kept.exception)
+      if failure is not None:
+        raise failure
+    finally:
+      failure = kept = k = None  # as above
 
 
 def wait_for_programs(

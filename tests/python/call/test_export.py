@@ -199,3 +199,30 @@ def test_a_callable_lives_as_long_as_a_program_that_can_call_it(clean_caches: No
   assert alive() is not None
   del compiled
   drop_programs_until(lambda: alive() is None)
+
+
+def test_static_values_that_modules_hold_and_complex_numbers_travel(tmp_path: Path) -> None:
+  gate = """
+    import sys, json, pathlib, callgate as cg, jax, jax.export, jax.numpy as jnp
+    @cg.gate(out=lambda x, **_: x, name="test travels", effect="io")
+    def show(x, *, k, pair):
+      print(k if isinstance(k, complex) else k.__module__ + "." + k.__qualname__, pair[1] is dict)
+      return x
+  """
+  values = "json.dumps", "json.JSONEncoder", "complex(-0.0, 1)", "jnp.sum"
+  written = textwrap.dedent(gate) + textwrap.dedent(f"""
+    for number, k in enumerate([{", ".join(values)}]):
+      program = jax.jit(lambda x: show(x, k=k, pair=(1, dict)))
+      exported = jax.export.export(program, disabled_checks=cg.export_checks())(jnp.float32(1))
+      pathlib.Path(sys.argv[1], str(number)).write_bytes(exported.serialize())
+  """)
+  read = textwrap.dedent(gate) + textwrap.dedent(f"""
+    for number in range({len(values)}):
+      exported = jax.export.deserialize(pathlib.Path(sys.argv[1], str(number)).read_bytes())
+      with cg.errors():
+        jax.jit(exported.call)(jnp.float32(1))
+  """)
+  printed_by(written, str(tmp_path))
+  lines = printed_by(read, str(tmp_path)).splitlines()
+  assert lines[:3] == ["json.dumps True", "json.encoder.JSONEncoder True", "(-0+1j) True"]
+  assert lines[3].endswith("sum True")

@@ -10,6 +10,7 @@ import inspect
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -628,3 +629,23 @@ def test_a_barrier_in_a_consumer_waits_for_no_call_that_waits_for_the_consumer()
     thread.start()
     thread.join(30)
   assert seen == [0, 0, 0]
+
+
+def test_failures_that_were_raised_keep_few_frames() -> None:
+  class Local:
+    pass
+
+  live: weakref.WeakSet[Local] = weakref.WeakSet()
+
+  def body(x: Any) -> Any:
+    local = Local()
+    live.add(local)
+    raise ValueError("test frames")
+
+  program = jax.jit(cg.gate(body, out=lambda x: x, effect="io"))
+  for _ in range(12):
+    with pytest.raises(ValueError, match="test frames"), cg.errors():
+      program(1.0)
+  del body
+  gc.collect()
+  assert len(live) <= 6
