@@ -38,6 +38,11 @@ def library() -> Any:
 
 def check(leaves: Sequence[parts.Leaf]) -> None:
   """Raises a GateDefinitionError for what Orbax doesn't write."""
+  if not leaves:
+    raise GateDefinitionError(
+      "Checkpoints: format='orbax': expected a carry with arrays, Orbax saves no other; got one "
+      "without any; format='npz' saves how many steps have run"
+    )
   for leaf in leaves:
     if 0 in leaf.shape:
       raise GateDefinitionError(

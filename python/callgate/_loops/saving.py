@@ -126,7 +126,7 @@ def _scan_from(
   xs = jax.tree.map(jnp.asarray, xs)
   with inside(mark):
     _, types = tracing.result_avals(step, init, _at(xs, 0))
-  ys = jax.tree.map(lambda aval: tracing.zeros_of(aval.update(shape=(length, *aval.shape))), types)
+  ys = jax.tree.map(lambda aval: tracing.zeros_of(_loops.stacked(aval, length)), types)
 
   def body(index: Any, state: Any) -> Any:
     carry, ys = state

@@ -471,25 +471,6 @@ def test_without_program_and_checkpoints_no_channel_is_left(tmp_path: Path) -> N
   drop_programs_until(lambda: opened() <= before)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_carry_without_arrays_is_saved(tmp_path: Path, devices: int) -> None:
-  mesh = jax.make_mesh((devices,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-  xs = jax.device_put(np.arange(8), jax.NamedSharding(mesh, jax.P()))
-  ran: list[int] = []
-  note = cg.gate(lambda x: ran.append(int(x)), effect="io")
-
-  def body(carry: None, x: Any) -> Any:
-    note(x)
-    return carry, x
-
-  for length in (5, 8):
-    saves = cg.Checkpoints(tmp_path, every=2, resume=True)
-    jax.jit(lambda xs, s=saves: cg.scan(body, None, xs, save=s))(xs[:length])
-    cg.barrier()
-    assert cg.Checkpoints(tmp_path).steps()[-1] == length
-  assert sorted(ran) == list(range(8))
-
-
 def test_a_leaf_of_float0_is_saved(tmp_path: Path) -> None:
   first = np.float32(0), np.zeros(2, jax.dtypes.float0)
   for length in (3, 5):
@@ -521,7 +502,6 @@ def test_the_end_of_a_process_waits_for_a_slow_disk(tmp_path: Path) -> None:
     sys.stderr = sys.stdout
     import jax, callgate as cg
     from callgate._checkpoints import files, parts
-from callgate._tap import channel
     write = files.write
     files.write = lambda *args: (time.sleep(0.3), write(*args))[1]
     saves = cg.Checkpoints(FOLDER, every=1, keep=9)

@@ -141,6 +141,8 @@ def test_what_orbax_cannot_write_stays_as_its_parts(
   assert_same(saves.load(init()), after(4))
   with pytest.raises(cg.GateDefinitionError, match=r"with elements.*got carry: float32\[0\]"):
     run(cg.Checkpoints(tmp_path / "other", format="orbax"), jnp.zeros(0), 1)
+  with pytest.raises(cg.GateDefinitionError, match="expected a carry with arrays"):
+    jax.jit(lambda: cg.scan(lambda c, x: (c, x), None, np.zeros(3), save=saves))()
 
 
 def test_without_orbax_the_error_names_the_extra(

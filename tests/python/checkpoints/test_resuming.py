@@ -92,6 +92,22 @@ def test_arrays_that_are_split_over_one_axis_stay_split(tmp_path: Path, kind: Ax
   assert len(list(tmp_path.glob("step_0000000006/part_*.npz"))) == 4
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_results_of_steps_that_are_split_over_an_axis_stay_split(
+  tmp_path: Path, kind: AxisType
+) -> None:
+  mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+  xs = np.arange(40.0, dtype=np.float32).reshape(10, 4)
+  for length in (7, 10):
+    given = jax.device_put(xs[:length], NamedSharding(mesh, jax.P(None, "x")))
+    carry, ys = run(tmp_path, lambda c, x: (c + 1, (x + c, x > 9)), np.float32(0), given)
+  assert carry == 10
+  steps = np.arange(10, dtype=np.float32)[:, None]
+  np.testing.assert_array_equal(ys[0], np.where(steps < 7, 0, xs + steps))
+  np.testing.assert_array_equal(ys[1], np.broadcast_to(steps >= 7, xs.shape))
+  assert kind is AxisType.Auto or ys[0].sharding.shard_shape(xs.shape) == (10, 1)
+
+
 # -- feeds ----------------------------------------------------------------------------------------
 def reading(feed: cg.Feed, *more: cg.Feed) -> Callable[..., Any]:
   def step(c: Any, _: Any) -> Any:
@@ -117,6 +133,26 @@ def test_a_feed_goes_on_where_the_saved_loop_was(
       carry, ys, *_ = run(tmp_path, reading(feed), np.float32(0), xs, stoppable=stoppable)
   assert carry == sum(range(10))
   np.testing.assert_array_equal(ys, [0, 0, 0, 0, 0, 0, 0, 7, 8, 9])
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_loop_whose_carry_has_no_arrays_goes_on(
+  engine: str, tmp_path: Path, devices: int
+) -> None:
+  auto = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:devices]}
+  split = NamedSharding(jax.make_mesh((devices,), ("x",), **auto), jax.P(None, "x"))
+  xs = np.arange(40.0, dtype=np.float32).reshape(10, 4)
+  for length in (7, 10):
+    with numbers() as feed:
+      step = lambda c, x, f=feed: (c, x + f.next())
+      given = jax.device_put(xs[:length], split)
+      carry, ys = run(tmp_path, step, {"none": None}, given)
+    saves = cg.Checkpoints(tmp_path)
+    assert saves.steps() == ((3, 6, 7) if length == 7 else (7, 9, 10))
+    assert carry == saves.load({"none": None}) == {"none": None}
+  items = np.arange(10, dtype=np.float32)[:, None]
+  np.testing.assert_array_equal(ys, np.where(items < 7, 0, xs + items))
+  assert len(list(tmp_path.glob("step_0000000010/part_*.npz"))) == 1
 
 
 def test_items_that_were_taken_before_the_loop_count(tmp_path: Path) -> None:

@@ -90,6 +90,14 @@ def test_types_are_weak_as_loops_have_them() -> None:
   assert (found["a"].dtype, found["b"]) == (jnp.bfloat16, strong)
 
 
+def test_a_stacked_type_keeps_the_axes_of_an_explicit_mesh() -> None:
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  split = jax.NamedSharding(mesh, jax.P("x"))
+  stacked = loops.stacked(jax.typeof(jax.device_put(np.zeros(4), split)), 3)
+  assert stacked.shape == (3, 4)
+  assert stacked.sharding.spec == jax.P(None, "x")
+
+
 def test_rules_are_put_around_jaxs() -> None:
   source = """
     import jax, jax.numpy as jnp
