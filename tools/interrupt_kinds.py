@@ -106,6 +106,15 @@ def own_thread(folder: Path) -> Run:
   return loop(lambda i, x: gate(x))
 
 
+def named_thread(folder: Path) -> Run:
+  """An object that one thread makes, uses and drops in each step."""
+  import callgate as cg
+
+  place = cg.thread("interrupts")
+  make = cg.hold(lambda x: [x], run_on=place, name="interrupts.made")
+  return loop(lambda i, x: cg.use(lambda made, x: x + 1, make(x), x, out=x))
+
+
 def taps(folder: Path) -> Run:
   import callgate as cg
 
@@ -294,7 +303,7 @@ def serve(folder: Path) -> Run:
 KINDS: dict[str, Callable[[Path], Run]] = {
   kind.__name__.replace("_", "-"): kind
   for kind in (
-    gates, own_thread, taps, heavy, devices, checks, kernels, feeds, knobs, stops,
+    gates, own_thread, named_thread, taps, heavy, devices, checks, kernels, feeds, knobs, stops,
     stoppable_scans, bars, breakpoints, stopped_breakpoints, recordings, replays, checkpoints,
     serve,
   )

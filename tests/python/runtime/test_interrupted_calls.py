@@ -24,9 +24,12 @@ def make(kind):
     cg.tap(i, lambda i: begun.set() if i == 1000 else None)
     if kind == "gate":
       return cg.call(lambda value: value, x, x, effect="io")
+    if kind == "named thread":
+      return cg.use(lambda made, x: x + 1, made_there(x), x, out=x)
     return jnp.sin(x @ jnp.eye(64)) + 1 if kind == "heavy" else jnp.sin(x) + 1
   return jax.jit(lambda x, n: jax.lax.fori_loop(0, n, step, x))
 
+made_there = cg.hold(lambda x: [x], run_on=cg.thread("interrupted"), name="made there")
 x = np.ones(64, np.float32)
 
 def started(kind, call):
@@ -74,7 +77,7 @@ def outcomes(source: str, **environment: str) -> list[str]:
 def test_the_exception_at_an_interrupted_call_is_keyboard_interrupt() -> None:
   got = outcomes(
     """
-    for kind in ("cheap", "heavy", "gate"):
+    for kind in ("cheap", "heavy", "gate", "named thread"):
       for call in ("first", "later", "compiled"):
         print(interrupted(started(kind, call)))
     def in_errors(y):
@@ -86,7 +89,7 @@ def test_the_exception_at_an_interrupted_call_is_keyboard_interrupt() -> None:
     print(interrupted(started_in_errors), interrupted(started("heavy", "later"), in_errors))
     """
   )
-  assert got == ["KeyboardInterrupt"] * 9 + ["KeyboardInterrupt KeyboardInterrupt"]
+  assert got == ["KeyboardInterrupt"] * 12 + ["KeyboardInterrupt KeyboardInterrupt"]
 
 
 def test_each_wait_for_an_interrupted_program_raises_keyboard_interrupt() -> None:
