@@ -100,7 +100,7 @@ def clean(root: Path) -> None:
         old.rename(root / old.name[1 : -len(_OLD)])
   for folder in root.glob(".step_*"):
     if folder.name.rpartition("_")[2] not in ours:
-      shutil.rmtree(folder, ignore_errors=True)
+      _delete(folder)
 
 
 def _unfinished(root: Path, step: int, run: int) -> Path:
@@ -224,10 +224,10 @@ def _give_name(folder: Path, named: Path) -> None:
   for left in reversed(range(_TRIES)):
     try:
       with _naming:
-        if not named.exists():
+        if not os.path.lexists(named):
           folder.rename(named)
         elif not _swapped(folder, named):
-          shutil.rmtree(old, ignore_errors=True)
+          _delete(old)
           named.rename(old)
           folder.rename(named)
       break
@@ -251,7 +251,16 @@ def _remove(folder: Path, name: str) -> None:
   gone = folder.with_name(f".{name}.{uuid.uuid4().hex}")
   with contextlib.suppress(FileNotFoundError):
     folder.rename(gone)
-  shutil.rmtree(gone, ignore_errors=True)
+  _delete(gone)
+
+
+def _delete(path: Path) -> None:
+  """Removes a folder with all that is in it; of a link, or a file in its place, this alone."""
+  if path.is_symlink() or not path.is_dir():
+    with contextlib.suppress(OSError):
+      path.unlink()
+  else:
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def keep_newest(root: Path, count: int) -> None:
@@ -259,7 +268,7 @@ def keep_newest(root: Path, count: int) -> None:
   for saved in whole(root)[:-count]:
     _remove(saved.folder, _name(saved.step))
   for folder in root.glob(".step_*.*"):
-    shutil.rmtree(folder, ignore_errors=True)
+    _delete(folder)
 
 
 def _put(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -93,7 +93,7 @@ def intact(saved: Saved) -> bool:
       for number, slices in where.items():
         _array(saved, file, number, slices)
     return is_complete(saved.parts, saved.leaves)
-  except ValueError:
+  except (ValueError, FileNotFoundError):  # another process has removed it meanwhile
     return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import zipfile
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from interpreters import run_python
 
 import callgate as cg
 from callgate._checkpoints import files, parts
@@ -58,9 +60,12 @@ def folder_instead(path: Path) -> None:
   path.mkdir()
 
 
-def link_to_nothing(file: Path) -> None:
-  file.unlink()
-  file.symlink_to("/nonexistent/file")
+def link_to_nothing(path: Path) -> None:
+  if path.is_dir():
+    shutil.rmtree(path)
+  else:
+    path.unlink()
+  path.symlink_to("/nonexistent/file")
 
 
 DAMAGES = {
@@ -86,7 +91,14 @@ DAMAGES = {
   "meta no file": ("meta.json", folder_instead),
   "a link to nothing": ("part_*.npz", link_to_nothing),
   "json a link to nothing": ("part_*.json", link_to_nothing),
+  "json no file": ("part_*.json", folder_instead),
+  "meta a link to nothing": ("meta.json", link_to_nothing),
+  "all a link to nothing": (".", link_to_nothing),
 }
+
+
+def no_swap(*_: Any) -> None:
+  raise OSError(errno.EINVAL, "Invalid argument")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -96,7 +108,8 @@ def test_any_damage_is_passed_over_and_load_says_it(
   write(tmp_path, 10)
   write(tmp_path, 20)
   pattern, change = DAMAGES[damage]
-  change(next((tmp_path / "step_0000000020").glob(pattern)))
+  newest = tmp_path / "step_0000000020"
+  change(newest if pattern == "." else next(newest.glob(pattern)))
   assert found(tmp_path) == 10
   assert "step_0000000020 is damaged, and passed over" in capfd.readouterr().err
   saves = cg.Checkpoints(tmp_path)
@@ -104,6 +117,23 @@ def test_any_damage_is_passed_over_and_load_says_it(
     with pytest.raises(ValueError, match=r"damaged one|elements are missing"):
       saves.load(LIKE, step)
   np.testing.assert_array_equal(saves.load(LIKE, 10), np.full(8, 10.0))
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("change", [link_to_nothing, shutil.rmtree])
+def test_a_step_is_saved_anew_where_a_link_or_a_file_has_its_name(
+  tmp_path: Path, change: Callable[[Path], object], swaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  write(tmp_path, 10)
+  write(tmp_path, 20)
+  change(named := tmp_path / "step_0000000020")
+  if not named.is_symlink():
+    named.write_text("a file")
+  if not swaps:
+    monkeypatch.setattr(paths, "exchange", no_swap)
+  write(tmp_path, 20, run=2)
+  assert found(tmp_path) == 20
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000010", "step_0000000020"]
 
 
 def test_what_cannot_be_read_is_passed_over(
@@ -169,6 +199,38 @@ def test_a_full_disk_leaves_nothing_while_the_loop_runs(
   assert saves.steps() == (2, 4)
 
 
+@pytest.mark.parametrize("engine", ["callgate", "jax"])
+def test_a_process_whose_checkpoints_could_not_be_written_ends_with_status_1(
+  tmp_path: Path, engine: str
+) -> None:
+  """It asks for no barrier; of two folders the other one gets what was sent to it."""
+  program = """
+    import errno, sys
+    import jax, callgate as cg, numpy as np
+    from callgate._checkpoints import files
+
+    write = files.write
+
+    def full(folder, *args):
+      if folder.name == "full":
+        raise OSError(errno.ENOSPC, "No space left on device")
+      write(folder, *args)
+
+    files.write = full
+    cg.config(engine=ENGINE)
+    kept = [cg.Checkpoints(FOLDER + "/" + name, every=2) for name in ("full", "other")]
+    for saves in kept:
+      jax.jit(lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=4, save=saves)[0])(1.0)
+  """.replace("FOLDER", repr(str(tmp_path))).replace("ENGINE", repr(engine))
+  done = run_python(program)
+  assert done.returncode == 1
+  assert "OSError: [Errno 28] No space left on device" in done.stderr
+  assert "<Checkpoints in" in done.stderr
+  assert "not delivered" not in done.stderr
+  assert cg.Checkpoints(tmp_path / "other").steps() == (2, 4)
+  assert cg.Checkpoints(tmp_path / "full").steps() == ()
+
+
 # -- a step that is saved anew --------------------------------------------------------------------
 class Killed(BaseException):
   pass
@@ -190,9 +252,6 @@ def test_an_end_at_each_moment_leaves_one_of_the_two(
       return function(*args, **options)
 
     return call
-
-  def no_swap(*_: Any) -> None:
-    raise OSError(errno.EINVAL, "Invalid argument")
 
   if not swaps:
     monkeypatch.setattr(paths, "exchange", no_swap)
