@@ -172,7 +172,7 @@ class errors:
   def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
     try:
       if error is None:
-        failure = wait_for_programs(None)
+        failure = wait_for_programs(None, calls=False)
         _callgate.drain_devices(failures.LONG_SECONDS)
         _callgate.flush_channels()
         failures.raise_deferred()
@@ -209,16 +209,17 @@ class errors:
 
 
 def wait_for_programs(
-  timeout: float | None, watch: Callable[[], None] | None = None
+  timeout: float | None, watch: Callable[[], None] | None = None, *, calls: bool = True
 ) -> BaseException | None:
   """Waits until no program of any thread runs; returns what the first to fail did so with.
 
-  `watch` is called now and then meanwhile; what it raises, a `ProcessError`, ends the wait.
+  `watch` is called now and then meanwhile; what it raises, a `ProcessError`, ends the wait. With
+  `calls` False those count that have been dispatched, not those that another thread calls now.
   """
   deadline = _deadline(timeout)
   late = f"callgate.barrier: programs still run after {timeout} s"
   failure: BaseException | None = None
-  if not until(deadline, watch, _others_return):
+  if calls and not until(deadline, watch, _others_return):
     raise TimeoutError(late)
   for array in list(dispatch.live_arrays()):
     try:

@@ -649,3 +649,16 @@ def test_failures_that_were_raised_keep_few_frames() -> None:
   del body
   gc.collect()
   assert len(live) <= 6
+
+
+def test_a_block_for_errors_does_not_wait_for_a_call_that_another_thread_is_in() -> None:
+  begun, goes_on = threading.Event(), threading.Event()
+  body = lambda x: (begun.set(), goes_on.wait(10), x)[2]
+  thread = threading.Thread(target=jax.jit(cg.gate(body, out=lambda x: x)), args=(np.float32(1),))
+  thread.start()
+  assert begun.wait(10)
+  with cg.errors():
+    pass
+  assert not goes_on.is_set()
+  goes_on.set()
+  thread.join()
