@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -16,19 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate import _callgate
 from callgate._checkpoints import files, loading, orbax
 from callgate._checkpoints.claim import Claim
-from callgate._checkpoints.parts import Saved
+from callgate._checkpoints.parts import Leaf, Saved
 from callgate._checkpoints.writer import Writer, leaves_of
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 from callgate._objects.handle import Handle
-from callgate._runtime import lifecycle
+from callgate._runtime import barrier, lifecycle
 from callgate._tap import channel, tap
 
 _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
-_alive: weakref.WeakSet[_Channel] = weakref.WeakSet()
+# The channels, which may outlive their `Checkpoints`, and the folders.
+_open: weakref.WeakKeyDictionary[channel.Channel, Path] = weakref.WeakKeyDictionary()
 
 
 class Checkpoints:
@@ -61,7 +62,8 @@ class Checkpoints:
 
   What can't be written is the error of `callgate.barrier()`; the loop goes on. Over processes the
   newest one is there after `callgate.barrier(all_processes=True)`. As a context manager
-  it is closed at the end of the block.
+  it waits for the disk at the end of the block. Its thread ends when neither this nor a program
+  that saves with it is left.
 
   Args:
     folder: where they go; it is made if it isn't there.
@@ -93,13 +95,10 @@ class Checkpoints:
     self.format = options.choice(label, "format", format, ("npz", "orbax"))
     if format == "orbax":
       orbax.library()
-    wrote = threading.Event()
-    self._channel = _Channel(Writer(self.folder, self.keep, self.format, wrote))
-    self._loader = loading.Loader(
-      self.folder, resume=resume, of_orbax=format == "orbax", begun=self._channel.reopen,
-      wrote=wrote,
-    )  # fmt: skip
+    self._loader = loading.Loader(self.folder, resume=resume, of_orbax=format == "orbax")
+    self._writer = Writer(self.folder, self.keep, self.format, self._loader.wrote)
     self._lock = threading.Lock()
+    self._channel: channel.Channel | None = None
     self._claim = Claim()
 
   def __repr__(self) -> str:
@@ -151,14 +150,14 @@ class Checkpoints:
   def close(self) -> None:
     """Waits until what programs have sent is on the disk; the end of the process does so, too.
 
-    A loop that runs later saves again.
+    A program that is called again later saves again.
 
     Raises:
       OSError: something could not be written.
     """
-    if (opened := self._channel.take()) is not None:
-      with opened:
-        pass
+    if self._channel is not None and not _callgate.channels_abandoned():  # those are the parent's
+      barrier.wait_for_programs(None)
+      self._channel.flush()
 
   def __enter__(self) -> Self:
     return self
@@ -193,8 +192,7 @@ class Checkpoints:
     self._refuse_region()
     _refuse_handles(carry)
     sent = jax.tree.map(loading.refusing_lanes, jax.lax.stop_gradient(carry))
-    size = sum(int(np.prod(leaf.shape)) * 16 for leaf in leaves_of(carry))
-    to = self._channel.open(f"checkpoints: {self.folder}", max(2 * size, _LEAST_CAPACITY))
+    to = self._open(leaves_of(carry))
     tap.tap((step, run, sent, feeds), to, name="checkpoint", where=where)
 
   def _refuse_region(self) -> None:
@@ -204,64 +202,31 @@ class Checkpoints:
         "use jax.shard_map in the body of the loop instead"
       )
 
-
-class _Channel:
-  """The channel of one `Checkpoints`: open from the first trace on, and from a later run's begin.
-
-  It ends when neither the `Checkpoints` is left nor a program that saves by it: programs hold this
-  through the loader's gates.
-  """
-
-  def __init__(self, writer: Writer) -> None:
-    self._writer, self._lock = writer, threading.RLock()
-    self._options: dict[str, Any] | None = None
-    self._opened: list[channel.Channel] = []  # at most one
-    weakref.finalize(self, _close_soon, self._opened).atexit = False
-    _alive.add(self)
-
-  def __repr__(self) -> str:
-    return repr(self._writer)
-
-  @property
-  def opened(self) -> channel.Channel | None:
-    return next(iter(self._opened), None)
-
-  def open(self, name: str, capacity: int) -> channel.Channel:
-    """The channel, for what is being traced."""
+  def _open(self, leaves: tuple[Leaf, ...]) -> channel.Channel:
+    size = sum(int(np.prod(leaf.shape)) * 16 for leaf in leaves)
     with self._lock:
-      if self._options is None:
-        self._options = {"name": registry.free_name(name), "capacity": capacity}
-      self.reopen()
-      return self._opened[0]
-
-  def reopen(self) -> None:
-    with self._lock:
-      if self._options is not None and not self._opened:
-        self._opened.append(channel.channel(**self._options, to=self._writer))
-
-  def take(self) -> channel.Channel | None:
-    """The open channel, for who closes it."""
-    with self._lock:
-      return self._opened.pop() if self._opened else None
-
-
-def _close_soon(opened: list[channel.Channel]) -> None:
-  """Closes a channel in a thread of its own: Python's collector runs on any, the channel's too."""
-  for one in opened:
-    with contextlib.suppress(RuntimeError):  # too late for a thread: the end has waited for it
-      threading.Thread(target=one.end, name="callgate checkpoints").start()
+      if self._channel is None:
+        name = registry.free_name(f"checkpoints: {self.folder}")
+        most = max(2 * size, _LEAST_CAPACITY)
+        self._channel = channel.channel(name, capacity=most, to=self._writer)
+        _open[self._channel] = self.folder
+        # The loader lives as long as this, and as programs that save: the gates that they call
+        # have it. With it the channel and its thread end.
+        weakref.finalize(self._loader, self._writer.end, self._channel).atexit = False
+      return self._channel
 
 
 def finish(seconds: float) -> None:
-  """At the end of the process: waits for the disk, as long as it takes but after Ctrl-C."""
-  for saves in list(_alive):
-    one = saves.opened
-    if one is None or lifecycle.is_interrupted():
+  """At the end of the process: waits for the disk, as long as it takes but after Ctrl-C.
+
+  The end of all channels follows, which raises what could not be written.
+  """
+  for one, folder in list(_open.items()):
+    if lifecycle.is_interrupted() or one.flushed(seconds):
       continue
-    if not one.flushed(seconds):
-      what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
-      print(f"callgate: {saves}: {what}", file=sys.stderr)
-      one.flushed(None)
+    what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
+    print(f"callgate: checkpoints in {folder}: {what}", file=sys.stderr)
+    one.flushed(None)
 
 
 def _in_its_dtype(array: Any, given: Any) -> Any:

@@ -8,7 +8,7 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,13 @@ _NUMBER = jax.ShapeDtypeStruct((), np.int32)
 class Loader:
   """What one `Checkpoints` reads in programs; any device's thread calls it."""
 
-  def __init__(
-    self, folder: Path, *, resume: bool, of_orbax: bool, begun: Callable[[], object],
-    wrote: threading.Event,
-  ) -> None:  # fmt: skip
+  def __init__(self, folder: Path, *, resume: bool, of_orbax: bool) -> None:
     self._folder, self._resume, self._of_orbax = folder, resume, of_orbax
-    self._begun = begun  # called where a loop begins
-    self._wrote = wrote  # set when the loop has saved something
     self._lock = threading.RLock()
     self._gates: dict[Any, Gate] = {}
     self._execution = -1  # XLA's number of the one in which a loop has begun last
     self._read: tuple[int, Saved] | None = None  # by the number of the run
+    self.wrote = threading.Event()  # when the loop has saved something
 
   # -- while a program is traced -------------------------------------------------------------------
   def begin(self, length: int | None) -> tuple[jax.Array, jax.Array]:
@@ -92,7 +88,6 @@ class Loader:
   def _find(self, length: int | None) -> Any:
     """Prepares the folder; returns the step to go on from, or 0, and a number for the run."""
     self._refuse_second_loop()
-    self._begun()
     if self._of_orbax and jax.process_index() != 0:
       raise GateDefinitionError(
         "Checkpoints: format='orbax': expected a program whose first device is process 0's, which "
@@ -103,7 +98,7 @@ class Loader:
     found = files.whole(self._folder)
     if self._resume:
       return np.int32(self._newest_intact(found, length)), np.int32(run)
-    if found and not self._wrote.is_set():
+    if found and not self.wrote.is_set():
       raise FileExistsError(
         f"{self._folder}: expected no checkpoints without resume=True, got those of steps "
         f"{', '.join(str(saved.step) for saved in found)}"

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate import _callgate
 from callgate._checkpoints import files, orbax, others
 from callgate._checkpoints.parts import InOrbax, Leaf, Saved, Slices
 from callgate._core import dtypes
 from callgate._feed import resuming
 from callgate._jax import tracing
+from callgate._tap.channel import Channel
 from callgate._tap.records import Record, TapInfo, is_part
 
 _PATIENCE = 10.0  # seconds for the parts of a process that has ended
@@ -33,10 +35,14 @@ class _Carry(NamedTuple):
 
 
 class Writer:
-  """Writes the records of one `Checkpoints`, and says so in `wrote`."""
+  """Writes the records of one `Checkpoints`, and says in `wrote` that it did.
+
+  The channel has it, so it must not hold the loader: with that the channel ends.
+  """
 
   def __init__(self, folder: Path, keep: int, format: str, wrote: threading.Event) -> None:
     self._folder, self._keep, self._format, self._wrote = folder, keep, format, wrote
+    self._ending: Channel | None = None
     # By run and step, of which parts may still be missing.
     self._unfinished: dict[tuple[int, int], _Carry] = {}
 
@@ -68,6 +74,7 @@ class Writer:
     if run == 0 or others.is_known(run) or others.is_known(run, number):
       return
     leaves, parts = _parts_of(carry, info)
+    # A carry without arrays has no parts: one device writes that the step was reached.
     if not parts and (leaves or not _is_first(info)):
       return
     self._wrote.set()
@@ -89,7 +96,24 @@ class Writer:
         if self._format == "npz" or jax.process_count() == 1:
           self._unfinished.clear()  # who writes the last part does it
 
+  def end(self, channel: Channel) -> None:
+    """Has the channel end when all is written, since nobody sends any more. Doesn't wait.
+
+    The collector calls it, on any thread. On the channel's own one the next barrier does it.
+    """
+    self._ending = channel
+    channel._handle.flush(0)  # pyright: ignore[reportPrivateUsage] - asks for it
+
   def flush(self) -> None:
+    try:
+      self._wait_for_parts()
+    finally:
+      one = self._ending
+      # Nothing is on its way from a GPU, or has come since: a barrier would not wait for it.
+      if one is not None and _callgate.drain_devices(0) and not one.stats()["pending"]:
+        one._close(None)  # pyright: ignore[reportPrivateUsage]
+
+  def _wait_for_parts(self) -> None:
     """Waits, where Orbax writes, for the parts of other processes; this one's are there."""
     end = None
     while self._unfinished:

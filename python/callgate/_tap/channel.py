@@ -237,10 +237,6 @@ class Channel(Portable):
       raise TimeoutError(f"{self._label}: closed with {left}")
     failures.raise_consumer_errors()
 
-  def end(self) -> None:
-    """As `close`, without a limit; leaves errors to who asks next."""
-    self._close(self._drain(None))
-
   def _drain(self, timeout: float | None) -> float | None:
     """Waits for what programs on GPUs have sent; returns the time that is left."""
     end = math.inf if timeout is None else time.monotonic() + timeout

@@ -504,8 +504,10 @@ def test_the_end_of_a_process_waits_for_a_slow_disk(tmp_path: Path) -> None:
     from callgate._checkpoints import files, parts
     write = files.write
     files.write = lambda *args: (time.sleep(0.3), write(*args))[1]
-    saves = cg.Checkpoints(FOLDER, every=1, keep=9)
-    jax.jit(lambda x: cg.scan(lambda x, _: (x + 1, None), x, length=5, save=saves)[0])(0)
+    def run():  # drops its Checkpoints, and the program
+      saves = cg.Checkpoints(FOLDER, every=1, keep=9)
+      jax.jit(lambda x: cg.scan(lambda x, _: (x + 1, None), x, length=5, save=saves)[0])(0)
+    run()
   """
   printed = output_of(program.replace("FOLDER", repr(str(tmp_path))))
   assert cg.Checkpoints(tmp_path).steps() == (1, 2, 3, 4, 5)
