@@ -138,7 +138,8 @@ class Writer:
         try:
           return orbax.write(saved, structure) if self._format == "orbax" else None
         except Exception as error:  # noqa: BLE001 - its parts are there all the same
-          failed.append(error)
+          if "after interpreter shutdown" not in str(error):  # when Orbax gets no threads any more
+            failed.append(error)
           return None
 
       refused = functools.partial(others.is_told, run)

@@ -16,11 +16,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from interpreters import output_of, run_python, start
-from programs import drop_programs, drop_programs_until
 
 import callgate as cg
 from callgate._checkpoints import files, parts
-from callgate._tap import channel
 
 
 def step(carry: Any, x: Any) -> Any:
@@ -440,37 +438,6 @@ def test_kill_while_writing(tmp_path: Path) -> None:
 
 
 # -- the ends of blocks, programs and processes ----------------------------------------------------
-def test_a_loop_that_runs_after_the_block_saves_again(engine: str, tmp_path: Path) -> None:
-  with cg.Checkpoints(tmp_path, every=2) as saves:
-    program = jax.jit(lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=3, save=saves)[0])
-    program(0)
-  for first in (10, 20):
-    program(first)
-    saves.close()
-    assert saves.load(0) == first + 3
-
-
-def test_without_program_and_checkpoints_no_channel_is_left(tmp_path: Path) -> None:
-  def opened() -> int:
-    return sum(name.startswith("checkpoints: ") for name in channel.open_channels())
-
-  drop_programs()
-  before = opened()
-  kept: list[Any] = []
-  for number in range(6):
-    saves = cg.Checkpoints(tmp_path / str(number), every=2)
-    program = jax.jit(lambda x, s=saves: cg.scan(lambda c, _: (c + 1, None), x, length=3, save=s))
-    program(0)
-    kept = [program]
-    del saves, program
-  cg.barrier()
-  kept[0](7)  # what a program saves by lives as long as it
-  cg.barrier()
-  assert cg.Checkpoints(tmp_path / "5").load(0) == 10
-  kept.clear()
-  drop_programs_until(lambda: opened() <= before)
-
-
 def test_a_leaf_of_float0_is_saved(tmp_path: Path) -> None:
   first = np.float32(0), np.zeros(2, jax.dtypes.float0)
   for length in (3, 5):
