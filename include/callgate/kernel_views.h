@@ -319,9 +319,8 @@ class Dict {
   }
   const callgate_attribute& entry(const char* name, int kind, int dtype) const {
     constexpr const char* kKinds[] = {"a number of ", "a string", "numbers of ", "a dictionary"};
-    auto type_of = [](int kind, int dtype) {
-      return kind == CALLGATE_NUMBER || kind == CALLGATE_NUMBERS ? detail::name_of_dtype(dtype)
-                                                                 : "";
+    auto type_of = [](int form, int code) {
+      return form == CALLGATE_NUMBER || form == CALLGATE_NUMBERS ? detail::name_of_dtype(code) : "";
     };
     const callgate_attribute* found = find(name);
     if (found == nullptr) detail::raise(Error("attribute '%s' is missing", name));
