@@ -368,7 +368,8 @@ TEST(KernelHeader, AttributesReachTheirParameters) {
   EXPECT_EQ(error_of([&] { dict.get<double>("none"); }), "attribute 'none' is missing");
   EXPECT_THAT(error_of([&] { dict.get<float>("tolerance"); }),
               HasSubstr("attribute 'tolerance': expected a number of float32, got a number of "));
-  EXPECT_THAT(error_of([&] { dict.string("inner"); }), HasSubstr("expected a string, got a dictionary"));
+  EXPECT_THAT(error_of([&] { dict.string("inner"); }),
+              HasSubstr("expected a string, got a dictionary"));
 }
 
 // --- What a library exports ----------------------------------------------------------------------
