@@ -7,6 +7,7 @@ Here and in other processes. Runs on the thread that calls it. Across processes 
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -105,14 +106,14 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   failures.raise_consumer_errors()
 
 
-def _others_return(seconds: float) -> bool:
-  """Waits for other threads' calls: JAX runs small programs in them, and others are told by then.
+def _others_return(number: int, seconds: float) -> bool:
+  """Waits for other threads' calls that began before `number`, and so for what JAX runs in them.
 
   A consumer doesn't: a call may wait for it. Nor does a call on a thread of the runtime's own.
   """
   if _callgate.delivers_here() or _is_of_runtime():
     return True
-  end, number = time.monotonic() + seconds, _callgate.new_number()
+  end = time.monotonic() + seconds
   while _callgate.others_underway(number):
     if time.monotonic() >= end:
       return False
@@ -219,7 +220,8 @@ def wait_for_programs(
   deadline = _deadline(timeout)
   late = f"callgate.barrier: programs still run after {timeout} s"
   failure: BaseException | None = None
-  if calls and not until(deadline, watch, _others_return):
+  others_return = functools.partial(_others_return, _callgate.new_number())
+  if calls and not until(deadline, watch, others_return):
     raise TimeoutError(late)
   for array in list(dispatch.live_arrays()):
     try:
