@@ -11,7 +11,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -191,7 +191,7 @@ class _Drawer:
     try:
       polled = time.monotonic()  # before the poll: no note of a bar's own may seem older than it
       states = [_State(*state) for state in _callgate.progress_poll()]
-      if any(state.phase != "live" for state in states):  # shows what its last steps have tapped
+      if any(self._has_ended(state, states) for state in states):  # shows what it tapped last
         _callgate.flush_channels(_TAPS_SECONDS)
       if jax.process_index() == 0:
         for state in sorted(states, key=lambda s: (s.bar, s.lane)):
@@ -199,14 +199,9 @@ class _Drawer:
             self._bars[state.bar] = _Drawn(state, polled - state.age)
           self._bars[state.bar].draw(state)
       for state in states:
-        drawn = self._bars.get(state.bar)
-        parked = drawn is not None and any(  # a nested loop's bar that waits for its next turn
-          it.phase == "live" and it.run == state.run and self._bars[it.bar].depth < drawn.depth
-          for it in states
-        )
-        if state.phase == "live" or parked:
+        if not self._has_ended(state, states):
           continue
-        self._bars.pop(state.bar, None)
+        drawn = self._bars.pop(state.bar, None)
         _callgate.progress_release(state.handle)
         if drawn is not None:
           drawn.bar.close()
@@ -215,6 +210,14 @@ class _Drawer:
       self._bars.clear()
       for state in _callgate.progress_poll():  # those that have ended
         _callgate.progress_release(state[0])
+
+  def _has_ended(self, state: _State, states: Sequence[_State]) -> bool:
+    """False also for a nested loop's bar that waits for its next turn."""
+    if state.phase == "live":
+      return False
+    drawn = self._bars.get(state.bar)
+    around = (self._bars.get(it.bar) for it in states if it.phase == "live" and it.run == state.run)
+    return drawn is None or not any(one is not None and one.depth < drawn.depth for one in around)
 
 
 def _make_with_tqdm(**arguments: Any) -> Any:
