@@ -84,10 +84,12 @@ def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
   try:
     return jnp.asarray(leaf)
   except (TypeError, ValueError, OverflowError) as error:
-    hint = "; pass anything else as a keyword argument, which is static"
-    if isinstance(leaf, np.generic):  # also by keyword: NumPy's numbers are arrays
+    if is_masked(leaf):
+      hint = ""
+    elif isinstance(leaf, np.generic):  # also by keyword: NumPy's numbers are arrays
       hint = "; NumPy's text and times are neither array nor static: give Python's own, by .item()"
-    hint = "" if is_masked(leaf) else hint
+    else:
+      hint = "; pass anything else as a keyword argument, which is static"
     where = f"argument {registry.argument_in(gate.name, tree, index)}"
     raise GateDefinitionError(
       f"{gate.label}: {where}: expected an array or a pytree of arrays, got {shown(leaf)}{hint}"

@@ -70,7 +70,7 @@ def going_of(closed: Any, consts: int, carry: int) -> Going | None:
 
 
 def _marks(jaxpr: Any, places: dict[Any, int]) -> Iterator[tuple[int, int, bool]]:
-  """Of each mark the places of its flag and value, -1 without, and whether that counts.
+  """The places of each mark's flag and value, -1 without, and whether that counts.
 
   A step may be a jitted function, which JAX 0.12 leaves as it is until a program is lowered.
   """

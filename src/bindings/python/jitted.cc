@@ -55,7 +55,7 @@ class Underway : Immovable {
     }
     return oldest;
   }
-  // Whether another thread's call that began before that number has not returned.
+  // True while a call by another thread that began before that number has not returned.
   static bool others_before(std::uint64_t number) {
     for (const Underway* call = newest_; call != nullptr; call = call->before_)
       if (call->number_ < number && call->thread_ != std::this_thread::get_id()) return true;
