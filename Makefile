@@ -164,6 +164,7 @@ soak: package
 	ctest --preset tsan --repeat until-fail:$(SOAK_REPEATS)
 	$(MAKE) cpp-build PRESET=asan
 	ctest --preset asan --repeat until-fail:$(SOAK_REPEATS)
+	$(MAKE) lint-cpp CLANG_TIDY_ARGS=--deep
 	CALLGATE_SOAK=1 $(PY) -m pytest $(PYTEST_PARALLEL) -o faulthandler_timeout=7200 \
 	  -m "not gpu" tests/python
 	$(MAKE) virtual-gpu-test
@@ -328,7 +329,7 @@ lint-types: $(VENV)/.stamp-lint+docs environment $(STUB)
 
 lint-cpp: $(VENV)/.stamp-lint+docs cpp-build $(VENV)/.stamp-package
 	clang-format --dry-run -Werror $(CPP_FILES)
-	$(PY) tools/clang_tidy.py $(MODULE_BUILD) build/asan
+	$(PY) tools/clang_tidy.py $(CLANG_TIDY_ARGS) $(MODULE_BUILD) build/asan
 
 # Rewrites the files that `make lint` finds wrongly formatted.
 format: $(VENV)/.stamp-lint+docs

@@ -7,8 +7,6 @@
 
 namespace fakecuda {
 
-extern thread_local bool in_host_function;
-
 namespace {
 
 thread_local cu::CaptureMode thread_mode = cu::CaptureMode::kGlobal;

@@ -9,8 +9,6 @@
 
 namespace fakecuda {
 
-extern thread_local bool in_host_function;
-
 namespace {
 
 // On a stream's thread: of the work that runs.

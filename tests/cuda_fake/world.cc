@@ -29,7 +29,6 @@ Result injected(World& world, const std::string& symbol) {
 
 }  // namespace
 
-// Whether the thread is in a host function, which may not call the driver.
 thread_local bool in_host_function = false;
 
 World& World::instance() {

@@ -284,6 +284,9 @@ Result synchronise(World& world, Lock& lock, StreamState& stream);
 // Where the checks are not strict, memory is freed when nothing runs any more, as real drivers do.
 void wait_for_all(World& world, Lock& lock);
 
+// True while the thread runs a host function, which may not call the driver.
+extern thread_local bool in_host_function;
+
 // Kernels, copies and fills as works, for graphs. With the mutex held.
 struct Launch {
   const char* symbol;

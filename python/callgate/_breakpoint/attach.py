@@ -57,10 +57,12 @@ def waiting(stdin: int | None) -> Generator[tuple[IO[str], socket.socket] | None
   """
   path = folder() / f"{os.getpid()}.sock"
   with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listening:
-    path.unlink(missing_ok=True)  # of a process of the same number
-    listening.bind(str(path))
+    unheard = path.with_suffix(".new")  # a socket refuses whoever comes before it listens
+    unheard.unlink(missing_ok=True)  # of a process of the same number
+    listening.bind(str(unheard))
+    listening.listen(1)
+    unheard.replace(path)
     try:
-      listening.listen(1)
       how = f"the program waits for: python -m callgate attach {os.getpid()}"
       print(f"callgate: {how}", file=sys.stderr, flush=True)
       connection = _first(listening, stdin)

@@ -344,16 +344,20 @@ def test_a_hang_up_is_no_end(tmp_path: Path, typed: str) -> None:
   program = interpreters.start(PROGRAM, environment=environment)
   path = tmp_path / "callgate" / f"{program.pid}.sock"
 
-  def talk(text: str) -> None:
+  def talk(text: str) -> socket.socket:
     until(path.exists, "the program waits")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-      connection.connect(str(path))
-      connection.sendall(text.encode())
-      until(lambda: not path.exists(), "the debugger runs")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(str(path))
+    connection.sendall(text.encode())
+    until(lambda: not path.exists(), "the debugger runs")
+    return connection
 
   try:
-    for text in (typed, typed, "c\n"):
-      talk(text)
+    for _ in range(2):
+      talk(typed).close()
+    with talk("c\n") as connection:  # a hang-up may come before what was typed is read
+      while connection.recv(1 << 16):
+        pass
     out, err = program.communicate(timeout=120)
     assert out.split("\n")[0] == "result [-1.0, 7.0]"
     assert err.count("the debugger has hung up") == 2

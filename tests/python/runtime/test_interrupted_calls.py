@@ -31,6 +31,8 @@ def make(kind):
 
 made_there = cg.hold(lambda x: [x], run_on=cg.thread("interrupted"), name="made there")
 x = np.ones(64, np.float32)
+ready = jax.jit(jnp.sin)(x)
+[ready[0].item(), float(ready[0]), *map(float, ready)]  # compiled: no interrupt comes in between
 
 def started(kind, call):
   program = make(kind)
@@ -63,8 +65,9 @@ WAITS = {
   "block": "lambda y: y.block_until_ready()", "jax.block": "jax.block_until_ready",
   "list": "lambda y: jax.block_until_ready([y, y])", "array": "np.asarray", "get": "jax.device_get",
   "print": "lambda y: print(y, file=sys.stderr)", "item": "lambda y: y[0].item()",
-  "float": "lambda y: float(y[0])", "iteration": "list", "barrier": "lambda y: cg.barrier()",
+  "float": "lambda y: float(y[0])", "barrier": "lambda y: cg.barrier()",
   "effects": "lambda y: jax.effects_barrier()",
+  "iteration": "lambda y: [float(one) for one in y]",
 }  # fmt: skip
 
 

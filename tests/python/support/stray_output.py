@@ -24,7 +24,10 @@ IGNORED = re.compile(r"Exception ignored (?:in|while|on)\b.*")
 _STRAY = re.compile(rf"{IGNORED.pattern}|Traceback \(most recent call last\):|Fatal Python error.*")
 
 # Known lines, as regular expressions, each with the reason why callgate can't prevent it.
-KNOWN: dict[str, str] = {}
+KNOWN: dict[str, str] = {
+  "<function _xla_gc_callback at": "Ctrl-C came while JAX's callback of a collection ran; Python "
+  "prints the KeyboardInterrupt there, and the wait for the program raises another",
+}
 
 
 def stray_lines(text: str, pattern: re.Pattern[str] = IGNORED) -> list[str]:
