@@ -15,7 +15,7 @@ scan under grad: JAX moves what depends on constants alone out of the loop. Noth
 one that holds a call with an effect, which would run once instead of in every step.
 
 linearize: JAX runs a `while_loop` that carries a tangent again for each tangent. With an io gate in
-it, that is refused; `jax.jvp` is not.
+it, that is refused; `jax.jvp` is not. Its taps send again, marked (`_loops/repeats.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from callgate._core.effects import (
 )
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import batching, loops, remat, tracing
-from callgate._loops import masked
+from callgate._loops import masked, repeats
 from callgate._tap import primitive as _primitive
 
 _Rule = Callable[..., Any]
@@ -93,18 +93,22 @@ def _while_rule(
 
 def _linearize_rule(original: _Rule, trace: Any, *tracers: Any, **params: Any) -> Any:
   unknown = [not tracer.pval.is_known() for tracer in tracers]
-  if any(unknown) and not all(unknown) and _has_gate_effect(_jaxprs(params), taps=False):
+  if not any(unknown) or all(unknown):
+    return original(trace, *tracers, **params)
+  if _has_gate_effect(_jaxprs(params), taps=False):
     raise GateDefinitionError(_RUNS_TWICE)
-  return original(trace, *tracers, **params)
+  return repeats.linearize(original, trace, tracers, params)
 
 
 def _remat_rule(
   original: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> Any:
   jaxprs = _jaxprs(eqn.params)
-  if any(unknown) and _has_gate_effect(jaxprs, taps=False):  # a tap may repeat
-    raise GateDefinitionError(_RUNS_TWICE)
-  if any(unknown) or not _has_gate_effect(jaxprs):
+  if any(unknown):
+    if _has_gate_effect(jaxprs, taps=False):
+      raise GateDefinitionError(_RUNS_TWICE)
+    return repeats.checkpoint(original, saveable, unknown, instantiated, eqn)
+  if not _has_gate_effect(jaxprs):
     return original(saveable, unknown, instantiated, eqn)
   later = [False] * len(eqn.outvars)
   return eqn, None, later, later, []

@@ -11,7 +11,7 @@ Parameters of both, all hashable:
   levels: batch levels, outermost first, as a gate's; consumers see lanes.
   transforms: the transformations met so far, in order of application.
   role: "primal", "tangent" or "cotangent".
-  repeated: marks the second pass of `jax.checkpoint`.
+  repeated: marks the second pass of `jax.checkpoint` and of a loop (`_loops/repeats.py`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class TapInfo:
     lane: the value's index in each vmapped level, outermost first; () without vmap.
     role: "primal", "tangent" or "cotangent".
     transforms: transformations that the tap met, in order of application, as (name, parameters).
-    repeated: whether the tap ran before in this execution: the second pass of `jax.checkpoint`.
+    repeated: True if the tap has sent this value before: the second pass of `jax.checkpoint`, and a
+      `while_loop` that `jax.linearize` runs again for each tangent.
     global_shape: the shape of the global array, likewise; None where `shard` is.
     first: whether no device before, in the program's order, has the same part, likewise: of all
       processes' records of a replicated array one says so.

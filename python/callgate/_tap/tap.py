@@ -99,8 +99,9 @@ def tap(
   Raises:
     GateDefinitionError: an argument is wrong.
 
-  Under vmap consumers get each lane by itself (`info.lane`); under `jax.checkpoint` the second pass
-  sends again, marked `info.repeated`.
+  Under vmap consumers get each lane by itself (`info.lane`). Two passes send again, marked
+  `info.repeated`: the second one of `jax.checkpoint`, and a `while_loop` that `jax.linearize` runs
+  for each tangent.
   """
   failures.raise_deferred()
   consumers.check_not_forked()

@@ -284,6 +284,51 @@ def test_where_a_policy_saves_everything_nothing_repeats(seen):
   assert not any(info.repeated for info in seen.infos)
 
 
+@pytest.mark.parametrize("how", ["loop", "jit", "checkpoint", "cond"])
+@pytest.mark.parametrize("effect", ["io", "dataflow"])
+def test_a_loop_that_runs_again_for_its_tangents_marks_what_it_has_sent(effect, how, seen):
+  def step(x):
+    return jnp.sin(cg.tap(x, seen, roles=("primal", "tangent"), effect=effect))
+
+  def body(carry):
+    i, x = carry
+    return i + 1, jax.lax.cond(i >= 0, step, lambda x: x, x) if how == "cond" else step(x)
+
+  f = lambda x: jax.lax.while_loop(lambda carry: carry[0] < 2, body, (0, x))[1]
+  f = {"jit": jax.jit, "checkpoint": jax.checkpoint}.get(how, lambda f: f)(f)
+
+  def sent() -> list[tuple[str, bool]]:
+    cg.barrier()
+    about = sorted((info.role, info.repeated) for info in seen.infos)
+    seen.infos.clear()
+    return about
+
+  _, tangent = jax.linearize(f, 1.0)
+  assert sent() == [("primal", False)] * 2
+  for _ in range(2):
+    tangent(1.0)
+    assert sent() == [("primal", True)] * 2 + [("tangent", False)] * 2
+
+
+def test_a_tap_of_a_tangent_alone_is_new_each_time_that_its_loop_runs(seen):
+  @jax.custom_jvp
+  def f(x):
+    return jnp.sin(x)
+
+  @f.defjvp
+  def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return f(x), cg.tap(jnp.cos(x) * t, seen)
+
+  step = lambda carry: (carry[0] + 1, f(carry[1]))
+  loop = lambda x: jax.lax.while_loop(lambda carry: carry[0] < 2, step, (0, x))[1]
+  _, tangent = jax.linearize(loop, 1.0)
+  for _ in range(2):
+    tangent(1.0)
+  cg.barrier()
+  assert [info.repeated for info in seen.infos] == [False] * 4
+
+
 def test_dataflow_taps_compose_with_custom_vjp_and_live_by_their_use(seen):
   @jax.custom_vjp
   def f(x):
