@@ -13,6 +13,7 @@
 #include "channel/stream_sink.h"
 #include "fake_attributes.h"
 #include "fuzz/stream_reading.h"
+#include "hostile.h"
 #include "stream_records.h"
 
 namespace callgate {
@@ -43,17 +44,6 @@ std::string sample() {
   return batch.flat();
 }
 
-std::uint64_t hostile_number(std::mt19937_64& random) {
-  switch (random() % 6) {
-    case 0: return 0;
-    case 1: return ~std::uint64_t{0};
-    case 2: return std::uint64_t{1} << (random() % 64);
-    case 3: return (std::uint64_t{1} << (random() % 64)) - 1;
-    case 4: return random() % 64;
-    default: return random();
-  }
-}
-
 TEST(StreamFuzz, HostileFieldsBehindRightChecksumsAreRefusedOrRead) {
   const std::string valid = sample();
   ASSERT_EQ(read_stream(valid).records, 6U);
@@ -61,7 +51,7 @@ TEST(StreamFuzz, HostileFieldsBehindRightChecksumsAreRefusedOrRead) {
   for (int round = 0; round < 20'000; ++round) {
     std::string bytes = valid;
     for (std::uint64_t changes = 1 + random() % 3; changes > 0; --changes) {
-      std::uint64_t value = hostile_number(random);
+      std::uint64_t value = testing::hostile_number(random);
       std::size_t width = std::size_t{1} << (random() % 4);
       std::size_t at = random() % (bytes.size() - width) / width * width;
       std::memcpy(bytes.data() + at, &value, width);

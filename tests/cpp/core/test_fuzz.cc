@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "fuzz/targets.h"
+#include "hostile.h"
 #include "stream_records.h"
 
 namespace callgate {
@@ -49,20 +50,9 @@ void run(const FuzzTarget& target, const std::string& bytes) {
   ASSERT_NO_THROW(target.run({exact.data(), exact.size()}));
 }
 
-std::uint64_t hostile_number(std::mt19937_64& random) {
-  switch (random() % 6) {
-    case 0: return 0;
-    case 1: return ~std::uint64_t{0};
-    case 2: return std::uint64_t{1} << (random() % 64);
-    case 3: return (std::uint64_t{1} << (random() % 64)) - 1;
-    case 4: return random() % 64;
-    default: return random();
-  }
-}
-
 // One change: a number in binary or in text, a byte, a piece that is cut out or comes twice.
 void change(std::string& bytes, std::mt19937_64& random) {
-  const std::uint64_t value = hostile_number(random);
+  const std::uint64_t value = testing::hostile_number(random);
   const std::size_t width = std::size_t{1} << (random() % 4);
   const std::size_t at = bytes.empty() ? 0 : random() % bytes.size();
   const std::size_t count = random() % 16;
