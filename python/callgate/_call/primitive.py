@@ -16,7 +16,14 @@ from callgate._call import batching as _batching
 from callgate._call import derivatives
 from callgate._call.jax_engine import lower_by_jax
 from callgate._call.lowering import emit
-from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call, CallSite, shared_by_lanes
+from callgate._call.site import (
+  RUNTIME_PLATFORMS,
+  BoundCall,
+  Call,
+  CallSite,
+  in_one_lane,
+  shared_by_lanes,
+)
 from callgate._core import effects, names
 from callgate._core.encoding import Level
 from callgate._jax import dispatch, lowering, tracing
@@ -194,7 +201,8 @@ def _batch(
 
     results = _batching.batch_whole(with_axis, method, (size, mask), moved, call.whole)
   elif _batching.cuts_bytes(moved, mask, site.results):
-    results = _batching.one_by_one(lambda values: bind(*values, call=call), mask, moved)
+    one = in_one_lane(call)
+    results = _batching.one_by_one(lambda values: bind(*values, call=one), mask, moved)
   else:
     levels = ((size, mask), *call.levels)
     results = bind(*moved, call=shared_by_lanes(dataclasses.replace(call, levels=levels)))

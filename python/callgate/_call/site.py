@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from callgate._call.options import CallOptions, Effect, Vmap
 from callgate._core import encoding, exact, signatures, split
 from callgate._core.encoding import Level
+from callgate._core.errors import GateDefinitionError
 from callgate._core.pickling import Portable
 from callgate._core.registry import Place
 from callgate._sharding import rules
@@ -103,6 +104,22 @@ def shared_by_lanes(call: BoundCall) -> BoundCall:
     return call
   site = dataclasses.replace(call.site, static=(*call.site.static, (SHARED, True)))
   return dataclasses.replace(call, site=site)
+
+
+def in_one_lane(call: BoundCall) -> BoundCall:
+  """The call where lanes run one after another, each without its number.
+
+  Raises:
+    GateDefinitionError: the function has to know it.
+  """
+  if call.gate.by_lane:
+    raise GateDefinitionError(
+      f"{call.gate.label}: affinity='lane': expected a call for all lanes at once, which numbers "
+      "them; got one in a branch or loop that not all lanes take, or on lanes that end within a "
+      "byte. Such calls run lane after lane. Call it outside and select from its results, or leave "
+      "affinity= out"
+    )
+  return shared_by_lanes(call)
 
 
 @dataclasses.dataclass(frozen=True)

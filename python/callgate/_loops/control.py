@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching as jax_batching
 from jax.interpreters import partial_eval
 
-from callgate._call.site import BoundCall, shared_by_lanes
+from callgate._call.site import BoundCall, in_one_lane
 from callgate._core.effects import (
   PROGRESS_EFFECT,
   GateEffect,
@@ -209,7 +209,7 @@ def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, An
 def _shared(params: dict[str, Any]) -> dict[str, Any]:
   """An equation's parameters in the control flow of one lane."""
   call = params.get("call")
-  return {**params, "call": shared_by_lanes(call)} if isinstance(call, BoundCall) else params
+  return {**params, "call": in_one_lane(call)} if isinstance(call, BoundCall) else params
 
 
 def _lane_after_lane(
