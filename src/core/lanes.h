@@ -66,6 +66,15 @@ class Lanes {
     return text;
   }
 
+  // A lane's index in each level, for messages: "lane 3", "lane (1, 2)"; "" without levels.
+  std::string name(std::int64_t lane) const {
+    std::string indices;
+    for (std::size_t level = sizes_.size(); level-- > 0; lane /= sizes_[level])
+      indices = std::to_string(lane % sizes_[level]) + (indices.empty() ? "" : ", ") + indices;
+    if (sizes_.size() < 2) return indices.empty() ? "" : "lane " + indices;
+    return "lane (" + indices + ")";
+  }
+
   bool empty() const noexcept { return sizes_.empty(); }
   bool open() const noexcept { return open_; }  // some extent is kOpen: count() is none
   // The extent of each level, outermost first.

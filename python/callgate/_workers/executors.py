@@ -85,6 +85,7 @@ class OnExecutor:
     ended: queue.SimpleQueue[futures.Future[Any]] = queue.SimpleQueue()
     waiting = [(0, count, 0)]  # first lane, lanes, tries
     failure: tuple[int, BaseException] | None = None
+    raised = False  # by the function, for the failure's lane: else its whole piece was lost
     try:
       while pending or (waiting and failure is None):
         while waiting and failure is None and len(pending) < self.in_flight:
@@ -99,17 +100,20 @@ class OnExecutor:
         one = self._next(ended, deadline)
         first, size, tries = pending.pop(one)
         error = _error_of(one)
-        if error is None:
+        answered = error is None
+        if answered:
           error, first = self._take(lanes, first, one.result())
         elif tries < self.retries and not one.cancelled():  # a process of the executor's has ended
           waiting.append((first, size, tries + 1))
           continue
         if error is not None and (failure is None or first < failure[0]):
-          failure = first, error
+          failure, raised = (first, error), answered
     finally:
       for one in pending:
         one.cancel()
     if failure is not None:
+      if raised:
+        lanes.failed(failure[0])
       raise failure[1]
 
   def _next(

@@ -147,26 +147,10 @@ class PyGateSite final : public Site {
       try {
         run_lane(lane, operands, results, call.context, gpu);
       } catch (...) {
-        t_lane_ = lane_text((*lanes)->sizes(), lane);
+        t_lane_ = (*lanes)->name(lane);
         throw;
       }
     }
-  }
-
-  // A lane's index in each level: "lane 3", "lane (1, 2)".
-  static std::string lane_text(std::span<const std::int64_t> sizes, std::int64_t lane) {
-    std::vector<std::int64_t> indices;
-    for (const auto size : std::views::reverse(sizes)) {
-      indices.push_back(lane % size);
-      lane /= size;
-    }
-    std::string text = sizes.size() == 1 ? "lane " : "lane (";
-    const char* between = "";
-    for (const auto index : std::views::reverse(indices)) {
-      text.append(between).append(std::to_string(index));
-      between = ", ";
-    }
-    return sizes.size() == 1 ? text : text.append(")");
   }
 
   void run_lane(std::int64_t lane, std::span<const ArrayView> operands,

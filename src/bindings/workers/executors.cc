@@ -55,8 +55,11 @@ class ExecutorSite final : public Site {
     counters.bytes += nbytes(call);
     const Lanes* lanes = of_call ? &**of_call : nullptr;
     counters.calls += lanes == nullptr ? 1 : lanes->count();
-    auto run = [&](const Call& part, const Lanes* of_part, std::int64_t) {
-      run_lanes(part, of_part, cast);
+    std::string failed;
+    auto run = [&](const Call& part, const Lanes* of_part, std::int64_t first) {
+      const std::int64_t lane = run_lanes(part, of_part, cast);
+      if (lane >= 0 && lanes != nullptr) failed = lanes->name(first + lane);
+      if (lane != kNone) nb::raise_python_error();
     };
     auto raised = raised_by([&] {
       if (!is_taping()) return run(call, lanes, 0);
@@ -64,16 +67,18 @@ class ExecutorSite final : public Site {
     });
     if (!raised) return;
     counters.errors += 1;
-    throw failure_of(*raised, callee_->name(), spec_, call.context);
+    throw failure_of(*raised, callee_->name(), spec_, call.context, failed);
   }
 
-  void run_lanes(const Call& call, const Lanes* lanes, bool cast) {
+  static constexpr std::int64_t kNone = -2;
+  // The lane that raised, with the Python error set: -1 for an unknown one, kNone for none.
+  std::int64_t run_lanes(const Call& call, const Lanes* lanes, bool cast) {
     auto made = std::make_unique<CallLanes>(call, lanes, callee_->name(), spec_.spec, cast);
     CallLanes& borrowed = *made;
     nb::object shown = nb::cast(made.release(), nb::rv_policy::take_ownership);
     nb::object done = call_python(callee_->run.get(), "sO", spec_.spec.c_str(), shown.ptr());
     borrowed.end();  // `shown` keeps it
-    if (!done.is_valid()) nb::raise_python_error();
+    return done.is_valid() ? kNone : borrowed.failed();
   }
 
   std::shared_ptr<ExecutorCallee> callee_;
@@ -95,6 +100,8 @@ void bind_executors(nb::module_& module) {
       .def("empty", &CallLanes::empty, "Arrays of a lane's results' types.")
       .def("give", &CallLanes::give, nb::arg("lane"), nb::arg("values"),
            "Takes a tuple of a lane's flat results, checked.")
+      .def("failed", &CallLanes::set_failed, nb::arg("lane"),
+           "Says which lane raised what the call raises.")
       .def("take_one", &CallLanes::take_one, nb::arg("lane"), nb::arg("operand"),
            "A copy of one of a lane's flat operands.")
       .def_prop_ro("cast", &CallLanes::cast, "Whether results are cast to declared types.");

@@ -105,6 +105,7 @@ struct Chosen {
   std::span<std::uint64_t> ran_on;
   bool send_results = false;
   std::optional<std::uint32_t> interrupts;
+  std::int64_t* failed = nullptr;  // gets the lane that raised, or -1
 };
 
 class WorkerSite final : public Site {
@@ -150,7 +151,10 @@ class WorkerSite final : public Site {
   // A call of Python's, which has the GIL; raises what it fails with.
   void run_from_python(const Call& call, const Lanes& lanes, const Chosen& chosen) {
     prepare();
-    if (auto failure = run_without_gil(call, lanes, chosen)) throw exception_of(*failure, call);
+    auto failure = run_without_gil(call, lanes, chosen);
+    if (!failure) return;
+    if (chosen.failed != nullptr) *chosen.failed = failed_lane(*failure);
+    throw exception_of(*failure, call);
   }
 
  private:
@@ -174,6 +178,7 @@ class WorkerSite final : public Site {
     const Lanes* lanes = of_call ? &**of_call : nullptr;
     const std::int64_t count = lanes == nullptr ? 1 : lanes->count();
     std::optional<WorkerFailure> failed;
+    std::string which;
     auto make = [&](const Call& part, const Lanes* of_part, std::int64_t lane) {
       prepare();
       const std::int64_t own = of_part == nullptr ? 1 : of_part->count();
@@ -182,6 +187,8 @@ class WorkerSite final : public Site {
       chosen.first_lane = lane + std::max(call.context.shard, 0) * (count - own);
       const Lanes none;
       failed = run_without_gil(part, of_part == nullptr ? none : *of_part, chosen);
+      if (failed && of_part != nullptr && failed_lane(*failed) >= 0)
+        which = lanes->name(lane + failed->lane);
       if (failed) throw exception_of(*failed, part);
     };
     GilScope gil;
@@ -189,7 +196,8 @@ class WorkerSite final : public Site {
       if (!is_taping()) return make(call, lanes, 0);
       lanes_on_tape(callee_->name(), spec_, call, lanes, make);
     });
-    if (raised) throw error_of(*raised, call, failed ? failed->kind : WorkerFailure::Kind::kRaised);
+    if (raised)
+      throw error_of(*raised, call, failed ? failed->kind : WorkerFailure::Kind::kRaised, which);
   }
 
   void run_counted(const Call& call, const Lanes& lanes, const Chosen& chosen) {
@@ -233,14 +241,23 @@ class WorkerSite final : public Site {
 
   [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) const {
     if (why.kind == WorkerFailure::Kind::kInterrupted) throw interrupted(callee_->name());
+    std::string lane;
+    if (!spec_.lanes.empty() && failed_lane(why) >= 0)
+      lane = LanesOfCall(spec_.lanes, call.operands, call.results)->name(why.lane);
     GilScope gil;
-    throw error_of(exception_of(why, call), call, why.kind);
+    throw error_of(exception_of(why, call), call, why.kind, lane);
+  }
+
+  // The lane whose function raised; -1 where the worker failed, which may have had several.
+  static std::int64_t failed_lane(const WorkerFailure& why) {
+    return why.kind == WorkerFailure::Kind::kRaised ? why.lane : -1;
   }
 
   // What XLA is told of an exception. Under the GIL.
-  Error error_of(const nb::python_error& raised, const Call& call, WorkerFailure::Kind kind) const {
+  Error error_of(const nb::python_error& raised, const Call& call, WorkerFailure::Kind kind,
+                 const std::string& lane) const {
     if (kind != WorkerFailure::Kind::kOverdue)
-      return failure_of(raised, callee_->name(), spec_, call.context);
+      return failure_of(raised, callee_->name(), spec_, call.context, lane);
     return Error::verbatim(
         ErrorCode::kDeadlineExceeded,
         failure_text(raised, callee_->name(), spec_.site, spec_.layout, call.context));

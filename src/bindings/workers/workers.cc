@@ -58,7 +58,7 @@ void run_arrays(const SiteOfPython& site, const nb::object& operands, const nb::
 }
 
 // All lanes of a call that runs; returns which workers ran them.
-std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, const CallLanes& lanes,
+std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, CallLanes& lanes,
                                      const std::vector<std::uint64_t>& placed, bool send_results) {
   std::vector<std::uint64_t> ran_on(static_cast<std::size_t>(lanes.count()));
   if (!placed.empty() && placed.size() != ran_on.size())
@@ -68,8 +68,15 @@ std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, const CallLanes& 
   chosen.ran_on = ran_on;
   chosen.send_results = send_results;
   const Lanes none;
-  site.site->run_from_python(lanes.call(), lanes.lanes() == nullptr ? none : *lanes.lanes(),
-                             chosen);
+  std::int64_t failed = -1;
+  chosen.failed = &failed;
+  try {
+    site.site->run_from_python(lanes.call(), lanes.lanes() == nullptr ? none : *lanes.lanes(),
+                               chosen);
+  } catch (...) {
+    lanes.set_failed(failed);
+    throw;
+  }
   return ran_on;
 }
 

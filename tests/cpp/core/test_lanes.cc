@@ -114,6 +114,13 @@ std::vector<ArrayView> views(std::vector<Whole>& arrays) {
   return result;
 }
 
+TEST(Lanes, NameTheIndexInEachLevel) {
+  EXPECT_EQ(fake::lanes("").name(0), "");
+  EXPECT_EQ(fake::lanes("6:1").name(5), "lane 5");
+  EXPECT_EQ(fake::lanes("2:1;3:1").name(5), "lane (1, 2)");
+  EXPECT_EQ(fake::lanes("2:1;3:1;4:1").name(13), "lane (1, 0, 1)");
+}
+
 TEST(Lanes, SelectsWhatTheStridesSay) {
   std::mt19937 random(20240229);
   for (int round = 0; round < 400; ++round) {

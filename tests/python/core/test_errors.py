@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import multiprocessing
 import pickle
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -84,6 +86,30 @@ def test_a_failure_under_vmap_names_the_lane(engine: str, levels: int) -> None:
   (note,) = caught.value.__notes__
   assert note.count(" in lane ") == bool(levels)
   assert ["", " in lane 5", " in lane (1, 2)"][levels] in note
+
+
+@pytest.mark.parametrize("taped", [False, True])
+@pytest.mark.parametrize("place", ["workers", "executor"])
+def test_a_failure_elsewhere_names_the_lane(place: str, taped: bool, tmp_path: Path) -> None:
+  def refuse(x: Any) -> Any:
+    if x > 3:
+      raise ValueError("too much")
+    return x
+
+  recorded = cg.record(tmp_path / "failures.cgr") if taped else contextlib.nullcontext()
+  there = cg.workers(2) if place == "workers" else ThreadPoolExecutor(2)
+  with there as run_on, recorded:
+    gate = cg.gate(refuse, out=lambda x: x, run_on=run_on)
+    for levels, which in enumerate(("", " in lane 4", " in lane (1, 1)")):
+      f = gate
+      for _ in range(levels):
+        f = jax.vmap(f)
+      x = np.arange(6, dtype=np.float32).reshape(2, 3) if levels == 2 else np.arange(6.0)
+      with pytest.raises(ValueError, match="too much") as caught, cg.errors():
+        jax.block_until_ready(jax.jit(f)(x if levels else 5.0))
+      (note,) = (n for n in caught.value.__notes__ if n.startswith("callgate: raised in"))
+      assert which in note
+      assert note.count(" in lane ") == bool(levels)
 
 
 def test_a_check_that_fails_under_vmap_names_the_lane() -> None:
