@@ -69,8 +69,10 @@ class Lanes {
   // A lane's index in each level, for messages: "lane 3", "lane (1, 2)"; "" without levels.
   std::string name(std::int64_t lane) const {
     std::string indices;
-    for (std::size_t level = sizes_.size(); level-- > 0; lane /= sizes_[level])
-      indices = std::to_string(lane % sizes_[level]) + (indices.empty() ? "" : ", ") + indices;
+    for (std::size_t level = sizes_.size(); level-- > 0; lane /= sizes_[level]) {
+      if (!indices.empty()) indices.insert(0, ", ");
+      indices.insert(0, std::to_string(lane % sizes_[level]));
+    }
     if (sizes_.size() < 2) return indices.empty() ? "" : "lane " + indices;
     return "lane (" + indices + ")";
   }

@@ -52,7 +52,7 @@ int hang_signal() { return SIGRTMIN + 6; }
 int stack_signal() { return SIGRTMIN + 7; }
 
 void say(std::string_view text) {
-  [[maybe_unused]] ssize_t written = write(STDERR_FILENO, text.data(), text.size());
+  [[maybe_unused]] ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
 }
 
 void print_stack() {
@@ -74,9 +74,9 @@ void say_thread(std::string_view tid) {
   std::memcpy(path.data() + std::strlen(path.data()), tid.data(), tid.size());
   std::memcpy(path.data() + std::strlen(path.data()), "/comm", 6);
   std::array<char, 32> name{};
-  int file = open(path.data(), O_RDONLY);
-  ssize_t size = file < 0 ? 0 : read(file, name.data(), name.size() - 1);
-  if (file >= 0) close(file);
+  int file = ::open(path.data(), O_RDONLY);
+  ssize_t size = file < 0 ? 0 : ::read(file, name.data(), name.size() - 1);
+  if (file >= 0) ::close(file);
   while (size > 0 && name[static_cast<std::size_t>(size) - 1] == '\n') --size;
   say("== thread ");
   say(tid);
@@ -107,7 +107,7 @@ void on_hang_signal(int) {
   say(" hangs; all threads' stacks:\n");
   // readdir() allocates; this is what it calls.
   alignas(dirent64) std::array<char, 4096> entries;
-  int folder = open("/proc/self/task", O_RDONLY | O_DIRECTORY);
+  int folder = ::open("/proc/self/task", O_RDONLY | O_DIRECTORY);
   for (;;) {
     auto bytes = syscall(SYS_getdents64, folder, entries.data(), entries.size());
     if (bytes <= 0) break;
