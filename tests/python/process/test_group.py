@@ -77,6 +77,12 @@ def test_sinks_write_a_file_for_each_process(group):
 
 def test_streams_of_all_processes_are_read_as_one(group):
   devices = group.reports("devices")
+  files = []
+  for path in group.folder.glob("run-*.cgs"):
+    with cg.open_stream(path) as stream:
+      files.append(list(stream))
+  merged = heapq.merge(*files, key=lambda r: (r.time_ns, r.process, r.device, r.seq))
+  in_order = [(r.device, r.seq) for r in merged]
   for where in (
     str(group.folder / "run-*.cgs"),
     str(group.folder / "run-{process}.cgs"),
@@ -88,9 +94,7 @@ def test_streams_of_all_processes_are_read_as_one(group):
       records = list(stream)
     assert len(records) == 6 * len(devices)
     assert [r.process for r in records] == columns["process"].tolist()
-    files = [cg.open_stream(path) for path in group.folder.glob("run-*.cgs")]
-    in_order = heapq.merge(*files, key=lambda r: (r.time_ns, r.process, r.device, r.seq))
-    assert [(r.device, r.seq) for r in records] == [(r.device, r.seq) for r in in_order]
+    assert [(r.device, r.seq) for r in records] == in_order
     for index, mine in enumerate(devices):
       for local, device in enumerate(mine):
         picked = [r for r in records if r.device == device]
