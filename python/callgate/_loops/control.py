@@ -97,7 +97,7 @@ def _linearize_rule(original: _Rule, trace: Any, *tracers: Any, **params: Any) -
     return original(trace, *tracers, **params)
   if _has_gate_effect(_jaxprs(params), taps=False):
     raise GateDefinitionError(_RUNS_TWICE)
-  return repeats.linearize(original, trace, tracers, params)
+  return repeats.linearize(original, trace, tracers, unknown, params)
 
 
 def _remat_rule(

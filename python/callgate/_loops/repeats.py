@@ -75,17 +75,21 @@ def checkpoint(
   return first, second.replace(params=marks.of_second(second.params)), *rest
 
 
-def linearize(rule: Callable[..., Any], trace: Any, tracers: Sequence[Any], params: _Params) -> Any:
-  """JAX's rule for a `while_loop` that carries a tangent, with marked taps."""
-  marks = _Marks(params)
-  if not marks:
+def linearize(
+  rule: Callable[..., Any],
+  trace: Any,
+  tracers: Sequence[Any],
+  unknown: Sequence[bool],
+  params: _Params,
+) -> Any:
+  """JAX's rule for a `while_loop` that carries a tangent, with the marks of `checkpoint`'s."""
+  if not _Marks(params):
     return rule(trace, *tracers, **params)
   closed = jax.make_jaxpr(lambda *values: jax.lax.while_p.bind(*values, **params))(
     *(tracer.aval for tracer in tracers)
   )
-  unknown = [not tracer.pval.is_known() for tracer in tracers]
-  split = partial_eval.partial_eval_jaxpr_custom_rules[jax.lax.while_p]
-  second = checkpoint(split, None, unknown, [True] * len(unknown), closed.eqns[-1])[1]
+  rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
+  _, second, *_ = rules[jax.lax.while_p](None, unknown, [True] * len(unknown), closed.eqns[-1])
   return rule(_Second(trace, second.params), *tracers, **params)
 
 

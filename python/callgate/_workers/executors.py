@@ -113,7 +113,7 @@ class OnExecutor:
         one.cancel()
     if failure is not None:
       if raised:
-        lanes.failed(failure[0])
+        lanes.failed = failure[0]
       raise failure[1]
 
   def _next(

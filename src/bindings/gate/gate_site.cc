@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
-#include <ranges>
 #include <span>
 #include <string>
 #include <utility>

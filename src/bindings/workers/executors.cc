@@ -55,11 +55,10 @@ class ExecutorSite final : public Site {
     counters.bytes += nbytes(call);
     const Lanes* lanes = of_call ? &**of_call : nullptr;
     counters.calls += lanes == nullptr ? 1 : lanes->count();
-    std::string failed;
-    auto run = [&](const Call& part, const Lanes* of_part, std::int64_t first) {
-      const std::int64_t lane = run_lanes(part, of_part, cast);
-      if (lane >= 0 && lanes != nullptr) failed = lanes->name(first + lane);
-      if (lane != kNone) nb::raise_python_error();
+    std::int64_t first = 0, failed = -1;  // the last part's first lane; which of its lanes raised
+    auto run = [&](const Call& part, const Lanes* of_part, std::int64_t lane) {
+      first = lane;
+      run_lanes(part, of_part, cast, failed);
     };
     auto raised = raised_by([&] {
       if (!is_taping()) return run(call, lanes, 0);
@@ -67,18 +66,18 @@ class ExecutorSite final : public Site {
     });
     if (!raised) return;
     counters.errors += 1;
-    throw failure_of(*raised, callee_->name(), spec_, call.context, failed);
+    throw failure_of(*raised, callee_->name(), spec_, call.context,
+                     lanes == nullptr || failed < 0 ? "" : lanes->name(first + failed));
   }
 
-  static constexpr std::int64_t kNone = -2;
-  // The lane that raised, with the Python error set: -1 for an unknown one, kNone for none.
-  std::int64_t run_lanes(const Call& call, const Lanes* lanes, bool cast) {
+  void run_lanes(const Call& call, const Lanes* lanes, bool cast, std::int64_t& failed) {
     auto made = std::make_unique<CallLanes>(call, lanes, callee_->name(), spec_.spec, cast);
     CallLanes& borrowed = *made;
     nb::object shown = nb::cast(made.release(), nb::rv_policy::take_ownership);
     nb::object done = call_python(callee_->run.get(), "sO", spec_.spec.c_str(), shown.ptr());
     borrowed.end();  // `shown` keeps it
-    return done.is_valid() ? kNone : borrowed.failed();
+    failed = borrowed.failed;
+    if (!done.is_valid()) nb::raise_python_error();
   }
 
   std::shared_ptr<ExecutorCallee> callee_;
@@ -100,8 +99,7 @@ void bind_executors(nb::module_& module) {
       .def("empty", &CallLanes::empty, "Arrays of a lane's results' types.")
       .def("give", &CallLanes::give, nb::arg("lane"), nb::arg("values"),
            "Takes a tuple of a lane's flat results, checked.")
-      .def("failed", &CallLanes::set_failed, nb::arg("lane"),
-           "Says which lane raised what the call raises.")
+      .def_rw("failed", &CallLanes::failed, "The lane that raised what the call raises, or -1.")
       .def("take_one", &CallLanes::take_one, nb::arg("lane"), nb::arg("operand"),
            "A copy of one of a lane's flat operands.")
       .def_prop_ro("cast", &CallLanes::cast, "Whether results are cast to declared types.");

@@ -21,13 +21,12 @@ namespace callgate::bindings {
 // The lanes of one call, for as long as it runs.
 class CallLanes : Immovable {
  public:
+  std::int64_t failed = -1;  // the lane that raised what the call raises; -1 for an unknown one
+
   CallLanes(const Call& call, const Lanes* lanes, std::string gate, std::string spec, bool cast)
       : call_(&call), lanes_(lanes), gate_(std::move(gate)), spec_(std::move(spec)), cast_(cast) {}
 
   void end() { call_ = nullptr; }
-  // Which lane raised what the call raises; -1 where that is not known.
-  void set_failed(std::int64_t lane) { failed_ = lane; }
-  std::int64_t failed() const { return failed_; }
   const Call& call() const {
     check_runs();
     return *call_;
@@ -99,7 +98,6 @@ class CallLanes : Immovable {
   const Lanes* lanes_;
   std::string gate_, spec_;
   bool cast_;
-  std::int64_t failed_ = -1;
 };
 
 }  // namespace callgate::bindings

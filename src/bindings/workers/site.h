@@ -178,7 +178,6 @@ class WorkerSite final : public Site {
     const Lanes* lanes = of_call ? &**of_call : nullptr;
     const std::int64_t count = lanes == nullptr ? 1 : lanes->count();
     std::optional<WorkerFailure> failed;
-    std::string which;
     auto make = [&](const Call& part, const Lanes* of_part, std::int64_t lane) {
       prepare();
       const std::int64_t own = of_part == nullptr ? 1 : of_part->count();
@@ -187,17 +186,16 @@ class WorkerSite final : public Site {
       chosen.first_lane = lane + std::max(call.context.shard, 0) * (count - own);
       const Lanes none;
       failed = run_without_gil(part, of_part == nullptr ? none : *of_part, chosen);
-      if (failed && of_part != nullptr && failed_lane(*failed) >= 0)
-        which = lanes->name(lane + failed->lane);
-      if (failed) throw exception_of(*failed, part);
+      if (!failed) return;
+      failed->lane += lane;
+      throw exception_of(*failed, part);
     };
     GilScope gil;
     auto raised = raised_by([&] {
       if (!is_taping()) return make(call, lanes, 0);
       lanes_on_tape(callee_->name(), spec_, call, lanes, make);
     });
-    if (raised)
-      throw error_of(*raised, call, failed ? failed->kind : WorkerFailure::Kind::kRaised, which);
+    if (raised) throw error_of(*raised, call, failed);
   }
 
   void run_counted(const Call& call, const Lanes& lanes, const Chosen& chosen) {
@@ -241,11 +239,8 @@ class WorkerSite final : public Site {
 
   [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) const {
     if (why.kind == WorkerFailure::Kind::kInterrupted) throw interrupted(callee_->name());
-    std::string lane;
-    if (!spec_.lanes.empty() && failed_lane(why) >= 0)
-      lane = LanesOfCall(spec_.lanes, call.operands, call.results)->name(why.lane);
     GilScope gil;
-    throw error_of(exception_of(why, call), call, why.kind, lane);
+    throw error_of(exception_of(why, call), call, why);
   }
 
   // The lane whose function raised; -1 where the worker failed, which may have had several.
@@ -253,11 +248,15 @@ class WorkerSite final : public Site {
     return why.kind == WorkerFailure::Kind::kRaised ? why.lane : -1;
   }
 
-  // What XLA is told of an exception. Under the GIL.
-  Error error_of(const nb::python_error& raised, const Call& call, WorkerFailure::Kind kind,
-                 const std::string& lane) const {
-    if (kind != WorkerFailure::Kind::kOverdue)
-      return failure_of(raised, callee_->name(), spec_, call.context, lane);
+  // What XLA is told of an exception, after a failure or of Python's own. Under the GIL.
+  Error error_of(const nb::python_error& raised, const Call& call,
+                 const std::optional<WorkerFailure>& why) const {
+    if (!why || why->kind != WorkerFailure::Kind::kOverdue) {
+      const std::int64_t lane = why && !spec_.lanes.empty() ? failed_lane(*why) : -1;
+      return failure_of(
+          raised, callee_->name(), spec_, call.context,
+          lane < 0 ? "" : LanesOfCall(spec_.lanes, call.operands, call.results)->name(lane));
+    }
     return Error::verbatim(
         ErrorCode::kDeadlineExceeded,
         failure_text(raised, callee_->name(), spec_.site, spec_.layout, call.context));

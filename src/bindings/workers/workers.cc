@@ -68,15 +68,9 @@ std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, CallLanes& lanes,
   chosen.ran_on = ran_on;
   chosen.send_results = send_results;
   const Lanes none;
-  std::int64_t failed = -1;
-  chosen.failed = &failed;
-  try {
-    site.site->run_from_python(lanes.call(), lanes.lanes() == nullptr ? none : *lanes.lanes(),
-                               chosen);
-  } catch (...) {
-    lanes.set_failed(failed);
-    throw;
-  }
+  chosen.failed = &lanes.failed;
+  site.site->run_from_python(lanes.call(), lanes.lanes() == nullptr ? none : *lanes.lanes(),
+                             chosen);
   return ran_on;
 }
 

@@ -68,22 +68,27 @@ def test_a_pool_of_processes_gives_a_check_s_error() -> None:
   assert error.values["x"] == 2.0
 
 
-@pytest.mark.parametrize("levels", [0, 1, 2])
-def test_a_failure_under_vmap_names_the_lane(engine: str, levels: int) -> None:
-  def refuse(x: Any) -> Any:
-    if x > 4:
-      raise ValueError("too much")
-    return x
+def refuse(x: Any) -> Any:
+  if x > 4:
+    raise ValueError("too much")
+  return x
 
-  # JAX's own callback of a gate without effects has no lanes to tell of.
-  gate = cg.gate(refuse, out=lambda x: x, effect="ordered")
-  f = gate
+
+def notes_of_failure(gate: cg.Gate, levels: int) -> list[str]:
+  """The notes of what the last of 6 values raises, in so many levels of lanes."""
+  f: Any = gate
   for _ in range(levels):
     f = jax.vmap(f)
   x = np.arange(6, dtype=np.float32).reshape(2, 3) if levels == 2 else np.arange(6.0)
   with pytest.raises(ValueError, match="too much") as caught, cg.errors():
     jax.block_until_ready(jax.jit(f)(x if levels else 5.0))
-  (note,) = caught.value.__notes__
+  return caught.value.__notes__
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_a_failure_under_vmap_names_the_lane(engine: str, levels: int) -> None:
+  # JAX's own callback of a gate without effects has no lanes to tell of.
+  (note,) = notes_of_failure(cg.gate(refuse, out=lambda x: x, effect="ordered"), levels)
   assert note.count(" in lane ") == bool(levels)
   assert ["", " in lane 5", " in lane (1, 2)"][levels] in note
 
@@ -91,23 +96,13 @@ def test_a_failure_under_vmap_names_the_lane(engine: str, levels: int) -> None:
 @pytest.mark.parametrize("taped", [False, True])
 @pytest.mark.parametrize("place", ["workers", "executor"])
 def test_a_failure_elsewhere_names_the_lane(place: str, taped: bool, tmp_path: Path) -> None:
-  def refuse(x: Any) -> Any:
-    if x > 3:
-      raise ValueError("too much")
-    return x
-
   recorded = cg.record(tmp_path / "failures.cgr") if taped else contextlib.nullcontext()
   there = cg.workers(2) if place == "workers" else ThreadPoolExecutor(2)
   with there as run_on, recorded:
     gate = cg.gate(refuse, out=lambda x: x, run_on=run_on)
-    for levels, which in enumerate(("", " in lane 4", " in lane (1, 1)")):
-      f = gate
-      for _ in range(levels):
-        f = jax.vmap(f)
-      x = np.arange(6, dtype=np.float32).reshape(2, 3) if levels == 2 else np.arange(6.0)
-      with pytest.raises(ValueError, match="too much") as caught, cg.errors():
-        jax.block_until_ready(jax.jit(f)(x if levels else 5.0))
-      (note,) = (n for n in caught.value.__notes__ if n.startswith("callgate: raised in"))
+    for levels, which in enumerate(("", " in lane 5", " in lane (1, 2)")):
+      notes = notes_of_failure(gate, levels)
+      (note,) = (n for n in notes if n.startswith("callgate: raised in"))
       assert which in note
       assert note.count(" in lane ") == bool(levels)
 
