@@ -39,6 +39,7 @@ SUBJECTS = (
   "first",
   "import",
   "solver",
+  "objects",
   "steer",
   "memory",
 )

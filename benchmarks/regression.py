@@ -28,6 +28,7 @@ ANCHORS = {
   "first": "eager call: jnp.sin",
   "workers": "numpy copy: 1 MiB, twice",
   "envs": "SyncVectorEnv from Python: CartPole",
+  "objects": "jax io_callback",
   "solver": "custom_linear_solve over pure_callback, solve, n = 10,000",
 }
 OWN = ("callgate", "install()", "the same with", "consumer", "sink")

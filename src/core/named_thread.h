@@ -21,26 +21,19 @@
 #include <utility>
 #include <vector>
 
+#include "core/event_count.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 #include "core/system.h"
 
 namespace callgate {
 
-// Looks again and again whether `done()`, for so long, where there is another CPU to make it so.
-template <typename Done>
-bool look_for(std::chrono::nanoseconds time, Done&& done) {
-  static const bool alone = std::thread::hardware_concurrency() == 1;
-  if (alone) return done();
-  const auto end = std::chrono::steady_clock::now() + time;
-  while (!done())
-    if (std::chrono::steady_clock::now() >= end) return false;
-  return true;
-}
-
 class NamedThread : Immovable {
  public:
   using Job = std::function<void()>;
+  // About what it takes to wake a thread, which is longer than most jobs take: so long the thread
+  // watches for its next job before it sleeps, and watch_for_end() for a job's end.
+  static constexpr std::chrono::microseconds kWakeup{50};
   explicit NamedThread(std::string name) : name_(std::move(name)) {}
   ~NamedThread() { close(); }
 
@@ -62,7 +55,8 @@ class NamedThread : Immovable {
       if (!queue->started) std::thread([queue, name = name_] { work(queue, name); }).detach();
       queue->started = true;
       queue->jobs.push_back(std::move(job));
-      queue->waiting.fetch_add(1, std::memory_order_release);  // see work()
+      queue->asked_on = current_core();
+      queue->waiting.fetch_add(1, std::memory_order_release);  // see watch_for_more()
       if (!queue->asleep) return true;
     }
     queue->changed.notify_all();
@@ -93,6 +87,14 @@ class NamedThread : Immovable {
     return true;
   }
 
+  // For who waits for a job that may be short: stays awake until `done()`, for about kWakeup, where
+  // the thread runs on another core.
+  template <typename Done>
+  void watch_for_end(Done&& done) {
+    if (of_this_process()->runs_on.load(std::memory_order_relaxed) != current_core())  // a hint
+      watch_for(kWakeup, done);
+  }
+
   // Takes no more jobs. The thread ends once it has run those that it has.
   void close() noexcept {
     const std::shared_ptr<Queue> queue = of_this_process();
@@ -117,7 +119,9 @@ class NamedThread : Immovable {
     std::mutex mutex;  // guards the queue alone: jobs run without it
     std::condition_variable changed;
     std::deque<Job> jobs;
-    std::atomic<std::size_t> waiting{0};  // jobs
+    std::atomic<std::size_t> waiting{0};    // jobs
+    std::int32_t asked_on = -1;             // the core that the last job came from
+    std::atomic<std::int32_t> runs_on{-1};  // the thread's, when it last ran a job
     bool started = false, closed = false, ended = false, asleep = false;
     OfProcess process;
   };
@@ -139,8 +143,16 @@ class NamedThread : Immovable {
     queue.jobs.pop_front();
     queue.waiting.fetch_sub(1, std::memory_order_relaxed);  // the thread's own
     lock.unlock();
+    queue.runs_on.store(current_core(), std::memory_order_relaxed);  // a hint
     job();
     job = nullptr;  // what the job held dies on this thread, without the lock
+    lock.lock();
+  }
+
+  static void watch_for_more(Queue& queue, std::unique_lock<std::mutex>& lock) {
+    if (queue.asked_on == current_core()) return;
+    lock.unlock();
+    watch_for(kWakeup, [&] { return queue.waiting.load(std::memory_order_acquire) != 0; });
     lock.lock();
   }
 
@@ -149,15 +161,12 @@ class NamedThread : Immovable {
     current_ = queue.get();
     std::unique_lock lock(queue->mutex);
     for (;;) {
+      if (queue->jobs.empty() && !queue->closed) watch_for_more(*queue, lock);
       queue->asleep = true;
       queue->changed.wait(lock, [&] { return queue->closed || !queue->jobs.empty(); });
       queue->asleep = false;
       if (queue->jobs.empty()) break;
       run_next(*queue, lock);
-      // To wake a thread takes longer than most calls: one that is called often stays awake.
-      lock.unlock();
-      (void)look_for(kAwake, [&] { return queue->waiting.load(std::memory_order_acquire) != 0; });
-      lock.lock();
     }
     lock.unlock();
     end_thread();
@@ -171,7 +180,6 @@ class NamedThread : Immovable {
     return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
   }
 
-  static constexpr std::chrono::microseconds kAwake{5};  // after a job
   static inline thread_local Queue* current_ = nullptr;
 
   const std::string name_;

@@ -10,6 +10,7 @@
 #include <pthread.h>
 #include <unistd.h>
 #ifdef __linux__
+#include <sched.h>
 #include <sys/prctl.h>
 #endif
 
@@ -44,6 +45,15 @@ inline unsigned long python_thread() noexcept {
   return reinterpret_cast<unsigned long>(pthread_self());
 #else
   return pthread_self();
+#endif
+}
+
+// The core that this thread runs on; -1 where that is not known.
+inline std::int32_t current_core() noexcept {
+#ifdef __linux__
+  return sched_getcpu();
+#else
+  return -1;
 #endif
 }
 

@@ -177,7 +177,12 @@ class WorkerPool : Immovable {
     std::unique_lock lock(mutex_);
     for (;;) {
       ++idle_;
-      bool woken = ready_.wait_for(lock, kIdleTime, [this] { return stopping_ || !jobs_.empty(); });
+      const auto asked = [this] { return stopping_ || !jobs_.empty(); };
+      bool woken = true;
+      if (threads_.size() > kKeptThreads)
+        woken = ready_.wait_for(lock, kIdleTime, asked);
+      else
+        ready_.wait(lock, asked);  // a clock for each sleep takes longer than the sleep
       --idle_;
       if (!jobs_.empty()) {
         Job job = std::move(jobs_.front());

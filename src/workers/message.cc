@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/system.h"
+
 namespace callgate {
 
 // Where the operands of each lane of a piece lie, and where they go. What several lanes share is

@@ -18,6 +18,7 @@
 #include <span>
 
 #include "core/array_view.h"
+#include "core/event_count.h"
 #include "workers/memory.h"
 
 namespace callgate {
@@ -46,7 +47,7 @@ struct Reply {
 };
 
 struct WorkerControl {
-  EventCount requests;
+  alignas(64) EventCount requests;
   alignas(64) std::atomic<std::uint32_t> answered{0};  // as `requests` was then
   std::atomic<std::uint32_t> running{0};               // likewise, once it runs the lanes
   std::atomic<std::uint32_t> interrupted{0};           // likewise, where it is to end
@@ -90,9 +91,10 @@ struct Request {
 inline constexpr std::size_t kMessages = 4096, kAlignment = 64;
 static_assert(sizeof(WorkerControl) <= kMessages);
 
-// The event counts of a pool's calls.
+// The event counts of a pool's calls, each in a cache line of its own.
+struct alignas(64) CallCount : EventCount {};
 inline constexpr std::size_t kMostCalls = 1024;
-using CallEvents = std::array<EventCount, kMostCalls>;
+using CallEvents = std::array<CallCount, kMostCalls>;
 
 template <typename T>
 T* at(std::byte* memory, std::uint64_t offset) noexcept {

@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "core/system.h"
-#include "workers/memory.h"
 #include "workers/protocol.h"
 
 namespace callgate {

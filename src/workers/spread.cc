@@ -11,6 +11,7 @@
 
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
+#include "core/system.h"
 
 namespace callgate {
 namespace {

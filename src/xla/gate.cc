@@ -84,8 +84,8 @@ struct OwnThreadCall final : WatchedCall, std::enable_shared_from_this<OwnThread
   // For who has handed the call to a named thread: a short call is settled here, a longer one when
   // it has ended.
   void await_shortly() {
-    constexpr std::chrono::microseconds kPatience(10);
-    (void)look_for(kPatience, [&] { return turn_.load(std::memory_order_acquire) != kAwaited; });
+    site->callee->thread()->watch_for_end(
+        [&] { return turn_.load(std::memory_order_acquire) != kAwaited; });
     // Acquire and release: this or settle() sees what the other has left.
     if (turn_.exchange(kLeft, std::memory_order_acq_rel) == kDone) settle_();
   }

@@ -22,13 +22,17 @@ def is_handle(value: Any) -> bool:
 
 def resolved(user: str, value: Any) -> Any:
   """A pytree with the objects in the place of its handles; a list of them for a batched one."""
-  if isinstance(value, tuple) and not any(map(_may_hold, value)):
+  kind = type(value)
+  if kind is Handle:
+    return _object(user, value)
+  if kind is np.ndarray:
     return value
+  # Arguments are mostly flat, and JAX's functions take longer than the rest of a call.
+  if kind is tuple:
+    return tuple([resolved(user, each) for each in value])
+  if kind is dict:
+    return {name: resolved(user, each) for name, each in value.items()}
   return jax.tree.map(functools.partial(_object, user), value, is_leaf=is_handle)
-
-
-def _may_hold(value: Any) -> bool:
-  return not isinstance(value, (np.ndarray, np.generic, float, int))
 
 
 def _object(user: str, leaf: Any) -> Any:
