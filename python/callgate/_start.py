@@ -83,7 +83,6 @@ def start(public: Mapping[str, Any]) -> None:
   control.start()
   lowering.start()
   scopes.start()
-  dispatch.keep_ordered_programs_off_cpp_path()
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
   early.start()
   timeline.start()

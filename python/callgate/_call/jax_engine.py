@@ -28,7 +28,7 @@ from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._core.failures import describe_failure
 from callgate._core.masked import is_masked
-from callgate._jax import lowering, tracing
+from callgate._jax import execution, tracing
 
 
 def bind(
@@ -64,7 +64,7 @@ def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
-  lowering.ask_before_execution(context, gate.asked_by_jax)
+  execution.watch(context, gate.watcher_of_jax)
   types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
   function = _callback(gate.batched(call.whole), call.site, call.levels, types)
   return mlir.lower_fun(function, multiple_results=True)(context, *operands)

@@ -26,7 +26,7 @@ from callgate._call.site import (
 )
 from callgate._core import effects, names
 from callgate._core.encoding import Level
-from callgate._jax import dispatch, lowering, tracing
+from callgate._jax import dispatch, execution, lowering, tracing
 from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
 
@@ -260,7 +260,7 @@ def _lower_to_runtime(
     operands, avals_in = (*operands, partition), [*avals_in, calls.PARTITION]
     attributes = {**attributes, **more}
   dispatch.keep_with_program(context, emission.callee)
-  lowering.ask_before_execution(context, emission.asked)
+  execution.watch(context, emission.watcher)
   results = emit(
     context,
     operands,

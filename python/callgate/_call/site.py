@@ -155,7 +155,7 @@ class Emission:
   target: str  # the FFI target
   attributes: Mapping[str, Any]  # beside those of every call
   call: Call  # with the batch levels that the runtime loops over
-  asked: Any = None  # called before each execution (`dispatch.ask_before_execution`)
+  watcher: Any = None  # of its program's executions (`execution.Watcher`)
 
 
 # What makes the calls of programs for one platform.
@@ -193,8 +193,8 @@ class Callee(Portable):
   # Whether it reads what the host writes, and calls of each device.
   reads_cell = False
   on_each_device = False
-  # `Emission.asked`, for programs that JAX's own callbacks serve.
-  asked_by_jax: Any = None
+  # `Emission.watcher`, for programs that JAX's own callbacks serve.
+  watcher_of_jax: Any = None
   # "makes" objects that handles stand for, "uses" them, or "takes" what is to be taken once.
   handles: Literal["", "makes", "uses", "takes"] = ""
   # The user's rules of differentiation; with `symbolic_zeros` that of the jvp is told which

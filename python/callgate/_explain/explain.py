@@ -15,7 +15,7 @@ from callgate._core import options
 from callgate._core.effects import GateEffect, HandleEffect, OrderedGateEffect, ProgressEffect
 from callgate._explain import advice, gathers
 from callgate._explain.call import ExplainedCall
-from callgate._jax import dispatch, lowering
+from callgate._jax import execution, lowering
 from callgate._runtime import config
 
 _JAX_CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
@@ -112,7 +112,7 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     dataclasses.replace(call, advice=tuple(advice.of(call, gate))) for call, gate in found
   )
   path = _dispatch(traced.jaxpr.effects, len(devices), platform)
-  if "C++" in path and dispatch.asks_before_execution(compiled):
+  if "C++" in path and execution.is_watched(compiled):
     path = "JAX's Python path, some 40 µs slower, due to what is told of it (cg.stop)"
   return Explanation(told, max(len(devices), 1), platform, path)
 

@@ -218,6 +218,44 @@ def _renumbered(attributes: Any, count: int) -> Any:
   return _ir.DictAttr.get(named)
 
 
+def note_loaded(program: Any, out_handler: Any, unordered_effects: Iterable[Any]) -> None:
+  """Leaves a program that JAX can execute from now on no effect that its sign stands for."""
+  executable = program.xla_executable
+  if _is_signed(out_handler.out_avals):
+    made = _programs.setdefault(id(executable), _Program(out_handler.out_shardings[-1]))
+    # No weakref.finalize: those end before JAX's own end, which looks for what holds a device.
+    made.users.add(weakref.ref(program, functools.partial(_unload, id(executable))))
+    program.has_unordered_effects = False
+  elif all(map(_is_free, unordered_effects)):
+    program.has_unordered_effects = False
+
+
+def run(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:
+  """Executes a program by JAX's `call`, and keeps its sign."""
+  if _orders_itself.is_set() and any(map(_is_waited_for, program.ordered_effects)):
+    return _in_turn(call, program, args)
+  out = call(program, *args)
+  if (signed := _programs.get(id(program.xla_executable))) is None:
+    if after_calls and program.has_unordered_effects:
+      _told(returning=False)
+    return out
+  return _keep(signed.number, (out[:-1], out[-1]), returning=False)
+
+
+def make_cpp_call(make: Callable[..., Any], executable: Any, params: Any) -> Any:
+  """Has JAX `make` the C++ call of a compiled program, apart from calls that it would wait for."""
+  _making.signed = id(getattr(executable.unsafe_call, "xla_executable", None)) in _programs
+  try:
+    return make(executable, params)
+  finally:
+    _making.signed = False
+
+
+_making = threading.local()
+_is_free: Callable[[Any], bool]  # of an effect; `start` sets both
+_is_waited_for: Callable[[Any], bool]
+
+
 def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:
   """Calls a program with JAX's tokens after those that order themselves, and before the next."""
   wait(threading.get_ident())
@@ -266,19 +304,20 @@ _LAST: dict[str, Any] = {
 def start(
   is_free: Callable[[Any], bool], is_waited_for: Callable[[Any], bool], enabled: Callable[[], bool]
 ) -> None:
-  """Patches JAX's dispatch, once for the process; `enabled` is asked when a program is loaded.
+  """Wraps what JAX makes programs with, once for the process; `execution.start` does the rest.
 
   Args:
     is_free: of an unordered effect: the dispatch need never know.
     is_waited_for: of an effect: the program's sign may stand for it.
-    enabled: false to leave programs with effects that are waited for to JAX.
+    enabled: asked when a program is loaded; False to leave programs with effects that are waited
+      for to JAX.
   """
+  global _is_free, _is_waited_for
+  _is_free, _is_waited_for = is_free, is_waited_for
   registry = _tree_util.dispatch_registry
   registry.register_node(_Signed, lambda signed: ((), None), _keep)  # pyright: ignore[reportArgumentType]
   one_leaf = registry.flatten(0)[1]
-  init, call = _pxla.ExecuteReplicated.__init__, _pxla.ExecuteReplicated.__call__
   make_jitted: Any = _jaxlib.pjit
-  make_cpp_call, making = _pxla.MeshExecutable.create_cpp_call, threading.local()
   make_data = _pxla.MeshExecutableFastpathData
   from_hlo, load = _pxla.UnloadedMeshExecutable.from_hlo, _pxla.UnloadedMeshExecutable.load
 
@@ -304,30 +343,6 @@ def start(
         setattr(made, field, getattr(made, field)[:-1])
     return made
 
-  def __init__(
-    self: Any, xla_executable: Any, name: Any, backend: Any, in_handler: Any, out_handler: Any,
-    unordered_effects: list[Any], *args: Any, **kwargs: Any,
-  ) -> None:  # fmt: skip
-    given = in_handler, out_handler, unordered_effects
-    init(self, xla_executable, name, backend, *given, *args, **kwargs)
-    if _is_signed(out_handler.out_avals):
-      made = _programs.setdefault(id(xla_executable), _Program(out_handler.out_shardings[-1]))
-      # No weakref.finalize: those end before JAX's own end, which looks for what holds a device.
-      made.users.add(weakref.ref(self, functools.partial(_unload, id(xla_executable))))
-      self.has_unordered_effects = False
-    elif all(map(is_free, unordered_effects)):
-      self.has_unordered_effects = False
-
-  def __call__(self: Any, *args: Any) -> Any:
-    if _orders_itself.is_set() and any(map(is_waited_for, self.ordered_effects)):
-      return _in_turn(call, self, args)
-    out = call(self, *args)
-    if (program := _programs.get(id(self.xla_executable))) is None:
-      if after_calls and self.has_unordered_effects:
-        _told(returning=False)
-      return out
-    return _keep(program.number, (out[:-1], out[-1]), returning=False)
-
   def fastpath_data(
     xla_executable: Any, out_tree: Any, in_shardings: Any, out_shardings: Any, out_avals: Any,
     out_committed: Any, *args: Any,
@@ -342,24 +357,13 @@ def start(
     )
 
   def jitted(name: Any, function: Any, miss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    signed = function is None and getattr(making, "signed", False)
+    signed = function is None and getattr(_making, "signed", False)
     misses = _Misses(miss) if signed else None
     made = make_jitted(name, function, misses or miss, *args, **kwargs)
     _callgate.have_raise(made, jax.errors.JaxRuntimeError)
     return made if misses is None else misses.calls_apart(made)
 
-  def create_cpp_call(self: Any, params: Any) -> Any:
-    run = self.unsafe_call
-    making.signed = id(getattr(run, "xla_executable", None)) in _programs
-    try:
-      return make_cpp_call(self, params)
-    finally:
-      making.signed = False
-
   _jaxlib.pjit = jitted
-  _pxla.ExecuteReplicated.__init__ = __init__
-  _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
-  _pxla.MeshExecutable.create_cpp_call = create_cpp_call
   _pxla.MeshExecutableFastpathData = fastpath_data
   _pxla.UnloadedMeshExecutable.from_hlo = staticmethod(sign)
   _pxla.UnloadedMeshExecutable.load = load_unsigned

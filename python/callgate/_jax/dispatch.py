@@ -20,7 +20,6 @@ from jax._src import config as _config
 from jax._src import dispatch as _dispatch
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _bridge
-from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import guard_lib as _guards  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 
@@ -170,6 +169,12 @@ def _wait_for_tokens() -> None:
   cpp_path.wait()
 
 
+def own_tokens() -> list[Any]:
+  """The tokens of this thread's programs."""
+  thread = threading.get_ident()
+  return [token for (of, _), token in list(_effect_tokens.items()) if of == thread]
+
+
 def wait_for_own(effect: Any) -> None:
   """Waits for this thread's programs with an ordered effect, whatever they fail with."""
   cpp_path.wait(threading.get_ident())
@@ -222,84 +227,12 @@ exclude_from_tracebacks: Callable[[str], None] = _source_info.register_exclusion
 
 
 # -- dispatch --------------------------------------------------------------------------------------
-def keep_ordered_programs_off_cpp_path() -> None:
-  """Makes compiled (AOT) programs with ordered effects take JAX's Python dispatch, as jit does.
-
-  `MeshExecutable.create_cpp_call` does not look at ordered effects (0.10 to 0.12): from its second
-  call on such a program would get no token. JAX's own ordered callbacks are host callbacks.
-  """
-  original = _pxla.MeshExecutable.create_cpp_call
-
-  def create_cpp_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if getattr(self.unsafe_call, "ordered_effects", None):
-      return None
-    return original(self, *args, **kwargs)
-
-  _pxla.MeshExecutable.create_cpp_call = create_cpp_call
-
-
-def ask_before_execution(kind: type[Any]) -> None:
-  """Programs that keep a `kind` (`add_keepalive`) call it with their devices before each execution.
-
-  What it raises reaches the caller. Such programs take JAX's Python dispatch and give a runtime
-  token, as those with effects do (0.10 to 0.12). JAX has no public hook at execution.
-  """
-  init, call = _pxla.ExecuteReplicated.__init__, _pxla.ExecuteReplicated.__call__
-  _asking.append(kind)
-
-  def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-    init(self, *args, **kwargs)
-    self.has_unordered_effects |= bool(_kept(self, kind))
-
-  def __call__(self: Any, *args: Any) -> Any:
-    for kept in _kept(self, kind):
-      kept(self._local_devices)
-    return call(self, *args)
-
-  _pxla.ExecuteReplicated.__init__ = __init__
-  _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
-
-
-_asking: list[type[Any]] = []
-
-
-def asks_before_execution(compiled: Any) -> bool:
-  """Whether a compiled program keeps what `ask_before_execution` calls (0.10 to 0.12)."""
-  execute = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
-  return any(_kept(execute, kind) for kind in _asking) if execute is not None else False
-
-
-def _kept(execute: Any, kind: type[Any]) -> list[Any]:
-  return [kept for kept in getattr(execute, "keepalive", None) or () if isinstance(kept, kind)]
-
-
 def mark_host_callbacks(context: Any) -> None:
   """Has JAX take the program being lowered for one with callbacks of its own (0.10 to 0.12).
 
   XLA's CPU client runs it on the thread that dispatches it; `jax.effects_barrier` waits for it.
   """
   context.module_context.add_host_callback(lambda: None)
-
-
-def end_before_dispatch_returns(kind: type[Any]) -> None:
-  """Programs that keep a `kind` have ended when their dispatch returns.
-
-  For programs with effects, of which the dispatch is Python. What they failed with is left to those
-  who wait for them. XLA's CPU client runs programs with JAX's own callbacks so (0.10 to 0.12).
-  """
-  call = _pxla.ExecuteReplicated.__call__
-
-  def __call__(self: Any, *args: Any) -> Any:
-    out = call(self, *args)
-    if _kept(self, kind):
-      thread = threading.get_ident()
-      own = [token for (of, _), token in list(_effect_tokens.items()) if of == thread]
-      for value in (*out, *own):
-        with contextlib.suppress(Exception):
-          value.block_until_ready()
-    return out
-
-  _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # -- waiting ---------------------------------------------------------------------------------------

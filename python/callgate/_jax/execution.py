@@ -1,43 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's Python dispatch: how the programs that keep something of ours are executed."""
+"""The executions of compiled programs: the one place that wraps them (JAX 0.10 to 0.12).
+
+JAX has no public hook at an execution. Each function below is wrapped once, by `start`; a row names
+the layers from the outside in.
+
+| function of JAX | layers |
+|---|---|
+| `ExecuteReplicated.__init__` | watchers, signs (`cpp_path`) |
+| `ExecuteReplicated.__call__` | `Watcher.before`, signs and turns (`cpp_path`), `Watcher.waits` |
+| `LoadedExecutable.execute_sharded` | `Watcher.stop` |
+| `MeshExecutable.create_cpp_call` | ordered effects, signs (`cpp_path`) |
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax as _jaxlib  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
-from callgate._jax import dispatch
+from callgate import _callgate
+from callgate._jax import cpp_path, dispatch, lowering
 
-_local = threading.local()
 
+class Watcher:
+  """Takes part in the executions of each program that keeps it.
 
-def number_executions(kind: type[Any], execute: Callable[..., Any]) -> None:
-  """Programs that keep a `kind` are executed by `execute(kept, run, *args, **kwargs)`.
+  The program takes JAX's Python dispatch and gives a runtime token, as programs with effects do.
 
-  It calls `run(*args, **kwargs)`, which numbers the execution (jaxlib 0.10 to 0.12): not before, as
-  arguments may be refused. `kept` are the program's own. Such programs take JAX's Python dispatch.
+  Attributes:
+    stop: a callee of the runtime that learns the number of each execution before it begins, but
+      only once JAX has accepted the arguments. None for no such callee.
+    waits: True if a program has ended when its dispatch returns, as XLA's CPU client runs programs
+      with JAX's own callbacks. For programs with effects, which have a token without a watcher. An
+      error stays with the program's values and tokens.
   """
-  dispatch.ask_before_execution(kind)
-  call = _pxla.ExecuteReplicated.__call__
-  executable = _jaxlib.LoadedExecutable
-  run = executable.execute_sharded
+
+  stop: _callgate.Stop | None = None
+  waits = False
+
+  def before(self, devices: Sequence[Any]) -> None:
+    """Runs before each execution on `devices`. An exception reaches the program's caller."""
+
+
+def watch(context: Any, watcher: Watcher | None) -> None:
+  """Has the program being lowered keep a watcher, unless it is for `jax.export` and can't."""
+  if watcher is not None and not lowering.is_export(context):
+    lowering.add_keepalive(context, watcher)
+
+
+def is_watched(compiled: Any) -> bool:
+  """True if a compiled program's watchers keep it off JAX's C++ dispatch path."""
+  program = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
+  return not all(watcher.waits for watcher in _watchers(program))
+
+
+def _watchers(program: Any) -> list[Watcher]:
+  return [kept for kept in getattr(program, "keepalive", None) or () if isinstance(kept, Watcher)]
+
+
+def start() -> None:
+  """Wraps JAX's functions, once for the process."""
+  local = threading.local()
+  init, call = _pxla.ExecuteReplicated.__init__, _pxla.ExecuteReplicated.__call__
+  execute = _jaxlib.LoadedExecutable.execute_sharded
+  make_cpp_call = _pxla.MeshExecutable.create_cpp_call
+
+  def __init__(
+    self: Any, xla_executable: Any, name: Any, backend: Any, in_handler: Any, out_handler: Any,
+    unordered_effects: list[Any], *args: Any, **kwargs: Any,
+  ) -> None:  # fmt: skip
+    given = in_handler, out_handler, unordered_effects
+    init(self, xla_executable, name, backend, *given, *args, **kwargs)
+    cpp_path.note_loaded(self, out_handler, unordered_effects)
+    if not all(watcher.waits for watcher in _watchers(self)):
+      self.has_unordered_effects = True
+
+  def call_and_wait(self: Any, *args: Any) -> Any:
+    out = call(self, *args)
+    if any(watcher.waits for watcher in _watchers(self)):
+      for value in (*out, *dispatch.own_tokens()):
+        with contextlib.suppress(Exception):  # left to those who wait for the program
+          value.block_until_ready()
+    return out
 
   def __call__(self: Any, *args: Any) -> Any:
-    if not (kept := [one for one in self.keepalive or () if isinstance(one, kind)]):
-      return call(self, *args)
-    outer, _local.numbered = getattr(_local, "numbered", None), (self.xla_executable, kept)
+    if not (watchers := _watchers(self)):
+      return cpp_path.run(call, self, args)
+    for watcher in watchers:
+      watcher.before(self._local_devices)
+    stops = [watcher.stop for watcher in watchers if watcher.stop is not None]
+    outer, local.told = getattr(local, "told", None), (self.xla_executable, stops)
     try:
-      return call(self, *args)
+      return cpp_path.run(call_and_wait, self, args)
     finally:
-      _local.numbered = outer
+      local.told = outer
 
   def execute_sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
-    of, kept = getattr(_local, "numbered", None) or (None, ())
-    return execute(kept if of is self else (), run, self, *args, **kwargs)
+    program, stops = getattr(local, "told", None) or (None, ())
+    if program is not self or not stops:
+      return execute(self, *args, **kwargs)
+    return _callgate.run_dispatched(stops, execute, self, *args, **kwargs)
 
+  def create_cpp_call(self: Any, params: Any) -> Any:
+    # JAX does not look at ordered effects here: from its second call on a compiled program with
+    # them would get no token. JAX's own ordered callbacks are host callbacks, and so looked at.
+    if getattr(self.unsafe_call, "ordered_effects", None):
+      return None
+    return cpp_path.make_cpp_call(make_cpp_call, self, params)
+
+  _pxla.ExecuteReplicated.__init__ = __init__
   _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
-  executable.execute_sharded = execute_sharded
+  _jaxlib.LoadedExecutable.execute_sharded = execute_sharded
+  _pxla.MeshExecutable.create_cpp_call = create_cpp_call

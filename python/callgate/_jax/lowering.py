@@ -229,15 +229,6 @@ def add_keepalive(context: Any, value: object) -> None:
   context.module_context.add_keepalive(value)
 
 
-def ask_before_execution(context: Any, kept: Any) -> None:
-  """Has a program call `kept` before each execution, as `dispatch.ask_before_execution` says.
-
-  Not one that is exported, which could not be then; and nothing for None.
-  """
-  if kept is not None and not is_export(context):
-    add_keepalive(context, kept)
-
-
 def is_export(context: Any) -> bool:
   """True if the program being lowered is for `jax.export` (0.10 to 0.12). No public name."""
   return bool(context.module_context.lowering_parameters.for_export)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.effects import GateEffect, HandleEffect, ProgressEffect
-from callgate._jax import cpp_path, tracing
+from callgate._jax import cpp_path, execution, tracing
 
 _engine = tracing.define_enum(
   "callgate_engine", ("callgate", "jax"), "callgate",
@@ -131,3 +131,4 @@ def start() -> None:
     is_waited_for=lambda effect: isinstance(effect, (GateEffect, HandleEffect)),
     enabled=fast_dispatch,
   )
+  execution.start()

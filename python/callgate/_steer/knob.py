@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import threading
@@ -18,7 +17,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import dispatch
+from callgate._jax import execution
 from callgate._steer.cell import CellGate, agreed
 
 Per = Literal["read", "execution"]
@@ -29,14 +28,13 @@ _knobs: weakref.WeakValueDictionary[str, Knob] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 
 
-class _Execution:
-  """Of a program through JAX's own callbacks: what all reads of its execution get."""
+class _Execution(execution.Watcher):
+  """What all reads of one execution get, in a program through JAX's own callbacks."""
 
   def __init__(self) -> None:
     self._number: Any = None
 
-  def __call__(self, devices: Any) -> None:
-    """Called before each execution."""
+  def before(self, devices: Any) -> None:
     del devices
     self._number = None
 
@@ -47,11 +45,6 @@ class _Execution:
       return self._number
 
 
-@functools.cache
-def _count_executions() -> None:
-  dispatch.ask_before_execution(_Execution)
-
-
 class _Read(CellGate):
   """The gate behind a knob's reads."""
 
@@ -60,12 +53,11 @@ class _Read(CellGate):
     each = f", for each {per}" if self.once else ""
     name = registry.free_name(f"read of {knob.cell.name}{each}")
     if self.once:
-      _count_executions()
-      self.asked_by_jax = _Execution()
+      self.watcher_of_jax = _Execution()
     super().__init__(name, self._read_on_host, knob.dtype)
 
   def _read_on_host(self) -> Any:
-    return self.asked_by_jax.first(self._knob) if self.once else self._knob.as_array()
+    return self.watcher_of_jax.first(self._knob) if self.once else self._knob.as_array()
 
   def cell(self) -> _callgate.Knob:
     return self._cell

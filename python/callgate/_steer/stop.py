@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,35 +27,26 @@ _found: dict[str, _callgate.Stop] = {}  # of programs from elsewhere
 _lock = threading.Lock()
 
 
-class _Dispatches:
-  """What a program keeps that asks; called before each of its executions.
-
-  Its `stop` is told by `_execute`: arguments may be refused before there is an execution.
-  """
+class _Dispatches(execution.Watcher):
+  """Tells a program's stop, or a program through JAX's own callbacks, of its executions."""
 
   def __init__(self, stop: _callgate.Stop | None = None) -> None:
-    self.stop, self.before = stop, 0
+    self.stop, self.requests = stop, 0
 
-  def __call__(self, devices: Any) -> None:
+  def before(self, devices: Any) -> None:
     del devices
-    self.before = _callgate.stop_requests()
-
-
-def _execute(kept: Sequence[_Dispatches], run: Callable[..., Any], *args: Any, **more: Any) -> Any:
-  """For `execution.number_executions`."""
-  stops = [one.stop for one in kept if one.stop is not None]
-  return _callgate.run_dispatched(stops, run, *args, **more) if stops else run(*args, **more)
+    self.requests = _callgate.stop_requests()
 
 
 class _Asking(CellGate):
   """The gate behind `stop_requested`."""
 
   def __init__(self) -> None:
-    self.asked_by_jax = _Dispatches()
+    self.watcher_of_jax = _Dispatches()
     super().__init__(_NAME, self._ask_on_host, np.bool_)
 
   def _ask_on_host(self) -> Any:
-    return np.bool_(_callgate.stop_requests() != self.asked_by_jax.before)
+    return np.bool_(_callgate.stop_requests() != self.watcher_of_jax.requests)
 
   def cell(self) -> _callgate.Stop:
     return _callgate.Stop(registry.free_name(_NAME))
@@ -67,12 +57,11 @@ class _Asking(CellGate):
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
     emission = super()._emission(call, on_cuda=on_cuda)
-    return dataclasses.replace(emission, asked=_Dispatches(emission.callee))
+    return dataclasses.replace(emission, watcher=_Dispatches(emission.callee))
 
 
 @functools.cache
 def _asking() -> _Asking:
-  execution.number_executions(_Dispatches, _execute)
   return _Asking()
 
 

@@ -42,7 +42,7 @@ class TapSite:
   sharding: Any = dataclasses.field(default="gather", compare=False)
   replicas: str = "once"
   on_device: bool = False  # consumers get jax.Arrays where the program ran
-  kept: Any = None  # programs keep it (`dispatch.ask_before_execution`)
+  kept: Any = None  # programs keep it (`execution.Watcher`)
 
   same: exact.Exact = dataclasses.field(init=False, repr=False)  # as the tree and the function
 

@@ -20,7 +20,7 @@ import numpy as np
 from callgate._core import dtypes, errors, exact, foreign
 from callgate._core.failures import keep_consumer_error
 from callgate._core.masked import shown
-from callgate._jax import tracing
+from callgate._jax import execution, tracing
 from callgate._runtime.barrier import wait_for_programs
 from callgate._tap import delivery
 from callgate._tap.consumers import check_not_forked
@@ -251,10 +251,10 @@ def finish(timeout: float | None) -> bool:
     before = sent
 
 
-class NeedsReceiver:
-  """Kept by programs with taps, and called before each execution (`_jax/dispatch.py`)."""
+class NeedsReceiver(execution.Watcher):
+  """Kept by programs with taps: refuses an execution on devices without a receiver."""
 
-  def __call__(self, devices: Sequence[Any]) -> None:
+  def before(self, devices: Sequence[Any]) -> None:
     if missing := [device for device in devices if device.id not in _started]:
       old = "(in the first form's words: outfeed_consumer is not started)"
       fault = f"a compiled program with taps was called for {_names(missing)}"

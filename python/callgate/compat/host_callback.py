@@ -43,7 +43,6 @@ from callgate.compat import _host_callback as tapped
 from callgate.compat._host_callback import TapFunctionException
 
 __all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
-dispatch.ask_before_execution(tapped.NeedsReceiver)
 tracing.keep_results(functools.partial(primitive.holds_dataflow_tap, whole=True))
 
 

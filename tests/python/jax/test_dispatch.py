@@ -18,7 +18,16 @@ from interpreters import output_of
 from jax.interpreters import mlir
 
 import callgate as cg
-from callgate._jax import cpp_path, dispatch, distributed, early, profiling, running, tracing
+from callgate._jax import (
+  cpp_path,
+  dispatch,
+  distributed,
+  early,
+  execution,
+  profiling,
+  running,
+  tracing,
+)
 
 X = np.arange(4, dtype=np.float32)
 
@@ -132,29 +141,27 @@ def test_programs_call_what_they_keep_before_each_execution() -> None:
     import jax, numpy as np, jax.numpy as jnp
     from jax.interpreters import mlir
     import callgate
-    from callgate._jax import cpp_path, dispatch, lowering, tracing
+    from callgate._jax import execution, lowering, tracing
 
-    class Asked:
-      def __call__(self, devices):
+    class Asked(execution.Watcher):
+      def before(self, devices):
         print("asked", len(devices))
 
-    class Ends:
-      pass
+    class Waits(execution.Watcher):
+      waits = True
 
-    dispatch.ask_before_execution(Asked)
-    dispatch.end_before_dispatch_returns(Ends)
     p = tracing.Primitive("test asks")
     p.def_abstract_eval(lambda aval: aval)
 
     def rule(context, x):
-      lowering.ask_before_execution(context, Asked())
-      lowering.add_keepalive(context, Ends())
+      execution.watch(context, Asked())
+      execution.watch(context, Waits())
       return [x]
 
     mlir.register_lowering(p, rule, cacheable=False)
     compiled = jax.jit(lambda x: p.bind(x @ x)).lower(jnp.ones((400, 400))).compile()
-    print(dispatch.asks_before_execution(compiled))
-    print(dispatch.asks_before_execution(jax.jit(jnp.sin).lower(1.0).compile()))
+    print(execution.is_watched(compiled))
+    print(execution.is_watched(jax.jit(jnp.sin).lower(1.0).compile()))
     for _ in range(3):
       print(compiled(jnp.ones((400, 400))).is_ready())
   """
@@ -162,37 +169,49 @@ def test_programs_call_what_they_keep_before_each_execution() -> None:
   assert lines == ["True", "False", *["asked 1", "True"] * 3]
 
 
-def test_executions_of_programs_that_keep_something_are_made_with_it() -> None:
+def test_a_stop_learns_the_number_of_an_execution_whose_arguments_were_accepted() -> None:
   source = """
     import jax, numpy as np
     from jax.interpreters import mlir
     import callgate
-    from callgate._jax import execution, lowering, tracing
+    from callgate import _callgate
+    from callgate._jax import execution, tracing
 
-    class Numbered:
-      def __call__(self, devices):
-        pass
+    class Told(execution.Watcher):
+      stop = _callgate.Stop("test stop")
 
-    def execute(kept, run, *args, **kwargs):
-      print("begins", len(kept))
-      out = run(*args, **kwargs)
+      def before(self, devices):
+        print("before")
+
+    run_dispatched = _callgate.run_dispatched
+
+    def told(stops, run, *args, **kwargs):
+      print("begins", [stop is Told.stop for stop in stops])
+      out = run_dispatched(stops, run, *args, **kwargs)
       print("runs")
       return out
 
-    execution.number_executions(Numbered, execute)
+    _callgate.run_dispatched = told
     p = tracing.Primitive("test numbered")
     p.def_abstract_eval(lambda aval: aval)
 
     def rule(context, x):
-      lowering.ask_before_execution(context, Numbered())
+      execution.watch(context, Told())
       return [x]
 
     mlir.register_lowering(p, rule, cacheable=False)
     compiled = jax.jit(p.bind).lower(np.float32(1)).compile()
     for _ in range(2):
       compiled(np.float32(1)).block_until_ready()
+    gone = jax.numpy.float32(1)
+    gone.delete()
+    try:
+      compiled(gone)
+    except RuntimeError:
+      print("refused")
   """
-  assert output_of(source).splitlines() == ["begins 1", "runs"] * 2
+  expected = ["before", "begins [True]", "runs"] * 2
+  assert output_of(source).splitlines() == [*expected, "before", "refused"]
 
 
 def test_a_compiled_program_with_ordered_effects_gets_tokens_from_its_second_call_on() -> None:
@@ -201,6 +220,8 @@ def test_a_compiled_program_with_ordered_effects_gets_tokens_from_its_second_cal
   compiled = jax.jit(gate).lower(np.float32(0)).compile()
   for i in range(4):
     compiled(np.float32(i))
+    for token in dispatch.own_tokens():
+      token.block_until_ready()
   dispatch.wait_for_own(gate.effect)
   jax.effects_barrier()
   assert seen == [0, 1, 2, 3]
@@ -382,8 +403,11 @@ def test_what_callgate_puts_into_jaxs_dispatch_is_there() -> None:
   """Their effects are tested above; `import callgate` has called them once."""
   for start in (
     cpp_path.start,
+    cpp_path.note_loaded,
+    cpp_path.run,
+    cpp_path.make_cpp_call,
     dispatch.remember_effects,
-    dispatch.keep_ordered_programs_off_cpp_path,
+    execution.start,
     dispatch.run_after_failures,
     dispatch.forget_waiters,
   ):

@@ -18,7 +18,7 @@ from jax import export
 from jax.interpreters import mlir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
-from callgate._jax import callbacks, lowering, partitioner, tracing
+from callgate._jax import callbacks, execution, lowering, partitioner, tracing
 from callgate._sharding.rules import Rule
 
 P = jax.P
@@ -140,17 +140,13 @@ def test_a_device_tells_its_position_in_a_manual_program() -> None:
 
 # -- what a program holds --------------------------------------------------------------------------
 def test_a_program_keeps_what_it_is_given() -> None:
-  class Kept:
-    def __call__(self, devices: Any) -> None:
-      del devices
-
-  kept = [Kept(), Kept()]
+  kept = [execution.Watcher(), execution.Watcher()]
   watches = [weakref.ref(one) for one in kept]
 
   def rule(context: Any, value: Any) -> Any:
     lowering.add_keepalive(context, kept[0])
-    lowering.ask_before_execution(context, kept[1])
-    lowering.ask_before_execution(context, None)
+    execution.watch(context, kept[1])
+    execution.watch(context, None)
     return [value]
 
   compiled = jax.jit(primitive(rule).bind).lower(X).compile()
@@ -164,7 +160,7 @@ def test_a_program_for_export_asks_nobody() -> None:
 
   def rule(context: Any, value: Any) -> Any:
     seen.append(lowering.is_export(context))
-    lowering.ask_before_execution(context, lambda devices: None)
+    execution.watch(context, execution.Watcher())
     return [value]
 
   exported = export.export(

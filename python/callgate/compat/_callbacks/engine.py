@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 
 from callgate._call.lowering import emit
 from callgate._core import dtypes
-from callgate._jax import callbacks, dispatch, lowering, tracing
+from callgate._jax import callbacks, dispatch, execution, lowering, tracing
 from callgate._runtime import config
 
 Array = np.ndarray[Any, Any]
@@ -115,7 +115,10 @@ def host_function(
 _running: list[None] = []  # an item for each callback that runs
 
 
-class _Waits: ...  # kept by a program with an io_callback
+class _Waits(execution.Watcher):
+  """Kept by a program with an io_callback."""
+
+  waits = True
 
 
 def end_before_dispatch_returns(context: Any) -> None:
@@ -123,9 +126,6 @@ def end_before_dispatch_returns(context: Any) -> None:
   if _running:  # XLA's own threads may all be waiting for this program: it runs on the caller's
     dispatch.mark_host_callbacks(context)
   lowering.add_keepalive(context, _Waits())
-
-
-dispatch.end_before_dispatch_returns(_Waits)
 
 
 def _argument_maker(
