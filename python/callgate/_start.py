@@ -7,8 +7,10 @@ What is below and has to reach up gets it handed down here.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
 
 from callgate._breakpoint import breakpoint
 from callgate._call import derivatives
@@ -17,7 +19,7 @@ from callgate._core import registry
 from callgate._feed import ending
 from callgate._futures import job, ticket
 from callgate._gate import check, gate
-from callgate._jax import dispatch, early, tracing
+from callgate._jax import dispatch, early, loop_rules, remat, tracing
 from callgate._loops import control, draw, lowering, progress
 from callgate._objects import collect, scopes, table
 from callgate._process import group
@@ -27,6 +29,16 @@ from callgate._tap import channel, delivery, print, target
 from callgate._workers import objects, threads, workers
 from callgate.compat._callbacks import install
 
+# JAX's rules for loops and branches, with the layers around each, the outermost first.
+LOOP_RULES: tuple[tuple[str, Any, tuple[Callable[..., Any], ...]], ...] = (
+  ("lowering", jax.lax.scan_p, (scopes.lower, lowering.lower)),
+  ("lowering", jax.lax.while_p, (scopes.lower, lowering.lower)),
+  ("vmap", jax.lax.cond_p, (control.batch_cond,)),
+  ("vmap", jax.lax.while_p, (control.batch_while,)),
+  ("linearize", jax.lax.while_p, (control.linearize_while,)),
+  ("checkpoint", jax.lax.while_p, (lowering.checkpoint_while, control.checkpoint_while)),
+  ("checkpoint", jax.lax.scan_p, (control.checkpoint_scan,)),
+)
 _started: list[bool] = []
 
 
@@ -79,10 +91,11 @@ def start(public: Mapping[str, Any]) -> None:
   registry.finders += [check.find, breakpoint.find, scopes.find, stop.find]
   registry.finders += [print.find, target.find]
   tracing.clear_with_caches(delivery.pins, "what callgate's records name")
-  # Patches of JAX's rules, each in `_jax`.
-  control.start()
-  lowering.start()
-  scopes.start()
+  for rule, primitive, layers in LOOP_RULES:
+    loop_rules.wrap(rule, primitive, *layers)
+  loop_rules.wrap_hoisting(control.hoist)
+  loop_rules.wrap_evaluation(control.split)
+  remat.use_old_for(control.must_not_repeat)
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
   early.start()
   timeline.start()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -71,17 +70,6 @@ def with_params(held: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
 
 # A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).
 move_binders_to_front: Callable[[Any, Sequence[bool]], Any] = _partial_eval.move_binders_to_front
-
-
-def wrap_rules(hoist: Callable[..., Any], evaluate: Callable[..., Any]) -> None:
-  """Puts these, which get the original first, in place of two functions of JAX's (0.10 to 0.12).
-
-  `hoist`: what hoists out of a scan; `evaluate`: `partial_eval_jaxpr_nounits`, where JAX's own
-  rules look it up. Neither has a public name.
-  """
-  hoisting, evaluation = _loops._scan_known_hoisting, _partial_eval.partial_eval_jaxpr_nounits  # pyright: ignore[reportPrivateUsage]
-  _loops._scan_known_hoisting = functools.partial(hoist, hoisting)  # pyright: ignore[reportPrivateUsage]
-  _partial_eval.partial_eval_jaxpr_nounits = functools.partial(evaluate, evaluation)
 
 
 def split_operands(params: dict[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:

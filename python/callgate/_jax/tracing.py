@@ -266,11 +266,6 @@ def refuse_forward_mode(refuse: Callable[[str], None]) -> None:
 needs_devices: Callable[[Any], None] = _dispatch.prim_requires_devices_during_lowering.add
 
 
-def lowering_rule(primitive: Any) -> Callable[..., Any]:
-  """A primitive's lowering rule for all platforms (0.10 to 0.12); none of them is public."""
-  return _mlir._lowerings[primitive].rule  # pyright: ignore[reportPrivateUsage]
-
-
 # -- jaxprs --------------------------------------------------------------------------------------
 def batched(
   jaxpr: Any, axis_data: Any, batched: Sequence[bool], instantiate: Any
@@ -302,29 +297,6 @@ def is_saveable(saveable: Any, eqn: Any) -> bool:
   says = saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)
   saved = says is True or says is _partial_eval.Saveable
   return saved or isinstance(says, _partial_eval.Offloadable)
-
-
-def keep_results(holds: Callable[[Any], bool]) -> None:
-  """Of loops, branches and inner jits for which `holds` all results are kept if one is used.
-
-  Wraps their rules of dead code elimination, which would drop a loop's unused carry with all that
-  only it needs, whether it has an effect or not (0.10 to 0.12; `while_loop` has a rule since 0.12).
-  JAX has no public way to say that an equation counts where it stands.
-  """
-  from jax._src.pjit import jit_p
-
-  def keeping(rule: Callable[..., Any]) -> Callable[..., Any]:
-    # 0.12 says which inputs live, too: rule(used, live, eqn).
-    def wrapped(used: Sequence[bool], *live_and_eqn: Any) -> Any:
-      whole = any(used) and not all(used) and holds(live_and_eqn[-1])
-      return rule([True] * len(used) if whole else used, *live_and_eqn)
-
-    return wrapped
-
-  rules: dict[Any, Callable[..., Any]] = _partial_eval.dce_rules
-  for primitive in (jax.lax.scan_p, jax.lax.while_p, jax.lax.cond_p, jit_p):
-    if primitive in rules:
-      rules[primitive] = keeping(rules[primitive])
 
 
 # -- explicit sharding -----------------------------------------------------------------------------

@@ -20,15 +20,12 @@ it, that is refused; `jax.jvp` is not. Its taps send again, marked (`_loops/repe
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import batching as jax_batching
-from jax.interpreters import partial_eval
 
 from callgate._call.site import BoundCall, in_one_lane
 from callgate._core.effects import (
@@ -40,7 +37,7 @@ from callgate._core.effects import (
   WholeTapEffect,
 )
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import batching, loops, remat, tracing
+from callgate._jax import batching, loops, tracing
 from callgate._loops import masked, repeats
 from callgate._tap import primitive as _primitive
 
@@ -48,24 +45,7 @@ _Rule = Callable[..., Any]
 _Values = Sequence[Any]
 
 
-def start() -> None:
-  """Puts the rules around JAX's own; called once by `import callgate`."""
-  batch_rules: dict[Any, Any] = jax_batching.fancy_primitive_batchers
-  linearize_rules: dict[Any, Any] = partial_eval.custom_partial_eval_rules
-  remat_rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
-  for rules, primitive, rule in (
-    (batch_rules, jax.lax.cond_p, _cond_rule),
-    (batch_rules, jax.lax.while_p, _while_rule),
-    (linearize_rules, jax.lax.while_p, _linearize_rule),
-    (remat_rules, jax.lax.while_p, _remat_rule),
-    (remat_rules, jax.lax.scan_p, _scan_remat_rule),
-  ):
-    rules[primitive] = functools.partial(rule, rules[primitive])
-  loops.wrap_rules(_hoist, _split)
-  remat.use_old_for(_must_not_repeat)
-
-
-def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
+def batch_cond(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
   # A platform's index is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
   gates = apart and _goes_apart(params["branches"])
@@ -77,7 +57,7 @@ def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **
   return original(axis_data, args, dims, **params)
 
 
-def _while_rule(
+def batch_while(
   original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any
 ) -> Any:
   jaxprs = _jaxprs(params)
@@ -91,7 +71,7 @@ def _while_rule(
   return original(axis_data, args, dims, **params)
 
 
-def _linearize_rule(original: _Rule, trace: Any, *tracers: Any, **params: Any) -> Any:
+def linearize_while(original: _Rule, trace: Any, *tracers: Any, **params: Any) -> Any:
   unknown = [not tracer.pval.is_known() for tracer in tracers]
   if not any(unknown) or all(unknown):
     return original(trace, *tracers, **params)
@@ -100,7 +80,7 @@ def _linearize_rule(original: _Rule, trace: Any, *tracers: Any, **params: Any) -
   return repeats.linearize(original, trace, tracers, unknown, params)
 
 
-def _remat_rule(
+def checkpoint_while(
   original: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> Any:
   jaxprs = _jaxprs(eqn.params)
@@ -114,7 +94,7 @@ def _remat_rule(
   return eqn, None, later, later, []
 
 
-def _must_not_repeat(closed: Any) -> bool:
+def must_not_repeat(closed: Any) -> bool:
   """True if calls, also taps, or bars are in there, which have rules under `jax.checkpoint`."""
   return (
     any(isinstance(effect, (GateEffect, ProgressEffect)) for effect in closed.effects)
@@ -123,7 +103,7 @@ def _must_not_repeat(closed: Any) -> bool:
   )
 
 
-def _scan_remat_rule(original: _Rule, *given: Any) -> Any:
+def checkpoint_scan(original: _Rule, *given: Any) -> Any:
   before = _in_scan()
   _thread.in_scan = _has_gate_effect([given[-1].params["jaxpr"]])
   try:
@@ -144,13 +124,13 @@ def _jaxprs(params: dict[str, Any]) -> tuple[Any, Any]:
   return params["cond_jaxpr"], params["body_jaxpr"]
 
 
-def _hoist(original: _Rule, jaxpr: Any, consts: Any, residuals: int, *rest: Any) -> Any:
+def hoist(original: _Rule, jaxpr: Any, consts: Any, residuals: int, *rest: Any) -> Any:
   if _has_gate_effect([jaxpr]):
     return jaxpr, consts, [False] * residuals, []
   return original(jaxpr, consts, residuals, *rest)
 
 
-def _split(original: _Rule, jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
+def split(original: _Rule, jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
   """Returns what of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
   if not (_in_scan() and _has_gate_effect([jaxpr])):
     return original(jaxpr, unknown, instantiate)

@@ -35,19 +35,9 @@ from callgate._loops.primitive import UNKNOWN, Bar, progress_call_p, progress_p
 Rule = Callable[..., Any]
 
 
-def start() -> None:
-  """Puts the rules around JAX's own; called once by `import callgate`."""
-  while_p = jax.lax.while_p
-  for primitive, body, run in (
-    (jax.lax.scan_p, "jaxpr", _run_scan), (while_p, "body_jaxpr", _run_while),
-  ):  # fmt: skip
-    rule = functools.partial(_rule, tracing.lowering_rule(primitive), body, run)
-    mlir.register_lowering(primitive, rule)
-  rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
-  rules[while_p] = functools.partial(_remat_rule, rules[while_p])
-
-
-def _rule(original: Rule, body: str, run: Rule, context: Any, *operands: Any, **params: Any) -> Any:
+def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
+  """The layer around JAX's lowering of `scan` and `while_loop`."""
+  body, run = ("jaxpr", _run_scan) if "jaxpr" in params else ("body_jaxpr", _run_while)
   if not _marks(params[body]) and _going_of(params) is None:
     return original(context, *operands, **params)
   run = functools.partial(run, params)
@@ -64,7 +54,7 @@ def _going_of(params: dict[str, Any]) -> Going | None:
   return _going.going_of(params["body_jaxpr"], consts, len(params["body_jaxpr"].in_avals) - consts)
 
 
-def _remat_rule(original: Rule, *given: Any) -> Any:
+def checkpoint_while(original: Rule, *given: Any) -> Any:
   """Under `jax.checkpoint` a while loop runs again in the backward pass: without a bar."""
   known, staged, *rest = original(*given)
   if known is not None and staged is not None and _marks(staged.params["body_jaxpr"]):

@@ -40,16 +40,9 @@ Rule = Callable[..., Any]
 _DONE = jax.ShapeDtypeStruct((), np.int32)
 
 
-def start() -> None:
-  """Puts the rules around JAX's own; called once by `import callgate`."""
-  for primitive, body, run in (
-    (jax.lax.scan_p, "jaxpr", _scan), (jax.lax.while_p, "body_jaxpr", _while),
-  ):  # fmt: skip
-    rule = functools.partial(_rule, tracing.lowering_rule(primitive), body, run)
-    mlir.register_lowering(primitive, rule)
-
-
-def _rule(original: Rule, body: str, run: Rule, context: Any, *operands: Any, **params: Any) -> Any:
+def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
+  """The layer around JAX's lowering of `scan` and `while_loop`."""
+  body, run = ("jaxpr", _scan) if "jaxpr" in params else ("body_jaxpr", _while)
   if not _makes(params[body].jaxpr):
     return original(context, *operands, **params)
   none = np.zeros(TYPE.shape, TYPE.dtype)

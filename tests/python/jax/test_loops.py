@@ -98,26 +98,40 @@ def test_a_stacked_type_keeps_the_axes_of_an_explicit_mesh() -> None:
   assert stacked.sharding.spec == jax.P(None, "x")
 
 
-def test_rules_are_put_around_jaxs() -> None:
+def test_layers_are_around_jaxs_rules_in_their_order() -> None:
   source = """
     import jax, jax.numpy as jnp
     import callgate
-    from callgate._jax import loops
-    seen = set()
+    from callgate._jax import loop_rules
+    seen = []
 
     def around(name):
       def rule(original, *args, **kwargs):
-        seen.add(name)
+        seen.append(name)
         return original(*args, **kwargs)
       return rule
 
-    loops.wrap_rules(around("hoist"), around("evaluate"))
+    loop_rules.wrap_hoisting(around("hoist"))
+    loop_rules.wrap_evaluation(around("evaluate"))
+    while_p = jax.lax.while_p
+    for rule in ("lowering", "vmap", "linearize", "checkpoint"):
+      loop_rules.wrap(rule, while_p, around("outer " + rule), around("inner " + rule))
     loop = lambda x, y: jax.lax.scan(lambda c, _: (c * jnp.sin(y), None), x, None, length=3)[0]
     jax.linearize(lambda x: loop(x, 2.0), 1.0)
     jax.grad(jax.checkpoint(lambda x: loop(x, 2.0)))(1.0)
-    print(sorted(seen))
+    print(sorted({"hoist", "evaluate"} & set(seen)))
+    loop = lambda x: jax.lax.while_loop(lambda c: c < 9.0, lambda c: c + 1.0, x)
+    jax.vmap(loop)(jnp.ones(2))
+    jax.linearize(lambda x: loop(x) * x, 1.0)
+    jax.linearize(jax.checkpoint(lambda x: loop(jnp.sin(x)) * x), 1.0)
+    for rule in ("lowering", "vmap", "linearize", "checkpoint"):
+      first = seen.index("outer " + rule)
+      print(seen[first : first + 2])
   """
-  assert output_of(source) == "['evaluate', 'hoist']\n"
+  expected = [["evaluate", "hoist"]]
+  for rule in ("lowering", "vmap", "linearize", "checkpoint"):
+    expected.append([f"outer {rule}", f"inner {rule}"])
+  assert output_of(source) == "".join(f"{line}\n" for line in expected)
 
 
 # -- lanes -----------------------------------------------------------------------------------------
