@@ -73,6 +73,8 @@ COSTS = (
    "function called for each record, f32 scalars"),
   ("a native sink, for each record, on the channel's thread", "channels",
    "native sink (statistics), f32 scalars"),
+  ("a use of a host object, on the object's own thread", "objects",
+   "callgate use, on the object's own thread"),
   ("an item of a feed", "feed", "callgate feed, cheap items"),
   ("a progress bar, for each step of a loop", "progress", "callgate beyond the plain loop"),
   ("the dispatch of a program without callbacks", "dispatch", "no callback, no effect"),

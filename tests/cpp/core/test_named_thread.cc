@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The thread that runs all that is given to it in order.
 #include <gtest/gtest.h>
+#ifdef __linux__
+#include <sched.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -69,6 +72,28 @@ TEST(NamedThread, AfterCloseWhatItHasRunsAndNothingElseIsTaken) {
   go_on.set_value();
   EXPECT_TRUE(thread.has_ended(seconds(60)));
   EXPECT_TRUE(second);
+}
+
+// Where the two share a core the thread can't go on while it is watched for.
+TEST(NamedThread, IsWatchedForOnAnotherCoreAlone) {
+  NamedThread thread("test");
+  int looks = 0;
+  const auto look = [&] { return ++looks == 3; };
+  thread.watch_for_end(look);  // nobody knows its core yet
+  EXPECT_EQ(looks, 3);
+#ifdef __linux__
+  cpu_set_t before, one;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
+  CPU_ZERO(&one);
+  CPU_SET(current_core(), &one);
+  ASSERT_EQ(sched_setaffinity(0, sizeof(one), &one), 0);
+  ASSERT_TRUE(thread.run([&] { EXPECT_EQ(sched_setaffinity(0, sizeof(one), &one), 0); }));
+  ASSERT_TRUE(thread.run([] {}));
+  looks = 0;
+  thread.watch_for_end(look);
+  EXPECT_EQ(looks, 0);
+  EXPECT_EQ(sched_setaffinity(0, sizeof(before), &before), 0);
+#endif
 }
 
 }  // namespace
