@@ -102,7 +102,7 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "compat": "_jax _core _sharding _runtime _call _gate _tap",
   }.items()
 }
-TOP = ("__init__", "__main__", "_start")  # these import anything
+TOP = ("__init__", "__main__", "_attach", "_names", "_start")  # these import anything
 WITH_CODE = ("callgate", "sinks", "executors", "compat")  # folders whose __init__ has some
 MOST_LINES = 400
 # What takes a module's name as text. A logger's name, say, is none.

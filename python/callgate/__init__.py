@@ -4,64 +4,44 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
-from callgate import _start
-from callgate._breakpoint.breakpoint import breakpoint
-from callgate._callgate import Buffer, Context, ExecutionStage
-from callgate._checkpoints.checkpoints import Checkpoints
-from callgate._core.errors import (
-  CaptureError,
-  CheckError,
-  CompileError,
-  ConsumerError,
-  EndOfFeed,
-  EscapedViewError,
-  GateDefinitionError,
-  GateError,
-  GateTimeoutError,
-  HandleError,
-  InputWriteError,
-  KernelError,
-  KernelFileError,
-  ProcessError,
-  RecordedError,
-  ReplayError,
-  ResultError,
-  WorkerError,
-)
-from callgate._core.failures import last_error
-from callgate._feed.feed import Feed, feed
-from callgate._futures.ticket import Ticket
-from callgate._gate.check import check
-from callgate._gate.gate import Gate, call, gate
-from callgate._gate.stats import stats, trace
-from callgate._loops.loops import fori_loop, scan, while_loop
-from callgate._loops.progress import Progress, progress
-from callgate._objects.collect import held
-from callgate._objects.handle import Handle
-from callgate._objects.hold import Hold, hold, use
-from callgate._objects.linear import linear_solver
-from callgate._objects.root import root
-from callgate._runtime.barrier import barrier, errors
-from callgate._runtime.config import config
-from callgate._runtime.targets import export_checks
-from callgate._steer.knob import Knob, knob
-from callgate._steer.stop import stop, stop_reason, stop_requested
-from callgate._tap.channel import Channel, channel
-from callgate._tap.print import print
-from callgate._tap.records import BatchInfo, Record, TapInfo
-from callgate._tap.tap import channel_stats, tap
-from callgate._workers.threads import Thread, thread
-from callgate._workers.workers import Workers, workers
-from callgate.compat._callbacks.install import install, uninstall
+from callgate import _attach, _names
 
-if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
+if TYPE_CHECKING:  # each comes when it is asked for, from where `_names` says
   from callgate import executors, sinks
+  from callgate._breakpoint.breakpoint import breakpoint
+  from callgate._callgate import Buffer, Context, ExecutionStage
+  from callgate._checkpoints.checkpoints import Checkpoints
+  from callgate._core.errors import (
+    CaptureError,
+    CheckError,
+    CompileError,
+    ConsumerError,
+    EndOfFeed,
+    EscapedViewError,
+    GateDefinitionError,
+    GateError,
+    GateTimeoutError,
+    HandleError,
+    InputWriteError,
+    KernelError,
+    KernelFileError,
+    ProcessError,
+    RecordedError,
+    ReplayError,
+    ResultError,
+    WorkerError,
+  )
+  from callgate._core.failures import last_error
   from callgate._envs.envs import Envs, envs
   from callgate._explain.call import ExplainedCall
   from callgate._explain.explain import Explanation, explain
+  from callgate._feed.feed import Feed, feed
+  from callgate._futures.ticket import Ticket
+  from callgate._gate.check import check
+  from callgate._gate.gate import Gate, call, gate
+  from callgate._gate.stats import stats, trace
   from callgate._kernel.c.cfunc import cfunc
   from callgate._kernel.cpp.cpp import cpp
   from callgate._kernel.cuda.cuda import cuda
@@ -74,14 +54,33 @@ if TYPE_CHECKING:  # what comes when it is asked for, as `_LATER` says
   from callgate._kernel.library import Library, library
   from callgate._kernel.numba.numba import numba
   from callgate._kernel.peers.kernel import kernel
+  from callgate._loops.loops import fori_loop, scan, while_loop
+  from callgate._loops.progress import Progress, progress
   from callgate._nan.find import NanReport, find_nan
+  from callgate._objects.collect import held
+  from callgate._objects.handle import Handle
+  from callgate._objects.hold import Hold, hold, use
+  from callgate._objects.linear import linear_solver
+  from callgate._objects.root import root
   from callgate._replay.record import Recording, record
   from callgate._replay.replay import Replay, replay
+  from callgate._runtime.barrier import barrier, errors
+  from callgate._runtime.config import config
+  from callgate._runtime.targets import export_checks
   from callgate._serve.serve import Server, serve
+  from callgate._steer.knob import Knob, knob
+  from callgate._steer.stop import stop, stop_reason, stop_requested
   from callgate._stream.assemble import assemble
   from callgate._stream.reader import StreamReader, open_stream
   from callgate._stream.records import StreamRecord
+  from callgate._tap.channel import Channel, channel
+  from callgate._tap.print import print
+  from callgate._tap.records import BatchInfo, Record, TapInfo
+  from callgate._tap.tap import channel_stats, tap
   from callgate._torch.torch import TorchFunction, TorchModule, torch
+  from callgate._workers.threads import Thread, thread
+  from callgate._workers.workers import Workers, workers
+  from callgate.compat._callbacks.install import install, uninstall
 
   __version__: str
 
@@ -192,53 +191,14 @@ __all__ = [
   "while_loop",
   "workers",
 ]
-# Where those names are that most programs have no need of: `import callgate` stays short.
-_LATER = {
-  "Envs": "callgate._envs.envs",
-  "envs": "callgate._envs.envs",
-  "ExplainedCall": "callgate._explain.call",
-  "Explanation": "callgate._explain.explain",
-  "explain": "callgate._explain.explain",
-  "cfunc": "callgate._kernel.c.cfunc",
-  "cpp": "callgate._kernel.cpp.cpp",
-  "cuda": "callgate._kernel.cuda.cuda",
-  "cupy": "callgate._kernel.cuda.cupy",
-  "numba_cuda": "callgate._kernel.cuda.numba_cuda",
-  "triton": "callgate._kernel.cuda.triton",
-  "elementwise": "callgate._kernel.elementwise.elementwise",
-  "LoadedKernels": "callgate._kernel.files",
-  "load_kernels": "callgate._kernel.files",
-  "save_kernels": "callgate._kernel.files",
-  "Kernel": "callgate._kernel.kernel",
-  "Library": "callgate._kernel.library",
-  "library": "callgate._kernel.library",
-  "numba": "callgate._kernel.numba.numba",
-  "kernel": "callgate._kernel.peers.kernel",
-  "NanReport": "callgate._nan.find",
-  "find_nan": "callgate._nan.find",
-  "Recording": "callgate._replay.record",
-  "record": "callgate._replay.record",
-  "Replay": "callgate._replay.replay",
-  "replay": "callgate._replay.replay",
-  "Server": "callgate._serve.serve",
-  "serve": "callgate._serve.serve",
-  "assemble": "callgate._stream.assemble",
-  "StreamReader": "callgate._stream.reader",
-  "open_stream": "callgate._stream.reader",
-  "StreamRecord": "callgate._stream.records",
-  "TorchFunction": "callgate._torch.torch",
-  "TorchModule": "callgate._torch.torch",
-  "torch": "callgate._torch.torch",
-}
-_start.start({name: globals()[name] for name in __all__ if name in globals()})
+_attach.start()
 
 
 def __getattr__(name: str) -> Any:
-  if name in _LATER:
-    importlib.import_module(_LATER[name])
-    come = {n: sys.modules.get(module) for n, module in _LATER.items()}
-    found = {n: getattr(module, n) for n, module in come.items() if hasattr(module, n)}
-    _start.publish(found)
+  if name in _names.MODULES:
+    _attach.load()
+    importlib.import_module(_names.MODULES[name])
+    found = _names.publish()
     globals().update(found)
     return found[name]
   if name in ("executors", "sinks"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the parts together: what `import callgate` does, in order.
+"""Puts the parts together, in order, when the first of them is needed (`_attach.py`).
 
 What is below and has to reach up gets it handed down here.
 """
@@ -7,11 +7,12 @@ What is below and has to reach up gets it handed down here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from callgate import _names
 from callgate._breakpoint import breakpoint
 from callgate._call import derivatives
 from callgate._checkpoints import checkpoints
@@ -19,11 +20,11 @@ from callgate._core import registry
 from callgate._feed import ending
 from callgate._futures import job, ticket
 from callgate._gate import check, gate
-from callgate._jax import dispatch, early, loop_rules, remat, tracing
+from callgate._jax import dispatch, loop_rules, remat, tracing
 from callgate._loops import control, draw, lowering, progress
 from callgate._objects import collect, scopes, table
 from callgate._process import group
-from callgate._runtime import barrier, config, lifecycle, timeline
+from callgate._runtime import barrier, lifecycle, timeline
 from callgate._steer import knob, record, stop
 from callgate._tap import channel, delivery, print, target
 from callgate._workers import objects, threads, workers
@@ -39,33 +40,11 @@ LOOP_RULES: tuple[tuple[str, Any, tuple[Callable[..., Any], ...]], ...] = (
   ("checkpoint", jax.lax.while_p, (lowering.checkpoint_while, control.checkpoint_while)),
   ("checkpoint", jax.lax.scan_p, (control.checkpoint_scan,)),
 )
-_started: list[bool] = []
 
 
-def publish(public: Mapping[str, Any]) -> None:
-  """Has what the package gives its users say so, in messages, pickles and documentation."""
-  for value in public.values():
-    if getattr(value, "__module__", "").startswith("callgate."):
-      value.__module__ = "callgate"
-
-
-def start(public: Mapping[str, Any]) -> None:
-  """Called once by `import callgate`.
-
-  Args:
-    public: what the package gives its users, by name.
-
-  Raises:
-    ImportError: it has been called, and `importlib.reload` calls it again.
-  """
-  if _started:
-    raise ImportError(
-      "importlib.reload(callgate): expected one import in a process, since the first has changed "
-      "JAX; start a new process, or restart the notebook's kernel"
-    )
-  _started.append(True)
-  publish(public)
-  lifecycle.start()  # dtypes, hooks, FFI targets, partitioners, handlers of forks
+def start() -> None:
+  """Called once, when this module is imported (`_attach.load`)."""
+  lifecycle.start()  # dtypes, hooks, handlers of forks
   lifecycle.at_end("hurry", ending.limit_all)
   lifecycle.at_end("leave", group.leave)
   lifecycle.at_end("draw", draw.stop)
@@ -97,8 +76,9 @@ def start(public: Mapping[str, Any]) -> None:
   loop_rules.wrap_evaluation(control.split)
   remat.use_old_for(control.must_not_repeat)
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
-  early.start()
   timeline.start()
-  # What the environment asks for.
-  config.start()
   install.start()
+  _names.publish()
+
+
+start()

@@ -47,12 +47,19 @@ void set_hooks(const nb::kwargs& given) {
   CALLGATE_HOOKS(X)
 #undef X
   if (given.size() != known) throw nb::type_error("set_hooks: got a hook that is none");
-  Registry::instance().set_resolver([](const std::string& name) {
+}
+
+// Has `define(name)`, which is true if the name is defined then, called for a name in a program
+// that the registry has not. Not among the hooks, as a program may come before these are set.
+void set_resolver(nb::handle define) {
+  Registry::instance().set_resolver([define = keep(define)](const std::string& name) {
     ActiveGil gil;
     if (!gil) return false;
-    nb::object found = call_python(hooks.undefined, "s", name.c_str());
+    nb::object found = call_python(define, "s", name.c_str());
     if (found.is_valid()) return nb::cast<bool>(found);
-    throw Error(ErrorCode::kInvalidArgument, failure_text(nb::python_error(), name, ""));
+    nb::python_error raised;
+    std::string text = hooks.failed == nullptr ? raised.what() : failure_text(raised, name, "");
+    throw Error(ErrorCode::kInvalidArgument, text);
   });
 }
 
@@ -230,6 +237,7 @@ NB_MODULE(_callgate, module) {
     bind(module);
   module.def("targets", &targets, "By platform and target, for jax.ffi.");
   module.def("set_hooks", &set_hooks);
+  module.def("set_resolver", &set_resolver, nb::arg("define"));
   module.def("dtype_codes", &dtype_codes);
   module.def("set_dtype", [](int code, nb::handle dtype) {
     descriptors[static_cast<std::size_t>(code)] = reinterpret_cast<PyArray_Descr*>(keep(dtype));

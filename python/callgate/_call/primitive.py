@@ -294,8 +294,3 @@ for primitive in (gate_p, mesh_gate_p):
   mlir.register_lowering(primitive, lower, cacheable=False)
 tracing.needs_devices(mesh_gate_p)
 tracing.weakly_cached.add(BoundCall)
-for effect in (effects.GateEffect, effects.TapEffect, effects.OrderedGateEffect):
-  tracing.allow_effect(effect, ordered=effect is effects.OrderedGateEffect, kept=True)
-tracing.allow_effect(effects.WholeTapEffect, ordered=True)
-for effect in (effects.HandleEffect, effects.WaitEffect):
-  tracing.allow_effect(effect, ordered=False)

@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from callgate import _callgate
 from callgate._call.lowering import emit
-from callgate._core.effects import PROGRESS_EFFECT, ProgressEffect
+from callgate._core.effects import PROGRESS_EFFECT
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import lowering, tracing
 from callgate._jax.tracing import Primitive
@@ -190,4 +190,3 @@ mlir.register_lowering(progress_call_p, lambda context, *x, **params: _by_jax(co
 for platform in ("cpu", "cuda"):
   mlir.register_lowering(progress_p, _lower, platform=platform)
   mlir.register_lowering(progress_call_p, _call_lower, platform=platform)
-tracing.allow_effect(ProgressEffect, ordered=False, kept=True)

@@ -21,9 +21,8 @@ import jax
 
 from callgate import _callgate
 from callgate._arrays import escape, gpu
-from callgate._core import environment, failures, foreign, kept, paths, registry
+from callgate._core import environment, failures, foreign, kept, registry
 from callgate._core.dtypes import dtypes
-from callgate._core.effects import OrderedGateEffect
 from callgate._core.errors import (
   CaptureError,
   GateError,
@@ -32,10 +31,10 @@ from callgate._core.errors import (
   Interruption,
   ResultError,
 )
-from callgate._jax import cpp_path, dispatch
+from callgate._jax import dispatch
 from callgate._runtime import fence, self_wait, timeline
-from callgate._runtime.targets import OWN, PARTITIONED, traceback_line
-from callgate._sharding import partitioner, tiles
+from callgate._runtime.targets import traceback_line
+from callgate._sharding import tiles
 
 _process = os.getpid()
 Phase = Literal["hurry", "leave", "draw", "deliver", "join"]
@@ -180,7 +179,7 @@ def _set_main_thread() -> None:
 
 
 def start() -> None:
-  """Registers the FFI targets and hooks; called once by `import callgate`."""
+  """Sets the hooks, and what happens in forks and at the end; called once by `_start.py`."""
   for code, dtype in dtypes().items():
     _callgate.set_dtype(code, dtype)
   _callgate.set_hooks(
@@ -188,28 +187,17 @@ def start() -> None:
     kernel_failed=_kernel_failed, device_worker=_device_worker,
     deferred=failures.defer, kernel_raised=failures.kernel_raised,
     interrupted=kept.take_for_main, handled=failures.describe_handled,
-    unheard=failures.keep_unheard, undefined=registry.undefined, escaped=escape.settle,
+    unheard=failures.keep_unheard, escaped=escape.settle,
     self_wait=self_wait.report, stream_as=gpu.stream_as, capture_error=CaptureError,
     closed_thread=_closed_thread,
     profiled=timeline.profiled, interruption=Interruption,
   )  # fmt: skip
   _set_main_thread()
   _callgate.raise_instead(jax.errors.JaxRuntimeError)
-  for platform, targets in _callgate.targets().items():
-    for target, handlers in targets.items():
-      jax.ffi.register_ffi_target(target, handlers, platform=platform)
-      # Unpartitioned after all, where XLA has but one device for it.
-      jax.ffi.register_ffi_target(target + PARTITIONED, handlers, platform=platform)
-  for target in OWN:
-    partitioner.register(target, target + PARTITIONED)
-  dispatch.exclude_from_tracebacks(f"{paths.ROOT}{os.sep}")
   if stall := environment.seconds("CALLGATE_STALL_SECONDS", 0):
     _callgate.set_stall_seconds(stall)
   _callgate.set_consumer_failed(failures.keep_consumer_failure)
-  dispatch.remember_effects()
-  dispatch.run_after_failures(OrderedGateEffect)
   abandon = (_callgate.abandon_channels, _callgate.abandon_devices)
-  after_fork = (dispatch.forget_waiters, cpp_path.after_fork, fence.after_fork, _set_main_thread)
-  for forget in (*abandon, *after_fork):
+  for forget in (*abandon, fence.after_fork, _set_main_thread):
     os.register_at_fork(after_in_child=forget)
   atexit.register(_end)  # runs before JAX's own, which was registered earlier

@@ -253,18 +253,14 @@ def _undefined(what: str, expected: str, why: str = "") -> LookupError:
   return LookupError(f"callgate: {what} is not defined in {where}; expected {expected}")
 
 
-def register(target: str, partitioned: str) -> None:
-  """Has XLA ask this partitioner about calls of `partitioned`, to make calls of `target`."""
+def partition(target: str, *asked: Any) -> tuple[bytes, Sequence[Any], Any]:
+  """XLA's question how a partitioned call becomes a call of `target` on each device."""
+  call = _Call(*asked)
+  plan, ins, outs = call.solution()
+  return call.module(target, plan), [*asked[1][: len(call.tokens)], *ins], call.told(outs)
 
-  def partition(*asked: Any) -> tuple[bytes, Sequence[Any], Any]:
-    call = _Call(*asked)
-    plan, ins, outs = call.solution()
-    return call.module(target, plan), [*asked[1][: len(call.tokens)], *ins], call.told(outs)
 
-  # Asked by XLA's older propagation alone.
-  def infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, config: bytes) -> Any:
-    call = _Call(shapes, shardings, result, None, config)
-    return call.told(call.solution()[2])
-
-  # What users of the results ask for goes back to the call as it is.
-  partitioner.register_partitioner(partitioned, lambda sharding, *_: sharding, partition, infer)
+def infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, config: bytes) -> Any:
+  """XLA's question how results lie, which its older propagation alone asks."""
+  call = _Call(shapes, shardings, result, None, config)
+  return call.told(call.solution()[2])

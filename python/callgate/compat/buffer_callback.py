@@ -234,7 +234,6 @@ def _bind(callback: Callable[..., None], spec: str) -> tuple[Callable[..., None]
   return call, True
 
 
-tracing.allow_effect(BufferCallbackEffect, ordered=False)
 tracing.define_impl(buffer_callback_p)
 buffer_callback_p.def_effectful_abstract_eval(_abstract_eval)
 ad.primitive_jvps[buffer_callback_p] = functools.partial(_refuse, "JVP", "custom_jvp")

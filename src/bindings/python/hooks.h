@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python functions that the runtime calls off its fast path: to make and keep errors, to deal with
-// escaped views, to bind a call site's description. Set once at import (`start` in
+// escaped views, to bind a call site's description. Set before the first callee (`start` in
 // python/callgate/_runtime/lifecycle.py); each is documented there. All of this runs under the GIL,
 // and must not fail: a hook that raises is reported as text of its own.
 #pragma once
@@ -28,7 +28,6 @@ namespace callgate::bindings {
   X(stalled)       /* (what, call, timed_out) -> report text */                           \
   X(kernel_failed) /* (kernel, message, site) -> text for XLA's error */                  \
   X(kernel_raised) /* (exception) -> message that stands for it */                        \
-  X(undefined)     /* (name) -> whether it is defined now */                              \
   X(self_wait)     /* (gate, thread) -> why the thread waits for itself, or "" */         \
   X(interrupted)   /* () -> what a call has left for the main thread to raise, or None */ \
   X(handled)       /* (exception of a signal's handler) leaves it to it -> text */        \
