@@ -69,9 +69,12 @@ class ProgressEffect(_Effect):
 
 PROGRESS_EFFECT = ProgressEffect()
 
-for _kind in (GateEffect, TapEffect, OrderedGateEffect):
-  tracing.allow_effect(_kind, ordered=_kind is OrderedGateEffect, kept=True)
-tracing.allow_effect(WholeTapEffect, ordered=True)
-tracing.allow_effect(ProgressEffect, ordered=False, kept=True)
-for _kind in (HandleEffect, WaitEffect, BufferCallbackEffect):
-  tracing.allow_effect(_kind, ordered=False)
+
+def allow() -> None:
+  """Has JAX take programs with these effects; called once by `import callgate`."""
+  for kind in (GateEffect, TapEffect, OrderedGateEffect):
+    tracing.allow_effect(kind, ordered=kind is OrderedGateEffect, kept=True)
+  tracing.allow_effect(WholeTapEffect, ordered=True)
+  tracing.allow_effect(ProgressEffect, ordered=False, kept=True)
+  for kind in (HandleEffect, WaitEffect, BufferCallbackEffect):
+    tracing.allow_effect(kind, ordered=False)

@@ -21,12 +21,8 @@ import jax
 from callgate import _callgate
 
 
-def start() -> None:
-  """Called once by `import callgate`."""
-  _callgate.at_first_callee(_adopt)
-
-
-def _adopt() -> None:
+def adopt() -> None:
+  """Called once, before the first gate, kernel or tap is made."""
   kind: Any = type(jax.jit(lambda: None))
   restore: Callable[[Any, Any], None] = kind.__setstate__  # of the C++ class (0.10 to 0.12)
 

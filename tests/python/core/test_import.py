@@ -8,12 +8,12 @@ import inspect
 from pathlib import Path
 
 import pytest
-from interpreters import output_of
+from interpreters import output_of, printed_by
 
 import callgate as cg
 
 
-def test_what_comes_later_is_what_type_checkers_see() -> None:
+def test_names_are_what_type_checkers_see() -> None:
   tree = ast.parse(Path(inspect.getfile(cg)).read_text())
   blocks = [
     n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
@@ -25,7 +25,8 @@ def test_what_comes_later_is_what_type_checkers_see() -> None:
     if isinstance(imported, ast.ImportFrom)
     for alias in imported.names
   }
-  assert seen == {"executors": "callgate", "sinks": "callgate", **cg._LATER}
+  assert seen == {"executors": "callgate", "sinks": "callgate", **cg._names.MODULES}
+  assert sorted(seen) == sorted(cg.__all__)
 
 
 def test_import_leaves_out_what_most_programs_have_no_need_of() -> None:
@@ -38,6 +39,81 @@ def test_import_leaves_out_what_most_programs_have_no_need_of() -> None:
     print([name for name in sys.modules if name.startswith(tuple(f"callgate.{p}" for p in parts))])
   """
   assert output_of(code).strip() == "[]"
+
+
+def callgates(code: str) -> list[str]:
+  """The modules of callgate's that are imported after the code."""
+  show = "import sys; print([n for n in sys.modules if n.startswith('callgate.')])"
+  return ast.literal_eval(output_of(f"{code}\n{show}").splitlines()[-1])
+
+
+def test_import_loads_what_other_processes_programs_need_and_no_part() -> None:
+  loaded = {name.split(".")[1] for name in callgates("import callgate")}
+  assert loaded == {"_attach", "_callgate", "_core", "_jax", "_names", "_runtime"}
+  assert "callgate._start" in callgates("import callgate; callgate.gate")
+  assert "callgate._start" in callgates("import callgate; from callgate import errors")
+
+
+def test_a_module_that_is_imported_by_itself_works() -> None:
+  code = """
+    import sys
+    from callgate._gate import gate  # as that of an unpickled object is
+    assert "callgate._start" not in sys.modules
+    import jax
+    def failing(x): raise KeyError("no")
+    assert jax.jit(gate.gate(lambda x: x, out=lambda x: x))(1.0) == 1
+    assert "callgate._start" in sys.modules
+    try:
+      jax.jit(gate.gate(failing, out=lambda x: x))(1.0)
+    except jax.errors.JaxRuntimeError as error:
+      print('KeyError' in str(error), gate.Gate.__module__)
+  """
+  assert output_of(code).strip() == "True callgate"
+
+
+def test_threads_that_use_the_first_names_at_once() -> None:
+  code = """
+    import importlib, sys, threading
+    import callgate
+    sys.setswitchinterval(1e-6)
+    names = ["_core.registry", "_tap.tap", "_objects.handle", "sinks", "_gate.gate"]
+    begin, failed = threading.Barrier(len(names) + 2), []
+
+    def act(name):
+      begin.wait()
+      try:
+        importlib.import_module(f"callgate.{name}") if name else callgate.gate(lambda x: x, out=())
+      except BaseException as error:
+        failed.append((name, error))
+
+    threads = [threading.Thread(target=act, args=(name,)) for name in [*names, "", ""]]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    print(failed)
+  """
+  for _ in range(3):
+    assert output_of(code).strip() == "[]"
+
+
+def test_a_program_of_another_process_is_the_first_to_need_callgate(tmp_path: Path) -> None:
+  write = """
+    import pathlib, sys, jax, callgate as cg
+
+    def program(x):
+      cg.check(x > 0, "below")
+      return jax.lax.while_loop(lambda i: (i < x) & ~cg.stop_requested(), lambda i: i + 1, 0.0)
+    exported = jax.export.export(jax.jit(program), disabled_checks=cg.export_checks())(5.0)
+    pathlib.Path(sys.argv[1]).write_bytes(exported.serialize())
+  """
+  read = """
+    import pathlib, sys, jax, callgate
+    exported = jax.export.deserialize(pathlib.Path(sys.argv[1]).read_bytes())
+    assert "callgate._start" not in sys.modules
+    print(exported.call(5.0))
+  """
+  path = str(tmp_path / "program")
+  printed_by(write, path)
+  assert printed_by(read, path).strip() == "5.0"
 
 
 def test_public_names_say_that_they_are_callgates_whatever_came_first() -> None:
@@ -64,6 +140,8 @@ def test_a_second_import_is_an_error_and_the_first_goes_on() -> None:
     import jax
     import callgate as cg
 
+    gate = cg.gate
+
     def outcome(act):
       try:
         act()
@@ -77,7 +155,7 @@ def test_a_second_import_is_an_error_and_the_first_goes_on() -> None:
 
     print(outcome(lambda: importlib.reload(cg)))
     print(outcome(second))
-    print(jax.jit(cg.gate(lambda x: x, out=lambda x: x))(1.0))
+    print(jax.jit(gate(lambda x: x, out=lambda x: x))(1.0))
   """
   assert output_of(code).split("\n")[:3] == [
     "importlib.reload(callgate)",

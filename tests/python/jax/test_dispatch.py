@@ -388,7 +388,7 @@ def test_functions_that_were_jitted_before_the_import_raise_the_users_error() ->
     def fail(x):
       raise KeyError("refused")
 
-    assert early.start
+    assert early.adopt
     for _ in range(3):
       try:
         jax.block_until_ready(program(np.float32(1)))
@@ -396,7 +396,7 @@ def test_functions_that_were_jitted_before_the_import_raise_the_users_error() ->
         print("refused" in str(error))
   """
   assert output_of(source) == "True\n" * 3
-  assert callable(early.start)
+  assert callable(early.adopt)
 
 
 def test_what_callgate_puts_into_jaxs_dispatch_is_there() -> None:
