@@ -26,8 +26,7 @@ def load() -> None:
   """Imports the rest of callgate, once for the process; waits for a thread that does."""
   global _loaded
   if not _loaded:
-    importlib.import_module("callgate._start")
-    _loaded = True
+    _loaded = importlib.import_module("callgate._start").done  # False while this thread imports it
 
 
 def start() -> None:

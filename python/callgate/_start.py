@@ -41,6 +41,8 @@ LOOP_RULES: tuple[tuple[str, Any, tuple[Callable[..., Any], ...]], ...] = (
   ("checkpoint", jax.lax.scan_p, (control.checkpoint_scan,)),
 )
 
+done = False  # True once all of this has run
+
 
 def start() -> None:
   """Called once, when this module is imported (`_attach.load`)."""
@@ -82,3 +84,4 @@ def start() -> None:
 
 
 start()
+done = True
