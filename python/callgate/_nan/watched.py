@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._jax import loops, lowering, refs, tracing
+from callgate._jax import loops, lowering, refs, tracing, walk
 from callgate._nan import lanes
 
 Values = Sequence[Any]
@@ -139,7 +139,7 @@ class Watch:
   def _leaf(
     self, eqn: Any, ins: Values, state: State, place: Place, axes: Mapping[Any, lanes.Axes]
   ) -> tuple[Sequence[Any], State]:
-    outs = tracing.bind_equation(eqn, ins)
+    outs = walk.bind_equation(eqn, ins)
     # A Ref holds what other equations have made.
     has_ref = any(refs.is_ref(jax.typeof(x)) for x in (*ins, *outs))
     watched = [] if has_ref else [i for i, out in enumerate(outs) if _is_real(out)]
@@ -340,14 +340,9 @@ _CALLS = (
 
 def _extents(jaxpr: Any) -> tuple[int, int]:
   """The most loops within each other, and the most operands of an equation, at most 8."""
-  depth, operands = 0, 1
-  for eqn in jaxpr.eqns:
-    operands = max(operands, min(len(eqn.invars), 8))
-    for inner in tracing.subjaxprs(eqn):
-      deeper, more = _extents(inner)
-      depth = max(depth, deeper + (eqn.primitive.name in ("scan", "while")))
-      operands = max(operands, more)
-  return depth, operands
+  paths = list(walk.paths(jaxpr))
+  depths = [sum(eqn.primitive.name in ("scan", "while") for eqn in path) for path in paths]
+  return max(depths, default=0), max([1, *(min(len(path[-1].invars), 8) for path in paths)])
 
 
 def _alike(new: Any, old: Any) -> Any:

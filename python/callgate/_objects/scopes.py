@@ -31,7 +31,7 @@ from callgate._call.site import BoundCall
 from callgate._core.effects import HANDLE_EFFECT
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
-from callgate._jax import loops, tracing
+from callgate._jax import loops, tracing, walk
 from callgate._jax.tracing import Literal, jaxpr_as_fun
 from callgate._objects import table
 from callgate._objects.handle import TYPE
@@ -62,12 +62,7 @@ def _rule(original: Rule, body: str, run: Rule, context: Any, *operands: Any, **
 
 def _makes(jaxpr: Any) -> bool:
   """True if there is a call in it that makes an object, and that `_run` puts into a scope."""
-  if HANDLE_EFFECT not in jaxpr.effects:
-    return False
-  return any(
-    _is_maker(eqn) or any(_makes(getattr(j, "jaxpr", j)) for j in _within(eqn))
-    for eqn in jaxpr.eqns
-  )
+  return HANDLE_EFFECT in jaxpr.effects and any(map(_is_maker, walk.equations(jaxpr, _within)))
 
 
 def _is_maker(eqn: Any) -> bool:

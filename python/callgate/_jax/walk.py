@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks over JAX's jaxprs: their equations, inner ones too.
+
+Each function takes open and closed jaxprs alike. `jax.extend` has no public walker (0.10 to 0.12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax._src import core as _core
+
+
+def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+  """The equation's results on other operands, as `jax.core.eval_jaxpr` computes them."""
+  primitive = eqn.primitive
+  with eqn.ctx.manager:
+    made = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
+  return list(made) if primitive.multiple_results else [made]
+
+
+def subjaxprs(eqn: Any) -> list[Any]:
+  """The jaxprs in an equation's parameters; before 0.12 without the constants of closed ones."""
+  return list(_core.jaxprs_in_params(eqn.params))
+
+
+def paths(
+  jaxpr: Any, inside: Callable[[Any], Sequence[Any]] = subjaxprs, around: tuple[Any, ...] = ()
+) -> Iterator[tuple[Any, ...]]:
+  """Yields each equation, behind those whose jaxprs hold it, in the program's order.
+
+  An equation comes before those of its jaxprs, which `inside(eqn)` chooses.
+  """
+  for eqn in jaxpr.eqns:
+    path = (*around, eqn)
+    yield path
+    for inner in inside(eqn):
+      yield from paths(inner, inside, path)
+
+
+def equations(jaxpr: Any, inside: Callable[[Any], Sequence[Any]] = subjaxprs) -> Iterator[Any]:
+  """Yields each equation alone, in the order of `paths`."""
+  return (path[-1] for path in paths(jaxpr, inside))
