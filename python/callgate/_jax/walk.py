@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks over JAX's jaxprs: their equations, inner ones too.
+"""Walks over JAX's jaxprs: their equations evaluated by rules, and searched.
 
 Each function takes open and closed jaxprs alike. `jax.extend` has no public walker (0.10 to 0.12).
 """
@@ -10,6 +10,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax._src import core as _core
+
+
+def interpret(
+  jaxpr: Any, args: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]]
+) -> list[Any]:
+  """Evaluates a jaxpr under the current trace, its equations one after the other.
+
+  `rule(eqn, inputs)` gives the results of each equation, `bind_equation` being JAX's own rule. It
+  alone goes into inner jaxprs, and enters `eqn.ctx.manager` where it binds by itself.
+  """
+  variables = (*jaxpr.constvars, *jaxpr.invars)
+  values = dict(zip(variables, (*getattr(jaxpr, "consts", ()), *args), strict=True))
+
+  def read(atom: Any) -> Any:
+    return atom.val if isinstance(atom, _core.Literal) else values[atom]
+
+  for eqn in jaxpr.eqns:
+    results = rule(eqn, [read(atom) for atom in eqn.invars])
+    values.update(zip(eqn.outvars, results, strict=True))
+  return [read(atom) for atom in jaxpr.outvars]
 
 
 def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:

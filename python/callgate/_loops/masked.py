@@ -9,6 +9,7 @@ the branch: a tap by `where`, any other call in a `cond` of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,23 +117,12 @@ def while_loop(
 
 
 # -- a jaxpr whose calls are masked ----------------------------------------------------------------
-def run(closed: Any, mask: Any, operands: _Values) -> list[Any]:
-  """The results of a closed jaxpr, or an open one, whose calls are made where `mask` is True."""
-  jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-  values: dict[Any, Any] = dict(
-    zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True)
-  )
-
-  def read(atom: Any) -> Any:
-    return atom.val if isinstance(atom, tracing.Literal) else values[atom]
-
-  for eqn in jaxpr.eqns:
-    inputs = [read(atom) for atom in eqn.invars]
-    values.update(zip(eqn.outvars, _equation(eqn, mask, inputs), strict=True))
-  return [read(atom) for atom in jaxpr.outvars]
+def run(jaxpr: Any, mask: Any, operands: _Values) -> list[Any]:
+  """The results of a jaxpr, closed or open, whose calls are made where `mask` is True."""
+  return walk.interpret(jaxpr, operands, functools.partial(_equation, mask))
 
 
-def _equation(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+def _equation(mask: Any, eqn: Any, inputs: _Values) -> _Values:
   if eqn.primitive in (_taps.tap_p, _taps.cotangent_p):
     return _tap(eqn, mask, inputs)
   inner = walk.subjaxprs(eqn)

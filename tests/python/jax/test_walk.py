@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks over jaxprs: which equations they come to, and in which order."""
+"""Walks over jaxprs: which equations they come to, in which order, and what rules make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +50,86 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 def names(eqns: Iterable[Any]) -> list[str]:
   renamed = {"pjit": "jit", "remat2": "checkpoint"}
   return [renamed.get(eqn.primitive.name, eqn.primitive.name) for eqn in eqns]
+
+
+# -- interpret -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_equations_bound_as_they_are_give_what_the_program_gives(holder: str) -> None:
+  function = HOLDERS[holder]
+  closed = jax.make_jaxpr(function)(X)
+  run = lambda x: walk.interpret(closed, [x], walk.bind_equation)
+  expected = jax.tree.leaves(function(X))
+  for got in (run(X), jax.jit(run)(X)):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, expected)
+
+
+def test_a_rule_gets_values_literals_and_constants_in_the_programs_order() -> None:
+  table = np.arange(4, dtype=np.float32)
+  closed = jax.make_jaxpr(lambda x: (jnp.asarray(table) * x + 2.0, x, 3.0))(X)
+  seen: list[Any] = []
+
+  def rule(eqn: Any, inputs: list[Any]) -> list[Any]:
+    seen.append((eqn.primitive.name, inputs))
+    return walk.bind_equation(eqn, inputs)
+
+  first, same, literal = walk.interpret(closed, [X], rule)
+  np.testing.assert_allclose(first, table * X + 2)
+  assert same is X
+  assert literal == 3
+  assert [name for name, _ in seen] == ["mul", "add"]
+  np.testing.assert_array_equal(seen[0][1][0], table)
+  np.testing.assert_array_equal(seen[1][1][0], table * X)
+  assert seen[1][1][1] == 2
+
+
+def test_a_rule_replaces_an_equation_also_one_of_several_results() -> None:
+  closed = jax.make_jaxpr(lambda x: jnp.sin(sum(jax.lax.split(x, (1, 2, 1))[::2])))(X)
+
+  def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    if eqn.primitive.name == "split":
+      return inputs[0][3:], None, inputs[0][:1]
+    return [jnp.cos(*inputs)] if eqn.primitive.name == "sin" else walk.bind_equation(eqn, inputs)
+
+  (got,) = walk.interpret(closed, [X], rule)
+  np.testing.assert_allclose(got, np.cos(X[3:] + X[:1]), rtol=1e-6)
+
+
+def test_a_rule_alone_goes_into_inner_jaxprs_which_may_be_open() -> None:
+  closed = jax.make_jaxpr(jax.checkpoint(lambda x: jnp.sin(x) * 2))(X)
+  seen: list[str] = []
+
+  def rule(eqn: Any, inputs: list[Any]) -> list[Any]:
+    seen.append(eqn.primitive.name)
+    if eqn.primitive.name == "sin":
+      return [jnp.cos(*inputs)]
+    inner = walk.subjaxprs(eqn)
+    return walk.interpret(inner[0], inputs, rule) if inner else walk.bind_equation(eqn, inputs)
+
+  np.testing.assert_allclose(walk.interpret(closed, [X], rule)[0], 2 * np.cos(X), rtol=1e-6)
+  assert seen[1:] == ["sin", "mul"]
+  seen.clear()
+  walk.interpret(closed, [X], walk.bind_equation)
+  assert not seen
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_rule_has_to_give_each_result_and_a_program_gets_each_argument(count: int) -> None:
+  closed = jax.make_jaxpr(jnp.sin)(X)
+  with pytest.raises(ValueError, match="zip"):
+    walk.interpret(closed, [X], lambda eqn, inputs: inputs * count)
+  with pytest.raises(ValueError, match="zip"):
+    walk.interpret(closed, [X] * count, walk.bind_equation)
+
+
+def test_an_equation_is_bound_in_the_context_in_which_it_was_traced() -> None:
+  draw = lambda key: jax.random.bits(key, (3,))
+  with jax.threefry_partitionable(False):
+    closed = jax.make_jaxpr(draw)(jax.random.key(0))
+    expected = draw(jax.random.key(0))
+  with jax.threefry_partitionable(True):
+    (got,) = walk.interpret(closed, [jax.random.key(0)], walk.bind_equation)
+    assert (draw(jax.random.key(0)) != expected).any()
+  np.testing.assert_array_equal(got, expected)
 
 
 # -- searches --------------------------------------------------------------------------------------
