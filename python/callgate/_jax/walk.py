@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks over JAX's jaxprs: their equations evaluated by rules, and searched.
+"""Walks over JAX's jaxprs: their equations evaluated by rules, searched, and rewritten.
 
 Each function takes open and closed jaxprs alike. `jax.extend` has no public walker (0.10 to 0.12).
 """
@@ -62,3 +62,19 @@ def paths(
 def equations(jaxpr: Any, inside: Callable[[Any], Sequence[Any]] = subjaxprs) -> Iterator[Any]:
   """Yields each equation alone, in the order of `paths`."""
   return (path[-1] for path in paths(jaxpr, inside))
+
+
+def with_params(held: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+  """A jaxpr, closed or in tuples, whose equations' parameters, inner ones', too, are changed.
+
+  Jaxprs, closed ones and equations have a `replace` without a public name (0.10 to 0.12).
+  """
+  if isinstance(held, tuple):
+    values = [with_params(one, change) for one in held]
+    return type(held)(*values) if hasattr(held, "_fields") else tuple(values)
+  if hasattr(held, "eqns") and getattr(held, "jaxpr", held) is held:  # 0.12 has one class for both
+    params = ({k: with_params(v, change) for k, v in change(e.params).items()} for e in held.eqns)
+    return held.replace(eqns=[e.replace(params=p) for e, p in zip(held.eqns, params, strict=True)])
+  if hasattr(held, "jaxpr") and hasattr(held, "consts"):
+    return held.replace(jaxpr=with_params(held.jaxpr, change))
+  return held

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from callgate._jax import walk
+from callgate._jax import tracing, walk
 
 X = np.linspace(0.1, 0.9, 4, dtype=np.float32)
 
@@ -166,3 +166,16 @@ def test_an_equation_tells_its_jaxprs_and_not_those_within() -> None:
   (inner,) = walk.subjaxprs(outer)
   assert names(inner.eqns) == ["jit"]
   assert walk.subjaxprs(jax.make_jaxpr(jnp.sin)(X).eqns[0]) == []
+
+
+# -- rewrites --------------------------------------------------------------------------------------
+def test_parameters_of_equations_are_changed_in_inner_jaxprs_too() -> None:
+  closed = jax.make_jaxpr(jax.jit(lambda x: jnp.cumsum(x)))(X)
+
+  def change(params: dict[str, Any]) -> dict[str, Any]:
+    return params | ({"reverse": True} if "reverse" in params else {})
+
+  changed = walk.with_params(closed, change)
+  reverse = np.cumsum(X[::-1])[::-1]
+  np.testing.assert_allclose(tracing.jaxpr_as_fun(changed)(X)[0], reverse, rtol=1e-6)
+  np.testing.assert_allclose(tracing.jaxpr_as_fun(closed)(X)[0], np.cumsum(X), rtol=1e-6)
