@@ -153,7 +153,7 @@ def test_equations_come_in_the_programs_order_the_outer_one_first() -> None:
 
 
 def test_a_search_goes_where_it_is_told_to() -> None:
-  closed = jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(HOLDERS["cond"](x)))(X)
+  closed = jax.make_jaxpr(jax.jit(lambda x: jax.jit(jnp.sin)(HOLDERS["cond"](x))))(X)
   jits = lambda eqn: walk.subjaxprs(eqn) if eqn.primitive.name in ("jit", "pjit") else []
   found = names(walk.equations(closed, jits))
   assert found[-3:] == ["cond", "jit", "sin"]
