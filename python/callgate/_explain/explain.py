@@ -15,7 +15,7 @@ from callgate._core import options
 from callgate._core.effects import GateEffect, HandleEffect, OrderedGateEffect, ProgressEffect
 from callgate._explain import advice, gathers
 from callgate._explain.call import ExplainedCall
-from callgate._jax import execution, lowering
+from callgate._jax import execution, lowering, walk
 from callgate._runtime import config
 
 _JAX_CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
@@ -105,7 +105,7 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
   compiled = traced.lower().compile()
   devices = _devices(compiled, args, kwargs)
   platform = jax.default_backend() if not devices else next(iter(devices)).platform
-  found = list(_calls(traced.jaxpr, (), platform))
+  found = list(_calls(traced.jaxpr, platform))
   if len(devices) > 1:
     found = _with_gathers(found, gathers.by_operation(compiled.as_text()))
   told = tuple(
@@ -130,25 +130,20 @@ def _devices(compiled: Any, *values: Any) -> set[Any]:
 _Found = tuple[ExplainedCall, Any]  # and what it calls
 
 
-def _calls(jaxpr: Any, loops: tuple[int | None, ...], platform: str) -> Iterator[_Found]:
-  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    name = eqn.primitive.name
+def _calls(jaxpr: Any, platform: str) -> Iterator[_Found]:
+  for *around, eqn in walk.paths(jaxpr):
+    loops = tuple(_length(it) for it in around if it.primitive.name in ("scan", "while"))
     call = eqn.params.get("call")
     if isinstance(call, BoundCall):
       yield _of_gate(eqn, call, loops, platform)
-    elif name == "tap":
+    elif eqn.primitive.name == "tap":
       yield _of_tap(eqn, loops)
-    elif name in _JAX_CALLBACKS:
+    elif eqn.primitive.name in _JAX_CALLBACKS:
       yield _of_jax(eqn, loops)
-    inner = loops
-    if name == "scan":
-      inner = (*loops, int(eqn.params["length"]))
-    elif name == "while":
-      inner = (*loops, None)
-    for value in eqn.params.values():
-      for one in value if isinstance(value, (tuple, list)) else (value,):
-        if hasattr(getattr(one, "jaxpr", one), "eqns"):
-          yield from _calls(one, inner, platform)
+
+
+def _length(loop: Any) -> int | None:
+  return None if loop.primitive.name == "while" else int(loop.params["length"])
 
 
 def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...], platform: str) -> _Found:

@@ -22,22 +22,18 @@ from callgate._feed.producer import Producer
 from callgate._feed.shares import Shares
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
-from callgate._jax import tracing
+from callgate._jax import tracing, walk
 
 COUNT = jax.ShapeDtypeStruct((2,), np.uint32)
 
 
 def feeds_in(jaxpr: Any) -> tuple[FeedGate, ...]:
   """The feeds that a traced function reads, in their order, but those with `resumable=False`."""
-  found: dict[FeedGate, None] = {}
-  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    call = eqn.params.get("call")
-    gate = eqn.params.get("gate", getattr(call, "gate", None))
-    if isinstance(gate, FeedGate) and gate.resumable:
-      found[gate] = None
-    for inner in tracing.subjaxprs(eqn):
-      found |= dict.fromkeys(feeds_in(inner))
-  return tuple(found)
+  gates = (
+    eqn.params.get("gate", getattr(eqn.params.get("call"), "gate", None))
+    for eqn in walk.equations(jaxpr)
+  )
+  return tuple(dict.fromkeys(it for it in gates if isinstance(it, FeedGate) and it.resumable))
 
 
 def names(feeds: Sequence[FeedGate]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax.interpreters import ad as _ad
 
-from callgate._jax import tracing
+from callgate._jax import tracing, walk
 
 
 def names_axis(jaxpr: Any) -> bool:
@@ -24,11 +24,14 @@ def names_axis(jaxpr: Any) -> bool:
   Most have an effect, which a `jax.shard_map` takes from those over its own axes. `ppermute` and
   its like have none, and a parameter.
   """
-  return any(isinstance(effect, _core.NamedAxisEffect) for effect in jaxpr.effects) or any(
+
+  def inside(eqn: Any) -> Sequence[Any]:
+    return [] if eqn.primitive.name == "shard_map" else walk.subjaxprs(eqn)
+
+  return any(
     eqn.params.get("axis_name") is not None
-    or any(map(names_axis, _core.jaxprs_in_params(eqn.params)))
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    if eqn.primitive.name != "shard_map"
+    or any(isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+    for eqn in walk.equations(jaxpr, inside)
   )
 
 

@@ -52,22 +52,6 @@ def runs(eqn: Any) -> tuple[Any, list[int]] | None:
   return None
 
 
-def with_params(held: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-  """A jaxpr, closed or in tuples, whose equations' parameters, inner ones', too, are changed.
-
-  Jaxprs, closed ones and equations have a `replace` without a public name (0.10 to 0.12).
-  """
-  if isinstance(held, tuple):
-    values = [with_params(one, change) for one in held]
-    return type(held)(*values) if hasattr(held, "_fields") else tuple(values)
-  if hasattr(held, "eqns") and getattr(held, "jaxpr", held) is held:  # 0.12 has one class for both
-    params = ({k: with_params(v, change) for k, v in change(e.params).items()} for e in held.eqns)
-    return held.replace(eqns=[e.replace(params=p) for e, p in zip(held.eqns, params, strict=True)])
-  if hasattr(held, "jaxpr") and hasattr(held, "consts"):
-    return held.replace(jaxpr=with_params(held.jaxpr, change))
-  return held
-
-
 # A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).
 move_binders_to_front: Callable[[Any, Sequence[bool]], Any] = _partial_eval.move_binders_to_front
 

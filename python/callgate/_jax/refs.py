@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax._src.state import primitives as _primitives
 from jax._src.state import types as _types
 
-from callgate._jax import tracing
+from callgate._jax import walk
 
 
 def touches(effects: Any) -> bool:
@@ -46,4 +46,4 @@ def bind_masked(eqn: Any, mask: Any, operands: Sequence[Any]) -> list[Any]:
   elif eqn.primitive is _primitives.addupdate_p:
     ref, value, *index = operands
     operands = ref, jnp.where(mask, value, jnp.zeros_like(value)), *index
-  return tracing.bind_equation(eqn, operands)
+  return walk.bind_equation(eqn, operands)

@@ -279,19 +279,6 @@ def batched(
   return result, list(flags)
 
 
-def subjaxprs(eqn: Any) -> list[Any]:
-  """The jaxprs in an equation's parameters (0.10 to 0.12); `jax.extend` has no public walker."""
-  return list(_core.jaxprs_in_params(eqn.params))
-
-
-def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-  """Its results on other operands, as `jax.core.eval_jaxpr` has them (0.10 to 0.12)."""
-  primitive = eqn.primitive
-  with eqn.ctx.manager:
-    made = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
-  return list(made) if primitive.multiple_results else [made]
-
-
 def is_saveable(saveable: Any, eqn: Any) -> bool:
   """True if a `jax.checkpoint` policy saves what the equation gives (0.10 to 0.12)."""
   says = saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)

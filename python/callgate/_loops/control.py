@@ -37,7 +37,7 @@ from callgate._core.effects import (
   WholeTapEffect,
 )
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import batching, loops, tracing
+from callgate._jax import batching, loops, tracing, walk
 from callgate._loops import masked, repeats
 from callgate._tap import primitive as _primitive
 
@@ -198,7 +198,7 @@ def _lane_after_lane(
   """A scan over the lanes, each with control flow of its own."""
   rows = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
   rows = [batching.lie_along(None, row) for row in rows]  # no scan goes along what is split
-  params = {name: loops.with_params(value, _shared) for name, value in params.items()}
+  params = {name: walk.with_params(value, _shared) for name, value in params.items()}
 
   mark = batching.lane_p.bind if batching.is_marking() else lambda x: x
 

@@ -26,7 +26,7 @@ from jax.interpreters import mlir, partial_eval
 
 from callgate._core.effects import PROGRESS_EFFECT
 from callgate._core.encoding import is_open
-from callgate._jax import loops, tracing
+from callgate._jax import loops, tracing, walk
 from callgate._jax.tracing import Literal, jaxpr_as_fun
 from callgate._loops import going as _going
 from callgate._loops.going import Going
@@ -219,27 +219,21 @@ def _run_implementation(
   `ending_loop` gives that loop's parameters and operands a better end.
   """
   closed: Any = jax.make_jaxpr(implementation)(*operands)
-  jaxpr = closed.jaxpr
-  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
+  loop, done = next(eqn for eqn in closed.eqns if eqn.primitive is jax.lax.while_p), None
 
-  def read(variable: Any) -> Any:
-    return variable.val if isinstance(variable, Literal) else values[variable]
-
-  loop, done = next(eqn for eqn in jaxpr.eqns if eqn.primitive is jax.lax.while_p), None
-  for eqn in jaxpr.eqns:
-    inputs = [read(v) for v in eqn.invars]
+  def rule(eqn: Any, inputs: list[Any]) -> list[Any]:
+    nonlocal done
+    if eqn is not loop:
+      return walk.bind_equation(eqn, inputs)
     with eqn.ctx.manager:
-      if eqn is loop:
-        changed, inputs = ending_loop(eqn.params, inputs)
-        if bars.begun:
-          done, _, results = _run_chunks(bars, changed, inputs)
-        else:
-          results = jax.lax.while_p.bind(*inputs, **changed)
-      else:
-        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-        results = results if eqn.primitive.multiple_results else [results]
-    values.update(zip(eqn.outvars, results, strict=True))
-  return done, [read(v) for v in jaxpr.outvars]
+      changed, inputs = ending_loop(eqn.params, inputs)
+      if not bars.begun:
+        return jax.lax.while_p.bind(*inputs, **changed)
+      done, _, results = _run_chunks(bars, changed, inputs)
+    return results
+
+  results = walk.interpret(closed, operands, rule)
+  return done, results
 
 
 def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:

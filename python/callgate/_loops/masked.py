@@ -9,6 +9,7 @@ the branch: a tap by `where`, any other call in a `cond` of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from callgate._call import primitive as _gates
 from callgate._core.effects import GateEffect, WaitEffect, WholeTapEffect
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import batching, loops, refs, tracing
+from callgate._jax import batching, loops, refs, tracing, walk
 from callgate._tap import primitive as _taps
 
 _Values = Sequence[Any]
@@ -27,7 +28,12 @@ _Values = Sequence[Any]
 def needs_all_lanes(jaxprs: _Values) -> bool:
   """True if jaxprs hold a collective, the name of a mapped axis, or a Ref from outside."""
   return any(
-    refs.touches(jaxpr.effects) or batching.names_axis(jaxpr) or _has_collective_gate(jaxpr)
+    refs.touches(jaxpr.effects)
+    or batching.names_axis(jaxpr)
+    or any(
+      eqn.primitive is _gates.mesh_gate_p and eqn.params["call"].gate.collective
+      for eqn in walk.equations(jaxpr)
+    )
     for jaxpr in jaxprs
   )
 
@@ -35,15 +41,6 @@ def needs_all_lanes(jaxprs: _Values) -> bool:
 def _is_of_call(effect: Any) -> bool:
   is_call = isinstance(effect, (GateEffect, WaitEffect))
   return is_call and not isinstance(effect, WholeTapEffect)
-
-
-def _has_collective_gate(jaxpr: Any) -> bool:
-  return any(
-    eqn.params["call"].gate.collective
-    if eqn.primitive is _gates.mesh_gate_p
-    else any(map(_has_collective_gate, tracing.subjaxprs(eqn)))
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-  )
 
 
 def cond(axis_data: Any, args: _Values, dims: _Values, params: dict[str, Any]) -> Any:
@@ -120,31 +117,20 @@ def while_loop(
 
 
 # -- a jaxpr whose calls are masked ----------------------------------------------------------------
-def run(closed: Any, mask: Any, operands: _Values) -> list[Any]:
-  """The results of a closed jaxpr, or an open one, whose calls are made where `mask` is True."""
-  jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-  values: dict[Any, Any] = dict(
-    zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True)
-  )
-
-  def read(atom: Any) -> Any:
-    return atom.val if isinstance(atom, tracing.Literal) else values[atom]
-
-  for eqn in jaxpr.eqns:
-    inputs = [read(atom) for atom in eqn.invars]
-    values.update(zip(eqn.outvars, _equation(eqn, mask, inputs), strict=True))
-  return [read(atom) for atom in jaxpr.outvars]
+def run(jaxpr: Any, mask: Any, operands: _Values) -> list[Any]:
+  """The results of a jaxpr, closed or open, whose calls are made where `mask` is True."""
+  return walk.interpret(jaxpr, operands, functools.partial(_equation, mask))
 
 
-def _equation(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+def _equation(mask: Any, eqn: Any, inputs: _Values) -> _Values:
   if eqn.primitive in (_taps.tap_p, _taps.cotangent_p):
     return _tap(eqn, mask, inputs)
-  inner = tracing.subjaxprs(eqn)
-  calls = any(map(_is_of_call, eqn.effects)) or _taps.holds_dataflow_tap(eqn, whole=False)
+  inner = walk.subjaxprs(eqn)
+  calls = any(map(_is_of_call, eqn.effects)) or _taps.dataflow_taps_in(inner)
   if not calls and not (inner and refs.touches(eqn.effects)):
     return refs.bind_masked(eqn, mask, inputs)
   if not needs_all_lanes(inner):
-    return _only_where(mask, lambda: tracing.bind_equation(eqn, inputs), eqn.outvars)
+    return _only_where(mask, lambda: walk.bind_equation(eqn, inputs), eqn.outvars)
   rule = _RULES.get(eqn.primitive.name)
   if rule is None:
     name = eqn.primitive.name
@@ -164,7 +150,7 @@ def _only_where(mask: Any, call: Callable[[], _Values], results: _Values) -> _Va
 def _tap(eqn: Any, mask: Any, inputs: _Values) -> _Values:
   site = eqn.params["site"]
   if site.whole:
-    return tracing.bind_equation(eqn, inputs)
+    return walk.bind_equation(eqn, inputs)
   place = site.values + len(site.logical)
   before, after = inputs[:place], inputs[place + site.where :]
   where = inputs[place] & mask if site.where else mask
@@ -174,7 +160,7 @@ def _tap(eqn: Any, mask: Any, inputs: _Values) -> _Values:
 
 
 def _inlined(eqn: Any, mask: Any, inputs: _Values) -> _Values:
-  (inner,) = tracing.subjaxprs(eqn)
+  (inner,) = walk.subjaxprs(eqn)
   closed = next(it for it in eqn.params.values() if getattr(it, "jaxpr", it) is inner)
   return run(closed, mask, inputs)
 
@@ -233,7 +219,7 @@ def _custom_jvp(eqn: Any, mask: Any, inputs: _Values) -> _Values:
   @function.defjvp
   def _(primals: Any, tangents: Any) -> Any:
     def push(primals: Any, tangents: Any) -> Any:
-      return jax.jvp(lambda *inputs: tracing.bind_equation(eqn, inputs), primals, tangents)
+      return jax.jvp(lambda *inputs: walk.bind_equation(eqn, inputs), primals, tangents)
 
     return masked(push, primals[0], primals[1:], tangents[1:])
 
@@ -250,7 +236,7 @@ def _custom_vjp(eqn: Any, mask: Any, inputs: _Values) -> _Values:
 
   def forward(mask: Any, *inputs: Any) -> Any:
     def pull(*inputs: Any) -> Any:
-      return jax.vjp(lambda *inputs: tracing.bind_equation(eqn, inputs), *inputs)
+      return jax.vjp(lambda *inputs: walk.bind_equation(eqn, inputs), *inputs)
 
     results, pulling = masked(pull, mask, *inputs)
     return results, (mask, pulling)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
-from callgate._jax import loops
+from callgate._jax import walk
 
 _Params = dict[str, Any]
 _FIRST = 2  # a number is neither False nor True
@@ -54,7 +54,7 @@ def _of_taps(params: _Params, change: Callable[[Any], Any]) -> _Params:
   def changed(of_one: _Params) -> _Params:
     return {**of_one, "repeated": change(of_one["repeated"])} if "repeated" in of_one else of_one
 
-  return {name: loops.with_params(value, changed) for name, value in params.items()}
+  return {name: walk.with_params(value, changed) for name, value in params.items()}
 
 
 def checkpoint(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._jax import loops, lowering, refs, tracing
+from callgate._jax import loops, lowering, refs, tracing, walk
 from callgate._nan import lanes
 
 Values = Sequence[Any]
@@ -84,7 +84,7 @@ class Watch:
     self._numbers: dict[tuple[int, ...], int] = {}  # by path: bodies may be traced again
     self._loops: dict[tuple[int, ...], int] = {}  # likewise, of loops' first equations
     self._axes: dict[int, dict[Any, lanes.Axes]] = {}  # of jaxprs' variables, by the jaxpr's id
-    depth, self._operands = _extents(closed.jaxpr)
+    depth, self._operands = _extents(closed)
     self._depth = max(depth, 1)  # XLA of JAX 0.11 crashes where arrays without elements are split
 
   def run(self, *args: Any) -> State:
@@ -93,39 +93,25 @@ class Watch:
     steps = jnp.full(self._depth, -1, np.int32)
     ranges = jnp.zeros((self._operands, 2))
     state = State(nothing, nothing, nothing, nothing, steps, steps, ranges, jnp.int32(-1))
-    return self._jaxpr(self.closed.jaxpr, self.closed.consts, args, state, Place())[1]
+    return self._jaxpr(self.closed, args, state, Place())[1]
 
-  def _jaxpr(
-    self, jaxpr: Any, consts: Values, args: Values, state: State, place: Place
-  ) -> tuple[list[Any], State]:
-    values: dict[Any, Any] = dict(
-      zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
-    )
-
-    def read(atom: Any) -> Any:
-      return atom.val if isinstance(atom, tracing.Literal) else values[atom]
-
+  def _jaxpr(self, jaxpr: Any, args: Values, state: State, place: Place) -> tuple[list[Any], State]:
     if id(jaxpr) not in self._axes:
       self._axes[id(jaxpr)] = lanes.axes_of(jaxpr)
     axes = self._axes[id(jaxpr)]
-    for eqn in jaxpr.eqns:
-      ins = [read(atom) for atom in eqn.invars]
+
+    def evaluate(eqn: Any, ins: Values) -> Values:
+      nonlocal state
       if eqn.primitive is lanes.lanes_p:
-        values[eqn.outvars[0]] = ins[0]
-        continue
+        return ins
       rule = self._rule(eqn.primitive.name)
       if rule is None:
         outs, state = self._leaf(eqn, ins, state, place, axes)
       else:
         outs, state = rule(eqn, ins, state, place)
-      values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars], state
+      return outs
 
-  def _closed(
-    self, closed: Any, args: Values, state: State, place: Place
-  ) -> tuple[list[Any], State]:
-    consts: Values = getattr(closed, "consts", ())
-    return self._jaxpr(getattr(closed, "jaxpr", closed), consts, args, state, place)
+    return walk.interpret(jaxpr, args, evaluate), state
 
   def _rule(self, primitive: str) -> Callable[..., tuple[Values, State]] | None:
     if primitive in _CALLS:
@@ -139,7 +125,7 @@ class Watch:
   def _leaf(
     self, eqn: Any, ins: Values, state: State, place: Place, axes: Mapping[Any, lanes.Axes]
   ) -> tuple[Sequence[Any], State]:
-    outs = tracing.bind_equation(eqn, ins)
+    outs = walk.bind_equation(eqn, ins)
     # A Ref holds what other equations have made.
     has_ref = any(refs.is_ref(jax.typeof(x)) for x in (*ins, *outs))
     watched = [] if has_ref else [i for i, out in enumerate(outs) if _is_real(out)]
@@ -212,7 +198,7 @@ class Watch:
   # -- equations that hold others ------------------------------------------------------------------
   def _call(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
     inner = next(eqn.params[key] for key in _INNER if key in eqn.params)
-    return self._closed(inner, ins, state, place.inside(eqn))
+    return self._jaxpr(inner, ins, state, place.inside(eqn))
 
   def _cond(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
     index, *operands = ins
@@ -221,7 +207,7 @@ class Watch:
       inside = place.inside(eqn)
       inside = dataclasses.replace(inside, path=(*inside.path, number))
       closed = eqn.params["branches"][number]
-      return lambda state: self._closed(closed, operands, state, inside)
+      return lambda state: self._jaxpr(closed, operands, state, inside)
 
     branches = [branch(number) for number in range(len(eqn.params["branches"]))]
     return jax.lax.switch(index, branches, state)
@@ -237,7 +223,7 @@ class Watch:
       state, values = carried
       number, slices = x
       inside = self._loop(eqn, place, number)
-      outs, state = self._closed(params["jaxpr"], (*consts, *values, *slices), state, inside)
+      outs, state = self._jaxpr(params["jaxpr"], (*consts, *values, *slices), state, inside)
       return (state, outs[:count]), outs[count:]
 
     numbers = jnp.arange(params["length"], dtype=np.int32)
@@ -259,7 +245,7 @@ class Watch:
     def body(carry: Any, x: Any) -> Any:
       number, slices = x
       lane = dataclasses.replace(inside, lanes=(*place.lanes, number), lane_counts=counts)
-      outs, found = self._closed(params["jaxpr"], (*consts, *carry, *slices), state, lane)
+      outs, found = self._jaxpr(params["jaxpr"], (*consts, *carry, *slices), state, lane)
       return outs[:count], (found, self._order(found), outs[count:])
 
     numbers = jnp.arange(params["length"], dtype=np.int32)
@@ -275,13 +261,13 @@ class Watch:
     def ask(number: Any, state: State, values: Values) -> tuple[Any, State]:
       inside = self._loop(eqn, place, number)
       inside = dataclasses.replace(inside, path=(*inside.path, 0))
-      (go,), state = self._closed(params["cond_jaxpr"], (*asked, *values), state, inside)
+      (go,), state = self._jaxpr(params["cond_jaxpr"], (*asked, *values), state, inside)
       return go, state
 
     def body(carried: Any) -> Any:
       number, go, state, values = carried
       inside = self._loop(eqn, place, number)
-      outs, state = self._closed(params["body_jaxpr"], (*held, *values), state, inside)
+      outs, state = self._jaxpr(params["body_jaxpr"], (*held, *values), state, inside)
       if go.ndim:  # under vmap: lanes that have ended keep what they have
         outs = [
           jnp.where(go.reshape(go.shape + (1,) * (new.ndim - go.ndim)), new, old)
@@ -301,7 +287,7 @@ class Watch:
     def body(state: State, *args: Any) -> Any:
       before = state.kind
       state = jax.tree.map(lambda x: tracing.vary_over(tracing.manual_axes() & {*names}, x), state)
-      outs, state = self._closed(params["jaxpr"], args, state, place.inside(eqn))
+      outs, state = self._jaxpr(params["jaxpr"], args, state, place.inside(eqn))
       here = jnp.where((before == NONE) & (state.kind != NONE), jax.lax.axis_index(names), -1)
       state = state._replace(shard=jnp.maximum(state.shard, here.astype(np.int32)))
       return jax.tree.map(lambda x: x[None], (state, self._order(state))), outs
@@ -340,14 +326,9 @@ _CALLS = (
 
 def _extents(jaxpr: Any) -> tuple[int, int]:
   """The most loops within each other, and the most operands of an equation, at most 8."""
-  depth, operands = 0, 1
-  for eqn in jaxpr.eqns:
-    operands = max(operands, min(len(eqn.invars), 8))
-    for inner in tracing.subjaxprs(eqn):
-      deeper, more = _extents(inner)
-      depth = max(depth, deeper + (eqn.primitive.name in ("scan", "while")))
-      operands = max(operands, more)
-  return depth, operands
+  paths = list(walk.paths(jaxpr))
+  depths = [sum(eqn.primitive.name in ("scan", "while") for eqn in path) for path in paths]
+  return max(depths, default=0), max([1, *(min(len(path[-1].invars), 8) for path in paths)])
 
 
 def _alike(new: Any, old: Any) -> Any:

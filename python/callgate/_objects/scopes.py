@@ -31,8 +31,8 @@ from callgate._call.site import BoundCall
 from callgate._core.effects import HANDLE_EFFECT
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
-from callgate._jax import loops, tracing
-from callgate._jax.tracing import Literal, jaxpr_as_fun
+from callgate._jax import loops, tracing, walk
+from callgate._jax.tracing import jaxpr_as_fun
 from callgate._objects import table
 from callgate._objects.handle import TYPE
 
@@ -55,12 +55,7 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
 
 def _makes(jaxpr: Any) -> bool:
   """True if there is a call in it that makes an object, and that `_run` puts into a scope."""
-  if HANDLE_EFFECT not in jaxpr.effects:
-    return False
-  return any(
-    _is_maker(eqn) or any(_makes(getattr(j, "jaxpr", j)) for j in _within(eqn))
-    for eqn in jaxpr.eqns
-  )
+  return HANDLE_EFFECT in jaxpr.effects and any(map(_is_maker, walk.equations(jaxpr, _within)))
 
 
 def _is_maker(eqn: Any) -> bool:
@@ -83,14 +78,13 @@ def _within(eqn: Any) -> Sequence[Any]:
 # -- loops -----------------------------------------------------------------------------------------
 # Both give the loop's results, and something that is there once the loop has been left.
 def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
-  closed = params["jaxpr"]
   constants, carries = loops.scan_counts(params)
   consts = operands[:constants]
   carry, xs = operands[constants : constants + carries], operands[constants + carries :]
   scope = _gates()["enter"](parent)
 
   def step(carry: Any, x: Any) -> Any:
-    outs, used = _run(closed.jaxpr, closed.consts, (*consts, *carry, *x), scope)
+    outs, used = _run(params["jaxpr"], (*consts, *carry, *x), scope)
     kept, given = outs[:carries], outs[carries:]
     _gates()["sweep"](scope, _words(kept), _words(given), used)
     return kept, given
@@ -111,7 +105,7 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[An
   scope = _gates()["enter"](parent)
 
   def step(before: Any) -> Any:
-    outs, used = _run(body.jaxpr, body.consts, (*consts, *before), scope)
+    outs, used = _run(body, (*consts, *before), scope)
     if batched:
       (lanes,) = predicate(*before)
       outs = [
@@ -137,31 +131,19 @@ def _words(values: Sequence[Any]) -> list[Any]:
 
 
 # -- a step ----------------------------------------------------------------------------------------
-def _run(
-  jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: Any
-) -> tuple[list[Any], list[Any]]:
+def _run(jaxpr: Any, args: Sequence[Any], scope: Any) -> tuple[list[Any], list[Any]]:
   """A jaxpr's results, where what makes an object is told the scope, and what used objects."""
-  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
   used: list[Any] = []
 
-  def read(variable: Any) -> Any:
-    return variable.val if isinstance(variable, Literal) else values[variable]
-
-  for eqn in jaxpr.eqns:
-    inputs = [read(v) for v in eqn.invars]
+  def rule(eqn: Any, inputs: list[Any]) -> list[Any]:
+    if HANDLE_EFFECT not in eqn.effects:
+      return walk.bind_equation(eqn, inputs)
     with eqn.ctx.manager:
-      if HANDLE_EFFECT in eqn.effects:
-        results, uses = _run_equation(eqn, inputs, scope)
-        used += uses
-      else:
-        results = _bind(eqn, inputs)
-    values.update(zip(eqn.outvars, results, strict=True))
-  return [read(v) for v in jaxpr.outvars], used
+      results, uses = _run_equation(eqn, inputs, scope)
+    used.extend(uses)
+    return results
 
-
-def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-  results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-  return list(results) if eqn.primitive.multiple_results else [results]
+  return walk.interpret(jaxpr, args, rule), used
 
 
 def _run_equation(eqn: Any, inputs: list[Any], scope: Any) -> tuple[list[Any], list[Any]]:
@@ -182,16 +164,15 @@ def _run_equation(eqn: Any, inputs: list[Any], scope: Any) -> tuple[list[Any], l
     return outs, [done]
   elif (found := loops.runs(eqn)) is not None:
     inner, operands = found
-    bare, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-    return _run(bare, consts, [inputs[i] for i in operands], scope)
+    return _run(inner, [inputs[i] for i in operands], scope)
   else:
-    outs = _bind(eqn, inputs)
+    outs = walk.bind_equation(eqn, inputs)
   return outs, outs[:1]
 
 
 def _branch(closed: Any, scope: Any, *inputs: Any) -> list[Any]:
   """A branch, which also gives something that is there once its objects are used."""
-  outs, used = _run(closed.jaxpr, closed.consts, inputs, scope)
+  outs, used = _run(closed, inputs, scope)
   done = tracing.vary_over(tracing.manual_axes(), jnp.int32(0))  # as in the other branches
   if used:
     done = jax.lax.optimization_barrier((done, used))[0]

@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from callgate._call.lowering import emit
 from callgate._core import dtypes, effects, encoding, errors, names
-from callgate._jax import dispatch, lowering, tracing
+from callgate._jax import dispatch, lowering, tracing, walk
 from callgate._runtime import config, targets
 from callgate._sharding import calls
 from callgate._tap import delivery, target
@@ -332,20 +332,13 @@ tracing.weakly_cached.add(Tap)
 
 # -- taps in the flow of data --------------------------------------------------------------------
 def dataflow_taps_in(jaxprs: Arrays, *, whole: bool = False) -> bool:
-  """True if closed programs hold taps in the flow of data, which have no effect to tell.
+  """True if jaxprs hold taps in the flow of data, which have no effect to tell.
 
   With `whole` those of all lanes at once (`TapSite.whole`), else all others.
   """
-  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr.eqns, whole) for jaxpr in jaxprs)
-
-
-def holds_dataflow_tap(eqn: Any, *, whole: bool) -> bool:
-  """The same of the programs inside of an equation."""
-  return _dataflow_traced and any(_holds_tap(inner.eqns, whole) for inner in tracing.subjaxprs(eqn))
-
-
-def _holds_tap(eqns: Arrays, whole: bool) -> bool:
-  return any(
-    (site.effect, site.whole) == ("dataflow", whole)
-    for site in (eqn.params["site"] for eqn in eqns if eqn.primitive is tap_p)
-  ) or any(_holds_tap(inner.eqns, whole) for eqn in eqns for inner in tracing.subjaxprs(eqn))
+  return _dataflow_traced and any(
+    (eqn.params["site"].effect, eqn.params["site"].whole) == ("dataflow", whole)
+    for jaxpr in jaxprs
+    for eqn in walk.equations(jaxpr)
+    if eqn.primitive is tap_p
+  )

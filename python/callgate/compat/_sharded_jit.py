@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as _Names
 
-from callgate._jax import lowering, tracing
+from callgate._jax import lowering, walk
 from callgate._jax.tracing import Primitive
 
 
@@ -299,14 +299,12 @@ def with_sharding_constraint(x: Any, parts: Any) -> Any:
 
 def counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
   """Finds the number of partitions that constraints and nested functions ask for, and who does."""
-  for eqn in jaxpr.eqns:
+  for eqn in walk.equations(jaxpr):
     if eqn.primitive is _constraint_p and (parts := eqn.params["parts"]) is not None:
       yield math.prod(parts), f"with_sharding_constraint with partitions={parts}"
     for sharding in (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())):
       if isinstance(sharding, NamedSharding):
         yield sharding.num_devices, f"the nested {eqn.params.get('name', 'jit')}"
-    for inner in tracing.subjaxprs(eqn):
-      yield from counts_inside(getattr(inner, "jaxpr", inner))
 
 
 def _outside(*_: Any, parts: Parts) -> Any:

@@ -35,7 +35,7 @@ import jax
 from callgate import _callgate
 from callgate._core import exact, options
 from callgate._core.signatures import accepted
-from callgate._jax import dispatch, loop_rules
+from callgate._jax import dispatch, loop_rules, walk
 from callgate._tap import primitive
 from callgate._tap.tap import logical_sizes
 from callgate._tap.target import start_channel
@@ -43,7 +43,7 @@ from callgate.compat import _host_callback as tapped
 from callgate.compat._host_callback import TapFunctionException
 
 __all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
-loop_rules.keep_results(functools.partial(primitive.holds_dataflow_tap, whole=True))
+loop_rules.keep_results(lambda eqn: primitive.dataflow_taps_in(walk.subjaxprs(eqn), whole=True))
 
 
 class Transform(str):

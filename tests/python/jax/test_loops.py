@@ -264,17 +264,6 @@ def test_an_equation_that_is_lowered_to_a_jaxpr_tells_it() -> None:
   assert loops.runs(scan) is None
 
 
-def test_parameters_of_equations_are_changed_in_inner_jaxprs_too() -> None:
-  closed = jax.make_jaxpr(jax.jit(lambda x: jnp.cumsum(x)))(X)
-
-  def change(params: dict[str, Any]) -> dict[str, Any]:
-    return params | ({"reverse": True} if "reverse" in params else {})
-
-  changed = loops.with_params(closed, change)
-  np.testing.assert_array_equal(tracing.jaxpr_as_fun(changed)(X)[0], np.cumsum(X[::-1])[::-1])
-  np.testing.assert_array_equal(tracing.jaxpr_as_fun(closed)(X)[0], np.cumsum(X))
-
-
 def test_some_programs_take_the_old_checkpoint() -> None:
   source = """
     import jax, jax.numpy as jnp
