@@ -9,9 +9,11 @@ and, whatever module was imported by itself, before the first gate, kernel or ta
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import os
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -24,9 +26,11 @@ from callgate._runtime import config, targets
 
 def load() -> None:
   """Imports the rest of callgate, once for the process; waits for a thread that does."""
-  global _loaded
-  if not _loaded:
-    _loaded = importlib.import_module("callgate._start").done  # False while this thread imports it
+  global _rest
+  if _rest is None:
+    module = importlib.import_module("callgate._start")
+    if module.done:  # False while this thread imports it
+      _rest = module
 
 
 def start() -> None:
@@ -62,16 +66,28 @@ def start() -> None:
   _callgate.at_first_callee(_before_first_callee)
   os.register_at_fork(after_in_child=dispatch.forget_waiters)
   os.register_at_fork(after_in_child=cpp_path.after_fork)
+  atexit.register(_end)  # runs before JAX's own, which was registered earlier
   if config.installed():  # by CALLGATE_INSTALL
     load()
 
 
-_started = _loaded = False
+_started = False
+begun = False  # True once `_start.py` changes what can't be changed back
+_rest: ModuleType | None = None  # `_start.py`
 
 
 def _before_first_callee() -> None:
   load()
   early.adopt()
+
+
+def _end() -> None:
+  """The end of the process, for which the order of `atexit` counts from `import callgate` on."""
+  if _rest is not None:
+    _rest.lifecycle.end()
+  else:  # a call that still comes is too late
+    _callgate.watch_exit()
+    _callgate.shut_down(0.0)
 
 
 def _define(name: str) -> bool:

@@ -6,7 +6,6 @@ Nothing here starts a JAX backend.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
@@ -104,7 +103,7 @@ def _device_worker(begin: bool) -> None:
     _worker.scope.close()
 
 
-def _end() -> None:
+def end() -> None:
   """Before Python ends; a fork's child and an embedder's thread leave the runtime alone."""
   interrupted = is_interrupted()
   seconds = environment.seconds("CALLGATE_EXIT_SECONDS", 1 if interrupted else 5)
@@ -200,4 +199,3 @@ def start() -> None:
   abandon = (_callgate.abandon_channels, _callgate.abandon_devices)
   for forget in (*abandon, fence.after_fork, _set_main_thread):
     os.register_at_fork(after_in_child=forget)
-  atexit.register(_end)  # runs before JAX's own, which was registered earlier

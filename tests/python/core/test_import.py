@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from interpreters import output_of, printed_by
+from interpreters import output_of, printed_by, run_python
 
 import callgate as cg
 
@@ -95,6 +95,29 @@ def test_threads_that_use_the_first_names_at_once() -> None:
     assert output_of(code).strip() == "[]"
 
 
+@pytest.mark.parametrize("first", ["import", "handler"])
+def test_handlers_of_the_exit_that_are_registered_after_the_import_run_before(first: str) -> None:
+  code = """
+    import atexit, sys, jax
+    import IMPORTED
+
+    @atexit.register
+    def handler():
+      import callgate as cg
+      jax.jit(lambda x: cg.tap(x, print))(1.0)
+
+    import callgate
+  """
+  imported = "callgate" if first == "import" else "json"
+  done = run_python(code.replace("IMPORTED", imported))
+  assert done.returncode == 0
+  if first == "import":
+    assert (done.stdout, done.stderr) == ("1.0\n", "")
+  else:
+    assert done.stdout == ""
+    assert "not delivered" in done.stderr or "end of the program" in done.stderr
+
+
 def test_a_program_of_another_process_is_the_first_to_need_callgate(tmp_path: Path) -> None:
   write = """
     import pathlib, sys, jax, callgate as cg
@@ -132,6 +155,38 @@ def test_another_name_is_an_error() -> None:
   with pytest.raises(AttributeError, match="module 'callgate' has no attribute 'gates'"):
     cg.gates  # noqa: B018
   assert {"cpp", "gate", "sinks"} <= set(dir(cg))
+
+
+def test_a_first_use_that_is_interrupted() -> None:
+  code = """
+    import sys
+    import callgate
+
+    class Interrupt:
+      def find_spec(self, fullname, path, target=None):
+        if fullname == "callgate._tap.tap":
+          sys.meta_path.remove(self)
+          raise KeyboardInterrupt
+
+    def outcome():
+      try:
+        return callgate.gate(lambda x: x, out=lambda x: x)(1.0)
+      except BaseException as error:
+        return type(error).__name__, str(error)[:40]
+
+    sys.meta_path.insert(0, Interrupt())
+    print(outcome())  # while it imports: the next use imports it
+    from callgate._runtime import lifecycle
+    start, lifecycle.start = lifecycle.start, lambda: 1 / 0
+    print(outcome()[0])
+    lifecycle.start = start
+    print(outcome())
+  """
+  assert output_of(code).splitlines() == [
+    "('KeyboardInterrupt', '')",
+    "ZeroDivisionError",
+    "('ImportError', 'callgate: expected its first use to come')",
+  ]
 
 
 def test_a_second_import_is_an_error_and_the_first_goes_on() -> None:
