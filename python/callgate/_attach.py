@@ -66,7 +66,7 @@ def start() -> None:
   _callgate.at_first_callee(_before_first_callee)
   os.register_at_fork(after_in_child=dispatch.forget_waiters)
   os.register_at_fork(after_in_child=cpp_path.after_fork)
-  atexit.register(_end)  # runs before JAX's own, which was registered earlier
+  atexit.register(end)  # runs before JAX's own, which was registered earlier
   if config.installed():  # by CALLGATE_INSTALL
     load()
 
@@ -81,7 +81,7 @@ def _before_first_callee() -> None:
   early.adopt()
 
 
-def _end() -> None:
+def end() -> None:
   """The end of the process, for which the order of `atexit` counts from `import callgate` on."""
   if _rest is not None:
     _rest.lifecycle.end()

@@ -109,10 +109,10 @@ def test_a_gate_called_after_the_runtime_closed_is_an_error_not_a_crash() -> Non
   done = finish(
     """
     import atexit
-    from callgate._runtime import lifecycle
+    from callgate import _attach
     program = run(lambda x: x, "xla")
     jax.block_until_ready(program(np.float32(0)))
-    atexit.unregister(lifecycle._end)
+    atexit.unregister(_attach.end)
 
     @atexit.register
     def late():
@@ -121,7 +121,7 @@ def test_a_gate_called_after_the_runtime_closed_is_an_error_not_a_crash() -> Non
       except jax.errors.JaxRuntimeError as error:
         print("refused:", "process is ending" in str(error))
 
-    atexit.register(lifecycle._end)
+    atexit.register(_attach.end)
     """
   )
   assert done.returncode == 0, done.stderr
