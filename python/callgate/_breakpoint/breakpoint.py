@@ -25,6 +25,7 @@ from callgate._core.failures import raise_deferred
 from callgate._gate.check import Guarded
 from callgate._gate.options import GateOptions
 from callgate._jax import refs
+from callgate._part import Part
 from callgate._runtime import config
 from callgate._tap.tap import uncarried
 
@@ -69,11 +70,6 @@ def _gate() -> _Breakpoint:
     if not _made:
       _made.append(_Breakpoint())
     return _made[0]
-
-
-def find(name: str) -> Any:
-  """For `registry.finders`: what a program names that another process has compiled."""
-  return _gate() if name == _NAME else None
 
 
 def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **values: Any) -> Any:
@@ -167,3 +163,10 @@ def _as_array(name: str, leaf: Any) -> Any:
   except (TypeError, ValueError, OverflowError) as error:
     what = f"expected an array or a pytree of arrays, got {masked.shown(leaf)}"
     raise GateDefinitionError(f"breakpoint: {name}: {what}") from error
+
+
+class Breakpoints(Part):
+  """Defines the breakpoint of programs of other processes."""
+
+  def define(self, name: str) -> Any:
+    return _gate() if name == _NAME else None

@@ -24,6 +24,7 @@ from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 from callgate._objects.handle import Handle
+from callgate._part import Part, Phase
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import channel, tap
 
@@ -246,3 +247,11 @@ def _refuse_handles(carry: Any) -> None:
         "that goes on has none. Make the object before the loop, for its body to use, and carry "
         "what it holds as arrays"
       )
+
+
+class Writers(Part):
+  """Has the checkpoints on the disk before the process ends."""
+
+  def end(self, phase: Phase, seconds: float) -> None:
+    if phase == "deliver":
+      finish(seconds)

@@ -20,13 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import encoding
 
 _gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-# Asked in turn for what a loaded program names and nothing has defined yet: checks, breakpoints,
-# scopes, stops, kernels of libraries. Each part adds its own once.
-finders: list[Callable[[str], object]] = []
 _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _naming = threading.RLock()  # held from the choice of a name until it is taken
@@ -204,7 +201,7 @@ def free_name(base: str) -> str:
 def undefined(name: str) -> bool:
   """The runtime's hook: defines a variant that a loaded program names."""
   base, bracket, key = name.partition("[")
-  found = get(base) or next(filter(None, (find(base) for find in finders)), None)
+  found = get(base) or next(filter(None, (part.define(base) for part in _part.parts())), None)
   define = getattr(found, "define_variant", None)
   return define is not None and define(key.removesuffix("]") if bracket else "")
 

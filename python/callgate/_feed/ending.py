@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 
 from callgate._feed.producer import alive
+from callgate._part import Part, Phase
 
 
 def limit_all(seconds: float) -> None:
@@ -21,3 +22,13 @@ def close_all(seconds: float) -> None:
     producer.release()
   for producer in producers:
     producer.close(max(0.0, deadline - time.monotonic()))
+
+
+class Feeds(Part):
+  """Ends the feeds' threads."""
+
+  def end(self, phase: Phase, seconds: float) -> None:
+    if phase == "hurry":
+      limit_all(seconds)
+    elif phase == "join":
+      close_all(seconds)

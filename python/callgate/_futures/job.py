@@ -22,6 +22,7 @@ import jax
 from callgate import _callgate
 from callgate._core import failures, foreign
 from callgate._core.errors import GateError, GateTimeoutError, Interruption
+from callgate._part import Part, Phase
 from callgate._workers import threads
 from callgate._workers.threads import Thread
 
@@ -310,3 +311,21 @@ def after_fork() -> None:
   for line in list(_lines):
     line.clear()
   _loop = None
+
+
+class StartedCalls(Part):
+  """Waits for the calls that were started and that nobody waits for."""
+
+  calls = "started calls"
+
+  def wait(self, seconds: float) -> bool:
+    return settle(seconds)
+
+  def end(self, phase: Phase, seconds: float) -> None:
+    if phase == "deliver":
+      finish(seconds)
+    elif phase == "join":
+      close(seconds)
+
+  def forked(self) -> None:
+    after_fork()

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._call import primitive, shapes
 from callgate._call.site import BoundCall, Call, CallSite, Emission
 from callgate._core import dtypes, foreign, masked, options, registry
@@ -31,10 +31,8 @@ from callgate._core.failures import raise_deferred
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 from callgate._jax import refs, tracing
+from callgate._part import Part
 from callgate._runtime import config
-
-# Called with a check's message, and the text of its error, when it has failed.
-failed: list[Callable[[str, str], object]] = []
 
 
 class Guarded(Gate):
@@ -84,8 +82,7 @@ class Check(Guarded):
       except Exception as error:  # noqa: BLE001 - the check has failed, and says so
         why = f"the values below can't be formatted: {foreign.said_by(error)}"
         text = f"{message} ({why})"
-      for tell in list(failed):
-        tell(message, text)
+      _part.tell("check failed", message, text)
       raise CheckError(text, values)
 
     unique = registry.free_name("check")
@@ -172,20 +169,6 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   primitive.bind(*arrays, call=BoundCall(gate, site))
 
 
-def find(name: str) -> Check | None:
-  """The check that a program from elsewhere names; None for another name."""
-  if not name.startswith(_NAMED):
-    return None
-  message = urllib.parse.unquote(name.removeprefix(_NAMED).partition("#")[0])
-  with _lock:
-    gate = _checks.get(message) or _checks.setdefault(message, Check(message))
-    if name not in _callgate.registered_names():
-      _found.append((gate, _callgate.Check(name, gate.callee)))
-    else:
-      _found.append((gate, gate.guard))
-  return gate
-
-
 def _check_format(message: str, values: dict[str, Any]) -> None:
   """Raises where arrays of these types can't be formatted, whatever they hold."""
 
@@ -206,3 +189,19 @@ def _check_format(message: str, values: dict[str, Any]) -> None:
 def _format(message: str, values: dict[str, Any]) -> str:
   with np.printoptions(threshold=100):
     return message.format(**values)
+
+
+class Checks(Part):
+  """Defines the checks of programs of other processes."""
+
+  def define(self, name: str) -> Any:
+    if not name.startswith(_NAMED):
+      return None
+    message = urllib.parse.unquote(name.removeprefix(_NAMED).partition("#")[0])
+    with _lock:
+      gate = _checks.get(message) or _checks.setdefault(message, Check(message))
+      if name not in _callgate.registered_names():
+        _found.append((gate, _callgate.Check(name, gate.callee)))
+      else:
+        _found.append((gate, gate.guard))
+    return gate

@@ -32,7 +32,7 @@ from jax._src.lib.mlir import ir as _ir  # pyright: ignore[reportPrivateImportUs
 from jax._src.lib.mlir.dialects import func as _func
 from jax._src.lib.mlir.dialects import hlo as _hlo
 
-from callgate import _callgate
+from callgate import _callgate, _part
 
 # By (thread, program): the sign of the last call.
 _signs: dict[tuple[int, int], Any] = {}
@@ -66,23 +66,12 @@ class _Signed:
   """A program's results and its sign, as a node of its output tree."""
 
 
-# Called, with whether JAX's C++ code is about to return a program's results, after each dispatch of
-# a program with a sign.
-after_calls: set[Callable[[bool], object]] = set()
-
-
 def _keep(program: int, children: Iterable[Any], *, returning: bool = True) -> Any:
   results, _signs[threading.get_ident(), program] = children
   if len(_signs) > _prune_at:
     _prune()
-  if after_calls:
-    _told(returning)
+  _part.tell("program dispatched", returning)
   return results
-
-
-def _told(returning: bool) -> None:
-  for after in list(after_calls):
-    after(returning)
 
 
 def _prune() -> None:
@@ -236,8 +225,8 @@ def run(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:
     return _in_turn(call, program, args)
   out = call(program, *args)
   if (signed := _programs.get(id(program.xla_executable))) is None:
-    if after_calls and program.has_unordered_effects:
-      _told(returning=False)
+    if program.has_unordered_effects:
+      _part.tell("program dispatched", False)
     return out
   return _keep(signed.number, (out[:-1], out[-1]), returning=False)
 
@@ -260,8 +249,7 @@ def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> A
   """Calls a program with JAX's tokens after those that order themselves, and before the next."""
   wait(threading.get_ident())
   out = call(program, *args)
-  if after_calls:
-    _told(returning=False)
+  _part.tell("program dispatched", False)
   tokens = _dispatch.runtime_tokens.current_tokens
   for effect in program.ordered_effects:
     with contextlib.suppress(Exception):  # left to those who wait for the program

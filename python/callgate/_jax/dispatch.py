@@ -23,13 +23,12 @@ from jax._src import xla_bridge as _bridge
 from jax._src.lib import guard_lib as _guards  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 
+from callgate import _part
 from callgate._jax import cpp_path
 
 # JAX keeps the tokens of dispatched programs for each thread alone, and `jax.effects_barrier` waits
 # for those of its own thread (0.10 to 0.12). No public way to wait for another thread's.
 _effect_tokens: dict[Any, Any] = {}
-# What `jax.effects_barrier()` calls when its programs are done (0.10 to 0.12).
-after_effects_barrier: list[Callable[[], None]] = []
 _local = threading.local()
 
 
@@ -57,18 +56,12 @@ def remember_effects() -> None:
     if failure is not None:
       raise failure
     if not getattr(_local, "alone", False):
-      for after in after_effects_barrier:
-        after()
+      _part.tell("effects barrier")
 
   wait = tokens.block_until_ready
   tokens.block_until_ready = block_until_ready
   tokens.set_output_runtime_token = remembering(tokens.set_output_runtime_token)
   tokens.set_token_result = remembering(tokens.set_token_result)
-
-
-# Called, with whether JAX's C++ code is about to return its results, after a program's dispatch:
-# of each with effects while there is something in it.
-after_calls: set[Callable[[bool], object]] = cpp_path.after_calls
 
 
 def programs_have_ended() -> bool:
@@ -95,7 +88,7 @@ _asked: threading.Event | None = None
 
 
 def effects_barrier_alone() -> None:
-  """`jax.effects_barrier()` without what `after_effects_barrier` added to it."""
+  """`jax.effects_barrier()` without the parts that listen to it."""
   _local.alone = True
   try:
     jax.effects_barrier()

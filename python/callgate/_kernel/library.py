@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._build.toolchain import open_library
 from callgate._core import factories, registry
 from callgate._core import options as _options
@@ -38,6 +38,7 @@ from callgate._kernel.parameters import (
   fits,
 )
 from callgate._kernel.variants import CallTypes, Function, exported
+from callgate._part import Part
 
 _lock = threading.Lock()
 _loaded: dict[str, dict[tuple[int, ...], ctypes.CDLL]] = {}  # by path, each version by its stamp
@@ -247,8 +248,7 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
       taken = f"callgate.library: the name '{name}' is taken by the library"
       raise ValueError(f"{taken} '{others[name].path}'; choose another name=")
     _libraries[name] = opened = Library(file, name, loaded)
-    if find not in registry.finders:
-      registry.finders.append(find)
+    _join()
     return opened
 
 
@@ -276,10 +276,17 @@ def _load(file: str) -> ctypes.CDLL:
   return versions[stamp]
 
 
-def find(name: str) -> Kernel | None:
-  """For `registry.finders`: the kernel of an open library that another process's program names."""
-  base, _, function = name.rpartition(".")
-  with _lock:
-    opened = _libraries.get(base)
-  kernel = opened[function] if opened is not None and function in opened else None
-  return kernel if kernel is None or kernel.name == name else registry.get(name)
+class _Libraries(Part):
+  """Defines the kernels of open libraries in programs of other processes."""
+
+  def define(self, name: str) -> Any:
+    base, _, function = name.rpartition(".")
+    with _lock:
+      opened = _libraries.get(base)
+    kernel = opened[function] if opened is not None and function in opened else None
+    return kernel if kernel is None or kernel.name == name else registry.get(name)
+
+
+@functools.cache
+def _join() -> None:
+  _part.join(_Libraries())

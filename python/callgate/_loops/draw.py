@@ -20,7 +20,7 @@ import jax
 from callgate import _callgate
 from callgate._core import foreign
 from callgate._loops.progress import files, noted, noted_of_lanes
-from callgate._runtime.barrier import at_barrier
+from callgate._part import Part, Phase
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
 _TAPS_SECONDS = 0.5  # that the end of a bar waits for values behind it
@@ -247,4 +247,14 @@ def use(make: Callable[..., Any]) -> Generator[None]:
 def start() -> None:
   """Lets the board wake the thread; called once by `import callgate`."""
   _callgate.progress_set_wake(_drawer.start)
-  at_barrier.append(lambda: flush(_BARRIER_SECONDS))
+
+
+class Bars(Part):
+  """Draws what the bars have come to, at a barrier and at the end of the process."""
+
+  def settle(self) -> None:
+    flush(_BARRIER_SECONDS)
+
+  def end(self, phase: Phase, seconds: float) -> None:
+    if phase == "draw":
+      stop(seconds)

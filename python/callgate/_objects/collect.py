@@ -28,9 +28,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._jax import dispatch
 from callgate._objects import table
+from callgate._part import Part
 from callgate._workers import threads
 
 _LEAST = 8  # objects that need no look
@@ -42,7 +43,7 @@ _limit = _LEAST  # objects beyond which the next look is due
 def due(count: int) -> None:
   """Told of each new object: has the next dispatch look, where there are many."""
   if count > _limit:
-    dispatch.after_calls.add(after_call)
+    _part.on("program dispatched", after_call)
 
 
 def after_call(returning: bool) -> None:
@@ -51,7 +52,7 @@ def after_call(returning: bool) -> None:
   count = table.count()
   seconds = _WAIT_SECONDS if count > 2 * _limit else 0
   if count <= _limit or collect(returning=returning, seconds=seconds):
-    dispatch.after_calls.discard(after_call)
+    _part.off("program dispatched", after_call)
     return
   if count > 2 * _limit:
     _limit = 2 * count
@@ -108,10 +109,13 @@ def _is_there(array: Any) -> bool:
   return not array.is_deleted() and array.is_ready()
 
 
-def at_barrier() -> None:
-  """At a barrier: waits for the ends of what it frees, too."""
-  collect()
-  threads.has_dropped(1)
+class Objects(Part):
+  """Frees the objects that nothing names."""
+
+  def settle(self) -> None:
+    """Waits for the ends of what it frees, too."""
+    collect()
+    threads.has_dropped(1)
 
 
 def held() -> dict[str, int]:

@@ -35,6 +35,7 @@ from callgate._jax import loops, tracing, walk
 from callgate._jax.tracing import jaxpr_as_fun
 from callgate._objects import table
 from callgate._objects.handle import TYPE
+from callgate._part import Part
 
 Rule = Callable[..., Any]
 _DONE = jax.ShapeDtypeStruct((), np.int32)
@@ -183,11 +184,6 @@ def _branch(closed: Any, scope: Any, *inputs: Any) -> list[Any]:
 _PREFIX = "callgate.scope."
 
 
-def find(name: str) -> object:
-  """For `registry.finders`: these gates in a process that lowers no such loop itself."""
-  return _gates().get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
-
-
 class _ScopeGate(Gate):
   taped = False
 
@@ -215,3 +211,10 @@ def _gates() -> dict[str, Gate]:
     ).handle()
     for function, out in ((enter, TYPE), (sweep, ()), (leave, _DONE))
   }
+
+
+class Scopes(Part):
+  """Defines the gates of scoped loops in programs of other processes."""
+
+  def define(self, name: str) -> Any:
+    return _gates().get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None

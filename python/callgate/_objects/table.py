@@ -12,12 +12,12 @@ from __future__ import annotations
 import collections
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core.errors import HandleError
 from callgate._workers import threads
 from callgate._workers.threads import Thread
@@ -74,8 +74,6 @@ _scopes: dict[int, _Scope] = {}
 _freed: collections.OrderedDict[int, Maker] = collections.OrderedDict()
 _kept: collections.Counter[int] = collections.Counter()
 _lock = threading.RLock()
-# Told of each new object with how many there are; set by `collect.py`.
-added: list[Callable[[int], object]] = []
 
 
 def add(value: Any, maker: Maker, scope: Any, number: int = 0) -> Any:
@@ -93,8 +91,7 @@ def add(value: Any, maker: Maker, scope: Any, number: int = 0) -> Any:
     if (loop := _scopes.get(_number(*scope.tolist()))) is not None:
       loop.objects.add(number)
     count = len(_held)
-  for tell in added:
-    tell(count)
+  _part.tell("object made", count)
   return words(number)
 
 

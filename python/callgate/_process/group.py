@@ -28,6 +28,7 @@ from callgate._core import environment, foreign
 from callgate._core.errors import ProcessError
 from callgate._core.failures import original_of
 from callgate._jax import dispatch, distributed
+from callgate._part import Part, Phase
 
 PLACEHOLDER = "{process}"
 _DETAILS = 8000  # characters of a traceback that travel
@@ -160,15 +161,23 @@ def _end(error: BaseException | None) -> None:
     own.say_ended(error)
 
 
-def leave(seconds: float) -> None:
+def leave() -> None:
   """At the end of the process, while the service still runs."""
-  del seconds
   global _group
   uncaught: BaseException | None = getattr(sys, "last_value", None)
   _end(None if _is_interactive() else uncaught)
   if _group is not None and os.getpid() == _process:
     _group.leave()
     _group = None
+
+
+class Processes(Part):
+  """Tells the group's other processes of this one's end."""
+
+  def end(self, phase: Phase, seconds: float) -> None:
+    del seconds
+    if phase == "leave":
+      leave()
 
 
 @functools.cache  # once

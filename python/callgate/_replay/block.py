@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import threading
 from typing import Any, Self
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import foreign, tape
 from callgate._core.errors import GateError
+from callgate._part import Part
 from callgate._process import group
 from callgate._runtime import barrier
 
@@ -45,7 +45,7 @@ class Block:
       self._begin()
       self._used = True
       _open.append(self)
-      _forget_in_forks()
+      _join()
       tape.objects.clear()
       _callgate.set_tape(self._tell, self.replays)
     return self
@@ -84,16 +84,18 @@ class Block:
 def _wait_for_calls() -> None:
   """Waits for programs and for started calls; their failures are told of elsewhere."""
   barrier.wait_for_programs(None)
-  for wait in barrier.waits.values():
-    barrier.until(math.inf, None, wait)
+  for part in _part.parts():
+    barrier.until(math.inf, None, part.wait)
+
+
+class _Blocks(Part):
+  """Forgets the block in a fork's child: it is the parent's, and so is its file."""
+
+  def forked(self) -> None:
+    _open.clear()
+    _callgate.set_tape(None)
 
 
 @functools.cache
-def _forget_in_forks() -> None:
-  os.register_at_fork(after_in_child=_forget)
-
-
-def _forget() -> None:
-  """In a fork's child: the block is the parent's, and so is its file."""
-  _open.clear()
-  _callgate.set_tape(None)
+def _join() -> None:
+  _part.join(_Blocks())

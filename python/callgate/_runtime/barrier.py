@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import jax
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import failures, foreign, options
 from callgate._core import kept as _kept
 from callgate._core.errors import ProcessError
@@ -24,9 +24,6 @@ from callgate._process import group as _group
 from callgate._process.meeting import Meeting
 from callgate._runtime import fence
 
-at_barrier: list[Callable[[], object]] = []  # called by each barrier, when the programs have run
-# Before that, by what it waits for: takes seconds to wait at most, and says whether it came.
-waits: dict[str, Callable[[float], bool]] = {}
 _FLUSH_SECONDS = 0.1  # between two looks at the other processes
 
 
@@ -86,11 +83,11 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   failure = wait_for_programs(timeout, watch)
   if not until(deadline, watch, _callgate.drain_devices):
     raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
-  for what, wait in waits.items():
-    if not until(deadline, watch, wait):
-      raise TimeoutError(f"callgate.barrier: {what} still run after {timeout} s")
-  for settle in at_barrier:
-    settle()
+  for part in _part.parts():
+    if not until(deadline, watch, part.wait):
+      raise TimeoutError(f"callgate.barrier: {part.calls} still run after {timeout} s")
+  for part in _part.parts():
+    part.settle()
   if not until(deadline, watch, _callgate.flush_channels):
     stats = _callgate.channel_stats().items()
     pending = {name: count for name, one in stats if (count := one["pending"])}

@@ -14,11 +14,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import jax
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._arrays import escape, gpu
 from callgate._core import environment, failures, foreign, kept, registry
 from callgate._core.dtypes import dtypes
@@ -31,13 +30,12 @@ from callgate._core.errors import (
   ResultError,
 )
 from callgate._jax import dispatch
+from callgate._part import Phase
 from callgate._runtime import fence, self_wait, timeline
 from callgate._runtime.targets import traceback_line
 from callgate._sharding import tiles
 
 _process = os.getpid()
-Phase = Literal["hurry", "leave", "draw", "deliver", "join"]
-_at_end: dict[Phase, list[Callable[[float], object]]] = {phase: [] for phase in get_args(Phase)}
 # For what comes when others have used the time up: a channel's consumers' close(), a last call.
 LAST_SECONDS = 0.05
 
@@ -107,17 +105,17 @@ def end() -> None:
   """Before Python ends; a fork's child and an embedder's thread leave the runtime alone."""
   interrupted = is_interrupted()
   seconds = environment.seconds("CALLGATE_EXIT_SECONDS", 1 if interrupted else 5)
-  _run(_at_end["hurry"], seconds)
-  _run(_at_end["leave"], seconds)
+  _run(_ends("hurry"), seconds)
+  _run(_ends("leave"), seconds)
   try:
     if os.getpid() == _process and threading.current_thread() is threading.main_thread():
       _run([functools.partial(_let_effects_finish, interrupted)], seconds)
-      _run(_at_end["draw"], seconds)
+      _run(_ends("draw"), seconds)
       deadline = time.monotonic() + seconds
-      _run(_at_end["deliver"], seconds)
+      _run(_ends("deliver"), seconds)
       _refuse_calls(deadline, seconds)
   finally:
-    _run(_at_end["join"], seconds)
+    _run(_ends("join"), seconds)
 
 
 def is_interrupted() -> bool:
@@ -160,21 +158,19 @@ def _refuse_calls(deadline: float, seconds: float) -> None:
     print(f"callgate: {_callgate.active_calls()} call(s) {late}", file=sys.stderr)
 
 
-def at_end(phase: Phase, end: Callable[[float], object]) -> None:
-  """Has `end(seconds)` called before Python ends; seconds: how long it may take. In this order:
-
-  hurry: programs still run, and may not wait for ever.
-  leave: other processes are told, while their service still runs.
-  draw: effects have finished, and calls still come in.
-  deliver: what was tapped gets to its consumers, while Python still runs.
-  join: calls were refused and waited for; programs have ended, and threads can.
-  """
-  _at_end[phase].append(end)
+def _ends(phase: Phase) -> list[Callable[[float], object]]:
+  parts = reversed(_part.parts()) if phase == "join" else _part.parts()
+  return [functools.partial(part.end, phase) for part in parts]
 
 
 def _set_main_thread() -> None:
   """At import, and in a fork's child, where the thread that forked is it."""
   _callgate.set_main_thread(threading.main_thread().ident or 0)
+
+
+def _forked() -> None:
+  for part in _part.parts():
+    part.forked()
 
 
 def start() -> None:
@@ -197,5 +193,5 @@ def start() -> None:
     _callgate.set_stall_seconds(stall)
   _callgate.set_consumer_failed(failures.keep_consumer_failure)
   abandon = (_callgate.abandon_channels, _callgate.abandon_devices)
-  for forget in (*abandon, fence.after_fork, _set_main_thread):
+  for forget in (*abandon, fence.after_fork, _set_main_thread, _forked):
     os.register_at_fork(after_in_child=forget)

@@ -13,11 +13,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from callgate import _part
 from callgate._core import options, paths
 from callgate._core.errors import GateDefinitionError
-from callgate._gate import check
 from callgate._gate.stats import stats
-from callgate._runtime import lifecycle
+from callgate._part import Part, Phase
 from callgate._serve.local import LocalFeed
 from callgate._steer import knob
 from callgate._steer.knob import Knob
@@ -55,12 +55,12 @@ class Server:
     self.url = self._page.url
     try:
       self._write_file()
-      check.failed.append(self._checks.note)
+      _part.on("check failed", self._checks.note)
       self._feed = LocalFeed(model)
     except BaseException:
       self.close()
       raise
-    _close_at_end()
+    _join()
     _servers.add(self)
 
   def __repr__(self) -> str:
@@ -90,8 +90,7 @@ class Server:
       with contextlib.suppress(OSError):
         if self._file.read_text() == self._file_text():  # else it is another's by now
           self._file.unlink()
-    with contextlib.suppress(ValueError):
-      check.failed.remove(self._checks.note)
+    _part.off("check failed", self._checks.note)
     if self._feed is not None:
       self._feed.stop(wait=wait)
 
@@ -233,13 +232,15 @@ class _FailedChecks:
     return [dict(zip(names, (n, f"{at:%H:%M:%S}", text), strict=True)) for n, at, text in held]
 
 
-@functools.cache
-def _close_at_end() -> None:
-  """Once: the page is there until programs have ended, so that they can be stopped."""
+class _Servers(Part):
+  """Closes the pages: they are there until programs have ended, so that these can be stopped."""
 
-  def close(seconds: float) -> None:
+  def end(self, phase: Phase, seconds: float) -> None:
     del seconds
-    for server in list(_servers):
+    for server in list(_servers) if phase == "join" else ():
       server._end(wait=False)  # pyright: ignore[reportPrivateUsage]
 
-  lifecycle.at_end("join", close)
+
+@functools.cache
+def _join() -> None:
+  _part.join(_Servers())

@@ -7,14 +7,14 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import execution
@@ -23,7 +23,6 @@ from callgate._steer.cell import CellGate, agreed
 Per = Literal["read", "execution"]
 Scale = Literal["linear", "log"]
 # Called with a knob after each change.
-changed: list[Callable[[Knob], object]] = []
 _knobs: weakref.WeakValueDictionary[str, Knob] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 
@@ -173,8 +172,7 @@ class Knob:
     with _lock:
       self._value = number
       self.cell.set(_bits(self.as_array()))
-    for tell in changed:
-      tell(self)
+    _part.tell("knob changed", self)
 
   def read(self, *, per: Per = "read", consistent: bool = False) -> jax.Array:
     """The number, in compiled code, where it takes a fraction of a microsecond, or outside.

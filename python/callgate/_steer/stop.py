@@ -19,6 +19,7 @@ from callgate import _callgate
 from callgate._call.site import Call, Emission
 from callgate._core import options, registry
 from callgate._jax import execution
+from callgate._part import Part
 from callgate._steer.cell import CellGate, agreed
 
 _NAME = "callgate.stop"
@@ -137,11 +138,13 @@ def stop_requested() -> jax.Array:
   return agreed(_asking()())
 
 
-def find(name: str) -> Any:
-  """For `registry.finders`: what a program asks that another process has compiled."""
-  if name != _NAME and not name.startswith(f"{_NAME}#"):
-    return None
-  with _lock:
-    if name not in _found and name not in _callgate.registered_names():
-      _found[name] = _callgate.Stop(name)
-  return _asking()
+class Stops(Part):
+  """Defines the stops of programs of other processes."""
+
+  def define(self, name: str) -> Any:
+    if name != _NAME and not name.startswith(f"{_NAME}#"):
+      return None
+    with _lock:
+      if name not in _found and name not in _callgate.registered_names():
+        _found[name] = _callgate.Stop(name)
+    return _asking()

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from callgate import _callgate
 from callgate._core import errors, exact, failures, foreign, options, registry
 from callgate._core.pickling import Portable
+from callgate._part import Part, Phase
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import consumers as _consumers
 from callgate._tap import delivery, target
@@ -384,3 +385,11 @@ def close_all(seconds: float) -> None:
   except BaseException:
     _callgate.fail_exit()
     raise
+
+
+class Channels(Part):
+  """Delivers all records before the process ends."""
+
+  def end(self, phase: Phase, seconds: float) -> None:
+    if phase == "deliver":
+      close_all(seconds)

@@ -15,6 +15,7 @@ from callgate import _callgate
 from callgate._core import dtypes, errors, failures, options, split
 from callgate._core.encoding import is_open
 from callgate._jax import refs
+from callgate._part import Part
 from callgate._tap import delivery, tap, target
 from callgate._tap.site import TapSite
 
@@ -100,11 +101,6 @@ def _tap() -> target.Tap:
   return target.Tap(_NAME, target.DEFAULT, _callgate.python_consumer(consume))
 
 
-def find(name: str) -> Any:
-  """For `registry.finders`: what prints, for programs of other processes."""
-  return _tap() if name == _NAME else None
-
-
 class _Checker(string.Formatter):
   """Finds values without a field, and fields without a value."""
 
@@ -127,3 +123,10 @@ def _shown(value: Any, fmt: str) -> Any:
     return value
   as_jax = jax.numpy.asarray
   return jax.tree.map(lambda x: as_jax(x) if isinstance(x, np.ndarray) else x, value)
+
+
+class Prints(Part):
+  """Defines the prints of programs of other processes."""
+
+  def define(self, name: str) -> Any:
+    return _tap() if name == _NAME else None

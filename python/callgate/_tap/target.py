@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from callgate import _callgate
 from callgate._core import errors, exact, foreign, registry
+from callgate._part import Part
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
@@ -54,24 +55,6 @@ def of_channel(name: str) -> Tap:
 
 
 _found: dict[str, Tap] = {}  # by channels that programs of other processes name
-
-
-def find(name: str) -> Tap | None:
-  """For `registry.finders`: the tap that a program of another process has.
-
-  Raises:
-    GateDefinitionError: it is to a function, which this process doesn't have.
-  """
-  kind, _, rest = name.partition(":")
-  if kind == "channel":
-    return _found.setdefault(rest, of_channel(rest))
-  if kind == "tap":
-    raise errors.GateDefinitionError(
-      f"a program that was loaded from elsewhere sends to the function '{rest}', to which nothing "
-      "of this process does. Expected code that taps to the same function, traced here first; or a "
-      "program that sends to a channel's name, as cg.tap(x, 'loss')"
-    )
-  return None
 
 
 def of_function(function: Callable[..., Any]) -> Tap:
@@ -160,3 +143,20 @@ def start_channel(name: str) -> Any:
 def own_channels() -> list[tuple[str, Any]]:
   """Names and handles of callgate's own channels that are open."""
   return list(_own.items())
+
+
+class Taps(Part):
+  """Defines the taps of programs of other processes."""
+
+  def define(self, name: str) -> Any:
+    """Raises GateDefinitionError for a tap to a function, which this process doesn't have."""
+    kind, _, rest = name.partition(":")
+    if kind == "channel":
+      return _found.setdefault(rest, of_channel(rest))
+    if kind == "tap":
+      raise errors.GateDefinitionError(
+        f"a program that was loaded from elsewhere sends to the function '{rest}', to which "
+        "nothing of this process does. Expected code that taps to the same function, traced here "
+        "first; or a program that sends to a channel's name, as cg.tap(x, 'loss')"
+      )
+    return None

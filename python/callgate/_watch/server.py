@@ -28,6 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from callgate import _part
+from callgate._part import Part
+
 HOSTS = ("localhost", "127.0.0.1", "::1")
 Query = Mapping[str, list[str]]
 _MOST_BYTES = 1 << 16  # of what is sent
@@ -90,7 +93,7 @@ class PageServer:
       raise OSError(what) from error
     self.port: int = self._http.server_address[1]
     self.url = f"http://127.0.0.1:{self.port}/{token}/"
-    _forget_after_fork()
+    _join()
     _servers.add(self._http)
     self._thread = threading.Thread(
       target=self._http.serve_forever, args=(0.2,), name="callgate page", daemon=True
@@ -186,13 +189,17 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
         one.close()
 
 
-@functools.cache
-def _forget_after_fork() -> None:
-  def forget() -> None:
+class _Servers(Part):
+  """Closes a fork's child's copies of the pages' sockets."""
+
+  def forked(self) -> None:
     for server in list(_servers):
       server.forget()
 
-  os.register_at_fork(after_in_child=forget)
+
+@functools.cache
+def _join() -> None:
+  _part.join(_Servers())
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

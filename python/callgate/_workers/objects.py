@@ -14,8 +14,6 @@ from typing import Any
 
 from callgate import _callgate
 
-# In a worker, told of objects that its parent's programs hold no more; set by the package's start.
-drops: list[Callable[[int], object]] = []
 _tables: weakref.WeakValueDictionary[str, Instances] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 _local = threading.local()

@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Self, TypeVar
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import options
 from callgate._core.errors import GateError
-from callgate._jax import dispatch, running
+from callgate._jax import running
+from callgate._part import Part, Phase
 
 T = TypeVar("T")
 
@@ -28,8 +29,6 @@ _lock = threading.Lock()
 _SECONDS = 5.0  # that a thread may take to end what it runs
 _NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
 _SHORT = 0.001  # seconds, after which a thread that runs others' calls looks whether it may go on
-# Called on a thread that is about to end; set by the package's start.
-ends: list[Callable[[Thread], object]] = []
 # The name of the thread on which objects live that no other place was chosen for.
 OBJECTS = "objects"
 
@@ -150,8 +149,7 @@ class Thread:
     self.callee.close()
 
   def _end(self) -> None:
-    for tell in ends:
-      tell(self)
+    _part.tell("thread ends", self)
 
   def has_ended(self, seconds: float) -> bool:
     """After `end()`: waits for its end; False where that takes longer."""
@@ -208,7 +206,7 @@ def thread(name: str) -> Thread:
   text = options.text("thread", "name", name)
   if not text or "\n" in text or "'" in text:
     options.refuse("thread", "name", "a name without quotes and newlines", name)
-  dispatch.after_calls.add(after_dispatch)
+  _part.on("program dispatched", after_dispatch)
   with _lock:
     if text not in _threads:
       _threads[text] = Thread(text)
@@ -277,3 +275,11 @@ def end_all(seconds: float) -> None:
     one.end()
   for one in all_of_them:
     one.has_ended(max(0.0, deadline - time.monotonic()))
+
+
+class Threads(Part):
+  """Has threads drop their objects before the process ends."""
+
+  def end(self, phase: Phase, seconds: float) -> None:
+    if phase == "deliver":
+      end_all(seconds)

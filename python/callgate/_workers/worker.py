@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 import jax
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._arrays import bind
 from callgate._core import encoding, foreign, kept, registry
 from callgate._core.errors import WorkerError
-from callgate._workers import objects, travel
+from callgate._workers import travel
 
 _forked = False
 
@@ -101,8 +101,7 @@ class _Handler:
 
   def drop(self, number: int) -> None:
     """An object that the parent's programs hold no more."""
-    for tell in objects.drops:
-      tell(number)
+    _part.tell("object dropped", number)
 
   def raised(self, error: BaseException) -> bytes:
     return travel.pack(error)

@@ -20,6 +20,7 @@ import jax
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.errors import GateDefinitionError, WorkerError
+from callgate._part import Part, Phase
 from callgate._workers import travel
 
 _live: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
@@ -215,3 +216,11 @@ def close_all(seconds: float) -> None:
   """At the end of the process."""
   for one in list(_live.values()):
     one.end(seconds)
+
+
+class Pools(Part):
+  """Ends the worker processes."""
+
+  def end(self, phase: Phase, seconds: float) -> None:
+    if phase == "join":
+      close_all(seconds)

@@ -18,7 +18,7 @@ import jax
 from jax.experimental import io_callback as _jax_io_callback
 from jax.interpreters import mlir
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import foreign, registry
 from callgate._core.failures import JAX_CALLBACK, keep_consumer_error, take_consumer_error
 from callgate._jax import callbacks, dispatch, lowering, tracing
@@ -208,7 +208,7 @@ def register() -> None:
     # Not cached, as JAX's is not: each call site has its own callback.
     for platform in ("cpu", "cuda"):
       mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
-  dispatch.after_effects_barrier.append(_after_barrier)
+  _part.on("effects barrier", _after_barrier)
 
 
 register()

@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate import _part
 from callgate._callgate import Context
 from callgate._core import dtypes, exact, foreign, registry
 from callgate._core.errors import ResultError
@@ -304,4 +305,4 @@ def barrier_wait(logging_name: str | None = None) -> None:
 
 
 # What functions of taps raise is for `barrier_wait`.
-dispatch.after_effects_barrier.append(lambda: start_channel(tapped.CHANNEL).flush(None))
+_part.on("effects barrier", lambda: start_channel(tapped.CHANNEL).flush(None))
