@@ -36,6 +36,7 @@ from callgate._runtime.targets import traceback_line
 from callgate._sharding import tiles
 
 _process = os.getpid()
+_started = False
 Phase = Literal["hurry", "leave", "draw", "deliver", "join"]
 _at_end: dict[Phase, list[Callable[[float], object]]] = {phase: [] for phase in get_args(Phase)}
 # For what comes when others have used the time up: a channel's consumers' close(), a last call.
@@ -178,7 +179,18 @@ def _set_main_thread() -> None:
 
 
 def start() -> None:
-  """Sets the hooks, and what happens in forks and at the end; called once by `_start.py`."""
+  """Sets the hooks, and what happens in forks and at the end; called once by `_start.py`.
+
+  Raises:
+    ImportError: what followed an earlier call did not come to its end, and can't be done twice.
+  """
+  global _started
+  if _started:
+    raise ImportError(
+      "callgate: expected its first use to come to its end, got one that was interrupted; start a "
+      "new process, or restart the notebook's kernel"
+    )
+  _started = True
   for code, dtype in dtypes().items():
     _callgate.set_dtype(code, dtype)
   _callgate.set_hooks(
