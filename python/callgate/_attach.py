@@ -72,7 +72,6 @@ def start() -> None:
 
 
 _started = False
-begun = False  # True once `_start.py` changes what can't be changed back
 _rest: ModuleType | None = None  # `_start.py`
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from callgate import _attach, _names, _part
+from callgate import _names, _part
 from callgate._breakpoint import breakpoint
 from callgate._call import derivatives
 from callgate._checkpoints import checkpoints
@@ -61,17 +61,7 @@ done = False  # True once all of this has run
 
 
 def start() -> None:
-  """Called once, when this module is imported (`_attach.load`).
-
-  Raises:
-    ImportError: an earlier call did not come to its end, after which some of this is done.
-  """
-  if _attach.begun:
-    raise ImportError(
-      "callgate: expected its first use to come to its end, got one that was interrupted; start a "
-      "new process, or restart the notebook's kernel"
-    )
-  _attach.begun = True
+  """Called once, when this module is imported (`_attach.load`)."""
   lifecycle.start()  # dtypes, hooks, handlers of forks
   for part in PARTS:
     _part.join(part())

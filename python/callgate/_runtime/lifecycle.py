@@ -36,6 +36,7 @@ from callgate._runtime.targets import traceback_line
 from callgate._sharding import tiles
 
 _process = os.getpid()
+_started = False
 # For what comes when others have used the time up: a channel's consumers' close(), a last call.
 LAST_SECONDS = 0.05
 
@@ -174,7 +175,18 @@ def _forked() -> None:
 
 
 def start() -> None:
-  """Sets the hooks, and what happens in forks and at the end; called once by `_start.py`."""
+  """Sets the hooks, and what happens in forks and at the end; called once by `_start.py`.
+
+  Raises:
+    ImportError: what followed an earlier call did not come to its end, and can't be done twice.
+  """
+  global _started
+  if _started:
+    raise ImportError(
+      "callgate: expected its first use to come to its end, got one that was interrupted; start a "
+      "new process, or restart the notebook's kernel"
+    )
+  _started = True
   for code, dtype in dtypes().items():
     _callgate.set_dtype(code, dtype)
   _callgate.set_hooks(

@@ -176,10 +176,10 @@ def test_a_first_use_that_is_interrupted() -> None:
 
     sys.meta_path.insert(0, Interrupt())
     print(outcome())  # while it imports: the next use imports it
-    from callgate._runtime import lifecycle
-    start, lifecycle.start = lifecycle.start, lambda: 1 / 0
+    from callgate._loops import draw
+    start, draw.start = draw.start, lambda: 1 / 0
     print(outcome()[0])
-    lifecycle.start = start
+    draw.start = start
     print(outcome())
   """
   assert output_of(code).splitlines() == [
