@@ -18,8 +18,8 @@ Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on i
 and in every Python file below ROOT/python, on its syntax tree, imports in functions included:
 
 - JAX's private modules (`jax._src`, `jaxlib._jax`) appear in python/callgate/_jax alone;
-- a folder imports itself, `_part` and those that PYTHON_LAYERS gives it; `__init__`, `__main__`, `_attach` and `_start`
-  import anything;
+- a folder imports itself, `_part` and those that PYTHON_LAYERS gives it; the files of TOP import
+  anything;
 - no file imports one that imports it, by whatever way;
 - a folder's `__init__` is one sentence, without code, but in `callgate`, `sinks`, `executors` and
   `compat`;

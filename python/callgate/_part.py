@@ -82,11 +82,6 @@ def off(event: Event, function: Callable[..., object]) -> None:
   _listeners[event][:] = [one for one in _listeners[event] if one != function]
 
 
-def is_heard(event: Event) -> bool:
-  """True if a function listens to the event."""
-  return bool(_listeners[event])
-
-
 def tell(event: Event, *values: Any) -> None:
   """Calls the event's listeners."""
   for function in tuple(_listeners[event]):

@@ -49,7 +49,7 @@ def callgates(code: str) -> list[str]:
 
 def test_import_loads_what_other_processes_programs_need_and_no_part() -> None:
   loaded = {name.split(".")[1] for name in callgates("import callgate")}
-  assert loaded == {"_attach", "_callgate", "_core", "_jax", "_names", "_runtime"}
+  assert loaded == {"_attach", "_callgate", "_core", "_jax", "_names", "_part", "_runtime"}
   assert "callgate._start" in callgates("import callgate; callgate.gate")
   assert "callgate._start" in callgates("import callgate; from callgate import errors")
 

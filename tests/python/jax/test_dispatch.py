@@ -18,6 +18,7 @@ from interpreters import output_of
 from jax.interpreters import mlir
 
 import callgate as cg
+from callgate import _part
 from callgate._jax import (
   cpp_path,
   dispatch,
@@ -113,24 +114,23 @@ def test_a_failure_is_taken_once_by_the_thread_that_dispatched() -> None:
 def test_the_barrier_calls_what_comes_after_it_unless_it_is_alone() -> None:
   calls: list[str] = []
   note = lambda: calls.append("after")
-  dispatch.after_effects_barrier.append(note)
+  _part.on("effects barrier", note)
   try:
     dispatch.effects_barrier_alone()
     assert calls == []
     jax.effects_barrier()
   finally:
-    dispatch.after_effects_barrier.remove(note)
+    _part.off("effects barrier", note)
   assert calls == ["after"]
 
 
 def test_what_asks_for_it_is_told_of_dispatches() -> None:
   held, told = Held("io"), list[bool]()
-  assert dispatch.after_calls is cpp_path.after_calls
-  dispatch.after_calls.add(told.append)
+  _part.on("program dispatched", told.append)
   try:
     held.program(held.x).block_until_ready()
   finally:
-    dispatch.after_calls.discard(told.append)
+    _part.off("program dispatched", told.append)
   held.program(held.x).block_until_ready()
   assert told == [True]
 
