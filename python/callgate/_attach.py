@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches the runtime to JAX and XLA: all that `import callgate` does.
+"""Attaches the runtime to NumPy, JAX and XLA: all that `import callgate` does.
 
 A program of another process may be the first to need callgate: XLA has to know its targets and JAX
 its effects, and JAX's dispatch is wrapped before that program is compiled. Everything else
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from callgate import _callgate
-from callgate._core import effects
+from callgate._core import dtypes, effects
 from callgate._jax import cpp_path, dispatch, early, partitioner
 from callgate._runtime import config, targets
 
@@ -46,6 +46,8 @@ def start() -> None:
       "JAX; start a new process, or restart the notebook's kernel"
     )
   _started = True
+  for code, dtype in dtypes.dtypes().items():
+    _callgate.set_dtype(code, dtype)
   for platform, handlers_of in _callgate.targets().items():
     for target, handlers in handlers_of.items():
       jax.ffi.register_ffi_target(target, handlers, platform=platform)

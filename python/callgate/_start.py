@@ -62,7 +62,7 @@ done = False  # True once all of this has run
 
 def start() -> None:
   """Called once, when this module is imported (`_attach.load`)."""
-  lifecycle.start()  # dtypes, hooks, handlers of forks
+  lifecycle.start()  # hooks, handlers of forks
   for part in PARTS:
     _part.join(part())
   group.start()

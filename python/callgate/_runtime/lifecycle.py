@@ -20,7 +20,6 @@ import jax
 from callgate import _callgate, _part
 from callgate._arrays import escape, gpu
 from callgate._core import environment, failures, foreign, kept, registry
-from callgate._core.dtypes import dtypes
 from callgate._core.errors import (
   CaptureError,
   GateError,
@@ -187,8 +186,6 @@ def start() -> None:
       "new process, or restart the notebook's kernel"
     )
   _started = True
-  for code, dtype in dtypes().items():
-    _callgate.set_dtype(code, dtype)
   _callgate.set_hooks(
     failed=_failed, result_error=_result_error, input_written=_input_written, stalled=_stalled,
     kernel_failed=_kernel_failed, device_worker=_device_worker,
