@@ -176,6 +176,9 @@ def wait_for_own(effect: Any) -> None:
       token.block_until_ready()
 
 
+_EXECUTION = os.path.join(os.path.dirname(__file__), "execution.py")  # wraps JAX's executions
+
+
 def first_calls(frames: Iterable[Any]) -> list[tuple[Any, Any]]:
   """(function, jaxpr) of each jitted function whose first call executes, in a thread's `frames`.
 
@@ -183,6 +186,8 @@ def first_calls(frames: Iterable[Any]) -> list[tuple[Any, Any]]:
   """
   found: list[tuple[Any, Any]] = []
   for top in frames:
+    if top.f_code.co_filename == _EXECUTION and top.f_code.co_name == "execute_sharded":
+      top = top.f_back
     if os.path.basename(top.f_code.co_filename) != "pxla.py" or top.f_code.co_name != "__call__":
       continue
     frame, jaxpr = top, None
