@@ -201,7 +201,7 @@ def __getattr__(name: str) -> Any:
     found = _names.publish()
     globals().update(found)
     return found[name]
-  if name in ("executors", "sinks"):
+  if name in ("compat", "executors", "sinks"):
     return importlib.import_module(f"callgate.{name}")
   if name == "__version__":  # pyproject.toml's, as it was installed
     return importlib.import_module("importlib.metadata").version("callgate")

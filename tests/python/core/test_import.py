@@ -151,6 +151,11 @@ def test_public_names_say_that_they_are_callgates_whatever_came_first() -> None:
   assert output_of(code).split("\n")[:2] == ["callgate True", "[]"]
 
 
+def test_public_modules_are_there_without_an_import_of_their_own() -> None:
+  code = "import callgate as cg; print(cg.compat.__name__, cg.sinks.CSV, cg.executors.__name__)"
+  assert output_of(code).split()[::3] == ["callgate.compat", "callgate.executors"]
+
+
 def test_another_name_is_an_error() -> None:
   with pytest.raises(AttributeError, match="module 'callgate' has no attribute 'gates'"):
     cg.gates  # noqa: B018
