@@ -46,8 +46,11 @@ struct Reply {
   Extent raised;
 };
 
+// An event count in a cache line of its own.
+struct alignas(64) SharedCount : EventCount {};
+
 struct WorkerControl {
-  alignas(64) EventCount requests;
+  SharedCount requests;
   alignas(64) std::atomic<std::uint32_t> answered{0};  // as `requests` was then
   std::atomic<std::uint32_t> running{0};               // likewise, once it runs the lanes
   std::atomic<std::uint32_t> interrupted{0};           // likewise, where it is to end
@@ -91,10 +94,9 @@ struct Request {
 inline constexpr std::size_t kMessages = 4096, kAlignment = 64;
 static_assert(sizeof(WorkerControl) <= kMessages);
 
-// The event counts of a pool's calls, each in a cache line of its own.
-struct alignas(64) CallCount : EventCount {};
+// The event counts of a pool's calls.
 inline constexpr std::size_t kMostCalls = 1024;
-using CallEvents = std::array<CallCount, kMostCalls>;
+using CallEvents = std::array<SharedCount, kMostCalls>;
 
 template <typename T>
 T* at(std::byte* memory, std::uint64_t offset) noexcept {
