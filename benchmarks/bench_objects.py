@@ -28,7 +28,7 @@ JAX = "jax io_callback"
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 TARGETS = (
-  harness.Target("a use on its own thread, microseconds", OWN, at_most=10.0),
+  harness.Target("a use on its own thread, microseconds", OWN, at_most=15.0),
   harness.Target("io_callback over a use on its own thread", JAX, OWN, at_least=2.0),
 )
 
