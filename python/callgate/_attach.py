@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import os
 from types import ModuleType
@@ -28,7 +29,13 @@ def load() -> None:
   """Imports the rest of callgate, once for the process; waits for a thread that does."""
   global _rest
   if _rest is None:
-    module = importlib.import_module("callgate._start")
+    collects = gc.isenabled()
+    gc.disable()  # a full collection of what JAX has made takes as long as the import
+    try:
+      module = importlib.import_module("callgate._start")
+    finally:
+      if collects:
+        gc.enable()
     if module.done:  # False while this thread imports it
       _rest = module
 

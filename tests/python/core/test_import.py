@@ -71,6 +71,21 @@ def test_a_module_that_is_imported_by_itself_works() -> None:
   assert output_of(code).strip() == "True callgate"
 
 
+@pytest.mark.parametrize("on", ["enable", "disable"])
+def test_the_first_use_waits_for_no_collection_and_leaves_the_collector_as_it_was(on: str) -> None:
+  code = f"""
+    import gc
+    import callgate
+    gc.{on}()
+    gc.callbacks.append(lambda phase, info: print(phase, info["generation"]))
+    callgate._attach.load()
+    gc.callbacks.clear()
+    print(gc.isenabled())
+  """
+  assert output_of(code).splitlines()[-1] == str(on == "enable")
+  assert not [line for line in output_of(code).splitlines() if line.endswith(" 2")]
+
+
 def test_threads_that_use_the_first_names_at_once() -> None:
   code = """
     import importlib, sys, threading
