@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib
 import os
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,9 @@ from callgate._runtime import config, targets
 def load() -> None:
   """Imports the rest of callgate, once for the process; waits for a thread that does."""
   global _rest
-  if _rest is None:
+  if _rest is not None:
+    return
+  with _loading:
     collects = gc.isenabled()
     gc.disable()  # a full collection of what JAX has made takes as long as the import
     try:
@@ -61,7 +64,7 @@ def start() -> None:
       # Unpartitioned after all, where XLA has but one device for it.
       jax.ffi.register_ffi_target(target + targets.PARTITIONED, handlers, platform=platform)
   for target in targets.OWN:
-    # What users of the results ask for goes back to the call as it is.
+    # A sharding that users of the results ask for goes back to the call as it is.
     partitioner.register_partitioner(
       target + targets.PARTITIONED, lambda sharding, *_: sharding,
       functools.partial(_partition, target), _infer,
@@ -81,6 +84,7 @@ def start() -> None:
 
 
 _started = False
+_loading = threading.RLock()  # a second thread would take the pause of the collector for the user's
 _rest: ModuleType | None = None  # `_start.py`
 
 

@@ -60,7 +60,7 @@ def _around(original: Callable[..., Any], layers: Sequence[_Layer]) -> Callable[
 
 
 def keep_results(holds: Callable[[Any], bool]) -> None:
-  """Of loops, branches and inner jits for which `holds` all results are kept if one is used.
+  """Dead-code elimination keeps all results of a loop, branch or jit that `holds`, if it keeps one.
 
   Wraps their rules of dead code elimination, which would drop a loop's unused carry with all that
   only it needs, whether it has an effect or not (0.10 to 0.12; `while_loop` has a rule since 0.12).

@@ -245,7 +245,7 @@ def use(make: Callable[..., Any]) -> Generator[None]:
 
 
 def start() -> None:
-  """Lets the board wake the thread; called once by `import callgate`."""
+  """Lets the board wake the thread; called once by `_start.py`."""
   _callgate.progress_set_wake(_drawer.start)
 
 

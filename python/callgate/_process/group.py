@@ -199,5 +199,5 @@ def _is_interactive() -> bool:
 
 
 def start() -> None:
-  """Called once by `import callgate`; does nothing more unless there are several processes."""
+  """Called once by `_start.py`; does nothing more unless there are several processes."""
   distributed.after_distributed_start(_join)

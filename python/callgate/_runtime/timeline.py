@@ -53,6 +53,6 @@ def profiled(gate: str, gil_wait_ns: int) -> Any:
 
 
 def start() -> None:
-  """Called once by `import callgate`."""
+  """Called once by `_start.py`."""
   profiling.at_start(lambda: _callgate.set_profiling(True))
   _callgate.set_profiling(profiling.is_running())

@@ -28,7 +28,7 @@ _lock = threading.RLock()
 
 
 class _Execution(execution.Watcher):
-  """What all reads of one execution get, in a program through JAX's own callbacks."""
+  """The value that all reads of one execution get, in a program through JAX's own callbacks."""
 
   def __init__(self) -> None:
     self._number: Any = None

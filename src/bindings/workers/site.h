@@ -248,7 +248,8 @@ class WorkerSite final : public Site {
     return why.kind == WorkerFailure::Kind::kRaised ? why.lane : -1;
   }
 
-  // What XLA is told of an exception, after a failure or of Python's own. Under the GIL.
+  // The error that XLA gets for an exception, of a worker's failure or of Python's own. Under the
+  // GIL.
   Error error_of(const nb::python_error& raised, const Call& call,
                  const std::optional<WorkerFailure>& why) const {
     if (!why || why->kind != WorkerFailure::Kind::kOverdue) {

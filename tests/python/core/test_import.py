@@ -86,9 +86,32 @@ def test_the_first_use_waits_for_no_collection_and_leaves_the_collector_as_it_wa
   assert not [line for line in output_of(code).splitlines() if line.endswith(" 2")]
 
 
+def test_a_second_thread_takes_no_pause_of_the_collector_for_the_users_choice() -> None:
+  code = """
+    import gc, threading, time, types
+    import callgate
+
+    def isenabled():  # of which the second thread learns late
+      enabled = gc.isenabled()
+      time.sleep(0 if threading.current_thread() is threading.main_thread() else 3)
+      return enabled
+
+    begun = threading.Event()
+    callgate._attach.gc = types.SimpleNamespace(
+      isenabled=isenabled, enable=gc.enable, disable=lambda: (gc.disable(), begun.set())
+    )
+    second = threading.Thread(target=lambda: (begun.wait(), callgate._attach.load()))
+    second.start()
+    callgate._attach.load()
+    second.join()
+    print(gc.isenabled())
+  """
+  assert output_of(code).strip() == "True"
+
+
 def test_threads_that_use_the_first_names_at_once() -> None:
   code = """
-    import importlib, sys, threading
+    import gc, importlib, sys, threading
     import callgate
     sys.setswitchinterval(1e-6)
     names = ["_core.registry", "_tap.tap", "_objects.handle", "sinks", "_gate.gate"]
@@ -104,10 +127,10 @@ def test_threads_that_use_the_first_names_at_once() -> None:
     threads = [threading.Thread(target=act, args=(name,)) for name in [*names, "", ""]]
     for thread in threads: thread.start()
     for thread in threads: thread.join()
-    print(failed)
+    print(failed, gc.isenabled())
   """
   for _ in range(3):
-    assert output_of(code).strip() == "[]"
+    assert output_of(code).strip() == "[] True"
 
 
 @pytest.mark.parametrize("first", ["import", "handler"])

@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def start() -> None:
-  """Honours `CALLGATE_INSTALL=1`, which JAX reads into the option; called by `import callgate`."""
+  """Honours `CALLGATE_INSTALL=1`, which JAX reads into the option; called by `_start.py`."""
   if config.installed():
     install()
 
