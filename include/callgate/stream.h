@@ -33,8 +33,10 @@
 //            64         name (UTF-8), description (JSON), lanes; each padded to 8 bytes by zeros
 //                       lanes: the batch levels, outermost first, "SIZE:MASK;SIZE:MASK", one digit
 //                       a leaf in each mask, 1 where the leaf has the level as a leading axis;
-//                       some leaf has each level, and the lanes are 2^20 or no more than the bits
-//                       of a record's payload
+//                       the lanes of a record are 2^20 or no more than the bits of its payload. A
+//                       level that no leaf has is numbered: the program sends a record for each of
+//                       its lanes, and the leaf behind the value leaves, and behind the bool, is an
+//                       int32, the lane's row-major number in all numbered levels
 //   leaf      0  u32    code of the dtype (XLA_FFI_DataType)     4  u32  bits of one element
 //             8  u32    number of dims                          12  u32  bytes of the dtype's name
 //            16  u32    bytes of the path                       20  u32  0
@@ -219,6 +221,16 @@ inline Level parse_level(const Cursor& in, const std::string& text, std::size_t 
   return level;
 }
 
+inline bool is_numbered(const Level& level) { return level.mask.find('1') == std::string::npos; }
+
+// True if there is a leaf for the number of a lane.
+inline bool has_number(const Source& source) {
+  constexpr std::uint32_t kS32 = 4;  // XLA_FFI_DataType
+  const std::size_t index = source.value_leaves + (source.has_where ? 1 : 0);
+  return index < source.leaves.size() && source.leaves[index].code == kS32 &&
+         source.leaves[index].dims.empty();
+}
+
 inline void parse_levels(const Cursor& in, Source& source) {
   for (std::size_t start = 0; !source.lanes.empty() && start <= source.lanes.size();) {
     std::size_t end = std::min(source.lanes.find(';', start), source.lanes.size());
@@ -228,9 +240,15 @@ inline void parse_levels(const Cursor& in, Source& source) {
   }
   // A reader goes through all lanes, so there are no more of them than bits to look at.
   std::uint64_t lanes = 1, most = std::max<std::uint64_t>(kFreeLanes, 8 * source.payload_bytes);
+  std::uint64_t numbered = 1;
   for (const Level& level : source.levels) {
     auto size = static_cast<std::uint64_t>(level.size);
-    if (level.mask.find('1') == std::string::npos) in.fail("lanes that no leaf has");
+    if (is_numbered(level)) {
+      if (!has_number(source)) in.fail("lanes that no leaf has");
+      if (size == 0 || numbered > std::uint64_t{INT32_MAX} / size) in.fail("lanes beyond an int32");
+      numbered *= size;
+      continue;
+    }
     if (size != 0 && lanes > most / size) in.fail("more lanes than the leaves hold");
     lanes *= size;
   }

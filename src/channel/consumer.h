@@ -118,10 +118,11 @@ class RecordViews {
     return views_;
   }
 
-  // Calls visit(lane index, leaves of the tapped value) for each lane that is sent, in row-major
-  // order; once with index 0 for a record without lanes. A lane whose `where` is False is left out.
-  // Padding is cut off. A lane whose sizes the array has not is left out, and so is one that
-  // visit() throws for: the others are visited all the same, then the first exception is thrown on.
+  // Calls visit(position of the lane, leaves of the tapped value) for each lane that is sent, in
+  // row-major order; once with position 0 for a record without lanes. A lane whose `where` is False
+  // is left out. Padding is cut off. A lane whose sizes the array has not is left out, and so is
+  // one that visit() throws for: the others are visited all the same, then the first exception is
+  // thrown on.
   template <typename Visit>
   void each_lane(const Record& record, Visit&& visit) {
     const Source& source = *record.source;
@@ -145,15 +146,26 @@ class RecordViews {
   void each_lane_as_sent(const Record& record, Visit&& visit) {
     const Source& source = *record.source;
     whole(record);
+    const std::int64_t number = number_of(source);
     for (std::int64_t lane = 0; lane < source.lanes.count(); ++lane) {
       source.lanes.select_operands(lane, views_, lane_);
       if (source.has_where && *static_cast<const char*>(lane_[source.value_leaves].data) == 0)
         continue;
-      visit(lane, std::span<const ArrayView>(lane_.data(), source.value_leaves));
+      visit(source.lanes.position(lane, number),
+            std::span<const ArrayView>(lane_.data(), source.value_leaves));
     }
   }
 
  private:
+  // The number of the call that has sent the record, of the views of whole().
+  std::int64_t number_of(const Source& source) const noexcept {
+    std::int32_t number = 0;
+    if (source.lanes.has_numbered())
+      std::memcpy(&number, views_[source.value_leaves + (source.has_where ? 1 : 0)].data,
+                  sizeof(number));
+    return number;
+  }
+
   // Copies `count` elements from one position to another; packed ones lie from the low bits up.
   static void copy_elements(const char* from, std::int64_t at, char* to, std::int64_t to_at,
                             std::int64_t count, std::int64_t width) {

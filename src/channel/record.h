@@ -190,7 +190,7 @@ struct SourceInfo {
 struct Source : SourceInfo {
   std::uint64_t id = 0;           // unique in the process
   Lanes lanes;                    // batch levels; empty for a tap that no vmap met
-  std::vector<LeafType> leaves;   // value leaves, then the control leaves above
+  std::vector<LeafType> leaves;   // value leaves, then the control leaves, as a tap's operands
   std::size_t payload_bytes = 0;  // of a whole record
   // Arrays that stay on the device; null for a source whose payloads are all on the host. Otherwise
   // `payload_bytes` counts the arrays, though no more than `written_bytes` are written.

@@ -27,8 +27,8 @@
 namespace callgate {
 
 // The static description of a tap's call site. Operands are the values, then the predicate if
-// `has_where`, then others that are not sent. A tap in the flow of data has as results its first
-// `returned` operands and those that are not sent.
+// `has_where`, then the call's number if its lanes are numbered, then others that are not sent. A
+// tap in the flow of data has as results its first `returned` operands and those that are not sent.
 //
 // As attributes: a dictionary `tap` of name, role ("primal"), ordered, repeated, every, returned,
 // where, on_device and `paths` of the values; a dictionary `padded` with one for each of the sizes,
@@ -182,7 +182,9 @@ class TapSite final : public Site {
 
  private:
   // Operands that a record holds.
-  std::size_t sent() const noexcept { return spec_.value_leaves + (spec_.has_where ? 1 : 0); }
+  std::size_t sent() const noexcept {
+    return spec_.value_leaves + (spec_.has_where ? 1 : 0) + (lanes_.has_numbered() ? 1 : 0);
+  }
 
   void send(const Call& call) noexcept {
     const std::span<const ArrayView> leaves = call.operands.first(sent());
@@ -232,6 +234,10 @@ class TapSite final : public Site {
     for (std::size_t i = 0; i < spec_.padded.size(); ++i) check_sizes(call, i);
     if (spec_.has_where && call.operands[spec_.value_leaves].dtype != DType::kPred)
       fail("bool as its predicate", to_string(call.operands[spec_.value_leaves]));
+    if (lanes_.has_numbered())
+      if (const ArrayView& number = call.operands[sent() - 1];
+          number.dtype != DType::kS32 || number.rank != 0)
+        fail("an int32 as the number of its lane", to_string(number));
     for (std::size_t i = 0; i < results; ++i) {
       const ArrayView& from = call.operands[copied_to(i)];
       if (call.results[i].nbytes() != from.nbytes())

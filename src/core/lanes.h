@@ -5,6 +5,10 @@
 // batched, in the same order, and is shared by the lanes of the others. A call with lanes runs once
 // per lane, in row-major order, on views without the leading axes.
 //
+// Some levels may be numbered: the program runs their lanes one after the other, in calls of their
+// own, and gives each call the number of its lane among them, in row-major order. No array has an
+// axis of a numbered level. The position of a lane counts all levels, numbered ones included.
+//
 // A program that was exported with symbolic shapes leaves extents open: the arrays of a call tell
 // them (`LanesOfCall`).
 #pragma once
@@ -31,10 +35,17 @@ class Lanes {
   Lanes() = default;
 
   // `sizes`: the extent of each level, or kOpen. `masks`: for each level, one 0 or 1 per operand,
-  // level after level; its length is sizes.size() times the number of operands. Throws Error
-  // otherwise.
-  Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks)
-      : sizes_(std::move(sizes)), masks_(masks.begin(), masks.end()) {
+  // level after level; its length is sizes.size() times the number of operands. `flags`: for each
+  // level a 1 where it is numbered; empty for none. Throws Error otherwise.
+  Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks,
+        std::span<const std::int64_t> flags = {})
+      : sizes_(std::move(sizes)),
+        masks_(masks.begin(), masks.end()),
+        numbered_(flags.begin(), flags.end()) {
+    if (!numbered_.empty() && numbered_.size() != sizes_.size())
+      throw Error("batch levels", "for each whether it is numbered",
+                  std::to_string(numbered_.size()) + " entries for " +
+                      std::to_string(sizes_.size()) + " levels");
     if (sizes_.empty() ? !masks_.empty() : masks_.size() % sizes_.size() != 0)
       throw Error("batch levels", "a mask of one entry per level and operand",
                   std::to_string(masks_.size()) + " entries for " + std::to_string(sizes_.size()) +
@@ -45,18 +56,22 @@ class Lanes {
     for (std::int64_t size : sizes_) {
       if (size < kOpen) throw Error("batch levels", "extents", std::to_string(size));
       if (size == kOpen) open_ = true;
-      if (!open_ && __builtin_mul_overflow(count_, size, &count_))
+    }
+    for (std::size_t level = 0; !open_ && level < sizes_.size(); ++level) {
+      if (__builtin_mul_overflow(total_, sizes_[level], &total_))
         throw Error("batch levels", "fewer than 2^63 lanes", "more");
+      if (!numbered(level)) count_ *= sizes_[level];
     }
   }
 
   // As programs hold them: arrays `sizes` and `masks`. Throws Error as above.
   static Lanes of(const Attributes& held) {
     std::span<const std::int64_t> sizes = held.integers("sizes");
-    return Lanes({sizes.begin(), sizes.end()}, held.integers("masks"));
+    return Lanes({sizes.begin(), sizes.end()}, held.integers("masks"), held.integers("numbered"));
   }
 
-  // "3:10;4:11": for each level its extent and its mask, a digit per operand. Streams hold this.
+  // "3:10;4:11": for each level its extent and its mask, a digit per operand, which are all 0 for a
+  // numbered one. Streams hold this.
   std::string text() const {
     std::string text;
     for (std::size_t level = 0; level < sizes_.size(); ++level) {
@@ -66,22 +81,48 @@ class Lanes {
     return text;
   }
 
-  // A lane's index in each level, for messages: "lane 3", "lane (1, 2)"; "" without levels.
+  // The index in each level of the lane at a position.
+  std::vector<std::int64_t> indices(std::int64_t lane) const {
+    std::vector<std::int64_t> indices(sizes_.size());
+    for (std::size_t level = sizes_.size(); level-- > 0; lane /= sizes_[level])
+      indices[level] = lane % sizes_[level];
+    return indices;
+  }
+
+  // The same for messages: "lane 3", "lane (1, 2)"; "" without levels.
   std::string name(std::int64_t lane) const {
-    std::string indices;
-    for (std::size_t level = sizes_.size(); level-- > 0; lane /= sizes_[level]) {
-      if (!indices.empty()) indices.insert(0, ", ");
-      indices.insert(0, std::to_string(lane % sizes_[level]));
+    std::string text;
+    for (std::int64_t index : indices(lane))
+      text.append(text.empty() ? "" : ", ").append(std::to_string(index));
+    if (sizes_.size() < 2) return text.empty() ? "" : "lane " + text;
+    return "lane (" + text + ")";
+  }
+
+  // The position of the lane `index` of a call whose own number is `number`.
+  std::int64_t position(std::int64_t index, std::int64_t number) const noexcept {
+    if (numbered_.empty()) return index;
+    std::int64_t position = 0, stride = 1;
+    for (std::size_t level = sizes_.size(); level-- > 0; stride *= sizes_[level]) {
+      std::int64_t& rest = numbered(level) ? number : index;
+      position += rest % sizes_[level] * stride;
+      rest /= sizes_[level];
     }
-    if (sizes_.size() < 2) return indices.empty() ? "" : "lane " + indices;
-    return "lane (" + indices + ")";
+    return position;
   }
 
   bool empty() const noexcept { return sizes_.empty(); }
   bool open() const noexcept { return open_; }  // some extent is kOpen: count() is none
+  bool has_numbered() const noexcept { return !numbered_.empty(); }
   // The extent of each level, outermost first.
   std::span<const std::int64_t> sizes() const noexcept { return sizes_; }
-  std::int64_t count() const noexcept { return count_; }  // of lanes; 1 without levels
+  // The leading axes of a result.
+  std::int32_t axes() const noexcept {
+    return static_cast<std::int32_t>(sizes_.size() - std::ranges::count(numbered_, 1));
+  }
+  // The lanes of one call; 1 without levels.
+  std::int64_t count() const noexcept { return count_; }
+  // The lanes of all calls that the program makes for one call of the user's.
+  std::int64_t total() const noexcept { return total_; }
 
   // The same with the extents that a call's operands have. Throws Error as above.
   Lanes of_call(std::span<const ArrayView> operands) const {
@@ -94,7 +135,8 @@ class Lanes {
         ++axis;
       }
     }
-    return Lanes(std::move(sizes), std::vector<std::int64_t>(masks_.begin(), masks_.end()));
+    return Lanes(std::move(sizes), std::vector<std::int64_t>(masks_.begin(), masks_.end()),
+                 std::vector<std::int64_t>(numbered_.begin(), numbered_.end()));
   }
 
   // The views of one lane, of the same number; their extents are those of `whole`.
@@ -105,6 +147,7 @@ class Lanes {
       std::int64_t rest = lane_index, position = 0, stride = 1;
       std::int32_t levels = 0;
       for (std::size_t level = sizes_.size(); level-- > 0;) {
+        if (numbered(level)) continue;
         std::int64_t index = rest % sizes_[level];
         rest /= sizes_[level];
         if (!batched(level, i)) continue;
@@ -117,8 +160,7 @@ class Lanes {
   }
   void select_results(std::int64_t lane_index, std::span<const ArrayView> whole,
                       std::span<ArrayView> lane) const noexcept {
-    auto levels = static_cast<std::int32_t>(sizes_.size());
-    for (std::size_t i = 0; i < whole.size(); ++i) lane[i] = slab(whole[i], levels, lane_index);
+    for (std::size_t i = 0; i < whole.size(); ++i) lane[i] = slab(whole[i], axes(), lane_index);
   }
 
   // Throws Error without the leading axes that the levels imply, or lanes that start at a byte.
@@ -131,7 +173,7 @@ class Lanes {
     for (std::size_t i = 0; i < operands.size(); ++i)
       check_axes("operand", i, operands[i], [&](std::size_t level) { return batched(level, i); });
     for (std::size_t i = 0; i < results.size(); ++i)
-      check_axes("result", i, results[i], [](std::size_t /*level*/) { return true; });
+      check_axes("result", i, results[i], [&](std::size_t level) { return !numbered(level); });
   }
 
  private:
@@ -167,22 +209,33 @@ class Lanes {
   bool batched(std::size_t level, std::size_t operand) const noexcept {
     return masks_[level * operand_count() + operand] != 0;
   }
+  bool numbered(std::size_t level) const noexcept {
+    return !numbered_.empty() && numbered_[level] != 0;
+  }
 
   std::vector<std::int64_t> sizes_;
-  std::vector<std::uint8_t> masks_;
-  std::int64_t count_ = 1;
+  std::vector<std::uint8_t> masks_, numbered_;
+  std::int64_t count_ = 1, total_ = 1;
   bool open_ = false;
 };
 
-// The lanes of one call, without a copy where the program tells them. Borrows `held`. Throws Error
-// where the arrays don't have the levels' axes.
+// The lanes of one call, whose own number is `number`, without a copy where the program tells them.
+// Borrows `held`. Throws Error where the arrays don't have the levels' axes.
 class LanesOfCall : Immovable {
  public:
   LanesOfCall(const Lanes& held, std::span<const ArrayView> operands,
-              std::span<const ArrayView> results)
-      : read_(held.open() ? held.of_call(operands) : Lanes()), lanes_(held.open() ? read_ : held) {
+              std::span<const ArrayView> results, std::int64_t number = 0)
+      : read_(held.open() ? held.of_call(operands) : Lanes()),
+        lanes_(held.open() ? read_ : held),
+        number_(number) {
     lanes_.check(operands, results);
   }
+
+  // Of the lane `index` of the call.
+  std::int64_t position(std::int64_t index) const noexcept {
+    return lanes_.position(index, number_);
+  }
+  std::string name(std::int64_t index) const { return lanes_.name(position(index)); }
 
   const Lanes* operator->() const noexcept { return &lanes_; }
   const Lanes& operator*() const noexcept { return lanes_; }
@@ -190,6 +243,7 @@ class LanesOfCall : Immovable {
  private:
   Lanes read_;
   const Lanes& lanes_;
+  std::int64_t number_;
 };
 
 }  // namespace callgate

@@ -65,7 +65,7 @@ struct LaneArrays::Sources {
 };
 
 ArrayView LaneArrays::of_lane(const ArrayView& whole) const noexcept {
-  const auto levels = lanes_ == nullptr ? 0 : static_cast<std::int32_t>(lanes_->sizes().size());
+  const auto levels = lanes_ == nullptr ? 0 : lanes_->axes();
   return {whole.data, whole.dims + levels, whole.rank - levels, whole.dtype};
 }
 

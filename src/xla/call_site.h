@@ -75,12 +75,30 @@ class Shards {
   std::string runs_;
 };
 
+// A call in lanes that the program runs one after the other has as its last operand, before the
+// partition, the number of its lane (core/lanes.h). Takes it off; Throws Error.
+inline ArrayView take_lane(DecodedCall& call) {
+  ArrayView number;
+  if (!call.operands().empty()) number = call.operands().back();
+  if (number.dtype != DType::kS32 || number.rank != 0)
+    throw Error("a call in numbered lanes", "the lane as its last operand",
+                call.operands().empty() ? "no operand" : to_string(number));
+  call.drop_last_operand();
+  return number;
+}
+inline std::int64_t read_lane(const ArrayView& number) noexcept {
+  std::int32_t lane = 0;
+  std::memcpy(&lane, number.data, sizeof(lane));
+  return lane;
+}
+
 // Of one executable, but shared: a call on its own thread that was given up may outlive that.
 struct CallSite {
   std::shared_ptr<Callee> callee;
   std::shared_ptr<Site> site;
   bool poison_on_error = false;  // see settled() in ffi.h
   bool reads_context = true;
+  bool numbered = false;  // its calls have the number of their lane
   Shards shards;
   mutable std::atomic<std::int64_t> first_run{-1};
 
@@ -108,6 +126,7 @@ inline std::shared_ptr<CallSite> make_call_site(const XLA_FFI_Attrs& attributes)
   made->poison_on_error = held.text("on_error") == "poison";
   made->reads_context = made->callee->reads_context();
   made->shards = Shards(std::string(held.text("shards")));
+  made->numbered = held.flag("numbered");
   SiteSpec spec{std::string(held.text("spec")),      std::string(held.text("site")),
                 Lanes::of(held.dictionary("batch")), Mesh::of(held.dictionary("mesh")),
                 std::string(held.text("layout")),    std::move(held)};

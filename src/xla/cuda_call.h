@@ -70,6 +70,7 @@ struct CudaCall {
   CudaSite& site;
   DecodedCall decoded;
   ArrayView number;  // of the partition; no data where there is none
+  ArrayView lane;    // its number, likewise
   cuda::Stream stream;
   cuda::Device& device;
   CallContext context;
@@ -78,6 +79,7 @@ struct CudaCall {
       : site(of),
         decoded(frame),
         number(of.call_site->shards.take_operand(decoded)),
+        lane(of.call_site->numbered ? take_lane(decoded) : ArrayView()),
         stream(static_cast<cuda::Stream>(decode_stream(frame))),
         device(cuda::Device::of(stream)),
         context(decode_context(frame)) {
@@ -90,9 +92,10 @@ struct CudaCall {
   bool sharded() const { return number.data != nullptr; }
   Call call() { return {decoded.operands(), decoded.results(), context}; }
 
-  // `sent`, and the partition's number behind them where there is one.
-  std::vector<ArrayView> with_number(std::span<const ArrayView> sent) const {
+  // `sent`, and behind them the numbers of the lane and the partition where there are any.
+  std::vector<ArrayView> with_numbers(std::span<const ArrayView> sent) const {
     std::vector<ArrayView> operands(sent.begin(), sent.end());
+    if (lane.data != nullptr) operands.push_back(lane);
     if (sharded()) operands.push_back(number);
     return operands;
   }
@@ -109,15 +112,19 @@ struct CopiedCall {
   CopiedCall(const CudaCall& call, std::span<const ArrayView> operands,
              std::span<const ArrayView> results, bool for_keeping = false)
       : site(call.site.call_site),
-        copies(call.device, call.with_number(operands), results, for_keeping),
+        copies(call.device, call.with_numbers(operands), results, for_keeping),
         context(call.context),
         sharded(call.sharded()) {}
 
-  // Once the copies are there: the call; the partition's number goes into its context.
+  // Once the copies are there: the call; the numbers go into its context.
   Call call() {
     std::span<const ArrayView> operands = copies.operands();
     if (sharded) {
       context.shard = site->shards.read(operands.back().data);
+      operands = operands.first(operands.size() - 1);
+    }
+    if (site->numbered) {
+      context.lane = read_lane(operands.back());
       operands = operands.first(operands.size() - 1);
     }
     return {operands, copies.results(), context};

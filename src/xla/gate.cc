@@ -180,6 +180,7 @@ void GateState::execute(XLA_FFI_CallFrame* frame) {
   const std::shared_ptr<CallSite>& site = StateOf<GateState>::get(*frame).call_site;
   DecodedCall decoded(*frame);
   std::int32_t shard = site->shards.take(decoded);
+  const std::int64_t lane = site->numbered ? read_lane(take_lane(decoded)) : 0;
   if (!site->shards.runs(shard)) [[unlikely]]
     return site->site->skip(Call{decoded.operands(), decoded.results(), {}});
   bool own_thread = site->callee->own_thread();
@@ -187,6 +188,7 @@ void GateState::execute(XLA_FFI_CallFrame* frame) {
                      contexts_wanted.load(std::memory_order_relaxed);  // see there
   CallContext context = reads ? decode_context(*frame) : CallContext{.run = decode_run(*frame)};
   context.shard = shard;
+  context.lane = lane;
   try {
     run_call(frame, site, {decoded.operands(), decoded.results(), context}, own_thread);
   } catch (const std::exception&) {

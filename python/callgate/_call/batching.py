@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from callgate._call.site import Callee, CallSite
 from callgate._core import split
@@ -63,20 +64,22 @@ def cuts_bytes(
 
 
 def one_by_one(
-  bind: Callable[[Sequence[Any]], Sequence[Any]], mask: Sequence[bool], operands: Sequence[Any]
+  bind: Callable[[Sequence[Any], Any], Sequence[Any]], mask: Sequence[bool], operands: Sequence[Any]
 ) -> Sequence[Any]:
   """A call for each lane, in order, by a loop of the program's: XLA takes the lanes apart.
 
-  `bind` makes the call of one; batched operands and the results have the lanes' axis first.
+  `bind` makes the call of one, of its operands and its number (int32). Batched operands and the
+  results have the lanes' axis first.
   """
 
   def lane(carry: None, batched: Sequence[Any]) -> tuple[None, Sequence[Any]]:
-    rows = iter(batched)
+    number, *rest = batched
+    rows = iter(rest)
     values = [next(rows) if flag else x for x, flag in zip(operands, mask, strict=True)]
-    return carry, list(bind(values))
+    return carry, list(bind(values, number))
 
   rows = [x for x, flag in zip(operands, mask, strict=True) if flag]
-  return jax.lax.scan(lane, None, rows)[1]
+  return jax.lax.scan(lane, None, [jnp.arange(rows[0].shape[0], dtype=np.int32), *rows])[1]
 
 
 def apply_vmap_rule(

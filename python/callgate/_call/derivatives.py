@@ -20,7 +20,7 @@ from callgate._call.site import Callee, CallSite, Static
 from callgate._core import exact, registry, split
 from callgate._core.dtypes import is_inexact, type_text
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import tracing
+from callgate._jax import sources, tracing
 
 
 def no_derivative(
@@ -78,8 +78,10 @@ def apply(gate: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], static: S
   if not gate.has_rule:
     return gate.apply_raw(args, kwargs, static)
   tree = jax.tree.structure(args)
+  # JAX traces a function with rules once for all calls: each line of the user's has one of its own.
+  line = None if tracing.in_no_trace() else sources.users_line()
   call = gate.differentiable(
-    exact.exact(static), exact.exact_tree(tree) if split.is_split(tree) else None
+    exact.exact(static), exact.exact_tree(tree) if split.is_split(tree) else None, line
   )
   if tracing.manual_axes():
     # In a `jax.shard_map` arguments vary over the same mesh axes, so that rules may be written as
@@ -88,7 +90,10 @@ def apply(gate: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], static: S
     leaves, tree = jax.tree.flatten(args)
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
     args = jax.tree.unflatten(tree, tracing.vary_alike(gate.label, arrays))
-  return call(*args)
+  if line is None:
+    return call(*args)
+  with sources.traced_here():
+    return call(*args)
 
 
 def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from callgate._call.batching import apply_vmap_rule, batch_whole
 from callgate._call.site import BoundCall, Callee, CallSite
 from callgate._core import encoding, registry, split, tape
 from callgate._core.dtypes import dtype_code, type_text
-from callgate._core.encoding import Level
+from callgate._core.encoding import Level, Numbered
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._core.failures import describe_failure
 from callgate._core.masked import is_masked
@@ -66,12 +66,18 @@ def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]
     )
   execution.watch(context, gate.watcher_of_jax)
   types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
-  function = _callback(gate.batched(call.whole), call.site, call.levels, types)
+  function = _callback(
+    gate.batched(call.whole), call.site, call.levels, types, numbered=call.numbered
+  )
   return mlir.lower_fun(function, multiple_results=True)(context, *operands)
 
 
 def _callback(
-  gate: Callee, site: CallSite, levels: Sequence[Level], types: Sequence[Any]
+  gate: Callee,
+  site: CallSite,
+  levels: Sequence[Level],
+  types: Sequence[Any],
+  numbered: Sequence[Numbered] = (),
 ) -> Callable[..., Any]:
   """The call as a JAX function of flat arrays, by JAX's own callbacks."""
   lane = [(r.shape[len(levels) :], r.dtype) for r in types]
@@ -80,11 +86,14 @@ def _callback(
     which = ""
     try:
       arrays = [np.asarray(x) for x in inputs]
+      number = int(arrays.pop()) if numbered else 0
+      sizes = [size for size, _ in levels]
       rows: list[Any] = []
-      for lane_number, index in enumerate(np.ndindex(*(size for size, _ in levels))):
+      for index in np.ndindex(*sizes):
         places = [(i, mask) for i, (_, mask) in zip(index, levels, strict=True)]
         own = [x[tuple(i for i, mask in places if mask[k])] for k, x in enumerate(arrays)]
-        which = f"lane {index[0] if len(index) == 1 else index}" if index else ""
+        every, lane_number = encoding.index_in_levels(index, sizes, numbered, number)
+        which = f"lane {every[0] if len(every) == 1 else every}" if every else ""
         one = functools.partial(_run_on_host, gate, site, lane, own, lane_number)
         rows.append(gate.on_lane(lane_number, one))
       return tuple(

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from callgate._core.attributes import key_of
-from callgate._core.encoding import Level, encode_levels
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import lowering
+from callgate._jax import lowering, sources
 from callgate._runtime.targets import (
   GATE_TARGET,
   KERNEL_SCRATCH_TARGET,
@@ -35,7 +34,7 @@ def emit(
   name: str,
   spec: str = "",
   attributes: Mapping[str, Any] | None = None,
-  levels: Sequence[Level] = (),
+  batch: Mapping[str, Any] | None = None,
   has_side_effect: bool,
   order: Any = None,
   aliases: Mapping[int, int] | None = None,
@@ -51,7 +50,7 @@ def emit(
     context: the LoweringRuleContext.
     operands: MLIR values; the abstract values beside them may be others than the context's.
     spec: see `_core/encoding.py`; `attributes`: what the call holds beside these.
-    levels: batch levels that the runtime loops over, outermost first.
+    batch: batch levels (`encoding.encode_levels`).
     has_side_effect: the call may be neither removed nor merged.
     order: the ordered effect that the call has, whose token it takes and gives.
     aliases: flat operand position to flat result position: one memory.
@@ -73,9 +72,9 @@ def emit(
   held = {
     "name": name,
     "spec": spec,
-    "site": remember_site(lowering.call_site(context)),
+    "site": remember_site(sources.call_site(context)),
     "on_error": on_error or ("poison" if lowering.device_count(context) > 1 else "return"),
-    "batch": encode_levels(levels),
+    "batch": {**(batch or {})},
     **(attributes or {}),
   }
   held = {name: value for name, value in held.items() if not isinstance(value, dict) or value}

@@ -271,8 +271,12 @@ class Operation(Callee, Generic[P, R]):
 
 
 def _with_rules(
-  operation: weakref.ref[Operation[Any, Any]], static: exact.Exact, tree: exact.Exact | None
+  operation: weakref.ref[Operation[Any, Any]],
+  static: exact.Exact,
+  tree: exact.Exact | None,
+  line: Any,
 ) -> Callable[..., Any]:
+  del line  # of the cache's key
   gate = operation()
   assert gate is not None
   return derivatives.with_rules(gate, static.value, tree and tree.value)

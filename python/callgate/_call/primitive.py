@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from callgate._call import batching as _batching
@@ -24,7 +26,7 @@ from callgate._call.site import (
   in_one_lane,
   shared_by_lanes,
 )
-from callgate._core import effects, names
+from callgate._core import effects, encoding, names
 from callgate._core.encoding import Level
 from callgate._jax import dispatch, execution, lowering, tracing
 from callgate._jax.tracing import Primitive
@@ -34,6 +36,7 @@ gate_p = Primitive("gate")
 # The same, for gates that need to know the program's mesh: JAX tells it to few primitives, and
 # refuses programs with several meshes then.
 mesh_gate_p = Primitive("gate")
+PRIMITIVES = (gate_p, mesh_gate_p)
 
 
 def bind(*operands: Any, call: BoundCall) -> Sequence[Any]:
@@ -43,9 +46,26 @@ def bind(*operands: Any, call: BoundCall) -> Sequence[Any]:
   return primitive.bind(*tracing.vary_alike(gate.label, operands), call=call)
 
 
+def bind_in_lane(operands: Sequence[Any], call: BoundCall, lane: Any, size: int) -> Sequence[Any]:
+  """Makes the call in a loop over `size` lanes, in the one of the number `lane` (int32)."""
+  inner = in_one_lane(call, size)
+  if inner.numbered == call.numbered:
+    return bind(*operands, call=inner)
+  own, number = _parted(call, operands)
+  inside = math.prod(n for n, _ in call.numbered)
+  return bind(*own, lane * inside + number[0] if number else lane, call=inner)
+
+
+def _parted(call: BoundCall, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+  """The function's operands, or anything in their order, and the number of the lane, if any."""
+  count = len(values) - bool(call.numbered)
+  return values[:count], values[count:]
+
+
 # -- abstract evaluation -------------------------------------------------------------------------
 def _abstract_eval(*avals: Any, call: BoundCall) -> tuple[tuple[Any, ...], frozenset[Any]]:
   gate, site = call.gate, call.site
+  avals = tuple(_parted(call, avals)[0])
   lead = tuple(size for size, _ in call.axes)
   results = tuple(
     tracing.shaped_array((*lead, *shape), dtype, avals) for shape, dtype in site.results
@@ -76,11 +96,13 @@ def _effects(call: BoundCall) -> frozenset[Any]:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: BoundCall) -> tuple[Any, Any]:
   gate, site = call.gate, call.site
   linear = derivatives.linear_leaves(gate, site.in_tree)
+  primals, number = _parted(call, primals)
+  tangents = _parted(call, tangents)[0]
   moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
   if gate.has_rule:
     return _jvp_by_rule(primals, tangents, moved, call)
   if gate.autograd and not (linear and linear.issuperset(moved)):
-    return _jvp_by_call(primals, tangents, moved, call)
+    return _jvp_by_call(primals, tangents, number, moved, call)
   refused = [index for index in moved if index not in linear]
   if refused or not linear:
     raise derivatives.no_derivative(gate, site, linear, refused)
@@ -88,7 +110,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: BoundCall) ->
     ad.instantiate_zeros(tangent) if index in linear else primal
     for index, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))
   ]
-  return bind(*primals, call=call), bind(*mixed, call=call)
+  return bind(*primals, *number, call=call), bind(*mixed, *number, call=call)
 
 
 def _jvp_by_rule(
@@ -121,11 +143,15 @@ def _jvp_by_rule(
 
 
 def _jvp_by_call(
-  primals: Sequence[Any], tangents: Sequence[Any], moved: Sequence[int], call: BoundCall
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+  number: Sequence[Any],
+  moved: Sequence[int],
+  call: BoundCall,
 ) -> tuple[Any, Any]:
   tangent_call = call.gate.tangent_call(call.site, moved)
   wanted, outputs = tangent_call.wanted, tangent_call.outputs
-  results = bind(*primals, call=call)
+  results = bind(*primals, *number, call=call)
   out: list[Any] = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
   if not wanted or not outputs:
     return results, out
@@ -136,15 +162,17 @@ def _jvp_by_call(
 
   levels = tuple(map(extended, call.levels))
   whole = None if call.whole is None else extended(call.whole)
-  linear = BoundCall(tangent_call.gate, tangent_call.site, levels, whole)
-  found = bind(*primals, *(ad.instantiate_zeros(tangents[i]) for i in wanted), call=linear)
+  linear = BoundCall(tangent_call.gate, tangent_call.site, levels, whole, numbered=call.numbered)
+  moving = (ad.instantiate_zeros(tangents[i]) for i in wanted)
+  found = bind(*primals, *moving, *number, call=linear)
   for index, tangent in zip(outputs, found, strict=True):
     out[index] = tangent
   return results, out
 
 
 # -- transpose -----------------------------------------------------------------------------------
-def _transpose(cotangents: Sequence[Any], *operands: Any, call: BoundCall) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *every: Any, call: BoundCall) -> list[Any]:
+  operands = _parted(call, every)[0]
   linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
   residual = [i for i in range(len(operands)) if i not in linear]
   masks = [mask for _, mask in call.axes]
@@ -164,7 +192,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, call: BoundCall) -> li
     # A lane's share of an argument that the lanes have in common: the cotangents add up below.
     rule = jax.vmap(rule, in_axes=(0, [0 if mask[i] else None for i in residual]))
   grads = rule([ad.instantiate_zeros(ct) for ct in cotangents], [operands[i] for i in residual])
-  out: list[Any] = [None] * len(operands)
+  out: list[Any] = [None] * len(every)
   for index, grad in zip(linear, grads, strict=True):
     shared = tuple(axis for axis, mask in enumerate(masks) if not mask[index])
     summed = grad.sum(axis=shared) if shared else grad
@@ -178,6 +206,8 @@ def _batch(
   operands: Sequence[Any], dims: Sequence[Any], *, call: BoundCall
 ) -> tuple[Sequence[Any], Sequence[Any]]:
   gate, site = call.gate, call.site
+  operands, number = _parted(call, operands)
+  dims = _parted(call, dims)[0]
   mask = tuple(dim is not None for dim in dims)
   # A loop's body has Python's own numbers where it was traced with them.
   operands = [x if hasattr(x, "shape") else jnp.asarray(x) for x in operands]
@@ -197,15 +227,19 @@ def _batch(
   if method != "each":
 
     def with_axis(values: Sequence[Any], whole: Level) -> Sequence[Any]:
-      return bind(*values, call=BoundCall(gate, site, (), whole))
+      return bind(*values, *number, call=BoundCall(gate, site, (), whole, numbered=call.numbered))
 
     results = _batching.batch_whole(with_axis, method, (size, mask), moved, call.whole)
-  elif _batching.cuts_bytes(moved, mask, site.results):
-    one = in_one_lane(call)
-    results = _batching.one_by_one(lambda values: bind(*values, call=one), mask, moved)
+  elif _batching.cuts_bytes(moved, mask, site.results) or (gate.by_lane and call.numbered):
+
+    def of_lane(values: Sequence[Any], lane: Any) -> Sequence[Any]:
+      return bind_in_lane([*values, *number], call, lane, size)
+
+    results = _batching.one_by_one(of_lane, mask, moved)
   else:
     levels = ((size, mask), *call.levels)
-    results = bind(*moved, call=shared_by_lanes(dataclasses.replace(call, levels=levels)))
+    each = shared_by_lanes(dataclasses.replace(call, levels=levels))
+    results = bind(*moved, *number, call=each)
   return results, (0,) * len(results)
 
 
@@ -248,13 +282,20 @@ def _lower_to_runtime(
   bound: BoundCall, platform: str, context: Any, *operands: Any
 ) -> Sequence[Any]:
   gate, site = bound.gate, bound.site
-  avals_in, avals_out = context.avals_in, context.avals_out
+  avals_out = context.avals_out
+  avals_in, avals_of_number = _parted(bound, context.avals_in)
+  operands, number = _parted(bound, operands)
   devices = lowering.device_count(context)
   call = Call(**vars(bound), operands=avals_in, results=avals_out, devices=devices)
   emission = gate.batched(bound.whole).backend(platform)(call)
   call, attributes = emission.call, emission.attributes
   if "spec" in attributes:
     attributes = {**attributes, "spec": _spec(context, site)}
+  batch = encoding.encode_levels(call.levels, call.numbered, len(avals_in))
+  if call.numbered:
+    operands, avals_in = (*operands, *number), [*avals_in, *avals_of_number]
+    attributes = {**attributes, "numbered": np.bool_(True)}
+  sharded = calls.of_gate(context, avals_in, call)
   if located := calls.in_manual(context, gate):
     partition, more = located
     operands, avals_in = (*operands, partition), [*avals_in, calls.PARTITION]
@@ -267,20 +308,20 @@ def _lower_to_runtime(
     avals_in,
     avals_out,
     name=emission.callee.name,
-    levels=call.levels,
+    batch=batch,
     target=emission.target,
     attributes=attributes,
     # What makes an object may be called neither once for two nor outside of its loop.
     has_side_effect=gate.effect != "pure" or gate.handles in ("makes", "takes"),
     order=effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else None,
     aliases=gate.aliases,
-    sharded=calls.of_gate(context, gate, site, call.levels, call.whole),
+    sharded=sharded,
   )
   return lowering.annotate(context, results, avals_out)
 
 
 # -- registration --------------------------------------------------------------------------------
-for primitive in (gate_p, mesh_gate_p):
+for primitive in PRIMITIVES:
   primitive.multiple_results = True
   tracing.define_impl(
     primitive, lambda call: call.gate.programs(call.site), lambda call: call.gate.label

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from callgate._call.options import CallOptions, Effect, Vmap
 from callgate._core import encoding, exact, signatures, split
-from callgate._core.encoding import Level
+from callgate._core.encoding import Level, Numbered, is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._core.pickling import Portable
 from callgate._core.registry import Place
@@ -83,7 +83,8 @@ class BoundCall:
 
   `levels` are those that the runtime loops over, outermost first (vmap="each"). `whole` is the one
   leading batch axis that the callable gets on its batched arguments (vmap="whole" and "broadcast");
-  nested vmaps are folded into it.
+  nested vmaps are folded into it. `numbered` are the levels, outermost first, whose lanes the
+  program runs one after the other: the call's last operand is then the number of its lane.
   """
 
   gate: Callee
@@ -91,6 +92,7 @@ class BoundCall:
   levels: tuple[Level, ...] = ()
   whole: Level | None = None
   scoped: bool = False  # in a loop whose steps free what they make (`_objects/scopes.py`)
+  numbered: tuple[Numbered, ...] = ()
 
   @property
   def axes(self) -> tuple[Level, ...]:
@@ -106,20 +108,29 @@ def shared_by_lanes(call: BoundCall) -> BoundCall:
   return dataclasses.replace(call, site=site)
 
 
-def in_one_lane(call: BoundCall) -> BoundCall:
-  """The call where lanes run one after another, each without its number.
+def in_one_lane(call: BoundCall, size: int) -> BoundCall:
+  """The call in a loop over so many lanes, of which each calls by itself.
+
+  A gate's call takes the lane's number as another operand, the last (`encoding.Numbered`).
 
   Raises:
-    GateDefinitionError: the function has to know it.
+    GateDefinitionError: the function has to know the number, and the program can't tell it.
   """
-  if call.gate.by_lane:
-    raise GateDefinitionError(
-      f"{call.gate.label}: affinity='lane': expected a call for all lanes at once, which numbers "
-      "them; got one in a branch or loop that not all lanes take, or on lanes that end within a "
-      "byte. Such calls run lane after lane. Call it outside and select from its results, or leave "
-      "affinity= out"
-    )
+  if call.gate.knows_lanes and not is_open(size) and not callable(call.gate.sharding):
+    call = dataclasses.replace(call, numbered=((size, len(call.levels)), *call.numbered))
+  elif call.gate.by_lane:
+    raise unknown_lane(call.gate)
   return shared_by_lanes(call)
+
+
+def unknown_lane(gate: Callee) -> GateDefinitionError:
+  """The error for a gate that has to know its lane, where the program can't tell it."""
+  return GateDefinitionError(
+    f"{gate.label}: affinity='lane', in a branch or loop that not all lanes take, or on lanes that "
+    "end within a byte. Such calls run lane after lane, and this one has no number: the number of "
+    "lanes is symbolic, sharding= is a function, or a primitive of neither JAX's nor callgate's is "
+    "around it. Expected a call outside, whose results the branch selects from, or no affinity="
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +186,9 @@ class Callee(Portable):
   autograd = False
   # Whether all its calls run on one thread (`callgate.thread`).
   of_thread = False
-  # Whether the function may know which lane it runs for.
+  # True if a user's function is called, which errors, recordings and workers tell lanes of.
+  knows_lanes = False
+  # True if the function has to know which lane it runs for.
   by_lane = False
   # In a fully manual `jax.shard_map` it is told its shard, too; elsewhere it does without.
   told_shard = False
@@ -206,8 +219,8 @@ class Callee(Portable):
   no_derivatives = ""  # what to say where it can have none, in the place of how to define one
   place: Place | None = None  # where it is defined
   owner: Callable[[], type | None] | None = None  # the class of which it is a method
-  # The call with its rules around it, of the `Exact` of static values and of split arguments'
-  # structure: a cache (`tracing.clearable_cache`).
+  # The call with its rules around it, of the `Exact` of static values, that of split arguments'
+  # structure, and the user's line: a cache (`tracing.clearable_cache`).
   differentiable: Any
 
   def programs(self, site: CallSite) -> Callable[..., Any] | None:

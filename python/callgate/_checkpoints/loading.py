@@ -171,6 +171,7 @@ class Loader:
 
 class _OfDisk(Gate):
   taped = False  # a replay's disk is its own
+  knows_lanes = False
   located = True
 
 

@@ -15,7 +15,7 @@ from callgate._core import options
 from callgate._core.effects import GateEffect, HandleEffect, OrderedGateEffect, ProgressEffect
 from callgate._explain import advice, gathers
 from callgate._explain.call import ExplainedCall
-from callgate._jax import execution, lowering, walk
+from callgate._jax import execution, sources, walk
 from callgate._runtime import config
 
 _JAX_CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
@@ -170,7 +170,7 @@ def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...], platform:
   found_late = kind == "check" and platform != "cpu" and not by_jax
   at_once = native or (not by_jax and (bool(guard) or gate.reads_cell))
   return ExplainedCall(
-    kind=kind, name=name, source=lowering.source_of(eqn), effect=gate.effect, loops=loops,
+    kind=kind, name=name, source=sources.source_of(eqn), effect=gate.effect, loops=loops,
     lanes=math.prod(size for size, _ in call.levels), copies=copies,
     gathers=None, waits=not found_late, gil=not at_once and not elsewhere,
   ), gate  # fmt: skip
@@ -180,7 +180,7 @@ def _of_tap(eqn: Any, loops: tuple[int | None, ...]) -> _Found:
   site = eqn.params["site"]
   sent = _bytes(eqn.invars[: site.values + len(site.logical)])
   return ExplainedCall(
-    kind="tap", name=site.name, source=lowering.source_of(eqn), effect=site.effect, loops=loops,
+    kind="tap", name=site.name, source=sources.source_of(eqn), effect=site.effect, loops=loops,
     lanes=1, copies=sent, gathers=None, waits=False, gil=False,
   ), site  # fmt: skip
 
@@ -193,7 +193,7 @@ def _of_jax(eqn: Any, loops: tuple[int | None, ...]) -> _Found:
   ordered = bool(eqn.params.get("ordered"))
   effect = "pure" if kind == "pure_callback" else "ordered" if ordered else "io"
   return ExplainedCall(
-    kind="JAX callback", name=name, source=lowering.source_of(eqn), effect=effect, loops=loops,
+    kind="JAX callback", name=name, source=sources.source_of(eqn), effect=effect, loops=loops,
     lanes=1, copies=_bytes(eqn.invars) + _bytes(eqn.outvars), gathers=None,
     waits=not kind.startswith("debug") or not config.installed(), gil=True,
   ), kind  # fmt: skip

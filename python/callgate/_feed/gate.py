@@ -39,6 +39,7 @@ class FeedGate(Gate):
   native = True  # NumPy's arrays on the host, the GPU's own in a program for CUDA
   shares: _shares.Shares | None = None
   resumable = True
+  knows_lanes = False
 
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)

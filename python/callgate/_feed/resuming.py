@@ -100,6 +100,7 @@ def _gate_of(feed: FeedGate, what: str, function: Any, out: Any) -> Gate:
 class _Located(Gate):
   located = True
   taped = False  # recordings have the items
+  knows_lanes = False
 
 
 def _taker(takers: Mapping[int, int]) -> int:

@@ -49,7 +49,8 @@ class Guarded(Gate):
     return not key
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
-    return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
+    emission = super()._emission(call, on_cuda=on_cuda)
+    return dataclasses.replace(emission, callee=self.guard, call=call)
 
 
 # The static argument with the dtypes of values that travel as others; no value can have the name.

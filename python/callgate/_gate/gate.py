@@ -61,7 +61,7 @@ class Gate(Operation[P, R]):
   located = False  # its function may ask where its call is (`_callgate.current_place`)
   native = False  # gets Buffers of a GPU's memory also with arrays that are the host's elsewhere
   same_on_all_platforms = True  # programs for several have no graphs
-  one_calls_for_all = splits = taped = True
+  one_calls_for_all = splits = taped = knows_lanes = True
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
     name = _options.name("gate", options.name) or registry.unique_name(function)
@@ -165,6 +165,8 @@ class Gate(Operation[P, R]):
       raise no_copy(self.label, self.arrays)
     target = targets.GRAPH_TARGET if on_cuda and self.command_buffer else targets.GATE_TARGET
     cast = {"cast": "yes"} if call.site.cast else {}
+    if on_cuda and self.stays_on_device and call.numbered:
+      call = dataclasses.replace(call, numbered=())  # the host would wait for the number
     return Emission(self.callee, target, {"spec": call.site.spec, **cast}, call)
 
   def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:

@@ -12,7 +12,6 @@ from jax._src import core as _core
 from jax._src import ffi as _ffi
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
-from jax._src import source_info_util as _source_info
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir.dialects import hlo as _hlo
 
@@ -153,25 +152,6 @@ def program_devices(context: Any) -> tuple[Any, ...] | None:
     return None
   devices = axes.device_assignment
   return tuple(devices) if devices is not None else (None,) * axes.num_devices
-
-
-def call_site(context: Any) -> tuple[str, int, str] | None:
-  """(file, line, function) of the user's code that traced the operation being lowered.
-
-  `jax.extend.source_info_util` is public but does not read a lowering's traceback (0.10 to 0.12).
-  """
-  traceback = getattr(context, "traceback", None)
-  frame = _source_info.user_frame(traceback) if traceback is not None else None
-  return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
-
-
-def source_of(eqn: Any) -> str:
-  """Where the user's code traced an equation: "file:line (function)"; "" where nobody knows."""
-  traceback = eqn.source_info.traceback
-  frame = _source_info.user_frame(traceback) if traceback is not None else None
-  if frame is None:
-    return ""
-  return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
 def is_automatic(context: Any) -> bool:

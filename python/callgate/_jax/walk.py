@@ -11,6 +11,8 @@ from typing import Any
 
 from jax._src import core as _core
 
+from callgate._jax import sources
+
 
 def interpret(
   jaxpr: Any, args: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]]
@@ -27,7 +29,8 @@ def interpret(
     return atom.val if isinstance(atom, _core.Literal) else values[atom]
 
   for eqn in jaxpr.eqns:
-    results = rule(eqn, [read(atom) for atom in eqn.invars])
+    with sources.traced_as(eqn):
+      results = rule(eqn, [read(atom) for atom in eqn.invars])
     values.update(zip(eqn.outvars, results, strict=True))
   return [read(atom) for atom in jaxpr.outvars]
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from callgate._call.site import BoundCall, in_one_lane
 from callgate._core.effects import (
   PROGRESS_EFFECT,
   GateEffect,
@@ -38,7 +38,7 @@ from callgate._core.effects import (
 )
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import batching, loops, tracing, walk
-from callgate._loops import masked, repeats
+from callgate._loops import masked, numbered, repeats
 from callgate._tap import primitive as _primitive
 
 _Rule = Callable[..., Any]
@@ -186,28 +186,25 @@ def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, An
     carry = [a or b for a, b in zip(after, carry, strict=True)]
 
 
-def _shared(params: dict[str, Any]) -> dict[str, Any]:
-  """An equation's parameters in the control flow of one lane."""
-  call = params.get("call")
-  return {**params, "call": in_one_lane(call)} if isinstance(call, BoundCall) else params
-
-
 def _lane_after_lane(
   primitive: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
-  """A scan over the lanes, each with control flow of its own."""
+  """A scan over the lanes, each with control flow of its own, whose calls know its number."""
   rows = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
   rows = [batching.lie_along(None, row) for row in rows]  # no scan goes along what is split
-  params = {name: walk.with_params(value, _shared) for name, value in params.items()}
+  size = axis_data.size
+  numbers = jnp.arange(size, dtype=np.int32)
+  flow = numbered.Flow(primitive, params)
 
   mark = batching.lane_p.bind if batching.is_marking() else lambda x: x
 
   def lane(carry: None, row: Sequence[Any]) -> tuple[None, Sequence[Any]]:
-    values = iter(row)
+    number, *rest = row
+    values = iter(rest)
     operands = [x if d is None else next(values) for x, d in zip(args, dims, strict=True)]
-    results = primitive.bind(*map(mark, operands), **params)
+    results = numbered.bind(flow, number, size, list(map(mark, operands)))
     return carry, list(map(mark, results))
 
-  _, results = jax.lax.scan(lane, None, rows)
+  _, results = jax.lax.scan(lane, None, [numbers, *rows])
   results = [batching.lie_along(axis_data.explicit_mesh_axis, result) for result in results]
   return results, [0] * len(results)

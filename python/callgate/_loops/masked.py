@@ -20,6 +20,7 @@ from callgate._call import primitive as _gates
 from callgate._core.effects import GateEffect, WaitEffect, WholeTapEffect
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import batching, loops, refs, tracing, walk
+from callgate._loops import carried
 from callgate._tap import primitive as _taps
 
 _Values = Sequence[Any]
@@ -131,15 +132,14 @@ def _equation(mask: Any, eqn: Any, inputs: _Values) -> _Values:
     return refs.bind_masked(eqn, mask, inputs)
   if not needs_all_lanes(inner):
     return _only_where(mask, lambda: walk.bind_equation(eqn, inputs), eqn.outvars)
-  rule = _RULES.get(eqn.primitive.name)
-  if rule is None:
+  if not carried.can_carry(eqn.primitive):
     name = eqn.primitive.name
     raise GateDefinitionError(
       f"vmap of a branch or loop that not all lanes take: {name} in it holds both a collective "
       "(or a Ref) and a call of callgate's with an effect. Expected one of the two outside of it"
     )
   with eqn.ctx.manager:
-    return rule(eqn, mask, inputs)
+    return carried.bind(run, eqn, mask, inputs)
 
 
 def _only_where(mask: Any, call: Callable[[], _Values], results: _Values) -> _Values:
@@ -154,115 +154,7 @@ def _tap(eqn: Any, mask: Any, inputs: _Values) -> _Values:
   place = site.values + len(site.logical)
   before, after = inputs[:place], inputs[place + site.where :]
   where = inputs[place] & mask if site.where else mask
-  params = {**eqn.params, "site": dataclasses.replace(site, where=True)}
+  params = eqn.params if site.where else _taps.with_scalar(eqn.params, place)
+  params = {**params, "site": dataclasses.replace(site, where=True)}
   results = eqn.primitive.bind(*before, where, *after, **params)
   return results[: len(eqn.outvars)]
-
-
-def _inlined(eqn: Any, mask: Any, inputs: _Values) -> _Values:
-  (inner,) = walk.subjaxprs(eqn)
-  closed = next(it for it in eqn.params.values() if getattr(it, "jaxpr", it) is inner)
-  return run(closed, mask, inputs)
-
-
-def _checkpoint(eqn: Any, mask: Any, inputs: _Values) -> _Values:
-  params = eqn.params
-  again = jax.checkpoint(
-    lambda mask, *inputs: run(params["jaxpr"], mask, inputs),
-    prevent_cse=params["prevent_cse"], policy=params["policy"],
-  )  # fmt: skip
-  return again(mask, *inputs)
-
-
-def _cond(eqn: Any, mask: Any, inputs: _Values) -> _Values:
-  index, *operands = inputs
-  branches = [
-    lambda mask, *operands, branch=branch: run(branch, mask, operands)
-    for branch in eqn.params["branches"]
-  ]
-  return jax.lax.switch(index, branches, mask, *operands)
-
-
-def _scan(eqn: Any, mask: Any, inputs: _Values) -> _Values:
-  params = eqn.params
-  held, count = loops.scan_counts(params)
-  consts, carry, rows = inputs[:held], inputs[held : held + count], inputs[held + count :]
-
-  def body(carry: _Values, row: _Values) -> Any:
-    results = run(params["jaxpr"], mask, (*consts, *carry, *row))
-    return results[:count], results[count:]
-
-  carry, results = jax.lax.scan(
-    body, list(carry), list(rows), params["length"], params["reverse"], params["unroll"]
-  )
-  return [*carry, *results]
-
-
-def _while(eqn: Any, mask: Any, inputs: _Values) -> _Values:
-  asked, held, carry = loops.split_operands(eqn.params, inputs)
-  asks, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-  return jax.lax.while_loop(
-    lambda carry: run(asks, mask, (*asked, *carry))[0],
-    lambda carry: run(body, mask, (*held, *carry)),
-    carry,
-  )
-
-
-def _custom_jvp(eqn: Any, mask: Any, inputs: _Values) -> _Values:
-  """The user's function, and his rule, which JAX evaluates here, both masked."""
-  masked = _masking(batching.axes_here())
-
-  @jax.custom_jvp
-  def function(mask: Any, *inputs: Any) -> list[Any]:
-    return run(eqn.params["call_jaxpr"], mask, inputs)
-
-  @function.defjvp
-  def _(primals: Any, tangents: Any) -> Any:
-    def push(primals: Any, tangents: Any) -> Any:
-      return jax.jvp(lambda *inputs: walk.bind_equation(eqn, inputs), primals, tangents)
-
-    return masked(push, primals[0], primals[1:], tangents[1:])
-
-  return function(mask, *inputs)
-
-
-def _custom_vjp(eqn: Any, mask: Any, inputs: _Values) -> _Values:
-  """Likewise."""
-  masked = _masking(batching.axes_here())
-
-  @jax.custom_vjp
-  def function(mask: Any, *inputs: Any) -> list[Any]:
-    return run(eqn.params["call_jaxpr"], mask, inputs)
-
-  def forward(mask: Any, *inputs: Any) -> Any:
-    def pull(*inputs: Any) -> Any:
-      return jax.vjp(lambda *inputs: walk.bind_equation(eqn, inputs), *inputs)
-
-    results, pulling = masked(pull, mask, *inputs)
-    return results, (mask, pulling)
-
-  def backward(kept: Any, cotangents: Any) -> Any:
-    mask, pulling = kept
-    return None, *masked(lambda pull, cotangents: pull(cotangents), mask, pulling, cotangents)
-
-  function.defvjp(forward, backward)
-  return function(mask, *inputs)
-
-
-def _masking(axes: Callable[[], Any]) -> Callable[..., Any]:
-  """Evaluates functions of pytrees, which may name axes, with their calls masked."""
-
-  def masked(function: Callable[..., Any], mask: Any, *args: Any) -> Any:
-    with axes():
-      closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shapes), run(closed, mask, jax.tree.leaves(args)))
-
-  return masked
-
-
-_RULES: dict[str, Callable[[Any, Any, _Values], _Values]] = {
-  "jit": _inlined, "pjit": _inlined, "closed_call": _inlined, "core_call": _inlined,
-  "checkpoint": _checkpoint, "remat": _checkpoint, "remat2": _checkpoint,
-  "cond": _cond, "scan": _scan, "while": _while,
-  "custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp,
-}  # fmt: skip

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._jax import loops, lowering, refs, tracing, walk
+from callgate._jax import loops, refs, sources, tracing, walk
 from callgate._nan import lanes
 
 Values = Sequence[Any]
@@ -71,7 +71,7 @@ class Place:
   source: str = ""  # of the innermost equation around it that has one
 
   def inside(self, eqn: Any) -> Place:
-    source = lowering.source_of(eqn) or self.source
+    source = sources.source_of(eqn) or self.source
     return dataclasses.replace(self, path=(*self.path, id(eqn)), source=source)
 
 
@@ -168,7 +168,7 @@ class Watch:
       self.equations.append(
         Equation(
           eqn.primitive.name,
-          lowering.source_of(eqn) or place.source,
+          sources.source_of(eqn) or place.source,
           len(place.loops),
           place.lane_counts,
           tuple(axes.get(atom, ()) for atom in eqn.outvars),

@@ -185,7 +185,7 @@ _PREFIX = "callgate.scope."
 
 
 class _ScopeGate(Gate):
-  taped = False
+  taped = knows_lanes = False
 
 
 @functools.cache

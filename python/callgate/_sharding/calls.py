@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from callgate._core import attributes, registry
-from callgate._core.encoding import Level
+from callgate._core.encoding import Level, Numbered
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import lowering, tracing
 from callgate._sharding import functions, rules
@@ -44,22 +44,40 @@ class Called(Protocol):
   def sharding_rule(self, site: Any, operands: Sequence[Any], results: Sequence[Any]) -> Rule: ...
 
 
-def of_gate(
-  context: Any, gate: Called, site: Any, levels: Sequence[Level], whole: Level | None
-) -> tuple[Sharded, Rule | None] | None:
-  """For a call of a gate or kernel; the rule is None where a function gives it later."""
+class Bound(Protocol):
+  """Describes a call of one, as the primitive has it (`_call/site.py`)."""
+
+  gate: Any
+  site: Any
+  levels: tuple[Level, ...]
+  whole: Level | None
+  numbered: tuple[Numbered, ...]
+
+
+def of_gate(context: Any, avals: Sequence[Any], call: Bound) -> tuple[Sharded, Rule | None] | None:
+  """For a call of a gate or kernel; the rule is None where a function gives it later.
+
+  `avals` are those of the call's operands: without those of the context that it does not take, and
+  with the number of its lane at the end, if it takes one.
+  """
   if not lowering.is_automatic(context):
     return None
+  gate: Called = call.gate
+  site, levels, whole = call.site, call.levels, call.whole
+  own = avals[: len(avals) - bool(call.numbered)]
   if gate.effect == "ordered":
     _check_order(context, f"{gate.label}: effect='ordered'")
   rule = None
   if not callable(gate.sharding):
     axes = [*levels, whole] if whole else levels
-    rule = _rule_of(gate, site, *_shapes(context), axes)
+    shapes = [aval.shape for aval in own]
+    rule = _rule_of(gate, site, shapes, _shapes(context)[1], axes)
+    if call.numbered:
+      rule = dataclasses.replace(rule, operands=(*rule.operands, ()))
   gathered = gate.one_calls_for_all and gate.sharding in (None, "gather")
-  names = (registry.argument(gate.name, site.spec, i) for i in range(len(context.avals_in)))
+  names = (registry.argument(gate.name, site.spec, i) for i in range(len(own)))
   return Sharded(
-    **_program(context, levels),
+    **_program(context, levels, call.numbered),
     rule=rule.text if rule is not None else "",
     effect=gate.effect != "pure",
     token=gate.effect == "ordered",
@@ -94,7 +112,7 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
   label = f"tap '{tap_site.name}'"
   if tap_site.effect == "ordered":
     _check_order(context, f"{label}: ordered=True")
-  program = _program(context, levels)
+  program = _program(context, levels, tap_site.numbered)
   lane, count = _lane(_shapes(context)[0], levels), tap_site.values
   function = tap_site.sharding if callable(tap_site.sharding) else None
   if function is None:
@@ -132,13 +150,16 @@ def _lane(shapes: Sequence[Shape], levels: Sequence[Level]) -> list[Shape]:
   return [shape[sum(mask[i] for _, mask in levels) :] for i, shape in enumerate(shapes)]
 
 
-def _program(context: Any, levels: Sequence[Level]) -> dict[str, Any]:
+def _program(
+  context: Any, levels: Sequence[Level], numbered: Sequence[Numbered] = ()
+) -> dict[str, Any]:
   """Returns the part of every call: its program and its batch levels."""
   return {
     "devices": lowering.device_count(context),
     "mesh": lowering.mesh_axes(context),
     "located": lowering.is_partitioned(context),
     "lanes": ["".join("01"[flag] for flag in mask) for _, mask in levels],
+    "numbered": list(numbered),
   }
 
 
@@ -242,6 +263,7 @@ class Sharded:
   located: bool = True
   tap: int = -1  # the operands from which a tap's records are made; -1 for other calls
   lanes: Sequence[str] = ()  # masks of the batch levels, outermost first
+  numbered: Sequence[Numbered] = ()
   names: Sequence[str] = ()  # of the operands, for messages
   function: str = ""  # the operation whose rule is a function; of a tap, the function's name
   label: str = ""  # a tap's name

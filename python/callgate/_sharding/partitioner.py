@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from callgate._core import attributes, registry
-from callgate._core.encoding import encode_levels
+from callgate._core.encoding import all_sizes, encode_levels
 from callgate._jax import partitioner
 from callgate._sharding import functions
 from callgate._sharding import module as local_module
@@ -185,11 +185,15 @@ class _Call:
       whole.append(self.operands[operand].shape[axis])
       sizes.append(whole[-1] // tiling.counts[axis])
       starts.append((tiling.index[:, axis] * sizes[-1]).tolist())
-    if about.lanes:
-      masks = [tuple(digit == "1" for digit in mask) for mask in about.lanes]
-      held["batch"] = encode_levels(list(zip(sizes, masks, strict=True)))
+    masks = [tuple(digit == "1" for digit in mask) for mask in about.lanes]
+    # A gate's number stands behind the operands of the masks, a tap's among them.
+    operands = len(self.operands) - (bool(about.numbered) and about.tap < 0)
+    held["batch"] = encode_levels(list(zip(sizes, masks, strict=True)), about.numbered, operands)
     if about.tap >= 0:
-      self._localise_tap(plan, whole, starts)
+      # Lanes of numbered levels are the same on all devices.
+      every, own = all_sizes(whole, about.numbered), iter(starts)
+      starts = [[0] * self.devices if flag else next(own) for _, flag in every]
+      self._localise_tap(plan, [size for size, _ in every], starts)
     elif self.located:
       named = zip(about.names, self.operands, plan.operands, strict=False)
       parts = [(name, _tiles.encode(tiling, a.shape)) for name, a, tiling in named]

@@ -28,6 +28,7 @@ class CellGate(Gate):
   reads_cell = True
   taped = False  # a knob is the host's, and a replay's host has one
   once = False  # all reads of an execution get the same value
+  knows_lanes = False
 
   def __init__(self, name: str, function: Callable[..., Any], dtype: Any) -> None:
     result = jax.ShapeDtypeStruct((), dtype)

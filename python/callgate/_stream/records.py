@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import math
+import operator
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,10 +89,16 @@ class Source:
     self.role = ROLES[fields["role"]] if fields["role"] < len(ROLES) else str(fields["role"])
     levels: list[tuple[int, str]] = fields["levels"]
     self.sizes = tuple(size for size, _ in levels)
+    # Levels that no leaf has: the program sends a record for each of their lanes, with its number.
+    self.numbered = tuple("1" not in mask for _, mask in levels)
     self.leaves: list[_Leaf] = []
     for index, (path, dtype, bits, dims) in enumerate(fields["leaves"]):
       own = tuple(n for n, (_, mask) in enumerate(levels) if mask[index] == "1")
       self.leaves.append(_Leaf(path, dtype, bits, dims, own))
+    self.value_leaves: int = fields["value_leaves"]
+    self.has_where: bool = fields["has_where"]
+    # The leaf that has the number.
+    self._number = self.value_leaves + int(self.has_where) if any(self.numbered) else None
     self._check_lanes()
     shards: dict[str, Any] = self.description.get("shards") or {}
     with self._sensible("its shards"):
@@ -99,8 +106,6 @@ class Source:
       self.lane_starts: list[list[int]] = shards.get("lanes", [])
       self.all_sizes: tuple[int, ...] = tuple(shards.get("sizes", self.sizes))
     self.process = max(0, int(fields["process_index"]))
-    self.value_leaves: int = fields["value_leaves"]
-    self.has_where: bool = fields["has_where"]
     self.has_packed = any(leaf.bits < 8 for leaf in self.leaves)
     with self._sensible("its padded leaves"):
       padded: list[int] = list(self.description.get("logical", ()))
@@ -110,12 +115,19 @@ class Source:
 
   def _check_lanes(self) -> None:
     """As the native reader does: each lane costs time, so none comes without values."""
-    held = {level for leaf in self.leaves for level in leaf.levels}
+    each = [size for size, numbered in zip(self.sizes, self.numbered, strict=True) if not numbered]
     bits = sum(math.prod(leaf.dims) * leaf.bits for leaf in self.leaves)
     most = max(_FREE_LANES, bits + 64 * len(self.leaves))
-    if len(held) < len(self.sizes) or math.prod(self.sizes) > most:
+    if math.prod(each) > most or not self._has_number():
       got = f"levels of {self.sizes} for {len(self.leaves)} leaves"
       raise ValueError(f"{self._label}: expected lanes that its leaves hold, got {got}")
+
+  def _has_number(self) -> bool:
+    """True if the leaf is there that numbered levels need."""
+    if self._number is None:
+      return True
+    leaves = self.leaves[self._number : self._number + 1]
+    return 0 not in self.sizes and [(leaf.dtype, leaf.dims) for leaf in leaves] == [("int32", ())]
 
   @contextlib.contextmanager
   def _sensible(self, what: str) -> Generator[None]:
@@ -144,20 +156,30 @@ class Source:
       head = (self.name, seq, time_ns, device, run, self.role)
       return [StreamRecord(*head, lane, leaves, *about) for lane, leaves in each]
 
+  def _ranges(self, arrays: list[Any]) -> list[range]:
+    """The indices of a record's lanes in each level: in a numbered one the record's own."""
+    ranges = [range(size) for size in self.sizes]
+    if self._number is not None:
+      rest = int(arrays[self._number])
+      for level in reversed([n for n, flag in enumerate(self.numbered) if flag]):
+        rest, index = divmod(rest, self.sizes[level])
+        ranges[level] = range(index, index + 1)
+    return ranges
+
   def _lanes(self, arrays: list[Any], shard: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number and the value leaves of each lane that was sent."""
     if self.has_packed:
       arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
     starts = [level[shard] for level in self.lane_starts] if shard >= 0 else []
-    for lane, index in enumerate(itertools.product(*map(range, self.sizes))):
+    for lane, index in enumerate(itertools.product(*self._ranges(arrays))):
       selected = arrays
       if index:
         pairs = zip(self.leaves, arrays, strict=True)
         selected = [x[(*map(index.__getitem__, leaf.levels), ...)] for leaf, x in pairs]
       if self.has_where and not selected[self.value_leaves].any():
         continue
-      if starts:  # the number among all devices' lanes
-        place = tuple(i + start for i, start in zip(index, starts, strict=True))
+      if starts or self._number is not None:  # the number among all devices' lanes, and calls'
+        place = tuple(map(operator.add, index, starts)) if starts else index
         lane = int(np.ravel_multi_index(place, self.all_sizes))
       values = selected[: self.values]
       with contextlib.suppress(SizeError):  # the writer has counted it as lost

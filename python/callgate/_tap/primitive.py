@@ -16,7 +16,9 @@ Parameters of both, all hashable:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +44,36 @@ cotangent_p = tracing.Primitive("tap_cotangent")
 cotangent_p.multiple_results = True
 # Whether a tap in the flow of data was ever traced: looking for them costs time.
 _dataflow_traced = False
+
+
+def bind_in_lane(
+  primitive: Any, operands: Arrays, params: dict[str, Any], lane: Any, size: int
+) -> list[Any]:
+  """Makes a tap in a loop over `size` lanes, in the one of the number `lane` (int32)."""
+  site: TapSite = params["site"]
+  if site.whole or encoding.is_open(size):
+    return primitive.bind(*operands, **params)
+  place = site.sent - bool(site.numbered)
+  before, after = operands[:place], operands[place:]
+  if site.numbered:
+    lane = lane * math.prod(n for n, _ in site.numbered) + after[0]
+    after = after[1:]
+  else:
+    params = with_scalar(params, place)
+  numbered = ((size, len(params["levels"])), *site.numbered)
+  params = {**params, "site": dataclasses.replace(site, numbered=numbered)}
+  results = list(primitive.bind(*before, lane, *after, **params))
+  if primitive is cotangent_p and not site.numbered:
+    del results[place]
+  return results
+
+
+def with_scalar(params: dict[str, Any], place: int) -> dict[str, Any]:
+  """A tap's parameters for another operand at the place, which all lanes share."""
+  levels = [(size, (*mask[:place], False, *mask[place:])) for size, mask in params["levels"]]
+  return {**params, "levels": tuple(levels)}
+
+
 # -- impl ----------------------------------------------------------------------------------------
 _programs = functools.cache(lambda: tracing.eager_programs(128))
 tracing.define_impl(tap_p, lambda **_: _programs())
@@ -79,24 +111,23 @@ def _sent_at_once(
     return False
   if ordered:
     dispatch.wait_for_own(_order_of(site))
-  held, key = _held(site, levels, how)
+  held, key = _held(site, _batch_of(site, levels, operands), how)
   try:
-    arrays = [np.asarray(x, order="C") for x in operands[: _count(site)]]
+    arrays = [np.asarray(x, order="C") for x in operands[: site.sent]]
   except jax.errors.JaxRuntimeError:  # what made them has failed: who waits for the tap is told
     return False
   tap.handle.send(key, held, device.id, arrays)
   return True
 
 
-def _held(site: TapSite, levels: tuple[Any, ...], how: Any) -> tuple[dict[str, Any], str]:
+def _held(site: TapSite, batch: dict[str, Any], how: Any) -> tuple[dict[str, Any], str]:
   """What a program that can't call the runtime holds of a tap, and a key that stands for it."""
-  held = {**_site.encode(site, **how), "batch": encoding.encode_levels(levels)}
-  return held, repr((held["spec"], held["tap"], levels))
+  held = {**_site.encode(site, **how), "batch": batch}
+  return held, repr((held["spec"], held["tap"], batch))
 
 
-def _count(site: TapSite) -> int:
-  """How many operands make a record."""
-  return site.values + len(site.logical) + int(site.where)
+def _batch_of(site: TapSite, levels: tuple[Any, ...], operands: Arrays) -> dict[str, Any]:
+  return encoding.encode_levels(levels, site.numbered, len(operands))
 
 
 @cotangent_p.def_impl
@@ -210,7 +241,8 @@ def _cotangent_transpose(cotangents: Arrays, *operands: Any, **params: Any) -> l
   sent[site.values :] = operands[site.values :]  # logical sizes
   results = tap_p.bind(*sent, **_met(params, "transpose", role="cotangent"))
   passed = results if site.effect == "dataflow" else map(ad.instantiate_zeros, cotangents)
-  return list(map(_of_undefined, passed, operands))
+  found = list(map(_of_undefined, passed, operands))
+  return found + [None] * (len(operands) - len(found))
 
 
 ad.primitive_transposes[tap_p] = _transpose
@@ -266,14 +298,16 @@ def _lower(
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
   if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
-    held, key = _held(site, levels, {**how, "portable": portable})
+    batch = _batch_of(site, levels, operands)
+    held, key = _held(site, batch, {**how, "portable": portable})
     return _lower_by_jax(context, operands, tap, site, held, key)
   held = _site.encode(site, returned=site.values if dataflow else 0, portable=portable, **how)
   dispatch.keep_with_program(context, tap)
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
   return emit(
     context, operands, context.avals_in, context.avals_out,
-    name=tap.name, label=site.name, attributes=held, levels=levels, has_side_effect=True,
+    name=tap.name, label=site.name, attributes=held,
+    batch=_batch_of(site, levels, operands), has_side_effect=True,
     order=_order_of(site) if ordered else None,
     aliases={operand: result for result, operand in passed},
     # No CUDA graph can allocate the memory of copies on the device.
@@ -313,7 +347,7 @@ def _lower_by_jax(
 
   def send(*arrays: Any) -> None:
     # Copies, never views.
-    tap.handle.send(key, held, -1, [np.array(array, order="C") for array in arrays[: _count(site)]])
+    tap.handle.send(key, held, -1, [np.array(array, order="C") for array in arrays[: site.sent]])
 
   def call(*args: Any) -> Arrays:
     io_callback(send, None, *args, ordered=ordered)

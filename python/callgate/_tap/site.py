@@ -24,7 +24,8 @@ class TapSite:
   """Holds what is fixed about a tap when it is traced.
 
   Operands are the value's leaves, then logical sizes (one vector for each leaf in `logical`), then
-  `where` if there is one, then `untapped` arrays that only pass through.
+  `where` if there is one, then the number of the lane if levels are `numbered` (`encoding.Numbered`),
+  then `untapped` arrays that only pass through.
   """
 
   tree: Any = dataclasses.field(compare=False)
@@ -36,6 +37,7 @@ class TapSite:
   roles: tuple[str, ...] = ("primal",)
   logical: tuple[int, ...] = ()
   untapped: int = 0
+  numbered: tuple[encoding.Numbered, ...] = ()
   whole: bool = False  # lanes stay together: records of all lanes of a vmap
   transposed: bool = False  # where the value is itself linear, its cotangent is sent instead
   # "shard", "gather", a rule's text or a function.
@@ -54,6 +56,11 @@ class TapSite:
   def values(self) -> int:
     """Leaves of the tapped value."""
     return len(self.dtypes)
+
+  @property
+  def sent(self) -> int:
+    """Operands that make a record."""
+    return self.values + len(self.logical) + self.where + bool(self.numbered)
 
 
 def encode(

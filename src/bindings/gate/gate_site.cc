@@ -132,7 +132,7 @@ class PyGateSite final : public Site {
     if (spec_.lanes.empty()) return run_lane(0, call.operands, call.results, call.context, gpu);
     std::optional<LanesOfCall> lanes;
     try {
-      lanes.emplace(spec_.lanes, call.operands, call.results);
+      lanes.emplace(spec_.lanes, call.operands, call.results, call.context.lane);
     } catch (const Error& error) {
       raise(PyExc_ValueError, error.what());
     }
@@ -140,13 +140,13 @@ class PyGateSite final : public Site {
     std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
     place.lanes = (*lanes)->sizes();
     for (std::int64_t lane = 0; lane < (*lanes)->count(); ++lane) {
-      place.lane = lane;
+      place.lane = lanes->position(lane);
       (*lanes)->select_operands(lane, call.operands, operands);
       (*lanes)->select_results(lane, call.results, results);
       try {
-        run_lane(lane, operands, results, call.context, gpu);
+        run_lane(place.lane, operands, results, call.context, gpu);
       } catch (...) {
-        t_lane_ = (*lanes)->name(lane);
+        t_lane_ = (*lanes)->name(place.lane);
         throw;
       }
     }

@@ -77,27 +77,28 @@ void on_tape(const std::string& gate, const SiteSpec& site, std::int64_t lane,
 // 0)`. Where the tape has answered some of them, `make(call, null, lane)` makes each of the others.
 template <typename Make>
 void lanes_on_tape(const std::string& gate, const SiteSpec& site, const Call& call,
-                   const Lanes* lanes, Make&& make) {
+                   const LanesOfCall* lanes, Make&& make) {
   struct Lane : Immovable {
     Lane(const std::string& of, const SiteSpec& at, std::int64_t lane, const Call& call,
-         const Lanes* levels)
-        : number(lane),
+         const LanesOfCall* levels)
+        : index(lane),
           operands(call.operands.begin(), call.operands.end()),
           results(call.results.begin(), call.results.end()) {
       if (levels != nullptr) {
-        levels->select_operands(number, call.operands, operands);
-        levels->select_results(number, call.results, results);
+        (*levels)->select_operands(index, call.operands, operands);
+        (*levels)->select_results(index, call.results, results);
       }
-      taped = std::make_unique<TapedCall>(of, at, number, operands, results, call.context);
+      const std::int64_t position = levels == nullptr ? 0 : levels->position(index);
+      taped = std::make_unique<TapedCall>(of, at, position, operands, results, call.context);
     }
-    const std::int64_t number;
+    const std::int64_t index;
     std::vector<ArrayView> operands, results;
     std::unique_ptr<TapedCall> taped;
   };
-  const std::int64_t count = lanes == nullptr ? 1 : lanes->count();
+  const std::int64_t count = lanes == nullptr ? 1 : (*lanes)->count();
   std::vector<std::unique_ptr<Lane>> left;
-  for (std::int64_t number = 0; number < count; ++number) {
-    auto lane = std::make_unique<Lane>(gate, site, number, call, lanes);
+  for (std::int64_t index = 0; index < count; ++index) {
+    auto lane = std::make_unique<Lane>(gate, site, index, call, lanes);
     if (!lane->taped->answered()) left.push_back(std::move(lane));
   }
   if (static_cast<std::int64_t>(left.size()) == count && count != 0) {
@@ -108,8 +109,8 @@ void lanes_on_tape(const std::string& gate, const SiteSpec& site, const Call& ca
   }
   for (const auto& lane : left) {
     auto raised = raised_by([&] {
-      make(Call{lane->operands, lane->results, call.context}, static_cast<const Lanes*>(nullptr),
-           lane->number);
+      make(Call{lane->operands, lane->results, call.context},
+           static_cast<const LanesOfCall*>(nullptr), lane->index);
     });
     lane->taped->made(lane->results, raised);
     if (raised) throw *std::move(raised);

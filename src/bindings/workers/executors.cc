@@ -48,17 +48,18 @@ class ExecutorSite final : public Site {
  private:
   void run_counted(const Call& call) {
     std::optional<LanesOfCall> of_call;
-    if (!spec_.lanes.empty()) of_call.emplace(spec_.lanes, call.operands, call.results);
+    if (!spec_.lanes.empty())
+      of_call.emplace(spec_.lanes, call.operands, call.results, call.context.lane);
     const bool cast = !spec_.held.text("cast").empty();
     GilScope gil;
     Counters& counters = callee_->counters;
     counters.bytes += nbytes(call);
-    const Lanes* lanes = of_call ? &**of_call : nullptr;
-    counters.calls += lanes == nullptr ? 1 : lanes->count();
+    const LanesOfCall* lanes = of_call ? &*of_call : nullptr;
+    counters.calls += lanes == nullptr ? 1 : (*lanes)->count();
     std::int64_t first = 0, failed = -1;  // the last part's first lane; which of its lanes raised
-    auto run = [&](const Call& part, const Lanes* of_part, std::int64_t lane) {
+    auto run = [&](const Call& part, const LanesOfCall* of_part, std::int64_t lane) {
       first = lane;
-      run_lanes(part, of_part, cast, failed);
+      run_lanes(part, of_part == nullptr ? nullptr : &**of_part, cast, failed);
     };
     auto raised = raised_by([&] {
       if (!is_taping()) return run(call, lanes, 0);

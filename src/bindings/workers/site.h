@@ -174,18 +174,20 @@ class WorkerSite final : public Site {
   // A call that Python has to do with before workers have, if they have at all.
   void run_under_gil(const Call& call) {
     std::optional<LanesOfCall> of_call;
-    if (!spec_.lanes.empty()) of_call.emplace(spec_.lanes, call.operands, call.results);
-    const Lanes* lanes = of_call ? &**of_call : nullptr;
-    const std::int64_t count = lanes == nullptr ? 1 : lanes->count();
+    if (!spec_.lanes.empty())
+      of_call.emplace(spec_.lanes, call.operands, call.results, call.context.lane);
+    const LanesOfCall* lanes = of_call ? &*of_call : nullptr;
+    const Lanes none;
     std::optional<WorkerFailure> failed;
-    auto make = [&](const Call& part, const Lanes* of_part, std::int64_t lane) {
+    auto make = [&](const Call& part, const LanesOfCall* of_part, std::int64_t lane) {
       prepare();
-      const std::int64_t own = of_part == nullptr ? 1 : of_part->count();
-      // Lanes are counted through all shards; run_counted() adds those of a shard of this part.
+      const Lanes& own = of_part == nullptr ? none : **of_part;
       Chosen chosen;
-      chosen.first_lane = lane + std::max(call.context.shard, 0) * (count - own);
-      const Lanes none;
-      failed = run_without_gil(part, of_part == nullptr ? none : *of_part, chosen);
+      chosen.first_lane = lane;
+      // A part's first lane is that of the whole call: run_counted() adds its own part's.
+      if (lanes != nullptr)
+        chosen.first_lane += lanes_before(**lanes, call) - lanes_before(own, call);
+      failed = run_without_gil(part, own, chosen);
       if (!failed) return;
       failed->lane += lane;
       throw exception_of(*failed, part);
@@ -233,7 +235,7 @@ class WorkerSite final : public Site {
     if (!levels.empty()) lanes.emplace(levels, call.operands, call.results);
     const std::int64_t count = lanes ? (*lanes)->count() : 1;
     callee_->counters.calls.fetch_add(count, std::memory_order_relaxed);
-    options.first_lane = chosen.first_lane + std::max(call.context.shard, 0) * count;
+    options.first_lane = chosen.first_lane + lanes_before(lanes ? **lanes : Lanes(), call);
     spread(*callee_->pool, options, call, lanes ? &**lanes : nullptr, lane_time_);
   }
 
@@ -241,6 +243,11 @@ class WorkerSite final : public Site {
     if (why.kind == WorkerFailure::Kind::kInterrupted) throw interrupted(callee_->name());
     GilScope gil;
     throw error_of(exception_of(why, call), call, why);
+  }
+
+  // The lanes of all shards before a call's first one, where numbered levels are outermost.
+  static std::int64_t lanes_before(const Lanes& lanes, const Call& call) {
+    return std::max(call.context.shard, 0) * lanes.total() + call.context.lane * lanes.count();
   }
 
   // The lane whose function raised; -1 where the worker failed, which may have had several.
@@ -256,7 +263,9 @@ class WorkerSite final : public Site {
       const std::int64_t lane = why && !spec_.lanes.empty() ? failed_lane(*why) : -1;
       return failure_of(
           raised, callee_->name(), spec_, call.context,
-          lane < 0 ? "" : LanesOfCall(spec_.lanes, call.operands, call.results)->name(lane));
+          lane < 0 ? ""
+                   : LanesOfCall(spec_.lanes, call.operands, call.results, call.context.lane)
+                         .name(lane));
     }
     return Error::verbatim(
         ErrorCode::kDeadlineExceeded,

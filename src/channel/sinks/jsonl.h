@@ -321,15 +321,11 @@ class JsonlSink final : public Sink {
     lines_ += ']';
   }
 
-  // Row-major position `lane` as an index of each level.
   void append_lane(const Lanes& lanes, std::int64_t lane) {
-    std::int64_t inner = lanes.count();  // lanes inside of one of the level
     lines_ += ",\"lane\":";
     char mark = '[';
-    for (std::int64_t size : lanes.sizes()) {
-      inner /= size;
-      append_json_number(lines_ += std::exchange(mark, ','), lane / inner % size);
-    }
+    for (std::int64_t index : lanes.indices(lane))
+      append_json_number(lines_ += std::exchange(mark, ','), index);
     lines_ += ']';
   }
 

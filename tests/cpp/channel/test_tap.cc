@@ -343,6 +343,10 @@ TEST_F(Taps, CallsThatDoNotFitTheirDescriptionAreErrors) {
   EXPECT_THAT(message(fake::tap("d", {""}, {{"where", true}}), {floats(x, {2}), floats(y, {})}, {}),
               HasSubstr("expected bool as its predicate, got float32[]"));
   EXPECT_THAT(message(fake::tap("e", {""}), {floats(x, {2})}, {}, "3:1"), HasSubstr("float32[2]"));
+  EXPECT_THAT(message(fake::tap("f", {""}), {floats(x, {2})}, {}, "#3:0"),
+              HasSubstr("tap 'f': expected at least 2 operands, got 1"));
+  EXPECT_THAT(message(fake::tap("g", {""}), {floats(x, {2}), floats(y, {})}, {}, "#3:00"),
+              HasSubstr("an int32 as the number of its lane, got float32[]"));
   EXPECT_THAT(records(), IsEmpty());
 }
 

@@ -2,6 +2,7 @@
 // Lanes against a brute-force oracle: the strides of the whole array, written out.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -262,6 +263,52 @@ TEST(Lanes, OpenExtentsThatNoOperandTellsOrThatDifferAreRefused) {
   EXPECT_THROW(fake::lanes("-1:1").check(one, {}), Error) << "they are to be read first";
 }
 
+// Of a call's levels some at random are numbered: all calls together have each lane once.
+TEST(Lanes, NumberedLevelsCountInPositionsAndAreNoAxes) {
+  std::mt19937 random(5);
+  for (int round = 0; round < 400; ++round) {
+    std::string text;
+    Dims sizes, own, numbered;
+    std::vector<bool> is_numbered;
+    for (std::uint64_t levels = 1 + random() % 4; levels > 0; --levels) {
+      sizes.push_back(1 + static_cast<std::int64_t>(random() % 3));
+      is_numbered.push_back(random() % 2 == 0);
+      (is_numbered.back() ? numbered : own).push_back(sizes.back());
+      text.append(text.empty() ? "" : ";").append(is_numbered.back() ? "#" : "");
+      text += std::to_string(sizes.back()) + (is_numbered.back() ? ":0" : ":1");
+    }
+    SCOPED_TRACE("'" + text + "', round " + std::to_string(round));
+    const Lanes lanes = fake::lanes(text);
+    Whole array(own, std::vector<bool>(own.size(), true), {2});
+    const std::vector<ArrayView> whole{array.view()};
+    const std::vector<Dims> every = all_indices(sizes), of_call = all_indices(own);
+    EXPECT_EQ(lanes.has_numbered(), !numbered.empty());
+    EXPECT_EQ(lanes.total(), std::ssize(every));
+    EXPECT_EQ(lanes.axes(), std::ssize(own));
+    ASSERT_EQ(lanes.count(), std::ssize(of_call));
+    std::vector<bool> seen(every.size());
+    const std::vector<Dims> calls = all_indices(numbered);
+    for (std::size_t number = 0; number < calls.size(); ++number) {
+      const LanesOfCall call(lanes, whole, whole, static_cast<std::int64_t>(number));
+      for (std::size_t i = 0; i < of_call.size(); ++i) {
+        Dims index;
+        for (std::size_t level = 0, a = 0, b = 0; level < sizes.size(); ++level)
+          index.push_back(is_numbered[level] ? calls[number][a++] : of_call[i][b++]);
+        const std::int64_t position = call.position(static_cast<std::int64_t>(i));
+        EXPECT_EQ(lanes.indices(position), index);
+        EXPECT_EQ(call.name(static_cast<std::int64_t>(i)), lanes.name(position));
+        seen.at(static_cast<std::size_t>(position)) = true;
+        std::vector<ArrayView> lane(1), result(1);
+        call->select_operands(static_cast<std::int64_t>(i), whole, lane);
+        call->select_results(static_cast<std::int64_t>(i), whole, result);
+        array.expect_lane(lane[0], of_call[i]);
+        array.expect_lane(result[0], of_call[i]);
+      }
+    }
+    EXPECT_EQ(std::ranges::count(seen, true), std::ssize(every));
+  }
+}
+
 TEST(Lanes, LevelsOfAnotherFormAreErrorsThatSayWhatCame) {
   using Integers = fake::Attribute::Integers;
   const struct {
@@ -271,6 +318,8 @@ TEST(Lanes, LevelsOfAnotherFormAreErrorsThatSayWhatCame) {
       {{{"sizes", Integers{3}}, {"masks", Integers{2}}}, "masks of 0 and 1, got 2"},
       {{{"sizes", Integers{-2}}, {"masks", Integers{1}}}, "extents, got -2"},
       {{{"sizes", Integers{3, 4}}, {"masks", Integers{1, 0, 1}}}, "got 3 entries for 2 levels"},
+      {{{"sizes", Integers{3, 4}}, {"masks", Integers{1, 0}}, {"numbered", Integers{1}}},
+       "for each whether it is numbered, got 1 entries for 2 levels"},
       {{{"masks", Integers{1}}}, "got 1 entries for 0 levels"},
       {{{"sizes", "3"}}, "'sizes': expected an array of int64"},
       {{{"sizes", 3}}, "'sizes': expected an array of int64"},

@@ -120,15 +120,19 @@ inline AttributeMap with(AttributeMap entries, AttributeMap more) {
   return entries;
 }
 
-// Batch levels, each as its extent and a digit for each operand: "3:10;4:11".
+// Batch levels, each as its extent and a digit for each operand: "3:10;4:11". One that begins with
+// "#" is numbered.
 inline AttributeMap levels(const std::string& text) {
-  Attribute::Integers sizes, masks;
+  Attribute::Integers sizes, masks, numbered;
   std::istringstream all(text);
   for (std::string level; std::getline(all, level, ';');) {
+    numbered.push_back(level.starts_with('#') ? 1 : 0);
+    if (level.starts_with('#')) level.erase(0, 1);
     sizes.push_back(std::stoll(level));
     for (char digit : level.substr(level.find(':') + 1)) masks.push_back(digit - '0');
   }
-  return {{"sizes", sizes}, {"masks", masks}};
+  if (text.find('#') == std::string::npos) return {{"sizes", sizes}, {"masks", masks}};
+  return {{"sizes", sizes}, {"masks", masks}, {"numbered", numbered}};
 }
 
 inline Lanes lanes(const std::string& text) { return Lanes::of(decoded(levels(text))); }

@@ -296,7 +296,7 @@ def test_a_first_call_that_executes_is_found_in_its_threads_frames() -> None:
 def test_files_may_be_left_out_of_the_users_code() -> None:
   source = """
     import jax, pathlib, sys, tempfile
-    from callgate._jax import dispatch, lowering
+    from callgate._jax import dispatch, sources
     folder = pathlib.Path(tempfile.mkdtemp())
     sys.path.insert(0, str(folder))
     for name in ("kept", "left_out"):
@@ -304,7 +304,7 @@ def test_files_may_be_left_out_of_the_users_code() -> None:
     dispatch.exclude_from_tracebacks(str(folder / "left_out.py"))
     import kept, left_out
     for module in (kept, left_out):
-      line = lowering.source_of(jax.make_jaxpr(lambda x: module.twice(x))(1.0).eqns[0])
+      line = sources.source_of(jax.make_jaxpr(lambda x: module.twice(x))(1.0).eqns[0])
       print(module.__name__ + ".py" in line)
   """
   assert output_of(source).split() == ["True", "False"]

@@ -18,7 +18,7 @@ from jax import export
 from jax.interpreters import mlir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
-from callgate._jax import callbacks, execution, lowering, partitioner, tracing
+from callgate._jax import callbacks, execution, lowering, partitioner, sources, tracing
 from callgate._sharding.rules import Rule
 
 P = jax.P
@@ -94,13 +94,41 @@ def test_a_lowering_tells_its_mesh() -> None:
 
 
 def test_a_lowering_and_an_equation_tell_the_users_line() -> None:
-  file, line, function = lowered(lowering.call_site)
+  file, line, function = lowered(sources.call_site)
   assert file == __file__
   assert function == "lowered"
   eqn = jax.make_jaxpr(lambda x: x * 2)(X).eqns[0]
-  assert lowering.source_of(eqn).startswith(f"{file}:")
-  assert "<lambda>" in lowering.source_of(eqn)
+  assert sources.source_of(eqn).startswith(f"{file}:")
+  assert "<lambda>" in sources.source_of(eqn)
   assert line > 0
+
+
+def test_a_function_with_rules_has_the_line_of_its_call() -> None:
+  inner = jax.custom_jvp(lambda x: x * 2)  # JAX traces it by itself, once
+  inner.defjvps(lambda t, *_: t * 2)
+  seen: list[Any] = []
+
+  def outer(x: Any) -> Any:
+    seen.append(sources.users_line())
+    with sources.traced_here():
+      return inner(x)
+
+  (call,) = jax.make_jaxpr(outer)(X).eqns
+  (eqn,) = call.params["call_jaxpr"].eqns
+  file, line, function = seen[0]
+  assert (file, function) == (__file__, f"{_here()}.<locals>.outer")
+  assert sources.source_of(eqn) == f"{file}:{line + 1} ({function})"
+
+  def again(x: Any) -> Any:
+    with sources.traced_as(eqn):
+      return x * 3
+
+  (same,) = jax.make_jaxpr(again)(X).eqns
+  assert sources.source_of(same) == sources.source_of(eqn)
+
+
+def _here() -> str:
+  return test_a_function_with_rules_has_the_line_of_its_call.__qualname__
 
 
 def test_open_shapes_are_told() -> None:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the user's code traced an operation.
+
+JAX keeps a traceback with each equation, which ends where a function began to be traced. JAX traces
+a function with rules of its own by itself: an operation in it has none of the user's frames, unless
+`traced_here` gives it those of the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+from jax._src import source_info_util as _source_info
+
+
+def call_site(context: Any) -> tuple[str, int, str] | None:
+  """(file, line, function) of the user's code that traced the operation being lowered.
+
+  `jax.extend.source_info_util` is public but does not read a lowering's traceback (0.10 to 0.12).
+  """
+  return _line(getattr(context, "traceback", None))
+
+
+def source_of(eqn: Any) -> str:
+  """Where the user's code traced an equation: "file:line (function)"; "" where nobody knows."""
+  line = _line(eqn.source_info.traceback)
+  return "" if line is None else f"{line[0]}:{line[1]} ({line[2]})"
+
+
+def _line(traceback: Any) -> tuple[str, int, str] | None:
+  frame = _source_info.user_frame(traceback) if traceback is not None else None
+  return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
+
+
+def users_line() -> tuple[str, int, str] | None:
+  """(file, line, function) of the user's code that is tracing now; None where nobody knows."""
+  return _line(_source_info.current().traceback)
+
+
+@contextlib.contextmanager
+def traced_here() -> Generator[None]:
+  """What is traced in the block has the traceback of here (0.10 to 0.12); no public name."""
+  local = _source_info._source_info_context  # pyright: ignore[reportPrivateUsage]
+  before = local.context
+  local.context = _source_info.current()
+  try:
+    yield
+  finally:
+    local.context = before
+
+
+def traced_as(eqn: Any) -> contextlib.AbstractContextManager[None]:
+  """What is traced in the block has an equation's source, as in `jax.core.eval_jaxpr`."""
+  info = eqn.source_info
+  stack = _source_info.current_name_stack() + info.name_stack
+  return _source_info.user_context(info.traceback, name_stack=stack)

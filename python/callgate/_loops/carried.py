@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries a value into the jaxprs of an equation: a mask (`masked.py`), a number (`numbered.py`).
+
+The equation is bound anew, with the value as another operand of its jaxprs, which `run(jaxpr,
+value, operands)` evaluates: under `jit`, `checkpoint`, control flow and custom derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from callgate._jax import batching, loops, walk
+
+_Values = Sequence[Any]
+_Run = Callable[[Any, Any, _Values], list[Any]]
+
+
+def can_carry(primitive: Any) -> bool:
+  """True if `bind` knows the primitive."""
+  return primitive.name in _RULES
+
+
+def bind(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  """The results of an equation, or of anything with its `primitive` and `params`."""
+  return _RULES[eqn.primitive.name](run, eqn, value, inputs)
+
+
+def _inlined(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  (inner,) = walk.subjaxprs(eqn)
+  closed = next(it for it in eqn.params.values() if getattr(it, "jaxpr", it) is inner)
+  return run(closed, value, inputs)
+
+
+def _checkpoint(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  params = eqn.params
+  again = jax.checkpoint(
+    lambda value, *inputs: run(params["jaxpr"], value, inputs),
+    prevent_cse=params["prevent_cse"], policy=params["policy"],
+  )  # fmt: skip
+  return again(value, *inputs)
+
+
+def _cond(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  index, *operands = inputs
+  branches = [
+    lambda value, *operands, branch=branch: run(branch, value, operands)
+    for branch in eqn.params["branches"]
+  ]
+  return jax.lax.switch(index, branches, value, *operands)
+
+
+def _scan(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  params = eqn.params
+  held, count = loops.scan_counts(params)
+  consts, carry, rows = inputs[:held], inputs[held : held + count], inputs[held + count :]
+
+  def body(carry: _Values, row: _Values) -> Any:
+    results = run(params["jaxpr"], value, (*consts, *carry, *row))
+    return results[:count], results[count:]
+
+  carry, results = jax.lax.scan(
+    body, list(carry), list(rows), params["length"], params["reverse"], params["unroll"]
+  )
+  return [*carry, *results]
+
+
+def _while(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  asked, held, carry = loops.split_operands(eqn.params, inputs)
+  asks, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+  return jax.lax.while_loop(
+    lambda carry: run(asks, value, (*asked, *carry))[0],
+    lambda carry: run(body, value, (*held, *carry)),
+    carry,
+  )
+
+
+def _custom_jvp(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  """The user's function, and the user's rule, which JAX evaluates here, both by `run`."""
+  inside = _inside(run, batching.axes_here())
+
+  @jax.custom_jvp
+  def function(value: Any, *inputs: Any) -> list[Any]:
+    return run(eqn.params["call_jaxpr"], value, inputs)
+
+  @function.defjvp
+  def _(primals: Any, tangents: Any) -> Any:
+    def push(primals: Any, tangents: Any) -> Any:
+      return jax.jvp(lambda *inputs: walk.bind_equation(eqn, inputs), primals, tangents)
+
+    return inside(push, primals[0], primals[1:], tangents[1:])
+
+  return function(value, *inputs)
+
+
+def _custom_vjp(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  """The same for both of the user's rules."""
+  inside = _inside(run, batching.axes_here())
+
+  @jax.custom_vjp
+  def function(value: Any, *inputs: Any) -> list[Any]:
+    return run(eqn.params["call_jaxpr"], value, inputs)
+
+  def forward(value: Any, *inputs: Any) -> Any:
+    def pull(*inputs: Any) -> Any:
+      return jax.vjp(lambda *inputs: walk.bind_equation(eqn, inputs), *inputs)
+
+    results, pulling = inside(pull, value, *inputs)
+    return results, (value, pulling)
+
+  def backward(kept: Any, cotangents: Any) -> Any:
+    value, pulling = kept
+    return None, *inside(lambda pull, cotangents: pull(cotangents), value, pulling, cotangents)
+
+  function.defvjp(forward, backward)
+  return function(value, *inputs)
+
+
+def _inside(run: _Run, axes: Callable[[], Any]) -> Callable[..., Any]:
+  """Evaluates functions of pytrees, which may name axes, by `run`."""
+
+  def evaluate(function: Callable[..., Any], value: Any, *args: Any) -> Any:
+    with axes():
+      closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), run(closed, value, jax.tree.leaves(args)))
+
+  return evaluate
+
+
+_RULES: dict[str, Callable[[_Run, Any, Any, _Values], _Values]] = {
+  "jit": _inlined, "pjit": _inlined, "closed_call": _inlined, "core_call": _inlined,
+  "checkpoint": _checkpoint, "remat": _checkpoint, "remat2": _checkpoint,
+  "cond": _cond, "scan": _scan, "while": _while,
+  "custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp,
+}  # fmt: skip
