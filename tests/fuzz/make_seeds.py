@@ -22,7 +22,7 @@ import numpy as np
 import callgate as cg
 from callgate import _callgate, sinks
 from callgate._core.attributes import listed
-from callgate._core.encoding import encode_levels
+from callgate._core.levels import encode_levels
 from callgate._kernel import launch as _launch
 from callgate._tap import primitive
 

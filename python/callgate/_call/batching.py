@@ -14,8 +14,8 @@ import numpy as np
 from callgate._call.site import Callee, CallSite
 from callgate._core import split
 from callgate._core.dtypes import is_packed
-from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
+from callgate._core.levels import Level
 
 
 def batch_whole(

@@ -24,9 +24,9 @@ from callgate._call.batching import apply_vmap_rule, batch_whole
 from callgate._call.site import BoundCall, Callee, CallSite
 from callgate._core import encoding, registry, split, tape
 from callgate._core.dtypes import dtype_code, type_text
-from callgate._core.encoding import Level, Numbered
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._core.failures import describe_failure
+from callgate._core.levels import Level, Numbered, index_in_levels
 from callgate._core.masked import is_masked
 from callgate._jax import execution, tracing
 
@@ -92,7 +92,7 @@ def _callback(
       for index in np.ndindex(*sizes):
         places = [(i, mask) for i, (_, mask) in zip(index, levels, strict=True)]
         own = [x[tuple(i for i, mask in places if mask[k])] for k, x in enumerate(arrays)]
-        every, lane_number = encoding.index_in_levels(index, sizes, numbered, number)
+        every, lane_number = index_in_levels(index, sizes, numbered, number)
         which = f"lane {every[0] if len(every) == 1 else every}" if every else ""
         one = functools.partial(_run_on_host, gate, site, lane, own, lane_number)
         rows.append(gate.on_lane(lane_number, one))

@@ -50,7 +50,7 @@ def emit(
     context: the LoweringRuleContext.
     operands: MLIR values; the abstract values beside them may be others than the context's.
     spec: see `_core/encoding.py`; `attributes`: what the call holds beside these.
-    batch: batch levels (`encoding.encode_levels`).
+    batch: batch levels (`levels.encode_levels`).
     has_side_effect: the call may be neither removed nor merged.
     order: the ordered effect that the call has, whose token it takes and gives.
     aliases: flat operand position to flat result position: one memory.

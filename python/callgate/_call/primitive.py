@@ -26,8 +26,8 @@ from callgate._call.site import (
   in_one_lane,
   shared_by_lanes,
 )
-from callgate._core import effects, encoding, names
-from callgate._core.encoding import Level
+from callgate._core import effects, names
+from callgate._core.levels import Level, encode_levels
 from callgate._jax import dispatch, execution, lowering, tracing
 from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
@@ -56,16 +56,16 @@ def bind_in_lane(operands: Sequence[Any], call: BoundCall, lane: Any, size: int)
   return bind(*own, lane * inside + number[0] if number else lane, call=inner)
 
 
-def _parted(call: BoundCall, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+def _parted(call: BoundCall, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
   """The function's operands, or anything in their order, and the number of the lane, if any."""
   count = len(values) - bool(call.numbered)
-  return values[:count], values[count:]
+  return tuple(values[:count]), tuple(values[count:])
 
 
 # -- abstract evaluation -------------------------------------------------------------------------
 def _abstract_eval(*avals: Any, call: BoundCall) -> tuple[tuple[Any, ...], frozenset[Any]]:
   gate, site = call.gate, call.site
-  avals = tuple(_parted(call, avals)[0])
+  avals = _parted(call, avals)[0]
   lead = tuple(size for size, _ in call.axes)
   results = tuple(
     tracing.shaped_array((*lead, *shape), dtype, avals) for shape, dtype in site.results
@@ -287,11 +287,13 @@ def _lower_to_runtime(
   operands, number = _parted(bound, operands)
   devices = lowering.device_count(context)
   call = Call(**vars(bound), operands=avals_in, results=avals_out, devices=devices)
+  if "cuda" in lowering.platforms_of(context) and gate.stays_on_device and not gate.by_lane:
+    call = dataclasses.replace(call, numbered=())  # the host would wait for the number
   emission = gate.batched(bound.whole).backend(platform)(call)
   call, attributes = emission.call, emission.attributes
   if "spec" in attributes:
     attributes = {**attributes, "spec": _spec(context, site)}
-  batch = encoding.encode_levels(call.levels, call.numbered, len(avals_in))
+  batch = encode_levels(call.levels, call.numbered, len(avals_in))
   if call.numbered:
     operands, avals_in = (*operands, *number), [*avals_in, *avals_of_number]
     attributes = {**attributes, "numbered": np.bool_(True)}

@@ -10,8 +10,9 @@ from typing import Any, Literal, cast
 
 from callgate._call.options import CallOptions, Effect, Vmap
 from callgate._core import encoding, exact, signatures, split
-from callgate._core.encoding import Level, Numbered, is_open
+from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
+from callgate._core.levels import Level, Numbered
 from callgate._core.pickling import Portable
 from callgate._core.registry import Place
 from callgate._sharding import rules
@@ -111,7 +112,7 @@ def shared_by_lanes(call: BoundCall) -> BoundCall:
 def in_one_lane(call: BoundCall, size: int) -> BoundCall:
   """The call in a loop over so many lanes, of which each calls by itself.
 
-  A gate's call takes the lane's number as another operand, the last (`encoding.Numbered`).
+  A gate's call takes the lane's number as another operand, the last (`levels.Numbered`).
 
   Raises:
     GateDefinitionError: the function has to know the number, and the program can't tell it.

@@ -49,8 +49,7 @@ class Guarded(Gate):
     return not key
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
-    emission = super()._emission(call, on_cuda=on_cuda)
-    return dataclasses.replace(emission, callee=self.guard, call=call)
+    return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
 
 
 # The static argument with the dtypes of values that travel as others; no value can have the name.

@@ -165,8 +165,6 @@ class Gate(Operation[P, R]):
       raise no_copy(self.label, self.arrays)
     target = targets.GRAPH_TARGET if on_cuda and self.command_buffer else targets.GATE_TARGET
     cast = {"cast": "yes"} if call.site.cast else {}
-    if on_cuda and self.stays_on_device and call.numbered:
-      call = dataclasses.replace(call, numbered=())  # the host would wait for the number
     return Emission(self.callee, target, {"spec": call.site.spec, **cast}, call)
 
   def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:

@@ -37,7 +37,7 @@ from callgate._core.effects import (
   WholeTapEffect,
 )
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import batching, loops, tracing, walk
+from callgate._jax import batching, loops, tracing
 from callgate._loops import masked, numbered, repeats
 from callgate._tap import primitive as _primitive
 

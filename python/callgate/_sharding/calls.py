@@ -16,8 +16,8 @@ import numpy as np
 from jax.core import ShapedArray
 
 from callgate._core import attributes, registry
-from callgate._core.encoding import Level, Numbered
 from callgate._core.errors import GateDefinitionError
+from callgate._core.levels import Level, Numbered
 from callgate._jax import lowering, tracing
 from callgate._sharding import functions, rules
 from callgate._sharding.rules import Rule, Shape
@@ -47,11 +47,16 @@ class Called(Protocol):
 class Bound(Protocol):
   """Describes a call of one, as the primitive has it (`_call/site.py`)."""
 
-  gate: Any
-  site: Any
-  levels: tuple[Level, ...]
-  whole: Level | None
-  numbered: tuple[Numbered, ...]
+  @property
+  def gate(self) -> Any: ...
+  @property
+  def site(self) -> Any: ...
+  @property
+  def levels(self) -> Sequence[Level]: ...
+  @property
+  def whole(self) -> Level | None: ...
+  @property
+  def numbered(self) -> Sequence[Numbered]: ...
 
 
 def of_gate(context: Any, avals: Sequence[Any], call: Bound) -> tuple[Sharded, Rule | None] | None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from callgate._core import attributes, registry
-from callgate._core.encoding import all_sizes, encode_levels
+from callgate._core.levels import all_sizes, encode_levels
 from callgate._jax import partitioner
 from callgate._sharding import functions
 from callgate._sharding import module as local_module

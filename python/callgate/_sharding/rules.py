@@ -18,8 +18,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
+from callgate._core.levels import Level
 
 Shape = tuple[int, ...]
 Term = tuple[int, ...]

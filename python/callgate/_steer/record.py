@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from callgate import _callgate
-from callgate._core import encoding
+from callgate._core.levels import encode_levels
 from callgate._steer.knob import Knob
 from callgate._tap import site as _site
 from callgate._tap.channel import Channel, open_channels
@@ -30,5 +30,5 @@ def record(knob: Knob) -> None:
 def _send(channel: Channel, name: str, number: Any) -> None:
   site = _site.TapSite(tree=jax.tree.structure(0), name=f"knob:{name}", dtypes=(None,))
   held = _site.encode(site, transforms=(), role="primal", repeated=False)
-  held["batch"] = encoding.encode_levels(())
+  held["batch"] = encode_levels(())
   channel.tap.handle.send(repr((held["spec"], held["tap"])), held, -1, [number])

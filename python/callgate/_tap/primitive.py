@@ -30,6 +30,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from callgate._call.lowering import emit
 from callgate._core import dtypes, effects, encoding, errors, names
+from callgate._core.levels import encode_levels
 from callgate._jax import dispatch, lowering, tracing, walk
 from callgate._runtime import config, targets
 from callgate._sharding import calls
@@ -127,7 +128,7 @@ def _held(site: TapSite, batch: dict[str, Any], how: Any) -> tuple[dict[str, Any
 
 
 def _batch_of(site: TapSite, levels: tuple[Any, ...], operands: Arrays) -> dict[str, Any]:
-  return encoding.encode_levels(levels, site.numbered, len(operands))
+  return encode_levels(levels, site.numbered, len(operands))
 
 
 @cotangent_p.def_impl

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from callgate._core import attributes, encoding, exact
+from callgate._core.levels import Numbered
 from callgate._tap.records import leaf_paths
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
@@ -24,7 +25,7 @@ class TapSite:
   """Holds what is fixed about a tap when it is traced.
 
   Operands are the value's leaves, then logical sizes (one vector for each leaf in `logical`), then
-  `where` if there is one, then the number of the lane if levels are `numbered` (`encoding.Numbered`),
+  `where` if there is one, then the number of the lane if levels are `numbered` (`levels.Numbered`),
   then `untapped` arrays that only pass through.
   """
 
@@ -37,7 +38,7 @@ class TapSite:
   roles: tuple[str, ...] = ("primal",)
   logical: tuple[int, ...] = ()
   untapped: int = 0
-  numbered: tuple[encoding.Numbered, ...] = ()
+  numbered: tuple[Numbered, ...] = ()
   whole: bool = False  # lanes stay together: records of all lanes of a vmap
   transposed: bool = False  # where the value is itself linear, its cotangent is sent instead
   # "shard", "gather", a rule's text or a function.

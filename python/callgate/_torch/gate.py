@@ -25,8 +25,8 @@ from callgate._call.primitive import bind
 from callgate._call.site import BoundCall, CallSite, TangentCall
 from callgate._core import registry
 from callgate._core.dtypes import is_inexact
-from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
+from callgate._core.levels import Level
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 

@@ -20,7 +20,7 @@ import callgate as cg
 
 Flow = Callable[[Callable[[Any], Any], Any], Any]
 lax = jax.lax
-_keep = lambda x: x  # noqa: E731
+_keep = lambda x: x
 
 # Control flow in which lanes of values above 2 alone call the function.
 FLOWS: dict[str, Flow] = {
@@ -95,7 +95,7 @@ def _fails_at(value: float, **options: Any) -> Any:
 
 
 def _error_of(function: Any, *args: Any) -> Exception:
-  with pytest.raises(Exception) as caught, cg.errors():  # noqa: B017, PT011 - the caller looks
+  with pytest.raises(Exception) as caught, cg.errors():
     jax.block_until_ready(function(*args))
   return caught.value
 
