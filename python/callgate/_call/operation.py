@@ -24,7 +24,7 @@ from callgate._call.site import MOST_OBJECTS, BoundCall, Callee, CallSite, Stati
 from callgate._core import exact, options, split
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
-from callgate._jax import refs, tracing
+from callgate._jax import refs, sources, tracing
 from callgate._runtime import config
 
 _MOST_PROGRAMS = 1024  # of calls outside of programs that one operation keeps
@@ -121,6 +121,7 @@ class Operation(Callee, Generic[P, R]):
     if not hasattr(self, "_eager"):
       core = self.core
 
+      @sources.shared
       def call(*args: Any) -> Any:
         return derivatives.apply(core, *core.given(args, {}))
 

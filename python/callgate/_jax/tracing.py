@@ -26,6 +26,8 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 
+from callgate._jax import sources
+
 # -- programs ------------------------------------------------------------------------------------
 # Public in `jax.extend.core` (0.10 to 0.12), whose package imports Pallas: 12 ms for every user.
 Primitive = _core.Primitive
@@ -214,6 +216,7 @@ def define_impl(
   gives what `jax_debug_nans` calls it.
   """
 
+  @sources.shared
   def impl(*args: Any, **params: Any) -> Any:
     cache = programs(**params)
     try:

@@ -151,7 +151,8 @@ def _run_equation(eqn: Any, inputs: list[Any], scope: Any) -> tuple[list[Any], l
   """As `_run`, of an equation with calls that make or use objects."""
   if isinstance(call := eqn.params.get("call"), BoundCall):
     if call.gate.handles == "makes":
-      inputs = [*inputs[:-1], jnp.broadcast_to(scope, jnp.shape(inputs[-1]))]
+      place = len(inputs) - 1 - bool(call.numbered)  # then comes the number of the lane
+      inputs[place] = jnp.broadcast_to(scope, jnp.shape(inputs[place]))
     outs = list(eqn.primitive.bind(*inputs, call=dataclasses.replace(call, scoped=True)))
   elif eqn.primitive is jax.lax.scan_p:
     outs, done = _scan(eqn.params, scope, *inputs)

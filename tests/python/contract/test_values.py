@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract: values, and how often the host is called, in every way to run a program."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import contract
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract import ROWS, F, Host
+
+import callgate as cg
+
+P = jax.sharding.PartitionSpec
+# Of each way to run `f`: what makes the program, its arguments, and how often it calls the host.
+Way = Callable[[F], tuple[Any, int]]
+
+
+def _scan(f: F) -> F:
+  return lambda x: jax.lax.scan(lambda c, _: (c + 0 * x, f(c)), x, length=3)[1]
+
+
+def _four(spec: Any = P("d")) -> Any:
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.device_put(np.arange(4, dtype=np.float32), jax.sharding.NamedSharding(mesh, spec))
+
+
+def _sharded(f: F) -> Any:
+  mesh = jax.make_mesh((4,), ("d",))
+  one = lambda x: f(x[0])[None]
+  return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(_four())
+
+
+def _in_threads(f: F) -> Any:
+  program, found = jax.jit(f), [np.float32(0)] * 4
+
+  def run(n: int) -> None:
+    found[n] = np.asarray(program(np.float32(n)))
+
+  threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  return np.stack(found)
+
+
+def _under_way(f: F) -> Any:
+  """More executions than XLA has under way at once, before any is waited for."""
+  program = jax.jit(f)
+  return jnp.stack([program(np.float32(n)) for n in range(40)])
+
+
+LANES = np.arange(4, dtype=np.float32)
+WAYS: dict[str, tuple[Callable[[F], Any], np.ndarray]] = {
+  "outside of jit": (lambda f: f(np.float32(3)), np.array(3)),
+  "jit": (lambda f: jax.jit(f)(np.float32(3)), np.array(3)),
+  "a loop in Python": (
+    lambda f: (lambda p: jnp.stack([p(np.float32(n)) for n in range(4)]))(jax.jit(f)), LANES
+  ),
+  "scan": (lambda f: jax.jit(_scan(f))(np.float32(3)), np.full(3, 3)),
+  "cond": (
+    lambda f: jax.jit(lambda x: jax.lax.cond(x > 0, f, lambda x: x, x))(np.float32(3)), np.array(3)
+  ),
+  "vmap": (lambda f: jax.jit(jax.vmap(f))(LANES), LANES),
+  "jit in jit": (lambda f: jax.jit(lambda x: jax.jit(f)(x))(np.float32(3)), np.array(3)),
+  "ahead of time": (
+    lambda f: jax.jit(f).lower(np.float32(3)).compile()(np.float32(3)), np.array(3)
+  ),
+  "threads": (_in_threads, LANES),
+  "40 executions": (_under_way, np.arange(40)),
+  "shard_map": (_sharded, LANES),
+  "split lanes": (lambda f: jax.jit(jax.vmap(f))(_four()), LANES),
+}  # fmt: skip
+
+
+def _check(row: str, way: str) -> None:
+  run, inputs = WAYS[way]
+  host, part = Host(), ROWS[row]
+  f = part.make(host)
+  for turn in (1, 2):  # the second is JAX's C++ dispatch, or another trace
+    found = np.asarray(run(f))
+    np.testing.assert_array_equal(found, inputs + part.adds)
+    if part.each:
+      assert host.seen() == sorted([*map(float, inputs.reshape(-1))] * turn)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("way", WAYS)
+def test_values_and_calls(row: str, way: str) -> None:
+  _check(row, way)
+
+
+@pytest.mark.parametrize("row", contract.rows("engine"))
+@pytest.mark.parametrize("way", ["jit", "scan", "vmap"])
+def test_the_same_by_jaxs_own_callbacks(row: str, way: str) -> None:
+  with cg.config(engine="jax"):
+    _check(row, way)
+    jax.effects_barrier()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_threads_that_switch_all_the_time(row: str) -> None:
+  before = sys.getswitchinterval()
+  sys.setswitchinterval(1e-6)
+  try:
+    _check(row, "threads")
+  finally:
+    sys.setswitchinterval(before)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the contract: each part of callgate with a function of the host behind it.
+
+A row makes `f(x)`, a traceable function of a float32 scalar, out of a function of the host. The
+questions (tests/python/contract, a file a question) are asked of each row alike. A new part is not
+done before its row is here. A row that refuses a question says so in `refuses`, with the words of
+the refusal: nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import callgate as cg
+
+F = Callable[[Any], Any]
+BAD = 7.0  # the value for which a host's function raises
+
+
+class Host:
+  """The user's function: gives `x + 1`, notes its calls, and raises for `BAD` where it is told to.
+
+  Attributes:
+    error: makes what it raises; None for nothing.
+  """
+
+  def __init__(self, error: Callable[[], BaseException] | None = None) -> None:
+    self.error = error
+    self._lock = threading.Lock()
+    self._seen: list[float] = []
+
+  def __call__(self, x: Any) -> np.ndarray:
+    self.note(x)
+    return np.asarray(np.float32(x) + np.float32(1))
+
+  def note(self, x: Any) -> None:
+    with self._lock:
+      self._seen.append(float(np.asarray(x)))
+    if self.error is not None and float(np.asarray(x)) == BAD:
+      raise self.error()
+
+  def seen(self) -> list[float]:
+    """The values of all calls of programs that have ended, sorted."""
+    jax.effects_barrier()
+    with contextlib.suppress(Exception):
+      cg.barrier()
+    with self._lock:
+      return sorted(self._seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A part in the contract.
+
+  Attributes:
+    make: makes `f`, of a host's function.
+    adds: what `f(x) - x` is.
+    each: True if the host's function runs once in each execution; False if JAX or the part may
+      leave a call out, or make it twice.
+    tells: True if an exception of the host's is the program's error; False if it is told elsewhere.
+    refuses: by question, the words of the refusal.
+  """
+
+  make: Callable[[Host], F]
+  adds: float = 1.0
+  each: bool = True
+  tells: bool = True
+  refuses: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _gate(**options: Any) -> Callable[[Host], F]:
+  return lambda host: cg.gate(lambda x: host(x), like=lambda x: x + 1, **options)
+
+
+def _called(host: Host) -> F:
+  return lambda x: cg.call(lambda x: host(x), x, out=jax.ShapeDtypeStruct((), "float32"), effect="io")
+
+
+def _into(host: Host) -> F:
+  @cg.gate(out=lambda x: x, style="inplace", effect="io")
+  def add(out: Any, x: Any) -> None:
+    out[...] = host(x)
+
+  return add
+
+
+def _tap(**options: Any) -> Callable[[Host], F]:
+  return lambda host: lambda x: cg.tap(x, lambda value: host.note(value), **options)
+
+
+def _tap_kept(host: Host) -> F:
+  consumer = lambda value: host.note(value)  # the same one in each trace
+  return lambda x: cg.tap(x, consumer)
+
+
+def _check(host: Host) -> F:
+  """Its predicate is what fails; no function of the user's runs."""
+
+  def f(x: Any) -> Any:
+    cg.check(x != BAD if host.error is not None else x == x, "not {x}", x=x)
+    return x
+
+  return f
+
+
+def _held(host: Host) -> F:
+  make = cg.hold(lambda x: host(x))
+  return lambda x: cg.use(lambda made, x: np.float32(made), make(x), x, out=x)
+
+
+def _used(host: Host) -> F:
+  make = cg.hold(lambda x: float(x))
+  return lambda x: cg.use(lambda made, x: host(made), make(x), x, out=x, effect="io")
+
+
+def _started(host: Host) -> F:
+  gate = cg.gate(lambda x: host(x), out=lambda x: x, effect="io")
+  return lambda x: gate.start(x).result()
+
+
+def _thread_executor(host: Host) -> F:
+  return _gate(effect="io", run_on=_executor())(host)
+
+
+@functools.cache
+def _executor() -> concurrent.futures.Executor:
+  return concurrent.futures.ThreadPoolExecutor(2)
+
+
+@functools.cache
+def _thread() -> Any:
+  return cg.thread("contract")
+
+
+def _on_thread(host: Host) -> F:
+  return _gate(effect="io", run_on=_thread())(host)
+
+
+_names = itertools.count()
+
+
+def _knob(host: Host) -> F:
+  knob = cg.knob(f"contract.{next(_names)}", 1.0)
+  f = lambda x: x + knob.value()
+  f.keeps = knob, host  # type: ignore[attr-defined]
+  return f
+
+
+def _feed(host: Host) -> F:
+  feed = cg.feed(lambda: (host(np.float32(0)) for _ in itertools.count()))
+  return lambda x: x + feed.next()
+
+
+def _torch(host: Host) -> F:
+  del host
+  return cg.numba(lambda x: x + np.float32(1), out=lambda x: x)
+
+
+ROWS: dict[str, Row] = {
+  "gate": Row(_gate(), each=False),
+  "gate io": Row(_gate(effect="io")),
+  "gate ordered": Row(_gate(effect="ordered")),
+  "gate whole": Row(_gate(effect="io", vmap="whole"), refuses={"lane": "one call has all lanes"}),
+  "gate inplace": Row(_into),
+  "gate on its own thread": Row(_gate(effect="io", thread="own")),
+  "gate on a named thread": Row(_on_thread),
+  "gate on an executor": Row(_thread_executor),
+  "call": Row(_called),
+  "tap": Row(_tap_kept, adds=0, tells=False),
+  "tap ordered": Row(_tap(ordered=True), adds=0, tells=False),
+  "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False),
+  "check": Row(_check, adds=0, each=False),
+  "hold": Row(_held, each=False),
+  "use": Row(_used),
+  "start": Row(_started),
+  "knob": Row(_knob, each=False, refuses={"error": "no function of the user's runs"}),
+  "numba": Row(_torch, each=False, refuses={"error": "compiled code raises by a check alone"}),
+}
+
+
+def rows(question: str) -> list[str]:
+  """The rows that answer a question."""
+  return [name for name, row in ROWS.items() if question not in row.refuses]
