@@ -16,6 +16,7 @@ from callgate._core import split
 from callgate._core.dtypes import is_packed
 from callgate._core.errors import GateDefinitionError
 from callgate._core.levels import Level
+from callgate._jax import sources
 
 
 def batch_whole(
@@ -79,7 +80,8 @@ def one_by_one(
     return carry, list(bind(values, number))
 
   rows = [x for x, flag in zip(operands, mask, strict=True) if flag]
-  return jax.lax.scan(lane, None, [jnp.arange(rows[0].shape[0], dtype=np.int32), *rows])[1]
+  with sources.traced_here():
+    return jax.lax.scan(lane, None, [jnp.arange(rows[0].shape[0], dtype=np.int32), *rows])[1]
 
 
 def apply_vmap_rule(

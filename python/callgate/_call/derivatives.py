@@ -256,7 +256,8 @@ def _jacobian(call: Callable[..., Any], leaves: list[Any], tree: Any, index: int
     both = zip(moved(i, step[i]), moved(i, -step[i]), strict=True)
     return [((up - down) / taken).astype(up.dtype) for up, down in both]
 
-  return jax.lax.map(column, jnp.arange(x.size))
+  with sources.traced_here():
+    return jax.lax.map(column, jnp.arange(x.size))
 
 
 def linear_leaves(gate: Callee, in_tree: Any) -> frozenset[int]:

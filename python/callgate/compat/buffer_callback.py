@@ -23,7 +23,7 @@ from callgate._callgate import Buffer, Callee, Context, ExecutionStage
 from callgate._core import encoding, exact, options, registry
 from callgate._core.effects import BufferCallbackEffect
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import callbacks, lowering, tracing
+from callgate._jax import callbacks, lowering, sources, tracing
 from callgate._jax.tracing import Primitive
 from callgate._runtime import targets
 from callgate._sharding import calls
@@ -182,7 +182,8 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
   operands, dims = list(operands), list(dims)
   for i in (i for i, _ in params["input_output_aliases"] if dims[i] is None):
     operands[i], dims[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape)), 0
-  return callbacks.ffi_batching_rule(buffer_callback_p, operands, dims, **params)
+  with sources.traced_here():  # it may be a loop
+    return callbacks.ffi_batching_rule(buffer_callback_p, operands, dims, **params)
 
 
 def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:

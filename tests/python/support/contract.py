@@ -15,14 +15,16 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import worker_functions
 
 import callgate as cg
+from callgate.compat import buffer_callback, callbacks, host_callback, host_callback_2023
 
 F = Callable[[Any], Any]
 BAD = 7.0  # the value for which a host's function raises
@@ -42,12 +44,13 @@ class Host:
 
   def __call__(self, x: Any) -> np.ndarray:
     self.note(x)
-    return np.asarray(np.float32(x) + np.float32(1))
+    return np.asarray(x, np.float32) + np.float32(1)
 
   def note(self, x: Any) -> None:
+    values = np.asarray(x, np.float32).reshape(-1).tolist()  # several of a call with all lanes
     with self._lock:
-      self._seen.append(float(np.asarray(x)))
-    if self.error is not None and float(np.asarray(x)) == BAD:
+      self._seen += values
+    if self.error is not None and BAD in values:
       raise self.error()
 
   def seen(self) -> list[float]:
@@ -69,7 +72,8 @@ class Row:
     each: True if the host's function runs once in each execution; False if JAX or the part may
       leave a call out, or make it twice.
     tells: True if an exception of the host's is the program's error; False if it is told elsewhere.
-    refuses: by question, the words of the refusal.
+    refuses: by question, why the part has no answer.
+    around: a block in which its programs run.
   """
 
   make: Callable[[Host], F]
@@ -77,6 +81,7 @@ class Row:
   each: bool = True
   tells: bool = True
   refuses: dict[str, str] = dataclasses.field(default_factory=dict)
+  around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def _gate(**options: Any) -> Callable[[Host], F]:
@@ -84,7 +89,7 @@ def _gate(**options: Any) -> Callable[[Host], F]:
 
 
 def _called(host: Host) -> F:
-  return lambda x: cg.call(lambda x: host(x), x, out=jax.ShapeDtypeStruct((), "float32"), effect="io")
+  return lambda x: cg.call(lambda x: host(x), x, x, effect="io")
 
 
 def _into(host: Host) -> F:
@@ -152,21 +157,83 @@ _names = itertools.count()
 
 def _knob(host: Host) -> F:
   knob = cg.knob(f"contract.{next(_names)}", 1.0)
-  f = lambda x: x + knob.value()
+  f = lambda x: x + knob.read()
   f.keeps = knob, host  # type: ignore[attr-defined]
   return f
 
 
-def _feed(host: Host) -> F:
-  feed = cg.feed(lambda: (host(np.float32(0)) for _ in itertools.count()))
-  return lambda x: x + feed.next()
-
-
-def _torch(host: Host) -> F:
+def _numba(host: Host) -> F:
   del host
   return cg.numba(lambda x: x + np.float32(1), out=lambda x: x)
 
 
+def _feed(host: Host) -> F:
+  feed = cg.feed(host(np.float32(0)) for _ in itertools.count())
+  f = lambda x: x + feed.next()
+  f.keeps = feed  # type: ignore[attr-defined]
+  return f
+
+
+def _solver(host: Host) -> F:
+  solve = cg.linear_solver(
+    factor=lambda a: float(a[0, 0]), solve=lambda one, b: host(b[0]).reshape(1) * np.float32(one)
+  )
+  return lambda x: solve(jnp.ones((1, 1)), x[None])[0]
+
+
+def _root(host: Host) -> F:
+  solution = cg.root(lambda x, theta: x - theta - 1, solver=lambda theta, x0: host(theta))
+  return lambda x: solution(x, x)
+
+
+def _breakpoint(host: Host) -> F:
+  del host
+  return lambda x: cg.breakpoint(x != x, out="x", x=x)
+
+
+def _stoppable(host: Host) -> F:
+  gate = _gate(effect="io")(host)
+  return lambda x: cg.scan(lambda c, _: (gate(c), None), x, length=1, stoppable=True)[0]
+
+
+def _in_worker(host: Host) -> F:
+  del host
+  return cg.gate(worker_functions.add_one, like=lambda x: x + 1, effect="io", run_on=_workers())
+
+
+@functools.cache
+def _workers() -> Any:
+  return cg.workers(1)
+
+
+def _pure_callback(host: Host) -> F:
+  call = functools.partial(callbacks.pure_callback, lambda x: host(x), vmap_method="sequential")
+  return lambda x: call(jax.ShapeDtypeStruct((), "float32"), x)
+
+
+def _io_callback(host: Host) -> F:
+  return lambda x: callbacks.io_callback(lambda x: host(x), jax.ShapeDtypeStruct((), "float32"), x)
+
+
+def _buffer_callback(host: Host) -> F:
+  def add(_: Any, out: Any, x: Any) -> None:
+    np.asarray(out)[...] = host(np.asarray(x))
+
+  return buffer_callback.buffer_callback(
+    add, jax.ShapeDtypeStruct((), "float32"), has_side_effect=True, vmap_method="sequential"
+  )
+
+
+def _id_tap(host: Host) -> F:
+  return lambda x: host_callback.id_tap(lambda value, **_: host.note(value), x)
+
+
+def _id_tap_2023(host: Host) -> F:
+  return lambda x: host_callback_2023.id_tap(lambda value, _: host.note(value), x)
+
+
+_FUNCTION = "other processes don't have its function"
+_JAX = "what the callback raises is told in JAX's own words"
 ROWS: dict[str, Row] = {
   "gate": Row(_gate(), each=False),
   "gate io": Row(_gate(effect="io")),
@@ -177,18 +244,60 @@ ROWS: dict[str, Row] = {
   "gate on a named thread": Row(_on_thread),
   "gate on an executor": Row(_thread_executor),
   "call": Row(_called),
-  "tap": Row(_tap_kept, adds=0, tells=False),
-  "tap ordered": Row(_tap(ordered=True), adds=0, tells=False),
-  "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False),
+  "tap": Row(_tap_kept, adds=0, tells=False, refuses={"export": _FUNCTION}),
+  "tap ordered": Row(_tap(ordered=True), adds=0, tells=False, refuses={"export": _FUNCTION}),
+  "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False, refuses={"export": _FUNCTION}),
   "check": Row(_check, adds=0, each=False),
   "hold": Row(_held, each=False),
   "use": Row(_used),
   "start": Row(_started),
   "knob": Row(_knob, each=False, refuses={"error": "no function of the user's runs"}),
-  "numba": Row(_torch, each=False, refuses={"error": "compiled code raises by a check alone"}),
+  "feed": Row(
+    _feed,
+    each=False,
+    refuses={
+      "cycle": "its thread runs the iterator",
+      "error": "an item fails where it is made, before a program asks for it",
+    },
+  ),
+  "linear_solver": Row(_solver),
+  "root": Row(_root, each=False),
+  "breakpoint": Row(
+    _breakpoint, adds=0, each=False, refuses={"error": "no function of the user's runs"}
+  ),
+  "stoppable scan": Row(
+    _stoppable, refuses={"engine vmap": "JAX's callbacks with effects are in no cond under vmap"}
+  ),
+  "gate in a worker": Row(_in_worker, each=False, refuses={"error": "the host is elsewhere"}),
+  "numba": Row(_numba, each=False, refuses={"error": "compiled code raises by a check alone"}),
+  "pure_callback": Row(
+    _pure_callback, each=False, refuses={"line": _JAX, "export": "serialization of host_callbacks"}
+  ),
+  "io_callback": Row(
+    _io_callback,
+    refuses={
+      "line": _JAX,
+      "export": "serialization of host_callbacks",
+      "error vmap of cond": "JAX refuses its effect in a cond under vmap",
+    },
+  ),
+  "buffer_callback": Row(_buffer_callback, refuses={"lane": "JAX's rule is a loop over the lanes"}),
+  "id_tap": Row(
+    _id_tap,
+    adds=0,
+    tells=False,
+    refuses={"export": _FUNCTION},
+    around=host_callback.outfeed_receiver,
+  ),
+  "id_tap of 2023": Row(_id_tap_2023, adds=0, tells=False, refuses={"export": _FUNCTION}),
 }
 
 
 def rows(question: str) -> list[str]:
   """The rows that answer a question."""
   return [name for name, row in ROWS.items() if question not in row.refuses]
+
+
+def pairs(question: str, ways: Iterable[str]) -> list[tuple[str, str]]:
+  """The rows that answer a question in each way to ask it: those that neither refuse."""
+  return [(row, way) for way in ways for row in rows(question) if row in rows(f"{question} {way}")]

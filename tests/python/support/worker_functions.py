@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 
 
+def add_one(x: Any) -> Any:
+  return x + np.float32(1)
+
+
 def pid(x: Any) -> Any:
   del x
   return np.int32(os.getpid())

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract: the error of a program is what the user's function raised, with line and lane."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import contract
+import jax
+import numpy as np
+import pytest
+from contract import BAD, ROWS, F, Host
+
+import callgate as cg
+
+
+class Own(Exception):
+  """An exception that has what its maker gave it."""
+
+  def __init__(self, value: int) -> None:
+    super().__init__(f"own {value}")
+    self.value = value
+
+
+class Wordless(Exception):
+  """One whose text raises, and which takes no notes."""
+
+  def __str__(self) -> str:
+    raise RuntimeError("no words")
+
+  def add_note(self, note: str) -> None:
+    raise TypeError(f"no notes: {note}")
+
+
+LANES = np.array([1, 2, BAD, 3], np.float32)
+WAYS: dict[str, tuple[Callable[[F], Any], str]] = {
+  "outside of jit": (lambda f: f(np.float32(BAD)), ""),
+  "jit": (lambda f: jax.jit(f)(np.float32(BAD)), ""),
+  "scan": (
+    lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, length=2))(np.float32(BAD)),
+    "",
+  ),
+  "vmap": (lambda f: jax.jit(jax.vmap(f))(LANES), "in lane 2"),
+  "vmap of cond": (
+    lambda f: jax.jit(jax.vmap(lambda x: jax.lax.cond(x > 1, f, lambda x: x, x)))(LANES),
+    "in lane 2",
+  ),
+  "vmap of scan": (
+    lambda f: jax.jit(jax.vmap(lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, length=2)[1]))(
+      LANES
+    ),
+    "in lane 2",
+  ),
+}
+
+
+def _rows() -> list[str]:
+  return [row for row in contract.rows("error") if ROWS[row].tells]
+
+
+def _raised(row: str, run: Callable[[F], Any], f: F) -> BaseException:
+  with ROWS[row].around(), pytest.raises(BaseException) as caught, cg.errors():
+    jax.block_until_ready(run(f))
+  return caught.value
+
+
+def _notes(error: BaseException) -> str:
+  return "\n".join(getattr(error, "__notes__", ()))
+
+
+@pytest.mark.parametrize(
+  ("row", "way"), [pair for pair in contract.pairs("error", WAYS) if ROWS[pair[0]].tells]
+)
+def test_an_error_has_its_type_its_line_and_its_lane(row: str, way: str) -> None:
+  run, lane = WAYS[way]
+  own = Own(3)
+  part = ROWS[row].make(Host(lambda: own))
+  f = lambda x: part(x)  # the user's line
+  for _ in range(2):
+    error = _raised(row, run, f)
+    if row == "check":
+      assert isinstance(error, cg.CheckError)
+      assert float(error.values["x"]) == BAD
+    else:
+      assert error is own
+    if "line" in ROWS[row].refuses:
+      continue
+    notes = _notes(error)
+    assert re.search(r'called at File ".*(contract|test_errors)\.py", line \d+, in ', notes), notes
+    if lane and "lane" not in ROWS[row].refuses:
+      assert lane in notes
+
+
+@pytest.mark.parametrize("row", _rows())
+def test_a_program_that_has_failed_goes_on(row: str) -> None:
+  host = Host(lambda: Own(1))
+  f = ROWS[row].make(host)
+  program = jax.jit(f)
+  _raised(row, lambda f: program(np.float32(BAD)), f)
+  for value in (1, 2):
+    assert float(program(np.float32(value))) == value + ROWS[row].adds
+  with cg.errors():  # told once
+    jax.effects_barrier()
+
+
+@pytest.mark.parametrize("row", [row for row in _rows() if row != "check"])
+def test_an_exception_without_words_and_notes(row: str) -> None:
+  own = Wordless()
+  error = _raised(row, lambda f: jax.jit(f)(np.float32(BAD)), ROWS[row].make(Host(lambda: own)))
+  assert error is own
+
+
+@pytest.mark.parametrize("row", _rows())
+def test_one_of_many_programs_under_way_fails(row: str) -> None:
+  f = ROWS[row].make(Host(lambda: Own(1)))
+  program = jax.jit(f)
+
+  def run(_: F) -> Any:
+    values = [program(np.float32(value)) for value in (*range(6), BAD, *range(8, 40))]
+    return jax.block_until_ready(values)
+
+  assert isinstance(_raised(row, run, f), (Own, cg.CheckError))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract: what a program holds lasts as long as the program, and nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import contract
+import jax
+import numpy as np
+import pytest
+from contract import ROWS, Host
+from waiting import until
+
+import callgate as cg
+from callgate import _callgate
+
+X = np.float32(3)
+
+
+def _collect() -> None:
+  cg.barrier()
+  gc.collect()
+  _callgate.drain()
+  gc.collect()
+
+
+def _until_gone(watch: weakref.ref[Any], what: str) -> None:
+  def is_gone() -> bool:
+    _collect()
+    return watch() is None
+
+  until(is_gone, what)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_compiled_program_keeps_the_function_and_frees_it(row: str) -> None:
+  host = Host()
+  watch = weakref.ref(host)
+  with ROWS[row].around():
+    compiled = jax.jit(ROWS[row].make(host)).lower(X).compile()
+    del host
+    jax.clear_caches()
+    _collect()
+    for _ in range(2):
+      assert float(compiled(X)) == 3 + ROWS[row].adds
+    if ROWS[row].each:
+      assert watch() is not None
+    del compiled
+    _until_gone(watch, f"the function of a program of {row} that is gone")
+
+
+@pytest.mark.parametrize("row", contract.rows("cycle"))
+def test_a_reference_cycle_is_freed(row: str) -> None:
+  class Cycle(Host):
+    f: Any
+
+  host = Cycle()
+  host.f = ROWS[row].make(host)
+  watch = weakref.ref(host)
+  with ROWS[row].around():
+    jax.block_until_ready(jax.jit(host.f)(X))
+    del host
+    jax.clear_caches()
+    _until_gone(watch, f"{row} in a cycle with its function")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rounds_leave_nothing_behind(row: str) -> None:
+  def rounds(count: int) -> tuple[int, set[str]]:
+    for _ in range(count):
+      f = ROWS[row].make(Host())
+      jax.block_until_ready(jax.jit(lambda x, f=f: f(x))(X))
+      del f
+    jax.clear_caches()
+    _collect()
+    return len(gc.get_objects()), set(_callgate.registered_names())
+
+  with ROWS[row].around():
+    rounds(2)
+    before, names = rounds(2)
+    rounds(8)
+    until(lambda: rounds(0)[1] <= names, f"the names of {row} as before its rounds")
+    assert rounds(0)[0] < before + 400
