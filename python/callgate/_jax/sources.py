@@ -30,11 +30,11 @@ def source_of(eqn: Any) -> str:
   return "" if line is None else f"{line[0]}:{line[1]} ({line[2]})"
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 _shared: set[types.CodeType] = set()
 
 
-def shared(function: F) -> F:
+def shared(function: _F) -> _F:
   """Marks a function that makes a program which later calls share: they may be of other lines."""
   _shared.add(function.__code__)
   return function

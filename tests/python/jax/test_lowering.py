@@ -127,6 +127,15 @@ def test_a_function_with_rules_has_the_line_of_its_call() -> None:
   assert sources.source_of(same) == sources.source_of(eqn)
 
 
+def test_a_shared_program_says_that_its_line_is_the_first() -> None:
+  @sources.shared
+  def double(x: Any) -> Any:
+    return x * 2
+
+  (eqn,) = jax.make_jaxpr(double)(X).eqns
+  assert sources.source_of(eqn).endswith("double (the first such call outside of jax.jit))")
+
+
 def _here() -> str:
   return test_a_function_with_rules_has_the_line_of_its_call.__qualname__
 
