@@ -240,4 +240,5 @@ buffer_callback_p.def_effectful_abstract_eval(_abstract_eval)
 ad.primitive_jvps[buffer_callback_p] = functools.partial(_refuse, "JVP", "custom_jvp")
 ad.primitive_transposes[buffer_callback_p] = functools.partial(_refuse, "transpose", "custom_vjp")
 batching.primitive_batchers[buffer_callback_p] = _batch
+tracing.weakly_cached.add(exact.Exact)
 mlir.register_lowering(buffer_callback_p, _lowering, cacheable=False)

@@ -18,8 +18,6 @@ from contract import ROWS, F, Host
 import callgate as cg
 
 P = jax.sharding.PartitionSpec
-# Of each way to run `f`: what makes the program, its arguments, and how often it calls the host.
-Way = Callable[[F], tuple[Any, int]]
 
 
 def _scan(f: F) -> F:
@@ -58,12 +56,9 @@ def _under_way(f: F) -> Any:
 
 
 LANES = np.arange(4, dtype=np.float32)
+# What makes a program of `f` and runs it, and the values that `f` gets.
 WAYS: dict[str, tuple[Callable[[F], Any], np.ndarray]] = {
   "outside of jit": (lambda f: f(np.float32(3)), np.array(3)),
-  "jit": (lambda f: jax.jit(f)(np.float32(3)), np.array(3)),
-  "a loop in Python": (
-    lambda f: (lambda p: jnp.stack([p(np.float32(n)) for n in range(4)]))(jax.jit(f)), LANES
-  ),
   "scan": (lambda f: jax.jit(_scan(f))(np.float32(3)), np.full(3, 3)),
   "cond": (
     lambda f: jax.jit(lambda x: jax.lax.cond(x > 0, f, lambda x: x, x))(np.float32(3)), np.array(3)
@@ -73,15 +68,13 @@ WAYS: dict[str, tuple[Callable[[F], Any], np.ndarray]] = {
   "ahead of time": (
     lambda f: jax.jit(f).lower(np.float32(3)).compile()(np.float32(3)), np.array(3)
   ),
-  "threads": (_in_threads, LANES),
   "40 executions": (_under_way, np.arange(40)),
   "shard_map": (_sharded, LANES),
   "split lanes": (lambda f: jax.jit(jax.vmap(f))(_four()), LANES),
 }  # fmt: skip
 
 
-def _check(row: str, way: str) -> None:
-  run, inputs = WAYS[way]
+def _check(row: str, run: Callable[[F], Any], inputs: np.ndarray) -> None:
   host, part = Host(), ROWS[row]
   f = part.make(host)
   with part.around():
@@ -95,13 +88,13 @@ def _check(row: str, way: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("way", WAYS)
 def test_values_and_calls(row: str, way: str) -> None:
-  _check(row, way)
+  _check(row, *WAYS[way])
 
 
-@pytest.mark.parametrize(("row", "way"), contract.pairs("engine", ["jit", "scan", "vmap"]))
+@pytest.mark.parametrize(("row", "way"), contract.pairs("engine", ["jit in jit", "scan", "vmap"]))
 def test_the_same_by_jaxs_own_callbacks(row: str, way: str) -> None:
   with cg.config(engine="jax"):
-    _check(row, way)
+    _check(row, *WAYS[way])
     jax.effects_barrier()
 
 
@@ -110,6 +103,6 @@ def test_threads_that_switch_all_the_time(row: str) -> None:
   before = sys.getswitchinterval()
   sys.setswitchinterval(1e-6)
   try:
-    _check(row, "threads")
+    _check(row, _in_threads, LANES)
   finally:
     sys.setswitchinterval(before)

@@ -167,6 +167,15 @@ def _numba(host: Host) -> F:
   return cg.numba(lambda x: x + np.float32(1), out=lambda x: x)
 
 
+def _elementwise(host: Host) -> F:
+  del host
+  return cg.elementwise("T x", "T y", "y = x + 1")
+
+
+def _torch(host: Host) -> F:
+  return cg.torch(lambda x: (host.note(x.detach()), x + 1)[1], out=lambda x: x, effect="io")
+
+
 def _feed(host: Host) -> F:
   feed = cg.feed(host(np.float32(0)) for _ in itertools.count())
   f = lambda x: x + feed.next()
@@ -233,6 +242,9 @@ def _id_tap_2023(host: Host) -> F:
 
 
 _FUNCTION = "other processes don't have its function"
+_RECENT = (
+  "the last 64 functions of cg.call and cg.use, and 256 of cg.scan, are kept for calls to come"
+)
 _JAX = "what the callback raises is told in JAX's own words"
 ROWS: dict[str, Row] = {
   "gate": Row(_gate(), each=False),
@@ -243,13 +255,13 @@ ROWS: dict[str, Row] = {
   "gate on its own thread": Row(_gate(effect="io", thread="own")),
   "gate on a named thread": Row(_on_thread),
   "gate on an executor": Row(_thread_executor),
-  "call": Row(_called),
+  "call": Row(_called, refuses={"dropped": _RECENT}),
   "tap": Row(_tap_kept, adds=0, tells=False, refuses={"export": _FUNCTION}),
   "tap ordered": Row(_tap(ordered=True), adds=0, tells=False, refuses={"export": _FUNCTION}),
   "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False, refuses={"export": _FUNCTION}),
   "check": Row(_check, adds=0, each=False),
-  "hold": Row(_held, each=False),
-  "use": Row(_used),
+  "hold": Row(_held, each=False, refuses={"dropped": _RECENT}),
+  "use": Row(_used, refuses={"dropped": _RECENT}),
   "start": Row(_started),
   "knob": Row(_knob, each=False, refuses={"error": "no function of the user's runs"}),
   "feed": Row(
@@ -266,10 +278,18 @@ ROWS: dict[str, Row] = {
     _breakpoint, adds=0, each=False, refuses={"error": "no function of the user's runs"}
   ),
   "stoppable scan": Row(
-    _stoppable, refuses={"engine vmap": "JAX's callbacks with effects are in no cond under vmap"}
+    _stoppable,
+    refuses={
+      "engine vmap": "JAX's callbacks with effects are in no cond under vmap",
+      "dropped": _RECENT,
+    },
   ),
   "gate in a worker": Row(_in_worker, each=False, refuses={"error": "the host is elsewhere"}),
   "numba": Row(_numba, each=False, refuses={"error": "compiled code raises by a check alone"}),
+  "elementwise": Row(
+    _elementwise, each=False, refuses={"error": "compiled code raises by a check alone"}
+  ),
+  "torch": Row(_torch),
   "pure_callback": Row(
     _pure_callback, each=False, refuses={"line": _JAX, "export": "serialization of host_callbacks"}
   ),

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ import numpy as np
 import pytest
 import worker_functions
 from interpreters import succeed
-from programs import drop_programs_until
 from transformation_table import PAIRS, assert_chains_agree, on_host, reference
 from waiting import until
 
@@ -145,23 +143,6 @@ def test_an_executor_that_is_shut_down_cancels_what_waits_there() -> None:
   with pytest.raises(concurrent.futures.CancelledError), cg.errors():
     jax.block_until_ready(jax.jit(jax.vmap(gate))(jnp.arange(2.0)))
   closer.join()
-
-
-def _gone_in_a_cycle(executor: Any) -> weakref.ref[Any]:
-  held = list[Any]()
-
-  def add(x: Any) -> Any:
-    return x + len(held)
-
-  held.append(cg.gate(add, out=FLOAT, run_on=executor))
-  assert jax.jit(lambda x: held[0](x))(1.0) == 2
-  return weakref.ref(add)
-
-
-def test_a_gate_in_a_reference_cycle_is_freed() -> None:
-  with concurrent.futures.ThreadPoolExecutor(1) as executor:
-    gone = _gone_in_a_cycle(executor)
-    drop_programs_until(lambda: gone() is None)
 
 
 def test_an_executor_that_breaks_is_told() -> None:
