@@ -66,6 +66,13 @@ def _raised(row: str, run: Callable[[F], Any], f: F) -> BaseException:
   return caught.value
 
 
+def _assert_told(row: str, error: BaseException, own: BaseException) -> None:
+  if (expected := ROWS[row].raises) is None:
+    assert error is own
+  else:
+    assert isinstance(error, expected)
+
+
 def _notes(error: BaseException) -> str:
   return "\n".join(getattr(error, "__notes__", ()))
 
@@ -80,11 +87,7 @@ def test_an_error_has_its_type_its_line_and_its_lane(row: str, way: str) -> None
   f = lambda x: part(x)  # the user's line
   for _ in range(2):
     error = _raised(row, run, f)
-    if row == "check":
-      assert isinstance(error, cg.CheckError)
-      assert float(error.values["x"]) == BAD
-    else:
-      assert error is own
+    _assert_told(row, error, own)
     if "line" in ROWS[row].refuses:
       continue
     notes = _notes(error)
@@ -105,7 +108,7 @@ def test_a_program_that_has_failed_goes_on(row: str) -> None:
     jax.effects_barrier()
 
 
-@pytest.mark.parametrize("row", [row for row in _rows() if row != "check"])
+@pytest.mark.parametrize("row", [row for row in _rows() if ROWS[row].raises is None])
 def test_an_exception_without_words_and_notes(row: str) -> None:
   own = Wordless()
   error = _raised(row, lambda f: jax.jit(f)(np.float32(BAD)), ROWS[row].make(Host(lambda: own)))
@@ -121,4 +124,17 @@ def test_one_of_many_programs_under_way_fails(row: str) -> None:
     values = [program(np.float32(value)) for value in (*range(6), BAD, *range(8, 40))]
     return jax.block_until_ready(values)
 
-  assert isinstance(_raised(row, run, f), (Own, cg.CheckError))
+  assert isinstance(_raised(row, run, f), ROWS[row].raises or Own)
+
+
+@pytest.mark.parametrize("row", [row for row in contract.rows("told") if not ROWS[row].tells])
+def test_what_a_consumer_raises_is_told_by_errors(row: str) -> None:
+  own = Own(5)
+  f = ROWS[row].make(Host(lambda: own))
+  with pytest.raises(Exception) as caught, ROWS[row].around(), cg.errors():
+    assert float(jax.jit(f)(np.float32(BAD))) == BAD  # the program goes on
+    cg.barrier()
+  told, chain = caught.value, [caught.value]
+  while told := getattr(told, "error", None) or told.__cause__:
+    chain.append(told)
+  assert own in chain

@@ -71,7 +71,9 @@ class Row:
     adds: what `f(x) - x` is.
     each: True if the host's function runs once in each execution; False if JAX or the part may
       leave a call out, or make it twice.
-    tells: True if an exception of the host's is the program's error; False if it is told elsewhere.
+    tells: True if an exception of the host's is the program's error; False if `cg.errors()` alone
+      tells it.
+    raises: the type of the program's error, where that is not the very object that the host raised.
     refuses: by question, why the part has no answer.
     around: a block in which its programs run.
   """
@@ -80,6 +82,7 @@ class Row:
   adds: float = 1.0
   each: bool = True
   tells: bool = True
+  raises: type[BaseException] | None = None
   refuses: dict[str, str] = dataclasses.field(default_factory=dict)
   around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
@@ -206,8 +209,8 @@ def _stoppable(host: Host) -> F:
 
 
 def _in_worker(host: Host) -> F:
-  del host
-  return cg.gate(worker_functions.add_one, like=lambda x: x + 1, effect="io", run_on=_workers())
+  function = worker_functions.add_one if host.error is None else worker_functions.add_one_to_small
+  return cg.gate(function, like=lambda x: x + 1, effect="io", run_on=_workers())
 
 
 @functools.cache
@@ -259,7 +262,7 @@ ROWS: dict[str, Row] = {
   "tap": Row(_tap_kept, adds=0, tells=False, refuses={"export": _FUNCTION}),
   "tap ordered": Row(_tap(ordered=True), adds=0, tells=False, refuses={"export": _FUNCTION}),
   "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False, refuses={"export": _FUNCTION}),
-  "check": Row(_check, adds=0, each=False),
+  "check": Row(_check, adds=0, each=False, raises=cg.CheckError),
   "hold": Row(_held, each=False, refuses={"dropped": _RECENT}),
   "use": Row(_used, refuses={"dropped": _RECENT}),
   "start": Row(_started),
@@ -284,7 +287,7 @@ ROWS: dict[str, Row] = {
       "dropped": _RECENT,
     },
   ),
-  "gate in a worker": Row(_in_worker, each=False, refuses={"error": "the host is elsewhere"}),
+  "gate in a worker": Row(_in_worker, each=False, raises=LookupError),
   "numba": Row(_numba, each=False, refuses={"error": "compiled code raises by a check alone"}),
   "elementwise": Row(
     _elementwise, each=False, refuses={"error": "compiled code raises by a check alone"}
@@ -309,7 +312,12 @@ ROWS: dict[str, Row] = {
     refuses={"export": _FUNCTION},
     around=host_callback.outfeed_receiver,
   ),
-  "id_tap of 2023": Row(_id_tap_2023, adds=0, tells=False, refuses={"export": _FUNCTION}),
+  "id_tap of 2023": Row(
+    _id_tap_2023,
+    adds=0,
+    tells=False,
+    refuses={"export": _FUNCTION, "told": "the program goes on; `barrier_wait()` raises"},
+  ),
 }
 
 

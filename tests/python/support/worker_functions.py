@@ -16,6 +16,12 @@ def add_one(x: Any) -> Any:
   return x + np.float32(1)
 
 
+def add_one_to_small(x: Any) -> Any:
+  if x == 7:
+    raise LookupError("too large")
+  return add_one(x)
+
+
 def pid(x: Any) -> Any:
   del x
   return np.int32(os.getpid())

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page "What works with what" is the contract's table. `CONTRACT_WRITE=1` writes it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+from contract import ROWS, Row
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "what_works.md"
+# A column, and the questions whose refusals it tells.
+COLUMNS = {
+  "under `vmap` by JAX's own callbacks": ["engine", "engine vmap"],
+  "an error is the user's, and names the line": ["error", "line", "error vmap of cond", "told"],
+  "and the lane": ["error", "line", "lane"],
+  "is freed with its programs": ["cycle", "dropped"],
+  "`jax.export`": ["export"],
+}
+HEAD = """\
+# What works with what
+
+The tests ask each part below the same questions (`tests/python/contract`). All of them give the
+right value and make the right number of calls outside of `jit`, in `scan`, `cond`, `vmap`, `jit` in
+`jit`, ahead of time, in threads, with 40 executions under way, in `shard_map` and over split lanes;
+so do functions that were jitted before the import, and programs under way at the end of the
+process. Where the answer to another question is no, the table says why.
+
+"""
+
+
+def _cell(row: Row, questions: list[str]) -> str:
+  if not row.tells and "error" in questions:
+    return row.refuses.get("told", "the program goes on; `cg.errors()` raises")
+  said = dict.fromkeys(row.refuses[q] for q in questions if q in row.refuses)
+  return "; ".join(said) or "yes"
+
+
+def _page() -> str:
+  lines = [f"| part | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+  for name, row in ROWS.items():
+    cells = (_cell(row, questions) for questions in COLUMNS.values())
+    lines.append(f"| {name} | {' | '.join(cells)} |")
+  return HEAD + "\n".join(lines) + "\n"
+
+
+def test_the_page_is_the_table() -> None:
+  if os.environ.get("CONTRACT_WRITE"):
+    PAGE.write_text(_page(), "utf-8")
+  assert PAGE.read_text("utf-8") == _page()
+
+
+def test_each_refusal_is_in_the_table() -> None:
+  asked = {question for questions in COLUMNS.values() for question in questions}
+  assert {question for row in ROWS.values() for question in row.refuses} <= asked
