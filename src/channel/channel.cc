@@ -34,7 +34,7 @@ void copy_payload(const Parcel& parcel, char* payload) noexcept {
 Record make_record(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns,
                    const char* payload) noexcept {
   const CallContext& context = parcel.context;
-  const auto device = static_cast<std::int32_t>(context.device);
+  const auto device = context.device;
   const auto shard = static_cast<std::uint32_t>(context.shard + 1);
   const std::uint32_t flags = parcel.sender.flags | shard << kShardBit;
   return {parcel.sender.source.get(), seq, time_ns, context.run, device, flags, payload};

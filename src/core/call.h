@@ -35,12 +35,12 @@ namespace callgate {
 // device's position in a program over several devices, -1 for a call on whole arrays. `lane` is the
 // number of the call among those that a program makes one after the other (core/lanes.h).
 struct CallContext {
-  std::int64_t device = -1;
+  std::int32_t device = -1;
+  std::int32_t lane = 0;
   std::int64_t run = -1;
   void* stream = nullptr;
   std::int32_t ordinal = -1;  // of the GPU, as its driver counts; -1 for none, or not told
   std::int32_t shard = -1;
-  std::int64_t lane = 0;
   unsigned long thread = 0;  // Python's number of the thread that XLA made the call on; 0: not told
 };
 

@@ -152,7 +152,7 @@ class Server {
     const std::span<ArrayView> inputs = std::span(views_).first(operands);
     const std::span<ArrayView> outputs = std::span(views_).subspan(operands);
     CallContext context;
-    context.device = request.device;
+    context.device = static_cast<std::int32_t>(request.device);
     context.run = request.run;
     const auto* places = at<std::uint64_t>(base, request.places);
     for (std::uint64_t lane = 0; lane < request.lanes; ++lane) {

@@ -76,17 +76,14 @@ class Shards {
 };
 
 // A call in lanes that the program runs one after the other has as its last operand, before the
-// partition, the number of its lane (core/lanes.h). Takes it off; Throws Error.
-inline ArrayView take_lane(DecodedCall& call) {
-  ArrayView number;
-  if (!call.operands().empty()) number = call.operands().back();
-  if (number.dtype != DType::kS32 || number.rank != 0)
+// partition, the number of its lane (core/lanes.h). Throws Error.
+inline const ArrayView& lane_operand(std::span<const ArrayView> operands) {
+  if (operands.empty() || operands.back().dtype != DType::kS32 || operands.back().rank != 0)
     throw Error("a call in numbered lanes", "the lane as its last operand",
-                call.operands().empty() ? "no operand" : to_string(number));
-  call.drop_last_operand();
-  return number;
+                operands.empty() ? "no operand" : to_string(operands.back()));
+  return operands.back();
 }
-inline std::int64_t read_lane(const ArrayView& number) noexcept {
+inline std::int32_t read_lane(const ArrayView& number) noexcept {
   std::int32_t lane = 0;
   std::memcpy(&lane, number.data, sizeof(lane));
   return lane;

@@ -79,11 +79,11 @@ struct CudaCall {
       : site(of),
         decoded(frame),
         number(of.call_site->shards.take_operand(decoded)),
-        lane(of.call_site->numbered ? take_lane(decoded) : ArrayView()),
+        lane(take_lane(of, decoded)),
         stream(static_cast<cuda::Stream>(decode_stream(frame))),
         device(cuda::Device::of(stream)),
         context(decode_context(frame)) {
-    context.device = device.id();
+    context.device = static_cast<std::int32_t>(device.id());
     context.stream = stream;
   }
 
@@ -91,6 +91,13 @@ struct CudaCall {
   Callee& callee() const { return *site.call_site->callee; }
   bool sharded() const { return number.data != nullptr; }
   Call call() { return {decoded.operands(), decoded.results(), context}; }
+
+  static ArrayView take_lane(const CudaSite& of, DecodedCall& call) {
+    if (!of.call_site->numbered) return {};
+    const ArrayView number = lane_operand(call.operands());
+    call.drop_last_operand();
+    return number;
+  }
 
   // `sent`, and behind them the numbers of the lane and the partition where there are any.
   std::vector<ArrayView> with_numbers(std::span<const ArrayView> sent) const {

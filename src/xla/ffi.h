@@ -156,7 +156,9 @@ inline std::int64_t decode_device(const XLA_FFI_CallFrame& frame) noexcept {
 }
 
 inline CallContext decode_context(const XLA_FFI_CallFrame& frame) noexcept {
-  return {.device = decode_device(frame), .run = decode_run(frame), .thread = python_thread()};
+  return {.device = static_cast<std::int32_t>(decode_device(frame)),
+          .run = decode_run(frame),
+          .thread = python_thread()};
 }
 
 // The stream that a GPU's program runs on. Throws Error where XLA has none.

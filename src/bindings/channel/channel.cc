@@ -118,7 +118,7 @@ struct TapHandle : Handle<TapCallee> {
       site = callee->specialise(std::move(spec));
     }
     CallContext context;
-    context.device = device;
+    context.device = static_cast<std::int32_t>(device);
     without_gil([&] { site->run(Call{views, {}, context}); });  // the channel may be full
   }
 
