@@ -264,7 +264,7 @@ TEST_F(Taps, EachDeviceCountsItsOwnExecutions) {
       tap_->specialise(fake::site_spec(fake::tap("e", {""}, {{"every", 3}})));
   std::vector<float> x = {0};
   for (int step = 0; step < 7; ++step) {
-    for (std::int64_t device : {0, 1, 2048}) {  // ids of other processes' devices are far apart
+    for (std::int32_t device : {0, 1, 2048}) {  // ids of other processes' devices are far apart
       x[0] = static_cast<float>(step);
       ArrayView view{x.data(), nullptr, 0, DType::kF32};
       CallContext context;

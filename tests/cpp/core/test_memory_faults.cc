@@ -115,7 +115,7 @@ struct Sending {
   }
   bool send(Channel& channel) {
     const ArrayView view{payload.data(), dims.data(), 1, DType::kU8};
-    return channel.send(Parcel{sender, {&view, 1}, {0, 7, nullptr, -1}});
+    return channel.send(Parcel{sender, {&view, 1}, {.device = 0, .run = 7}});
   }
   std::vector<char> payload;
   std::array<std::int64_t, 1> dims;

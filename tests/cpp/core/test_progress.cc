@@ -23,7 +23,7 @@ namespace {
 using ::testing::HasSubstr;
 using Phase = ProgressState::Phase;
 
-CallContext on(std::int64_t run, std::int64_t device = 0) {
+CallContext on(std::int64_t run, std::int32_t device = 0) {
   return {.device = device, .run = run, .stream = nullptr, .shard = -1};
 }
 

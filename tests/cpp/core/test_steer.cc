@@ -57,7 +57,7 @@ TEST(CommonReads, DevicesAgreeWhateverTheirPace) {
 
 // What a site gives a call of the run.
 template <typename T>
-T read(Site& site, std::int64_t run = 1, std::int64_t device = 0) {
+T read(Site& site, std::int64_t run = 1, std::int32_t device = 0) {
   T value{};
   ArrayView result{&value, nullptr, 0, sizeof(T) == 1 ? DType::kPred : DType::kS32};
   site.run({{}, {&result, 1}, {.device = device, .run = run}});

@@ -92,7 +92,8 @@ class Feed {
     fill(id, payload.data(), bytes_);
     std::array<std::int64_t, 1> dims{static_cast<std::int64_t>(bytes_)};
     ArrayView view{payload.data(), dims.data(), 1, DType::kU8};
-    return channel.send(Parcel{sender_, {&view, 1}, {device, 7, nullptr, -1}});
+    return channel.send(
+        Parcel{sender_, {&view, 1}, {.device = static_cast<std::int32_t>(device), .run = 7}});
   }
 
   // The same of a payload that the channel may keep.
@@ -104,7 +105,7 @@ class Feed {
     const std::shared_ptr<void> memory = in;
     return channel.send(Parcel{.sender = sender_,
                                .leaves = {&view, 1},
-                               .context = {0, 7, nullptr, -1},
+                               .context = {.device = 0, .run = 7},
                                .memory = &memory});
   }
 
