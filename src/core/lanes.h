@@ -81,19 +81,22 @@ class Lanes {
     return text;
   }
 
-  // The index in each level of the lane at a position.
-  std::vector<std::int64_t> indices(std::int64_t lane) const {
-    std::vector<std::int64_t> indices(sizes_.size());
-    for (std::size_t level = sizes_.size(); level-- > 0; lane /= sizes_[level])
-      indices[level] = lane % sizes_[level];
-    return indices;
+  // Calls visit(index) for each level with the index of the lane at a position.
+  template <typename Visit>
+  void each_index(std::int64_t lane, Visit&& visit) const {
+    std::int64_t inside = total_;  // lanes in one index of the level
+    for (std::int64_t size : sizes_) {
+      inside /= size;
+      visit(lane / inside % size);
+    }
   }
 
-  // The same for messages: "lane 3", "lane (1, 2)"; "" without levels.
+  // These indices for messages: "lane 3", "lane (1, 2)"; "" without levels.
   std::string name(std::int64_t lane) const {
     std::string text;
-    for (std::int64_t index : indices(lane))
+    each_index(lane, [&](std::int64_t index) {
       text.append(text.empty() ? "" : ", ").append(std::to_string(index));
+    });
     if (sizes_.size() < 2) return text.empty() ? "" : "lane " + text;
     return "lane (" + text + ")";
   }
@@ -231,7 +234,7 @@ class LanesOfCall : Immovable {
     lanes_.check(operands, results);
   }
 
-  // Of the lane `index` of the call.
+  // The position, and the name, of the lane `index` of the call.
   std::int64_t position(std::int64_t index) const noexcept {
     return lanes_.position(index, number_);
   }

@@ -83,10 +83,10 @@ inline const ArrayView& lane_operand(std::span<const ArrayView> operands) {
                 operands.empty() ? "no operand" : to_string(operands.back()));
   return operands.back();
 }
-inline std::int32_t read_lane(const ArrayView& number) noexcept {
-  std::int32_t lane = 0;
-  std::memcpy(&lane, number.data, sizeof(lane));
-  return lane;
+// Takes it off, and puts the number into the context; for arrays in the host's memory.
+inline void take_lane(Call& call) {
+  std::memcpy(&call.context.lane, lane_operand(call.operands).data, sizeof(call.context.lane));
+  call.operands = call.operands.first(call.operands.size() - 1);
 }
 
 // Of one executable, but shared: a call on its own thread that was given up may outlive that.

@@ -70,7 +70,7 @@ struct CudaCall {
   CudaSite& site;
   DecodedCall decoded;
   ArrayView number;  // of the partition; no data where there is none
-  ArrayView lane;    // its number, likewise
+  ArrayView lane;    // the number of the lane, likewise
   cuda::Stream stream;
   cuda::Device& device;
   CallContext context;
@@ -79,7 +79,7 @@ struct CudaCall {
       : site(of),
         decoded(frame),
         number(of.call_site->shards.take_operand(decoded)),
-        lane(take_lane(of, decoded)),
+        lane(take_lane_operand(of, decoded)),
         stream(static_cast<cuda::Stream>(decode_stream(frame))),
         device(cuda::Device::of(stream)),
         context(decode_context(frame)) {
@@ -92,7 +92,7 @@ struct CudaCall {
   bool sharded() const { return number.data != nullptr; }
   Call call() { return {decoded.operands(), decoded.results(), context}; }
 
-  static ArrayView take_lane(const CudaSite& of, DecodedCall& call) {
+  static ArrayView take_lane_operand(const CudaSite& of, DecodedCall& call) {
     if (!of.call_site->numbered) return {};
     const ArrayView number = lane_operand(call.operands());
     call.drop_last_operand();
@@ -130,11 +130,9 @@ struct CopiedCall {
       context.shard = site->shards.read(operands.back().data);
       operands = operands.first(operands.size() - 1);
     }
-    if (site->numbered) {
-      context.lane = read_lane(operands.back());
-      operands = operands.first(operands.size() - 1);
-    }
-    return {operands, copies.results(), context};
+    Call made{operands, copies.results(), context};
+    if (site->numbered) take_lane(made);
+    return made;
   }
   // After call(): whether this device makes it.
   bool runs() const { return site->shards.runs(context.shard); }

@@ -176,14 +176,6 @@ void run_call(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site, c
   site->run(call);
 }
 
-// A call with the number of its lane. Apart, so that it costs the others nothing.
-[[gnu::noinline]] void run_numbered(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site,
-                                    Call call, bool own_thread) {
-  call.context.lane = read_lane(lane_operand(call.operands));
-  call.operands = call.operands.first(call.operands.size() - 1);
-  run_call(frame, site, call, own_thread);
-}
-
 void GateState::execute(XLA_FFI_CallFrame* frame) {
   const std::shared_ptr<CallSite>& site = StateOf<GateState>::get(*frame).call_site;
   DecodedCall decoded(*frame);
@@ -196,9 +188,8 @@ void GateState::execute(XLA_FFI_CallFrame* frame) {
   CallContext context = reads ? decode_context(*frame) : CallContext{.run = decode_run(*frame)};
   context.shard = shard;
   try {
-    const Call call{decoded.operands(), decoded.results(), context};
-    if (site->numbered) [[unlikely]]
-      return run_numbered(frame, site, call, own_thread);
+    Call call{decoded.operands(), decoded.results(), context};
+    if (site->numbered) take_lane(call);
     run_call(frame, site, call, own_thread);
   } catch (const std::exception&) {
     ProgressBoard::instance().fail(context.run);  // with the program end its bars

@@ -74,7 +74,7 @@ def emit(
     "spec": spec,
     "site": remember_site(sources.call_site(context)),
     "on_error": on_error or ("poison" if lowering.device_count(context) > 1 else "return"),
-    "batch": {**(batch or {})},
+    "batch": batch or {},
     **(attributes or {}),
   }
   held = {name: value for name, value in held.items() if not isinstance(value, dict) or value}

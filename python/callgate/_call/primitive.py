@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from callgate._call.site import (
   shared_by_lanes,
 )
 from callgate._core import effects, names
-from callgate._core.levels import Level, encode_levels
+from callgate._core.levels import Level, encode_levels, number_of_lane
 from callgate._jax import dispatch, execution, lowering, tracing
 from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
@@ -52,8 +51,7 @@ def bind_in_lane(operands: Sequence[Any], call: BoundCall, lane: Any, size: int)
   if inner.numbered == call.numbered:
     return bind(*operands, call=inner)
   own, number = _parted(call, operands)
-  inside = math.prod(n for n, _ in call.numbered)
-  return bind(*own, lane * inside + number[0] if number else lane, call=inner)
+  return bind(*own, number_of_lane(lane, call.numbered, number), call=inner)
 
 
 def _parted(call: BoundCall, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

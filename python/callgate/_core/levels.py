@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,14 @@ def index_in_levels(
   every = tuple(int(next(numbers if flag else own)) for _, flag in levels)
   position = int(np.ravel_multi_index(every, [n for n, _ in levels])) if levels else 0
   return every, position
+
+
+def number_of_lane(lane: Any, numbered: Sequence[Numbered], inner: Sequence[Any]) -> Any:
+  """The number of a call in one more numbered level, the outermost, where it is in `lane`.
+
+  `inner` is the number that the call has in the `numbered` levels, if there are any.
+  """
+  return lane * math.prod(n for n, _ in numbered) + inner[0] if numbered else lane
 
 
 def encode_levels(

@@ -59,7 +59,7 @@ def users_line() -> tuple[str, int, str] | None:
 
 @contextlib.contextmanager
 def traced_here() -> Generator[None]:
-  """What is traced in the block has the traceback of here (0.10 to 0.12); no public name."""
+  """Gives operations that the block traces the traceback of here (0.10 to 0.12; not public)."""
   local = _source_info._source_info_context  # pyright: ignore[reportPrivateUsage]
   before = local.context
   local.context = _source_info.current()
@@ -70,7 +70,7 @@ def traced_here() -> Generator[None]:
 
 
 def traced_as(eqn: Any) -> contextlib.AbstractContextManager[None]:
-  """What is traced in the block has an equation's source, as in `jax.core.eval_jaxpr`."""
+  """Gives operations that the block traces an equation's source, as `jax.core.eval_jaxpr` does."""
   info = eqn.source_info
   stack = _source_info.current_name_stack() + info.name_stack
   return _source_info.user_context(info.traceback, name_stack=stack)

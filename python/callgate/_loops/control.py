@@ -26,8 +26,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from callgate._call.batching import one_by_one
 from callgate._core.effects import (
   PROGRESS_EFFECT,
   GateEffect,
@@ -189,22 +189,17 @@ def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, An
 def _lane_after_lane(
   primitive: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
-  """A scan over the lanes, each with control flow of its own, whose calls know its number."""
-  rows = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
-  rows = [batching.lie_along(None, row) for row in rows]  # no scan goes along what is split
-  size = axis_data.size
-  numbers = jnp.arange(size, dtype=np.int32)
+  """A loop over the lanes, each with control flow of its own, whose calls know its number."""
+  pairs = list(zip(args, dims, strict=True))
+  # No loop goes along an axis that is split.
+  moved = [x if d is None else batching.lie_along(None, jnp.moveaxis(x, d, 0)) for x, d in pairs]
   flow = numbered.Flow(primitive, params)
-
   mark = batching.lane_p.bind if batching.is_marking() else lambda x: x
 
-  def lane(carry: None, row: Sequence[Any]) -> tuple[None, Sequence[Any]]:
-    number, *rest = row
-    values = iter(rest)
-    operands = [x if d is None else next(values) for x, d in zip(args, dims, strict=True)]
-    results = numbered.bind(flow, number, size, list(map(mark, operands)))
-    return carry, list(map(mark, results))
+  def lane(operands: Sequence[Any], number: Any) -> Sequence[Any]:
+    results = numbered.bind(flow, number, axis_data.size, list(map(mark, operands)))
+    return list(map(mark, results))
 
-  _, results = jax.lax.scan(lane, None, [numbers, *rows])
+  results = one_by_one(lane, [d is not None for d in dims], moved)
   results = [batching.lie_along(axis_data.explicit_mesh_axis, result) for result in results]
   return results, [0] * len(results)

@@ -186,9 +186,10 @@ class _Call:
       sizes.append(whole[-1] // tiling.counts[axis])
       starts.append((tiling.index[:, axis] * sizes[-1]).tolist())
     masks = [tuple(digit == "1" for digit in mask) for mask in about.lanes]
-    # A gate's number stands behind the operands of the masks, a tap's among them.
-    operands = len(self.operands) - (bool(about.numbered) and about.tap < 0)
-    held["batch"] = encode_levels(list(zip(sizes, masks, strict=True)), about.numbered, operands)
+    if masks or about.numbered:
+      # A gate's number stands behind the operands of the masks, a tap's among them.
+      operands = len(self.operands) - (bool(about.numbered) and about.tap < 0)
+      held["batch"] = encode_levels(list(zip(sizes, masks, strict=True)), about.numbered, operands)
     if about.tap >= 0:
       # Lanes of numbered levels are the same on all devices.
       every, own = all_sizes(whole, about.numbered), iter(starts)

@@ -158,13 +158,15 @@ class Source:
 
   def _ranges(self, arrays: list[Any]) -> list[range]:
     """The indices of a record's lanes in each level: in a numbered one the record's own."""
-    ranges = [range(size) for size in self.sizes]
-    if self._number is not None:
-      rest = int(arrays[self._number])
-      for level in reversed([n for n, flag in enumerate(self.numbered) if flag]):
-        rest, index = divmod(rest, self.sizes[level])
-        ranges[level] = range(index, index + 1)
-    return ranges
+    if self._number is None:
+      return [range(size) for size in self.sizes]
+    levels = list(zip(self.sizes, self.numbered, strict=True))
+    own = iter(np.unravel_index(int(arrays[self._number]), [size for size, flag in levels if flag]))
+    starts = [int(next(own)) if flag else 0 for _, flag in levels]
+    return [
+      range(start, start + (1 if flag else size))
+      for start, (size, flag) in zip(starts, levels, strict=True)
+    ]
 
   def _lanes(self, arrays: list[Any], shard: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number and the value leaves of each lane that was sent."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from callgate._call.lowering import emit
 from callgate._core import dtypes, effects, encoding, errors, names
-from callgate._core.levels import encode_levels
+from callgate._core.levels import encode_levels, number_of_lane
 from callgate._jax import dispatch, lowering, tracing, walk
 from callgate._runtime import config, targets
 from callgate._sharding import calls
@@ -55,12 +54,10 @@ def bind_in_lane(
   if site.whole or encoding.is_open(size):
     return primitive.bind(*operands, **params)
   place = site.sent - bool(site.numbered)
-  before, after = operands[:place], operands[place:]
-  if site.numbered:
-    lane = lane * math.prod(n for n, _ in site.numbered) + after[0]
-    after = after[1:]
-  else:
+  before, number, after = operands[:place], operands[place : site.sent], operands[site.sent :]
+  if not site.numbered:
     params = with_scalar(params, place)
+  lane = number_of_lane(lane, site.numbered, number)
   numbered = ((size, len(params["levels"])), *site.numbered)
   params = {**params, "site": dataclasses.replace(site, numbered=numbered)}
   results = list(primitive.bind(*before, lane, *after, **params))
@@ -298,8 +295,8 @@ def _lower(
   portable = _keep(context, tap, site)
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
+  batch = _batch_of(site, levels, operands)
   if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
-    batch = _batch_of(site, levels, operands)
     held, key = _held(site, batch, {**how, "portable": portable})
     return _lower_by_jax(context, operands, tap, site, held, key)
   held = _site.encode(site, returned=site.values if dataflow else 0, portable=portable, **how)
@@ -307,8 +304,7 @@ def _lower(
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
   return emit(
     context, operands, context.avals_in, context.avals_out,
-    name=tap.name, label=site.name, attributes=held,
-    batch=_batch_of(site, levels, operands), has_side_effect=True,
+    name=tap.name, label=site.name, attributes=held, batch=batch, has_side_effect=True,
     order=_order_of(site) if ordered else None,
     aliases={operand: result for result, operand in passed},
     # No CUDA graph can allocate the memory of copies on the device.

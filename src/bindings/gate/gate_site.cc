@@ -129,13 +129,7 @@ class PyGateSite final : public Site {
   void run_all(const Call& call, DeviceCall* gpu) {
     CallPlace place{{}, 0, &spec_.layout, &call.context};
     CallPlaceScope told(options_.located ? &place : nullptr);
-    if (spec_.lanes.empty()) [[likely]]
-      return run_lane(0, call.operands, call.results, call.context, gpu);
-    run_lanes(call, place, gpu);
-  }
-
-  // Apart, so that it costs calls without lanes nothing.
-  [[gnu::noinline]] void run_lanes(const Call& call, CallPlace& place, DeviceCall* gpu) {
+    if (spec_.lanes.empty()) return run_lane(0, call.operands, call.results, call.context, gpu);
     std::optional<LanesOfCall> lanes;
     try {
       lanes.emplace(spec_.lanes, call.operands, call.results, call.context.lane);

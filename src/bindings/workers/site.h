@@ -181,13 +181,13 @@ class WorkerSite final : public Site {
     std::optional<WorkerFailure> failed;
     auto make = [&](const Call& part, const LanesOfCall* of_part, std::int64_t lane) {
       prepare();
-      const Lanes& own = of_part == nullptr ? none : **of_part;
+      const Lanes* own = of_part == nullptr ? nullptr : &**of_part;
       Chosen chosen;
       chosen.first_lane = lane;
       // A part's first lane is that of the whole call: run_counted() adds its own part's.
       if (lanes != nullptr)
-        chosen.first_lane += lanes_before(**lanes, call) - lanes_before(own, call);
-      failed = run_without_gil(part, own, chosen);
+        chosen.first_lane += lanes_before(&**lanes, call) - lanes_before(own, call);
+      failed = run_without_gil(part, own == nullptr ? none : *own, chosen);
       if (!failed) return;
       failed->lane += lane;
       throw exception_of(*failed, part);
@@ -235,7 +235,7 @@ class WorkerSite final : public Site {
     if (!levels.empty()) lanes.emplace(levels, call.operands, call.results);
     const std::int64_t count = lanes ? (*lanes)->count() : 1;
     callee_->counters.calls.fetch_add(count, std::memory_order_relaxed);
-    options.first_lane = chosen.first_lane + lanes_before(lanes ? **lanes : Lanes(), call);
+    options.first_lane = chosen.first_lane + lanes_before(lanes ? &**lanes : nullptr, call);
     spread(*callee_->pool, options, call, lanes ? &**lanes : nullptr, lane_time_);
   }
 
@@ -246,8 +246,11 @@ class WorkerSite final : public Site {
   }
 
   // The lanes of all shards before a call's first one, where numbered levels are outermost.
-  static std::int64_t lanes_before(const Lanes& lanes, const Call& call) {
-    return std::max(call.context.shard, 0) * lanes.total() + call.context.lane * lanes.count();
+  // With null of a call without levels.
+  static std::int64_t lanes_before(const Lanes* lanes, const Call& call) {
+    const std::int64_t total = lanes == nullptr ? 1 : lanes->total();
+    const std::int64_t count = lanes == nullptr ? 1 : lanes->count();
+    return std::max(call.context.shard, 0) * total + call.context.lane * count;
   }
 
   // The lane whose function raised; -1 where the worker failed, which may have had several.

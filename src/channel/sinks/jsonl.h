@@ -324,8 +324,9 @@ class JsonlSink final : public Sink {
   void append_lane(const Lanes& lanes, std::int64_t lane) {
     lines_ += ",\"lane\":";
     char mark = '[';
-    for (std::int64_t index : lanes.indices(lane))
+    lanes.each_index(lane, [&](std::int64_t index) {
       append_json_number(lines_ += std::exchange(mark, ','), index);
+    });
     lines_ += ']';
   }
 
