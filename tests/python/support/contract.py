@@ -76,6 +76,7 @@ class Row:
     raises: the type of the program's error, where that is not the very object that the host raised.
     refuses: by question, why the part has no answer.
     around: a block in which its programs run.
+    needs: a package that it needs.
   """
 
   make: Callable[[Host], F]
@@ -85,6 +86,7 @@ class Row:
   raises: type[BaseException] | None = None
   refuses: dict[str, str] = dataclasses.field(default_factory=dict)
   around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+  needs: str = ""
 
 
 def _gate(**options: Any) -> Callable[[Host], F]:
@@ -292,7 +294,7 @@ ROWS: dict[str, Row] = {
   "elementwise": Row(
     _elementwise, each=False, refuses={"error": "compiled code raises by a check alone"}
   ),
-  "torch": Row(_torch),
+  "torch": Row(_torch, needs="torch"),
   "pure_callback": Row(
     _pure_callback, each=False, refuses={"line": _JAX, "export": "serialization of host_callbacks"}
   ),
