@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY = ROOT / "build" / "clang-tidy"
-OURS = ("src", "include", "tests", "benchmarks")
+OURS = ("src", "include", "tests", "benchmarks", "virtual_gpu/fake_driver", "virtual_gpu/ptx")
 # The databases hold g++'s command lines; these are its options that clang doesn't know, its
 # precompiled headers, and a warning that its -Wconversion doesn't mean.
 EXTRA = [
@@ -65,7 +65,7 @@ def sources_of(path: Path) -> tuple[Path, ...]:
   paths = [path]
   if path.parent.name == "Unity":
     paths = [Path(name) for name in re.findall(r'^#include "(.+)"', path.read_text(), re.M)]
-  return tuple(p for p in paths if p.is_relative_to(ROOT) and p.relative_to(ROOT).parts[0] in OURS)
+  return tuple(p for p in paths if any(p.is_relative_to(ROOT / folder) for folder in OURS))
 
 
 def units(folders: list[Path]) -> list[Unit]:

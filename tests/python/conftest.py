@@ -25,6 +25,10 @@ jax.config.update("jax_enable_x64", False)
 # What is about several devices runs on these; other programs use the first.
 jax.config.update("jax_num_cpu_devices", int(os.environ.get("CALLGATE_TEST_DEVICES", "8")))
 
+# The virtual GPU runs PTX, and no machine code. The processes that tests start need that, too.
+if "VIRTUAL_GPU" in os.environ:
+  os.environ.setdefault("CALLGATE_NVRTC_OUTPUT", "ptx")
+
 # What XLA makes of a program's own arithmetic is not what most tests are about. The processes that
 # tests start keep XLA's defaults.
 if os.environ.get("CALLGATE_TEST_XLA") == "quick":

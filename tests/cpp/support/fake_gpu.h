@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GPUs without a GPU: streams and memory of the fake CUDA driver (tests/cuda_fake), which callgate
-// loads as it would load the real one.
+// GPUs without a GPU: streams and memory of the fake CUDA driver (virtual_gpu/fake_driver), which
+// callgate loads as it would load the real one.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 
 #include "cuda/completions.h"
 #include "cuda/device.h"
-#include "cuda_fake/fakecuda.h"
+#include "fake_driver/fakecuda.h"
 
 namespace callgate::fake {
 

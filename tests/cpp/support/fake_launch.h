@@ -12,8 +12,8 @@
 
 #include "core/call.h"
 #include "cuda/launch.h"
-#include "cuda_fake/fakecuda.h"
 #include "fake_attributes.h"
+#include "fake_driver/fakecuda.h"
 #include "fake_gpu.h"
 
 namespace callgate::fake {

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA without a GPU: the fake driver of tests/cuda_fake for tests in Python.
+"""CUDA without a GPU: the fake driver of virtual_gpu/fake_driver for tests in Python.
 
 `open_fake()` builds the fake driver and XLA's side of an FFI call, once for each version of their
 sources, makes the driver callgate's, and gives the process's one `FakeCuda`. The fixture `fake` in
 conftest.py wraps it: it clears what earlier tests did and fails a test whose work broke a rule of
 CUDA's. Programs run with `fake_programs`; what the parts of the driver do is told in
-tests/cuda_fake/fakecuda.h.
+virtual_gpu/fake_driver/fakecuda.h.
 
 Memory and streams made here are the test's own; `live()` counts callgate's alone. Kernels and works
 given as Python functions run on a stream's thread.
@@ -30,8 +30,10 @@ import jax
 import numpy as np
 import pytest
 
-SOURCES = Path(__file__).parents[2] / "cuda_fake"
-_TYPES = Path(__file__).parents[3] / "src" / "cuda" / "driver.h"
+_ROOT = Path(__file__).parents[3]
+_DRIVER = _ROOT / "virtual_gpu" / "fake_driver"
+_INTERPRETER = _ROOT / "virtual_gpu" / "ptx" / "ptx.h"  # which the driver includes
+_RUNNER = _ROOT / "tests" / "ffi_runner"
 
 ILLEGAL_ADDRESS, LAUNCH_FAILED, OUT_OF_MEMORY = 700, 719, 2
 
@@ -115,16 +117,16 @@ def _build() -> tuple[Path, Path]:
   if compiler is None:
     pytest.skip("no C++ compiler, which the fake CUDA driver is built with")
   include = jax.ffi.include_dir()
-  files = sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h"), _TYPES])
+  driver, runner = sorted(_DRIVER.glob("*.cc")), sorted(_RUNNER.glob("*.cc"))
+  files = [*driver, *runner, *sorted(_DRIVER.glob("*.h")), *sorted(_RUNNER.glob("*.h"))]
+  files.append(_INTERPRETER)
   text = b"".join(file.read_bytes() for file in files) + include.encode() + compiler.encode()
   user = os.getuid() if hasattr(os, "getuid") else 0
   folder = Path(tempfile.gettempdir()) / f"callgate-fake-cuda-{user}"
   folder = folder / hashlib.blake2b(text, digest_size=12).hexdigest()
   folder.mkdir(parents=True, exist_ok=True)
-  runner = [file for file in files if file.suffix == ".cc" and file.name.startswith("runner")]
-  driver = [file for file in files if file.suffix == ".cc" and file not in runner]
   return (
-    _compile(compiler, folder, "libcuda_fake.so", driver),
+    _compile(compiler, folder, "libfake_cuda.so", driver),
     _compile(compiler, folder, "libcallgate_runner.so", runner, f"-I{include}"),
   )
 
