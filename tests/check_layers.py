@@ -15,6 +15,11 @@ Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on i
 - a C++ test uses what it has a using-declaration for: clang-tidy, which looks at several tests as
   one file, does not see it;
 
+in virtual_gpu, which others can lift out:
+
+- a quoted #include names a file of the folder; an import is of Python's own modules, the folder's
+  or those in ALONE; nothing names callgate, as its headers, modules and variables do;
+
 and in every Python file below ROOT/python, on its syntax tree, imports in functions included:
 
 - JAX's private modules (`jax._src`, `jaxlib._jax`) appear in python/callgate/_jax alone;
@@ -102,6 +107,9 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "compat": "_jax _core _sharding _runtime _call _gate _tap",
   }.items()
 }
+# The tool that stands alone, and the packages that it may import.
+TOOL = PurePosixPath("virtual_gpu")
+ALONE = frozenset({"jax", "numpy", "pytest"})
 BASE = ("_part",)  # imports nothing of the package, and any file may import it
 TOP = ("__init__", "__main__", "_attach", "_names", "_start")  # these import anything
 WITH_CODE = ("callgate", "sinks", "executors", "compat")  # folders whose __init__ has some
@@ -125,7 +133,7 @@ def violations(root: Path) -> list[str]:
     found += _check_privacy(name, tree)
     if path.suffix == ".py" and name.is_relative_to(PACKAGE):
       found += _check_form(name, tree, len(text.splitlines()))
-  return found + list(_check_imports(package))
+  return found + list(_check_imports(package)) + list(_check_tool(root))
 
 
 def _files(folder: Path, suffixes: set[str]) -> list[Path]:
@@ -221,6 +229,40 @@ def _runs(node: ast.stmt) -> bool:
   return isinstance(node, ast.For | ast.While | ast.With | ast.Try) or (
     isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
   )
+
+
+# -- the virtual GPU -------------------------------------------------------------------------------
+def _check_tool(root: Path) -> Iterator[str]:
+  files = _files(root / TOOL, {*CPP_SUFFIXES, ".py", ".txt"})
+  files = [file for file in files if file.relative_to(root / TOOL).parts[0] != "build"]
+  own = {file.stem for file in files if file.suffix == ".py"} | {TOOL.name}
+  for path in files:
+    name = PurePosixPath(path.relative_to(root).as_posix())
+    text = path.read_text(encoding="utf-8")
+    named = {_line_of(text, match.start()) for match in re.finditer(r"(?i)callgate", text)}
+    yield from (f"{name}:{line}: names callgate; {TOOL} stands alone" for line in sorted(named))
+    for line, what in _outside(path, text, root / TOOL, own):
+      if line not in named:
+        yield f"{name}:{line}: {what}"
+
+
+def _outside(path: Path, text: str, tool: Path, own: set[str]) -> Iterator[tuple[int, str]]:
+  """The includes and imports of what lies neither in the folder nor in ALONE."""
+  for match in INCLUDE.finditer(text) if path.suffix in CPP_SUFFIXES else ():
+    near = [(folder / match[1]).resolve() for folder in (path.parent, tool)]
+    inside = any(x.is_file() and x.is_relative_to(tool.resolve()) for x in near)
+    if text[match.start(1) - 1] == '"' and not inside:
+      yield _line_of(text, match.start(1)), f'"{match[1]}": expected a file of {TOOL}'
+  for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+    if isinstance(node, ast.Import):
+      modules = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+      modules = [node.module]
+    else:
+      continue
+    for module in modules:
+      if module.split(".")[0] not in ALONE | own | sys.stdlib_module_names:
+        yield node.lineno, f"{module}: {TOOL} imports {', '.join(sorted(ALONE))} alone"
 
 
 Package = dict[PurePosixPath, ast.Module]

@@ -55,6 +55,14 @@ ALLOWED = {
     'import logging\n\nlog = logging.getLogger("jax._src.callback")\n'
   ),
   "python/callgate/_gate/gate.py": '"""Says jax._src in words."""\nimport jax  # not jax._src\n',
+  "src/core/a.h": "",
+  "tools/requirements.py": "",
+  "virtual_gpu/ptx/ptx.h": "#include <vector>\n",
+  "virtual_gpu/ptx/grid.cc": '#include "ptx.h"\n#include "ptx/ptx.h"\n',
+  "virtual_gpu/driver/start.cc": '#include "../ptx/ptx.h"\n#include <gtest/gtest.h>\n',
+  "virtual_gpu/tests/test_a.py": "import os, jax.numpy, pytest\nfrom test_b import f\n",
+  "virtual_gpu/tests/test_b.py": "def f(): ...\n",
+  "virtual_gpu/build/site/a.py": "import callgate\n",
 }
 
 
@@ -111,6 +119,13 @@ VIOLATIONS = [
   ("python/callgate/_gate/a.py", "print()"),
   ("python/callgate/_gate/a.py", "import sys; sys.excepthook = None"),
   ("python/callgate/_gate/a.py", "for x in (): pass"),
+  ("virtual_gpu/driver/a.cc", '#include "../../src/core/a.h"'),
+  ("virtual_gpu/driver/a.cc", '#include "core/a.h"'),
+  ("virtual_gpu/ptx/a.h", "#include <callgate/kernel.h>"),
+  ("virtual_gpu/ptx/a.cc", 'const char* output = getenv("CALLGATE_NVRTC_OUTPUT");'),
+  ("virtual_gpu/tests/a.py", "import callgate as cg"),
+  ("virtual_gpu/virtual_gpu/a.py", "def f():\n  from requirements import requirements"),
+  ("virtual_gpu/CMakeLists.txt", "target_link_libraries(cuda PRIVATE callgate_options)"),
 ]
 
 
