@@ -251,7 +251,7 @@ VIRTUAL_GPU_LEFT_OUT := $(addprefix --deselect tests/python/,\
   sharding/test_partitioner.py::test_a_pure_program_whose_result_nobody_keeps_is_waited_for \
   gate/test_results.py::test_masked_arrays_are_refused_where_arrays_come_in)
 
-# Exits with 77 where pip has no CUDA plugin. VIRTUAL_GPU_EXTRAS: triton, numba-cuda.
+# Fails where pip has no CUDA plugin. VIRTUAL_GPU_EXTRAS: triton, numba-cuda.
 virtual-gpu: package
 	$(VIRTUAL_GPU) build --with $(VIRTUAL_GPU_WITH)
 
