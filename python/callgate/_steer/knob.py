@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import sys
 import threading
 import weakref
@@ -88,6 +89,16 @@ class Knob:
     self.cell = _callgate.Knob(f"callgate.knob:{name}", _bits(self.as_array()))
     self._reads: dict[Per, _Read] = {}
     self.place, self.line = registry.current_place(), ("", 0)
+
+  def __copy__(self) -> Knob:
+    return self
+
+  def __deepcopy__(self, memo: Any) -> Knob:
+    del memo
+    return self
+
+  def __reduce__(self) -> Any:
+    return _named, (self.name,)
 
   def define(self, value: Any, range: Any, scale: Any) -> None:
     """Takes the options of a definition that runs again."""
@@ -229,6 +240,16 @@ def set_all(values: Mapping[str, Any]) -> None:
 
 def _bits(array: Any) -> int:
   return int.from_bytes(array.tobytes().ljust(8, b"\0"), "little")
+
+
+def _named(name: str) -> Knob:
+  """Finds the knob of a pickle: the one of its name here."""
+  if (found := _knobs.get(name)) is not None:
+    return found
+  raise pickle.UnpicklingError(
+    f"knob '{name}': expected one of this name in the process that loads the pickle, got none; "
+    f"define it first: cg.knob({name!r}, ...)"
+  )
 
 
 def knob(

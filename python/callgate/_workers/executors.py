@@ -9,9 +9,11 @@ from __future__ import annotations
 import concurrent.futures as futures
 import functools
 import hashlib
+import os
 import pickle
 import queue
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +22,15 @@ import numpy as np
 from callgate import _callgate
 from callgate._arrays import bind
 from callgate._core import encoding
-from callgate._core.errors import GateTimeoutError
+from callgate._core.errors import GateError, GateTimeoutError
 from callgate._workers import travel
 from callgate._workers.remote import Description
 from callgate._workers.workers import usable_cpus
 
 _PIECE_SECONDS = 0.01  # that a piece should take: sending it takes about a tenth of that
 Arrays = Sequence[Any]
+# The process whose gates an executor runs.
+_processes: weakref.WeakKeyDictionary[futures.Executor, int] = weakref.WeakKeyDictionary()
 
 
 class OnExecutor:
@@ -52,6 +56,15 @@ class OnExecutor:
     if not _callgate.is_replaying():  # a recording answers: it may never be needed
       self._pickle()
 
+  def _refuse_the_parents(self) -> None:
+    """Raises in a fork's child of the process whose gates the executor runs."""
+    if _processes.setdefault(self.executor, os.getpid()) != os.getpid():
+      raise GateError(
+        f"{self.label}: this process was forked from the one whose gates ran on its "
+        f"{type(self.executor).__name__}, whose threads are not here; expected an executor of its "
+        "own, or a process that was started by multiprocessing's 'spawn' or 'forkserver'"
+      )
+
   def _pickle(self) -> None:
     if not self.here and self._text is None:
       self._text = travel.dumps(self.label, (vars(self.described), self.aliases))
@@ -76,6 +89,7 @@ class OnExecutor:
     count = len(lanes)
     if count == 0:
       return
+    self._refuse_the_parents()
     task, outs = self._task(spec), None
     if self.described.style != "return":
       outs = [(array.shape, array.dtype) for array in lanes.empty()]

@@ -122,7 +122,7 @@ def buffer_callback(
     flat_args, in_tree = jax.tree.flatten((args, kwargs))
     in_avals = [jax.typeof(x) for x in flat_args]
     aliases = _checked_aliases(input_output_aliases or {}, in_avals, result_avals)
-    flat_results = buffer_callback_p.bind(
+    flat_results = _bind_primitive(
       *tracing.vary_alike("buffer_callback", flat_args), callback=exact.exact_object(callback),
       result_avals=result_avals, in_tree=in_tree, out_tree=out_tree, vmap_method=vmap_method,
       has_side_effect=has_side_effect, input_output_aliases=aliases,
@@ -162,6 +162,11 @@ _exported: list[Callee] = []  # nothing tells when the last copy of the program 
 # The name is part of vmap's error text.
 buffer_callback_p = Primitive("buffer_callback")
 buffer_callback_p.multiple_results = True
+
+
+def _bind_primitive(*args: Any, **params: Any) -> Any:
+  """Binds the primitive. A callable's pickle names this function, and takes no primitive along."""
+  return buffer_callback_p.bind(*args, **params)
 
 
 def _abstract_eval(
