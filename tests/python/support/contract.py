@@ -13,7 +13,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import itertools
+import pathlib
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,25 +28,35 @@ import worker_functions
 import callgate as cg
 from callgate.compat import buffer_callback, callbacks, host_callback, host_callback_2023
 
+FOLDER = pathlib.Path(__file__).parent  # from which other processes import this
 F = Callable[[Any], Any]
 BAD = 7.0  # the value for which a host's function raises
 
 
 class Host:
-  """The user's function: gives `x + 1`, notes its calls, and raises for `BAD` where it is told to.
+  """The user's function: gives `x + plus`, notes its calls, raises for `BAD` where it is told to.
 
   Attributes:
     error: makes what it raises; None for nothing.
+    plus: what it adds.
   """
 
-  def __init__(self, error: Callable[[], BaseException] | None = None) -> None:
-    self.error = error
+  def __init__(self, error: Callable[[], BaseException] | None = None, plus: float = 1) -> None:
+    self.error, self.plus = error, plus
     self._lock = threading.Lock()
     self._seen: list[float] = []
 
   def __call__(self, x: Any) -> np.ndarray:
     self.note(x)
-    return np.asarray(x, np.float32) + np.float32(1)
+    return np.asarray(x, np.float32) + np.float32(self.plus)
+
+  def function(self) -> Callable[[Any], Any]:
+    """The function that a part gets."""
+    return lambda x: self(x)
+
+  def consumer(self) -> Callable[[Any], None]:
+    """The function that a tap gets."""
+    return lambda value: self.note(value)
 
   def note(self, x: Any) -> None:
     values = np.asarray(x, np.float32).reshape(-1).tolist()  # several of a call with all lanes
@@ -90,11 +102,11 @@ class Row:
 
 
 def _gate(**options: Any) -> Callable[[Host], F]:
-  return lambda host: cg.gate(lambda x: host(x), like=lambda x: x + 1, **options)
+  return lambda host: cg.gate(host.function(), like=lambda x: x + 1, **options)
 
 
 def _called(host: Host) -> F:
-  return lambda x: cg.call(lambda x: host(x), x, x, effect="io")
+  return lambda x: cg.call(host.function(), x, x, effect="io")
 
 
 def _into(host: Host) -> F:
@@ -106,11 +118,11 @@ def _into(host: Host) -> F:
 
 
 def _tap(**options: Any) -> Callable[[Host], F]:
-  return lambda host: lambda x: cg.tap(x, lambda value: host.note(value), **options)
+  return lambda host: lambda x: cg.tap(x, host.consumer(), **options)
 
 
 def _tap_kept(host: Host) -> F:
-  consumer = lambda value: host.note(value)  # the same one in each trace
+  consumer = host.consumer()  # the same one in each trace
   return lambda x: cg.tap(x, consumer)
 
 
@@ -125,7 +137,7 @@ def _check(host: Host) -> F:
 
 
 def _held(host: Host) -> F:
-  make = cg.hold(lambda x: host(x))
+  make = cg.hold(host.function())
   return lambda x: cg.use(lambda made, x: np.float32(made), make(x), x, out=x)
 
 
@@ -135,7 +147,7 @@ def _used(host: Host) -> F:
 
 
 def _started(host: Host) -> F:
-  gate = cg.gate(lambda x: host(x), out=lambda x: x, effect="io")
+  gate = cg.gate(host.function(), out=lambda x: x, effect="io")
   return lambda x: gate.start(x).result()
 
 
@@ -161,24 +173,23 @@ _names = itertools.count()
 
 
 def _knob(host: Host) -> F:
-  knob = cg.knob(f"contract.{next(_names)}", 1.0)
+  knob = cg.knob(f"contract.{next(_names)}", float(host.plus))
   f = lambda x: x + knob.read()
   f.keeps = knob, host  # type: ignore[attr-defined]
   return f
 
 
 def _numba(host: Host) -> F:
-  del host
-  return cg.numba(lambda x: x + np.float32(1), out=lambda x: x)
+  plus = np.float32(host.plus)
+  return cg.numba(lambda x: x + plus, out=lambda x: x)
 
 
 def _elementwise(host: Host) -> F:
-  del host
-  return cg.elementwise("T x", "T y", "y = x + 1")
+  return cg.elementwise("T x", "T y", f"y = x + {host.plus}")
 
 
 def _torch(host: Host) -> F:
-  return cg.torch(lambda x: (host.note(x.detach()), x + 1)[1], out=lambda x: x, effect="io")
+  return cg.torch(lambda x: (host.note(x.detach()), x + host.plus)[1], out=lambda x: x, effect="io")
 
 
 def _feed(host: Host) -> F:
@@ -196,7 +207,7 @@ def _solver(host: Host) -> F:
 
 
 def _root(host: Host) -> F:
-  solution = cg.root(lambda x, theta: x - theta - 1, solver=lambda theta, x0: host(theta))
+  solution = cg.root(lambda x, theta: x - theta - host.plus, solver=lambda theta, x0: host(theta))
   return lambda x: solution(x, x)
 
 
@@ -211,8 +222,13 @@ def _stoppable(host: Host) -> F:
 
 
 def _in_worker(host: Host) -> F:
-  function = worker_functions.add_one if host.error is None else worker_functions.add_one_to_small
-  return cg.gate(function, like=lambda x: x + 1, effect="io", run_on=_workers())
+  function = worker_functions.add if host.error is None else worker_functions.add_to_small
+  return cg.gate(
+    functools.partial(function, plus=host.plus),
+    like=lambda x: x + 1,
+    effect="io",
+    run_on=_workers(),
+  )
 
 
 @functools.cache
@@ -221,12 +237,12 @@ def _workers() -> Any:
 
 
 def _pure_callback(host: Host) -> F:
-  call = functools.partial(callbacks.pure_callback, lambda x: host(x), vmap_method="sequential")
+  call = functools.partial(callbacks.pure_callback, host.function(), vmap_method="sequential")
   return lambda x: call(jax.ShapeDtypeStruct((), "float32"), x)
 
 
 def _io_callback(host: Host) -> F:
-  return lambda x: callbacks.io_callback(lambda x: host(x), jax.ShapeDtypeStruct((), "float32"), x)
+  return lambda x: callbacks.io_callback(host.function(), jax.ShapeDtypeStruct((), "float32"), x)
 
 
 def _buffer_callback(host: Host) -> F:
@@ -246,7 +262,11 @@ def _id_tap_2023(host: Host) -> F:
   return lambda x: host_callback_2023.id_tap(lambda value, _: host.note(value), x)
 
 
+_CHANNELS = "forked from one that had channels"
+_THREADS = "forked from one that ran gates on threads of their own"
+_OWN = "callgate made it for a purpose of its own"
 _FUNCTION = "other processes don't have its function"
+_OF_TAPS = {"export": _FUNCTION, "fork": _CHANNELS}
 _RECENT = (
   "the last 64 functions of cg.call and cg.use, and 256 of cg.scan, are kept for calls to come"
 )
@@ -257,28 +277,40 @@ ROWS: dict[str, Row] = {
   "gate ordered": Row(_gate(effect="ordered")),
   "gate whole": Row(_gate(effect="io", vmap="whole"), refuses={"lane": "one call has all lanes"}),
   "gate inplace": Row(_into),
-  "gate on its own thread": Row(_gate(effect="io", thread="own")),
+  "gate on its own thread": Row(_gate(effect="io", thread="own"), refuses={"fork": _THREADS}),
   "gate on a named thread": Row(_on_thread),
-  "gate on an executor": Row(_thread_executor),
+  "gate on an executor": Row(
+    _thread_executor,
+    refuses={
+      "fork": "the one whose gates ran on its ThreadPoolEx",
+      "pickle": "cannot pickle '_queue",
+    },
+  ),
   "call": Row(_called, refuses={"dropped": _RECENT}),
-  "tap": Row(_tap_kept, adds=0, tells=False, refuses={"export": _FUNCTION}),
-  "tap ordered": Row(_tap(ordered=True), adds=0, tells=False, refuses={"export": _FUNCTION}),
-  "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False, refuses={"export": _FUNCTION}),
+  "tap": Row(_tap_kept, adds=0, tells=False, refuses=_OF_TAPS),
+  "tap ordered": Row(_tap(ordered=True), adds=0, tells=False, refuses=_OF_TAPS),
+  "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False, refuses=_OF_TAPS),
   "check": Row(_check, adds=0, each=False, raises=cg.CheckError),
   "hold": Row(_held, each=False, refuses={"dropped": _RECENT}),
   "use": Row(_used, refuses={"dropped": _RECENT}),
-  "start": Row(_started),
-  "knob": Row(_knob, each=False, refuses={"error": "no function of the user's runs"}),
+  "start": Row(_started, refuses={"fork": "was forked from one that ran such calls"}),
+  "knob": Row(
+    _knob,
+    each=False,
+    refuses={"error": "no function of the user's runs", "pickle elsewhere": "define it first"},
+  ),
   "feed": Row(
     _feed,
     each=False,
     refuses={
       "cycle": "its thread runs the iterator",
       "error": "an item fails where it is made, before a program asks for it",
+      "fork": "its thread is not in the forked process",
+      "pickle": "its iterator runs in this process",
     },
   ),
-  "linear_solver": Row(_solver),
-  "root": Row(_root, each=False),
+  "linear_solver": Row(_solver, refuses={"pickle": _OWN}),
+  "root": Row(_root, each=False, refuses={"pickle": _OWN}),
   "breakpoint": Row(
     _breakpoint, adds=0, each=False, refuses={"error": "no function of the user's runs"}
   ),
@@ -289,7 +321,12 @@ ROWS: dict[str, Row] = {
       "dropped": _RECENT,
     },
   ),
-  "gate in a worker": Row(_in_worker, each=False, raises=LookupError),
+  "gate in a worker": Row(
+    _in_worker,
+    each=False,
+    raises=LookupError,
+    refuses={"fork": "the one that has the worker processes"},
+  ),
   "numba": Row(_numba, each=False, refuses={"error": "compiled code raises by a check alone"}),
   "elementwise": Row(
     _elementwise, each=False, refuses={"error": "compiled code raises by a check alone"}
@@ -311,16 +348,21 @@ ROWS: dict[str, Row] = {
     _id_tap,
     adds=0,
     tells=False,
-    refuses={"export": _FUNCTION},
+    refuses=_OF_TAPS,
     around=host_callback.outfeed_receiver,
   ),
   "id_tap of 2023": Row(
     _id_tap_2023,
     adds=0,
     tells=False,
-    refuses={"export": _FUNCTION, "told": "the program goes on; `barrier_wait()` raises"},
+    refuses={**_OF_TAPS, "told": "the program goes on; `barrier_wait()` raises"},
   ),
 }
+
+
+def installed(row: str) -> bool:
+  """True if the package that the row needs is here."""
+  return not ROWS[row].needs or importlib.util.find_spec(ROWS[row].needs) is not None
 
 
 def rows(question: str) -> list[str]:

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 
-def add_one(x: Any) -> Any:
-  return x + np.float32(1)
+def add(x: Any, plus: float = 1) -> Any:
+  return x + np.float32(plus)
 
 
-def add_one_to_small(x: Any) -> Any:
+def add_to_small(x: Any, plus: float = 1) -> Any:
   if x == 7:
     raise LookupError("too large")
-  return add_one(x)
+  return add(x, plus)
 
 
 def pid(x: Any) -> Any:

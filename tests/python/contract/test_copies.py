@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract: copies and pickles of a jitted function run, here and in another process."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from typing import Any
+
+import contract
+import jax
+import numpy as np
+import pytest
+from contract import FOLDER, ROWS, Host
+from interpreters import output_of
+
+import callgate as cg
+
+cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not installed")
+
+X = np.float32(3)
+
+
+class Portable(Host):
+  """A host that pickles: without its lock and without what it has seen."""
+
+  def __reduce__(self) -> Any:
+    return Host, (self.error, self.plus)
+
+
+def _pickled(row: str) -> bytes:
+  return cloudpickle.dumps(jax.jit(ROWS[row].make(Portable())))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_copy_and_a_pickle_run_or_say_why_not(row: str) -> None:
+  part = ROWS[row]
+  f = part.make(Portable())
+  copied = copy.deepcopy({"held": [f]})["held"][0]
+  with part.around():
+    assert float(jax.jit(copied)(X)) == 3 + part.adds
+    if "pickle" in part.refuses:
+      with pytest.raises(Exception, match=part.refuses["pickle"]):
+        cloudpickle.dumps(jax.jit(f))
+      return
+    program = cloudpickle.loads(cloudpickle.dumps(jax.jit(f)))
+    for value in (1, 2):
+      assert float(program(np.float32(value))) == value + part.adds
+    cg.barrier()
+
+
+_OTHER = """
+import base64, json, pickle, sys
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 8)
+sys.path.insert(0, %r)
+import contract
+
+said = {}
+for row, text in %r.items():
+  try:
+    with contract.ROWS[row].around():
+      program = pickle.loads(base64.b64decode(text))
+      said[row] = [float(program(np.float32(n))) - n for n in range(2)]
+  except Exception as error:
+    said[row] = str(error)
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, Any]:
+  """By row, what its pickle's program has added in another process: one process for all rows."""
+  asked = filter(contract.installed, contract.rows("pickle"))
+  made = {row: base64.b64encode(_pickled(row)).decode() for row in asked}
+  return json.loads(output_of(_OTHER % (str(FOLDER), made)).splitlines()[-1])
+
+
+@pytest.mark.parametrize("row", contract.rows("pickle"))
+def test_a_pickle_runs_in_another_process_or_says_why_not(
+  row: str, elsewhere: dict[str, Any]
+) -> None:
+  part, said = ROWS[row], elsewhere[row]
+  if "pickle elsewhere" in part.refuses:
+    assert part.refuses["pickle elsewhere"] in said
+  else:
+    assert said == [part.adds] * 2
