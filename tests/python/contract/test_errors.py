@@ -34,6 +34,30 @@ class Wordless(Exception):
     raise TypeError(f"no notes: {note}")
 
 
+class Closed(Exception):
+  """One that is false, can't be changed or compared, and has no room for notes."""
+
+  __notes__ = property(lambda self: None)
+
+  def __setattr__(self, name: str, value: object) -> None:
+    raise AttributeError(f"{name} is not to be set")
+
+  def __eq__(self, other: object) -> bool:
+    raise RuntimeError("compared")
+
+  def __bool__(self) -> bool:
+    return False
+
+  __hash__ = None  # type: ignore[assignment]
+
+
+class Locked(Exception):
+  """One whose notes are there, and no list."""
+
+  __notes__ = ()
+
+
+STRANGE: list[type[Exception]] = [Wordless, Closed, Locked]
 LANES = np.array([1, 2, BAD, 3], np.float32)
 WAYS: dict[str, tuple[Callable[[F], Any], str]] = {
   "outside of jit": (lambda f: f(np.float32(BAD)), ""),
@@ -108,11 +132,29 @@ def test_a_program_that_has_failed_goes_on(row: str) -> None:
     jax.effects_barrier()
 
 
-@pytest.mark.parametrize("row", [row for row in _rows() if ROWS[row].raises is None])
-def test_an_exception_without_words_and_notes(row: str) -> None:
-  own = Wordless()
-  error = _raised(row, lambda f: jax.jit(f)(np.float32(BAD)), ROWS[row].make(Host(lambda: own)))
-  assert error is own
+def _told(row: str, run: Callable[[], Any]) -> list[BaseException]:
+  """The error that `cg.errors()` raises, and those behind it."""
+  with pytest.raises(BaseException) as caught, ROWS[row].around(), cg.errors():
+    jax.block_until_ready(run())
+  told, chain = caught.value, [caught.value]
+  while (told := getattr(told, "error", told.__cause__)) is not None:
+    chain.append(told)
+  return chain
+
+
+@pytest.mark.parametrize(
+  "row",
+  [row for row in contract.rows("error") if row in contract.rows("told") and not ROWS[row].raises],
+)
+def test_strange_exceptions_are_told_as_they_are(row: str) -> None:
+  strange = [kind() for kind in STRANGE]
+  left = iter(strange)
+  program = jax.jit(ROWS[row].make(Host(lambda: next(left))))
+  for own in strange:
+    chain = _told(row, lambda: program(np.float32(BAD)))
+    assert any(error is own for error in chain), list(map(type, chain))
+    with ROWS[row].around():
+      assert float(program(np.float32(1))) == 1 + ROWS[row].adds
 
 
 @pytest.mark.parametrize("row", _rows())
@@ -132,9 +174,4 @@ def test_what_a_consumer_raises_is_told_by_errors(row: str) -> None:
   own = Own(5)
   f = ROWS[row].make(Host(lambda: own))
   program = jax.jit(lambda x: f(x) + 1)
-  with pytest.raises(BaseException) as caught, ROWS[row].around(), cg.errors():
-    jax.block_until_ready(program(np.float32(BAD)))
-  told, chain = caught.value, [caught.value]
-  while told := getattr(told, "error", None) or told.__cause__:
-    chain.append(told)
-  assert own in chain
+  assert own in _told(row, lambda: program(np.float32(BAD)))

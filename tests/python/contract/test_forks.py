@@ -60,6 +60,7 @@ in_child = os.fdopen(read).read()
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(in_child + "end of the child")
 ask_all(sys.stdout)
+under_way = [program(np.float32(n)) for _, _, program in programs.values() for n in range(3)]
 blocks.close()
 sys.exit(abs(status))
 """
@@ -89,5 +90,7 @@ def test_a_fork_s_child_runs_or_is_told_and_the_parent_goes_on(
     assert in_child == ran
 
 
-def test_both_processes_end_in_silence(process: subprocess.CompletedProcess[str]) -> None:
+def test_a_process_with_programs_of_all_rows_under_way_ends_in_silence(
+  process: subprocess.CompletedProcess[str],
+) -> None:
   assert (process.returncode, process.stderr) == (0, "")

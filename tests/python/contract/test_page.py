@@ -16,6 +16,9 @@ COLUMNS = {
   "and the lane": ["error", "line", "lane"],
   "is freed with its programs": ["cycle", "dropped"],
   "`jax.export`": ["export"],
+  "copies and pickles": ["pickle", "pickle elsewhere"],
+  "a fork's child": ["fork"],
+  "equal functions are two": ["equal"],
 }
 HEAD = """\
 # What works with what
@@ -23,8 +26,9 @@ HEAD = """\
 The tests ask each part below the same questions (`tests/python/contract`). All of them give the
 right value and make the right number of calls outside of `jit`, in `scan`, `cond`, `vmap`, `jit` in
 `jit`, ahead of time, in threads, with 40 executions under way, in `shard_map` and over split lanes;
-so do functions that were jitted before the import, and programs under way at the end of the
-process. Where the answer to another question is no, the table says why.
+so do functions that were jitted before the import, functions that are defined again, and programs
+under way at the end of the process, which ends in silence or by the error that nobody caught. Where
+the answer to another question is no, the table says why.
 
 """
 

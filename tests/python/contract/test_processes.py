@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import pathlib
+import re
 from typing import Any
 
-import contract
 import jax
 import numpy as np
 import pytest
-from contract import ROWS, Host
-from interpreters import output_of
+from contract import FOLDER, ROWS, Host
+from interpreters import run_python
 
 import callgate as cg
 
-SUPPORT = pathlib.Path(contract.__file__).parent
 X = np.float32(3)
 
 _JITTED_BEFORE = """
@@ -31,19 +29,43 @@ twice(np.float32(1))
 sys.path.insert(0, %r)
 import contract
 
-host, row = contract.Host(), contract.ROWS[%r]
+class Own(Exception):
+  pass
+
+row = contract.ROWS[%r]
+fails = row.tells and "error" not in row.refuses
+host = contract.Host((lambda: Own("own")) if fails else None)
 with row.around():
   part["f"] = row.make(host)
   found = [float(program(np.float32(n))) - n for n in range(4)]
   print(found == [row.adds] * 4, float(twice(np.float32(2))), len(host.seen()) if row.each else 4)
+  if fails:
+    import callgate as cg
+    try:
+      with cg.errors():
+        jax.block_until_ready(program(np.float32(contract.BAD)))
+    except Exception as error:
+      print(type(error).__name__)
   last = [program(np.float32(n)) for n in range(3)]
+  if fails:
+    jax.block_until_ready(program(np.float32(contract.BAD)))
 """
 
 
-@pytest.mark.parametrize("row", contract.rows("another process"))
-def test_jitted_before_the_import_and_under_way_at_the_end(row: str) -> None:
-  printed = output_of(_JITTED_BEFORE % (str(SUPPORT), row))
-  assert printed.split("\\n")[0].split() == ["True", "4.0", "4"]
+@pytest.mark.parametrize("row", ROWS)
+def test_jitted_before_the_import_and_ended_with_programs_under_way(row: str) -> None:
+  """The process ends by an error that nobody catches, after one that was caught, or without."""
+  done = run_python(_JITTED_BEFORE % (str(FOLDER), row))
+  first, *then = done.stdout.splitlines()
+  assert first.split() == ["True", "4.0", "4"]
+  if not ROWS[row].tells or "error" in ROWS[row].refuses:
+    assert (done.returncode, then, done.stderr) == (0, [], "")
+    return
+  told = "Own" if ROWS[row].raises is None else ROWS[row].raises.__name__
+  assert (done.returncode, then) == (1, [told])
+  assert re.search(rf"^(callgate\.)?{told}: ", done.stderr, re.MULTILINE), done.stderr
+  uncaught = [line for line in done.stderr.splitlines() if "Error: INTERNAL" in line]
+  assert len(uncaught) <= 1, done.stderr
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -262,8 +262,8 @@ def _id_tap_2023(host: Host) -> F:
   return lambda x: host_callback_2023.id_tap(lambda value, _: host.note(value), x)
 
 
-_CHANNELS = "forked from one that had channels"
-_THREADS = "forked from one that ran gates on threads of their own"
+_CHANNELS = "this process was forked from one that had channels"
+_THREADS = "this process was forked from one that ran gates on threads of their own"
 _OWN = "callgate made it for a purpose of its own"
 _FUNCTION = "other processes don't have its function"
 _OF_TAPS = {"export": _FUNCTION, "fork": _CHANNELS}
@@ -271,6 +271,11 @@ _RECENT = (
   "the last 64 functions of cg.call and cg.use, and 256 of cg.scan, are kept for calls to come"
 )
 _JAX = "what the callback raises is told in JAX's own words"
+_OF_CALLBACKS = {
+  "line": _JAX,
+  "export": "serialization of host_callbacks",
+  "equal": "JAX hashes the function, and calls the first of equal ones outside of `jit`",
+}
 ROWS: dict[str, Row] = {
   "gate": Row(_gate(), each=False),
   "gate io": Row(_gate(effect="io")),
@@ -325,21 +330,18 @@ ROWS: dict[str, Row] = {
     _in_worker,
     each=False,
     raises=LookupError,
-    refuses={"fork": "the one that has the worker processes"},
+    refuses={"fork": "this process was forked from the one that has the worker processes"},
   ),
   "numba": Row(_numba, each=False, refuses={"error": "compiled code raises by a check alone"}),
   "elementwise": Row(
     _elementwise, each=False, refuses={"error": "compiled code raises by a check alone"}
   ),
   "torch": Row(_torch, needs="torch"),
-  "pure_callback": Row(
-    _pure_callback, each=False, refuses={"line": _JAX, "export": "serialization of host_callbacks"}
-  ),
+  "pure_callback": Row(_pure_callback, each=False, refuses=_OF_CALLBACKS),
   "io_callback": Row(
     _io_callback,
     refuses={
-      "line": _JAX,
-      "export": "serialization of host_callbacks",
+      **_OF_CALLBACKS,
       "error vmap of cond": "JAX refuses its effect in a cond under vmap",
     },
   ),
