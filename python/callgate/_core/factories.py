@@ -94,7 +94,9 @@ def _taking(declared: Any, written: Callable[..., Any], *, decorates: bool = Fal
       signature.bind(*args, **given)
     except TypeError as error:
       spellings.answer(written.__name__, given, fields)
-      raise TypeError(f"{written.__name__}() {error}") from None
+      unknown = [name for name in given if f"keyword argument '{name}'" in str(error)]
+      hint = spellings.near(unknown[0], signature.parameters) if unknown else ""
+      raise TypeError(f"{written.__name__}() {error}{hint}") from None
     module, place = registry.caller_module(2), registry.caller()
     kept = dict(given)
     options = declared(**{name: given.pop(name) for name in fields if name in given})

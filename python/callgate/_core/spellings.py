@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from callgate._core.errors import GateDefinitionError
@@ -67,6 +68,12 @@ def answer(owner: str, options: Mapping[str, Any], taken: Container[str] = ()) -
       known = isinstance(value, (bool, str)) and value in ours
       ours = ours[value] if known else " or ".join(dict.fromkeys(ours.values()))
     raise GateDefinitionError(f"{owner}: {name}={value!r} is {whose}; callgate's is {ours}")
+
+
+def near(name: str, names: Iterable[str]) -> str:
+  """A hint at the name that is nearly this one, as Python words it; empty if there is none."""
+  found = difflib.get_close_matches(name, list(names), n=1)
+  return f". Did you mean '{found[0]}'?" if found else ""
 
 
 def answer_vmap(label: str, value: Any) -> None:

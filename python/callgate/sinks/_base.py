@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pathlib
 import re
@@ -12,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from callgate._core import extras, foreign, options
+from callgate._core import extras, foreign, options, spellings
 from callgate._core.errors import LossError
 from callgate._process import group
 from callgate._tap.consumers import Choice
@@ -81,8 +82,12 @@ class Sink:
     every: int | None = None,
     rate: float | None = None,
     where: Callable[[Record], Any] | None = None,
+    **unknown: object,
   ) -> None:
     label = f"sinks.{type(self).__name__}"
+    for name in unknown:  # which a subclass has handed on
+      hint = spellings.near(name, _options(type(self)))
+      raise TypeError(f"{label}() got an unexpected keyword argument '{name}'{hint}")
     self.choice = Choice(
       options.or_none(options.count, label, "every", every, least=1) or 1,
       options.or_none(
@@ -113,6 +118,12 @@ class Sink:
 
   def __repr__(self) -> str:
     return f"{type(self).__name__}()"
+
+
+def _options(kind: type[Sink]) -> list[str]:
+  """The names of all options of a sink."""
+  inits = [inspect.signature(base.__init__) for base in kind.__mro__ if issubclass(base, Sink)]
+  return [name for init in inits for name in init.parameters]
 
 
 class OwnedSink(Sink):

@@ -305,6 +305,36 @@ def test_an_option_is_refused_by_name_or_is_what_it_says(name: str, option: str)
   assert not wrong, "\n".join([f"{name}({option}=): {kind}", *wrong])
 
 
+# -- misspelt options ---
+def _misspelt(name: str) -> str:
+  """A name of almost the same letters, with two of them changed round."""
+  return name[:-2] + name[-1] + name[-2] if len(name) > 2 and name[-1] != name[-2] else f"{name}x"
+
+
+# Others raise Python's own error; that of Python 3.13 has a hint, too.
+HINTS = {"cfunc", "cpp", "cuda", "elementwise", "gate", "hold", "numba", "torch"}
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("breakpoint", "check")])
+@pytest.mark.usefixtures("folder")
+def test_a_misspelt_option_is_refused_by_name(name: str) -> None:
+  """`breakpoint`, `check` and `print` take values of any name."""
+  if name in NEEDS:
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+  callee, base = CALLS[name]
+  inner = callee.__init__ if inspect.isclass(callee) else callee
+  for option, parameter in inspect.signature(inner).parameters.items():
+    if parameter.kind is not parameter.KEYWORD_ONLY or option in base:
+      continue
+    with pytest.raises(ValueError if name == "print" else TypeError) as caught:
+      call(name, wrong := _misspelt(option), None)
+    assert wrong in str(caught.value)
+    if name in HINTS or name.startswith("sinks."):
+      assert str(caught.value) == (
+        f"{name}() got an unexpected keyword argument '{wrong}'. Did you mean '{option}'?"
+      )
+
+
 # -- paths ---
 def paths() -> list[tuple[str, str]]:
   """The options that take a path."""

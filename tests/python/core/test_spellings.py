@@ -67,8 +67,3 @@ def test_a_callable_s_own_keyword_of_such_a_name_reaches_it() -> None:
     return x * np.float32(2 if pure else 3)
 
   assert cg.call(scaled, X, X, pure=True).tolist() == [2.0] * 3
-
-
-def test_other_unknown_options_are_refused_as_ever() -> None:
-  with pytest.raises(TypeError, match="got an unexpected keyword argument 'vmaps'"):
-    cg.gate(np.sort, out=X, vmaps="each")  # pyright: ignore
