@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skips rows that need a package which is not installed."""
+"""What the contract's tests share: skips, a folder for files, and a heap of their own."""
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
 
 import pytest
 from contract import ROWS
@@ -12,3 +15,25 @@ def needed(request: pytest.FixtureRequest) -> None:
   row = getattr(request.node, "callspec", None) and request.node.callspec.params.get("row")
   if row and (package := ROWS[row].needs):
     pytest.importorskip(package, reason=f"{package} is not installed")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+  """Made here, since processes would remove theirs before their last programs end."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("CONTRACT_FOLDER", str(tmp_path_factory.mktemp("contract")))
+    yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def whole_heap() -> Iterator[None]:
+  yield
+  gc.unfreeze()
+  gc.collect()
+  gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def young_heap(whole_heap: None) -> None:
+  """Collections, and searches of the heap after errors, see what the test itself has made."""
+  gc.freeze()

@@ -54,6 +54,7 @@ def test_a_function_that_is_defined_again_is_the_next_programs(row: str) -> None
     new = part.make(hosts[1])
     found += [jax.jit(lambda x: new(x))(X), program(X), traced.lower().compile()(X)]
     found += [jax.jit(lambda x: old(x) + 0)(X), jax.jit(lambda x: new(x) + 0)(X)]
+    cg.barrier()
     adds = [part.adds * plus for plus in (1, 2, 1, 1, 1, 2)]
     assert [float(one) - 3 for one in found] == adds
     _assert_called(row, hosts, [[3.0] * 4, [3.0] * 2])

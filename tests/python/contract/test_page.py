@@ -11,10 +11,13 @@ from contract import ROWS, Row
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "what_works.md"
 # A column, and the questions whose refusals it tells.
 COLUMNS = {
-  "under `vmap` by JAX's own callbacks": ["engine", "engine vmap"],
+  "under `vmap`, in loops and over devices": [
+    f"values {way}" for way in ("vmap", "split lanes", "scan", "shard_map")
+  ],
+  "by JAX's own callbacks": ["engine", "engine scan", "engine vmap"],
   "an error is the user's, and names the line": ["error", "line", "error vmap of cond", "told"],
-  "and the lane": ["error", "line", "lane"],
-  "is freed with its programs": ["cycle", "dropped"],
+  "and the lane": ["error", "line", "lane", "error vmap", "error vmap of scan"],
+  "is freed with its programs": ["kept", "cycle", "dropped"],
   "`jax.export`": ["export"],
   "copies and pickles": ["pickle", "pickle elsewhere"],
   "a fork's child": ["fork"],
@@ -24,11 +27,11 @@ HEAD = """\
 # What works with what
 
 The tests ask each part below the same questions (`tests/python/contract`). All of them give the
-right value and make the right number of calls outside of `jit`, in `scan`, `cond`, `vmap`, `jit` in
-`jit`, ahead of time, in threads, with 40 executions under way, in `shard_map` and over split lanes;
-so do functions that were jitted before the import, functions that are defined again, and programs
-under way at the end of the process, which ends in silence or by the error that nobody caught. Where
-the answer to another question is no, the table says why.
+right value and make the right number of calls outside of `jit`, in `cond`, `jit` in `jit`, ahead of
+time, in threads and with 40 executions under way; so do functions that were jitted before the
+import, functions that are defined again, and programs under way at the end of the process, which
+ends in silence or by the error that nobody caught. Where the answer to another question is no, the
+table says why.
 
 """
 

@@ -83,10 +83,10 @@ def _check(row: str, run: Callable[[F], Any], inputs: np.ndarray) -> None:
       np.testing.assert_array_equal(found, inputs + part.adds)
       if part.each:
         assert host.seen() == sorted([*map(float, inputs.reshape(-1))] * turn)
+  cg.barrier()
 
 
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("row", "way"), contract.pairs("values", WAYS))
 def test_values_and_calls(row: str, way: str) -> None:
   _check(row, *WAYS[way])
 

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import importlib.util
+import io
 import itertools
+import os
 import pathlib
+import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -169,11 +174,11 @@ def _on_thread(host: Host) -> F:
   return _gate(effect="io", run_on=_thread())(host)
 
 
-_names = itertools.count()
+_numbers = itertools.count()
 
 
 def _knob(host: Host) -> F:
-  knob = cg.knob(f"contract.{next(_names)}", float(host.plus))
+  knob = cg.knob(f"contract.{next(_numbers)}", float(host.plus))
   f = lambda x: x + knob.read()
   f.keeps = knob, host  # type: ignore[attr-defined]
   return f
@@ -236,6 +241,57 @@ def _workers() -> Any:
   return cg.workers(1)
 
 
+def _path() -> pathlib.Path:
+  """A path with nothing there, in a folder that pytest removes."""
+  return pathlib.Path(tempfile.mkdtemp(dir=os.environ["CONTRACT_FOLDER"])) / "made"
+
+
+def _envs(host: Host) -> F:
+  from environments import Calling
+
+  function = host.function()
+  env = cg.envs(lambda: Calling(function))
+
+  def f(x: Any) -> Any:
+    env.reset([0])
+    return env.step(x[None])[0][0]
+
+  return f
+
+
+def _saved(host: Host) -> F:
+  gate, saves = _gate(effect="io")(host), cg.Checkpoints(_path(), every=1)
+  return lambda x: cg.scan(lambda c, _: (gate(c), None), x, length=1, save=saves)[0]
+
+
+def _with_bar(host: Host) -> F:
+  gate, bar = _gate(effect="io")(host), cg.Progress("bar", file=io.StringIO())
+  return lambda x: cg.fori_loop(0, 1, lambda _, c: gate(c), x, progress=bar)
+
+
+def _printed(host: Host) -> F:
+  del host
+  return lambda x: (cg.print("printed {}", x), x)[1]
+
+
+def _sink(host: Host) -> F:
+  name = f"contract.{next(_numbers)}"
+  channel = cg.channel(name, to=[cg.sinks.JSONL(_path()), host.consumer()])
+  f = lambda x: cg.tap(x, name)
+  weakref.finalize(f, channel.close)
+  return f
+
+
+def _cpp(host: Host) -> F:
+  source = "void f(cg::In<float> x, cg::Out<float> y) { y[0] = x[0] + %s; }"
+  return cg.cpp(source % float(host.plus), out=lambda x: x)
+
+
+def _cfunc(host: Host) -> F:
+  del host
+  return cg.cfunc(ctypes.CDLL(None).fabsf, "float fabsf(float x)")
+
+
 def _pure_callback(host: Host) -> F:
   call = functools.partial(callbacks.pure_callback, host.function(), vmap_method="sequential")
   return lambda x: call(jax.ShapeDtypeStruct((), "float32"), x)
@@ -270,12 +326,22 @@ _OF_TAPS = {"export": _FUNCTION, "fork": _CHANNELS}
 _RECENT = (
   "the last 64 functions of cg.call and cg.use, and 256 of cg.scan, are kept for calls to come"
 )
+_OPEN = "an open channel keeps its consumers"
+_COMPILED = "compiled code raises by a check alone"
 _JAX = "what the callback raises is told in JAX's own words"
 _OF_CALLBACKS = {
   "line": _JAX,
   "export": "serialization of host_callbacks",
   "equal": "JAX hashes the function, and calls the first of equal ones outside of `jit`",
 }
+
+
+def _not_under_vmap(why: str) -> dict[str, str]:
+  """Refuses all questions that are asked under `vmap`."""
+  of_values = ["values vmap", "values split lanes", "engine vmap"]
+  return dict.fromkeys([*of_values, "error vmap", "error vmap of scan"], why)
+
+
 ROWS: dict[str, Row] = {
   "gate": Row(_gate(), each=False),
   "gate io": Row(_gate(effect="io")),
@@ -332,10 +398,45 @@ ROWS: dict[str, Row] = {
     raises=LookupError,
     refuses={"fork": "this process was forked from the one that has the worker processes"},
   ),
-  "numba": Row(_numba, each=False, refuses={"error": "compiled code raises by a check alone"}),
-  "elementwise": Row(
-    _elementwise, each=False, refuses={"error": "compiled code raises by a check alone"}
+  "envs": Row(
+    _envs,
+    refuses={**_not_under_vmap("one call steps all environments"), "pickle": _OWN},
+    needs="gymnasium",
   ),
+  "scan with checkpoints": Row(
+    _saved,
+    refuses={
+      **_not_under_vmap("put the `vmap` or `shard_map` into the loop's body"),
+      "values shard_map": "put the `vmap` or `shard_map` into the loop's body",
+      "error vmap of cond": "put the `vmap` or `shard_map` into the loop's body",
+      "values scan": "of a loop in a loop save the outer one",
+      "engine scan": "of a loop in a loop save the outer one",
+      "pickle": "cannot pickle",
+      "fork": _CHANNELS,
+      "dropped": _RECENT,
+    },
+  ),
+  "loop with a bar": Row(_with_bar, refuses={"dropped": _RECENT}),
+  "gate in a recording": Row(_gate(effect="io"), around=lambda: cg.record(_path())),
+  "print": Row(
+    _printed,
+    adds=0,
+    each=False,
+    tells=False,
+    refuses={"told": "no function of the user's runs", "fork": _CHANNELS},
+  ),
+  "channel with a sink": Row(
+    _sink, adds=0, tells=False, refuses={"kept": _OPEN, "cycle": _OPEN, "fork": _CHANNELS}
+  ),
+  "cpp": Row(_cpp, each=False, refuses={"error": _COMPILED}),
+  "cfunc": Row(
+    _cfunc,
+    adds=0,
+    each=False,
+    refuses={"error": _COMPILED, "pickle": "the C function's address is of this process"},
+  ),
+  "numba": Row(_numba, each=False, refuses={"error": _COMPILED}),
+  "elementwise": Row(_elementwise, each=False, refuses={"error": _COMPILED}),
   "torch": Row(_torch, needs="torch"),
   "pure_callback": Row(_pure_callback, each=False, refuses=_OF_CALLBACKS),
   "io_callback": Row(

@@ -119,6 +119,21 @@ def hang(env: Simple) -> None:
     time.sleep(600)
 
 
+class Calling(gymnasium.Env[Any, Any]):
+  """Calls a function with each action: its result is what is seen."""
+
+  observation_space = action_space = spaces.Box(-np.inf, np.inf, (), np.float32)
+
+  def __init__(self, function: Any) -> None:
+    self.function = function
+
+  def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    return np.float32(0), {}
+
+  def step(self, action: Any) -> Any:
+    return self.function(action), 0.0, False, False, {}
+
+
 class Meeting:
   """Waits until environments of so many processes have come: they step at the same time."""
 
