@@ -93,12 +93,14 @@ def begin(root: Path, run: int) -> None:
 
 def clean(root: Path) -> None:
   """Removes what is half written, but of runs of this process; gives replaced ones back a name."""
-  ours = {_ending(run) for run in _runs}
   with _naming:
     for old in root.glob(f".step_*{_OLD}"):
       with contextlib.suppress(OSError):  # the step has been saved anew
         old.rename(root / old.name[1 : -len(_OLD)])
-  for folder in root.glob(".step_*"):
+  half_written = list(root.glob(".step_*"))
+  # Read after the folders: a run that another thread begins meanwhile is there before its folder.
+  ours = {_ending(run) for run in _runs.copy()}
+  for folder in half_written:
     if folder.name.rpartition("_")[2] not in ours:
       _delete(folder)
 

@@ -480,3 +480,19 @@ def test_the_end_of_a_process_waits_for_a_slow_disk(tmp_path: Path) -> None:
   assert cg.Checkpoints(tmp_path).steps() == (1, 2, 3, 4, 5)
   assert printed.count("the end of the program waits until they are on the disk") == 1
   assert "not delivered" not in printed
+
+
+def test_a_run_that_begins_while_another_one_cleans_keeps_its_folder(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  folder, glob = files._unfinished(tmp_path, 1, 2**31), Path.glob
+
+  def begin_meanwhile(path: Path, pattern: str) -> Any:
+    if pattern == ".step_*":
+      files.take_part(2**31)
+      folder.mkdir(parents=True)
+    return glob(path, pattern)
+
+  monkeypatch.setattr(Path, "glob", begin_meanwhile)
+  files.clean(tmp_path)
+  assert folder.exists()
