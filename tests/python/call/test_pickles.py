@@ -107,12 +107,6 @@ def test_what_no_module_holds_is_itself_in_its_own_process(mine: Any) -> None:
   assert cloudpickle.loads(cloudpickle.dumps(gate)) is gate
 
 
-def test_a_copy_of_a_jitted_function_calls_the_same_gate(mine: Any) -> None:
-  program = jax.jit(lambda x: mine.sort(x) + 1)
-  loaded = cloudpickle.loads(cloudpickle.dumps(program))
-  assert loaded(X).tolist() == [2.0, 3.0, 4.0]
-
-
 # -- other processes -------------------------------------------------------------------------------
 @PICKLERS
 def test_another_process_finds_a_gate_by_its_module_and_name(mine: Any, pickler: Any) -> None:

@@ -7,7 +7,7 @@ import signal
 import textwrap
 
 import pytest
-from interpreters import output_of, run_python, start
+from interpreters import run_python, start
 
 PRELUDE = """
 import itertools, os, sys, threading, time
@@ -25,7 +25,6 @@ def hang():
   "body",
   [
     "feed = cg.feed(map(float, itertools.count()))",
-    "feed = cg.feed(map(float, itertools.count())); p = jax.jit(feed.next); p(); p()",
     "feed = cg.feed(hang()); asked.wait()",
     "with cg.feed(map(float, itertools.count())) as feed: feed.next()",
   ],
@@ -55,32 +54,6 @@ while not feed.stats()["waited"]:
 """
   done = run_python(PRELUDE + body, timeout=90, CALLGATE_EXIT_SECONDS="0.5")
   assert done.returncode == 0, done.stderr
-
-
-def test_a_fork_s_child_is_told_that_it_has_no_feed() -> None:
-  printed = output_of(
-    PRELUDE
-    + textwrap.dedent(
-      """
-      import warnings
-      warnings.simplefilter("ignore")
-      feed = cg.feed(map(float, itertools.count()), name="parents")
-      child = os.fork()
-      if child == 0:
-        try:
-          feed.next()
-        except cg.GateError as error:
-          print(str(error).replace(str(os.getpid()), "CHILD"), feed.close(), flush=True)
-        os._exit(0)
-      os.waitpid(child, 0)
-      print(float(feed.next()))
-      """
-    )
-  )
-  first, second = printed.splitlines()
-  assert first.startswith("feed 'parents' was made in process")
-  assert first.endswith("forked process CHILD; expected a feed that is made after the fork True")
-  assert second == "0.0"
 
 
 def test_ctrl_c_ends_a_program_that_waits_for_an_item() -> None:

@@ -374,31 +374,6 @@ def test_processes_share_texts_by_a_coordinator() -> None:
   assert distributed.distributed_client() is None
 
 
-def test_functions_that_were_jitted_before_the_import_raise_the_users_error() -> None:
-  source = """
-    import jax, numpy as np
-
-    def body(x):
-      return cg.call(fail, x, x)
-
-    program = jax.jit(body)
-    import callgate as cg
-    from callgate._jax import early
-
-    def fail(x):
-      raise KeyError("refused")
-
-    assert early.adopt
-    for _ in range(3):
-      try:
-        jax.block_until_ready(program(np.float32(1)))
-      except jax.errors.JaxRuntimeError as error:
-        print("refused" in str(error))
-  """
-  assert output_of(source) == "True\n" * 3
-  assert callable(early.adopt)
-
-
 def test_what_callgate_puts_into_jaxs_dispatch_is_there() -> None:
   """Their effects are tested above; `import callgate` has called them once."""
   for start in (
@@ -407,6 +382,7 @@ def test_what_callgate_puts_into_jaxs_dispatch_is_there() -> None:
     cpp_path.run,
     cpp_path.make_cpp_call,
     dispatch.remember_effects,
+    early.adopt,
     execution.start,
     dispatch.run_after_failures,
     dispatch.forget_waiters,

@@ -26,6 +26,9 @@ kinds = {}
 def send(name):
   jax.block_until_ready(jax.jit(lambda x: cg.tap(x, name))(np.float32(1)))
 
+def print_nothing(value):
+  pass
+
 class OfChannel:
   def __init__(self, name, sink):
     self.sink = sink
@@ -56,7 +59,7 @@ class OfFeed:
   def use(self):
     self.feed.next()
   def close(self):
-    self.feed.close()
+    assert self.feed.close()
 
 class OfReader:
   def __init__(self, address):
@@ -95,6 +98,10 @@ kinds["stream"] = OfChannel("stream", cg.sinks.Stream(folder / "a.cgs"))
 kinds["socket"] = OfChannel("socket", cg.sinks.Stream(socket))
 kinds["barrier"] = OfProgram(lambda x: x)
 kinds["barrier"].use = lambda: cg.barrier()
+kinds["flush"] = OfChannel("flushed", lambda value: None)
+kinds["flush"].use = kinds["flush"].channel.flush
+kinds["eager tap"] = OfProgram(lambda x: x)
+kinds["eager tap"].use = lambda: cg.tap(1.0, print_nothing)
 kinds["records"] = OfRecords()
 kinds["reader"] = OfReader(socket)
 kinds["feed"] = OfFeed()
@@ -151,6 +158,8 @@ SAYS: dict[str, str | None] = {
   "stream": "forked from",
   "socket": "forked from",
   "barrier": "forked from",
+  "flush": "forked from",
+  "eager tap": "forked from",
   "records": "forked from",
   "reader": "forked from",
   "feed": "forked process",

@@ -376,7 +376,7 @@ ROWS: dict[str, Row] = {
     refuses={
       "cycle": "its thread runs the iterator",
       "error": "an item fails where it is made, before a program asks for it",
-      "fork": "its thread is not in the forked process",
+      "fork": "expected a feed that is made after the fork",
       "pickle": "its iterator runs in this process",
     },
   ),

@@ -43,9 +43,7 @@ class Collect:
 
 
 USES: dict[str, Callable[[Any, Collect], Any]] = {
-  "tap": lambda x, c: cg.tap(x, c),
   "tap to a method": lambda x, c: cg.tap(x, c.__call__),
-  "call": lambda x, c: cg.call(c.returning, x, x),
   "call of the object": lambda x, c: cg.call(lambda x, c: c.returning(x), x, x, c=c),
   "id_tap of 2023": lambda x, c: host_callback_2023.id_tap(c, x),
   "call of 2023": lambda x, c: host_callback_2023.call(c.returning, x, result_shape=x),

@@ -202,35 +202,6 @@ def test_what_is_tapped_after_callgates_end_is_reported():
   assert "registered before callgate was imported" in done.stderr
 
 
-@pytest.mark.parametrize("use", ["cg.barrier()", "cg.tap(1.0, seen.append)", "channel.flush()"])
-def test_in_a_forks_child_taps_are_a_clear_error(use):
-  done = finish(
-    f"""
-    import warnings
-    warnings.simplefilter("ignore")  # JAX and Python warn about forks of processes with threads
-    channel = cg.channel("t", to=slow)
-    jax.block_until_ready(sender("t")(3))
-    child = os.fork()
-    if child == 0:
-      try:
-        {use}
-      except RuntimeError as error:
-        os._exit(3 if "forked" in str(error) else 4)
-      os._exit(5)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-      pid, status = os.waitpid(child, os.WNOHANG)
-      if pid:
-        print("child", os.waitstatus_to_exitcode(status), flush=True)
-        break
-      time.sleep(0.02)
-    else:
-      os.kill(child, 9)
-    """
-  )
-  assert done.stdout.split("\n")[:2] == ["child 3", "delivered 3"], done.stderr
-
-
 # What waits for a consumer that does not return, or for somebody who does not come.
 BLOCKING = {
   "flush": "channel.flush()",
