@@ -3,13 +3,17 @@
 
 A part is a feature that a program may do without: checks, feeds, started calls, checkpoints. It
 joins with a `Part`, of which the core calls the methods, and listens to events that modules below
-it tell.
+it tell. All that waits on the host waits by `Wait`.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, Literal, get_args
+
+from callgate import _callgate
 
 # The end of the process, in this order. In each phase the parts come in the order in which they
 # joined, in "join" in the reverse.
@@ -30,11 +34,87 @@ Event = Literal[
 ]
 
 
+FOREVER = 1e9  # seconds, for waits without a limit
+_SLICE = 0.1  # seconds of a wait between two looks
+_SERVING = 0.001  # the same on a thread that runs calls meanwhile
+
+
+class Wait:
+  """A wait for several things in turn, with one deadline and one look at what may end it early.
+
+  Python's handlers of signals run in between, so Ctrl-C ends each wait.
+
+  Attributes:
+    seconds: the time for all of it; None without a limit.
+  """
+
+  __slots__ = ("_end", "_look", "seconds")
+
+  def __init__(self, seconds: float | None, look: Callable[[], object] | None = None) -> None:
+    """Begins now. `look` is called some times a second; what it raises ends the wait."""
+    self.seconds, self._look = seconds, look
+    self._end = None if seconds is None else time.monotonic() + seconds
+
+  def looking(self, look: Callable[[], object]) -> Wait:
+    """The same deadline with another look."""
+    other = Wait(None, look)
+    other.seconds, other._end = self.seconds, self._end
+    return other
+
+  @property
+  def left(self) -> float:
+    """Seconds, at least 0; `FOREVER` without a limit."""
+    return FOREVER if self._end is None else max(0.0, self._end - time.monotonic())
+
+  @property
+  def is_plain(self) -> bool:
+    """True without a limit and a look: one wait of the system serves as well."""
+    return self._end is None and self._look is None
+
+  def until(self, done: Callable[[float], object], most: float = FOREVER) -> bool:
+    """True once `done` is; it takes the seconds to wait. False if the time ran out.
+
+    Args:
+      done: waits by itself, for as long as it is told, and at most `most` seconds at a time.
+    """
+    most = most if self._look is None else min(most, _SLICE)
+    while True:
+      left = self.left
+      if done(min(left, most)):
+        return True
+      if left <= most and self.left <= 0:
+        return False
+      if self._look is not None:
+        self._look()
+
+  def poll(self, holds: Callable[[], object]) -> bool:
+    """True once `holds` is, which is asked a thousand times a second. False if the time ran out."""
+    while not holds():
+      if self.left <= 0:
+        return False
+      if self._look is not None:
+        self._look()
+      time.sleep(0.001)
+    return True
+
+  def event(self, done: threading.Event) -> bool:
+    """Waits for an event; a thread of `callgate.thread` runs meanwhile what comes for it."""
+    if not _callgate.current_thread():
+      return self.until(done.wait)
+
+    def serve(seconds: float) -> bool:
+      if not done.is_set():
+        _callgate.serve_thread(seconds)
+      return done.is_set()
+
+    return self.until(serve, _SERVING)
+
+
 class Part:
   """The methods that the core calls; a part overrides those that it needs.
 
   Attributes:
-    calls: the calls that `wait` waits for, in messages.
+    calls: the calls that `settle` waits for, in messages.
   """
 
   calls = ""
@@ -42,16 +122,16 @@ class Part:
   def define(self, name: str) -> Any:
     """Returns what a program of another process names, with a `define_variant`; else None."""
 
-  def wait(self, seconds: float) -> bool:
-    """In `callgate.barrier()`, after all programs: waits for `calls`. False if the time ran out."""
-    del seconds
+  def settle(self, wait: Wait) -> bool:
+    """In `callgate.barrier()`, between the ends of all programs and the delivery of all records.
+
+    Waits for what the part has sent off. False if the time ran out.
+    """
+    del wait
     return True
 
-  def settle(self) -> None:
-    """In `callgate.barrier()`, before all records are delivered."""
-
-  def end(self, phase: Phase, seconds: float) -> None:
-    """At each phase of the end of the process, which may take so many seconds."""
+  def end(self, phase: Phase, wait: Wait) -> None:
+    """At each phase of the end of the process."""
 
   def forked(self) -> None:
     """In a fork's child."""

@@ -27,6 +27,7 @@ from callgate._arrays import gpu
 from callgate._arrays import holders as _holders
 from callgate._core import registry
 from callgate._core.errors import EscapedViewError
+from callgate._part import Wait
 
 # kind ("argument" or "result"), index, view, address and size of XLA's memory
 Suspect = tuple[str, int, Any, int, int]
@@ -286,6 +287,4 @@ def _await_xla(buffer: Any, *, until_dropped: bool) -> None:
   reference = jax_arrays.get(buffer)
   if reference is None or (reference() is not None and not until_dropped):
     return
-  deadline = time.monotonic() + _XLA_SECONDS
-  while buffer._exports and time.monotonic() < deadline:
-    time.sleep(0.0005)
+  Wait(_XLA_SECONDS).poll(lambda: not buffer._exports)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+
+from callgate._core.where import frames
 
 # Outermost first: file, line, function.
 Stack = tuple[tuple[str, int, str], ...]
@@ -17,13 +18,9 @@ _NOT_THE_USERS = tuple(
 
 def of_user() -> Stack:
   """The frames that are running, without those of JAX and callgate."""
-
-  def frames() -> Iterable[tuple[str, int, str]]:
-    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-      code = frame.f_code
-      if not code.co_filename.startswith(_NOT_THE_USERS):
-        yield code.co_filename, frame.f_lineno, code.co_name
-      frame = frame.f_back
-
-  return tuple(reversed([*frames()][:_MOST_FRAMES]))
+  found = [
+    (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    for frame in frames()
+    if not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+  ]
+  return tuple(reversed(found[:_MOST_FRAMES]))

@@ -14,7 +14,7 @@ from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._core.levels import Level, Numbered
 from callgate._core.pickling import Portable
-from callgate._core.registry import Place
+from callgate._core.where import Where
 from callgate._sharding import rules
 
 Static = tuple[tuple[str, Any], ...]
@@ -218,7 +218,7 @@ class Callee(Portable):
   vjp_rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
   transpose_rule: Callable[..., Any] | None = None
   no_derivatives = ""  # what to say where it can have none, in the place of how to define one
-  place: Place | None = None  # where it is defined
+  place: Where | None = None  # where it is defined
   owner: Callable[[], type | None] | None = None  # the class of which it is a method
   # The call with its rules around it, of the `Exact` of static values, that of split arguments'
   # structure, and the user's line: a cache (`tracing.clearable_cache`).

@@ -24,7 +24,7 @@ from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 from callgate._objects.handle import Handle
-from callgate._part import Part, Phase
+from callgate._part import Part, Phase, Wait
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import channel, tap
 
@@ -157,7 +157,7 @@ class Checkpoints:
       OSError: something could not be written.
     """
     if self._channel is not None and not _callgate.channels_abandoned():  # those are the parent's
-      barrier.wait_for_programs(None)
+      barrier.wait_for_programs()
       self._channel.flush()
 
   def __enter__(self) -> Self:
@@ -217,13 +217,13 @@ class Checkpoints:
       return self._channel
 
 
-def finish(seconds: float) -> None:
+def finish(wait: Wait) -> None:
   """At the end of the process: waits for the disk, as long as it takes but after Ctrl-C.
 
   The end of all channels follows, which raises what could not be written.
   """
   for one, folder in list(_open.items()):
-    if lifecycle.is_interrupted() or one.flushed(seconds):
+    if lifecycle.is_interrupted() or one.flushed(wait.seconds):
       continue
     what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
     print(f"callgate: checkpoints in {folder}: {what}", file=sys.stderr)
@@ -252,6 +252,6 @@ def _refuse_handles(carry: Any) -> None:
 class Writers(Part):
   """Has the checkpoints on the disk before the process ends."""
 
-  def end(self, phase: Phase, seconds: float) -> None:
+  def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "deliver":
-      finish(seconds)
+      finish(wait)

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 from callgate._checkpoints.parts import Leaf
-from callgate._core import paths
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._jax import tracing
 
 
@@ -37,11 +35,10 @@ class Claim:
     Raises:
       GateDefinitionError: another one is, or this one for the second time in a program.
     """
-    frame = _users_frame()
-    shown = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    here = where()
+    shown = str(here)
     loop = _Loop(
-      _place(frame.f_code.co_filename, frame.f_lineno), frame.f_code.co_qualname, _body(body),
-      tuple(leaves),
+      _place(here.file, here.line), here.code.co_qualname, _body(body), tuple(leaves),
     )  # fmt: skip
     trace = tracing.current_trace()
     again = trace is not None and self._trace is not None and self._trace() is trace
@@ -53,14 +50,6 @@ class Claim:
       )
     self._first = self._first or (loop, shown)
     self._trace = None if trace is None else weakref.ref(trace)
-
-
-def _users_frame() -> FrameType:
-  """The frame that called callgate."""
-  frame, own = sys._getframe(1), f"{paths.ROOT}/"  # pyright: ignore[reportPrivateUsage]
-  while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
-    frame = frame.f_back
-  return frame
 
 
 def _body(function: Any) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from callgate._checkpoints.parts import InOrbax, Leaf, Saved, Slices
 from callgate._core import dtypes
 from callgate._feed import resuming
 from callgate._jax import tracing
+from callgate._part import Wait
 from callgate._tap.channel import Channel
 from callgate._tap.records import Record, TapInfo, is_part
 
@@ -115,14 +116,14 @@ class Writer:
 
   def _wait_for_parts(self) -> None:
     """Waits, where Orbax writes, for the parts of other processes; this one's are there."""
-    end = None
+    patience: Wait | None = None
     while self._unfinished:
       for run, number in self._unfinished:
         others.is_told(run, number)  # from now on it is known
       self._finish()
       if self._unfinished and (why := others.ended()):
-        end = end or time.monotonic() + _PATIENCE
-        if time.monotonic() > end:
+        patience = patience or Wait(_PATIENCE)
+        if patience.left <= 0:
           (_, number), _ = self._unfinished.popitem()
           self._unfinished.clear()
           raise RuntimeError(f"{self._folder}: parts of step {number} are missing, and {why}")

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from callgate._core import registry, spellings
 from callgate._core.pickling import Origin, Portable
+from callgate._core.where import where
 
 P = ParamSpec("P")
 Owner = TypeVar("Owner")
@@ -97,14 +98,16 @@ def _taking(declared: Any, written: Callable[..., Any], *, decorates: bool = Fal
       unknown = [name for name in given if f"keyword argument '{name}'" in str(error)]
       hint = spellings.near(unknown[0], signature.parameters) if unknown else ""
       raise TypeError(f"{written.__name__}() {error}{hint}") from None
-    module, place = registry.caller_module(2), registry.caller()
+    here = where()
     kept = dict(given)
     options = declared(**{name: given.pop(name) for name in fields if name in given})
 
     def made_of(*args: Any) -> Any:
-      with registry.defining(place):
+      with registry.defining(here.definition()):
         made = written(*args, **given, options=options)
-      return made.made_by(Origin(module, take, args, kept)) if isinstance(made, Portable) else made
+      return (
+        made.made_by(Origin(here.module, take, args, kept)) if isinstance(made, Portable) else made
+      )
 
     return made_of if decorates and (not args or args[0] is None) else made_of(*args)
 

@@ -18,7 +18,6 @@ from callgate._core import foreign, handlers, registry
 from callgate._core import kept as _kept
 from callgate._core.errors import CheckError, ConsumerError, KernelError, LossError
 
-LONG_SECONDS = 1e9  # for waits without a limit
 _lock = threading.Lock()
 # The names of callees that stand for JAX's own callbacks (callgate.install) start so.
 JAX_CALLBACK = "jax:"

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import inspect
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from callgate import _callgate, _part
 from callgate._core import encoding
+from callgate._core.where import Where
 
 _gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _counters: collections.Counter[str] = collections.Counter()
@@ -30,33 +28,9 @@ _naming = threading.RLock()  # held from the choice of a name until it is taken
 _local = threading.local()
 
 
-class Place(NamedTuple):
-  """Where something is defined: code of `__main__`, or of a module or class outside functions."""
-
-  module: str
-  code: CodeType
-  line: int
-
-  @classmethod
-  def of(cls, frame: FrameType) -> Place | None:
-    """Where a frame is; None in a module's function, which may define several of one name."""
-    module, code = str(frame.f_globals.get("__name__", "__main__")), frame.f_code
-    inside = code.co_flags & inspect.CO_OPTIMIZED or "<locals>" in code.co_qualname
-    return None if inside and module != "__main__" else cls(module, code, frame.f_lineno)
-
-  def again(self, old: Place | None) -> bool:
-    """Whether this place redefines what the old one defined: a cell or a module has run again.
-
-    Two places of the same code are not the same definition.
-    """
-    if old is None or old.module != self.module:
-      return False
-    return old.code is not self.code or old.line == self.line
-
-
 @contextlib.contextmanager
-def defining(place: Place | None) -> Generator[None]:
-  """What the block makes is defined at `place`."""
+def defining(place: Where | None) -> Generator[None]:
+  """Gates that the block makes are defined at `place`, see `Where.definition`."""
   before, _local.place = current_place(), place
   try:
     yield
@@ -64,7 +38,7 @@ def defining(place: Place | None) -> Generator[None]:
     _local.place = before
 
 
-def current_place() -> Place | None:
+def current_place() -> Where | None:
   return getattr(_local, "place", None)
 
 
@@ -87,7 +61,7 @@ def take(name: str) -> None:
     old, place = _gates.get(name), current_place()
     if old is None:
       return
-    if place is None or not place.again(old.place):
+    if place is None or not place.redefines(old.place):
       hint = "choose another name=, or drop the other one and the programs that call it"
       taken = f"the name '{name}' is taken by another live gate or kernel"
       raise ValueError(f"callgate: {taken}; {hint}")
@@ -204,16 +178,3 @@ def undefined(name: str) -> bool:
   found = get(base) or next(filter(None, (part.define(base) for part in _part.parts())), None)
   define = getattr(found, "define_variant", None)
   return define is not None and define(key.removesuffix("]") if bracket else "")
-
-
-def caller(depth: int = 2) -> Place | None:
-  """Where the code is that calls what calls this."""
-  return Place.of(sys._getframe(depth))  # pyright: ignore[reportPrivateUsage]
-
-
-def caller_module(depth: int = 4) -> str:
-  """The module whose code makes a kernel, for its name: `depth` frames up from here.
-
-  Between are the function that asks and what `_core/factories.py` wraps it in.
-  """
-  return str(sys._getframe(depth).f_globals.get("__name__", "__main__"))  # pyright: ignore[reportPrivateUsage]

@@ -330,7 +330,7 @@ class Envs:
     programs = self._open()
     label = programs.plan.label
     number = check.count(label, "lane", lane, most=self.num_envs - 1)
-    wait_for_programs(None)
+    wait_for_programs()
     if isinstance(programs.run_on, Workers) and config.engine() != "jax":
       return programs.render(number)
     return _on(programs.run_on, lambda: programs.instances.get().render(number))
@@ -342,7 +342,7 @@ class Envs:
     self._closed = True
     programs = self._programs
     if self._called:
-      wait_for_programs(None)
+      wait_for_programs()
     if self._called and isinstance(programs.run_on, Workers) and config.engine() != "jax":
       with contextlib.suppress(Exception):  # workers that have ended have no environments
         jax.block_until_ready(jax.jit(programs.shut)())

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import time
-
 from callgate._feed.producer import alive
-from callgate._part import Part, Phase
+from callgate._part import Part, Phase, Wait
 
 
 def limit_all(seconds: float) -> None:
@@ -15,20 +13,19 @@ def limit_all(seconds: float) -> None:
     producer.limit_patience(seconds)
 
 
-def close_all(seconds: float) -> None:
+def close_all(wait: Wait) -> None:
   """Programs have ended: so do the threads."""
-  deadline = time.monotonic() + seconds
   for producer in (producers := list(alive)):
     producer.release()
   for producer in producers:
-    producer.close(max(0.0, deadline - time.monotonic()))
+    producer.close(wait.left)
 
 
 class Feeds(Part):
   """Ends the feeds' threads."""
 
-  def end(self, phase: Phase, seconds: float) -> None:
+  def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "hurry":
-      limit_all(seconds)
+      limit_all(wait.left)
     elif phase == "join":
-      close_all(seconds)
+      close_all(wait)

@@ -19,6 +19,7 @@ import jax
 from callgate._call.site import CallSite
 from callgate._core import dtypes, effects, errors, failures, options, registry, tape
 from callgate._core.pickling import Origin, Portable
+from callgate._core.where import where
 from callgate._feed import items
 from callgate._feed import producer as _producer
 from callgate._feed import shares as _shares
@@ -260,12 +261,13 @@ def feed(
     ValueError: the name is taken by another live feed or gate.
     BaseException: what the iterator raised in the place of its first item, if `shape` is None.
   """
-  with registry.defining(registry.caller()):
+  here = where()
+  with registry.defining(here.definition()):
     made = Feed(
       iterable, prefetch=prefetch, shape=shape, default=default, epochs=epochs, cast=cast,
       sharding=sharding, resumable=resumable, name=name,
     )  # fmt: skip
-  return made.made_by(Origin(registry.caller_module(2), feed, (), {}))
+  return made.made_by(Origin(here.module, feed, (), {}))
 
 
 # -- checks ----------------------------------------------------------------------------------------

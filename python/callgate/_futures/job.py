@@ -12,7 +12,6 @@ import contextlib
 import functools
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,7 @@ import jax
 from callgate import _callgate
 from callgate._core import failures, foreign
 from callgate._core.errors import GateError, GateTimeoutError, Interruption
-from callgate._part import Part, Phase
-from callgate._workers import threads
+from callgate._part import Part, Phase, Wait
 from callgate._workers.threads import Thread
 
 if TYPE_CHECKING:
@@ -32,20 +30,19 @@ if TYPE_CHECKING:
 _open: set[Job] = set()  # started, and not finished or failed and not taken
 _lock = threading.Lock()
 _MOST = 64  # results that are kept after they were taken
-_NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
 
 
 class Job:
   """One started call."""
 
   __slots__ = (
-    "__weakref__", "_begun", "_done", "_error", "_kept", "_result", "_taken", "interrupts", "label",
+    "__weakref__", "_done", "_error", "_kept", "_limit", "_result", "_taken", "interrupts", "label",
     "place", "timeout",
   )  # fmt: skip
 
   def __init__(self, label: str, place: str, timeout: float) -> None:
     self.label, self.place, self.timeout = label, place, timeout
-    self._done, self._begun = threading.Event(), time.monotonic()
+    self._done, self._limit = threading.Event(), Wait(timeout or None)
     self.interrupts: int = _callgate.interrupts()
     self._result: Any = None
     self._error: BaseException | None = None
@@ -134,8 +131,7 @@ class Job:
           f"started at {self.place} and waited for at {self._taken}"
         )
       self._taken = place
-    end = self._begun + self.timeout if self.timeout else None
-    if not self._is_done(end, interrupts):
+    if not self._is_done(interrupts):
       raise GateTimeoutError(
         f"{self.label}, started at {self.place}, has run longer than its timeout of "
         f"{self.timeout:g} s; it is waited for at {place}"
@@ -155,15 +151,17 @@ class Job:
     """Keeps the result no longer: it has been taken."""
     self._result, self._kept = None, False
 
-  def _is_done(self, end: float | None, interrupts: int) -> bool:
-    """Waits for it, until the end."""
-    while True:
-      rest = _NAP if end is None else min(_NAP, end - time.monotonic())
-      done = threads.wait(self._done, max(0.0, rest))
-      if (not done or self._error is not None) and _callgate.interrupted_since(interrupts):
+  def _is_done(self, interrupts: int) -> bool:
+    """Waits for its end. False if the gate's time ran out."""
+
+    def look() -> None:
+      if _callgate.interrupted_since(interrupts):
         raise Interruption(f"{self.label}: Ctrl-C ended the program")
-      if done or rest <= 0:
-        return done
+
+    done = self._limit.looking(look).event(self._done)
+    if not done or self._error is not None:
+      look()
+    return done
 
   def report(self) -> None:
     """Keeps the error of a finished call that nobody has taken for whoever waits at the barrier."""
@@ -176,8 +174,8 @@ class Job:
       where = f"callgate: raised in {self.label}, started at {self.place} and not waited for"
       failures.keep_consumer_error(self._error, where)
 
-  def wait(self, seconds: float | None) -> bool:
-    return self._done.wait(seconds)
+  def ended(self, wait: Wait) -> bool:
+    return wait.until(self._done.wait)
 
 
 # What lanes have taken last: others that share the call may come for it soon.
@@ -241,31 +239,33 @@ class Line:
 _lines: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
-def settle(seconds: float | None = None) -> bool:
-  """Waits for what was started, and keeps the errors of what was dropped; False in no time."""
-  deadline = None if seconds is None else time.monotonic() + seconds
+def settle(wait: Wait) -> bool:
+  """Waits for all started calls, and keeps the errors of those that nobody waited for.
+
+  False if the time ran out.
+  """
   for job in list(_open):
-    if not job.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+    if not job.ended(wait):
       return False
     job.report()
   return True
 
 
-def finish(seconds: float) -> None:
-  """At the end of the process: waits for what was started; nobody does so afterwards."""
-  if settle(seconds):
+def finish(wait: Wait) -> None:
+  """At the end of the process: waits for all started calls; nobody does so afterwards."""
+  if settle(wait):
     return
   with _lock:
     count = len(_open)
     _open.clear()
-  late = f"still ran {seconds:g} s after the end of the program and were abandoned"
+  late = f"still ran {wait.seconds:g} s after the end of the program and were abandoned"
   print(f"callgate: {count} started call(s) {late}", file=sys.stderr)
 
 
 def after_effects_barrier() -> None:
   """In `jax.effects_barrier()`, once the programs have ended."""
   if _open:
-    settle()
+    settle(Wait(None))
     failures.raise_consumer_errors()
 
 
@@ -318,14 +318,14 @@ class StartedCalls(Part):
 
   calls = "started calls"
 
-  def wait(self, seconds: float) -> bool:
-    return settle(seconds)
+  def settle(self, wait: Wait) -> bool:
+    return settle(wait)
 
-  def end(self, phase: Phase, seconds: float) -> None:
+  def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "deliver":
-      finish(seconds)
+      finish(wait)
     elif phase == "join":
-      close(seconds)
+      close(wait.left)
 
   def forked(self) -> None:
     after_fork()

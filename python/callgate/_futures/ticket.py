@@ -22,13 +22,14 @@ from callgate._call.attached import with_derivative
 from callgate._call.site import SHARED, CallSite
 from callgate._core import encoding, exact, registry
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._futures import started
 from callgate._futures.job import Job, Line
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._objects.handle import TYPE, Handle
-from callgate._objects.hold import Hold, Use, holding, place_of_user
+from callgate._objects.hold import Hold, Use, holding
 from callgate._objects.resolve import resolved
 from callgate._runtime import config
 from callgate._workers import objects
@@ -91,7 +92,7 @@ def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
   """Starts a call of a gate; see `Gate.start`."""
   core = gate.core
   _check(core)
-  place = {_PLACE: place_of_user()}
+  place = {_PLACE: str(where())}
   here = core.is_here
   begin = functools.partial(_parts(core).begin, *args, **kwargs, **place)
   args, kwargs, static = core.given(args, kwargs)
@@ -215,7 +216,7 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
   if handle.words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
     return jax.vmap(lambda ticket: _wait(ticket, started))(ticket)
   earlier = [words for words in started if words is not handle.words]
-  waits = _parts(call.gate).wait(place_of_user(), call.results, exact.exact_tree(call.out_tree))
+  waits = _parts(call.gate).wait(str(where()), call.results, exact.exact_tree(call.out_tree))
 
   again = functools.partial(_call_again, call)
   if call.gate.vjp_rules is None:

@@ -6,11 +6,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import math
 import os
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,6 +23,7 @@ from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPriv
 
 from callgate import _part
 from callgate._jax import cpp_path
+from callgate._part import Wait
 
 # JAX keeps the tokens of dispatched programs for each thread alone, and `jax.effects_barrier` waits
 # for those of its own thread (0.10 to 0.12). No public way to wait for another thread's.
@@ -103,16 +102,15 @@ def forget_effects() -> None:
   _dispatch.runtime_tokens.clear()
 
 
-def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = None) -> bool:
-  """Waits for the programs with effects that any thread dispatched; False when the time ran out.
+def wait_for_effects(wait: Wait) -> bool:
+  """Waits for the programs with effects that any thread dispatched. False if the time ran out.
 
-  Whatever they failed with is left to `jax.effects_barrier` in the thread that dispatched them.
-  `watch` is called now and then meanwhile, and ends the wait by raising.
+  `jax.effects_barrier` in the thread that dispatched them raises their errors.
   """
   if not (_effect_tokens or cpp_path.pending()):
     return True
   requests = None
-  if timeout is not None or watch is not None:
+  if not wait.is_plain:
     # Tokens have no wait with a limit, so another thread waits; where it is too late for a thread,
     # what came so late ran where it was dispatched.
     with contextlib.suppress(RuntimeError):
@@ -121,13 +119,7 @@ def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = N
     _wait_for_tokens()
     return True
   requests.put(done := threading.Event())
-  if watch is None:
-    return done.wait(timeout)
-  deadline = math.inf if timeout is None else time.monotonic() + timeout
-  while not done.is_set() and (left := deadline - time.monotonic()) > 0:
-    done.wait(min(left, 0.1))
-    watch()
-  return done.is_set()
+  return wait.until(done.wait)
 
 
 # The requests of each idle thread that waits for tokens on another's behalf. There is one from the

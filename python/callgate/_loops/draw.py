@@ -20,7 +20,7 @@ import jax
 from callgate import _callgate
 from callgate._core import foreign
 from callgate._loops.progress import files, noted, noted_of_lanes
-from callgate._part import Part, Phase
+from callgate._part import Part, Phase, Wait
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
 _TAPS_SECONDS = 0.5  # that the end of a bar waits for values behind it
@@ -252,9 +252,11 @@ def start() -> None:
 class Bars(Part):
   """Draws what the bars have come to, at a barrier and at the end of the process."""
 
-  def settle(self) -> None:
-    flush(_BARRIER_SECONDS)
+  def settle(self, wait: Wait) -> bool:
+    """A bar that is not drawn in time holds nothing up."""
+    flush(min(wait.left, _BARRIER_SECONDS))
+    return True
 
-  def end(self, phase: Phase, seconds: float) -> None:
+  def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "draw":
-      stop(seconds)
+      stop(wait.left)

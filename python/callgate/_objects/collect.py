@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,11 +29,12 @@ import numpy as np
 from callgate import _callgate, _part
 from callgate._jax import dispatch
 from callgate._objects import table
-from callgate._part import Part
+from callgate._part import Part, Wait
 from callgate._workers import threads
 
 _LEAST = 8  # objects that need no look
 _WAIT_SECONDS = 0.1
+_DROP_SECONDS = 1  # that threads have to drop what was freed
 _collecting = threading.Lock()
 _limit = _LEAST  # objects beyond which the next look is due
 
@@ -76,9 +75,9 @@ def collect(*, returning: bool = False, seconds: float = 0) -> bool:
     # makes newer objects; one that was dispatched before has ended, and what it gave is there.
     before = min(_callgate.oldest_underway(returning), _callgate.new_number())
     arrays = [array for array in dispatch.live_arrays() if _may_name(array)]
-    if not _until(lambda: all(map(_is_there, arrays)), seconds):
+    if not Wait(seconds).poll(lambda: all(map(_is_there, arrays))):
       return False
-    if not _until(dispatch.programs_have_ended, seconds):
+    if not Wait(seconds).poll(dispatch.programs_have_ended):
       return False
     named = set[int]()
     for array in arrays:
@@ -89,15 +88,6 @@ def collect(*, returning: bool = False, seconds: float = 0) -> bool:
     return True
   finally:
     _collecting.release()
-
-
-def _until(done: Callable[[], bool], seconds: float) -> bool:
-  deadline = time.monotonic() + seconds
-  while not done():
-    if time.monotonic() >= deadline:
-      return False
-    time.sleep(0.001)
-  return True
 
 
 def _may_name(array: Any) -> bool:
@@ -112,10 +102,11 @@ def _is_there(array: Any) -> bool:
 class Objects(Part):
   """Frees the objects that nothing names."""
 
-  def settle(self) -> None:
-    """Waits for the ends of what it frees, too."""
+  def settle(self, wait: Wait) -> bool:
+    """Waits for the ends of what it frees, too, for a moment."""
     collect()
-    threads.has_dropped(1)
+    threads.has_dropped(Wait(_DROP_SECONDS))
+    return True
 
 
 def held() -> dict[str, int]:
@@ -136,5 +127,5 @@ def held() -> dict[str, int]:
   """
   jax.effects_barrier()
   collect(seconds=1)
-  threads.has_dropped(1)
+  threads.has_dropped(Wait(_DROP_SECONDS))
   return table.by_maker()

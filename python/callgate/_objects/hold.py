@@ -7,8 +7,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,9 +17,10 @@ from callgate import _callgate
 from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
 from callgate._call.options import Effect
-from callgate._core import dtypes, exact, factories, paths, tape
+from callgate._core import dtypes, exact, factories, tape
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._gate.gate import Gate
 from callgate._gate.options import Arrays, GateOptions, Thread, take_options
 from callgate._jax import tracing
@@ -94,8 +93,8 @@ def holding(
 ) -> Hold:  # fmt: skip
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
   maker, name = list[Maker](), list[str]()  # not the gate, which holds the function below
-  where = _place(options.run_on)
-  place = None if where is None else where.place
+  runs_on = _place(options.run_on)
+  place = None if runs_on is None else runs_on.place
 
   def call(*args: Any, **kwargs: Any) -> Handle:
     scope = kwargs.pop(SCOPE)
@@ -113,10 +112,10 @@ def holding(
 
   functools.update_wrapper(call, make)
   call.there = there = Making(make)  # type: ignore[attr-defined]
-  run_on = options.run_on if where is None else where
+  run_on = options.run_on if runs_on is None else runs_on
   made = kind(call, dataclasses.replace(options, out=Handle(TYPE, place), run_on=run_on))
   name.append(made.name)
-  maker.append(Maker(named(made.name), place_of_user()))
+  maker.append(Maker(named(made.name), str(where())))
   there.maker = maker[0]
   return made
 
@@ -231,14 +230,6 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
 def _short(make: Any) -> str:
   make = getattr(make, "func", make)
   return str(getattr(make, "__qualname__", None) or type(make).__qualname__)
-
-
-def place_of_user() -> str:
-  """The file and line of the user's code that runs."""
-  frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-  while frame is not None and frame.f_code.co_filename.startswith(f"{paths.ROOT}{os.sep}"):
-    frame = frame.f_back
-  return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 # -- use -------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from callgate._core import environment, foreign
 from callgate._core.errors import ProcessError
 from callgate._core.failures import original_of
 from callgate._jax import dispatch, distributed
-from callgate._part import Part, Phase
+from callgate._part import Part, Phase, Wait
 
 PLACEHOLDER = "{process}"
 _DETAILS = 8000  # characters of a traceback that travel
@@ -174,8 +174,8 @@ def leave() -> None:
 class Processes(Part):
   """Tells the group's other processes of this one's end."""
 
-  def end(self, phase: Phase, seconds: float) -> None:
-    del seconds
+  def end(self, phase: Phase, wait: Wait) -> None:
+    del wait
     if phase == "leave":
       leave()
 

@@ -14,6 +14,7 @@ import time
 
 from callgate._core import foreign
 from callgate._core.errors import ProcessError
+from callgate._part import Wait
 from callgate._process.group import Failure, Group
 
 _OK = "ok"
@@ -60,7 +61,7 @@ class Meeting:
     if missing is not None:
       raise missing.error()
 
-  def wait(self, deadline: float, timeout: float | None) -> None:
+  def wait(self, wait: Wait) -> None:
     """Says that this process has done its part, and waits until all have."""
     group = self._group
     try:
@@ -68,10 +69,10 @@ class Meeting:
       absent = list(range(group.count)) if group.index == 0 else []
       while (result := self._result(absent)) is None:
         self.watch()
-        if time.monotonic() >= deadline:
+        if wait.left <= 0:
           came = group.store.under(self._keys + "at/")
           late = [process for process in range(group.count) if str(process) not in came]
-          expected = f"all {group.count} processes within {timeout} s"
+          expected = f"all {group.count} processes within {wait.seconds} s"
           message = f"callgate.barrier: expected {expected}, got none of {late}"
           own = json.dumps(Failure(group.index, "TimeoutError", message))
           if (result := self._conclude(own)) == own:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from typing import Any, Self
 
 from callgate import _callgate, _part
 from callgate._core import foreign, tape
 from callgate._core.errors import GateError
-from callgate._part import Part
+from callgate._part import Part, Wait
 from callgate._process import group
 from callgate._runtime import barrier
 
@@ -83,9 +82,9 @@ class Block:
 
 def _wait_for_calls() -> None:
   """Waits for programs and for started calls; their failures are told of elsewhere."""
-  barrier.wait_for_programs(None)
+  barrier.wait_for_programs()
   for part in _part.parts():
-    barrier.until(math.inf, None, part.wait)
+    part.settle(Wait(None))
 
 
 class _Blocks(Part):

@@ -8,10 +8,7 @@ Here and in other processes. Runs on the thread that calls it. Across processes 
 from __future__ import annotations
 
 import functools
-import math
 import threading
-import time
-from collections.abc import Callable
 
 import jax
 
@@ -20,11 +17,10 @@ from callgate._core import failures, foreign, options
 from callgate._core import kept as _kept
 from callgate._core.errors import ProcessError
 from callgate._jax import dispatch
+from callgate._part import FOREVER, Wait
 from callgate._process import group as _group
 from callgate._process.meeting import Meeting
 from callgate._runtime import fence
-
-_FLUSH_SECONDS = 0.1  # between two looks at the other processes
 
 
 def barrier(timeout: float | None = None, *, all_processes: bool = False) -> None:
@@ -61,37 +57,30 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
   options.boolean("barrier", "all_processes", all_processes)
   group = _group.group() if all_processes else None
   if group is None:
-    _settle(timeout, None)
+    _settle(Wait(timeout))
     return
-  deadline = _deadline(timeout)
+  wait = Wait(timeout)
   with Meeting(group) as meeting:
-    _settle(timeout, meeting.watch)
-    meeting.wait(deadline, timeout)
+    _settle(wait.looking(meeting.watch))
+    meeting.wait(wait)
 
 
-def _deadline(timeout: float | None) -> float:
-  return math.inf if timeout is None else time.monotonic() + timeout
-
-
-def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
-  """This process's part; `watch` is called now and then, and may end it by raising."""
+def _settle(wait: Wait) -> None:
+  """Waits for this process."""
   if _callgate.channels_abandoned():
     was = "was forked from one that had channels, whose threads are not here"
     expected = "expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
     raise RuntimeError(f"callgate.barrier: this process {was}; {expected}")
-  deadline = _deadline(timeout)
-  failure = wait_for_programs(timeout, watch)
-  if not until(deadline, watch, _callgate.drain_devices):
-    raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
+  failure = wait_for_programs(wait)
+  if not wait.until(_callgate.drain_devices):
+    raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {wait.seconds} s")
   for part in _part.parts():
-    if not until(deadline, watch, part.wait):
-      raise TimeoutError(f"callgate.barrier: {part.calls} still run after {timeout} s")
-  for part in _part.parts():
-    part.settle()
-  if not until(deadline, watch, _callgate.flush_channels):
+    if not part.settle(wait):
+      raise TimeoutError(f"callgate.barrier: {part.calls} still run after {wait.seconds} s")
+  if not wait.until(_callgate.flush_channels):
     stats = _callgate.channel_stats().items()
     pending = {name: count for name, one in stats if (count := one["pending"])}
-    raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
+    raise TimeoutError(f"callgate.barrier: records still wait after {wait.seconds} s: {pending}")
   dispatch.forget_failed_tokens()
   failures.raise_deferred(of_all_threads=True)
   if failure is not None and not _is_stale(failure, first=0):
@@ -110,30 +99,12 @@ def _others_return(number: int, seconds: float) -> bool:
   """
   if _callgate.delivers_here() or _is_of_runtime():
     return True
-  end = time.monotonic() + seconds
-  while _callgate.others_underway(number):
-    if time.monotonic() >= end:
-      return False
-    time.sleep(0.001)
-  return True
+  return Wait(seconds).poll(lambda: not _callgate.others_underway(number))
 
 
 def _is_of_runtime() -> bool:
   """True on a thread that Python has not started."""
   return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
-
-
-def until(deadline: float, watch: Callable[[], None] | None, done: Callable[[float], bool]) -> bool:
-  """True if `done`, which takes seconds to wait, said so in time."""
-  while True:
-    rest = min(max(0.0, deadline - time.monotonic()), failures.LONG_SECONDS)
-    if watch is None:
-      return done(rest)
-    if done(min(rest, _FLUSH_SECONDS)):
-      return True
-    if rest <= _FLUSH_SECONDS:
-      return False
-    watch()
 
 
 def _is_stale(failure: BaseException, first: int) -> bool:
@@ -170,8 +141,8 @@ class errors:
   def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
     try:
       if error is None:
-        failure = wait_for_programs(None, calls=False)
-        _callgate.drain_devices(failures.LONG_SECONDS)
+        failure = wait_for_programs(calls=False)
+        _callgate.drain_devices(FOREVER)
         _callgate.flush_channels()
         failures.raise_deferred()
         self._raise_unseen(failure)
@@ -206,28 +177,25 @@ class errors:
       failure = kept = k = None  # as above
 
 
-def wait_for_programs(
-  timeout: float | None, watch: Callable[[], None] | None = None, *, calls: bool = True
-) -> BaseException | None:
-  """Waits until no program of any thread runs; returns what the first to fail did so with.
+def wait_for_programs(wait: Wait | None = None, *, calls: bool = True) -> BaseException | None:
+  """Waits until no program of any thread runs; returns the error of the first that failed.
 
-  `watch` is called now and then meanwhile; what it raises, a `ProcessError`, ends the wait. With
-  `calls` False those count that have been dispatched, not those that another thread calls now.
+  With `calls` False it waits for dispatched programs, not for those that another thread calls now.
+
+  Raises:
+    TimeoutError: the time ran out.
+    ProcessError: the look of `wait` raised it.
   """
-  deadline = _deadline(timeout)
-  late = f"callgate.barrier: programs still run after {timeout} s"
+  wait = wait or Wait(None)
+  late = f"callgate.barrier: programs still run after {wait.seconds} s"
   failure: BaseException | None = None
   others_return = functools.partial(_others_return, _callgate.new_number())
-  if calls and not until(deadline, watch, others_return):
+  if calls and not wait.until(others_return):
     raise TimeoutError(late)
   for array in list(dispatch.live_arrays()):
     try:
-      while not (timeout is None and watch is None) and not array.is_ready():
-        if time.monotonic() > deadline:
-          raise TimeoutError(late)
-        if watch is not None:
-          watch()
-        time.sleep(0.001)
+      if not wait.is_plain and not wait.poll(array.is_ready):
+        raise TimeoutError(late)
       if not array.is_ready():
         array.block_until_ready()
     except (TimeoutError, ProcessError):
@@ -235,11 +203,10 @@ def wait_for_programs(
     except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
       if not array.is_deleted():  # donated by another thread meanwhile
         failure = failure or error
-  if not fence.wait(deadline, watch):
+  if not fence.pass_by(wait):
     raise TimeoutError(late)
-  rest = None if timeout is None else max(0.0, deadline - time.monotonic())
   try:
-    if not dispatch.wait_for_effects(rest, watch):
+    if not dispatch.wait_for_effects(wait):
       raise TimeoutError(late)
     dispatch.effects_barrier_alone()
   except (TimeoutError, ProcessError):

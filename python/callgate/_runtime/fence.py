@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from callgate._jax import dispatch
+from callgate._part import Wait
 
 _made: dict[str, tuple[list[Any], Any, Any]] = {}  # by platform: devices, program, its operand
 # From how many devices on a platform's programs may go on after their dispatch with nothing to wait
@@ -31,8 +31,8 @@ def after_fork() -> None:
   _running, _without_threads = None, dispatch.has_backend()
 
 
-def wait(deadline: float, watch: Callable[[], None] | None) -> bool:
-  """Waits until `deadline`; whether what several CPU devices or GPUs got before has ended."""
+def pass_by(wait: Wait) -> bool:
+  """Waits for all that several CPU devices or GPUs got before. False if the time ran out."""
   global _running
   found = {} if _without_threads else dispatch.local_devices()
   fenced = {p: devices for p, devices in found.items() if len(devices) >= _FEWEST.get(p, 1 << 30)}
@@ -41,7 +41,7 @@ def wait(deadline: float, watch: Callable[[], None] | None) -> bool:
   # On a thread of its own: XLA may hold up the dispatch, where no signal would reach the caller,
   # and the caller may be in a trace or have chosen a mesh, which are its thread's alone. One at a
   # time, however often somebody gives up.
-  if not _ended(_running, deadline, watch):
+  if _running is not None and not _ended(_running, wait):
     return False
   thread = threading.Thread(target=_run, args=(fenced,), name="callgate-fence", daemon=True)
   _running = thread
@@ -49,20 +49,15 @@ def wait(deadline: float, watch: Callable[[], None] | None) -> bool:
     thread.start()
   except RuntimeError:  # the interpreter ends: no new threads, and nobody is left to be told
     return True
-  return _ended(thread, deadline, watch)
+  return _ended(thread, wait)
 
 
-def _ended(
-  thread: threading.Thread | None, deadline: float, watch: Callable[[], None] | None
-) -> bool:
-  while thread is not None and thread.is_alive():
-    if watch is not None:
-      watch()
-    rest = deadline - time.monotonic()
-    thread.join(min(max(rest, 0.0), 0.05))
-    if rest <= 0 and thread.is_alive():
-      return False
-  return True
+def _ended(thread: threading.Thread, wait: Wait) -> bool:
+  def joined(seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
+
+  return wait.until(joined, 0.05)
 
 
 def _run(fenced: dict[str, list[Any]]) -> None:

@@ -11,7 +11,6 @@ import functools
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 
@@ -29,7 +28,7 @@ from callgate._core.errors import (
   ResultError,
 )
 from callgate._jax import dispatch
-from callgate._part import Phase
+from callgate._part import Phase, Wait
 from callgate._runtime import fence, self_wait, timeline
 from callgate._runtime.targets import traceback_line
 from callgate._sharding import tiles
@@ -111,9 +110,9 @@ def end() -> None:
     if os.getpid() == _process and threading.current_thread() is threading.main_thread():
       _run([functools.partial(_let_effects_finish, interrupted)], seconds)
       _run(_ends("draw"), seconds)
-      deadline = time.monotonic() + seconds
+      wait = Wait(seconds)
       _run(_ends("deliver"), seconds)
-      _refuse_calls(deadline, seconds)
+      _refuse_calls(wait)
   finally:
     _run(_ends("join"), seconds)
 
@@ -124,41 +123,42 @@ def is_interrupted() -> bool:
   return isinstance(last, KeyboardInterrupt) or bool(_callgate.interrupted_recently())
 
 
-def _run(ends: list[Callable[[float], object]], seconds: float) -> None:
+def _run(ends: list[Callable[[Wait], object]], seconds: float) -> None:
+  """Each may take so long."""
   for end in ends:
     try:
-      end(seconds)
+      end(Wait(seconds))
     except BaseException as error:  # noqa: BLE001 - the program's own, Ctrl-C must not hide the exit
       foreign.print_traceback(error)
 
 
-def _let_effects_finish(interrupted: bool, seconds: float) -> None:
+def _let_effects_finish(interrupted: bool, wait: Wait) -> None:
   if interrupted:  # programs end at their next call; those that make none are given up
     _callgate.end_programs(True)
     try:
-      dispatch.wait_for_effects(seconds)
+      dispatch.wait_for_effects(wait)
       dispatch.forget_effects()
     finally:
       _callgate.end_programs(False)
   else:
-    dispatch.wait_for_effects(seconds)
+    dispatch.wait_for_effects(wait)
     dispatch.effects_barrier_alone()
-  if not _callgate.drain_devices(seconds):
+  if not _callgate.drain_devices(max(wait.left, LAST_SECONDS)):
     print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
 
 
-def _refuse_calls(deadline: float, seconds: float) -> None:
+def _refuse_calls(wait: Wait) -> None:
   """From here on handlers return without touching Python; waits for the calls that still run."""
   _callgate.watch_exit()  # what comes now comes too late, and is counted
   if failures.print_deferred():
     _callgate.fail_exit()
   # A call that hangs may be a consumer's, which has had its time.
-  if not _callgate.shut_down(max(deadline - time.monotonic(), LAST_SECONDS)):
-    late = f"still ran {seconds:g} s after the end of the program and were abandoned"
+  if not _callgate.shut_down(max(wait.left, LAST_SECONDS)):
+    late = f"still ran {wait.seconds:g} s after the end of the program and were abandoned"
     print(f"callgate: {_callgate.active_calls()} call(s) {late}", file=sys.stderr)
 
 
-def _ends(phase: Phase) -> list[Callable[[float], object]]:
+def _ends(phase: Phase) -> list[Callable[[Wait], object]]:
   parts = reversed(_part.parts()) if phase == "join" else _part.parts()
   return [functools.partial(part.end, phase) for part in parts]
 

@@ -17,7 +17,7 @@ from callgate import _part
 from callgate._core import options, paths
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.stats import stats
-from callgate._part import Part, Phase
+from callgate._part import Part, Phase, Wait
 from callgate._serve.local import LocalFeed
 from callgate._steer import knob
 from callgate._steer.knob import Knob
@@ -235,8 +235,8 @@ class _FailedChecks:
 class _Servers(Part):
   """Closes the pages: they are there until programs have ended, so that these can be stopped."""
 
-  def end(self, phase: Phase, seconds: float) -> None:
-    del seconds
+  def end(self, phase: Phase, wait: Wait) -> None:
+    del wait
     for server in list(_servers) if phase == "join" else ():
       server._end(wait=False)  # pyright: ignore[reportPrivateUsage]
 

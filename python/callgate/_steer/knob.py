@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ import numpy as np
 from callgate import _callgate, _part
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._jax import execution
 from callgate._steer.cell import CellGate, agreed
 
@@ -88,7 +88,7 @@ class Knob:
       before.cell.give_up_name()
     self.cell = _callgate.Knob(f"callgate.knob:{name}", _bits(self.as_array()))
     self._reads: dict[Per, _Read] = {}
-    self.place, self.line = registry.current_place(), ("", 0)
+    self.place, self.line = registry.current_place(), ""
 
   def __copy__(self) -> Knob:
     return self
@@ -293,15 +293,15 @@ def knob(
   if np.ndim(value) != 0 or np.asarray(value).dtype.kind not in "biuf":
     options.refuse(f"knob '{name}'", "value", "a number or a bool", value)
   dtype = np.dtype(jnp.result_type(value))
-  place, frame = registry.caller(), sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-  line = frame.f_code.co_filename, frame.f_lineno
+  here = where()
+  line, place = str(here), here.definition()
   with _lock, registry.defining(place):
     known = _knobs.get(name)
-    again = known is not None and (known.line == line or (place and place.again(known.place)))
+    again = known is not None and (known.line == line or (place and place.redefines(known.place)))
     if known is not None and not again:
       raise ValueError(
         f"callgate: the name '{name}' is taken by a live knob that is defined at "
-        f"{known.line[0]}:{known.line[1]}; choose another name, or use that one"
+        f"{known.line}; choose another name, or use that one"
       )
     whole_for_real = known is not None and known.dtype.kind == "f" and type(value) is int
     if known is not None and (known.dtype == dtype or whole_for_real):

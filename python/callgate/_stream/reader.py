@@ -11,7 +11,6 @@ import contextlib
 import glob
 import operator
 import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._core import options
+from callgate._part import Wait
 from callgate._process.group import PLACEHOLDER
 from callgate._stream.records import Source, StreamRecord, columns_of, table_of
 
@@ -93,12 +93,12 @@ class StreamReader:
       Of the next records of all inputs that are there, the first by time, process, device, `seq`.
     """
     seconds = options.or_none(options.seconds, "StreamReader.read", "timeout", timeout, zero=True)
-    deadline = None if seconds is None else time.monotonic() + seconds
+    wait = Wait(seconds)
     while True:
       if ready := [one for one in self._inputs if one.ready or one.fill(0.0)]:
         return min(ready, key=lambda one: _ORDER(one.ready[-1])).ready.pop()
       waiting = [one for one in self._inputs if not one.over(self._follow)]
-      left = np.inf if deadline is None else deadline - time.monotonic()
+      left = wait.left
       if not waiting or left <= 0:
         return None
       for one in waiting:

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import pickle
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 from callgate import _callgate
-from callgate._core import errors, exact, failures, foreign, options, registry
+from callgate._core import errors, exact, failures, foreign, options
 from callgate._core.pickling import Portable
-from callgate._part import Part, Phase
+from callgate._core.where import Where, where
+from callgate._part import FOREVER, Part, Phase, Wait
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import consumers as _consumers
 from callgate._tap import delivery, target
@@ -40,7 +39,7 @@ class Channel(Portable):
 
   def __init__(
     self, name: str, capacity: str | int, on_full: OnFull, rate: float, to: Any, batch: int | None,
-    place: registry.Place | None = None,
+    place: Where | None = None,
   ) -> None:  # fmt: skip
     expected = "a line of text"
     name = options.name("channel", name) or options.refuse("channel", "name", expected, name)
@@ -63,7 +62,7 @@ class Channel(Portable):
     self._place = place  # where it is defined
     with _lock:
       old = _open.get(name)
-      again = old is not None and place is not None and place.again(old._place)
+      again = old is not None and place is not None and place.redefines(old._place)
       if name in _open and not again:
         another = "close it first, or give this one another name"
         raise ValueError(f"callgate: a channel named '{name}' is open already; {another}")
@@ -108,8 +107,8 @@ class Channel(Portable):
 
   def _settle(self) -> None:
     """Waits for the programs that may still send to it."""
-    barrier.wait_for_programs(None)
-    _callgate.drain_devices(failures.LONG_SECONDS)  # what GPUs have sent is on its way
+    barrier.wait_for_programs()
+    _callgate.drain_devices(FOREVER)  # what GPUs have sent is on its way
 
   # -- consumers ---------------------------------------------------------------------------------
   def add(self, consumer: Any) -> None:
@@ -240,10 +239,10 @@ class Channel(Portable):
 
   def _drain(self, timeout: float | None) -> float | None:
     """Waits for what programs on GPUs have sent; returns the time that is left."""
-    end = math.inf if timeout is None else time.monotonic() + timeout
+    wait = Wait(timeout, look=lambda: None)  # Ctrl-C comes in between
     if not _callgate.delivers_here():  # the copies may wait for room that a consumer makes
-      barrier.until(end, lambda: None, _callgate.drain_devices)  # Ctrl-C comes in between
-    return None if timeout is None else max(0.0, end - time.monotonic())
+      wait.until(_callgate.drain_devices)
+    return None if timeout is None else wait.left
 
   def _close(self, timeout: float | None) -> bool:
     if self._closed:
@@ -306,7 +305,7 @@ def channel(
     ValueError: a channel of that name is open already. (One that a notebook's cell, or a module
       that is loaded again, has opened before is closed instead.)
   """
-  return Channel(name, capacity, on_full, rate, to, batch, registry.caller())
+  return Channel(name, capacity, on_full, rate, to, batch, where().definition())
 
 
 def retire(one: Channel) -> None:
@@ -359,20 +358,20 @@ def open_channels() -> dict[str, Channel]:
   return {name: one for name, one in dict(_open).items() if one is not None}
 
 
-def close_all(seconds: float) -> None:
+def close_all(wait: Wait) -> None:
   """At the end of the process: closes every channel, and says what could not be delivered.
 
   The time is for all of them, which deliver side by side. Raises what a consumer raised, and has
   the process end with status 1 for it, as for a gate's failure that nobody asked for.
   """
-  deadline = time.monotonic() + seconds
+  least = min(wait.seconds or 0.0, lifecycle.LAST_SECONDS)  # for each, however late
   ends = [(f"channel '{one.name}'", one._close, one.stats) for one in open_channels().values()]  # pyright: ignore[reportPrivateUsage]
   for name, handle in target.own_channels():
     what = "taps to functions" if name == target.DEFAULT else name
     ends.append((what, handle.close, handle.stats))
   left: list[tuple[str, int]] = []  # and how many records there are
   for what, close, stats in ends:
-    if not close(max(deadline - time.monotonic(), min(seconds, lifecycle.LAST_SECONDS))):
+    if not close(max(wait.left, least)):
       left.append((what, stats()["pending"]))
   for name, stats in _callgate.channel_stats().items():
     if stats["pending"]:
@@ -390,6 +389,6 @@ def close_all(seconds: float) -> None:
 class Channels(Part):
   """Delivers all records before the process ends."""
 
-  def end(self, phase: Phase, seconds: float) -> None:
+  def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "deliver":
-      close_all(seconds)
+      close_all(wait)

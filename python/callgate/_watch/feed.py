@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
+from callgate._part import Wait
 from callgate._stream.reader import StreamReader, is_address, open_stream
 from callgate._stream.records import StreamRecord
 from callgate._watch.model import Model
@@ -65,10 +65,10 @@ class Feed(threading.Thread):
 
   def _follow(self, reader: StreamReader) -> None:
     while not self._ending.is_set():
-      deadline = time.monotonic() + _PATIENCE
+      wait = Wait(_PATIENCE)
       chunk: list[StreamRecord] = []
       try:
-        while len(chunk) < _CHUNK and (left := deadline - time.monotonic()) > 0:
+        while len(chunk) < _CHUNK and (left := wait.left) > 0:
           if (record := reader.read(left)) is None:
             break
           chunk.append(record)
@@ -85,7 +85,7 @@ class Feed(threading.Thread):
         self.state = "following"
       if not is_address(self.where) and _inode(self.where) not in (0, self._inode):
         return  # replaced by another file
-      self._ending.wait(max(0.0, deadline - time.monotonic()))
+      self._ending.wait(wait.left)
 
 
 def _inode(where: str) -> int:

@@ -23,6 +23,7 @@ from callgate import _callgate
 from callgate._arrays import bind
 from callgate._core import encoding
 from callgate._core.errors import GateError, GateTimeoutError
+from callgate._part import Wait
 from callgate._workers import travel
 from callgate._workers.remote import Description
 from callgate._workers.workers import usable_cpus
@@ -93,7 +94,7 @@ class OnExecutor:
     task, outs = self._task(spec), None
     if self.described.style != "return":
       outs = [(array.shape, array.dtype) for array in lanes.empty()]
-    deadline = time.monotonic() + self.timeout if self.timeout else None
+    wait = Wait(self.timeout or None)
     pending: dict[futures.Future[Any], tuple[int, int, int]] = {}
     # Not `futures.wait`, to which an executor that is shut down tells nothing of what it cancels.
     ended: queue.SimpleQueue[futures.Future[Any]] = queue.SimpleQueue()
@@ -111,7 +112,7 @@ class OnExecutor:
           one = self.executor.submit(task, inputs, outs)
           pending[one] = (first, size, tries)
           one.add_done_callback(ended.put)
-        one = self._next(ended, deadline)
+        one = self._next(ended, wait)
         first, size, tries = pending.pop(one)
         error = _error_of(one)
         answered = error is None
@@ -130,12 +131,10 @@ class OnExecutor:
         lanes.failed = failure[0]
       raise failure[1]
 
-  def _next(
-    self, ended: queue.SimpleQueue[futures.Future[Any]], deadline: float | None
-  ) -> futures.Future[Any]:
+  def _next(self, ended: queue.SimpleQueue[futures.Future[Any]], wait: Wait) -> futures.Future[Any]:
     """Waits for a piece to end."""
     try:
-      return ended.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
+      return ended.get(timeout=None if wait.is_plain else wait.left)
     except queue.Empty:
       raise GateTimeoutError(
         f"{self.label} has run longer than its timeout, {self.timeout:g} s, on "

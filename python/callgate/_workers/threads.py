@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Self, TypeVar
@@ -19,7 +18,7 @@ from callgate import _callgate, _part
 from callgate._core import options
 from callgate._core.errors import GateError
 from callgate._jax import running
-from callgate._part import Part, Phase
+from callgate._part import Part, Phase, Wait
 
 T = TypeVar("T")
 
@@ -28,7 +27,6 @@ _numbers: weakref.WeakValueDictionary[int, Thread] = weakref.WeakValueDictionary
 _lock = threading.Lock()
 _SECONDS = 5.0  # that a thread may take to end what it runs
 _NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
-_SHORT = 0.001  # seconds, after which a thread that runs others' calls looks whether it may go on
 # The name of the thread on which objects live that no other place was chosen for.
 OBJECTS = "objects"
 
@@ -77,7 +75,7 @@ class Thread:
     if self.is_here():
       raise GateError(f"{self!r}: a function that runs on the thread can't close it")
     self.end()
-    self.has_ended(_SECONDS)
+    self.has_ended(Wait(_SECONDS))
 
   def __enter__(self) -> Self:
     return self.start()
@@ -116,8 +114,7 @@ class Thread:
 
     if not self.submit(job):
       self.refuse()
-    while not done.wait(_NAP):
-      pass
+    Wait(None, look=_nothing).until(done.wait)
     if errors:
       raise errors.pop()
     return results.pop()
@@ -135,9 +132,9 @@ class Thread:
       self._dropped.popleft()  # no name refers to it
     self._drops.set()
 
-  def has_dropped(self, seconds: float) -> bool:
-    """Waits until all that was given to `drop` is gone; False where that takes longer."""
-    return self.is_here() or self._drops.wait(seconds)
+  def has_dropped(self, wait: Wait) -> bool:
+    """Waits until all that was given to `drop` is gone. False if the time ran out."""
+    return self.is_here() or wait.until(self._drops.wait)
 
   def end(self) -> None:
     """Has the thread end with what it has been given so far."""
@@ -151,13 +148,9 @@ class Thread:
   def _end(self) -> None:
     _part.tell("thread ends", self)
 
-  def has_ended(self, seconds: float) -> bool:
-    """After `end()`: waits for its end; False where that takes longer."""
-    deadline = time.monotonic() + seconds
-    while not self.callee.has_ended(_NAP):
-      if time.monotonic() >= deadline:
-        return False
-    return True
+  def has_ended(self, wait: Wait) -> bool:
+    """After `end()`: waits for its end. False if the time ran out."""
+    return wait.until(self.callee.has_ended, _NAP)
 
 
 def _nothing() -> None:
@@ -248,38 +241,26 @@ def after_dispatch(returning: bool) -> None:
     _callgate.serve_thread(_NAP)
 
 
-def wait(done: threading.Event, seconds: float) -> bool:
-  """Waits for an event; a thread runs meanwhile what comes for it."""
-  if current() is None:
-    return done.wait(seconds)
-  deadline = time.monotonic() + seconds
-  while not done.is_set() and (left := deadline - time.monotonic()) > 0:
-    _callgate.serve_thread(min(left, _SHORT))
-  return done.is_set()
-
-
-def has_dropped(seconds: float) -> bool:
-  """Waits until no thread has anything to drop; False where that takes longer."""
-  deadline = time.monotonic() + seconds
+def has_dropped(wait: Wait) -> bool:
+  """Waits until no thread has anything to drop. False if the time ran out."""
   with _lock:
     all_of_them = list(_threads.values())
-  return all(one.has_dropped(max(0.0, deadline - time.monotonic())) for one in all_of_them)
+  return all(one.has_dropped(wait) for one in all_of_them)
 
 
-def end_all(seconds: float) -> None:
+def end_all(wait: Wait) -> None:
   """At the end of the process: all threads drop what lives on them, and end."""
-  deadline = time.monotonic() + seconds
   with _lock:
     all_of_them: Iterable[Thread] = list(_threads.values())
   for one in all_of_them:
     one.end()
   for one in all_of_them:
-    one.has_ended(max(0.0, deadline - time.monotonic()))
+    one.has_ended(wait)
 
 
 class Threads(Part):
   """Has threads drop their objects before the process ends."""
 
-  def end(self, phase: Phase, seconds: float) -> None:
+  def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "deliver":
-      end_all(seconds)
+      end_all(wait)

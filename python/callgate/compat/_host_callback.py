@@ -9,7 +9,6 @@ they raise. Programs with taps ask for a receiver before each execution, in thei
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from callgate._core import dtypes, errors, exact, foreign
 from callgate._core.failures import keep_consumer_error
 from callgate._core.masked import shown
 from callgate._jax import execution, tracing
+from callgate._part import Wait
 from callgate._runtime.barrier import wait_for_programs
 from callgate._tap import delivery
 from callgate._tap.consumers import check_not_forked
@@ -235,18 +235,13 @@ class Receiver:
 
 def finish(timeout: float | None) -> bool:
   """Waits for all programs and taps, those that functions start too; whether taps ended in time."""
-  deadline = None if timeout is None else time.monotonic() + timeout
-
-  def rest() -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-  handle, before = start_channel(CHANNEL), -1
+  wait, handle, before = Wait(timeout), start_channel(CHANNEL), -1
   while True:
-    wait_for_programs(rest())  # or TimeoutError
+    wait_for_programs(wait)  # or TimeoutError
     if (sent := handle.stats()["sent"]) == before:
       return True
     # The marker behind all that was sent: the channel says when it is through.
-    if not handle.flush(rest()):
+    if not handle.flush(wait.left):
       return False
     before = sent
 

@@ -8,6 +8,7 @@ an `outfeed_receiver` is started for the device.
 
 ```python
 import jax, jax.numpy as jnp
+from callgate._part import Wait
 from callgate.compat import host_callback as hcb
 
 seen = []
@@ -36,6 +37,7 @@ from callgate import _callgate
 from callgate._core import exact, options
 from callgate._core.signatures import accepted
 from callgate._jax import dispatch, loop_rules, walk
+from callgate._part import Wait
 from callgate._tap import primitive
 from callgate._tap.tap import logical_sizes
 from callgate._tap.target import start_channel
@@ -203,7 +205,7 @@ class outfeed_stream(contextlib.ContextDecorator):
     self._handle.add([self._sink])
 
   def __exit__(self, *exception: object) -> None:
-    dispatch.wait_for_effects(None)
+    dispatch.wait_for_effects(Wait(None))
     self._handle.flush(None)
     self._handle.remove(self._sink)
     self._sink.close()  # with the end marker

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from callgate import _callgate
-from callgate._core import dtypes, masked, options, registry
+from callgate._core import dtypes, masked, options
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._process import group
 from callgate._tap import channel
 from callgate._tap.delivery import ROLES
@@ -91,8 +92,8 @@ class FileSink(NativeSink):
     label = f"sinks.{type(self).__name__}"
     path = resolved(group.fill_index(options.path(label, "path", path)))
     append = options.boolean(label, "append", append)
-    self._place, old = registry.caller(), _made.get(path)
-    if old is not None and self._place is not None and self._place.again(old._place):
+    self._place, old = where().definition(), _made.get(path)
+    if old is not None and self._place is not None and self._place.redefines(old._place):
       if holder := channel.open_channels().get(old._channel or ""):
         channel.retire(holder)
       old.close()

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Generator
 
 import pytest
 from interpreters import output_of, run_python
 
+import callgate as cg
 from callgate import _part
 from callgate._runtime import lifecycle
 
@@ -48,10 +51,9 @@ def test_a_listener_may_take_itself_back(heard: list[object]) -> None:
 def test_a_part_that_overrides_nothing_is_in_nobodys_way() -> None:
   part = _part.Part()
   assert part.define("name") is None
-  assert part.wait(0)
-  part.settle()
+  assert part.settle(_part.Wait(0))
   part.forked()
-  part.end("join", 0)
+  part.end("join", _part.Wait(0))
 
 
 COUNTING = """
@@ -72,15 +74,12 @@ COUNTING = """
       print("defined", self.name)
       return False
 
-    def wait(self, seconds):
-      print("wait", self.name)
-      return True
+    def settle(self, wait):
+      print("settle", self.name, wait.seconds)
+      return not (self.name == "b" and wait.seconds == 7)
 
-    def settle(self):
-      print("settle", self.name)
-
-    def end(self, phase, seconds):
-      assert seconds > 0
+    def end(self, phase, wait):
+      assert wait.left > 0
       print(phase, self.name, flush=True)
       if phase == "draw":
         raise ValueError(self.name)
@@ -99,6 +98,10 @@ def test_a_part_is_called_at_barriers_in_forks_and_for_names() -> None:
     COUNTING
     + """
   cg.barrier()
+  try:
+    cg.barrier(7)
+  except TimeoutError as error:
+    print(error)
   if os.fork() == 0:
     os._exit(0)
   os.wait()
@@ -108,7 +111,8 @@ def test_a_part_is_called_at_barriers_in_forks_and_for_names() -> None:
 """
   )
   assert output_of(source).splitlines() == [
-    *("wait a", "wait b", "settle a", "settle b"),
+    *("settle a None", "settle b None", "settle a 7", "settle b 7"),
+    "callgate.barrier: counted calls still run after 7 s",
     *("forked a", "forked b", "defined b"),
   ]
 
@@ -125,3 +129,52 @@ def test_parts_end_in_their_order_and_join_in_the_reverse_whatever_one_raises() 
     "ValueError: b",
   ]
   assert callable(lifecycle.end)
+
+
+def test_one_deadline_serves_all_steps_of_a_wait() -> None:
+  asked: list[float] = []
+  wait = _part.Wait(0.02)
+  assert not wait.until(lambda seconds: asked.append(seconds) or time.sleep(seconds))
+  assert asked[0] <= 0.02
+  assert wait.left == 0
+  assert not wait.event(threading.Event())
+  assert not wait.poll(lambda: False)
+  assert wait.poll(lambda: True)  # asked once, however late
+  assert wait.until(lambda seconds: seconds == 0)
+
+
+def test_a_wait_without_a_limit_lasts_until_it_is_done() -> None:
+  answers = iter([False, False, True])
+  wait = _part.Wait(None)
+  assert wait.is_plain
+  assert wait.until(lambda seconds: seconds == _part.FOREVER)
+  assert wait.poll(lambda: next(answers))
+
+
+@pytest.mark.parametrize("way", ["until", "poll", "event"])
+def test_a_look_ends_a_wait_by_raising(way: str) -> None:
+  looks = 0
+
+  def look() -> None:
+    nonlocal looks
+    looks += 1
+    if looks == 2:
+      raise KeyError("enough")
+
+  never = threading.Event()
+  wait = _part.Wait(60).looking(look)
+  done = {"until": never.wait, "poll": never.is_set, "event": never}[way]
+  with pytest.raises(KeyError, match="enough"):
+    getattr(wait, way)(done)
+  assert wait.left > 0
+
+
+def test_a_thread_runs_calls_while_it_waits_for_an_event() -> None:
+  done = threading.Event()
+  with cg.thread("waits") as thread:
+
+    def wait() -> bool:
+      assert thread.submit(done.set)
+      return _part.Wait(60).event(done)
+
+    assert thread.run(wait)

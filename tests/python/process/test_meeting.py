@@ -7,13 +7,13 @@ What is between processes is in process/test_group.py; here are the cases that n
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import callgate as cg
+from callgate._part import Wait
 from callgate._process import group as _group
 from callgate._process.group import Failure, Group
 from callgate._process.meeting import Meeting
@@ -78,8 +78,9 @@ def meet(group: Group, own_part: Callable[[Meeting], object] = lambda _: None, t
   try:
     with Meeting(group) as meeting:
       own_part(meeting)
-      deadline = math.inf if timeout is None else 0.0  # over already
-      meeting.wait(deadline, timeout)
+      wait = Wait(timeout)
+      assert wait.poll(lambda: timeout is None or not wait.left)  # over already
+      meeting.wait(wait)
   except BaseException as error:  # noqa: BLE001 - whatever it is, is what tests look at
     return error
   return None

@@ -19,6 +19,7 @@ from callgate._core import factories, registry, static_values
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named, is_inexact, type_text
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._jax.tracing import canonical_dtype
 from callgate._kernel.c import arguments, functions
 from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Role
@@ -118,7 +119,7 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   args = options.args
   found = functions.resolve(function, signature)
   if name is None:
-    name = registry.free_name(f"{registry.caller_module()}.{found.declaration.name or 'cfunc'}")
+    name = registry.free_name(f"{where().module}.{found.declaration.name or 'cfunc'}")
   label = f"kernel '{name}'"
   is_loop = options.loop
   if is_loop is None:  # one that takes numbers by value and returns one

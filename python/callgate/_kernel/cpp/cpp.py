@@ -17,6 +17,7 @@ from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
+from callgate._core.where import where
 from callgate._kernel import launch
 from callgate._kernel import source as _source
 from callgate._kernel.cpu import CpuKernel
@@ -91,7 +92,7 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   if cuda_source is None and any(x is not None for x in (options.grid, options.block, cuda_kernel)):
     problem = "expected with cuda_source= alone, got one without it"
     raise GateDefinitionError(f"{label}: grid, block, cuda_kernel: {problem}")
-  name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
+  name = name or registry.free_name(f"{where().module}.{known.name}")
   made = CppKernel(name, source, function, build_options, options)
   launching, arch = options.launching(label), launch.parse_arch(label, options.arch)
   given = check.strings(label, "cuda_options", options.cuda_options)

@@ -8,6 +8,7 @@ from typing import Any
 from callgate._build.nvrtc import Image
 from callgate._core import factories, registry
 from callgate._core import options as check
+from callgate._core.where import where
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import CudaKernel
@@ -109,9 +110,9 @@ def made(
   what: str, source: str, kernel: str | None, options: CudaSourceOptions | CupyOptions,
   flags: tuple[str, ...], folders: tuple[str, ...],
 ) -> CudaSourceKernel:  # fmt: skip
-  """The kernel of a source, named after the caller's caller's module if `options` don't say."""
+  """The kernel of a source, named after the user's module if `options` don't say."""
   function = _source.find(what, source, kernel).name
-  name = options.name or registry.free_name(f"{registry.caller_module(5)}.{function}")
+  name = options.name or registry.free_name(f"{where().module}.{function}")
   label = f"kernel '{name}'"
   building = _part.BuildOptions(flags, folders, parse_arch(label, options.arch))
   launching, aliases = options.launching(label), check.aliases(label, options.aliases)

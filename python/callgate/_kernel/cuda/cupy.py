@@ -11,6 +11,7 @@ from typing import Any, cast
 from callgate._core import extras, factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._kernel.cuda.cuda import made
 from callgate._kernel.cuda.options import CupyOptions
 from callgate._kernel.elementwise.elementwise import elementwise
@@ -123,7 +124,7 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     if given := given + ["function"] * (function is not None):
       fault = f"expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
       raise GateDefinitionError(f"{what}: {fault}")
-    name = name or registry.free_name(f"{registry.caller_module()}.{kernel.name}")
+    name = name or registry.free_name(f"{where().module}.{kernel.name}")
     return _elementwise(kernel, name, options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
     got = type(kernel).__name__

@@ -22,6 +22,7 @@ from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.encoding import is_open
 from callgate._core.errors import CompileError, GateDefinitionError
+from callgate._core.where import where
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import derivatives, params
 from callgate._kernel.elementwise.cuda import ElementwisePart
@@ -111,7 +112,7 @@ def elementwise(
     GateDefinitionError: a parameter or an option is wrong.
   """
   name = check.name("elementwise", name)
-  name = name or registry.free_name(f"{registry.caller_module()}.elementwise")
+  name = name or registry.free_name(f"{where().module}.elementwise")
   label = f"kernel '{name}'"
   around = {part: getattr(options, part) for part in ("preamble", "loop_prep", "after_loop")}
   texts = {"in_params": in_params, "out_params": out_params, "operation": operation, **around}

@@ -9,6 +9,7 @@ from typing import Any
 from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.peers import options as _options
 from callgate._kernel.peers.options import PeerOptions
@@ -76,7 +77,7 @@ def kernel(function: Any, /, *, options: PeerOptions) -> Kernel:
       expected = "'each', 'whole', 'broadcast' or a rule"
       check.refuse(label, "vmap", f"{expected} for a {module}.{kind}", options.vmap)
     own = getattr(function, "key", module).rpartition(".")[2]
-    return made(name or registry.free_name(f"{registry.caller_module()}.{own}"), function, options)
+    return made(name or registry.free_name(f"{where().module}.{own}"), function, options)
   kind = type(function)
   taker = _OTHERS.get(kind.__module__.partition(".")[0])
   hint = f"; {taker} takes those" if taker else ""

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the line of the user's code that runs: the innermost frame outside of this package.
+
+Where a program was traced JAX knows, and its tracebacks outlive the frames: `_jax/sources.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from callgate._core import paths
+
+_OWN = f"{paths.ROOT}{os.sep}"
+
+
+class Where(NamedTuple):
+  """A line of the user's code; its string is "file:line"."""
+
+  module: str
+  code: CodeType
+  line: int
+
+  @property
+  def file(self) -> str:
+    return self.code.co_filename
+
+  def __str__(self) -> str:
+    return f"{self.file}:{self.line}"
+
+  def definition(self) -> Where | None:
+    """This line, if what it defines has one name; None in a module's function.
+
+    Such a function may define several of one name. Code of `__main__`, a prompt's or a notebook's,
+    counts as a module's.
+    """
+    inside = self.code.co_flags & inspect.CO_OPTIMIZED or "<locals>" in self.code.co_qualname
+    return None if inside and self.module != "__main__" else self
+
+  def redefines(self, old: Where | None) -> bool:
+    """True if this line defines again what `old` did: a cell or a module has run again.
+
+    Two lines of the same code define two things.
+    """
+    if old is None or old.module != self.module:
+      return False
+    return old.code is not self.code or old.line == self.line
+
+
+def where() -> Where:
+  """The line of the user's code that calls callgate now."""
+  frame = next(frames())
+  return Where(str(frame.f_globals.get("__name__", "__main__")), frame.f_code, frame.f_lineno)
+
+
+def frames() -> Iterator[FrameType]:
+  """The frames that run, the innermost of the user's code first."""
+  frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+  while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+    frame = frame.f_back
+  while frame is not None:
+    yield frame
+    frame = frame.f_back
