@@ -8,8 +8,6 @@ original exception object is kept (`kept.py`), under the id that the text carrie
 
 from __future__ import annotations
 
-import itertools
-import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,7 +16,6 @@ from callgate._core import foreign, handlers, registry
 from callgate._core import kept as _kept
 from callgate._core.errors import CheckError, ConsumerError, KernelError, LossError
 
-_lock = threading.Lock()
 # The names of callees that stand for JAX's own callbacks (callgate.install) start so.
 JAX_CALLBACK = "jax:"
 
@@ -79,25 +76,16 @@ def keep_unheard(exception: BaseException) -> bool:
   return True
 
 
-_raised: dict[int, BaseException] = {}
-_numbers = itertools.count(1)
-_RAISED = re.compile(r"\[callgate exception #(\d+)\]")
-
-
 def kernel_raised(exception: BaseException | None) -> str:
   """The runtime's hook for code that has raised: a message that stands for the exception."""
   if exception is None:
     return "it failed without an exception"
-  _raised[number := next(_numbers)] = exception
-  return f"[callgate exception #{number}]"
+  return f"[callgate error #{_kept.set_aside(exception)}]"
 
 
 def kernel_failed(kernel: str, message: str, site: str) -> str:
   """The runtime's hook for failing kernels: keeps the exception, returns text for XLA's error."""
-  match = _RAISED.fullmatch(message)
-  exception = _raised.pop(int(match[1]), None) if match else None
-  if exception is None:
-    exception = KernelError(kernel, message)
+  exception = _kept.take_back(message) or KernelError(kernel, message)
   return _describe(exception, f"kernel '{kernel}'", site)
 
 
@@ -128,7 +116,7 @@ def raise_deferred(*, of_all_threads: bool = False) -> None:
 
   Those of programs that another thread of Python called wait for that thread, or for `barrier()`.
   """
-  if not _kept.deferred:  # asked on every call of a gate
+  if not _kept.waiting:  # asked on every call of a gate
     return
   others = set[int | None]() if of_all_threads else threads_of_python() - {threading.get_ident()}
   if taken := _kept.take_deferred(others):
@@ -159,29 +147,19 @@ def _name_others(first: BaseException, others: Sequence[BaseException], more: in
     foreign.add_note(first, f"callgate: and {unnamed} more")
 
 
-# What consumers of taps raised, oldest first, until it is raised where the user waits. Bounded: a
-# consumer that raises for every record of a long run must not fill the memory.
-_CONSUMER_ERRORS = 64
-_consumer_errors: list[tuple[BaseException, str]] = []  # each with its note
-_consumer_errors_more = 0
-
-
 def keep_consumer_error(error: BaseException, where: str) -> None:
   """Keeps what a consumer raised; `where` names the consumer, the tap and the record.
 
-  Past the bound it is counted alone, so an exception that is raised again and again takes no more
-  notes either.
+  Past the store's bound it is counted alone, so an exception that is raised again and again takes
+  no more notes either.
   """
-  global _consumer_errors_more
-  with _lock:
-    for kept, _ in _consumer_errors:
-      if kept is not error and foreign.is_a(kept, LossError) and kept.takes(error):
-        return
-    if len(_consumer_errors) >= _CONSUMER_ERRORS:
-      _consumer_errors_more += 1
-      return
-    _consumer_errors.append((error, where))
-  foreign.add_note(error, where)  # without the lock: its class may run any code
+
+  def takes(one: _kept.Kept) -> bool:
+    kept = one.exception
+    return kept is not error and foreign.is_a(kept, LossError) and kept.takes(error)
+
+  if _kept.find_consumers(takes) is None and _kept.keep_consumers(error, where):
+    foreign.add_note(error, where)  # without a lock: its class may run any code
 
 
 def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) -> None:
@@ -190,22 +168,21 @@ def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) 
   A full disk fails batch after batch: that is one error, with the newest count.
   """
   where = f"callgate: raised in {consumer} of '{channel}'"
-  with _lock:
-    for error, note in _consumer_errors:
-      if note == where and isinstance(error, ConsumerError) and error.said == message:
-        error.count(lost)
-        return
-  keep_consumer_error(ConsumerError(message, lost), where)
+
+  def counts(one: _kept.Kept) -> bool:
+    error = one.exception
+    if one.consumer != where or not isinstance(error, ConsumerError) or error.said != message:
+      return False
+    error.count(lost)
+    return True
+
+  if _kept.find_consumers(counts) is None:
+    keep_consumer_error(ConsumerError(message, lost), where)
 
 
 def take_consumer_error(where: str) -> BaseException | None:
   """The oldest exception that was kept with just this note, taken out; or None."""
-  with _lock:
-    for index, (error, note) in enumerate(_consumer_errors):
-      if note == where:
-        del _consumer_errors[index]
-        return error
-  return None
+  return _kept.find_consumers(lambda one: one.consumer == where, take=True)
 
 
 def raise_consumer_errors() -> None:
@@ -213,11 +190,7 @@ def raise_consumer_errors() -> None:
 
   The others are in its `callgate_others`, a tuple, and named in its notes.
   """
-  global _consumer_errors_more
-  with _lock:
-    errors, more = [error for error, _ in _consumer_errors], _consumer_errors_more
-    _consumer_errors.clear()
-    _consumer_errors_more = 0
+  errors, more = _kept.take_consumers()
   if not errors:
     return
   first, others = errors[0], tuple(error for error in errors[1:] if error is not errors[0])

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of failed programs, kept until those who called them ask.
+"""The one store of exceptions: all that callgate keeps until somebody asks is here.
 
 A program's error is text; the exception that it stands for is here, under the id that the text
-carries. The store is bounded: an exception holds its traceback's frames, and with them arrays. All
-functions run under the GIL, on any thread.
+carries. Of some failures no program's error tells, those of consumers and those of programs over
+several devices: they wait in `waiting` for whoever waits for them. The store is bounded: an
+exception holds its traceback's frames, and with them arrays. All functions run under the GIL, on
+any thread.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import dataclasses
 import itertools
 import re
 import threading
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import jax
 
@@ -35,26 +37,34 @@ _timeouts: collections.OrderedDict[int, int] = collections.OrderedDict()  # thei
 
 @dataclasses.dataclass(eq=False)
 class Kept:
-  """A failure: its id, the thread that called the program, and XLA's number of the program's run.
+  """A failure of a program or of a consumer.
 
-  The thread may be one of XLA's own, where XLA doesn't tell who called. What is `for_main` the main
-  thread raises by itself.
+  Attributes:
+    id: the number that a program's error names; 0 for a consumer's.
+    thread: the one that called the program; one of XLA's own where XLA doesn't tell who called.
+    run: XLA's number of the program's run.
+    claimed: True once somebody has got it.
+    for_main: True if the main thread raises it by itself.
+    consumer: names the consumer, the tap and the record; "" for a program's.
   """
 
   id: int
   exception: BaseException
-  thread: int
-  run: int
-  claimed: bool = False  # somebody has got it
+  thread: int = 0
+  run: int = NO_RUN
+  claimed: bool = False
   for_main: bool = False
+  consumer: str = ""
 
 
 _store: collections.OrderedDict[int, Kept] = collections.OrderedDict()
 _let_go: collections.OrderedDict[int, None] = collections.OrderedDict()  # claimed ones, by id
 blocks: list[int] = []  # for each block that is open, the first id that can be of a failure in it
-# Failures that no program's error tells of. The caller has only wrong numbers, so these stay here
-# whatever happens to the store.
-deferred: list[Kept] = []
+# Failures that no program's error tells of, oldest first: whatever happens to the others, these
+# stay. Bounded, as a consumer that raises for every record of a long run must not fill the memory.
+waiting: list[Kept] = []
+_LIMIT_OF_CONSUMERS = 64
+_uncounted = 0  # consumers' failures beyond that
 # The runs whose exception for the main thread somebody has got: each shard's call may raise one.
 _interrupted: collections.deque[int] = collections.deque(maxlen=64)
 _TOLD = "callgate_told"  # an attribute of those that Python's own handler raises, too
@@ -144,6 +154,19 @@ def claimed(kept: Kept) -> None:
       _let_go.popitem(last=False)
 
 
+def set_aside(exception: BaseException) -> int:
+  """Stores an exception until `take_back`, which nobody else asks for; returns its id."""
+  return _keep(exception, NO_RUN, THIS_THREAD, False)
+
+
+def take_back(text: str) -> BaseException | None:
+  """The exception of `set_aside`, if a text is its id alone; it is kept no longer."""
+  number = _ID.fullmatch(text)
+  with _lock:
+    kept = _store.pop(int(number[1]), None) if number else None
+  return None if kept is None else kept.exception
+
+
 def take(text: str) -> Kept | None:
   """As `find`; it is kept no longer, nor is what its traceback's frames hold."""
   with _lock:
@@ -171,7 +194,7 @@ def enter_block() -> int:
 
 
 def defer(text: str) -> BaseException:
-  """Puts the failure that the text stands for aside until somebody asks; returns its exception.
+  """Has the failure that the text stands for wait until somebody asks; returns its exception.
 
   The runtime's own errors stand for none, nor do those that others have pushed out of the store.
   """
@@ -179,9 +202,39 @@ def defer(text: str) -> BaseException:
     kept = find(text, claim=False)
     if kept is None:
       kept = _store[keep(jax.errors.JaxRuntimeError(text))]
-    if len(deferred) < _LIMIT:
-      deferred.append(kept)
+    if sum(not one.consumer for one in waiting) < _LIMIT:
+      waiting.append(kept)
   return kept.exception
+
+
+def keep_consumers(exception: BaseException, consumer: str) -> bool:
+  """Has a consumer's exception wait until somebody asks; False past the bound, where it counts."""
+  global _uncounted
+  with _lock:
+    if has_room := sum(bool(one.consumer) for one in waiting) < _LIMIT_OF_CONSUMERS:
+      waiting.append(Kept(0, exception, consumer=consumer))
+    else:
+      _uncounted += 1
+  return has_room
+
+
+def find_consumers(holds: Callable[[Kept], bool], *, take: bool = False) -> BaseException | None:
+  """The oldest exception of a consumer for which `holds`, or None."""
+  with _lock:
+    for index, one in enumerate(waiting):
+      if one.consumer and holds(one):
+        return waiting.pop(index).exception if take else one.exception
+  return None
+
+
+def take_consumers() -> tuple[list[BaseException], int]:
+  """Takes all exceptions of consumers, oldest first; with the number of those past the bound."""
+  global _uncounted
+  with _lock:
+    taken, more = [one.exception for one in waiting if one.consumer], _uncounted
+    waiting[:] = [one for one in waiting if not one.consumer]
+    _uncounted = 0
+  return taken, more
 
 
 def take_for_main() -> BaseException | None:
@@ -189,22 +242,25 @@ def take_for_main() -> BaseException | None:
   with _lock:
     if blocks:
       return None
-    waiting = [kept for kept in reversed(_store.values()) if kept.for_main and not kept.claimed]
-    if not waiting:
+    found = [kept for kept in reversed(_store.values()) if kept.for_main and not kept.claimed]
+    if not found:
       return None
-    for kept in waiting:
-      kept.claimed = kept.run == waiting[0].run
-    if waiting[0].run != NO_RUN:
-      _interrupted.append(waiting[0].run)
-    return waiting[0].exception
+    for kept in found:
+      kept.claimed = kept.run == found[0].run
+    if found[0].run != NO_RUN:
+      _interrupted.append(found[0].run)
+    return found[0].exception
 
 
 def take_deferred(others: Container[int | None]) -> list[BaseException]:
-  """Takes what was put aside and nobody has got, oldest first; not that of `others`, threads."""
+  """Takes what programs deferred and nobody has got, oldest first.
+
+  The failures of programs that the threads `others` called stay.
+  """
   with _lock:
-    waiting = [one for one in deferred if not one.claimed]
-    taken = [one for one in waiting if one.thread not in others]
-    deferred[:] = [one for one in waiting if one.thread in others]
+    mine = [one for one in waiting if not (one.consumer or one.thread in others)]
+    taken = [one for one in mine if not one.claimed]
+    waiting[:] = [one for one in waiting if one not in mine and not one.claimed]
     for one in taken:
       claimed(one)
   return [one.exception for one in taken]

@@ -54,7 +54,8 @@ def pass_by(wait: Wait) -> bool:
 
 def _ended(thread: threading.Thread, wait: Wait) -> bool:
   def joined(seconds: float) -> bool:
-    thread.join(seconds)
+    if thread.is_alive():  # else it may be one that another thread is about to start
+      thread.join(seconds)
     return not thread.is_alive()
 
   return wait.until(joined, 0.05)

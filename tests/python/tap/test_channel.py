@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import callgate as cg
+from callgate._part import Wait
 from callgate._runtime import lifecycle
 from callgate._tap import channel as channel_module
 from callgate._tap import target
@@ -597,7 +598,7 @@ def test_at_the_exit_channels_that_hang_share_the_time(monkeypatch, capfd):
   monkeypatch.setattr(channel_module, "_open", {str(i): Hanging() for i in range(3)})
   monkeypatch.setattr(target, "_own", {str(i): Hanging() for i in range(3)})
   monkeypatch.setattr(lifecycle, "LAST_SECONDS", 0.01)
-  channel_module.close_all(0.2)
+  channel_module.close_all(Wait(0.2))
   assert capfd.readouterr().err.count("not delivered at the end of the program: ") == 6
   assert Hanging.given[0] <= 0.2
   assert Hanging.given[1:] == [0.01] * 5
