@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import dtypes, effects
 from callgate._jax import cpp_path, dispatch, early, partitioner
 from callgate._runtime import config, targets
@@ -107,6 +107,7 @@ def _define(name: str) -> bool:
   load()
   from callgate._core import registry
 
+  _part.load_for(name)
   return registry.undefined(name)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -111,6 +112,11 @@ MODULES = {
   "install": "callgate.compat._callbacks.install",
   "uninstall": "callgate.compat._callbacks.install",
 }
+
+
+def get(name: str) -> Any:
+  """A public object, imported at its first use."""
+  return getattr(importlib.import_module(MODULES[name]), name)
 
 
 def publish() -> dict[str, Any]:

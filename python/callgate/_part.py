@@ -3,11 +3,14 @@
 
 A part is a feature that a program may do without: checks, feeds, started calls, checkpoints. It
 joins with a `Part`, of which the core calls the methods, and listens to events that modules below
-it tell. All that waits on the host waits by `Wait`.
+it tell. A part is imported at its first use, and joins then: `PARTS` has the modules. All that
+waits on the host waits by `Wait`.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,13 +26,38 @@ from callgate import _callgate
 # deliver: records and files get to where they belong, while Python still runs.
 # join: calls were refused and waited for; programs have ended, and threads can.
 Phase = Literal["hurry", "leave", "draw", "deliver", "join"]
+# The parts in the order in which they settle and end. Each has the module that joins it, and the
+# beginnings of the names that are its own in programs, also in those of other processes.
+PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
+  "futures": ("callgate._futures.ticket",),
+  "processes": ("callgate._process.group",),
+  "bars": ("callgate._loops.draw",),
+  "checkpoints": ("callgate._checkpoints.checkpoints",),
+  "channels": ("callgate._tap.channel", "channel:", "tap:"),
+  "threads": ("callgate._workers.threads",),
+  "workers": ("callgate._workers.workers",),
+  "feeds": ("callgate._feed.ending",),
+  "objects": ("callgate._objects.collect",),
+  "checks": ("callgate._gate.check", "check:"),
+  "breakpoints": ("callgate._breakpoint.breakpoint", "callgate.breakpoint"),
+  "scopes": ("callgate._objects.scopes", "callgate.scope."),
+  "stops": ("callgate._steer.stop", "callgate.stop"),
+  "knobs": ("callgate._steer.record",),
+  "prints": ("callgate._tap.print", "tap:callgate.print"),
+  "taps": ("callgate._tap.target", "channel:", "tap:"),
+  "libraries": ("callgate._kernel.library",),
+  "recordings": ("callgate._replay.block",),
+  "serve": ("callgate._serve.serve",),
+  "watch": ("callgate._watch.server",),
+}
 Event = Literal[
   "check failed",  # (message, text of the error)
   "effects barrier",  # (): in `jax.effects_barrier()`, once its programs have ended
   "knob changed",  # (knob)
   "object dropped",  # (number): in a worker, of an object that its parent's programs hold no more
-  "object made",  # (count): how many objects of the host there are now
+  "part loaded",  # (): by `load`
   "program dispatched",  # (returning): True if JAX's C++ code is about to return its results
+  "tap value",  # (name, value, lane): a tap's newest scalar, once a batch; the lane may be None
   "thread ends",  # (thread): on that `callgate.thread`
 ]
 
@@ -114,9 +142,11 @@ class Part:
   """The methods that the core calls; a part overrides those that it needs.
 
   Attributes:
+    name: its key in `PARTS`.
     calls: the calls that `settle` waits for, in messages.
   """
 
+  name = ""
   calls = ""
 
   def define(self, name: str) -> Any:
@@ -142,13 +172,36 @@ _listeners: dict[Event, list[Callable[..., object]]] = {event: [] for event in g
 
 
 def join(part: Part) -> None:
-  """Has the core call the part's methods from now on."""
-  _parts.append(part)
+  """Has the core call the part's methods from now on; its module does so as it is imported."""
+  order = [*PARTS]
+  others = [one for one in _parts if not part.name or one.name != part.name]
+  _parts[:] = [*others, part]  # once, if the first import of its module was interrupted
+  _parts.sort(key=lambda one: order.index(one.name) if one.name in PARTS else len(order))
 
 
 def parts() -> tuple[Part, ...]:
-  """The parts, in the order in which they joined."""
+  """The parts that have joined, in the order of `PARTS`, and then in that in which they joined."""
   return tuple(_parts)
+
+
+def load(name: str) -> Any:
+  """The module of a part, imported at its first use: for modules below it, which import no part."""
+  module = PARTS[name][0]
+  if name not in _loaded:
+    importlib.import_module(module)  # waits for a thread that imports it
+    _loaded.add(name)
+    tell("part loaded")
+  return sys.modules[module]
+
+
+_loaded: set[str] = set()
+
+
+def load_for(name: str) -> None:
+  """Loads the parts to which a name in a program belongs."""
+  for part, (_, *beginnings) in PARTS.items():
+    if name.startswith(tuple(beginnings)):
+      load(part)
 
 
 def on(event: Event, function: Callable[..., object]) -> None:

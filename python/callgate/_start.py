@@ -1,61 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the parts together, in order, when the first of them is needed (`_attach.py`).
+"""Puts the core together, in order, when the first name of the package is used (`_attach.py`).
 
-What is below and has to reach up gets it handed down here.
+Wraps those functions of JAX that must be wrapped before the first trace of a gate or a tap. Parts
+come at their own first use (`_part.py`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from callgate import _names, _part
-from callgate._breakpoint import breakpoint
+from callgate import _callgate, _names, _part
 from callgate._call import derivatives
-from callgate._checkpoints import checkpoints
-from callgate._feed import ending
-from callgate._futures import job, ticket
-from callgate._gate import check, gate
-from callgate._jax import loop_rules, remat, tracing
-from callgate._loops import control, draw, lowering, progress
-from callgate._objects import collect, scopes, table
-from callgate._process import group
-from callgate._runtime import lifecycle, timeline
-from callgate._steer import record, stop
-from callgate._tap import channel, delivery, print, target
-from callgate._workers import threads, workers
-from callgate.compat._callbacks import install
+from callgate._jax import distributed, loop_rules, remat, tracing
+from callgate._loops import control, lowering
+from callgate._runtime import config, lifecycle, timeline
+
+
+def _with_scopes(original: Callable[..., Any], *args: Any, **params: Any) -> Any:
+  """The layer of host objects' scopes, where that part has come: else no loop holds an object."""
+  scopes = sys.modules.get(_part.PARTS["scopes"][0])
+  if (lower := getattr(scopes, "lower", None)) is None:
+    return original(*args, **params)
+  return lower(original, *args, **params)
+
 
 # JAX's rules for loops and branches, with the layers around each, the outermost first.
 LOOP_RULES: tuple[tuple[str, Any, tuple[Callable[..., Any], ...]], ...] = (
-  ("lowering", jax.lax.scan_p, (scopes.lower, lowering.lower)),
-  ("lowering", jax.lax.while_p, (scopes.lower, lowering.lower)),
+  ("lowering", jax.lax.scan_p, (_with_scopes, lowering.lower)),
+  ("lowering", jax.lax.while_p, (_with_scopes, lowering.lower)),
   ("vmap", jax.lax.cond_p, (control.batch_cond,)),
   ("vmap", jax.lax.while_p, (control.batch_while,)),
   ("linearize", jax.lax.while_p, (control.linearize_while,)),
   ("checkpoint", jax.lax.while_p, (lowering.checkpoint_while, control.checkpoint_while)),
   ("checkpoint", jax.lax.scan_p, (control.checkpoint_scan,)),
-)
-
-# In the order in which they settle and end.
-PARTS: tuple[type[_part.Part], ...] = (
-  job.StartedCalls,  # whose errors the end of the channels raises
-  group.Processes,
-  draw.Bars,
-  checkpoints.Writers,
-  channel.Channels,
-  threads.Threads,
-  workers.Pools,
-  ending.Feeds,
-  collect.Objects,
-  check.Checks,
-  breakpoint.Breakpoints,
-  scopes.Scopes,
-  stop.Stops,
-  print.Prints,
-  target.Taps,
 )
 done = False  # True once all of this has run
 
@@ -63,18 +44,8 @@ done = False  # True once all of this has run
 def start() -> None:
   """Called once, when this module is imported (`_attach.load`)."""
   lifecycle.start()  # hooks, handlers of forks
-  for part in PARTS:
-    _part.join(part())
-  group.start()
-  draw.start()
-  delivery.listen(progress.note)
-  _part.on("knob changed", record.record)
-  gate.futures += [ticket.start, ticket.result]
-  _part.on("effects barrier", job.after_effects_barrier)
-  _part.on("object made", collect.due)
-  _part.on("object dropped", table.drop)
-  _part.on("thread ends", table.end_of)
-  tracing.clear_with_caches(delivery.pins, "what callgate's records name")
+  distributed.after_distributed_start(lambda: _part.load("processes").meet())
+  _callgate.progress_set_wake(lambda: _part.load("bars").start())
   for rule, primitive, layers in LOOP_RULES:
     loop_rules.wrap(rule, primitive, *layers)
   loop_rules.wrap_hoisting(control.hoist)
@@ -82,7 +53,9 @@ def start() -> None:
   remat.use_old_for(control.must_not_repeat)
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
   timeline.start()
-  install.start()
+  if config.installed():  # by CALLGATE_INSTALL, which JAX reads into the option
+    _names.get("install")()
+  _part.on("part loaded", _names.publish)
   _names.publish()
 
 

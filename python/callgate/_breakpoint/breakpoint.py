@@ -25,7 +25,7 @@ from callgate._core.failures import raise_deferred
 from callgate._gate.check import Guarded
 from callgate._gate.options import GateOptions
 from callgate._jax import refs
-from callgate._part import Part
+from callgate._part import Part, join
 from callgate._runtime import config
 from callgate._tap.tap import uncarried
 
@@ -168,5 +168,10 @@ def _as_array(name: str, leaf: Any) -> Any:
 class Breakpoints(Part):
   """Defines the breakpoint of programs of other processes."""
 
+  name = "breakpoints"
+
   def define(self, name: str) -> Any:
     return _gate() if name == _NAME else None
+
+
+join(Breakpoints())

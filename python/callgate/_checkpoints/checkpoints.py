@@ -24,7 +24,7 @@ from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 from callgate._objects.handle import Handle
-from callgate._part import Part, Phase, Wait
+from callgate._part import Part, Phase, Wait, join
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import channel, tap
 
@@ -252,6 +252,11 @@ def _refuse_handles(carry: Any) -> None:
 class Writers(Part):
   """Has the checkpoints on the disk before the process ends."""
 
+  name = "checkpoints"
+
   def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "deliver":
       finish(wait)
+
+
+join(Writers())

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from callgate._feed.producer import alive
-from callgate._part import Part, Phase, Wait
+from callgate._part import Part, Phase, Wait, join
 
 
 def limit_all(seconds: float) -> None:
@@ -24,8 +24,13 @@ def close_all(wait: Wait) -> None:
 class Feeds(Part):
   """Ends the feeds' threads."""
 
+  name = "feeds"
+
   def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "hurry":
       limit_all(wait.left)
     elif phase == "join":
       close_all(wait)
+
+
+join(Feeds())

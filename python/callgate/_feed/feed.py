@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from callgate import _part
 from callgate._call.site import CallSite
 from callgate._core import dtypes, effects, errors, failures, options, registry, tape
 from callgate._core.pickling import Origin, Portable
@@ -261,6 +262,7 @@ def feed(
     ValueError: the name is taken by another live feed or gate.
     BaseException: what the iterator raised in the place of its first item, if `shape` is None.
   """
+  _part.load("feeds")  # before one runs: the end of the process ends it
   here = where()
   with registry.defining(here.definition()):
     made = Feed(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import failures, foreign
 from callgate._core.errors import GateError, GateTimeoutError, Interruption
 from callgate._part import Part, Phase, Wait
@@ -316,6 +316,7 @@ def after_fork() -> None:
 class StartedCalls(Part):
   """Waits for the calls that were started and that nobody waits for."""
 
+  name = "futures"
   calls = "started calls"
 
   def settle(self, wait: Wait) -> bool:
@@ -329,3 +330,7 @@ class StartedCalls(Part):
 
   def forked(self) -> None:
     after_fork()
+
+
+_part.join(StartedCalls())
+_part.on("effects barrier", after_effects_barrier)

@@ -194,6 +194,8 @@ def _format(message: str, values: dict[str, Any]) -> str:
 class Checks(Part):
   """Defines the checks of programs of other processes."""
 
+  name = "checks"
+
   def define(self, name: str) -> Any:
     if not name.startswith(_NAMED):
       return None
@@ -205,3 +207,6 @@ class Checks(Part):
       else:
         _found.append((gate, gate.guard))
     return gate
+
+
+_part.join(Checks())

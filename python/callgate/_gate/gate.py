@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Never, ParamSpec, Protocol, Self, TypeVar, 
 
 import jax
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._arrays import bind
 from callgate._call import shapes
 from callgate._call.generic import AnyArray, Method, P, R
@@ -206,11 +206,11 @@ class Gate(Operation[P, R]):
     Raises:
       GateDefinitionError: style is not "return", or effect is "ordered".
     """
-    return futures[0](self, args, kwargs)
+    return _part.load("futures").start(self, args, kwargs)
 
   def result(self, ticket: Any) -> Any:
     """`ticket.result()`, of a ticket of this gate's; another's is a GateDefinitionError."""
-    return futures[1](self, ticket)
+    return _part.load("futures").result(self, ticket)
 
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""
@@ -251,10 +251,6 @@ class ClassGate(Gate[P, R]):
       )
       self._methods[name] = Gate(objects.MethodOf(self._objects, name), options).handle()
     return self._methods[name]
-
-
-# What starts calls, and what waits for them: `_start.py` puts them here.
-futures: list[Callable[..., Any]] = []
 
 
 class MakesGates(Protocol[A, B, C]):

@@ -248,7 +248,6 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
       taken = f"callgate.library: the name '{name}' is taken by the library"
       raise ValueError(f"{taken} '{others[name].path}'; choose another name=")
     _libraries[name] = opened = Library(file, name, loaded)
-    _join()
     return opened
 
 
@@ -279,6 +278,8 @@ def _load(file: str) -> ctypes.CDLL:
 class _Libraries(Part):
   """Defines the kernels of open libraries in programs of other processes."""
 
+  name = "libraries"
+
   def define(self, name: str) -> Any:
     base, _, function = name.rpartition(".")
     with _lock:
@@ -287,6 +288,4 @@ class _Libraries(Part):
     return kernel if kernel is None or kernel.name == name else registry.get(name)
 
 
-@functools.cache
-def _join() -> None:
-  _part.join(_Libraries())
+_part.join(_Libraries())

@@ -20,7 +20,7 @@ import jax
 from callgate import _callgate
 from callgate._core import foreign
 from callgate._loops.progress import files, noted, noted_of_lanes
-from callgate._part import Part, Phase, Wait
+from callgate._part import Part, Phase, Wait, join
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
 _TAPS_SECONDS = 0.5  # that the end of a bar waits for values behind it
@@ -228,6 +228,7 @@ def _make_with_tqdm(**arguments: Any) -> Any:
 
 _make: Callable[..., Any] = _make_with_tqdm
 _drawer = _Drawer()
+start = _drawer.start  # by the board, which has a bar to draw
 flush = _drawer.flush
 stop = _drawer.stop
 
@@ -244,13 +245,10 @@ def use(make: Callable[..., Any]) -> Generator[None]:
     _make = before
 
 
-def start() -> None:
-  """Lets the board wake the thread; called once by `_start.py`."""
-  _callgate.progress_set_wake(_drawer.start)
-
-
 class Bars(Part):
   """Draws what the bars have come to, at a barrier and at the end of the process."""
+
+  name = "bars"
 
   def settle(self, wait: Wait) -> bool:
     """A bar that is not drawn in time holds nothing up."""
@@ -260,3 +258,6 @@ class Bars(Part):
   def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "draw":
       stop(wait.left)
+
+
+join(Bars())

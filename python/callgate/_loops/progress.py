@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from callgate import _part
 from callgate._core import exact, extras
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
@@ -156,7 +157,7 @@ class Marked:
   def of(cls, options: Progress, *, has_total: bool = False) -> Marked:
     bar = bar_of(options, has_total=has_total)
     if bar.by_lane:
-      delivery.listen_to_lanes(MOST_LANES)
+      delivery.tell_of_lanes(MOST_LANES)
     return cls(bar, options.at, options.total) if bar.by_value else cls(bar)
 
   def operands(self, carry: Any, changing: Sequence[Any], total: Any = None) -> list[Any]:
@@ -296,3 +297,6 @@ def progress(
     return body
 
   return decorate(description) if callable(description) else decorate
+
+
+_part.on("tap value", note)

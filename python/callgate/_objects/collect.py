@@ -102,11 +102,16 @@ def _is_there(array: Any) -> bool:
 class Objects(Part):
   """Frees the objects that nothing names."""
 
+  name = "objects"
+
   def settle(self, wait: Wait) -> bool:
     """Waits for the ends of what it frees, too, for a moment."""
     collect()
     threads.has_dropped(Wait(_DROP_SECONDS))
     return True
+
+
+_part.join(Objects())
 
 
 def held() -> dict[str, int]:

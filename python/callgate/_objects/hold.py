@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
 from callgate._call.options import Effect
@@ -92,6 +92,7 @@ def holding(
   kind: type[Hold] = Hold,
 ) -> Hold:  # fmt: skip
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
+  _part.load("scopes")  # a loop may hold them
   maker, name = list[Maker](), list[str]()  # not the gate, which holds the function below
   runs_on = _place(options.run_on)
   place = None if runs_on is None else runs_on.place

@@ -91,7 +91,7 @@ def add(value: Any, maker: Maker, scope: Any, number: int = 0) -> Any:
     if (loop := _scopes.get(_number(*scope.tolist()))) is not None:
       loop.objects.add(number)
     count = len(_held)
-  _part.tell("object made", count)
+  _part.load("objects").due(count)
   return words(number)
 
 
@@ -240,3 +240,7 @@ def by_maker() -> dict[str, int]:
   """How many objects each maker has in the table."""
   with _lock:  # which keeps others from dropping what is looked at
     return dict(collections.Counter([held.maker.label for held in _held.values()]))
+
+
+_part.on("object dropped", drop)
+_part.on("thread ends", end_of)

@@ -28,7 +28,7 @@ from callgate._core import environment, foreign
 from callgate._core.errors import ProcessError
 from callgate._core.failures import original_of
 from callgate._jax import dispatch, distributed
-from callgate._part import Part, Phase, Wait
+from callgate._part import Part, Phase, Wait, join
 
 PLACEHOLDER = "{process}"
 _DETAILS = 8000  # characters of a traceback that travel
@@ -145,7 +145,8 @@ def fill_index(path: str) -> str:
   return path.replace(PLACEHOLDER, str(jax.process_index() if known is None else known))
 
 
-def _join() -> None:
+def meet() -> None:
+  """Called once `jax.distributed` has started: this process is one of several from now on."""
   global _group, _process
   if _group is not None:
     _group.leave()
@@ -174,10 +175,15 @@ def leave() -> None:
 class Processes(Part):
   """Tells the group's other processes of this one's end."""
 
+  name = "processes"
+
   def end(self, phase: Phase, wait: Wait) -> None:
     del wait
     if phase == "leave":
       leave()
+
+
+join(Processes())
 
 
 @functools.cache  # once
@@ -196,8 +202,3 @@ def _tell_of_uncaught() -> None:
 def _is_interactive() -> bool:
   """True if an uncaught exception leaves the process at its prompt."""
   return bool(sys.flags.interactive) or hasattr(sys, "ps1")
-
-
-def start() -> None:
-  """Called once by `_start.py`; does nothing more unless there are several processes."""
-  distributed.after_distributed_start(_join)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any, Self
 
@@ -44,7 +43,6 @@ class Block:
       self._begin()
       self._used = True
       _open.append(self)
-      _join()
       tape.objects.clear()
       _callgate.set_tape(self._tell, self.replays)
     return self
@@ -90,11 +88,11 @@ def _wait_for_calls() -> None:
 class _Blocks(Part):
   """Forgets the block in a fork's child: it is the parent's, and so is its file."""
 
+  name = "recordings"
+
   def forked(self) -> None:
     _open.clear()
     _callgate.set_tape(None)
 
 
-@functools.cache
-def _join() -> None:
-  _part.join(_Blocks())
+_part.join(_Blocks())

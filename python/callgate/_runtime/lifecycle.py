@@ -111,7 +111,7 @@ def end() -> None:
       _run([functools.partial(_let_effects_finish, interrupted)], seconds)
       _run(_ends("draw"), seconds)
       wait = Wait(seconds)
-      _run(_ends("deliver"), seconds)
+      _run([*_ends("deliver"), _raise_consumer_errors], seconds)
       _refuse_calls(wait)
   finally:
     _run(_ends("join"), seconds)
@@ -145,6 +145,16 @@ def _let_effects_finish(interrupted: bool, wait: Wait) -> None:
     dispatch.effects_barrier_alone()
   if not _callgate.drain_devices(max(wait.left, LAST_SECONDS)):
     print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
+
+
+def _raise_consumer_errors(wait: Wait) -> None:
+  """The process ends with status 1 for them, as for a gate's failure that nobody asked for."""
+  del wait
+  try:
+    failures.raise_consumer_errors()
+  except BaseException:
+    _callgate.fail_exit()
+    raise
 
 
 def _refuse_calls(wait: Wait) -> None:

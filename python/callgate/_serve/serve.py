@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import math
 import os
 import threading
@@ -60,7 +59,6 @@ class Server:
     except BaseException:
       self.close()
       raise
-    _join()
     _servers.add(self)
 
   def __repr__(self) -> str:
@@ -235,12 +233,12 @@ class _FailedChecks:
 class _Servers(Part):
   """Closes the pages: they are there until programs have ended, so that these can be stopped."""
 
+  name = "serve"
+
   def end(self, phase: Phase, wait: Wait) -> None:
     del wait
     for server in list(_servers) if phase == "join" else ():
       server._end(wait=False)  # pyright: ignore[reportPrivateUsage]
 
 
-@functools.cache
-def _join() -> None:
-  _part.join(_Servers())
+_part.join(_Servers())

@@ -293,6 +293,7 @@ def knob(
   if np.ndim(value) != 0 or np.asarray(value).dtype.kind not in "biuf":
     options.refuse(f"knob '{name}'", "value", "a number or a bool", value)
   dtype = np.dtype(jnp.result_type(value))
+  _part.load("knobs")
   here = where()
   line, place = str(here), here.definition()
   with _lock, registry.defining(place):

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core.levels import encode_levels
 from callgate._steer.knob import Knob
 from callgate._tap import site as _site
@@ -32,3 +32,6 @@ def _send(channel: Channel, name: str, number: Any) -> None:
   held = _site.encode(site, transforms=(), role="primal", repeated=False)
   held["batch"] = encode_levels(())
   channel.tap.handle.send(repr((held["spec"], held["tap"])), held, -1, [number])
+
+
+_part.on("knob changed", record)

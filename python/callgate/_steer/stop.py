@@ -19,7 +19,7 @@ from callgate import _callgate
 from callgate._call.site import Call, Emission
 from callgate._core import options, registry
 from callgate._jax import execution
-from callgate._part import Part
+from callgate._part import Part, join
 from callgate._steer.cell import CellGate, agreed
 
 _NAME = "callgate.stop"
@@ -141,6 +141,8 @@ def stop_requested() -> jax.Array:
 class Stops(Part):
   """Defines the stops of programs of other processes."""
 
+  name = "stops"
+
   def define(self, name: str) -> Any:
     if name != _NAME and not name.startswith(f"{_NAME}#"):
       return None
@@ -148,3 +150,6 @@ class Stops(Part):
       if name not in _found and name not in _callgate.registered_names():
         _found[name] = _callgate.Stop(name)
     return _asking()
+
+
+join(Stops())

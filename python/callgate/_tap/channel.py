@@ -15,7 +15,7 @@ from callgate import _callgate
 from callgate._core import errors, exact, failures, foreign, options
 from callgate._core.pickling import Portable
 from callgate._core.where import Where, where
-from callgate._part import FOREVER, Part, Phase, Wait
+from callgate._part import FOREVER, Part, Phase, Wait, join
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import consumers as _consumers
 from callgate._tap import delivery, target
@@ -361,8 +361,7 @@ def open_channels() -> dict[str, Channel]:
 def close_all(wait: Wait) -> None:
   """At the end of the process: closes every channel, and says what could not be delivered.
 
-  The time is for all of them, which deliver side by side. Raises what a consumer raised, and has
-  the process end with status 1 for it, as for a gate's failure that nobody asked for.
+  The time is for all of them, which deliver side by side.
   """
   least = min(wait.seconds or 0.0, lifecycle.LAST_SECONDS)  # for each, however late
   ends = [(f"channel '{one.name}'", one._close, one.stats) for one in open_channels().values()]  # pyright: ignore[reportPrivateUsage]
@@ -379,16 +378,16 @@ def close_all(wait: Wait) -> None:
   for what, count in left:
     pending = f"{count} record(s)" if count else "a consumer's close() has not ended"
     print(f"callgate: not delivered at the end of the program: {what}: {pending}", file=sys.stderr)
-  try:
-    failures.raise_consumer_errors()
-  except BaseException:
-    _callgate.fail_exit()
-    raise
 
 
 class Channels(Part):
   """Delivers all records before the process ends."""
 
+  name = "channels"
+
   def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "deliver":
       close_all(wait)
+
+
+join(Channels())

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import dtypes, encoding, errors, exact, failures, foreign, signatures
 from callgate._jax import dispatch, tracing
 from callgate._runtime import timeline
@@ -150,6 +150,7 @@ class _Pins:
 
 
 pins = _Pins()
+tracing.clear_with_caches(pins, "what callgate's records name")
 
 
 class SizeError(ValueError):
@@ -181,31 +182,24 @@ def cut(
     values[index] = value[(slice(None),) * lead + tuple(slice(0, int(n)) for n in own)]
 
 
-_listener: Callable[[str, Any, int | None], None] | None = None
-_listens_to_lanes = 0  # to how many of each tap's, at most
+_told_lanes = 0  # of each tap, at most
 
 
-def listen(listener: Callable[[str, Any, int | None], None]) -> None:
-  """Has `listener(name, value, None)` told each tap's newest scalar, once a batch, for bars."""
-  global _listener
-  _listener = listener
-
-
-def listen_to_lanes(most: int) -> None:
-  """From here on also `listener(name, value, lane)`, of the first so many lanes."""
-  global _listens_to_lanes
-  _listens_to_lanes = most
+def tell_of_lanes(most: int) -> None:
+  """From here on "tap value" is told of the first so many lanes, too, by their number."""
+  global _told_lanes
+  _told_lanes = most
 
 
 def _tell(source: _RawSource, arrays: Sequence[Any], lane: int | None = None) -> None:
-  if _listener and len(arrays) == 1 and source[2] == 0 and getattr(arrays[0], "ndim", 1) == 0:
-    _listener(source[1], arrays[0].item(), lane)
+  if len(arrays) == 1 and source[2] == 0 and getattr(arrays[0], "ndim", 1) == 0:
+    _part.tell("tap value", source[1], arrays[0].item(), lane)
 
 
 def _tell_rows(source: _RawSource, rows: list[_Row]) -> None:
   _tell(source, rows[-1][6])
-  if _listens_to_lanes and source[4]:
-    for row in rows[-_listens_to_lanes:]:
+  if _told_lanes and source[4]:
+    for row in rows[-_told_lanes:]:
       _tell(source, row[6], row[0])
 
 

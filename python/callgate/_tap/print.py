@@ -15,7 +15,7 @@ from callgate import _callgate
 from callgate._core import dtypes, errors, failures, options, split
 from callgate._core.encoding import is_open
 from callgate._jax import refs
-from callgate._part import Part
+from callgate._part import Part, join
 from callgate._tap import delivery, tap, target
 from callgate._tap.site import TapSite
 
@@ -128,5 +128,10 @@ def _shown(value: Any, fmt: str) -> Any:
 class Prints(Part):
   """Defines the prints of programs of other processes."""
 
+  name = "prints"
+
   def define(self, name: str) -> Any:
     return _tap() if name == _NAME else None
+
+
+join(Prints())

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import errors, exact, foreign, registry
-from callgate._part import Part
+from callgate._part import Part, join
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
@@ -133,6 +133,7 @@ def shared(cache: weakref.WeakValueDictionary[Any, T], key: Any, make: Callable[
 
 def start_channel(name: str) -> Any:
   """The runtime's handle on a channel of callgate's own, which is opened once."""
+  _part.load("channels")  # the end of the process delivers its records
   with _own_lock:
     if name not in _own:
       _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
@@ -148,6 +149,8 @@ def own_channels() -> list[tuple[str, Any]]:
 class Taps(Part):
   """Defines the taps of programs of other processes."""
 
+  name = "taps"
+
   def define(self, name: str) -> Any:
     """Raises GateDefinitionError for a tap to a function, which this process doesn't have."""
     kind, _, rest = name.partition(":")
@@ -160,3 +163,6 @@ class Taps(Part):
         "first; or a program that sends to a channel's name, as cg.tap(x, 'loss')"
       )
     return None
+
+
+join(Taps())

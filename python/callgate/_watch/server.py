@@ -11,7 +11,6 @@ the server's own files.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hmac
 import http.server
 import json
@@ -93,7 +92,6 @@ class PageServer:
       raise OSError(what) from error
     self.port: int = self._http.server_address[1]
     self.url = f"http://127.0.0.1:{self.port}/{token}/"
-    _join()
     _servers.add(self._http)
     self._thread = threading.Thread(
       target=self._http.serve_forever, args=(0.2,), name="callgate page", daemon=True
@@ -192,14 +190,14 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
 class _Servers(Part):
   """Closes a fork's child's copies of the pages' sockets."""
 
+  name = "watch"
+
   def forked(self) -> None:
     for server in list(_servers):
       server.forget()
 
 
-@functools.cache
-def _join() -> None:
-  _part.join(_Servers())
+_part.join(_Servers())
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

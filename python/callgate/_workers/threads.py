@@ -261,6 +261,11 @@ def end_all(wait: Wait) -> None:
 class Threads(Part):
   """Has threads drop their objects before the process ends."""
 
+  name = "threads"
+
   def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "deliver":
       end_all(wait)
+
+
+_part.join(Threads())

@@ -20,7 +20,7 @@ import jax
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.errors import GateDefinitionError, WorkerError
-from callgate._part import Part, Phase, Wait
+from callgate._part import Part, Phase, Wait, join
 from callgate._workers import travel
 
 _live: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
@@ -221,6 +221,11 @@ def close_all(seconds: float) -> None:
 class Pools(Part):
   """Ends the worker processes."""
 
+  name = "workers"
+
   def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "join":
       close_all(wait.left)
+
+
+join(Pools())

@@ -54,6 +54,30 @@ def test_import_loads_what_other_processes_programs_need_and_no_part() -> None:
   assert "callgate._start" in callgates("import callgate; from callgate import errors")
 
 
+@pytest.mark.parametrize(
+  ("use", "absent"),
+  [
+    ("jax.jit(cg.gate(lambda x: x, out=lambda x: x))(1.0)", {"_kernel"}),
+    ("jax.jit(lambda x: cg.tap(x, [].append))(1.0)", {"_kernel", "_gate"}),
+    ("cg.cpp", {"_tap.tap", "_gate"}),
+  ],
+)
+def test_a_part_is_not_imported_before_its_own_first_use(use: str, absent: set[str]) -> None:
+  loaded = callgates(f"import jax, callgate as cg; {use}")
+  parts = {
+    "_breakpoint",
+    "_checkpoints",
+    "_envs",
+    "_feed",
+    "_futures",
+    "_nan",
+    "_objects",
+    "_steer",
+  }
+  for name in {*parts, "_steer", "_stream", "compat", "sinks"} | absent:
+    assert not [one for one in loaded if f"{one}.".startswith(f"callgate.{name}.")], name
+
+
 def test_a_module_that_is_imported_by_itself_works() -> None:
   code = """
     import sys
@@ -207,7 +231,7 @@ def test_a_first_use_that_is_interrupted() -> None:
 
     class Interrupt:
       def find_spec(self, fullname, path, target=None):
-        if fullname == "callgate._tap.tap":
+        if fullname == "callgate._tap.primitive":
           sys.meta_path.remove(self)
           raise KeyboardInterrupt
 
@@ -219,10 +243,10 @@ def test_a_first_use_that_is_interrupted() -> None:
 
     sys.meta_path.insert(0, Interrupt())
     print(outcome())  # while it imports: the next use imports it
-    from callgate._loops import draw
-    start, draw.start = draw.start, lambda: 1 / 0
+    from callgate._runtime import timeline
+    start, timeline.start = timeline.start, lambda: 1 / 0
     print(outcome()[0])
-    draw.start = start
+    timeline.start = start
     print(outcome())
   """
   assert output_of(code).splitlines() == [

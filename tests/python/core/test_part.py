@@ -131,6 +131,41 @@ def test_parts_end_in_their_order_and_join_in_the_reverse_whatever_one_raises() 
   assert callable(lifecycle.end)
 
 
+def test_each_part_joins_as_its_module_is_imported_and_keeps_its_place() -> None:
+  joined = {name: _part.load(name) and name for name in _part.PARTS}
+  names = [part.name for part in _part.parts()]
+  assert names == [name for name in joined if name in names]
+  assert set(_part.PARTS) - set(names) == {"knobs"}  # which listens alone
+
+
+def test_the_name_of_a_callee_brings_its_part() -> None:
+  brought = """
+    import sys
+    import callgate
+    from callgate import _part
+
+    callgate.barrier
+    for name in ("check:loss is finite", "callgate.stop", "channel:loss"):
+      before = set(_part._loaded)
+      _part.load_for(name)
+      print(sorted(_part._loaded - before))
+  """
+  assert output_of(brought).splitlines() == ["['checks']", "['stops']", "['channels', 'taps']"]
+
+
+def test_a_part_that_joins_again_takes_its_own_place() -> None:
+  class Again(_part.Part):
+    name = "again"
+
+  before = _part.parts()
+  try:
+    _part.join(Again())
+    _part.join(last := Again())
+    assert _part.parts() == (*before, last)
+  finally:
+    _part._parts[:] = before
+
+
 def test_one_deadline_serves_all_steps_of_a_wait() -> None:
   asked: list[float] = []
   wait = _part.Wait(0.02)

@@ -29,6 +29,7 @@ from callgate._jax import (
   running,
   tracing,
 )
+from callgate._part import Wait
 
 X = np.arange(4, dtype=np.float32)
 
@@ -71,18 +72,18 @@ def test_programs_with_effects_are_waited_for(effect: Any) -> None:
   assert cpp_path.have_ended()
   held.start()
   assert not dispatch.programs_have_ended()
-  assert not dispatch.wait_for_effects(0.01)
+  assert not dispatch.wait_for_effects(Wait(0.01))
   own = running.own_programs()
   assert own
   assert set(map(id, cpp_path.own_signs())) <= set(map(id, own))
   assert cpp_path.pending() == bool(cpp_path.own_signs())
   watched: list[int] = []
   threading.Timer(0.05, held.go.set).start()
-  assert dispatch.wait_for_effects(60, lambda: watched.append(1))
+  assert dispatch.wait_for_effects(Wait(60, look=lambda: watched.append(1)))
   running.wait_for(own)
   dispatch.effects_barrier_alone()
   assert not cpp_path.own_signs()
-  assert dispatch.wait_for_effects(None)
+  assert dispatch.wait_for_effects(Wait(None))
 
 
 def test_what_is_forgotten_is_waited_for_by_nobody() -> None:

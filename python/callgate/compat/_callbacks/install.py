@@ -35,12 +35,6 @@ def install() -> None:
   config.switch_installed(True)
 
 
-def start() -> None:
-  """Honours `CALLGATE_INSTALL=1`, which JAX reads into the option; called by `_start.py`."""
-  if config.installed():
-    install()
-
-
 def uninstall() -> None:
   """Puts JAX's own engine back for its callbacks.
 
