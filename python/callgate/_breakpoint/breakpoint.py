@@ -39,8 +39,8 @@ class _Breakpoint(Guarded):
   them on where nobody stops.
   """
 
-  located = told_shard = True
-  taped = False  # nobody stops in a replay for another reason than in the run
+  # Nobody stops in a replay for another reason than in the run.
+  traits = Guarded.traits.but(located=True, told_shard=True, taped=False)
 
   def __init__(self) -> None:
     gate_options = GateOptions(out=_first, name=f"{_NAME}!hit", effect="io")

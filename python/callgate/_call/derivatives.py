@@ -42,7 +42,7 @@ def no_derivative(
       f"{gate.label} has no results and no derivative. Expected arguments without tangents: "
       "jax.lax.stop_gradient(x) around them. callgate.tap sends a value out and is differentiable."
     )
-  if gate.handles:
+  if gate.traits.handles:
     ways = (
       f"{gate.label} has no derivative. Define one with jax.custom_jvp or jax.custom_vjp around "
       "the call, of which handles may be arguments and residuals. What is linear takes linear=, "
@@ -294,12 +294,12 @@ def transpose_leaves(
   linear: Sequence[int],
 ) -> list[Any]:
   """Runs the transpose rule of one lane on flat values."""
-  if gate.autograd:
+  if gate.traits.autograd:
     return list(gate.transpose_call(site, cotangents, flat, linear))
   if gate.transpose_rule is None:
     known = gate.linear is not False
     way = "a rule given with gate.deftranspose" if known else "linear= and gate.deftranspose(rule)"
-    if gate.handles:
+    if gate.traits.handles:
       way = "a jax.custom_vjp around the call: handles may be its arguments and residuals"
     what = "is declared linear but has no transpose"
     if not known:

@@ -105,7 +105,7 @@ def _callback(
     raise HostError(text)
 
   def call(*args: Any) -> Any:
-    if gate.effect == "pure" and gate.handles in ("", "uses"):
+    if gate.effect == "pure" and gate.traits.handles in ("", "uses"):
       return jax.pure_callback(on_host, types, *args, vmap_method="sequential")
     return io_callback(on_host, types, *args, ordered=gate.effect == "ordered")
 
@@ -121,7 +121,7 @@ def _run_on_host(
 ) -> Sequence[Any]:
   """One call of the function, unless a recording answers it."""
   run = functools.partial(_call_on_host, gate, site, results, inputs)
-  if not gate.taped or _callgate.tape() is None:
+  if not gate.traits.taped or _callgate.tape() is None:
     return run()
   types = [(dtype_code(np.dtype(dtype)), tuple(shape)) for shape, dtype in results]
   return tape.call(gate.name, inputs, types, run, spec=site.spec, lane=lane)

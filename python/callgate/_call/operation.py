@@ -135,7 +135,7 @@ class Operation(Callee, Generic[P, R]):
     """A call's arguments by place, the arrays among those by keyword, and the static rest."""
     args, kwargs = refs.read((args, kwargs))
     arrays, static = shapes.split_static(self.label, kwargs)
-    if self.splits:
+    if self.traits.splits:
       args = tuple(map(split.split, args))
       if self.is_of_object(args) and jax.tree_util.all_leaves(args[:1]):
         args = (split.Static.of_object(args[0]), *args[1:])
@@ -163,7 +163,8 @@ class Operation(Callee, Generic[P, R]):
       self.sharding_rule(site, [s.shape for s in structs], [shape for shape, _ in site.results])
     # JAX's callbacks know no derivatives, handles, lanes or cells, and no vmap of what is ordered:
     # such calls stay ours until lowered.
-    stays = self.autograd or self.handles or self.of_thread or self.by_lane or self.reads_cell
+    own = self.traits
+    stays = own.autograd or own.handles or own.of_thread or own.by_lane or own.reads_cell
     stays = stays or self.effect == "ordered" or self.transpose_rule is not None
     if by_jax and not stays:
       flat = jax_engine.bind(self.core, site, leaves)

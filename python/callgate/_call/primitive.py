@@ -79,9 +79,9 @@ def _abstract_eval(*avals: Any, call: BoundCall) -> tuple[tuple[Any, ...], froze
 def _effects(call: BoundCall) -> frozenset[Any]:
   gate = call.gate
   found: set[Any] = set()
-  if (gate.handles or gate.of_thread) and not call.scoped:
+  if (gate.traits.handles or gate.traits.of_thread) and not call.scoped:
     found.add(effects.HANDLE_EFFECT)
-    if gate.handles == "takes":
+    if gate.traits.handles == "takes":
       found.add(effects.WAIT_EFFECT)
   if gate.effect == "ordered":
     found.add(tracing.ordered_io_effect if call.site.by_jax else effects.ORDERED_GATE_EFFECT)
@@ -99,7 +99,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: BoundCall) ->
   moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
   if gate.has_rule:
     return _jvp_by_rule(primals, tangents, moved, call)
-  if gate.autograd and not (linear and linear.issuperset(moved)):
+  if gate.traits.autograd and not (linear and linear.issuperset(moved)):
     return _jvp_by_call(primals, tangents, number, moved, call)
   refused = [index for index in moved if index not in linear]
   if refused or not linear:
@@ -228,7 +228,7 @@ def _batch(
       return bind(*values, *number, call=BoundCall(gate, site, (), whole, numbered=call.numbered))
 
     results = _batching.batch_whole(with_axis, method, (size, mask), moved, call.whole)
-  elif _batching.cuts_bytes(moved, mask, site.results) or (gate.by_lane and call.numbered):
+  elif _batching.cuts_bytes(moved, mask, site.results) or (gate.traits.by_lane and call.numbered):
 
     def of_lane(values: Sequence[Any], lane: Any) -> Sequence[Any]:
       return bind_in_lane([*values, *number], call, lane, size)
@@ -259,7 +259,7 @@ def lower(context: Any, *operands: Any, call: BoundCall) -> Sequence[Any]:
     return functools.partial(_lower_to_runtime, call, platform)
 
   platforms = lowering.platforms_of(context)
-  alike = call.gate.same_on_all_platforms and set(platforms) <= set(RUNTIME_PLATFORMS)
+  alike = call.gate.traits.same_on_all_platforms and set(platforms) <= set(RUNTIME_PLATFORMS)
   if len(platforms) == 1 or alike or call.site.by_jax:
     return rule(platforms[0] if len(platforms) == 1 else "cpu")(context, *operands)
   rules = {platform: rule(platform) for platform in platforms}
@@ -285,7 +285,7 @@ def _lower_to_runtime(
   operands, number = _parted(bound, operands)
   devices = lowering.device_count(context)
   call = Call(**vars(bound), operands=avals_in, results=avals_out, devices=devices)
-  if "cuda" in lowering.platforms_of(context) and gate.stays_on_device and not gate.by_lane:
+  if "cuda" in lowering.platforms_of(context) and gate.traits.on_device and not gate.traits.by_lane:
     call = dataclasses.replace(call, numbered=())  # the host would wait for the number
   emission = gate.batched(bound.whole).backend(platform)(call)
   call, attributes = emission.call, emission.attributes
@@ -312,7 +312,7 @@ def _lower_to_runtime(
     target=emission.target,
     attributes=attributes,
     # What makes an object may be called neither once for two nor outside of its loop.
-    has_side_effect=gate.effect != "pure" or gate.handles in ("makes", "takes"),
+    has_side_effect=gate.effect != "pure" or gate.traits.handles in ("makes", "takes"),
     order=effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else None,
     aliases=gate.aliases,
     sharded=sharded,

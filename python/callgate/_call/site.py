@@ -6,9 +6,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
+
+import jax
 
 from callgate._call.options import CallOptions, Effect, Vmap
+from callgate._call.traits import Traits
 from callgate._core import encoding, exact, signatures, split
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
@@ -103,7 +106,7 @@ class BoundCall:
 
 def shared_by_lanes(call: BoundCall) -> BoundCall:
   """The call, if it waits for a started one, as a call of lanes."""
-  if call.gate.handles != "takes" or dict(call.site.static).get(SHARED):
+  if call.gate.traits.handles != "takes" or dict(call.site.static).get(SHARED):
     return call
   site = dataclasses.replace(call.site, static=(*call.site.static, (SHARED, True)))
   return dataclasses.replace(call, site=site)
@@ -117,9 +120,9 @@ def in_one_lane(call: BoundCall, size: int) -> BoundCall:
   Raises:
     GateDefinitionError: the function has to know the number, and the program can't tell it.
   """
-  if call.gate.knows_lanes and not is_open(size) and not callable(call.gate.sharding):
+  if call.gate.traits.knows_lanes and not is_open(size) and not callable(call.gate.sharding):
     call = dataclasses.replace(call, numbered=((size, len(call.levels)), *call.numbered))
-  elif call.gate.by_lane:
+  elif call.gate.traits.by_lane:
     raise unknown_lane(call.gate)
   return shared_by_lanes(call)
 
@@ -183,34 +186,11 @@ class Callee(Portable):
   style = "inplace"
   cast: bool | None = False
   collective = False
-  # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
-  autograd = False
-  # Whether all its calls run on one thread (`callgate.thread`).
-  of_thread = False
-  # True if a user's function is called, which errors, recordings and workers tell lanes of.
-  knows_lanes = False
-  # True if the function has to know which lane it runs for.
-  by_lane = False
-  # In a fully manual `jax.shard_map` it is told its shard, too; elsewhere it does without.
-  told_shard = False
-  # Whether recordings have its calls (`callgate.record`).
-  taped = False
-  # Whether it gets a GPU's own arrays, where the program is one's; else copies on the host.
-  stays_on_device = True
-  # Whether one call does in programs for several platforms.
-  same_on_all_platforms = False
-  # Whether arguments may hold more than arrays (`_core/split.py`).
-  splits = False
+  traits = Traits()
   # What the callable's parameters are where a call gives nothing.
   defaults: Mapping[str, Any] = {}
-  one_calls_for_all = False
-  # Whether it reads what the host writes, and calls of each device.
-  reads_cell = False
-  on_each_device = False
   # `Emission.watcher`, for programs that JAX's own callbacks serve.
   watcher_of_jax: Any = None
-  # "makes" objects that handles stand for, "uses" them, or "takes" what is to be taken once.
-  handles: Literal["", "makes", "uses", "takes"] = ""
   # The user's rules of differentiation; with `symbolic_zeros` that of the jvp is told which
   # tangents are zero, as by `jax.custom_jvp`.
   jvp_rule: Callable[..., Any] | None = None
@@ -244,6 +224,11 @@ class Callee(Portable):
   def rename(self, name: str) -> None:
     """Gives it another name in the programs that are lowered from here on; its own is free then."""
     raise NotImplementedError
+
+  @property
+  def on_each_device(self) -> bool:
+    """True if each device of a program calls by itself; processes share no memory."""
+    return self.traits.reads_cell and jax.process_count() == 1
 
   @property
   def label(self) -> str:
@@ -287,13 +272,13 @@ class Callee(Portable):
     return rules.of_call(self.label, self.sharding, operands, results)
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
-    """The call for tangents of the arguments at `moved`; asked of operations with `autograd`."""
+    """The call for tangents of the arguments at `moved`; asked of operations that have it."""
     raise NotImplementedError
 
   def transpose_call(
     self, site: CallSite, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
   ) -> Sequence[Any]:
-    """Cotangents of a tangent call's arguments at `linear`; asked of operations with `autograd`.
+    """Cotangents of a tangent call's arguments at `linear`; asked of operations that have it.
 
     `flat` are the arguments; ShapeDtypeStructs for those at `linear`.
     """

@@ -170,9 +170,8 @@ class Loader:
 
 
 class _OfDisk(Gate):
-  taped = False  # a replay's disk is its own
-  knows_lanes = False
-  located = True
+  # A replay's disk is its own.
+  traits = Gate.traits.but(taped=False, knows_lanes=False, located=True)
 
 
 def _say_damaged(folder: Path) -> None:

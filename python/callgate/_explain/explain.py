@@ -158,7 +158,7 @@ def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...], platform:
     copies += ins
   if elsewhere or by_jax:
     copies = ins + outs
-  if platform != "cpu" and not by_jax and not gate.stays_on_device:
+  if platform != "cpu" and not by_jax and not gate.traits.on_device:
     copies += ins + outs  # to the host and back
   kind, name = gate.kind, gate.name
   # What looks first, in C++: the gate is called where a check fails, or a breakpoint stops.
@@ -168,7 +168,7 @@ def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...], platform:
       guard.partition(":") if guard.startswith("check:") else ("breakpoint", "", guard)
     )
   found_late = kind == "check" and platform != "cpu" and not by_jax
-  at_once = native or (not by_jax and (bool(guard) or gate.reads_cell))
+  at_once = native or (not by_jax and (bool(guard) or gate.traits.reads_cell))
   return ExplainedCall(
     kind=kind, name=name, source=sources.source_of(eqn), effect=gate.effect, loops=loops,
     lanes=math.prod(size for size, _ in call.levels), copies=copies,

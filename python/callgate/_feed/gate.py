@@ -36,10 +36,10 @@ class FeedGate(Gate):
   """
 
   kind = "feed"
-  native = True  # NumPy's arrays on the host, the GPU's own in a program for CUDA
+  # Its arrays are NumPy's on the host, the GPU's own in a program for CUDA.
+  traits = Gate.traits.but(native=True, knows_lanes=False)
   shares: _shares.Shares | None = None
   resumable = True
-  knows_lanes = False
 
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)

@@ -98,9 +98,7 @@ def _gate_of(feed: FeedGate, what: str, function: Any, out: Any) -> Gate:
 
 
 class _Located(Gate):
-  located = True
-  taped = False  # recordings have the items
-  knows_lanes = False
+  traits = Gate.traits.but(located=True, taped=False, knows_lanes=False)  # recordings have items
 
 
 def _taker(takers: Mapping[int, int]) -> int:

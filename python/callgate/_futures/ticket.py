@@ -172,14 +172,14 @@ class _Begin(Hold):
 
 
 class _BeginByLane(_Begin):
-  by_lane = True  # type: ignore[assignment]
+  traits = _Begin.traits.but(by_lane=True)
 
 
 _by_jax = threading.local()
 
 
 def _begin_elsewhere(gate: Gate) -> Hold:
-  make, label, by_lane = started.calls_of(gate), gate.label, gate.by_lane
+  make, label, by_lane = started.calls_of(gate), gate.label, gate.traits.by_lane
   line = Line(started.most(gate))
 
   def begin(*arrays: Any, **kwargs: Any) -> Job:
@@ -268,7 +268,7 @@ def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: exact.Exa
 
 class _Taker(Use):
   kind = "gate"
-  handles = "takes"
+  traits = Use.traits.but(handles="takes")
   waits = True  # for a call that another gate has started: recordings count that one
 
 

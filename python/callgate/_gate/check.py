@@ -70,7 +70,7 @@ def _restored(ok: Any, values: dict[str, Any]) -> dict[str, Any]:
 class Check(Guarded):
   """The gate behind the checks of one message; its callee looks at the predicate first."""
 
-  taped = False  # a replay decides it anew
+  traits = Guarded.traits.but(taped=False)  # a replay decides it anew
 
   def __init__(self, message: str) -> None:
     def fail(ok: Any, /, **values: Any) -> tuple[()]:

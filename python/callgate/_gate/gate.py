@@ -22,6 +22,7 @@ from callgate._call import shapes
 from callgate._call.generic import AnyArray, Method, P, R
 from callgate._call.operation import Operation
 from callgate._call.site import Backend, Call, CallSite, Emission
+from callgate._call.traits import Traits
 from callgate._core import exact, factories, foreign, registry, signatures
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
@@ -58,10 +59,9 @@ class Gate(Operation[P, R]):
   """
 
   kind = "gate"
-  located = False  # its function may ask where its call is (`_callgate.current_place`)
-  native = False  # gets Buffers of a GPU's memory also with arrays that are the host's elsewhere
-  same_on_all_platforms = True  # programs for several have no graphs
-  one_calls_for_all = splits = taped = knows_lanes = True
+  traits = Traits(
+    knows_lanes=True, one_calls_for_all=True, same_on_all_platforms=True, splits=True, taped=True
+  )
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
     name = _options.name("gate", options.name) or registry.unique_name(function)
@@ -81,8 +81,7 @@ class Gate(Operation[P, R]):
     self.style, self.arrays, self.run_on = options.style, options.arrays, options.run_on
     self.thread = "own" if self.run_on == "own" else "xla"
     self.timeout = options.timeout or 0.0
-    self.of_thread = isinstance(self.run_on, Thread)
-    self.is_here = self.of_thread or isinstance(self.run_on, str)  # in this process
+    self.is_here = isinstance(self.run_on, str | Thread)  # in this process
     if self.is_async and not isinstance(self.run_on, str):
       raise GateDefinitionError(
         f"{label}: run_on={self.run_on!r}: expected a function, got an async function; those run "
@@ -94,7 +93,11 @@ class Gate(Operation[P, R]):
     self.collective, self.command_buffer = options.collective, options.command_buffer
     self.parameters = tuple(p.name for p in signatures.positional(function, leading))
     self.defaults = signatures.defaults(function, leading)
-    self.stays_on_device = bind.is_native(self.arrays) or self.native
+    self.traits = self.traits.but(
+      by_lane=self.traits.by_lane or self.affinity is not None,
+      of_thread=isinstance(self.run_on, Thread),
+      on_device=bind.is_native(self.arrays) or self.traits.native,
+    )
     self.callee = self._named_callee()
     registry.register(self.name, self)
     functools.update_wrapper(self, function, updated=())
@@ -129,10 +132,10 @@ class Gate(Operation[P, R]):
       bind=functools.partial(bind.bind, self.function, self.style, self.arrays, self.name),
       arrays="numpy" if self.arrays == "numpy" else "buffer",
       owned_inputs=self.copy, own_thread=self.thread == "own",
-      native=self.stays_on_device,
+      native=self.traits.on_device,
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
-      located=self.located or self.by_lane,
-      taped=self.taped,
+      located=self.traits.located or self.traits.by_lane,
+      taped=self.traits.taped,
       thread=self.run_on.callee if isinstance(self.run_on, Thread) else None,
     )  # fmt: skip
 
@@ -151,11 +154,7 @@ class Gate(Operation[P, R]):
     return self.run_on.run(call) if isinstance(self.run_on, Thread) else call()
 
   def on_lane(self, lane: int, call: Callable[[], Any]) -> Any:
-    return objects.on_lane(lane, call) if self.by_lane else call()
-
-  @property
-  def by_lane(self) -> bool:
-    return self.affinity is not None
+    return objects.on_lane(lane, call) if self.traits.by_lane else call()
 
   def backend(self, platform: str) -> Backend:
     return functools.partial(self._emission, on_cuda=platform == "cuda")

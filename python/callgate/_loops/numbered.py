@@ -61,6 +61,6 @@ def _without_number(params: dict[str, Any]) -> dict[str, Any]:
   call = params.get("call")
   if not isinstance(call, BoundCall):
     return params
-  if call.gate.by_lane:
+  if call.gate.traits.by_lane:
     raise unknown_lane(call.gate)
   return {**params, "call": shared_by_lanes(call)}

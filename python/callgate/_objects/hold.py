@@ -70,8 +70,8 @@ class Hold(Gate):
   """Makes objects of the host from compiled programs; made by `callgate.hold`."""
 
   kind = "hold"
-  handles = "makes"
-  taped = False  # what makes the object is told of below: handles differ from run to run
+  # Recordings hear below of what makes the object: handles differ from run to run.
+  traits = Gate.traits.but(handles="makes", taped=False)
 
   def _named_callee(self) -> Any:
     if not isinstance(self.run_on, Workers):
@@ -238,7 +238,7 @@ class Use(Gate):
   """A gate whose callable gets objects in the place of handles."""
 
   kind = "use of"
-  handles = "uses"
+  traits = Gate.traits.but(handles="uses")
 
   def _named_callee(self) -> Any:
     if not isinstance(self.run_on, Workers):

@@ -74,8 +74,8 @@ class OnWorkers:
 
   def __init__(self, gate: Any, there: Any) -> None:
     self.label, self.workers = gate.label, gate.run_on
-    self._there = there if gate.handles == "makes" else None
-    style = "inplace" if gate.handles == "makes" else gate.style
+    self._there = there if gate.traits.handles == "makes" else None
+    style = "inplace" if gate.traits.handles == "makes" else gate.style
     described = Description(gate.name, there, style, gate.arrays, gate.copy, gate.parameters)
     self._remote = Remote(gate.label, described, gate.run_on, gate.timeout)
     callee = elsewhere.on_workers(

@@ -61,7 +61,7 @@ def _makes(jaxpr: Any) -> bool:
 
 def _is_maker(eqn: Any) -> bool:
   call = eqn.params.get("call")
-  return isinstance(call, BoundCall) and call.gate.handles == "makes" and not call.scoped
+  return isinstance(call, BoundCall) and call.gate.traits.handles == "makes" and not call.scoped
 
 
 def _within(eqn: Any) -> Sequence[Any]:
@@ -150,7 +150,7 @@ def _run(jaxpr: Any, args: Sequence[Any], scope: Any) -> tuple[list[Any], list[A
 def _run_equation(eqn: Any, inputs: list[Any], scope: Any) -> tuple[list[Any], list[Any]]:
   """As `_run`, of an equation with calls that make or use objects."""
   if isinstance(call := eqn.params.get("call"), BoundCall):
-    if call.gate.handles == "makes":
+    if call.gate.traits.handles == "makes":
       place = len(inputs) - 1 - bool(call.numbered)  # then comes the number of the lane
       inputs[place] = jnp.broadcast_to(scope, jnp.shape(inputs[place]))
     outs = list(eqn.primitive.bind(*inputs, call=dataclasses.replace(call, scoped=True)))
@@ -186,7 +186,7 @@ _PREFIX = "callgate.scope."
 
 
 class _ScopeGate(Gate):
-  taped = knows_lanes = False
+  traits = Gate.traits.but(taped=False, knows_lanes=False)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from callgate._objects.hold import of_objects
 
 def without_handles(gate: str, spec: str, operands: tuple[Value, ...]) -> tuple[Value, ...]:
   """The operands with the numbers of the recorded calls that made the objects of handles."""
-  handles = getattr(registry.get(gate), "handles", "")
+  handles = getattr(getattr(registry.get(gate), "traits", None), "handles", "")  # a feed has none
   if not handles:
     return operands
   places = range(len(operands)) if handles == "takes" else _places(spec)

@@ -30,12 +30,10 @@ class Called(Protocol):
   sharding: Any
   aliases: dict[int, int]
   collective: bool
-  by_lane: bool
-  told_shard: bool
-  # Where no dimension may stay split, one device's call serves all.
-  one_calls_for_all: bool
-  on_each_device: bool
+  traits: Any  # `_call/traits.py`
 
+  @property
+  def on_each_device(self) -> bool: ...
   @property
   def label(self) -> str: ...
   @property
@@ -79,7 +77,7 @@ def of_gate(context: Any, avals: Sequence[Any], call: Bound) -> tuple[Sharded, R
     rule = _rule_of(gate, site, shapes, _shapes(context)[1], axes)
     if call.numbered:
       rule = dataclasses.replace(rule, operands=(*rule.operands, ()))
-  gathered = gate.one_calls_for_all and gate.sharding in (None, "gather")
+  gathered = gate.traits.one_calls_for_all and gate.sharding in (None, "gather")
   names = (registry.argument(gate.name, site.spec, i) for i in range(len(own)))
   return Sharded(
     **_program(context, levels, call.numbered),
@@ -239,8 +237,8 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
   Returns:
     The partition, for its last operand, and attributes; None where it is told otherwise.
   """
-  needs = gate.collective or gate.by_lane
-  if not needs and (not gate.told_shard or lowering.is_partly_manual(context)):
+  needs = gate.collective or gate.traits.by_lane
+  if not needs and (not gate.traits.told_shard or lowering.is_partly_manual(context)):
     return None
   devices, mesh = lowering.device_count(context), lowering.mesh_axes(context)
   if lowering.is_partitioned(context) or devices == 1:

@@ -25,18 +25,13 @@ class CellGate(Gate):
   read (src/core/steer.h). Processes share no memory: process 0 reads for all.
   """
 
-  reads_cell = True
-  taped = False  # a knob is the host's, and a replay's host has one
+  # A knob is the host's, and a replay's host has one.
+  traits = Gate.traits.but(reads_cell=True, taped=False, knows_lanes=False)
   once = False  # all reads of an execution get the same value
-  knows_lanes = False
 
   def __init__(self, name: str, function: Callable[..., Any], dtype: Any) -> None:
     result = jax.ShapeDtypeStruct((), dtype)
     super().__init__(function, GateOptions(out=result, name=name, effect="io"))
-
-  @property
-  def on_each_device(self) -> bool:
-    return jax.process_count() == 1
 
   def cell(self) -> Any:
     """The runtime's handle on what a call reads, which is being lowered."""

@@ -39,8 +39,7 @@ _VECTORS = 2  # the position of a derivative's tangents or cotangents
 class TorchGate(Gate[P, R]):
   """The gate of a PyTorch function (the root) or of a transform of it; see the module's text."""
 
-  autograd = True
-  splits = False  # derivatives are of all leaves
+  traits = Gate.traits.but(autograd=True, splits=False)  # derivatives are of all leaves
 
   def __init__(
     self, root: TorchGate | None, path: Path, call: Callable[..., Any], options: GateOptions

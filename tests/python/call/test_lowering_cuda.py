@@ -141,7 +141,7 @@ def test_an_operation_that_differs_by_platform_is_chosen_when_the_program_runs(
   effect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   gate = cg.gate(lambda out, x: None, out=same, arrays="buffer", style="inplace", effect=effect)
-  monkeypatch.setattr(gate, "same_on_all_platforms", False)
+  monkeypatch.setattr(gate, "traits", gate.traits.but(same_on_all_platforms=False))
   monkeypatch.setattr(gate, "command_buffer", True)
   text = text_of(lambda x: gate(gate(x)), x3(), platforms=BOTH)
   assert targets_of(text) == ["callgate.gate", "callgate.gate.graph"] * 2
