@@ -21,6 +21,7 @@ import jax
 from callgate import _callgate, _part
 from callgate._core import failures, foreign
 from callgate._core.errors import GateError, GateTimeoutError, Interruption
+from callgate._core.weak import members
 from callgate._part import Part, Phase, Wait
 from callgate._workers.threads import Thread
 
@@ -308,7 +309,7 @@ def after_fork() -> None:
   """In a fork's child nothing that was started runs."""
   global _loop
   _open.clear()
-  for line in list(_lines):
+  for line in members(_lines):
     line.clear()
   _loop = None
 

@@ -15,6 +15,7 @@ from typing import Any
 from callgate import _part
 from callgate._core import options, paths
 from callgate._core.errors import GateDefinitionError
+from callgate._core.weak import members
 from callgate._gate.stats import stats
 from callgate._part import Part, Phase, Wait
 from callgate._serve.local import LocalFeed
@@ -237,7 +238,7 @@ class _Servers(Part):
 
   def end(self, phase: Phase, wait: Wait) -> None:
     del wait
-    for server in list(_servers) if phase == "join" else ():
+    for server in members(_servers) if phase == "join" else ():
       server._end(wait=False)  # pyright: ignore[reportPrivateUsage]
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from callgate import _part
+from callgate._core.weak import members
 from callgate._part import Part
 
 HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -193,7 +194,7 @@ class _Servers(Part):
   name = "watch"
 
   def forked(self) -> None:
-    for server in list(_servers):
+    for server in members(_servers):
       server.forget()
 
 
