@@ -101,7 +101,7 @@ def _loop(function: Callable[..., jax.Array], spec: adapters.Spec, calls: int) -
 
 
 def _is_identity(function: Callable[..., jax.Array], spec: adapters.Spec) -> bool:
-  """Whether calls on a carry that changes each time give back what each of them got."""
+  """True if calls on a carry that changes each time give back what each of them got."""
   steps = 64
   program = jax.jit(lambda x: lax.fori_loop(0, steps, lambda _, carry: function(carry) + 1.0, x))
   return bool((program(jnp.full(spec.shape, 0.5, spec.dtype)) == steps + 0.5).all())

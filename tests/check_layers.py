@@ -223,7 +223,7 @@ def _is_one_sentence(tree: ast.Module) -> bool:
 
 
 def _runs(node: ast.stmt) -> bool:
-  """Whether a statement of a module does more than define."""
+  """True if a statement of a module does more than define."""
   if isinstance(node, ast.If):
     return _dotted(node.test) != "TYPE_CHECKING"
   if isinstance(node, ast.Assign):  # to what is another module's or object's

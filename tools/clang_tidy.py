@@ -113,7 +113,7 @@ def joined(unit: Unit, name: str) -> tuple[Path, list[str]]:
 
 
 def check(unit: Unit, shared: bytes, limits: list[str]) -> tuple[bool, str]:
-  """Whether `unit` is clean, and what clang-tidy prints about it."""
+  """True if `unit` is clean, and what clang-tidy prints about it."""
   digest = hashlib.sha256(shared + repr(limits).encode() + unit.command.encode())
   for source in unit.sources:
     digest.update(hashlib.sha256(source.read_bytes()).digest())

@@ -354,9 +354,9 @@ class Reader {
     }
   }
 
-  // Whether the last next() met the end of the file, the memory or the connection.
+  // True if the last next() met the end of the file, the memory or the connection.
   bool ended() const noexcept { return ended_; }
-  // Whether the writer has closed the stream, and no other session has begun.
+  // True if the writer has closed the stream, and no other session has begun.
   bool closed() const noexcept { return closed_; }
   // Where the first frame begins that has not been read.
   std::uint64_t offset() const noexcept { return offset_; }
@@ -395,7 +395,7 @@ class Reader {
     return nullptr;
   }
 
-  // Whether the frame of `length` bytes that is due was never written from some byte on, and
+  // True if the frame of `length` bytes that is due was never written from some byte on, and
   // nothing behind it: all is zero to the end. Then that is the end for now.
   bool zeros_follow(std::uint64_t length) {
     std::uint64_t size = end_;

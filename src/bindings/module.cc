@@ -169,7 +169,7 @@ void bind_process(nb::module_& module) {
   nb::module_ signals = nb::module_::import_("_signal");
   getsignal = nb::object(signals.attr("getsignal")).release().ptr();
   python_handler = nb::object(signals.attr("default_int_handler")).release().ptr();
-  // Whether Python's own handler is there, which raises KeyboardInterrupt as soon as the main
+  // True if Python's own handler is there, which raises KeyboardInterrupt as soon as the main
   // thread is back in Python. In C alone: Python code would meet the interrupt itself, here.
   Interrupts::set_judge([] {
     GilScope gil;

@@ -167,7 +167,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
 
   // In a fork's child, which has no thread: every channel drops what is sent, and does not flush.
   static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
-  // Whether this is some channel's thread: consumers run here.
+  // True if this is some channel's thread: consumers run here.
   static bool on_thread_of_any() noexcept { return delivers_here_; }
   static bool abandoned() noexcept {
     return abandoned_.load(std::memory_order_relaxed);  // set while no other thread is there
@@ -218,7 +218,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
     return thread_id_.load(std::memory_order_relaxed) == std::this_thread::get_id();
   }
   Moment moment() const noexcept { return {store_.tail(), overflow_.added()}; }
-  // Whether `done` says true before the time runs out. The lock is of the mutex.
+  // True if `done` says true before the time runs out. The lock is of the mutex.
   template <typename Done>
   bool wait_done(std::unique_lock<std::mutex>& lock, Timeout timeout, Done&& done) {
     if (timeout) return done_.wait_for(lock, *timeout, done);

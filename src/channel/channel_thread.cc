@@ -111,7 +111,7 @@ void Channel::deliver(Store& store, Delivery& delivery) noexcept {
   }
 }
 
-// Whether there is a consumer that takes turns: of `current_`, then the sources' own.
+// True if there is a consumer that takes turns: of `current_`, then the sources' own.
 bool Channel::has_turn(std::size_t index, const Delivery& delivery) const noexcept {
   return index < current_.size() ? current_[index] != nullptr : delivery.has_own;
 }
@@ -141,7 +141,7 @@ bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone)
   return end == batch_.records().size();
 }
 
-// Whether a delivery may get more: not while somebody waits for its end.
+// True if a delivery may get more: not while somebody waits for its end.
 bool Channel::may_grow() const noexcept {
   std::lock_guard lock(mutex_);
   return !hurried_ && !closing_ && line_.empty();

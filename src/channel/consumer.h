@@ -43,7 +43,7 @@ class Consumer : public std::enable_shared_from_this<Consumer> {
   // No record follows. On the channel's thread, or on the closing one when that has ended.
   virtual void close() {}
 
-  // Whether it can deal with records whose arrays are on a device. Others don't get them.
+  // True if it can deal with records whose arrays are on a device. Others don't get them.
   virtual bool takes_device_arrays() const noexcept { return false; }
 
   // For messages.
@@ -66,7 +66,7 @@ class Consumer : public std::enable_shared_from_this<Consumer> {
 // Keeps the first exception of several steps, of which each is taken whatever the others throw.
 class FirstError {
  public:
-  // Whether the step threw nothing.
+  // True if the step threw nothing.
   template <typename Step>
   bool survives(Step&& step) noexcept {
     try {

@@ -314,7 +314,7 @@ class Store {
     aside_->let_go(payload);
   }
 
-  // Whether the entry held a record. The mutex is held.
+  // True if the entry held a record. The mutex is held.
   bool drop(Entry& entry) noexcept {
     if (entry.kind == Entry::Kind::kFiller) return false;
     const Record& record = entry.record;

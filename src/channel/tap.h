@@ -195,7 +195,7 @@ class TapSite final : public Site {
                       .memory = kept ? call.memory : nullptr});
   }
 
-  // Whether they lie as in a record.
+  // True if they lie as in a record.
   bool is_payload(std::span<const ArrayView> leaves) const noexcept {
     const char* first = nullptr;
     for (std::size_t i = 0; i < leaves.size(); ++i) {

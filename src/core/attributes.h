@@ -51,7 +51,7 @@ class Attributes {
 
   std::size_t size() const noexcept { return values_.size(); }
 
-  // Whether both hold the same, to the byte.
+  // True if both hold the same, to the byte.
   bool operator==(const Attributes& other) const noexcept {
     return std::ranges::equal(values_, other.values_, &Attributes::same);
   }

@@ -44,7 +44,7 @@ struct CallContext {
   unsigned long thread = 0;  // Python's number of the thread that XLA made the call on; 0: not told
 };
 
-// Whether each call is told all of its context, whatever its callee reads: while a recording is
+// True if each call is told all of its context, whatever its callee reads: while a recording is
 // made or replayed. Relaxed: a call that runs when it changes is told or not.
 inline constinit std::atomic<bool> contexts_wanted{false};
 

@@ -19,7 +19,7 @@
 
 namespace callgate {
 
-// Whether checks and breakpoints look at all. Relaxed: a late reader misses one, or makes one more.
+// True if checks and breakpoints look at all. Relaxed: a late reader misses one, or makes one more.
 struct CheckSwitches {
   std::atomic<bool> checks{true}, breakpoints{true};
 };

@@ -180,7 +180,7 @@ bool is_ours(const struct sigaction& action) noexcept {
   return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == &on_signal;
 }
 
-// Whether the handler before ours has raised the signal again for the one before it, and that is
+// True if the handler before ours has raised the signal again for the one before it, and that is
 // ours, too: it came between two of our installations, and the two would go on for ever.
 bool is_passed_back(int number) noexcept {
   struct sigaction now{};

@@ -157,7 +157,7 @@ class Interrupts {
     sigaction(SIGINT, &now, nullptr);
   }
 
-  // Whether the call of this run (XLA's number of it, -1 for none) is to end its program. `place`:
+  // True if the call of this run (XLA's number of it, -1 for none) is to end its program. `place`:
   // where the call writes a result, for Runs.
   static bool ends(std::int64_t run, const void* place = nullptr) noexcept {
     InterruptedRun& slot = slots_[static_cast<std::uint64_t>(run) % slots_.size()];
@@ -179,7 +179,7 @@ class Interrupts {
     return epoch != before && (all_.load(std::memory_order_seq_cst) || judged(epoch));
   }
 
-  // Whether one came within the last second.
+  // True if one came within the last second.
   static bool recent() noexcept {
     std::int64_t came = came_ns_.load(std::memory_order_relaxed);  // what it says is in itself
     return came != 0 && steady_ns() - came < 1'000'000'000;

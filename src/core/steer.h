@@ -141,7 +141,7 @@ class StopRequests {
   static inline constinit std::atomic<std::uint32_t> count_{0};
 };
 
-// Whether one program has been asked to stop since it was dispatched.
+// True if one program has been asked to stop since it was dispatched.
 //
 // XLA gives the runs of a program consecutive numbers, in the order of their dispatch, each of
 // which calls dispatched(); a dispatch whose arguments are refused has no number, and doesn't call

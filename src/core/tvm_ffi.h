@@ -162,7 +162,7 @@ struct Function {
       return objects_.data()[count_++] = tensor;
     }
 
-    // Whether somebody else has one, too. Relaxed: whoever lets go of it now was told too late.
+    // True if somebody else has one, too. Relaxed: whoever lets go of it now was told too late.
     bool kept() const noexcept {
       return std::any_of(objects_.data(), objects_.data() + count_, [](void* object) {
         auto& counts = static_cast<Object*>(object)->counts;

@@ -54,7 +54,7 @@ class Completions : Immovable {
     return give({std::move(event), std::move(task)});
   }
 
-  // Whether tasks are to come `in_turn`: from the first `order_by_streams` on.
+  // True if tasks are to come `in_turn`: from the first `order_by_streams` on.
   // Relaxed: set while a program is recorded, before any replay of it can be given to a stream.
   bool ordered_by_streams() const noexcept { return by_streams_.load(std::memory_order_relaxed); }
   void order_by_streams() noexcept { by_streams_.store(true, std::memory_order_relaxed); }

@@ -225,7 +225,7 @@ class ContextScope : Immovable {
   bool changed_;
 };
 
-// Whether work on the stream is being recorded into a graph rather than run.
+// True if work on the stream is being recorded into a graph rather than run.
 inline bool capturing(Stream stream) {
   CaptureStatus status = CaptureStatus::kNone;
   check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");

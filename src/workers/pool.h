@@ -118,7 +118,7 @@ class Pool : Immovable {
   // The workers granted since; throws WorkerFailure where none can be.
   std::vector<WorkerPointer> granted(Claim& claim);
   void give_back(const WorkerPointer& worker) noexcept;
-  // Whether other calls wait for workers.
+  // True if other calls wait for workers.
   bool contended() const;
   // The end of a worker that this call has, if it has ended.
   std::optional<WorkerFailure> end_of(const WorkerPointer& worker) const;

@@ -39,7 +39,7 @@ struct ServeOptions {
   pid_t parent = 0;
 };
 
-// Whether the parent wants what this thread, serve()'s, runs to end. It tells by SIGUSR2.
+// True if the parent wants what this thread, serve()'s, runs to end. It tells by SIGUSR2.
 bool is_interrupted() noexcept;
 
 // Returns when the pool is closed. When the parent ends in another way, the process does.

@@ -236,7 +236,7 @@ class Spread : Immovable {
     }
   }
 
-  // Whether its turn has come, where lanes of several workers run in their order.
+  // True if its turn has come, where lanes of several workers run in their order.
   bool is_due(const Queue& queue) const {
     if (options_.placed.empty() || !options_.in_order || queue.pieces.empty()) return true;
     return flights_.empty() && queue.pieces.front().first == next_;
@@ -306,7 +306,7 @@ class Spread : Immovable {
     if (is_interrupted()) end_interrupted();
   }
 
-  // Whether it is worth to stay awake: not for long pieces, nor on a core that a worker needs.
+  // True if it is worth to stay awake: not for long pieces, nor on a core that a worker needs.
   bool answers_soon() const noexcept {
     const std::int64_t lane = lane_time_.load(std::memory_order_relaxed);  // see LaneTime
     const std::int32_t here = current_core();
@@ -329,7 +329,7 @@ class Spread : Immovable {
     return std::nullopt;
   }
 
-  // Whether a worker has begun with the call's lanes.
+  // True if a worker has begun with the call's lanes.
   void look_for_begin() {
     if (!begin_ && std::ranges::any_of(flights_, runs)) begin_ = Clock::now();
   }

@@ -66,7 +66,7 @@ class Shards {
 
   bool all_run() const noexcept { return runs_.find('0') == std::string::npos; }
 
-  // Whether the partition makes the call. Else its results are zeros: the program adds all up.
+  // True if the partition makes the call. Else its results are zeros: the program adds all up.
   bool runs(std::int32_t shard) const noexcept {
     return shard < 0 || runs_[static_cast<std::size_t>(shard)] == '1';
   }
@@ -99,7 +99,7 @@ struct CallSite {
   Shards shards;
   mutable std::atomic<std::int64_t> first_run{-1};
 
-  // Whether the run is the first that comes by.
+  // True if the run is the first that comes by.
   bool is_first(std::int64_t run) const noexcept {
     std::int64_t first = -1;  // relaxed: a number that is set once
     return first_run.compare_exchange_strong(first, run, std::memory_order_relaxed) || first == run;

@@ -42,7 +42,7 @@ inline XLA_FFI_Error* make_error(const XLA_FFI_Api* api, const Error& error) {
   return api->XLA_FFI_Error_Create(&args);
 }
 
-// Whether a function of XLA's succeeded, by its error.
+// True if a function of XLA's succeeded, by its error.
 inline bool succeeded(const XLA_FFI_Api* api, XLA_FFI_Error* error) noexcept {
   if (error == nullptr) [[likely]]
     return true;

@@ -14,7 +14,7 @@ FAKECUDA_API Result cuStreamSynchronize(cu::Stream stream);
 
 namespace {
 
-// Whether an address is the driver's to look up: otherwise it is the host's own.
+// True if an address is the driver's to look up: otherwise it is the host's own.
 bool is_ours(World& world, std::uint64_t address) {
   auto found = find_memory(world, address);
   return found != nullptr && !found->freed;

@@ -10,7 +10,7 @@ namespace {
 
 thread_local int thread_device = -1;
 
-// Whether an injected failure is due.
+// True if an injected failure is due.
 Result injected(World& world, const std::string& symbol) {
   for (auto it = world.failures.begin(); it != world.failures.end(); ++it) {
     if (it->symbol != symbol) continue;

@@ -106,7 +106,7 @@ def _first(listening: socket.socket, stdin: int | None) -> socket.socket | None:
 
 
 def _interrupts() -> Callable[[], bool]:
-  """Whether Ctrl-C has come from here on; of one the runtime knows for a second that it came."""
+  """True if Ctrl-C has come from here on; of one the runtime knows for a second that it came."""
   earlier, end = _callgate.interrupted_recently(), time.monotonic() + 1
 
   def interrupted() -> bool:

@@ -167,7 +167,7 @@ def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[li
 
 
 def makes_machine_code() -> bool:
-  """Whether devices that are there get machine code; else PTX, which the driver compiles."""
+  """True if devices that are there get machine code; else PTX, which the driver compiles."""
   output = os.environ.get(variable := "CALLGATE_NVRTC_OUTPUT", "").strip() or "cubin"
   if output not in ("cubin", "ptx"):
     expected = "expected 'cubin' or 'ptx'"

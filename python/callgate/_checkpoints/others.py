@@ -26,12 +26,12 @@ def refuse(run: int, step: int | None = None) -> None:
 
 
 def is_known(run: int, step: int | None = None) -> bool:
-  """Whether this process knows that one has refused it."""
+  """True if this process knows that one has refused it."""
   return _key(run, step) in _refused
 
 
 def is_told(run: int, step: int | None = None) -> bool:
-  """Whether any process has; asks."""
+  """True if any process has; asks."""
   key, client = _key(run, step), distributed.distributed_client()
   if key not in _refused and client is not None:
     with contextlib.suppress(ConnectionError):  # the coordinator has ended: all soon do

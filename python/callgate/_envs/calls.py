@@ -99,7 +99,7 @@ class Layout:
     return int(np.prod([self.sharding.mesh.shape[axis] for axis in self.axes]))
 
   def is_local(self) -> bool:
-    """Whether a program is traced for one device of the mesh, in a `jax.shard_map`."""
+    """True if a program is traced for one device of the mesh, in a `jax.shard_map`."""
     return bool(self.axes) and tracing.region_axes().issuperset(self.axes)
 
   def lanes(self) -> Any:

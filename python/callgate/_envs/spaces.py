@@ -93,7 +93,7 @@ def check_actions(label: str, space: Any, want: Any, actions: Any, count: int) -
 
 
 def _holds(own: Any, got: Any) -> bool:
-  """Whether the space's dtype has every value of another, of the same kind."""
+  """True if the space's dtype has every value of another, of the same kind."""
   integers = jax.numpy.issubdtype(own, np.integer)
   kind = jax.numpy.integer if integers else jax.numpy.floating
   same = jax.numpy.issubdtype(got, kind) or (integers and got == np.bool_)

@@ -226,7 +226,7 @@ def mark_host_callbacks(context: Any) -> None:
 
 
 # -- waiting ---------------------------------------------------------------------------------------
-# Whether JAX has started its devices (0.10 to 0.12); no public name.
+# True if JAX has started its devices (0.10 to 0.12); no public name.
 has_backend: Callable[[], bool] = _bridge.backends_are_initialized
 
 

@@ -52,7 +52,7 @@ def allow_effect(effect: type[Any], *, ordered: bool, kept: bool = False) -> Non
     getattr(_effects, f"{kind}_effects").add_type(effect)
 
 
-# Whether a JAX effect keeps program order (0.10 to 0.12).
+# True if a JAX effect keeps program order (0.10 to 0.12).
 is_ordered_effect: Callable[[Any], bool] = _effects.ordered_effects.contains
 ordered_io_effect: Any = _callback._OrderedIOEffect  # pyright: ignore[reportPrivateUsage]
 ordered_debug_effect: Any = _debugging.ordered_debug_effect
@@ -66,7 +66,7 @@ define_bool: Callable[..., Any] = functools.partial(_config.bool_state, **_in_ke
 update_option: Callable[[str, object], None] = _config.config.update
 # What JAX's own caches of traces depend on besides the arguments.
 trace_key: Callable[[], Any] = _config.trace_context
-# Whether this thread is outside of all transformations.
+# True if this thread is outside of all transformations.
 in_no_trace: Callable[[], bool] = _core.trace_state_clean
 
 

@@ -117,7 +117,7 @@ def stop_reason() -> str | None:
 
 
 def stop_requested() -> jax.Array:
-  """Whether the program has been asked to stop (`stop`) since it was dispatched.
+  """True if the program has been asked to stop (`stop`) since it was dispatched.
 
   ```python
   import callgate as cg, jax

@@ -42,7 +42,7 @@ tap_p = tracing.Primitive("tap")
 tap_p.multiple_results = True
 cotangent_p = tracing.Primitive("tap_cotangent")
 cotangent_p.multiple_results = True
-# Whether a tap in the flow of data was ever traced: looking for them costs time.
+# True if a tap in the flow of data was ever traced: looking for them costs time.
 _dataflow_traced = False
 
 

@@ -124,7 +124,7 @@ class Answers:
 
 
 def _kind(panel: Panel) -> dict[str, Any]:
-  """Whether a leaf is an array, and what can be shown of it."""
+  """True if a leaf is an array, and what can be shown of it."""
   there = {"curves": True, "lanes": panel.lanes > 1, "histograms": bool(panel.distributions)}
   there["latest"] = panel.latest.size > 1
   return {"array": panel.is_array, "shows": [show for show, has in there.items() if has]}

@@ -98,7 +98,7 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   auto& buffer = nb::cast<Buffer&>(nb::handle(self));
   const ArrayView& view = buffer.view;
   const char* format = format_of(view.dtype);
-  // Whether the order of the dimensions makes no difference.
+  // True if the order of the dimensions makes no difference.
   auto longer = [](std::int64_t extent) { return extent > 1; };
   bool fortran_too = view.size() == 0 || std::ranges::count_if(buffer.dims, longer) <= 1;
   std::string refused;

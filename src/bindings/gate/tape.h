@@ -50,7 +50,7 @@ class TapedCall : Immovable {
             std::span<const ArrayView> operands, std::span<ArrayView> results,
             const CallContext& context);
 
-  // Whether the results are there: the call is not to be made.
+  // True if the results are there: the call is not to be made.
   bool answered() const noexcept { return answered_; }
 
   // Tells the tape what the call gave, or raised. Throws what the tape raises.

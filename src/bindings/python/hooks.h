@@ -53,7 +53,7 @@ inline constinit Hooks hooks;
 // the main thread raises it once more, at the next step of its own: there it is a KeyboardInterrupt
 // or SystemExit, which no `except Exception` takes for an error that one can go on after.
 
-// Whether this thread runs a hook, and has met there what is to be raised.
+// True if this thread runs a hook, and has met there what is to be raised.
 inline thread_local bool in_hook = false, met_interrupt = false;
 
 // Not so in a worker process, where Ctrl-C is the parent's affair.

@@ -270,7 +270,7 @@ class File : Immovable {
     return {std::istreambuf_iterator<char>(file), {}};
   }
 
-  // Whether a process has the file open and locked.
+  // True if a process has the file open and locked.
   static bool has_locked(const std::string& process, const struct stat& file) {
     const std::string folder = "/proc/" + process + "/fd";
     return std::ranges::any_of(numbers_in(folder), [&](const std::string& fd) {

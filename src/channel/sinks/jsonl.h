@@ -134,7 +134,7 @@ inline void append_json_array(std::string& out, const ArrayView& view) {
 // process that appends as well, one that was killed in between.
 class LineFile : public File {
  public:
-  // Whether what a file has behind its last newline lacks but that; else it is torn, and cut off.
+  // True if what a file has behind its last newline lacks but that; else it is torn, and cut off.
   using IsWhole = bool (*)(std::string_view tail);
 
   LineFile(std::string_view sink, const std::string& path, FileMode mode, Place place,

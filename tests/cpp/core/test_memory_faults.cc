@@ -317,7 +317,7 @@ FaultyEntry summed() {
           }};
 }
 
-// Whether a reader that connects now gets what is sent from now on.
+// True if a reader that connects now gets what is sent from now on.
 bool receives(StreamSink& sink, const std::vector<Record>& batch) {
   UniqueFd fd = connect_stream(parse_stream_address(sink.address()));
   fcntl(fd.get(), F_SETFL, O_NONBLOCK);

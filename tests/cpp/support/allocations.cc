@@ -14,7 +14,7 @@ thread_local NoMemory* t_without = nullptr;  // of this thread
 std::atomic<NoMemory*> g_without{nullptr};   // of all threads
 std::atomic<int> g_asking{0};                // who uses what g_without points to
 
-// Whether this allocation is one that fails.
+// True if this allocation is one that fails.
 bool fails() noexcept {
   if (t_without != nullptr && t_without->strikes()) return true;
   if (g_without.load(std::memory_order_relaxed) == nullptr) return false;

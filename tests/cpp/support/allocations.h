@@ -24,7 +24,7 @@ class NoMemory {
   NoMemory(const NoMemory&) = delete;
   NoMemory& operator=(const NoMemory&) = delete;
 
-  // Whether an allocation has failed.
+  // True if an allocation has failed.
   bool struck() const noexcept { return struck_.load(); }
 
   // For operator new: an allocation is asked for.

@@ -22,7 +22,7 @@ class SystemFault {
   SystemFault(const SystemFault&) = delete;
   SystemFault& operator=(const SystemFault&) = delete;
 
-  // Whether the call has failed.
+  // True if the call has failed.
   bool struck() const noexcept { return met_ > nth_; }
 
   // A call is made: whether it fails. errno is set then.

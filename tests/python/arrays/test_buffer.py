@@ -349,7 +349,7 @@ STRIDES, C_ORDER, F_ORDER, ANY_ORDER = 0x18, 0x38, 0x58, 0x98
 
 
 def grants(buffer: Any, flags: int) -> bool:
-  """Whether the buffer protocol gives the memory in this order."""
+  """True if the buffer protocol gives the memory in this order."""
   view = PyBuffer()
   try:
     GET_BUFFER(buffer, ctypes.addressof(view), flags)

@@ -191,7 +191,7 @@ def test_every_public_function_with_options_is_here() -> None:
 
 # -- what an option's annotation lets through ---
 def fits(value: Any, kind: Any) -> bool:
-  """Whether a value is what an annotation says."""
+  """True if a value is what an annotation says."""
   origin, inner = typing.get_origin(kind), typing.get_args(kind)
   if kind is Any:
     return True

@@ -5,11 +5,9 @@ import ast
 import functools
 import importlib
 import inspect
-import io
 import itertools
 import pkgutil
 import re
-import tokenize
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,47 +15,18 @@ from pathlib import Path
 import jax
 import jax.export
 from packaging.requirements import InvalidRequirement, Requirement
+from texts import CODE, ROOT, files, prose, words
 
 import callgate as cg
 from callgate._runtime import targets
 
-ROOT = Path(__file__).resolve().parents[3]
-FENCE = re.compile(r"^[ ]*(```|~~~).*?^[ ]*\1[ ]*$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-CODE = ("python", "src", "include", "tests", "benchmarks", "examples", "tools", "cmake")
-
-
-def files(*suffixes: str) -> list[Path]:
-  folders = [ROOT / name for name in (*CODE, "docs")]
-  below = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
-  here = [path for path in ROOT.iterdir() if path.suffix in suffixes]
-  return sorted(path for path in below + here if "__pycache__" not in path.parts)
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 URLS: dict[str, str] = PROJECT["project"]["urls"]
 PAGES = files(".md")
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which names what there was
-
-
-def prose(page: Path) -> str:
-  """A page without its blocks of code."""
-  return FENCE.sub("", page.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def words(file: Path) -> str:
-  """The comments and docstrings of a Python file, the `//` comments of C++, the prose of a page."""
-  if file.suffix == ".md":
-    return prose(file)
-  text = file.read_text(encoding="utf-8")
-  if file.suffix in (".h", ".cc"):
-    return "\n".join(re.findall(r"//(.*)", text))
-  tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-  comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
-  documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-  nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
-  return FENCE.sub("", "\n".join([*comments, *(ast.get_docstring(n) or "" for n in nodes)]))
 
 
 def wrong(

@@ -60,7 +60,7 @@ def _address(capsule: Any) -> int | None:
 
 
 def is_capturable(target: str) -> bool:
-  """Whether XLA may record the target's calls into a command buffer."""
+  """True if XLA may record the target's calls into a command buffer."""
   from fake_cuda import open_fake
 
   runner = open_fake().runner

@@ -262,7 +262,7 @@ class _Template:
       )
 
   def serves(self, variables: Mapping[str, str]) -> bool:
-    """Whether its processes are as new interpreters with these variables."""
+    """True if its processes are as new interpreters with these variables."""
     return self._of_the_start(variables) == self._at_start
 
   def _of_the_start(self, variables: Mapping[str, str]) -> dict[str, str]:

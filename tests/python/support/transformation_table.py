@@ -95,7 +95,7 @@ LOOPS = {"while", "while with lanes apart"}
 
 
 def is_valid(chain: Sequence[str]) -> bool:
-  """Whether JAX itself takes the chain (outermost first), whatever is in the middle."""
+  """True if JAX itself takes the chain (outermost first), whatever is in the middle."""
   for i, outer in enumerate(chain):
     inside = set(chain[i + 1 :])
     if outer == "grad" and inside & LOOPS:

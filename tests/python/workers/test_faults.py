@@ -34,7 +34,7 @@ def error_of(program: Any, *args: Any) -> BaseException:
 
 
 def gone(pid: int) -> bool:
-  """Whether a process has ended, and its parent knows."""
+  """True if a process has ended, and its parent knows."""
   try:
     with open(f"/proc/{pid}/stat") as file:
       return file.read().rsplit(")", 1)[1].split()[0] == "Z"

@@ -59,7 +59,7 @@ class Semaphore:
 
 
 def runs_while_another_thread_holds_the_gil(work: Any, seconds: float) -> bool:
-  """Whether `work`, as the body of a kernel, ends while a thread sits in C with the GIL held.
+  """True if `work`, as the body of a kernel, ends while a thread sits in C with the GIL held.
 
   The kernel says that it has begun, and waits; the thread then takes the GIL for good, lets the
   kernel go on, and waits, in C and without giving the GIL away, for the kernel's end.

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain words: sentences whose subject is no noun, and class names that stand for two things."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import re
+
+from texts import ROOT, files, words
+
+# A sentence that begins so has no noun as its subject. A table's cell may.
+BEGINNINGS = re.compile(
+  r"(?:\A|\n\s*\n|[.!?]\s+|\n# |\n\s*[-*] )\s*(?:What|Whether|Of|Who|Those)\b"
+)
+# How many there are in each folder, and in the pages beside them. Lower a number with each sentence
+# that is mended; none may grow.
+MOST = {
+  "CHANGELOG.md": 13,
+  "CONTRIBUTING.md": 4,
+  "SECURITY.md": 3,
+  "benchmarks": 22,
+  "docs": 95,
+  "examples": 5,
+  "include": 7,
+  "python": 234,
+  "src": 122,
+  "tests": 133,
+  "tools": 14,
+}
+# Classes of the package that share their name with another one.
+HOMONYMS = {
+  "Answers", "Argument", "Bar", "Bound", "Compiled", "Description", "Feed", "Image",
+  "InplaceOptions", "Kept", "Lanes", "Layout", "Library", "Objects", "Parameter", "Part", "Place",
+  "Plan", "ReturnOptions", "Source", "_Call", "_Gate", "_Handler", "_Parts", "_Servers", "_Table",
+}  # fmt: skip
+
+
+def sentences(text: str) -> int:
+  return len(BEGINNINGS.findall(text))
+
+
+def test_a_sentence_without_a_noun_is_counted() -> None:
+  text = """A gate calls. What is called runs. It is called once,
+  of all shards. "What works" is a page.
+
+  Of these: none. Whether it is so.
+  """
+  assert sentences(text) == 3
+  assert sentences("Who waits for those?") == 1
+
+
+def test_no_folder_gains_sentences_whose_subject_is_no_noun() -> None:
+  found: collections.Counter[str] = collections.Counter()
+  for path in files(".py", ".h", ".cc", ".md"):
+    found[path.relative_to(ROOT).parts[0]] += sentences(words(path))
+  assert dict(found) == {name: MOST.get(name, 0) for name in found}, "mend them, or lower MOST"
+
+
+def test_no_two_classes_of_the_package_have_one_name_but_those_that_are_known() -> None:
+  found: collections.Counter[str] = collections.Counter()
+  for path in files(".py"):
+    if path.is_relative_to(ROOT / "python"):
+      nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+      found.update(node.name for node in nodes if isinstance(node, ast.ClassDef))
+  assert {name for name, count in found.items() if count > 1} == HOMONYMS

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The project's files, and the words in them: comments, docstrings, pages."""
+
+import ast
+import functools
+import io
+import re
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+FENCE = re.compile(r"^[ ]*(```|~~~).*?^[ ]*\1[ ]*$", re.MULTILINE | re.DOTALL)
+CODE = ("python", "src", "include", "tests", "benchmarks", "examples", "tools", "cmake")
+
+
+def files(*suffixes: str) -> list[Path]:
+  folders = [ROOT / name for name in (*CODE, "docs")]
+  below = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
+  here = [path for path in ROOT.iterdir() if path.suffix in suffixes]
+  return sorted(path for path in below + here if "__pycache__" not in path.parts)
+
+
+def prose(page: Path) -> str:
+  """A page without its blocks of code."""
+  return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def words(file: Path) -> str:
+  """The comments and docstrings of a Python file, the `//` comments of C++, the prose of a page."""
+  if file.suffix == ".md":
+    return prose(file)
+  text = file.read_text(encoding="utf-8")
+  if file.suffix in (".h", ".cc"):
+    return "\n".join(re.findall(r"//(.*)", text))
+  tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+  comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+  documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+  nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+  return FENCE.sub("", "\n".join([*comments, *(ast.get_docstring(n) or "" for n in nodes)]))
