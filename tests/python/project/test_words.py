@@ -7,11 +7,13 @@ import ast
 import collections
 import re
 
-from texts import ROOT, files, words
+from texts import ROOT, files, prose
 
-# A sentence that begins so has no noun as its subject. A table's cell may.
+# A sentence that begins so has no noun as its subject. Comments, docstrings and messages count.
 BEGINNINGS = re.compile(
-  r"(?:\A|\n\s*\n|[.!?]\s+|\n# |\n\s*[-*] )\s*(?:What|Whether|Of|Who|Those)\b"
+  r"""(?:\A|\n\s*\n|[.!?]["']?\s+(?:(?:\#|//)\ )?|\"\"\"|\n\s*(?:\#|//|[-*])\ )\s*
+  (?:What|Whether|Of|Who|Those)\b""",
+  re.VERBOSE,
 )
 # How many there are in each folder, and in the pages beside them. Lower a number with each sentence
 # that is mended; none may grow.
@@ -19,14 +21,14 @@ MOST = {
   "CHANGELOG.md": 13,
   "CONTRIBUTING.md": 4,
   "SECURITY.md": 3,
-  "benchmarks": 22,
+  "benchmarks": 33,
   "docs": 95,
   "examples": 5,
-  "include": 7,
-  "python": 234,
-  "src": 122,
-  "tests": 133,
-  "tools": 14,
+  "include": 14,
+  "python": 253,
+  "src": 195,
+  "tests": 181,
+  "tools": 15,
 }
 # Classes of the package that share their name with another one.
 HOMONYMS = {
@@ -37,7 +39,7 @@ HOMONYMS = {
 
 
 def sentences(text: str) -> int:
-  return len(BEGINNINGS.findall(text))
+  return sum(1 for _ in BEGINNINGS.finditer(text))
 
 
 def test_a_sentence_without_a_noun_is_counted() -> None:
@@ -53,7 +55,8 @@ def test_a_sentence_without_a_noun_is_counted() -> None:
 def test_no_folder_gains_sentences_whose_subject_is_no_noun() -> None:
   found: collections.Counter[str] = collections.Counter()
   for path in files(".py", ".h", ".cc", ".md"):
-    found[path.relative_to(ROOT).parts[0]] += sentences(words(path))
+    text = prose(path) if path.suffix == ".md" else path.read_text(encoding="utf-8")
+    found[path.relative_to(ROOT).parts[0]] += sentences(text)
   assert dict(found) == {name: MOST.get(name, 0) for name in found}, "mend them, or lower MOST"
 
 
