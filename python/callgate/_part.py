@@ -169,14 +169,17 @@ class Part:
 
 _parts: list[Part] = []
 _listeners: dict[Event, list[Callable[..., object]]] = {event: [] for event in get_args(Event)}
+_joining = threading.RLock()  # a listener's comparison, or the collector, may come back here
 
 
 def join(part: Part) -> None:
   """Has the core call the part's methods from now on; its module does so as it is imported."""
   order = [*PARTS]
-  others = [one for one in _parts if not part.name or one.name != part.name]
-  _parts[:] = [*others, part]  # once, if the first import of its module was interrupted
-  _parts.sort(key=lambda one: order.index(one.name) if one.name in PARTS else len(order))
+  with _joining:
+    others = [one for one in _parts if not part.name or one.name != part.name]
+    joined = [*others, part]  # once, if the first import of its module was interrupted
+    joined.sort(key=lambda one: order.index(one.name) if one.name in PARTS else len(order))
+    _parts[:] = joined
 
 
 def parts() -> tuple[Part, ...]:
@@ -206,13 +209,15 @@ def load_for(name: str) -> None:
 
 def on(event: Event, function: Callable[..., object]) -> None:
   """Calls `function` with the event's values each time. A second `on` of it changes nothing."""
-  if function not in _listeners[event]:
-    _listeners[event].append(function)
+  with _joining:
+    if function not in _listeners[event]:
+      _listeners[event].append(function)
 
 
 def off(event: Event, function: Callable[..., object]) -> None:
   """Takes a function back, if it is there."""
-  _listeners[event][:] = [one for one in _listeners[event] if one != function]
+  with _joining:
+    _listeners[event][:] = [one for one in _listeners[event] if one != function]
 
 
 def tell(event: Event, *values: Any) -> None:

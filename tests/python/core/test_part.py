@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 from interpreters import output_of, run_python
+from meanwhile import Meanwhile
 
 import callgate as cg
 from callgate import _part
@@ -213,3 +216,45 @@ def test_a_thread_runs_calls_while_it_waits_for_an_event() -> None:
       return _part.Wait(60).event(done)
 
     assert thread.run(wait)
+
+
+def test_a_part_that_joins_while_another_does_is_there_too() -> None:
+  before, second = _part.parts(), _part.Part()
+  meanwhile = Meanwhile(lambda: _part.join(second))
+  seen = list[int]()
+
+  class Looking(_part.Part):
+    @property
+    def name(self) -> str:  # type: ignore[override] - asked for while the parts are put in order
+      seen.append(len(_part.parts()))
+      meanwhile()
+      return ""
+
+  first = Looking()
+  try:
+    _part.join(first)
+    _part.join(_part.Part())
+    meanwhile.end()
+    assert {first, second} <= {*_part.parts()}
+    assert min(seen) >= len(before)
+  finally:
+    _part._parts[:] = before
+
+
+def test_a_listener_that_comes_while_another_goes_stays(
+  heard: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  meanwhile = Meanwhile(lambda: _part.on("knob changed", heard.append))
+  looks = itertools.count()
+
+  class Listeners(dict[Any, Any]):
+    def __getitem__(self, event: object) -> Any:
+      if next(looks) == 1:  # between the look at those that stay, and their return
+        meanwhile()
+      return super().__getitem__(event)
+
+  monkeypatch.setattr(_part, "_listeners", Listeners(_part._listeners))
+  _part.off("knob changed", print)
+  meanwhile.end()
+  _part.tell("knob changed", 1)
+  assert heard == [1]
