@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
@@ -127,10 +127,7 @@ class Job:
     interrupts = _callgate.interrupts()
     with _lock:
       if self._taken is not None and not (shared and self._kept):
-        raise GateError(
-          f"{self.label}: a ticket is waited for once, got a second time, at {place}; it was "
-          f"started at {self.place} and waited for at {self._taken}"
-        )
+        self._refuse(place)
       self._taken = place
     if not self._is_done(interrupts):
       raise GateTimeoutError(
@@ -139,18 +136,28 @@ class Job:
       )
     with _lock:
       _open.discard(self)
-    if self._error is not None:
-      raise self._error
-    result = self._result
+      if self._error is not None:
+        raise self._error
+      if not self._kept:  # the takes of other calls have pushed it out meanwhile
+        self._refuse(place)
+      result = self._result
     if shared:
       _keep(self, sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(result)))
     else:
       self.forget()
     return result
 
+  def _refuse(self, place: str) -> NoReturn:
+    raise GateError(
+      f"{self.label}: a ticket is waited for once, got a second time, at {place}; it was "
+      f"started at {self.place} and waited for at {self._taken}"
+    )
+
   def forget(self) -> None:
     """Keeps the result no longer: it has been taken."""
-    self._result, self._kept = None, False
+    with _lock:
+      result, self._result, self._kept = self._result, None, False
+    del result  # without the lock: its end may be anything
 
   def _is_done(self, interrupts: int) -> bool:
     """Waits for its end. False if the gate's time ran out."""
@@ -185,10 +192,14 @@ _MOST_KEPT = 16 << 20  # bytes of results, of one at least
 
 
 def _keep(job: Job, size: int) -> None:
-  _taken.append((weakref.ref(job), size))
-  while len(_taken) > 1 and (len(_taken) > _MOST or sum(size for _, size in _taken) > _MOST_KEPT):
-    if (first := _taken.popleft()[0]()) is not None and first is not job:
-      first.forget()
+  out: list[Job | None] = []
+  with _lock:
+    _taken.append((weakref.ref(job), size))
+    while len(_taken) > 1 and (len(_taken) > _MOST or sum(size for _, size in _taken) > _MOST_KEPT):
+      out.append(_taken.popleft()[0]())
+  for one in out:
+    if one is not None and one is not job:
+      one.forget()
 
 
 class Line:

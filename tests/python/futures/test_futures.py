@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreters import output_of, run
+from meanwhile import Meanwhile
 from transformation_table import PAIRS, TRANSFORMATIONS, F, assert_chains_agree, on_host, reference
 
 import callgate as cg
@@ -479,3 +480,41 @@ def test_the_end_of_the_process_gives_a_call_the_seconds_that_it_has(where: str)
   done = run(EXIT, where, environment=environment, timeout=40)
   assert done.returncode == 7
   assert "1 started call(s) still ran 0.2 s after the end of the program" in done.stderr
+
+
+def test_takes_on_several_threads_keep_their_results() -> None:
+  first, second = (job.Job(name, "here", 0) for name in ("first", "second"))
+  meanwhile = Meanwhile(lambda: job._keep(second, 1))
+
+  class Size(int):
+    def __radd__(self, other: int) -> int:  # of the sum of what is kept
+      meanwhile()
+      return other + int(self)
+
+  before = list(job._taken)
+  try:
+    job._keep(first, Size(1))
+    job._keep(first, Size(1))
+    meanwhile.end()
+    assert [each() for each, _ in job._taken][-3:] == [first, first, second]
+  finally:
+    job._taken.clear()
+    job._taken.extend(before)
+
+
+def test_a_result_that_is_pushed_out_while_a_lane_takes_it_is_refused() -> None:
+  pushed_out = False
+
+  class PushedOut(job.Job):
+    def _is_done(self, interrupts: int) -> bool:
+      done = super()._is_done(interrupts)
+      if pushed_out:  # between the question and the answer
+        self.forget()
+      return done
+
+  call = PushedOut("gate 'g'", "here", 0)
+  call.start(lambda: np.float32(3))
+  assert call.take("line 1", shared=True) == 3
+  pushed_out = True
+  with pytest.raises(cg.GateError, match="waited for once, got a second time, at line 2"):
+    call.take("line 2", shared=True)
