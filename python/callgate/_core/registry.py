@@ -72,7 +72,8 @@ def take(name: str) -> None:
 
 def rename(gate: Any, name: str) -> None:
   """Gives a gate or kernel another name, and frees its own."""
-  _gates.pop(gate.name, None)
+  with _lock:
+    _gates.pop(gate.name, None)
   gate.rename(name)
   with _lock:
     _gates[name] = gate

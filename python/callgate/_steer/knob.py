@@ -218,7 +218,8 @@ class Knob:
 
 def live() -> dict[str, Knob]:
   """The knobs that there are, by name."""
-  return dict(sorted(_knobs.items()))
+  with _lock:
+    return dict(sorted(_knobs.items()))
 
 
 def set_all(values: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from waiting import until
 
 import callgate as cg
 from callgate import _callgate
+from callgate._core import registry
 
 X = jnp.array([3.0, 1.0, 2.0])
 
@@ -297,3 +298,20 @@ print("result", float(result))
   assert "result 3.0" in texts[0]
   assert "result 26.0" in texts[1]
   assert [text.count("tapped") for text in texts] == [2, 2]
+
+
+def test_a_gate_is_renamed_while_nobody_goes_through_the_names(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  held = list[bool]()
+
+  class Names(weakref.WeakValueDictionary[str, Any]):
+    def pop(self, *args: Any) -> Any:
+      held.append(registry._lock.locked())
+      return super().pop(*args)
+
+  monkeypatch.setattr(registry, "_gates", Names(registry._gates))
+  gate = cg.gate(lambda x: x, out=jnp.float32(0), name="test renamed")
+  registry.rename(registry.get("test renamed"), "test renamed anew")
+  assert held == [True]
+  assert dict(registry.operations())["test renamed anew"] is gate.core

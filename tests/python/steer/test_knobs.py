@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreters import output_of
+from meanwhile import Meanwhile
 from process_groups import run_group
 from programs import drop_programs_until
 from transformation_table import EFFECT_PAIRS, assert_chains_agree, diagonal, groups, reference
 
 import callgate as cg
 from callgate import _callgate
+from callgate._steer import knob
 
 
 def test_a_program_reads_what_was_set_last(engine: str) -> None:
@@ -417,3 +419,22 @@ def test_the_persistent_cache_and_exports_hold_the_name(tmp_path: Any) -> None:
   """
   assert output_of(code.replace("VALUE", "2.0")).strip() == "2.0"
   assert output_of(code.replace("VALUE", "5.0")).strip() == "5.0"
+
+
+def test_knobs_are_listed_while_another_thread_defines_one(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  first = cg.knob("test first", 1)
+  others = list[cg.Knob]()
+  meanwhile = Meanwhile(lambda: others.append(cg.knob("test meanwhile", 2)))
+
+  class Slow(weakref.WeakValueDictionary[str, cg.Knob]):
+    def items(self) -> Any:
+      for pair in super().items():
+        meanwhile()
+        yield pair
+
+  monkeypatch.setattr(knob, "_knobs", Slow(knob._knobs))
+  assert knob.live()["test first"] is first
+  meanwhile.end()
+  assert knob.live()["test meanwhile"] is others[0]
