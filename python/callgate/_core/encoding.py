@@ -213,11 +213,15 @@ class _Decoder:
 
 # -- objects whose methods programs call -----------------------------------------------------------
 # By the names that programs have for them, which no other object ever gets. What is called for a
-# program that is loaded keeps its object; this table keeps none but those that can't be referred to
-# weakly.
+# program that is loaded keeps its object; this table keeps none. A name lasts as long as the object
+# or, where that takes no weak reference, as its `Exact`, which the program's trees keep.
 _objects: dict[str, Callable[[], split.Static | None]] = {}
 _names: dict[int, str] = {}  # of those that live, by their identity
 _counters: collections.Counter[str] = collections.Counter()
+_MOST = 1024
+_learned: collections.OrderedDict[str, split.Static] = (
+  collections.OrderedDict()
+)  # of other processes
 _naming = threading.RLock()  # an object may die while another is named
 
 
@@ -227,28 +231,39 @@ def _name_object(node: split.Static, portable: bool) -> str:
     return names.abroad(_name_object(node, False))
   value = node.value
   with _naming:
-    if (known := _names.get(id(value))) is not None:
+    known = _names.get(id(value))
+    if known is not None and _objects[known]() is not None:
       return known
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     name = _names[id(value)] = f"{kind}#{_counters[kind]}"
     _counters[kind] += 1
     try:
-      weak = weakref.ref(value)
-    except TypeError:
-      _objects[name] = lambda: node
-    else:
       weakref.finalize(value, _forget, id(value), name).atexit = False
-      _objects[name] = lambda: None if (one := weak()) is None else split.Static.of_object(one)
+      _objects[name] = functools.partial(_node_of, weakref.ref(value))
+    except TypeError:
+      one = exact.exact_object(value)
+      weakref.finalize(one, _forget, id(value), name).atexit = False
+      _objects[name] = functools.partial(_node_of, weakref.ref(one))
     return name
+
+
+def _node_of(weak: weakref.ref[Any]) -> split.Static | None:
+  """The node of a live object, which the reference leads to by itself or by its `Exact`."""
+  found = weak()
+  value = found.value if isinstance(found, exact.Exact) else found
+  return None if found is None else split.Static.of_object(value)
 
 
 def _forget(identity: int, name: str) -> None:
   with _naming:
-    del _names[identity], _objects[name]
+    del _objects[name]
+    if _names.get(identity) == name:
+      del _names[identity]
 
 
 def _named_object(name: str) -> split.Static:
-  node = (_objects.get(name) or _objects.get(names.at_home(name), lambda: None))()
+  find = _objects.get(name) or _objects.get(names.at_home(name))
+  node = _learned.get(name) if find is None else find()
   if node is None:
     raise GateDefinitionError(
       f"a program calls a method of an object ({name}) that is not in this process. Programs that "
@@ -367,5 +382,8 @@ def learn(entries: dict[str, Any]) -> None:
     elif name.startswith("value:"):
       names.learn(name, exact.exact(value))
     else:
-      node = split.Static.of_object(value)
-      _objects[name] = lambda node=node: node
+      with _naming:
+        _learned[name] = split.Static.of_object(value)
+        _learned.move_to_end(name)
+        oldest = _learned.popitem(last=False) if len(_learned) > _MOST else None
+      del oldest  # without the lock: its end may be anything

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import gc
 import resource
@@ -14,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreters import output_of
+from programs import drop_programs
 from waiting import until
 
 import callgate as cg
 from callgate import _callgate
+from callgate._core import encoding
 from callgate._tap import target as _target
 
 X = np.float32(1)
@@ -306,3 +309,42 @@ def test_calls_do_not_grow_the_process() -> None:
 @pytest.mark.slow
 def test_a_million_calls_grow_the_process_by_less_than_a_mebibyte() -> None:
   assert growth(1_000_000, warm_up=100_000) < 1 << 20
+
+
+class Slotted:
+  """Takes no weak reference."""
+
+  __slots__ = ("factor",)
+
+  def __init__(self, factor: float) -> None:
+    self.factor = factor
+
+  @cg.gate(out=lambda x: x)
+  def times(self, x: Any) -> Any:
+    return x * self.factor
+
+
+def test_objects_that_take_no_weak_reference_go_with_their_programs(clean_caches: None) -> None:
+  def kept(count: int) -> int:
+    for factor in range(count):
+      one = Slotted(float(factor))
+      program = jax.jit(lambda x, one=one: one.times(x)).lower(2.0).compile()
+      del one
+      drop_programs()  # the program is called though nobody else has the object
+      assert program(2.0) == 2 * factor
+      del program
+    drop_programs()
+    return len(encoding._objects) + len(encoding._names)
+
+  assert kept(2) == kept(4)
+
+
+def test_objects_of_other_processes_are_kept_up_to_a_number(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setattr(encoding, "_MOST", 2)
+  monkeypatch.setattr(encoding, "_learned", collections.OrderedDict())
+  for number in range(4):
+    encoding.learn({f"object#{number}": Slotted(number)})
+  assert encoding._named_object("object#3").value.factor == 3
+  assert list(encoding._learned) == ["object#2", "object#3"]
