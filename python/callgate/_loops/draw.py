@@ -7,6 +7,7 @@ gone; `stop` ends it before Python does. It alone touches the bars. Programs nev
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
@@ -19,7 +20,7 @@ import jax
 
 from callgate import _callgate
 from callgate._core import foreign
-from callgate._loops.progress import files, noted, noted_of_lanes
+from callgate._loops.progress import File, files, noted, noted_of_lanes
 from callgate._part import Part, Phase, Wait, join
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
@@ -79,7 +80,7 @@ class _Drawn:
       desc = f"{desc or 'lane'} {state.lane}"
       position = None if position is None else position + state.lane
     self.bar = _make(
-      total=state.whole, desc=desc, file=files.get(options.get("file")) or sys.stderr,
+      total=state.whole, desc=desc, file=_file_of(options),
       position=position, leave=options["leave"] and self.depth == 0,
       mininterval=options["mininterval"], style=options["style"],
       first=state.first if state.by_value else None, last=state.last if state.by_value else None,
@@ -108,6 +109,14 @@ class _Drawn:
     # tqdm takes a bar whose last print came before its start for one that was never shown.
     self.bar.last_print_t = max(getattr(self.bar, "last_print_t", 0.0), self.bar.start_t)
     self.bar.update(max(state.done - self.bar.n, 0))
+
+
+def _file_of(options: dict[str, Any]) -> Any:
+  if (name := options.get("file")) is None:
+    return sys.stderr
+  if (kept := files.get(name)) is None:
+    return io.StringIO()  # nobody has the file any more
+  return kept.file if isinstance(kept, File) else kept
 
 
 def _label(name: str) -> str:

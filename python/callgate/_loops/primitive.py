@@ -46,6 +46,8 @@ class Bar:
   by_lane: bool = False
   lanes: tuple[int, ...] = ()  # of such a bar: sizes of the axes that it is mapped over
   engine: str = "callgate"
+  # Keeps the file that the text names. A program that holds the bar keeps it, too.
+  file: Any = dataclasses.field(default=None, compare=False, repr=False)
 
   @property
   def count(self) -> int:
@@ -109,6 +111,8 @@ def _is_ours(context: Any, bar: Bar) -> bool:
 
 
 def _emit(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequence[Any]:
+  if bar.file is not None and not lowering.is_export(context):
+    lowering.add_keepalive(context, bar.file)
   call = {"kind": kind, "every": np.int64(bar.every), "total": np.int64(bar.total)}
   return emit(
     context, operands, context.avals_in, context.avals_out, name=CALLEE,

@@ -2,7 +2,7 @@
 """The options of a progress bar, and the marks that loops get for it.
 
 A mark is bound into the loop's body (`_loops/primitive.py`), holding the bar's description as text.
-What can't be text (a file) is kept here, for the life of the process, under a number.
+What can't be text (a file) has a number there. The bar keeps it, and a program keeps its bars.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO, TypeVar, overload
@@ -31,7 +32,17 @@ from callgate._runtime import config
 from callgate._tap import delivery
 
 _Body = TypeVar("_Body", bound=Callable[..., Any])
-files: dict[int, TextIO] = {}  # by id(), which holding them keeps their own
+
+
+class File:
+  """Stands for a file that takes no weak reference."""
+
+  def __init__(self, file: TextIO) -> None:
+    self.file = file
+
+
+# By the id() of the files to which bars are drawn.
+files: weakref.WeakValueDictionary[int, TextIO | File] = weakref.WeakValueDictionary()
 # By name, and by name and lane: when the latest value came, and the value.
 noted: dict[str, tuple[float, Any]] = {}
 noted_of_lanes: dict[tuple[str, int], tuple[float, Any]] = {}
@@ -113,15 +124,22 @@ def options_of(progress: object) -> Progress | None:
   )
 
 
+def _kept(file: TextIO) -> TextIO | File:
+  """Has `files` lead to a file, as long as somebody has it or what this returns."""
+  try:
+    return files.setdefault(id(file), file)
+  except TypeError:
+    return files.setdefault(id(file), File(file))
+
+
 def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
   """The bar as programs hold it, at the present depth of nested loops."""
-  if options.file is not None:
-    files[id(options.file)] = options.file
+  file = options.file
   names = ("desc", "position", "leave", "mininterval", "style")
   text = {name: getattr(options, name) for name in names}
   text |= {
     "show": None if options.show is None else list(options.show),
-    "file": None if options.file is None else id(options.file),
+    "file": None if file is None else id(file),
     "depth": getattr(_nesting, "depth", 0),
   }
   by_value = options.at is not None
@@ -134,6 +152,7 @@ def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
     by_value=by_value,
     by_lane=options.lanes == "bars",
     engine=config.engine(),
+    file=None if file is None else _kept(file),
   )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import time
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tqdm
 from interpreters import output_of, run_python
+from programs import drop_programs
 from recorded_bars import XS, add, counts, done, recorded, same, summed
 
 import callgate as cg
@@ -241,3 +242,38 @@ def test_the_thread_ends_when_no_bar_is_left_and_the_next_bar_starts_it_again() 
     """
   )
   assert printed.strip() == "3"
+
+
+class Slotted:
+  """A file that takes no weak reference."""
+
+  __slots__ = ("text",)
+
+  def __init__(self) -> None:
+    self.text = ""
+
+  def write(self, text: str) -> None:
+    self.text += text
+
+  def flush(self) -> None:
+    pass
+
+  def getvalue(self) -> str:
+    return self.text
+
+
+def test_a_file_is_kept_as_long_as_a_program_that_draws_to_it() -> None:
+  def kept(count: int) -> int:
+    for make in [io.StringIO, Slotted] * count:
+      file = make()
+      bar = cg.Progress("kept", file=cast("Any", file))
+      program = jax.jit(summed(cg.scan, progress=bar)).lower(1.0).compile()
+      drop_programs()  # with the trace, which has the bar
+      done(program(1.0))
+      cg.barrier()
+      assert file.getvalue().count("kept: 100%") == 1
+      del file, bar, program
+    drop_programs()
+    return len(progress.files)
+
+  assert kept(1) == kept(2)
