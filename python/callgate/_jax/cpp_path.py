@@ -153,7 +153,7 @@ def _unload(executable: int, user: weakref.ref[Any]) -> None:
   program = _programs[executable]
   program.users.discard(user)
   if not program.users:
-    del _programs[executable]
+    _programs.pop(executable, None)  # the last two may have gone at once
 
 
 def _runs_in_order(backend: Any, devices: Any) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from interpreters import output_of
 from jax.interpreters import mlir
+from meanwhile import Meanwhile
 
 import callgate as cg
 from callgate import _part
@@ -389,3 +390,19 @@ def test_what_callgate_puts_into_jaxs_dispatch_is_there() -> None:
     dispatch.forget_waiters,
   ):
     assert callable(start)
+
+
+def test_two_users_of_a_program_may_go_at_once() -> None:
+  one, other = (weakref.ref(type("User", (), {})) for _ in range(2))
+  meanwhile = Meanwhile(lambda: cpp_path._unload(-1, other))
+
+  class Users(set[Any]):
+    def __len__(self) -> int:
+      meanwhile()
+      return super().__len__()
+
+  cpp_path._programs[-1] = program = cpp_path._Program(None)
+  program.users = Users((one, other))
+  cpp_path._unload(-1, one)
+  meanwhile.end()
+  assert -1 not in cpp_path._programs
