@@ -55,6 +55,7 @@ class Block:
       _callgate.set_tape(None)
       with _opening:
         _open.clear()
+        tape.objects.clear()
       late = self._wait_for_rest(0.0 if error is not None else _CLOSE_SECONDS)
       self._end(late, error)
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transformation_table import EFFECT_PAIRS, build, groups, on_host, reference
 
 import callgate as cg
-from callgate._core import registry
+from callgate._core import registry, tape
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -246,6 +246,7 @@ def test_objects_of_the_host_are_not_made_and_their_users_are_answered(
     first = program(5.0)
   count = len(made)
   assert (count, recording.count) == (4, 8)
+  assert not tape.objects
   with cg.replay(path) as replay:
     assert program(5.0) == first
   assert (len(made), replay.left) == (count, 0)
