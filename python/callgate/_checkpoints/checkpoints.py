@@ -29,7 +29,7 @@ from callgate._runtime import barrier, lifecycle
 from callgate._tap import channel, tap
 
 _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
-# The channels, which may outlive their `Checkpoints`, and the folders.
+# The channels, which may outlive their `Checkpoints`, and the folders. Under the GIL: single steps.
 _open: weakref.WeakKeyDictionary[channel.Channel, Path] = weakref.WeakKeyDictionary()
 
 
@@ -222,11 +222,11 @@ def finish(wait: Wait) -> None:
 
   The end of all channels follows, which raises what could not be written.
   """
-  for one, folder in list(_open.items()):
-    if lifecycle.is_interrupted() or one.flushed(wait.seconds):
+  for each in _open.keyrefs():
+    if (one := each()) is None or lifecycle.is_interrupted() or one.flushed(wait.seconds):
       continue
     what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
-    print(f"callgate: checkpoints in {folder}: {what}", file=sys.stderr)
+    print(f"callgate: checkpoints in {_open[one]}: {what}", file=sys.stderr)
     one.flushed(None)
 
 

@@ -35,7 +35,9 @@ from callgate._core import paths
 
 _OLD = "-old"
 _TRIES = 5  # to replace a folder that another process puts back
-_runs: set[int] = set()  # those that have begun in this process, or whose parts it has written
+# Runs that have begun in this process, or whose parts it has written. Under the GIL: single steps;
+# never emptied: one number for each run, whose parts may come at any time.
+_runs: set[int] = set()
 _naming = threading.Lock()  # held while a step's folder has another one's name
 
 

@@ -40,7 +40,7 @@ class _Entry:
 
 _END: Any = object()
 _GONE: Any = object()
-alive: weakref.WeakSet[Producer] = weakref.WeakSet()
+alive: weakref.WeakSet[Producer] = weakref.WeakSet()  # under the GIL: single steps
 
 
 class Producer:

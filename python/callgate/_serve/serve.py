@@ -29,7 +29,7 @@ from callgate._watch.server import PageServer, Query, RequestError
 
 _MOST_CHECKS = 100
 _MOST_EXACT = 2**53  # JSON's numbers are read as float64 by browsers
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()  # under the GIL: single steps
 StrPath = str | os.PathLike[str]
 
 

@@ -23,7 +23,9 @@ from callgate._core.errors import GateDefinitionError, WorkerError
 from callgate._part import Part, Phase, Wait, join
 from callgate._workers import travel
 
+# By their keys. Under the GIL: single steps, but for those of another process, by _placing.
 _live: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
+# By what programs call them. Guarded by _placing.
 _places: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _placing = threading.Lock()
@@ -141,7 +143,8 @@ class Workers:
 
 def _in_another(key: str, count: int, initializer: Any, env: Mapping[str, str]) -> Workers:
   """Such workers in a process to which a gate of theirs came: they start if it is called there."""
-  return _live.get(key) or Workers(count, initializer, env, key)
+  with _placing:
+    return _live.get(key) or Workers(count, initializer, env, key)
 
 
 def at_place(place: str) -> Workers | None:
@@ -200,7 +203,7 @@ def usable_cpus() -> int:
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_shared: Workers | None = None
+_shared: Workers | None = None  # guarded by _placing
 
 
 def shared() -> Workers:
@@ -214,8 +217,9 @@ def shared() -> Workers:
 
 def close_all(seconds: float) -> None:
   """At the end of the process."""
-  for one in list(_live.values()):
-    one.end(seconds)
+  for each in _live.valuerefs():
+    if (one := each()) is not None:
+      one.end(seconds)
 
 
 class Pools(Part):
