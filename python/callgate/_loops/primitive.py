@@ -10,7 +10,6 @@ isn't at the top of a loop's body counts by itself, one call a step.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -138,7 +137,7 @@ def _by_jax(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Seque
   return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 
 
-@functools.lru_cache(maxsize=256)
+@tracing.clearable_cache(max_size=256)
 def _host_function(kind: str, numbers: int, bar: Bar) -> Callable[..., Any]:
   """What JAX calls with the numbers, and then with anchors."""
 

@@ -7,6 +7,7 @@ What can't be text (a file) has a number there. The bar keeps it, and a program 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
@@ -35,7 +36,7 @@ _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
 class File:
-  """Stands for a file that takes no weak reference."""
+  """Stands for a file that takes no weak reference, so that nothing tells if its user has it."""
 
   def __init__(self, file: TextIO) -> None:
     self.file = file
@@ -43,6 +44,8 @@ class File:
 
 # By the id() of the files to which bars are drawn.
 files: weakref.WeakValueDictionary[int, TextIO | File] = weakref.WeakValueDictionary()
+# The newest that stand for files: a bar may be drawn when its program is gone.
+_newest: collections.deque[TextIO | File] = collections.deque(maxlen=64)
 # By name, and by name and lane: when the latest value came, and the value.
 noted: dict[str, tuple[float, Any]] = {}
 noted_of_lanes: dict[tuple[str, int], tuple[float, Any]] = {}
@@ -129,7 +132,8 @@ def _kept(file: TextIO) -> TextIO | File:
   try:
     return files.setdefault(id(file), file)
   except TypeError:
-    return files.setdefault(id(file), File(file))
+    _newest.append(kept := files.setdefault(id(file), File(file)))
+    return kept
 
 
 def bar_of(options: Progress, *, has_total: bool = False) -> Bar:

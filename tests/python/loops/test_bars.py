@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import time
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -262,12 +264,19 @@ class Slotted:
     return self.text
 
 
-def test_a_file_is_kept_as_long_as_a_program_that_draws_to_it() -> None:
+@pytest.mark.parametrize("make", [io.StringIO, Slotted])
+def test_a_file_is_kept_as_long_as_a_program_that_draws_to_it(
+  engine: str, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  newest = collections.deque[Any](maxlen=1)
+  monkeypatch.setattr(progress, "_newest", newest)
+
   def kept(count: int) -> int:
-    for make in [io.StringIO, Slotted] * count:
+    for _ in range(count):
       file = make()
-      bar = cg.Progress("kept", file=cast("Any", file))
+      bar = cg.Progress("kept", file=file)
       program = jax.jit(summed(cg.scan, progress=bar)).lower(1.0).compile()
+      newest.clear()
       drop_programs()  # with the trace, which has the bar
       done(program(1.0))
       cg.barrier()
@@ -277,3 +286,12 @@ def test_a_file_is_kept_as_long_as_a_program_that_draws_to_it() -> None:
     return len(progress.files)
 
   assert kept(1) == kept(2)
+
+
+@pytest.mark.parametrize("make", [io.StringIO, Slotted])
+def test_a_bar_whose_program_is_gone_is_drawn(make: Callable[[], Any]) -> None:
+  file = make()
+  done(jax.jit(summed(cg.scan, progress=cg.Progress("gone", file=file)))(1.0))
+  drop_programs()
+  cg.barrier()
+  assert file.getvalue().count("gone: 100%") == 1
