@@ -83,9 +83,9 @@ def start() -> None:
     load()
 
 
-_started = False
+_started = False  # set once: by the import of the package
 _loading = threading.RLock()  # a second thread would take the pause of the collector for the user's
-_rest: ModuleType | None = None  # `_start.py`
+_rest: ModuleType | None = None  # `_start.py`. Guarded by _loading
 
 
 def _before_first_callee() -> None:

@@ -167,7 +167,8 @@ class Part:
     """In a fork's child."""
 
 
-_parts: list[Part] = []
+_parts: list[Part] = []  # guarded by _joining; at most one entry for each part
+# Guarded by _joining; emptied by `off`.
 _listeners: dict[Event, list[Callable[..., object]]] = {event: [] for event in get_args(Event)}
 _joining = threading.RLock()  # a listener's comparison, or the collector, may come back here
 
@@ -197,7 +198,7 @@ def load(name: str) -> Any:
   return sys.modules[module]
 
 
-_loaded: set[str] = set()
+_loaded: set[str] = set()  # under the GIL: single steps; at most one entry for each part
 
 
 def load_for(name: str) -> None:

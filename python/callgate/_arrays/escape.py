@@ -90,7 +90,7 @@ def _others(suspect: Suspect) -> int:
 
 # The gates of which a call's view was in a reference cycle that the collector's oldest generation
 # had: of their next calls it is looked through at once. A gate that dies takes itself out.
-_leave_old_cycles: weakref.WeakSet[Any] = weakref.WeakSet()
+_leave_old_cycles: weakref.WeakSet[Any] = weakref.WeakSet()  # under the GIL: single steps
 _OLDEST = 2
 
 
@@ -271,7 +271,8 @@ def _owner(item: Any) -> Any:
 
 
 # The jax.Arrays that are views of Buffers, by Buffer, as weak references. They can't be repointed,
-# only deleted; and none can be told by its address, which the program's own input may share.
+# only deleted; and none can be told by its address, which the program's own input may share. Under
+# the GIL: single steps.
 jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _XLA_SECONDS = 30.0
 

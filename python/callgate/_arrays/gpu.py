@@ -36,7 +36,7 @@ class Library(NamedTuple):
   run: Callable[[int, int, Callable[[], Any]], Any]
 
 
-@functools.cache
+@functools.cache  # at most one entry for each library
 def library(kind: str) -> Library:
   """The library behind `arrays=kind`, imported; GateDefinitionError where it is not installed."""
   if kind == "buffer":

@@ -46,7 +46,9 @@ def folder() -> Path:
   return path
 
 
-taken: set[int] = set()  # pipes on stdin that debuggers have been told something through
+# Pipes on stdin that debuggers have been told something through. Guarded by session._one_at_a_time;
+# never emptied: the numbers of pipes, which are few.
+taken: set[int] = set()
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def _hit(going_on: Any, returned: Any, values: Any, /, *, stack: Stack) -> Any:
 
 
 _making = threading.Lock()
-_made: list[_Breakpoint] = []
+_made: list[_Breakpoint] = []  # guarded by _making; at most one entry
 
 
 def _gate() -> _Breakpoint:

@@ -26,7 +26,9 @@ from pathlib import Path
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _lock = threading.Lock()
-_private: dict[str, Path] = {}  # by the cache that each stands for
+# By the cache that each stands for. Guarded by _lock; never emptied: one entry for each folder that
+# CALLGATE_CACHE_DIR has named.
+_private: dict[str, Path] = {}
 _told: set[str] = set()
 
 

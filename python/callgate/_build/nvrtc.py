@@ -49,7 +49,7 @@ def compiler() -> Compiler:
   return _compiler(os.environ.get("CALLGATE_NVRTC", ""), toolkit or usual)
 
 
-@functools.cache
+@functools.cache  # never emptied: one entry for each compiler that variables have named
 def _compiler(given: str, toolkit: str) -> Compiler:
   found = ""
   for path in (given,) if given else _candidates(toolkit):

@@ -37,7 +37,7 @@ _ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "S
 # Flags with a path in them, which the compiler takes relative to the current directory.
 _PATH_FLAGS = ("-I", "-i", "-L", "-B", "-f", "@")
 _lock = threading.Lock()
-_loaded: dict[str, ctypes.CDLL] = {}
+_loaded: dict[str, ctypes.CDLL] = {}  # guarded by _lock; never emptied: libraries stay loaded
 _c = ctypes.CDLL(None)
 
 
@@ -52,7 +52,7 @@ def cmake_dir() -> Path:
   return include_dir("cmake")
 
 
-@functools.cache
+@functools.cache  # at most one entry for each set of headers
 def headers_digest(*patterns: str) -> str:
   """Of headers that callgate ships, by their names: they are in the key of what includes them."""
   folder = include_dir() / "callgate"
@@ -165,7 +165,7 @@ def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
     return _loaded[key]
 
 
-@functools.cache
+@functools.cache  # never emptied: one entry for each state of a compiler's files
 def _version(command: tuple[str, ...], state: str) -> str:
   ask = [*command, "--version"]
   return cache.remembered(state, lambda: _run(ask, "its version").stdout.strip() or "unknown")

@@ -28,7 +28,8 @@ from callgate._core.errors import GateDefinitionError
 FOLDER = "default"  # as Orbax's CheckpointManager calls what is alone in a step
 _count = itertools.count()
 _lock = threading.Lock()
-_kept: tuple[Any, list[Any]] | None = None  # the checkpoint read last, for all devices of a program
+# The checkpoint read last, for all devices of a program. Guarded by _lock.
+_kept: tuple[Any, list[Any]] | None = None
 
 
 def library() -> Any:

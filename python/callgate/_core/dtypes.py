@@ -34,7 +34,7 @@ def dtypes() -> dict[int, np.dtype[Any]]:
   return table
 
 
-@functools.cache
+@functools.cache  # at most one entry for each dtype of JAX
 def dtype_code(dtype: np.dtype[Any]) -> int:
   """XLA's code of a dtype."""
   for code, known in dtypes().items():

@@ -215,13 +215,14 @@ class _Decoder:
 # By the names that programs have for them, which no other object ever gets. What is called for a
 # program that is loaded keeps its object; this table keeps none. A name lasts as long as the object
 # or, where that takes no weak reference, as its `Exact`, which the program's trees keep.
+# Guarded by _naming; emptied by the end of each object.
 _objects: dict[str, Callable[[], split.Static | None]] = {}
 _names: dict[int, str] = {}  # of those that live, by their identity
+# Guarded by _naming; never emptied: one number for each type, so that no name comes twice.
 _counters: collections.Counter[str] = collections.Counter()
 _MOST = 1024
-_learned: collections.OrderedDict[str, split.Static] = (
-  collections.OrderedDict()
-)  # of other processes
+# Objects of other processes. Guarded by _naming; at most _MOST entries.
+_learned: collections.OrderedDict[str, split.Static] = collections.OrderedDict()
 _naming = threading.RLock()  # an object may die while another is named
 
 

@@ -25,7 +25,7 @@ def seconds(name: str, default: float) -> float:
   return default
 
 
-@functools.cache
+@functools.cache  # never emptied: one entry for each wrong value
 def _tell(name: str, given: str, default: float) -> None:
   print(
     f"callgate: environment variable {name}: expected seconds, a number from 0 to {_MOST:.0f}, got "

@@ -34,7 +34,7 @@ _SHOWN: tuple[type, ...] = (
   range, decimal.Decimal, fractions.Fraction, pathlib.PosixPath, pathlib.PurePosixPath, np.dtype,
 )  # fmt: skip
 Name = Callable[[Any], "str | None"]  # of an object
-_live: weakref.WeakValueDictionary[Any, Exact] = weakref.WeakValueDictionary()
+_live: weakref.WeakValueDictionary[Any, Exact] = weakref.WeakValueDictionary()  # guarded by lock
 lock = threading.RLock()  # held where an `Exact` or a name is looked for and made
 
 

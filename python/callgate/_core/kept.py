@@ -32,7 +32,8 @@ THIS_THREAD = 0
 _ID = re.compile(r"\[callgate error #(\d+)\]")
 # A timeout that the runtime told of without the GIL (src/xla/call_site.h): kept when first read.
 _TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
-_timeouts: collections.OrderedDict[int, int] = collections.OrderedDict()  # their newest ids
+# Their newest ids. Guarded by _lock; at most _LIMIT_IN_BLOCKS entries.
+_timeouts: collections.OrderedDict[int, int] = collections.OrderedDict()
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,20 +58,26 @@ class Kept:
   consumer: str = ""
 
 
+# Guarded by _lock; at most _LIMIT entries, in blocks _LIMIT_IN_BLOCKS.
 _store: collections.OrderedDict[int, Kept] = collections.OrderedDict()
-_let_go: collections.OrderedDict[int, None] = collections.OrderedDict()  # claimed ones, by id
-blocks: list[int] = []  # for each block that is open, the first id that can be of a failure in it
+# Claimed ones, by id. Guarded by _lock; at most _LIMIT_IN_BLOCKS entries.
+_let_go: collections.OrderedDict[int, None] = collections.OrderedDict()
+# For each block that is open, the first id that can be of a failure in it. Guarded by _lock,
+# but for the end of a block, which is a single step; emptied by the end of each block.
+blocks: list[int] = []
 # Failures that no program's error tells of, oldest first: whatever happens to the others, these
 # stay. Bounded, as a consumer that raises for every record of a long run must not fill the memory.
+# Guarded by _lock; emptied by whoever asks, and at most _LIMIT of programs and _LIMIT_OF_CONSUMERS
+# entries.
 waiting: list[Kept] = []
 _LIMIT_OF_CONSUMERS = 64
-_uncounted = 0  # consumers' failures beyond that
+_uncounted = 0  # consumers' failures beyond that. Guarded by _lock
 # The runs whose exception for the main thread somebody has got: each shard's call may raise one.
-_interrupted: collections.deque[int] = collections.deque(maxlen=64)
+_interrupted: collections.deque[int] = collections.deque(maxlen=64)  # guarded by _lock
 _TOLD = "callgate_told"  # an attribute of those that Python's own handler raises, too
 # The main thread may be told of an interrupt anywhere, so also where it has the lock.
 _lock = threading.RLock()
-_next_id = 0
+_next_id = 0  # guarded by _lock
 
 
 def told(exception: KeyboardInterrupt) -> KeyboardInterrupt:

@@ -28,13 +28,21 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.exact import Exact
 
 _lock = exact.lock  # no function of the user's is called while it is held
+# Guarded by exact.lock; never emptied: one number for each type, so that no name comes twice.
 _counters: collections.Counter[str] = collections.Counter()
-_numbered: dict[int, str] = {}  # names of objects that live, by their identity
+# Names of objects that live, by their identity. Guarded by exact.lock, but for the end of an
+# object, which is single steps; emptied by the end of each object.
+_numbered: dict[int, str] = {}
+# Guarded by exact.lock.
 _by_name: weakref.WeakValueDictionary[str, Exact] = weakref.WeakValueDictionary()
-_objects: dict[str, Callable[[], Any]] = {}  # weak references to objects that have names
+# Weak references to objects that have names. Guarded by exact.lock, but for the end of an object,
+# which is single steps; emptied by the end of each object.
+_objects: dict[str, Callable[[], Any]] = {}
 _MOST = 1024
-_kept: collections.OrderedDict[Any, Exact] = collections.OrderedDict()  # the newest, see `_keep`
-_learned: collections.OrderedDict[str, Exact] = collections.OrderedDict()  # of other processes
+# The newest, see `_keep`. Guarded by exact.lock; at most _MOST entries.
+_kept: collections.OrderedDict[Any, Exact] = collections.OrderedDict()
+# Values of other processes. Guarded by exact.lock; at most _MOST entries.
+_learned: collections.OrderedDict[str, Exact] = collections.OrderedDict()
 _PROCESS = uuid.uuid4().hex  # what names from here begin with in other processes
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from callgate._core import registry
 
+# Guarded by _lock, but for a mark that nobody knows yet.
 _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.RLock()  # held while a thing is made again: two threads may have got one pickle
 

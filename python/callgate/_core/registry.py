@@ -21,7 +21,8 @@ from callgate import _callgate, _part
 from callgate._core import encoding
 from callgate._core.where import Where
 
-_gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # guarded by _lock
+# Guarded by _lock; never emptied: one number for each name, so that none comes twice.
 _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _naming = threading.RLock()  # held from the choice of a name until it is taken

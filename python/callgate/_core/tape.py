@@ -18,6 +18,7 @@ from callgate._core.errors import ReplayError
 Type = tuple[int, tuple[int, ...]]  # the code of a dtype, and extents
 UNKNOWN = -1
 # By an object's words: the number of the recorded call that made it, in the block that is open.
+# Under the GIL: single steps; emptied by the begin and the end of each block.
 objects: dict[bytes, int] = {}
 
 

@@ -28,7 +28,9 @@ from callgate._workers.threads import Thread
 if TYPE_CHECKING:
   import asyncio
 
-_open: set[Job] = set()  # started, and not finished or failed and not taken
+# Started, and not finished or failed and not taken. Guarded by _lock, but for a fork's child;
+# emptied by the end of each call, or whoever takes what it raised.
+_open: set[Job] = set()
 _lock = threading.Lock()
 _MOST = 64  # results that are kept after they were taken
 
@@ -186,7 +188,8 @@ class Job:
     return wait.until(self._done.wait)
 
 
-# What lanes have taken last: others that share the call may come for it soon.
+# Results that lanes have taken last: others that share the call may come for one soon. Guarded by
+# _lock; at most _MOST entries.
 _taken: collections.deque[tuple[weakref.ref[Job], int]] = collections.deque()
 _MOST_KEPT = 16 << 20  # bytes of results, of one at least
 
@@ -248,6 +251,7 @@ class Line:
     self._threads = 0
 
 
+# Under the GIL: single steps, but for a fork's child, which has one thread.
 _lines: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
@@ -282,6 +286,7 @@ def after_effects_barrier() -> None:
 
 
 # -- the event loop --------------------------------------------------------------------------------
+# Guarded by _lock, but for the end of the process and a fork's child.
 _loop: asyncio.AbstractEventLoop | None = None
 _loop_thread: threading.Thread | None = None
 

@@ -279,6 +279,7 @@ class _Among(list[Any]):
   __slots__ = ("__weakref__",)
 
 
+# Under the GIL: single steps, and a trace is of one thread.
 _traced: weakref.WeakValueDictionary[int, _Among] = weakref.WeakValueDictionary()
 
 

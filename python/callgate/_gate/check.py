@@ -104,8 +104,10 @@ def _programs() -> Callable[..., Any]:
 
 
 _NAMED = "check:"  # then comes the message, by which another process makes the check
-_checks: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
-_found: list[tuple[Check, _callgate.Check]] = []  # of programs that were exported
+_checks: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()  # guarded by _lock
+# Checks of programs that were exported. Guarded by _lock; never emptied: one entry for each check
+# that a loaded program names, whose end nothing tells.
+_found: list[tuple[Check, _callgate.Check]] = []
 _lock = threading.Lock()
 
 

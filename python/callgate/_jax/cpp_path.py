@@ -34,9 +34,11 @@ from jax._src.lib.mlir.dialects import hlo as _hlo
 
 from callgate import _callgate, _part
 
-# By (thread, program): the sign of the last call.
+# By (thread, program): the sign of the last call. Under the GIL: single steps; emptied by whoever
+# waits for the programs, or `_prune`.
 _signs: dict[tuple[int, int], Any] = {}
-_prune_at = 1024  # signs, after which those that are ready are let go
+# Signs, after which those that are ready are let go. Under the GIL: one assignment.
+_prune_at = 1024
 _numbers = itertools.count()
 
 
@@ -48,7 +50,8 @@ class _Program:
     self.users: set[weakref.ref[Any]] = set()
 
 
-_programs: dict[int, _Program] = {}  # by the id of the XLA executable
+# By the id of the XLA executable. Under the GIL: single steps; emptied by the end of each program.
+_programs: dict[int, _Program] = {}
 _orders_itself = threading.Event()  # set once a program makes tokens of its own
 
 
@@ -117,6 +120,7 @@ def after_fork() -> None:
   _signs.clear()
 
 
+# One thread: a fork's child has no other; never emptied: one entry for each fork of a fork.
 _of_parent: list[dict[tuple[int, int], Any]] = []
 
 
@@ -241,8 +245,8 @@ def make_cpp_call(make: Callable[..., Any], executable: Any, params: Any) -> Any
 
 
 _making = threading.local()
-_is_free: Callable[[Any], bool]  # of an effect; `start` sets both
-_is_waited_for: Callable[[Any], bool]
+_is_free: Callable[[Any], bool]  # of an effect; `start` sets both. Set once: by `start`
+_is_waited_for: Callable[[Any], bool]  # set once: by `start`
 
 
 def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:

@@ -26,7 +26,8 @@ from callgate._jax import cpp_path
 from callgate._part import Wait
 
 # JAX keeps the tokens of dispatched programs for each thread alone, and `jax.effects_barrier` waits
-# for those of its own thread (0.10 to 0.12). No public way to wait for another thread's.
+# for those of its own thread (0.10 to 0.12). No public way to wait for another thread's. Under the
+# GIL: single steps; emptied by whoever waits for the programs.
 _effect_tokens: dict[Any, Any] = {}
 _local = threading.local()
 
@@ -83,6 +84,7 @@ def programs_have_ended() -> bool:
   return not _effect_tokens
 
 
+# Under the GIL: one assignment, and a second request changes nothing.
 _asked: threading.Event | None = None
 
 
@@ -124,6 +126,7 @@ def wait_for_effects(wait: Wait) -> bool:
 
 # The requests of each idle thread that waits for tokens on another's behalf. There is one from the
 # first program with effects on: at the end of the process Python 3.12 makes no thread any more.
+# Under the GIL: single steps; at most one entry for each thread that has waited.
 _waiters: collections.deque[queue.SimpleQueue[threading.Event]] = collections.deque()
 forget_waiters = _waiters.clear  # in a fork's child, which has none of these threads
 

@@ -19,6 +19,7 @@ from jax._src.lax.control_flow import loops as _loops
 
 _Layer = Callable[..., Any]
 
+# Constant: `wrap` changes JAX's own tables.
 _RULES: dict[str, dict[Any, Any]] = {
   "vmap": _batching.fancy_primitive_batchers,
   "linearize": _partial_eval.custom_partial_eval_rules,

@@ -41,7 +41,9 @@ from callgate._kernel.variants import CallTypes, Function, exported
 from callgate._part import Part
 
 _lock = threading.Lock()
-_loaded: dict[str, dict[tuple[int, ...], ctypes.CDLL]] = {}  # by path, each version by its stamp
+# By path, each version by its stamp. Guarded by _lock; never emptied: libraries stay loaded.
+_loaded: dict[str, dict[tuple[int, ...], ctypes.CDLL]] = {}
+# Guarded by _lock.
 _libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDictionary()
 
 

@@ -235,8 +235,8 @@ def _make_with_tqdm(**arguments: Any) -> Any:
   return bars.make(**arguments)
 
 
-_make: Callable[..., Any] = _make_with_tqdm
-_drawer = _Drawer()
+_make: Callable[..., Any] = _make_with_tqdm  # under the GIL: one assignment
+_drawer = _Drawer()  # locks itself: `_Drawer._lock`, and its bars are its thread's
 start = _drawer.start  # by the board, which has a bar to draw
 flush = _drawer.flush
 stop = _drawer.stop

@@ -2,7 +2,7 @@
 """The options of a progress bar, and the marks that loops get for it.
 
 A mark is bound into the loop's body (`_loops/primitive.py`), holding the bar's description as text.
-What can't be text (a file) has a number there. The bar keeps it, and a program keeps its bars.
+A file can't be text: it has a number there. The bar keeps it, and a program keeps its bars.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ class File:
     self.file = file
 
 
-# By the id() of the files to which bars are drawn.
+# By the id() of the files to which bars are drawn. Under the GIL: single steps.
 files: weakref.WeakValueDictionary[int, TextIO | File] = weakref.WeakValueDictionary()
-# The newest that stand for files: a bar may be drawn when its program is gone.
+# The newest that stand for files: a bar may be drawn when its program is gone. Under the GIL:
+# single steps.
 _newest: collections.deque[TextIO | File] = collections.deque(maxlen=64)
-# By name, and by name and lane: when the latest value came, and the value.
+# By name, and by name and lane: when the latest value came, and the value. Under the GIL: single
+# steps; never emptied: one number for each tap's name, and lane.
 noted: dict[str, tuple[float, Any]] = {}
 noted_of_lanes: dict[tuple[str, int], tuple[float, Any]] = {}
 Lanes = Literal["one", "bars"]

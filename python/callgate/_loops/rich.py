@@ -22,7 +22,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-_displays: dict[int, _Display] = {}  # by id() of the file, which the display keeps
+# By id() of the file, which the display keeps. One thread: that of `_loops/draw.py`; emptied by the
+# end of a file's last bar.
+_displays: dict[int, _Display] = {}
 
 
 class _Done(ProgressColumn):

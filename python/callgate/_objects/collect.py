@@ -36,7 +36,9 @@ _LEAST = 8  # objects that need no look
 _WAIT_SECONDS = 0.1
 _DROP_SECONDS = 1  # that threads have to drop what was freed
 _collecting = threading.Lock()
-_limit = _LEAST  # objects beyond which the next look is due
+# Objects beyond which the next look is due. Under the GIL: one assignment, of a number that need
+# not be exact.
+_limit = _LEAST
 
 
 def due(count: int) -> None:

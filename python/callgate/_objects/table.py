@@ -69,10 +69,12 @@ class _Scope:
     self.parent, self.objects = parent, set[int]()
 
 
-_held: dict[int, Held] = {}
+_held: dict[int, Held] = {}  # guarded by _lock; emptied by `free`
+# Guarded by _lock; emptied by the end of each loop, or `keep_only`.
 _scopes: dict[int, _Scope] = {}
+# Guarded by _lock; at most _TOMBSTONES entries.
 _freed: collections.OrderedDict[int, Maker] = collections.OrderedDict()
-_kept: collections.Counter[int] = collections.Counter()
+_kept: collections.Counter[int] = collections.Counter()  # guarded by _lock; emptied by `keep_only`
 _lock = threading.RLock()
 
 
@@ -145,6 +147,7 @@ def get(handle: Any, user: str) -> Held:
 
 
 # -- in a worker: objects of its parent's programs -------------------------------------------------
+# Under the GIL: single steps; emptied by the parent, when the object has its end.
 _lent: dict[int, Held] = {}
 
 

@@ -115,6 +115,7 @@ class Group:
           return
 
 
+# One thread: `jax.distributed.initialize` and the end of the process are the main thread's.
 _group: Group | None = None
 _process = 0  # of the operating system, whose group this is: a fork's child has none
 

@@ -14,7 +14,8 @@ from callgate._process import group
 from callgate._runtime import barrier
 
 _CLOSE_SECONDS = 5.0  # for calls that still run when their programs have ended: timed-out ones
-_open: list[Block] = []  # at most one
+# Guarded by _opening, but for a fork's child; at most one entry.
+_open: list[Block] = []
 _opening = threading.Lock()
 
 

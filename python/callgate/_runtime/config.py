@@ -12,6 +12,7 @@ from callgate._core import options
 from callgate._core.effects import GateEffect, HandleEffect, ProgressEffect
 from callgate._jax import cpp_path, execution, tracing
 
+# Set once: JAX holds their values.
 _engine = tracing.define_enum(
   "callgate_engine", ("callgate", "jax"), "callgate",
   "What runs gates: callgate's FFI runtime, or JAX's own callbacks.",
@@ -26,7 +27,8 @@ _installed = tracing.define_bool(
 )
 _cast = tracing.define_bool("callgate_cast", False, "The default of `cast=` of gates.")
 _in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch, "cast": _cast}
-# The others, which `_callgate` has a setter for.
+# The others, which `_callgate` has a setter for. Under the GIL: single steps; at most one entry for
+# each option.
 _values: dict[str, Any] = dict.fromkeys(("check_writes", "check_memory", "crash_report"), False)
 _values |= {"timing": False, "stall_seconds": 0.0, "checks": True, "breakpoints": True}
 _checks: dict[str, Callable[..., Any]] = {  # of what is no bool

@@ -18,12 +18,17 @@ import numpy as np
 from callgate._jax import dispatch
 from callgate._part import Wait
 
-_made: dict[str, tuple[list[Any], Any, Any]] = {}  # by platform: devices, program, its operand
+# By platform: devices, program, its operand. Under the GIL: single steps, and a program that is
+# made twice does no harm; at most one entry for each platform.
+_made: dict[str, tuple[list[Any], Any, Any]] = {}
 # From how many devices on a platform's programs may go on after their dispatch with nothing to wait
 # for. On one CPU device they can't defer what they raise.
 _FEWEST = {"cpu": 2, "gpu": 1, "cuda": 1}
-_running: threading.Thread | None = None  # the newest; it may have ended
-_without_threads = False  # of XLA, in a fork's child: nothing runs there, nor could it
+# The newest; it may have ended. Under the GIL: one assignment.
+_running: threading.Thread | None = None
+# True in a fork's child, where XLA has no threads: nothing runs there, nor could it. One thread: a
+# fork's child has no other.
+_without_threads = False
 
 
 def after_fork() -> None:

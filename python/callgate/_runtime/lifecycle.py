@@ -34,7 +34,7 @@ from callgate._runtime.targets import traceback_line
 from callgate._sharding import tiles
 
 _process = os.getpid()
-_started = False
+_started = False  # guarded by _attach._loading
 # For what comes when others have used the time up: a channel's consumers' close(), a last call.
 LAST_SECONDS = 0.05
 

@@ -29,7 +29,8 @@ class Ended(RecursionError):
 
 
 _lock = threading.Lock()
-# Where each thread stood when it was last asked for, and its seconds of processor time.
+# Where each thread stood when it was last asked for, and its seconds of processor time. Guarded by
+# _lock; at most one entry for each thread's number.
 _seen: dict[int, tuple[tuple[object, int], float]] = {}
 _AT_REST = 0.01  # seconds of processor time, at most, between two looks at a thread that waits
 

@@ -27,7 +27,8 @@ OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET, GRAPH_TARG
 TARGETS: tuple[str, ...] = (*OWN, *(target + PARTITIONED for target in OWN))
 _RECORDED = 64 << 10  # bytes, as kCopiedInStream in src/xla/cuda_deferred.cc
 # The lines of tracebacks, by what programs hold of them, for messages. The oldest goes when there
-# are too many: cells of notebooks and generated code make new ones without end.
+# are too many: cells of notebooks and generated code make new ones without end. Guarded by
+# _sites_lock; at most _MOST_SITES entries.
 _sites: collections.OrderedDict[str, str] = collections.OrderedDict()
 _MOST_SITES = 10_000
 _sites_lock = threading.Lock()

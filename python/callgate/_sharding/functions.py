@@ -63,6 +63,7 @@ def result_specs(
   return found if isinstance(found, Rule) else found[1]
 
 
+# Guarded by _lock.
 _named: weakref.WeakValueDictionary[str, Function] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 

@@ -59,7 +59,8 @@ def _arrays(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[_Array]:
 
 # A call's plan, and the shardings of its operands and results that XLA is told.
 _Solution = tuple[Plan, list[Any], list[Any]]
-# Programs hold many calls alike. Emptied when it is full.
+# Programs hold many calls alike. Emptied when it is full. Under the GIL: single steps, and a call
+# that is solved twice does no harm; at most _MANY entries.
 _solutions: dict[Any, _Solution] = {}
 _MANY = 1024
 _RULED = " has a function as its sharding rule, which"

@@ -24,7 +24,7 @@ from callgate._steer.cell import CellGate, agreed
 Per = Literal["read", "execution"]
 Scale = Literal["linear", "log"]
 # Called with a knob after each change.
-_knobs: weakref.WeakValueDictionary[str, Knob] = weakref.WeakValueDictionary()
+_knobs: weakref.WeakValueDictionary[str, Knob] = weakref.WeakValueDictionary()  # guarded by _lock
 _lock = threading.RLock()
 
 

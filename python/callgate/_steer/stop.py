@@ -23,8 +23,10 @@ from callgate._part import Part, join
 from callgate._steer.cell import CellGate, agreed
 
 _NAME = "callgate.stop"
-_reason: str | None = None
-_found: dict[str, _callgate.Stop] = {}  # of programs from elsewhere
+_reason: str | None = None  # under the GIL: one assignment
+# Stops of programs from elsewhere. Guarded by _lock; never emptied: one entry for each stop that a
+# loaded program names, whose end nothing tells.
+_found: dict[str, _callgate.Stop] = {}
 _lock = threading.Lock()
 
 

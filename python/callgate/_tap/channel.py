@@ -24,9 +24,12 @@ from callgate._tap.records import Record
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_open: dict[str, Channel | None] = {}  # None while its sinks are being opened
+# None while its sinks are being opened. Guarded by _lock, but for the entry of the thread that
+# opens it; emptied by `Channel.close`.
+_open: dict[str, Channel | None] = {}
 _lock = threading.Lock()
-# What is with every channel that has a consumer of its user's: `make(name)` makes one.
+# Sinks with every channel that has a consumer of its user's: `make(name)` makes one. Guarded by
+# _lock; emptied by `unwatch`.
 _watchers: dict[Callable[[str], Any], list[tuple[Channel, delivery.Attached]]] = {}
 
 

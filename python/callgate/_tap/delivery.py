@@ -37,7 +37,7 @@ REPEATED = 1  # kRepeated in src/channel/record.h
 _RawSource = tuple[int, str, int, str, tuple[int, ...]]
 _Row = tuple[int, int, int, int, int, int, tuple[Any, ...]]
 # Asked once: programs ran before, so the backend is there.
-_process_index = functools.cache(jax.process_index)
+_process_index = functools.cache(jax.process_index)  # at most one entry
 import_buffer = jax.dlpack.from_dlpack  # of a Buffer that owns its memory, which the array shares
 
 
@@ -149,7 +149,7 @@ class _Pins:
       del dropped
 
 
-pins = _Pins()
+pins = _Pins()  # locks itself: `_Pins._lock`
 tracing.clear_with_caches(pins, "what callgate's records name")
 
 
@@ -182,7 +182,7 @@ def cut(
     values[index] = value[(slice(None),) * lead + tuple(slice(0, int(n)) for n in own)]
 
 
-_told_lanes = 0  # of each tap, at most
+_told_lanes = 0  # of each tap, at most. Under the GIL: one assignment
 
 
 def tell_of_lanes(most: int) -> None:
@@ -362,7 +362,7 @@ def _sliced(whole: Any, lane: Any, shape: tuple[int, ...]) -> Any:
   return jax.lax.dynamic_index_in_dim(whole.reshape(-1, *shape), lane, keepdims=False)
 
 
-@functools.cache
+@functools.cache  # at most one entry for each device
 def _cpu(device: int) -> Any:
   """The CPU device of an id; the default one where a record names none."""
   devices = dispatch.cpu_devices("a consumer of jax.Arrays")

@@ -43,7 +43,7 @@ tap_p.multiple_results = True
 cotangent_p = tracing.Primitive("tap_cotangent")
 cotangent_p.multiple_results = True
 # True if a tap in the flow of data was ever traced: looking for them costs time.
-_dataflow_traced = False
+_dataflow_traced = False  # under the GIL: one assignment, which is never taken back
 
 
 def bind_in_lane(

@@ -43,9 +43,11 @@ class Tap:
     return not key
 
 
-_taps: weakref.WeakValueDictionary[Any, Tap] = weakref.WeakValueDictionary()
+_taps: weakref.WeakValueDictionary[Any, Tap] = weakref.WeakValueDictionary()  # guarded by _lock
 _lock = threading.Lock()
-_own: dict[str, Any] = {}  # callgate's own channels, such as that of taps to functions
+# Callgate's own channels, such as that of taps to functions. Guarded by _own_lock; never emptied:
+# one entry for each module that has such a channel.
+_own: dict[str, Any] = {}
 _own_lock = threading.Lock()
 
 
@@ -54,7 +56,9 @@ def of_channel(name: str) -> Tap:
   return shared(_taps, ("channel", name), lambda: Tap(f"channel:{name}", name))
 
 
-_found: dict[str, Tap] = {}  # by channels that programs of other processes name
+# By channels that programs of other processes name. Under the GIL: single steps; never emptied: one
+# entry for each channel that a loaded program names, whose end nothing tells.
+_found: dict[str, Tap] = {}
 
 
 def of_function(function: Callable[..., Any]) -> Tap:
@@ -89,7 +93,7 @@ def _why_not(function: Any) -> str:
 
 # Functions that got a record from outside of programs. A lambda that is made for one call takes
 # itself out as it dies.
-_sent_to: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+_sent_to: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # under the GIL: single steps
 
 
 def is_sent_to_once(tap: Tap) -> bool:

@@ -52,6 +52,7 @@ _HEADERS = {
   "Referrer-Policy": "no-referrer",
   "X-Content-Type-Options": "nosniff",
 }
+# Under the GIL: single steps, but for a fork's child, which has one thread.
 _servers: weakref.WeakSet[_Http] = weakref.WeakSet()
 
 

@@ -30,7 +30,7 @@ from callgate._workers.workers import usable_cpus
 
 _PIECE_SECONDS = 0.01  # that a piece should take: sending it takes about a tenth of that
 Arrays = Sequence[Any]
-# The process whose gates an executor runs.
+# The process whose gates an executor runs. Under the GIL: single steps.
 _processes: weakref.WeakKeyDictionary[futures.Executor, int] = weakref.WeakKeyDictionary()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from callgate import _callgate
 
+# Guarded by _lock, but for a key that nobody knows yet.
 _tables: weakref.WeakValueDictionary[str, Instances] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 _local = threading.local()

@@ -22,7 +22,9 @@ from callgate._part import Part, Phase, Wait
 
 T = TypeVar("T")
 
-_threads: dict[str, Thread] = {}  # by name; those that are open
+# By name; those that are open. Guarded by _lock; emptied by `Thread.end`.
+_threads: dict[str, Thread] = {}
+# Under the GIL: single steps.
 _numbers: weakref.WeakValueDictionary[int, Thread] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _SECONDS = 5.0  # that a thread may take to end what it runs

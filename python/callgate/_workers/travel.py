@@ -49,7 +49,7 @@ def _dump(cloudpickle: ModuleType, value: Any) -> bytes:
   return written.getvalue()
 
 
-@functools.cache
+@functools.cache  # at most one entry
 def _pickler(cloudpickle: ModuleType) -> Any:
   """cloudpickle's, but that code keeps its file's name, for tracebacks, and no open file goes."""
   table = cloudpickle.Pickler.dispatch_table

@@ -21,7 +21,7 @@ from callgate._core import encoding, foreign, kept, registry
 from callgate._core.errors import WorkerError
 from callgate._workers import travel
 
-_forked = False
+_forked = False  # one thread: a fork's child has no other
 
 
 def _in_child() -> None:

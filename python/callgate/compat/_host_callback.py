@@ -162,8 +162,10 @@ def _hang(label: str, text: str) -> str:
 
 # -- receivers -------------------------------------------------------------------------------------
 _lock = threading.Lock()
-_started: dict[int, Receiver] = {}  # by the device's id
-_calling: list[str] = []  # the consumer that is being called
+# By the device's id. Guarded by _lock; emptied by the end of each receiver.
+_started: dict[int, Receiver] = {}
+# The consumer that is being called. Under the GIL: single steps; emptied by the end of each call.
+_calling: list[str] = []
 
 
 class TapFunctionException(Exception):

@@ -156,9 +156,12 @@ def _label(callback: Callable[..., None]) -> str:
   return f"buffer_callback '{getattr(callback, '__name__', type(callback).__name__)}'"
 
 
-_effect = BufferCallbackEffect()
+_effect = BufferCallbackEffect()  # constant: it has no attributes
+# Guarded by target._lock.
 _named: weakref.WeakValueDictionary[Any, Callee] = weakref.WeakValueDictionary()
-_exported: list[Callee] = []  # nothing tells when the last copy of the program is gone
+# Under the GIL: single steps; never emptied: nothing tells when the last copy of the program is
+# gone.
+_exported: list[Callee] = []
 # The name is part of vmap's error text.
 buffer_callback_p = Primitive("buffer_callback")
 buffer_callback_p.multiple_results = True

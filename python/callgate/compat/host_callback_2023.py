@@ -53,7 +53,8 @@ __all__ = [
   "id_tap",
 ]  # fmt: skip
 _logger, _lock = logging.getLogger("callgate"), threading.Lock()
-_gates: weakref.WeakValueDictionary[Any, Gate] = weakref.WeakValueDictionary()  # of equal calls
+# Gates of equal calls. Guarded by target._lock.
+_gates: weakref.WeakValueDictionary[Any, Gate] = weakref.WeakValueDictionary()
 
 
 class CallbackException(Exception):
@@ -70,7 +71,7 @@ class CallbackFlavor(enum.Enum):
 
 
 # Since the last barrier: how many exceptions were raised, and the last one with its traceback.
-_raised: tuple[int, BaseException | None, str] = (0, None, "")
+_raised: tuple[int, BaseException | None, str] = (0, None, "")  # guarded by _lock
 
 
 def id_tap(

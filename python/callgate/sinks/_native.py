@@ -24,7 +24,8 @@ from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths, parts_of
 from callgate.sinks._base import ChoiceOptions, OwnedSink, StrPath, resolved
 
-_made: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()  # by path
+# By path. Under the GIL: single steps.
+_made: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()
 _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
 
 

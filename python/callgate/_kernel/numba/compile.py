@@ -186,7 +186,7 @@ def _stores(request: Request, returned: Any) -> list[Any]:
   return stores
 
 
-@functools.cache
+@functools.cache  # at most one entry for each result's index
 def _store(index: int | None) -> Any:
   """Makes the code that stores an array as the result of an index, or a number."""
 

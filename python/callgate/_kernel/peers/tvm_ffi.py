@@ -124,6 +124,6 @@ def _version(library: ctypes.CDLL) -> Sequence[int]:
   return tuple(numbers)
 
 
-@functools.cache
+@functools.cache  # at most a few entries, for one library
 def _address(library: ctypes.CDLL, name: str) -> int:
   return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0

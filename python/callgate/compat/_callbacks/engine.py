@@ -112,7 +112,9 @@ def host_function(
   return call
 
 
-_running: list[None] = []  # an item for each callback that runs
+# An item for each callback that runs. Under the GIL: single steps; emptied by the end of each
+# callback.
+_running: list[None] = []
 
 
 class _Waits(execution.Watcher):
