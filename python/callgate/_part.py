@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 
 from callgate import _callgate
 
-# The end of the process, in this order. In each phase the parts come in the order in which they
-# joined, in "join" in the reverse.
+# The end of the process, in this order. In each phase the parts come in the order of `PARTS`, in
+# "join" in the reverse.
 # hurry: programs still run, and may not wait for ever.
 # leave: other processes are told, while their service still runs.
 # draw: effects have finished, and calls still come in.
@@ -60,7 +60,6 @@ Event = Literal[
   "tap value",  # (name, value, lane): a tap's newest scalar, once a batch; the lane may be None
   "thread ends",  # (thread): on that `callgate.thread`
 ]
-
 
 FOREVER = 1e9  # seconds, for waits without a limit
 _SLICE = 0.1  # seconds of a wait between two looks
