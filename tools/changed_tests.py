@@ -67,7 +67,7 @@ def module_file(name: str) -> Path | None:
 def public_names() -> dict[str, Path]:
   """The file that defines each name of `callgate` itself."""
   found: dict[str, Path] = {}
-  for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))):
+  for node in ast.walk(ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))):
     if isinstance(node, ast.ImportFrom):
       for alias in node.names:
         name = f"{node.module}.{alias.name}"

@@ -63,7 +63,8 @@ def test_a_compiler_without_c_plus_plus_20_is_told_by_what_it_says(tmp_path: Pat
 def tree(tmp_path: Path) -> Path:
   """A repository of callgate's shape with a commit."""
   files = {
-    "python/callgate/__init__.py": "from callgate.tap import tap as tap\nfrom callgate import gate",
+    "python/callgate/__init__.py": "",
+    "python/callgate/__init__.pyi": "from callgate.tap import tap\nfrom callgate import gate",
     "python/callgate/tap.py": "from callgate import _ring\n\ndef tap(): ...",
     "python/callgate/_ring.py": "SIZE = 1",
     "python/callgate/gate.py": "def late():\n  from callgate import _views",
