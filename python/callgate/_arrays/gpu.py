@@ -17,7 +17,7 @@ from callgate._core import extras, options
 from callgate._core.errors import GateDefinitionError
 
 KINDS = ("buffer", "cupy", "torch", "numba")
-# What a user installs for each, and what is imported.
+# The package that a user installs for each, and the module that is imported.
 _EXTRAS = {
   "cupy": ("CuPy", "cupy", "cupy"),
   "torch": ("PyTorch", "torch", "torch"),

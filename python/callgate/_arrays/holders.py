@@ -32,7 +32,7 @@ _PLAIN_MODULES = frozenset({
   "typing", "weakref",
 })  # fmt: skip
 _ADDRESSES = frozenset({"PyCapsule", "managedbuffer", "memoryview"})
-# What these hold is repointed with them.
+# Memory that these hold is repointed with them.
 _ARRAYS = frozenset({"numpy.ndarray", "numpy.generic", "torch.Tensor", "torch._C.TensorBase"})
 # Classes of Python's that keep an address all the same: NumPy's `x.ctypes`.
 _KEEP_ADDRESSES = frozenset({"numpy._core._internal._ctypes", "numpy.core._internal._ctypes"})

@@ -91,7 +91,7 @@ def has_hung_up(connection: socket.socket) -> bool:
 
 
 def _first(listening: socket.socket, stdin: int | None) -> socket.socket | None:
-  """Who comes first; None for stdin. Ctrl-C ends the wait, whatever the main thread waits for."""
+  """The first connection; None for stdin. Ctrl-C ends the wait, whatever the main thread does."""
   sources: list[Any] = [listening] if stdin is None else [listening, stdin]
   interrupted = _interrupts()
   while not interrupted():

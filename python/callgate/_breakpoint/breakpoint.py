@@ -35,7 +35,7 @@ _NAME = "callgate.breakpoint"
 class _Breakpoint(Guarded):
   """The gate behind all breakpoints; its callee looks at the predicate first.
 
-  Of its arguments the values that come back are the first, behind the predicate: the runtime hands
+  The first arguments, behind the predicate, are the values that come back: the runtime hands
   them on where nobody stops.
   """
 
@@ -129,7 +129,7 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   tree = jax.tree.structure(((stops, returned, others), {}))
   own = [_as_array(name, x) for name, value in returned.items() for x in jax.tree.leaves(value)]
   rest = [_as_array(name, x) for name, value in others.items() for x in jax.tree.leaves(value)]
-  # Of a Python number that is differentiated a number is left.
+  # A Python number that is differentiated leaves a number.
   arrays = [jnp.asarray(jax.lax.stop_gradient(dtypes.carried(x)[0])) for x in (~stops, *own, *rest)]
   first = arrays[1 : 1 + len(own)]
   site = CallSite(

@@ -22,7 +22,7 @@ from callgate._core import dtypes
 from callgate._core.errors import ResultError
 from callgate._sharding import tiles
 
-# What `_callgate.current_place` gives: extents of batch levels, lane, device, shard, layout.
+# The form of `_callgate.current_place`: extents of batch levels, lane, device, shard, layout.
 Place = tuple[list[int], int, int, int, str] | None
 _one_at_a_time = threading.RLock()
 _MOST_REFUSED = 10  # values in a row, of a debugger that may be a function
@@ -239,7 +239,7 @@ def _terminal() -> Generator[tuple[IO[str], socket.socket] | None]:
 
 
 def _stdin() -> Literal["user", "pipe", "nobody"]:
-  """Who is at the process's stdin; a pipe may be somebody's."""
+  """Names the process's stdin; a pipe may be somebody's."""
   stdin = sys.stdin
   if stdin is None or stdin.closed:  # pyright: ignore[reportUnnecessaryComparison]
     return "nobody"

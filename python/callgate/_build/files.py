@@ -49,7 +49,7 @@ def kept_folder(*names: str) -> Path:
   """A folder of the cache, which need not be there; raises where others can write to it."""
   folder = cache_dir()
   for path in folder.resolve().parents:
-    # Who can rename a folder can exchange it: that is all who write to the one that it lies in.
+    # A user who can rename a folder can exchange it: all who write to the one that it lies in.
     with contextlib.suppress(FileNotFoundError):
       mode = path.stat().st_mode
       if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -137,7 +137,7 @@ def _refusal(path: Path, problem: str, remedy: str) -> UntrustedError:
 
 # -- files ---------------------------------------------------------------------------------------
 def checksum(path: str | os.PathLike[str]) -> str:
-  """Of a regular file's content, whosever it is."""
+  """The digest of a regular file's content, whosever it is."""
   with _opened(Path(path), os.O_RDONLY, follow=True) as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 

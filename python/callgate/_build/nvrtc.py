@@ -25,7 +25,7 @@ _LOWEST = 75
 _TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
 _ARCHITECTURE = re.compile(r"^(?:--gpu-architecture|-arch)=(?:sm|compute)_(\d+)[af]?$")
-# What a source needs of CUDA's headers, by the names that it uses.
+# The headers of CUDA that a source needs, by the names that it uses.
 _HEADERS = (
   (re.compile(r"\b(?:__half2?|half2?|float16)\b"), "cuda_fp16.h"),
   (re.compile(r"\b(?:__nv_bfloat16|nv_bfloat16|__nv_bfloat162|bfloat16)\b"), "cuda_bf16.h"),

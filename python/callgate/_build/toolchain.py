@@ -32,7 +32,7 @@ DEBUG_FLAGS = ("-O0", "-g", "-DCALLGATE_BOUNDS_CHECK=1")
 _ALWAYS = ("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden")
 _OMP = re.compile(r"^\s*#\s*pragma\s+omp\b", re.MULTILINE)
 _COMPILERS = ("c++", "g++", "clang++")
-# What changes a compiler's result beside its arguments.
+# Variables that change a compiler's result beside its arguments.
 _ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "SDKROOT")
 # Flags with a path in them, which the compiler takes relative to the current directory.
 _PATH_FLAGS = ("-I", "-i", "-L", "-B", "-f", "@")
@@ -54,7 +54,7 @@ def cmake_dir() -> Path:
 
 @functools.cache  # at most one entry for each set of headers
 def headers_digest(*patterns: str) -> str:
-  """Of headers that callgate ships, by their names: they are in the key of what includes them."""
+  """The digest of headers that callgate ships, which is in the key of sources that include them."""
   folder = include_dir() / "callgate"
   return cache.digest([checksum(f) for pattern in patterns for f in sorted(folder.glob(pattern))])
 

@@ -105,7 +105,7 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
   call.__name__ = call.__qualname__ = gate.name
 
   def lying(primals: Any, *found: Any) -> Any:
-    """What a rule found, with the shardings of the call's results, which the types show."""
+    """Gives a rule's results the shardings of the call's results, which the types show."""
     if not _lies_explicitly(primals):
       return found
     types = tracing.types_of_results(call, primals)
@@ -240,7 +240,7 @@ def _jvp_by_differences(
 
 
 def _jacobian(call: Callable[..., Any], leaves: list[Any], tree: Any, index: int) -> list[Any]:
-  """Of the results that have tangents, with respect to a flat argument: a column in each row."""
+  """The derivatives of the results that have tangents by a flat argument: a column in each row."""
   x = jnp.asarray(leaves[index])
   size = float(jnp.finfo(x.dtype).eps) ** (1 / 3)
   step = (size * jnp.maximum(1.0, jnp.abs(x))).astype(x.dtype).ravel()

@@ -29,7 +29,7 @@ class AnyArray(Protocol):
   def dtype(self) -> Any: ...
 
 
-# What a call returns as a jax.Array.
+# The types that a call returns as a jax.Array.
 OneArray: TypeAlias = AnyArray | complex
 
 

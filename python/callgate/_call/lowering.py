@@ -87,7 +87,7 @@ def emit(
         "programs for one device; this program is partitioned over several"
       )
   if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
-    # What the runtime knows the call by (src/xla/kernel.cc): first in the order of names.
+    # The runtime knows the call by this key (src/xla/kernel.cc): first in the order of names.
     held["_key"] = key_of(held)
   results = lowering.emit_ffi_call(
     context,

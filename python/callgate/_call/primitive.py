@@ -114,7 +114,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: BoundCall) ->
 def _jvp_by_rule(
   primals: Sequence[Any], tangents: Sequence[Any], moved: Sequence[int], call: BoundCall
 ) -> tuple[Any, Any]:
-  """Of a call whose custom_jvp is gone: JAX drops it from a loop's body when it linearizes that."""
+  """For a call whose custom_jvp is gone: JAX drops it from a loop's body as it linearizes that."""
   gate, site = call.gate, call.site
   flat = list(primals)
 
@@ -311,7 +311,7 @@ def _lower_to_runtime(
     batch=batch,
     target=emission.target,
     attributes=attributes,
-    # What makes an object may be called neither once for two nor outside of its loop.
+    # A call that makes an object may run neither once for two nor outside of its loop.
     has_side_effect=gate.effect != "pure" or gate.traits.handles in ("makes", "takes"),
     order=effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else None,
     aliases=gate.aliases,

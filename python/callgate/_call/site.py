@@ -173,7 +173,7 @@ class Emission:
   watcher: Any = None  # of its program's executions (`execution.Watcher`)
 
 
-# What makes the calls of programs for one platform.
+# Makes the calls of programs for one platform.
 Backend = Callable[[Call], Emission]
 
 
@@ -187,7 +187,7 @@ class Callee(Portable):
   cast: bool | None = False
   collective = False
   traits = Traits()
-  # What the callable's parameters are where a call gives nothing.
+  # The callable's parameters that have defaults, with these.
   defaults: Mapping[str, Any] = {}
   # `Emission.watcher`, for programs that JAX's own callbacks serve.
   watcher_of_jax: Any = None

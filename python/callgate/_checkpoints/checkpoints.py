@@ -61,10 +61,10 @@ class Checkpoints:
   the first that has it, and whoever writes the last part makes the checkpoint whole; any other
   number of devices and processes can go on with it.
 
-  What can't be written is the error of `callgate.barrier()`; the loop goes on. Over processes the
-  newest one is there after `callgate.barrier(all_processes=True)`. As a context manager
-  it waits for the disk at the end of the block. Its thread ends when neither this nor a program
-  that saves with it is left.
+  `callgate.barrier()` raises the error of a checkpoint that can't be written; the loop goes on.
+  Over processes the newest one is there after `callgate.barrier(all_processes=True)`. As a context
+  manager it waits for the disk at the end of the block. Its thread ends when neither this nor a
+  program that saves with it is left.
 
   Args:
     folder: where they go; it is made if it isn't there.
@@ -231,7 +231,7 @@ def finish(wait: Wait) -> None:
 
 
 def _in_its_dtype(array: Any, given: Any) -> Any:
-  """What was saved, perhaps in a wider dtype, in that of the carry; of random keys their bits."""
+  """The saved array, perhaps of a wider dtype, in that of the carry; of random keys their bits."""
   dtype = getattr(given, "dtype", array.dtype)
   is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
   return array if is_key else array.astype(dtype, copy=False)

@@ -32,7 +32,7 @@ _NUMBER = jax.ShapeDtypeStruct((), np.int32)
 
 
 class Loader:
-  """What one `Checkpoints` reads in programs; any device's thread calls it."""
+  """Reads for one `Checkpoints` in programs; any device's thread calls it."""
 
   def __init__(self, folder: Path, *, resume: bool, of_orbax: bool) -> None:
     self._folder, self._resume, self._of_orbax = folder, resume, of_orbax

@@ -151,7 +151,7 @@ def _apart(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _paths(structure: Any) -> tuple[tuple[str, ...], ...]:
-  """Of each leaf the keys by which Orbax's dicts and lists hold it."""
+  """The keys by which Orbax's dicts and lists hold each leaf."""
   tree = jax.tree.unflatten(structure, range(structure.num_leaves))
   return tuple(
     tuple(str(_name(key)) for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)

@@ -46,7 +46,7 @@ def _key(run: int, step: int | None) -> str:
 
 
 def ended() -> str:
-  """What is known of a process that sends nothing any more; "" if all others live."""
+  """Tells of a process that sends nothing any more; "" if all others live."""
   group = _group.group()
   if group is None:
     return "this process has left the others"

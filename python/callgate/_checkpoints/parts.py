@@ -29,7 +29,7 @@ Slices = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """What is known of an array of the carry."""
+  """Describes an array of the carry."""
 
   name: str  # its path, as "['w'][0]"
   shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class InOrbax:
-  """What is known of a checkpoint that Orbax has written."""
+  """Describes a checkpoint that Orbax has written."""
 
   paths: tuple[tuple[str, ...], ...]  # of each leaf
   sums: tuple[int, ...]  # of each leaf's bytes

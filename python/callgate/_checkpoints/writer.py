@@ -28,7 +28,7 @@ _PATIENCE = 10.0  # seconds for the parts of a process that has ended
 
 
 class _Carry(NamedTuple):
-  """What is known of a carry, besides its arrays."""
+  """Describes a carry, besides its arrays."""
 
   leaves: tuple[Leaf, ...]
   structure: Any
@@ -163,7 +163,7 @@ class Writer:
 
 
 def leaves_of(carry: Any, *, canonical: bool = True) -> tuple[Leaf, ...]:
-  """What is known of a carry's arrays, as taps carry them.
+  """Describes a carry's arrays, as taps carry them.
 
   `canonical`: in the dtypes that JAX gives them, which are of 32 bits without `jax_enable_x64`.
   """
@@ -180,7 +180,7 @@ def leaves_of(carry: Any, *, canonical: bool = True) -> tuple[Leaf, ...]:
 
 
 def _parts_of(carry: Any, info: TapInfo) -> tuple[list[Leaf], dict[int, tuple[Slices, Any]]]:
-  """What a record has of a carry: of what several devices have alike, the first one's is it."""
+  """The leaves of a carry in a record; the first device's counts if several have one alike."""
   leaves: list[Leaf] = []
   parts: dict[int, tuple[Slices, Any]] = {}
   arrays, names = jax.tree.leaves(carry), [leaf.name for leaf in leaves_of(carry)]

@@ -324,7 +324,7 @@ def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
   return leaves
 
 
-# What programs hold for an extent that symbolic shapes leave open.
+# Programs hold this number for an extent that symbolic shapes leave open.
 OPEN = -1
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def reduced(error: BaseException) -> tuple[Any, ...]:
-  """What `__reduce__` returns: the exception is made anew without its `__init__`.
+  """Returns the answer of `__reduce__`: a pickle makes the exception without its `__init__`.
 
   An exception's own way calls the class with `args`, the text, which is not what `__init__` takes.
   """

@@ -130,7 +130,7 @@ def _shared(value: Any, key: Any, *, is_tree: bool) -> Exact:
 
 
 def alive() -> list[Exact]:
-  """Those that live, in order of creation."""
+  """Returns the live ones in order of creation."""
   with lock:
     return list(_live.values())
 
@@ -173,7 +173,7 @@ def _key(value: Any) -> Any:
 
 
 def _bits(value: Any) -> Any:
-  """What tells a number, or a text, of any type from others; None for no such value."""
+  """Returns a key of a number or text of any type, which no other has; None for other values."""
   kind: type[Any] = type(value)
   if kind is float:
     return struct.pack("d", value)
@@ -324,7 +324,7 @@ def reference(value: Any) -> str | None:
 
 
 def referred(name: str) -> Any:
-  """What `reference` has the name of; None where no module of this process holds it."""
+  """Returns the object that `reference` named; None if no module of this process holds it."""
   module, _, path = name.partition(":")
   found: Any = sys.modules.get(module)
   for part in path.split("."):

@@ -20,7 +20,7 @@ import numpy as np
 
 from callgate._core.errors import GateDefinitionError
 
-# What the runtime counts in: 64 bits, and times as nanoseconds in 64 bits.
+# The runtime counts in 64 bits, and times in nanoseconds of 64 bits.
 _MOST = 2**63 - 1
 _MOST_SECONDS = 1e9
 

@@ -2,8 +2,8 @@
 """Pickles and copies of what belongs to its process: gates, kernels, feeds.
 
 A copy is the thing itself. A pickle says where a module holds the thing, as pickles of functions
-do. What no module holds is made again from the call that made it. A mark tells the process that it
-came from, and one that has got it before, that they have it already.
+do. The call that made a thing makes it again if no module holds it. A mark tells the process that
+it came from, and one that has got it before, that they have it already.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Portable:
 
 
 def _type_of(leaf: Any) -> Any:
-  """Of an array in `out` what counts; not its values."""
+  """Returns the type of an array in `out`, whose values do not count."""
   is_array = isinstance(leaf, (np.ndarray, jax.Array))
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 

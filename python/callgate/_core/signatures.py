@@ -35,7 +35,7 @@ def positional(function: Callable[..., Any], skip: int = 0) -> list[inspect.Para
 def accepted(
   function: Callable[..., Any], values: Mapping[str, Any], *, filled: int = 0
 ) -> dict[str, Any]:
-  """Those values that the function has parameters for, beside the first `filled` of these."""
+  """Returns the values for which the function has parameters beside its first `filled` ones."""
   parameters = _parameters(function) if values else []
   if any(p.kind is p.VAR_KEYWORD for p in parameters):
     return dict(values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX and callgate's peers call options, and what callgate calls them: for error messages."""
+"""Names of options in JAX and in callgate's peers, with callgate's own: for error messages."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def flags(tree: Any, of_arrays: Iterable[bool]) -> Any:
 def split_as(tree: Any, values: Any) -> Any:
   """Values for the arrays of what was split to `tree`, in that structure or with None for parts.
 
-  What is in the places of static parts is dropped. The result is of the structure `tree`.
+  Values in the places of static parts are dropped. The result is of the structure `tree`.
 
   Raises:
     ValueError: they are of another structure.

@@ -238,7 +238,7 @@ def _is_large(held: np.ndarray[Any, Any]) -> bool:
   return held.ndim == 0 and held.dtype == np.uint64 and bool(held >= 1 << 63)
 
 
-# What XLA's attributes hold.
+# The kinds of integers that XLA's attributes hold.
 _INTEGERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 _IN_ARRAYS = _INTEGERS | {"float32", "float64"}
 _IN_SCALARS = _IN_ARRAYS | {"bool"}

@@ -144,7 +144,7 @@ _OF_WORKERS = ("shut", "rendered", "picture")  # methods of `Lanes` that are cal
 
 
 class _Programs:
-  """What is traced: the gates and the arrays around their calls."""
+  """The traced part: the gates and the arrays around their calls."""
 
   def __init__(
     self, name: str, plan: Plan, layout: Layout, run_on: Any, timeout: float | None, to: Any,
@@ -233,7 +233,7 @@ class _Programs:
     return self._there["shut"](jnp.zeros((count, 1), np.int32))
 
   def render(self, number: int) -> Any:
-    """What an environment of a worker renders; it comes as a pickle."""
+    """The picture of a worker's environment, which comes as a pickle."""
     worker = self.layout.worker_of(number)
     lanes = np.full((self.run_on.count, 1), self.plan.count, np.int32)  # of none
     lanes[worker] = number
@@ -320,7 +320,7 @@ class Envs:
   def render(self, lane: int = 0) -> Any:
     """Waits for programs, and returns what environment `lane` renders, as its `render()` does.
 
-    What one in a worker renders comes as a copy, by pickle.
+    The picture of one in a worker comes as a copy, by pickle.
 
     Raises:
       GateError: it has not been reset.

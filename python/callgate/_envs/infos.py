@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of environments' `info` programs get: names with fixed shapes and dtypes, and masks."""
+"""Parts of environments' `info` in programs: names with fixed shapes and dtypes, and masks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from callgate._workers import objects
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What all processes know of the environments.
+  """Describes the environments to all processes.
 
   Attributes:
     label: as messages begin.
@@ -61,7 +61,7 @@ class Plan:
     return jax.tree.map(of_all, self.observations), infos.batched(self.info, count)
 
   def of_step(self, count: int) -> tuple[Any, ...]:
-    """Those of a step: observations, rewards, terminated, truncated, infos, episodes."""
+    """The results of a step: observations, rewards, terminated, truncated, infos, episodes."""
     seen, info = self.of_reset(count)
     number = jax.ShapeDtypeStruct((count,), self.reward)
     flag = jax.ShapeDtypeStruct((count,), np.bool_)
@@ -71,7 +71,7 @@ class Plan:
 
 
 def plan_of(label: str, make: Any, count: int, info: Any, episodes: bool) -> Plan:
-  """What the spaces of an environment say, which is closed again."""
+  """The spaces of an environment, which is closed again."""
   spaces.gymnasium(label)
   try:
     inspect.signature(make).bind()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What environments are seeded with: a key's or a number's words in programs, integers on the host.
+"""Seeds of environments: a key's or a number's words in programs, integers on the host.
 
 A key's integer is that of its data's words, the first of most weight: `jax.random.key(7)` is 7.
 """

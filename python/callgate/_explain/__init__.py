@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program's calls cost, told without running it."""
+"""Tells the costs of a program's calls without running it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would make a call faster."""
+"""Advice that makes a call faster."""
 
 from __future__ import annotations
 

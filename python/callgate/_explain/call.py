@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of one call in a program."""
+"""Describes one call in a program."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _JAX_CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """What `explain` knows of a program; `str()` makes a table of it.
+  """The answer of `explain` about a program; `str()` makes a table of it.
 
   Attributes:
     calls: in the program's order.
@@ -161,7 +161,7 @@ def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...], platform:
   if platform != "cpu" and not by_jax and not gate.traits.on_device:
     copies += ins + outs  # to the host and back
   kind, name = gate.kind, gate.name
-  # What looks first, in C++: the gate is called where a check fails, or a breakpoint stops.
+  # The guard looks first, in C++: the gate is called where a check fails, or a breakpoint stops.
   guard: str = getattr(getattr(gate, "guard", None), "name", "")
   if guard:
     kind, _, name = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What XLA's collectives make for the calls of a compiled program, read from its HLO text."""
+"""Arrays that XLA's collectives make for calls of a compiled program, read from its HLO text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def by_operation(hlo: str) -> dict[str, int]:
 
 
 def _nbytes(text: str) -> int:
-  """Of the arrays of an HLO type."""
+  """The bytes of the arrays of an HLO type."""
   arrays = (
     (math.prod(map(int, filter(None, m["dims"].split(",")))), m["dtype"])
     for m in _ARRAY.finditer(text)

@@ -166,7 +166,7 @@ class Feed(Portable):
   def __next__(self) -> Any:
     """The next item outside of compiled code, after those of the programs that this thread called.
 
-    A pytree of jax.Arrays as `next()` gives. Of several threads each gets items of its own.
+    A pytree of jax.Arrays as `next()` gives. Each of several threads gets items of its own.
 
     Raises:
       StopIteration: there are no more items, and no default.
@@ -254,7 +254,7 @@ def feed(
 
   Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones there
   ahead of it, as far as `prefetch` goes: each takes its size in the GPU's memory and in pinned
-  memory. Of several GPUs the one that asked last gets them (docs/gpu.md).
+  memory. With several GPUs the one that asked last gets them (docs/gpu.md).
 
   Raises:
     GateDefinitionError: an option is wrong, or there is no item to take the types from.

@@ -46,7 +46,7 @@ class ItemTypes:
   tree: Any
   types: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # (shape, dtype) of each leaf
   cast: bool = False  # whether items may have other dtypes of the same kind
-  # What Python scalars become.
+  # The dtypes that Python scalars become.
   defaults: dict[type, np.dtype[Any]] = dataclasses.field(default_factory=_default_dtypes)
 
   @functools.cached_property

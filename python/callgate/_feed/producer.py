@@ -64,7 +64,7 @@ class Producer:
     self._begun = (-1, 0)  # the newest execution, and the number of its first item
     self._share: Share = lambda item, _: item
     self._convert: Convert | None = None
-    # Of one taker on the host: holds the items in the place of the queue, for the runtime to take.
+    # With one taker on the host: holds the items in the queue's place, for the runtime to take.
     self._staged: _callgate.ItemQueue | None = None
     self._types: ItemTypes | None = None  # of what is staged
     self._default: Item | None = None

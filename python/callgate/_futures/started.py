@@ -33,7 +33,7 @@ def most(gate: Gate) -> int:
 
 
 def calls_of(gate: Gate) -> Callable[..., Callable[[], Any]]:
-  """What makes calls of the gate: `make(here, arrays, lane, interrupts, spec, cast, types)`.
+  """The maker of the gate's calls: `make(here, arrays, lane, interrupts, spec, cast, types)`.
 
   `interrupts` says how often Ctrl-C had come when the call was started. Such a call returns the
   call's results, as the gate's function would. With `here` it is that of the function in this

@@ -37,7 +37,7 @@ from callgate._workers.threads import Thread
 
 
 class _Call(NamedTuple):
-  """What is fixed about a started call when it is traced."""
+  """Holds what is fixed about a started call when it is traced."""
 
   gate: Any  # the core
   static: Any

@@ -26,7 +26,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
-# Of each kind, the dtype that JAX makes of Python's numbers where it has 64 bits.
+# The dtype of each kind that JAX makes of Python's numbers where it has 64 bits.
 _USUAL = tuple(map(np.dtype, ("float64", "int64", "complex128", "uint32", "bool")))
 
 

@@ -99,7 +99,7 @@ class Check(Guarded):
 
 @functools.cache
 def _programs() -> Callable[..., Any]:
-  """Of the checks outside of programs: messages may be made for one call each."""
+  """The programs of checks outside of programs: messages may be made for one call each."""
   return tracing.eager_programs(128)
 
 

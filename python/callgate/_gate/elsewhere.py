@@ -14,7 +14,7 @@ from callgate._workers.workers import Workers
 
 
 def callee(gate: Any, retries: int, in_flight: int | None) -> tuple[Remote | OnExecutor, Any]:
-  """What knows the gate's function for other processes, and the runtime's handle on it."""
+  """Returns the gate's function for other processes, and the runtime's handle on it."""
   described = Description(
     gate.name, gate.function, gate.style, gate.arrays, gate.copy, gate.parameters
   )

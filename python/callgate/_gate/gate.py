@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gates: Python callables that compiled JAX programs call.
 
-What a gate is at run time lives in C++ (src/bindings/gate/gate.cc); here is what a user sees.
+C++ has the run time of a gate (src/bindings/gate/gate.cc); this module has the user's side.
 """
 
 from __future__ import annotations

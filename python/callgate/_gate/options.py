@@ -166,7 +166,7 @@ def _check_place(label: str, made: "GateOptions") -> None:
       raise GateDefinitionError(f"{label}: run_on={made.run_on!r}: expected {name}=False")
 
 
-# What type checkers take the keywords of one style from.
+# Type checkers take the keywords of one style from these.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class InplaceOptions(_OfAllStyles):
   style: Literal["inplace"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's vmap: lanes of programs, and where the lanes of what it makes are."""
+"""JAX's vmap: lanes of programs, and where the lanes of what it makes are."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ _of_parent: list[dict[tuple[int, int], Any]] = []
 def wait(thread: int | None = None) -> None:
   """Waits for the programs of a thread, or of all, that took the C++ path.
 
-  What they failed with is left to `take_failure` in the thread that dispatched them.
+  Their errors are left to `take_failure` in the thread that dispatched them.
   """
   alive = {one.ident for one in threading.enumerate()} if _signs else ()
   for key, sign in list(_signs.items()):
@@ -285,7 +285,7 @@ class _Misses:
     )
 
 
-# Of what describes a program's results: what its sign has.
+# The description of a sign, among those of a program's results.
 _LAST: dict[str, Any] = {
   "global_out_avals": _SIGN,
   "out_shardings": _sharding_impls.UNSPECIFIED,  # pyright: ignore[reportPrivateImportUsage]
@@ -314,7 +314,7 @@ def start(
   from_hlo, load = _pxla.UnloadedMeshExecutable.from_hlo, _pxla.UnloadedMeshExecutable.load
 
   def sign(name: str, hlo: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of what is to be compiled: gives it a sign, if it has effects that are ours alone."""
+    """Gives a program that is to be compiled a sign, if its effects are ours alone."""
     unordered, ordered = kwargs["unordered_effects"], kwargs["ordered_effects"]
     effects = [*(effect for effect in unordered if not is_free(effect)), *ordered]
     known = effects and enabled() and all(map(is_waited_for, effects)) and not kwargs.get("mut")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's dispatch: runtime tokens, the filter of effects, hooks at execution, backends."""
+"""JAX's dispatch: runtime tokens, the filter of effects, hooks at execution, backends."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ has_backend: Callable[[], bool] = _bridge.backends_are_initialized
 
 
 def _backends() -> Sequence[Any]:
-  """Those that have been started (0.10 to 0.12)."""
+  """The backends that have been started (0.10 to 0.12)."""
   return list(_bridge.backends().values()) if has_backend() else []
 
 
@@ -284,7 +284,7 @@ def forget_failed_tokens(kind: type[Any] = object) -> BaseException | None:
 def run_after_failures(kind: type[Any]) -> None:
   """Programs with an ordered `kind` run although the last of them is known to have failed.
 
-  What it failed with is raised by this thread's next `jax.effects_barrier()`.
+  This thread's next `jax.effects_barrier()` raises its error.
   """
   tokens: Any = _dispatch.RuntimeTokenSet
   original = tokens.get_token_input
@@ -300,7 +300,7 @@ def run_after_failures(kind: type[Any]) -> None:
 def fast_device_put(device: Any) -> Callable[[Any, Any, Any], Any]:
   """`put(aval, sharding, [array])` is a committed jax.Array on the device.
 
-  What `jax.device_put` ends in, at a tenth of its cost (jaxlib 0.10 to 0.12): to be replaced by it
+  `jax.device_put` ends in this, at a tenth of its cost (jaxlib 0.10 to 0.12): to be replaced by it
   when it is quick. The array's memory is shared where it is aligned, so it must never change again.
   For `jax.transfer_guard` it is an explicit transfer, as `jax.device_put` is.
   """

@@ -2,7 +2,7 @@
 """Jitted functions that JAX did not make through callgate: earlier ones, and copies.
 
 Each function that `jax.jit` makes from the import on is told to the runtime (`cpp_path.py`), which
-counts its calls and translates its errors. Those made before are looked for once, among all objects
+counts its calls and translates its errors. Earlier ones are looked for once, among all objects
 of the process, when the first gate, kernel or tap is made: before any of them can call it. A copy
 and an unpickled one come through `__setstate__` of JAX's class.
 

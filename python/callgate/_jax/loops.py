@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's loops: what their primitives hold, the rules that hoist and evaluate them, and types."""
+"""JAX's loops: what their primitives hold, the rules that hoist and evaluate them, and types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax._src.lax.control_flow import loops as _loops
 
 T = TypeVar("T")
 
-# What `jax.lax.scan` is once it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
+# `jax.lax.scan` as it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
 # the parameters of the primitive, whatever they are called. No public name.
 scan_impl: Callable[..., Any] = _loops._scan_impl  # pyright: ignore[reportPrivateUsage]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's lowering: FFI calls, tokens, platforms and meshes."""
+"""JAX's lowering: FFI calls, tokens, platforms and meshes."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def set_sharding_rule(operation: Any, rule: Any) -> None:
 
 
 def shape_and_dtype(shape: Any) -> tuple[tuple[int, ...], Any]:
-  """Of an `xla.Shape`; a token's dtype is None."""
+  """The type of an `xla.Shape`; a token's dtype is None."""
   if str(shape).startswith("token"):
     return (), None
   return tuple(shape.dimensions()), shape.numpy_dtype()

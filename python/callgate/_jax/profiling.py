@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's profiler: spans of the host, and whether one runs (0.10 to 0.12)."""
+"""JAX's profiler: spans of the host, and whether one runs (0.10 to 0.12)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's mutable arrays (`jax.Ref`): their values, and what changes them in a jaxpr."""
+"""JAX's mutable arrays (`jax.Ref`): their values, and what changes them in a jaxpr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_ref(aval: Any) -> bool:
 def read(tree: Any) -> Any:
   """The pytree with what Refs, or parts of them (`ref.at[...]`), hold now in their places.
 
-  Who calls a function of the host with a Ref means that: the host knows no Refs (0.10 to 0.12).
+  A caller of a host's function with a Ref means that: the host knows no Refs (0.10 to 0.12).
   """
   if not any(isinstance(leaf, _REFS) for leaf in jax.tree.leaves(tree)):
     return tree

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of `jax.checkpoint`: its new implementation (`jax_remat3`), for programs that it would repeat."""
+"""`jax.checkpoint`: its new implementation (`jax_remat3`), for programs that it would repeat."""
 
 from __future__ import annotations
 

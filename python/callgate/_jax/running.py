@@ -13,7 +13,7 @@ from callgate._jax.dispatch import _effect_tokens  # pyright: ignore[reportPriva
 
 
 def own_programs() -> list[Any]:
-  """What stands for each program with effects that this thread dispatched, and that may run."""
+  """The signs of this thread's programs with effects that may still run."""
   own = threading.get_ident()
   tokens = [token for (thread, _), token in list(_effect_tokens.items()) if thread == own]
   return [*tokens, *cpp_path.own_signs()]

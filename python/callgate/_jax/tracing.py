@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of JAX's tracing: effects, options in jit's key, avals, jaxprs, control-flow rules.
+"""JAX's tracing: effects, options in jit's key, avals, jaxprs, control-flow rules.
 
 Each entry in this folder says what it stands for, in which JAX versions it was seen, and what
 public API would replace it. A new JAX version that moves one of these is served there alone.
@@ -64,7 +64,7 @@ _in_key = {"include_in_jit_key": True, "include_in_trace_context": True}
 define_enum: Callable[..., Any] = functools.partial(_config.enum_state, **_in_key)
 define_bool: Callable[..., Any] = functools.partial(_config.bool_state, **_in_key)
 update_option: Callable[[str, object], None] = _config.config.update
-# What JAX's own caches of traces depend on besides the arguments.
+# JAX's own caches of traces depend on this besides the arguments.
 trace_key: Callable[[], Any] = _config.trace_context
 # True if this thread is outside of all transformations.
 in_no_trace: Callable[[], bool] = _core.trace_state_clean
@@ -159,7 +159,7 @@ def in_vmap() -> bool:
 
 
 def current_trace() -> Any:
-  """What traces the code that runs; None outside of all transformations (0.10 to 0.12)."""
+  """The trace of the code that runs; None outside of all transformations (0.10 to 0.12)."""
   return None if in_no_trace() else _core.trace_ctx.trace
 
 
@@ -250,7 +250,7 @@ weakly_cached: set[type] = _util.weakref_cache_key_types
 def refuse_forward_mode(refuse: Callable[[str], None]) -> None:
   """Has `refuse(name)` raise in the place of JAX's error, where there is forward mode of a vjp.
 
-  `name` is that of the rule's backward function. What `refuse` lets pass is JAX's error (0.10 to
+  `name` is that of the rule's backward function. JAX raises where `refuse` does not (0.10 to
   0.12; not public).
   """
 
@@ -275,7 +275,7 @@ def batched(
 ) -> tuple[Any, list[bool]]:
   """A jaxpr with these arguments batched, on axis 0, and which results are (0.10 to 0.12).
 
-  `instantiate`: those that are to be batched in any case, or a flag for all. What JAX's own
+  `instantiate`: those that are to be batched in any case, or a flag for all. JAX's own
   batching rules of control flow use; no public name.
   """
   result, flags = _batching.batch_jaxpr(jaxpr, axis_data, batched, instantiate)

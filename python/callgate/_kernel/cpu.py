@@ -116,7 +116,7 @@ class CpuKernel(Kernel):
     return self.emission if platform == "cpu" else super().backend(platform)
 
   def emission(self, call: Call) -> Emission:
-    """What a program holds of a call."""
+    """The attributes that a program holds of a call."""
     if self.vmap == "grid" and call.whole is not None:  # its lanes are looped over here
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
     core, results = launch.lane(call.operands, call.results, [mask for _, mask in call.levels])

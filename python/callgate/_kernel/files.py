@@ -210,7 +210,7 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
   known: list[Any] = [registry.get(form["name"]) for form in forms]
   for form, live in zip(forms, known, strict=True):  # before any is made
     own = live.saved_form() if isinstance(live, Kernel) else None
-    # What tells kernels apart, the same before and after it was in a file.
+    # This tells kernels apart, the same before and after one was in a file.
     same = own is not None and _packed({**own, "compiled": 0}) == _packed({**form, "compiled": 0})
     if live is not None and not same:
       other = f"another live {getattr(live, 'kind', 'gate')} of this process has"
@@ -220,7 +220,7 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
 
 
 def _taken(path: Any, form: dict[str, Any], known: Kernel | None) -> Kernel:
-  """The kernel of a form. What one of the wrong shape makes fail is the file's fault."""
+  """The kernel of a form. Failures of a form of the wrong shape are the file's fault."""
   place = f"callgate.load_kernels: '{path}', kernel '{form['name']}'"
   if known is None and form["kind"] not in _KINDS:
     expected = f"a kind that this callgate knows ({', '.join(sorted(_KINDS))})"

@@ -78,7 +78,7 @@ class Kernel(Operation[P, R]):
 
   kind = "kernel"
   arrays = "native"
-  # What runs it on CUDA devices, for kernels that have code for them.
+  # Runs it on CUDA devices, for kernels that have code for them.
   cuda: launch.CudaPart | None = None
   linear: bool | tuple[int, ...]
   _template: tuple[TemplateParameter, ...] = ()  # of its C++; calls may give them by keyword
@@ -157,7 +157,7 @@ class Kernel(Operation[P, R]):
     plan = launch.planned(self, part, call)
     held["plan"] = launch.encode(self.label, plan)
     held["name"] = launch.variant(self, part, plan.key, plan.images).name
-    # What not all devices run reads its number, and no graph may.
+    # A launch that not all devices run reads its number, and no graph may.
     return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target
 
   def tile(

@@ -159,7 +159,7 @@ def encode(label: str, plan: Plan) -> dict[str, Any]:
 # A variant's key begins so, which tells it from those of the same kernel on the CPU.
 PREFIX = "cuda:"
 _MAX_BATCH = 65535  # blocks along z
-# What PTX is compiled for: the oldest architecture that CUDA 12 and 13 both compile for.
+# PTX is compiled for this: the oldest architecture that CUDA 12 and 13 both compile for.
 LOWEST = 75
 _lock = threading.Lock()
 
@@ -197,7 +197,7 @@ class CudaPart(abc.ABC):
 
 
 def capabilities(part: CudaPart) -> tuple[int, ...]:
-  """Those of this process's devices; where it has none, what the part was told to compile for."""
+  """The architectures of this process's devices; where it has none, those that the part names."""
   return tuple(sorted(set(_callgate.cuda_capabilities()))) or part.arch
 
 
@@ -257,7 +257,7 @@ def emission(kernel: Callee, part: CudaPart, call: Call) -> Emission:
 
 
 def tiles(label: str, static: Mapping[str, Any], *, grid: bool = False) -> str:
-  """What a call holds for the plans of its tiles, beside their shapes."""
+  """The attributes of a call for the plans of its tiles, beside their shapes."""
   held = {name: _encoded(label, name, value) for name, value in sorted(static.items())}
   return json.dumps({"grid": grid, "static": held}, separators=(",", ":"))
 

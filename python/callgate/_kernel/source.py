@@ -33,7 +33,7 @@ _SKIPPED = re.compile(
 _SCOPE = re.compile(
   r".*\b(?:namespace|struct|class)\b(?:\s*\[\[.*?\]\])?\s*([\w:]*)[^;{}()]*$", re.DOTALL
 )
-# What says that a template parameter is a value; anything else, concepts too, says a type.
+# These say that a template parameter is a value; anything else, concepts too, says a type.
 _INTEGERS = re.compile(
   r"^(?:(?:std\s*::\s*)?(?:u?int(?:8|16|32|64)?_t|size_t|ptrdiff_t)|auto|bool|"
   r"(?:(?:unsigned|signed|long|short|int|char)\s*)+)$"

@@ -17,7 +17,7 @@ _LINE_SECONDS = 60.0
 _LINE_FORMAT = (
   "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 )
-# Of a bar by value, which begins at some number: `{{shown}}` is where it is.
+# For a bar by value, which begins at some number: `{{shown}}` is where it is.
 _VALUE_FORMAT = "{l_bar}{bar}| {shown}/{goal} [{elapsed}<{remaining}{postfix}]"
 _VALUE_LINE = "{desc}{percentage:3.0f}% {shown}/{goal} [{elapsed}<{remaining}{postfix}]"
 

@@ -120,7 +120,7 @@ def _file_of(options: dict[str, Any]) -> Any:
 
 
 def _label(name: str) -> str:
-  """What stands behind the bar for a tap's name, which may be that of a lambda."""
+  """The name behind the bar for a tap's, which may be that of a lambda."""
   return "value" if name == "<lambda>" else name
 
 

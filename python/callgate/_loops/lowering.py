@@ -97,7 +97,7 @@ class _Begun:
   limits: tuple[Any, Any] | None = None
 
   def counts(self, count: Any, lanes: Any) -> Any:
-    """What the board gets of a count, and of the lanes' own where they are known."""
+    """The operands of the board for a count, and for the lanes' own where they are known."""
     if not self.bar.lanes:
       return count
     if lanes is not None and lanes.shape == self.bar.lanes:
@@ -105,7 +105,7 @@ class _Begun:
     return jnp.broadcast_to(count, (self.bar.count,))
 
   def at(self, value: Any) -> Any:
-    """What the board gets of the value: where it is, NaN for a bar without."""
+    """The operands of the board for the value: where it is, NaN for a bar without."""
     if self.limits is None:
       return jnp.full(self.handle.shape, jnp.nan, np.float32)
     if self.bar.lanes or not value.ndim:
@@ -163,7 +163,7 @@ def _run_scan(params: dict[str, Any], *operands: Any) -> list[Any]:
   known = UNKNOWN if open_ else length
 
   def number(mark: Any, index: int, carried: Sequence[Any]) -> Any:
-    """What a bar by value reads of a carry; it looks at nothing that is scanned over."""
+    """The numbers that a bar by value reads of a carry; it reads nothing that is scanned over."""
     rest = [tracing.zeros_of(aval) for aval in jaxpr.in_avals[consts + carry :]]
     return _of_step(jaxpr, mark.invars[index], [*operands[:consts], *carried, *rest])
 

@@ -139,7 +139,7 @@ def _by_jax(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Seque
 
 @tracing.clearable_cache(max_size=256)
 def _host_function(kind: str, numbers: int, bar: Bar) -> Callable[..., Any]:
-  """What JAX calls with the numbers, and then with anchors."""
+  """The function that JAX calls with the numbers, and then with anchors."""
 
   def begin(lane: int, *given: Any) -> int:
     total = int(given[0]) if kind == "begin_of" else bar.total

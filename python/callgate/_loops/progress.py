@@ -186,7 +186,7 @@ class Marked:
     return cls(bar, options.at, options.total) if bar.by_value else cls(bar)
 
   def operands(self, carry: Any, changing: Sequence[Any], total: Any = None) -> list[Any]:
-    """Of a mark: the numbers that the bar reads, then arrays that tie it to the loop."""
+    """A mark's operands: the numbers that the bar reads, then arrays that tie it to the loop."""
     read = [total] if self.bar.has_total else []
     if self.at is not None:
       at = jnp.asarray(self.at(carry))
@@ -220,7 +220,7 @@ def inside(bar: object) -> Generator[None]:
 
 
 def _changing(arguments: Any) -> list[Any]:
-  """Of a body's arguments, arrays that change from step to step: counters where there are any."""
+  """Those arrays of a body's arguments that change in each step: counters where there are any."""
   numbers = _numbers_in(arguments)
   counters = [x for x in numbers if not jnp.shape(x) and jnp.issubdtype(x.dtype, np.integer)]
   return counters or numbers

@@ -16,7 +16,7 @@ from callgate._steer.stop import stop_requested
 
 
 def first_state(init: Any, count: Any) -> Any:
-  """What the loop begins with: the count of steps that have run, whether it goes on, the carry."""
+  """The loop's first state: the count of steps that have run, whether it goes on, the carry."""
   return count, np.bool_(True), init
 
 

@@ -19,7 +19,7 @@ from callgate._nan import lanes, watched
 
 @dataclasses.dataclass(frozen=True)
 class NanReport:
-  """What `find_nan` found first; `str()` says it in words.
+  """The first finding of `find_nan`; `str()` says it in words.
 
   Attributes:
     kind: "nan" or "inf".

@@ -27,7 +27,7 @@ def has_step_for_each(eqn: Any) -> bool:
 
 
 def marking() -> contextlib.AbstractContextManager[None]:
-  """What is traced in the block has marks."""
+  """Operations that the block traces have marks."""
   return _batching.marking(_mark)
 
 

@@ -23,7 +23,7 @@ NONE, NAN, INF = 0, 1, 2
 
 
 class State(NamedTuple):
-  """What was found first.
+  """The first finding.
 
   Attributes:
     kind: NONE, NAN or INF.
@@ -47,7 +47,7 @@ class State(NamedTuple):
 
 
 class Equation(NamedTuple):
-  """What is known of an equation before the program runs."""
+  """Describes an equation before the program runs."""
 
   primitive: str
   source: str
@@ -88,7 +88,7 @@ class Watch:
     self._depth = max(depth, 1)  # XLA of JAX 0.11 crashes where arrays without elements are split
 
   def run(self, *args: Any) -> State:
-    """What a run finds; for `jax.jit`."""
+    """Runs the program and returns its finding; for `jax.jit`."""
     nothing = jnp.int32(NONE)
     steps = jnp.full(self._depth, -1, np.int32)
     ranges = jnp.zeros((self._operands, 2))
@@ -302,7 +302,7 @@ class Watch:
 
 
 def _first(states: State, orders: Any) -> State:
-  """Of states with a leading axis that which the program comes to first."""
+  """The state that the program comes to first, of states with a leading axis."""
   alive = states.kind != NONE
   for level in range(orders.shape[1]):
     order = orders[:, level]

@@ -51,7 +51,7 @@ class TwoArguments(Gate):
     return given
 
   def types_of(self, option: str, function: Callable[..., Any], leaves: Any, tree: Any) -> Any:
-    """What a JAX function of the user's returns for the two arguments, flat, as types."""
+    """The types, flat, that a JAX function of the user's returns for the two arguments."""
 
     def call(leaves: Sequence[Any]) -> Any:
       return function(*split.joined(jax.tree.unflatten(tree, leaves)))

@@ -130,7 +130,7 @@ def held() -> dict[str, int]:
   ```
 
   Frees what nothing can name any more before it counts, once the programs that were dispatched have
-  ended; it waits for them. What another thread's programs made while they run counts.
+  ended; it waits for them. Objects of another thread's programs count while these run.
   """
   jax.effects_barrier()
   collect(seconds=1)

@@ -95,7 +95,7 @@ def _as_b(a: Any, b: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Parts:
-  """What the user gives."""
+  """The user's functions."""
 
   factor: Callable[..., Any]
   solve: Callable[..., Any]

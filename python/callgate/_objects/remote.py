@@ -64,13 +64,13 @@ def _layout(spec: str) -> _Layout:
 
 
 def on_workers(gate: Any, there: Any) -> tuple[OnWorkers, Any]:
-  """What knows a gate that makes or uses objects of workers, and the runtime's handle on it."""
+  """Answers about a gate that makes or uses objects of workers, and the runtime's handle on it."""
   on = OnWorkers(gate, there)
   return on, _callgate.ExecutorCallee(gate.name, on.run)
 
 
 class OnWorkers:
-  """What the runtime asks about a gate that makes or uses objects of workers."""
+  """Answers the runtime about a gate that makes or uses objects of workers."""
 
   def __init__(self, gate: Any, there: Any) -> None:
     self.label, self.workers = gate.label, gate.run_on

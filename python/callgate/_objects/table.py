@@ -28,7 +28,7 @@ _TOMBSTONES = 4096  # freed objects whose makers are still known to messages
 
 
 class Maker(NamedTuple):
-  """What makes objects: its name, and where `callgate.hold` was called."""
+  """A maker of objects: its name, and where `callgate.hold` was called."""
 
   label: str
   place: str
@@ -200,7 +200,7 @@ def _move(loop: _Scope, numbers: set[int]) -> None:
 
 # -- for `collect.py` ------------------------------------------------------------------------------
 def free(numbers: Iterable[int]) -> None:
-  """Drops objects, each on its thread. What their own end raises is theirs."""
+  """Drops objects, each on its thread. Errors of their own ends are theirs."""
   dropped: dict[Thread | None, list[Held]] = {}
   with _lock:
     for number in numbers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What blocks of `callgate.record` and `callgate.replay` have in common: one is open at a time."""
+"""The common part of blocks of `callgate.record` and `callgate.replay`: one is open at a time."""
 
 from __future__ import annotations
 

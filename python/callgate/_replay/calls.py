@@ -82,7 +82,7 @@ def text_of(type: Type) -> str:
 
 # -- to a stream -----------------------------------------------------------------------------------
 def describe(call: Recorded) -> str:
-  """What the records of one call site have in common."""
+  """The common part of the records of one call site."""
   operands = [
     [name, code, list(shape)] for name, (code, shape) in zip(call.names, call.types, strict=True)
   ]

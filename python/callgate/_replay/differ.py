@@ -27,7 +27,7 @@ def is_close(recorded: Recorded, operands: Sequence[Value], rtol: float, atol: f
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
-  """Of a type in which NumPy can compare."""
+  """The array in a type in which NumPy can compare."""
   return array if array.dtype.kind in "fc" else array.astype(np.float64)
 
 

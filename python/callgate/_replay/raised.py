@@ -21,7 +21,7 @@ _OURS = "callgate"
 
 
 def text_of(error: BaseException) -> str:
-  """What a recording holds of an exception, as JSON."""
+  """The text that a recording holds of an exception, as JSON."""
   return json.dumps(_held(error))
 
 

@@ -113,7 +113,7 @@ def _is_stale(failure: BaseException, first: int) -> bool:
   return number is not None and (number < first or _kept.is_claimed(number))
 
 
-# What JAX raises for a failed program: JaxRuntimeError, or ValueError where its C++ dispatch ran a
+# JAX raises these for a failed program: JaxRuntimeError, or ValueError where its C++ dispatch ran a
 # program that had run before, and it failed at once.
 _PROGRAM_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 

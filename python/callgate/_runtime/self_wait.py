@@ -103,7 +103,7 @@ def _callee(frame: FrameType) -> set[str]:
   if None in begin:  # compiled without positions (`python -X no_debug_ranges`)
     code = frame.f_code
     return {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
-  # What an expression begins with, begins where it does.
+  # The first part of an expression begins where the expression does.
   return {
     name
     for one in instructions

@@ -37,7 +37,7 @@ _sites_lock = threading.Lock()
 def remember_site(site: tuple[str, int, str] | None) -> str:
   """A call site as programs hold it: without the directory, so that it is the same everywhere.
 
-  Of two files of one name the second one's has the folder, too, or as many as tell them apart.
+  If two files have one name, the second one's has the folder, too, or as many as tell them apart.
   """
   if site is None:
     return ""
@@ -62,7 +62,7 @@ def traceback_line(site: str) -> str:
 def tap_target(avals: Sequence[Any]) -> str:
   """The target of a call that sends arrays of these types.
 
-  What XLA records into a CUDA graph is copied by the program's own stream, and a replay waits until
+  The program's own stream copies what XLA records into a CUDA graph, and a replay waits until
   the host has copied it once more. So large arrays stay out of graphs.
   """
   arrays = [x for x in avals if all(isinstance(extent, int) for extent in x.shape)]

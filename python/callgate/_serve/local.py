@@ -29,7 +29,7 @@ class LocalFeed:
     channel.unwatch(self._make, wait=wait)
 
   def states(self) -> list[str]:
-    """Of each channel: its name, and what is with it."""
+    """The name and state of each channel."""
     return [f"{name}: {one.state}" for name, one in dict(self._channels).items()]
 
   def _make(self, name: str) -> Tapped:

@@ -158,7 +158,7 @@ def serve(*, control: bool = False, port: int = 0, file: StrPath | None = None) 
     assert server.url.startswith("http://127.0.0.1:")
   ```
 
-  Who has the address has the page, and with `control` the knobs: it holds a random token. Requests
+  The address gives the page, and with `control` the knobs: it holds a random token. Requests
   of other web pages are refused.
 
   Args:

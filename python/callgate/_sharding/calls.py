@@ -258,7 +258,7 @@ class Sharded:
   mesh: Sequence[tuple[str, int]] = ()  # names and sizes of its axes; () where it is not known
   effect: bool = False
   token: bool = False  # the first operand and the first result are tokens
-  # Of the devices with the same shards one makes the call, and the others get its results.
+  # One of the devices with the same shards makes the call, and the others get its results.
   once: bool = False
   aliases: Sequence[tuple[int, int]] = ()  # operand to result, tokens not counted
   # The call is told its shard. Not so inside a partly manual `jax.shard_map`, where the devices

@@ -85,7 +85,7 @@ def local_module(
 ) -> bytes:
   """A module whose `main` makes one FFI call.
 
-  Of arrays (shape, dtype), where a dtype None is a token. With `partition_id` the device's number
+  Arrays are (shape, dtype), where a dtype None is a token. With `partition_id` the device's number
   is the last operand. The results of each group in `broadcast` are added up, bit by bit.
   """
 
@@ -142,7 +142,7 @@ def _added_up(
     return name
   bits = re.fullmatch(r"(?:ui|i|f|bf)(\d+).*", _element(dtype))
   assert bits is not None
-  # What is smaller than a byte has no bits of its own to add up; it is small enough for a number.
+  # A type smaller than a byte has no bits of its own to add up; it is small enough for a number.
   convert = "bitcast_convert" if int(bits[1]) >= 8 else "convert"
   element = f"ui{bits[1]}" if int(bits[1]) >= 8 else "f32"
   word = _tensor(shape, element)

@@ -175,7 +175,7 @@ class _Call:
   def _localise(self, plan: Plan) -> None:
     """Rewrites what the call says of its arrays' extents, which are the tiles' now."""
     about, held = self.about, self.held
-    # Of each batch level its whole size, its size here, and where each device's part of it begins.
+    # The whole size of each batch level, its size here, and where each device's part begins.
     whole: list[int] = []
     sizes: list[int] = []
     starts: list[Any] = []
@@ -211,7 +211,7 @@ class _Call:
         core = dataclasses.replace(t, counts=t.counts[skip:], index=t.index[:, skip:])
         leaves.append(_tiles.encode(core, self.operands[index].shape[skip:]))
       code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": sizes}
-      # What `TapSpec::of` reads of an array: its extents, and where each shard begins.
+      # `TapSpec::of` reads this of an array: its extents, and where each shard begins.
       parts = [self._begins(_tiles.Part(leaf)) for leaf in leaves]
       self.held["parts"] = attributes.listed(parts)
       if padded := [{"leaf": np.int64(index), **parts[index]} for index in code["logical"]]:

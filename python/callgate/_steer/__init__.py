@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steers compiled programs from outside: requests to stop, and knobs."""
+"""Steers compiled programs from outside: requests to stop, and knobs."""

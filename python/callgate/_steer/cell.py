@@ -46,9 +46,9 @@ class CellGate(Gate):
 
 
 def agreed(value: jax.Array, *, always: bool = False) -> jax.Array:
-  """What has been read, on all devices of a `jax.shard_map` what the first one has.
+  """The value that was read; on all devices of a `jax.shard_map` that of the first one.
 
-  Of callgate's engine the runtime sees to that, unless it is said `always`; of JAX's own a
+  With callgate's engine the runtime sees to that, unless it is said `always`; with JAX's own a
   collective must.
   """
   axes = tuple(tracing.region_axes())

@@ -159,11 +159,11 @@ class Knob:
 
   @property
   def value(self) -> Any:
-    """What programs read now, as a number of Python's."""
+    """The value that programs read now, as a number of Python's."""
     return self._value
 
   def as_array(self) -> Any:
-    """What programs read now, as they do."""
+    """The value that programs read now, in its dtype."""
     return np.asarray(self._value, self.dtype)
 
   def set(self, value: Any) -> None:

@@ -59,7 +59,7 @@ def _by_path(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _paths(row: Mapping[str, Any]) -> list[str]:
-  """Of whole values."""
+  """The paths of a whole value's leaves."""
   value = row.get("value")
   if value is not None:
     return list(value) if isinstance(value, Mapping) else [""]

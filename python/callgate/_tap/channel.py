@@ -201,7 +201,7 @@ class Channel(Portable):
   def flush(self, timeout: float | None = None) -> None:
     """Waits until every record sent so far is with the consumers, and in the sinks' files.
 
-    What programs on a GPU have sent is on its way until they have run.
+    Records of programs on a GPU are on their way until the programs have run.
 
     Args:
       timeout: seconds to wait at most; None for no limit.
@@ -224,8 +224,8 @@ class Channel(Portable):
   def close(self, timeout: float | None = None) -> None:
     """Delivers what is there, then closes the consumers. Later records wait for a new channel.
 
-    What programs on a GPU have sent is there when they have run. In a fork's child it does nothing:
-    the channel is open in the parent.
+    Records of programs on a GPU are there once the programs have run. In a fork's child it does
+    nothing: the channel is open in the parent.
 
     Args:
       timeout: seconds to wait at most; None for no limit.

@@ -97,7 +97,7 @@ class Description:
     return tuple(lanes)
 
   def lanes(self, index: np.ndarray, sizes: tuple[int, ...], shard: np.ndarray) -> np.ndarray:
-    """Of many lanes at once, a row each."""
+    """The indices of many lanes at once, a row each."""
     if not sizes:
       return np.empty((len(index), 0), np.int64)
     lanes = np.stack(np.unravel_index(index, sizes), -1)

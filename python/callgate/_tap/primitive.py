@@ -119,7 +119,7 @@ def _sent_at_once(
 
 
 def _held(site: TapSite, batch: dict[str, Any], how: Any) -> tuple[dict[str, Any], str]:
-  """What a program that can't call the runtime holds of a tap, and a key that stands for it."""
+  """The attributes of a tap in a program that can't call the runtime, and a key for them."""
   held = {**_site.encode(site, **how), "batch": batch}
   return held, repr((held["spec"], held["tap"], batch))
 
@@ -136,7 +136,7 @@ def _same(*operands: Any, **_: Any) -> Arrays:
 
 # -- abstract evaluation -------------------------------------------------------------------------
 def _returned(site: TapSite, operands: Arrays) -> list[Any]:
-  """Of the operands, or of anything in their order, what a tap gives back."""
+  """The operands that a tap gives back, or anything in their order."""
   return [*operands[: site.values], *operands[len(operands) - site.untapped :]]
 
 
@@ -178,7 +178,7 @@ def _jvp(primals: Arrays, tangents: Arrays, **params: Any) -> tuple[Any, Any]:
   results = tap_p.bind(*primals, **params)
   tail = len(primals) - site.untapped
   dense = list(map(_dense, tangents, primals))
-  # What passes through passes its tangents, too, so that the tap lives as long as one is used.
+  # Operands that pass through pass their tangents, too: the tap lives as long as one is used.
   operands = [*dense[: site.values], *primals[site.values : tail], *dense[tail:]]
   params = _met(params, "jvp", role="tangent")
   out = _returned(site, dense)
@@ -207,7 +207,7 @@ ad.primitive_jvps[cotangent_p] = _cotangent_jvp
 
 # -- transpose -----------------------------------------------------------------------------------
 def _transpose(cotangents: Arrays, *operands: Any, **params: Any) -> list[Any]:
-  """Of the tap of a tangent: taps the cotangent, if asked to, and passes it on."""
+  """For the tap of a tangent: taps the cotangent, if asked to, and passes it on."""
   if not cotangents:
     return [None] * len(operands)  # with an effect: it has no results, and none to transpose
   site: TapSite = params["site"]

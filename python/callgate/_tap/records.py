@@ -124,7 +124,7 @@ def tap_key(info: TapInfo) -> str:
 
 
 def parts_of(record: Record) -> list[tuple[tuple[slice, ...], tuple[int, ...]]]:
-  """Of each leaf which part it is, and the whole array's shape; nothing where that is not known."""
+  """The part that each leaf is, and the whole array's shape; nothing where that is not known."""
   info = record.info
   if info.shard is None:
     return []
@@ -135,7 +135,7 @@ def parts_of(record: Record) -> list[tuple[tuple[slice, ...], tuple[int, ...]]]:
 
 @tracing.clearable_cache(max_size=1024)  # structures may keep the user's objects
 def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
-  """Of each leaf the path as `jax.tree_util.keystr` writes it, and in the plain form "w/0"."""
+  """The path of each leaf as `jax.tree_util.keystr` writes it, and in the plain form "w/0"."""
   keystr = jax.tree_util.keystr
   indexed = jax.tree.unflatten(tree, range(tree.num_leaves))
   paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(indexed))

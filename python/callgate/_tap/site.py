@@ -98,7 +98,7 @@ def _arguments(site: TapSite) -> Any:
 
 
 def kept(site: TapSite) -> exact.Exact:
-  """What names in the description stand for: the names last as long as this."""
+  """The values that names in the description stand for: the names last as long as this."""
   return exact.exact_tree(_arguments(site))
 
 

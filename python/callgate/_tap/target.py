@@ -16,7 +16,7 @@ from callgate._part import Part, join
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
-# What takes a record that no program sends: (description, the arrays that are sent).
+# Takes a record that no program sends: (description, the arrays that are sent).
 Eager = Callable[[str, Sequence[Any]], None]
 T = TypeVar("T")
 

@@ -51,14 +51,14 @@ class TorchGate(Gate[P, R]):
     self._parts: dict[Path, TorchGate] = {}
     self._batchings: dict[Any, bool] = {}  # whether lanes are taken at once
 
-  # What the root knows of its function.
+  # The root's knowledge of its function.
   run: Any
   method = "auto"
   random = False
   drawn: str | None = None
 
   def frozen(self, args: Any) -> frozenset[int]:
-    """Those leaves of the arguments, which are their flat positions, that have no derivative."""
+    """The leaves of the arguments, as flat positions, that have no derivative."""
     del args
     return frozenset()
 

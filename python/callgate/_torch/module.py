@@ -15,7 +15,7 @@ from torch.nn.modules import batchnorm  # pyright: ignore[reportMissingImports]
 from callgate._core.errors import GateDefinitionError
 from callgate._torch.calls import is_abstract
 
-# Of batch and instance normalisation. They write their statistics in C++, unseen by `_version`.
+# Batch and instance normalisation. They write their statistics in C++, unseen by `_version`.
 _NormBase = batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
 
 

@@ -68,7 +68,7 @@ class TorchOptions(_OfAllFunctions):
     check.booleans("torch", **{name: getattr(self, name) for name in flags})
 
 
-# What type checkers take the keywords from: of functions with a parameter for the results, and of
+# Type checkers take the keywords from these: of functions with a parameter for the results, and of
 # those whose calls take a key.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class InplaceOptions(_OfAllFunctions):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page is told of a model, as values for JSON: NaN and infinities are None.
+"""Answers to the page about a model, as values for JSON: NaN and infinities are None.
 
 The page asks a few times a second for `state`, then for the leaves that it shows and that have
 changed. A leaf's number is its place among all, which stays.
@@ -44,7 +44,7 @@ class Answers:
     return {"state": lambda query: self.state(), "leaf": self.leaf}
 
   def state(self) -> dict[str, Any]:
-    """What there is: streams, counts, leaves, and records a second of each device over time."""
+    """The overview: streams, counts, leaves, and records a second of each device over time."""
     versions = self._model.versions()
     table = self._model.table()
     rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
@@ -67,7 +67,7 @@ class Answers:
     }
 
   def leaf(self, query: Query) -> dict[str, Any]:
-    """What one leaf's plot shows.
+    """The data of one leaf's plot.
 
     Of the query: `id`; `show`, "curves", "lanes", "histograms" or "latest"; `x`, "record",
     "seconds" or another leaf's number; `window`, "whole" or "recent"; `from` and `to`, a part of
@@ -143,7 +143,7 @@ def _latest(panel: Panel) -> dict[str, Any]:
 def _values_at(
   places: Mapping[Series, _Columns], series: Series, seconds: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-  """What another leaf last was at these times: on this device, else on the run's first."""
+  """The last values of another leaf at these times: on this device, else on the run's first."""
   of_run = {one: columns for one, columns in places.items() if one.source == series.source}
   found = of_run.get(series._replace(lane=None)) or next(iter(of_run.values()), None)
   if found is None:

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def names_of(where: Sequence[str]) -> list[str]:
-  """What runs are called: the last parts of their paths, where these differ."""
+  """The names of runs: the last parts of their paths, where these differ."""
   short = [one if is_address(one) else os.path.basename(one) for one in where]
   return short if len({*short}) == len(short) and all(short) else list(where)
 

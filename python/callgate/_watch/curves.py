@@ -136,7 +136,7 @@ class Distributions:
 
   def __init__(self) -> None:
     self._stride, self._records = 1, 0
-    # Of each the position, the seconds, the ends of its range, and the counts of equal bins.
+    # The position of each, the seconds, the ends of its range, and the counts of equal bins.
     self._held: list[tuple[int, float, float, float, list[int]]] = []
 
   def add(self, position: int, seconds: float, array: _Array) -> None:
@@ -162,7 +162,7 @@ class Distributions:
       self._stride *= 2
 
   def all(self) -> list[tuple[int, float, float, float, list[int]]]:
-    """Those that are held: position, seconds, ends of the range, counts."""
+    """The held ones: position, seconds, ends of the range, counts."""
     return list(self._held)
 
 

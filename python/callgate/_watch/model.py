@@ -87,7 +87,7 @@ class Panel:
     self.curves: dict[Series, Curve] = collections.defaultdict(
       functools.partial(Curve, points, recent)
     )
-    # Of the first lanes alone, in less detail.
+    # Curves of the first lanes alone, in less detail.
     self.lane_curves: dict[Series, Curve] = collections.defaultdict(
       functools.partial(Curve, max(2, points // 8), recent)
     )
@@ -163,7 +163,7 @@ class Model:
       return number
 
   def run(self, source: int) -> str:
-    """What a stream is called."""
+    """The name of a stream."""
     return self._runs.get(source, f"run {source}")
 
   def begin_session(self, source: int = 0) -> None:
@@ -262,7 +262,7 @@ class Model:
       return {name: [show(*panel) for panel in panels] for name, (_, show) in COLUMNS.items()}
 
 
-# Of the table: the title, and what it has of a leaf.
+# The table's columns: the title, and its text for a leaf.
 COLUMNS: dict[str, tuple[str, Callable[[Key, Panel], Any]]] = {
   "tap": ("tap", lambda key, panel: key.name),
   "leaf": ("leaf", lambda key, panel: key.leaf),

@@ -57,7 +57,7 @@ _servers: weakref.WeakSet[_Http] = weakref.WeakSet()
 
 
 class RequestError(Exception):
-  """What a request gets instead of an answer: an HTTP status and a sentence."""
+  """Refuses a request, with an HTTP status and a sentence."""
 
   def __init__(self, status: int, message: str) -> None:
     super().__init__(message)
@@ -285,7 +285,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self.wfile.write(body)
 
   def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-    """What the protocol refuses: in JSON, as the rest."""
+    """Answers a request that the protocol refuses, in JSON as all others."""
     del explain
     self.close_connection = True
     self._send(code, "application/json", to_json({"error": message or "no valid request"}))

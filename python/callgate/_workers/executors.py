@@ -35,7 +35,7 @@ _processes: weakref.WeakKeyDictionary[futures.Executor, int] = weakref.WeakKeyDi
 
 
 class OnExecutor:
-  """What the runtime asks about a gate that an executor runs."""
+  """Answers the runtime about a gate that an executor runs."""
 
   def __init__(
     self, label: str, described: Description, executor: futures.Executor, *,

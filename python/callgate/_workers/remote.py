@@ -17,7 +17,7 @@ from callgate._workers.workers import Workers
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Description:
-  """What a worker makes a callee of."""
+  """The description from which a worker makes a callee."""
 
   name: str
   function: Callable[..., Any]
@@ -40,7 +40,7 @@ LOADING_SECONDS = 30.0
 
 
 class Remote:
-  """What the runtime asks about a gate that runs on workers."""
+  """Answers the runtime about a gate that runs on workers."""
 
   def __init__(self, label: str, described: Description, workers: Workers, timeout: float) -> None:
     self.label, self.described, self.workers, self.timeout = label, described, workers, timeout
@@ -58,7 +58,7 @@ class Remote:
       self.start()
 
   def describe(self, spec: str | None, cast: bool) -> bytes:
-    """What defines a call site of the gate for a worker; with None, the gate."""
+    """The definition of a call site of the gate for a worker; with None, of the gate."""
     if spec is None:
       return self._of_gate()
     spec, entries = encoding.for_another(spec)

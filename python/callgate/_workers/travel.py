@@ -121,7 +121,7 @@ def _heads(name: str) -> Iterator[str]:
 
 
 def _part(cloudpickle: ModuleType, value: Any) -> str:
-  """What of a function can't be pickled: "closure variable 'lock' (a lock)"; "" if not known."""
+  """Names what of a function can't be pickled: "closure variable 'lock' (a lock)", or ""."""
   for function in _functions_in(value):
     code = getattr(function, "__code__", None)
     if code is None:

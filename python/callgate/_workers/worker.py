@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker process runs: `main`, and what the runtime asks of it (src/bindings/workers)."""
+"""The code of a worker process: `main`, and its answers to the runtime (src/bindings/workers)."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _Handler:
     return travel.pack(error)
 
   def failed(self, text: str) -> bytes:
-    """What a call's failure stands for: the exception that its text names."""
+    """The exception that the text of a call's failure names."""
     found = kept.take(text)
     return travel.pack(WorkerError(text) if found is None else found.exception)
 
@@ -132,6 +132,6 @@ def main(memory: int, calls: int, parent_socket: int, parent: int, index: int) -
   with contextlib.suppress(OSError, ValueError):  # the parent's to read
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   _callgate.serve_worker(_Handler(), memory, calls, parent_socket, parent)
-  # What others have registered runs; to take the interpreter down would only take time.
+  # Functions that others have registered run; to take the interpreter down would only take time.
   atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
   _leave(0)

@@ -207,7 +207,7 @@ _shared: Workers | None = None  # guarded by _placing
 
 
 def shared() -> Workers:
-  """Those of `run_on="processes"`."""
+  """The workers of `run_on="processes"`."""
   global _shared
   with _placing:
     if _shared is None:

@@ -154,7 +154,7 @@ class Stated:
 
 
 def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
-  """Those of `count` partitions: this process's first, or all; `split` arrays say what is local."""
+  """The devices of `count` partitions: this process's first, or all; `split` arrays say more."""
   own, everyone = jax.local_devices(), jax.devices()
   for wanted, there, kind in ((count, everyone, ""), (local.said, own, "local ")):
     if wanted is not None and wanted > len(there):

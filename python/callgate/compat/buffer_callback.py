@@ -91,7 +91,7 @@ def buffer_callback(
 
   Returns:
     A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.
-    What the callback doesn't write is undefined.
+    Elements that the callback doesn't write are undefined.
 
   Raises:
     ValueError: another gate or callback has the name. From the function: aliases are out of range,

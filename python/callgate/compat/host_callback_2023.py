@@ -305,5 +305,5 @@ def barrier_wait(logging_name: str | None = None) -> None:
     raise CallbackException(f"{begin} Last one was: {last}") from error
 
 
-# What functions of taps raise is for `barrier_wait`.
+# `barrier_wait` raises the errors of taps' functions.
 _part.on("effects barrier", lambda: start_channel(tapped.CHANNEL).flush(None))

@@ -75,7 +75,7 @@ def _row(record: Record) -> dict[str, np.ndarray]:
 
 
 def parts_row(record: Record) -> dict[str, np.ndarray]:
-  """Of a record of a shard: its execution; by leaf the whole shape and the part, [begin, end)."""
+  """A shard's record's execution, and by leaf the whole shape and the part, [begin, end)."""
   if not (parts := parts_of(record)):
     return {}
   row = {"run": np.asarray(record.info.run, np.int64)}

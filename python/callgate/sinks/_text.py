@@ -173,7 +173,7 @@ class CSV(FilesSink):
 
 
 def _of_shard(record: Record) -> dict[str, Any]:
-  """What a row says of a record of a shard; the parts as JSON, an object where there are leaves."""
+  """The columns for a shard's record; the parts as JSON, an object where there are leaves."""
   if not (parts := parts_of(record)):
     return {}
   info, paths = record.info, [path for path, _ in named_leaves(record.value)]

@@ -38,7 +38,7 @@ def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.n
 
 
 def _summary(array: np.ndarray) -> dict[str, float]:
-  """What a tracker of numbers gets of an array, by endings of its name: of finite elements."""
+  """The numbers of an array for a tracker, by endings of its name: of finite elements."""
   values = np.asarray(array, np.float64)
   values = values[np.isfinite(values)]
   if not values.size:

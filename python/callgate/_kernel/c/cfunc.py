@@ -250,7 +250,7 @@ class CKernel(CpuKernel):
     return made._replace(keep=(made.keep, self._keep), user_data=address)
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
-    # Of the C function itself, which may be of a library with others.
+    # The turn of the C function itself, which may be of a library with others.
     return _callgate.KernelTurn.of_library(self._addresses[0] or 0) or super().turn(function)
 
   # -- results -----------------------------------------------------------------------------------

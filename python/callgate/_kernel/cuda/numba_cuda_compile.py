@@ -6,7 +6,7 @@ numba-cuda's linker a cubin with what `link=` names. Under Numba's own lock, on 
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalCall=false
-# What is imported here need not be installed where types are checked.
+# These packages need not be installed where types are checked.
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import Bound, Named, NamedKernel
 from callgate._kernel.cuda.options import TRITON_DEFAULTS, TritonOptions
 
-# What a kernel's key holds by value.
+# The types that a kernel's key holds by value.
 _PLAIN = (bool, int, float, str, type(None))
 _ALIGNMENT = 16  # bytes; Triton vectorises what it knows to be so aligned
 

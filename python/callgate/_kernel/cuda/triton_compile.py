@@ -7,7 +7,7 @@ has a device, and kept on disk; `@triton.heuristics` computes values from the ar
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# What is imported here need not be installed where types are checked.
+# These packages need not be installed where types are checked.
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DTYPES = {
   "float8_e4m3fn": "fp8e4nv", "float8_e4m3fnuz": "fp8e4b8",
   "float8_e5m2": "fp8e5", "float8_e5m2fnuz": "fp8e5b16",
 }  # fmt: skip
-# What scalars are passed as.
+# The types that scalars are passed as.
 _SCALARS = {c: n for n, c in _DTYPES.items() if c[:3] != "fp8"} | {"i1": "int8", "u1": "uint8"}
 _LOG = logging.getLogger("callgate")
 _COMPILING = threading.Lock()
@@ -69,7 +69,7 @@ class Compiled(NamedTuple):
   threads: int  # of a block
   shared: int  # bytes of dynamic shared memory
   cluster: tuple[int, int, int]  # blocks
-  # Of each pointer behind the user's parameters: bytes for each block of the grid; 0 for null.
+  # For each pointer behind the user's parameters: bytes for each block of the grid; 0 for null.
   scratch: tuple[int, ...]
 
 
@@ -238,7 +238,7 @@ def chosen(
   """One of the candidates: the fastest, as it is kept on disk or measured now, else the first."""
   if len(found) == 1:
     return found[0]
-  # What Triton tunes by: the arguments named as `key`, all dtypes, and the device.
+  # Triton tunes by these: the arguments named as `key`, all dtypes, and the device.
   tuners = (layer for layer in layers(kernel) if isinstance(layer, Autotuner))
   about = [f"{n}={_text(arguments.get(str(n)))}" for tuner in tuners for n in tuner.keys]
   about += [f"{n}:{v.dtype}" for n, v in arguments.items() if hasattr(v, "dtype")]

@@ -135,7 +135,7 @@ def _singles(bound: Bound, layout: Layout) -> str:
 class Layout(NamedTuple):
   """Describes the layout of a call's arrays, as far as a variant knows it."""
 
-  # Of arguments that are not raw: "f" for the result's elements, "o" for one, "s" for broadcast.
+  # For arguments that are not raw: "f" for the result's elements, "o" for one, "s" for broadcast.
   kinds: str
   axes: int  # how many axes, once neighbours are collapsed, those of kind "s" take; 0 for none
   vector: int  # elements that a thread takes at once

@@ -171,7 +171,7 @@ class Kept:
     key = self._key
     if key is None or compiled.library.has_dynamic_globals:
       return  # it holds addresses of this process
-    # What starts the threads of parallel loops: Numba leaves it out for cfuncs.
+    # The start of the threads of parallel loops: Numba leaves it out for cfuncs.
     compiled = compiled._replace(reload_init=list(compiled.library._reload_init))
     with contextlib.suppress(OSError, pickle.PicklingError, TypeError):  # it works as well without
       content = dumps(compiled._reduce())

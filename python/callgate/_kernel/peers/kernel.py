@@ -16,7 +16,7 @@ from callgate._kernel.peers.options import PeerOptions
 from callgate._kernel.peers.tvm_ffi import TvmFfiKernel
 from callgate._kernel.peers.warp import WarpKernel
 
-# Who takes the kernels of other libraries, by the module of their types.
+# The makers of kernels of other libraries, by the module of these kernels' types.
 _OTHERS = {
   "triton": "callgate.triton", "numba": "callgate.numba_cuda or callgate.numba",
   "cupy": "callgate.cupy", "ctypes": "callgate.cfunc",

@@ -98,7 +98,7 @@ class TvmFfiKernel(CpuKernel):
     return self._on_stream if platform == "cuda" else super().backend(platform)
 
   def _on_stream(self, call: Call) -> Emission:
-    # What the function does may differ from call to call, so no CUDA graph may replay it.
+    # The function may do another thing in each call, so no CUDA graph may replay it.
     return dataclasses.replace(self.emission(call), target=targets.KERNEL_SCRATCH_TARGET)
 
 

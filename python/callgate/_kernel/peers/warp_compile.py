@@ -6,7 +6,7 @@ needs are Warp's own structs, so that their layout is the installed version's.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# What is imported here need not be installed where types are checked.
+# These packages need not be installed where types are checked.
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def install() -> None:
 def uninstall() -> None:
   """Puts JAX's own engine back for its callbacks.
 
-  What was compiled before `install` serves again. Without a preceding `install`, does nothing.
+  Programs from before `install` serve again. Without a preceding `install`, does nothing.
 
   Example:
     >>> import callgate as cg
