@@ -130,18 +130,18 @@ def lanes() -> None:
 
 
 def plans() -> None:
-  pointer, scalar = _launch.Parameter.pointer, _launch.Parameter.scalar
+  pointer, scalar = _launch.LaunchParameter.pointer, _launch.LaunchParameter.scalar
   launch = _launch.Launch
   simple = launch("add", (4, 1, 1), (256, 1, 1), (pointer("operand", 0), pointer("result", 1)))
-  struct_parameter = _launch.Parameter(
+  struct_parameter = _launch.LaunchParameter(
     bytes(24), (_launch.Address(0, "scratch", 0), _launch.Address(16, "operand", 2))
   )
   rich = launch(
     "_Z3sumPfi", (8, 2, 1), (32, 4, 1), (struct_parameter, scalar(3, "int32")), 1024, (2, 1, 1)
   )
   for name, plan in {
-    "one": _launch.Plan("key", (), (simple,)),
-    "two": _launch.Plan("key", (), (rich, simple), (4096, 0), (0, 3)),
+    "one": _launch.LaunchPlan("key", (), (simple,)),
+    "two": _launch.LaunchPlan("key", (), (rich, simple), (4096, 0), (0, 3)),
   }.items():
     keep("launch_plan", name, encoded(_launch.encode("seed", plan)))
 

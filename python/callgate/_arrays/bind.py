@@ -44,7 +44,7 @@ def bind(
     return flat(_host_converter(arrays), to_numpy)
 
   @functools.cache
-  def on_gpu() -> tuple[gpu.Library, Function]:
+  def on_gpu() -> tuple[gpu.GpuLibrary, Function]:
     library = gpu.library(arrays)
     return library, flat(library.convert, library.result)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GPU's arrays as the array libraries have them: CuPy's, PyTorch's, Numba's, on XLA's stream.
 
-A `Library` turns the runtime's Buffers into its arrays without a copy, and runs the callable such
-that what the library enqueues goes to XLA's stream, on the program's GPU. Each library is imported
-with the first call that needs it. All of this runs under the GIL, on XLA's thread.
+A `GpuLibrary` turns the runtime's Buffers into its arrays without a copy, and runs the callable
+such that what the library enqueues goes to XLA's stream, on the program's GPU. Each library is
+imported with the first call that needs it. All of this runs under the GIL, on XLA's thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXTRAS = {
 STREAMS = tuple(_EXTRAS)
 
 
-class Library(NamedTuple):
+class GpuLibrary(NamedTuple):
   """Describes how a callable works with a library's arrays on a GPU."""
 
   convert: Callable[[Any], Any]  # makes the library's array from a Buffer on a GPU
@@ -37,10 +37,10 @@ class Library(NamedTuple):
 
 
 @functools.cache  # at most one entry for each library
-def library(kind: str) -> Library:
+def library(kind: str) -> GpuLibrary:
   """The library behind `arrays=kind`, imported; GateDefinitionError where it is not installed."""
   if kind == "buffer":
-    return Library(same, returned, lambda stream, ordinal, function: function())
+    return GpuLibrary(same, returned, lambda stream, ordinal, function: function())
   return {"cupy": _cupy, "torch": _torch, "numba": _numba}[kind]()
 
 
@@ -74,7 +74,7 @@ def same(value: Any) -> Any:
 
 
 # -- CuPy ----------------------------------------------------------------------------------------
-def _cupy() -> Library:
+def _cupy() -> GpuLibrary:
   cupy = _import("cupy", "arrays='cupy'")
 
   def convert(buffer: Any) -> Any:
@@ -98,7 +98,7 @@ def _cupy() -> Library:
     with cupy.cuda.Device(ordinal), _cupy_stream(cupy, stream, ordinal):
       return function()
 
-  return Library(convert, result, run)
+  return GpuLibrary(convert, result, run)
 
 
 class _Stream:
@@ -120,7 +120,7 @@ def _cupy_stream(cupy: Any, stream: int, ordinal: int) -> Any:
 
 
 # -- PyTorch -------------------------------------------------------------------------------------
-def _torch() -> Library:
+def _torch() -> GpuLibrary:
   torch = _import("torch", "arrays='torch'")
 
   def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
@@ -128,7 +128,7 @@ def _torch() -> Library:
     with torch.cuda.stream(_torch_stream(torch, stream, ordinal)):
       return function()
 
-  return Library(torch_converter(), returned, run)
+  return GpuLibrary(torch_converter(), returned, run)
 
 
 @functools.lru_cache(maxsize=64)
@@ -137,7 +137,7 @@ def _torch_stream(torch: Any, stream: int, ordinal: int) -> Any:
 
 
 # -- Numba ---------------------------------------------------------------------------------------
-def _numba() -> Library:
+def _numba() -> GpuLibrary:
   cuda = _import("numba", "arrays='numba'")
 
   def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
@@ -146,4 +146,4 @@ def _numba() -> Library:
       return function()
 
   # Without waiting: the array's `stream` is XLA's, and the runtime has the default stream wait.
-  return Library(functools.partial(cuda.as_cuda_array, sync=False), returned, run)
+  return GpuLibrary(functools.partial(cuda.as_cuda_array, sync=False), returned, run)

@@ -104,7 +104,7 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
       yield str(folder)
 
 
-class Image(NamedTuple):
+class CompiledImage(NamedTuple):
   """Machine code, or PTX for the driver to compile."""
 
   code: bytes  # a cubin, or PTX as text that ends in a zero byte
@@ -114,7 +114,7 @@ class Image(NamedTuple):
 class Built(NamedTuple):
   """A compiled kernel; `entry` is the function's name in the image."""
 
-  image: Image
+  image: CompiledImage
   entry: str
 
 
@@ -151,7 +151,7 @@ def build(
     return made, _included(source, folders)
 
   entry, _, code = cache.find_or_make(key, make).read_bytes().partition(b"\n")
-  return Built(Image(code, made_for), entry.decode())
+  return Built(CompiledImage(code, made_for), entry.decode())
 
 
 def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[list[str], int]:

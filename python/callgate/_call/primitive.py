@@ -272,7 +272,7 @@ def _spec(context: Any, site: CallSite) -> str:
     return site.exported_spec
   dispatch.keep_with_program(context, site.kept)
   if site.has_objects:
-    lowering.add_keepalive(context, names.Objects(site.kept))
+    lowering.add_keepalive(context, names.NamedObjects(site.kept))
   return site.spec
 
 

@@ -154,7 +154,7 @@ def keep_consumer_error(error: BaseException, where: str) -> None:
   no more notes either.
   """
 
-  def takes(one: _kept.Kept) -> bool:
+  def takes(one: _kept.KeptError) -> bool:
     kept = one.exception
     return kept is not error and foreign.is_a(kept, LossError) and kept.takes(error)
 
@@ -169,7 +169,7 @@ def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) 
   """
   where = f"callgate: raised in {consumer} of '{channel}'"
 
-  def counts(one: _kept.Kept) -> bool:
+  def counts(one: _kept.KeptError) -> bool:
     error = one.exception
     if one.consumer != where or not isinstance(error, ConsumerError) or error.said != message:
       return False

@@ -37,7 +37,7 @@ _timeouts: collections.OrderedDict[int, int] = collections.OrderedDict()
 
 
 @dataclasses.dataclass(eq=False)
-class Kept:
+class KeptError:
   """A failure of a program or of a consumer.
 
   Attributes:
@@ -59,7 +59,7 @@ class Kept:
 
 
 # Guarded by _lock; at most _LIMIT entries, in blocks _LIMIT_IN_BLOCKS.
-_store: collections.OrderedDict[int, Kept] = collections.OrderedDict()
+_store: collections.OrderedDict[int, KeptError] = collections.OrderedDict()
 # Claimed ones, by id. Guarded by _lock; at most _LIMIT_IN_BLOCKS entries.
 _let_go: collections.OrderedDict[int, None] = collections.OrderedDict()
 # For each block that is open, the first id that can be of a failure in it. Guarded by _lock,
@@ -69,7 +69,7 @@ blocks: list[int] = []
 # stay. Bounded, as a consumer that raises for every record of a long run must not fill the memory.
 # Guarded by _lock; emptied by whoever asks, and at most _LIMIT of programs and _LIMIT_OF_CONSUMERS
 # entries.
-waiting: list[Kept] = []
+waiting: list[KeptError] = []
 _LIMIT_OF_CONSUMERS = 64
 _uncounted = 0  # consumers' failures beyond that. Guarded by _lock
 # The runs whose exception for the main thread somebody has got: each shard's call may raise one.
@@ -100,7 +100,7 @@ def _keep(exception: BaseException, run: int, thread: int, for_main: bool) -> in
   global _next_id
   with _lock:
     _next_id += 1
-    kept = Kept(_next_id, exception, thread or threading.get_ident(), run)
+    kept = KeptError(_next_id, exception, thread or threading.get_ident(), run)
     if for_main:
       kept.claimed = run in _interrupted or foreign.is_attached(exception, _TOLD)
       kept.for_main = not kept.claimed
@@ -139,7 +139,7 @@ def id_in(text: str) -> int | None:
     return _timeouts[number]
 
 
-def find(text: str, *, claim: bool = True) -> Kept | None:
+def find(text: str, *, claim: bool = True) -> KeptError | None:
   """The failure that an error's text stands for, if it is still here."""
   number = id_in(text) or 0
   with _lock:
@@ -149,7 +149,7 @@ def find(text: str, *, claim: bool = True) -> Kept | None:
     return kept
 
 
-def claimed(kept: Kept) -> None:
+def claimed(kept: KeptError) -> None:
   """Somebody has got it. Older ones that somebody has got are kept no longer."""
   with _lock:
     kept.claimed = True
@@ -174,7 +174,7 @@ def take_back(text: str) -> BaseException | None:
   return None if kept is None else kept.exception
 
 
-def take(text: str) -> Kept | None:
+def take(text: str) -> KeptError | None:
   """As `find`; it is kept no longer, nor is what its traceback's frames hold."""
   with _lock:
     if (kept := find(text)) is not None:
@@ -182,7 +182,7 @@ def take(text: str) -> Kept | None:
     return kept
 
 
-def newest_first() -> list[Kept]:
+def newest_first() -> list[KeptError]:
   """All that is kept, the newest first."""
   with _lock:
     return list(reversed(_store.values()))
@@ -219,13 +219,15 @@ def keep_consumers(exception: BaseException, consumer: str) -> bool:
   global _uncounted
   with _lock:
     if has_room := sum(bool(one.consumer) for one in waiting) < _LIMIT_OF_CONSUMERS:
-      waiting.append(Kept(0, exception, consumer=consumer))
+      waiting.append(KeptError(0, exception, consumer=consumer))
     else:
       _uncounted += 1
   return has_room
 
 
-def find_consumers(holds: Callable[[Kept], bool], *, take: bool = False) -> BaseException | None:
+def find_consumers(
+  holds: Callable[[KeptError], bool], *, take: bool = False
+) -> BaseException | None:
   """The oldest exception of a consumer for which `holds`, or None."""
   with _lock:
     for index, one in enumerate(waiting):

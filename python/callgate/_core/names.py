@@ -230,7 +230,7 @@ def _of_content(made: str) -> Exact | None:
   return found[min(int(number or 0), len(found) - 1)] if found else None
 
 
-class Objects:
+class NamedObjects:
   """Keeps, with a program, the objects that it names; such a program can't be pickled."""
 
   def __init__(self, kept: Sequence[Exact], what: str = "") -> None:

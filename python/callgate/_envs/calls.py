@@ -24,7 +24,7 @@ SHARDING = "expected such as NamedSharding(mesh, PartitionSpec('d')), which spli
 
 
 class EnvGate(Gate):
-  """A method of `Lanes` as a gate. On workers each argument has a leading axis: of their shares."""
+  """A method of `EnvLanes` as a gate. On workers each argument has a leading axis of shares."""
 
   kind = "envs"
 
@@ -55,7 +55,7 @@ class EnvGate(Gate):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class EnvLayout:
   """Which device and which worker has which environments.
 
   Attributes:
@@ -71,7 +71,7 @@ class Layout:
   workers: int
 
   @classmethod
-  def checked(cls, label: str, count: int, sharding: Any, workers: int) -> Layout:
+  def checked(cls, label: str, count: int, sharding: Any, workers: int) -> EnvLayout:
     if sharding is not None:
       if not isinstance(sharding, jax.sharding.NamedSharding):
         raise GateDefinitionError(f"{label}: sharding: {SHARDING}, got {sharding!r}")

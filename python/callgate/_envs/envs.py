@@ -19,8 +19,8 @@ from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.failures import raise_deferred
 from callgate._envs import infos, seeds, spaces
-from callgate._envs.calls import EnvGate, Layout
-from callgate._envs.lanes import Lanes, LanesMethod, Plan, plan_of
+from callgate._envs.calls import EnvGate, EnvLayout
+from callgate._envs.lanes import EnvLanes, EnvPlan, LanesMethod, plan_of
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._runtime import config
@@ -129,7 +129,7 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
     raise GateDefinitionError(f"{label}: record_steps=True: expected record=, got None")
   timeout = check.or_none(check.seconds, label, "timeout", options.timeout)
   workers = run_on.count if isinstance(run_on, Workers) else 0
-  layout = Layout.checked(label, count, options.sharding, workers)
+  layout = EnvLayout.checked(label, count, options.sharding, workers)
   info = infos.declared(label, options.info)
   plan = _on(run_on, functools.partial(plan_of, label, make, count, info, to is not None))
   return Envs(name, _Programs(name, plan, layout, run_on, timeout, to, steps))
@@ -140,19 +140,19 @@ def _on(run_on: Any, function: Callable[[], Any]) -> Any:
   return run_on.run(function) if isinstance(run_on, Thread) else function()
 
 
-_OF_WORKERS = ("shut", "rendered", "picture")  # methods of `Lanes` that are called there alone
+_OF_WORKERS = ("shut", "rendered", "picture")  # methods of `EnvLanes` that are called there alone
 
 
 class _Programs:
   """The traced part: the gates and the arrays around their calls."""
 
   def __init__(
-    self, name: str, plan: Plan, layout: Layout, run_on: Any, timeout: float | None, to: Any,
+    self, name: str, plan: EnvPlan, layout: EnvLayout, run_on: Any, timeout: float | None, to: Any,
     steps: bool,
   ) -> None:  # fmt: skip
     self.plan, self.layout, self.to, self.steps = plan, layout, to, steps
     self.run_on = run_on
-    self.instances = objects.Instances(functools.partial(Lanes, plan), by_lane=False)
+    self.instances = objects.Instances(functools.partial(EnvLanes, plan), by_lane=False)
     split = "shard" if layout.sharding is not None else None
     elsewhere = isinstance(run_on, Workers)
     self._here: dict[str, EnvGate] = {}

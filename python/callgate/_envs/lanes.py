@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environments themselves, in the process where they are stepped.
 
-A process has one `Lanes` of each `callgate.envs`, with those environments that it was asked to
+A process has one `EnvLanes` of each `callgate.envs`, with those environments that it was asked to
 reset. Calls for different ones may come from several threads.
 """
 
@@ -27,7 +27,7 @@ from callgate._workers import objects
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class EnvPlan:
   """Describes the environments to all processes.
 
   Attributes:
@@ -70,7 +70,7 @@ class Plan:
     return seen, number, flag, flag, info, episodes
 
 
-def plan_of(label: str, make: Any, count: int, info: Any, episodes: bool) -> Plan:
+def plan_of(label: str, make: Any, count: int, info: Any, episodes: bool) -> EnvPlan:
   """The spaces of an environment, which is closed again."""
   spaces.gymnasium(label)
   try:
@@ -102,7 +102,7 @@ def plan_of(label: str, make: Any, count: int, info: Any, episodes: bool) -> Pla
   if callable(getattr(env, "close", None)):
     env.close()
   reward = np.dtype(tracing.canonical_dtype(np.dtype(np.float64)))
-  return Plan(label, make, count, seen, done, *types, info, reward, episodes)
+  return EnvPlan(label, make, count, seen, done, *types, info, reward, episodes)
 
 
 class _Lane:
@@ -116,14 +116,14 @@ class _Lane:
     self.total, self.length = 0.0, 0  # of the episode
 
 
-class Lanes:
+class EnvLanes:
   """The environments of one process, by lane.
 
-  Results are written to rows of `out`, views of a program's memory: of what `Plan` says. A lane
-  number of `Plan.count` or more is one that fills a call up, and has no environment.
+  Results are written to rows of `out`, views of a program's memory: of what `EnvPlan` says. A lane
+  number of `EnvPlan.count` or more is one that fills a call up, and has no environment.
   """
 
-  def __init__(self, plan: Plan) -> None:
+  def __init__(self, plan: EnvPlan) -> None:
     self._plan = plan
     self._lanes: dict[int, _Lane] = {}
     self._seen = Store.all_of("observation", plan.observations)
@@ -315,7 +315,7 @@ def _fill(view: Any, count: int, values: Any) -> None:
 
 
 class LanesMethod(objects.MethodOf):
-  """A method of a process's `Lanes`, as a function that travels with the user's `make`."""
+  """A method of a process's `EnvLanes`, as a function that travels with the user's `make`."""
 
   def __reduce__(self) -> Any:
     return LanesMethod, (self.instances, self.name)

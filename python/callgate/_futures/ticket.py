@@ -36,7 +36,7 @@ from callgate._workers import objects
 from callgate._workers.threads import Thread
 
 
-class _Call(NamedTuple):
+class _StartedCall(NamedTuple):
   """Holds what is fixed about a started call when it is traced."""
 
   gate: Any  # the core
@@ -55,7 +55,7 @@ class Ticket:
 
   __slots__ = ("_among", "_args", "_call", "_handle")
 
-  def __init__(self, call: _Call, handle: Handle, args: Any) -> None:
+  def __init__(self, call: _StartedCall, handle: Handle, args: Any) -> None:
     self._call, self._handle, self._args = call, handle, args
     self._among = _started(handle.words)
 
@@ -110,7 +110,7 @@ def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
     more: dict[str, Any] = {**place, _CALL: (*trees, static, site.cast, types)}
     handle = _parts(core).begin(*leaves, **more)
   args, kwargs = jax.tree.unflatten(in_tree, leaves)
-  return Ticket(_Call(core, static, results, out_tree), handle, (args, kwargs))
+  return Ticket(_StartedCall(core, static, results, out_tree), handle, (args, kwargs))
 
 
 def _check(gate: Gate) -> None:
@@ -126,15 +126,15 @@ def _check(gate: Gate) -> None:
     )
 
 
-class _Parts(NamedTuple):
+class _Gates(NamedTuple):
   begin: Hold
   wait: Callable[[str, tuple[Any, ...], exact.Exact], Use]
 
 
-def _parts(gate: Gate) -> _Parts:
+def _parts(gate: Gate) -> _Gates:
   """The gates that start calls of a gate and wait for them, which live as long as it does."""
   if (made := gate.__dict__.get("_future_parts")) is None:
-    made = gate.__dict__["_future_parts"] = _Parts(
+    made = gate.__dict__["_future_parts"] = _Gates(
       _begin(gate) if gate.is_here else _begin_elsewhere(gate),
       functools.lru_cache(64)(functools.partial(_waiter, weakref.ref(gate))),
     )
@@ -211,7 +211,7 @@ def result(gate: Gate, ticket: Any) -> Any:
 # -- result ----------------------------------------------------------------------------------------
 def _wait(ticket: Ticket, started: list[Any]) -> Any:
   """The result of a ticket, after all that were `started`."""
-  call: _Call = ticket._call  # pyright: ignore[reportPrivateUsage]
+  call: _StartedCall = ticket._call  # pyright: ignore[reportPrivateUsage]
   handle, args = ticket._handle, ticket._args  # pyright: ignore[reportPrivateUsage]
   if handle.words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
     return jax.vmap(lambda ticket: _wait(ticket, started))(ticket)
@@ -234,7 +234,7 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
   return with_rule(handle, args, earlier)
 
 
-def _call_again(call: _Call, given: Any) -> Any:
+def _call_again(call: _StartedCall, given: Any) -> Any:
   args, kwargs = given
   return derivatives.apply(call.gate, args, kwargs, call.static)
 

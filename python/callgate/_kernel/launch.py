@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Works out, when a call of a CUDA kernel is lowered, what it launches; programs hold that.
 
-A kernel's *CUDA part* says what a call launches (`Plan`). Programs hold the plan as plain numbers,
-and a variant's name, "name[cuda:key]", for the images of its functions; the runtime fills in
-addresses and launches, without Python. Plans depend on shapes: where XLA's partitioner cuts a
+A kernel's *CUDA part* says what a call launches (`LaunchPlan`). Programs hold the plan as plain
+numbers, and a variant's name, "name[cuda:key]", for the images of its functions; the runtime fills
+in addresses and launches, without Python. Plans depend on shapes: where XLA's partitioner cuts a
 call's arrays into tiles, `Kernel.retile` makes one for a tile from what the call holds.
 """
 
@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from callgate import _callgate
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import CompiledImage
 from callgate._call.site import Call, Callee, Emission
 from callgate._core import attributes, static_values
 from callgate._core import options as check
@@ -44,20 +44,20 @@ class Address:
   index: int  # which of them, counted flat
 
 
-class Parameter(NamedTuple):
+class LaunchParameter(NamedTuple):
   """One parameter of a kernel, by value, as it lies in memory."""
 
   data: bytes
   addresses: tuple[Address, ...] = ()
 
   @staticmethod
-  def pointer(of: Of, index: int, extents: Sequence[int] = ()) -> Parameter:
+  def pointer(of: Of, index: int, extents: Sequence[int] = ()) -> LaunchParameter:
     """A pointer, and what a view has behind it."""
-    return Parameter(bytes(8) + np.array(extents, "<i8").tobytes(), (Address(0, of, index),))
+    return LaunchParameter(bytes(8) + np.array(extents, "<i8").tobytes(), (Address(0, of, index),))
 
   @staticmethod
-  def scalar(value: Any, dtype: Any) -> Parameter:
-    return Parameter(static_values.in_dtype(value, dtype).tobytes())
+  def scalar(value: Any, dtype: Any) -> LaunchParameter:
+    return LaunchParameter(static_values.in_dtype(value, dtype).tobytes())
 
 
 class Launch(NamedTuple):
@@ -66,16 +66,16 @@ class Launch(NamedTuple):
   entry: str  # the function's name in the image, mangled if it is
   grid: Extent  # blocks
   block: Extent  # threads
-  parameters: tuple[Parameter, ...]  # in the function's order
+  parameters: tuple[LaunchParameter, ...]  # in the function's order
   shared: int = 0  # bytes of dynamic shared memory
   cluster: Extent | None = None  # blocks of a cluster
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
   """All that one call of a kernel does on the device."""
 
   key: str  # names the images among the kernel's variants; the same in every process
-  images: tuple[Image, ...]  # one for each compute capability that it was compiled for
+  images: tuple[CompiledImage, ...]  # one for each compute capability that it was compiled for
   launches: tuple[Launch, ...]  # in order, on one stream
   scratch: tuple[int, ...] = ()  # bytes of each block of scratch memory, from XLA's allocator
   zeroed: tuple[int, ...] = ()  # results that are set to zero first, by flat position
@@ -129,7 +129,7 @@ _OF = ("operand", "result", "scratch")
 _ALIGNMENT = 16  # of a parameter; more than any type asks for
 
 
-def encode(label: str, plan: Plan) -> dict[str, Any]:
+def encode(label: str, plan: LaunchPlan) -> dict[str, Any]:
   """A plan as src/cuda/launch.h reads it; without its images."""
 
   def integers(**values: Sequence[int]) -> dict[str, Any]:
@@ -183,10 +183,10 @@ class CudaPart(abc.ABC):
   arch: tuple[int, ...] = ()  # to compile for where this process has no device; () for PTX
 
   @abc.abstractmethod
-  def plan(self, call: CudaCall) -> Plan:
+  def plan(self, call: CudaCall) -> LaunchPlan:
     """Returns what a call launches; raises where it can't take it, or can't be compiled."""
 
-  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
+  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[CompiledImage, ...] | None:
     """The images of a plan of this key, for another process's program; None where it can't tell."""
     return None
 
@@ -215,7 +215,7 @@ def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
 
 
 def variant(
-  kernel: Callee, part: CudaPart, key: str, images: Sequence[Image]
+  kernel: Callee, part: CudaPart, key: str, images: Sequence[CompiledImage]
 ) -> _callgate.CudaKernel:
   """The runtime's handle on the variant of a kernel that has these images."""
   with _lock:  # threads that lower at once get the same variant
@@ -262,7 +262,7 @@ def tiles(label: str, static: Mapping[str, Any], *, grid: bool = False) -> str:
   return json.dumps({"grid": grid, "static": held}, separators=(",", ":"))
 
 
-def planned(kernel: Callee, part: CudaPart, call: CudaCall) -> Plan:
+def planned(kernel: Callee, part: CudaPart, call: CudaCall) -> LaunchPlan:
   """The plan of a call, checked."""
   batch, grid = call.batch, f"{kernel.label}: vmap='grid': expected"
   if batch is not None and batch > _MAX_BATCH:

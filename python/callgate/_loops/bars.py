@@ -122,7 +122,7 @@ def make(
   if style == "rich":
     from callgate._loops import rich
 
-    return rich.Bar(file=file, way=way, **what)
+    return rich.RichBar(file=file, way=way, **what)
   bar: Any = None
   if notebook and file is sys.stderr:
     with contextlib.suppress(ImportError):  # without ipywidgets

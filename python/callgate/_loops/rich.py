@@ -50,7 +50,7 @@ class _Display:
     )  # fmt: skip
 
 
-class Bar:
+class RichBar:
   """A bar with tqdm's methods, as far as who draws calls them."""
 
   def __init__(

@@ -60,7 +60,7 @@ class Equation(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class EqnPlace:
   """Where an equation stands, and the indices of the loops around it."""
 
   path: tuple[int, ...] = ()  # ids of the equations around it
@@ -70,7 +70,7 @@ class Place:
   around: tuple[int, ...] = ()  # the numbers of their first equations
   source: str = ""  # of the innermost equation around it that has one
 
-  def inside(self, eqn: Any) -> Place:
+  def inside(self, eqn: Any) -> EqnPlace:
     source = sources.source_of(eqn) or self.source
     return dataclasses.replace(self, path=(*self.path, id(eqn)), source=source)
 
@@ -93,9 +93,11 @@ class Watch:
     steps = jnp.full(self._depth, -1, np.int32)
     ranges = jnp.zeros((self._operands, 2))
     state = State(nothing, nothing, nothing, nothing, steps, steps, ranges, jnp.int32(-1))
-    return self._jaxpr(self.closed, args, state, Place())[1]
+    return self._jaxpr(self.closed, args, state, EqnPlace())[1]
 
-  def _jaxpr(self, jaxpr: Any, args: Values, state: State, place: Place) -> tuple[list[Any], State]:
+  def _jaxpr(
+    self, jaxpr: Any, args: Values, state: State, place: EqnPlace
+  ) -> tuple[list[Any], State]:
     if id(jaxpr) not in self._axes:
       self._axes[id(jaxpr)] = lanes.axes_of(jaxpr)
     axes = self._axes[id(jaxpr)]
@@ -123,7 +125,7 @@ class Watch:
 
   # -- equations -----------------------------------------------------------------------------------
   def _leaf(
-    self, eqn: Any, ins: Values, state: State, place: Place, axes: Mapping[Any, lanes.Axes]
+    self, eqn: Any, ins: Values, state: State, place: EqnPlace, axes: Mapping[Any, lanes.Axes]
   ) -> tuple[Sequence[Any], State]:
     outs = walk.bind_equation(eqn, ins)
     # A Ref holds what other equations have made.
@@ -161,7 +163,7 @@ class Watch:
     numbers = [jnp.asarray(index, np.int32) for index in indices]
     return jnp.stack([*numbers, *[jnp.int32(-1)] * (self._depth - len(numbers))])
 
-  def _number(self, eqn: Any, place: Place, axes: Mapping[Any, lanes.Axes]) -> int:
+  def _number(self, eqn: Any, place: EqnPlace, axes: Mapping[Any, lanes.Axes]) -> int:
     path = (*place.path, id(eqn))
     if path not in self._numbers:
       self._numbers[path] = len(self.equations)
@@ -179,7 +181,7 @@ class Watch:
       )
     return self._numbers[path]
 
-  def _loop(self, eqn: Any, place: Place, step: Any) -> Place:
+  def _loop(self, eqn: Any, place: EqnPlace, step: Any) -> EqnPlace:
     """The place of what runs in a step of a loop."""
     inside = place.inside(eqn)
     number = self._loops.setdefault(inside.path, len(self.equations))
@@ -196,11 +198,11 @@ class Watch:
     return jnp.stack([jnp.asarray(table)[state.number], steps], axis=1).reshape(-1)
 
   # -- equations that hold others ------------------------------------------------------------------
-  def _call(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+  def _call(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     inner = next(eqn.params[key] for key in _INNER if key in eqn.params)
     return self._jaxpr(inner, ins, state, place.inside(eqn))
 
-  def _cond(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+  def _cond(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     index, *operands = ins
 
     def branch(number: int) -> Callable[..., Any]:
@@ -212,7 +214,7 @@ class Watch:
     branches = [branch(number) for number in range(len(eqn.params["branches"]))]
     return jax.lax.switch(index, branches, state)
 
-  def _scan(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+  def _scan(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     if lanes.has_step_for_each(eqn):
       return self._lanes(eqn, ins, state, place)
     params = eqn.params
@@ -234,7 +236,7 @@ class Watch:
     )
     return [*carry, *ys], state
 
-  def _lanes(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+  def _lanes(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     """Each lane is looked at by itself; of what they find the program's first counts."""
     params = eqn.params
     held, count = loops.scan_counts(params)
@@ -254,7 +256,7 @@ class Watch:
     )
     return [*carry, *ys], _first(states, orders) if params["length"] else state
 
-  def _while(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+  def _while(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     params = eqn.params
     asked, held, values = loops.split_operands(params, ins)
 
@@ -279,7 +281,9 @@ class Watch:
     _, _, state, values = jax.lax.while_loop(lambda carried: carried[1].any(), body, carried)
     return values, state
 
-  def _shard_map(self, eqn: Any, ins: Values, state: State, place: Place) -> tuple[Values, State]:
+  def _shard_map(
+    self, eqn: Any, ins: Values, state: State, place: EqnPlace
+  ) -> tuple[Values, State]:
     """Each device looks by itself; of what they find the first in the program's order counts."""
     params = eqn.params
     names = tuple(name for name in params["mesh"].axis_names if name in params["newly_manual_axes"])

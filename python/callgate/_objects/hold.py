@@ -28,7 +28,7 @@ from callgate._objects import table
 from callgate._objects.handle import SCOPE, TYPE, Handle
 from callgate._objects.remote import on_workers
 from callgate._objects.resolve import is_handle, name_objects, resolved
-from callgate._objects.table import Held, Kept, Maker
+from callgate._objects.table import Held, KeptObjects, Maker
 from callgate._workers import threads
 from callgate._workers.threads import Thread as OneThread
 from callgate._workers.workers import Workers, shared
@@ -364,7 +364,7 @@ class Using:
     self, make: Callable[..., Any], user: str, lead: int = 0, kept: tuple[Held, ...] = ()
   ) -> None:
     self.make, self.user, self.lead = make, user, lead
-    self.kept = Kept(kept) if kept else None
+    self.kept = KeptObjects(kept) if kept else None
     functools.update_wrapper(self, make, updated=())
 
   def __reduce__(self) -> Any:

@@ -79,7 +79,7 @@ def linear_solver(
   _options.or_none(_options.function, label, "solve_transposed", solve_transposed)
   _options.or_none(_options.function, label, "matvec", matvec)
   _options.boolean(label, "symmetric", symmetric)
-  parts = _Parts(factor, solve, solve_transposed, matvec, symmetric)
+  parts = _SolverFunctions(factor, solve, solve_transposed, matvec, symmetric)
   place: dict[str, Any] = {"run_on": run_on, "thread": thread, "timeout": timeout}
   of_objects = on_thread(place, threads.objects())
   if run_on is None:  # one call has no object that outlives it
@@ -94,7 +94,7 @@ def _as_b(a: Any, b: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Parts:
+class _SolverFunctions:
   """The user's functions."""
 
   factor: Callable[..., Any]
@@ -110,7 +110,7 @@ class _Solver(TwoArguments):
   kind = "linear solver"
   names = ("a", "b")
 
-  def __init__(self, parts: _Parts, options: GateOptions, place: dict[str, Any]) -> None:
+  def __init__(self, parts: _SolverFunctions, options: GateOptions, place: dict[str, Any]) -> None:
     factor, solve = parts.factor, parts.solve  # all that goes to a worker
 
     def call(a: Any, b: Any) -> Any:

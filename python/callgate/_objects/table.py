@@ -46,7 +46,7 @@ class Held(NamedTuple):
   thread: Thread | None  # on which it was made, if it is one of `callgate.thread`: its end is there
 
 
-class Kept:
+class KeptObjects:
   """Keeps objects alive that a program knows as constants, as long as the program holds this."""
 
   def __init__(self, held: Iterable[Held]) -> None:
@@ -55,7 +55,7 @@ class Kept:
       _kept.update(self.numbers)
 
   def __reduce__(self) -> Any:
-    return Kept, ((),)  # another process has none of them
+    return KeptObjects, ((),)  # another process has none of them
 
   def __del__(self) -> None:
     with _lock:

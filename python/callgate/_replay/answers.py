@@ -18,7 +18,7 @@ from callgate._replay import differ
 from callgate._replay.calls import Recorded, digest
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
   """Where a call was made."""
 
   site: str
@@ -29,14 +29,14 @@ class Place(NamedTuple):
 Calls = collections.OrderedDict[int, Recorded]  # by number; its first is found at once
 
 
-class _Gate:
+class _GateCalls:
   """The recorded calls of a gate: those that are left, by what they are looked for."""
 
   def __init__(self, effect: str, waits: bool) -> None:
     self.effect, self.waits = effect, waits
     self.count = 0
     self.left: Calls = Calls()
-    self.of_place: dict[Place, Calls] = collections.defaultdict(Calls)
+    self.of_place: dict[CallPlace, Calls] = collections.defaultdict(Calls)
     self.of_device: dict[int, Calls] = collections.defaultdict(Calls)
     self.equal: dict[tuple[bytes, ...], Calls] = collections.defaultdict(Calls)
     self.given: dict[tuple[bytes, ...], Calls] = collections.defaultdict(Calls)
@@ -61,9 +61,9 @@ class Answers:
 
   def __init__(self, recorded: Iterable[Recorded], rtol: float, atol: float) -> None:
     self._tolerance = (rtol, atol)
-    self._gates: dict[str, _Gate] = {}
+    self._gates: dict[str, _GateCalls] = {}
     for call in sorted(recorded, key=lambda call: call.number):
-      self._gates.setdefault(call.gate, _Gate(call.effect, call.waits)).add(call)
+      self._gates.setdefault(call.gate, _GateCalls(call.effect, call.waits)).add(call)
 
   def gates(self) -> list[str]:
     return sorted(self._gates)
@@ -77,7 +77,7 @@ class Answers:
     """How many calls of the gate there are."""
     return self._gates[name].count if name in self._gates else 0
 
-  def take(self, name: str, place: Place, operands: Sequence[Value]) -> Recorded | None:
+  def take(self, name: str, place: CallPlace, operands: Sequence[Value]) -> Recorded | None:
     """The recorded call that answers; None where none does."""
     if (gate := self._gates.get(name)) is None:
       return None
@@ -90,7 +90,7 @@ class Answers:
       gate.give(call)
     return call
 
-  def expected(self, name: str, place: Place) -> Recorded | None:
+  def expected(self, name: str, place: CallPlace) -> Recorded | None:
     """The recorded call that would have been the next there."""
     if (gate := self._gates.get(name)) is None:
       return None
@@ -101,7 +101,9 @@ class Answers:
   def _fits(self, call: Recorded, operands: Sequence[Value]) -> bool:
     return differ.is_close(call, operands, *self._tolerance)
 
-  def _nearest(self, gate: _Gate, place: Place, operands: Sequence[Value]) -> Recorded | None:
+  def _nearest(
+    self, gate: _GateCalls, place: CallPlace, operands: Sequence[Value]
+  ) -> Recorded | None:
     digests = tuple(map(digest, operands))
     found = _best(gate.equal.get(digests, Calls()).values(), place)
     if found is None and any(self._tolerance):
@@ -110,7 +112,9 @@ class Answers:
       found = _best(gate.given.get(digests, Calls()).values(), place)
     return found
 
-  def _within(self, gate: _Gate, place: Place, operands: Sequence[Value]) -> Recorded | None:
+  def _within(
+    self, gate: _GateCalls, place: CallPlace, operands: Sequence[Value]
+  ) -> Recorded | None:
     """The nearest within the tolerance: as a rule the next of the place."""
     for call in gate.of_place.get(place, Calls()).values():
       if self._fits(call, operands):
@@ -120,18 +124,18 @@ class Answers:
     return _best(fitting, place)
 
 
-def place_of(call: Recorded) -> Place:
-  return Place(call.site, call.device, call.lane)
+def place_of(call: Recorded) -> CallPlace:
+  return CallPlace(call.site, call.device, call.lane)
 
 
-def _next_in_order(gate: _Gate, place: Place) -> Recorded | None:
+def _next_in_order(gate: _GateCalls, place: CallPlace) -> Recorded | None:
   devices = gate.of_device
   alone = place.device not in devices and len(devices) == 1
   device = next(iter(devices)) if alone else place.device
   return next(iter(devices[device].values()), None) if device in devices else None
 
 
-def _best(calls: Iterable[Recorded], place: Place) -> Recorded | None:
+def _best(calls: Iterable[Recorded], place: CallPlace) -> Recorded | None:
   """The first of those whose place is the most alike."""
   best, least = None, 8
   for call in calls:

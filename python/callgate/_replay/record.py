@@ -86,7 +86,7 @@ class Recording(Block):
       None if self._digests else operands, tuple(map(calls.digest, operands)),
       waits=getattr(made, "waits", False),
     )  # fmt: skip
-    return _Call(self, call, run)
+    return _RecordedCall(self, call, run)
 
   def write(self, call: Recorded, run: int) -> None:
     """Writes a call that has ended; raises where the file does not take it."""
@@ -112,7 +112,7 @@ class Recording(Block):
         self._changed.notify_all()
 
 
-class _Call:
+class _RecordedCall:
   """A call that has begun; called with what it gave."""
 
   def __init__(self, block: Recording, call: Recorded, run: int) -> None:

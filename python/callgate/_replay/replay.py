@@ -11,7 +11,7 @@ from callgate._core.dtypes import Value
 from callgate._core.errors import ReplayError
 from callgate._core.tape import Answer, Type
 from callgate._replay import calls, differ, raised
-from callgate._replay.answers import Answers, Place
+from callgate._replay.answers import Answers, CallPlace
 from callgate._replay.block import Block
 from callgate._replay.calls import Recorded
 from callgate._replay.handles import without_handles
@@ -56,7 +56,7 @@ class Replay(Block):
   ) -> Any:  # fmt: skip
     del shard, run
     operands = without_handles(gate, spec, operands)
-    place = Place(site, device, lane)
+    place = CallPlace(site, device, lane)
     with self._changed:
       call = self._answers.take(gate, place, operands)
       if call is None and not self._partial:
@@ -81,7 +81,7 @@ class Replay(Block):
     answer.number = call.number
     return answer
 
-  def _refusal(self, gate: str, place: Place, operands: tuple[Value, ...]) -> str:
+  def _refusal(self, gate: str, place: CallPlace, operands: tuple[Value, ...]) -> str:
     site = traceback_line(place.site)
     at = ", ".join([f"lane {place.lane}"] + [f"device {place.device}"] * (place.device > 0))
     head = f"replay: {self.path!r}: gate '{gate}'" + (f", called at {site}" if site else "")

@@ -23,7 +23,7 @@ from callgate._steer import knob
 from callgate._steer.knob import Knob
 from callgate._steer.stop import stop, stop_reason
 from callgate._tap.tap import channel_stats
-from callgate._watch.answers import Answers
+from callgate._watch.answers import PageAnswers
 from callgate._watch.model import Model
 from callgate._watch.server import PageServer, Query, RequestError
 
@@ -48,7 +48,7 @@ class Server:
     self._checks = _FailedChecks()
     self._feed: LocalFeed | None = None
     model = Model()
-    self._answers = Answers(model, lambda: [] if self._feed is None else self._feed.states())
+    self._answers = PageAnswers(model, lambda: [] if self._feed is None else self._feed.states())
     gets = self._answers.gets() | {"state": lambda query: self._state(), "knobs": self._get_knobs}
     posts = {"knobs": self._set_knobs, "stop": self._stop}
     self._page = PageServer(gets, posts, port=port, option="port=")
@@ -231,7 +231,7 @@ class _FailedChecks:
     return [dict(zip(names, (n, f"{at:%H:%M:%S}", text), strict=True)) for n, at, text in held]
 
 
-class _Servers(Part):
+class _ServedPages(Part):
   """Closes the pages: they are there until programs have ended, so that these can be stopped."""
 
   name = "serve"
@@ -242,4 +242,4 @@ class _Servers(Part):
       server._end(wait=False)  # pyright: ignore[reportPrivateUsage]
 
 
-_part.join(_Servers())
+_part.join(_ServedPages())

@@ -42,7 +42,7 @@ class Called(Protocol):
   def sharding_rule(self, site: Any, operands: Sequence[Any], results: Sequence[Any]) -> Rule: ...
 
 
-class Bound(Protocol):
+class BoundLike(Protocol):
   """Describes a call of one, as the primitive has it (`_call/site.py`)."""
 
   @property
@@ -57,7 +57,9 @@ class Bound(Protocol):
   def numbered(self) -> Sequence[Numbered]: ...
 
 
-def of_gate(context: Any, avals: Sequence[Any], call: Bound) -> tuple[Sharded, Rule | None] | None:
+def of_gate(
+  context: Any, avals: Sequence[Any], call: BoundLike
+) -> tuple[Sharded, Rule | None] | None:
   """For a call of a gate or kernel; the rule is None where a function gives it later.
 
   `avals` are those of the call's operands: without those of the context that it does not take, and

@@ -22,7 +22,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._jax import partitioner, tracing
 from callgate._sharding import rules
 from callgate._sharding.rules import Rule, Shape
-from callgate._sharding.tiles import Plan, Tiling
+from callgate._sharding.tiles import TilePlan, Tiling
 
 Function = Callable[..., Any]
 Spec = Sequence[Any]  # as a PartitionSpec, with an entry for each dimension
@@ -36,7 +36,7 @@ def plan(
   results: Sequence[Shape],
   *,
   tap: bool = False,
-) -> Rule | Plan:
+) -> Rule | TilePlan:
   """Asks the function about operands (shape, dtype, `HloSharding`) on the mesh of `axes`."""
   if not axes:
     raise GateDefinitionError(
@@ -50,7 +50,7 @@ def plan(
     return found
   tiling = functools.partial(_tiling, label, mesh)
   ins = tuple(map(tiling, found[0], [shape for shape, _, _ in operands]))
-  return Plan(ins, tuple(map(tiling, found[1], results)), mesh.size)
+  return TilePlan(ins, tuple(map(tiling, found[1], results)), mesh.size)
 
 
 def result_specs(

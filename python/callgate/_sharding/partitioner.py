@@ -30,7 +30,7 @@ from callgate._sharding import module as local_module
 from callgate._sharding import tiles as _tiles
 from callgate._sharding.calls import Sharded, held_mesh
 from callgate._sharding.rules import Rule
-from callgate._sharding.tiles import Plan, Tiling
+from callgate._sharding.tiles import TilePlan, Tiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _arrays(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[_Array]:
 
 
 # A call's plan, and the shardings of its operands and results that XLA is told.
-_Solution = tuple[Plan, list[Any], list[Any]]
+_Solution = tuple[TilePlan, list[Any], list[Any]]
 # Programs hold many calls alike. Emptied when it is full. Under the GIL: single steps, and a call
 # that is solved twice does no harm; at most _MANY entries.
 _solutions: dict[Any, _Solution] = {}
@@ -66,7 +66,7 @@ _MANY = 1024
 _RULED = " has a function as its sharding rule, which"
 
 
-class _Call:
+class _AskedCall:
   """A call that XLA asks about: what it holds, and its arrays, but for a token."""
 
   def __init__(
@@ -128,7 +128,7 @@ class _Call:
       return self.given
     return partitioner.tuple_sharding(out) if self.is_tuple else out[0]
 
-  def _by_function(self) -> Rule | Plan:
+  def _by_function(self) -> Rule | TilePlan:
     """Asks the function of an operation, or of a tap's values, on the program's mesh."""
     about = self.about
     operands = [(a.shape, a.dtype, a.sharding) for a in self.operands]
@@ -144,7 +144,7 @@ class _Call:
     return functions.plan(operation.label, operation.sharding, about.mesh, operands, results)
 
   # -- the call on one device's tiles ------------------------------------------------------------
-  def module(self, target: str, plan: Plan) -> bytes:
+  def module(self, target: str, plan: TilePlan) -> bytes:
     about, held, skip = self.about, self.held, len(self.tokens)
     self._localise(plan)
     if self.located:
@@ -172,7 +172,7 @@ class _Call:
       broadcast=plan.groups if share else None,
     )
 
-  def _localise(self, plan: Plan) -> None:
+  def _localise(self, plan: TilePlan) -> None:
     """Rewrites what the call says of its arrays' extents, which are the tiles' now."""
     about, held = self.about, self.held
     # The whole size of each batch level, its size here, and where each device's part begins.
@@ -201,7 +201,7 @@ class _Call:
       parts = [(name, _tiles.encode(tiling, a.shape)) for name, a, tiling in named]
       held["layout"] = _json({"devices": about.devices, "operands": parts})
 
-  def _localise_tap(self, plan: Plan, sizes: list[int], starts: list[Any]) -> None:
+  def _localise_tap(self, plan: TilePlan, sizes: list[int], starts: list[Any]) -> None:
     code = json.loads(self.held["spec"])
     if self.located:
       leaves: list[Any] = []
@@ -212,13 +212,13 @@ class _Call:
         leaves.append(_tiles.encode(core, self.operands[index].shape[skip:]))
       code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": sizes}
       # `TapSpec::of` reads this of an array: its extents, and where each shard begins.
-      parts = [self._begins(_tiles.Part(leaf)) for leaf in leaves]
+      parts = [self._begins(_tiles.ShardedArray(leaf)) for leaf in leaves]
       self.held["parts"] = attributes.listed(parts)
       if padded := [{"leaf": np.int64(index), **parts[index]} for index in code["logical"]]:
         self.held["padded"] = attributes.listed(padded)
     self.held["spec"] = _json(code)
 
-  def _begins(self, part: _tiles.Part) -> dict[str, Any]:
+  def _begins(self, part: _tiles.ShardedArray) -> dict[str, Any]:
     begins = [s.start for device in range(self.devices) for s in part.slices(device)]
     return {"whole": np.array(part.shape, np.int64), "starts": np.array(begins, np.int64)}
 
@@ -235,7 +235,7 @@ def _sharding(array: _Array, given: Tiling, wanted: Tiling) -> Any:
   return partitioner.sharding_of_grid(wanted.grid(), len(wanted.counts))
 
 
-def _with_whole(rule: Rule, said: Rule | Plan) -> Rule:
+def _with_whole(rule: Rule, said: Rule | TilePlan) -> Rule:
   """A tap's rule with what its function wants whole; what that leaves split stays as it lies."""
   whole = set(rule.whole)
   for term, own in zip(rule.operands, said.operands, strict=False):
@@ -261,12 +261,12 @@ def _undefined(what: str, expected: str, why: str = "") -> LookupError:
 
 def partition(target: str, *asked: Any) -> tuple[bytes, Sequence[Any], Any]:
   """XLA's question how a partitioned call becomes a call of `target` on each device."""
-  call = _Call(*asked)
+  call = _AskedCall(*asked)
   plan, ins, outs = call.solution()
   return call.module(target, plan), [*asked[1][: len(call.tokens)], *ins], call.told(outs)
 
 
 def infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, config: bytes) -> Any:
   """XLA's question how results lie, which its older propagation alone asks."""
-  call = _Call(shapes, shardings, result, None, config)
+  call = _AskedCall(shapes, shardings, result, None, config)
   return call.told(call.solution()[2])

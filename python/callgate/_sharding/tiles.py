@@ -3,8 +3,8 @@
 
 Plain arithmetic on device numbers: position in the program's device assignment, which is what
 `stablehlo.partition_id` gives. Nothing here knows XLA. In a partly manual program devices with
-different `manual` labels hold different arrays altogether. A `Part` is a tiling as programs hold
-it: messages, `TapInfo.shard` and `assemble` read it.
+different `manual` labels hold different arrays altogether. A `ShardedArray` is a tiling as programs
+hold it: messages, `TapInfo.shard` and `assemble` read it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tiling:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TilePlan:
   """Describes how a call on tiles finds its arrays."""
 
   operands: tuple[Tiling, ...]  # those that the operands must have
@@ -83,7 +83,7 @@ def plan(
   shapes: tuple[Sequence[Shape], Sequence[Shape]],
   tilings: tuple[Sequence[Tiling], Sequence[Tiling]],
   devices: int,
-) -> Plan:
+) -> TilePlan:
   """The tilings nearest to those at hand under which the call on tiles is right, by a closed rule.
 
   Results come first: their tilings are what the program asks for, and what propagation has made of
@@ -114,7 +114,7 @@ def plan(
         del split[factor]
   found = [made(term) for term in terms]
   results = len(rule.results)
-  return Plan(tuple(found[results:]), tuple(found[:results]), devices)
+  return TilePlan(tuple(found[results:]), tuple(found[:results]), devices)
 
 
 # The number of a record's shard, plus one, from this bit on (kShardBit in src/channel/record.h).
@@ -135,7 +135,7 @@ def encode(tiling: Tiling, shape: Sequence[int]) -> dict[str, Any]:
   return part
 
 
-class Part:
+class ShardedArray:
   """Describes where one array's shards lie in the whole."""
 
   def __init__(self, code: dict[str, Any]) -> None:
@@ -155,9 +155,9 @@ class Part:
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(text: str) -> tuple[int, list[tuple[str, Part]]]:
+def _layout(text: str) -> tuple[int, list[tuple[str, ShardedArray]]]:
   code = json.loads(text)
-  return code["devices"], [(name, Part(part)) for name, part in code["operands"]]
+  return code["devices"], [(name, ShardedArray(part)) for name, part in code["operands"]]
 
 
 def parts(layout: str, shard: int) -> list[tuple[slice, ...]]:

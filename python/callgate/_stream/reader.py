@@ -20,7 +20,7 @@ from callgate import _callgate
 from callgate._core import options
 from callgate._part import Wait
 from callgate._process.group import PLACEHOLDER
-from callgate._stream.records import Source, StreamRecord, columns_of, table_of
+from callgate._stream.records import StreamRecord, TapSource, columns_of, table_of
 
 Address = str | os.PathLike[str]
 _AT_ONCE = 256  # records read in one go
@@ -43,7 +43,7 @@ class _Input:
     self.native = _callgate.StreamReader(address)
     self.ready: list[StreamRecord] = []  # the next one last
     # By id() of what the native reader gives, which is held here: the id stays its own.
-    self._sources: dict[int, tuple[Any, Source]] = {}
+    self._sources: dict[int, tuple[Any, TapSource]] = {}
 
   def fill(self, timeout: float) -> bool:
     """True if a record is ready; reads some, and waits for the first up to `timeout` seconds."""
@@ -53,7 +53,7 @@ class _Input:
       for whole in read:
         key = id(whole[0])
         if key not in self._sources:
-          self._sources[key] = whole[0], Source(whole[0])
+          self._sources[key] = whole[0], TapSource(whole[0])
         self.ready.extend(self._sources[key][1].records(whole))
       self.ready.reverse()
     return True

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from callgate._core import extras
-from callgate._sharding.tiles import Part, shard_of
+from callgate._sharding.tiles import ShardedArray, shard_of
 from callgate._tap.delivery import REPEATED, ROLES, SizeError, cut
 
 _FREE_LANES = 1 << 20  # kFreeLanes of include/callgate/stream.h
@@ -79,7 +79,7 @@ class _Leaf:
     return (values if dtype is None else values.view(dtype)).reshape(self.dims)
 
 
-class Source:
+class TapSource:
   """Records of one tap: what they share, and how a whole record becomes those of its lanes."""
 
   def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Source:
     self._check_lanes()
     shards: dict[str, Any] = self.description.get("shards") or {}
     with self._sensible("its shards"):
-      self.parts = [Part(part) for part in shards.get("leaves", ())]
+      self.parts = [ShardedArray(part) for part in shards.get("leaves", ())]
       self.lane_starts: list[list[int]] = shards.get("lanes", [])
       self.all_sizes: tuple[int, ...] = tuple(shards.get("sizes", self.sizes))
     self.process = max(0, int(fields["process_index"]))

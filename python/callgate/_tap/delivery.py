@@ -27,7 +27,7 @@ from callgate import _callgate, _part
 from callgate._core import dtypes, encoding, errors, exact, failures, foreign, signatures
 from callgate._jax import dispatch, tracing
 from callgate._runtime import timeline
-from callgate._sharding.tiles import SHARD_BIT, Part, shard_of
+from callgate._sharding.tiles import SHARD_BIT, ShardedArray, shard_of
 from callgate._tap.records import BatchInfo, Record, TapInfo
 
 ROLES = ("primal", "tangent", "cotangent")
@@ -41,7 +41,7 @@ _process_index = functools.cache(jax.process_index)  # at most one entry
 import_buffer = jax.dlpack.from_dlpack  # of a Buffer that owns its memory, which the array shares
 
 
-class Description:
+class TapDescription:
   """A tap's description, read from the text that its program holds (`site.describe`)."""
 
   def __init__(self, text: str) -> None:
@@ -59,7 +59,7 @@ class Description:
     self.on_device: bool = code.get("on_device", False)
     self._plain = not self.logical and not any(self.dtypes)
     shards = code.get("shards")
-    self._parts = [Part(part) for part in shards["leaves"]] if shards else None
+    self._parts = [ShardedArray(part) for part in shards["leaves"]] if shards else None
     self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
     self._first: dict[int, Any] = {}
     # The shapes of the whole value's leaves; None where they are not known.
@@ -122,7 +122,7 @@ class Description:
 
 
 # The decoded description, which may keep objects of the user's.
-description = tracing.clearable_cache(max_size=4096)(Description)
+description = tracing.clearable_cache(max_size=4096)(TapDescription)
 
 
 class _Pins:

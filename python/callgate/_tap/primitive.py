@@ -326,7 +326,9 @@ def _keep(context: Any, tap: Tap, site: TapSite) -> bool:
   kept = _site.kept(site)
   dispatch.keep_with_program(context, kept)
   if kept.has_objects or tap.why_not:
-    lowering.add_keepalive(context, names.Objects([kept], "" if kept.has_objects else tap.name))
+    lowering.add_keepalive(
+      context, names.NamedObjects([kept], "" if kept.has_objects else tap.name)
+    )
     delivery.pins.add(kept)
   return False
 

@@ -103,7 +103,7 @@ def kept(site: TapSite) -> exact.Exact:
 
 
 def describe(site: TapSite, transforms: Transforms, *, portable: bool = False) -> str:
-  """Returns what `delivery.Description` reads."""
+  """Returns what `delivery.TapDescription` reads."""
   spec = encoding.encode(_arguments(site), jax.tree.structure(None), (), portable=portable)
   description = {
     "spec": spec, "values": site.values,

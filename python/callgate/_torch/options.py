@@ -71,7 +71,7 @@ class TorchOptions(_OfAllFunctions):
 # Type checkers take the keywords from these: of functions with a parameter for the results, and of
 # those whose calls take a key.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class InplaceOptions(_OfAllFunctions):
+class TorchInplaceOptions(_OfAllFunctions):
   style: Literal["inplace"]
   random: Literal[False] = False
 
@@ -83,6 +83,6 @@ class RandomOptions(_OfAllFunctions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ReturnOptions(_OfAllFunctions):
+class TorchReturnOptions(_OfAllFunctions):
   style: Literal["return"] = "return"
   random: Literal[False] = False

@@ -23,7 +23,13 @@ from callgate._core.errors import GateDefinitionError
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._torch.gate import TorchGate
-from callgate._torch.options import InplaceOptions, RandomOptions, ReturnOptions, TorchOptions, Vmap
+from callgate._torch.options import (
+  RandomOptions,
+  TorchInplaceOptions,
+  TorchOptions,
+  TorchReturnOptions,
+  Vmap,
+)
 
 A = ParamSpec("A")
 B = ParamSpec("B")
@@ -223,7 +229,7 @@ def _decorator(
   return factories.decorator(TorchOptions)
 
 
-@_decorator(InplaceOptions, RandomOptions, ReturnOptions)
+@_decorator(TorchInplaceOptions, RandomOptions, TorchReturnOptions)
 def torch(fn: Callable[..., Any], /, *, options: TorchOptions) -> Any:
   """Makes a PyTorch function or module a JAX function, with its derivatives and batches.
 

@@ -24,7 +24,7 @@ _MOST_CURVES = 64  # of one leaf
 _Columns = dict[str, "np.ndarray[Any, Any]"]
 
 
-class Answers:
+class PageAnswers:
   """Answers from a model.
 
   Args:

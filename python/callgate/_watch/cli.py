@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from callgate._stream.reader import is_address
 from callgate._stream.tail import integer
-from callgate._watch.answers import Answers
-from callgate._watch.feed import Feed
+from callgate._watch.answers import PageAnswers
+from callgate._watch.feed import Follower
 from callgate._watch.model import Model
 from callgate._watch.server import PageServer
 
@@ -45,12 +45,12 @@ def add_watch(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
   """Serves the page until an interrupt or SIGTERM; returns the exit status."""
   model = Model(runs=names_of(arguments.where))
-  feeds = [Feed(where, model, index) for index, where in enumerate(arguments.where)]
-  for start in (Feed.start,) if arguments.wait else (Feed.connect, Feed.start):
+  feeds = [Follower(where, model, index) for index, where in enumerate(arguments.where)]
+  for start in (Follower.start,) if arguments.wait else (Follower.connect, Follower.start):
     for feed in feeds:
       start(feed)
   try:
-    answers = Answers(
+    answers = PageAnswers(
       model,
       lambda: [f"{one.where}: {one.state}" for one in feeds],
       plots=arguments.plots,

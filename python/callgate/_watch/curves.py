@@ -166,7 +166,7 @@ class Distributions:
     return list(self._held)
 
 
-class Lanes:
+class RecordCounts:
   """Records of each device over time, in a fixed number of buckets that widen."""
 
   BUCKETS = 240
@@ -224,7 +224,7 @@ class Rate:
     return (count_after - count_before) / (after - before) if after > before else 0.0
 
 
-class Source:
+class StreamSource:
   """One stream: where its numbers stand, and how they become positions on the record axis."""
 
   def __init__(self, started_ns: int | None = None) -> None:

@@ -19,7 +19,7 @@ _CHUNK = 4096  # records that the model gets at once, at most
 _PATIENCE = 0.1  # seconds that a record waits for others of its chunk, at most
 
 
-class Feed(threading.Thread):
+class Follower(threading.Thread):
   """Follows one file, pattern of files or address, on a thread of its own."""
 
   def __init__(self, where: str, model: Model, source: int, *, retry_seconds: float = 1.0) -> None:

@@ -22,10 +22,10 @@ from callgate._stream.records import StreamRecord
 from callgate._watch.curves import (
   Curve,
   Distributions,
-  Lanes,
   Rate,
-  Source,
+  RecordCounts,
   Span,
+  StreamSource,
   Window,
   as_float,
 )
@@ -149,8 +149,8 @@ class Model:
     self._runs = dict(enumerate(runs))
     self._lock = threading.Lock()
     self._panels: dict[Key, Panel] = {}
-    self._sources: dict[int, Source] = {}
-    self._lanes, self._rate = Lanes(), Rate()
+    self._sources: dict[int, StreamSource] = {}
+    self._lanes, self._rate = RecordCounts(), Rate()
     self._records = 0
     self._latest_ns = 0
 
@@ -159,7 +159,7 @@ class Model:
     with self._lock:
       number = len(self._runs)
       self._runs[number] = name
-      self._sources[number] = Source(started_ns)
+      self._sources[number] = StreamSource(started_ns)
       return number
 
   def run(self, source: int) -> str:
@@ -176,9 +176,9 @@ class Model:
     """Takes records in the order in which their stream has them."""
     if records:
       with self._lock:
-        self._add(records, source, self._sources.setdefault(source, Source()))
+        self._add(records, source, self._sources.setdefault(source, StreamSource()))
 
-  def _add(self, records: Sequence[StreamRecord], number: int, source: Source) -> None:
+  def _add(self, records: Sequence[StreamRecord], number: int, source: StreamSource) -> None:
     if source.started_ns is None:
       source.started_ns = records[0].time_ns
     rows: dict[tuple[Key, int], list[tuple[float, ...]]] = {}

@@ -122,7 +122,7 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
     self._open: set[Any] = set()
     self._strangers: dict[Any, float] = {}  # since when, the oldest first
     self._guests: set[Any] = set()
-    super().__init__(("127.0.0.1", port), _Handler)
+    super().__init__(("127.0.0.1", port), _PageRequest)
 
   def process_request(self, request: Any, client_address: Any) -> None:
     with self._lock:
@@ -189,7 +189,7 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
         one.close()
 
 
-class _Servers(Part):
+class _PageSockets(Part):
   """Closes a fork's child's copies of the pages' sockets."""
 
   name = "watch"
@@ -199,10 +199,10 @@ class _Servers(Part):
       server.forget()
 
 
-_part.join(_Servers())
+_part.join(_PageSockets())
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _PageRequest(http.server.BaseHTTPRequestHandler):
   """One request; each has a connection and a thread of its own."""
 
   server: _Http  # pyright: ignore[reportIncompatibleVariableOverride]

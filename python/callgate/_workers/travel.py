@@ -165,11 +165,11 @@ def pack(error: BaseException) -> bytes:
   # Python's way needs attributes that can be set, which a frozen dataclass refuses. A class with a
   # way of its own may have a reason.
   if made is None and type(error).__reduce__ is BaseException.__reduce__:
-    made = _packed(_Parts(foreign.parts_of(error)))
+    made = _packed(_ErrorParts(foreign.parts_of(error)))
   return pickle.dumps((made, foreign.name_of(error), text))
 
 
-class _Parts:
+class _ErrorParts:
   """Stands in a pickle for the exception that is made of these parts."""
 
   def __init__(self, parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) -> None:

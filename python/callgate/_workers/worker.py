@@ -55,7 +55,7 @@ def _leave(status: int) -> NoReturn:
   os._exit(status)
 
 
-class _Gate:
+class _ParentsGate:
   """A gate of the parent's, as messages and the runtime here know it."""
 
   def __init__(
@@ -71,11 +71,11 @@ class _Gate:
     registry.register(name, self)
 
 
-class _Handler:
+class _RequestsOfParent:
   """The answers to the parent's requests but the calls, which the runtime makes."""
 
   def __init__(self) -> None:
-    self._gates: dict[int, _Gate] = {}
+    self._gates: dict[int, _ParentsGate] = {}
 
   def start(self, text: bytes) -> None:
     options: dict[str, Any] = pickle.loads(text)
@@ -86,7 +86,7 @@ class _Handler:
 
   def define(self, number: int, text: bytes) -> Any:
     """A gate; returns the runtime's handle on it."""
-    self._gates[number] = gate = _Gate(**pickle.loads(text))
+    self._gates[number] = gate = _ParentsGate(**pickle.loads(text))
     return gate.callee
 
   def describe(self, gate: int, text: bytes) -> tuple[str, bool]:
@@ -131,7 +131,7 @@ def main(memory: int, calls: int, parent_socket: int, parent: int, index: int) -
   os.environ["CALLGATE_WORKER"] = str(index)
   with contextlib.suppress(OSError, ValueError):  # the parent's to read
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-  _callgate.serve_worker(_Handler(), memory, calls, parent_socket, parent)
+  _callgate.serve_worker(_RequestsOfParent(), memory, calls, parent_socket, parent)
   # Functions that others have registered run; to take the interpreter down would only take time.
   atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
   _leave(0)

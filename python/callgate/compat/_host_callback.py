@@ -104,7 +104,9 @@ def _as_tuple(value: Any) -> Any:
   return tuple(map(_as_tuple, value)) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
-def _logical_shapes(about: delivery.Description, arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
+def _logical_shapes(
+  about: delivery.TapDescription, arrays: Sequence[np.ndarray]
+) -> tuple[Any, ...]:
   """For each leaf its logical shape; sizes that differ from lane to lane are arrays."""
   shapes: list[Any] = [array.shape for array in arrays[: about.values]]
   for index, sizes in zip(about.logical, arrays[about.values :], strict=True):

@@ -192,7 +192,7 @@ def is_shared(devices: Sequence[Any]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class LocalPart:
   """Describes how one array is split among the processes."""
 
   whole: NamedSharding  # of the program's array
@@ -229,7 +229,7 @@ class Part:
 
 
 @functools.lru_cache(maxsize=1024)
-def part_of(devices: tuple[Any, ...], parts: Parts) -> Part:
+def part_of(devices: tuple[Any, ...], parts: Parts) -> LocalPart:
   """The part of this process, on its own ones of the program's devices, in an array."""
   own = [k for k, device in enumerate(devices) if device.process_index == jax.process_index()]
   block = [len(set(at.tolist())) for at in np.unravel_index(own, parts)] if parts else []
@@ -239,10 +239,10 @@ def part_of(devices: tuple[Any, ...], parts: Parts) -> Part:
     raise ValueError(f"sharded_jit: {parts}: expected {expected}, got {got}")
   local = PartitionSpec(*block) if parts is not None else None
   mine = tuple(devices[k] for k in own)
-  return Part(sharding_of(devices, parts), sharding_of(mine, local), parts, local)
+  return LocalPart(sharding_of(devices, parts), sharding_of(mine, local), parts, local)
 
 
-def check_stated(parts: Sequence[Part], stated: Any, tree: Any, what: str) -> None:
+def check_stated(parts: Sequence[LocalPart], stated: Any, tree: Any, what: str) -> None:
   """Raises unless what the caller said of its process's parts, in `what`, is how devices lie."""
   if stated is None:
     return

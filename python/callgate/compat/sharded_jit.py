@@ -178,8 +178,8 @@ class _ShardedJit:
     return 1 if count is None and self.local.said is not None else count
 
   def _runner(
-    self, closed: Any, info: Any, parts: tuple[Sequence[_parts.Part], ...] | None, inside: bool,
-    shared: bool,
+    self, closed: Any, info: Any, parts: tuple[Sequence[_parts.LocalPart], ...] | None,
+    inside: bool, shared: bool,
   ) -> _Run:  # fmt: skip
     """Returns a runner of the traced program; without `parts` arguments stay where they are."""
     program, tree = jaxpr_as_fun(closed), jax.tree.structure(info)
@@ -195,7 +195,7 @@ class _ShardedJit:
     shardings, out_shardings = tuple(part.whole for part in ins), [part.whole for part in outs]
     compiled = jax.jit(flat, in_shardings=shardings, out_shardings=out_shardings)
 
-    def place(leaf: Any, part: _parts.Part) -> Any:
+    def place(leaf: Any, part: _parts.LocalPart) -> Any:
       if inside and (shared or isinstance(leaf, Tracer)):
         return leaf
       return part.to_program(leaf) if shared else _parts.put(leaf, part.whole)

@@ -253,7 +253,7 @@ class Parquet(FilesSink):
     path = pathlib.Path(os.path.realpath(file_for(self._target, tap)))
     if path.exists() and not path.is_file():
       raise ValueError(f"expected a regular file, got {str(path)!r}")
-    make = functools.partial(_Table, self._module, self._error, path, record)
+    make = functools.partial(_TableFile, self._module, self._error, path, record)
     table = self._open_table(path, make)
     if table.tap != tap:
       got = f'got {tap!r}; put "{{name}}" in the path for a file each tap'
@@ -266,7 +266,7 @@ class Parquet(FilesSink):
         table.flush()
 
 
-class _Table:
+class _TableFile:
   """The file of one tap, being written beside the path that it will have."""
 
   def __init__(

@@ -147,9 +147,9 @@ class CSV(FilesSink):
     if "{name}" not in self._target:
       self._table("")  # a path that cannot be written is an error now
 
-  def _table(self, tap: str) -> _Table:
+  def _table(self, tap: str) -> _CSVFile:
     file = _base.file_for(self._target, tap)
-    return self._open_table(file, functools.partial(_Table, file))
+    return self._open_table(file, functools.partial(_CSVFile, file))
 
   def _take(self, record: Record) -> None:
     info = record.info
@@ -186,7 +186,7 @@ def _of_shard(record: Record) -> dict[str, Any]:
   return {"run": info.run, "process": info.process, **text}
 
 
-class _Table:
+class _CSVFile:
   """An open CSV file, and the rows that are not in it yet."""
 
   def __init__(self, path: pathlib.Path, keep: bool) -> None:

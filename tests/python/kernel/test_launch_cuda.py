@@ -20,12 +20,12 @@ from fake_programs import ProgramError, is_capturable, load, run
 from programs import drop_programs_until
 
 import callgate as cg
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import CompiledImage
 from callgate._kernel.cuda.kernel import CudaKernel
 from callgate._kernel.cuda.options import CudaOptions
-from callgate._kernel.launch import CudaCall, Launch, Parameter, Plan
+from callgate._kernel.launch import CudaCall, Launch, LaunchParameter, LaunchPlan
 from callgate._kernel.parameters import Kind
-from callgate._kernel.parameters import Parameter as KernelParameter
+from callgate._kernel.parameters import LaunchParameter as KernelParameter
 
 F32 = np.dtype(np.float32)
 _numbers = itertools.count()
@@ -46,22 +46,22 @@ class Scale(CudaKernel):
     name = name or f"scale{next(_numbers)}"  # programs of earlier tests may live
     super().__init__(name, signature, CudaOptions(out=lambda x, a: x, **options))
 
-  def plan(self, call: CudaCall) -> Plan:
+  def plan(self, call: CudaCall) -> LaunchPlan:
     size = int(np.prod(call.operands[0].shape))
     parameters = (
-      Parameter.pointer("operand", 0),
-      Parameter.scalar(call.static["a"], F32),
-      Parameter.pointer("result", 0),
-      Parameter.scalar(size, np.int32),
+      LaunchParameter.pointer("operand", 0),
+      LaunchParameter.scalar(call.static["a"], F32),
+      LaunchParameter.pointer("result", 0),
+      LaunchParameter.scalar(size, np.int32),
     )
     launch = Launch("scale", (int(size > 0), 1, call.batch or 1), (max(size, 1), 1, 1), parameters)
     images = self.images("scale", call.capabilities)
     assert images is not None
-    return Plan("scale", images, (launch,), self.scratch, self.zeroed)
+    return LaunchPlan("scale", images, (launch,), self.scratch, self.zeroed)
 
-  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
+  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[CompiledImage, ...] | None:
     self.made += 1
-    return (Image(b"code\0", 90),) if key == "scale" else None
+    return (CompiledImage(b"code\0", 90),) if key == "scale" else None
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +215,7 @@ def test_too_many_threads_are_explained(fake):
 def test_a_device_without_an_image_is_told_what_there_is(fake):
   class Old(Scale):
     def images(self, key, capabilities):
-      return (Image(b"code\0", 75),)
+      return (CompiledImage(b"code\0", 75),)
 
   kernel = Old()
   with pytest.raises(ProgramError, match=r"capability 9\.0, or PTX, got images for 7\.5"):

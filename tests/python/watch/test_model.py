@@ -21,8 +21,8 @@ from waiting import until
 
 import callgate as cg
 from callgate._watch import feed as _feed
-from callgate._watch.curves import Curve, Lanes
-from callgate._watch.feed import Feed
+from callgate._watch.curves import Curve, RecordCounts
+from callgate._watch.feed import Follower
 from callgate._watch.model import Key, Model, Series
 from callgate.sinks._native import Stream
 
@@ -104,11 +104,11 @@ def test_more_sessions_than_points_are_all_there():
 
 @given(st.lists(st.floats(0, 1e5), min_size=1, max_size=50), st.integers(1, 9))
 def test_lanes_count_every_record_in_its_bucket(times, chunk):
-  lanes = Lanes()
+  lanes = RecordCounts()
   for start in range(0, len(times), chunk):
     lanes.add(0, np.array(times[start : start + chunk]))
   counts = lanes.counts()[0]
-  assert len(counts) <= Lanes.BUCKETS
+  assert len(counts) <= RecordCounts.BUCKETS
   want = np.bincount((np.array(times) / lanes.width).astype(int), minlength=len(counts))
   np.testing.assert_array_equal(counts, want)
 
@@ -269,13 +269,13 @@ def test_too_few_points_are_refused():
 
 # -- feeds -----------------------------------------------------------------------------------------
 @pytest.fixture
-def fed() -> Iterator[Callable[[str], tuple[Feed, Model]]]:
+def fed() -> Iterator[Callable[[str], tuple[Follower, Model]]]:
   """Starts feeds, which are stopped at the end."""
-  feeds: list[Feed] = []
+  feeds: list[Follower] = []
 
-  def start(where: str) -> tuple[Feed, Model]:
+  def start(where: str) -> tuple[Follower, Model]:
     model = Model()
-    feeds.append(Feed(where, model, 0, retry_seconds=0.02))
+    feeds.append(Follower(where, model, 0, retry_seconds=0.02))
     feeds[-1].start()
     return feeds[-1], model
 

@@ -28,7 +28,7 @@ from page_requests import get, request
 
 import callgate as cg
 from callgate import __main__ as cli
-from callgate._watch.answers import Answers
+from callgate._watch.answers import PageAnswers
 from callgate._watch.cli import names_of
 from callgate._watch.images import image_of, png
 from callgate._watch.model import Model
@@ -62,7 +62,7 @@ class Page:
   """What a page gets that asks for one thing after the other."""
 
   def __init__(self, model: Model, **options: int) -> None:
-    self.answers = Answers(model, lambda: ["run.cgs: following"], **options)
+    self.answers = PageAnswers(model, lambda: ["run.cgs: following"], **options)
 
   def leaf(self, label: str, **query: Any) -> Any:
     state = self.answers.state()

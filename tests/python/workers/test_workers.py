@@ -270,7 +270,7 @@ def test_definitions_that_nobody_has_are_dropped(two: cg.Workers) -> None:
     from callgate._workers import worker
 
     gc.collect()
-    handlers = [o for o in gc.get_objects() if type(o) is worker._Handler]
+    handlers = [o for o in gc.get_objects() if type(o) is worker._RequestsOfParent]
     return x * 0 + len(handlers[0]._gates)
 
   with cg.workers(1) as workers:

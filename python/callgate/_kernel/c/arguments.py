@@ -47,7 +47,7 @@ RESULTS = (Role.OUT, Role.INOUT)
 _WRITTEN = (*RESULTS, Role.SCRATCH, Role.INFO, Role.STATUS)
 
 
-class Argument(NamedTuple):
+class CArgument(NamedTuple):
   """One item of `args`."""
 
   text: str  # as given
@@ -70,8 +70,8 @@ class Array(NamedTuple):
 class Binding(NamedTuple):
   """The content of `args`."""
 
-  arguments: tuple[Argument, ...]  # one for each parameter of the declaration
-  returned: Argument | None  # what becomes of the return value; None for void
+  arguments: tuple[CArgument, ...]  # one for each parameter of the declaration
+  returned: CArgument | None  # what becomes of the return value; None for void
   arrays: dict[str, Array]  # by name, in order of their first mention
   statics: dict[str, CType]  # static values with their C types
   symbols: dict[str, tuple[str, int]]  # dimensions, with an operand and the axis that has them
@@ -109,7 +109,7 @@ def read(
   numbers |= {extent.symbol or "" for a in arguments for extent in a.dims or ()}
   for i, a in enumerate(arguments):
     if a.role is Role.IN and a.dims is None and a.name in numbers:
-      arguments[i] = Argument(a.text, Role.VALUE, value=parse(a.name))
+      arguments[i] = CArgument(a.text, Role.VALUE, value=parse(a.name))
   returned = _returned(after.strip() if arrow else "", declaration, loop)
   mentions = [(a, p.type) for a, p in zip(arguments, declaration.parameters, strict=True)]
   for argument, kind in mentions:
@@ -144,7 +144,7 @@ def read(
 
 
 # -- items -----------------------------------------------------------------------------------------
-def _item(text: str, pointers: Collection[str]) -> Argument:
+def _item(text: str, pointers: Collection[str]) -> CArgument:
   moded = _MODED.fullmatch(text)
   mode, rest = moded.groups() if moded else ("", text)
   array, scratch = _ARRAY.fullmatch(rest), _SCRATCH.fullmatch(text)
@@ -153,20 +153,20 @@ def _item(text: str, pointers: Collection[str]) -> Argument:
   if array is not None and (mode or array[1] not in _RESERVED):
     name, inside = array.groups()
     if not mode and name in pointers:
-      return Argument(text, Role.ADDRESS, name)
+      return CArgument(text, Role.ADDRESS, name)
     parts = split_arguments(inside or "", quotes="'\"")
     dims = tuple(_expression(text, part) for part in parts)
-    return Argument(text, Role[mode.upper() or "IN"], name, None if inside is None else dims)
+    return CArgument(text, Role[mode.upper() or "IN"], name, None if inside is None else dims)
   if text in ("info", "status", "NULL"):
-    return Argument(text, Role[text.upper()])
+    return CArgument(text, Role[text.upper()])
   if scratch:
-    return Argument(text, Role.SCRATCH, value=_expression(text, scratch[1]))
+    return CArgument(text, Role.SCRATCH, value=_expression(text, scratch[1]))
   try:
     literal = ast.literal_eval(text)
   except (ValueError, SyntaxError):
-    return Argument(text, Role.VALUE, value=_expression(text, text))
+    return CArgument(text, Role.VALUE, value=_expression(text, text))
   if type(literal) in (bool, int, float, complex, str):
-    return Argument(text, Role.LITERAL, literal=literal)
+    return CArgument(text, Role.LITERAL, literal=literal)
   raise ValueError(f"'{text}': expected a number or text")
 
 
@@ -177,7 +177,7 @@ def _expression(item: str, text: str) -> Expression:
     raise ValueError(f"'{item}': {error.msg}") from None
 
 
-def _returned(text: str, declaration: Declaration, loop: bool) -> Argument | None:
+def _returned(text: str, declaration: Declaration, loop: bool) -> CArgument | None:
   where, result = f"'-> {text}':", declaration.result
   if result.dtype is None and not result.pointer:
     if text:
@@ -186,18 +186,18 @@ def _returned(text: str, declaration: Declaration, loop: bool) -> Argument | Non
   if text in ("status", "info", "ignored"):
     if text != "ignored" and (result.dtype is None or result.dtype.kind not in "iub"):
       raise ValueError(f"{where} expected a function of an integer")
-    return Argument(text, Role[text.upper()])
+    return CArgument(text, Role[text.upper()])
   text = text or ("out result" if loop else "")
   out = re.fullmatch(r"out\s+([A-Za-z_]\w*)", text)
   if out is None or result.pointer:
     start = f"'-> {text}': expected" if text else "expected at its end"
     ways = "'-> out name' (a result of rank 0), '-> status' (0 for success) or '-> ignored'"
     raise ValueError(f"{start} what becomes of what '{declaration}' returns: {ways}")
-  return Argument(text, Role.OUT, out[1], None if loop else ())
+  return CArgument(text, Role.OUT, out[1], None if loop else ())
 
 
 # -- checks ----------------------------------------------------------------------------------------
-def _check(argument: Argument, kind: CType, loop: bool) -> None:
+def _check(argument: CArgument, kind: CType, loop: bool) -> None:
   """Raises unless C's parameter takes the argument."""
   role, expected = argument.role, ""
   whole = role in (Role.COPY, Role.INOUT, Role.SCRATCH) or argument.dims is not None

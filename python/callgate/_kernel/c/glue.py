@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from callgate._kernel.c.arguments import OPERANDS, RESULTS, Argument, Array, Binding, Role
+from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Binding, CArgument, Role
 from callgate._kernel.c.types import CType, Declaration
 from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.source import cpp_type
@@ -75,14 +75,14 @@ class Glue(NamedTuple):
       call = self._check(returned, call)
     return [*before, f"{call};", *after]
 
-  def _store(self, argument: Argument, value: str) -> str:
+  def _store(self, argument: CArgument, value: str) -> str:
     return f"store(v_{argument.name}.data()[{'i' if self.loop else '0'}], {value})"
 
-  def _check(self, argument: Argument, value: str) -> str:
+  def _check(self, argument: CArgument, value: str) -> str:
     return f"check_{argument.role.name.lower()}({value}, {'i' if self.loop else '-1'})"
 
   def _passed(
-    self, argument: Argument, kind: CType, name: str, before: list[str], after: list[str]
+    self, argument: CArgument, kind: CType, name: str, before: list[str], after: list[str]
   ) -> str:
     """Returns what is passed for an argument, as C++; `name` is free for a variable."""
     of, literal, value = kind.element, argument.literal, ""

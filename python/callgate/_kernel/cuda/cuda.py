@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import CompiledImage
 from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.where import where
@@ -16,7 +16,7 @@ from callgate._kernel.cuda.options import CudaOptions, CudaSourceOptions, CupyOp
 from callgate._kernel.cuda.part import SourcePart
 from callgate._kernel.files import no_new_calls
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.launch import CudaCall, Plan, parse_arch
+from callgate._kernel.launch import CudaCall, LaunchPlan, parse_arch
 
 
 class CudaSourceKernel(CudaKernel):
@@ -27,10 +27,10 @@ class CudaSourceKernel(CudaKernel):
     self._template = part.function.template
     super().__init__(name, part.signature(), options)
 
-  def plan(self, call: CudaCall) -> Plan:
+  def plan(self, call: CudaCall) -> LaunchPlan:
     return self.part.plan(call)
 
-  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
+  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[CompiledImage, ...] | None:
     return self.part.images(key, capabilities)
 
   def saved_form(self) -> dict[str, Any] | None:

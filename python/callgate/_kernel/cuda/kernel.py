@@ -84,7 +84,7 @@ class Named(NamedTuple):
   default: Any = NONE  # a static value; `NONE` where there is none
 
 
-class Bound(NamedTuple):
+class BoundLaunch(NamedTuple):
   of: Literal["operand", "result", "static"]  # what a parameter is given in a call
   position: int  # which operand or result
   value: Any  # a ShapeDtypeStruct, or the static value
@@ -146,7 +146,7 @@ class NamedKernel(CudaKernel):
       static[_TYPES] = ",".join(types)
     return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
 
-  def bound(self, call: CudaCall) -> dict[str, Bound]:
+  def bound(self, call: CudaCall) -> dict[str, BoundLaunch]:
     """Gives each parameter its value in a call; a result in an operand's memory may need none."""
     static = {**self.constants, **call.static}
     for entry in filter(None, str(static.pop(_TYPES, "")).split(",")):
@@ -170,9 +170,13 @@ class NamedKernel(CudaKernel):
       wanted = f"a parameter for each of {ins} arrays and {len(results)} results"
       got = f"({', '.join(open_)}) for arrays and {more}"
       raise GateDefinitionError(f"{self.label}: expected {wanted}, got {got}")
-    found = {name: Bound("operand", i, call.operands[i]) for i, name in enumerate(open_[:ins])}
-    found |= {n: Bound("result", r, call.results[r]) for n, r in zip(takers, results, strict=True)}
-    found |= {name: Bound("static", -1, value) for name, value in static.items()}
+    found = {
+      name: BoundLaunch("operand", i, call.operands[i]) for i, name in enumerate(open_[:ins])
+    }
+    found |= {
+      n: BoundLaunch("result", r, call.results[r]) for n, r in zip(takers, results, strict=True)
+    }
+    found |= {name: BoundLaunch("static", -1, value) for name, value in static.items()}
     return {name: found[name] for name in self.named}
 
   def made_for(

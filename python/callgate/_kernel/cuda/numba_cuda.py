@@ -8,7 +8,7 @@ import inspect
 import json
 from typing import Any
 
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import CompiledImage
 from callgate._core import extras, factories, registry
 from callgate._core.errors import CompileError
 from callgate._kernel import launch
@@ -31,7 +31,7 @@ class NumbaCudaKernel(NamedKernel):
     name = options.name if options.name is not None else registry.unique_name(function.py_func)
     super().__init__(name, [Named(p.name, False, p.default) for p in own], options)
 
-  def plan(self, call: launch.CudaCall) -> launch.Plan:
+  def plan(self, call: launch.CudaCall) -> launch.LaunchPlan:
     bound, compiler, given = self.bound(call), self._compiler, self._launching
     # The leading axis of arrays under vmap="grid", which a call without a batch has too.
     lanes = (call.batch or 1,) if self.vmap == "grid" else ()
@@ -43,7 +43,7 @@ class NumbaCudaKernel(NamedKernel):
     ]  # fmt: skip
     key = json.dumps(held, separators=(",", ":"))
     types, built = self._built(key, call.capabilities)
-    parameters: list[launch.Parameter] = []
+    parameters: list[launch.LaunchParameter] = []
     for (of, index, value), numba_type in zip(bound.values(), types, strict=True):
       parameters += (
         compiler.scalar_parameters(value, numba_type) if of == "static"
@@ -60,9 +60,9 @@ class NumbaCudaKernel(NamedKernel):
     grid, block = self.extent("griddim", grid, call), launch.extent(self.label, "blockdim", block)
     grid, block, shared, _ = launch.checked(self.label, grid, block, dynamic)
     launched = launch.Launch(built[0][0], grid, block, tuple(parameters), shared)
-    return launch.Plan(key, tuple(image for _, _, image in built), (launched,))
+    return launch.LaunchPlan(key, tuple(image for _, _, image in built), (launched,))
 
-  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
+  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[CompiledImage, ...] | None:
     return tuple(image for _, _, image in self._built(key, capabilities)[1])
 
   def _built(self, key: str, capabilities: tuple[int, ...]) -> tuple[list[Any], list[Any]]:

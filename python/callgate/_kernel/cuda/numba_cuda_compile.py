@@ -21,12 +21,12 @@ from numba import cuda, types
 from numba.cuda import compiler as numba_compiler
 from numba.cuda.np.numpy_support import from_dtype
 
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import CompiledImage
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cuda.kernel import entries
-from callgate._kernel.launch import Parameter
+from callgate._kernel.launch import LaunchParameter
 
 # Options of the decorator that the compilation takes, and those that say nothing about it.
 _COMPILED = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
@@ -94,28 +94,30 @@ def _accepts(declared: Any, own: Any) -> bool:
   return same_rank and (rank is None or declared.dtype == own.dtype)
 
 
-def array_parameters(shape: Sequence[int], itemsize: int, of: Any, index: int) -> list[Parameter]:
+def array_parameters(
+  shape: Sequence[int], itemsize: int, of: Any, index: int
+) -> list[LaunchParameter]:
   """An array as Numba's kernels take it: its struct's parts, one by one."""
   strides = (itemsize * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
   numbers = (math.prod(shape), itemsize, *shape, *strides)
-  size, item, *rest = (Parameter.scalar(n, np.int64) for n in numbers)
-  null = Parameter(bytes(8))  # the owner's bookkeeping, which is the host's
-  return [null, null, size, item, Parameter.pointer(of, index), *rest]
+  size, item, *rest = (LaunchParameter.scalar(n, np.int64) for n in numbers)
+  null = LaunchParameter(bytes(8))  # the owner's bookkeeping, which is the host's
+  return [null, null, size, item, LaunchParameter.pointer(of, index), *rest]
 
 
-def scalar_parameters(value: Any, numba_type: Any) -> list[Parameter]:
+def scalar_parameters(value: Any, numba_type: Any) -> list[LaunchParameter]:
   """A number by value; the parts of a complex one are two parameters."""
   if numba_type == types.boolean:
-    return [Parameter.scalar(bool(value), np.uint8)]
+    return [LaunchParameter.scalar(bool(value), np.uint8)]
   dtype = np.dtype(str(numba_type))
   number = static_values.in_dtype(value, dtype)
   parts = (number.real, number.imag) if dtype.kind == "c" else (number,)
-  return [Parameter.scalar(part, part.dtype) for part in parts]
+  return [LaunchParameter.scalar(part, part.dtype) for part in parts]
 
 
 def compile_for(
   label: str, function: Any, argument_types: Sequence[Any], capability: int, *, ptx: bool
-) -> tuple[str, list[int], Image]:
+) -> tuple[str, list[int], CompiledImage]:
   """The entry's name, its parameters' sizes, and an image for a capability, or PTX for newer."""
   given, name = function.targetoptions, function.py_func.__name__
   options = {k: given[k] for k in _COMPILED if given.get(k) is not None}
@@ -139,7 +141,7 @@ def compile_for(
       raise GateDefinitionError(f"{label}: expected a kernel {why}")
   only_ptx = ptx and not given.get("link")
   code = text.encode() + b"\0" if only_ptx else _linked(label, text, cc, given)
-  return renamed, [size for size, _ in declared], Image(code, 0 if only_ptx else capability)
+  return renamed, [size for size, _ in declared], CompiledImage(code, 0 if only_ptx else capability)
 
 
 def _linked(label: str, text: str, cc: tuple[int, int], options: Mapping[str, Any]) -> bytes:

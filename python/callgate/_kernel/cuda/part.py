@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from callgate._build import nvrtc
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import CompiledImage
 from callgate._core import options as check
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.launch import CudaCall, CudaPart, Launch, Plan, checked
-from callgate._kernel.launch import Parameter as Argument
+from callgate._kernel.launch import CudaCall, CudaPart, Launch, LaunchPlan, checked
+from callgate._kernel.launch import LaunchParameter as Argument
 from callgate._kernel.options import LaunchOptions
 from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.source import SourceFunction, SourceParameter, TemplateParameter
@@ -103,11 +103,11 @@ class SourcePart(CudaPart):
       found += zip(side, arrays, strict=True)
     return found
 
-  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
+  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[CompiledImage, ...] | None:
     return tuple(self.built(key, each).image for each in capabilities or (0,))
 
   # -- launches ----------------------------------------------------------------------------------
-  def plan(self, call: CudaCall) -> Plan:
+  def plan(self, call: CudaCall) -> LaunchPlan:
     self._arrays(call)  # raises where there are more or fewer
     expression, label = self.expression(call), self.label
     named = zip(("grid", "block", "shared", "cluster"), self._configuration, strict=True)
@@ -128,7 +128,7 @@ class SourcePart(CudaPart):
     parameters = tuple(self._parameters(call, list(scratch)))
     launch = Launch(builds[0].entry, (x, y, z), block, parameters, shared, cluster)
     images, zeroed = tuple(b.image for b in builds), tuple(self.launching.zeroed)
-    return Plan(expression, images, (launch,), tuple(scratch.values()), zeroed)
+    return LaunchPlan(expression, images, (launch,), tuple(scratch.values()), zeroed)
 
   def _parameters(self, call: CudaCall, scratch: Sequence[str]) -> Iterator[Argument]:
     operands, results = iter(enumerate(call.operands)), iter(enumerate(call.results))

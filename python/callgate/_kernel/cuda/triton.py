@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from callgate._build import cache
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import CompiledImage
 from callgate._core import extras, factories, registry
 from callgate._core import options as check
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._core.signatures import takes_two
 from callgate._kernel import launch
-from callgate._kernel.cuda.kernel import Bound, Named, NamedKernel
+from callgate._kernel.cuda.kernel import BoundLaunch, Named, NamedKernel
 from callgate._kernel.cuda.options import TRITON_DEFAULTS, TritonOptions
 
 # The types that a kernel's key holds by value.
@@ -50,7 +50,7 @@ class TritonKernel(NamedKernel):
     name = options.name if options.name is not None else registry.unique_name(function.fn)
     super().__init__(name, named, options, constants)
 
-  def plan(self, call: launch.CudaCall) -> launch.Plan:
+  def plan(self, call: launch.CudaCall) -> launch.LaunchPlan:
     compiler, label, bound = self._compiler, self.label, self.bound(call)
     known = {n: b.value for n, b in bound.items() if n not in self._automatic}
     settings = self._settings(call, bound, known)
@@ -76,7 +76,7 @@ class TritonKernel(NamedKernel):
     built = self.made_for(key, call.capabilities, make)
     return self._plan(call, key, built, compiler.passed(arguments), bound, meta)
 
-  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
+  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[CompiledImage, ...] | None:
     held, compiler, function = json.loads(key), self._compiler, self.function
     if held["function"] != function.cache_key[:16] or "hash" in held:
       return None
@@ -86,7 +86,7 @@ class TritonKernel(NamedKernel):
     return tuple(b.image for b in self.made_for(key, capabilities, make))
 
   def _settings(
-    self, call: launch.CudaCall, bound: Mapping[str, Bound], known: Mapping[str, Any]
+    self, call: launch.CudaCall, bound: Mapping[str, BoundLaunch], known: Mapping[str, Any]
   ) -> dict[str, Any]:
     compiler, label = self._compiler, self.label
     constants = {n: v for n, v in known.items() if self.named[n].constant}
@@ -107,7 +107,7 @@ class TritonKernel(NamedKernel):
       else lambda each: compiler.seconds_of(self._fixed(bound, each), call, device),
     )  # fmt: skip
 
-  def _fixed(self, bound: Mapping[str, Bound], settings: Mapping[str, Any]) -> TritonKernel:
+  def _fixed(self, bound: Mapping[str, BoundLaunch], settings: Mapping[str, Any]) -> TritonKernel:
     """The same kernel with all static values fixed, for a measurement."""
     static = {n: b.value for n, b in bound.items() if b.of == "static"}
     results = sorted((b.position, b.value) for b in bound.values() if b.of == "result")
@@ -123,8 +123,8 @@ class TritonKernel(NamedKernel):
 
   def _plan(
     self, call: launch.CudaCall, key: str, built: Sequence[Any], passed: Sequence[Any],
-    bound: Mapping[str, Bound], meta: Mapping[str, Any],
-  ) -> launch.Plan:  # fmt: skip
+    bound: Mapping[str, BoundLaunch], meta: Mapping[str, Any],
+  ) -> launch.LaunchPlan:  # fmt: skip
     """The launch of what was compiled; `meta` has all arguments, constants and options."""
     same = {(b.entry, b.threads, b.cluster, len(b.scratch)) for b in built}
     if len(same) != 1:
@@ -141,18 +141,18 @@ class TritonKernel(NamedKernel):
       max(b.shared for b in built), cluster if cluster != (1, 1, 1) else None,
     )  # fmt: skip
     parameters = [
-      launch.Parameter.pointer(cast("Any", bound[a.name].of), bound[a.name].position)
+      launch.LaunchParameter.pointer(cast("Any", bound[a.name].of), bound[a.name].position)
       if a.type[0] == "*"
-      else launch.Parameter.scalar(a.value, a.dtype)
+      else launch.LaunchParameter.scalar(a.value, a.dtype)
       for a in passed
     ]
     scratch: list[int] = []
     for of_block in zip(*(b.scratch for b in built), strict=True):
       if size := max(of_block) * math.prod(programs):
-        parameters.append(launch.Parameter.pointer("scratch", len(scratch)))
+        parameters.append(launch.LaunchParameter.pointer("scratch", len(scratch)))
         scratch.append(size)
       else:
-        parameters.append(launch.Parameter(bytes(8)))
+        parameters.append(launch.LaunchParameter(bytes(8)))
     zeroed, positions = zeroed(dict(meta)) if callable(zeroed) else zeroed, set[int]()
     for name in (zeroed,) if isinstance(zeroed, (int, str)) else cast("Sequence[Any]", zeroed):
       target = bound.get(name) if isinstance(name, str) else None
@@ -164,7 +164,7 @@ class TritonKernel(NamedKernel):
       positions.add(index)
     launched = launch.Launch(entry, blocks, block, tuple(parameters), shared, clusters)
     images = tuple(b.image for b in built)
-    return launch.Plan(key, images, (launched,), tuple(scratch), tuple(sorted(positions)))
+    return launch.LaunchPlan(key, images, (launched,), tuple(scratch), tuple(sorted(positions)))
 
 
 @factories.with_constants(TritonOptions)

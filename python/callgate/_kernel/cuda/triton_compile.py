@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.runtime import Autotuner, Heuristics, JITFunction
 
 from callgate._build import cache, files
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import CompiledImage
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError, GateError
 from callgate._kernel.cuda.kernel import entries
@@ -51,7 +51,7 @@ _ROUNDS, _LAUNCHES = 3, 20
 Settings = dict[str, Any]
 
 
-class Argument(NamedTuple):
+class TritonArgument(NamedTuple):
   name: str
   type: str  # Triton's, such as "*fp32" or "i32"; "constexpr" for what is compiled in
   value: Any = None  # of a scalar or constant
@@ -63,8 +63,8 @@ class Argument(NamedTuple):
     return dtype_named(_SCALARS[self.type])
 
 
-class Compiled(NamedTuple):
-  image: Image  # for one capability
+class TritonCompiled(NamedTuple):
+  image: CompiledImage  # for one capability
   entry: str  # its name in the image
   threads: int  # of a block
   shared: int  # bytes of dynamic shared memory
@@ -94,7 +94,7 @@ def automatic(kernel: Any) -> set[str]:
   return found
 
 
-def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -> Argument:
+def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -> TritonArgument:
   code, what = _DTYPES.get(dtype.name), f"{label}: parameter '{parameter.name}'"
   if code is None:
     fault = f"Triton has no pointers to {dtype.name}; expected one of {', '.join(_DTYPES)}"
@@ -103,14 +103,14 @@ def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -
     fault = f"expected a static number, as its annotation {parameter.annotation_type} says"
     raise GateDefinitionError(f"{what}: {fault}, got an array")
   aligned = divisible and _by_alignment(parameter)
-  return Argument(parameter.name, ("*k" if parameter.is_const else "*") + code, None, aligned)
+  return TritonArgument(parameter.name, ("*k" if parameter.is_const else "*") + code, None, aligned)
 
 
-def scalar(parameter: Any, value: Any, label: str) -> Argument:
+def scalar(parameter: Any, value: Any, label: str) -> TritonArgument:
   """A number or constant as an argument, specialised as Triton's launcher does it."""
   name, what = parameter.name, f"{label}: parameter '{parameter.name}'"
   if parameter.is_constexpr or value is None:
-    return Argument(name, "constexpr", value)
+    return TritonArgument(name, "constexpr", value)
   if not isinstance(value, (bool, int, float, np.generic)):
     expected = "expected an array, a number, or the annotation tl.constexpr"
     raise GateDefinitionError(f"{what}: {expected}; got {value!r}")
@@ -119,7 +119,7 @@ def scalar(parameter: Any, value: Any, label: str) -> Argument:
   code = parameter.annotation_type or ""
   one = whole and number == 1 and not parameter.do_not_specialize
   if one and code[:2] not in ("fp", "bf", "u1"):
-    return Argument(name, "constexpr", 1)
+    return TritonArgument(name, "constexpr", 1)
   if not code and isinstance(value, np.generic):
     code = _DTYPES.get(value.dtype.name, value.dtype.name)
   elif not code and whole:
@@ -129,7 +129,7 @@ def scalar(parameter: Any, value: Any, label: str) -> Argument:
   if code not in _SCALARS:
     expected = f"expected a type among {', '.join(_SCALARS)}"
     raise GateDefinitionError(f"{what}: {expected}, got {code}")
-  return Argument(name, code, number, whole and _by_alignment(parameter) and number % 16 == 0)
+  return TritonArgument(name, code, number, whole and _by_alignment(parameter) and number % 16 == 0)
 
 
 def _by_alignment(parameter: Any) -> bool:
@@ -138,9 +138,9 @@ def _by_alignment(parameter: Any) -> bool:
 
 
 def compile_for(
-  label: str, function: Any, arguments: Sequence[Argument], options: Mapping[str, Any],
+  label: str, function: Any, arguments: Sequence[TritonArgument], options: Mapping[str, Any],
   capability: int, *, ptx: bool,
-) -> Compiled:  # fmt: skip
+) -> TritonCompiled:  # fmt: skip
   """Compiles a JITFunction for a capability, as 90; with `ptx` for any device that is not older."""
   target = GPUTarget("cuda", capability, 32)
   with _COMPILING:
@@ -166,12 +166,12 @@ def compile_for(
   of_block = (getattr(metadata, f"{n}_scratch_size", 0) or 0 for n in ("global", "profile"))
   scratch = [int(size) * x * y * z for size in of_block][: len(sizes or ()) - len(wanted)]
   text, code = str(made.asm["ptx"]).encode() + b"\0", bytes(made.asm["cubin"])
-  image = Image(text, 0) if ptx else Image(code, capability)
+  image = CompiledImage(text, 0) if ptx else CompiledImage(code, capability)
   threads, shared = int(metadata.num_warps) * 32, int(metadata.shared)
-  return Compiled(image, metadata.name, threads, shared, (x, y, z), tuple(scratch))
+  return TritonCompiled(image, metadata.name, threads, shared, (x, y, z), tuple(scratch))
 
 
-def _source(function: Any, arguments: Sequence[Argument]) -> Any:
+def _source(function: Any, arguments: Sequence[TritonArgument]) -> Any:
   aligned = [i for i, a in enumerate(arguments) if a.divisible]
   # Triton 3.2 takes its source in another form.
   if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
@@ -191,7 +191,7 @@ def _source(function: Any, arguments: Sequence[Argument]) -> Any:
   )
 
 
-def passed(arguments: Sequence[Argument]) -> list[Argument]:
+def passed(arguments: Sequence[TritonArgument]) -> list[TritonArgument]:
   """The arguments that a launch passes."""
   return [a for a in arguments if a.type != "constexpr"]
 

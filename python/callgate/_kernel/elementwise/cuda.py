@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from callgate._build import nvrtc, toolchain
-from callgate._build.nvrtc import Image
-from callgate._kernel.elementwise.source import Bound, Code, body, element, lines
-from callgate._kernel.launch import CudaCall, CudaPart, Launch, Parameter, Plan
+from callgate._build.nvrtc import CompiledImage
+from callgate._kernel.elementwise.source import BoundCode, Code, body, element, lines
+from callgate._kernel.launch import CudaCall, CudaPart, Launch, LaunchParameter, LaunchPlan
 
 _THREADS = 256
 _VECTOR = 16  # bytes that a thread loads or stores at once
@@ -39,7 +39,7 @@ def _on_device(text: str) -> str:
   return spelled.replace("cg::", "callgate::small::")
 
 
-def cuda_unit(what: str, entry: str, bound: Bound, layout: Layout) -> str:
+def cuda_unit(what: str, entry: str, bound: BoundCode, layout: Layout) -> str:
   """A whole source for CUDA; `entry` is the function's name, `what` the kernel in messages."""
   code, in_library = bound.code, "callgate::elementwise::"
   # CUDA has functions of these names that treat NaN otherwise.
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__({_THREADS}) {entry}(
 """
 
 
-def _packs(bound: Bound, layout: Layout) -> str:
+def _packs(bound: BoundCode, layout: Layout) -> str:
   """The loop over several neighbours at once."""
   count, loads, stores = layout.vector, list[str](), list[str]()
   arguments = [f"_pack * {count} + _k"]
@@ -115,7 +115,7 @@ def _packs(bound: Bound, layout: Layout) -> str:
     }}"""
 
 
-def _singles(bound: Bound, layout: Layout) -> str:
+def _singles(bound: BoundCode, layout: Layout) -> str:
   """The loop over elements one by one: the tail of the packs, or all."""
   arguments, strided = ["_i"], 0
   for p, kind in zip(bound.code.mapped, layout.kinds, strict=True):
@@ -197,19 +197,19 @@ def collapsed(
 # -- launches ------------------------------------------------------------------------------------
 def _parameters(
   code: Code, layout: Layout, operands: Sequence[Any], results: Sequence[Any]
-) -> Iterator[Parameter]:
+) -> Iterator[LaunchParameter]:
   """Returns what a launch passes: see `cuda_unit`."""
   indices = {p.name: i for i, p in enumerate(code.inputs)}
-  yield Parameter.scalar(math.prod(results[0].shape), np.int64)
-  yield from (Parameter.pointer("operand", indices[p.name]) for p in code.mapped)
-  yield from (Parameter.pointer("result", i) for i in range(len(code.outputs)))
+  yield LaunchParameter.scalar(math.prod(results[0].shape), np.int64)
+  yield from (LaunchParameter.pointer("operand", indices[p.name]) for p in code.mapped)
+  yield from (LaunchParameter.pointer("result", i) for i in range(len(code.outputs)))
   kinds = zip(code.mapped, layout.kinds, strict=True)
   if axes := collapsed([operands[indices[p.name]].shape for p, k in kinds if k == "s"], results):
     numbers = [extent for extent, _ in axes] + [step for _, strides in axes for step in strides]
-    yield Parameter(np.array(numbers, "<i8").tobytes())
+    yield LaunchParameter(np.array(numbers, "<i8").tobytes())
   for index, param in enumerate(code.inputs):
     if param.raw:
-      yield Parameter.pointer("operand", index, operands[index].shape or (1,))
+      yield LaunchParameter.pointer("operand", index, operands[index].shape or (1,))
 
 
 class ElementwisePart(CudaPart):
@@ -219,7 +219,7 @@ class ElementwisePart(CudaPart):
     self._kernel = weakref.proxy(kernel)  # which holds this; whoever calls this holds it
     self._options, self.arch = (*_OPTIONS, *options), arch  # of NVRTC
 
-  def plan(self, call: CudaCall) -> Plan:
+  def plan(self, call: CudaCall) -> LaunchPlan:
     code: Code = self._kernel.user_code
     layout = layout_of(code, call.operands, call.results)
     key = f"{self._kernel.letters_text(call.operands, call.static)}:{layout.text}"
@@ -228,9 +228,9 @@ class ElementwisePart(CudaPart):
     blocks = min(-(-taken // _THREADS), _BLOCKS)
     parameters = tuple(_parameters(code, layout, call.operands, call.results))
     launch = Launch(built[0].entry, (blocks, 1, 1), (_THREADS, 1, 1), parameters)
-    return Plan(key, tuple(each.image for each in built), (launch,))
+    return LaunchPlan(key, tuple(each.image for each in built), (launch,))
 
-  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
+  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[CompiledImage, ...] | None:
     if not self._kernel.has_key(key):
       return None
     return tuple(built.image for built in self._built(key, capabilities))

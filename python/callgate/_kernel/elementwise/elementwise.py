@@ -26,7 +26,7 @@ from callgate._core.where import where
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import derivatives, params
 from callgate._kernel.elementwise.cuda import ElementwisePart
-from callgate._kernel.elementwise.source import Bound, Code, cpu_unit
+from callgate._kernel.elementwise.source import BoundCode, Code, cpu_unit
 from callgate._kernel.launch import PREFIX, parse_arch
 from callgate._kernel.options import CompilerOptions, KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
@@ -259,10 +259,10 @@ class ElementwiseKernel(CpuKernel):
     code = self.user_code
     return tuple(_letters(key)) == code.letters and len(kinds) == len(code.mapped)
 
-  def bound(self, key: str, spelled: Callable[[str], str] = str) -> Bound:
+  def bound(self, key: str, spelled: Callable[[str], str] = str) -> BoundCode:
     """The code of a variant, by its key: "T=float32,S=int8:..."."""
     bindings = {name: dtype_named(dtype) for name, dtype in _letters(key).items()}
-    return Bound(self.user_code, bindings, spelled)
+    return BoundCode(self.user_code, bindings, spelled)
 
   @contextlib.contextmanager
   def explaining(self) -> Generator[None]:

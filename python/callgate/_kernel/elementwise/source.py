@@ -89,7 +89,7 @@ def value_type(dtype: np.dtype[Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Bound:
+class BoundCode:
   """Code for a call's dtypes."""
 
   code: Code  # the user's
@@ -119,7 +119,7 @@ class Bound:
     return self.has_any("complex64", "complex128")
 
 
-def body(what: str, bound: Bound) -> str:
+def body(what: str, bound: BoundCode) -> str:
   """The part that knows no device; `what` is the kernel in the compiler's messages."""
   code = bound.code
   types = "".join(f"using {n} = {value_type(bound.bindings[n])};\n" for n in code.letters)
@@ -140,7 +140,7 @@ CALLGATE_FUNCTION void callgate_body(const Elements& _elements,
 """
 
 
-def element(bound: Bound, arguments: Sequence[str], place: str) -> list[str]:
+def element(bound: BoundCode, arguments: Sequence[str], place: str) -> list[str]:
   """Calls the body for one element; its results are stored where `place` says for their names."""
   outputs = bound.code.outputs
   return [
@@ -150,7 +150,7 @@ def element(bound: Bound, arguments: Sequence[str], place: str) -> list[str]:
   ]
 
 
-def cpu_unit(what: str, bound: Bound, varies: str) -> str:
+def cpu_unit(what: str, bound: BoundCode, varies: str) -> str:
   """A whole source for the CPU.
 
   `varies` has for each mapped argument whether it does along rows: "1", "0" or, of an exported
@@ -221,7 +221,7 @@ def placed(what: str, part: str, text: str, end: str = ";\n") -> str:
   return f'#line 1 "{name}"\n{text}\n{end}#line 1 "callgate"\n'
 
 
-def _literals(text: str, bound: Bound) -> str:
+def _literals(text: str, bound: BoundCode) -> str:
   """Floating literals are float's, as a Python scalar is, unless a double is anywhere near."""
   if bound.has_any("float64", "complex128") or "double" in words(text):
     return text

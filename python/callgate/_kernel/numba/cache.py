@@ -148,7 +148,7 @@ def digest_of(request: Request, argument_types: tuple[Any, ...]) -> str | None:
   ])  # fmt: skip
 
 
-class Kept:
+class CFuncCache:
   """The cache that a CFunc asks: one file an entry, replaced in one step, made again if damaged."""
 
   def __init__(self, key: str | None) -> None:

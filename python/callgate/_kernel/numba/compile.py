@@ -34,7 +34,7 @@ from numba.np.arrayobj import populate_array
 
 from callgate import _callgate
 from callgate._core.errors import GateDefinitionError, ResultShapeError
-from callgate._kernel.numba.cache import Kept, digest_of
+from callgate._kernel.numba.cache import CFuncCache, digest_of
 from callgate._kernel.numba.parallel import kernel_loops
 from callgate._kernel.numba.request import Request, Slot
 from callgate._kernel.variants import Function, Type
@@ -52,7 +52,7 @@ def compile_function(request: Request) -> Function:
 
   placeholder = pytypes.FunctionType(entry.__code__, {"__name__": __name__}, name)
   compiled = CFunc(placeholder, (_ENTRY.args, _ENTRY.return_type), locals={}, options={})
-  compiled._cache = kept = Kept(digest)
+  compiled._cache = kept = CFuncCache(digest)
   if kept.content is None:
     placeholder.__globals__["run"] = _build(request, argument_types, name)
   _compile(request, argument_types, compiled.compile)

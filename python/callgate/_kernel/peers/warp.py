@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from callgate import _callgate
-from callgate._build.nvrtc import Image
+from callgate._build.nvrtc import CompiledImage
 from callgate._call.site import Call, CallSite, Emission
 from callgate._core import options as check
 from callgate._core import registry, static_values
@@ -99,13 +99,15 @@ class WarpKernel(CpuKernel, launch.CudaPart):
           raise GateDefinitionError(f"{self.label}: {what}: {expected}, got {array.shape}")
 
   # -- one call's arguments ----------------------------------------------------------------------
-  def _parameters(self, call: launch.CudaCall, extents: Sequence[int]) -> list[launch.Parameter]:
+  def _parameters(
+    self, call: launch.CudaCall, extents: Sequence[int]
+  ) -> list[launch.LaunchParameter]:
     """The launch's extents, and the kernel's arguments, in its order."""
     compiler, at = self._compiler, {"operand": 0, "result": 0}
     found = [compiler.bounds(self.function, extents)]
     for declared, parameter in zip(self._declared, self.signature or (), strict=True):
       if parameter.kind is Kind.NUMBER:
-        found.append(launch.Parameter.scalar(call.static[parameter.name], parameter.dtype))
+        found.append(launch.LaunchParameter.scalar(call.static[parameter.name], parameter.dtype))
         continue
       place: tuple[launch.Of, int] | None = None
       shape: tuple[int, ...] = ()
@@ -201,7 +203,7 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     return target
 
   # -- for CUDA ----------------------------------------------------------------------------------
-  def plan(self, call: launch.CudaCall) -> launch.Plan:
+  def plan(self, call: launch.CudaCall) -> launch.LaunchPlan:
     compiler, extents = self._compiler, self._extents(call)
     parameters = tuple(self._parameters(call, extents))
     built = compiler.compile_for(self.label, self.function, call.capabilities)
@@ -212,8 +214,8 @@ class WarpKernel(CpuKernel, launch.CudaPart):
         raise GateDefinitionError(f"{self.label}: {fault}; callgate doesn't know this Warp")
     launched = launch.Launch(built[0].entry, grid, block, parameters, max(b.shared for b in built))
     images = tuple(b.image for b in built)
-    return launch.Plan(built[0].entry, images, (launched,), zeroed=self._zeroed)
+    return launch.LaunchPlan(built[0].entry, images, (launched,), zeroed=self._zeroed)
 
-  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
+  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[CompiledImage, ...] | None:
     built = self._compiler.compile_for(self.label, self.function, capabilities)
     return tuple(b.image for b in built) if built[0].entry == key else None

@@ -24,17 +24,17 @@ import warp as wp
 from warp._src import codegen
 from warp._src import types as warp_types
 
-from callgate._build.nvrtc import Image, makes_machine_code
+from callgate._build.nvrtc import CompiledImage, makes_machine_code
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cuda.kernel import entries
-from callgate._kernel.launch import LOWEST, Address, Extent, Of, Parameter
+from callgate._kernel.launch import LOWEST, Address, Extent, LaunchParameter, Of
 
 _LOCK = threading.RLock()
 _MOST = 2**31 - 1  # of an array's extents, and of its strides in bytes
 _EXTENT_OF_Y = 65535
 
 
-class Argument(NamedTuple):
+class WarpArgument(NamedTuple):
   """A parameter of a kernel: an array, or a number by value."""
 
   name: str
@@ -51,14 +51,14 @@ class Argument(NamedTuple):
     return ctypes.alignment(warp_types.array_t) if self.is_array else self.dtype.itemsize
 
 
-class Compiled(NamedTuple):
-  image: Image
+class WarpCompiled(NamedTuple):
+  image: CompiledImage
   entry: str  # its name in the image
   shared: int  # bytes of dynamic shared memory
   sizes: list[int] | None  # of its parameters, where the image tells them
 
 
-def arguments(label: str, kernel: Any) -> list[Argument]:
+def arguments(label: str, kernel: Any) -> list[WarpArgument]:
   """The parameters of a kernel; raises for one that callgate can't call."""
   if kernel.is_generic:
     hint = "wp.overload(kernel, ...) makes one of them"
@@ -68,23 +68,23 @@ def arguments(label: str, kernel: Any) -> list[Argument]:
   return [_argument(label, each.label, each.type) for each in kernel.adj.args]
 
 
-def _argument(label: str, name: str, declared: Any) -> Argument:
+def _argument(label: str, name: str, declared: Any) -> WarpArgument:
   scalars = (wp.bool, *warp_types.scalar_types)
   if isinstance(declared, wp.array):
     element = declared.dtype
     inner = tuple(getattr(element, "_shape_", ()))
     scalar = getattr(element, "_wp_scalar_type_", element)
     if scalar in scalars:
-      return Argument(name, np.dtype(wp.dtype_to_jax(scalar)), declared.ndim, inner)
+      return WarpArgument(name, np.dtype(wp.dtype_to_jax(scalar)), declared.ndim, inner)
   elif declared in scalars:
-    return Argument(name, np.dtype(wp.dtype_to_jax(declared)))
+    return WarpArgument(name, np.dtype(wp.dtype_to_jax(declared)))
   expected = "an array of numbers, vectors or matrices, or a number"
   got = warp_types.type_repr(declared)
   raise GateDefinitionError(f"{label}: parameter '{name}': expected {expected}, got {got}")
 
 
 # -- a call's arguments ----------------------------------------------------------------------------
-def bounds(kernel: Any, extents: Sequence[int]) -> Parameter:
+def bounds(kernel: Any, extents: Sequence[int]) -> LaunchParameter:
   """A launch's extents; those beyond what `wp.tid()` gives repeat its threads, as in Warp."""
   with _LOCK:
     kernel.module.get_module_hash(1)  # generates code, which tells
@@ -92,10 +92,12 @@ def bounds(kernel: Any, extents: Sequence[int]) -> Parameter:
   held = warp_types.launch_bounds_t((*extents, 1, 1, 1, 1)[:rank])
   held.coord_mult = math.prod(extents[rank:])
   held.size *= held.coord_mult
-  return Parameter(bytes(held))
+  return LaunchParameter(bytes(held))
 
 
-def array(label: str, declared: Argument, shape: Sequence[int], of: Of, index: int) -> Parameter:
+def array(
+  label: str, declared: WarpArgument, shape: Sequence[int], of: Of, index: int
+) -> LaunchParameter:
   """A contiguous array."""
   item = declared.dtype.itemsize * math.prod(declared.inner)
   strides = [item * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
@@ -104,7 +106,7 @@ def array(label: str, declared: Argument, shape: Sequence[int], of: Of, index: i
     expected = f"extents, and bytes from one row to the next, of at most {_MOST}, as Warp has them"
     raise GateDefinitionError(f"{label}: {what}: expected {expected}, got shape {tuple(shape)}")
   held = warp_types.array_t(ndim=len(shape), shape=shape, strides=strides)
-  return Parameter(bytes(held), (Address(warp_types.array_t.data.offset, of, index),))
+  return LaunchParameter(bytes(held), (Address(warp_types.array_t.data.offset, of, index),))
 
 
 # -- compiled code ---------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def load(label: str, kernel: Any) -> tuple[int, Any]:
   return ctypes.cast(forward, ctypes.c_void_p).value or 0, loaded
 
 
-def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[Compiled]:
+def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[WarpCompiled]:
   """The kernel for each capability; for none, as PTX for any device."""
   module, options = kernel.module, kernel.module.options | kernel.options
   refused = {
@@ -133,7 +135,7 @@ def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[
   for expected in (text for text, wrong in refused.items() if wrong):
     fault = f"expected a kernel {expected}, which callgate doesn't have in programs for CUDA"
     raise GateDefinitionError(f"{label}: {fault}")
-  found: list[Compiled] = []
+  found: list[WarpCompiled] = []
   for capability in capabilities or (0,):
     ptx, target = capability == 0 or not makes_machine_code(), capability or LOWEST
     try:
@@ -152,8 +154,8 @@ def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[
       raise CompileError(f"{label}: {fault}", str(error)) from error
     declared = entries(code.decode())[name] if ptx else None
     sizes = None if declared is None else [size for size, _ in declared]
-    image = Image(code + b"\0", 0) if ptx else Image(code, capability)
-    found.append(Compiled(image, name, int(about[f"{name}_smem_bytes"]), sizes))
+    image = CompiledImage(code + b"\0", 0) if ptx else CompiledImage(code, capability)
+    found.append(WarpCompiled(image, name, int(about[f"{name}_smem_bytes"]), sizes))
   return found
 
 

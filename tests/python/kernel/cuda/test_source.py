@@ -24,7 +24,14 @@ import callgate as cg
 from callgate._build import nvrtc, toolchain
 from callgate._kernel import launch
 from callgate._kernel.cuda import source as _source
-from callgate._kernel.launch import Address, CudaCall, Launch, Parameter, Plan, parse_arch
+from callgate._kernel.launch import (
+  Address,
+  CudaCall,
+  Launch,
+  LaunchParameter,
+  LaunchPlan,
+  parse_arch,
+)
 from callgate._kernel.variants import from_json
 from callgate._sharding import partitioner
 
@@ -214,7 +221,7 @@ def test_capabilities_are_read_from_names_and_numbers():
 
 
 def test_a_plan_is_held_with_all_but_its_images():
-  plan = Plan(
+  plan = LaunchPlan(
     "k",
     (),
     (
@@ -223,8 +230,8 @@ def test_a_plan_is_held_with_all_but_its_images():
         (4, 5, 6),
         (32, 2, 1),
         (
-          Parameter(b"\x01\x02"),
-          Parameter(bytes(16), (Address(0, "operand", 2), Address(8, "scratch", 0))),
+          LaunchParameter(b"\x01\x02"),
+          LaunchParameter(bytes(16), (Address(0, "operand", 2), Address(8, "scratch", 0))),
         ),
         shared=1024,
         cluster=(2, 1, 1),
@@ -250,7 +257,7 @@ def test_a_plan_is_held_with_all_but_its_images():
 
 
 def test_a_launch_without_a_functions_name_is_refused():
-  plan = Plan("k", (), (Launch("", (1, 1, 1), (1, 1, 1), ()),))
+  plan = LaunchPlan("k", (), (Launch("", (1, 1, 1), (1, 1, 1), ()),))
   with pytest.raises(cg.GateDefinitionError, match="a function's name as the image has it"):
     launch.encode("k", plan)
 

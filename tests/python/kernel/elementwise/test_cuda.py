@@ -57,7 +57,7 @@ def launch_of(kernel: Any, operands: Any, **static: Any) -> tuple[Any, str, Cuda
 
   def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
     made.append(source)
-    return nvrtc.Built(nvrtc.Image(b"\0", 0), entry_of(kernel.name))
+    return nvrtc.Built(nvrtc.CompiledImage(b"\0", 0), entry_of(kernel.name))
 
   call = call_of(kernel, operands, (), **static)
   with pytest.MonkeyPatch.context() as patch:
@@ -220,7 +220,7 @@ def test_where_programs_run_on_gpus_no_compiler_for_the_cpu_is_needed(monkeypatc
 
   def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
     built.append(name)
-    return nvrtc.Built(nvrtc.Image(b"\0", 0), name)
+    return nvrtc.Built(nvrtc.CompiledImage(b"\0", 0), name)
 
   monkeypatch.setattr(cuda.nvrtc, "build", build)
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
