@@ -69,13 +69,6 @@ def pytest_collection_finish() -> None:
   gc.set_threshold(20_000, 20, 50)  # what JAX traces lives shortly or long
 
 
-@pytest.fixture(autouse=True, scope="module")
-def young_heap() -> None:
-  """Collections in a file's tests leave out what earlier files have made, once it is collected."""
-  gc.collect()
-  gc.freeze()
-
-
 @pytest.fixture(params=["callgate", "jax"])
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
   """Runs the test on callgate's runtime and on JAX's own callbacks, its oracle."""
