@@ -25,7 +25,7 @@ from callgate._kernel.cuda.kernel import CudaKernel
 from callgate._kernel.cuda.options import CudaOptions
 from callgate._kernel.launch import CudaCall, Launch, LaunchParameter, LaunchPlan
 from callgate._kernel.parameters import Kind
-from callgate._kernel.parameters import LaunchParameter as KernelParameter
+from callgate._kernel.parameters import Parameter as KernelParameter
 
 F32 = np.dtype(np.float32)
 _numbers = itertools.count()
