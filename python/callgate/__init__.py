@@ -16,7 +16,7 @@ _attach.start()
 def __getattr__(name: str) -> Any:
   if name in _names.MODULES:
     _attach.load()
-    importlib.import_module(_names.MODULES[name])
+    _names.get(name)
     found = _names.publish()
     globals().update(found)
     return found[name]

@@ -116,7 +116,7 @@ def raise_deferred(*, of_all_threads: bool = False) -> None:
 
   Those of programs that another thread of Python called wait for that thread, or for `barrier()`.
   """
-  if not _kept.waiting:  # asked on every call of a gate
+  if not _kept.deferred:  # asked on every call of a gate
     return
   others = set[int | None]() if of_all_threads else threads_of_python() - {threading.get_ident()}
   if taken := _kept.take_deferred(others):

@@ -3,8 +3,8 @@
 
 A program's error is text; the exception that it stands for is here, under the id that the text
 carries. Of some failures no program's error tells, those of consumers and those of programs over
-several devices: they wait in `waiting` for whoever waits for them. The store is bounded: an
-exception holds its traceback's frames, and with them arrays. All functions run under the GIL, on
+several devices: they are in lists of their own for whoever waits for them. The store is bounded:
+an exception holds its traceback's frames, and with them arrays. All functions run under the GIL, on
 any thread.
 """
 
@@ -65,11 +65,13 @@ _let_go: collections.OrderedDict[int, None] = collections.OrderedDict()
 # For each block that is open, the first id that can be of a failure in it. Guarded by _lock,
 # but for the end of a block, which is a single step; emptied by the end of each block.
 blocks: list[int] = []
-# Failures that no program's error tells of, oldest first: whatever happens to the others, these
-# stay. Bounded, as a consumer that raises for every record of a long run must not fill the memory.
-# Guarded by _lock; emptied by whoever asks, and at most _LIMIT of programs and _LIMIT_OF_CONSUMERS
-# entries.
-waiting: list[KeptError] = []
+# Failures of programs whose errors do not tell of them, oldest first: whatever happens to the
+# others, these stay. Guarded by _lock; emptied by whoever asks, and at most _LIMIT entries.
+deferred: list[KeptError] = []
+# Failures of consumers, oldest first. Bounded, as a consumer that raises for every record of a long
+# run must not fill the memory. Guarded by _lock; emptied by whoever asks, and at most
+# _LIMIT_OF_CONSUMERS entries.
+_of_consumers: list[KeptError] = []
 _LIMIT_OF_CONSUMERS = 64
 _uncounted = 0  # consumers' failures beyond that. Guarded by _lock
 # The runs whose exception for the main thread somebody has got: each shard's call may raise one.
@@ -209,8 +211,8 @@ def defer(text: str) -> BaseException:
     kept = find(text, claim=False)
     if kept is None:
       kept = _store[keep(jax.errors.JaxRuntimeError(text))]
-    if sum(not one.consumer for one in waiting) < _LIMIT:
-      waiting.append(kept)
+    if len(deferred) < _LIMIT:
+      deferred.append(kept)
   return kept.exception
 
 
@@ -218,8 +220,8 @@ def keep_consumers(exception: BaseException, consumer: str) -> bool:
   """Has a consumer's exception wait until somebody asks; False past the bound, where it counts."""
   global _uncounted
   with _lock:
-    if has_room := sum(bool(one.consumer) for one in waiting) < _LIMIT_OF_CONSUMERS:
-      waiting.append(KeptError(0, exception, consumer=consumer))
+    if has_room := len(_of_consumers) < _LIMIT_OF_CONSUMERS:
+      _of_consumers.append(KeptError(0, exception, consumer=consumer))
     else:
       _uncounted += 1
   return has_room
@@ -230,9 +232,9 @@ def find_consumers(
 ) -> BaseException | None:
   """The oldest exception of a consumer for which `holds`, or None."""
   with _lock:
-    for index, one in enumerate(waiting):
-      if one.consumer and holds(one):
-        return waiting.pop(index).exception if take else one.exception
+    for index, one in enumerate(_of_consumers):
+      if holds(one):
+        return _of_consumers.pop(index).exception if take else one.exception
   return None
 
 
@@ -240,8 +242,8 @@ def take_consumers() -> tuple[list[BaseException], int]:
   """Takes all exceptions of consumers, oldest first; with the number of those past the bound."""
   global _uncounted
   with _lock:
-    taken, more = [one.exception for one in waiting if one.consumer], _uncounted
-    waiting[:] = [one for one in waiting if not one.consumer]
+    taken, more = [one.exception for one in _of_consumers], _uncounted
+    _of_consumers.clear()
     _uncounted = 0
   return taken, more
 
@@ -267,9 +269,9 @@ def take_deferred(others: Container[int | None]) -> list[BaseException]:
   The failures of programs that the threads `others` called stay.
   """
   with _lock:
-    mine = [one for one in waiting if not (one.consumer or one.thread in others)]
-    taken = [one for one in mine if not one.claimed]
-    waiting[:] = [one for one in waiting if one not in mine and not one.claimed]
+    waiting = [one for one in deferred if not one.claimed]
+    taken = [one for one in waiting if one.thread not in others]
+    deferred[:] = [one for one in waiting if one.thread in others]
     for one in taken:
       claimed(one)
   return [one.exception for one in taken]

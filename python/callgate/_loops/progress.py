@@ -220,7 +220,7 @@ def inside(bar: object) -> Generator[None]:
 
 
 def _changing(arguments: Any) -> list[Any]:
-  """Those arrays of a body's arguments that change in each step: counters where there are any."""
+  """The arrays of a body's arguments that change in each step: counters where there are any."""
   numbers = _numbers_in(arguments)
   counters = [x for x in numbers if not jnp.shape(x) and jnp.issubdtype(x.dtype, np.integer)]
   return counters or numbers
