@@ -32,7 +32,7 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "futures": ("callgate._futures.ticket",),
   "processes": ("callgate._process.group",),
   "bars": ("callgate._loops.draw",),
-  "checkpoints": ("callgate._checkpoints.checkpoints",),
+  "checkpoints": ("callgate._checkpoints.saver",),
   "channels": ("callgate._tap.channel", "channel:", "tap:"),
   "threads": ("callgate._workers.threads",),
   "workers": ("callgate._workers.workers",),

@@ -23,7 +23,7 @@ from callgate._core import failures, foreign
 from callgate._core.errors import GateError, GateTimeoutError, Interruption
 from callgate._core.weak import members
 from callgate._part import Part, Phase, Wait
-from callgate._workers.threads import Thread
+from callgate._workers.threads import ThreadPlace
 
 if TYPE_CHECKING:
   import asyncio
@@ -52,7 +52,7 @@ class Job:
     self._taken: str | None = None
     self._kept = True  # the result, as far as it has come
 
-  def start(self, call: Callable[[], Any], line: Line | Thread | None = None) -> None:
+  def start(self, call: Callable[[], Any], line: Line | ThreadPlace | None = None) -> None:
     """Has `call` run, in its turn where there is a line; a coroutine's rest is the event loop's.
 
     Ctrl-C ends what waits in a line, and what runs on workers.
@@ -91,7 +91,7 @@ class Job:
     if not is_taken:
       with _lock:
         _open.discard(self)
-      if isinstance(line, Thread):
+      if isinstance(line, ThreadPlace):
         line.refuse()
       raise GateError(
         f"{self.label}: can't be started: the process is ending, or was forked from one that ran "

@@ -25,6 +25,7 @@ from callgate._core import factories, registry
 from callgate._core import options as _options
 from callgate._core.dtypes import type_text
 from callgate._core.errors import GateDefinitionError
+from callgate._core.public import core
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
@@ -164,7 +165,7 @@ class Library:
     name = options.name
     while name is None or (options.name is None and _is_live(name)):
       name = registry.free_name(f"{self.name}.{function}")  # the next run gives the same ones
-    return LibraryKernel(name, self, function, self._functions[function], options)
+    return Kernel(LibraryKernel(name, self, function, self._functions[function], options))
 
   def __getitem__(self, function: str) -> Kernel:
     if function not in self._kernels:
@@ -287,7 +288,9 @@ class _Libraries(Part):
     with _lock:
       opened = _libraries.get(base)
     kernel = opened[function] if opened is not None and function in opened else None
-    return kernel if kernel is None or kernel.name == name else registry.get(name)
+    if kernel is None:
+      return None
+    return core(kernel) if kernel.name == name else registry.get(name)
 
 
 _part.join(_Libraries())

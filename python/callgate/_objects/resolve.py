@@ -11,6 +11,7 @@ import numpy as np
 
 from callgate._core import foreign, tape
 from callgate._core.errors import HandleError
+from callgate._core.public import core
 from callgate._objects import table
 from callgate._objects.handle import TYPE, Handle
 from callgate._objects.remote import RemoteObject
@@ -38,7 +39,7 @@ def resolved(user: str, value: Any) -> Any:
 def _object(user: str, leaf: Any) -> Any:
   if not isinstance(leaf, Handle):
     return leaf
-  words = np.asarray(leaf.words)
+  words = np.asarray(core(leaf).words)
   if words.dtype != TYPE.dtype or words.shape[-1:] != TYPE.shape:
     raise HandleError(
       f"{user}: expected a handle's words, uint32[2], got {words.dtype}{list(words.shape)}"
@@ -59,8 +60,8 @@ def _object(user: str, leaf: Any) -> Any:
 def name_objects(error: BaseException, args: Any) -> None:
   names: list[str] = []
   for handle in jax.tree.leaves(args, is_leaf=is_handle):
-    if is_handle(handle) and np.ndim(handle.words) == 1:
-      held = table.get(handle.words, "")
+    if is_handle(handle) and np.ndim(core(handle).words) == 1:
+      held = table.get(core(handle).words, "")
       names.append(f"{type(held.value).__name__} #{held.number}, made by {held.maker}")
   if names:
     foreign.add_note(error, f"callgate: it was called with {'; '.join(names)}")

@@ -27,9 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from callgate._call.function import ArrayFunction
 from callgate._call.site import BoundCall
 from callgate._core.effects import HANDLE_EFFECT
-from callgate._gate.gate import Gate
+from callgate._core.public import core
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import loops, tracing, walk
 from callgate._jax.tracing import jaxpr_as_fun
@@ -185,12 +187,12 @@ def _branch(closed: Any, scope: Any, *inputs: Any) -> list[Any]:
 _PREFIX = "callgate.scope."
 
 
-class _ScopeGate(Gate):
-  traits = Gate.traits.but(taped=False, knows_lanes=False)
+class _ScopeGate(GateCallee):
+  traits = GateCallee.traits.but(taped=False, knows_lanes=False)
 
 
 @functools.cache
-def _gates() -> dict[str, Gate]:
+def _gates() -> dict[str, ArrayFunction[..., Any]]:
   """The gates that a scoped loop calls. Their order is that of their operands."""
 
   def enter(parent: Any) -> Any:
@@ -207,9 +209,9 @@ def _gates() -> dict[str, Gate]:
     return np.int32(0)
 
   return {
-    function.__name__: _ScopeGate(
-      function, GateOptions(out=out, name=f"{_PREFIX}{function.__name__}", effect="io")
-    ).handle()
+    function.__name__: ArrayFunction(
+      _ScopeGate(function, GateOptions(out=out, name=f"{_PREFIX}{function.__name__}", effect="io"))
+    )
     for function, out in ((enter, TYPE), (sweep, ()), (leave, _DONE))
   }
 
@@ -220,7 +222,8 @@ class Scopes(Part):
   name = "scopes"
 
   def define(self, name: str) -> Any:
-    return _gates().get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    gate = _gates().get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    return None if gate is None else core(gate)
 
 
 join(Scopes())

@@ -29,8 +29,8 @@ class Replay(Block):
     left: how many of the recording's calls nobody has asked for.
   """
 
-  what = "replay"
-  replays = True
+  _what = "replay"
+  _replays = True
 
   def __init__(self, path: str, *, partial: bool, rtol: float, atol: float, trust: bool) -> None:
     super().__init__(path)

@@ -16,8 +16,10 @@ import jax
 import numpy as np
 
 from callgate import _callgate
+from callgate._call.function import ArrayFunction
 from callgate._call.site import Call, Emission
 from callgate._core import options, registry
+from callgate._core.public import core
 from callgate._jax import execution
 from callgate._part import Part, join
 from callgate._steer.cell import CellGate, agreed
@@ -64,8 +66,8 @@ class _Asking(CellGate):
 
 
 @functools.cache
-def _asking() -> _Asking:
-  return _Asking()
+def _asking() -> ArrayFunction[..., Any]:
+  return ArrayFunction(_Asking())
 
 
 def stop(reason: str = "") -> None:
@@ -151,7 +153,7 @@ class Stops(Part):
     with _lock:
       if name not in _found and name not in _callgate.registered_names():
         _found[name] = _callgate.Stop(name)
-    return _asking()
+    return core(_asking())
 
 
 join(Stops())

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from callgate import _callgate
 from callgate._core import errors, exact, failures, foreign, options
-from callgate._core.pickling import Portable
+from callgate._core.public import Uncopied
 from callgate._core.where import Where, where
 from callgate._part import FOREVER, Part, Phase, Wait, join
 from callgate._runtime import barrier, lifecycle
@@ -33,7 +33,7 @@ _lock = threading.Lock()
 _watchers: dict[Callable[[str], Any], list[tuple[Channel, delivery.Attached]]] = {}
 
 
-class Channel(Portable):
+class Channel(Uncopied):
   """An open channel; made by `callgate.channel`. A context manager that closes it.
 
   Attributes:
@@ -82,7 +82,7 @@ class Channel(Portable):
         opened.append(sink)
       self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=rate)
       # Programs that were exported, or loaded from a cache, find the channel by this callee.
-      self.tap = target.of_channel(name)
+      self._tap = target.of_channel(name)
     except BaseException:
       for sink in opened:
         with contextlib.suppress(Exception):
@@ -171,10 +171,6 @@ class Channel(Portable):
       self._consumers |= added
       self._handle.add([*added.values()])
 
-  def has_stream(self) -> bool:
-    """True if one of its consumers is `sinks.Stream`, which others read a run by."""
-    return any(getattr(one.given, "is_stream", False) for one in list(self._consumers))
-
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
 
@@ -212,14 +208,10 @@ class Channel(Portable):
     """
     check_not_forked()
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
-    if not self.flushed(timeout):
+    if not flushed(self, timeout):
       pending = self.stats()["pending"]
       raise TimeoutError(f"{self._label}: {pending} record(s) still wait after {timeout} s")
     failures.raise_consumer_errors()
-
-  def flushed(self, timeout: float | None) -> bool:
-    """As `flush`, but says whether they were done in time, and leaves errors to who asks next."""
-    return self._closed or self._handle.flush(self._drain(timeout))
 
   def close(self, timeout: float | None = None) -> None:
     """Delivers what is there, then closes the consumers. Later records wait for a new channel.
@@ -309,6 +301,22 @@ def channel(
       that is loaded again, has opened before is closed instead.)
   """
   return Channel(name, capacity, on_full, rate, to, batch, where().definition())
+
+
+def flushed(one: Channel, timeout: float | None) -> bool:
+  """As `Channel.flush`, but False if the time ran out; errors stay for the next that asks."""
+  return one._closed or one._handle.flush(one._drain(timeout))  # pyright: ignore[reportPrivateUsage]
+
+
+def has_stream(one: Channel) -> bool:
+  """True if one of its consumers is `sinks.Stream`, which others read a run by."""
+  consumers = list(one._consumers)  # pyright: ignore[reportPrivateUsage]
+  return any(getattr(each.given, "is_stream", False) for each in consumers)
+
+
+def tap_of(one: Channel) -> Any:
+  """The runtime's callee for taps to the channel."""
+  return one._tap  # pyright: ignore[reportPrivateUsage]
 
 
 def retire(one: Channel) -> None:

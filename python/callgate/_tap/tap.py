@@ -20,7 +20,7 @@ from callgate._jax import refs
 from callgate._sharding import rules
 from callgate._tap import consumers, delivery, primitive
 from callgate._tap import target as _target
-from callgate._tap.channel import Channel
+from callgate._tap.channel import Channel, tap_of
 from callgate._tap.site import Arrays, TapSite, Transforms
 from callgate._tap.target import DEFAULT, Tap
 
@@ -180,7 +180,7 @@ def bind(
 
 def _target_of(to: Any) -> Tap:
   if isinstance(to, Channel):
-    return to.tap
+    return tap_of(to)
   if callable(to):
     delivery.check_takes_values("tap: to: expected a function", to)
     return _target.of_function(to)

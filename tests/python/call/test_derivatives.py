@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from property_checks import examples
 
 import callgate as cg
+from callgate._core.public import core
 
 X = jnp.array([0.3, -1.2, 2.0])
 V = jnp.array([1.0, 0.5, -2.0])
@@ -419,7 +420,7 @@ def test_a_reference_of_another_type_is_refused(like: Any, words: list[str], use
   gate = cg.gate(np.ones_like, out=lambda x: x, like=like)
   with pytest.raises(cg.GateDefinitionError) as error:
     use(gate)
-  for word in [f"{gate.label}: like: ", *words]:
+  for word in [f"{core(gate).label}: like: ", *words]:
     assert word in str(error.value)
 
 

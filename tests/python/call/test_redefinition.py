@@ -21,6 +21,7 @@ from waiting import until
 import callgate as cg
 from callgate import _callgate
 from callgate._core import registry
+from callgate._core.public import core
 
 X = jnp.array([3.0, 1.0, 2.0])
 
@@ -314,4 +315,4 @@ def test_a_gate_is_renamed_while_nobody_goes_through_the_names(
   gate = cg.gate(lambda x: x, out=jnp.float32(0), name="test renamed")
   registry.rename(registry.get("test renamed"), "test renamed anew")
   assert held == [True]
-  assert dict(registry.operations())["test renamed anew"] is gate.core
+  assert dict(registry.operations())["test renamed anew"] is core(gate)

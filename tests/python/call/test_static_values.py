@@ -214,7 +214,7 @@ def test_a_value_of_one_content_has_one_program() -> None:
   for make in (lambda: float("nan"), lambda: Config((1, "a")), lambda: Text("b")):
     for _ in range(3):
       gate(X, k=make())
-    calls.append(gate._programs[0].cache_info().currsize)
+    calls.append(gate._programs._kept[0].cache_info().currsize)
   assert calls == [0, 1, 2, 3]
 
 

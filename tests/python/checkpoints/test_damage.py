@@ -20,6 +20,7 @@ from interpreters import run_python
 import callgate as cg
 from callgate._checkpoints import files, parts
 from callgate._core import paths
+from callgate._core.public import core
 
 LEAVES = (parts.Leaf("carry", (8,), "float32"),)
 LIKE = np.zeros(8, np.float32)
@@ -32,7 +33,7 @@ def write(folder: Path, number: int, run: int = 1) -> None:
 
 
 def found(folder: Path) -> int:
-  return int(cg.Checkpoints(folder, resume=True)._loader._find(None)[0])
+  return int(core(cg.Checkpoints(folder, resume=True))._loader._find(None)[0])
 
 
 def flipped(offset: int, bit: int) -> Callable[[Path], object]:

@@ -21,6 +21,7 @@ COLUMNS = {
   "`jax.export`": ["export"],
   "copies and pickles": ["pickle", "pickle elsewhere"],
   "a fork's child": ["fork"],
+  "Ctrl-C ends a program, and the next is right": ["interrupt"],
   "equal functions are two": ["equal"],
 }
 HEAD = """\

@@ -14,6 +14,7 @@ import pytest
 from transformation_table import PAIRS, F, assert_chains_agree, groups, on_host, reference
 
 import callgate as cg
+from callgate._core.public import core
 
 ZERO = jnp.float32(0)
 
@@ -162,7 +163,7 @@ def test_lanes_of_devices_make_objects_in_branches(kind: str, engine: str) -> No
 
 def test_the_tangent_of_a_handle_is_float0() -> None:
   handle, tangent = jax.jvp(boxes, (1.0,), (1.0,))
-  assert tangent.words.dtype == jax.dtypes.float0
+  assert core(tangent).words.dtype == jax.dtypes.float0
   assert used(handle) == 1
   gradient = jax.grad(lambda x: x * used(boxes(jax.lax.stop_gradient(x))))(2.0)
   assert gradient == 2
@@ -199,7 +200,7 @@ def test_a_name_is_kept_in_what_a_wrong_object_raises() -> None:
 
 
 def test_a_dead_object_is_an_error_that_names_its_maker() -> None:
-  words = np.array(boxes(1.0).words)  # NumPy's copy is no array of JAX's, and keeps nothing
+  words = np.array(core(boxes(1.0)).words)  # NumPy's copy is no array of JAX's, and keeps nothing
   cg.held()
   dead = r"use of value_of: expected the handle of a live obj"
   with pytest.raises(cg.HandleError, match=dead) as caught, cg.errors():
@@ -245,7 +246,7 @@ def test_options_that_can_not_be_are_refused() -> None:
 def test_a_handle_of_another_process_is_an_error() -> None:
   code = f"""
 import callgate as cg, jax, numpy as np
-words = np.array({np.array(boxes(1.0).words).tolist()}, np.uint32)
+words = np.array({np.array(core(boxes(1.0)).words).tolist()}, np.uint32)
 try:
   with cg.errors():
     handle = cg.Handle(jax.numpy.asarray(words))

@@ -99,7 +99,7 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   building = part.BuildOptions(given, build_options["include_dirs"], arch)
   if cuda_source is not None:
     made.cuda = part.SourcePart(label, cuda_source, cuda_kernel, launching, building, made.aliases)
-  return made
+  return Kernel(made)
 
 
 class CppKernel(CpuKernel):

@@ -109,7 +109,7 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
 def made(
   what: str, source: str, kernel: str | None, options: CudaSourceOptions | CupyOptions,
   flags: tuple[str, ...], folders: tuple[str, ...],
-) -> CudaSourceKernel:  # fmt: skip
+) -> Kernel:  # fmt: skip
   """The kernel of a source, named after the user's module if `options` don't say."""
   function = _source.find(what, source, kernel).name
   name = options.name or registry.free_name(f"{where().module}.{function}")
@@ -117,4 +117,4 @@ def made(
   building = _part.BuildOptions(flags, folders, parse_arch(label, options.arch))
   launching, aliases = options.launching(label), check.aliases(label, options.aliases)
   part = SourcePart(label, source, kernel, launching, building, aliases)
-  return CudaSourceKernel(name, part, options)
+  return Kernel(CudaSourceKernel(name, part, options))

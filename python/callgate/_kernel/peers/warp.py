@@ -23,9 +23,9 @@ from callgate._core import registry, static_values
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import launch
+from callgate._kernel.callee import Types
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.kernel import Types
 from callgate._kernel.parameters import (
   OPERANDS,
   RESULTS,
