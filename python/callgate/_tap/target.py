@@ -38,10 +38,6 @@ class Tap:
   def __repr__(self) -> str:
     return f"<tap '{self.name}'>"
 
-  def define_variant(self, key: str) -> bool:
-    """Says that a finder has defined what a program names."""
-    return not key
-
 
 _taps: weakref.WeakValueDictionary[Any, Tap] = weakref.WeakValueDictionary()  # guarded by _lock
 _lock = threading.Lock()
