@@ -2,6 +2,7 @@
 """The layer check of tests/check_layers.py, on this tree and on trees with planted violations."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECK = ROOT / "tests" / "check_layers.py"
+
+
+LAYERS = runpy.run_path(str(CHECK))["PYTHON_LAYERS"]
 
 
 def run_check(root: Path) -> subprocess.CompletedProcess[str]:
@@ -172,6 +176,12 @@ def test_the_picture_of_the_imports_is_what_the_code_says():
   command = [sys.executable, str(ROOT / "tools" / "draw_imports.py"), "--check"]
   result = subprocess.run(command, capture_output=True, text=True, check=False)
   assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_design_s_table_has_each_folder_of_the_package():
+  page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+  named = re.findall(r"^\| `(\w+(?:/\w+)*)` \|", page, re.MULTILINE)
+  assert sorted(named) == sorted(LAYERS)
 
 
 def test_what_contributors_are_told_to_look_at_is_there():
