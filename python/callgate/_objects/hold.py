@@ -235,7 +235,7 @@ def _short(make: Any) -> str:
 
 # -- use -------------------------------------------------------------------------------------------
 class Use(Gate):
-  """A gate whose callable gets objects in the place of handles."""
+  """A gate whose callable gets objects instead of handles."""
 
   kind = "use of"
   traits = Gate.traits.but(handles="uses")
@@ -358,7 +358,7 @@ def _use(fn: Any, out: Any, chosen: tuple[Any, ...], kept: tuple[Held, ...]) -> 
 
 
 class Using:
-  """Calls a function with objects in the place of handles, in this process or in a worker."""
+  """Calls a function with objects instead of handles, in this process or in a worker."""
 
   def __init__(
     self, make: Callable[..., Any], user: str, lead: int = 0, kept: tuple[Held, ...] = ()
