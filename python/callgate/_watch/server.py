@@ -3,9 +3,9 @@
 
 Loopback keeps other machines out, and no web page: one of somebody else's can have its own name
 resolved to 127.0.0.1. So a request has to name this machine (`Host`), come from the page itself
-where a page sends it (`Origin`), and have the token as the first part of its path. What changes
-something is sent as JSON by POST. The page may load and run what its Content-Security-Policy says:
-the server's own files.
+where a page sends it (`Origin`), and have the token as the first part of its path. A request that
+changes something is sent as JSON by POST. The page may load and run what its
+Content-Security-Policy says: the server's own files.
 """
 
 from __future__ import annotations

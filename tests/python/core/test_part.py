@@ -22,7 +22,7 @@ from callgate._runtime import lifecycle
 
 @pytest.fixture
 def heard() -> Generator[list[object]]:
-  """What listeners of the test heard; they are taken back."""
+  """The values that the test's listeners heard; the listeners are taken back."""
   before = list(_part._listeners["knob changed"])
   yield []
   _part._listeners["knob changed"][:] = before

@@ -169,7 +169,7 @@ def test_the_tangent_of_a_handle_is_float0() -> None:
   assert gradient == 2
 
 
-def test_what_is_linear_has_a_tangent_beside_an_object() -> None:
+def test_a_linear_argument_has_a_tangent_beside_an_object() -> None:
   make = cg.hold(np.array)
 
   def times(handle: cg.Handle, x: Any) -> Any:
@@ -217,12 +217,12 @@ def test_a_dead_object_is_an_error_that_names_its_maker() -> None:
     (np.zeros(2, np.float32), r"got float32\[2\]"),
   ],
 )
-def test_what_is_no_handle_is_an_error(words: Any, message: str) -> None:
+def test_a_value_that_is_no_handle_is_an_error(words: Any, message: str) -> None:
   with pytest.raises(cg.HandleError, match=message), cg.errors():
     jax.block_until_ready(used(cg.Handle(jnp.asarray(words))))
 
 
-def test_what_makes_no_object_raises_its_own_error() -> None:
+def test_a_maker_that_fails_raises_its_own_error() -> None:
   with pytest.raises(ZeroDivisionError), cg.errors():
     jax.block_until_ready(jax.jit(lambda x: used(cg.hold(lambda x: 1 // 0)(x)))(1.0))
 

@@ -15,8 +15,8 @@ import callgate as cg
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-FILES = re.findall(r"^<!-- file: \./(\S+) -->\n```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-CHANGES = re.findall(r"^--- (\S+)\n(.*?)(?=^---|^```)", PAGE, re.MULTILINE | re.DOTALL)
+FILES = re.findall(r"^<!-- file: \./(\S+) -->\n```python\n(.*?)^```", PAGE, re.M | re.DOTALL)
+CHANGES = re.findall(r"^--- (\S+)\n(.*?)(?=^---|^```)", PAGE, re.M | re.DOTALL)
 COPIED = [
   *("python", "docs/design.md", "pyproject.toml", "tests/check_layers.py"),
   *("tests/python/conftest.py", "tests/python/contract", "tests/python/support"),

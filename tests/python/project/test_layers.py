@@ -48,7 +48,7 @@ ALLOWED = {
   "tests/cpp/test_tap.cc": (
     '#include "xla/tap.h"\n#include <gtest/gtest.h>\nusing testing::Eq;\nEq used;\n'
   ),
-  "python/callgate/_jax/__init__.py": '"""What is private."""\n',
+  "python/callgate/_jax/__init__.py": '"""Private names."""\n',
   "python/callgate/_jax/tracing.py": "import jax._src.core\nfrom jaxlib import _jax\n",
   "python/callgate/_core/__init__.py": '"""Values."""\n',
   "python/callgate/_gate/__init__.py": '"""Gates."""\n',
@@ -70,7 +70,7 @@ ALLOWED = {
 }
 
 
-def test_what_the_design_allows_passes(tmp_path):
+def test_includes_that_the_design_allows_pass(tmp_path):
   for name, text in ALLOWED.items():
     plant(tmp_path, name, text)
   result = run_check(tmp_path)
@@ -184,7 +184,7 @@ def test_the_design_s_table_has_each_folder_of_the_package():
   assert sorted(named) == sorted(LAYERS)
 
 
-def test_what_contributors_are_told_to_look_at_is_there():
+def test_files_that_contributors_are_told_to_look_at_are_there():
   page = (ROOT / "CONTRIBUTING.md").read_text()
   section = page.partition("### Where do I find\n")[2].partition("\n### ")[0]
   rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][2:]

@@ -15,21 +15,9 @@ BEGINNINGS = re.compile(
   (?:What|Whether|Of|Who|Those)\b""",
   re.VERBOSE,
 )
-# How many there are in each folder, and in the pages beside them. Lower a number with each sentence
-# that is mended; none may grow.
-MOST = {
-  "CHANGELOG.md": 13,
-  "CONTRIBUTING.md": 4,
-  "SECURITY.md": 3,
-  "benchmarks": 33,
-  "docs": 94,
-  "examples": 5,
-  "include": 14,
-  "python": 52,
-  "src": 195,
-  "tests": 181,
-  "tools": 15,
-}
+# How many there are in each folder: the tests' are a page's title and the examples below. Lower a
+# number with each sentence that is mended; none may grow.
+MOST = {"include": 14, "src": 195, "tests": 4}
 
 
 def sentences(text: str) -> int:
