@@ -147,7 +147,7 @@ def test_addresses_that_lead_nowhere_say_what_is_wrong(server, capsys, tmp_path)
 
     threading.Thread(target=answer, daemon=True).start()
     for address, words in (
-      (wrong, "wrong token"),
+      (wrong, "wrong secret"),
       (uncontrolled.url, "this program offers no control: callgate.serve(control=True) does"),
       (f"http://127.0.0.1:{free.getsockname()[1]}/x/", "nobody listens there"),
       (f"http://127.0.0.1:{other.getsockname()[1]}/x/", "expected callgate's page, got b'hello'"),

@@ -342,7 +342,7 @@ def test_the_server_answers_its_page_alone(tmp_path, serve):
       assert answer.status == 403, (host, page)
       assert "one of localhost, 127.0.0.1, ::1" in answer.text
   assert request(address, "api/state", Origin="http://127.0.0.1:1").status == 403
-  assert request(f"http://127.0.0.1:{port}/").status == 403  # without the token
+  assert request(f"http://127.0.0.1:{port}/").status == 403  # without the secret
   assert request(address, "api/knobs", {"a": 1}).status == 404  # nothing to set
   for host in socket.gethostbyname_ex(socket.gethostname())[2]:
     if not host.startswith("127."):
