@@ -117,7 +117,7 @@ WITH_CODE = ("callgate", "sinks", "executors", "compat")  # folders whose __init
 # By these a module may register on import what it defines.
 REGISTRATIONS = ("join", "_part.join", "_part.on", "tracing.clear_with_caches")
 MOST_LINES = 400
-# What takes a module's name as text. A logger's name, say, is none.
+# Functions that take a module's name as text. A logger's name, say, is none.
 IMPORTERS = ("import_module", "__import__", "sys.modules.get")
 PRIVATE = re.compile(r"^(jax\._src|jaxlib\._jax)(\.|$)")
 
@@ -172,7 +172,7 @@ def _blanked(comment: re.Match[str]) -> str:
 
 
 def _include_fault(name: PurePosixPath, layer: str | None, header: str) -> str | None:
-  """What is wrong with including `header` in the file `name` of `layer`, or None."""
+  """The fault of including `header` in the file `name` of `layer`, or None."""
   if ".." in header.split("/"):
     return f'"{header}": include by the path from src/, not through ".."'
   if PYTHON_HEADER.match(header):

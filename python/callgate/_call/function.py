@@ -112,7 +112,7 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
     """Calls it, inside or outside compiled code.
 
     Args:
-      *args: pytrees of arrays (or of Python scalars, which become arrays). What else is in one, as
+      *args: pytrees of arrays (or of Python scalars, which become arrays). Other content of one, as
         a module's functions and strings, is static: the callable gets the same structure.
       **kwargs: pytrees that hold an array are arguments too; anything else is static, must be
         hashable, and reaches the function as it is.

@@ -279,7 +279,7 @@ class Envs:
 
     Args:
       key: a PRNG key, typed or raw (a `jax.Array` uint32[2]); an integer, traced or not; or a seed
-        for each environment, a list or an integer array of shape (n,). Of a key or an integer,
+        for each environment, a list or an integer array of shape (n,). With a key or an integer,
         environment i gets the i-th of `np.random.SeedSequence(integer).generate_state(n)`; a key's
         integer is that of its words, the first of most weight: of `jax.random.key(7)` it is 7. None
         leaves the environments' random generators as they are.

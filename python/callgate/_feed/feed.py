@@ -144,7 +144,7 @@ class Feed(Portable[_FeedIdentity]):
     Raises:
       EndOfFeed: there are no more items, and no default.
       GateError: the feed is closed, or was made in another process.
-      BaseException: what the iterator raised in the place of this item. All of these fail the
+      BaseException: what the iterator raised instead of this item. All of these fail the
         program (`jax.errors.JaxRuntimeError`), and are raised as themselves by `callgate.errors()`.
     """
     failures.raise_deferred()
@@ -179,7 +179,7 @@ class Feed(Portable[_FeedIdentity]):
     Raises:
       StopIteration: there are no more items, and no default.
       GateError: as `next()`; or JAX is tracing, and would take one item for all executions.
-      BaseException: what the iterator raised in the place of this item.
+      BaseException: what the iterator raised instead of this item.
     """
     if not tracing.in_no_trace():
       why = "a program that is being traced can't iterate over it: it would hold one item for ever"
@@ -268,7 +268,7 @@ def feed(
     GateDefinitionError: an option is wrong, or there is no item to take the types from.
     ResultError: the first item holds something other than arrays and numbers.
     ValueError: the name is taken by another live feed or gate.
-    BaseException: what the iterator raised in the place of its first item, if `shape` is None.
+    BaseException: what the iterator raised instead of its first item, if `shape` is None.
   """
   _part.load("feeds")  # before one runs: the end of the process ends it
   here = where()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call that was started: it runs on a thread of callgate's, or on the one event loop.
 
-What is started is always finished, once. Its result is taken once. What nobody takes is waited for
-at the barrier, which raises its error. All under the GIL; waiting gives it up.
+A started call is always finished, once. Its result is taken once. The barrier waits for a call
+whose result nobody takes, and raises its error. All under the GIL; waiting gives it up.
 """
 
 from __future__ import annotations

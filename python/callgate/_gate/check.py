@@ -44,10 +44,6 @@ class Guarded(GateCallee):
 
   guard: _callgate.Check
 
-  def define_variant(self, key: str) -> bool:
-    """Says that a finder has defined what a program names."""
-    return not key
-
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
     return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
 

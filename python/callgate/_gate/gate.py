@@ -98,9 +98,9 @@ class Gate(ArrayFunction[P, R]):
     """Starts a call, inside or outside compiled code, for the program to go on beside it.
 
     The callable runs on a thread of callgate's, an `async def` on the one event loop, and that of a
-    gate with `run_on=` on its workers or executor; with private copies of the arguments. What is
-    started is finished, once, and its result waited for once, in the program or, where the ticket
-    is dropped, at `callgate.barrier()`, which raises its error.
+    gate with `run_on=` on its workers or executor; with private copies of the arguments. The call
+    is finished, once, and its result waited for once, in the program or, where the ticket is
+    dropped, at `callgate.barrier()`, which raises its error.
 
     Args:
       *args: those of a call.
@@ -212,7 +212,7 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
     set of addresses that the arrays get), not when the graph is replayed. So: launch the same work
     whatever the arrays hold; read nothing on the host, wait for nothing, allocate from a pool that
     works under capture alone; stay on XLA's stream, or fork from it and join it by events; keep
-    what the launches use alive as long as the program. What breaks a recording raises
+    what the launches use alive as long as the program. An operation that breaks a recording raises
     `CaptureError`. It needs arrays that stay on the GPU, style="inplace" or "context", and
     effect="pure".
 

@@ -196,7 +196,7 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
   program.call(jnp.ones(3))
   ```
 
-  What was compiled is used where the CPU is the same; the source is compiled otherwise, templates
+  Compiled code is used where the CPU is the same; the source is compiled otherwise, templates
   when a program is loaded that names them. **Loading a file runs code that is in it**, as importing
   a module does: load files that you trust. The checks find damage, not intent.
 

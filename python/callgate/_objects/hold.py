@@ -249,7 +249,7 @@ def _short(make: Any) -> str:
 
 # -- use -------------------------------------------------------------------------------------------
 class Use(GateCallee):
-  """A gate whose callable gets objects in the place of handles."""
+  """A gate whose callable gets objects instead of handles."""
 
   kind = "use of"
   traits = GateCallee.traits.but(handles="uses")
@@ -374,7 +374,7 @@ def _use(
 
 
 class Using:
-  """Calls a function with objects in the place of handles, in this process or in a worker."""
+  """Calls a function with objects instead of handles, in this process or in a worker."""
 
   def __init__(
     self, make: Callable[..., Any], user: str, lead: int = 0, kept: tuple[Held, ...] = ()

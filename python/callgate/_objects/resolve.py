@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in the place of handles: what the functions of `callgate.use` get."""
+"""Gives the functions of `callgate.use` objects instead of handles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def is_handle(value: Any) -> bool:
 
 
 def resolved(user: str, value: Any) -> Any:
-  """A pytree with the objects in the place of its handles; a list of them for a batched one."""
+  """A pytree with the objects instead of its handles;
+  a list of them for a batched one."""
   kind = type(value)
   if kind is Handle:
     return _object(user, value)

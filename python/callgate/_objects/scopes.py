@@ -9,10 +9,10 @@ A loop `while cond: body` whose body makes objects becomes, when it is lowered,
       sweep(scope, what the body carries on, what it gives out)
     done = leave(scope)
 
-What a step made in the scope and the sweep finds in no array is named by nobody: a handle gets out
-of a step by what it carries on or gives out alone. What the loop gives out is the outer loop's to
-free, or the program's. The sweep takes what was computed with objects, so that they are done with,
-and what inner loops that have been left give: it comes after them.
+An object that a step made in the scope and that the sweep finds in no array is named by nobody: a
+handle gets out of a step in its carry and its results alone. The outer loop, or the program, frees
+objects that the loop gives out. The sweep takes what was computed with objects, so that they are
+done with, and what inner loops that have been left give: it comes after them.
 """
 
 from __future__ import annotations

@@ -56,10 +56,6 @@ class _Asking(CellGate):
   def cell(self) -> _callgate.Stop:
     return _callgate.Stop(registry.free_name(_NAME))
 
-  def define_variant(self, key: str) -> bool:
-    """Says that `find` has defined what a program names."""
-    return not key
-
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
     emission = super()._emission(call, on_cuda=on_cuda)
     return dataclasses.replace(emission, watcher=_Dispatches(emission.callee))

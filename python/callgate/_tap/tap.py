@@ -71,7 +71,7 @@ def tap(
       of its own and a `TapInfo`; or a channel; or a channel's name.
     name: the records' name. Default: the function's, or the channel's.
     where: a traced bool: False sends nothing. Under vmap it is asked for each lane.
-    every: sends the first of each so many executions of this place in the program, of those alone
+    every: sends the first of each so many executions of this call site, of those alone
       for which `where` holds.
     ordered: keeps the program order of all ordered taps and gates of a device, also from one
       program to the next. Without it records have the order of execution.

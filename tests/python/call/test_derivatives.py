@@ -428,7 +428,7 @@ def test_a_reference_of_another_type_is_refused(like: Any, words: list[str], use
 @pytest.mark.parametrize(
   "argument", [np.ma.array([1.0, 2.0], mask=[0, 1]), "abc", np.array([None]), object()]
 )
-def test_what_is_no_array_is_refused_by_gates_with_derivatives(make: Any, argument: Any) -> None:
+def test_gates_with_derivatives_refuse_other_values_than_arrays(make: Any, argument: Any) -> None:
   with pytest.raises(
     cg.GateDefinitionError, match="argument 'x': expected an array or a pytree of"
   ):

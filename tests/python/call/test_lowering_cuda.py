@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs for CUDA hold: targets, attributes, effects, aliases; and export for two platforms.
+"""Programs for CUDA: targets, attributes, effects, aliases; and exports for two platforms.
 
 Nothing here runs on a GPU, fake or real: programs are lowered for it.
 """

@@ -89,7 +89,7 @@ def test_a_cell_that_runs_again_redefines_what_it_made(kind: str) -> None:
   assert new is not old
   assert new.name == "again"
   assert (jax.jit(new)(X) == 3 * X).all()
-  # What was compiled or traced with the old one, and what calls it still.
+  # Programs that were compiled or traced with the old one, and callers that call it still.
   assert (program(X) == 2 * X + 1).all()
   assert (compiled(X) == 2 * X + 1).all()
   assert (traced.lower().compile()(X) == 2 * X + 1).all()

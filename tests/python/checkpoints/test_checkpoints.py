@@ -248,7 +248,7 @@ def test_lanes_of_a_loop_are_refused(tmp_path: Path, resume: bool) -> None:
     jax.vmap(lambda x: cg.scan(lambda c, _: (c + x, None), x, length=3, save=saves))(XS)
 
 
-def test_what_cannot_be_written_is_the_barriers_error(tmp_path: Path) -> None:
+def test_a_failed_write_is_the_barriers_error(tmp_path: Path) -> None:
   saves = cg.Checkpoints(tmp_path / "here", every=5)
   carry, _ = jax.jit(lambda c: cg.scan(step, c, XS[:4], save=saves))(init())
   cg.barrier()

@@ -137,7 +137,7 @@ def test_a_step_is_saved_anew_where_a_link_or_a_file_has_its_name(
   assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000010", "step_0000000020"]
 
 
-def test_what_cannot_be_read_is_passed_over(
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   write(tmp_path, 10)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
+import re
 import threading
 import time
 from collections.abc import Generator
@@ -20,7 +22,7 @@ from callgate._runtime import lifecycle
 
 @pytest.fixture
 def heard() -> Generator[list[object]]:
-  """What listeners of the test heard; they are taken back."""
+  """The values that the test's listeners heard; the listeners are taken back."""
   before = list(_part._listeners["knob changed"])
   yield []
   _part._listeners["knob changed"][:] = before
@@ -139,6 +141,14 @@ def test_each_part_joins_as_its_module_is_imported_and_keeps_its_place() -> None
   names = [part.name for part in _part.parts()]
   assert names == [name for name in joined if name in names]
   assert set(_part.PARTS) - set(names) == {"knobs"}  # which listens alone
+
+
+def test_each_folder_with_a_part_is_in_the_table() -> None:
+  package = pathlib.Path(_part.__file__).parent
+  files = (path for folder in package.iterdir() for path in folder.glob("**/*.py"))  # through links
+  join = re.compile(r"^(?:_part\.)?join\(", re.MULTILINE)
+  joins = {path.parent.name for path in files if join.search(path.read_text(encoding="utf-8"))}
+  assert joins == {module.split(".")[-2] for module, *_ in _part.PARTS.values()}
 
 
 def test_the_name_of_a_callee_brings_its_part() -> None:

@@ -434,7 +434,7 @@ def damaged(whole: bytes, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def load_whatever_it_is(path: Path) -> None:
-  """What `load_kernels` promises of any file."""
+  """Checks the promise of `load_kernels` for any file."""
   said = [f"'{path}'", "CXX=/nonexistent/c++"]
   try:
     cg.load_kernels(path).close()

@@ -140,7 +140,7 @@ def test_a_program_within_a_use_makes_and_uses_objects_of_the_same_thread(
     assert use(2.0) == 2 + 3 + 3
 
 
-def test_what_a_use_raises_comes_with_its_type(place: dict[str, Any]) -> None:
+def test_a_uses_exception_comes_with_its_type(place: dict[str, Any]) -> None:
   def refuse(one: Any, x: Any) -> Any:
     raise LookupError(f"no {x} in {one}")
 

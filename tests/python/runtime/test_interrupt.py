@@ -65,7 +65,7 @@ def test_ctrl_c_ends_a_program_of_another_thread_with_the_process(step: str) -> 
   assert "KeyboardInterrupt" in errors
 
 
-def test_what_waits_behind_an_interrupt_is_delivered_or_counted() -> None:
+def test_records_behind_an_interrupt_are_delivered_or_counted() -> None:
   process = begin(
     """
     def stuck(value):
@@ -154,7 +154,7 @@ def test_handlers_of_others_that_call_the_one_before_them_are_called_once() -> N
   assert done.stderr.count("Current thread") == 2
 
 
-# What waits for a consumer that does not return, or for somebody who does not come.
+# Waits for a consumer that does not return, or for somebody who does not come.
 WAITS = {
   "barrier": "cg.barrier()",
   "a barrier with a timeout": "cg.barrier(timeout=1000)",

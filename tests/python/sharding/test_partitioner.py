@@ -30,7 +30,7 @@ DTYPES = ["int32", "float32", "bfloat16", "uint8", "complex64", "bool", "int8", 
 
 
 class Calls:
-  """What a gate was called with: shapes, from several threads."""
+  """The shapes of a gate's arguments, from several threads."""
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
@@ -562,7 +562,7 @@ def test_a_function_that_gives_something_else_is_told_of(given: Any, said: str) 
 
 # -- options and errors --------------------------------------------------------------------------
 @pytest.mark.parametrize("sharding", ["rows", 3, "i j", ("i", "j")])
-def test_what_is_no_rule_is_refused(sharding: Any) -> None:
+def test_a_text_that_is_no_rule_is_refused(sharding: Any) -> None:
   with pytest.raises(cg.GateDefinitionError, match="sharding: expected None, 'shard', 'gather'"):
     cg.gate(lambda x: x, out=lambda x: x, sharding=sharding)
 
@@ -651,7 +651,7 @@ def test_a_call_that_takes_too_long_is_given_up_on_every_device() -> None:
     release.set()
 
 
-def test_what_a_call_raises_that_was_given_up_before_surfaces_nowhere() -> None:
+def test_the_exception_of_a_call_that_was_given_up_before_surfaces_nowhere() -> None:
   release = threading.Event()
   kept: list[np.ndarray] = []
 

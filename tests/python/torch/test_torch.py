@@ -298,7 +298,7 @@ def test_functions_that_torch_func_refuses_have_all_derivatives(name: str, deriv
   close(transform(cg.torch(ours, **options))(X), expected, rtol=2e-3)
 
 
-def test_what_torch_can_differentiate_in_reverse_mode_once_has_that_gradient() -> None:
+def test_a_function_that_torch_differentiates_once_in_reverse_mode_has_that_gradient() -> None:
   f = cg.torch(pairwise)  # under torch.func.vmap torch gives zeros for its gradient
   close(jax.jacrev(f)(X), jax.jacrev(pairwise_in_jax)(X), rtol=1e-3)
   grads = lambda f: jax.vmap(jax.grad(lambda x: f(x)[0, 1]))(TWO)
@@ -549,7 +549,7 @@ class MyError(Exception):
   pass
 
 
-def test_what_the_function_raises_reaches_the_caller_as_it_is() -> None:
+def test_the_functions_exception_reaches_the_caller_as_it_is() -> None:
   def fails(x: Any) -> Any:
     if x.requires_grad or x.sum().item() > 0:
       raise MyError("from torch")

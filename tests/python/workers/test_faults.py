@@ -372,7 +372,7 @@ def running(code: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 
 def shared_memory() -> set[str]:
-  """What has a name, but for semaphores: workers use none, other tests make theirs meanwhile."""
+  """The named memory, but for semaphores: workers use none, other tests make theirs meanwhile."""
   return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 

@@ -73,8 +73,8 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
     result in one memory where `aliases` says that the operand at its place is that result.
   - `cg::In<T, Rank>`, `cg::Out<T, Rank>`, `cg::InOut<T, Rank>`: the same as views, which know their
     extents (callgate/kernel_device.h, which is included).
-  - numbers by value (`float a`, `int n`): fixed when the program is traced, given at their place or
-    by keyword. What a program computes is passed as an array, `const float*`.
+  - numbers by value (`float a`, `int n`): fixed when the program is traced, given by position or by
+    keyword. A value that a program computes is passed as an array, `const float*`.
   - pointers that `scratch` names: memory for the launch alone.
 
   `T` may be a parameter of the kernel's template, which is compiled for the dtypes of a call.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of Warp, for the CPU and for CUDA: compiled by Warp, called and launched by callgate.
 
-What a call's arguments are is worked out when it is lowered, for the shapes of its arrays: for CUDA
+A call's arguments are worked out when it is lowered, for the shapes of its arrays: for CUDA
 as a launch plan, and for the CPU as a block of bytes in the same form (src/core/packed_kernel.h).
 """
 

@@ -119,7 +119,7 @@ def test_an_elementwise_kernel_runs_on_the_cpu_and_is_compiled_for_cuda() -> Non
   check_plan(core(kernel).cuda.plan(call(structs, (struct((2, 3)), struct((2, 3))))))
 
 
-def test_what_callgate_cannot_respect_is_refused_by_name() -> None:
+def test_options_that_callgate_cannot_respect_are_refused_by_name() -> None:
   for options, said in (
     ({"backend": "nvcc"}, "expected backend='nvrtc', got 'nvcc'"),
     ({"enable_cooperative_groups": True}, "enable_cooperative_groups"),

@@ -206,7 +206,7 @@ def test_a_wrong_option_is_refused_by_name(options, message):
   st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 65535), st.integers(0, 65535)),
   st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(1, 8)),
 )
-def test_what_is_within_the_limits_passes_unchanged(grid, block):
+def test_launches_within_the_limits_pass_unchanged(grid, block):
   assert launch.checked("k", grid, block) == (grid, block, 0, None)
 
 
@@ -554,7 +554,7 @@ def test_a_header_that_changes_makes_another_kernel(tmp_path):
 
 
 @needs_nvrtc
-def test_what_the_compiler_refuses_has_the_users_line_numbers():
+def test_errors_of_the_compiler_have_the_users_line_numbers():
   kernel = cg.cuda(
     textwrap.dedent("""\
       __global__ void bad(const float* x, float* y) {
@@ -663,7 +663,7 @@ def test_a_call_on_tiles_has_a_grid_for_them():
   assert made["grid"].tolist() == [1, 1, 1]
   assert made["bytes"][-4:].view(np.int32) == [1024]  # n, which is the call's
   assert call["name"] == "tiled.saxpy[cuda:saxpy]"
-  # What not every device runs is not captured.
+  # A call that not every device makes is not captured.
   call["shards"] = "10"
   assert core(kernel).retile(call, (), [tile, tile], [tile], "t") == "callgate.kernel.scratch"
   call["shards"] = "11"

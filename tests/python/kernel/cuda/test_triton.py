@@ -102,7 +102,7 @@ def test_operands_scalars_and_results_are_passed_in_the_kernels_order() -> None:
   assert of == [[("operand", 0)], [("operand", 1)], [], [], [("result", 0)]]
   assert launch.parameters[2].data == np.int32(1000).tobytes()
   assert launch.parameters[3].data == np.float32(2.5).tobytes()
-  # What the version adds are null pointers for a kernel without scratch memory.
+  # The version adds null pointers for a kernel without scratch memory.
   assert all(p.data == bytes(8) and not p.addresses for p in launch.parameters[5:])
 
 
@@ -276,7 +276,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     core(kernel).plan(call((s, s), (s, s), n=8, a=2.0))
 
 
-def test_what_triton_refuses_says_for_which_kernel_and_device() -> None:
+def test_errors_of_triton_name_the_kernel_and_the_device() -> None:
   @triton.jit
   def broken_kernel(x_ptr, out_ptr):
     tl.store(out_ptr, tl.load(x_ptr) + undefined_name)  # noqa: F821 - the fault on purpose

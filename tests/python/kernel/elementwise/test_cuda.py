@@ -68,7 +68,7 @@ def launch_of(kernel: Any, operands: Any, **static: Any) -> tuple[Any, str, Cuda
 
 
 def on_host(kernel: Any, *operands: Any, **static: Any) -> list[Any]:
-  """What the CUDA source computes, on the host."""
+  """The results of the CUDA source, on the host."""
   launch, source, call = launch_of(kernel, operands, **static)
   results = [
     host_cuda.aligned(bytes(r.size * r.dtype.itemsize)).view(r.dtype).reshape(r.shape)
@@ -93,7 +93,7 @@ def test_threads_compute_what_the_cpus_kernel_does(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 1023, 1 << 12])
-def test_what_no_vector_holds_is_done_one_by_one(size: int) -> None:
+def test_elements_that_no_vector_holds_are_done_one_by_one(size: int) -> None:
   kernel = cg.elementwise("float32 x, int8 y, float32 s", "float32 z", "z = x + y * s")
   x, y, s = values((size,), "float32"), values((size,), "int8", 1), np.float32(3)
   (got,) = on_host(kernel, x, y, s)
@@ -207,7 +207,7 @@ def test_another_process_makes_the_same_images_from_the_key() -> None:
 
 
 @needs_nvrtc
-def test_what_cudas_compiler_refuses_names_the_kernel() -> None:
+def test_errors_of_cudas_compiler_name_the_kernel() -> None:
   kernel = cg.elementwise("T x", "T y", "y = undefined_here(x)", name="refused")
   with pytest.raises(cg.CompileError, match=r"(?s)kernel 'refused': .*undefined_here"):
     core(kernel).cuda.plan(call_of(kernel, (values((3,), "float32"),)))

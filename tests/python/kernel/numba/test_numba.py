@@ -217,7 +217,7 @@ def test_writing_to_an_input_is_refused_when_the_call_is_traced() -> None:
     jax.eval_shape(spoil, X)
 
 
-def test_what_numba_refuses_is_an_error_with_its_text_and_the_line() -> None:
+def test_errors_of_numba_have_its_text_and_the_line() -> None:
   @cg.numba(out=like_x)
   def confused(out: Any, x: Any) -> None:
     out[:] = x + "one"
