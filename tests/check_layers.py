@@ -115,7 +115,10 @@ BASE = ("_part",)  # imports nothing of the package, and any file may import it
 TOP = ("__init__", "__main__", "_attach", "_names", "_start")  # these import anything
 WITH_CODE = ("callgate", "sinks", "executors", "compat")  # folders whose __init__ has some
 # By these a module may register on import what it defines.
-REGISTRATIONS = ("join", "_part.join", "_part.on", "tracing.clear_with_caches")
+REGISTRATIONS = (
+  "join", "_part.join", "_part.on", "tracing.clear_with_caches",
+  "jax.tree_util.register_pytree_node",
+)  # fmt: skip
 MOST_LINES = 400
 # Functions that take a module's name as text. A logger's name, say, is none.
 IMPORTERS = ("import_module", "__import__", "sys.modules.get")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from callgate._tap.consumers import check_not_forked
 from callgate._tap.records import Record
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 # None while its sinks are being opened. Guarded by _lock, but for the entry of the thread that
 # opens it; emptied by `Channel.close`.
 _open: dict[str, Channel | None] = {}
@@ -59,7 +57,7 @@ class Channel(Uncopied):
     what = "'block', 'drop_new', 'drop_old' or 'sample'"
     options.choice(label, "on_full", on_full, get_args(OnFull), what=what)
     rate = options.number(label, "rate", rate, above=0, what="records a second, above 0")
-    size = _bytes_of(label, capacity)
+    size = options.byte_size(label, "capacity", capacity)
     check_not_forked()
     self._closed = False
     self._place = place  # where it is defined
@@ -333,16 +331,6 @@ def _named(name: str) -> Channel:
     f"channel '{name}': expected one of this name, open in the process that loads the pickle, got "
     f"none; open it first: cg.channel({name!r}, to=...). Taps to the name itself need none"
   )
-
-
-def _bytes_of(label: str, capacity: str | int) -> int:
-  """A capacity as users write it."""
-  what = "bytes, as 65536 or '64MiB'"
-  if not isinstance(capacity, str):
-    return options.count(label, "capacity", capacity, least=1, what=what)
-  match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
-  size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-  return size if 1 <= size < 2**63 else options.refuse(label, "capacity", what, capacity)
 
 
 def watch(make: Callable[[str], Any]) -> None:
