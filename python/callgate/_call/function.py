@@ -26,7 +26,7 @@ _MOST_PROGRAMS = 1024  # of calls outside of programs that one function keeps
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
-class _Programs:
+class _EagerPrograms:
   """The programs of calls outside of programs; live as long as the `ArrayFunction`."""
 
   def __init__(self, core: Operation) -> None:
@@ -63,7 +63,7 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
 
   def __init__(self, core: Operation) -> None:
     super().__init__(core)
-    self._programs = programs = _Programs(core)
+    self._programs = programs = _EagerPrograms(core)
     core.users_programs = weakref.ref(programs)
     if core.wraps is not None:
       functools.update_wrapper(self, core.wraps, updated=())

@@ -155,7 +155,7 @@ def _in_another(key: str, count: int, initializer: Any, env: Mapping[str, str]) 
 
 
 def name_of(held: Workers) -> str:
-  """What programs call workers by, if these hold objects that live there.
+  """The name by which programs call workers, if these hold objects that live there.
 
   No others of this process have the name, earlier or later. In the next process it is that of the
   workers that come there as these do here.

@@ -17,6 +17,7 @@ from meanwhile import Meanwhile
 
 import callgate as cg
 from callgate import _part
+from callgate._core.public import core
 from callgate._runtime import lifecycle
 
 
@@ -222,10 +223,10 @@ def test_a_thread_runs_calls_while_it_waits_for_an_event() -> None:
   with cg.thread("waits") as thread:
 
     def wait() -> bool:
-      assert thread.submit(done.set)
+      assert core(thread).submit(done.set)
       return _part.Wait(60).event(done)
 
-    assert thread.run(wait)
+    assert core(thread).run(wait)
 
 
 def test_a_part_that_joins_while_another_does_is_there_too() -> None:
