@@ -25,7 +25,6 @@ from callgate._core import factories, registry
 from callgate._core import options as _options
 from callgate._core.dtypes import type_text
 from callgate._core.errors import GateDefinitionError
-from callgate._core.public import core
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
@@ -288,9 +287,7 @@ class _Libraries(Part):
     with _lock:
       opened = _libraries.get(base)
     kernel = opened[function] if opened is not None and function in opened else None
-    if kernel is None:
-      return None
-    return core(kernel) if kernel.name == name else registry.get(name)
+    return kernel if kernel is None or kernel.name == name else registry.get(name)
 
 
 _part.join(_Libraries())

@@ -30,7 +30,6 @@ from jax.interpreters import mlir
 from callgate._call.function import ArrayFunction
 from callgate._call.site import BoundCall
 from callgate._core.effects import HANDLE_EFFECT
-from callgate._core.public import core
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import loops, tracing, walk
@@ -222,8 +221,7 @@ class Scopes(Part):
   name = "scopes"
 
   def define(self, name: str) -> Any:
-    gate = _gates().get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
-    return None if gate is None else core(gate)
+    return _gates().get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
 
 
 join(Scopes())

@@ -19,7 +19,6 @@ from callgate import _callgate
 from callgate._call.function import ArrayFunction
 from callgate._call.site import Call, Emission
 from callgate._core import options, registry
-from callgate._core.public import core
 from callgate._jax import execution
 from callgate._part import Part, join
 from callgate._steer.cell import CellGate, agreed
@@ -149,7 +148,7 @@ class Stops(Part):
     with _lock:
       if name not in _found and name not in _callgate.registered_names():
         _found[name] = _callgate.Stop(name)
-    return core(_asking())
+    return _asking()
 
 
 join(Stops())
