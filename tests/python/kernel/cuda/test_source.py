@@ -505,8 +505,8 @@ def test_an_exported_program_finds_its_variant_by_its_key():
   drop_programs()
   again = define()
   assert 'name = "exported.saxpy[cuda:saxpy]"' in program
-  assert again.define_variant("cuda:saxpy")
-  assert again.cuda_variants["saxpy"].name == "exported.saxpy[cuda:saxpy]"
+  assert core(again).define_variant("cuda:saxpy")
+  assert core(again).cuda_variants["saxpy"].name == "exported.saxpy[cuda:saxpy]"
 
 
 # -- compiling -------------------------------------------------------------------------------------
