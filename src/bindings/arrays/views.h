@@ -35,18 +35,6 @@ inline PyArrayObject* as_array(nb::handle object) {
 }
 inline void* data_of(nb::handle array) { return PyArray_DATA(as_array(array)); }
 
-// A dictionary of keys and values in turn.
-template <typename... Items>
-nb::dict dict_of(const Items&... items) {
-  nb::dict made;
-  auto add = [&made](auto&& again, const char* key, const auto& value, const auto&... rest) {
-    made[key] = value;
-    if constexpr (sizeof...(rest) != 0) again(again, rest...);
-  };
-  add(add, items...);
-  return made;
-}
-
 inline nb::tuple tuple_of(std::span<const std::int64_t> numbers) {
   nb::list list;
   for (std::int64_t number : numbers) list.append(number);

@@ -26,10 +26,13 @@
 
 namespace callgate::bindings {
 
-// Under the GIL. Clocks are read only while timing or a trace is on.
-struct Counters {
-  std::int64_t calls = 0, errors = 0, bytes = 0, python_ns = 0, gil_wait_ns = 0;
+// Clocks are read only while timing or a trace is on.
+template <typename Count>
+struct CountersOf {
+  Count calls{0}, errors{0}, bytes{0}, python_ns{0}, gil_wait_ns{0};
 };
+using Counters = CountersOf<std::int64_t>;  // under the GIL
+using SharedCounters = CountersOf<std::atomic<std::int64_t>>;
 
 // Debug and watch settings of the process. Relaxed throughout: a late reader misses a call or two.
 struct Settings {
@@ -77,16 +80,6 @@ class GateCallee : public Callee {
  private:
   std::string name_;
 };
-
-// Runs `body`, a call of the callee's, under a watch for stalls where one is asked for.
-template <typename Of, typename Body>
-void watched_for_stalls(const std::shared_ptr<Of>& callee, const Call& call, Body&& body) {
-  auto stall = settings.stall_ns.load(std::memory_order_relaxed);  // see Settings
-  if (stall == 0) return body();
-  StallWatch watch(std::chrono::nanoseconds(stall), callee,
-                   [text = to_string(call.operands)] { return text; });
-  body();
-}
 
 // Of all operands and results.
 inline std::int64_t nbytes(const Call& call) {

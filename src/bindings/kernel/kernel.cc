@@ -19,6 +19,7 @@
 
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "core/error.h"
 #include "core/kernel_debug.h"
@@ -164,7 +165,7 @@ void bind_kernel(nb::module_& module) {
           },
           nb::arg("address"), nb::sig("def of_library(address: int) -> KernelTurn | None"),
           "That of all kernels whose code is in the library of this address; None in no library.");
-  bind_handle<KernelHandle>(module, "Kernel", "The runtime's handle on a native kernel, by name.")
+  bind_callee<KernelHandle>(module, "Kernel", "The runtime's handle on a native kernel, by name.")
       .def("__init__", &make_kernel, nb::arg("name"), nb::arg("function"), nb::arg("parameters"),
            nb::arg("names"), nb::kw_only(), nb::arg("user_data") = 0,
            nb::arg("thread_safe") = false, nb::arg("repeatable") = false,
@@ -180,7 +181,7 @@ void bind_kernel(nb::module_& module) {
   module.def("set_check_memory", [](bool on) { set_kernel_mode(KernelMode::kCheckMemory, on); });
   module.def("set_crash_report", &set_crash_report, nb::arg("on"));
   module.attr("KERNEL_ABI") = CALLGATE_ABI;
-  bind_handle<CudaKernelHandle>(module, "CudaKernel",
+  bind_callee<CudaKernelHandle>(module, "CudaKernel",
                                 "The runtime's handle on a kernel's images for CUDA, by name.")
       .def("__init__", &make_cuda_kernel, nb::arg("name"), nb::arg("images"));
   nb::class_<Nvrtc>(module, "Nvrtc", "CUDA's run-time compiler, from a library.")

@@ -152,6 +152,14 @@ inline void call_deferred(const Error& error) {
     write_unraisable(nullptr);
 }
 
+// Raises the error of what a gate's function gave for the result `index`, or for all with -1.
+[[noreturn]] inline void raise_mismatch(const std::string& gate, const std::string& spec, int index,
+                                        const std::string& expected, const std::string& got) {
+  call_python(hooks.result_error, "ssiss", gate.c_str(), spec.c_str(), index, expected.c_str(),
+              got.c_str());
+  nb::raise_python_error();  // the hook raises
+}
+
 // The report on a call of a gate or kernel that takes long, plain and by way of the `stalled` hook.
 inline std::string stalled_text(const std::string& what, const std::string& call) {
   return "callgate: " + what + " called with " + call + " is stalled";

@@ -14,6 +14,7 @@
 
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "core/call.h"
 #include "workers/protocol.h"
