@@ -3,9 +3,7 @@
 // numbers of each bar, and write one.
 #pragma once
 
-#include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -39,61 +37,13 @@ class ProgressSite final : public Site {
   ProgressSite(ProgressBoard& board, Kind kind, ProgressStart start, std::string text)
       : board_(board), kind_(kind), start_(start), text_(std::move(text)) {}
 
-  void run(const Call& call) override {
-    if (kind_ == Kind::kStep) {
-      board_.step(text_, start_, call.context);
-      return;
-    }
-    const Row& row = kKinds[static_cast<std::size_t>(kind_)];
-    check(call, row);
-    const std::size_t bars = (row.begins ? call.results : call.operands)[0].size();
-    auto integer = [&](std::size_t operand, std::size_t bar) {
-      return static_cast<const std::int32_t*>(call.operands[operand].data)[bar];
-    };
-    auto number = [&](std::size_t operand, std::size_t bar) {
-      return static_cast<const float*>(call.operands[operand].data)[bar];
-    };
-    auto* result = static_cast<std::int32_t*>(call.results[0].data);
-    if (row.begins) {
-      for (std::size_t i = 0; i < bars; ++i) {
-        ProgressStart start = start_;
-        if (call.results[0].rank != 0) start.lane = static_cast<std::int64_t>(i);
-        if (kind_ == Kind::kBeginOf) start.total = std::max(integer(0, i), 0);
-        if (kind_ == Kind::kBeginAt) start.first = number(0, i), start.last = number(1, i);
-        result[i] = board_.begin(text_, start, call.context);
-      }
-      return;
-    }
-    *result = kind_ == Kind::kEnd ? 0 : kNever;
-    for (std::size_t i = 0; i < bars; ++i) {
-      const auto count = static_cast<std::uint32_t>(integer(1, i));
-      if (kind_ == Kind::kEnd || integer(3, i) == 0) {
-        board_.end(integer(0, i), count, number(2, i));
-      } else {
-        *result = std::min(*result, board_.update(integer(0, i), count, number(2, i)));
-      }
-    }
-  }
+  void run(const Call& call) override;
 
  private:
   static constexpr std::int32_t kNever = std::int32_t{1} << 30;  // steps: none of its bars waits
 
   // Throws Error unless the arrays are as ProgressCallee says.
-  void check(const Call& call, const Row& row) const {
-    auto is_of = [](const ArrayView& view, DType dtype) {
-      return view.dtype == dtype && view.rank <= 1;
-    };
-    bool good = call.results.size() == 1 && is_of(call.results[0], DType::kS32) &&
-                call.operands.size() >= row.least && (row.begins || call.results[0].rank == 0);
-    for (std::size_t i = 0; good && i < row.least; ++i) {
-      const bool is_float = row.begins ? kind_ == Kind::kBeginAt : i == 2;
-      good = is_of(call.operands[i], is_float ? DType::kF32 : DType::kS32) &&
-             call.operands[i].size() == (row.begins ? call.results[0] : call.operands[0]).size();
-    }
-    if (!good)
-      throw Error(ErrorCode::kInvalidArgument,
-                  "progress: expected numbers of each bar, got " + to_string(call.operands));
-  }
+  void check(const Call& call, const Row& row) const;
 
   ProgressBoard& board_;
   Kind kind_;
@@ -116,24 +66,7 @@ class ProgressCallee final : public Callee {
   static constexpr std::string_view kName = "callgate.progress";
   explicit ProgressCallee(ProgressBoard& board) : board_(board) {}
   // Throws Error(kInvalidArgument) for any other kind.
-  std::shared_ptr<Site> specialise(SiteSpec spec) override {
-    static std::atomic<std::int64_t> sites{0};
-    const Attributes& held = spec.held.dictionary("progress");
-    const std::string_view kind = held.text("kind");
-    constexpr auto& kKinds = ProgressSite::kKinds;
-    const auto* known =
-        std::ranges::find(kKinds, kind, [](const ProgressSite::Row& row) { return row.kind; });
-    if (known == kKinds.end())
-      throw Error("a progress bar's call", "begin, begin_of, begin_at, update, end or step",
-                  "'" + std::string(kind) + "'");
-    // Relaxed: any distinct numbers will do.
-    const std::int64_t site = sites.fetch_add(1, std::memory_order_relaxed) + 1;
-    return std::make_shared<ProgressSite>(
-        board_, static_cast<ProgressSite::Kind>(known - kKinds.begin()),
-        ProgressStart{
-            .site = site, .every = held.integer("every"), .total = held.integer("total", -1)},
-        std::move(spec.spec));
-  }
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }
 
  private:

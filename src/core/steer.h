@@ -55,18 +55,8 @@ class CommonReads {
     std::deque<std::uint64_t> values;
     std::vector<std::pair<std::int64_t, std::uint64_t>> next;  // by device
 
-    std::uint64_t& next_of(std::int64_t device) {
-      auto it = std::ranges::find(next, device, &std::pair<std::int64_t, std::uint64_t>::first);
-      return it != next.end() ? it->second : next.emplace_back(device, 0).second;
-    }
-    void drop_read_by_all(std::size_t devices) {
-      while (values.size() > kAhead ||
-             (next.size() >= devices && !values.empty() &&
-              std::ranges::all_of(next, [this](const auto& one) { return one.second > first; }))) {
-        values.pop_front();
-        ++first;
-      }
-    }
+    std::uint64_t& next_of(std::int64_t device);
+    void drop_read_by_all(std::size_t devices);
   };
 
   const std::size_t devices_;
@@ -74,43 +64,12 @@ class CommonReads {
   Runs<Run> runs_;
 };
 
-// A place in a program that reads a cell. `read(run, once, place)` is the cell's value, for the
-// run, whose result lies there (see Runs; null where that is a copy).
-template <typename Cell>
-class CellSite final : public Site {
- public:
-  CellSite(std::shared_ptr<Cell> cell, const SiteSpec& spec)
-      : cell_(std::move(cell)), once_(spec.held.integer("once", 0) != 0) {
-    std::int64_t devices = spec.held.integer("devices", 1);
-    if (devices > 1) common_.emplace(static_cast<std::size_t>(devices));
-  }
-
-  bool reads_context() const noexcept override { return common_.has_value(); }
-
-  void run(const Call& call) override {
-    MainThread::look();
-    const CallContext& at = call.context;
-    const void* place = at.stream == nullptr ? call.results[0].data : nullptr;
-    auto value = [&] { return cell_->read(at.run, once_, place); };
-    std::uint64_t bits = common_ ? common_->read(at.run, at.device, place, value) : value();
-    // A program holds a result of the cell's size; another's, made up, gets no more than it has.
-    std::memcpy(call.results[0].data, &bits, std::min(sizeof(bits), call.results[0].nbytes()));
-  }
-
- private:
-  std::shared_ptr<Cell> cell_;
-  const bool once_;  // all reads of a run get the first one's value
-  std::optional<CommonReads> common_;
-};
-
 // A number of at most eight bytes that programs read and the host writes, both at once.
 class KnobCallee final : public Callee, public std::enable_shared_from_this<KnobCallee> {
  public:
   KnobCallee(std::string name, std::uint64_t bits) : name_(std::move(name)), bits_(bits) {}
 
-  std::shared_ptr<Site> specialise(SiteSpec spec) override {
-    return std::make_shared<CellSite<KnobCallee>>(shared_from_this(), spec);
-  }
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }
   bool quiet_at_exit() const noexcept override { return true; }
 
@@ -118,11 +77,7 @@ class KnobCallee final : public Callee, public std::enable_shared_from_this<Knob
   void set(std::uint64_t bits) noexcept { bits_.store(bits, std::memory_order_relaxed); }
   std::uint64_t get() const noexcept { return bits_.load(std::memory_order_relaxed); }
 
-  std::uint64_t read(std::int64_t run, bool once, const void* place) {
-    if (!once || run == -1) return get();  // -1: XLA has no number for it
-    std::lock_guard lock(mutex_);
-    return runs_.of(run, 0, place, [&] { return get(); });
-  }
+  std::uint64_t read(std::int64_t run, bool once, const void* place);
 
  private:
   std::string name_;
@@ -152,42 +107,20 @@ class StopCallee final : public Callee, public std::enable_shared_from_this<Stop
  public:
   explicit StopCallee(std::string name) : name_(std::move(name)) {}
 
-  std::shared_ptr<Site> specialise(SiteSpec spec) override {
-    return std::make_shared<CellSite<StopCallee>>(shared_from_this(), spec);
-  }
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }
   bool quiet_at_exit() const noexcept override { return true; }
 
-  void dispatched() {
-    std::lock_guard lock(mutex_);
-    if (dispatches_.size() == kDispatches) dispatches_.pop_front(), ++first_;
-    dispatches_.push_back(StopRequests::count());
-  }
+  void dispatched();
 
   // 1 where the run is to stop, else 0.
-  std::uint64_t read(std::int64_t run, bool /*once*/, const void* place) {
-    auto number = static_cast<std::uint32_t>(run);
-    std::uint64_t known = slots_[number % slots_.size()].load(std::memory_order_relaxed);
-    bool is_known = known != 0 && known >> 32 == number;
-    std::uint32_t before = is_known ? static_cast<std::uint32_t>(known) : begin(number, place);
-    return StopRequests::count() != before ? 1 : 0;
-  }
+  std::uint64_t read(std::int64_t run, bool /*once*/, const void* place);
 
  private:
   static constexpr std::size_t kDispatches = 1024;  // kept; XLA has 32 under way at once
 
   // The requests before the run was dispatched; of one whose slot another has taken, once more.
-  std::uint32_t begin(std::uint32_t run, const void* place) {
-    std::lock_guard lock(mutex_);
-    std::uint32_t before = runs_.of(run, 0, place, [&] {
-      if (!zeroth_) zeroth_ = run;
-      std::uint32_t number = run - *zeroth_ - first_;
-      return number < dispatches_.size() ? dispatches_[number] : StopRequests::count();
-    });
-    // Relaxed: the number says all by itself, and who finds another run's asks again.
-    slots_[run % slots_.size()].store(std::uint64_t{run} << 32 | before, std::memory_order_relaxed);
-    return before;
-  }
+  std::uint32_t begin(std::uint32_t run, const void* place);
 
   std::string name_;
   std::mutex mutex_;
