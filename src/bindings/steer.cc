@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Knobs and requests to stop, which programs read without the GIL.
-#include "core/steer.h"
+#include "cells/steer.h"
 
 #include <nanobind/stl/string.h>
 

@@ -8,9 +8,9 @@
 #include <string>
 #include <utility>
 
+#include "cells/progress.h"
 #include "core/lifecycle.h"
 #include "core/named_thread.h"
-#include "core/progress.h"
 #include "cuda/completions.h"
 #include "cuda/driver.h"
 #include "xla/call_site.h"

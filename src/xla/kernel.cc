@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels for the CPU and for CUDA, on XLA's threads, several at once; nothing waits for a device.
 // Reads the raw frame: what a call costs beside the kernel itself is here.
-#include "core/kernel.h"
+#include "kernels/kernel.h"
 
 #include <atomic>
 #include <cstdint>
@@ -16,13 +16,13 @@
 #include <utility>
 
 #include "core/call.h"
-#include "core/kernel_frame.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 #include "core/timeline.h"
 #include "cuda/copies.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
+#include "kernels/kernel_frame.h"
 #include "xla/call_site.h"
 #include "xla/cuda_call.h"
 #include "xla/ffi.h"

@@ -132,7 +132,7 @@ struct TapHandle : Handle<TapCallee> {
   std::map<std::string, std::shared_ptr<Site>> sites;
 };
 
-// For Python's cycle collector, as a callee's handle in python/gil.h.
+// For Python's cycle collector, as a callee's handle (bindings/python/handle.h).
 int traverse_consumer(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   return nb::inst_ready(self) ? visit_consumer(nb::inst_ptr<Consumer>(self), visit, arg) : 0;

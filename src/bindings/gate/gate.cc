@@ -26,10 +26,10 @@
 #include "bindings/python/gil.h"
 #include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
-#include "core/check.h"
-#include "core/kernel_debug.h"
+#include "cells/check.h"
 #include "core/lifetime.h"
 #include "core/timeline.h"
+#include "kernels/kernel_debug.h"
 
 namespace callgate::bindings {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels, for the CPU and for CUDA, as Python makes them. Their calls don't come by here; only
 // their failures do.
-#include "core/kernel.h"
+#include "kernels/kernel.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -22,10 +22,10 @@
 #include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "core/error.h"
-#include "core/kernel_debug.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/nvrtc.h"
+#include "kernels/kernel_debug.h"
 
 namespace callgate::bindings {
 namespace {

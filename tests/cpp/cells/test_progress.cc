@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/progress.h"
-#include "core/progress_callee.h"
+#include "cells/progress.h"
+#include "cells/progress_callee.h"
 #include "fake_attributes.h"
 
 namespace callgate {

@@ -21,8 +21,8 @@
 
 #include "callgate/kernel_abi.h"
 #include "core/array_view.h"
-#include "core/kernel_frame.h"
 #include "core/lifetime.h"
+#include "kernels/kernel_frame.h"
 
 namespace callgate::tvm {
 

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <string_view>
 
-#include "core/kernel_debug.h"
+#include "kernels/kernel_debug.h"
 
 // A plain load in the handler: the general way to a library's thread-local may allocate.
 #if defined(__ELF__)

@@ -11,10 +11,10 @@
 #include <string_view>
 #include <utility>
 
+#include "cells/progress.h"
 #include "core/array_view.h"
 #include "core/call.h"
 #include "core/error.h"
-#include "core/progress.h"
 
 namespace callgate {
 

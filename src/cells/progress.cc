@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The board's slots: how a bar takes one, is updated, and ends. See the header.
-#include "core/progress.h"
+#include "cells/progress.h"
 
 #include <algorithm>
 #include <atomic>

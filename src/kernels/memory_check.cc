@@ -10,7 +10,7 @@
 #include <new>
 
 #include "core/array_view.h"
-#include "core/kernel_debug.h"
+#include "kernels/kernel_debug.h"
 
 namespace callgate {
 namespace {

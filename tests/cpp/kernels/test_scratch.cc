@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/kernel_frame.h"
+#include "kernels/kernel_frame.h"
 
 namespace callgate {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call of each kind reads, and does to the board. See the header.
-#include "core/progress_callee.h"
+#include "cells/progress_callee.h"
 
 #include <algorithm>
 #include <atomic>
@@ -11,10 +11,10 @@
 #include <string_view>
 #include <utility>
 
+#include "cells/progress.h"
 #include "core/array_view.h"
 #include "core/call.h"
 #include "core/error.h"
-#include "core/progress.h"
 
 namespace callgate {
 

@@ -12,11 +12,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/kernel.h"
-#include "core/kernel_debug.h"
 #include "fake_attributes.h"
 #include "fake_executor.h"
 #include "fake_kernel.h"
+#include "kernels/kernel.h"
+#include "kernels/kernel_debug.h"
 
 namespace callgate {
 namespace {

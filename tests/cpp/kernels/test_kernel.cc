@@ -19,10 +19,10 @@
 
 #include "core/call.h"
 #include "core/error.h"
-#include "core/kernel.h"
 #include "fake_attributes.h"
 #include "fake_executor.h"
 #include "fake_kernel.h"
+#include "kernels/kernel.h"
 
 namespace callgate {
 namespace {

@@ -9,9 +9,9 @@
 #include <thread>
 #include <vector>
 
+#include "cells/steer.h"
 #include "core/array_view.h"
 #include "core/call.h"
-#include "core/steer.h"
 
 namespace callgate {
 namespace {

@@ -18,8 +18,8 @@
 
 #include "callgate/kernel_abi.h"
 #include "core/call.h"
-#include "core/kernel_debug.h"
 #include "core/lifetime.h"
+#include "kernels/kernel_debug.h"
 
 namespace callgate {
 

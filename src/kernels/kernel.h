@@ -28,10 +28,10 @@
 #include "core/attributes.h"
 #include "core/call.h"
 #include "core/error.h"
-#include "core/kernel_debug.h"
-#include "core/kernel_frame.h"
 #include "core/lifetime.h"
 #include "core/threads.h"
+#include "kernels/kernel_debug.h"
+#include "kernels/kernel_frame.h"
 
 namespace callgate {
 

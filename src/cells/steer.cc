@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The places in programs that read knobs and requests to stop.
-#include "core/steer.h"
+#include "cells/steer.h"
 
 #include <algorithm>
 #include <atomic>

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/kernel_frame.h"
 #include "fake_executor.h"
+#include "kernels/kernel_frame.h"
 
 namespace callgate {
 namespace {
