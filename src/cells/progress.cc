@@ -1,19 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The board's slots: how a bar takes one, is updated, and ends. See the header.
+// The board's slots: how a bar takes one, is updated, and ends.
 #include "cells/progress.h"
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <functional>
-#include <mutex>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "core/call.h"
-#include "core/lifetime.h"
 
 namespace callgate {
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Progress bars as programs feed them: numbers in slots, which somebody else draws.
 //
-// A program that runs a loop begins a bar, updates it now and then, and ends it (ProgressCallee).
-// Who draws (a Python thread) polls the board, and releases what it has drawn for the last time. An
-// update is lock-free, on any XLA thread; beginning takes a lock, once a loop. A handle names a
+// A program that runs a loop begins a bar, updates it now and then, and ends it (ProgressCallee). A
+// Python thread draws: it polls the board, and releases bars that it has drawn for the last time.
+// An update is lock-free, on any XLA thread; beginning takes a lock, once a loop. A handle names a
 // slot of the board and its generation, so that a late update finds nobody.
 #pragma once
 
@@ -37,14 +37,14 @@ struct ProgressState {
   std::int64_t elapsed_ns = 0;  // the same, until its end
   Phase phase = Phase::kFree;
   std::int64_t lane = -1;  // of a loop with a bar for each of its lanes
-  // Of a bar that a value moves, not the steps: where it began, where it ends, where it is. NaN
+  // A bar that a value moves, not the steps, has where it began, where it ends, where it is. NaN
   // otherwise.
   float first = kNoValue, last = kNoValue, at = kNoValue;
 
   static constexpr float kNoValue = std::numeric_limits<float>::quiet_NaN();
 };
 
-// What identifies a bar that begins.
+// A bar that begins: its identity, and its extent.
 struct ProgressStart {
   std::int64_t site = 0;    // its call site; a bar of the same run and site is taken up again
   std::int64_t every = 0;   // steps between updates; 0 to choose by time

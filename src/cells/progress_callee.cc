@@ -1,20 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call of each kind reads, and does to the board. See the header.
+// Reads the numbers of each bar in a call, and writes the result.
 #include "cells/progress_callee.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <string_view>
-#include <utility>
-
-#include "cells/progress.h"
-#include "core/array_view.h"
-#include "core/call.h"
-#include "core/error.h"
 
 namespace callgate {
 

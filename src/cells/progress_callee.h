@@ -51,14 +51,14 @@ class ProgressSite final : public Site {
   std::string text_;
 };
 
-// What programs call, by name, to feed all bars of a process; the board outlives every site. A call
+// The callee by which programs feed all bars of a process; the board outlives every site. A call
 // holds a dictionary `progress` of kind, every and total, and as its spec the text that the board
 // keeps. Kinds are
 //   begin (anchors...) -> handle       begin_of (total, anchors...) -> handle
 //   begin_at (first, last, anchors...) -> handle
 //   update (handle, count, at, going) -> steps until the next update; not going: its bar ends
 //   end (handle, count, at, anchors...) -> 0      step (anchors...)
-// all s32 scalars, but first, last and at, which are f32. Of a loop with a bar for each lane they
+// all s32 scalars, but first, last and at, which are f32. In a loop with a bar for each lane they
 // are vectors, but the result of update and end. Anchors are whatever the call has to wait for;
 // nobody looks at them.
 class ProgressCallee final : public Callee {

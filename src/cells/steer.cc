@@ -2,18 +2,6 @@
 // The places in programs that read knobs and requests to stop.
 #include "cells/steer.h"
 
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <mutex>
-#include <utility>
-
-#include "core/call.h"
-#include "core/main_thread.h"
-#include "core/runs.h"
-
 namespace callgate {
 namespace {
 

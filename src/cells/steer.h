@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What steers compiled programs from outside: knobs, which they read, and requests to stop.
+// Knobs, which compiled programs read, and requests to stop.
 //
 // Both are callees without operands, whose one result is the value of a cell that the host writes.
 // In a program over several devices each device reads by itself, and all must get the same value at
@@ -128,7 +128,7 @@ class StopCallee final : public Callee, public std::enable_shared_from_this<Stop
   std::uint32_t first_ = 0;               // the number of the first of them
   std::optional<std::uint32_t> zeroth_;   // the run of the first dispatch
   Runs<std::uint32_t> runs_;              // the same of each run that has asked
-  // Of some of these, to be found without the lock: a run's number and the requests before it.
+  // For some runs, to be found without the lock: the run's number and the requests before it.
   std::array<std::atomic<std::uint64_t>, 64> slots_{};
 };
 

@@ -2,13 +2,6 @@
 // Arrays as texts.
 #include "core/array_view.h"
 
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <span>
-#include <string>
-#include <string_view>
-
 namespace callgate {
 
 std::string type_text(std::string_view dtype, std::span<const std::int64_t> shape) {

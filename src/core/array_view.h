@@ -186,7 +186,7 @@ inline void fill(const ArrayView& view, int byte) noexcept {
   if (view.nbytes() != 0) std::memset(view.data, byte, view.nbytes());
 }
 
-// What a failed call leaves where it can't be an error: NaN, which is all bits set, in every
+// Writes the results of a failed call that can't be an error: NaN, which is all bits set, in every
 // floating format that has one, zero in integers and booleans.
 inline void poison(std::span<const ArrayView> views) noexcept {
   for (const ArrayView& view : views) fill(view, is_inexact(view.dtype) ? 0xff : 0);

@@ -2,21 +2,7 @@
 // Attributes by name, and their equality.
 #include "core/attributes.h"
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <span>
-#include <string>
-#include <string_view>
 #include <utility>
-#include <vector>
-
-#include "callgate/kernel_abi.h"
-#include "core/array_view.h"
-#include "core/error.h"
-#include "core/lifetime.h"
 
 namespace callgate {
 

@@ -86,7 +86,7 @@ class Attributes {
   const callgate_attribute* find(std::string_view name, int kind, DType dtype,
                                  const char* expected) const;
 
-  // Of one entry or more. By what the value points to: names may hold zeros, or come twice.
+  // A dictionary of one entry or more. By its address: names may hold zeros, or come twice.
   Attributes& nested(const callgate_attribute& value) const;
 
   // Memory of the names, the elements and the nested values; none of it moves.

@@ -3,19 +3,6 @@
 #include "core/call.h"
 
 #include <algorithm>
-#include <cstring>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
-#include "core/array_view.h"
-#include "core/attributes.h"
-#include "core/error.h"
-#include "core/lanes.h"
-#include "core/lifetime.h"
 
 namespace callgate {
 

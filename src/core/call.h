@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the FFI handlers know of the things they call, and their names.
+// Callees, their call sites, and the table of their names.
 //
 // A `Callee` is what a name stands for: a Python function, a native kernel or a tap. When an
 // executable is loaded, every call site asks its callee once for a `Site`, bound to the site's
@@ -51,7 +51,7 @@ struct Call {
   std::span<const ArrayView> operands;
   std::span<ArrayView> results;
   CallContext context;
-  // Who holds the operands' memory, where it is for who gets the call to keep; else null.
+  // The holder of the operands' memory, where the callee may keep that; else null.
   const std::shared_ptr<void>* memory = nullptr;
 };
 
@@ -115,7 +115,7 @@ class Site {
   }
 };
 
-// What a callee makes of a call whose arrays are a GPU's.
+// How a callee takes a call whose arrays are a GPU's.
 enum class OnDevice : std::uint8_t {
   kStaged,    // it gets copies in the host's memory, and its results are copied back
   kDeferred,  // the same, later: the program does not wait for it, and gets nothing from it
@@ -177,9 +177,9 @@ class AfterCallee final : public Callee {
   std::string name_{kName};
 };
 
-// What kernels for the CPU and for CUDA have in common. They are called through targets of their
-// own, so a program that calls one as a gate is another's. What is said of their failures comes
-// from functions that are set before the first call.
+// A kernel for the CPU or for CUDA. Both are called through targets of their own, so a program that
+// calls one as a gate is another's. The texts of their failures come from functions that are set
+// before the first call.
 class KernelCalleeBase : public Callee {
  public:
   // Makes a failure's message what the program's error says; may keep an exception for it.

@@ -2,13 +2,13 @@
 // UTF-8 in texts of native code.
 #include "core/error.h"
 
-#include <cstddef>
 #include <cstdint>
-#include <string>
-#include <string_view>
 
 namespace callgate {
+namespace {
 
+// Bytes of the character that the text begins with; 0 where it begins with none.
+// https://www.unicode.org/versions/latest/core-spec/chapter-3/ table 3-7.
 std::size_t utf8_character(std::string_view text) noexcept {
   auto byte = [&](std::size_t i) { return i < text.size() ? text[i] & 0xff : 0; };
   int first = byte(0), second = byte(1);
@@ -23,6 +23,8 @@ std::size_t utf8_character(std::string_view text) noexcept {
     if ((byte(i) & 0xc0) != 0x80) return 0;
   return length;
 }
+
+}  // namespace
 
 std::string valid_utf8(std::string_view text) {
   constexpr const char* kDigits = "0123456789abcdef";

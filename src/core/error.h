@@ -42,10 +42,6 @@ class Error : public std::runtime_error {
   ErrorCode code_;
 };
 
-// Bytes of the character that the text begins with; 0 where it begins with none.
-// https://www.unicode.org/versions/latest/core-spec/chapter-3/ table 3-7.
-std::size_t utf8_character(std::string_view text) noexcept;
-
 // `text` with each byte that is not of a character in UTF-8 written as "\xff".
 std::string valid_utf8(std::string_view text);
 

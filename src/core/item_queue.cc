@@ -3,19 +3,7 @@
 #include "core/item_queue.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <deque>
-#include <mutex>
-#include <optional>
-#include <span>
 #include <utility>
-#include <vector>
-
-#include "core/array_view.h"
-#include "core/lifetime.h"
 
 namespace callgate {
 

@@ -26,7 +26,7 @@ class ItemQueue {
  public:
   using Item = std::vector<std::byte>;  // the bytes of its arrays, one after the other
 
-  // Of items of so many bytes an array, of which at least one has any. `most` items wait at once;
+  // A queue of items of so many bytes an array, of which one has any. `most` items wait at once;
   // once they do, the thread that puts them rests until no more than `refill` are left.
   ItemQueue(std::vector<std::size_t> bytes, std::size_t most, std::size_t refill);
 
@@ -78,7 +78,7 @@ class ItemQueue {
   std::size_t total_ = 0;
   const OfProcess process_;
 
-  // Of items_, while they are to go here, for a look without the lock: relaxed.
+  // The size of items_, while items are to go here, for a look without the lock: relaxed.
   std::atomic<std::size_t> size_ = 0;
 
   mutable std::mutex mutex_;  // guards what follows

@@ -2,18 +2,7 @@
 // Batch levels: how programs hold them, their texts and their checks.
 #include "core/lanes.h"
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <span>
-#include <string>
 #include <utility>
-#include <vector>
-
-#include "core/array_view.h"
-#include "core/attributes.h"
-#include "core/error.h"
-#include "core/lifetime.h"
 
 namespace callgate {
 

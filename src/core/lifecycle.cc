@@ -1,21 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of the process, and the verdict on each Ctrl-C. See the header.
+// The end of the process, and the verdict on each Ctrl-C.
 #include "core/lifecycle.h"
 
-#include <atomic>
-#include <chrono>
-#include <csignal>
-#include <cstdint>
-#include <map>
-#include <mutex>
-#include <string>
 #include <thread>
 
-#include "core/error.h"
-#include "core/lifetime.h"
-#include "core/runs.h"
-
 namespace callgate {
+namespace {
+
+std::int64_t steady_ns() noexcept {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler
+  return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+}  // namespace
 
 bool Lifecycle::close(std::chrono::nanoseconds wait) {
   // Both ways: later calls see the bit, and this thread sees what earlier calls did.
@@ -74,12 +72,6 @@ void Interrupts::end_all(bool on) noexcept {
   std::uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
   verdict_.store(std::uint64_t{epoch} * 2 + 1, std::memory_order_seq_cst);
   epoch_.store(epoch, std::memory_order_seq_cst);
-}
-
-std::int64_t Interrupts::steady_ns() noexcept {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler
-  return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
 bool Interrupts::same(const struct sigaction& a, const struct sigaction& b) noexcept {

@@ -82,7 +82,7 @@ class LateCalls {
   std::map<std::string, std::uint64_t> counts_;
 };
 
-// What a thread of callgate's does last, once: the bindings leave a Python thread state on it. To
+// Called once, last on a thread of callgate's: the bindings leave a Python thread state on it. To
 // take that away they may have to wait for others, which a thread's own destructors must not: who
 // joins the thread may hold what they wait for.
 inline thread_local void (*at_thread_end)() noexcept = nullptr;
@@ -149,8 +149,6 @@ class Interrupts {
   static void end_all(bool on) noexcept;
 
  private:
-  static std::int64_t steady_ns() noexcept;
-
   static bool same(const struct sigaction& a, const struct sigaction& b) noexcept;
 
   static void on_signal(int number, siginfo_t* info, void* context);
@@ -167,7 +165,7 @@ class Interrupts {
 
   static bool judged(std::uint32_t epoch) noexcept;
 
-  // Of some runs, to be found without a lock.
+  // For some runs, to be found without a lock.
   static inline constinit std::array<InterruptedRun, 256> slots_{};
   static inline constinit std::atomic<std::uint32_t> epoch_{0};  // interrupts so far
   static inline constinit std::atomic<Judge> judge_{nullptr};

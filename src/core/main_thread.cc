@@ -2,10 +2,6 @@
 // A look at the clock, and at signals, on the main thread.
 #include "core/main_thread.h"
 
-#include <atomic>
-
-#include "core/system.h"
-
 namespace callgate {
 
 void MainThread::look_closer() {

@@ -2,20 +2,8 @@
 // A named thread's queue, its work, and its end.
 #include "core/named_thread.h"
 
-#include <atomic>
-#include <chrono>
-#include <future>
-#include <memory>
-#include <mutex>
-#include <string>
 #include <thread>
-#include <utility>
 #include <vector>
-
-#include "core/event_count.h"
-#include "core/lifecycle.h"
-#include "core/lifetime.h"
-#include "core/system.h"
 
 namespace callgate {
 

@@ -37,7 +37,7 @@ class NamedThread : Immovable {
 
   const std::string& name() const noexcept { return name_; }
 
-  // Of all named threads, in any process: this one's, and the one's that runs the caller (0: none).
+  // The number of this named thread in the process, and of the one that runs the caller (0: none).
   std::uint64_t number() const noexcept { return number_; }
   static std::uint64_t current() noexcept { return current_ == nullptr ? 0 : current_->number; }
   bool is_here() const noexcept { return current_ != nullptr && current_->number == number_; }

@@ -2,22 +2,8 @@
 // The watchdog's thread and the workers'.
 #include "core/threads.h"
 
-#include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <exception>
-#include <functional>
-#include <list>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <utility>
-
-#include "core/call.h"
-#include "core/lifecycle.h"
-#include "core/lifetime.h"
-#include "core/system.h"
 
 namespace callgate {
 

@@ -2,16 +2,7 @@
 // The record of calls, under one lock.
 #include "core/timeline.h"
 
-#include <atomic>
-#include <cstdint>
-#include <mutex>
-#include <string>
-#include <string_view>
 #include <utility>
-#include <vector>
-
-#include "core/lifetime.h"
-#include "core/system.h"
 
 namespace callgate {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What runs when: a record of calls and of callgate's own work, while somebody asks for one.
+// The timeline: a record of calls and of callgate's own work, while somebody asks for one.
 #pragma once
 
 #include <atomic>

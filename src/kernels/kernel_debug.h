@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What helps to find a kernel's faults. All is off by default, which costs one relaxed load a call.
+// Modes that find a kernel's faults. All are off by default, which costs one relaxed load a call.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ inline void set_kernel_mode(KernelMode mode, bool on) noexcept {
   if (!on) kernel_modes.fetch_and(~bit, std::memory_order_relaxed);
 }
 
-// What a call site knows of its kernel's arrays.
+// A call site's names of its kernel's arrays.
 struct KernelLabels {
   std::vector<std::string> operands, results;  // as messages name them: "'x'", "'xs'[1]", or "2"
   std::vector<std::uint8_t> updated;           // 1 for a result that starts as an operand's value
@@ -70,7 +70,7 @@ void set_crash_report(bool on);
 //
 // A checked call runs its kernel on copies of its arrays, up to three times. Each copy lies between
 // two guards. Results, scratch memory and guards are filled with patterns that kernels hardly ever
-// write, guards with one of their own for each array. What is found:
+// write, guards with one of their own for each array. It finds:
 //
 //   - a byte of a guard has changed: a write before or after an array;
 //   - an operand has changed that is no result as well;
@@ -90,8 +90,8 @@ class ScratchSource {
 };
 
 // Runs the kernel by `run`, which gets the copies and the source of scratch memory; `repeatable`:
-// it has no effects. The message of what was found, "" when nothing was. What `run` throws comes
-// out of it, and nothing is looked at.
+// it has no effects. The message of what was found, "" when nothing was. An exception of `run`
+// comes out of it, and nothing is looked at.
 std::string check_memory(const KernelLabels& labels, bool repeatable, const Call& call,
                          const std::function<void(const Call&, ScratchSource*)>& run);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel's call has: threads, working memory, and the services that hand them out.
+// A kernel's call: its threads, its working memory, and the services that hand them out.
 #pragma once
 
 #include <algorithm>
@@ -7,14 +7,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <functional>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
 #include <type_traits>
-#include <utility>
 
 #include "callgate/kernel_abi.h"
 #include "core/call.h"
@@ -23,7 +20,7 @@
 
 namespace callgate {
 
-// What whoever runs a call lends to it: threads, and loops that are split over them.
+// Lends a call threads, and loops that are split over them.
 class Executor {
  public:
   virtual ~Executor() = default;
@@ -100,37 +97,13 @@ class ScratchCache {
     static thread_local ScratchCache cache;
     return cache;
   }
-  ~ScratchCache() {
-    for (ScratchBlock* block : blocks_)
-      if (block != nullptr) std::free(block->memory);
-  }
+  ~ScratchCache();
 
   // The smallest block that is large enough and not more than twice as large.
-  ScratchBlock* take(std::size_t bytes) noexcept {
-    ScratchBlock** best = nullptr;
-    for (ScratchBlock*& block : blocks_) {
-      if (block == nullptr || block->bytes < bytes || block->bytes / 2 > bytes) continue;
-      if (best == nullptr || block->bytes < (*best)->bytes) best = &block;
-    }
-    if (best == nullptr) return nullptr;
-    kept_ -= (*best)->bytes;
-    return std::exchange(*best, nullptr);
-  }
+  ScratchBlock* take(std::size_t bytes) noexcept;
 
   // Makes room by giving up the oldest; a block that is too large alone is given up itself.
-  void keep(ScratchBlock* block) noexcept {
-    if (block->bytes > kScratchKept) return std::free(block->memory);
-    std::size_t place = 0;
-    do {
-      place = std::exchange(next_, (next_ + 1) % blocks_.size());
-      if (ScratchBlock* old = std::exchange(blocks_[place], nullptr)) {
-        kept_ -= old->bytes;
-        std::free(old->memory);
-      }
-    } while (kept_ + block->bytes > kScratchKept);
-    kept_ += block->bytes;
-    blocks_[place] = block;
-  }
+  void keep(ScratchBlock* block) noexcept;
 
  private:
   std::array<ScratchBlock*, 8> blocks_{};
@@ -148,37 +121,10 @@ class Scratch : Immovable {
   }
 
   // Uninitialised memory of at least `bytes`, aligned to 64 or more; null where there is none.
-  void* take(std::size_t bytes, std::size_t alignment) noexcept {
-    alignment = std::max(alignment, kScratchAlignment);
-    if (bytes > SIZE_MAX / 2 || alignment > SIZE_MAX / 4) return nullptr;
-    bool usual = alignment == kScratchAlignment;
-    ScratchBlock* block = usual ? ScratchCache::instance().take(bytes) : nullptr;
-    if (block == nullptr) {
-      // The description takes a whole step of the alignment, so that the memory behind it has it.
-      std::size_t size = (bytes / alignment + 1) * alignment;
-      auto* memory = static_cast<std::byte*>(std::aligned_alloc(alignment, alignment + size));
-      if (memory == nullptr) return nullptr;
-      std::byte* place = memory + alignment - sizeof(ScratchBlock);
-      block = ::new (place) ScratchBlock{nullptr, size, memory};
-    }
-    // Only pushed to while the call runs, so there is no ABA; release() comes after all pushes.
-    block->next = blocks_.load(std::memory_order_relaxed);
-    while (!blocks_.compare_exchange_weak(block->next, block, std::memory_order_release,
-                                          std::memory_order_relaxed)) {
-    }
-    return block + 1;
-  }
+  void* take(std::size_t bytes, std::size_t alignment) noexcept;
 
  private:
-  void release() noexcept {
-    // Sees the descriptions that other threads have pushed.
-    ScratchBlock* block = blocks_.exchange(nullptr, std::memory_order_acquire);
-    while (block != nullptr) {
-      ScratchBlock* done = std::exchange(block, block->next);
-      bool usual = done->memory == done;  // a larger alignment is rare
-      usual ? ScratchCache::instance().keep(done) : std::free(done->memory);
-    }
-  }
+  void release() noexcept;
 
   std::atomic<ScratchBlock*> blocks_{nullptr};
 };
@@ -204,7 +150,7 @@ class KernelFrame : public callgate_call, Immovable {
       delete message;
   }
 
-  // What the kernel said when it failed.
+  // The kernel's message when it failed.
   std::string message() const {
     const std::string* message = message_.load(std::memory_order_acquire);  // see fail
     return message == nullptr ? "it failed without a message" : *message;

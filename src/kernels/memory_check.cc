@@ -20,7 +20,7 @@ std::size_t element_bytes(DType dtype) noexcept {
   return static_cast<std::size_t>(std::max(bits(dtype) / 8, 1));
 }
 
-// What a memory check fills memory with: bytes that computations hardly ever make, and other ones
+// A memory check's patterns: bytes that computations hardly ever make, and other ones
 // for each array, so that what is copied from beside one array to beside another is seen. Each
 // array of a call has a number; 0 stands for what all results start with. Under two numbers no byte
 // of a pattern that tells them is the same: the common loop that goes one element too far, y[i] =
@@ -77,7 +77,7 @@ struct GuardPattern {
   bool rare;           // hardly any computation's value
 
  private:
-  // What bytes are chosen from: not 0, 1 and 255, which kernels write most.
+  // The bytes to choose from: not 0, 1 and 255, which kernels write most.
   static constexpr std::size_t kLetters = 252;
   using Alphabet = std::array<std::uint8_t, kLetters>;
 
@@ -118,7 +118,7 @@ using Bytes = std::vector<std::byte>;
 constexpr std::size_t kAlignment = 64;  // as XLA's own buffers
 constexpr std::size_t kLeastGuard = std::size_t{4} << 10, kMostGuard = std::size_t{1} << 20;
 constexpr std::size_t kMostFindings = 8;
-// What results start with. No guard's: a result made of what lies outside isn't left as it was.
+// The pattern of results. No guard has it: a result made of what lies outside isn't left as it was.
 constexpr std::size_t kResults = 0;
 
 // Fills `memory` with a pattern, again and again; `bytes` need be no multiple of its period.

@@ -8,8 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <string>
 #include <vector>
 
 #include "callgate/kernel_abi.h"
@@ -18,7 +16,7 @@
 
 namespace callgate {
 
-// Who has made it keeps the function loaded.
+// Its maker keeps the function loaded.
 struct PackedKernel {
   struct Address {
     std::size_t offset;  // in the block
@@ -34,31 +32,7 @@ struct PackedKernel {
 
   // A `callgate_function`; the call's user data is the PackedKernel, and its one attribute the
   // block. Any thread.
-  static std::int32_t run(const callgate_call* call) {
-    const auto& kernel = *static_cast<const PackedKernel*>(call->user_data);
-    const callgate_attribute& held = call->attributes[0];
-    if (held.count != kernel.bytes) [[unlikely]] {  // a program of another version of the library
-      call->services->fail(call, ("expected arguments of " + std::to_string(kernel.bytes) +
-                                  " bytes, got " + std::to_string(held.count))
-                                     .c_str());
-      return 1;
-    }
-    SmallBuffer<std::byte, 1024> block(kernel.bytes);
-    std::memcpy(block.data(), held.data, kernel.bytes);
-    for (const auto& [offset, result, index] : kernel.addresses) {
-      void* data = (result ? call->results : call->operands)[index].data;
-      std::memcpy(block.data() + offset, static_cast<const void*>(&data), sizeof(data));
-    }
-    for (std::size_t index : kernel.zeroed) {
-      const callgate_array& array = call->results[index];
-      std::size_t size = storage_bytes(static_cast<DType>(array.dtype), 1);
-      for (std::int32_t axis = 0; axis < array.rank; ++axis)
-        size *= static_cast<std::size_t>(array.dims[axis]);
-      if (size != 0) std::memset(array.data, 0, size);
-    }
-    kernel.function(block.data(), block.data() + kernel.second);
-    return 0;
-  }
+  static std::int32_t run(const callgate_call* call);
 };
 
 }  // namespace callgate
