@@ -8,11 +8,8 @@
 // it differ by microseconds, in which many records may come.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
@@ -32,13 +29,7 @@ namespace callgate {
 struct ClockTimes {
   std::int64_t wall_ns = 0, steady_ns = 0;
 
-  static ClockTimes now() noexcept {
-    constexpr std::int64_t kClose = 100'000;  // ns; the thread may lose its core in between
-    for (int tries = 1;; ++tries) {
-      const std::int64_t before = steady_time_ns(), wall = wall_time_ns();
-      if (tries == 3 || steady_time_ns() - before < kClose) return {wall, before};
-    }
-  }
+  static ClockTimes now() noexcept;
 
  private:
   static std::int64_t steady_time_ns() noexcept {
@@ -55,18 +46,7 @@ class Thinned final : public Consumer {
 
   void open() override { to_->open(); }
 
-  void consume(std::span<const Record> records) override {
-    chosen_.clear();
-    if (rate_ > 0) read_clocks();
-    for (const Record& record : records)
-      if (passes(record)) chosen_.push_back(record);
-    if (chosen_.empty()) return;
-    const std::uint64_t before = to_->lost();
-    FirstError error;
-    error.survives([&] { to_->consume(chosen_); });
-    lose(to_->lost() - before);
-    error.rethrow();
-  }
+  void consume(std::span<const Record> records) override;
 
   void flush() override { to_->flush(); }
   void close() override { to_->close(); }
@@ -74,46 +54,19 @@ class Thinned final : public Consumer {
   std::string description() const override { return to_->description(); }
 
  private:
-  // Of one tap on one device.
+  // The records of one tap on one device.
   struct Count {
     std::uint64_t came = 0;
     bool some = false;  // passed
     std::int64_t last_ns = 0;
   };
 
-  void read_clocks() {
-    constexpr std::int64_t kSet = 1'000'000;  // ns: a lead that differs by more is a new one
-    const ClockTimes now = clocks_();
-    const std::int64_t lead = now.wall_ns - now.steady_ns;
-    if (!lead_ || std::abs(lead - *lead_) > kSet) lead_ = lead;
-    wall_now_ = now.wall_ns;
-  }
+  void read_clocks();
 
-  bool passes(const Record& record) {
-    Count& count = count_of(record);
-    if (count.came++ % every_ != 0) return false;
-    if (rate_ == 0) return true;
-    const std::int64_t time = std::min(record.time_ns, wall_now_) - *lead_;
-    if (count.some && static_cast<double>(time - count.last_ns) * rate_ < 1e9) {
-      count.last_ns = std::min(count.last_ns, time);  // what came before the wall clock was set
-      return false;
-    }
-    count.some = true;
-    count.last_ns = time;
-    return true;
-  }
+  bool passes(const Record& record);
 
   // Sources come with each program; the tap is the same by its name.
-  Count& count_of(const Record& record) {
-    constexpr std::size_t kMostKnown = 4096;
-    const std::pair key(record.source->id, record.device);
-    if (auto found = known_.find(key); found != known_.end()) return *found->second;
-    if (known_.size() >= kMostKnown) known_.clear();
-    const Source& source = *record.source;
-    Count& count = counts_[{source.name, source.role, record.device}];
-    known_.emplace(key, &count);  // a map's elements stay where they are
-    return count;
-  }
+  Count& count_of(const Record& record);
 
   const std::shared_ptr<Consumer> to_;
   const std::uint64_t every_;
