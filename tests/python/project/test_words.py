@@ -26,7 +26,7 @@ MOST = {
   "examples": 5,
   "include": 14,
   "python": 52,
-  "src": 92,
+  "src": 75,
   "tests": 181,
   "tools": 15,
 }
