@@ -52,7 +52,7 @@ struct BoundKernel : Immovable {
   std::atomic<bool> remembered{true};  // the key stands for this alone
 };
 
-// What a key stands for.
+// The site that a key stands for.
 struct KnownKernel {
   std::weak_ptr<BoundKernel> bound;
   bool ambiguous = false;  // for good: an older site of the key may live as long as it likes
@@ -109,7 +109,7 @@ class RecentKernels {
     return text.len == kKeyBytes ? text.ptr : nullptr;
   }
 
-  // What a thread remembers under a key may be a site that is no more.
+  // Makes all threads forget: a site that they remember may be no more.
   static void forget() noexcept { generation_.fetch_add(1, std::memory_order_release); }
 
  private:
@@ -177,7 +177,7 @@ std::unique_ptr<KernelSite> bind_kernel(KernelCallee& kernel, Attributes& held) 
                                 held.take_dictionary("attributes")});
 }
 
-// Of one call site of one executable.
+// XLA's state for one call site of one executable.
 struct KernelState {
   static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.kernel_state";

@@ -26,7 +26,7 @@ MOST = {
   "examples": 5,
   "include": 14,
   "python": 52,
-  "src": 75,
+  "src": 38,
   "tests": 181,
   "tools": 15,
 }
