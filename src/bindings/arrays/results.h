@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a callable returns, into XLA's memory. The GIL is held.
+// Copies a callable's results into XLA's memory. The GIL is held.
 //
 // An array of the declared type is copied once. Two kinds of others are converted, where no value
 // is outside of the declared type's range: integers of another width, and Python's own numbers,
@@ -54,7 +54,8 @@ inline bool is_number(PyObject* value) {
   return PyLong_Check(value) || PyFloat_CheckExact(value) || PyComplex_CheckExact(value);
 }
 
-// What `value` is: as an array, "float32[3,4]", or "a Python float 7.0". Throws where it is none.
+// `value` for messages: an array's type, "float32[3,4]", or "a Python float 7.0". Throws Python's
+// errors.
 inline std::string describe(PyObject* value) {
   if (is_number(value)) {
     nb::handle number = value;
@@ -105,7 +106,7 @@ auto with_integers(PyArrayObject* array, Body&& body) {
   }
 }
 
-// What came, where an integer of the array is none of `target`'s, an array of others.
+// Describes the array, if an integer of it does not fit into `target`, an array of others.
 inline std::optional<std::string> misfit(nb::handle array, const ArrayView& target) {
   const bool is_signed = name(target.dtype).starts_with("int");
   const auto most = ~std::uint64_t{0} >> (64 - bits(target.dtype) + (is_signed ? 1 : 0));
@@ -150,7 +151,7 @@ inline std::pair<double, double> range_of(DType dtype) {
 // large.
 inline std::optional<std::string> store_number(const ArrayView& target, PyObject* value) {
   const auto [least, most] = range_of(target.dtype);  // imports: no error may be pending yet
-  // Of the stable ABI, which has no Py_complex.
+  // The stable ABI has no Py_complex.
   std::complex<double> number{PyComplex_RealAsDouble(value), PyComplex_ImagAsDouble(value)};
   auto misfits = [&](double part) { return std::isfinite(part) && (part < least || part > most); };
   const bool has_failed = PyErr_Occurred() != nullptr;
@@ -169,7 +170,7 @@ inline std::optional<std::string> store_number(const ArrayView& target, PyObject
 // --- Storing
 
 // Copies `value` into the view's memory once, or returns what it is, where that is no array of the
-// view's shape and dtype. Of other dtypes it converts integers to integers and a Python number to
+// view's shape and dtype. From other dtypes it converts integers to integers and a Python number to
 // one of a kind that includes it, and with `cast` what NumPy calls casts of the same kind.
 inline std::optional<std::string> store(const ArrayView& target, PyObject* value, bool cast) {
   PyArray_Descr* want = descr_of(target.dtype);

@@ -67,7 +67,7 @@ inline std::optional<ArrayView> known_view(nb::handle object) {
   return std::nullopt;
 }
 
-// Of the view's type, over `data`, or memory of its own where that is null.
+// An array of the view's type, over `data`, or over memory of its own where that is null.
 inline nb::object new_array(const ArrayView& view, void* data, int flags) {
   PyArray_Descr* descr = descr_of(view.dtype);
   if (descr == nullptr)

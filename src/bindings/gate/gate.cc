@@ -217,7 +217,7 @@ void bind_context(nb::module_& module) {
                    "empty where the mesh is not known.");
 }
 
-// What watches calls: settings of the process, and traces.
+// Settings of the process that watch calls, and traces.
 void bind_settings(nb::module_& module) {
   auto set = [](int bit, bool on) {
     // Relaxed: see Settings.

@@ -62,7 +62,7 @@ struct GateOptions {
 // Views that are private copies, which the callable may keep.
 enum : unsigned { kPrivateInputs = 1, kPrivateResults = 2 };
 
-// What gates have in common, wherever their callables run.
+// The callee of a gate, wherever its callable runs.
 class GateCallee : public Callee {
  public:
   explicit GateCallee(std::string name) : name_(std::move(name)) {}
@@ -81,7 +81,7 @@ class GateCallee : public Callee {
   std::string name_;
 };
 
-// Of all operands and results.
+// The bytes of all operands and results.
 inline std::int64_t nbytes(const Call& call) {
   std::size_t bytes = 0;
   for (const ArrayView& view : call.operands) bytes += view.nbytes();
@@ -140,7 +140,7 @@ class PyCallee final : public GateCallee, public std::enable_shared_from_this<Py
   const GateOptions options;
   const std::shared_ptr<NamedThread> its_thread;  // null where it has none
   LateReference function, bind;                   // the latter null when None
-  // Of a feed: what serves its calls on the host as long as it can. Set before the first call.
+  // A feed's items, which serve its calls on the host if they can. Set before the first call.
   std::shared_ptr<ItemQueue> items;
 };
 

@@ -230,8 +230,8 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
 
   // Looks for views that outlived the call. Where one did, Python's `escaped` hook finds who holds
   // them, and has what still refers to the views made safe; what can't be makes the callee's later
-  // views private. What the call `raised` is thrown on: its frames may hold views, which is no
-  // error of the user's; else an escape's error is.
+  // views private. Throws the call's own exception, `raised`, whose frames may hold views without
+  // an error of the user's; else the escape's error.
   void settle_views(Views& inputs, Views& outputs, std::optional<nb::python_error> raised) {
     if (inputs.escaped() || outputs.escaped()) {
       nb::list suspects;
@@ -250,7 +250,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     if (raised) throw *std::move(raised);
   }
 
-  // What a callable that writes into `out` gives back: nothing, or `out`, as NumPy's functions do.
+  // A callable that writes into `out` returns nothing, or `out`, as NumPy's functions do.
   void check_returned(const nb::object& value, Arguments& outputs) const {
     if (value.is_none() || (!tuple_results_ && value.ptr() == outputs.data()[0])) return;
     if (tuple_results_ && PyTuple_Check(value.ptr()) && nb::len(value) == outputs.size()) {
@@ -263,7 +263,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
              std::string("a value of type ") + nb::type_name(value.type()).c_str());
   }
 
-  // What the callable returned, into XLA's memory.
+  // Copies the callable's results into XLA's memory.
   void take(std::span<const ArrayView> operands, std::span<ArrayView> results,
             const nb::object& value, const DeviceCall* gpu) const {
     std::optional<CopySources> held;
@@ -286,7 +286,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     }
   }
 
-  // What the callable wrote into private results.
+  // Copies private results, which the callable has written, into XLA's memory.
   void write_back(std::span<ArrayView> results, Arguments& outputs) const {
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       PyObject* value = outputs.data()[i];

@@ -56,8 +56,8 @@ void call(const KernelHandle& kernel, const nb::list& operands, const nb::list& 
   without_gil([&] { site->run(Call{in, out, {}}, nullptr); });
 }
 
-// What becomes of a kernel's failures: text for XLA about a call that failed, by way of the hook,
-// which makes the exception and keeps it. Without Python, which may be gone, the message itself.
+// Makes a kernel's failure a text for XLA, by way of the hook, which makes the exception and keeps
+// it. Without Python, which may be gone, the message itself.
 KernelCalleeBase::Describe failures_of(std::string kernel) {
   return [kernel = std::move(kernel)](const std::string& said, const std::string& site) {
     std::string message = valid_utf8(said);  // native code says things in any encoding

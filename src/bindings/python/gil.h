@@ -41,7 +41,7 @@ namespace callgate::bindings {
 
 namespace nb = nanobind;
 
-// What each file of this layer adds to the module.
+// Each adds to the module what its file holds.
 void bind_buffer(nb::module_& module);       // `Buffer`
 void bind_jitted(nb::module_& module);       // calls of jitted functions, and their errors
 void bind_upload(nb::module_& module);       // `Upload`: an item of a feed on its way to a GPU
@@ -111,7 +111,7 @@ class ActiveGil {
 
 // Runs `body` without the GIL, which this thread has. nanobind's gil_scoped_release takes it back
 // in a destructor, where the end of a daemon thread in a finalizing interpreter, a forced unwind,
-// ends the process; here the thread stops for good, as above. What it then holds is held for ever,
+// ends the process; here the thread stops for good, as above. Its locks are then held for ever,
 // so `body` returns with nothing locked.
 template <typename Body>
 auto without_gil(Body&& body) -> decltype(body()) {

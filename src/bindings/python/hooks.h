@@ -61,8 +61,8 @@ inline bool passes_interrupts_on = true;
 
 inline void wake_main_thread();
 
-// Calls a hook that makes a text or keeps something, whose own error would be dropped. What is to
-// be raised waits until it has returned.
+// Calls a hook that makes a text or keeps something, whose own error would be dropped. An interrupt
+// that is to be raised waits until it has returned.
 template <typename... Args>
 nb::object call_hook(PyObject* hook, const char* format, Args... args) {
   struct Running : Immovable {
@@ -122,7 +122,7 @@ nb::object call_unraisable(PyObject* function, const char* format, Args... args)
   return result;
 }
 
-// What a hook gave as UTF-8, with what has none (half of a pair of UTF-16) written out; or its
+// A hook's text as UTF-8, with half pairs of UTF-16, which have none, written out; or its
 // stand-in where it raised.
 inline std::string text_or(nb::object text, const std::string& otherwise) {
   if (text.is_valid()) {

@@ -54,7 +54,7 @@ class CallLanes : Immovable {
     return make_copy(views[operand]);
   }
 
-  // Of a lane's results, without their values.
+  // Arrays for a lane's results, without values.
   nb::tuple empty() const {
     check(0);
     std::vector<ArrayView> views(call_->results.begin(), call_->results.end());

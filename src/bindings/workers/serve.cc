@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a worker process runs: call sites of gates, as the runtime runs them in the parent, but
+// A worker process: it runs call sites of gates, as the runtime runs them in the parent, but
 // called by that.
 #include "workers/serve.h"
 
@@ -70,7 +70,7 @@ class PyServed final : public Served {
   }
 
  private:
-  // What `body` gives; what it raises becomes Raised.
+  // Returns body(). An exception of Python's becomes Raised.
   template <typename Body>
   nb::object answer(Body&& body) {
     nb::object result;

@@ -92,7 +92,7 @@ class WorkerCallee final : public GateCallee, public std::enable_shared_from_thi
   std::shared_ptr<HeldDefinition> definition;
 };
 
-// What Python chooses for a call that it makes itself.
+// The choices of Python for a call that it makes itself.
 struct Chosen {
   std::int64_t first_lane = 0;
   std::span<const std::uint64_t> placed;

@@ -26,7 +26,6 @@ MOST = {
   "examples": 5,
   "include": 14,
   "python": 52,
-  "src": 38,
   "tests": 181,
   "tools": 15,
 }
