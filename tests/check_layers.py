@@ -3,7 +3,7 @@
 
     python tests/check_layers.py [ROOT]
 
-The order is core <- {channel, cuda, workers} <- xla <- bindings <- python (docs/design.md, Layers).
+The order is core <- {cells, kernels, channel, cuda, workers} <- xla <- bindings <- python (docs/design.md, Layers).
 Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on its #include lines:
 
 - a layer includes itself and the layers below it, by their path from src/ ("core/array_view.h");
@@ -45,11 +45,13 @@ from typing import TypeGuard
 # Each layer of src/ and the layers that it may include.
 LAYERS: dict[str, frozenset[str]] = {
   "core": frozenset(),
+  "cells": frozenset({"core"}),
+  "kernels": frozenset({"core"}),
   "channel": frozenset({"core"}),
   "cuda": frozenset({"core"}),
   "workers": frozenset({"core"}),
-  "xla": frozenset({"core", "channel", "cuda"}),
-  "bindings": frozenset({"core", "channel", "cuda", "workers", "xla"}),
+  "xla": frozenset({"core", "cells", "kernels", "channel", "cuda"}),
+  "bindings": frozenset({"core", "cells", "kernels", "channel", "cuda", "workers", "xla"}),
 }
 
 CPP_SUFFIXES = {".c", ".cc", ".cpp", ".cu", ".h", ".hpp", ".inc"}

@@ -3,7 +3,7 @@
 // what comes to the process from outside its programs: Ctrl-C, in Python's terms, and its end.
 //
 // Python runs exit handlers in the reverse of their order: those that were registered before
-// callgate's run after it, and may run programs still. What such programs tap can't be delivered
+// callgate's run after it, and may run programs still. Records of such programs can't be delivered
 // any more, but it is not lost in silence: it is counted, and reported when the C library ends the
 // process. That is after Python's end, so all of that is C++.
 #define CALLGATE_IMPORT_NUMPY
@@ -246,7 +246,7 @@ NB_MODULE(_callgate, module) {
   module.def(
       "drain_devices",
       [](double seconds) {
-        // What waits to be done may need it.
+        // The tasks that wait may need it.
         return without_gil([&] { return cuda::Completions::drain_all(seconds_of(seconds)); });
       },
       nb::arg("seconds"), "Waits for what GPUs' programs have sent; False when time ran out.");

@@ -7,9 +7,9 @@
 
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
+#include "cells/progress_callee.h"
 #include "core/call.h"
 #include "core/lifetime.h"
-#include "core/progress_callee.h"
 
 namespace callgate::bindings {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Knobs and requests to stop, which programs read without the GIL.
-#include "core/steer.h"
+#include "cells/steer.h"
 
 #include <nanobind/stl/string.h>
 
@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 
 namespace callgate::bindings {
 namespace {
@@ -34,10 +35,10 @@ nb::object run_dispatched(const nb::list& stops, const nb::handle& run, const nb
 }  // namespace
 
 void bind_steer(nb::module_& module) {
-  bind_handle<KnobHandle>(module, "Knob", "A number that programs read and the host writes.")
+  bind_callee<KnobHandle>(module, "Knob", "A number that programs read and the host writes.")
       .def(nb::init<std::string, std::uint64_t>(), nb::arg("name"), nb::arg("bits"))
       .def("set", [](const KnobHandle& knob, std::uint64_t bits) { knob.callee->set(bits); });
-  bind_handle<StopHandle>(module, "Stop", "Whether a program was asked to stop.")
+  bind_callee<StopHandle>(module, "Stop", "Whether a program was asked to stop.")
       .def(nb::init<std::string>(), nb::arg("name"));
   module.def("run_dispatched", &run_dispatched, nb::arg("stops"), nb::arg("run"), nb::arg("args"),
              nb::arg("kwargs"), "Calls run(*args, **kwargs), which dispatches the stops' program.");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a channel keeps records in beside its ring: blocks of memory for payloads that are large,
-// the batch that is in delivery, and the records that find no place in the store.
+// A channel's memory beside its ring: blocks for payloads that are large, the batch that is in
+// delivery, and the records that find no place in the store.
 #pragma once
 
 #include <sys/mman.h>
@@ -36,7 +36,7 @@ struct alignas(kRecordAlignment) Entry {
 
   char* inline_payload() noexcept { return reinterpret_cast<char*>(this + 1); }
 
-  // Of a kKept one, whose payload is somebody else's memory: who holds that lies in the payload's
+  // An entry of kind kKept has its payload in another's memory: the holder lies in the payload's
   // place, until it is taken.
   using Memory = std::shared_ptr<void>;
   void keep(const Memory& memory) noexcept { new (inline_payload()) Memory(memory); }
@@ -135,7 +135,7 @@ class SideMemory : Immovable {
   std::size_t kept_bytes_ = 0;  // of each
 };
 
-// The records in delivery, and what holds their payloads besides the ring. Of the channel's thread.
+// The records in delivery, and their memory besides the ring's. The channel's thread alone.
 class Batch {
  public:
   // Before anything else: the thread could not go on where there is no memory for a place.
@@ -177,7 +177,7 @@ class Batch {
   }
 
   std::span<const Record> records() const noexcept { return records_; }
-  // Of the payloads that are in no store.
+  // The bytes of the payloads that are in no store.
   std::size_t bytes_besides() const noexcept { return bytes_besides_; }
 
   // See Channel::lend().
@@ -232,14 +232,15 @@ class Batch {
 
 // Records that the channel's own thread sent into a full store: it would wait for itself. Each
 // follows what was in the store then; the thread sends no other way until nothing is left here. Not
-// bounded. Of that thread, but for some() and added(): relaxed, for what it did before it told.
+// bounded. That thread's alone, but for some() and added(): relaxed, for what it did before it
+// told.
 class Overflow {
  public:
   bool some() const noexcept { return some_.load(std::memory_order_relaxed); }
   // How many there have been.
   std::uint64_t added() const noexcept { return added_.load(std::memory_order_relaxed); }
   std::uint64_t taken() const noexcept { return taken_; }
-  // Of those that wait.
+  // The bytes of the records that wait.
   std::size_t bytes() const noexcept { return bytes_; }
 
   // A record behind `position` of the store.

@@ -2,8 +2,8 @@
 // A channel: a bounded stream of records from programs to consumers.
 //
 // Programs send from any thread: they copy into the store and go on. One thread of the channel's
-// own takes what is there and calls the consumers. What happens when the store is full is the
-// channel's policy. At any time sent = delivered + dropped + pending.
+// own takes what is there and calls the consumers. A full store is a case for the channel's policy.
+// At any time sent = delivered + dropped + pending.
 //
 // States, and who moves the channel on:
 //
@@ -78,7 +78,7 @@ struct ChannelStats {
   std::uint64_t high_water = 0;  // most bytes that waited at once
 };
 
-// What a sender keeps from one record to the next.
+// State of a sender from one record to the next.
 struct Sender {
   std::shared_ptr<const Source> source;
   std::uint32_t flags = 0;                   // RecordFlags
@@ -86,7 +86,7 @@ struct Sender {
   std::atomic<std::uint64_t> enrolled{0};    // the id of the channel that keeps the source
 };
 
-// What is sent: a source's leaves, in memory that is valid during the call.
+// A record to send: a source's leaves, in memory that is valid during the call.
 struct Parcel {
   Sender& sender;
   std::span<const ArrayView> leaves;
@@ -182,14 +182,14 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
       return position >= other.position && overflowed >= other.overflowed;
     }
   };
-  // What waits until all is delivered that was sent before: a flush, or a retired source.
+  // A flush, or a retired source: it waits until all is delivered that was sent before.
   struct Waiting {
     Moment moment;
     std::uint64_t flush;  // 0 for a source
     std::shared_ptr<const Source> source;
   };
 
-  // What has been collected for a delivery.
+  // The records of a delivery.
   struct Delivery {
     std::optional<std::uint64_t> first;  // where it began in its store; none before
     std::uint64_t position = 0;          // of what follows
@@ -257,7 +257,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   Store store_;
   std::shared_ptr<Channel> inherited_;  // until its records are delivered
 
-  // What senders write is on cache lines of their own.
+  // The fields that senders write are on cache lines of their own.
   alignas(64) DeviceCounters sequence_;  // in sum: what was sent
   std::atomic<std::uint64_t> dropped_{0}, bytes_{0};
   std::atomic<int> senders_{0};  // that are inside send()
@@ -325,10 +325,7 @@ class ChannelSlot {
   }
 
   // The channel that is open, else null.
-  std::shared_ptr<Channel> open_channel() const {
-    std::lock_guard lock(mutex_);
-    return is_open_ ? channel_ : nullptr;
-  }
+  std::shared_ptr<Channel> open_channel() const;
   // The one that takes records now: the open one, or the one that holds them.
   std::shared_ptr<Channel> current() const {
     std::lock_guard lock(mutex_);
@@ -337,56 +334,24 @@ class ChannelSlot {
 
   // Puts `channel` in place; it takes over what was held, and goes on with its sequence numbers.
   // Not started yet. Throws Error when one is open.
-  void open(std::shared_ptr<Channel> channel) {
-    std::lock_guard lock(mutex_);
-    if (is_open_)
-      throw Error(ErrorCode::kAlreadyExists,
-                  "a channel named '" + name_ +
-                      "' is open already; close it first, or give this one another name");
-    channel->adopt(take_out());
-    put_in(std::move(channel));
-    is_open_ = true;
-  }
+  void open(std::shared_ptr<Channel> channel);
 
   // From now on records are held, and `channel` refuses them. It is still to be closed.
-  void vacate(const Channel& channel) {
-    std::lock_guard lock(mutex_);
-    if (!is_open_ || channel_.get() != &channel) return;
-    is_open_ = false;
-    std::shared_ptr<Channel> holding = holding_channel();  // may throw: before we begin
-    take_out()->refuse();
-    put_in(std::move(holding));
-  }
+  void vacate(const Channel& channel);
 
  private:
-  std::shared_ptr<Channel> holding_channel() const {
-    constexpr std::size_t kBytes = std::size_t{1} << 20;
-    return std::make_shared<Channel>(
-        ChannelOptions{.name = name_, .capacity = kBytes, .on_full = OnFull::kDropNew},
-        [](const Channel&, const Consumer&, const std::string&) {});
-  }
+  std::shared_ptr<Channel> holding_channel() const;
 
   // The mutex is held, in both. Returns the channel when nobody sends to it any more; senders wait
   // until the next is put in, which is not long: those who waited for room are sent away.
-  std::shared_ptr<Channel> take_out() {
-    sending_to_.store(nullptr, std::memory_order_seq_cst);                  // see send()
-    if (channel_->options().on_full == OnFull::kBlock) channel_->refuse();  // wakes those who wait
-    while (inside_.load(std::memory_order_seq_cst) != 0) {                  // see send()
-      if (Channel::abandoned()) break;  // who is inside is not in this process
-      std::this_thread::yield();
-    }
-    return std::move(channel_);
-  }
-  void put_in(std::shared_ptr<Channel> channel) {
-    channel_ = std::move(channel);
-    sending_to_.store(channel_.get(), std::memory_order_seq_cst);  // see send()
-  }
+  std::shared_ptr<Channel> take_out();
+  void put_in(std::shared_ptr<Channel> channel);
 
   std::string name_;
   mutable std::mutex mutex_;
   std::shared_ptr<Channel> channel_;
   bool is_open_ = false;
-  // What senders use; null for the moment between two. `inside_` counts who may be using it.
+  // The channel that senders use; null for the moment between two. `inside_` counts its users.
   std::atomic<Channel*> sending_to_{nullptr};
   std::atomic<int> inside_{0};
 };
@@ -395,19 +360,10 @@ class Channels {
  public:
   static Channels& instance() { return immortal<Channels>(); }
 
-  ChannelSlot& slot(const std::string& name) {
-    std::lock_guard lock(mutex_);
-    return slots_.try_emplace(name, name).first->second;
-  }
+  ChannelSlot& slot(const std::string& name);
 
   // All channels that take records now, holding ones included.
-  std::vector<std::shared_ptr<Channel>> all() const {
-    std::lock_guard lock(mutex_);
-    std::vector<std::shared_ptr<Channel>> all;
-    all.reserve(slots_.size());
-    for (const auto& [name, slot] : slots_) all.push_back(slot.current());
-    return all;
-  }
+  std::vector<std::shared_ptr<Channel>> all() const;
 
  private:
   mutable std::mutex mutex_;

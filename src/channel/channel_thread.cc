@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a channel's own thread does: take records, call the consumers, serve flushes, rest.
+// A channel's own thread: it takes records, calls the consumers, serves flushes, rests.
 #include <algorithm>
 #include <new>
 #include <set>

@@ -8,7 +8,6 @@
 // then, and the others wait for no more than twice what it needs for one record.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -21,29 +20,10 @@ namespace callgate {
 class Pace {
  public:
   // Records for the next turn.
-  std::size_t turn() const {
-    std::lock_guard lock(mutex_);
-    return turn_;
-  }
+  std::size_t turn() const;
 
   // Some records, at least one, took so long.
-  void took(std::int64_t nanoseconds, std::size_t records) {
-    std::lock_guard lock(mutex_);
-    const auto ns = static_cast<double>(std::max<std::int64_t>(nanoseconds, 1));
-    const auto count = static_cast<double>(records);
-    // A call that contradicts the earlier ones takes their weight: the consumer has changed.
-    const double odds = 2 * std::max(kTurn, call_ + ns_each_ * count) / ns;
-    remember(ns, count, known_ ? std::min(kKept, odds * odds) : kKept);
-    fit();
-    double fits = std::max(kTurn, call_) / std::max(ns_each_, 1e-3);
-    if (!known_) fits = ns <= 2 * kTurn || count == 1 ? std::max(fits, 2 * count) : count / 2;
-    // No further than what has been seen allows: twice as many, or as many more as time was left.
-    const double seen = std::max(records >= turn_ ? 2 * count : 0.0, count * kTurn / ns);
-    double most = std::max(static_cast<double>(turn_), seen);
-    const double long_turn = kTooLong * std::max(kTurn, call_);
-    if (known_ && ns > long_turn) most = count * long_turn / ns;
-    turn_ = static_cast<std::size_t>(std::clamp(std::min(fits, most), 1.0, kMost));
-  }
+  void took(std::int64_t nanoseconds, std::size_t records);
 
  private:
   static constexpr double kTurn = std::chrono::nanoseconds(std::chrono::milliseconds(10)).count();
@@ -57,31 +37,10 @@ class Pace {
     double weight = 0, count = 0, ns = 0, count_count = 0, count_ns = 0;
   };
 
-  void remember(double ns, double count, double kept) {
-    least_ns_ = kept < kKept ? ns : std::min(ns, kGrown * least_ns_);
-    const double weight = 1 / ns;
-    auto add = [&](double& sum, double more) { sum = kept * sum + more; };
-    add(sums_.weight, weight);
-    add(sums_.count, weight * count);
-    add(sums_.ns, 1);
-    add(sums_.count_count, weight * count * count);
-    add(sums_.count_ns, count);
-  }
+  void remember(double ns, double count, double kept);
 
   // The line through the calls (least squares): a record's nanoseconds are its slope.
-  void fit() {
-    const double mean = sums_.ns / sums_.count;  // as if calls cost nothing
-    const double spread = sums_.weight * sums_.count_count - sums_.count * sums_.count;
-    if (spread > 0.01 * sums_.count * sums_.count) {
-      const double slope = (sums_.weight * sums_.count_ns - sums_.count * sums_.ns) / spread;
-      ns_each_ = std::clamp(slope, 0.0, mean);
-      known_ = true;
-    } else {
-      ns_each_ = mean;
-      known_ = false;
-    }
-    call_ = std::clamp((sums_.ns - ns_each_ * sums_.count) / sums_.weight, 0.0, least_ns_);
-  }
+  void fit();
 
   mutable std::mutex mutex_;
   std::size_t turn_ = 16;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One record of a channel: what a tap sent, as consumers see it.
 //
-// A record is a header and payloads, one a leaf of the tapped value, each aligned to 64 bytes. What
-// all records of a tap have in common is its `Source`, which lives at least as long as any of them.
+// A record is a header and payloads, one a leaf of the tapped value, each aligned to 64 bytes. The
+// common part of all records of a tap is its `Source`, which lives at least as long as any of them.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "core/array_view.h"
@@ -70,23 +69,10 @@ class DeviceCounters {
   }
 
   // Goes on from where `other` stands, while nobody counts in either.
-  void add(const DeviceCounters& other) noexcept {
-    for (const Slot& theirs : other.slots_) {
-      // Relaxed, all: the callers have ordered their threads.
-      std::int64_t device = theirs.device.load(std::memory_order_relaxed);
-      if (device == kNone) continue;
-      std::uint64_t count = theirs.count.load(std::memory_order_relaxed);
-      slot_of(device).count.fetch_add(count, std::memory_order_relaxed);
-    }
-  }
+  void add(const DeviceCounters& other) noexcept;
 
-  // What all devices have counted together.
-  std::uint64_t sum() const noexcept {
-    std::uint64_t sum = 0;
-    // Acquire: in a caller that asks for several counts these are read in the order of its asking.
-    for (const Slot& slot : slots_) sum += slot.count.load(std::memory_order_acquire);
-    return sum;
-  }
+  // The sum over all devices.
+  std::uint64_t sum() const noexcept;
 
  private:
   static constexpr std::size_t kSlots = 256;  // the last one also counts what finds no other
@@ -138,12 +124,12 @@ struct Parts {
 // A leaf whose payload is an array with padding: another leaf says how much of it counts.
 struct Padded {
   std::size_t leaf = 0;
-  // Of an array in shards: its own extents, and where each shard begins. Sizes are of the whole.
+  // An array in shards has its own extents, and where each shard begins. Sizes are of the whole.
   std::vector<std::int64_t> whole;
   std::vector<std::vector<std::int64_t>> starts;
 };
 
-// What a tap's records hold on a device, by handle, which is in their payloads. Any thread.
+// Arrays of a tap's records on a device, by handle, which is in their payloads. Any thread.
 class KeptArrays {
  public:
   struct One {
@@ -151,21 +137,10 @@ class KeptArrays {
     std::vector<void*> data;  // of each value leaf
   };
 
-  std::uint64_t keep(One one) {
-    std::lock_guard lock(mutex_);
-    return kept_.emplace(++last_, std::move(one)).first->first;
-  }
+  std::uint64_t keep(One one);
   // Empty when it was dropped.
-  One at(std::uint64_t handle) const {
-    std::lock_guard lock(mutex_);
-    auto found = kept_.find(handle);
-    return found == kept_.end() ? One{} : found->second;
-  }
-  void drop(std::uint64_t handle) noexcept {
-    std::unique_lock lock(mutex_);
-    const auto dropped = kept_.extract(handle);
-    lock.unlock();  // it dies without the lock
-  }
+  One at(std::uint64_t handle) const;
+  void drop(std::uint64_t handle) noexcept;
 
  private:
   mutable std::mutex mutex_;
@@ -173,7 +148,7 @@ class KeptArrays {
   std::uint64_t last_ = 0;
 };
 
-// What a tap's call site in a program tells of its records.
+// A tap's call site in a program, as its records tell of it.
 struct SourceInfo {
   std::string name;         // the tap's name, as users see it
   std::string description;  // JSON: tree, transforms and whatever Python wants to know of it
@@ -186,7 +161,7 @@ struct SourceInfo {
   bool on_device = false;        // consumers want arrays on the device
 };
 
-// What the records of one tap in one program have in common. Immutable once records exist.
+// The common part of the records of one tap in one program. Immutable once records exist.
 struct Source : SourceInfo {
   std::uint64_t id = 0;           // unique in the process
   Lanes lanes;                    // batch levels; empty for a tap that no vmap met
@@ -199,12 +174,7 @@ struct Source : SourceInfo {
   std::shared_ptr<Consumer> consumer;  // besides the channel's; null for none
 
   // Another leaf, behind those that are there.
-  LeafType& add(std::string path, const ArrayView& type) {
-    const std::size_t offset = payload_bytes;
-    payload_bytes += align_record(type.nbytes());
-    const std::vector<std::int64_t> dims(type.shape().begin(), type.shape().end());
-    return leaves.emplace_back(LeafType{std::move(path), type.dtype, dims, offset, type.nbytes()});
-  }
+  LeafType& add(std::string path, const ArrayView& type);
   std::size_t values() const noexcept { return value_leaves - padded.size(); }
 };
 
@@ -220,10 +190,10 @@ struct Record {
   const char* data(const LeafType& leaf) const noexcept { return payload + leaf.offset; }
   // Which shard it is; -1 for whole arrays.
   std::int64_t shard() const noexcept { return std::int64_t{flags >> kShardBit} - 1; }
-  // Of who made it: where the payload is written.
+  // For the maker of the record: where the payload is written.
   char* data() const noexcept { return const_cast<char*>(payload); }
 
-  // Of a source with arrays on a device.
+  // The handle of a record whose source has arrays on a device.
   std::uint64_t handle() const noexcept { return *reinterpret_cast<const std::uint64_t*>(payload); }
   // Nobody reads the record any more.
   void let_go() const noexcept {

@@ -157,7 +157,7 @@ class Ring : Immovable {
     return new (entry_at(position)) Entry{position, granules, kind, {}};
   }
 
-  // What producers use is on one cache line, the consumer's head on another.
+  // The producers' fields are on one cache line, the consumer's head on another.
   alignas(64) std::atomic<std::uint64_t> tail_{0};
   std::size_t capacity_;
   int shift_;
@@ -306,7 +306,7 @@ class Store {
     return {entry};
   }
 
-  // What a payload has besides the ring's memory.
+  // The memory of a payload besides the ring's.
   void give_back(Entry& entry, std::size_t payload) noexcept {
     if (entry.kind == Entry::Kind::kAside) aside_->give_back(entry.record.data(), payload);
     if (entry.kind != Entry::Kind::kKept) return;

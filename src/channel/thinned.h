@@ -3,16 +3,17 @@
 // n-th, and no more than so many a second. The lanes of a vmap are one record. Both are on the
 // channel's thread; no Python.
 //
-// Records bear the time of the wall clock, which may be set. What counts is the steady clock's: a
-// record came as long ago as the wall clock says now.
+// Records bear the time of the wall clock, which may be set; a rate is one of the steady clock. A
+// record's steady time is its wall time less the wall clock's lead. That is kept: two readings of
+// it differ by microseconds, in which many records may come.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -24,27 +25,28 @@
 
 namespace callgate {
 
+// Both clocks at one time.
+struct ClockTimes {
+  std::int64_t wall_ns = 0, steady_ns = 0;
+
+  static ClockTimes now() noexcept;
+
+ private:
+  static std::int64_t steady_time_ns() noexcept {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+};
+
 class Thinned final : public Consumer {
  public:
-  // `every`: 1 or more. `rate`: records a second; 0 for no limit.
-  Thinned(std::shared_ptr<Consumer> to, std::uint64_t every, double rate)
-      : to_(std::move(to)), every_(every), rate_(rate) {}
+  // `every`: 1 or more. `rate`: records a second; 0 for no limit. `clocks` is for tests.
+  Thinned(std::shared_ptr<Consumer> to, std::uint64_t every, double rate,
+          std::function<ClockTimes()> clocks = &ClockTimes::now)
+      : to_(std::move(to)), every_(every), rate_(rate), clocks_(std::move(clocks)) {}
 
   void open() override { to_->open(); }
 
-  void consume(std::span<const Record> records) override {
-    chosen_.clear();
-    now_ = steady_time_ns();
-    wall_now_ = wall_time_ns();
-    for (const Record& record : records)
-      if (passes(record)) chosen_.push_back(record);
-    if (chosen_.empty()) return;
-    const std::uint64_t before = to_->lost();
-    FirstError error;
-    error.survives([&] { to_->consume(chosen_); });
-    lose(to_->lost() - before);
-    error.rethrow();
-  }
+  void consume(std::span<const Record> records) override;
 
   void flush() override { to_->flush(); }
   void close() override { to_->close(); }
@@ -52,46 +54,26 @@ class Thinned final : public Consumer {
   std::string description() const override { return to_->description(); }
 
  private:
-  // Of one tap on one device.
+  // The records of one tap on one device.
   struct Count {
     std::uint64_t came = 0;
     bool some = false;  // passed
     std::int64_t last_ns = 0;
   };
 
-  bool passes(const Record& record) {
-    Count& count = count_of(record);
-    if (count.came++ % every_ != 0) return false;
-    const std::int64_t time = now_ - std::max<std::int64_t>(wall_now_ - record.time_ns, 0);
-    if (rate_ > 0 && count.some && static_cast<double>(time - count.last_ns) * rate_ < 1e9) {
-      count.last_ns = std::min(count.last_ns, time);  // what came before the wall clock was set
-      return false;
-    }
-    count.some = true;
-    count.last_ns = time;
-    return true;
-  }
+  void read_clocks();
 
-  static std::int64_t steady_time_ns() noexcept {
-    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-  }
+  bool passes(const Record& record);
 
   // Sources come with each program; the tap is the same by its name.
-  Count& count_of(const Record& record) {
-    constexpr std::size_t kMostKnown = 4096;
-    const std::pair key(record.source->id, record.device);
-    if (auto found = known_.find(key); found != known_.end()) return *found->second;
-    if (known_.size() >= kMostKnown) known_.clear();
-    const Source& source = *record.source;
-    Count& count = counts_[{source.name, source.role, record.device}];
-    known_.emplace(key, &count);  // a map's elements stay where they are
-    return count;
-  }
+  Count& count_of(const Record& record);
 
   const std::shared_ptr<Consumer> to_;
   const std::uint64_t every_;
   const double rate_;
-  std::int64_t now_ = 0, wall_now_ = 0;
+  const std::function<ClockTimes()> clocks_;
+  std::optional<std::int64_t> lead_;  // of the wall clock over the steady one
+  std::int64_t wall_now_ = 0;
   std::vector<Record> chosen_;
   std::map<std::tuple<std::string, Role, std::int32_t>, Count> counts_;
   std::map<std::pair<std::uint64_t, std::int32_t>, Count*> known_;

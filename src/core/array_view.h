@@ -186,7 +186,7 @@ inline void fill(const ArrayView& view, int byte) noexcept {
   if (view.nbytes() != 0) std::memset(view.data, byte, view.nbytes());
 }
 
-// What a failed call leaves where it can't be an error: NaN, which is all bits set, in every
+// Writes the results of a failed call that can't be an error: NaN, which is all bits set, in every
 // floating format that has one, zero in integers and booleans.
 inline void poison(std::span<const ArrayView> views) noexcept {
   for (const ArrayView& view : views) fill(view, is_inexact(view.dtype) ? 0xff : 0);
@@ -202,21 +202,11 @@ inline void copy_to(const ArrayView& view, const void* from) noexcept {
 }
 
 // "float32[3,4]": as JAX writes an abstract value.
-inline std::string type_text(std::string_view dtype, std::span<const std::int64_t> shape) {
-  std::string text = std::string(dtype) + '[';
-  for (std::size_t axis = 0; axis < shape.size(); ++axis)
-    text.append(axis == 0 ? "" : ",").append(std::to_string(shape[axis]));
-  return text + ']';
-}
+std::string type_text(std::string_view dtype, std::span<const std::int64_t> shape);
 inline std::string to_string(const ArrayView& view) {
   return type_text(name(view.dtype), view.shape());
 }
 // "(float32[3], int32[])"
-inline std::string to_string(std::span<const ArrayView> views) {
-  std::string text = "(";
-  for (const ArrayView& view : views)
-    text.append(text.size() > 1 ? ", " : "").append(to_string(view));
-  return text + ')';
-}
+std::string to_string(std::span<const ArrayView> views);
 
 }  // namespace callgate

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the FFI handlers know of the things they call, and their names.
+// Callees, their call sites, and the table of their names.
 //
 // A `Callee` is what a name stands for: a Python function, a native kernel or a tap. When an
 // executable is loaded, every call site asks its callee once for a `Site`, bound to the site's
@@ -7,7 +7,6 @@
 // XLA thread, several at once, no lock of callgate's held.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -52,7 +51,7 @@ struct Call {
   std::span<const ArrayView> operands;
   std::span<ArrayView> results;
   CallContext context;
-  // Who holds the operands' memory, where it is for who gets the call to keep; else null.
+  // The holder of the operands' memory, where the callee may keep that; else null.
   const std::shared_ptr<void>* memory = nullptr;
 };
 
@@ -62,20 +61,7 @@ struct Mesh {
   std::vector<std::pair<std::string, std::int64_t>> axes;  // none where the program tells none
 
   // As programs hold it: devices, and in order `names` and `sizes`. Throws Error for another form.
-  static Mesh of(const Attributes& held) {
-    Mesh mesh{held.integer("devices", 1), {}};
-    const Attributes& names = held.dictionary("names");
-    const auto places = names.places();
-    const auto sizes = held.integers("sizes");
-    if (sizes.size() != places.size())
-      throw Error("a program's mesh", "a size for each axis",
-                  std::to_string(sizes.size()) + " for " + std::to_string(places.size()));
-    for (std::size_t i = 0; i < places.size(); ++i) {
-      if (sizes[i] <= 0) throw Error("a mesh axis's size", "devices", std::to_string(sizes[i]));
-      mesh.axes.emplace_back(names.text(places[i]), sizes[i]);
-    }
-    return mesh;
-  }
+  static Mesh of(const Attributes& held);
 };
 
 // The static description of a call site, as its attributes in the program state it.
@@ -129,7 +115,7 @@ class Site {
   }
 };
 
-// What a callee makes of a call whose arrays are a GPU's.
+// How a callee takes a call whose arrays are a GPU's.
 enum class OnDevice : std::uint8_t {
   kStaged,    // it gets copies in the host's memory, and its results are copied back
   kDeferred,  // the same, later: the program does not wait for it, and gets nothing from it
@@ -191,9 +177,9 @@ class AfterCallee final : public Callee {
   std::string name_{kName};
 };
 
-// What kernels for the CPU and for CUDA have in common. They are called through targets of their
-// own, so a program that calls one as a gate is another's. What is said of their failures comes
-// from functions that are set before the first call.
+// A kernel for the CPU or for CUDA. Both are called through targets of their own, so a program that
+// calls one as a gate is another's. The texts of their failures come from functions that are set
+// before the first call.
 class KernelCalleeBase : public Callee {
  public:
   // Makes a failure's message what the program's error says; may keep an exception for it.
@@ -234,78 +220,25 @@ class Registry {
   static Registry& instance() { return immortal<Registry>(); }
 
   // Throws Error(kAlreadyExists) when another live callee has the name.
-  void add(const std::shared_ptr<Callee>& callee) {
-    std::shared_ptr<Callee> other;  // outlives the lock: dropping it may run a destructor
-    std::lock_guard lock(mutex_);
-    std::weak_ptr<Callee>& slot = callees_[callee->name()];
-    other = slot.lock();
-    if (other != nullptr && other != callee)
-      throw Error(ErrorCode::kAlreadyExists,
-                  "the name '" + callee->name() +
-                      "' is taken by another live gate or kernel; choose another name=, or drop "
-                      "the other one and the programs that call it");
-    slot = callee;
-  }
+  void add(const std::shared_ptr<Callee>& callee);
 
   // Frees the name if `callee` still has it. Executables that hold the callee go on calling it.
-  void remove(const Callee& callee) noexcept {
-    std::shared_ptr<Callee> held;  // as above
-    std::lock_guard lock(mutex_);
-    auto it = callees_.find(callee.name());
-    if (it == callees_.end()) return;
-    held = it->second.lock();
-    if (held == nullptr || held.get() == &callee) callees_.erase(it);
-  }
+  void remove(const Callee& callee) noexcept;
 
   // The live callee of the name. One that is not there yet is asked of the resolver. Throws
   // Error(kNotFound), with names that are defined, when there is none.
-  std::shared_ptr<Callee> find(std::string_view name) const {
-    if (auto callee = lookup(name)) return callee;
-    Resolver resolver = [this] {
-      std::lock_guard lock(mutex_);
-      return resolver_;
-    }();
-    if (resolver && resolver(std::string(name)))
-      if (auto callee = lookup(name)) return callee;
-    std::string message =
-        "no gate or kernel named '" + std::string(name) +
-        "' is defined in this process; a program that calls it was loaded or is still alive. "
-        "Define it before the program is loaded: run the code that creates it (the same module "
-        "and order of creation), or give it name='" +
-        std::string(name.substr(0, name.find('['))) +  // a variant, "name[types]", of a kernel
-        "'. A kernel that was saved with the program comes with callgate.load_kernels, one in a "
-        "library of yours with callgate.library.";
-    std::vector<std::string> live = names();
-    for (std::size_t i = 0; i < std::min<std::size_t>(live.size(), 8); ++i)
-      message += (i == 0 ? " Defined here: '" : ", '") + live[i] + "'";
-    if (live.size() > 8) message += ", …";
-    throw Error(ErrorCode::kNotFound, message);
-  }
+  std::shared_ptr<Callee> find(std::string_view name) const;
 
   // Called without a lock for names that are not defined; returns true once it has defined the
   // name: a variant of a kernel, say, that nothing in this process has asked for yet.
   using Resolver = std::function<bool(const std::string& name)>;
-  void set_resolver(Resolver resolver) {
-    std::lock_guard lock(mutex_);
-    resolver_ = std::move(resolver);
-  }
+  void set_resolver(Resolver resolver);
 
   // The live names, sorted.
-  std::vector<std::string> names() const {
-    std::vector<std::string> live;
-    std::lock_guard lock(mutex_);
-    for (const auto& [name, callee] : callees_)
-      if (!callee.expired()) live.push_back(name);
-    std::ranges::sort(live);
-    return live;
-  }
+  std::vector<std::string> names() const;
 
  private:
-  std::shared_ptr<Callee> lookup(std::string_view name) const {
-    std::lock_guard lock(mutex_);
-    auto it = callees_.find(std::string(name));
-    return it != callees_.end() ? it->second.lock() : nullptr;
-  }
+  std::shared_ptr<Callee> lookup(std::string_view name) const;
 
   mutable std::mutex mutex_;  // guards the map alone: no callee is destroyed or called under it
   Resolver resolver_;

@@ -18,7 +18,6 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/array_view.h"
@@ -38,48 +37,14 @@ class Lanes {
   // level after level; its length is sizes.size() times the number of operands. `flags`: for each
   // level a 1 where it is numbered; empty for none. Throws Error otherwise.
   Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks,
-        std::span<const std::int64_t> flags = {})
-      : sizes_(std::move(sizes)),
-        masks_(masks.begin(), masks.end()),
-        numbered_(flags.begin(), flags.end()) {
-    if (!numbered_.empty() && numbered_.size() != sizes_.size())
-      throw Error("batch levels", "for each whether it is numbered",
-                  std::to_string(numbered_.size()) + " entries for " +
-                      std::to_string(sizes_.size()) + " levels");
-    if (sizes_.empty() ? !masks_.empty() : masks_.size() % sizes_.size() != 0)
-      throw Error("batch levels", "a mask of one entry per level and operand",
-                  std::to_string(masks_.size()) + " entries for " + std::to_string(sizes_.size()) +
-                      " levels");
-    for (std::int64_t mask : masks)
-      if (mask != 0 && mask != 1)
-        throw Error("batch levels", "masks of 0 and 1", std::to_string(mask));
-    for (std::int64_t size : sizes_) {
-      if (size < kOpen) throw Error("batch levels", "extents", std::to_string(size));
-      if (size == kOpen) open_ = true;
-    }
-    for (std::size_t level = 0; !open_ && level < sizes_.size(); ++level) {
-      if (__builtin_mul_overflow(total_, sizes_[level], &total_))
-        throw Error("batch levels", "fewer than 2^63 lanes", "more");
-      if (!numbered(level)) count_ *= sizes_[level];
-    }
-  }
+        std::span<const std::int64_t> flags = {});
 
   // As programs hold them: arrays `sizes` and `masks`. Throws Error as above.
-  static Lanes of(const Attributes& held) {
-    std::span<const std::int64_t> sizes = held.integers("sizes");
-    return Lanes({sizes.begin(), sizes.end()}, held.integers("masks"), held.integers("numbered"));
-  }
+  static Lanes of(const Attributes& held);
 
   // "3:10;4:11": for each level its extent and its mask, a digit per operand, which are all 0 for a
   // numbered one. Streams hold this.
-  std::string text() const {
-    std::string text;
-    for (std::size_t level = 0; level < sizes_.size(); ++level) {
-      text.append(level == 0 ? "" : ";").append(std::to_string(sizes_[level])).append(":");
-      for (std::size_t i = 0; i < operand_count(); ++i) text += batched(level, i) ? '1' : '0';
-    }
-    return text;
-  }
+  std::string text() const;
 
   // Calls visit(index) for each level with the index of the lane at a position.
   template <typename Visit>
@@ -92,14 +57,7 @@ class Lanes {
   }
 
   // These indices for messages: "lane 3", "lane (1, 2)"; "" without levels.
-  std::string name(std::int64_t lane) const {
-    std::string text;
-    each_index(lane, [&](std::int64_t index) {
-      text.append(text.empty() ? "" : ", ").append(std::to_string(index));
-    });
-    if (sizes_.size() < 2) return text.empty() ? "" : "lane " + text;
-    return "lane (" + text + ")";
-  }
+  std::string name(std::int64_t lane) const;
 
   // The position of the lane `index` of a call whose own number is `number`.
   std::int64_t position(std::int64_t index, std::int64_t number) const noexcept {
@@ -128,19 +86,7 @@ class Lanes {
   std::int64_t total() const noexcept { return total_; }
 
   // The same with the extents that a call's operands have. Throws Error as above.
-  Lanes of_call(std::span<const ArrayView> operands) const {
-    std::vector<std::int64_t> sizes = sizes_;
-    for (std::size_t i = 0; i < std::min(operands.size(), operand_count()); ++i) {
-      std::int32_t axis = 0;
-      for (std::size_t level = 0; level < sizes.size(); ++level) {
-        if (!batched(level, i)) continue;
-        if (sizes[level] == kOpen && axis < operands[i].rank) sizes[level] = operands[i].dims[axis];
-        ++axis;
-      }
-    }
-    return Lanes(std::move(sizes), std::vector<std::int64_t>(masks_.begin(), masks_.end()),
-                 std::vector<std::int64_t>(numbered_.begin(), numbered_.end()));
-  }
+  Lanes of_call(std::span<const ArrayView> operands) const;
 
   // The views of one lane, of the same number; their extents are those of `whole`.
   void select_operands(std::int64_t lane_index, std::span<const ArrayView> whole,
@@ -167,17 +113,7 @@ class Lanes {
   }
 
   // Throws Error without the leading axes that the levels imply, or lanes that start at a byte.
-  void check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const {
-    if (empty()) return;
-    if (open_) throw Error("batched call", "operands with the axes of all batch levels", text());
-    if (operands.size() != operand_count())
-      throw Error("batched call", std::to_string(operand_count()) + " operands",
-                  std::to_string(operands.size()));
-    for (std::size_t i = 0; i < operands.size(); ++i)
-      check_axes("operand", i, operands[i], [&](std::size_t level) { return batched(level, i); });
-    for (std::size_t i = 0; i < results.size(); ++i)
-      check_axes("result", i, results[i], [&](std::size_t level) { return !numbered(level); });
-  }
+  void check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const;
 
  private:
   // `whole` without its first `levels` axes, at the `position`-th of the slabs these axes make.
@@ -227,12 +163,7 @@ class Lanes {
 class LanesOfCall : Immovable {
  public:
   LanesOfCall(const Lanes& held, std::span<const ArrayView> operands,
-              std::span<const ArrayView> results, std::int64_t number = 0)
-      : read_(held.open() ? held.of_call(operands) : Lanes()),
-        lanes_(held.open() ? read_ : held),
-        number_(number) {
-    lanes_.check(operands, results);
-  }
+              std::span<const ArrayView> results, std::int64_t number = 0);
 
   // The position, and the name, of the lane `index` of the call.
   std::int64_t position(std::int64_t index) const noexcept {

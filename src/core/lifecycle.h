@@ -7,11 +7,9 @@
 #include <chrono>
 #include <csignal>
 #include <cstdint>
-#include <ctime>
 #include <map>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "core/error.h"
@@ -43,16 +41,7 @@ class Lifecycle {
   }
 
   // Refuses new calls, then waits until those inside have left. False when the time ran out.
-  bool close(std::chrono::nanoseconds wait) {
-    // Both ways: later calls see the bit, and this thread sees what earlier calls did.
-    state_.fetch_or(kClosed, std::memory_order_acq_rel);
-    auto deadline = std::chrono::steady_clock::now() + wait;
-    while (active() != 0) {
-      if (std::chrono::steady_clock::now() >= deadline) return false;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return true;
-  }
+  bool close(std::chrono::nanoseconds wait);
   bool closed() const noexcept {
     return (state_.load(std::memory_order_acquire) & kClosed) != 0;  // pairs with close()
   }
@@ -85,24 +74,15 @@ class LateCalls {
  public:
   static LateCalls& instance() { return immortal<LateCalls>(); }
 
-  void add(const std::string& callee) noexcept {
-    try {
-      std::lock_guard lock(mutex_);
-      ++counts_[callee];
-    } catch (...) {  // NOLINT(bugprone-empty-catch): no memory to count with
-    }
-  }
-  std::map<std::string, std::uint64_t> all() const {  // by the callee's name
-    std::lock_guard lock(mutex_);
-    return counts_;
-  }
+  void add(const std::string& callee) noexcept;
+  std::map<std::string, std::uint64_t> all() const;
 
  private:
   mutable std::mutex mutex_;
   std::map<std::string, std::uint64_t> counts_;
 };
 
-// What a thread of callgate's does last, once: the bindings leave a Python thread state on it. To
+// Called once, last on a thread of callgate's: the bindings leave a Python thread state on it. To
 // take that away they may have to wait for others, which a thread's own destructors must not: who
 // joins the thread may hold what they wait for.
 inline thread_local void (*at_thread_end)() noexcept = nullptr;
@@ -140,22 +120,7 @@ class Interrupts {
   // process. The first one found is the only one that ours ever calls: whoever comes between later
   // may call ours, and the two would call each other for ever. So ours is put back only when that
   // first one stands alone again. Any thread.
-  static void watch() noexcept {
-    static constinit std::mutex mutex;
-    static constinit bool found = false;
-    std::lock_guard lock(mutex);
-    struct sigaction now;
-    if (sigaction(SIGINT, nullptr, &now) != 0) return;
-    bool with_info = (now.sa_flags & SA_SIGINFO) != 0;
-    if (with_info && now.sa_sigaction == &on_signal) return;
-    if (found && !same(now, before_)) return;
-    if (!with_info && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN)) return;
-    if (!found) before_ = now;
-    found = true;
-    now.sa_flags |= SA_SIGINFO;
-    now.sa_sigaction = &on_signal;
-    sigaction(SIGINT, &now, nullptr);
-  }
+  static void watch() noexcept;
 
   // True if the call of this run (XLA's number of it, -1 for none) is to end its program. `place`:
   // where the call writes a result, for Runs.
@@ -174,87 +139,33 @@ class Interrupts {
   static std::uint32_t count() noexcept {
     return epoch_.load(std::memory_order_relaxed);  // a late look costs one more call
   }
-  static bool end_since(std::uint32_t before) noexcept {
-    std::uint32_t epoch = epoch_.load(std::memory_order_seq_cst);  // see end_all()
-    return epoch != before && (all_.load(std::memory_order_seq_cst) || judged(epoch));
-  }
+  static bool end_since(std::uint32_t before) noexcept;
 
   // True if one came within the last second.
-  static bool recent() noexcept {
-    std::int64_t came = came_ns_.load(std::memory_order_relaxed);  // what it says is in itself
-    return came != 0 && steady_ns() - came < 1'000'000'000;
-  }
+  static bool recent() noexcept;
 
   // At the process's end, after an interrupt: every call is to end its program; off again, those
   // of runs that have begun.
-  static void end_all(bool on) noexcept {
-    // Sequentially consistent: who sees the epoch sees the rest.
-    all_.store(on, std::memory_order_seq_cst);
-    std::uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
-    verdict_.store(std::uint64_t{epoch} * 2 + 1, std::memory_order_seq_cst);
-    epoch_.store(epoch, std::memory_order_seq_cst);
-  }
+  static void end_all(bool on) noexcept;
 
  private:
-  static std::int64_t steady_ns() noexcept {
-    timespec now{};
-    clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler
-    return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-  }
+  static bool same(const struct sigaction& a, const struct sigaction& b) noexcept;
 
-  static bool same(const struct sigaction& a, const struct sigaction& b) noexcept {
-    bool with_info = (a.sa_flags & SA_SIGINFO) != 0;
-    if (with_info != ((b.sa_flags & SA_SIGINFO) != 0)) return false;
-    return with_info ? a.sa_sigaction == b.sa_sigaction : a.sa_handler == b.sa_handler;
-  }
+  static void on_signal(int number, siginfo_t* info, void* context);
 
-  static void on_signal(int number, siginfo_t* info, void* context) {
-    came_ns_.store(steady_ns(), std::memory_order_relaxed);  // what it says is in itself
-    epoch_.fetch_add(1, std::memory_order_relaxed);          // likewise
-    if ((before_.sa_flags & SA_SIGINFO) != 0) return before_.sa_sigaction(number, info, context);
-    before_.sa_handler(number);
-  }
-
-  static bool decide(InterruptedRun& slot, std::int64_t run, const void* place) noexcept {
-    std::uint32_t epoch = epoch_.load(std::memory_order_seq_cst);  // see end_all()
-    if (all_.load(std::memory_order_seq_cst)) return true;
-    std::uint32_t begun = begun_at(run, place, epoch);
-    bool ends = begun != epoch && judged(epoch);
-    if (begun != epoch && !ends) begun = begun_at(run, place, epoch, true);  // it goes on
-    slot.epoch.store(begun, std::memory_order_relaxed);
-    slot.run.store(run, std::memory_order_release);  // see ends()
-    return ends;
-  }
+  static bool decide(InterruptedRun& slot, std::int64_t run, const void* place) noexcept;
 
   // The interrupts before the run's first call; those by now for one that has made none, or `anew`.
   static std::uint32_t begun_at(std::int64_t run, const void* place, std::uint32_t now,
-                                bool anew = false) noexcept {
-    static constinit std::mutex mutex;
-    try {
-      std::lock_guard lock(mutex);
-      std::uint32_t& begun = immortal<BegunRuns>().of(run, 0, place, [&] { return now; });
-      return anew ? begun = now : begun;
-    } catch (...) {
-      return now;  // no memory to know it by
-    }
-  }
+                                bool anew = false) noexcept;
 
   struct BegunRuns : Runs<std::uint32_t> {
     BegunRuns() : Runs(1, 1 << 14) {}
   };
 
-  static bool judged(std::uint32_t epoch) noexcept {
-    std::uint64_t verdict = verdict_.load(std::memory_order_seq_cst);  // see end_all()
-    if (verdict / 2 == epoch) return verdict % 2 != 0;
-    Judge judge = judge_.load(std::memory_order_acquire);  // see set_judge()
-    ActiveCall active;
-    const bool ends = judge != nullptr && active.entered() && judge();
-    // Relaxed: a verdict says all in one number, and to judge twice does no harm.
-    verdict_.store(std::uint64_t{epoch} * 2 + (ends ? 1 : 0), std::memory_order_relaxed);
-    return ends;
-  }
+  static bool judged(std::uint32_t epoch) noexcept;
 
-  // Of some runs, to be found without a lock.
+  // For some runs, to be found without a lock.
   static inline constinit std::array<InterruptedRun, 256> slots_{};
   static inline constinit std::atomic<std::uint32_t> epoch_{0};  // interrupts so far
   static inline constinit std::atomic<Judge> judge_{nullptr};
@@ -266,8 +177,6 @@ class Interrupts {
 };
 
 // The failure of a call that Ctrl-C ends.
-inline Error interrupted(const std::string& callee) {
-  return {ErrorCode::kAborted, "Ctrl-C ended the program at its call of '" + callee + "'"};
-}
+Error interrupted(const std::string& callee);
 
 }  // namespace callgate

@@ -8,7 +8,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdint>
 
 #include "core/system.h"
 
@@ -43,20 +42,7 @@ class MainThread {
   static constexpr int kMostLooks = 64;
 
   // Reads the clock at each of `looks_` looks, which are many while they follow each other quickly.
-  static void look_closer() {
-    const Clock::duration now = Clock::now().time_since_epoch();
-    looks_ = now - last_ < kQuick ? (looks_ < kMostLooks ? 2 * looks_ : kMostLooks) : 1;
-    looks_left_ = looks_;
-    last_ = now;
-    RunHandlers run = run_.load(std::memory_order_acquire);  // see set_run_handlers()
-    if (now < next_ || run == nullptr) return;
-    next_ = now + kPeriod;
-    run();
-    // Other threads may have had the GIL for long: waiting for it is to take a small part of the
-    // program's time.
-    const Clock::duration end = Clock::now().time_since_epoch();
-    next_ = end + kPeriod + 20 * (end - now);
-  }
+  static void look_closer();
 
   static inline constinit std::atomic<unsigned long> thread_{0};
   static inline constinit std::atomic<RunHandlers> run_{nullptr};

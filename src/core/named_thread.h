@@ -17,9 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
-#include <vector>
 
 #include "core/event_count.h"
 #include "core/lifecycle.h"
@@ -39,29 +37,14 @@ class NamedThread : Immovable {
 
   const std::string& name() const noexcept { return name_; }
 
-  // Of all named threads, in any process: this one's, and the one's that runs the caller (0: none).
+  // The number of this named thread in the process, and of the one that runs the caller (0: none).
   std::uint64_t number() const noexcept { return number_; }
   static std::uint64_t current() noexcept { return current_ == nullptr ? 0 : current_->number; }
   bool is_here() const noexcept { return current_ != nullptr && current_->number == number_; }
 
   // Runs the job after all that came before. False, and not taken, after close(). Throws where the
   // system gives no thread.
-  bool submit(Job job) {
-    const std::shared_ptr<Queue> queue = of_this_process();
-    {
-      std::lock_guard lock(queue->mutex);
-      if (queue->closed) return false;
-      // The thread first: where the system gives none this throws, and the job must not be queued.
-      if (!queue->started) std::thread([queue, name = name_] { work(queue, name); }).detach();
-      queue->started = true;
-      queue->jobs.push_back(std::move(job));
-      queue->asked_on = current_core();
-      queue->waiting.fetch_add(1, std::memory_order_release);  // see watch_for_more()
-      if (!queue->asleep) return true;
-    }
-    queue->changed.notify_all();
-    return true;
-  }
+  bool submit(Job job);
 
   // Runs `body` there and waits for it, or here at once where this is the thread; throws what it
   // throws. False, and it did not run, after close().
@@ -76,16 +59,7 @@ class NamedThread : Immovable {
   }
 
   // On a named thread, in a job: runs its next job, if there is one within so long.
-  static bool serve(std::chrono::nanoseconds wait) {
-    Queue& queue = *current_;
-    std::unique_lock lock(queue.mutex);
-    queue.asleep = true;
-    const bool come = queue.changed.wait_for(lock, wait, [&] { return !queue.jobs.empty(); });
-    queue.asleep = false;
-    if (!come) return false;
-    run_next(queue, lock);
-    return true;
-  }
+  static bool serve(std::chrono::nanoseconds wait);
 
   // For who waits for a job that may be short: stays awake until `done()`, for about kWakeup, where
   // the thread runs on another core.
@@ -96,20 +70,11 @@ class NamedThread : Immovable {
   }
 
   // Takes no more jobs. The thread ends once it has run those that it has.
-  void close() noexcept {
-    const std::shared_ptr<Queue> queue = of_this_process();
-    std::lock_guard lock(queue->mutex);
-    queue->closed = true;
-    queue->changed.notify_all();
-  }
+  void close() noexcept;
 
   // After close(): true once the thread has ended, or if it never began. False where that takes
   // longer than `wait`.
-  bool has_ended(std::chrono::nanoseconds wait) {
-    const std::shared_ptr<Queue> queue = of_this_process();
-    std::unique_lock lock(queue->mutex);
-    return queue->changed.wait_for(lock, wait, [&] { return queue->ended || !queue->started; });
-  }
+  bool has_ended(std::chrono::nanoseconds wait);
 
  private:
   struct Queue {
@@ -128,52 +93,13 @@ class NamedThread : Immovable {
 
   // A fork's child has a queue, and so a thread, of its own. The parent's is left as it is, with a
   // lock that may be held for ever. Without a lock: a child begins with one thread.
-  std::shared_ptr<Queue> of_this_process() {
-    if (!queue_->process.here()) [[unlikely]] {
-      auto& left = immortal<std::vector<std::shared_ptr<Queue>>>();
-      left.push_back(std::move(queue_));
-      queue_ = std::make_shared<Queue>(number_);
-      queue_->closed = left.back()->closed;
-    }
-    return queue_;
-  }
+  std::shared_ptr<Queue> of_this_process();
 
-  static void run_next(Queue& queue, std::unique_lock<std::mutex>& lock) {
-    Job job = std::move(queue.jobs.front());
-    queue.jobs.pop_front();
-    queue.waiting.fetch_sub(1, std::memory_order_relaxed);  // the thread's own
-    lock.unlock();
-    queue.runs_on.store(current_core(), std::memory_order_relaxed);  // a hint
-    job();
-    job = nullptr;  // what the job held dies on this thread, without the lock
-    lock.lock();
-  }
+  static void run_next(Queue& queue, std::unique_lock<std::mutex>& lock);
 
-  static void watch_for_more(Queue& queue, std::unique_lock<std::mutex>& lock) {
-    if (queue.asked_on == current_core()) return;
-    lock.unlock();
-    watch_for(kWakeup, [&] { return queue.waiting.load(std::memory_order_acquire) != 0; });
-    lock.lock();
-  }
+  static void watch_for_more(Queue& queue, std::unique_lock<std::mutex>& lock);
 
-  static void work(const std::shared_ptr<Queue>& queue, const std::string& name) {
-    name_thread(name.substr(0, 15).c_str());
-    current_ = queue.get();
-    std::unique_lock lock(queue->mutex);
-    for (;;) {
-      if (queue->jobs.empty() && !queue->closed) watch_for_more(*queue, lock);
-      queue->asleep = true;
-      queue->changed.wait(lock, [&] { return queue->closed || !queue->jobs.empty(); });
-      queue->asleep = false;
-      if (queue->jobs.empty()) break;
-      run_next(*queue, lock);
-    }
-    lock.unlock();
-    end_thread();
-    lock.lock();
-    queue->ended = true;
-    queue->changed.notify_all();
-  }
+  static void work(const std::shared_ptr<Queue>& queue, const std::string& name);
 
   static std::uint64_t next_number() noexcept {
     static std::atomic<std::uint64_t> next{1};

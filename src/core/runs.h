@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is kept for each run of programs, until it has ended.
+// A value for each run of programs, kept until the run has ended.
 #pragma once
 
 #include <cstddef>

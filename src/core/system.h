@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What systems do in different ways: Linux with glibc and libstdc++, for which callgate is made;
-// Linux with libc++, as in wheels that a cross compiler builds; and macOS, for which the sources
-// compile, but where nothing has run. What one of them lacks is left out, or done as well as it
-// can be.
+// Differences of systems: Linux with glibc and libstdc++, for which callgate is made; Linux with
+// libc++, as in wheels that a cross compiler builds; and macOS, for which the sources compile, but
+// where nothing has run. A feature that one of them lacks is left out, or done as well as can be.
 #pragma once
 
 #include <cxxabi.h>

@@ -8,9 +8,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <list>
 #include <map>
@@ -38,55 +36,15 @@ class Watchdog : Immovable {
 
   // The thread runs the action, once and without any lock held, unless disarm() comes before. Does
   // nothing in a fork's child, which has no such thread.
-  Ticket arm(Clock::duration delay, Action action) {
-    Ticket ticket;
-    if (!process_.here()) return ticket;  // and the lock may be held for ever
-    {
-      std::lock_guard lock(mutex_);
-      // The thread first: where the system gives none this throws, and nothing must be armed.
-      if (!thread_.joinable() && !stopped_)
-        thread_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
-      ticket = {Clock::now() + delay, next_++};
-      actions_.emplace(ticket, std::move(action));
-    }
-    changed_.notify_one();
-    return ticket;
-  }
+  Ticket arm(Clock::duration delay, Action action);
 
   // Takes the watch back. After it returns the action will not start, but may be running.
-  void disarm(const Ticket& ticket) {
-    if (!process_.here()) return;
-    std::lock_guard lock(mutex_);
-    actions_.erase(ticket);
-  }
+  void disarm(const Ticket& ticket);
 
-  void stop() {
-    std::jthread thread;  // wakes the wait and joins
-    std::lock_guard lock(mutex_);
-    stopped_ = true;
-    thread = std::move(thread_);
-  }
+  void stop();
 
  private:
-  void watch(const std::stop_token& stop) {
-    name_thread("callgate-watch");
-    std::unique_lock lock(mutex_);
-    while (!stop.stop_requested()) {
-      if (!changed_.wait(lock, stop, [this] { return !actions_.empty(); })) return;
-      auto earliest = actions_.begin()->first;
-      if (Clock::now() < earliest.first) {
-        changed_.wait_until(lock, stop, earliest.first,
-                            [&] { return actions_.empty() || actions_.begin()->first < earliest; });
-        continue;
-      }
-      Action action = std::move(actions_.begin()->second);
-      actions_.erase(actions_.begin());
-      lock.unlock();
-      action();
-      action = nullptr;
-      lock.lock();
-    }
-  }
+  void watch(const std::stop_token& stop);
 
   std::mutex mutex_;  // guards the table alone
   std::condition_variable_any changed_;
@@ -119,34 +77,12 @@ class WorkerPool : Immovable {
   using Job = std::function<void()>;
   static WorkerPool& instance() { return immortal<WorkerPool>(); }
   // For parts of large copies, which a fork's child makes alone.
-  static WorkerPool& of_copies() {
-    struct OfCopies : WorkerPool {
-      OfCopies() : WorkerPool("callgate-copy") {}
-    };
-    return immortal<OfCopies>();
-  }
+  static WorkerPool& of_copies();
   explicit WorkerPool(const char* name = "callgate-own") : name_(name) {}
   ~WorkerPool() { stop(); }
 
   // Runs the job soon on a thread of the pool. False, and not taken, after stop() or if lost().
-  bool submit(Job job) {
-    if (lost()) return false;
-    std::list<std::jthread> ended;  // joined after the lock is gone
-    {
-      std::lock_guard lock(mutex_);
-      if (stopping_) return false;
-      ended.swap(ended_);
-      if (!used_.load(std::memory_order_relaxed)) {  // written under the mutex
-        process_ = OfProcess();
-        used_.store(true, std::memory_order_release);  // see lost()
-      }
-      // The thread first: where the system gives none this throws, and the job must not be queued.
-      if (jobs_.size() + 1 > idle_) threads_.emplace_back([this] { work(); });
-      jobs_.push_back(std::move(job));
-    }
-    ready_.notify_one();
-    return true;
-  }
+  bool submit(Job job);
 
   // In a fork's child of a process that has used the pool: its threads are not here.
   bool lost() const noexcept {
@@ -154,14 +90,7 @@ class WorkerPool : Immovable {
   }
 
   // Finishes the jobs at hand, then joins all threads.
-  void stop() {
-    std::list<std::jthread> threads;  // joined after the lock is gone
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-    threads.swap(threads_);
-    threads.splice(threads.end(), ended_);
-    ready_.notify_all();
-  }
+  void stop();
 
   std::size_t size() const {  // threads alive now
     std::lock_guard lock(mutex_);
@@ -172,39 +101,7 @@ class WorkerPool : Immovable {
   static constexpr auto kIdleTime = std::chrono::seconds(5);
   static constexpr std::size_t kKeptThreads = 2;
 
-  void work() {
-    name_thread(name_);
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      ++idle_;
-      const auto asked = [this] { return stopping_ || !jobs_.empty(); };
-      bool woken = true;
-      if (threads_.size() > kKeptThreads)
-        woken = ready_.wait_for(lock, kIdleTime, asked);
-      else
-        ready_.wait(lock, asked);  // a clock for each sleep takes longer than the sleep
-      --idle_;
-      if (!jobs_.empty()) {
-        Job job = std::move(jobs_.front());
-        jobs_.pop_front();
-        lock.unlock();
-        job();
-        job = nullptr;  // what the job held dies before the thread counts as idle
-        lock.lock();
-      } else if (stopping_) {
-        return;
-      } else if (!woken && threads_.size() > kKeptThreads) {
-        lock.unlock();
-        end_thread();  // before anybody can join it
-        lock.lock();
-        for (auto it = threads_.begin(); it != threads_.end(); ++it) {
-          if (it->get_id() != std::this_thread::get_id()) continue;
-          ended_.splice(ended_.end(), threads_, it);
-          return;
-        }
-      }
-    }
-  }
+  void work();
 
   const char* name_;          // of its threads
   mutable std::mutex mutex_;  // guards the queue alone: jobs run without it
@@ -222,27 +119,13 @@ class WorkerPool : Immovable {
 class StallWatch {
  public:
   StallWatch(std::chrono::nanoseconds delay, std::shared_ptr<Callee> callee,
-             std::function<std::string()> arguments)
-      : watch_(delay, [callee = std::move(callee), arguments = std::move(arguments)] {
-          report(callee, arguments);
-        }) {}
+             std::function<std::string()> arguments);
 
  private:
   // A report says where Python's threads stand, for which it waits for the GIL. The watchdog's
   // thread must not, since other calls' timeouts are its business: a worker does.
   static void report(const std::shared_ptr<Callee>& callee,
-                     const std::function<std::string()>& arguments) {
-    try {
-      (void)WorkerPool::instance().submit([callee, text = arguments()] {
-        ActiveCall active;
-        if (!active.entered()) return;
-        std::fprintf(stderr, "%s\n", callee->stall_report(text, /*timed_out=*/false).c_str());
-      });
-    } catch (const std::exception& error) {  // no thread is to be had, or no memory
-      std::fprintf(stderr, "callgate: '%s' is stalled; no report on it: %s\n",
-                   callee->name().c_str(), error.what());
-    }
-  }
+                     const std::function<std::string()>& arguments);
 
   Watch watch_;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What runs when: a record of calls and of callgate's own work, while somebody asks for one.
+// The timeline: a record of calls and of callgate's own work, while somebody asks for one.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,6 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "core/lifetime.h"
@@ -27,27 +26,10 @@ class Timeline {
   // Relaxed: who looks late misses a call.
   static bool on() noexcept { return on_.load(std::memory_order_relaxed); }
 
-  static void start() {
-    Timeline& all = immortal<Timeline>();
-    std::lock_guard lock(all.mutex_);
-    all.events_.clear();
-    on_.store(true, std::memory_order_relaxed);  // as above
-  }
-  static std::vector<TimelineEvent> stop() {
-    Timeline& all = immortal<Timeline>();
-    std::lock_guard lock(all.mutex_);
-    on_.store(false, std::memory_order_relaxed);  // as above
-    return std::exchange(all.events_, {});
-  }
+  static void start();
+  static std::vector<TimelineEvent> stop();
   static void add(std::string_view kind, std::string_view name, std::int64_t start_ns,
-                  std::int64_t wait_ns, std::int64_t duration_ns) {
-    thread_local const std::int64_t thread = thread_number();
-    Timeline& all = immortal<Timeline>();
-    std::lock_guard lock(all.mutex_);
-    if (!on()) return;
-    all.events_.push_back(
-        {std::string(kind), std::string(name), thread, start_ns, wait_ns, duration_ns});
-  }
+                  std::int64_t wait_ns, std::int64_t duration_ns);
 
   static std::int64_t now_ns() noexcept {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();

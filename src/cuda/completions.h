@@ -1,19 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host does when a stream has got so far, and what a stream waits for of the host.
+// The host waits for streams, and streams wait for the host.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <thread>
 #include <utility>
 
@@ -60,24 +57,7 @@ class Completions : Immovable {
   void order_by_streams() noexcept { by_streams_.store(true, std::memory_order_relaxed); }
   // Gives the task when the stream has got so far; it runs when the event has come, too, which may
   // be another stream's. Throws where the stream takes no host function.
-  void in_turn(Stream stream, std::optional<StreamEvent> event, std::function<void(Result)> task) {
-    struct Turn {
-      Completions& completions;
-      Task task;
-    };
-    auto turn = std::make_unique<Turn>(*this, Task{std::move(event), std::move(task)});
-    auto give = [](void* data) {
-      auto* due = static_cast<Turn*>(data);
-      // Refused at the end of the process: left as it is, since what it holds may be the driver's.
-      due->completions.later([due] {
-        const Task& task = due->task;
-        task.run(task.event ? task.event->wait() : Result::kSuccess);
-        delete due;  // NOLINT: the stream had it
-      });
-    };
-    check(driver().launch_host_function(stream, give, turn.get()), "cuLaunchHostFunc");
-    [[maybe_unused]] const Turn* given = turn.release();  // `give` deletes it
-  }
+  void in_turn(Stream stream, std::optional<StreamEvent> event, std::function<void(Result)> task);
 
   // Behind the tasks that are there. Not a call of the driver's: a host function may make it.
   bool later(std::function<void()> task) {
@@ -85,49 +65,18 @@ class Completions : Immovable {
   }
 
   // Keeps something until the event has come, as far as that can be done. For destructors.
-  bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept try {
-    return after(std::move(event), [kept = std::move(kept)](Result) {});
-  } catch (const std::exception&) {
-    return false;
-  }
+  bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept;
 
   // Waits for the tasks given before, unless on the thread itself. False when the time ran out.
-  bool drain(std::chrono::nanoseconds limit) {
-    if (abandoned_.load(std::memory_order_relaxed)) return true;
-    std::unique_lock lock(mutex_);
-    if (!thread_.joinable() || thread_.get_id() == std::this_thread::get_id()) return true;
-    ++in_haste_;
-    haste_.notify_one();
-    bool drained = changed_.wait_for(lock, limit, [&, until = given_] { return done_ >= until; });
-    --in_haste_;
-    return drained;
-  }
+  bool drain(std::chrono::nanoseconds limit);
 
   // Takes no more tasks, runs what is there and joins the thread, which past the limit (then false)
   // ends by itself.
-  bool stop(std::chrono::nanoseconds limit) {
-    if (abandoned_.load(std::memory_order_relaxed)) return true;
-    std::unique_lock lock(mutex_);
-    stopping_ = true;
-    changed_.notify_all();
-    haste_.notify_one();
-    if (!thread_.joinable()) return true;
-    if (!changed_.wait_for(lock, limit, [this] { return done_ >= given_; })) return false;
-    std::thread thread = std::move(thread_);
-    lock.unlock();
-    thread.join();
-    return true;
-  }
+  bool stop(std::chrono::nanoseconds limit);
 
-  bool stopped() const noexcept {
-    std::lock_guard lock(mutex_);
-    return stopping_;
-  }
+  bool stopped() const noexcept;
 
-  std::int64_t pending() const noexcept {  // tasks given and not yet run
-    std::lock_guard lock(mutex_);
-    return static_cast<std::int64_t>(given_ - done_);
-  }
+  std::int64_t pending() const noexcept;
 
   // All devices' at once; false when the time did not suffice.
   static bool drain_all(std::chrono::nanoseconds limit) { return each(&Completions::drain, limit); }
@@ -138,50 +87,15 @@ class Completions : Immovable {
  private:
   static PerDevice<Completions>& of_devices() { return immortal<PerDevice<Completions>>(); }
 
-  bool give(Task task) {
-    if (abandoned_.load(std::memory_order_relaxed)) return false;
-    std::lock_guard lock(mutex_);
-    if (stopping_) return false;
-    tasks_.push_back(std::move(task));
-    ++given_;
-    if (!thread_.joinable()) {
-      thread_ = std::thread([this] { work(); });
-    }
-    changed_.notify_all();
-    return true;
-  }
+  bool give(Task task);
 
-  void work() {
-    name_thread(("cg-cuda-" + std::to_string(device_.ordinal())).c_str());
-    driver().context_set_current(device_.context());  // for the tasks
-    pause_exactly();
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      pause(lock);
-      changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
-      if (tasks_.empty()) return;
-      {
-        Task task = std::move(tasks_.front());
-        tasks_.pop_front();
-        const Later later = find_later(task);
-        std::uint64_t number = done_;
-        lock.unlock();
-        task.run(wait(task, number, later));
-      }  // what it held dies before it counts as done
-      lock.lock();
-      ++done_;
-      changed_.notify_all();
-    }
-  }
+  void work();
 
   static constexpr std::size_t kAtOnce = 16;  // tasks that one call of the driver may answer for
   static constexpr std::chrono::microseconds kApart{100};  // calls of the driver
 
   // Has tasks gather, unless many have, or someone waits for them.
-  void pause(std::unique_lock<std::mutex>& lock) {
-    auto in_haste = [this] { return stopping_ || in_haste_ != 0; };
-    if (tasks_.size() < kAtOnce) haste_.wait_until(lock, asked_ + kApart, in_haste);
-  }
+  void pause(std::unique_lock<std::mutex>& lock);
 
   // A task that waits behind another for the same stream. Tasks stay where they are: only the
   // thread takes any.
@@ -189,40 +103,12 @@ class Completions : Immovable {
     const StreamEvent* event = nullptr;  // null for none
     std::uint64_t number = 0;
   };
-  Later find_later(const Task& first) const {
-    for (std::size_t i = first.event ? std::min(tasks_.size(), kAtOnce) : 0; i-- > 0;) {
-      const std::optional<StreamEvent>& event = tasks_[i].event;
-      if (event && first.event && event->stream() == first.event->stream())
-        return {&*event, done_ + 1 + i};
-    }
-    return {};
-  }
+  Later find_later(const Task& first) const;
 
-  Result wait(const Task& task, std::uint64_t number, const Later& later) {
-    if (!task.event) return Result::kSuccess;
-    const StreamEvent& event = *task.event;
-    if (event.stream() == reached_stream_ && number <= reached_) return Result::kSuccess;
-    Result result = later.event != nullptr ? later.event->query() : Result::kNotReady;
-    if (result == Result::kSuccess) {
-      reached_stream_ = event.stream();
-      reached_ = later.number;
-    } else {
-      result = event.wait();
-    }
-    asked_ = std::chrono::steady_clock::now();
-    return result;
-  }
+  Result wait(const Task& task, std::uint64_t number, const Later& later);
 
   static bool each(bool (Completions::*wait)(std::chrono::nanoseconds),
-                   std::chrono::nanoseconds limit) {
-    bool done = true;
-    auto end = std::chrono::steady_clock::now() + limit;
-    for (Completions* of_device : of_devices().all()) {
-      std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
-      done &= (of_device->*wait)(std::max(left, std::chrono::nanoseconds(0)));
-    }
-    return done;
-  }
+                   std::chrono::nanoseconds limit);
 
   static inline std::atomic<bool> abandoned_{false};
   Device& device_;
@@ -248,26 +134,12 @@ class StreamGate : Immovable {
  public:
   StreamGate() { word().store(0, std::memory_order_relaxed); }  // nobody else knows of it yet
 
-  // What the stream is given from here on starts after open(). Whoever calls this keeps the gate
-  // until then. Throws Error.
-  void hold(Stream stream) {
-    if (driver().stream_wait_value != nullptr) {
-      auto address = reinterpret_cast<DevicePointer>(word_.data());
-      Result result = driver().stream_wait_value(stream, address, 1, kWaitValueGeq);
-      if (result == Result::kSuccess) return;
-      if (result != Result::kNotSupported) check(result, "cuStreamWaitValue32_v2");
-    }
-    auto wait = [](void* gate) {
-      static_cast<StreamGate*>(gate)->word().wait(0, std::memory_order_acquire);  // see open()
-    };
-    check(driver().launch_host_function(stream, wait, this), "cuLaunchHostFunc");
-  }
+  // Work that the stream is given from here on starts after open(). The caller keeps the gate until
+  // then. Throws Error.
+  void hold(Stream stream);
 
-  // What was written to host memory before is seen by the work behind. Any thread, once.
-  void open() noexcept {
-    word().store(1, std::memory_order_release);  // what was written before goes with it
-    word().notify_all();
-  }
+  // The work behind sees the host's memory as it is now. Any thread, once.
+  void open() noexcept;
 
  private:
   // As host and device see it: pinned memory has one address for both.

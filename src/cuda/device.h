@@ -6,18 +6,14 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <ranges>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -30,7 +26,7 @@ struct DriverError : Error {  // what check() throws
   using Error::Error;
 };
 
-// What a function of the driver's gives by way of its first argument. Throws as check() does.
+// Calls a function of the driver's for its first argument, a result. Throws as check() does.
 template <typename T, typename... Arguments>
 T ask(Result (*function)(T*, Arguments...), const char* symbol,
       std::type_identity_t<Arguments>... arguments) {
@@ -112,26 +108,12 @@ class Device {
     return device;
   }
 
-  static Device& at(int ordinal) {
-    if (ordinal < 0 || ordinal >= static_cast<int>(kMostDevices) || ordinal >= count())
-      throw Error(ErrorCode::kNotFound, "CUDA",
-                  "a device number below " + std::to_string(std::min<int>(count(), kMostDevices)),
-                  std::to_string(ordinal));
-    return table().at(static_cast<std::size_t>(ordinal), [&] {
-      auto retain = driver().primary_context_retain;
-      Context context = ask(retain, "cuDevicePrimaryCtxRetain", handle_of(ordinal));
-      return std::unique_ptr<Device>(new Device(ordinal, context));
-    });
-  }
+  static Device& at(int ordinal);
 
   static int count() { return ask(driver().device_count, "cuDeviceGetCount"); }
 
   // Without taking the device into use.
-  static int capability_of(int ordinal) {
-    DeviceHandle handle = handle_of(ordinal);
-    return attribute(handle, DeviceAttribute::kComputeCapabilityMajor) * 10 +
-           attribute(handle, DeviceAttribute::kComputeCapabilityMinor);
-  }
+  static int capability_of(int ordinal);
 
   int ordinal() const noexcept { return ordinal_; }
   std::size_t index() const noexcept { return static_cast<std::size_t>(ordinal_); }  // of tables
@@ -145,49 +127,21 @@ class Device {
 
   // The stream of our own that copies in one direction take beside the programs'. Throws Error.
   enum class Direction : std::uint8_t { kToHost, kToDevice };
-  Stream side_stream(Direction direction) {
-    std::lock_guard lock(mutex_);
-    Stream& stream = side_streams_[static_cast<std::size_t>(direction)];
-    if (stream == nullptr)
-      stream = ask(driver().stream_create, "cuStreamCreate", kStreamNonBlocking);
-    return stream;
-  }
+  Stream side_stream(Direction direction);
 
   // How the host learns that an event has come: asleep, until the device interrupts it, or by
   // asking now and then. An interrupt takes the system longer than a small copy takes the device.
   enum class Waiting : std::uint8_t { kAsleep, kAsking };
 
   // Throws Error.
-  Event take_event(Waiting how) {
-    std::vector<Event>& kept = events_[static_cast<std::size_t>(how)];
-    if (std::lock_guard lock(mutex_); !kept.empty()) {
-      Event event = kept.back();
-      kept.pop_back();
-      return event;
-    }
-    unsigned asleep = how == Waiting::kAsleep ? kEventBlockingSync : 0;
-    return ask(driver().event_create, "cuEventCreate", asleep | kEventDisableTiming);
-  }
+  Event take_event(Waiting how);
 
-  void give_back(Event event, Waiting how) noexcept try {
-    std::lock_guard lock(mutex_);
-    events_[static_cast<std::size_t>(how)].push_back(event);
-  } catch (const std::bad_alloc&) {
-    driver().event_destroy(event);
-  }
+  void give_back(Event event, Waiting how) noexcept;
 
  private:
   static PerDevice<Device>& table() { return immortal<PerDevice<Device>>(); }
 
-  Device(int ordinal, Context context)
-      : ordinal_(ordinal), id_(ordinal), context_(context), capability_(capability_of(ordinal)) {
-    DeviceHandle handle = handle_of(ordinal);
-    std::array<char, 256> name{};
-    check(driver().device_name(name.data(), static_cast<int>(name.size()), handle),
-          "cuDeviceGetName");
-    name_ = name.data();
-    multiprocessors_ = attribute(handle, DeviceAttribute::kMultiprocessorCount);
-  }
+  Device(int ordinal, Context context);
 
   static int attribute(DeviceHandle device, DeviceAttribute which) {
     return ask(driver().device_attribute, "cuDeviceGetAttribute", which, device);
@@ -250,43 +204,17 @@ class StreamEvent {
   using Waiting = Device::Waiting;
 
   // Throws Error. The device's context is current.
-  StreamEvent(Device& device, Stream stream, Waiting how = Waiting::kAsleep)
-      : device_(&device), stream_(stream), event_(device.take_event(how)), how_(how) {
-    Result recorded = driver().event_record(event_, stream);
-    if (recorded == Result::kSuccess) [[likely]]
-      return;
-    device.give_back(event_, how);
-    check(recorded, "cuEventRecord");
-  }
+  StreamEvent(Device& device, Stream stream, Waiting how = Waiting::kAsleep);
   ~StreamEvent() {
     if (event_ != nullptr) device_->give_back(event_, how_);
   }
-  StreamEvent(StreamEvent&& other) noexcept
-      : device_(other.device_),
-        stream_(other.stream_),
-        event_(std::exchange(other.event_, nullptr)),
-        how_(other.how_) {}
+  StreamEvent(StreamEvent&& other) noexcept;
   StreamEvent& operator=(StreamEvent&&) = delete;
 
   // Blocks the thread, which needs no context. Success, or what the stream failed with.
-  Result wait() const noexcept {
-    if (how_ == Waiting::kAsleep) return driver().event_synchronize(event_);
-    using Microseconds = std::chrono::duration<double, std::micro>;
-    Result result = query();
-    constexpr Microseconds kLongest(1000);
-    for (Microseconds nap(20); result == Result::kNotReady; nap = std::min(nap * 1.25, kLongest)) {
-      std::this_thread::sleep_for(nap);
-      result = query();
-    }
-    return result;
-  }
+  Result wait() const noexcept;
   // The same where the point is near: to put the thread to sleep would take longer than the work.
-  Result wait_near() const noexcept {
-    using Clock = std::chrono::steady_clock;
-    for (auto end = Clock::now() + std::chrono::microseconds(20); Clock::now() < end;)
-      if (Result result = query(); result != Result::kNotReady) return result;
-    return wait();
-  }
+  Result wait_near() const noexcept;
   // Success when the stream has come so far, kNotReady, or what it failed with.
   Result query() const noexcept { return driver().event_query(event_); }
   bool reached() const noexcept { return query() != Result::kNotReady; }

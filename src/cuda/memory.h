@@ -6,15 +6,12 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cstddef>
 #include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <span>
 #include <vector>
 
@@ -26,8 +23,8 @@ namespace callgate::cuda {
 void trim_memory() noexcept;  // below
 
 inline constexpr std::size_t kMostOnTheWay = std::size_t{512} << 20;  // of all devices' taps
-// Of a pool's: small blocks beside leave room for all the large ones, of which none is made again
-// each time.
+// The bytes of a pool: small blocks beside leave room for all large ones, of which none is made
+// again each time.
 inline constexpr std::size_t kMostKept = kMostOnTheWay + kMostOnTheWay / 4;
 
 // Blocks of one kind that nobody uses: of a device's memory, or of pinned memory of the host, which
@@ -41,59 +38,17 @@ class Pool : Immovable {
   // Null for the host's, which is the process's `own`, or the driver's.
   explicit Pool(const Device* device = nullptr, bool own = false) : device_(device), own_(own) {}
   static Pool& of_host() { return immortal<Pool>(); }
-  static Pool& of_own() {
-    static auto* pool = new Pool(nullptr, /*own=*/true);
-    return *pool;
-  }
+  static Pool& of_own();
   static PerDevice<Pool>& of_devices() { return immortal<PerDevice<Pool>>(); }
   static Pool& of(const Device& device) {
     return of_devices().at(device.index(), [&] { return std::make_unique<Pool>(&device); });
   }
 
-  // Of a size class. Throws Error where there is none. 0 where more than `most` would be in use,
-  // and where the driver registers no memory of the process's own.
-  DevicePointer take(std::size_t bytes, std::size_t most) {
-    DevicePointer block = 0;
-    std::unique_lock lock(mutex_);
-    if (in_use_ + bytes > most) return 0;
-    in_use_ += bytes;
-    if (std::vector<DevicePointer>& free = free_[bytes]; !free.empty()) {
-      block = free.back();
-      free.pop_back();
-      kept_ -= bytes;
-      return block;
-    }
-    lock.unlock();
-    Result result = make(block, bytes);
-    if (result == Result::kOutOfMemory) {  // what others have kept may be of another size
-      device_ != nullptr ? trim() : trim_memory();
-      result = make(block, bytes);
-    }
-    if (result == Result::kSuccess) return block;
-    lock.lock();
-    in_use_ -= bytes;
-    if (own_ && result != Result::kOutOfMemory) return 0;  // the driver's memory may do
-    check(result, device_ != nullptr ? "cuMemAlloc_v2"
-                  : own_             ? "cuMemHostRegister_v2"
-                                     : "cuMemHostAlloc");
-    return 0;
-  }
+  // A block of a size class. Throws Error where there is none. 0 where more than `most` would be in
+  // use, and where the driver registers no memory of the process's own.
+  DevicePointer take(std::size_t bytes, std::size_t most);
 
-  void give_back(DevicePointer block, std::size_t bytes) noexcept {
-    // Relaxed: set while no other thread is there.
-    if (abandoned_.load(std::memory_order_relaxed)) return;
-    try {
-      std::lock_guard lock(mutex_);
-      in_use_ -= bytes;
-      if (kept_ + bytes <= kMostKept) {
-        free_[bytes].push_back(block);
-        kept_ += bytes;
-        return;
-      }
-    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): nor is there room to keep it
-    }
-    free({&block, 1}, bytes);
-  }
+  void give_back(DevicePointer block, std::size_t bytes) noexcept;
 
   // For std::unique_ptr.
   struct GiveBack {
@@ -105,69 +60,21 @@ class Pool : Immovable {
   };
 
   // Frees what it has.
-  void trim() noexcept {
-    std::map<std::size_t, std::vector<DevicePointer>> all;
-    {
-      std::lock_guard lock(mutex_);
-      all.swap(free_);
-      kept_ = 0;
-    }
-    for (const auto& [bytes, blocks] : all) free(blocks, bytes);
-  }
+  void trim() noexcept;
 
-  std::size_t in_use() noexcept {
-    std::lock_guard lock(mutex_);
-    return in_use_;
-  }
+  std::size_t in_use() noexcept;
 
   // In a fork's child, where the driver can't be called and a mutex may be held for ever.
   static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
 
  private:
-  Result make(DevicePointer& block, std::size_t bytes) const {
-    if (device_ != nullptr) return driver().mem_alloc(&block, bytes);
-    void* made = nullptr;
-    if (own_) return make_own(block, bytes);
-    Result result = driver().mem_host_alloc(&made, bytes, kHostAllocPortable);
-    block = reinterpret_cast<DevicePointer>(made);
-    return result;
-  }
+  Result make(DevicePointer& block, std::size_t bytes) const;
 
-  static Result make_own(DevicePointer& block, std::size_t bytes) {
-    void* made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (made == MAP_FAILED) return Result::kOutOfMemory;
-#ifdef MADV_HUGEPAGE
-    madvise(made, bytes, MADV_HUGEPAGE);  // to pin and to read; may fail
-#endif
-    Result result = driver().mem_host_register(made, bytes, kHostAllocPortable);
-    if (result != Result::kSuccess) munmap(made, bytes);
-    block = reinterpret_cast<DevicePointer>(made);
-    return result;
-  }
-  static void free_own(void* block, std::size_t bytes) {
-    driver().mem_host_unregister(block);
-    munmap(block, bytes);
-  }
+  static Result make_own(DevicePointer& block, std::size_t bytes);
+  static void free_own(void* block, std::size_t bytes);
 
   // In a device's context, since the thread may have none; not where the driver is gone.
-  void free(std::span<const DevicePointer> blocks, std::size_t bytes) const noexcept {
-    auto devices = Device::in_use();
-    if (blocks.empty() || devices.empty()) return;
-    const Device& device = device_ != nullptr ? *device_ : *devices.front();
-    const Driver& cuda = driver();
-    Context before = nullptr;
-    if (cuda.context_current(&before) != Result::kSuccess ||
-        cuda.context_set_current(device.context()) != Result::kSuccess)
-      return;
-    for (DevicePointer block : blocks) {
-      auto* on_host = reinterpret_cast<void*>(block);
-      if (own_)
-        free_own(on_host, bytes);
-      else
-        device_ != nullptr ? cuda.mem_free(block) : cuda.mem_free_host(on_host);
-    }
-    cuda.context_set_current(before);
-  }
+  void free(std::span<const DevicePointer> blocks, std::size_t bytes) const noexcept;
 
   static inline std::atomic<bool> abandoned_{false};
   const Device* device_;
@@ -192,11 +99,7 @@ class Block {
 
  private:
   // Powers of two up to 1 MiB, then whole MiB: large blocks waste little.
-  static std::size_t size_class(std::size_t bytes) {
-    constexpr std::size_t kMebi = std::size_t{1} << 20, kSmallest = 4096;
-    if (bytes <= kMebi) return std::bit_ceil(std::max(bytes, kSmallest));
-    return (bytes + kMebi - 1) / kMebi * kMebi;
-  }
+  static std::size_t size_class(std::size_t bytes);
 
   std::unique_ptr<void, Pool::GiveBack> block_;
 };
@@ -219,11 +122,7 @@ class KeepableBlock : public Block {
   char* data() const noexcept { return reinterpret_cast<char*>(address()); }
 
  private:
-  static std::size_t most() {
-    const Driver& cuda = driver();
-    bool can = cuda.mem_host_register != nullptr && cuda.mem_host_unregister != nullptr;
-    return can ? kMostKept : 0;
-  }
+  static std::size_t most();
 };
 
 // Device memory for copies that wait for their way to the host.
@@ -238,17 +137,9 @@ class DeviceBlock : public Block {
 struct MemoryInUse {
   std::size_t pinned = 0, device = 0;
 };
-inline MemoryInUse memory_in_use() noexcept {
-  MemoryInUse in_use{Pool::of_host().in_use() + Pool::of_own().in_use(), 0};
-  for (Pool* pool : Pool::of_devices().all()) in_use.device += pool->in_use();
-  return in_use;
-}
+MemoryInUse memory_in_use() noexcept;
 
 // Frees the blocks that nobody uses.
-inline void trim_memory() noexcept {
-  Pool::of_host().trim();
-  Pool::of_own().trim();
-  for (Pool* pool : Pool::of_devices().all()) pool->trim();
-}
+void trim_memory() noexcept;
 
 }  // namespace callgate::cuda

@@ -6,13 +6,8 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <cstddef>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -45,25 +40,10 @@ namespace callgate::cuda {
 class Nvrtc : Immovable {
  public:
   // A library by its path, or as the loader names it. Stays loaded. Throws Error without one.
-  static const Nvrtc& open(const std::string& path) {
-    static constinit std::mutex mutex;
-    std::lock_guard lock(mutex);
-    auto& slot = immortal<std::map<std::string, std::unique_ptr<const Nvrtc>>>()[path];
-    if (slot == nullptr) slot.reset(new Nvrtc(path));  // NOLINT: the constructor is private
-    return *slot;
-  }
+  static const Nvrtc& open(const std::string& path);
 
-  // Of CUDA's usual names, the newest that the loader finds; "" for none.
-  static std::string usual_name() {
-    for (const char* name :
-         {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so"}) {
-      void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-      if (library == nullptr) continue;
-      dlclose(library);
-      return name;
-    }
-    return {};
-  }
+  // The newest of CUDA's usual names that the loader finds; "" for none.
+  static std::string usual_name();
 
   struct Source {
     std::string text;
@@ -79,45 +59,7 @@ class Nvrtc : Immovable {
     std::string log;                 // errors and warnings
   };
   // A source that the compiler refuses is no Error; what else fails is.
-  Compiled compile(const Source& source) const {
-    const Functions& nvrtc = functions_;
-    std::vector<const char*> names, texts, options;
-    for (const std::string& option : source.options) options.push_back(option.c_str());
-    for (const auto& [name, text] : source.headers) {
-      names.push_back(name.c_str());
-      texts.push_back(text.c_str());
-    }
-    Program program = nullptr;
-    auto destroy = [&nvrtc](Program made) { nvrtc.destroy(&made); };
-    expect(nvrtc.create(&program, source.text.c_str(), source.name.c_str(),
-                        static_cast<int>(names.size()), texts.data(), names.data()),
-           "nvrtcCreateProgram");
-    std::unique_ptr<std::remove_pointer_t<Program>, decltype(destroy)> owner(program, destroy);
-    for (const std::string& expression : source.expressions)
-      expect(nvrtc.add_name(program, expression.c_str()), "nvrtcAddNameExpression");
-    int result = nvrtc.compile(program, static_cast<int>(options.size()), options.data());
-    Compiled compiled;
-    compiled.log = bytes_of(program, nvrtc.log_size, nvrtc.log);
-    if (auto end = compiled.log.find('\0'); end != std::string::npos) compiled.log.resize(end);
-    if (result == kCompilationFailed) return compiled;
-    if (result != 0 && !compiled.log.empty()) {  // an option that it does not know, say
-      compiled.log = std::string(nvrtc.error_string(result)) + "\n" + compiled.log;
-      return compiled;
-    }
-    expect(result, "nvrtcCompileProgram");
-    for (const std::string& expression : source.expressions) {
-      const char* name = nullptr;
-      expect(nvrtc.lowered_name(program, expression.c_str(), &name), "nvrtcGetLoweredName");
-      compiled.names.emplace_back(name);
-    }
-    bool ptx = std::ranges::any_of(source.options, [](const std::string& option) {
-      return option.find("=compute_") != std::string::npos;
-    });
-    compiled.code = ptx ? bytes_of(program, nvrtc.ptx_size, nvrtc.ptx)
-                        : bytes_of(program, nvrtc.cubin_size, nvrtc.cubin);
-    compiled.ok = !compiled.code.empty();
-    return compiled;
-  }
+  Compiled compile(const Source& source) const;
 
   int version() const noexcept { return version_; }  // 1000 * major + 10 * minor
   // Compute capabilities that it compiles for, in order.
@@ -133,30 +75,9 @@ class Nvrtc : Immovable {
   static constexpr int kCompilationFailed = 6;
   static constexpr const char* kCompiler = "CUDA's run-time compiler";
 
-  explicit Nvrtc(const std::string& path) : path_(path) {
-    void* library = open_library(kCompiler, path, "the library '" + path + "'");
-    std::string missing;
-#define X(result, member, symbol, arguments) \
-  functions_.member = reinterpret_cast<result(*) arguments>(look_up(library, symbol, missing));
-    CALLGATE_NVRTC_FUNCTIONS(X)
-#undef X
-    if (!missing.empty())
-      throw Error(ErrorCode::kNotFound, kCompiler, "'" + path + "' of CUDA 11.2 or later",
-                  "one that lacks" + missing);
-    int major = 0, minor = 0, count = 0;
-    expect(functions_.version(&major, &minor), "nvrtcVersion");
-    version_ = 1000 * major + 10 * minor;
-    expect(functions_.architecture_count(&count), "nvrtcGetNumSupportedArchs");
-    architectures_.resize(static_cast<std::size_t>(count));
-    expect(functions_.architectures(architectures_.data()), "nvrtcGetSupportedArchs");
-    std::ranges::sort(architectures_);
-  }
+  explicit Nvrtc(const std::string& path);
 
-  void expect(int result, const char* what) const {
-    if (result == 0) return;
-    throw Error(ErrorCode::kInternal, std::string(kCompiler) + " '" + path_ + "': " + what + ": " +
-                                          functions_.error_string(result));
-  }
+  void expect(int result, const char* what) const;
 
   // Text or code of which NVRTC first tells the size.
   template <typename Size, typename Get>

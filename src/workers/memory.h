@@ -20,7 +20,7 @@
 
 namespace callgate {
 
-// What a failing system call says.
+// The error of a system call that failed.
 inline Error system_error(const std::string& what) {
   return {ErrorCode::kResourceExhausted, what + ": " + std::strerror(errno)};
 }
@@ -31,10 +31,7 @@ class Descriptor {
   Descriptor() = default;
   explicit Descriptor(int number) noexcept : number_(number) {}
   Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(number_, other.number_);
-    return *this;
-  }
+  Descriptor& operator=(Descriptor&& other) noexcept;
   ~Descriptor() { reset(); }
 
   int get() const noexcept { return number_; }
@@ -50,15 +47,7 @@ class Descriptor {
 class SharedMemory : Immovable {
  public:
   // New memory, of zeros. Throws Error where the system gives none.
-  explicit SharedMemory(std::size_t bytes) {
-#ifdef __linux__
-    file_ = Descriptor(memfd_create("callgate", MFD_CLOEXEC));
-#else
-    errno = ENOSYS;
-#endif
-    if (!file_.open()) throw system_error("memory for worker processes");
-    grow(bytes);
-  }
+  explicit SharedMemory(std::size_t bytes);
   // That of another process, by its descriptor, which it takes over.
   SharedMemory(int file, std::size_t bytes) : file_(file) { map(bytes); }
   ~SharedMemory() {
@@ -69,19 +58,8 @@ class SharedMemory : Immovable {
   std::size_t size() const noexcept { return bytes_; }
   int file() const noexcept { return file_.get(); }
 
-  // Has at least so many bytes from here on. What was there stays; the address may change.
-  void grow(std::size_t bytes) {
-    if (bytes <= bytes_) return;
-    bytes = (bytes + kPage - 1) / kPage * kPage;
-    // Not left to the first write, where there being no memory would end the process.
-#ifdef __linux__
-    if (int error = posix_fallocate(file_.get(), 0, static_cast<off_t>(bytes)); error != 0) {
-      errno = error;
-      throw system_error(std::to_string(bytes) + " bytes of memory for a worker process");
-    }
-#endif
-    map(bytes);
-  }
+  // Has at least so many bytes from here on. Their contents stay; the address may change.
+  void grow(std::size_t bytes);
   // The same where another process has grown it to so many bytes.
   void follow(std::size_t bytes) {
     if (bytes > bytes_) map(bytes);
@@ -90,16 +68,7 @@ class SharedMemory : Immovable {
  private:
   static constexpr std::size_t kPage = 4096, kHuge = std::size_t{2} << 20;
 
-  void map(std::size_t bytes) {
-    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_.get(), 0);
-    if (mapped == MAP_FAILED) throw system_error("memory of a worker process");
-#ifdef __linux__
-    if (bytes >= kHuge) (void)madvise(mapped, bytes, MADV_HUGEPAGE);  // where the system has it so
-#endif
-    if (data_ != nullptr) munmap(data_, bytes_);
-    data_ = static_cast<std::byte*>(mapped);
-    bytes_ = bytes;
-  }
+  void map(std::size_t bytes);
 
   Descriptor file_;
   std::byte* data_ = nullptr;

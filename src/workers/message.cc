@@ -11,8 +11,8 @@
 
 namespace callgate {
 
-// Where the operands of each lane of a piece lie, and where they go. What several lanes share is
-// written once.
+// Where the operands of each lane of a piece lie, and where they go. Data that several lanes share
+// is written once.
 struct LaneArrays::Sources {
   struct Copy {
     const void* from;

@@ -15,7 +15,7 @@
 
 namespace callgate {
 
-// What a worker is to know before it runs something, by a number that no other of the process has.
+// A definition for workers to know before they run something, by a number unique in the process.
 struct Definition {
   std::uint64_t id = 0;
   std::uint64_t of = 0;  // the definition that this one builds on, or 0
@@ -28,7 +28,7 @@ struct Piece {
   int tries = 0;  // that have failed, as their workers ended
 };
 
-// What a request says beside the lanes.
+// A request, but for its lanes.
 struct Asked {
   std::int64_t first_lane = 0;  // the number of the call's first lane, for who runs it
   bool check_writes = false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// See the header. What the pool's own thread does is in supervise.cc.
+// See the header. The pool's own thread is in supervise.cc.
 #include "workers/pool.h"
 
 #include <fcntl.h>

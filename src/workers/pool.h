@@ -61,7 +61,7 @@ struct PoolOptions {
   std::size_t workers = 1;
 };
 
-// One process, from its start to its end. What replaces it is another.
+// One process, from its start to its end. Its replacement is another Worker.
 struct Worker : Immovable {
   enum class State : std::uint8_t { kStarting, kIdle, kTaken, kGone };
 
@@ -73,7 +73,7 @@ struct Worker : Immovable {
   std::uint32_t asked = 0;                  // requests so far, its own
   std::unordered_set<std::uint64_t> known;  // definitions that it has; whoever has taken it
 
-  // Of the pool's thread.
+  // For the pool's thread alone.
   std::unique_ptr<ChildProcess> process;
   Descriptor socket;
   std::optional<std::chrono::steady_clock::time_point> asked_where;  // it stands, before its end
@@ -88,7 +88,7 @@ struct Worker : Immovable {
 };
 using WorkerPointer = std::shared_ptr<Worker>;
 
-// Of one call, under the pool's lock but for the event count.
+// The workers of one call, under the pool's lock but for the event count.
 struct Claim : Immovable {
   std::uint32_t number = 0;      // of its event count in the pool's memory
   EventCount* events = nullptr;  // adds up replies, grants, and ends of workers
@@ -122,7 +122,7 @@ class Pool : Immovable {
   bool contended() const;
   // The end of a worker that this call has, if it has ended.
   std::optional<WorkerFailure> end_of(const WorkerPointer& worker) const;
-  // Ends a worker that a call has taken and does not wait for any more. What it said meanwhile.
+  // Ends a worker that a call has taken and does not wait for any more. Returns its output since.
   std::string give_up(const WorkerPointer& worker);
   // Has the function raise KeyboardInterrupt that such a worker runs, if it runs Python's own code.
   void interrupt(const WorkerPointer& worker);
@@ -130,7 +130,7 @@ class Pool : Immovable {
   // Workers need not keep it any more: all of them, or the one of this number. They hear of it with
   // their next request, or soon if there is none.
   void forget(std::uint64_t what, std::uint64_t worker = 0) noexcept;
-  // What a worker has not been told of yet.
+  // Forgotten definitions that a worker has not been told of yet.
   std::vector<std::uint64_t> forgotten(Worker& worker);
 
   // The index of the worker of this number, or kAny where it has ended.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a process and its worker write into the memory that they share.
+// The layout of the memory that a process and its worker share.
 //
 // Each worker has a piece of memory of its own. The first page holds `WorkerControl`; from
 // kMessages on lies the one message that is under way. The process writes a request there and adds
@@ -25,7 +25,7 @@ namespace callgate {
 
 enum class RequestKind : std::uint32_t { kStart, kRun, kForget, kStop };
 
-// What workers keep by numbers are definitions, and with this bit objects.
+// Workers keep definitions by numbers, and with this bit objects.
 inline constexpr std::uint64_t kObject = std::uint64_t{1} << 63;
 enum class ReplyKind : std::uint32_t {
   kDone,
@@ -62,7 +62,7 @@ struct WorkerControl {
   Reply reply;
 };
 
-// Of one array of a call; its extents follow the arrays.
+// One array of a call; its extents follow the arrays.
 struct ArrayHead {
   std::uint32_t dtype = 0;
   std::int32_t rank = 0;

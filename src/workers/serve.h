@@ -14,13 +14,13 @@
 
 namespace callgate {
 
-// What a worker's function has raised, in the form in which its parent gets it.
+// The exception of a worker's function, in the form in which its parent gets it.
 struct Raised : std::runtime_error {
   explicit Raised(std::string bytes) : std::runtime_error("raised"), raised(std::move(bytes)) {}
   std::string raised;
 };
 
-// What a worker does; each may throw Raised. On one thread, one after the other.
+// A worker's answers to requests; each may throw Raised. On one thread, one after the other.
 class Served {
  public:
   virtual ~Served() = default;
@@ -33,7 +33,7 @@ class Served {
   virtual void check_writes(bool on) = 0;
 };
 
-// What the pool tells a worker on its command line.
+// The command line that the pool gives a worker.
 struct ServeOptions {
   int memory = -1, calls = -1, parent_socket = -1;  // descriptors, which it takes over
   pid_t parent = 0;

@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 using Kind = WorkerFailure::Kind;
 using std::chrono::nanoseconds;
 
-// What a piece should take, in nanoseconds. To hand one out takes a twentieth of the least; after
+// The time of a piece, in nanoseconds. To hand one out takes a twentieth of the least; after
 // the most others get their turn.
 constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
@@ -28,7 +28,7 @@ constexpr std::size_t kMostEnded = 4;  // workers that may end before they run a
 constexpr auto kAwake = std::chrono::microseconds(60);
 constexpr std::int64_t kSoon = 50'000;  // nanoseconds, that a piece takes which it stays awake for
 constexpr auto kNap = std::chrono::milliseconds(100);  // after which it looks for Ctrl-C
-// What runs when Ctrl-C comes has this long to end; then so long to hear that it is interrupted,
+// At Ctrl-C a running call has this long to end; then so long to hear that it is interrupted,
 // and if it does, to end by that.
 constexpr auto kGrace = std::chrono::seconds(1), kUnwinding = std::chrono::seconds(5);
 

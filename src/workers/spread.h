@@ -18,7 +18,7 @@
 
 namespace callgate {
 
-// What is fixed about the calls of a site.
+// The fixed part of the calls of a site.
 struct SpreadOptions {
   std::span<const Definition* const> definitions;  // the last one is what runs
   std::chrono::nanoseconds timeout{0};             // of a call; 0 for none
@@ -30,7 +30,7 @@ struct SpreadOptions {
   std::chrono::nanoseconds loading{0};  // that a worker may take to load what it runs; 0: no limit
   // The numbers of the workers that are to run the lanes; none for any.
   std::span<const std::uint64_t> placed;
-  // Of each lane gets the number of the worker that ran it, where it is not empty.
+  // If not empty, it gets for each lane the number of the worker that ran it.
   std::span<std::uint64_t> ran_on;
   bool send_results = false;  // results begin as they are, for who reads them before he writes
   // How often Ctrl-C had come when a call began that no program makes: what is more ends it.

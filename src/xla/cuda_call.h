@@ -28,29 +28,14 @@ class DeviceShards {
  public:
   // `number`: what Shards::take_operand gave. -1 for a call on whole arrays. Throws Error.
   std::int32_t read(const Shards& shards, const ArrayView& number, cuda::Device& device,
-                    cuda::Stream stream) {
-    if (number.data == nullptr) [[likely]]
-      return -1;
-    std::atomic<std::int32_t>& known = known_[device.index()];
-    // Relaxed: a number that stands for itself; two threads may both read it.
-    if (std::int32_t value = known.load(std::memory_order_relaxed)) return value - 1;
-    if (cuda::capturing(stream))
-      throw Error(ErrorCode::kInternal,
-                  "a call on shards was captured into a CUDA graph before its partition was known");
-    cuda::PinnedBlock memory(number.nbytes());
-    cuda::copy_to_host(memory.data(), cuda::address(number.data), number.nbytes(), stream);
-    cuda::wait_for(device, stream);
-    std::int32_t shard = shards.read(memory.data());
-    known.store(shard + 1, std::memory_order_relaxed);  // as above
-    return shard;
-  }
+                    cuda::Stream stream);
 
  private:
   // By ordinal: the partition plus one; 0 while it is not known.
   std::array<std::atomic<std::int32_t>, cuda::kMostDevices> known_{};
 };
 
-// What XLA owns for a site of a gate; the handlers are in gate.cc.
+// XLA's state for a site of a gate; the handlers are in gate.cc.
 struct CudaSite {
   static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.cuda_gate_state";
@@ -75,37 +60,17 @@ struct CudaCall {
   cuda::Device& device;
   CallContext context;
 
-  CudaCall(CudaSite& of, const XLA_FFI_CallFrame& frame)
-      : site(of),
-        decoded(frame),
-        number(of.call_site->shards.take_operand(decoded)),
-        lane(take_lane_operand(of, decoded)),
-        stream(static_cast<cuda::Stream>(decode_stream(frame))),
-        device(cuda::Device::of(stream)),
-        context(decode_context(frame)) {
-    context.device = static_cast<std::int32_t>(device.id());
-    context.stream = stream;
-  }
+  CudaCall(CudaSite& of, const XLA_FFI_CallFrame& frame);
 
   const CallSite& call_site() const { return *site.call_site; }
   Callee& callee() const { return *site.call_site->callee; }
   bool sharded() const { return number.data != nullptr; }
   Call call() { return {decoded.operands(), decoded.results(), context}; }
 
-  static ArrayView take_lane_operand(const CudaSite& of, DecodedCall& call) {
-    if (!of.call_site->numbered) return {};
-    const ArrayView number = lane_operand(call.operands());
-    call.drop_last_operand();
-    return number;
-  }
+  static ArrayView take_lane_operand(const CudaSite& of, DecodedCall& call);
 
   // `sent`, and behind them the numbers of the lane and the partition where there are any.
-  std::vector<ArrayView> with_numbers(std::span<const ArrayView> sent) const {
-    std::vector<ArrayView> operands(sent.begin(), sent.end());
-    if (lane.data != nullptr) operands.push_back(lane);
-    if (sharded()) operands.push_back(number);
-    return operands;
-  }
+  std::vector<ArrayView> with_numbers(std::span<const ArrayView> sent) const;
 };
 
 // A call's arrays on the host, and where it runs.
@@ -117,28 +82,15 @@ struct CopiedCall {
 
   // `for_keeping`: see HostCopies.
   CopiedCall(const CudaCall& call, std::span<const ArrayView> operands,
-             std::span<const ArrayView> results, bool for_keeping = false)
-      : site(call.site.call_site),
-        copies(call.device, call.with_numbers(operands), results, for_keeping),
-        context(call.context),
-        sharded(call.sharded()) {}
+             std::span<const ArrayView> results, bool for_keeping = false);
 
   // Once the copies are there: the call; the numbers go into its context.
-  Call call() {
-    std::span<const ArrayView> operands = copies.operands();
-    if (sharded) {
-      context.shard = site->shards.read(operands.back().data);
-      operands = operands.first(operands.size() - 1);
-    }
-    Call made{operands, copies.results(), context};
-    if (site->numbered) take_lane(made);
-    return made;
-  }
+  Call call();
   // After call(): whether this device makes it.
   bool runs() const { return site->shards.runs(context.shard); }
 };
 
-// Makes a call, `run`: see settled(). What the driver says of it has the callee's name.
+// Makes a call, `run`: see settled(). The driver's errors get the callee's name.
 template <typename Run>
 void settled_on_device(const XLA_FFI_CallFrame& frame, bool poison_on_error, Callee& callee,
                        Run&& run) {

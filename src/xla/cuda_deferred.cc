@@ -56,7 +56,7 @@ class Room : Immovable {
   Backlog& all_ = immortal<Backlog>();
 };
 
-// The host's part: `body`, where calls may still run. What fails goes to `failed`.
+// The host's part: `body`, where calls may still run. An error goes to `failed`.
 template <typename Body, typename Failed>
 void run_late(Callee& callee, Body&& body, Failed&& failed) {
   auto run = [&] {

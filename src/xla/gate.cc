@@ -8,9 +8,9 @@
 #include <string>
 #include <utility>
 
+#include "cells/progress.h"
 #include "core/lifecycle.h"
 #include "core/named_thread.h"
-#include "core/progress.h"
 #include "cuda/completions.h"
 #include "cuda/driver.h"
 #include "xla/call_site.h"
@@ -21,7 +21,7 @@
 namespace callgate::xla_ffi {
 namespace {
 
-// What XLA owns for the site.
+// XLA's state for the site.
 struct GateState {
   static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.gate_state";
@@ -75,7 +75,7 @@ struct OwnThreadCall final : WatchedCall, std::enable_shared_from_this<OwnThread
     };
     guarded(body, [&](const Error& error) {
       t_within = 0;  // as above
-      // What a call raises that was given up before is dropped: its program was told of that.
+      // The error of a call that was given up before is dropped: its program was told of that.
       if (!active.entered()) return settle([this, error] { promise.fail(error); });
       settle([this, error] { fail(error, [&] { keep_failure(*site->callee, error); }); });
     });
@@ -164,7 +164,7 @@ void run_call(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site, c
   const void* place = call.results.empty() ? nullptr : call.results[0].data;
   if (Interrupts::ends(call.context.run, place)) [[unlikely]] {
     if (!site->poison_on_error) throw interrupted(site->callee->name());
-    // An error would leave other devices waiting. What need not run is passed over, the rest runs.
+    // An error would leave other devices waiting. Calls that need not run are passed over.
     if (site->callee->quiet_at_exit()) return site->site->skip(call);
   }
   if (own_thread)

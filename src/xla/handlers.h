@@ -18,7 +18,7 @@ inline constexpr std::string_view kTapTarget = "callgate.tap";
 extern XLA_FFI_Handler &gate_instantiate, &gate_execute;
 
 // The same in programs for CUDA: the arrays are a GPU's, and the call comes when the program is
-// being given to a stream. What becomes of it is up to the callee (OnDevice):
+// being given to a stream. The callee decides how it goes on (OnDevice):
 //
 // - native: the site runs at once, on XLA's thread, with the device's arrays and the stream;
 // - staged: the operands are copied to pinned memory; the thread waits for them, runs the site and

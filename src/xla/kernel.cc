@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels for the CPU and for CUDA, on XLA's threads, several at once; nothing waits for a device.
 // Reads the raw frame: what a call costs beside the kernel itself is here.
-#include "core/kernel.h"
+#include "kernels/kernel.h"
 
 #include <atomic>
 #include <cstdint>
@@ -16,13 +16,13 @@
 #include <utility>
 
 #include "core/call.h"
-#include "core/kernel_frame.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 #include "core/timeline.h"
 #include "cuda/copies.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
+#include "kernels/kernel_frame.h"
 #include "xla/call_site.h"
 #include "xla/cuda_call.h"
 #include "xla/ffi.h"
@@ -52,7 +52,7 @@ struct BoundKernel : Immovable {
   std::atomic<bool> remembered{true};  // the key stands for this alone
 };
 
-// What a key stands for.
+// The site that a key stands for.
 struct KnownKernel {
   std::weak_ptr<BoundKernel> bound;
   bool ambiguous = false;  // for good: an older site of the key may live as long as it likes
@@ -109,7 +109,7 @@ class RecentKernels {
     return text.len == kKeyBytes ? text.ptr : nullptr;
   }
 
-  // What a thread remembers under a key may be a site that is no more.
+  // Makes all threads forget: a site that they remember may be no more.
   static void forget() noexcept { generation_.fetch_add(1, std::memory_order_release); }
 
  private:
@@ -177,7 +177,7 @@ std::unique_ptr<KernelSite> bind_kernel(KernelCallee& kernel, Attributes& held) 
                                 held.take_dictionary("attributes")});
 }
 
-// Of one call site of one executable.
+// XLA's state for one call site of one executable.
 struct KernelState {
   static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.kernel_state";

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`callgate.breakpoint`: a compiled program that waits for a debugger.
 
-As a check, it is decided in C++ (src/core/check.h): where a program goes on, Python isn't called.
+As a check, it is decided in C++ (src/cells/check.h): where a program goes on, Python isn't called.
 """
 
 from __future__ import annotations

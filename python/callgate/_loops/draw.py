@@ -30,7 +30,7 @@ _MOST_SHOWN = 6  # values behind a bar, when none are named
 
 
 class _State(NamedTuple):
-  """A bar's state on the board; see src/core/progress.h."""
+  """A bar's state on the board; see src/cells/progress.h."""
 
   handle: int
   bar: int

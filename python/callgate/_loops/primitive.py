@@ -27,7 +27,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._jax import lowering, tracing
 from callgate._jax.tracing import Primitive
 
-CALLEE = "callgate.progress"  # as src/core/progress.h registers it
+CALLEE = "callgate.progress"  # as src/cells/progress.h registers it
 UNKNOWN = -1
 NEVER = 1 << 30  # steps until an update that need not come
 MOST_LANES = 100  # with a bar each; the board has room for some 250 bars

@@ -22,7 +22,7 @@ class CellGate(GateCallee):
   """Reads a cell; its function does so for JAX's own callbacks, the oracle's.
 
   In a program over several devices each reads by itself, and all get the same value at the same
-  read (src/core/steer.h). Processes share no memory: process 0 reads for all.
+  read (src/cells/steer.h). Processes share no memory: process 0 reads for all.
   """
 
   # A knob is the host's, and a replay's host has one.

@@ -2,10 +2,10 @@
 // Buffer, and how others get at its memory: NumPy's protocol, Python's buffer protocol, DLPack, and
 // CUDA's array interface. The GIL is held.
 //
-// On a GPU what the Buffer shows is written by work on XLA's stream that may not have run yet. A
-// consumer says in which stream it will use the memory, and that stream waits; nobody else does. Of
-// the streams that consumers name, the default ones are remembered: they live as long as the
-// process, so XLA's stream can be made to wait for them when the call ends.
+// On a GPU the arrays of a Buffer are written by work on XLA's stream that may not have run yet. A
+// consumer says in which stream it will use the memory, and that stream waits; nobody else does.
+// The default streams that consumers name are remembered: they live as long as the process, so
+// XLA's stream can be made to wait for them when the call ends.
 #include "bindings/arrays/buffer.h"
 
 #include <nanobind/stl/optional.h>

@@ -90,7 +90,7 @@ struct DeviceCallScope : Immovable {
 // waited for, without the GIL. Throws Error.
 std::vector<std::size_t> checksums(std::span<const ArrayView> arrays, const DeviceCall* on_gpu);
 
-// What the copies of one call read. Lets go of it once XLA's stream has come this far, on the
+// Holds the sources of a call's copies. Lets go of them once XLA's stream has come this far, on the
 // thread that waits for that, without the GIL.
 struct CopySources : Immovable {
   // `of_xla` are the call's own operands: their memory is there for all that the stream is given
@@ -126,7 +126,7 @@ struct Buffer {
     for (std::size_t axis = dims.size(); axis-- > 1;)
       byte_strides[axis - 1] = byte_strides[axis] * std::max<std::int64_t>(dims[axis], 1);
   }
-  // Of memory of its own, which is ready.
+  // A Buffer of memory of its own, which is ready.
   Buffer(const ArrayView& of, const DeviceCall& on, std::shared_ptr<DeviceMemory> kept)
       : Buffer(of, /*is_readonly=*/false, on.device->id(), &on) {
     memory = std::move(kept);

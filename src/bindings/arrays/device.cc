@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Buffers and results are on a GPU. The driver may make its caller wait for room in a stream's
+// Buffers and results on a GPU. The driver may make its caller wait for room in a stream's
 // queue, and what empties the queue may need the GIL: so none of its calls here is made with it.
 //
-// Of results DLPack is asked first, since it says which GPU an array is on and knows every type;
+// DLPack is asked for results first, since it says which GPU an array is on and knows every type;
 // CUDA's array interface serves libraries that have nothing else.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a callable returns, into XLA's memory. The GIL is held.
+// Copies a callable's results into XLA's memory. The GIL is held.
 //
 // An array of the declared type is copied once. Two kinds of others are converted, where no value
 // is outside of the declared type's range: integers of another width, and Python's own numbers,
@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <complex>
 #include <cstdint>
@@ -54,40 +53,11 @@ inline bool is_number(PyObject* value) {
   return PyLong_Check(value) || PyFloat_CheckExact(value) || PyComplex_CheckExact(value);
 }
 
-// What `value` is: as an array, "float32[3,4]", or "a Python float 7.0". Throws where it is none.
-inline std::string describe(PyObject* value) {
-  if (is_number(value)) {
-    nb::handle number = value;
-    return std::string("a Python ") + nb::str(number.type().attr("__name__")).c_str() + " " +
-           nb::str(number).c_str();
-  }
-  nb::object array = array_of(value);
-  bool masked = is_masked(value) || is_masked(array.ptr());
-  std::string text =
-      type_text(nb::str(nb::object(array.attr("dtype"))).c_str(), shape_of(as_array(array)));
-  if (!masked) return text;
-  // The words of _core/masked.py.
-  return "a masked array (" + text +
-         "), whose mask XLA's arrays don't have; give its filled(value), and its mask, "
-         "if it is needed, as an array of its own";
-}
+// `value` for messages: an array's type, "float32[3,4]", or "a Python float 7.0". Throws Python's
+// errors.
+std::string describe(PyObject* value);
 
 // --- Values that the declared type may not hold
-
-// NumPy's or ml_dtypes' limits of a type of numbers: `min`, `max` and `eps`.
-inline nb::object limits_of(DType dtype) {
-  return nb::module_::import_("ml_dtypes")
-      .attr(is_inexact(dtype) ? "finfo"
-                              : "iinfo")(nb::handle(reinterpret_cast<PyObject*>(descr_of(dtype))));
-}
-
-// "`came`, outside of int32's range, -2147483648 to 2147483647"
-inline std::string outside(DType dtype, const std::string& came) {
-  nb::object limits = limits_of(dtype);
-  auto limit = [&](const char* name) { return nb::str(nb::object(limits.attr(name))); };
-  return came + ", outside of " + std::string(name(dtype)) + "'s range, " + limit("min").c_str() +
-         " to " + limit("max").c_str();
-}
 
 // Calls `body` with the elements of a dense array of NumPy's integers.
 template <typename Body>
@@ -105,52 +75,20 @@ auto with_integers(PyArrayObject* array, Body&& body) {
   }
 }
 
-// What came, where an integer of the array is none of `target`'s, an array of others.
-inline std::optional<std::string> misfit(nb::handle array, const ArrayView& target) {
-  const bool is_signed = name(target.dtype).starts_with("int");
-  const auto most = ~std::uint64_t{0} >> (64 - bits(target.dtype) + (is_signed ? 1 : 0));
-  const auto least = is_signed ? -static_cast<std::int64_t>(most) - 1 : std::int64_t{0};
-  nb::object dense =
-      taken(PyArray_FROMANY(array.ptr(), PyArray_TYPE(as_array(array)), 0, 0, NPY_ARRAY_IN_ARRAY));
-  return with_integers(as_array(dense), [&](auto elements) -> std::optional<std::string> {
-    auto found = std::ranges::find_if(elements, [&](auto element) {
-      return std::cmp_less(element, least) || std::cmp_greater(element, most);
-    });
-    if (found == elements.end()) return std::nullopt;
-    std::string came = std::to_string(*found);
-    if (target.rank != 0) {
-      nb::object place = nb::module_::import_("numpy").attr("unravel_index")(
-          found - elements.begin(), tuple_of(target.shape()));
-      came =
-          describe(array.ptr()) + " with " + came + " at " +
-          nb::str(
-              nb::list(nb::object(
-                  nb::module_::import_("builtins")
-                      .attr("map")(nb::handle(reinterpret_cast<PyObject*>(&PyLong_Type)), place))))
-              .c_str();
-    }
-    return outside(target.dtype, came);
-  });
-}
+// "`came`, outside of int32's range, -2147483648 to 2147483647"
+std::string outside(DType dtype, const std::string& came);
+
+// Describes the array, if an integer of it does not fit into `target`, an array of others.
+std::optional<std::string> misfit(nb::handle array, const ArrayView& target);
 
 // The numbers that a floating type can be given: those that round to one of its own.
-inline std::pair<double, double> range_of(DType dtype) {
-  static std::array<std::pair<double, double>, kDTypeTableSize> ranges{};  // {0, 0}: not known yet
-  auto& range = ranges[static_cast<std::size_t>(dtype)];
-  if (range.second == 0) {
-    nb::object limits = limits_of(dtype);
-    auto limit = [&](const char* name) { return nb::cast<double>(nb::float_(limits.attr(name))); };
-    const double half_unit = 1 + limit("eps") / 4;
-    range = {limit("min") * half_unit, limit("max") * half_unit};
-  }
-  return range;
-}
+std::pair<double, double> range_of(DType dtype);
 
 // Stores a Python number as an element of a floating type; returns what came, where it is too
 // large.
 inline std::optional<std::string> store_number(const ArrayView& target, PyObject* value) {
   const auto [least, most] = range_of(target.dtype);  // imports: no error may be pending yet
-  // Of the stable ABI, which has no Py_complex.
+  // The stable ABI has no Py_complex.
   std::complex<double> number{PyComplex_RealAsDouble(value), PyComplex_ImagAsDouble(value)};
   auto misfits = [&](double part) { return std::isfinite(part) && (part < least || part > most); };
   const bool has_failed = PyErr_Occurred() != nullptr;
@@ -169,7 +107,7 @@ inline std::optional<std::string> store_number(const ArrayView& target, PyObject
 // --- Storing
 
 // Copies `value` into the view's memory once, or returns what it is, where that is no array of the
-// view's shape and dtype. Of other dtypes it converts integers to integers and a Python number to
+// view's shape and dtype. From other dtypes it converts integers to integers and a Python number to
 // one of a kind that includes it, and with `cast` what NumPy calls casts of the same kind.
 inline std::optional<std::string> store(const ArrayView& target, PyObject* value, bool cast) {
   PyArray_Descr* want = descr_of(target.dtype);

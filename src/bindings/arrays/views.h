@@ -35,23 +35,7 @@ inline PyArrayObject* as_array(nb::handle object) {
 }
 inline void* data_of(nb::handle array) { return PyArray_DATA(as_array(array)); }
 
-// A dictionary of keys and values in turn.
-template <typename... Items>
-nb::dict dict_of(const Items&... items) {
-  nb::dict made;
-  auto add = [&made](auto&& again, const char* key, const auto& value, const auto&... rest) {
-    made[key] = value;
-    if constexpr (sizeof...(rest) != 0) again(again, rest...);
-  };
-  add(add, items...);
-  return made;
-}
-
-inline nb::tuple tuple_of(std::span<const std::int64_t> numbers) {
-  nb::list list;
-  for (std::int64_t number : numbers) list.append(number);
-  return nb::tuple(list);
-}
+nb::tuple tuple_of(std::span<const std::int64_t> numbers);
 
 // Extents and strides as views have them, and as NumPy and Python do: 64 bits, but on macOS two
 // types.
@@ -79,7 +63,7 @@ inline std::optional<ArrayView> known_view(nb::handle object) {
   return std::nullopt;
 }
 
-// Of the view's type, over `data`, or memory of its own where that is null.
+// An array of the view's type, over `data`, or over memory of its own where that is null.
 inline nb::object new_array(const ArrayView& view, void* data, int flags) {
   PyArray_Descr* descr = descr_of(view.dtype);
   if (descr == nullptr)
@@ -179,32 +163,9 @@ inline nb::object make_copy(const ArrayView& view) {
 // --- What Python hands to the runtime itself, outside of any program
 
 // A contiguous array, borrowed. Throws Error for anything else; `what` is expected to be one.
-inline ArrayView view_of(nb::handle object, const char* what) {
-  auto* array = as_array(object);
-  if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array))
-    throw Error(what, "a contiguous NumPy array", nb::type_name(object.type()).c_str());
-  if (auto view = known_view(object)) return *view;
-  throw Error(what, "a dtype that JAX has", "another");
-}
+ArrayView view_of(nb::handle object, const char* what);
 
 // Strings, dictionaries of these, and arrays: of rank 0 numbers, of rank 1 arrays of numbers.
-inline Attributes attributes_of(const nb::dict& values) {
-  Attributes attributes;
-  for (auto [key, value] : values) {
-    auto name = nb::cast<std::string>(key);
-    if (nb::isinstance<nb::str>(value)) {
-      attributes.add_string(name, nb::cast<std::string>(value));
-    } else if (nb::isinstance<nb::dict>(value)) {
-      attributes.add_dictionary(name, attributes_of(nb::borrow<nb::dict>(value)));
-    } else {
-      // A NumPy scalar, too; the call takes its reference over.
-      nb::object array = taken(PyArray_EnsureArray(value.inc_ref().ptr()));
-      ArrayView view = view_of(array, "an attribute");
-      if (view.rank == 0) attributes.add_number(name, view.dtype, view.data);
-      if (view.rank != 0) attributes.add_numbers(name, view.dtype, view.data, view.size());
-    }
-  }
-  return attributes;
-}
+Attributes attributes_of(const nb::dict& values);
 
 }  // namespace callgate::bindings

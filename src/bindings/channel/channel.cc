@@ -17,6 +17,7 @@
 #include "bindings/arrays/views.h"
 #include "bindings/channel/py_consumer.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "channel/tap.h"
 #include "core/call.h"
@@ -122,10 +123,16 @@ struct TapHandle : Handle<TapCallee> {
     without_gil([&] { site->run(Call{views, {}, context}); });  // the channel may be full
   }
 
+  // For Python's cycle collector: the consumer of a tap that no executable has.
+  int visit(visitproc visit, void* arg) const {
+    return visit_consumer(callee->consumer(), visit, arg);
+  }
+  void clear() const { clear_consumer(callee->consumer()); }
+
   std::map<std::string, std::shared_ptr<Site>> sites;
 };
 
-// For Python's cycle collector, as PyCallee's handle in gate.cc.
+// For Python's cycle collector, as a callee's handle (bindings/python/handle.h).
 int traverse_consumer(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   return nb::inst_ready(self) ? visit_consumer(nb::inst_ptr<Consumer>(self), visit, arg) : 0;
@@ -136,33 +143,13 @@ int clear_consumer_object(PyObject* self) {
   return 0;
 }
 
-// The consumer of a tap that no executable has.
-Consumer* consumer_of(PyObject* self) {
-  if (!nb::inst_ready(self)) return nullptr;
-  const auto& callee = nb::inst_ptr<TapHandle>(self)->callee;
-  return callee.use_count() == 1 ? callee->consumer() : nullptr;
-}
-
-int traverse_tap(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  return visit_consumer(consumer_of(self), visit, arg);
-}
-
-int clear_tap(PyObject* self) {
-  clear_consumer(consumer_of(self));
-  return 0;
-}
-
-template <traverseproc kTraverse, inquiry kClear>
-PyType_Slot collected[] = {{Py_tp_traverse, reinterpret_cast<void*>(kTraverse)},
-                           {Py_tp_clear, reinterpret_cast<void*>(kClear)},
-                           {0, nullptr}};
-
 }  // namespace
 
 void bind_channel(nb::module_& module) {
-  nb::class_<Consumer>(module, "Consumer",
-                       nb::type_slots(collected<&traverse_consumer, &clear_consumer_object>),
+  static PyType_Slot collected[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_consumer)},
+                                    {Py_tp_clear, reinterpret_cast<void*>(&clear_consumer_object)},
+                                    {0, nullptr}};
+  nb::class_<Consumer>(module, "Consumer", nb::type_slots(collected),
                        "A native consumer of a channel's records.")
       .def("__repr__",
            [](const Consumer& of) { return "<native consumer: " + of.description() + ">"; })
@@ -201,8 +188,7 @@ void bind_channel(nb::module_& module) {
           nb::arg("timeout").none() = nb::none())
       .def("close", &close, nb::arg("timeout").none() = nb::none())
       .def("stats", [](const Channel& channel) { return to_dict(channel.stats()); });
-  bind_handle<TapHandle>(module, "Tap", nb::type_slots(collected<&traverse_tap, &clear_tap>),
-                         "The runtime's handle on a tap, by name.")
+  bind_callee<TapHandle>(module, "Tap", "The runtime's handle on a tap, by name.")
       .def(nb::init<std::string, const std::string&, std::shared_ptr<Consumer>>(), nb::arg("name"),
            nb::kw_only(), nb::arg("channel"), nb::arg("consumer").none() = nb::none())
       .def("send", &TapHandle::send, nb::arg("key"), nb::arg("held"), nb::arg("device"),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Python's cycle collector sees of a consumer: its function may refer to its own tap, program
-// or channel. Only while one owner has the consumer, the Python object that asks: a channel's or an
-// executable's reference is not Python's to follow. Under the GIL.
+// A consumer's references, for Python's cycle collector: its function may refer to its own tap,
+// program or channel. Only while one owner has the consumer, the Python object that asks: a
+// channel's or an executable's reference is not Python's to follow. Under the GIL.
 #pragma once
 
 #include "bindings/python/gil.h"

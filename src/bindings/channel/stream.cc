@@ -130,7 +130,7 @@ class StreamReader : Immovable {
     note_state();
   }
 
-  // Those of this session, and those that scan() met in earlier ones.
+  // The sources of this session, and of earlier ones that scan() met.
   nb::list sources() {
     Use use(*this);
     remember_sources();
@@ -145,7 +145,7 @@ class StreamReader : Immovable {
   }
 
   const std::string address;
-  // What is known without touching the reader, for any thread that has the GIL.
+  // Known without touching the reader, for any thread that has the GIL.
   bool closed = false, ended = false;
   std::uint64_t offset = 0;
   std::uint32_t process = 0;

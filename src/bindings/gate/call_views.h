@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a callable gets for the arrays of one lane. The GIL is held in all of these.
+// The arguments of a callable for the arrays of one lane. The GIL is held in all of these.
 #pragma once
 
 #include <algorithm>

@@ -24,11 +24,12 @@
 #include "bindings/gate/scopes.h"
 #include "bindings/gate/thread.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
-#include "core/check.h"
-#include "core/kernel_debug.h"
+#include "cells/check.h"
 #include "core/lifetime.h"
 #include "core/timeline.h"
+#include "kernels/kernel_debug.h"
 
 namespace callgate::bindings {
 
@@ -164,12 +165,6 @@ Style style_of(const std::string& text) {
   return text == "inplace" ? Style::kInplace : text == "context" ? Style::kContext : Style::kReturn;
 }
 
-nb::dict stats_of(const CalleeHandle& handle) {
-  const Counters& kept = handle.callee->counters;
-  return dict_of("calls", kept.calls, "errors", kept.errors, "bytes", kept.bytes, "python_ns",
-                 kept.python_ns, "gil_wait_ns", kept.gil_wait_ns);
-}
-
 std::uintptr_t stream_number(const Context& context) { return number_of(context.stream); }
 
 int ordinal_of(const Context& context) {
@@ -222,7 +217,7 @@ void bind_context(nb::module_& module) {
                    "empty where the mesh is not known.");
 }
 
-// What watches calls: settings of the process, and traces.
+// Settings of the process that watch calls, and traces.
 void bind_settings(nb::module_& module) {
   auto set = [](int bit, bool on) {
     // Relaxed: see Settings.
@@ -285,7 +280,7 @@ void bind_gate(nb::module_& module) {
         return std::pair(number_of(call->stream), call->device->ordinal());
       },
       "(stream, GPU's number) of the call on a GPU that runs on this thread; None on the CPU.");
-  bind_handle<CalleeHandle>(module, "Callee", "The runtime's handle on a Python callable, by name.")
+  bind_callee<CalleeHandle>(module, "Callee", "The runtime's handle on a Python callable, by name.")
       .def(
           "__init__",
           [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
@@ -313,14 +308,13 @@ void bind_gate(nb::module_& module) {
           nb::arg("native") = false, nb::arg("default_stream") = false,
           nb::arg("command_buffer") = false, nb::arg("located") = false, nb::arg("taped") = false,
           nb::arg("thread") = nb::none())
-      .def("stats", &stats_of)
       .def(
           "serve_items",
           [](const CalleeHandle& handle, const ItemQueueHandle& items) {
             handle.callee->items = items.queue;
           },
           nb::arg("items"), "Has calls on the host take their results from there, if they can.");
-  bind_handle<CheckHandle>(module, "Check",
+  bind_callee<CheckHandle>(module, "Check",
                            "A callee that calls another one when its first operand is False.")
       .def(nb::init<std::string, const CalleeHandle&, bool>(), nb::arg("name"), nb::arg("failed"),
            nb::arg("breakpoint") = false);

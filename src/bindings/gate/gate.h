@@ -26,10 +26,13 @@
 
 namespace callgate::bindings {
 
-// Under the GIL. Clocks are read only while timing or a trace is on.
-struct Counters {
-  std::int64_t calls = 0, errors = 0, bytes = 0, python_ns = 0, gil_wait_ns = 0;
+// Clocks are read only while timing or a trace is on.
+template <typename Count>
+struct CountersOf {
+  Count calls{0}, errors{0}, bytes{0}, python_ns{0}, gil_wait_ns{0};
 };
+using Counters = CountersOf<std::int64_t>;  // under the GIL
+using SharedCounters = CountersOf<std::atomic<std::int64_t>>;
 
 // Debug and watch settings of the process. Relaxed throughout: a late reader misses a call or two.
 struct Settings {
@@ -59,7 +62,7 @@ struct GateOptions {
 // Views that are private copies, which the callable may keep.
 enum : unsigned { kPrivateInputs = 1, kPrivateResults = 2 };
 
-// What gates have in common, wherever their callables run.
+// The callee of a gate, wherever its callable runs.
 class GateCallee : public Callee {
  public:
   explicit GateCallee(std::string name) : name_(std::move(name)) {}
@@ -78,17 +81,7 @@ class GateCallee : public Callee {
   std::string name_;
 };
 
-// Runs `body`, a call of the callee's, under a watch for stalls where one is asked for.
-template <typename Of, typename Body>
-void watched_for_stalls(const std::shared_ptr<Of>& callee, const Call& call, Body&& body) {
-  auto stall = settings.stall_ns.load(std::memory_order_relaxed);  // see Settings
-  if (stall == 0) return body();
-  StallWatch watch(std::chrono::nanoseconds(stall), callee,
-                   [text = to_string(call.operands)] { return text; });
-  body();
-}
-
-// Of all operands and results.
+// The bytes of all operands and results.
 inline std::int64_t nbytes(const Call& call) {
   std::size_t bytes = 0;
   for (const ArrayView& view : call.operands) bytes += view.nbytes();
@@ -147,7 +140,7 @@ class PyCallee final : public GateCallee, public std::enable_shared_from_this<Py
   const GateOptions options;
   const std::shared_ptr<NamedThread> its_thread;  // null where it has none
   LateReference function, bind;                   // the latter null when None
-  // Of a feed: what serves its calls on the host as long as it can. Set before the first call.
+  // A feed's items, which serve its calls on the host if they can. Set before the first call.
   std::shared_ptr<ItemQueue> items;
 };
 

@@ -4,7 +4,7 @@
 // Takes the GIL once a call, shows each array of each lane by a view, vectorcalls, copies results
 // (style return), and looks at the views' reference counts for escapes. On the fast path nothing is
 // allocated, as the views of the last call are used again, and no lock is taken but the GIL.
-// Everything below `PyGateSite::run_counted` holds the GIL.
+// Everything below `PyGateSite::run_where_it_is` holds the GIL.
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -22,63 +22,43 @@
 #include "bindings/gate/device_tape.h"
 #include "bindings/gate/gate.h"
 #include "bindings/gate/scopes.h"
+#include "bindings/gate/site.h"
 #include "bindings/gate/tape.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/system.h"
-#include "core/threads.h"
 #include "core/timeline.h"
 
 namespace callgate::bindings {
 namespace {
 
-class PyGateSite final : public Site {
+class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
  public:
   PyGateSite(std::shared_ptr<PyCallee> callee, LateReference target, bool tuple_results,
              SiteSpec spec)
-      : callee_(std::move(callee)),
+      : GateSite(std::move(callee), std::move(spec)),
         target_(std::move(target)),
         tuple_results_(tuple_results),
-        spec_(std::move(spec)),
         mesh_(std::make_shared<const Mesh>(std::move(spec_.mesh))) {}
 
   void run(const Call& call) override {
     if (callee_->items != nullptr && call.context.stream == nullptr && !is_taping()) {
-      TimelineSpan span("feed", callee_->name());
+      TimelineSpan span("feed", name());
       if (callee_->items->take(call.results)) return;
     }
-    watched_for_stalls(callee_, call, [&] { run_counted(call); });
+    GateSite::run(call);
+  }
+
+  // Lanes are counted when they are known.
+  void run_watched(const Call& call) {
+    run_counted(
+        call, spec_.lanes.empty() ? 1 : 0, [&] { run_where_it_is(call); },
+        [] { return std::exchange(t_lane_, {}); });
   }
 
  private:
-  void run_counted(const Call& call) {
-    const std::int64_t bytes = nbytes(call);
-    const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
-    const std::int64_t start = timed ? Timeline::now_ns() : 0;
-    GilScope gil;
-    const std::int64_t locked = timed ? Timeline::now_ns() : 0;
-    std::optional<ProfiledSpan> span;
-    if (timed) [[unlikely]]
-      span.emplace(callee_->name(), locked - start);
-    if (spec_.lanes.empty()) callee_->counters.calls += 1;
-    callee_->counters.bytes += bytes;
-    auto raised = raised_by([&] { run_where_it_is(call); });
-    span.reset();
-    if (timed) record(start, locked - start, Timeline::now_ns() - locked);
-    if (!raised) return;
-    callee_->counters.errors += 1;
-    throw failure_of(*raised, callee_->name(), spec_, call.context, std::exchange(t_lane_, {}));
-  }
-
-  // Of the call that has just failed on this thread, which lane it was; "" for a call without.
+  // The lane of the call that has just failed on this thread; "" for a call without lanes.
   static inline thread_local std::string t_lane_;
-
-  void record(std::int64_t start_ns, std::int64_t gil_wait_ns, std::int64_t python_ns) {
-    callee_->counters.gil_wait_ns += gil_wait_ns;
-    callee_->counters.python_ns += python_ns;
-    if (Timeline::on())
-      Timeline::add("gate", callee_->name(), start_ns, gil_wait_ns, gil_wait_ns + python_ns);
-  }
 
   // Throws a Python exception, as all below.
   void run_where_it_is(const Call& call) {
@@ -87,7 +67,7 @@ class PyGateSite final : public Site {
       return run_all(call, nullptr);
     }
     try {
-      cuda::named(callee_->name(), [&] {
+      cuda::named(name(), [&] {
         drain_released();  // the results of earlier calls hold a GPU's memory
         DeviceCall gpu = DeviceCall::of(call.context);
         DeviceCallScope on_device(&gpu);
@@ -119,7 +99,7 @@ class PyGateSite final : public Site {
       if (status != cuda::CaptureStatus::kInvalidated) return;
     }
     raise(hooks.capture_error,
-          "gate '" + callee_->name() +
+          "gate '" + name() +
               "': command_buffer=True: what it did can't be recorded. Expected: launches and "
               "asynchronous copies on XLA's stream, with no waiting, no allocation by the driver "
               "and no other stream that does not come back to it; got a capture that CUDA has "
@@ -130,12 +110,13 @@ class PyGateSite final : public Site {
     CallPlace place{{}, 0, &spec_.layout, &call.context};
     CallPlaceScope told(options_.located ? &place : nullptr);
     if (spec_.lanes.empty()) return run_lane(0, call.operands, call.results, call.context, gpu);
-    std::optional<LanesOfCall> lanes;
-    try {
-      lanes.emplace(spec_.lanes, call.operands, call.results, call.context.lane);
-    } catch (const Error& error) {
-      raise(PyExc_ValueError, error.what());
-    }
+    const std::optional<LanesOfCall> lanes = [&]() -> std::optional<LanesOfCall> {
+      try {
+        return lanes_of(call);
+      } catch (const Error& error) {
+        raise(PyExc_ValueError, error.what());
+      }
+    }();
     callee_->counters.calls += (*lanes)->count();
     std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
     place.lanes = (*lanes)->sizes();
@@ -156,10 +137,9 @@ class PyGateSite final : public Site {
                 std::span<ArrayView> results, const CallContext& context, DeviceCall* gpu) {
     if (!options_.taped || !is_taping()) return call_lane(operands, results, context, gpu);
     auto make = [&] { call_lane(operands, results, context, gpu); };
-    if (gpu == nullptr)
-      return on_tape(callee_->name(), spec_, lane, operands, results, context, make);
-    if (options_.command_buffer) refuse_in_graphs(callee_->name());
-    on_tape_of_device(callee_->name(), spec_, lane, operands, results, context, *gpu, make);
+    if (gpu == nullptr) return on_tape(name(), spec_, lane, operands, results, context, make);
+    if (options_.command_buffer) refuse_in_graphs(name());
+    on_tape_of_device(name(), spec_, lane, operands, results, context, *gpu, make);
   }
 
   // One call of the callable.
@@ -250,8 +230,8 @@ class PyGateSite final : public Site {
 
   // Looks for views that outlived the call. Where one did, Python's `escaped` hook finds who holds
   // them, and has what still refers to the views made safe; what can't be makes the callee's later
-  // views private. What the call `raised` is thrown on: its frames may hold views, which is no
-  // error of the user's; else an escape's error is.
+  // views private. Throws the call's own exception, `raised`, whose frames may hold views without
+  // an error of the user's; else the escape's error.
   void settle_views(Views& inputs, Views& outputs, std::optional<nb::python_error> raised) {
     if (inputs.escaped() || outputs.escaped()) {
       nb::list suspects;
@@ -262,15 +242,15 @@ class PyGateSite final : public Site {
                                        std::memory_order_relaxed);  // see there
       });
       nb::object done =
-          call_python(hooks.escaped, "ssOOO", callee_->name().c_str(), spec_.spec.c_str(),
-                      suspects.ptr(), raised ? raised->value().ptr() : Py_None, make_private.ptr());
+          call_python(hooks.escaped, "ssOOO", name().c_str(), spec_.spec.c_str(), suspects.ptr(),
+                      raised ? raised->value().ptr() : Py_None, make_private.ptr());
       if (!done.is_valid() && !raised) nb::raise_python_error();
       clear_error();  // the call's own exception matters more
     }
     if (raised) throw *std::move(raised);
   }
 
-  // What a callable that writes into `out` gives back: nothing, or `out`, as NumPy's functions do.
+  // A callable that writes into `out` returns nothing, or `out`, as NumPy's functions do.
   void check_returned(const nb::object& value, Arguments& outputs) const {
     if (value.is_none() || (!tuple_results_ && value.ptr() == outputs.data()[0])) return;
     if (tuple_results_ && PyTuple_Check(value.ptr()) && nb::len(value) == outputs.size()) {
@@ -283,7 +263,7 @@ class PyGateSite final : public Site {
              std::string("a value of type ") + nb::type_name(value.type()).c_str());
   }
 
-  // What the callable returned, into XLA's memory.
+  // Copies the callable's results into XLA's memory.
   void take(std::span<const ArrayView> operands, std::span<ArrayView> results,
             const nb::object& value, const DeviceCall* gpu) const {
     std::optional<CopySources> held;
@@ -306,7 +286,7 @@ class PyGateSite final : public Site {
     }
   }
 
-  // What the callable wrote into private results.
+  // Copies private results, which the callable has written, into XLA's memory.
   void write_back(std::span<ArrayView> results, Arguments& outputs) const {
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       PyObject* value = outputs.data()[i];
@@ -328,27 +308,22 @@ class PyGateSite final : public Site {
     if (came) mismatch(number, to_string(target), *came);
   }
 
-  // The hooks of both raise.
   [[noreturn]] void mismatch(int index, const std::string& expected, const std::string& got) const {
-    call_python(hooks.result_error, "ssiss", callee_->name().c_str(), spec_.spec.c_str(), index,
-                expected.c_str(), got.c_str());
-    nb::raise_python_error();
+    raise_mismatch(name(), spec_.spec, index, expected, got);
   }
   void check_unwritten(const std::vector<std::size_t>& before,
                        const std::vector<std::size_t>& after) const {
     auto [one, other] = std::ranges::mismatch(before, after);
     if (one == before.end()) return;
-    call_python(hooks.input_written, "ssi", callee_->name().c_str(), spec_.spec.c_str(),
+    call_python(hooks.input_written, "ssi", name().c_str(), spec_.spec.c_str(),
                 static_cast<int>(one - before.begin()));
-    nb::raise_python_error();
+    nb::raise_python_error();  // the hook raises
   }
 
-  std::shared_ptr<PyCallee> callee_;
   const GateOptions& options_ = callee_->options;
   LateReference target_;
   bool tuple_results_;
-  SiteSpec spec_;
-  const bool cast_ = !spec_.held.text("cast").empty();  // same-kind casts of results
+  const bool cast_ = casts();
   std::shared_ptr<const Mesh> mesh_;
   std::vector<SpareView> spares_;  // of operands, then of results; in one call at a time
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known on a thread while a gate's function runs there: where its call is, and its span in
+// State of a thread while a gate's function runs there: the place of its call, and its span in
 // a profile.
 #pragma once
 

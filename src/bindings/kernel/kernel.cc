@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels, for the CPU and for CUDA, as Python makes them. Their calls don't come by here; only
 // their failures do.
-#include "core/kernel.h"
+#include "kernels/kernel.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -19,12 +19,13 @@
 
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "core/error.h"
-#include "core/kernel_debug.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/nvrtc.h"
+#include "kernels/kernel_debug.h"
 
 namespace callgate::bindings {
 namespace {
@@ -55,8 +56,8 @@ void call(const KernelHandle& kernel, const nb::list& operands, const nb::list& 
   without_gil([&] { site->run(Call{in, out, {}}, nullptr); });
 }
 
-// What becomes of a kernel's failures: text for XLA about a call that failed, by way of the hook,
-// which makes the exception and keeps it. Without Python, which may be gone, the message itself.
+// Makes a kernel's failure a text for XLA, by way of the hook, which makes the exception and keeps
+// it. Without Python, which may be gone, the message itself.
 KernelCalleeBase::Describe failures_of(std::string kernel) {
   return [kernel = std::move(kernel)](const std::string& said, const std::string& site) {
     std::string message = valid_utf8(said);  // native code says things in any encoding
@@ -164,7 +165,7 @@ void bind_kernel(nb::module_& module) {
           },
           nb::arg("address"), nb::sig("def of_library(address: int) -> KernelTurn | None"),
           "That of all kernels whose code is in the library of this address; None in no library.");
-  bind_handle<KernelHandle>(module, "Kernel", "The runtime's handle on a native kernel, by name.")
+  bind_callee<KernelHandle>(module, "Kernel", "The runtime's handle on a native kernel, by name.")
       .def("__init__", &make_kernel, nb::arg("name"), nb::arg("function"), nb::arg("parameters"),
            nb::arg("names"), nb::kw_only(), nb::arg("user_data") = 0,
            nb::arg("thread_safe") = false, nb::arg("repeatable") = false,
@@ -180,7 +181,7 @@ void bind_kernel(nb::module_& module) {
   module.def("set_check_memory", [](bool on) { set_kernel_mode(KernelMode::kCheckMemory, on); });
   module.def("set_crash_report", &set_crash_report, nb::arg("on"));
   module.attr("KERNEL_ABI") = CALLGATE_ABI;
-  bind_handle<CudaKernelHandle>(module, "CudaKernel",
+  bind_callee<CudaKernelHandle>(module, "CudaKernel",
                                 "The runtime's handle on a kernel's images for CUDA, by name.")
       .def("__init__", &make_cuda_kernel, nb::arg("name"), nb::arg("images"));
   nb::class_<Nvrtc>(module, "Nvrtc", "CUDA's run-time compiler, from a library.")

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "bindings/python/gil.h"
-#include "core/packed_kernel.h"
-#include "core/tvm_ffi.h"
+#include "kernels/packed_kernel.h"
+#include "kernels/tvm_ffi.h"
 
 namespace callgate::bindings {
 namespace {
@@ -52,15 +52,15 @@ void bind_form(nb::class_<T>& type) {
 }  // namespace
 
 void bind_peers(nb::module_& module) {
-  nb::class_<tvm::Function> function(module, "TvmFunction",
-                                     "A function of tvm_ffi as a kernel; see src/core/tvm_ffi.h.");
+  nb::class_<tvm::Function> function(
+      module, "TvmFunction", "A function of tvm_ffi as a kernel; see src/kernels/tvm_ffi.h.");
   function.def("__init__", &make_tvm_function, nb::arg("handle"), nb::kw_only(),
                nb::arg("move_from_raised"), nb::arg("dec_ref"), nb::arg("from_dlpack"),
                nb::arg("set_stream"), nb::arg("kinds"));
   bind_form(function);
   nb::class_<PackedKernel> packed(
       module, "PackedKernel",
-      "A function of two structs as a kernel; see src/core/packed_kernel.h.");
+      "A function of two structs as a kernel; see src/kernels/packed_kernel.h.");
   packed.def("__init__", &make_packed_kernel, nb::arg("function"), nb::kw_only(), nb::arg("second"),
              nb::arg("bytes"), nb::arg("addresses"), nb::arg("zeroed"));
   bind_form(packed);

@@ -41,7 +41,7 @@ namespace callgate::bindings {
 
 namespace nb = nanobind;
 
-// What each file of this layer adds to the module.
+// Each adds to the module what its file holds.
 void bind_buffer(nb::module_& module);       // `Buffer`
 void bind_jitted(nb::module_& module);       // calls of jitted functions, and their errors
 void bind_upload(nb::module_& module);       // `Upload`: an item of a feed on its way to a GPU
@@ -111,7 +111,7 @@ class ActiveGil {
 
 // Runs `body` without the GIL, which this thread has. nanobind's gil_scoped_release takes it back
 // in a destructor, where the end of a daemon thread in a finalizing interpreter, a forced unwind,
-// ends the process; here the thread stops for good, as above. What it then holds is held for ever,
+// ends the process; here the thread stops for good, as above. Its locks are then held for ever,
 // so `body` returns with nothing locked.
 template <typename Body>
 auto without_gil(Body&& body) -> decltype(body()) {
@@ -158,6 +158,18 @@ inline std::chrono::nanoseconds seconds_of(double seconds) {
 }
 
 inline nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+// A dictionary of keys and values in turn.
+template <typename... Items>
+nb::dict dict_of(const Items&... items) {
+  nb::dict made;
+  auto add = [&made](auto&& again, const char* key, const auto& value, const auto&... rest) {
+    made[key] = value;
+    if constexpr (sizeof...(rest) != 0) again(again, rest...);
+  };
+  add(add, items...);
+  return made;
+}
 
 // An address as Python has it.
 inline std::uintptr_t number_of(const void* pointer) {
@@ -223,67 +235,6 @@ inline void stop_releasing() noexcept {
   drain_released();
   std::lock_guard lock(immortal<ReleaseQueue>().mutex);
   immortal<ReleaseQueue>().stopped = true;
-}
-
-// Calls the function that waits for the process's first callee, if it still does (jitted.cc).
-void tell_first_callee();
-
-// `Callee`, `Check`, `Kernel`, `CudaKernel` and `Tap`: keeps a callee, and its name, alive. The GIL
-// is held, so what has died elsewhere, and what dies with the callee, dies at once.
-template <typename C>
-struct Handle : Immovable {
-  explicit Handle(std::shared_ptr<C> of) : callee(std::move(of)) {
-    tell_first_callee();
-    drain_released();
-    Registry::instance().add(callee);
-  }
-  ~Handle() {
-    Registry::instance().remove(*callee);
-    callee.reset();
-    drain_released();
-  }
-
-  std::shared_ptr<C> callee;
-};
-
-// Python's cycle collector sees through the handle of a callee that has `references()`: a callable
-// may refer to its own gate. Only while no executable shares the callee, since that one's reference
-// is not Python's to follow.
-template <typename H>
-int traverse_handle(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  const auto& callee = nb::inst_ptr<H>(self)->callee;
-  if (callee.use_count() != 1) return 0;
-  for (const LateReference* held : callee->references()) Py_VISIT(held->get());
-  return 0;
-}
-
-template <typename H>
-int clear_handle(PyObject* self) {
-  const auto& callee = nb::inst_ptr<H>(self)->callee;
-  if (callee.use_count() != 1) return 0;
-  for (LateReference* held : callee->references()) {
-    LateReference none = late(nb::none());
-    std::swap(*held, none);
-    Py_XDECREF(none.release());
-  }
-  return 0;
-}
-
-// The Python type of a handle. Its `__init__` is for the caller to add.
-template <typename H, typename... Extra>
-nb::class_<H> bind_handle(nb::module_& module, const char* name, const Extra&... extra) {
-  static PyType_Slot slots[] = {{0, nullptr}, {0, nullptr}, {0, nullptr}};
-  if constexpr (requires(H& handle) { handle.callee->references(); }) {
-    slots[0] = {Py_tp_traverse, reinterpret_cast<void*>(&traverse_handle<H>)};
-    slots[1] = {Py_tp_clear, reinterpret_cast<void*>(&clear_handle<H>)};
-  }
-  return nb::class_<H>(module, name, nb::type_slots(slots), nb::is_weak_referenceable(), extra...)
-      .def_prop_ro("name", [](const H& handle) { return handle.callee->name(); })
-      .def(
-          "give_up_name", [](const H& handle) { Registry::instance().remove(*handle.callee); },
-          "Frees its name. Programs that have been loaded go on calling it.");
 }
 
 }  // namespace callgate::bindings

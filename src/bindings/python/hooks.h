@@ -59,10 +59,11 @@ inline thread_local bool in_hook = false, met_interrupt = false;
 // Not so in a worker process, where Ctrl-C is the parent's affair.
 inline bool passes_interrupts_on = true;
 
-inline void wake_main_thread();
+// Has the main thread raise what was left for it, as soon as it is in Python.
+void wake_main_thread();
 
-// Calls a hook that makes a text or keeps something, whose own error would be dropped. What is to
-// be raised waits until it has returned.
+// Calls a hook that makes a text or keeps something, whose own error would be dropped. An interrupt
+// that is to be raised waits until it has returned.
 template <typename... Args>
 nb::object call_hook(PyObject* hook, const char* format, Args... args) {
   struct Running : Immovable {
@@ -76,30 +77,10 @@ nb::object call_hook(PyObject* hook, const char* format, Args... args) {
 }
 
 // Sets what a call has left for the main thread, which this is, as the Python error; false then.
-inline bool nothing_left() {
-  nb::object left = call_hook(hooks.interrupted, "");
-  if (left.is_valid() && left.is_none()) return true;
-  if (left.is_valid()) PyErr_SetObject(left.type().ptr(), left.ptr());
-  return false;
-}
-
-// Has the main thread raise what was left for it, as soon as it is in Python.
-inline void wake_main_thread() {
-  if (!passes_interrupts_on) return;
-  auto raise = [](void*) -> int {
-    if (!in_hook) return nothing_left() ? 0 : -1;
-    met_interrupt = true;  // whose error would be taken for the hook's own
-    return 0;
-  };
-  (void)Py_AddPendingCall(raise, nullptr);  // full where others are about to be raised
-}
+bool nothing_left();
 
 // True if a signal's handler raised the error, and the main thread will.
-inline bool is_left_to_main_thread(const nb::python_error& error) {
-  nb::object left = call_hook(hooks.unheard, "O", error.value().ptr());
-  if (!left.is_valid()) PyErr_Clear();
-  return left.ptr() == Py_True;
-}
+bool is_left_to_main_thread(const nb::python_error& error);
 
 // Clears the Python error, if there is one, which nobody else hears of.
 inline void clear_error() {
@@ -107,12 +88,7 @@ inline void clear_error() {
 }
 
 // Prints the Python error, which nobody else hears of.
-inline void write_unraisable(PyObject* raising) {
-  nb::python_error error;  // takes it
-  if (is_left_to_main_thread(error)) return;
-  error.restore();
-  PyErr_WriteUnraisable(raising);
-}
+void write_unraisable(PyObject* raising);
 
 // Calls a function where nobody is there to raise to. No object where it raised.
 template <typename... Args>
@@ -122,69 +98,37 @@ nb::object call_unraisable(PyObject* function, const char* format, Args... args)
   return result;
 }
 
-// What a hook gave as UTF-8, with what has none (half of a pair of UTF-16) written out; or its
+// A hook's text as UTF-8, with half pairs of UTF-16, which have none, written out; or its
 // stand-in where it raised.
-inline std::string text_or(nb::object text, const std::string& otherwise) {
-  if (text.is_valid()) {
-    nb::object bytes =
-        nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
-    if (bytes.is_valid())
-      return {PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr()))};
-  }
-  clear_error();
-  return text.is_valid() ? "a text that can't be shown" : otherwise;
-}
+std::string text_or(nb::object text, const std::string& otherwise);
 
 // Runs the handlers of signals that came, on the main thread in a call of a program. Throws Error
 // where one raised: the call ends its program.
-inline void run_handlers() {
-  ActiveGil gil;
-  if (!gil || PyErr_CheckSignals() == 0) return;
-  nb::python_error raised;  // takes it
-  throw Error::verbatim(ErrorCode::kAborted,
-                        text_or(call_hook(hooks.handled, "O", raised.value().ptr()),
-                                "callgate: a signal's handler raised"));
-}
+void run_handlers();
 
 // Keeps a failure that its program was not told of, by way of the `deferred` hook.
-inline void call_deferred(const Error& error) {
-  if (!call_hook(hooks.deferred, "s", valid_utf8(error.what()).c_str()).is_valid())
-    write_unraisable(nullptr);
-}
+void call_deferred(const Error& error);
+
+// Raises the error of what a gate's function gave for the result `index`, or for all with -1.
+[[noreturn]] void raise_mismatch(const std::string& gate, const std::string& spec, int index,
+                                 const std::string& expected, const std::string& got);
 
 // The report on a call of a gate or kernel that takes long, plain and by way of the `stalled` hook.
 inline std::string stalled_text(const std::string& what, const std::string& call) {
   return "callgate: " + what + " called with " + call + " is stalled";
 }
-inline std::string stall_text(const std::string& what, const std::string& call, bool timed_out) {
-  return text_or(
-      call_hook(hooks.stalled, "ssO", what.c_str(), call.c_str(), timed_out ? Py_True : Py_False),
-      stalled_text(what, call));
-}
+std::string stall_text(const std::string& what, const std::string& call, bool timed_out);
 
 // A Python exception as text for XLA, by way of the `failed` hook, which keeps the exception for
 // the caller. `layout` and the call's shard say on which part of its arrays the call was, in a
 // program over several devices (SiteSpec::layout); `lane` of which lanes it was, "" for no lane.
-inline std::string failure_text(const nb::python_error& raised, const std::string& gate,
-                                const std::string& site, const std::string& layout = "",
-                                const CallContext& context = {}, const std::string& lane = "") {
-  // Not by "s#": what its length is depends on the Python that the module was built for.
-  auto str = [](const std::string& from) { return nb::str(from.data(), from.size()); };
-  nb::object name = str(gate), place = str(site), parts = str(layout), which = str(lane);
-  nb::object text =
-      call_hook(hooks.failed, "OOOOiLkO", raised.value().ptr(), name.ptr(), place.ptr(),
-                parts.ptr(), context.shard, context.run, context.thread, which.ptr());
-  return text_or(text, "callgate: gate '" + gate + "' raised, and its error could not be shown");
-}
+std::string failure_text(const nb::python_error& raised, const std::string& gate,
+                         const std::string& site, const std::string& layout = "",
+                         const CallContext& context = {}, const std::string& lane = "");
 
 // The error of a call that raised; not of one that Ctrl-C ended, of which the main thread learns by
 // itself.
-inline Error failure_of(const nb::python_error& raised, const std::string& gate,
-                        const SiteSpec& spec, const CallContext& context,
-                        const std::string& lane = "") {
-  if (raised.matches(hooks.interruption)) return interrupted(gate);
-  return Error::verbatim(ErrorCode::kInternal,
-                         failure_text(raised, gate, spec.site, spec.layout, context, lane));
-}
+Error failure_of(const nb::python_error& raised, const std::string& gate, const SiteSpec& spec,
+                 const CallContext& context, const std::string& lane = "");
 
 }  // namespace callgate::bindings

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Around each call of a jitted function: which calls are under way, and the class of their errors.
 //
-// What a program made may be known to nobody before its call has returned its results: who looks
+// A program's objects may be known to nobody before its call has returned its results: who looks
 // for objects that nobody names any more (python/callgate/_objects) asks which calls those are.
 //
 // jaxlib raises whatever a program failed with at once as ValueError when its C++ code dispatched
@@ -24,7 +24,7 @@
 namespace callgate::bindings {
 namespace {
 
-// Of the one type that jaxlib has for jitted functions.
+// The dispatch of the one type that jaxlib has for jitted functions.
 vectorcallfunc dispatch;  // what its objects were made with
 PyObject* runtime_error;  // JaxRuntimeError, for the life of the process
 
@@ -95,7 +95,7 @@ void raise_instead(nb::object type) {
       nb::is_method(), nb::scope(type), nb::name("__init__"));
 }
 
-// What a call is about to raise becomes a `runtime_error` if it is a program's error from callgate.
+// Makes the error that a call raises a `runtime_error` if it is a program's error from callgate.
 // One that was raised in Python, while JAX traced, has a traceback by now.
 void translate() {
   nb::python_error error;  // takes it

@@ -13,11 +13,11 @@
 
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
-#include "bindings/gate/tape.h"
+#include "bindings/gate/site.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "bindings/workers/lanes.h"
-#include "core/threads.h"
 
 namespace callgate::bindings {
 namespace {
@@ -36,43 +36,26 @@ class ExecutorCallee final : public GateCallee,
   Counters counters;
 };
 
-class ExecutorSite final : public Site {
+class ExecutorSite final : public GateSite<ExecutorSite, ExecutorCallee> {
  public:
-  ExecutorSite(std::shared_ptr<ExecutorCallee> callee, SiteSpec spec)
-      : callee_(std::move(callee)), spec_(std::move(spec)) {}
+  using GateSite::GateSite;
 
-  void run(const Call& call) override {
-    watched_for_stalls(callee_, call, [&] { run_counted(call); });
-  }
-
- private:
-  void run_counted(const Call& call) {
-    std::optional<LanesOfCall> of_call;
-    if (!spec_.lanes.empty())
-      of_call.emplace(spec_.lanes, call.operands, call.results, call.context.lane);
-    const bool cast = !spec_.held.text("cast").empty();
-    GilScope gil;
-    Counters& counters = callee_->counters;
-    counters.bytes += nbytes(call);
+  void run_watched(const Call& call) {
+    const std::optional<LanesOfCall> of_call = lanes_of(call);
     const LanesOfCall* lanes = of_call ? &*of_call : nullptr;
-    counters.calls += lanes == nullptr ? 1 : (*lanes)->count();
     std::int64_t first = 0, failed = -1;  // the last part's first lane; which of its lanes raised
     auto run = [&](const Call& part, const LanesOfCall* of_part, std::int64_t lane) {
       first = lane;
-      run_lanes(part, of_part == nullptr ? nullptr : &**of_part, cast, failed);
+      run_lanes(part, of_part == nullptr ? nullptr : &**of_part, failed);
     };
-    auto raised = raised_by([&] {
-      if (!is_taping()) return run(call, lanes, 0);
-      lanes_on_tape(callee_->name(), spec_, call, lanes, run);
-    });
-    if (!raised) return;
-    counters.errors += 1;
-    throw failure_of(*raised, callee_->name(), spec_, call.context,
-                     lanes == nullptr || failed < 0 ? "" : lanes->name(first + failed));
+    run_counted(
+        call, lanes == nullptr ? 1 : (*lanes)->count(), [&] { make_lanes(call, lanes, run); },
+        [&] { return lanes == nullptr || failed < 0 ? "" : lanes->name(first + failed); });
   }
 
-  void run_lanes(const Call& call, const Lanes* lanes, bool cast, std::int64_t& failed) {
-    auto made = std::make_unique<CallLanes>(call, lanes, callee_->name(), spec_.spec, cast);
+ private:
+  void run_lanes(const Call& call, const Lanes* lanes, std::int64_t& failed) {
+    auto made = std::make_unique<CallLanes>(call, lanes, name(), spec_.spec, casts());
     CallLanes& borrowed = *made;
     nb::object shown = nb::cast(made.release(), nb::rv_policy::take_ownership);
     nb::object done = call_python(callee_->run.get(), "sO", spec_.spec.c_str(), shown.ptr());
@@ -80,9 +63,6 @@ class ExecutorSite final : public Site {
     failed = borrowed.failed;
     if (!done.is_valid()) nb::raise_python_error();
   }
-
-  std::shared_ptr<ExecutorCallee> callee_;
-  SiteSpec spec_;
 };
 
 std::shared_ptr<Site> ExecutorCallee::specialise(SiteSpec spec) {
@@ -104,7 +84,7 @@ void bind_executors(nb::module_& module) {
       .def("take_one", &CallLanes::take_one, nb::arg("lane"), nb::arg("operand"),
            "A copy of one of a lane's flat operands.")
       .def_prop_ro("cast", &CallLanes::cast, "Whether results are cast to declared types.");
-  bind_handle<ExecutorHandle>(module, "ExecutorCallee",
+  bind_callee<ExecutorHandle>(module, "ExecutorCallee",
                               "The runtime's handle on a callable that an executor runs, by name.")
       .def(
           "__init__",
@@ -112,12 +92,7 @@ void bind_executors(nb::module_& module) {
             new (self)
                 ExecutorHandle(std::make_shared<ExecutorCallee>(std::move(name), std::move(run)));
           },
-          nb::arg("name"), nb::arg("run"))
-      .def("stats", [](const ExecutorHandle& handle) {
-        const Counters& kept = handle.callee->counters;
-        return dict_of("calls", kept.calls, "errors", kept.errors, "bytes", kept.bytes, "python_ns",
-                       kept.python_ns, "gil_wait_ns", kept.gil_wait_ns);
-      });
+          nb::arg("name"), nb::arg("run"));
 }
 
 }  // namespace callgate::bindings

@@ -54,7 +54,7 @@ class CallLanes : Immovable {
     return make_copy(views[operand]);
   }
 
-  // Of a lane's results, without their values.
+  // Arrays for a lane's results, without values.
   nb::tuple empty() const {
     check(0);
     std::vector<ArrayView> views(call_->results.begin(), call_->results.end());
@@ -89,9 +89,7 @@ class CallLanes : Immovable {
     if (call_ == nullptr) raise(PyExc_RuntimeError, "CallLanes: the call has ended");
   }
   [[noreturn]] void mismatch(int index, const std::string& expected, const std::string& got) const {
-    call_python(hooks.result_error, "ssiss", gate_.c_str(), spec_.c_str(), index, expected.c_str(),
-                got.c_str());
-    nb::raise_python_error();
+    raise_mismatch(gate_, spec_, index, expected, got);
   }
 
   const Call* call_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a worker process runs: call sites of gates, as the runtime runs them in the parent, but
+// A worker process: it runs call sites of gates, as the runtime runs them in the parent, but
 // called by that.
 #include "workers/serve.h"
 
@@ -14,6 +14,7 @@
 
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "core/call.h"
 #include "workers/protocol.h"
@@ -69,7 +70,7 @@ class PyServed final : public Served {
   }
 
  private:
-  // What `body` gives; what it raises becomes Raised.
+  // Returns body(). An exception of Python's becomes Raised.
   template <typename Body>
   nb::object answer(Body&& body) {
     nb::object result;

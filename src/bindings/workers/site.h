@@ -15,10 +15,9 @@
 #include <utility>
 
 #include "bindings/gate/gate.h"
-#include "bindings/gate/tape.h"
+#include "bindings/gate/site.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "core/threads.h"
 #include "core/timeline.h"
 #include "workers/protocol.h"
 #include "workers/spread.h"
@@ -68,11 +67,6 @@ struct WorkerOptions {
   bool in_order = false, by_lane = false;
 };
 
-// Relaxed throughout: counts, which order nothing.
-struct SharedCounters {
-  std::atomic<std::int64_t> calls{0}, errors{0}, bytes{0}, python_ns{0};
-};
-
 class WorkerCallee final : public GateCallee, public std::enable_shared_from_this<WorkerCallee> {
  public:
   // `start()` gives the WorkerPool, `describe(spec, cast)` the bytes that define a call site for a
@@ -98,7 +92,7 @@ class WorkerCallee final : public GateCallee, public std::enable_shared_from_thi
   std::shared_ptr<HeldDefinition> definition;
 };
 
-// What Python chooses for a call that it makes itself.
+// The choices of Python for a call that it makes itself.
 struct Chosen {
   std::int64_t first_lane = 0;
   std::span<const std::uint64_t> placed;
@@ -108,10 +102,9 @@ struct Chosen {
   std::int64_t* failed = nullptr;  // gets the lane that raised, or -1
 };
 
-class WorkerSite final : public Site {
+class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
  public:
-  WorkerSite(std::shared_ptr<WorkerCallee> callee, SiteSpec spec)
-      : callee_(std::move(callee)), spec_(std::move(spec)) {}
+  using GateSite::GateSite;
 
   // Has the definitions made that workers need, and the pool, once. Under the GIL; throws a Python
   // exception.
@@ -127,25 +120,22 @@ class WorkerSite final : public Site {
       callee_->pool = nb::cast<const PoolHandle&>(started).pool;
       callee_->definition = std::make_shared<HeldDefinition>(callee_->pool, 0, bytes_in(described));
     }
-    const bool cast = !spec_.held.text("cast").empty();
-    nb::object described = given(
-        call_python(callee_->describe.get(), "sO", spec_.spec.c_str(), cast ? Py_True : Py_False));
+    nb::object described = given(call_python(callee_->describe.get(), "sO", spec_.spec.c_str(),
+                                             casts() ? Py_True : Py_False));
     if (prepared_.load(std::memory_order_relaxed)) return;  // another thread's, meanwhile
     gate_ = callee_->definition;
     site_ = std::make_unique<HeldDefinition>(callee_->pool, gate_->get().id, bytes_in(described));
     prepared_.store(true, std::memory_order_release);  // who sees it sees both definitions
   }
 
-  void run(const Call& call) override {
-    watched_for_stalls(callee_, call, [&] {
-      if (is_taping() || !prepared_.load(std::memory_order_acquire))  // see prepare()
-        return run_under_gil(call);
-      try {
-        run_counted(call, spec_.lanes, {});
-      } catch (const WorkerFailure& why) {
-        rethrow(why, call);
-      }
-    });
+  void run_watched(const Call& call) {
+    if (is_taping() || !prepared_.load(std::memory_order_acquire))  // see prepare()
+      return run_under_gil(call);
+    try {
+      run_in_workers(call, spec_.lanes, {});
+    } catch (const WorkerFailure& why) {
+      rethrow(why, call);
+    }
   }
 
   // A call of Python's, which has the GIL; raises what it fails with.
@@ -163,7 +153,7 @@ class WorkerSite final : public Site {
     std::optional<WorkerFailure> failure;
     without_gil([&] {
       try {
-        run_counted(call, lanes, chosen);
+        run_in_workers(call, lanes, chosen);
       } catch (const WorkerFailure& why) {
         failure = why;
       }
@@ -173,9 +163,7 @@ class WorkerSite final : public Site {
 
   // A call that Python has to do with before workers have, if they have at all.
   void run_under_gil(const Call& call) {
-    std::optional<LanesOfCall> of_call;
-    if (!spec_.lanes.empty())
-      of_call.emplace(spec_.lanes, call.operands, call.results, call.context.lane);
+    const std::optional<LanesOfCall> of_call = lanes_of(call);
     const LanesOfCall* lanes = of_call ? &*of_call : nullptr;
     const Lanes none;
     std::optional<WorkerFailure> failed;
@@ -184,7 +172,7 @@ class WorkerSite final : public Site {
       const Lanes* own = of_part == nullptr ? nullptr : &**of_part;
       Chosen chosen;
       chosen.first_lane = lane;
-      // A part's first lane is that of the whole call: run_counted() adds its own part's.
+      // A part's first lane is that of the whole call: run_in_workers() adds its own part's.
       if (lanes != nullptr)
         chosen.first_lane += lanes_before(&**lanes, call) - lanes_before(own, call);
       failed = run_without_gil(part, own == nullptr ? none : *own, chosen);
@@ -193,14 +181,11 @@ class WorkerSite final : public Site {
       throw exception_of(*failed, part);
     };
     GilScope gil;
-    auto raised = raised_by([&] {
-      if (!is_taping()) return make(call, lanes, 0);
-      lanes_on_tape(callee_->name(), spec_, call, lanes, make);
-    });
+    auto raised = raised_by([&] { make_lanes(call, lanes, make); });
     if (raised) throw error_of(*raised, call, failed);
   }
 
-  void run_counted(const Call& call, const Lanes& lanes, const Chosen& chosen) {
+  void run_in_workers(const Call& call, const Lanes& lanes, const Chosen& chosen) {
     const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
     const auto begin = std::chrono::steady_clock::now();
     callee_->counters.bytes.fetch_add(nbytes(call), std::memory_order_relaxed);
@@ -214,8 +199,8 @@ class WorkerSite final : public Site {
     const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
     callee_->counters.python_ns.fetch_add(took.count(), std::memory_order_relaxed);
     if (Timeline::on())
-      Timeline::add("workers", callee_->name(),
-                    std::chrono::nanoseconds(begin.time_since_epoch()).count(), 0, took.count());
+      Timeline::add("workers", name(), std::chrono::nanoseconds(begin.time_since_epoch()).count(),
+                    0, took.count());
   }
 
   void spread_call(const Call& call, const Lanes& levels, const Chosen& chosen) {
@@ -240,7 +225,7 @@ class WorkerSite final : public Site {
   }
 
   [[noreturn]] void rethrow(const WorkerFailure& why, const Call& call) const {
-    if (why.kind == WorkerFailure::Kind::kInterrupted) throw interrupted(callee_->name());
+    if (why.kind == WorkerFailure::Kind::kInterrupted) throw interrupted(name());
     GilScope gil;
     throw error_of(exception_of(why, call), call, why);
   }
@@ -265,14 +250,13 @@ class WorkerSite final : public Site {
     if (!why || why->kind != WorkerFailure::Kind::kOverdue) {
       const std::int64_t lane = why && !spec_.lanes.empty() ? failed_lane(*why) : -1;
       return failure_of(
-          raised, callee_->name(), spec_, call.context,
+          raised, name(), spec_, call.context,
           lane < 0 ? ""
                    : LanesOfCall(spec_.lanes, call.operands, call.results, call.context.lane)
                          .name(lane));
     }
-    return Error::verbatim(
-        ErrorCode::kDeadlineExceeded,
-        failure_text(raised, callee_->name(), spec_.site, spec_.layout, call.context));
+    return Error::verbatim(ErrorCode::kDeadlineExceeded,
+                           failure_text(raised, name(), spec_.site, spec_.layout, call.context));
   }
 
   // The exception that stands for a failure. Under the GIL.
@@ -289,8 +273,6 @@ class WorkerSite final : public Site {
     return nb::python_error();
   }
 
-  std::shared_ptr<WorkerCallee> callee_;
-  SiteSpec spec_;
   std::atomic<bool> prepared_{false};
   std::shared_ptr<HeldDefinition> gate_;
   std::unique_ptr<HeldDefinition> site_;

@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -14,6 +13,7 @@
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/workers/lanes.h"
 #include "bindings/workers/site.h"
 
@@ -74,15 +74,6 @@ std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, CallLanes& lanes,
   return ran_on;
 }
 
-nb::dict stats_of_workers(const WorkerHandle& handle) {
-  const SharedCounters& kept = handle.callee->counters;
-  auto now = [](const std::atomic<std::int64_t>& count) {
-    return count.load(std::memory_order_relaxed);
-  };
-  return dict_of("calls", now(kept.calls), "errors", now(kept.errors), "bytes", now(kept.bytes),
-                 "python_ns", now(kept.python_ns), "gil_wait_ns", 0);
-}
-
 }  // namespace
 
 void bind_workers(nb::module_& module) {
@@ -125,7 +116,7 @@ void bind_workers(nb::module_& module) {
             without_gil([&] { h.pool->shut_down(seconds_of(seconds)); });
           },
           nb::arg("seconds"), "Ends the workers; what they run has so long to end by itself.");
-  bind_handle<WorkerHandle>(module, "WorkerCallee",
+  bind_callee<WorkerHandle>(module, "WorkerCallee",
                             "The runtime's handle on a callable of worker processes, by name.")
       .def(
           "__init__",
@@ -141,8 +132,7 @@ void bind_workers(nb::module_& module) {
           nb::arg("timeout"), nb::arg("loading"), nb::arg("retries"), nb::arg("in_order"),
           nb::arg("by_lane"))
       .def("site", &site_of_python, nb::arg("spec"), nb::arg("cast"),
-           "A call site, for calls that Python makes.")
-      .def("stats", &stats_of_workers);
+           "A call site, for calls that Python makes.");
   nb::class_<SiteOfPython>(module, "WorkerSite", "A call site of workers, as Python calls it.")
       .def("run", &run_arrays, nb::arg("operands"), nb::arg("results"), nb::arg("lane"),
            nb::arg("interrupts"),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What sinks make of the leaves of a record: their names in files, and their elements as C++
+// The leaves of a record as sinks have them: their names in files, and their elements as C++
 // values. Any thread; nothing is owned.
 //
 // A leaf is called "loss" for a lone leaf of the tap "loss", else "loss/w/0"; of a tangent or
@@ -11,18 +11,15 @@
 // first element in a byte's low bits, as XLA has them) to 64 bits.
 #pragma once
 
-#include <algorithm>
 #include <complex>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "callgate/small_floats.h"
@@ -41,61 +38,7 @@ struct LeafPart {
 };
 
 // That of a leaf; nothing where the program ran on one device, or it is not known.
-inline std::optional<LeafPart> part_of(const Record& record, std::size_t leaf) {
-  const Source& source = *record.source;
-  const std::int64_t shard = record.shard();
-  if (shard < 0 || leaf >= source.parts.size()) return std::nullopt;
-  const Parts& parts = source.parts[leaf];
-  const std::vector<std::int64_t>& dims = source.leaves[leaf].dims;
-  const std::size_t rank = parts.whole.size();
-  LeafPart part{parts.whole, std::vector<std::int64_t>(rank), {}};
-  if (rank > dims.size()) return std::nullopt;
-  if (rank != 0) {
-    if (static_cast<std::size_t>(shard) >= parts.starts.size()) return std::nullopt;
-    part.begin = parts.starts[static_cast<std::size_t>(shard)];
-  }
-  for (std::size_t axis = 0; axis < rank; ++axis)
-    part.end.push_back(part.begin[axis] + dims[dims.size() - rank + axis]);
-  return part;
-}
-
-// The text of the Python string literal at the start of `text`, which loses it. Of the escapes
-// those of the quote, the backslash and the common control characters are undone.
-inline std::string take_path_literal(std::string_view& text) {
-  constexpr std::string_view kWritten = "ntr\\'\"", kMeant = "\n\t\r\\'\"";
-  const char quote = text.front();
-  std::string out;
-  std::size_t i = 1;
-  for (; i < text.size() && text[i] != quote; ++i) {
-    const bool escapes = text[i] == '\\' && i + 1 < text.size();
-    const std::size_t escape = escapes ? kWritten.find(text[i + 1]) : std::string_view::npos;
-    out += escape == std::string_view::npos ? text[i] : kMeant[escape];
-    if (escape != std::string_view::npos) ++i;
-  }
-  text.remove_prefix(std::min(i + 1, text.size()));
-  return out;
-}
-
-// The text before the first of `ends`, taken off `text`.
-inline std::string take_path_until(std::string_view& text, const char* ends) {
-  std::string out(text.substr(0, text.find_first_of(ends)));
-  text.remove_prefix(out.size());
-  return out;
-}
-
-// One key of the path: "['w']", "[0]", "[<flat index 0>]" or ".x".
-inline std::string take_path_key(std::string_view& path) {
-  constexpr std::string_view kFlat = "<flat index ";
-  const char first = path.front();
-  if (first != '[' && first != '.') return take_path_until(path, "");
-  path.remove_prefix(1);
-  if (first == '.') return take_path_until(path, ".[");
-  if (path.starts_with(kFlat)) path.remove_prefix(kFlat.size());
-  const bool quoted = path.starts_with('\'') || path.starts_with('"');
-  std::string key = quoted ? take_path_literal(path) : take_path_until(path, ">]");
-  path.remove_prefix(std::min(path.size(), path.find(']') + 1));
-  return key;
-}
+std::optional<LeafPart> part_of(const Record& record, std::size_t leaf);
 
 // Elements are read with memcpy: a lane of a record starts wherever the lane before it ends.
 template <typename Stored, typename As, typename Visit>
@@ -118,32 +61,10 @@ void each_packed(const ArrayView& view, Visit&& visit) {
 }
 
 // A leaf's path without the marks of its container's type: "w/0/x" of "['w'][0].x".
-inline std::string plain_path(std::string_view path) {
-  std::string out;
-  while (!path.empty()) {
-    if (!out.empty()) out += '/';
-    out += take_path_key(path);
-  }
-  return out;
-}
+std::string plain_path(std::string_view path);
 
 // Throws Error where two leaves of a tap would have one name: {"a/b": x, "a": {"b": y}}.
-inline void check_names(const std::string& sink, const Source& source) {
-  std::set<std::string> seen;
-  for (std::size_t i = 0; i < source.values(); ++i) {
-    std::string path = plain_path(source.leaves[i].path);
-    if (seen.insert(path).second) continue;
-    throw Error(sink + ", tap '" + source.name + "'", "leaves with names of their own",
-                "two leaves '" + path + "'");
-  }
-}
-
-inline std::string column_name(const Source& source, const LeafType& leaf) {
-  std::string name = source.name;
-  if (source.role != Role::kPrimal) (name += ':') += role_name(source.role);
-  if (!leaf.path.empty()) (name += '/') += plain_path(leaf.path);
-  return name;
-}
+void check_names(const std::string& sink, const Source& source);
 
 // The sources that a sink knows, by Source::id: for one that keeps something for each leaf by name.
 class NamedSources {
@@ -154,19 +75,7 @@ class NamedSources {
   };
 
   // Throws Error where another tap has one of the names: {"b": x} of 'a', and the tap 'a/b'.
-  Named& of(const std::string& sink, const Source& source) {
-    if (auto found = known_.find(source.id); found != known_.end()) return found->second;
-    check_names(sink, source);
-    std::vector<std::string> names;
-    for (std::size_t i = 0; i < source.values(); ++i) {
-      const std::string& name = names.emplace_back(column_name(source, source.leaves[i]));
-      const std::string& owner = owners_.try_emplace(name, source.name).first->second;
-      if (owner == source.name) continue;
-      throw Error(sink, std::string("'").append(name).append("' of the tap '").append(owner) + "'",
-                  "that of the tap '" + source.name + "'");
-    }
-    return known_.try_emplace(source.id, RecordViews(source), std::move(names)).first->second;
-  }
+  Named& of(const std::string& sink, const Source& source);
 
  private:
   std::unordered_map<std::uint64_t, Named> known_;

@@ -2,15 +2,11 @@
 // The header of a .npy file, written and read, and NumPy's names of XLA's element types.
 #pragma once
 
-#include <algorithm>
-#include <bit>
-#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <vector>
 
 #include "core/array_view.h"
@@ -19,23 +15,12 @@
 namespace callgate {
 
 // True where a column holds the elements as they are in memory.
-inline bool npy_stores_as_is(DType dtype) noexcept {
-  const std::string_view text = name(dtype);
-  return bits(dtype) >= 8 && !text.starts_with("float8") && !text.starts_with("bfloat");
-}
+bool npy_stores_as_is(DType dtype) noexcept;
 
-// NumPy's name of a column's element type: "<f4". What NumPy lacks is stored as its smallest that
-// holds all values: float32 for bfloat16 and smaller floats, int8 and uint8 for packed integers.
-inline std::string npy_descr(DType dtype) {
-  const std::string_view text = name(dtype);
-  const char first = text.front();
-  const char kind =
-      text.starts_with("bool") || first == 'i' || first == 'u' || first == 'c' ? first : 'f';
-  int bytes = bits(dtype) / 8;
-  if (!npy_stores_as_is(dtype)) bytes = kind == 'f' ? 4 : 1;
-  constexpr char kOrder = std::endian::native == std::endian::little ? '<' : '>';
-  return std::string(1, bytes == 1 ? '|' : kOrder) + kind + std::to_string(bytes);
-}
+// NumPy's name of a column's element type: "<f4". A type that NumPy lacks is stored as its smallest
+// that holds all values: float32 for bfloat16 and smaller floats, int8 and uint8 for packed
+// integers.
+std::string npy_descr(DType dtype);
 
 // The header of a file, version 1.0, whose first axis grows: a magic, the length of a Python dict's
 // text in two bytes, the text.
@@ -51,78 +36,17 @@ struct NpyHeader {
 
   // The text, padded to `bytes`, or, where that is 0, to a multiple of 64 with room for any number
   // of rows. Throws Error where `bytes` is too few.
-  std::string text() const {
-    constexpr std::size_t kAlignment = 64, kRowDigits = 20;  // of the greatest number of rows
-    std::string shape = std::to_string(rows) + ",";
-    for (std::int64_t extent : row) ((shape += ' ') += std::to_string(extent)) += ',';
-    if (!row.empty()) shape.pop_back();  // only a tuple of one needs the comma
-    const std::string type = descr.starts_with('[') ? descr : "'" + descr + "'";
-    std::string dict =
-        "{'descr': " + type + ", 'fortran_order': False, 'shape': (" + shape + "), }";
-    const std::size_t least = kPrefix + dict.size() + 1;
-    const std::size_t roomy = (least + kRowDigits + kAlignment - 1) / kAlignment * kAlignment;
-    const std::size_t total = bytes == 0 ? roomy : bytes;
-    if (total < least || total > kLimit)
-      throw Error("a .npy header", std::to_string(total) + " bytes", dict);
-    dict.resize(total - kPrefix - 1, ' ');
-    const std::size_t length = dict.size() + 1;
-    std::string out(kMagic);
-    out += static_cast<char>(length & 0xff);
-    out += static_cast<char>(length >> 8);
-    return out + dict + '\n';
-  }
+  std::string text() const;
 
-  // Of the start of a file; throws Error naming `path` unless a growing C-ordered array is there.
-  static NpyHeader parse(std::string_view file, const std::string& path) {
-    auto error = [&](const std::string& got) {
-      return Error("the sink Npy cannot append to '" + path + "'",
-                   "a .npy file of version 1.0, in C order, with a first axis", got);
-    };
-    if (!file.starts_with(kMagic) || file.size() < kPrefix) throw error("another kind of file");
-    auto byte = [&](std::size_t at) { return std::size_t{static_cast<unsigned char>(file[at])}; };
-    NpyHeader header;
-    header.bytes = kPrefix + byte(8) + 256 * byte(9);
-    if (file.size() < header.bytes) throw error("a file that ends in its header");
-    const std::string_view dict = file.substr(kPrefix, header.bytes - kPrefix);
-    const std::string_view descr = value_of(dict, "'descr'");
-    const auto shape = parse_shape(value_of(dict, "'shape'"));
-    const bool has_fields = descr.starts_with("[(") && descr.find(']') != std::string_view::npos;
-    if ((!descr.starts_with('\'') && !has_fields) ||
-        !value_of(dict, "'fortran_order'").starts_with("False") || !shape || shape->empty())
-      throw error(std::string(dict.substr(0, dict.find_last_not_of(" \n") + 1)));
-    header.descr = has_fields ? descr.substr(0, descr.find(']') + 1)
-                              : descr.substr(1, descr.find('\'', 1) - 1);
-    header.rows = static_cast<std::uint64_t>(shape->front());
-    header.row.assign(shape->begin() + 1, shape->end());
-    return header;
-  }
+  // Reads the start of a file; throws Error naming `path` unless it is a growing C-ordered array.
+  static NpyHeader parse(std::string_view file, const std::string& path);
 
  private:
   static constexpr std::string_view kMagic{"\x93NUMPY\x01\x00", 8};
   static constexpr std::size_t kPrefix = 10;  // the magic and the length
 
-  // What follows `key`, a colon and a space in the dict's text; "" where it is not there.
-  static std::string_view value_of(std::string_view text, std::string_view key) {
-    std::size_t at = text.find(key);
-    if (at == std::string_view::npos) return {};
-    at = text.find_first_not_of(": ", at + key.size());
-    return at == std::string_view::npos ? std::string_view() : text.substr(at);
-  }
-
-  // The numbers of "(3, 4)"; nothing for anything else.
-  static std::optional<std::vector<std::int64_t>> parse_shape(std::string_view text) {
-    if (!text.starts_with('(')) return std::nullopt;
-    std::vector<std::int64_t> shape;
-    for (text.remove_prefix(1); !text.starts_with(')');) {
-      std::int64_t extent = 0;
-      auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), extent);
-      if (error != std::errc() || extent < 0) return std::nullopt;
-      shape.push_back(extent);
-      text.remove_prefix(static_cast<std::size_t>(end - text.data()));
-      text.remove_prefix(std::min(text.find_first_not_of(", "), text.size()));
-    }
-    return shape;
-  }
+  // The text behind `key`, a colon and a space in the dict's text; "" if it is not there.
+  static std::string_view value_of(std::string_view text, std::string_view key);
 };
 
 }  // namespace callgate

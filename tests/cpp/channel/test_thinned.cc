@@ -52,5 +52,22 @@ TEST(Thinned, AClockThatWasAheadHoldsNothingUp) {
   EXPECT_GE(passed(offsets), 5U);
 }
 
+TEST(Thinned, AHighRateLetsAllRecordsThroughThoughTwoReadingsOfTheClocksDiffer) {
+  auto counted = std::make_shared<Counted>();
+  std::int64_t wall = wall_time_ns(), jitter = 0;
+  Thinned thinned(counted, 1, /*rate=*/1e15, [&] {
+    jitter = 5'000 - jitter;  // ns, in every second batch
+    return ClockTimes{wall, wall - 1000 * kSecond + jitter};
+  });
+  FakeTap tap("x", DType::kS32, {});
+  for (int batch = 0; batch < 10; ++batch) {
+    Record first = tap.record({bytes_of(std::vector{1})}), second = first;
+    first.time_ns = wall + 1'000;
+    second.time_ns = wall += 2'000;
+    thinned.consume(std::vector{first, second});
+  }
+  EXPECT_EQ(counted->count, 20U);
+}
+
 }  // namespace
 }  // namespace callgate

@@ -16,6 +16,7 @@
 
 #include "allocations.h"
 #include "callgate/stream.h"
+#include "cells/progress.h"
 #include "channel/channel.h"
 #include "channel/outfeed_2020.h"
 #include "channel/sinks/npy.h"
@@ -26,7 +27,6 @@
 #include "channel_fixtures.h"
 #include "core/attributes.h"
 #include "core/call.h"
-#include "core/progress.h"
 #include "core/threads.h"
 #include "cuda/launch.h"
 #include "fake_attributes.h"

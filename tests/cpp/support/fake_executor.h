@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/kernel_frame.h"
+#include "kernels/kernel_frame.h"
 
 namespace callgate::fake {
 

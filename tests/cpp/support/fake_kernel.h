@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/kernel.h"
+#include "kernels/kernel.h"
 #include "outcome.h"
 
 namespace callgate::fake {

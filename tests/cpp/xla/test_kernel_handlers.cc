@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "core/call.h"
-#include "core/kernel_debug.h"
 #include "fake_callee.h"
 #include "fake_kernel.h"
 #include "fake_xla.h"
+#include "kernels/kernel_debug.h"
 
 namespace callgate {
 namespace {

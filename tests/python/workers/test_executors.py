@@ -54,6 +54,13 @@ def test_transformations_agree_with_jax(executor: Any) -> None:
   assert_chains_agree(random.Random(3).sample(PAIRS, 4), "ordered", make)
 
 
+def test_a_gates_time_is_in_its_statistics() -> None:
+  with concurrent.futures.ThreadPoolExecutor(1) as threads, cg.config(timing=True):
+    gate = cg.gate(lambda x: x, out=lambda x: x, run_on=threads)
+    jax.block_until_ready(jax.jit(gate)(1.0))
+    assert cg.stats()[gate.name]["python_seconds"] > 0
+
+
 @pytest.mark.parametrize("lanes", [0, 1, 2, 33])
 def test_lanes_come_back_in_their_places(lanes: int, executor: Any) -> None:
   gate = cg.gate(lambda x, y: (x + y, -x), out=lambda x, y: (x, x), run_on=executor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of tvm_ffi as kernels; src/core/tvm_ffi.h makes the calls.
+"""Functions of tvm_ffi as kernels; src/kernels/tvm_ffi.h makes the calls.
 
 The library is asked once for its version, and for the addresses of four functions of its C ABI.
 """
@@ -26,7 +26,7 @@ from callgate._kernel.peers.options import PeerOptions
 from callgate._kernel.variants import CallTypes, Function, Given, Static
 from callgate._runtime import targets
 
-_VERSION = (0, 1)  # of the ABI that src/core/tvm_ffi.h describes
+_VERSION = (0, 1)  # of the ABI that src/kernels/tvm_ffi.h describes
 _NUMBERS = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.float64)}
 _ATTRIBUTE = "attrs."
 

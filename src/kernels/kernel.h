@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// Native functions that compiled programs call: no Python and no allocation on the way, and no lock
+// but the turn of a kernel that is not thread-safe.
+//
+// A kernel is a function (include/callgate/kernel_abi.h) with a description of its parameters.
+// Which arrays and attributes belong to which is worked out once a call site, so that a call fills
+// in six pointers and jumps.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "callgate/kernel_abi.h"
+#include "core/attributes.h"
+#include "core/call.h"
+#include "core/error.h"
+#include "core/lifetime.h"
+#include "core/threads.h"
+#include "kernels/kernel_debug.h"
+#include "kernels/kernel_frame.h"
+
+namespace callgate {
+
+// Calls that must not run at once: those of a kernel that doesn't say that it is thread-safe, and
+// of all such kernels of one shared library, whose functions may share what they keep. A call has
+// its turn from before its first lane to behind its last one. It may call others of the
+// same turn on its own thread; on other threads these would wait for it for ever. Nobody waits for
+// a turn with the GIL, which the kernel that has it may need.
+class KernelTurn : public std::enable_shared_from_this<KernelTurn> {
+ public:
+  using Hold = std::unique_lock<std::recursive_mutex>;
+  // Waits for it. In a fork's child it is another one: who had it may be a thread of the parent.
+  [[nodiscard]] Hold take() { return Hold(mutexes_[process_.here() ? 0 : 1]); }
+
+ private:
+  OfProcess process_;
+  std::array<std::recursive_mutex, 2> mutexes_;
+};
+
+// The turn of the kernels whose code is in this address's library; null for none. Any thread.
+std::shared_ptr<KernelTurn> turn_of_library(const void* address);
+
+// A kernel as it was defined.
+struct KernelInfo {
+  std::string name;
+  callgate_function function = nullptr;
+  void* user_data = nullptr;
+  std::vector<callgate_parameter> parameters;
+  std::vector<std::string> parameter_names;  // one each, or none
+  // Calls, and lanes of a vmap, may run on several threads at once. Otherwise a call waits for its
+  // turn, which kernels may share; without one given the kernel has its own.
+  bool thread_safe = false;
+  bool repeatable = false;  // no effects: it may run twice with the same arrays
+  bool on_stream = false;   // it takes a GPU's arrays, too, and works on the frame's stream there
+  std::shared_ptr<KernelTurn> turn;
+};
+
+// The text that a program holds to know its kernel by: "In<float32,1>,float32,Out<float32,*>".
+std::string signature(const KernelInfo& kernel);
+
+// A parameter as messages name it: "'x'", or "2".
+std::string parameter_name(const KernelInfo& kernel, std::size_t index);
+
+// The parts between commas, without the spaces around them; empty ones are left out.
+std::vector<std::string> split(std::string_view text);
+
+// The kernels that a shared library exports, in order of definition. `table` is its function
+// callgate_kernels. Throws Error for a library of another binary interface.
+std::vector<KernelInfo> exported_kernels(const std::string& library,
+                                         const callgate_kernel* (*table)());
+
+// One call of a kernel, as its program describes it.
+struct KernelSpec {
+  std::string signature;  // as signature() gave it when the program was traced; "" to skip
+  std::string site;
+  std::vector<std::int64_t> groups;  // arrays of each variadic parameter, in order
+  Lanes lanes;
+  Attributes attributes;
+};
+
+class KernelCallee final : public KernelCalleeBase,
+                           public std::enable_shared_from_this<KernelCallee> {
+ public:
+  KernelCallee(KernelInfo info, Describe describe, std::shared_ptr<void> keep = nullptr);
+
+  // Throws Error where spec and kernel don't fit.
+  std::unique_ptr<class KernelSite> bind(KernelSpec spec);
+  const std::string& name() const noexcept override { return info_.name; }
+  const KernelInfo& info() const noexcept { return info_; }
+
+ private:
+  KernelInfo info_;
+  std::shared_ptr<void> keep_;  // what the function needs to stay loaded
+};
+
+static_assert(sizeof(callgate_array) == sizeof(ArrayView));
+static_assert(offsetof(callgate_array, data) == offsetof(ArrayView, data));
+static_assert(offsetof(callgate_array, dims) == offsetof(ArrayView, dims));
+static_assert(offsetof(callgate_array, rank) == offsetof(ArrayView, rank));
+static_assert(offsetof(callgate_array, dtype) == offsetof(ArrayView, dtype));
+
+// Calls on several threads; see parallel_for.
+class KernelSite : Immovable {
+ public:
+  KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec);
+
+  // Throws Error where the call fails.
+  void run(const Call& call, Executor* executor) {
+    // A program that was made by hand, or damaged: a kernel would read what is not there.
+    if (call.operands.size() != labels_.operands.size() ||
+        call.results.size() != labels_.results.size()) [[unlikely]] {
+      auto text = [](const auto& arrays) {
+        return std::to_string(arrays.operands.size()) + " operands and " +
+               std::to_string(arrays.results.size()) + " results";
+      };
+      fail("expected " + text(labels_) + ", got " + text(call));
+    }
+    std::int64_t delay = kernel_stall_ns.load(std::memory_order_relaxed);
+    if (delay != 0) [[unlikely]]
+      return run_reported(call, executor, std::chrono::nanoseconds(delay));
+    if (info_.thread_safe) return run_lanes(call, executor);
+    KernelTurn::Hold turn = info_.turn->take();
+    run_lanes(call, executor);
+  }
+
+  KernelCallee& callee() const noexcept { return *callee_; }
+
+ private:
+  const callgate_attribute& attribute_of(std::size_t index) const;
+
+  // Also says of a call that it waits for its turn.
+  void run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay);
+
+  void run_lanes(const Call& call, Executor* executor) {
+    if (lanes_.empty()) [[likely]]
+      return run_lane(call, executor);
+    run_each_lane(call, executor);
+  }
+
+  void run_each_lane(const Call& call, Executor* executor);
+
+  // One of `lanes`.
+  void run_lane(const Call& call, Executor* executor, std::int64_t lanes = 1) {
+    // The modes read and copy arrays, which are a GPU's where there is a stream.
+    if (!any_kernel_mode() || call.context.stream != nullptr) [[likely]]
+      return invoke(call, executor, /*scratch=*/nullptr);
+    run_in_modes(call, executor, lanes);
+  }
+
+  void run_in_modes(const Call& call, Executor* executor, std::int64_t lanes);
+
+  void invoke(const Call& call, Executor* executor, ScratchSource* scratch) {
+    callgate_call filled = bound_;
+    filled.operands = reinterpret_cast<const callgate_array*>(call.operands.data());
+    filled.results = reinterpret_cast<const callgate_array*>(call.results.data());
+    KernelFrame frame(filled, executor, scratch, call.context);
+    if (info_.function(&frame) != 0) [[unlikely]]
+      fail(frame.message());
+  }
+
+  [[noreturn]] void fail(const std::string& message) const;
+
+  std::shared_ptr<KernelCallee> callee_;
+  const KernelInfo& info_;  // the callee's
+  std::string site_;
+  Lanes lanes_;
+  Attributes attributes_;
+  std::vector<callgate_attribute> ordered_;  // the attributes, by parameter
+  std::vector<std::int32_t> starts_, counts_;
+  callgate_call bound_{};  // what is the same in every call
+  KernelLabels labels_;
+};
+
+}  // namespace callgate

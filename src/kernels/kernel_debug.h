@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// Modes that find a kernel's faults. All are off by default, which costs one relaxed load a call.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/call.h"
+#include "core/lifetime.h"
+
+namespace callgate {
+
+enum class KernelMode : std::uint32_t { kCheckMemory = 1, kCrashReport = 2 };
+
+// Relaxed throughout: a call that starts while a mode changes may see either.
+inline constinit std::atomic<std::uint32_t> kernel_modes{0};
+// After this long a call is reported on stderr, and goes on; 0 for never.
+inline constinit std::atomic<std::int64_t> kernel_stall_ns{0};
+
+inline bool any_kernel_mode() noexcept { return kernel_modes.load(std::memory_order_relaxed) != 0; }
+inline bool kernel_mode(KernelMode mode) noexcept {
+  return (kernel_modes.load(std::memory_order_relaxed) & static_cast<std::uint32_t>(mode)) != 0;
+}
+inline void set_kernel_mode(KernelMode mode, bool on) noexcept {
+  auto bit = static_cast<std::uint32_t>(mode);
+  if (on) kernel_modes.fetch_or(bit, std::memory_order_relaxed);
+  if (!on) kernel_modes.fetch_and(~bit, std::memory_order_relaxed);
+}
+
+// A call site's names of its kernel's arrays.
+struct KernelLabels {
+  std::vector<std::string> operands, results;  // as messages name them: "'x'", "'xs'[1]", or "2"
+  std::vector<std::uint8_t> updated;           // 1 for a result that starts as an operand's value
+};
+
+// --- Crash reports: which kernel a crashing thread runs ------------------------------------------
+
+// One call of a kernel, on its stack: a signal handler prints it with write(2) alone, then leaves
+// the signal to whoever handled it before. All that it points to lives as long as the call.
+struct KernelRecord {
+  const char* kernel = "";
+  const char* site = "";   // where the call was traced; "" when unknown
+  std::int64_t lanes = 1;  // of a vmap, of which this call is one
+  const KernelLabels& labels;
+  const Call& call;
+};
+
+// The call that this thread runs; null while the report is off.
+const KernelRecord* running_kernel() noexcept;
+
+// Says that this thread runs a call, for as long as the object lives.
+class RunningKernel : Immovable {
+ public:
+  explicit RunningKernel(const KernelRecord* record) noexcept;
+  ~RunningKernel();
+
+ private:
+  const KernelRecord* before_;
+  std::size_t slot_ = 0;
+};
+
+// Installs the signal handlers, or puts those of before back. Not by two threads at once.
+void set_crash_report(bool on);
+
+// --- Memory checks -------------------------------------------------------------------------------
+//
+// A checked call runs its kernel on copies of its arrays, up to three times. Each copy lies between
+// two guards. Results, scratch memory and guards are filled with patterns that kernels hardly ever
+// write, guards with one of their own for each array. It finds:
+//
+//   - a byte of a guard has changed: a write before or after an array;
+//   - an operand has changed that is no result as well;
+//   - an element of a result still has the pattern. In one run that may be its value by chance, so
+//     a kernel without effects runs again with another pattern. One with effects runs once, and its
+//     results of types without room for a rare value (small integers, bool) are not looked at;
+//   - the results differ with the pattern, and not from run to run: the kernel has read what nobody
+//     wrote, in its results, in scratch memory or beyond its arrays.
+//
+// XLA's own memory is written once, when all is well.
+
+// Takes the place of a call's scratch memory, to see what becomes of it.
+class ScratchSource {
+ public:
+  virtual ~ScratchSource() = default;
+  virtual void* take(std::size_t bytes, std::size_t alignment) noexcept = 0;
+};
+
+// Runs the kernel by `run`, which gets the copies and the source of scratch memory; `repeatable`:
+// it has no effects. The message of what was found, "" when nothing was. An exception of `run`
+// comes out of it, and nothing is looked at.
+std::string check_memory(const KernelLabels& labels, bool repeatable, const Call& call,
+                         const std::function<void(const Call&, ScratchSource*)>& run);
+
+}  // namespace callgate
