@@ -3,7 +3,8 @@
 
     python tests/check_layers.py [ROOT]
 
-The order is core <- {cells, kernels, channel, cuda, workers} <- xla <- bindings <- python (docs/design.md, Layers).
+The order is core <- {cells, kernels, channel, cuda, workers} <- xla <- bindings <- python
+(docs/design.md, Layers).
 Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on its #include lines:
 
 - a layer includes itself and the layers below it, by their path from src/ ("core/array_view.h");

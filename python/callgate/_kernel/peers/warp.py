@@ -2,7 +2,8 @@
 """Kernels of Warp, for the CPU and for CUDA: compiled by Warp, called and launched by callgate.
 
 A call's arguments are worked out when it is lowered, for the shapes of its arrays: for CUDA
-as a launch plan, and for the CPU as a block of bytes in the same form (src/kernels/packed_kernel.h).
+as a launch plan, and for the CPU as a block of bytes in the same form
+(src/kernels/packed_kernel.h).
 """
 
 from __future__ import annotations
