@@ -72,7 +72,9 @@ void count_up(std::atomic<std::uint64_t>& counter, std::uint64_t count) noexcept
 Channel::Channel(ChannelOptions options, OnError on_error)
     : options_(std::move(options)),
       on_error_(std::move(on_error)),
-      store_(options_.capacity, /*copies=*/options_.on_full == OnFull::kDropOld) {}
+      store_(options_.capacity, /*copies=*/options_.on_full == OnFull::kDropOld) {
+  any_.store(true, std::memory_order_relaxed);
+}
 
 Channel::~Channel() {
   drop_the_rest();

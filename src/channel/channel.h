@@ -166,7 +166,10 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   }
 
   // In a fork's child, which has no thread: every channel drops what is sent, and does not flush.
-  static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
+  // The child of a process without channels opens channels of its own.
+  static void abandon_all() noexcept {
+    if (any_.load(std::memory_order_relaxed)) abandoned_.store(true, std::memory_order_relaxed);
+  }
   // True if this is some channel's thread: consumers run here.
   static bool on_thread_of_any() noexcept { return delivers_here_; }
   static bool abandoned() noexcept {
@@ -249,6 +252,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   void finish();
 
   static inline std::atomic<Interrupted> interrupted_check_{nullptr};
+  static inline std::atomic<bool> any_{false};  // there is a channel, or was
   static inline std::atomic<bool> abandoned_{false};
 
   const std::uint64_t id_ = next_id<Channel>();

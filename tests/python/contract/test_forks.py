@@ -95,3 +95,27 @@ def test_a_process_with_programs_of_all_rows_under_way_ends_in_silence(
 ) -> None:
   assert process.stderr == ""
   assert process.returncode == 0
+
+
+def test_a_fork_s_child_of_a_process_without_channels_has_barriers_and_channels() -> None:
+  process = run_python(
+    """
+import os, warnings
+warnings.simplefilter("ignore")
+import jax
+import callgate as cg
+
+program = jax.jit(cg.gate(lambda x: x + 1, out=lambda x: x, effect="io"))
+program(1.0)
+cg.barrier()
+if child := os.fork():
+  print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+  value = program(2.0)
+  with cg.channel("of the child", to=[].append) as channel:
+    cg.barrier()
+    channel.flush()
+  os._exit(int(value))
+"""
+  )
+  assert (process.stdout, process.stderr) == ("3\n", "")
