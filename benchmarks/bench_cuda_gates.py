@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an on-device gate costs the host: calls of an empty body in a loop on a GPU.
+"""The host's cost of an on-device gate: calls of an empty body in a loop on a GPU.
 
 Nothing is enqueued, so that the program's time is the host's. "loop only" is the same loop around
 one addition, whose launch each contestant's loop also has where XLA copies the carry; it is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's launch costs: callgate's, a hand-written handler's, the driver's, and others'.
+"""The cost of a kernel's launch: callgate's, a hand-written handler's, the driver's, and others'.
 
 An empty kernel is launched again and again in one program: in a loop, which XLA runs launch by
 launch, and unrolled, which XLA records as CUDA graphs where the handler allows it. "cuLaunchKernel"

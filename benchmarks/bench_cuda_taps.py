@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tap costs a program on a GPU: of 4 bytes, and of 64 MiB beside work of the device.
+"""The cost of a tap on a GPU: of 4 bytes, and of 64 MiB beside work of the device.
 
 The loop of small taps is timed until the program is done, as in `bench_taps`. The large tap is in a
 program of matrix products that take about as long as its copy; the same program without the tap is

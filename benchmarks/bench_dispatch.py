@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an effect costs at dispatch: the time that `jit(f)(x)` takes to come back to Python.
+"""The cost of an effect at dispatch: the time that `jit(f)(x)` takes to come back to Python.
 
 JAX sends a program that reports an effect through its Python dispatch path; callgate keeps such
 programs on the C++ one, unless `callgate.config(fast_dispatch=False)` says otherwise. Every

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of 64 of Gymnasium's environments costs, in a compiled loop and from Python.
+"""The cost of a step of 64 of Gymnasium's environments, in a compiled loop and from Python.
 
 `callgate.envs` in a scan, in this process and on two workers, beside `SyncVectorEnv` and
 `AsyncVectorEnv` stepped from Python, and reached from a scan by an ordered `io_callback`. CartPole,

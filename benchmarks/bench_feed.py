@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an item of a host iterator costs in a compiled scan: a feed, and JAX's io_callback.
+"""The cost of a host iterator's item in a compiled scan: a feed, and JAX's io_callback.
 
-"cheap" items, and "scalar" ones, are there at once: the price of handing one over. Those of 1 MiB
+"cheap" items, and "scalar" ones, are there at once: the price of handing one over. Items of 1 MiB
 feed a step of about 0.2 ms, beside a Python loop that gives each to a compiled step by
 `jax.device_put`: a row is an item's time, the step's included. Beside them stand the step alone, on
 items that the device has, and the iterator alone: no way of feeding is faster than these. "work"

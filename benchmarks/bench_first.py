@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes before a program is fast: calls outside of programs, tracing, lowering, compiling.
+"""The time before a program is fast: calls outside of programs, tracing, lowering, compiling.
 
 An eager call is one of a function on an array, outside of any program, after the first. Compiling
 is measured on programs that nobody has seen: 100 calls of one function, beside 100 `jnp.sin`, and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a copy costs: the identity on f32[8,1024,1024] (32 MiB), through host code, 100 calls.
+"""The cost of a copy: the identity on f32[8,1024,1024] (32 MiB), through host code, 100 calls.
 
 Three ways of making the calls, because they cost different things:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `import callgate` adds to `import jax`, each in a fresh interpreter.
+"""The time that `import callgate` adds to `import jax`, each in a fresh interpreter.
 
 A child process imports jax, starts a clock, imports the package and prints the time; peers are
 measured alike. Bytecode is compiled by a first run that is not counted. Unit: milliseconds.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `callgate.install()` gives an unchanged program: JAX's own callbacks before and after it.
+"""JAX's own callbacks in an unchanged program, before and after `callgate.install()`.
 
 The same source (`jax.pure_callback` and `jax.experimental.io_callback` of the identity on an f32
 scalar, in a compiled loop) is compiled before `callgate.install()` and again after it, in one
-process; then both are run in interleaved rounds. Whether the callback got a `jax.Array`, as JAX
-gives it, is checked and stands in the notes. Unit: microseconds per call.
+process; then both are run in interleaved rounds. The notes say if the callback got a `jax.Array`,
+as JAX gives it. Unit: microseconds per call.
 """
 
 from __future__ import annotations

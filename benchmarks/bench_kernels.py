@@ -107,7 +107,7 @@ def run(options: harness.Options) -> harness.Report:
 
 
 def _bandwidths(report: harness.Report, size: int) -> dict[str, Any]:
-  """What a loop over three arrays of `size` floats moves, in GB/s."""
+  """The bytes that a loop over three arrays of `size` floats moves, in GB/s."""
   facts: dict[str, Any] = {}
   for name in (MEMCPY, SAXPY, SAXPY_THREADS, SAXPY_XLA, FUSED, FUSED_XLA):
     row = report.row(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays behind: growth of the process's resident memory over many calls, and over many gates.
+"""The memory that stays behind: a process's growth over many calls, and over many gates.
 
 Each scenario runs in its own process: it warms up, collects garbage, reads the resident set size,
 does its work, and reads it again. Growth is given in MiB; the JSON also holds the growth of every

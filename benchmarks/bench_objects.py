@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a use of a host object costs, in a compiled loop, by the thread on which the object lives.
+"""The cost of a use of a host object, in a compiled loop, by the thread on which the object lives.
 
 Every contestant counts its calls in a list. callgate's gets it by a handle: on the object's own
 thread, which is the default, or on XLA's. Beside them stand a gate and JAX's callback, which close

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a progress bar costs a step: a trivial scan of 100,000 steps, with and without one.
+"""The cost of a progress bar for a step: a trivial scan of 100,000 steps, with and without one.
 
 Bars are drawn into a file that is kept in memory. jax-tqdm is given its default rate, twenty
 updates a loop; callgate updates by time. The claims are on what a step takes beyond the plain

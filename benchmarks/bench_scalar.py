@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one call costs: an f32 scalar through host code, in a compiled loop.
+"""The cost of one call: an f32 scalar through host code, in a compiled loop.
 
 Every contestant is the identity, called N times by one `lax.fori_loop` in one compiled program, so
 that dispatch is paid once and XLA's call path N times (2,000; fewer for slow ones). "loop only" is

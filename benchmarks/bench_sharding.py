@@ -3,14 +3,15 @@
 
 Three questions, in rows of three kinds:
 
-- What moves? A large array is split by rows; a gate or `pure_callback` copies it, and the result
-  stays split alike. The array has a fixed size, or each device's part has. Bytes are counted in the
-  compiled program: what its collectives write on all devices together. Milliseconds an execution.
-- What does a call cost? Every device makes a chain of calls on one float of its own in a compiled
+- The bytes that move. A large array is split by rows; a gate or `pure_callback` copies it, and the
+  result stays split alike. The array has a fixed size, or each device's part has. Bytes are counted
+  in the compiled program: what its collectives write on all devices together. Milliseconds an
+  execution.
+- The cost of a call. Every device makes a chain of calls on one float of its own in a compiled
   loop. A call's time is that of the program divided by all calls of all devices: on fewer cores
   than devices they take turns, and those of gates take turns for the GIL anyway. Processor time of
   all threads stands beside it, which doesn't depend on the number of cores. Microseconds a call.
-- What does compiling cost? 100 calls in a program, traced, lowered and compiled; with an addition
+- The cost of compiling. 100 calls in a program, traced, lowered and compiled; with an addition
   between calls, and bare. Milliseconds.
 
 The program's process has 8 devices; meshes of fewer use the first of them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steering a program costs: a look at a knob, a stop, a breakpoint, a check, a checkpoint.
+"""The cost of steering a program: a look at a knob, a stop, a breakpoint, a check, a checkpoint.
 
 Every contestant is one step of a compiled loop that carries an f32 scalar (f32[1024] where it is
 saved) and does nothing else beside an addition. JAX's own way is a pure callback that reads a

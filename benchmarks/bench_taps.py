@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tap costs the program that it leaves, beside JAX's debug callbacks and a copy.
+"""The cost of a tap for its program, beside JAX's debug callbacks and a copy.
 
 Every contestant sends one value a round of a compiled loop, and is timed until the program is done,
 while its consumer takes what came before. "loop only" is the same loop around one

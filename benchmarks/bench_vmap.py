@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a lane costs under vmap: an f32 scalar function over 1,000 lanes, in one compiled program.
+"""The cost of a lane under vmap: an f32 scalar function over 1,000 lanes, in one compiled program.
 
 "each" calls Python once a lane, "whole" once for all lanes; the number of Python calls of one
 execution is counted and stands in the notes. Unit: microseconds per lane.

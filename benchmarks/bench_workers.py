@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to run Python in other processes, from a compiled program, on two workers.
+"""The cost of Python in other processes, from a compiled program, on two workers.
 
 A call of nothing, 64 lanes of nothing, a megabyte there and back, and 16 lanes of a millisecond of
 pure Python, beside the pools that programs reach through `io_callback`: ProcessPoolExecutor,

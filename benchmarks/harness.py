@@ -49,7 +49,7 @@ PEER_DISTRIBUTIONS = (
   "torch",
 )
 
-# What one sample should take: shorter than the scheduler's slices, longer than one dispatch.
+# The time of one sample: shorter than the scheduler's slices, longer than one dispatch.
 SAMPLE_SECONDS = 0.003
 
 Thunk = Callable[[], object]
@@ -81,7 +81,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Row:
-  """What came of one contestant: samples in `unit`, or the reason why there are none."""
+  """A contestant's outcome: samples in `unit`, or the reason why there are none."""
 
   name: str
   status: str = "ok"
@@ -291,7 +291,7 @@ def measure(contestants: Sequence[Contestant], *, rounds: int, unit: str = "us")
 
 
 def repeated(program: Callable[..., Any], *operands: Any) -> Callable[[int], Thunk]:
-  """Of a number of calls: what makes them, one after the other, each waited for."""
+  """Returns a function of a number of calls, which makes them in turn and waits for each."""
 
   def make(calls: int) -> Thunk:
     def thunk() -> None:

@@ -2,8 +2,8 @@
 """Where the time of the ledger's rows goes: `python -m benchmarks.profiles [--no-json]`.
 
 A contestant of a subject runs alone in a process, which Linux's `perf` samples by the clock of its
-processor: a row holds which share of the samples was in whose library. What compiles, or is
-imported, is Python nearly whole: there cProfile tells whose functions took the time. Writes
+processor: a row holds which share of the samples was in whose library. Compilation and imports are
+nearly all Python: there cProfile tells whose functions took the time. Writes
 `results/profiles.json`.
 """
 
@@ -197,7 +197,7 @@ def _trace(subject: str, row: str) -> None:
     if file != "~":
       found[_whose(file, FILES, "Python's library")] += own
       continue
-    # What is written in C counts for who called it.
+    # A function in C counts for its caller.
     for (caller, _, _), (_, _, part, _) in callers.items():
       found[_whose(caller, FILES, "Python's library")] += part
   print(json.dumps(found))

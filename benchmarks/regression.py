@@ -3,7 +3,7 @@
 
 Times of two machines can't be compared, so each row is divided by its anchor, a row of the same
 run that callgate has no part in: a raw FFI handler where the subject has one, else what JAX does.
-What is no time (MiB) is compared as it is. A difference of two rows counts where it is positive.
+Rows in MiB are compared as they are. A difference of two rows counts where it is positive.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def ratios(report: dict[str, Any]) -> dict[str, tuple[str, float]]:
 def worse(then: dict[str, Any], now: dict[str, Any]) -> list[Worse]:
   """The rows whose ratio grew by more than `LIMIT`, or whose memory did and by a MiB or more.
 
-  What only one of the reports has is left out.
+  A row that only one of the reports has is left out.
   """
   before, found = ratios(then), list[Worse]()
   for name, (anchor, ratio) in ratios(now).items():

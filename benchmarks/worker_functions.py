@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of `bench_workers` run, which import it from here."""
+"""The functions that the processes of `bench_workers` import from here, and run."""
 
 from __future__ import annotations
 

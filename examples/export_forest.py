@@ -2,7 +2,7 @@
 """Ships a program that calls a scikit-learn model: jax.export in one process, run in another.
 
 A random forest classifies digits inside a JAX program that prepares the images and turns votes into
-a decision. What is exported holds the gate's name, not the forest: the process that loads it
+a decision. The exported program holds the gate's name, not the forest: the process that loads it
 defines a gate of that name.
 
     python examples/export_forest.py export forest.bin    # trains nothing, traces and writes

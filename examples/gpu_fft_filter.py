@@ -21,7 +21,7 @@ SIZE, WIDTH, STEPS = 512, 2.0, 200
 
 
 def response(xp):
-  """Of a Gaussian blur of WIDTH pixels, at the frequencies of a real transform."""
+  """The response of a Gaussian blur of WIDTH pixels, at the frequencies of a real transform."""
   rows, columns = xp.fft.fftfreq(SIZE), xp.fft.rfftfreq(SIZE)
   squares = rows[:, None] ** 2 + columns**2
   return xp.exp(-2 * (np.pi * WIDTH) ** 2 * squares).astype("float32")

@@ -37,7 +37,7 @@ def logits(weights, seen):
 
 
 def roll_out(weights, seed, key):
-  """What was seen and done in STEPS steps, and whether the first episode still ran."""
+  """Observations and actions of STEPS steps, with True where the first episode still ran."""
 
   def one(state, key):
     seen, alive = state

@@ -48,7 +48,7 @@ def data():
 
 
 def report(paths):
-  """What the merged streams say of each device."""
+  """Prints the records of each device in the merged streams."""
   with cg.open_stream(paths) as stream:
     found = stream.columns("shard")
   for device in np.unique(found["device"]):

@@ -27,7 +27,7 @@ def microseconds(programs, params, steps):
 
 
 def report(score, train, params, steps):
-  """What it costs to hand every step's loss and gradient norm to a Python function."""
+  """The time for handing every step's loss and gradient norm to a Python function."""
   seen = []
 
   def callback(values, name):

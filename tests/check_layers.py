@@ -3,7 +3,8 @@
 
     python tests/check_layers.py [ROOT]
 
-The order is core <- {cells, kernels, channel, cuda, workers} <- xla <- bindings <- python (docs/design.md, Layers).
+The order is core <- {cells, kernels, channel, cuda, workers} <- xla <- bindings <- python
+(docs/design.md, Layers).
 Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on its #include lines:
 
 - a layer includes itself and the layers below it, by their path from src/ ("core/array_view.h");
@@ -117,9 +118,12 @@ BASE = ("_part",)  # imports nothing of the package, and any file may import it
 TOP = ("__init__", "__main__", "_attach", "_names", "_start")  # these import anything
 WITH_CODE = ("callgate", "sinks", "executors", "compat")  # folders whose __init__ has some
 # By these a module may register on import what it defines.
-REGISTRATIONS = ("join", "_part.join", "_part.on", "tracing.clear_with_caches")
+REGISTRATIONS = (
+  "join", "_part.join", "_part.on", "tracing.clear_with_caches",
+  "jax.tree_util.register_pytree_node",
+)  # fmt: skip
 MOST_LINES = 400
-# What takes a module's name as text. A logger's name, say, is none.
+# Functions that take a module's name as text. A logger's name, say, is none.
 IMPORTERS = ("import_module", "__import__", "sys.modules.get")
 PRIVATE = re.compile(r"^(jax\._src|jaxlib\._jax)(\.|$)")
 
@@ -174,7 +178,7 @@ def _blanked(comment: re.Match[str]) -> str:
 
 
 def _include_fault(name: PurePosixPath, layer: str | None, header: str) -> str | None:
-  """What is wrong with including `header` in the file `name` of `layer`, or None."""
+  """The fault of including `header` in the file `name` of `layer`, or None."""
   if ".." in header.split("/"):
     return f'"{header}": include by the path from src/, not through ".."'
   if PYTHON_HEADER.match(header):

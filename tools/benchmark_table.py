@@ -30,7 +30,7 @@ PAGES = [
 MARKED = re.compile(r"(<!-- benchmark: ([\w-]+) -->\n).*?(<!-- end of benchmark -->)", re.DOTALL)
 UNITS = {"us": "µs", "ms": "ms", "MiB": "MiB"}
 
-# What is measured, (subject, JAX's row, callgate's row).
+# Measured calls, as (subject, JAX's row, callgate's row).
 SUMMARY = (
   ("one call on an f32 scalar in a compiled loop", "scalar", "jax pure_callback",
    "callgate in-place gate"),
@@ -60,7 +60,7 @@ GPU_SUMMARY = (
    "jax-triton, in a CUDA graph", "callgate.cuda, in a CUDA graph"),
 )  # fmt: skip
 
-# What something costs, (subject, row).
+# Costs, as (subject, row).
 COSTS = (
   ("a call of a gate in a compiled loop", "scalar", "callgate in-place gate"),
   ("a call of a gate with `vmap=\"whole\"`, for each of 1,000 lanes", "vmap",
@@ -227,7 +227,7 @@ def full(name: str) -> str:
 
 
 def sharding() -> str:
-  """What moves, what a call costs and what compiling costs, by the number of devices."""
+  """The bytes that move, the cost of a call and of compiling, by the number of devices."""
   report = subject("sharding")
   if report is None:
     return "Not measured yet.\n"

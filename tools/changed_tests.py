@@ -5,7 +5,7 @@
     python tools/changed_tests.py --cpp    # exit status 0 when C++ has changed, else 1
     python tools/changed_tests.py --jax    # prints the test files that another JAX can break
 
-What has changed is what git says of the work tree, or, where that is clean, the last commit. The
+Git tells the changed files of the work tree, or, where that is clean, of the last commit. The
 distance of a test file to a module is the number of imports between them; `cg.tap` in a test counts
 as an import of the module that defines it. Files are named until those of a distance no longer fit
 into SECONDS, by the times of the last `make python-test` (build/python-tests.xml); what is left out

@@ -34,7 +34,8 @@ EXTRA = [
   "--extra-arg=-Wno-ignored-optimization-argument",
   "--extra-arg=-Wno-unused-command-line-argument",
 ]
-# What the analyzer looks at of each function, and of which functions at their calls.
+# Limits of the analyzer: nodes of each function, and the size of functions that it enters at a
+# call.
 SHALLOW = [
   f"--extra-arg={word}"
   for limit in ("max-nodes=20000", "max-inlinable-size=20")
@@ -44,7 +45,7 @@ SHALLOW = [
 
 @dataclass(frozen=True)
 class Unit:
-  """What is compiled at once: a file of ours, or a unity file that includes several."""
+  """A unit of compilation: a file of ours, or a unity file that includes several."""
 
   path: Path
   sources: tuple[Path, ...]

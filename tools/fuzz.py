@@ -4,7 +4,7 @@
     python tools/fuzz.py [--seconds 120] [--jobs N] [TARGET...]
 
 Builds the programs of tests/fuzz, runs each for so long, and prints a line for each: inputs run,
-edges of the code covered, findings. What it learned is kept in build/fuzz/corpus for the next run;
+edges of the code covered, findings. Its corpus is kept in build/fuzz/corpus for the next run;
 an input that is a finding is kept in build/fuzz/findings. Exit status 1 where there is a finding,
 2 where clang is missing.
 """
@@ -31,7 +31,7 @@ INPUT_SECONDS = 10
 
 @dataclass(frozen=True)
 class Found:
-  """What a run of a target came to."""
+  """The outcome of a target's run."""
 
   runs: int
   covered: int

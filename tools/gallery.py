@@ -4,8 +4,8 @@
     python tools/gallery.py --write [NAME...]   # runs them (or those named), and writes the page
     python tools/gallery.py --check             # fails when the page is not made of the examples
 
-An example's output lies in docs/gallery/<name>.txt, its pictures beside it. Those for GPUs run on a
-machine with one; their output is left out until then.
+An example's output lies in docs/gallery/<name>.txt, its pictures beside it. Examples for GPUs run
+on a machine with one; their output is left out until then.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def entry(name: str, libraries: str) -> str:
 def page() -> str:
   intro = (
     "# Gallery\n\nEach example solves a problem from start to end in at most 80 lines, and runs in "
-    "the tests. What is shown\nis what it printed on a small machine with a CPU."
+    "the tests. The\noutput is of a small machine with a CPU."
   )
   sections = [
     "\n\n".join([f"## {title}", *(entry(name, used) for name, used in examples.items())])

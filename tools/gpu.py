@@ -6,7 +6,7 @@
 
 With this interpreter, from the repository's root: callgate and JAX for CUDA must be importable.
 `test` runs the tests marked gpu, one after the other; `bench` the benchmarks' `cuda` subjects,
-whose JSON goes to benchmarks/results and into DIR. What is still running after N seconds is ended,
+whose JSON goes to benchmarks/results and into DIR. A run that still runs after N seconds is ended,
 and the log says so. Exit status: that of pytest or of the benchmarks, 3 without a device, 124 when
 the time ran out.
 """

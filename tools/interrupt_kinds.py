@@ -227,7 +227,7 @@ def bars(folder: Path) -> Run:
 
 
 def breakpoints(folder: Path) -> Run:
-  """Those where nobody stops."""
+  """Breakpoints at which nobody stops."""
   import callgate as cg
 
   return loop(lambda i, x: cg.breakpoint(x < 0, out="x", x=x) + 1)

@@ -43,7 +43,7 @@ TARGETS = {
 }
 MANYLINUX = "manylinux_2_28"
 
-# What libc++abi and compiled C++ call of libgcc_s.
+# The functions of libgcc_s that libc++abi and compiled C++ call.
 UNWINDER = """
 DeleteException FindEnclosingFunction ForcedUnwind GetCFA GetDataRelBase GetGR GetIP GetIPInfo
 GetLanguageSpecificData GetRegionStart GetTextRelBase RaiseException Resume Resume_or_Rethrow SetGR
@@ -77,7 +77,7 @@ class Toolchain:
     return library
 
   def definitions(self) -> dict[str, str]:
-    """What CMake is told. It finds libraries and packages of the target alone."""
+    """CMake's variables. It finds libraries and packages of the target alone."""
     known = {
       "CMAKE_C_COMPILER": str(self.folder / "cc"),
       "CMAKE_CXX_COMPILER": str(self.folder / "c++"),

@@ -61,7 +61,7 @@ def executed(page: str) -> nbformat.NotebookNode:
 
 
 def pictures(book: nbformat.NotebookNode) -> list[list[bytes]]:
-  """What each code cell of an executed notebook has drawn, as PNG."""
+  """The pictures that each code cell of an executed notebook has drawn, as PNG."""
   cells = [cell for cell in book.cells if cell.cell_type == "code"]
   shown = [[output.get("data", {}) for output in cell.outputs] for cell in cells]
   return [[base64.b64decode(d["image/png"]) for d in data if "image/png" in d] for data in shown]

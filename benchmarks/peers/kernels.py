@@ -2,7 +2,8 @@
 """Native kernels of every kind, and what others have in their place.
 
 Each function returns a JAX-traceable function, or raises NotInstalled where its package, or
-callgate's kind of kernel, is not there. Those called `_empty` do nothing: their result is garbage.
+callgate's kind of kernel, is not there. Kernels called `_empty` do nothing: their result is
+garbage.
 """
 
 from __future__ import annotations

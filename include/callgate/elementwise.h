@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the kernels of `callgate.elementwise` go through their elements on the CPU.
 //
-// Operands are dense, of any rank up to the result's; they are broadcast as NumPy does it. What a
-// kernel holds at compile time is which operands vary along a row, the innermost axis left when
-// axes are collapsed: those have stride 1 there, the others stride 0, so that each row is a plain
+// Operands are dense, of any rank up to the result's; they are broadcast as NumPy does it. A
+// kernel holds at compile time which operands vary along a row, the innermost axis left when
+// axes are collapsed: they have stride 1 there, the others stride 0, so that each row is a plain
 // loop that the compiler vectorises. Extents and outer strides are computed at run time, and the
 // stride along a row where an exported program's symbolic shapes leave it open.
 #pragma once
@@ -104,7 +104,7 @@ class Layout {
 
   int64_t size() const { return size_; }
 
-  // Of an operand along rows.
+  // The stride of an operand along rows.
   int64_t step(int k) const { return axes_ > 0 ? strides_[0][k] : 0; }
 
   // Throws unless an operand varies along rows where `varies` says so: 1, 0, or ? for either.

@@ -32,7 +32,7 @@ class Index {
   std::int64_t size_;
 };
 
-// Of numbers of unlike types too; NaN where one of them is, as NumPy's and JAX's.
+// The greater of two numbers, of unlike types too; NaN where one is, as NumPy's and JAX's.
 template <class A, class B>
 CALLGATE_FUNCTION constexpr auto max(A a, B b) -> decltype(true ? A() : B()) {
   const decltype(true ? A() : B()) x = a, y = b;
@@ -66,10 +66,10 @@ CALLGATE_COMPLEX_OPERATOR(!=)
 #undef CALLGATE_COMPLEX_OPERATOR
 #endif
 
-// What stands for `dx` in the code of a derivative: a multiple of the one tangent that is looked
-// at. Only what is linear in tangents compiles. A tangent that is zero by itself stays so whatever
-// it is multiplied with, so that an infinite factor of one argument doesn't spoil another's
-// derivative.
+// Stands for `dx` in the code of a derivative: a multiple of the one tangent that is looked at.
+// Only expressions that are linear in tangents compile. A tangent that is zero by itself stays so
+// whatever it is multiplied with, so that an infinite factor of one argument doesn't spoil
+// another's derivative.
 template <class T>
 class Tangent {
  public:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the kernels of `callgate.elementwise` go through their elements on CUDA: C++20, for NVRTC.
 //
-// Each thread takes elements a grid's width apart. What is compiled in is how each operand lies:
+// Each thread takes elements a grid's width apart. How each operand lies is compiled in:
 // `full` along the result's elements, `one` for all of them, or `strided`, broadcast along some
 // axes. Where all are full or one, a thread loads and stores several neighbours at once, up to 128
 // bits. The structs that a launch passes are filled in by

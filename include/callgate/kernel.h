@@ -53,7 +53,7 @@ inline namespace kernel_v1 {
 
 namespace detail {
 
-// What `body` throws; null for nothing, and in code without exceptions.
+// The exception that `body` throws; null for nothing, and in code without exceptions.
 template <class Body>
 std::exception_ptr caught(const Body& body) {
 #if defined(__cpp_exceptions)
@@ -119,7 +119,7 @@ class Context {
   int threads() const { return call_->services->threads(call_); }
   // The device's number, as jax.Device.id; -1 where it has none.
   int64_t device() const { return call_->services->device(call_); }
-  // What was given when the kernel was defined; null by default.
+  // The data that were given when the kernel was defined; null by default.
   void* user_data() const { return call_->user_data; }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a library of kernels and callgate share: the C structs of a call and of a kernel's
+// A library of kernels and callgate share this: the C structs of a call and of a kernel's
 // description. A change to any of them is a new CALLGATE_ABI, and callgate refuses libraries of
 // another one. Kernels are written with callgate/kernel.h, which makes all of this from their
 // types.
@@ -39,7 +39,7 @@ typedef struct callgate_attribute {
 
 struct callgate_call;
 
-// What a kernel may ask of callgate while it runs.
+// The services that a kernel may ask of callgate while it runs.
 typedef struct callgate_services {
   // Runs body(data, first, last) on parts of [begin, end) of at least `grain`, on several threads,
   // the calling one included; returns when all are done.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels for CUDA see of callgate: views of arrays, by value. CUDA C++17; nvcc and NVRTC.
+// Kernels for CUDA see this of callgate: views of arrays, by value. CUDA C++17; nvcc and NVRTC.
 //
 //   #include "callgate/kernel.h"   // which is this header where it is compiled for a device
 //

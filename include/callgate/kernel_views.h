@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels for the CPU are given: views of arrays, and values that were fixed when the program
+// Kernels for the CPU are given these: views of arrays, and values that were fixed when the program
 // was traced. C++17. A part of callgate/kernel.h, which says what it all means.
 #pragma once
 
@@ -132,7 +132,7 @@ inline void check_index(int64_t index, int axis, int64_t extent) {
 
 // --- Views ---------------------------------------------------------------------------------------
 
-// What In, Out and InOut share. `T` is const in an In.
+// In, Out and InOut share this. `T` is const in an In.
 template <class T, int kRank>
 class View {
  public:

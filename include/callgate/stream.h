@@ -362,7 +362,7 @@ class Reader {
   std::uint64_t offset() const noexcept { return offset_; }
   int fd() const noexcept { return fd_; }
   const Session& session() const noexcept { return session_; }
-  // Those that the session has described so far.
+  // The sources that the session has described so far.
   const std::vector<std::shared_ptr<const Source>>& sources() const noexcept { return sources_; }
 
  private:
@@ -378,7 +378,7 @@ class Reader {
                static_cast<std::uint64_t>(status.st_size) - size < offset_;
       if (ended_) return forget();
     }
-    // What a file held beyond its last whole frame may have been cut off and written anew.
+    // A file's bytes beyond its last whole frame may have been cut off and written anew.
     end_ = file_ ? 0 : end_ - begin_;
     if (end_ != 0) std::memmove(buffer_.data(), buffer_.data() + begin_, end_);
     begin_ = 0;

@@ -32,7 +32,7 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "futures": ("callgate._futures.ticket",),
   "processes": ("callgate._process.group",),
   "bars": ("callgate._loops.draw",),
-  "checkpoints": ("callgate._checkpoints.checkpoints",),
+  "checkpoints": ("callgate._checkpoints.saver",),
   "channels": ("callgate._tap.channel", "channel:", "tap:"),
   "threads": ("callgate._workers.threads",),
   "workers": ("callgate._workers.workers",),
@@ -149,7 +149,10 @@ class Part:
   calls = ""
 
   def define(self, name: str) -> Any:
-    """Returns what a program of another process names, with a `define_variant`; else None."""
+    """Defines a name that a program of another process calls.
+
+    Returns the gate, kernel or tap that has the name now; None if the name is another part's.
+    """
 
   def settle(self, wait: Wait) -> bool:
     """In `callgate.barrier()`, between the ends of all programs and the delivery of all records.

@@ -37,7 +37,7 @@ namespace runner {
 struct Site {
   XLA_FFI_Handler *instantiate, *prepare, *initialize, *execute;
   Dictionary attributes;
-  // Of each stage that may give one.
+  // The state of each stage that may give one.
   std::map<int, std::pair<std::int64_t, void*>> states;
   std::vector<std::uint64_t> scratch;
   std::mutex mutex;  // guards scratch: handlers may ask on threads of their own
@@ -45,7 +45,7 @@ struct Site {
 
 namespace {
 
-// What a frame's `ctx` is: an opaque struct of XLA's, whose name depends on the version.
+// A frame's `ctx`: an opaque struct of XLA's, whose name depends on the version.
 struct Context {
   Site* site = nullptr;
   Run run{};
@@ -54,7 +54,7 @@ using Opaque = decltype(XLA_FFI_CallFrame::ctx);
 
 Context& context_of(Opaque opaque) { return *reinterpret_cast<Context*>(opaque); }
 
-// What XLA keeps for the whole process; never destroyed.
+// XLA's state for the whole process; never destroyed.
 struct Runtime {
   std::mutex mutex;
   std::condition_variable settled;

@@ -32,7 +32,7 @@ struct Run {
 
 }  // namespace runner
 
-// What scratch memory comes from; it is freed by runner_release_scratch().
+// The source of scratch memory, which runner_release_scratch() frees.
 RUNNER_API void runner_use_memory(std::uint64_t (*allocate)(int, std::size_t),
                                   void (*release)(std::uint64_t));
 
@@ -60,7 +60,7 @@ RUNNER_API int runner_execute(runner::Site* site, const runner::Array* operands,
 // When the stream has nothing to do any more.
 RUNNER_API void runner_release_scratch(runner::Site* site);
 
-// What a handler says of itself: XLA_FFI_Handler_Traits; -1 where it failed to.
+// The traits that a handler tells: XLA_FFI_Handler_Traits; -1 where it failed to.
 RUNNER_API int runner_traits(void* handler);
 // Errors that were made and not destroyed, and states whose type nobody registered here.
 RUNNER_API std::size_t runner_live_errors();

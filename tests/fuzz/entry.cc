@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What libFuzzer calls. Compiled once for each target, whose name is CALLGATE_FUZZ_TARGET.
+// The function that libFuzzer calls. Compiled once for each target, whose name is
+// CALLGATE_FUZZ_TARGET.
 #include <cstddef>
 #include <cstdint>
 

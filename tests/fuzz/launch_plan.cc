@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a CUDA kernel's call launches.
+// The launches of a CUDA kernel's call.
 #include <string_view>
 
 #include "built_attributes.h"

@@ -94,7 +94,7 @@ def outfeeds() -> None:
 
 
 def taps() -> None:
-  """What programs hold of taps: as the runtime is given it."""
+  """The attributes of taps in programs, as the runtime is given them."""
   given: list[dict[str, Any]] = []
   emit = primitive.emit
 

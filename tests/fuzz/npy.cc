@@ -24,7 +24,7 @@ Source rows_of_three() {
   return source;
 }
 
-// What is no file of such rows stays as it is. One that is has a row more.
+// A file of other content stays as it is. A file of such rows has a row more.
 void append(std::string_view bytes, const NpyHeader& header) {
   static const Source source = rows_of_three();
   static const std::vector<char> payload(source.payload_bytes, 'x');

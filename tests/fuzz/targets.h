@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What reads bytes or text that somebody else may have written, as functions that take any bytes.
+// Readers of bytes or text that somebody else may have written, as functions that take any bytes.
 //
 // Each reads them as callgate does, and checks what must hold whatever they are: the promised error
 // or a value that goes there and back, every view inside its memory. An exception of another kind

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python tests share: the two engines, clean caches, CUDA without a GPU."""
+"""Fixtures of the Python tests: the two engines, clean caches, CUDA without a GPU."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from programs import drop_programs
 import callgate as cg
 
 jax.config.update("jax_enable_x64", False)
-# What is about several devices runs on these; other programs use the first.
+# Programs over several devices run on these; other programs use the first.
 jax.config.update("jax_num_cpu_devices", int(os.environ.get("CALLGATE_TEST_DEVICES", "8")))
 
 # The virtual GPU runs PTX, and no machine code. The processes that tests start need that, too.
 if "VIRTUAL_GPU" in os.environ:
   os.environ.setdefault("CALLGATE_NVRTC_OUTPUT", "ptx")
 
-# What XLA makes of a program's own arithmetic is not what most tests are about. The processes that
+# Most tests are not about XLA's optimisation of a program's own arithmetic. The processes that
 # tests start keep XLA's defaults.
 if os.environ.get("CALLGATE_TEST_XLA") == "quick":
   quick_xla.use()
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(plugin)
 
 
-# What takes longest starts first; which worker runs what comes out as it goes.
+# The longest files start first; the workers take the others as they come.
 _LONG = (
   "project/test_examples",
   "process/test_group",
@@ -95,7 +95,7 @@ def clean_caches() -> Iterator[None]:
 def fake() -> Iterator[FakeCuda]:
   """CUDA without a GPU. The test fails if what it ran broke a rule of CUDA's.
 
-  What is broken on purpose is taken note of with `fake.violations()` and forgotten with
+  A test that breaks a rule on purpose reads it by `fake.violations()` and forgets it by
   `fake.clear()`.
   """
   driver = open_fake()

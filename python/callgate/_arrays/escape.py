@@ -123,8 +123,8 @@ def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:
   """Moves what it can away from XLA's memory, and finds whether anything remains there."""
   view, address = rescue.suspect[2:4]
   if not isinstance(view, np.ndarray) and view.stream:
-    # A Buffer on a GPU ends: whoever asks it for the memory gets an error, not a copy. Of what was
-    # made of it, torch's tensors alone can be given memory of their own, on XLA's stream.
+    # A Buffer on a GPU ends: code that asks it for the memory gets an error, not a copy. Torch's
+    # tensors alone, of all that was made of it, can be given memory of their own, on XLA's stream.
     rescue.on_gpu = True
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():

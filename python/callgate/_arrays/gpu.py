@@ -124,7 +124,7 @@ def _torch() -> GpuLibrary:
   torch = _import("torch", "arrays='torch'")
 
   def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
-    # Of the stream's device, too, which it makes the current one.
+    # The block makes the stream's device the current one, too.
     with torch.cuda.stream(_torch_stream(torch, stream, ordinal)):
       return function()
 

@@ -102,9 +102,9 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   it waits for `python -m callgate attach`. Programs that come to breakpoints at once stop one after
   another.
 
-  What doesn't need the result is in no order with the breakpoint, and may fail before the program
-  gets there; with `out` what needs the returned value comes after it. Under vmap each lane stops by
-  itself. On a GPU the program waits for every look, 20 to 40 µs.
+  An operation that doesn't need the result is in no order with the breakpoint, and may fail before
+  the program gets there; with `out` operations on the returned value come after it. Under vmap each
+  lane stops by itself. On a GPU the program waits for every look, 20 to 40 µs.
 
   Args:
     when: a traced bool of shape (); under vmap each lane's.

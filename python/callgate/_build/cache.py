@@ -46,7 +46,7 @@ def remembered(name: str, make: Callable[[], str]) -> str:
 
 
 # Builds in an empty folder; returns the library that it made there, and the files that it was made
-# from. What it raises is passed on, and nothing is kept.
+# from. Its exception is passed on, and nothing is kept.
 Make = Callable[[Path], tuple[Path, Iterable[str]]]
 
 

@@ -4,8 +4,8 @@
 Every cache of callgate's is a folder below `cache_dir()`. It and its files, which are opened
 without following a link, belong to this user or to root, and nobody else can write to them. A
 folder that isn't so is refused with a warning, and the process keeps its kernels in a private one;
-a file is made again. What is made is for its owner alone, whatever the umask. All functions may be
-called from any thread; what they raise is an OSError.
+a file is made again. New files are for their owner alone, whatever the umask. All functions may be
+called from any thread; they raise OSError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA's run-time compiler: where it is, how it is called, what it says.
 
-Found without importing or linking to anything of CUDA's. What it makes is kept (`_build/cache.py`),
+Found without importing or linking to anything of CUDA's. Its results are kept (`_build/cache.py`),
 and a kernel that is there costs no compilation. Needs no device.
 """
 

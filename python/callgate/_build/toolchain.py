@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The system's C++ compiler: where it is, how it is called, what it says.
 
-What it makes is kept in `_build/cache.py`; a kernel that is there costs no run of the compiler, not
+Its results are kept in `_build/cache.py`; a kernel that is there costs no run of the compiler, not
 even to ask for its version.
 """
 

@@ -45,7 +45,7 @@ def no_derivative(
   if gate.traits.handles:
     ways = (
       f"{gate.label} has no derivative. Define one with jax.custom_jvp or jax.custom_vjp around "
-      "the call, of which handles may be arguments and residuals. What is linear takes linear=, "
+      "the call, of which handles may be arguments and residuals. A linear gate takes linear=, "
       "for forward mode."
     )
   if linear:

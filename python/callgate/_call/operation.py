@@ -1,133 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates and kernels share this: options, the call, rules of transformation, the comparison.
+"""Gates and kernels share this core: the call, its options, rules of transformation.
 
-An operation is what a user calls like a JAX function. `Gate` (a Python callable) and `Kernel`
-(native code) differ in what a program's call of them runs.
+`Gate` (a Python callable) and `Kernel` (native code) differ in what a program's call of them runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Never, Self, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from callgate._call import derivatives, jax_engine, primitive, shapes
-from callgate._call.generic import OneArray, P, R
 from callgate._call.options import CallOptions
 from callgate._call.site import MOST_OBJECTS, BoundCall, Callee, CallSite, Static
-from callgate._core import exact, options, split
+from callgate._core import exact, split
 from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import raise_deferred
-from callgate._jax import refs, sources, tracing
+from callgate._jax import refs, tracing
 from callgate._runtime import config
 
-_MOST_PROGRAMS = 1024  # of calls outside of programs that one operation keeps
-Rule = TypeVar("Rule", bound=Callable[..., Any])
 
-
-class Operation(Callee, Generic[P, R]):
-  """A function of arrays that compiled programs call; see `Gate` and `Kernel`.
+class Operation(Callee):
+  """A gate or kernel as programs, traces and rules know it: the core of a `ArrayFunction`.
 
   JAX caches what it has traced for as long as the functions live that it traced, or for ever. So
-  what a user holds is a *handle*, which shares all attributes with its *core*, and programs, traces
-  and rules know the core alone: they keep nothing of the user's that would keep them.
-
-  For type checkers it has the parameters of the function that it was made from, without those for
-  results, and returns what that returns, with jax.Arrays for the arrays of any library.
-
-  Attributes:
-    name: what compiled programs call it by; unique among the live ones of the process.
-    effect, vmap: as given.
+  nothing that a trace has refers to the `ArrayFunction`, which a user may drop.
   """
 
-  __slots__ = ("_core", "_eager", "_handle", "_programs")  # what the two don't share
+  # The callable whose names and documentation the user's object has, and the signature of calls.
+  wraps: Callable[..., Any] | None = None
+  call_signature: inspect.Signature | None = None
   part_of: Operation | None = None  # what made it for its own calls, and lives as long
+  # Has what a user's `ArrayFunction` keeps of its programs, if that lives.
+  users_programs: Callable[[], Any] | None = None
 
   def __init__(self, name: str, options: CallOptions) -> None:
     super().__init__(name, options)
-    self._defined: dict[str, tuple[Any, ...]] = {}  # rules by the methods that took them
     make = functools.partial(_with_rules, weakref.ref(self))
     self.differentiable = tracing.clearable_cache(MOST_OBJECTS)(make)
-
-  def handle(self) -> Self:
-    """The object that a user gets of it."""
-    made = object.__new__(type(self))
-    made.__dict__ = self.__dict__
-    made._core, self._handle = self, weakref.ref(made)
-    return made
-
-  @property
-  def core(self) -> Self:
-    """The part of it that programs know."""
-    return getattr(self, "_core", self)
 
   def programs(self, site: CallSite) -> Callable[..., Any] | None:
     if self.part_of is not None:
       return self.part_of.programs(site)
-    handle: Self | None = self._handle() if hasattr(self, "_handle") else None
-    if handle is None:
-      return None
-    if not hasattr(handle, "_programs"):
-      made = tracing.eager_programs(_MOST_PROGRAMS), tracing.eager_programs(MOST_OBJECTS)
-      handle._programs = made
-    return handle._programs[site.has_objects]
+    kept = self.users_programs and self.users_programs()
+    return None if kept is None else kept.of(site)
 
   # -- calling -----------------------------------------------------------------------------------
-  @overload
-  def __call__(self: Operation[P, Never], *args: P.args, **kwargs: P.kwargs) -> Any: ...
-  @overload
-  def __call__(self: Operation[P, None], *args: P.args, **kwargs: P.kwargs) -> tuple[()]: ...
-  @overload
-  def __call__(self: Operation[P, OneArray], *args: P.args, **kwargs: P.kwargs) -> jax.Array: ...
-  @overload
-  def __call__(
-    self: Operation[P, tuple[OneArray, ...]], *args: P.args, **kwargs: P.kwargs
-  ) -> tuple[jax.Array, ...]: ...
-  @overload
-  def __call__(
-    self: Operation[P, Mapping[str, OneArray]], *args: P.args, **kwargs: P.kwargs
-  ) -> dict[str, jax.Array]: ...
-  @overload
-  def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls it, inside or outside compiled code.
-
-    Args:
-      *args: pytrees of arrays (or of Python scalars, which become arrays). What else is in one, as
-        a module's functions and strings, is static: the callable gets the same structure.
-      **kwargs: pytrees that hold an array are arguments too; anything else is static, must be
-        hashable, and reaches the function as it is.
-
-    Static values are the same if nothing tells them apart: numbers, text and frozen dataclasses of
-    these by type and content, any other object by its identity.
-
-    Returns:
-      The pytree that `out` (or `like`) declares, of jax.Arrays.
-    """
-    raise_deferred()
-    if not kwargs and tracing.in_no_trace() and all(map(tracing.is_plain_array, args)):
-      return self._alone(*args)
-    return derivatives.apply(self.core, *self.given(args, kwargs))
-
-  @property
-  def _alone(self) -> Callable[..., Any]:
-    """A program of one call, for arrays alone: JAX dispatches it in C++ from the second time on."""
-    if not hasattr(self, "_eager"):
-      core = self.core
-
-      @sources.shared
-      def call(*args: Any) -> Any:
-        return derivatives.apply(core, *core.given(args, {}))
-
-      call.__name__ = call.__qualname__ = core.name
-      self._eager = jax.jit(call)
-    return self._eager
+    """Calls it, as its `ArrayFunction` would."""
+    return derivatives.apply(self, *self.given(args, kwargs))
 
   def given(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -167,9 +93,9 @@ class Operation(Callee, Generic[P, R]):
     stays = own.autograd or own.handles or own.of_thread or own.by_lane or own.reads_cell
     stays = stays or self.effect == "ordered" or self.transpose_rule is not None
     if by_jax and not stays:
-      flat = jax_engine.bind(self.core, site, leaves)
+      flat = jax_engine.bind(self, site, leaves)
     else:
-      flat = primitive.bind(*leaves, call=BoundCall(self.core, site))
+      flat = primitive.bind(*leaves, call=BoundCall(self, site))
     return jax.tree.unflatten(site.out_tree, flat)
 
   def casts(self) -> bool:
@@ -186,94 +112,26 @@ class Operation(Callee, Generic[P, R]):
     return self.call_rule(self.like, (), args, arrays, static)
 
   # -- rules -------------------------------------------------------------------------------------
-  def defjvp(self, rule: Rule) -> Rule:
-    """Defines forward-mode derivatives: `rule(primals, tangents) -> (out, tangent_out)`.
-
-    As `jax.custom_jvp.defjvp`; the rule may call this operation. Static keyword arguments are
-    passed on to a rule that has parameters for them. Returns the rule, for use as a decorator.
-    """
-    self.set_jvp(options.function(self.label, "defjvp: rule", rule))
-    self._defined["defjvp"] = (rule,)
-    return rule
-
   def set_jvp(self, rule: Callable[..., Any], *, symbolic_zeros: bool = False) -> None:
     if self.vjp_rules is not None:
       raise GateDefinitionError(f"{self.label}: defjvp after defvjp; expected one of the two")
     self.jvp_rule, self.symbolic_zeros = rule, symbolic_zeros
     self.differentiable.cache_clear()
 
-  def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-    """Defines reverse-mode derivatives, as `jax.custom_vjp.defvjp`.
-
-    Args:
-      fwd: `fwd(*args) -> (out, residuals)`.
-      bwd: `bwd(residuals, cotangent) -> tuple of cotangents`, one for each positional argument.
-    """
-    given = (("fwd", fwd), ("bwd", bwd))
-    forward, backward = (options.function(self.label, f"defvjp: {n}", f) for n, f in given)
+  def set_vjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
     if self.jvp_rule is not None:
       raise GateDefinitionError(f"{self.label}: defvjp after defjvp; expected one of the two")
     self.vjp_rules = forward, backward
-    self._defined["defvjp"] = (fwd, bwd)
     self.differentiable.cache_clear()
 
-  def deftranspose(self, rule: Rule) -> Rule:
-    """Defines the transpose of what is linear (see `linear=`).
-
-    Args:
-      rule: `rule(cotangent, *args)`, where linear arguments are ShapeDtypeStructs and the others
-        arrays; returns the cotangent of the linear argument, or a tuple of them in order.
-
-    Where `linear=` names no arguments, the operation counts as linear in all of them from here on.
-    """
-    self.transpose_rule = options.function(self.label, "deftranspose: rule", rule)
+  def set_transpose(self, rule: Callable[..., Any]) -> None:
+    self.transpose_rule = rule
     if self.linear is False:
       self.linear = True
-    self._defined["deftranspose"] = (rule,)
-    return rule
-
-  def defvmap(self, rule: Rule) -> Rule:
-    """Overrides batching: `rule(axis_size, in_batched, *args) -> (out, out_batched)`.
-
-    As `jax.custom_batching.custom_vmap.def_vmap`: batched leaves have a leading axis;
-    `in_batched` has the arguments' structure, `out_batched` the result's.
-    """
-    self.vmap_rule = options.function(self.label, "defvmap: rule", rule)
-    self._defined["defvmap"] = (rule,)
-    return rule
-
-  def _rules(self) -> dict[str, tuple[Any, ...]] | None:
-    return self._defined or None
-
-  def __setstate__(self, rules: dict[str, tuple[Any, ...]]) -> None:
-    for method, given in rules.items():
-      if method not in self._defined:
-        getattr(self, method)(*given)
-
-  def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:
-    """Compares the results with those of `like`, the reference, on real values.
-
-    Raises:
-      AssertionError: a result differs; the message has NumPy's table of mismatches.
-      GateDefinitionError: there is no `like`, or it returns another structure, shape or dtype.
-    """
-    if self.like is None:
-      raise GateDefinitionError(f"{self.label}: check() needs like=, the reference to compare")
-    got, want = self(*args, **kwargs), self.reference(*args, **kwargs)
-    derivatives.check_reference(self.label, got, want)
-    paths = jax.tree_util.tree_flatten_with_path(want)[0]
-    for (path, reference), value in zip(paths, jax.tree.leaves(got), strict=True):
-      np.testing.assert_allclose(
-        np.asarray(value, np.asarray(reference).dtype),
-        reference,
-        rtol=rtol,
-        atol=atol,
-        err_msg=f"{self.label}, result {jax.tree_util.keystr(path)}",
-      )
 
 
 def _with_rules(
-  operation: weakref.ref[Operation[Any, Any]],
+  operation: weakref.ref[Operation],
   static: exact.Exact,
   tree: exact.Exact | None,
   line: Any,

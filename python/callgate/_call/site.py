@@ -16,7 +16,7 @@ from callgate._core import encoding, exact, signatures, split
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._core.levels import Level, Numbered
-from callgate._core.pickling import Portable
+from callgate._core.pickling import Identity
 from callgate._core.where import Where
 from callgate._sharding import rules
 
@@ -177,8 +177,8 @@ class Emission:
 Backend = Callable[[Call], Emission]
 
 
-class Callee(Portable):
-  """A gate or kernel as the primitive's rules see it; `Operation` is what users call."""
+class Callee(Identity):
+  """A gate or kernel as the primitive's rules see it; `ArrayFunction` is what users call."""
 
   kind = "operation"
   parameters: tuple[str, ...] = ()

@@ -4,36 +4,21 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
-import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from callgate import _callgate
 from callgate._checkpoints import files, loading, orbax
-from callgate._checkpoints.claim import Claim
-from callgate._checkpoints.parts import Leaf, Saved
-from callgate._checkpoints.writer import Writer, leaves_of
-from callgate._core import options, registry
-from callgate._core.errors import GateDefinitionError
-from callgate._jax import tracing
-from callgate._objects.handle import Handle
-from callgate._part import Part, Phase, Wait, join
-from callgate._runtime import barrier, lifecycle
-from callgate._tap import channel, tap
-
-_LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
-# The channels, which may outlive their `Checkpoints`, and the folders. Under the GIL: single steps.
-_open: weakref.WeakKeyDictionary[channel.Channel, Path] = weakref.WeakKeyDictionary()
+from callgate._checkpoints.parts import Saved
+from callgate._checkpoints.saver import CarrySaver
+from callgate._checkpoints.writer import leaves_of
+from callgate._core import options
+from callgate._core.public import Public
 
 
-class Checkpoints:
+class Checkpoints(Public[CarrySaver]):
   """Saves the carry of a `scan` while the loop runs: `cg.scan(..., save=cg.Checkpoints(...))`.
 
   ```python
@@ -96,11 +81,7 @@ class Checkpoints:
     self.format = options.choice(label, "format", format, ("npz", "orbax"))
     if format == "orbax":
       orbax.library()
-    self._loader = loading.Loader(self.folder, resume=resume, of_orbax=format == "orbax")
-    self._writer = Writer(self.folder, self.keep, self.format, self._loader.wrote)
-    self._lock = threading.Lock()
-    self._channel: channel.Channel | None = None
-    self._claim = Claim()
+    super().__init__(CarrySaver(self.folder, self.keep, resume=resume, format=self.format))
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self.folder}>"
@@ -156,9 +137,7 @@ class Checkpoints:
     Raises:
       OSError: something could not be written.
     """
-    if self._channel is not None and not _callgate.channels_abandoned():  # those are the parent's
-      barrier.wait_for_programs()
-      self._channel.flush()
+    self._core.flush()
 
   def __enter__(self) -> Self:
     return self
@@ -166,97 +145,9 @@ class Checkpoints:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  # -- in programs ---------------------------------------------------------------------------------
-  def begin(self, body: Any, init: Any, length: int | None) -> tuple[jax.Array, jax.Array, Any]:
-    """Where the loop starts: the number of steps that have run, that of the run, and the carry.
-
-    `length` is that of a loop that is resumed.
-
-    In a program over several processes one of them finds it out, for all.
-    """
-    self._refuse_region()
-    _refuse_handles(init)
-    leaves = leaves_of(init)
-    if self.format == "orbax":
-      orbax.check(leaves)
-    with self._lock:
-      self._claim.take(self.folder, body, leaves)
-    step, run = self._loader.begin(length)
-    return step, run, self._loader.load(step, run, init, leaves) if self.resume else init
-
-  def counts(self, step: Any, run: Any, feeds: Sequence[str]) -> Any:
-    """How many items the feeds of the body had given by the step that the loop goes on from."""
-    return self._loader.counts(step, run, feeds)
-
-  def send(self, step: Any, run: Any, carry: Any, feeds: Any, where: Any) -> None:
-    """Saves the carry, and by their names the counts of feeds, where a predicate is true."""
-    self._refuse_region()
-    _refuse_handles(carry)
-    sent = jax.tree.map(loading.refusing_lanes, jax.lax.stop_gradient(carry))
-    to = self._open(leaves_of(carry))
-    tap.tap((step, run, sent, feeds), to, name="checkpoint", where=where)
-
-  def _refuse_region(self) -> None:
-    if axes := tuple(tracing.region_axes()):
-      raise GateDefinitionError(
-        f"Checkpoints: expected a scan outside of jax.shard_map, got one over its axes {axes}; "
-        "use jax.shard_map in the body of the loop instead"
-      )
-
-  def _open(self, leaves: tuple[Leaf, ...]) -> channel.Channel:
-    size = sum(int(np.prod(leaf.shape)) * 16 for leaf in leaves)
-    with self._lock:
-      if self._channel is None:
-        name = registry.free_name(f"checkpoints: {self.folder}")
-        most = max(2 * size, _LEAST_CAPACITY)
-        self._channel = channel.channel(name, capacity=most, to=self._writer)
-        _open[self._channel] = self.folder
-        # The loader lives as long as this, and as programs that save: the gates that they call
-        # have it. With it the channel and its thread end.
-        weakref.finalize(self._loader, self._writer.end, self._channel).atexit = False
-      return self._channel
-
-
-def finish(wait: Wait) -> None:
-  """At the end of the process: waits for the disk, as long as it takes but after Ctrl-C.
-
-  The end of all channels follows, which raises what could not be written.
-  """
-  for each in _open.keyrefs():
-    if (one := each()) is None or lifecycle.is_interrupted() or one.flushed(wait.seconds):
-      continue
-    what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
-    print(f"callgate: checkpoints in {_open[one]}: {what}", file=sys.stderr)
-    one.flushed(None)
-
 
 def _in_its_dtype(array: Any, given: Any) -> Any:
   """The saved array, perhaps of a wider dtype, in that of the carry; of random keys their bits."""
   dtype = getattr(given, "dtype", array.dtype)
   is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
   return array if is_key else array.astype(dtype, copy=False)
-
-
-def _refuse_handles(carry: Any) -> None:
-  found = jax.tree_util.tree_leaves_with_path(carry, is_leaf=lambda x: isinstance(x, Handle))
-  for path, leaf in found:
-    if isinstance(leaf, Handle):
-      raise GateDefinitionError(
-        "Checkpoints: expected a carry of arrays, got a handle at "
-        f"{jax.tree_util.keystr(path) or 'carry'}: its object ends with this process, and the run "
-        "that goes on has none. Make the object before the loop, for its body to use, and carry "
-        "what it holds as arrays"
-      )
-
-
-class Writers(Part):
-  """Has the checkpoints on the disk before the process ends."""
-
-  name = "checkpoints"
-
-  def end(self, phase: Phase, wait: Wait) -> None:
-    if phase == "deliver":
-      finish(wait)
-
-
-join(Writers())

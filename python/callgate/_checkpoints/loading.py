@@ -22,7 +22,7 @@ from callgate._checkpoints.parts import Leaf, Saved
 from callgate._core import dtypes, registry
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._feed import resuming
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import loops
 from callgate._sharding import tiles
@@ -37,7 +37,7 @@ class Loader:
   def __init__(self, folder: Path, *, resume: bool, of_orbax: bool) -> None:
     self._folder, self._resume, self._of_orbax = folder, resume, of_orbax
     self._lock = threading.RLock()
-    self._gates: dict[Any, Gate] = {}
+    self._gates: dict[Any, GateCallee] = {}
     self._execution = -1  # XLA's number of the one in which a loop has begun last
     self._read: tuple[int, Saved] | None = None  # by the number of the run
     self.wrote = threading.Event()  # when the loop has saved something
@@ -67,21 +67,21 @@ class Loader:
     out = jax.ShapeDtypeStruct((len(feeds), *resuming.COUNT.shape), resuming.COUNT.dtype)
     return self._gate("counts", tuple(feeds), count, out, "pure")(step, run)
 
-  def _of_array(self, leaves: tuple[Leaf, ...], rank: int) -> Gate:
+  def _of_array(self, leaves: tuple[Leaf, ...], rank: int) -> GateCallee:
     take, axes = functools.partial(self._take, leaves), " ".join(f"d{i}" for i in range(rank))
     rule = f", , , {axes} -> {axes}"
     return self._gate("load", (leaves, rank), take, lambda *of: of[-1], "pure", rule)
 
   def _gate(
     self, what: str, key: Any, function: Any, out: Any, effect: Any, sharding: str = "shard"
-  ) -> Gate:
+  ) -> GateCallee:
     with self._lock:
       if (what, key) not in self._gates:
         name = registry.free_name(f"checkpoints {what}: {self._folder}")
         made = GateOptions(out=out, name=name, effect=effect, vmap=refuse_lanes, sharding=sharding)
         gate = self._gates[what, key] = _OfDisk(function, made)
         if what == "load":
-          gate.defjvp(functools.partial(_loaded_jvp, weakref.ref(gate)))
+          gate.set_jvp(functools.partial(_loaded_jvp, weakref.ref(gate)))
       return self._gates[what, key]
 
   # -- while a program runs ------------------------------------------------------------------------
@@ -169,9 +169,9 @@ class Loader:
       return self._read[1]
 
 
-class _OfDisk(Gate):
+class _OfDisk(GateCallee):
   # A replay's disk is its own.
-  traits = Gate.traits.but(taped=False, knows_lanes=False, located=True)
+  traits = GateCallee.traits.but(taped=False, knows_lanes=False, located=True)
 
 
 def _say_damaged(folder: Path) -> None:

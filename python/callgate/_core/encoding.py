@@ -212,10 +212,10 @@ class _Decoder:
 
 
 # -- objects whose methods programs call -----------------------------------------------------------
-# By the names that programs have for them, which no other object ever gets. What is called for a
-# program that is loaded keeps its object; this table keeps none. A name lasts as long as the object
-# or, where that takes no weak reference, as its `Exact`, which the program's trees keep.
-# Guarded by _naming; emptied by the end of each object.
+# By the names that programs have for them, which no other object ever gets. The callee of a loaded
+# program keeps its object; this table keeps none. A name lasts as long as the object or, where that
+# takes no weak reference, as its `Exact`, which the program's trees keep. Guarded by _naming;
+# emptied by the end of each object.
 _objects: dict[str, Callable[[], split.Static | None]] = {}
 _names: dict[int, str] = {}  # of those that live, by their identity
 # Guarded by _naming; never emptied: one number for each type, so that no name comes twice.
@@ -337,7 +337,7 @@ def is_open(extent: Any) -> bool:
 def for_another(spec: str) -> tuple[str, dict[str, Any]]:
   """A spec for a process that has not traced it, and what it names; to be pickled.
 
-  What this process names is there another thing than what any other process does.
+  The names get a mark of this process, so that none of them stands for an object over there.
   """
   entries: dict[str, Any] = {}
 

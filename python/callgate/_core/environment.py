@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers from environment variables: one that can't be read is named, and its default taken.
 
-What is wrong is said on stderr, once, and no exception: these are read by the import and at the
+A wrong value is told on stderr, once, and raises nothing: these are read by the import and at the
 end of the process, where one would hide what the program did.
 """
 

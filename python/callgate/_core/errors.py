@@ -34,9 +34,9 @@ class ResultError(GateError, TypeError):
 class EscapedViewError(GateError, ValueError):
   """A view of XLA's memory was kept beyond the call that it belonged to.
 
-  What was kept has been given a private copy of the data, so reading it stays safe. Not so on a
-  GPU: there `callgate.Buffer`s refuse to be used, jax.Arrays are deleted and torch tensors copied,
-  but nothing can be done about arrays of other libraries. They must not be used any more.
+  The kept view has been given a private copy of the data, so reading it stays safe. On a GPU it is
+  not: `callgate.Buffer`s refuse to be used, jax.Arrays are deleted and torch tensors copied, but
+  nothing can be done about arrays of other libraries. They must not be used any more.
   """
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from callgate._core import registry, spellings
-from callgate._core.pickling import Origin, Portable
+from callgate._core.pickling import Origin, made_by
 from callgate._core.where import where
 
 P = ParamSpec("P")
@@ -105,9 +105,7 @@ def _taking(declared: Any, written: Callable[..., Any], *, decorates: bool = Fal
     def made_of(*args: Any) -> Any:
       with registry.defining(here.definition()):
         made = written(*args, **given, options=options)
-      return (
-        made.made_by(Origin(here.module, take, args, kept)) if isinstance(made, Portable) else made
-      )
+      return made_by(Origin(here.module, take, args, kept), made)
 
     return made_of if decorates and (not args or args[0] is None) else made_of(*args)
 

@@ -114,7 +114,7 @@ def defer(text: str) -> None:
 def raise_deferred(*, of_all_threads: bool = False) -> None:
   """Raises the oldest deferred exception, if there is one, with the others named in its notes.
 
-  Those of programs that another thread of Python called wait for that thread, or for `barrier()`.
+  Exceptions of another Python thread's programs wait for that thread, or for `barrier()`.
   """
   if not _kept.deferred:  # asked on every call of a gate
     return

@@ -2,9 +2,9 @@
 """The one store of exceptions: all that callgate keeps until somebody asks is here.
 
 A program's error is text; the exception that it stands for is here, under the id that the text
-carries. Of some failures no program's error tells, those of consumers and those of programs over
-several devices: they are in lists of their own for whoever waits for them. The store is bounded:
-an exception holds its traceback's frames, and with them arrays. All functions run under the GIL, on
+carries. No program's error tells the failures of consumers and of programs over several devices:
+they are in lists of their own for the callers that wait for them. The store is bounded: an
+exception holds its traceback's frames, and with them arrays. All functions run under the GIL, on
 any thread.
 """
 

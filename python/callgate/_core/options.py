@@ -192,6 +192,19 @@ def aliases(label: str, value: Any) -> dict[int, int]:
   return {int(operand): int(result) for operand, result in pairs.items()}
 
 
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def byte_size(label: str, name: str, value: Any) -> int:
+  """A number of bytes as users write it: 65536, "64MiB", "1.5 GB"."""
+  what = "bytes, as 65536 or '64MiB'"
+  if not isinstance(value, str):
+    return count(label, name, value, least=1, what=what)
+  match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", value.lower())
+  size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+  return size if 1 <= size < 2**63 else refuse(label, name, what, value)
+
+
 def choice(
   label: str, option: str, value: Any, allowed: Sequence[str], *, what: str | None = None
 ) -> Any:

@@ -17,12 +17,13 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from callgate._core import registry
+from callgate._core.public import Public, Uncopied, core
 
 # Guarded by _lock, but for a mark that nobody knows yet.
 _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -39,64 +40,70 @@ class Origin:
   options: Mapping[str, Any]
 
 
-class Portable:
-  """An object with copies and pickles as the module's text says.
+class Identity(Uncopied):
+  """The core of an object that users hold, as copies and pickles of the object see it.
 
   Attributes:
-    label: what messages call it.
-    travels: whether it can be made again in another process. `why_not` says why it can't.
+    label: what messages call the object.
+    origin: the call that made it; None if callgate made it for a purpose of its own.
+    travels: True if another process can make it again. `why_not` says why it can't.
+    mark: the name by which processes know that they have it already.
   """
 
   label: Any
   origin: Origin | None = None
   travels = True
   why_not = "callgate made it for a purpose of its own"
-  _mark: str | None = None
+  mark: str | None = None
 
-  def made_by(self, origin: Origin) -> Any:
-    """Returns the user's object of this, with a note of who made it."""
-    if self.origin is not None:
-      return self  # by another maker, which that one asked
-    made = self.handle()
-    made.origin, made._mark = origin, uuid.uuid4().hex
-    _marked[made._mark] = made
-    return made
 
-  def handle(self) -> Any:
-    return self
+C = TypeVar("C", bound=Identity)
 
-  def __copy__(self) -> Any:
-    return self
 
-  def __deepcopy__(self, memo: Any) -> Any:
-    del memo
-    return self
+class Portable(Public[C]):
+  """An object that users hold, with pickles as the module's text says."""
 
   def __reduce_ex__(self, protocol: Any) -> Any:
     del protocol
-    origin, pickler = self.origin, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    for module, path in self._places():
+    identity = core(self)
+    origin, pickler = identity.origin, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    for module, path in _places(self, origin):
       if _at(module, path) is self and not _takes_along(pickler, module):
-        return _found, (self.label, module, path)
-    if origin is None or not self.travels:
+        return _found, (identity.label, module, path)
+    if origin is None or not identity.travels:
       expected = "expected one that a module holds by a name, which the other process imports"
-      raise pickle.PicklingError(f"{self.label} can't be pickled: {self.why_not}; {expected}")
+      raise pickle.PicklingError(
+        f"{identity.label} can't be pickled: {identity.why_not}; {expected}"
+      )
     options = dict(origin.options)
     if not callable(out := options.get("out", callable)):
       options["out"] = jax.tree.map(_type_of, out)
-    name = getattr(self, "name", None)
-    return _made_again, (self._mark, name, origin.make, origin.args, options), self._rules()
+    name = getattr(identity, "name", None)
+    made_again = identity.mark, name, origin.make, origin.args, options
+    return _made_again, made_again, self._rules()
 
   def _rules(self) -> Any:
     """The state for `__setstate__`: what was added since it was made; None for nothing."""
 
-  def _places(self) -> list[tuple[str, str]]:
-    """Modules and the qualified names by which they may hold this."""
-    own = vars(self)  # where it has the names of its function
-    places = [(own["__module__"], own["__qualname__"])] if "__qualname__" in own else []
-    module = self.origin.module if self.origin is not None else ""
-    held = dict(vars(sys.modules[module])) if module in sys.modules else {}
-    return places + [(module, name) for name, value in held.items() if value is self]
+
+def made_by(origin: Origin, made: Any) -> Any:
+  """Notes the call that made an object of a user's, and returns the object.
+
+  A call may go through another maker's: the first to say so, which made it, is its origin.
+  """
+  if isinstance(made, Portable) and (identity := core(made)).origin is None:
+    identity.origin, identity.mark = origin, uuid.uuid4().hex
+    _marked[identity.mark] = made
+  return made
+
+
+def _places(held: Any, origin: Origin | None) -> list[tuple[str, str]]:
+  """Modules and the qualified names by which they may hold the object."""
+  own = vars(held)  # where it has the names of its function
+  places = [(own["__module__"], own["__qualname__"])] if "__qualname__" in own else []
+  module = origin.module if origin is not None else ""
+  names = dict(vars(sys.modules[module])) if module in sys.modules else {}
+  return places + [(module, name) for name, value in names.items() if value is held]
 
 
 def _type_of(leaf: Any) -> Any:
@@ -158,5 +165,5 @@ def _made_again(
       taken = name in registry.taken_names()
       call.arguments["name"] = registry.free_name(name.partition("#")[0]) if taken else name
     made = make(*call.args, **call.kwargs)
-    made._mark, _marked[mark] = mark, made
+    core(made).mark, _marked[mark] = mark, made
     return made

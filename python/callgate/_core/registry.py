@@ -19,6 +19,7 @@ import jax
 
 from callgate import _callgate, _part
 from callgate._core import encoding
+from callgate._core.public import core_of
 from callgate._core.where import Where
 
 _gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # guarded by _lock
@@ -175,8 +176,10 @@ def free_name(base: str) -> str:
 
 # -- what programs from other processes name -------------------------------------------------------
 def undefined(name: str) -> bool:
-  """The runtime's hook: defines a variant that a loaded program names."""
+  """The runtime's hook: defines what a loaded program calls, "name" or a variant "name[key]"."""
   base, bracket, key = name.partition("[")
-  found = get(base) or next(filter(None, (part.define(base) for part in _part.parts())), None)
-  define = getattr(found, "define_variant", None)
-  return define is not None and define(key.removesuffix("]") if bracket else "")
+  of_parts = (part.define(base) for part in _part.parts())
+  found = core_of(get(base) or next(filter(None, of_parts), None))
+  if (define := getattr(found, "define_variant", None)) is None:
+    return found is not None and not bracket
+  return define(key.removesuffix("]") if bracket else "")

@@ -2,8 +2,8 @@
 """Calls that Python makes by itself, as blocks of `callgate.record` and `callgate.replay` see them.
 
 The runtime tells the tape, a function of `_replay`, of the calls that programs make
-(src/bindings/gate/tape.h). What JAX's own callbacks call, what makes objects of the host, and a
-feed outside of programs is told of here, in the same form.
+(src/bindings/gate/tape.h). JAX's own callbacks, makers of host objects and a feed's `next` outside
+of programs report their calls here, in the same form.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 from callgate._call import primitive, shapes
 from callgate._call.site import BoundCall, CallSite
 from callgate._core.errors import GateDefinitionError
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._runtime import config
@@ -23,7 +23,7 @@ from callgate._workers.workers import Workers
 SHARDING = "expected such as NamedSharding(mesh, PartitionSpec('d')), which splits lanes alone"
 
 
-class EnvGate(Gate):
+class EnvGate(GateCallee):
   """A method of `EnvLanes` as a gate. On workers each argument has a leading axis of shares."""
 
   kind = "envs"
@@ -50,7 +50,7 @@ class EnvGate(Gate):
     shapes.check_call(self, site, shares)
     self.check_call(site, shares)
     level = leaves[0].shape[0], (True,) * len(leaves)
-    flat = primitive.bind(*leaves, call=BoundCall(self.core, site, (level,)))
+    flat = primitive.bind(*leaves, call=BoundCall(self, site, (level,)))
     return jax.tree.unflatten(site.out_tree, flat)
 
 
@@ -109,7 +109,7 @@ class EnvLayout:
     part = self.count // self.devices
     return jax.lax.axis_index(self.axes) * part + jnp.arange(part, dtype=np.int32)
 
-  def call(self, here: Gate, there: Gate | None, *args: Any, **static: Any) -> Any:
+  def call(self, here: GateCallee, there: GateCallee | None, *args: Any, **static: Any) -> Any:
     """Calls one of two gates with pytrees of arrays that have a row for each lane, lanes first."""
     if there is None or config.engine() == "jax":
       return self.split(here(*self.split(args), **static))

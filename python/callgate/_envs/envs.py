@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._call.function import ArrayFunction
 from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.failures import raise_deferred
+from callgate._core.public import core
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.calls import EnvGate, EnvLayout
 from callgate._envs.lanes import EnvLanes, EnvPlan, LanesMethod, plan_of
@@ -137,7 +139,7 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
 
 def _on(run_on: Any, function: Callable[[], Any]) -> Any:
   """Calls a function where environments of this process live."""
-  return run_on.run(function) if isinstance(run_on, Thread) else function()
+  return core(run_on).run(function) if isinstance(run_on, Thread) else function()
 
 
 _OF_WORKERS = ("shut", "rendered", "picture")  # methods of `EnvLanes` that are called there alone
@@ -177,9 +179,9 @@ class _Programs:
         "out": out, "style": "inplace", "effect": "ordered", "timeout": limit,
       }  # fmt: skip
 
-      def gate(suffix: str, function: Any = function, given: Any = given, **more: Any) -> EnvGate:
+      def gate(suffix: str, function: Any = function, given: Any = given, **more: Any) -> Any:
         options = GateOptions(**given, name=f"{name}.{suffix}", **more)
-        return EnvGate(function, options, plan.label).handle()
+        return ArrayFunction(EnvGate(function, options, plan.label))
 
       if elsewhere:
         self._there[method] = gate(method, run_on=run_on, affinity="lane")
@@ -277,7 +279,7 @@ class Envs:
 
     Args:
       key: a PRNG key, typed or raw (a `jax.Array` uint32[2]); an integer, traced or not; or a seed
-        for each environment, a list or an integer array of shape (n,). Of a key or an integer,
+        for each environment, a list or an integer array of shape (n,). With a key or an integer,
         environment i gets the i-th of `np.random.SeedSequence(integer).generate_state(n)`; a key's
         integer is that of its words, the first of most weight: of `jax.random.key(7)` it is 7. None
         leaves the environments' random generators as they are.

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 
 from callgate import _part
+from callgate._call.function import ArrayFunction
 from callgate._call.site import CallSite
 from callgate._core import dtypes, effects, errors, failures, options, registry, tape
-from callgate._core.pickling import Origin, Portable
+from callgate._core.pickling import Identity, Origin, Portable, made_by
 from callgate._core.where import where
 from callgate._feed import items
 from callgate._feed import producer as _producer
@@ -40,7 +41,17 @@ class _Missing:
 _MISSING = _Missing()
 
 
-class Feed(Portable):
+class _FeedIdentity(Identity):
+  """A feed as pickles see it."""
+
+  travels = False
+  why_not = "its iterator runs in this process"
+
+  def __init__(self, name: str) -> None:
+    self.name, self.label = name, f"feed '{name}'"
+
+
+class Feed(Portable[_FeedIdentity]):
   """A host iterator as a source of items for compiled programs; made by `callgate.feed`.
 
   A context manager, which closes the feed at the end of its block, and outside of compiled code an
@@ -51,9 +62,6 @@ class Feed(Portable):
     shape: the items' types, as a pytree of ShapeDtypeStructs.
     prefetch: how many items the iterator may be ahead of the programs.
   """
-
-  travels = False
-  why_not = "its iterator runs in this process"
 
   def __init__(
     self,
@@ -71,6 +79,7 @@ class Feed(Portable):
     # An unnamed one is called as the generator function or the iterable's class.
     named: Any = iterable if hasattr(iterable, "__qualname__") else type(iterable)
     self.name = name = options.name("feed", name) or registry.unique_name(named)
+    super().__init__(_FeedIdentity(name))
     registry.take(name)  # the old one is closed before the iterator begins
     limits: Any = {"least": 1, "most": 2**31 - 1, "what": "an integer of 1 or more"}
     self.prefetch = options.count(f"feed '{name}'", "prefetch", prefetch, **limits)
@@ -103,11 +112,12 @@ class Feed(Portable):
         taking = functools.partial(take_share, self._producer, rank, shares.takers)
         made = GateOptions(out=shares.structs, name=name, effect="ordered", style="context")
       weakref.finalize(taking, self._producer.release).atexit = False
-      self._gate = FeedGate(taking, made).handle()
+      self._gate = FeedGate(taking, made)
+      self._function = ArrayFunction(self._gate)  # keeps its programs
       self._gate.shares, self._gate.resumable = shares, resumable
       if shares is not None:
         self._producer.serve(types.convert, after, len(shares.takers) or 1, shares.of_item)
-        self._take_shares = jax.jit(shares.mapped(self._gate.core))
+        self._take_shares = jax.jit(shares.mapped(self._gate))
       else:
         if staged := self._producer.stage(types):
           self._gate.callee.serve_items(staged)
@@ -119,11 +129,7 @@ class Feed(Portable):
       raise
 
   def __repr__(self) -> str:
-    return f"<{self.label}>"
-
-  @property
-  def label(self) -> str:
-    return f"feed '{self.name}'"
+    return f"<feed '{self.name}'>"
 
   def next(self) -> Any:
     """The next item, inside or outside compiled code: a pytree of jax.Arrays as `shape` says.
@@ -138,13 +144,13 @@ class Feed(Portable):
     Raises:
       EndOfFeed: there are no more items, and no default.
       GateError: the feed is closed, or was made in another process.
-      BaseException: what the iterator raised in the place of this item. All of these fail the
+      BaseException: what the iterator raised instead of this item. All of these fail the
         program (`jax.errors.JaxRuntimeError`), and are raised as themselves by `callgate.errors()`.
     """
     failures.raise_deferred()
     self._producer.check()
     if self._shares is None:
-      flat = next_p.bind(gate=self._gate.core, site=self._site, lead=(), engine=config.engine())
+      flat = next_p.bind(gate=self._gate, site=self._site, lead=(), engine=config.engine())
     else:
       self._check_whole_program()
       flat = self._take_shares()
@@ -155,10 +161,12 @@ class Feed(Portable):
     if (manual := tracing.in_manual_region()) or tracing.in_vmap():
       where = "jax.shard_map" if manual else "jax.vmap"
       expected = f"expected a call of next() outside of {where}; its result may go in"
-      raise errors.GateError(f"{self.label}: its items are split over a mesh; {expected}")
+      raise errors.GateError(f"feed '{self.name}': its items are split over a mesh; {expected}")
     if config.engine() == "jax":
       expected = "expected config(engine='callgate'), or a feed without sharding="
-      raise errors.GateError(f"{self.label}: JAX's callbacks don't know the device; {expected}")
+      raise errors.GateError(
+        f"feed '{self.name}': JAX's callbacks don't know the device; {expected}"
+      )
 
   def __iter__(self) -> Iterator[Any]:
     return self
@@ -171,7 +179,7 @@ class Feed(Portable):
     Raises:
       StopIteration: there are no more items, and no default.
       GateError: as `next()`; or JAX is tracing, and would take one item for all executions.
-      BaseException: what the iterator raised in the place of this item.
+      BaseException: what the iterator raised instead of this item.
     """
     if not tracing.in_no_trace():
       why = "a program that is being traced can't iterate over it: it would hold one item for ever"
@@ -260,7 +268,7 @@ def feed(
     GateDefinitionError: an option is wrong, or there is no item to take the types from.
     ResultError: the first item holds something other than arrays and numbers.
     ValueError: the name is taken by another live feed or gate.
-    BaseException: what the iterator raised in the place of its first item, if `shape` is None.
+    BaseException: what the iterator raised instead of its first item, if `shape` is None.
   """
   _part.load("feeds")  # before one runs: the end of the process ends it
   here = where()
@@ -269,7 +277,7 @@ def feed(
       iterable, prefetch=prefetch, shape=shape, default=default, epochs=epochs, cast=cast,
       sharding=sharding, resumable=resumable, name=name,
     )  # fmt: skip
-  return made.made_by(Origin(here.module, feed, (), {}))
+  return made_by(Origin(here.module, feed, (), {}), made)
 
 
 # -- checks ----------------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ from callgate._call.site import BoundCall, CallSite
 from callgate._core import effects, errors
 from callgate._feed import producer as _producer
 from callgate._feed import shares as _shares
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._jax import tracing
 
 CLOSE_SECONDS = 5.0  # how long an iterator that is busy is waited for
 
 
-class FeedGate(Gate):
+class FeedGate(GateCallee):
   """The gate of a feed.
 
   Attributes:
@@ -37,13 +37,13 @@ class FeedGate(Gate):
 
   kind = "feed"
   # Its arrays are NumPy's on the host, the GPU's own in a program for CUDA.
-  traits = Gate.traits.but(native=True, knows_lanes=False)
+  traits = GateCallee.traits.but(native=True, knows_lanes=False)
   shares: _shares.Shares | None = None
   resumable = True
 
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)
-    self.of_loops: dict[str, Gate] = {}
+    self.of_loops: dict[str, GateCallee] = {}
 
   @property
   def producer(self) -> _producer.Producer:
@@ -103,7 +103,7 @@ tracing.weakly_cached.add(FeedGate)
 
 
 @next_p.def_effectful_abstract_eval
-def _abstract_eval(*, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str) -> Any:
+def _abstract_eval(*, gate: GateCallee, site: CallSite, lead: tuple[int, ...], engine: str) -> Any:
   effect = tracing.ordered_io_effect if engine == "jax" else effects.ORDERED_GATE_EFFECT
   avals = (tracing.shaped_array((*lead, *shape), dtype, ()) for shape, dtype in site.results)
   axes = tracing.manual_axes()  # in a jax.shard_map each device takes items for itself
@@ -119,7 +119,7 @@ batching.fancy_primitive_batchers[next_p] = _batch
 
 
 def _lower(
-  context: Any, *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
+  context: Any, *, gate: GateCallee, site: CallSite, lead: tuple[int, ...], engine: str
 ) -> Sequence[Any]:
   results = tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
   site = dataclasses.replace(site, results=results)

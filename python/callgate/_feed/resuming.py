@@ -20,7 +20,7 @@ from callgate._core.errors import EndOfFeed, GateError
 from callgate._feed.gate import FeedGate
 from callgate._feed.producer import Producer
 from callgate._feed.shares import Shares
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing, walk
 
@@ -87,7 +87,7 @@ def skip(feeds: Sequence[FeedGate], counted: Any) -> None:
       jax.jit(skip)(counted[number])
 
 
-def _gate_of(feed: FeedGate, what: str, function: Any, out: Any) -> Gate:
+def _gate_of(feed: FeedGate, what: str, function: Any, out: Any) -> GateCallee:
   if what not in feed.of_loops:
     takers: Mapping[int, int] = {} if feed.shares is None else feed.shares.takers
     name = registry.free_name(f"{feed.name} {what}")
@@ -97,8 +97,10 @@ def _gate_of(feed: FeedGate, what: str, function: Any, out: Any) -> Gate:
   return feed.of_loops[what]
 
 
-class _Located(Gate):
-  traits = Gate.traits.but(located=True, taped=False, knows_lanes=False)  # recordings have items
+class _Located(GateCallee):
+  traits = GateCallee.traits.but(
+    located=True, taped=False, knows_lanes=False
+  )  # recordings have items
 
 
 def _taker(takers: Mapping[int, int]) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call that was started: it runs on a thread of callgate's, or on the one event loop.
 
-What is started is always finished, once. Its result is taken once. What nobody takes is waited for
-at the barrier, which raises its error. All under the GIL; waiting gives it up.
+A started call is always finished, once. Its result is taken once. The barrier waits for a call
+whose result nobody takes, and raises its error. All under the GIL; waiting gives it up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from callgate._core import failures, foreign
 from callgate._core.errors import GateError, GateTimeoutError, Interruption
 from callgate._core.weak import members
 from callgate._part import Part, Phase, Wait
-from callgate._workers.threads import Thread
+from callgate._workers.threads import ThreadPlace
 
 if TYPE_CHECKING:
   import asyncio
@@ -52,7 +52,7 @@ class Job:
     self._taken: str | None = None
     self._kept = True  # the result, as far as it has come
 
-  def start(self, call: Callable[[], Any], line: Line | Thread | None = None) -> None:
+  def start(self, call: Callable[[], Any], line: Line | ThreadPlace | None = None) -> None:
     """Has `call` run, in its turn where there is a line; a coroutine's rest is the event loop's.
 
     Ctrl-C ends what waits in a line, and what runs on workers.
@@ -91,7 +91,7 @@ class Job:
     if not is_taken:
       with _lock:
         _open.discard(self)
-      if isinstance(line, Thread):
+      if isinstance(line, ThreadPlace):
         line.refuse()
       raise GateError(
         f"{self.label}: can't be started: the process is ending, or was forked from one that ran "

@@ -16,7 +16,7 @@ import numpy as np
 from callgate._call import jax_engine
 from callgate._core import encoding
 from callgate._core.dtypes import dtype_named
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._workers import objects
 from callgate._workers.executors import OnExecutor
 from callgate._workers.workers import Workers
@@ -24,7 +24,7 @@ from callgate._workers.workers import Workers
 Types = Sequence[tuple[tuple[int, ...], str]]
 
 
-def most(gate: Gate) -> int:
+def most(gate: GateCallee) -> int:
   """How many started calls of a gate are to be on their way at once."""
   if isinstance(gate.run_on, Workers):
     return 2 * gate.run_on.count
@@ -32,7 +32,7 @@ def most(gate: Gate) -> int:
   return in_flight
 
 
-def calls_of(gate: Gate) -> Callable[..., Callable[[], Any]]:
+def calls_of(gate: GateCallee) -> Callable[..., Callable[[], Any]]:
   """The maker of the gate's calls: `make(here, arrays, lane, interrupts, spec, cast, types)`.
 
   `interrupts` says how often Ctrl-C had come when the call was started. Such a call returns the

@@ -19,17 +19,19 @@ import numpy as np
 
 from callgate._call import derivatives, shapes
 from callgate._call.attached import with_derivative
+from callgate._call.function import ArrayFunction
 from callgate._call.site import SHARED, CallSite
 from callgate._core import encoding, exact, registry
 from callgate._core.errors import GateDefinitionError
+from callgate._core.public import core
 from callgate._core.where import where
 from callgate._futures import started
 from callgate._futures.job import Job, Line
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._objects.handle import TYPE, Handle
-from callgate._objects.hold import Hold, Use, holding
+from callgate._objects.hold import HoldCallee, Use, holding
 from callgate._objects.resolve import resolved
 from callgate._runtime import config
 from callgate._workers import objects
@@ -45,7 +47,6 @@ class _StartedCall(NamedTuple):
   out_tree: Any
 
 
-@jax.tree_util.register_pytree_node_class
 class Ticket:
   """A call that a program has started; made by `Gate.start`.
 
@@ -57,7 +58,7 @@ class Ticket:
 
   def __init__(self, call: _StartedCall, handle: Handle, args: Any) -> None:
     self._call, self._handle, self._args = call, handle, args
-    self._among = _started(handle.words)
+    self._among = _started(core(handle).words)
 
   def result(self) -> Any:
     """Waits for the call, inside or outside compiled code; returns what the call would have.
@@ -69,13 +70,10 @@ class Ticket:
     """
     return _wait(self, _all_started())
 
-  def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-    return (self._handle, self._args), self._call
-
   @classmethod
-  def tree_unflatten(cls, aux: Any, children: Any) -> Self:
+  def _of(cls, call: Any, children: Any) -> Self:
     made = object.__new__(cls)
-    made._call, made._among = aux, None
+    made._call, made._among = call, None
     made._handle, made._args = children
     return made
 
@@ -83,37 +81,43 @@ class Ticket:
     return f"<ticket of {self._call.gate.label}>"
 
 
+jax.tree_util.register_pytree_node(
+  Ticket,
+  lambda ticket: ((ticket._handle, ticket._args), ticket._call),  # pyright: ignore[reportPrivateUsage]
+  Ticket._of,  # pyright: ignore[reportPrivateUsage]
+)
+
+
 # Static keywords: where a call is started, and of one that runs elsewhere what is called.
 _PLACE, _CALL = "callgate_place", "callgate_call"
 
 
 # -- start -----------------------------------------------------------------------------------------
-def start(gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
+def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
   """Starts a call of a gate; see `Gate.start`."""
-  core = gate.core
-  _check(core)
+  _check(gate)
   place = {_PLACE: str(where())}
-  here = core.is_here
-  begin = functools.partial(_parts(core).begin, *args, **kwargs, **place)
-  args, kwargs, static = core.given(args, kwargs)
+  here = gate.is_here
+  begin = functools.partial(_parts(gate).begin, *args, **kwargs, **place)
+  args, kwargs, static = gate.given(args, kwargs)
   leaves, in_tree = jax.tree.flatten((args, kwargs))
-  leaves = [shapes.as_array(core, leaf, i, in_tree) for i, leaf in enumerate(leaves)]
+  leaves = [shapes.as_array(gate, leaf, i, in_tree) for i, leaf in enumerate(leaves)]
   structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-  results, out_tree = shapes.result_types(core, in_tree, structs, static)
+  results, out_tree = shapes.result_types(gate, in_tree, structs, static)
   if here:
     handle = begin()
   else:
-    site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", core.casts())
-    core.check_call(site, structs)
+    site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", gate.casts())
+    gate.check_call(site, structs)
     types = tuple((shape, np.dtype(dtype).name) for shape, dtype in results)
     trees = exact.exact_tree(in_tree), exact.exact_tree(out_tree)
     more: dict[str, Any] = {**place, _CALL: (*trees, static, site.cast, types)}
-    handle = _parts(core).begin(*leaves, **more)
+    handle = _parts(gate).begin(*leaves, **more)
   args, kwargs = jax.tree.unflatten(in_tree, leaves)
-  return Ticket(_StartedCall(core, static, results, out_tree), handle, (args, kwargs))
+  return Ticket(_StartedCall(gate, static, results, out_tree), handle, (args, kwargs))
 
 
-def _check(gate: Gate) -> None:
+def _check(gate: GateCallee) -> None:
   if gate.style != "return":
     raise GateDefinitionError(
       f"{gate.label}: start() needs style='return', got style={gate.style!r}, whose results are "
@@ -127,11 +131,11 @@ def _check(gate: Gate) -> None:
 
 
 class _Gates(NamedTuple):
-  begin: Hold
-  wait: Callable[[str, tuple[Any, ...], exact.Exact], Use]
+  begin: ArrayFunction[..., Any]
+  wait: Callable[[str, tuple[Any, ...], exact.Exact], ArrayFunction[..., Any]]
 
 
-def _parts(gate: Gate) -> _Gates:
+def _parts(gate: GateCallee) -> _Gates:
   """The gates that start calls of a gate and wait for them, which live as long as it does."""
   if (made := gate.__dict__.get("_future_parts")) is None:
     made = gate.__dict__["_future_parts"] = _Gates(
@@ -141,10 +145,10 @@ def _parts(gate: Gate) -> _Gates:
   return made
 
 
-def _begin(gate: Gate) -> Hold:
+def _begin(gate: GateCallee) -> ArrayFunction[..., Any]:
   function, label, timeout = gate.function, gate.label, gate.timeout
   arrays: Any = gate.arrays
-  line = gate.run_on if isinstance(gate.run_on, Thread) else None
+  line = core(gate.run_on) if isinstance(gate.run_on, Thread) else None
 
   def begin(*args: Any, **kwargs: Any) -> Job:
     job = Job(label, kwargs.pop(_PLACE), timeout)
@@ -157,10 +161,10 @@ def _begin(gate: Gate) -> Hold:
     out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, arrays=arrays,
     copy=True,
   )  # fmt: skip
-  return holding(begin, options).handle()
+  return ArrayFunction(holding(begin, options))
 
 
-class _Begin(Hold):
+class _Begin(HoldCallee):
   """Starts calls elsewhere; here with JAX's own callbacks."""
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +182,7 @@ class _BeginByLane(_Begin):
 _by_jax = threading.local()
 
 
-def _begin_elsewhere(gate: Gate) -> Hold:
+def _begin_elsewhere(gate: GateCallee) -> ArrayFunction[..., Any]:
   make, label, by_lane = started.calls_of(gate), gate.label, gate.traits.by_lane
   line = Line(started.most(gate))
 
@@ -196,12 +200,12 @@ def _begin_elsewhere(gate: Gate) -> Hold:
   options = GateOptions(
     out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, copy=True
   )
-  return holding(begin, options, kind=_BeginByLane if by_lane else _Begin).handle()
+  return ArrayFunction(holding(begin, options, kind=_BeginByLane if by_lane else _Begin))
 
 
-def result(gate: Gate, ticket: Any) -> Any:
+def result(gate: GateCallee, ticket: Any) -> Any:
   """See `Gate.result`."""
-  if not isinstance(ticket, Ticket) or ticket._call.gate is not gate.core:  # pyright: ignore[reportPrivateUsage]
+  if not isinstance(ticket, Ticket) or ticket._call.gate is not gate:  # pyright: ignore[reportPrivateUsage]
     raise GateDefinitionError(
       f"{gate.label}: result() expected a ticket of its own, got {ticket!r}"
     )
@@ -213,9 +217,9 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
   """The result of a ticket, after all that were `started`."""
   call: _StartedCall = ticket._call  # pyright: ignore[reportPrivateUsage]
   handle, args = ticket._handle, ticket._args  # pyright: ignore[reportPrivateUsage]
-  if handle.words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
+  if core(handle).words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
     return jax.vmap(lambda ticket: _wait(ticket, started))(ticket)
-  earlier = [words for words in started if words is not handle.words]
+  earlier = [words for words in started if words is not core(handle).words]
   waits = _parts(call.gate).wait(str(where()), call.results, exact.exact_tree(call.out_tree))
 
   again = functools.partial(_call_again, call)
@@ -251,8 +255,10 @@ def _zero_of(value: Any) -> Any:
   return np.zeros(value.shape, jax.dtypes.float0)
 
 
-def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: exact.Exact) -> Use:
-  core: Gate = gate()
+def _waiter(
+  gate: Any, place: str, results: tuple[Any, ...], out_tree: exact.Exact
+) -> ArrayFunction[..., Any]:  # fmt: skip
+  core: GateCallee = gate()
   label = core.label
 
   def wait(handle: Handle, earlier: Any, **lanes: Any) -> Any:
@@ -263,7 +269,7 @@ def _waiter(gate: Any, place: str, results: tuple[Any, ...], out_tree: exact.Exa
   out = jax.tree.unflatten(out_tree.value, [jax.ShapeDtypeStruct(*one) for one in results])
   name = registry.free_name(f"{core.name}.result")
   options = GateOptions(out=out, name=name, effect=core.effect, thread="own", cast=core.cast)
-  return _Taker(wait, options).handle()
+  return ArrayFunction(_Taker(wait, options))
 
 
 class _Taker(Use):

@@ -28,14 +28,14 @@ from callgate._core import dtypes, foreign, masked, options, registry
 from callgate._core.encoding import is_open
 from callgate._core.errors import CheckError, GateDefinitionError
 from callgate._core.failures import raise_deferred
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import refs, tracing
 from callgate._part import Part
 from callgate._runtime import config
 
 
-class Guarded(Gate):
+class Guarded(GateCallee):
   """A gate behind a callee that looks at the first operand, and calls it where that is False.
 
   Attributes:
@@ -43,10 +43,6 @@ class Guarded(Gate):
   """
 
   guard: _callgate.Check
-
-  def define_variant(self, key: str) -> bool:
-    """Says that a finder has defined what a program names."""
-    return not key
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
     return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)

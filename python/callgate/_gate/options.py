@@ -51,7 +51,8 @@ class _OfAllStyles(CallOptions):
     copy: arguments are private copies, which the callable may keep, and of NumPy's may write to;
       for arrays in the host's memory. Results' views (`out`) are still XLA's.
     collective: every device makes its call, also where several have the same shard, and knows its
-      place: `context.rank`, `.size`, `.coordinates` on the mesh. For gates that talk to each other.
+      position: `context.rank`, `.size`, `.coordinates` on the mesh. For gates that talk to each
+      other.
     command_buffer: on a CUDA GPU, lets XLA record what the callable launches into a CUDA graph and
       replay that. Elsewhere it changes nothing. See above.
   """

@@ -10,7 +10,7 @@ from typing import Any
 
 from callgate import _callgate
 from callgate._core import options, registry
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 
 
 def stats() -> dict[str, dict[str, float]]:
@@ -30,8 +30,8 @@ def stats() -> dict[str, dict[str, float]]:
   """
   counted: dict[str, dict[str, float]] = {}
   for name, gate in sorted(registry.operations()):
-    if isinstance(gate, Gate):
-      found = gate.stats()
+    if isinstance(gate, GateCallee):
+      found = gate.callee.stats()
       seconds = {f"{what}_seconds": found[f"{what}_ns"] * 1e-9 for what in ("python", "gil_wait")}
       counted[name] = {what: found[what] for what in ("calls", "errors", "bytes")} | seconds
   return counted

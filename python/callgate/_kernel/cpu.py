@@ -18,14 +18,14 @@ from callgate._core import static_values
 from callgate._core.dtypes import dtype_code
 from callgate._core.failures import raise_kept
 from callgate._kernel import launch
-from callgate._kernel.kernel import Kernel
+from callgate._kernel.callee import KernelCallee
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import STATIC, Signature, check_types, refuse_packed
 from callgate._kernel.variants import CallTypes, Function, Static, Variant
 from callgate._runtime import targets
 
 
-class CpuKernel(Kernel):
+class CpuKernel(KernelCallee):
   """A kernel that is compiled, or found, for the types of a call; see `Kernel`."""
 
   def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:

@@ -24,6 +24,8 @@ from callgate._build import files, toolchain
 from callgate._core import options, registry
 from callgate._core.errors import CompileError, GateDefinitionError, GateError, KernelFileError
 from callgate._core.paths import replaced
+from callgate._core.public import core_of
+from callgate._kernel.callee import KernelCallee
 from callgate._kernel.kernel import Kernel
 
 _FORMAT = "callgate kernels"
@@ -127,7 +129,7 @@ def save_kernels(
     chosen: dict[Any, None] = dict.fromkeys([given] if isinstance(given, Kernel) else given)
   except TypeError:  # no iterable, or one of something else
     options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
-  forms = [(k, k.saved_form() if isinstance(k, Kernel) else None) for k in chosen]
+  forms = [(kernel, _saved_form(core_of(kernel))) for kernel in chosen]
   if not live and (other := [kernel for kernel, form in forms if form is None]):
     got = f"{other[0]!r}, whose code is not callgate's to copy; make it anew, under the same name"
     expected = "kernels that callgate.cpp or callgate.cuda made"
@@ -138,6 +140,10 @@ def save_kernels(
     for name, content in [(_MANIFEST, text), *members.items()]:
       # A ZipInfo has a fixed date: the same kernels make the same file.
       archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+
+
+def _saved_form(live: Any) -> dict[str, Any] | None:
+  return live.saved_form() if isinstance(live, KernelCallee) else None
 
 
 def _packed(value: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
@@ -160,7 +166,7 @@ class LoadedKernels(contextlib.AbstractContextManager["LoadedKernels"]):
   keep what they call beyond that.
   """
 
-  def __init__(self, kernels: list[Kernel]) -> None:
+  def __init__(self, kernels: list[KernelCallee]) -> None:
     self._kernels = kernels
     self.names = tuple(kernel.name for kernel in kernels)
     _open.add(self)
@@ -190,7 +196,7 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
   program.call(jnp.ones(3))
   ```
 
-  What was compiled is used where the CPU is the same; the source is compiled otherwise, templates
+  Compiled code is used where the CPU is the same; the source is compiled otherwise, templates
   when a program is loaded that names them. **Loading a file runs code that is in it**, as importing
   a module does: load files that you trust. The checks find damage, not intent.
 
@@ -209,7 +215,7 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
   forms = _read_archive(Path(options.path("load_kernels", "path", path)))
   known: list[Any] = [registry.get(form["name"]) for form in forms]
   for form, live in zip(forms, known, strict=True):  # before any is made
-    own = live.saved_form() if isinstance(live, Kernel) else None
+    own = _saved_form(live)
     # This tells kernels apart, the same before and after one was in a file.
     same = own is not None and _packed({**own, "compiled": 0}) == _packed({**form, "compiled": 0})
     if live is not None and not same:
@@ -219,7 +225,7 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
   return LoadedKernels([_taken(path, *pair) for pair in zip(forms, known, strict=True)])
 
 
-def _taken(path: Any, form: dict[str, Any], known: Kernel | None) -> Kernel:
+def _taken(path: Any, form: dict[str, Any], known: KernelCallee | None) -> KernelCallee:
   """The kernel of a form. Failures of a form of the wrong shape are the file's fault."""
   place = f"callgate.load_kernels: '{path}', kernel '{form['name']}'"
   if known is None and form["kind"] not in _KINDS:

@@ -164,7 +164,7 @@ class Library:
     name = options.name
     while name is None or (options.name is None and _is_live(name)):
       name = registry.free_name(f"{self.name}.{function}")  # the next run gives the same ones
-    return LibraryKernel(name, self, function, self._functions[function], options)
+    return Kernel(LibraryKernel(name, self, function, self._functions[function], options))
 
   def __getitem__(self, function: str) -> Kernel:
     if function not in self._kernels:

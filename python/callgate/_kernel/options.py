@@ -38,8 +38,8 @@ class LaunchOptions:
   Attributes:
     grid: blocks: an int, a tuple of up to three, or a function from the operands'
       ShapeDtypeStructs (of one lane, under vmap) to one; a static argument that the function has a
-      parameter for is passed by name. Of 0 blocks nothing is launched, and where all results are
-      empty neither.
+      parameter for is passed by name. A kernel of 0 blocks is not launched, nor one whose results
+      are all empty.
     block: threads of a block, likewise; at most 1024.
     shared: bytes of dynamic shared memory, likewise; more than 48 KiB is asked for from the driver.
     cluster: blocks of a cluster (compute capability 9.0), likewise; None for none.

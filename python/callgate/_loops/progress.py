@@ -66,7 +66,7 @@ class Progress:
       `at`, where its value ends: a number, or a traced one.
     at: a function of the loop's carry (of a decorated body: of its first argument) that says how
       far the loop is, as a real number: the time of an ODE, say. The bar, and the time that is
-      left, follow that value in the place of the steps.
+      left, follow that value instead of the steps.
     lanes: under `jax.vmap`, "one" bar for all lanes, as far as the last of them is, or "bars", one
       for each, at most 100.
     style: "tqdm" or "rich", which draws with the library of that name.

@@ -15,6 +15,7 @@ import numpy as np
 from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
+from callgate._core.public import core
 from callgate._feed import resuming
 from callgate._feed.gate import FeedGate
 from callgate._jax import loops as _loops
@@ -47,9 +48,9 @@ def scan_saved(
   if save.resume and (length := _length(xs, length)):
     with inside(bar):
       init, feeds[:] = _prepared(step, init, _at(jax.tree.map(jnp.asarray, xs), 0))
-  start, run, first = save.begin(f, init, length)
+  start, run, first = core(save).begin(f, init, length)
   if feeds:
-    resuming.skip(feeds, save.counts(start, run, resuming.names(feeds)))
+    resuming.skip(feeds, core(save).counts(start, run, resuming.names(feeds)))
   body = _saving(save, run, step, feeds)
   if bar is not None and bar.at is not None:
     bar = dataclasses.replace(bar, at=wrapped(_of_counted, bar.at))
@@ -66,7 +67,7 @@ def scan_saved(
     looped = scan(body, (start, first), xs, length, reverse, *rest, **options)
   (count, carry), *others = looped
   due = (count % save.every != 0) & (count > start)
-  save.send(count, run, carry, resuming.counts(feeds, due), due)
+  core(save).send(count, run, carry, resuming.counts(feeds, due), due)
   return carry, *others
 
 
@@ -101,7 +102,7 @@ def _saving(save: Checkpoints, run: Any, step: Any, feeds: list[FeedGate]) -> Ca
     carry, y = step(carry, x)
     count = count + 1
     due = count % save.every == 0
-    save.send(count, run, carry, resuming.counts(feeds, due), due)
+    core(save).send(count, run, carry, resuming.counts(feeds, due), due)
     return (count, carry), y
 
   return body

@@ -40,8 +40,8 @@ def _mark(value: Any, axis: int) -> Any:
 def axes_of(jaxpr: Any) -> dict[Any, Axes]:
   """The axes of the lanes of a jaxpr's variables, as far as they are known.
 
-  What has no mark of its own, as within the batching rule of an operation, has those of an operand
-  of its shape.
+  A variable without a mark of its own, as within the batching rule of an operation, has the axes of
+  an operand of its shape.
   """
   known: dict[Any, Axes] = {}
   for eqn in reversed(jaxpr.eqns):

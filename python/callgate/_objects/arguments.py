@@ -14,12 +14,12 @@ from callgate._core import exact, foreign, split
 from callgate._core.dtypes import type_text
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 
 _MOST = 256  # kinds of arguments that one gate remembers
 
 
-class TwoArguments(Gate):
+class TwoArguments(GateCallee):
   """A gate of two arguments, which `check_arguments` checks once for each kind of them."""
 
   names = ("", "")

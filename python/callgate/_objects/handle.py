@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from callgate._core.errors import HandleError
+from callgate._core.public import Public, core
 from callgate._objects.table import WORDS
 from callgate._workers import threads, workers
 from callgate._workers.threads import Thread
@@ -19,8 +20,14 @@ SCOPE = "\U0010fffdcallgate_scope"
 TYPE = jax.ShapeDtypeStruct((WORDS,), np.uint32)
 
 
-@jax.tree_util.register_pytree_node_class
-class Handle:
+class HandleWords(NamedTuple):
+  """The core of a handle: the leaf, and the place where the object lives as programs hold it."""
+
+  words: Any
+  place: str | None
+
+
+class Handle(Public[HandleWords]):
   """A value of a program that stands for an object of the host; made by `callgate.hold`.
 
   A pytree with one leaf, uint32[..., 2], which means nothing to anybody else: to be carried by
@@ -30,42 +37,36 @@ class Handle:
   Handles of objects that live in two places are of two types for loops and branches.
   """
 
-  __slots__ = ("_place", "_words")
+  __slots__ = ()
 
   def __init__(self, words: Any, place: str | None = None) -> None:
-    self._words, self._place = words, place
-
-  @property
-  def place(self) -> Workers | Thread | None:
-    """The workers or the thread where the object lives; None for this process's default.
-
-    Raises:
-      HandleError: nothing is left of them.
-    """
-    if self._place is None:
-      return None
-    found = workers.at_place(self._place) or threads.at_place(self._place)
-    if found is None:
-      raise HandleError(
-        f"expected the handle of a live object, got one of {self._place}, which has been closed, "
-        "and its objects with it"
-      )
-    return found
-
-  @property
-  def words(self) -> Any:
-    """The leaf."""
-    return self._words
-
-  def tree_flatten(self) -> tuple[tuple[Any], Any]:
-    return (self._words,), self._place
-
-  @classmethod
-  def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
-    made = object.__new__(cls)
-    (made._words,), made._place = leaves, aux
-    return made
+    super().__init__(HandleWords(words, place))
 
   def __repr__(self) -> str:
-    lanes = getattr(self._words, "shape", TYPE.shape)[: -len(TYPE.shape)]
+    lanes = getattr(self._core.words, "shape", TYPE.shape)[: -len(TYPE.shape)]
     return f"Handle({list(lanes)})" if lanes else "Handle()"
+
+
+def place_of(handle: Handle) -> Workers | Thread | None:
+  """The workers or the thread where the object lives; None for this process's default.
+
+  Raises:
+    HandleError: nothing is left of them.
+  """
+  name = core(handle).place
+  if name is None:
+    return None
+  found = workers.at_place(name) or threads.at_place(name)
+  if found is None:
+    raise HandleError(
+      f"expected the handle of a live object, got one of {name}, which has been closed, "
+      "and its objects with it"
+    )
+  return found
+
+
+jax.tree_util.register_pytree_node(
+  Handle,
+  lambda handle: ((core(handle).words,), core(handle).place),
+  lambda place, leaves: Handle(*leaves, place),
+)

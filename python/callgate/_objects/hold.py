@@ -16,22 +16,25 @@ import numpy as np
 from callgate import _callgate, _part
 from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
+from callgate._call.function import ArrayFunction
 from callgate._call.options import Effect
 from callgate._core import dtypes, exact, factories, tape
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
+from callgate._core.public import core
 from callgate._core.where import where
+from callgate._gate.callee import GateCallee
 from callgate._gate.gate import Gate
 from callgate._gate.options import Arrays, GateOptions, Thread, take_options
 from callgate._jax import tracing
 from callgate._objects import table
-from callgate._objects.handle import SCOPE, TYPE, Handle
+from callgate._objects.handle import SCOPE, TYPE, Handle, place_of
 from callgate._objects.remote import on_workers
 from callgate._objects.resolve import is_handle, name_objects, resolved
 from callgate._objects.table import Held, KeptObjects, Maker
 from callgate._workers import threads
 from callgate._workers.threads import Thread as OneThread
-from callgate._workers.workers import Workers, shared
+from callgate._workers.workers import Workers, name_of, shared
 
 _PLACES = "'xla', 'own', 'processes', callgate.workers(...) or callgate.thread(...)"
 Place = Literal["xla", "own", "processes"] | Workers | OneThread | None
@@ -66,12 +69,12 @@ class HoldOptions:
   copy: bool = True
 
 
-class Hold(Gate):
-  """Makes objects of the host from compiled programs; made by `callgate.hold`."""
+class HoldCallee(GateCallee):
+  """The core of a `Hold`, or of a call that is started."""
 
   kind = "hold"
   # Recordings hear below of what makes the object: handles differ from run to run.
-  traits = Gate.traits.but(handles="makes", taped=False)
+  traits = GateCallee.traits.but(handles="makes", taped=False)
 
   def _named_callee(self) -> Any:
     if not isinstance(self.run_on, Workers):
@@ -89,13 +92,13 @@ class Hold(Gate):
 
 def holding(
   make: Callable[..., Any], options: GateOptions, named: Callable[[str], str] = str,
-  kind: type[Hold] = Hold,
-) -> Hold:  # fmt: skip
+  kind: type[HoldCallee] = HoldCallee,
+) -> HoldCallee:  # fmt: skip
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
   _part.load("scopes")  # a loop may hold them
   maker, name = list[Maker](), list[str]()  # not the gate, which holds the function below
   runs_on = _place(options.run_on)
-  place = None if runs_on is None else runs_on.place
+  place = _name_of(runs_on)
 
   def call(*args: Any, **kwargs: Any) -> Handle:
     scope = kwargs.pop(SCOPE)
@@ -128,6 +131,13 @@ def _place(run_on: Any) -> Workers | OneThread | None:
   return run_on if isinstance(run_on, (Workers, OneThread)) else None
 
 
+def _name_of(runs_on: Workers | OneThread | None) -> str | None:
+  """The place, as handles of its objects hold it."""
+  if isinstance(runs_on, Workers):
+    return name_of(runs_on)
+  return None if runs_on is None else core(runs_on).place
+
+
 def on_thread(options: dict[str, Any], thread: OneThread) -> dict[str, Any]:
   """Options with a thread where none, or any of callgate's, was chosen."""
   own = _says(options.get("thread"), "own")
@@ -155,7 +165,7 @@ class Making:
     del kwargs[SCOPE]
     label = self.maker.label
     made = self.make(*resolved(label, args), **resolved(label, kwargs))
-    table.lend(handle.words, made, self.maker)
+    table.lend(core(handle).words, made, self.maker)
 
 
 def _operands(given: Any) -> list[dtypes.Value]:
@@ -163,7 +173,7 @@ def _operands(given: Any) -> list[dtypes.Value]:
   found: list[dtypes.Value] = []
   for leaf in map(to_numpy, jax.tree.leaves(given, is_leaf=is_handle)):
     if isinstance(leaf, Handle):
-      found.append(of_objects(dtypes.value_of(leaf.words)))
+      found.append(of_objects(dtypes.value_of(core(leaf).words)))
     elif isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
       found.append(dtypes.value_of(leaf))
   return found
@@ -179,6 +189,10 @@ def of_objects(words: dtypes.Value) -> dtypes.Value:
 
 def _without_tangent(leaf: Any) -> Any:
   return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+class Hold(Gate[..., Any]):
+  """A gate that makes objects of the host; made by `callgate.hold`. A call returns a `Handle`."""
 
 
 @factories.of_one(HoldOptions)
@@ -225,7 +239,7 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
     check.refuse(label, "run_on", _PLACES, options.run_on)
   named = (lambda name: name) if options.name is not None else lambda _: _short(make)
   given = on_thread(given, threads.objects())
-  return holding(make, GateOptions(out=(), **given), named).handle()
+  return Hold(holding(make, GateOptions(out=(), **given), named))
 
 
 def _short(make: Any) -> str:
@@ -234,11 +248,11 @@ def _short(make: Any) -> str:
 
 
 # -- use -------------------------------------------------------------------------------------------
-class Use(Gate):
-  """A gate whose callable gets objects in the place of handles."""
+class Use(GateCallee):
+  """A gate whose callable gets objects instead of handles."""
 
   kind = "use of"
-  traits = Gate.traits.but(handles="uses")
+  traits = GateCallee.traits.but(handles="uses")
 
   def _named_callee(self) -> Any:
     if not isinstance(self.run_on, Workers):
@@ -299,7 +313,7 @@ def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, 
       f"{user}: expected a handle of an object among the arguments, got none; callgate.gate calls "
       "what takes arrays alone"
     )
-  places = list(dict.fromkeys(handle.place for handle in handles))
+  places = list(dict.fromkeys(map(place_of, handles)))
   if len(places) > 1:
     shown = " and ".join("this process" if one is None else repr(one) for one in places)
     raise GateDefinitionError(
@@ -333,7 +347,7 @@ def _known(fn: Any, args: Any) -> tuple[Held, ...]:
   if not tracing.is_staged():
     return ()
   handles = [h for h in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(h)]
-  known = [np.asarray(h.words) for h in handles if tracing.is_plain_array(h.words)]
+  known = [np.asarray(core(h).words) for h in handles if tracing.is_plain_array(core(h).words)]
   return tuple(
     table.get(one, f"use of {_short(fn)}")
     for some in known
@@ -344,21 +358,23 @@ def _known(fn: Any, args: Any) -> tuple[Held, ...]:
 @tracing.clearable_cache(max_size=64)
 def _gate_for(
   fn: exact.Exact, leaves: tuple[Any, ...], tree: exact.Exact, chosen: exact.Exact
-) -> Use:
+) -> ArrayFunction[..., Any]:
   return _use(fn.value, jax.tree.unflatten(tree.value, leaves), chosen.value, ())
 
 
-def _use(fn: Any, out: Any, chosen: tuple[Any, ...], kept: tuple[Held, ...]) -> Use:
+def _use(
+  fn: Any, out: Any, chosen: tuple[Any, ...], kept: tuple[Held, ...]
+) -> ArrayFunction[..., Any]:  # fmt: skip
   given = dict(chosen)
   style = given.get("style", "return")
   lead = {"inplace": 1, "context": 2}.get(style, 0) if isinstance(style, str) else 0
   user = f"use of {_short(fn)}"
   using = Using(fn, user, lead, kept)
-  return Use(using, GateOptions(out=out, **given)).handle()
+  return ArrayFunction(Use(using, GateOptions(out=out, **given)))
 
 
 class Using:
-  """Calls a function with objects in the place of handles, in this process or in a worker."""
+  """Calls a function with objects instead of handles, in this process or in a worker."""
 
   def __init__(
     self, make: Callable[..., Any], user: str, lead: int = 0, kept: tuple[Held, ...] = ()

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._call.function import ArrayFunction
 from callgate._core import dtypes
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
@@ -85,7 +86,7 @@ def linear_solver(
   if run_on is None:  # one call has no object that outlives it
     place["run_on"] = "xla"
   given = GateOptions(out=_as_b, cast=cast, name=name, **place)
-  return _Solver(parts, given, of_objects).handle()
+  return Gate(_Solver(parts, given, of_objects))
 
 
 def _as_b(a: Any, b: Any) -> Any:
@@ -133,7 +134,7 @@ class _Solver(TwoArguments):
     self.transpose_rule = self._transpose  # of `jax.linear_transpose`, which no tangents precede
     self.vmap_rule = self._mapped
 
-  def _with_object(self, what: str, solve: Callable[..., Any], more: dict[str, Any]) -> Use:
+  def _with_object(self, what: str, solve: Callable[..., Any], more: dict[str, Any]) -> Any:
     """The call `solve(object, b)`, which is linear in b; `a` is there for its derivatives."""
 
     def call(factorised: Any, a: Any, b: Any) -> Any:
@@ -152,7 +153,7 @@ class _Solver(TwoArguments):
       return x, self._tangent(made, matvec, handle, a, x, tangents[1], tangents[2])
 
     made.set_jvp(rule, symbolic_zeros=True)
-    return made.handle()
+    return ArrayFunction(made)
 
   def _transpose(self, cotangent: Any, a: Any, b: Any) -> Any:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(a)):
@@ -199,7 +200,14 @@ class _Solver(TwoArguments):
     return x, self._tangent(self._solve, self._matvec, handle, a, x, *tangents)
 
   def _tangent(
-    self, solve: Gate, matvec: Callable[..., Any], handle: Any, a: Any, x: Any, da: Any, db: Any
+    self,
+    solve: Callable[..., Any],
+    matvec: Callable[..., Any],
+    handle: Any,
+    a: Any,
+    x: Any,
+    da: Any,
+    db: Any,
   ) -> Any:
     """d x = A^-1 (d b - (d A) x); a tangent may be a symbolic zero."""
     rhs = jnp.zeros_like(x) if _is_zero(db) else db

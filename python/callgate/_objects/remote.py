@@ -17,6 +17,7 @@ import jax
 from callgate import _callgate
 from callgate._core import encoding, foreign, registry
 from callgate._core.errors import HandleError, WorkerError
+from callgate._core.public import core
 from callgate._gate import elsewhere
 from callgate._objects import table
 from callgate._objects.handle import SCOPE, Handle
@@ -59,7 +60,7 @@ def _layout(spec: str) -> _Layout:
   tree = encoding.signature(spec).in_tree
   args, kwargs = jax.tree.unflatten(tree, range(tree.num_leaves))
   leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Handle))
-  handles = tuple(leaf.words for leaf in leaves if isinstance(leaf, Handle))
+  handles = tuple(core(leaf).words for leaf in leaves if isinstance(leaf, Handle))
   return _Layout(handles, kwargs.get(SCOPE, -1))
 
 
@@ -93,7 +94,7 @@ class OnWorkers:
     layout, count = _layout(spec), len(lanes)
     held = [self._held(layout.handles, lanes, i) for i in range(count)] if layout.handles else []
     placed = self._workers_of(held)
-    there, pool = self._there, self.workers.pool()
+    there, pool = self._there, core(self.workers).pool()
     made = [self._new(pool) for _ in range(count)] if there is not None else []
     for lane, one in enumerate(made):
       lanes.give(lane, (table.words(one.number),))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in the place of handles: what the functions of `callgate.use` get."""
+"""Gives the functions of `callgate.use` objects instead of handles."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from callgate._core import foreign, tape
 from callgate._core.errors import HandleError
+from callgate._core.public import core
 from callgate._objects import table
 from callgate._objects.handle import TYPE, Handle
 from callgate._objects.remote import RemoteObject
@@ -21,7 +22,8 @@ def is_handle(value: Any) -> bool:
 
 
 def resolved(user: str, value: Any) -> Any:
-  """A pytree with the objects in the place of its handles; a list of them for a batched one."""
+  """A pytree with the objects instead of its handles;
+  a list of them for a batched one."""
   kind = type(value)
   if kind is Handle:
     return _object(user, value)
@@ -38,7 +40,7 @@ def resolved(user: str, value: Any) -> Any:
 def _object(user: str, leaf: Any) -> Any:
   if not isinstance(leaf, Handle):
     return leaf
-  words = np.asarray(leaf.words)
+  words = np.asarray(core(leaf).words)
   if words.dtype != TYPE.dtype or words.shape[-1:] != TYPE.shape:
     raise HandleError(
       f"{user}: expected a handle's words, uint32[2], got {words.dtype}{list(words.shape)}"
@@ -59,8 +61,8 @@ def _object(user: str, leaf: Any) -> Any:
 def name_objects(error: BaseException, args: Any) -> None:
   names: list[str] = []
   for handle in jax.tree.leaves(args, is_leaf=is_handle):
-    if is_handle(handle) and np.ndim(handle.words) == 1:
-      held = table.get(handle.words, "")
+    if is_handle(handle) and np.ndim(core(handle).words) == 1:
+      held = table.get(core(handle).words, "")
       names.append(f"{type(held.value).__name__} #{held.number}, made by {held.maker}")
   if names:
     foreign.add_note(error, f"callgate: it was called with {'; '.join(names)}")

@@ -94,7 +94,7 @@ def root(
     return x, unravel(found)
 
   made.set_jvp(rule, symbolic_zeros=True)
-  return made.handle()
+  return Gate(made)
 
 
 class _Root(TwoArguments):

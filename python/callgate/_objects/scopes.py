@@ -9,10 +9,10 @@ A loop `while cond: body` whose body makes objects becomes, when it is lowered,
       sweep(scope, what the body carries on, what it gives out)
     done = leave(scope)
 
-What a step made in the scope and the sweep finds in no array is named by nobody: a handle gets out
-of a step by what it carries on or gives out alone. What the loop gives out is the outer loop's to
-free, or the program's. The sweep takes what was computed with objects, so that they are done with,
-and what inner loops that have been left give: it comes after them.
+An object that a step made in the scope and that the sweep finds in no array is named by nobody: a
+handle gets out of a step in its carry and its results alone. The outer loop, or the program, frees
+objects that the loop gives out. The sweep takes what was computed with objects, so that they are
+done with, and what inner loops that have been left give: it comes after them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from callgate._call.function import ArrayFunction
 from callgate._call.site import BoundCall
 from callgate._core.effects import HANDLE_EFFECT
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import loops, tracing, walk
 from callgate._jax.tracing import jaxpr_as_fun
@@ -185,12 +186,12 @@ def _branch(closed: Any, scope: Any, *inputs: Any) -> list[Any]:
 _PREFIX = "callgate.scope."
 
 
-class _ScopeGate(Gate):
-  traits = Gate.traits.but(taped=False, knows_lanes=False)
+class _ScopeGate(GateCallee):
+  traits = GateCallee.traits.but(taped=False, knows_lanes=False)
 
 
 @functools.cache
-def _gates() -> dict[str, Gate]:
+def _gates() -> dict[str, ArrayFunction[..., Any]]:
   """The gates that a scoped loop calls. Their order is that of their operands."""
 
   def enter(parent: Any) -> Any:
@@ -207,9 +208,9 @@ def _gates() -> dict[str, Gate]:
     return np.int32(0)
 
   return {
-    function.__name__: _ScopeGate(
-      function, GateOptions(out=out, name=f"{_PREFIX}{function.__name__}", effect="io")
-    ).handle()
+    function.__name__: ArrayFunction(
+      _ScopeGate(function, GateOptions(out=out, name=f"{_PREFIX}{function.__name__}", effect="io"))
+    )
     for function, out in ((enter, TYPE), (sweep, ()), (leave, _DONE))
   }
 

@@ -20,7 +20,7 @@ import numpy as np
 from callgate import _callgate, _part
 from callgate._core.errors import HandleError
 from callgate._workers import threads
-from callgate._workers.threads import Thread
+from callgate._workers.threads import ThreadPlace
 
 WORDS = 2  # of a handle, uint32
 _PROCESS = int.from_bytes(os.urandom(4), "little") % ((1 << 20) - 1) + 1  # never 0
@@ -43,7 +43,9 @@ class Held(NamedTuple):
   number: int
   value: Any
   maker: Maker
-  thread: Thread | None  # on which it was made, if it is one of `callgate.thread`: its end is there
+  thread: (
+    ThreadPlace | None
+  )  # on which it was made, if it is one of `callgate.thread`: its end is there
 
 
 class KeptObjects:
@@ -201,7 +203,7 @@ def _move(loop: _Scope, numbers: set[int]) -> None:
 # -- for `collect.py` ------------------------------------------------------------------------------
 def free(numbers: Iterable[int]) -> None:
   """Drops objects, each on its thread. Errors of their own ends are theirs."""
-  dropped: dict[Thread | None, list[Held]] = {}
+  dropped: dict[ThreadPlace | None, list[Held]] = {}
   with _lock:
     for number in numbers:
       if number in _held:
@@ -216,10 +218,10 @@ def free(numbers: Iterable[int]) -> None:
       thread.drop(objects)
 
 
-def end_of(thread: Thread) -> None:
+def end_of(place: ThreadPlace) -> None:
   """On a thread that is about to end: drops the objects that live there."""
   with _lock:
-    numbers = [number for number, held in _held.items() if held.thread is thread]
+    numbers = [number for number, held in _held.items() if held.thread is place]
   free(numbers)
 
 

@@ -3,8 +3,9 @@
 
 Each process enters meeting N by `with`, does its own part, and waits. Keys in the common store:
 `callgate/barrier/N/at/P`, process P has done its part; `callgate/barrier/N/result`, how the meeting
-ended. What is written there first holds for all. Process 0 writes "ok" when all are there; whoever
-fails, or finds that another did, writes the failure. Runs on the thread that calls the barrier.
+ended. The first text that is written there holds for all. Process 0 writes "ok" when all are there;
+a process that fails, or finds that another did, writes the failure. Runs on the thread that calls
+the barrier.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which recorded call answers a call.
+"""Chooses the recorded call that answers a call.
 
-Of an ordered gate, or a feed: the next one, of the same device's. Of others one with the same
-operands that has not been given yet: XLA promises no order. The nearest is taken: of the same place
-in the source, device and lane, and the earliest of these. A pure gate's may be given again, since
-XLA may call such a gate as often as it likes.
+An ordered gate's call, or a feed's, gets the next one of the same device. Any other gets one with
+the same operands that has not been given yet: XLA promises no order. The nearest is taken: of the
+same source line, device and lane, and the earliest of these. A pure gate's may be given again,
+since XLA may call such a gate as often as it likes.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ _opening = threading.Lock()
 class Block:
   """A block of one process, whose calls on all threads it is told of by `_tell`."""
 
-  what = ""  # "record" or "replay"
-  replays = False
+  _what = ""  # "record" or "replay"
+  _replays = False
 
   def __init__(self, path: str) -> None:
     self.path = group.fill_index(path)
@@ -34,18 +34,18 @@ class Block:
   def __enter__(self) -> Self:
     with _opening:
       if _open:
-        other = f"callgate.{_open[0].what}({_open[0].path!r})"
+        other = f"callgate.{_open[0]._what}({_open[0].path!r})"
         raise GateError(
-          f"{self.what}: expected no other recording or replay in this process, got a block of "
+          f"{self._what}: expected no other recording or replay in this process, got a block of "
           f"{other} that is still open"
         )
       if self._used:
-        raise GateError(f"{self.what}: expected a new one for each block, got one that was used")
+        raise GateError(f"{self._what}: expected a new one for each block, got one that was used")
       self._begin()
       self._used = True
       _open.append(self)
       tape.objects.clear()
-      _callgate.set_tape(self._tell, self.replays)
+      _callgate.set_tape(self._tell, self._replays)
     return self
 
   def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

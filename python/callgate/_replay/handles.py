@@ -9,6 +9,7 @@ import jax
 
 from callgate._core import encoding, registry
 from callgate._core.dtypes import Value
+from callgate._core.public import core
 from callgate._objects.handle import Handle
 from callgate._objects.hold import of_objects
 
@@ -30,4 +31,4 @@ def _places(spec: str) -> frozenset[int]:
   tree = encoding.signature(spec).in_tree
   numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
   found = jax.tree.leaves(numbered, is_leaf=lambda x: isinstance(x, Handle))
-  return frozenset(x.words for x in found if isinstance(x, Handle))
+  return frozenset(core(x).words for x in found if isinstance(x, Handle))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions of recorded calls: written as text, made again from it, without running any code.
 
-Of Python's own exceptions and callgate's the class is made again; of any other only with the user's
-word, from a pickle.
+Python's own exceptions and callgate's get their class again; any other only with the user's word,
+from a pickle.
 """
 
 from __future__ import annotations

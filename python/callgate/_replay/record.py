@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from callgate import _callgate
@@ -31,7 +33,7 @@ class Recording(Block):
     count: how many calls it holds so far; a wait for a started one is none.
   """
 
-  what = "record"
+  _what = "record"
 
   def __init__(self, path: str, digests: bool, overwrite: bool) -> None:
     super().__init__(path)
@@ -86,9 +88,9 @@ class Recording(Block):
       None if self._digests else operands, tuple(map(calls.digest, operands)),
       waits=getattr(made, "waits", False),
     )  # fmt: skip
-    return _RecordedCall(self, call, run)
+    return _RecordedCall(functools.partial(self._write, run=run), self._over, call)
 
-  def write(self, call: Recorded, run: int) -> None:
+  def _write(self, call: Recorded, run: int) -> None:
     """Writes a call that has ended; raises where the file does not take it."""
     with self._writing:
       if self._writer is None:  # its block has ended, and has said so
@@ -105,7 +107,7 @@ class Recording(Block):
         raise failure from None
       self.count += not call.waits
 
-  def over(self, number: int) -> None:
+  def _over(self, number: int) -> None:
     """A call runs no more."""
     with self._changed:
       if self._running.pop(number, None) is not None and not self._running:
@@ -115,8 +117,10 @@ class Recording(Block):
 class _RecordedCall:
   """A call that has begun; called with what it gave."""
 
-  def __init__(self, block: Recording, call: Recorded, run: int) -> None:
-    self._block, self._call, self._run = block, call, run
+  def __init__(
+    self, write: Callable[[Recorded], None], over: Callable[[int], None], call: Recorded
+  ) -> None:
+    self._write, self._over, self._call = write, over, call
     self.number = call.number
 
   def __call__(self, results: tuple[Value, ...] | None, error: BaseException | None) -> None:
@@ -128,12 +132,12 @@ class _RecordedCall:
         call = dataclasses.replace(self._call, error=text, pickled=pickled)
       else:  # Ctrl-C is nothing that the gate gave
         return
-      self._block.write(call, self._run)
+      self._write(call)
     finally:
-      self._block.over(self.number)
+      self._over(self.number)
 
   def __del__(self) -> None:
-    self._block.over(self.number)  # the program was ended within the call
+    self._over(self.number)  # the program was ended within the call
 
 
 def _make_room(path: str, overwrite: bool) -> None:

@@ -29,8 +29,8 @@ class Replay(Block):
     left: how many of the recording's calls nobody has asked for.
   """
 
-  what = "replay"
-  replays = True
+  _what = "replay"
+  _replays = True
 
   def __init__(self, path: str, *, partial: bool, rtol: float, atol: float, trust: bool) -> None:
     super().__init__(path)
@@ -133,13 +133,13 @@ def replay(
   assert len(asked) == 1 and (replay.answered, replay.left) == (1, 0)
   ```
 
-  Programs need not be traced anew; those of all threads count. Calls are told apart by gate, place
-  in the source, device, lane and operands (docs/replay.md). An exception that was recorded is
+  Programs need not be traced anew; those of all threads count. Calls are told apart by gate, source
+  line, device, lane and operands (docs/replay.md). An exception that was recorded is
   raised again: Python's own and callgate's as they were, others as `RecordedError`.
 
   Args:
-    path: a file of `callgate.record`'s, "{process}" in it replaced by `jax.process_index()`. What
-      is whole of a file counts whose writer was killed.
+    path: a file of `callgate.record`'s, "{process}" in it replaced by `jax.process_index()`. If its
+      writer was killed, the records that are whole count.
     partial: call the function where the recording has no such call.
     rtol: operands of floating types may differ so far, as by `numpy.allclose`: from another
       machine, say. Without tolerances each bit counts. Not for recordings of digests.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spans of callgate's own work on the host: in JAX's profiles, and in `callgate.trace`.
 
-The calls of programs are in JAX's profiles as XLA's operations, under `callgate/NAME`. What a
-gate's function takes of its call is a span within it, and so is what runs on other threads.
+The calls of programs are in JAX's profiles as XLA's operations, under `callgate/NAME`. The run of a
+gate's function is a span within its call, and so is work on other threads.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Server:
   """A live page that this process serves; made by `callgate.serve`. A context manager.
 
   Attributes:
-    url: of the page, with the token that lets in.
+    url: of the page, with the secret that lets in.
   """
 
   def __init__(self, control: bool, port: int, file: str | None) -> None:
@@ -158,7 +158,7 @@ def serve(*, control: bool = False, port: int = 0, file: StrPath | None = None) 
     assert server.url.startswith("http://127.0.0.1:")
   ```
 
-  The address gives the page, and with `control` the knobs: it holds a random token. Requests
+  The address gives the page, and with `control` the knobs: it holds a random secret. Requests
   of other web pages are refused.
 
   Args:

@@ -128,8 +128,8 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
     program |= {"function": functions.name_of(function), "label": tap_site.name}
   operands = (*rule.operands, *rules.independent(lane[count:], rule.factors()).operands)
   untapped = range(len(lane) - tap_site.untapped, len(lane))
-  # Sizes and the predicate are small, and every record has them whole. Of which part a padded leaf
-  # is must be known.
+  # Sizes and the predicate are small, and every record has them whole. The record of a padded leaf
+  # has to say which part it is.
   padded = () if program["located"] else tap_site.logical
   gathered = rule.whole.union(*(operands[i] for i in (*range(count, untapped.start), *padded)))
   rule = Rule(operands, (), gathered).under(levels)

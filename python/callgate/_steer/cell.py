@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._call.site import Call, Emission
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._runtime import config
 
 
-class CellGate(Gate):
+class CellGate(GateCallee):
   """Reads a cell; its function does so for JAX's own callbacks, the oracle's.
 
   In a program over several devices each reads by itself, and all get the same value at the same
@@ -26,7 +26,7 @@ class CellGate(Gate):
   """
 
   # A knob is the host's, and a replay's host has one.
-  traits = Gate.traits.but(reads_cell=True, taped=False, knows_lanes=False)
+  traits = GateCallee.traits.but(reads_cell=True, taped=False, knows_lanes=False)
   once = False  # all reads of an execution get the same value
 
   def __init__(self, name: str, function: Callable[..., Any], dtype: Any) -> None:

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate, _part
+from callgate._call.function import ArrayFunction
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
-from callgate._core.where import where
+from callgate._core.public import Public, core
+from callgate._core.where import Where, where
 from callgate._jax import execution
 from callgate._steer.cell import CellGate, agreed
 
@@ -28,49 +30,12 @@ _knobs: weakref.WeakValueDictionary[str, Knob] = weakref.WeakValueDictionary()  
 _lock = threading.RLock()
 
 
-class _Execution(execution.Watcher):
-  """The value that all reads of one execution get, in a program through JAX's own callbacks."""
-
-  def __init__(self) -> None:
-    self._number: Any = None
-
-  def before(self, devices: Any) -> None:
-    del devices
-    self._number = None
-
-  def first(self, knob: Knob) -> Any:
-    with _lock:
-      if self._number is None:
-        self._number = knob.as_array()
-      return self._number
-
-
-class _Read(CellGate):
-  """The gate behind a knob's reads."""
-
-  def __init__(self, knob: Knob, per: Per) -> None:
-    self._cell, self._knob, self.once = knob.cell, knob, per == "execution"
-    each = f", for each {per}" if self.once else ""
-    name = registry.free_name(f"read of {knob.cell.name}{each}")
-    if self.once:
-      self.watcher_of_jax = _Execution()
-    super().__init__(name, self._read_on_host, knob.dtype)
-
-  def _read_on_host(self) -> Any:
-    return self.watcher_of_jax.first(self._knob) if self.once else self._knob.as_array()
-
-  def cell(self) -> _callgate.Knob:
-    return self._cell
-
-
-class Knob:
-  """A number that compiled programs read and the host sets while they run; made by `knob`.
+class KnobNumber:
+  """The core of a knob: the number, its options, and the runtime's cell that programs read.
 
   Attributes:
-    name: as given.
-    dtype: of what programs read.
-    range: the least and the greatest value, or None.
-    scale: "linear" or "log": how a slider divides the range.
+    cell: the runtime's.
+    place, line: where it is defined.
   """
 
   def __init__(
@@ -80,32 +45,17 @@ class Knob:
     value: Any,
     range: tuple[Any, Any] | None,
     scale: Scale,
-    before: Knob | None,
+    before: KnobNumber | None,
   ) -> None:
     self.name, self.dtype = name, dtype
-    self._take(value, range, scale)
+    self.scale: Scale = "linear"
+    self.take(value, range, scale)
     if before is not None:  # of another dtype: programs that read it go on with it
       before.cell.give_up_name()
     self.cell = _callgate.Knob(f"callgate.knob:{name}", _bits(self.as_array()))
-    self._reads: dict[Per, _Read] = {}
     self.place, self.line = registry.current_place(), ""
 
-  def __copy__(self) -> Knob:
-    return self
-
-  def __deepcopy__(self, memo: Any) -> Knob:
-    del memo
-    return self
-
-  def __reduce__(self) -> Any:
-    return _named, (self.name,)
-
-  def define(self, value: Any, range: Any, scale: Any) -> None:
-    """Takes the options of a definition that runs again."""
-    self._take(value, range, scale)
-    self.set(value)  # tells who listens
-
-  def _take(self, value: Any, range: Any, scale: Any) -> None:
+  def take(self, value: Any, range: Any, scale: Any) -> None:
     """Takes all of it, or raises and takes none."""
     label = f"knob '{self.name}'"
     chosen: Scale = options.choice(label, "scale", scale, ("linear", "log"))
@@ -121,11 +71,11 @@ class Knob:
       limits = least, greatest
     elif scale == "log":
       raise GateDefinitionError(f"{label}: scale: expected 'log' with range=, got it without one")
-    number = self._within(limits, value)
+    number = self.within(limits, value)
     with _lock:
-      self.scale, self.range, self._value = chosen, limits, number
+      self.scale, self.range, self.value = chosen, limits, number
 
-  def _within(self, limits: tuple[Any, Any] | None, value: Any) -> Any:
+  def within(self, limits: tuple[Any, Any] | None, value: Any) -> Any:
     number = self._held("value", value)
     if limits is None:
       return number
@@ -157,14 +107,89 @@ class Knob:
         options.refuse(label, what, f"{expected}, which holds it", value)
     return number
 
+  def as_array(self) -> Any:
+    """The value that programs read now, in its dtype."""
+    return np.asarray(self.value, self.dtype)
+
+  def put(self, number: Any) -> None:
+    with _lock:
+      self.value = number
+      self.cell.set(_bits(self.as_array()))
+
+
+class _Execution(execution.Watcher):
+  """The value that all reads of one execution get, in a program through JAX's own callbacks."""
+
+  def __init__(self) -> None:
+    self._number: Any = None
+
+  def before(self, devices: Any) -> None:
+    del devices
+    self._number = None
+
+  def first(self, knob: Knob) -> Any:
+    with _lock:
+      if self._number is None:
+        self._number = core(knob).as_array()
+      return self._number
+
+
+class _Read(CellGate):
+  """The gate behind a knob's reads."""
+
+  def __init__(self, knob: Knob, per: Per) -> None:
+    self._cell, self._knob, self.once = core(knob).cell, knob, per == "execution"
+    each = f", for each {per}" if self.once else ""
+    name = registry.free_name(f"read of {core(knob).cell.name}{each}")
+    if self.once:
+      self.watcher_of_jax = _Execution()
+    super().__init__(name, self._read_on_host, knob.dtype)
+
+  def _read_on_host(self) -> Any:
+    return self.watcher_of_jax.first(self._knob) if self.once else core(self._knob).as_array()
+
+  def cell(self) -> _callgate.Knob:
+    return self._cell
+
+
+class Knob(Public[KnobNumber]):
+  """A number that compiled programs read and the host sets while they run; made by `knob`."""
+
+  def __init__(self, core: KnobNumber) -> None:
+    super().__init__(core)
+    self._reads: dict[Per, ArrayFunction[..., Any]] = {}
+
+  def __reduce__(self) -> Any:
+    return _named, (self.name,)
+
+  def __repr__(self) -> str:
+    limits = "" if self.range is None else f", {self.range[0]} to {self.range[1]}"
+    return f"<knob '{self.name}': {self.value} ({self.dtype.name}{limits})>"
+
+  @property
+  def name(self) -> str:
+    """As given."""
+    return self._core.name
+
+  @property
+  def dtype(self) -> np.dtype[Any]:
+    """The dtype that programs read."""
+    return self._core.dtype
+
+  @property
+  def range(self) -> tuple[Any, Any] | None:
+    """The least and the greatest value, or None."""
+    return self._core.range
+
+  @property
+  def scale(self) -> Scale:
+    """As given, "linear" or "log": how a slider divides the range."""
+    return self._core.scale
+
   @property
   def value(self) -> Any:
     """The value that programs read now, as a number of Python's."""
-    return self._value
-
-  def as_array(self) -> Any:
-    """The value that programs read now, in its dtype."""
-    return np.asarray(self._value, self.dtype)
+    return self._core.value
 
   def set(self, value: Any) -> None:
     """Gives programs another number, from their next read on; for any thread.
@@ -177,13 +202,7 @@ class Knob:
     Raises:
       GateDefinitionError: it is another kind of number, or out of the range.
     """
-    self._put(self._within(self.range, value))
-
-  def _put(self, number: Any) -> None:
-    with _lock:
-      self._value = number
-      self.cell.set(_bits(self.as_array()))
-    _part.tell("knob changed", self)
+    _put(self, self._core.within(self.range, value))
 
   def read(self, *, per: Per = "read", consistent: bool = False) -> jax.Array:
     """The number, in compiled code, where it takes a fraction of a microsecond, or outside.
@@ -208,12 +227,13 @@ class Knob:
     options.boolean(label, "consistent", consistent)
     with _lock:
       if per not in self._reads:
-        self._reads[per] = _Read(self, per)
+        self._reads[per] = ArrayFunction(_Read(self, per))
     return agreed(self._reads[per](), always=consistent)
 
-  def __repr__(self) -> str:
-    limits = "" if self.range is None else f", {self.range[0]} to {self.range[1]}"
-    return f"<knob '{self.name}': {self._value} ({self.dtype.name}{limits})>"
+
+def _put(knob: Knob, number: Any) -> None:
+  core(knob).put(number)
+  _part.tell("knob changed", knob)
 
 
 def live() -> dict[str, Knob]:
@@ -234,9 +254,13 @@ def set_all(values: Mapping[str, Any]) -> None:
       there = ", ".join(map(repr, known)) or "no knob at all"
       raise GateDefinitionError(f"expected the name of a knob, got {name!r}; there is {there}")
     knob = known[name]
-    numbers.append((knob, knob._within(knob.range, value)))  # pyright: ignore[reportPrivateUsage]
+    numbers.append((knob, core(knob).within(knob.range, value)))
   for knob, number in numbers:
-    knob._put(number)  # pyright: ignore[reportPrivateUsage]
+    _put(knob, number)
+
+
+def _is_again(known: KnobNumber, line: str, place: Where | None) -> bool:
+  return known.line == line or (place is not None and place.redefines(known.place))
 
 
 def _bits(array: Any) -> int:
@@ -299,16 +323,18 @@ def knob(
   line, place = str(here), here.definition()
   with _lock, registry.defining(place):
     known = _knobs.get(name)
-    again = known is not None and (known.line == line or (place and place.redefines(known.place)))
+    again = known is not None and _is_again(core(known), line, place)
     if known is not None and not again:
       raise ValueError(
         f"callgate: the name '{name}' is taken by a live knob that is defined at "
-        f"{known.line}; choose another name, or use that one"
+        f"{core(known).line}; choose another name, or use that one"
       )
     whole_for_real = known is not None and known.dtype.kind == "f" and type(value) is int
     if known is not None and (known.dtype == dtype or whole_for_real):
-      known.define(value, range, scale)
+      core(known).take(value, range, scale)
+      known.set(value)  # tells who listens
     else:
-      known = _knobs[name] = Knob(name, dtype, value, range, scale, known)
-    known.place, known.line = place, line
+      before = None if known is None else core(known)
+      known = _knobs[name] = Knob(KnobNumber(name, dtype, value, range, scale, before))
+    core(known).place, core(known).line = place, line
   return known

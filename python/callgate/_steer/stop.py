@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from callgate import _callgate
+from callgate._call.function import ArrayFunction
 from callgate._call.site import Call, Emission
 from callgate._core import options, registry
 from callgate._jax import execution
@@ -54,18 +55,14 @@ class _Asking(CellGate):
   def cell(self) -> _callgate.Stop:
     return _callgate.Stop(registry.free_name(_NAME))
 
-  def define_variant(self, key: str) -> bool:
-    """Says that `find` has defined what a program names."""
-    return not key
-
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
     emission = super()._emission(call, on_cuda=on_cuda)
     return dataclasses.replace(emission, watcher=_Dispatches(emission.callee))
 
 
 @functools.cache
-def _asking() -> _Asking:
-  return _Asking()
+def _asking() -> ArrayFunction[..., Any]:
+  return ArrayFunction(_Asking())
 
 
 def stop(reason: str = "") -> None:

@@ -128,8 +128,8 @@ class StreamReader:
 
     Returns:
       Arrays with one entry a record: `seq`, `time_ns`, `process`, `device`, `lane`, and each leaf
-      by its path ("value" for a lone array), stacked along a new first axis. Of files, all records,
-      wherever the iteration stands; of a connection, the rest until it ends.
+      by its path ("value" for a lone array), stacked along a new first axis. Files give all
+      records, wherever the iteration stands; a connection gives the rest until it ends.
 
     Raises:
       ValueError: the stream has no such tap, or the shapes of a leaf differ among its records.
@@ -208,8 +208,8 @@ def open_stream(where: Address | Iterable[Address], *, follow: bool = False) -> 
     assert [float(record.leaves[""]) for record in stream] == [2.0]
   ```
 
-  Records of one file or connection keep their order, which on each device is that of `seq`. Of
-  several they are ordered by `time_ns`, then process, device and `seq`, as far as they are there.
+  Records of one file or connection keep their order, which on each device is that of `seq`. Records
+  of several are ordered by `time_ns`, then process, device and `seq`, as far as they are there.
 
   Args:
     where: a file, a pattern of files ("run-*.cgs", or "run-{process}.cgs" as it was written),

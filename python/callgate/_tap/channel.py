@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from callgate import _callgate
 from callgate._core import errors, exact, failures, foreign, options
-from callgate._core.pickling import Portable
+from callgate._core.public import Uncopied
 from callgate._core.where import Where, where
 from callgate._part import FOREVER, Part, Phase, Wait, join
 from callgate._runtime import barrier, lifecycle
@@ -23,7 +22,6 @@ from callgate._tap.consumers import check_not_forked
 from callgate._tap.records import Record
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 # None while its sinks are being opened. Guarded by _lock, but for the entry of the thread that
 # opens it; emptied by `Channel.close`.
 _open: dict[str, Channel | None] = {}
@@ -33,7 +31,7 @@ _lock = threading.Lock()
 _watchers: dict[Callable[[str], Any], list[tuple[Channel, delivery.Attached]]] = {}
 
 
-class Channel(Portable):
+class Channel(Uncopied):
   """An open channel; made by `callgate.channel`. A context manager that closes it.
 
   Attributes:
@@ -59,7 +57,7 @@ class Channel(Portable):
     what = "'block', 'drop_new', 'drop_old' or 'sample'"
     options.choice(label, "on_full", on_full, get_args(OnFull), what=what)
     rate = options.number(label, "rate", rate, above=0, what="records a second, above 0")
-    size = _bytes_of(label, capacity)
+    size = options.byte_size(label, "capacity", capacity)
     check_not_forked()
     self._closed = False
     self._place = place  # where it is defined
@@ -82,7 +80,7 @@ class Channel(Portable):
         opened.append(sink)
       self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=rate)
       # Programs that were exported, or loaded from a cache, find the channel by this callee.
-      self.tap = target.of_channel(name)
+      self._tap = target.of_channel(name)
     except BaseException:
       for sink in opened:
         with contextlib.suppress(Exception):
@@ -171,10 +169,6 @@ class Channel(Portable):
       self._consumers |= added
       self._handle.add([*added.values()])
 
-  def has_stream(self) -> bool:
-    """True if one of its consumers is `sinks.Stream`, which others read a run by."""
-    return any(getattr(one.given, "is_stream", False) for one in list(self._consumers))
-
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
 
@@ -212,14 +206,10 @@ class Channel(Portable):
     """
     check_not_forked()
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
-    if not self.flushed(timeout):
+    if not flushed(self, timeout):
       pending = self.stats()["pending"]
       raise TimeoutError(f"{self._label}: {pending} record(s) still wait after {timeout} s")
     failures.raise_consumer_errors()
-
-  def flushed(self, timeout: float | None) -> bool:
-    """As `flush`, but says whether they were done in time, and leaves errors to who asks next."""
-    return self._closed or self._handle.flush(self._drain(timeout))
 
   def close(self, timeout: float | None = None) -> None:
     """Delivers what is there, then closes the consumers. Later records wait for a new channel.
@@ -311,6 +301,22 @@ def channel(
   return Channel(name, capacity, on_full, rate, to, batch, where().definition())
 
 
+def flushed(one: Channel, timeout: float | None) -> bool:
+  """As `Channel.flush`, but False if the time ran out; errors stay for the next that asks."""
+  return one._closed or one._handle.flush(one._drain(timeout))  # pyright: ignore[reportPrivateUsage]
+
+
+def has_stream(one: Channel) -> bool:
+  """True if one of its consumers is `sinks.Stream`, which others read a run by."""
+  consumers = list(one._consumers)  # pyright: ignore[reportPrivateUsage]
+  return any(getattr(each.given, "is_stream", False) for each in consumers)
+
+
+def tap_of(one: Channel) -> Any:
+  """The runtime's callee for taps to the channel."""
+  return one._tap  # pyright: ignore[reportPrivateUsage]
+
+
 def retire(one: Channel) -> None:
   """Closes a channel for what takes its place; consumers' exceptions are kept for a barrier."""
   one._settle()  # pyright: ignore[reportPrivateUsage]
@@ -325,16 +331,6 @@ def _named(name: str) -> Channel:
     f"channel '{name}': expected one of this name, open in the process that loads the pickle, got "
     f"none; open it first: cg.channel({name!r}, to=...). Taps to the name itself need none"
   )
-
-
-def _bytes_of(label: str, capacity: str | int) -> int:
-  """A capacity as users write it."""
-  what = "bytes, as 65536 or '64MiB'"
-  if not isinstance(capacity, str):
-    return options.count(label, "capacity", capacity, least=1, what=what)
-  match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
-  size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-  return size if 1 <= size < 2**63 else options.refuse(label, "capacity", what, capacity)
 
 
 def watch(make: Callable[[str], Any]) -> None:

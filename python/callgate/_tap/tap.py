@@ -20,7 +20,7 @@ from callgate._jax import refs
 from callgate._sharding import rules
 from callgate._tap import consumers, delivery, primitive
 from callgate._tap import target as _target
-from callgate._tap.channel import Channel
+from callgate._tap.channel import Channel, tap_of
 from callgate._tap.site import Arrays, TapSite, Transforms
 from callgate._tap.target import DEFAULT, Tap
 
@@ -71,7 +71,7 @@ def tap(
       of its own and a `TapInfo`; or a channel; or a channel's name.
     name: the records' name. Default: the function's, or the channel's.
     where: a traced bool: False sends nothing. Under vmap it is asked for each lane.
-    every: sends the first of each so many executions of this place in the program, of those alone
+    every: sends the first of each so many executions of this call site, of those alone
       for which `where` holds.
     ordered: keeps the program order of all ordered taps and gates of a device, also from one
       program to the next. Without it records have the order of execution.
@@ -180,7 +180,7 @@ def bind(
 
 def _target_of(to: Any) -> Tap:
   if isinstance(to, Channel):
-    return to.tap
+    return tap_of(to)
   if callable(to):
     delivery.check_takes_values("tap: to: expected a function", to)
     return _target.of_function(to)

@@ -38,10 +38,6 @@ class Tap:
   def __repr__(self) -> str:
     return f"<tap '{self.name}'>"
 
-  def define_variant(self, key: str) -> bool:
-    """Says that a finder has defined what a program names."""
-    return not key
-
 
 _taps: weakref.WeakValueDictionary[Any, Tap] = weakref.WeakValueDictionary()  # guarded by _lock
 _lock = threading.Lock()
@@ -126,7 +122,7 @@ def of_rows(
 def shared(cache: weakref.WeakValueDictionary[Any, T], key: Any, make: Callable[[], T]) -> T:
   """The live object of a key, made where there is none.
 
-  What the key has the identity of is to live as long as the object.
+  An object whose identity is in the key has to live as long as the key's object.
   """
   with _lock:
     found = cache.get(key)

@@ -8,8 +8,8 @@ Transforms take runs to runs, so that they nest to any order. There are two ways
 - functional: `torch.func`, which nests with its forward mode and with `torch.func.vmap`. It refuses
   some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
 
-What a function returns, and whether `torch.func.vmap` takes it, is found on torch's fake tensors,
-which have no values. Imports torch, so it is imported when the first function is made.
+Torch's fake tensors, which have no values, tell a function's results, and if `torch.func.vmap`
+takes it. Imports torch, so it is imported when the first function is made.
 """
 
 from __future__ import annotations

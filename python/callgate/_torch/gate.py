@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._call.generic import P, R
 from callgate._call.options import Vmap
 from callgate._call.primitive import bind
 from callgate._call.site import BoundCall, CallSite, TangentCall
@@ -27,7 +26,7 @@ from callgate._core import registry
 from callgate._core.dtypes import is_inexact
 from callgate._core.errors import GateDefinitionError
 from callgate._core.levels import Level
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 
 Path = tuple[tuple[str, tuple[int, ...]], ...]
@@ -36,19 +35,19 @@ _lock = threading.RLock()  # two threads may trace the first derivative of a fun
 _VECTORS = 2  # the position of a derivative's tangents or cotangents
 
 
-class TorchGate(Gate[P, R]):
+class TorchCallee(GateCallee):
   """The gate of a PyTorch function (the root) or of a transform of it; see the module's text."""
 
-  traits = Gate.traits.but(autograd=True, splits=False)  # derivatives are of all leaves
+  traits = GateCallee.traits.but(autograd=True, splits=False)  # derivatives are of all leaves
 
   def __init__(
-    self, root: TorchGate | None, path: Path, call: Callable[..., Any], options: GateOptions
+    self, root: TorchCallee | None, path: Path, call: Callable[..., Any], options: GateOptions
   ) -> None:
     super().__init__(call, options)
-    self.root: TorchGate = root if root is not None else self
+    self.root: TorchCallee = root if root is not None else self
     self.part_of = root
     self.path, self._options = path, options
-    self._parts: dict[Path, TorchGate] = {}
+    self._parts: dict[Path, TorchCallee] = {}
     self._batchings: dict[Any, bool] = {}  # whether lanes are taken at once
 
   # The root's knowledge of its function.
@@ -63,16 +62,12 @@ class TorchGate(Gate[P, R]):
     return frozenset()
 
   # -- parts -------------------------------------------------------------------------------------
-  def __reduce_ex__(self, protocol: Any) -> Any:
-    whole = self.root is self.core
-    return super().__reduce_ex__(protocol) if whole else (TorchGate.part, (self.root, *self.path))
-
   def rename(self, name: str) -> None:
     super().rename(name)
     for path, part in self._parts.items():
       registry.rename(part, f"{name}[{_key(path)}]")
 
-  def part(self, *steps: tuple[str, tuple[int, ...]]) -> TorchGate:
+  def part(self, *steps: tuple[str, tuple[int, ...]]) -> TorchCallee:
     from callgate._torch import calls
 
     root, path = self.root, (*self.path, *steps)
@@ -87,7 +82,7 @@ class TorchGate(Gate[P, R]):
         effect="pure" if any(kind != "vmap" for kind, _ in path) else root.effect,
         linear=_VECTORS if path[-1][0] != "vmap" else False, aliases=None, vmap="each",
       )  # fmt: skip
-      made = root._parts[path] = TorchGate(root, path, call, options)
+      made = root._parts[path] = TorchCallee(root, path, call, options)
     return made
 
   def define_variant(self, key: str) -> bool:
@@ -153,7 +148,7 @@ class TorchGate(Gate[P, R]):
     args, kwargs = jax.tree.unflatten(site.in_tree, structs)
     return calls.takes_vmap(run, args, {**kwargs, **dict(site.static)})
 
-  def batched(self, whole: Level | None) -> Gate:
+  def batched(self, whole: Level | None) -> GateCallee:
     return self if whole is None else self.part(_vmap(whole[1]))
 
   def transpose_call(

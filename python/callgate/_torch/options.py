@@ -31,7 +31,7 @@ class _OfAllFunctions(CallOptions):
     timeout: seconds, as for `callgate.gate`.
     cast: allow same-kind casts of results, as for `callgate.gate`: float64 to float32 where JAX has
       no float64. Integers whose values fit are cast in any case.
-    gradient: "finite-difference": derivatives by central differences in the place of torch's.
+    gradient: "finite-difference": derivatives by central differences instead of torch's.
     enable_grad: run the function with autograd on, for one that calls it itself.
     mutable: for modules that write into their buffers (batch normalisation in training): calls
       return `(result, buffers)`, the new values by name.

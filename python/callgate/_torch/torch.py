@@ -20,9 +20,10 @@ from callgate._call.site import Static
 from callgate._core import extras, factories, registry
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
+from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
-from callgate._torch.gate import TorchGate
+from callgate._torch.gate import TorchCallee
 from callgate._torch.options import (
   RandomOptions,
   TorchInplaceOptions,
@@ -38,18 +39,8 @@ Q = ParamSpec("Q")
 T = TypeVar("T")
 
 
-class TorchFunction(TorchGate[P, R]):
-  """A PyTorch function as a JAX function; made by `callgate.torch`.
-
-  A call takes pytrees of arrays; torch tensors are copied. Keyword arguments that hold an array are
-  arguments too, anything else is static, hashable, and reaches the function as it is; `rng` is the
-  key of a function with `random=True`. It returns what the function does, with jax.Arrays for
-  tensors.
-
-  Attributes:
-    name: what compiled programs call it by; unique among the live gates of the process.
-    random: whether calls take a key, `rng=`.
-  """
+class FunctionCallee(TorchCallee):
+  """The core of a `TorchFunction`."""
 
   kind = "torch function"
 
@@ -96,10 +87,11 @@ class TorchFunction(TorchGate[P, R]):
     return jax.tree.unflatten(tree, leaves)
 
 
-class TorchModule(TorchFunction[..., Any]):
-  """A `torch.nn.Module` as a JAX function of its parameters; made by `callgate.torch`.
+class ModuleCallee(FunctionCallee):
+  """The core of a `TorchModule`.
 
-  It is called as `model(params, *args)`, with `params` as `TorchModule.params` gives them.
+  Attributes:
+    module: the function of its parameters and buffers.
   """
 
   kind = "torch module"
@@ -110,24 +102,64 @@ class TorchModule(TorchFunction[..., Any]):
     if options.style != "return":
       why = "a module returns its results; expected style='return'"
       raise GateDefinitionError(f"callgate.torch: {why}")
-    function = self._module = ModuleFunction(f"{self.kind} '{name}'", module, options.mutable)
+    function = self.module = ModuleFunction(f"{self.kind} '{name}'", module, options.mutable)
     own = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
     with contextlib.suppress(TypeError, ValueError):
       parameters = inspect.signature(module.forward).parameters.values()
       function.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
     super().__init__(function, name, options)
 
+  def check_params(self, params: Any) -> None:
+    what = f"{self.label}: argument 'params'"
+    if not isinstance(params, Mapping):
+      expected = "a dict of arrays as `.params` gives it"
+      raise GateDefinitionError(f"{what}: expected {expected}, got {type(params).__name__}")
+    own = self.module.tensors()
+    for names, a in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
+      if names:
+        known = f"the names that `.params` has: {', '.join(own)}"
+        raise GateDefinitionError(f"{what}: there is {a} '{min(names)}'; expected {known}")
+    for name, tensor in own.items():
+      if (shape := list(np.shape(params[name]))) != (wanted := list(tensor.shape)):
+        raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
+
+  def frozen(self, args: Any) -> frozenset[int]:
+    fixed = [args[0][name] for name, trained in self.module.trainable().items() if not trained]
+    return frozenset(jax.tree.leaves(fixed))
+
+
+class TorchFunction(Gate[P, R]):
+  """A PyTorch function as a JAX function; made by `callgate.torch`.
+
+  A call takes pytrees of arrays; torch tensors are copied. Keyword arguments that hold an array are
+  arguments too, anything else is static, hashable, and reaches the function as it is; `rng` is the
+  key of a function with `random=True`. It returns what the function does, with jax.Arrays for
+  tensors.
+  """
+
+  @property
+  def random(self) -> bool:
+    """True if calls take a key, `rng=`."""
+    return self._core.random
+
+
+class TorchModule(TorchFunction[..., Any]):
+  """A `torch.nn.Module` as a JAX function of its parameters; made by `callgate.torch`.
+
+  It is called as `model(params, *args)`, with `params` as `TorchModule.params` gives them.
+  """
+
   @property
   def params(self) -> dict[str, jax.Array]:
     """The module's parameters and buffers now, by name, as new JAX arrays."""
     found: dict[str, jax.Array] = {}
-    for name, tensor in self._module.tensors().items():
+    for name, tensor in self._core.module.tensors().items():
       array = _torch.to_numpy(tensor)
       dtype = tracing.canonical_dtype(array.dtype)
       if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
         expected = f"{dtype.name} without it (module.float() converts a module)"
         got = f"parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64"
-        raise GateDefinitionError(f"{self.label}: {got}; expected {expected}")
+        raise GateDefinitionError(f"{self._core.label}: {got}; expected {expected}")
       found[name] = jnp.array(array, dtype)  # the module's memory changes when it is loaded
     return found
 
@@ -138,15 +170,15 @@ class TorchModule(TorchFunction[..., Any]):
     Not buffers, nor parameters with `requires_grad=False`: an optimizer with weight decay should
     leave them alone (`optax.masked(optimizer, model.trainable)`).
     """
-    return self._module.trainable()
+    return self._core.module.trainable()
 
   def load(self, params: Mapping[str, Any]) -> None:
     """Writes arrays, a dict as `params` gives it, back into the module's parameters and buffers.
 
     Raises GateDefinitionError where a name or a shape is not the module's.
     """
-    self._check(params)
-    self._module.load(params)
+    self._core.check_params(params)
+    self._core.module.load(params)
 
   def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls the module's forward with these parameters and buffers; see `TorchFunction`.
@@ -158,26 +190,8 @@ class TorchModule(TorchFunction[..., Any]):
     Returns:
       What forward returns; with `mutable=True` a pair of that and the dict of the buffers then.
     """
-    self._check(params)
+    self._core.check_params(params)
     return super().__call__(dict(params), *args, **kwargs)
-
-  def _check(self, params: Any) -> None:
-    what = f"{self.label}: argument 'params'"
-    if not isinstance(params, Mapping):
-      expected = "a dict of arrays as `.params` gives it"
-      raise GateDefinitionError(f"{what}: expected {expected}, got {type(params).__name__}")
-    own = self._module.tensors()
-    for names, a in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
-      if names:
-        known = f"the names that `.params` has: {', '.join(own)}"
-        raise GateDefinitionError(f"{what}: there is {a} '{min(names)}'; expected {known}")
-    for name, tensor in own.items():
-      if (shape := list(np.shape(params[name]))) != (wanted := list(tensor.shape)):
-        raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
-
-  def frozen(self, args: Any) -> frozenset[int]:
-    fixed = [args[0][name] for name, trained in self.trainable.items() if not trained]
-    return frozenset(jax.tree.leaves(fixed))
 
 
 def _from_torch(leaf: Any) -> Any:
@@ -266,7 +280,8 @@ def torch(fn: Callable[..., Any], /, *, options: TorchOptions) -> Any:
   if isinstance(fn, nn.Module):
     kind = cast("type[Any]", type(fn))
     name = options.name or registry.free_name(f"{kind.__module__}.{kind.__qualname__}")
-    return TorchModule(fn, name, options)
+    return TorchModule(ModuleCallee(fn, name, options))
   if options.mutable:
     raise GateDefinitionError("callgate.torch: mutable=True is for modules, got a function")
-  return TorchFunction(fn, options.name or registry.unique_name(fn), options)
+  name = options.name or registry.unique_name(fn)
+  return TorchFunction(FunctionCallee(fn, name, options))

@@ -69,7 +69,7 @@ class PageAnswers:
   def leaf(self, query: Query) -> dict[str, Any]:
     """The data of one leaf's plot.
 
-    Of the query: `id`; `show`, "curves", "lanes", "histograms" or "latest"; `x`, "record",
+    The query has `id`; `show`, "curves", "lanes", "histograms" or "latest"; `x`, "record",
     "seconds" or another leaf's number; `window`, "whole" or "recent"; `from` and `to`, a part of
     the axis; `points`, at most.
     """

@@ -27,9 +27,9 @@ class Image:
 def image_of(array: np.ndarray[Any, Any]) -> Image | None:
   """The array as a picture if its shape is [height, width], or [height, width, 1, 3 or 4].
 
-  Large ones lose rows and columns. Of three or four channels the fourth is left out; uint8 are
-  taken as they are, other numbers as 0 to 1, or to 255 where one is above 1. Of one channel the
-  colours go from the least to the greatest value.
+  Large ones lose rows and columns. A fourth channel is left out; uint8 are taken as they are, other
+  numbers as 0 to 1, or to 255 where one is above 1. The colours of a lone channel go from the least
+  to the greatest value.
   """
   channels = array.shape[2] if array.ndim == 3 else 1
   if array.ndim not in (2, 3) or channels not in (1, 3, 4) or min(array.shape[:2]) < _LEAST:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page's server: HTTP on loopback for those who have the token of its address.
+"""The live page's server: HTTP on loopback for those who have the secret of its address.
 
 Loopback keeps other machines out, and no web page: one of somebody else's can have its own name
 resolved to 127.0.0.1. So a request has to name this machine (`Host`), come from the page itself
-where a page sends it (`Origin`), and have the token as the first part of its path. What changes
-something is sent as JSON by POST. The page may load and run what its Content-Security-Policy says:
-the server's own files.
+where a page sends it (`Origin`), and have the secret as the first part of its path. A request that
+changes something is sent as JSON by POST. The page may load and run what its
+Content-Security-Policy says: the server's own files.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from callgate._part import Part
 HOSTS = ("localhost", "127.0.0.1", "::1")
 Query = Mapping[str, list[str]]
 _MOST_BYTES = 1 << 16  # of what is sent
-_MOST_REQUESTS = 32  # at once, of those who have the token
+_MOST_REQUESTS = 32  # at once, of those who have the secret
 _MOST_STRANGERS = 32  # connections that have not shown it; one more ends the oldest
 _SECONDS = 10.0  # that a client may be silent
-_HEAD_SECONDS = 10.0  # in which a connection has to show the token
+_HEAD_SECONDS = 10.0  # in which a connection has to show the secret
 _FILES = {"": "page.html", "page.css": "", "page.js": "", "chart.js": "", "controls.js": ""}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _POLICY = (
@@ -74,7 +74,7 @@ class PageServer:
     option: what messages call the port's option.
 
   Attributes:
-    url: of the page, with the token.
+    url: of the page, with the secret.
   """
 
   def __init__(
@@ -86,14 +86,14 @@ class PageServer:
     option: str,
   ) -> None:
     self._process = os.getpid()
-    token = secrets.token_urlsafe(24)
+    secret = secrets.token_urlsafe(24)
     try:
-      self._http = _Http(port, token, gets, posts)
+      self._http = _Http(port, secret, gets, posts)
     except OSError as error:
       what = f"port {port} of 127.0.0.1: {error.strerror}: choose another {option}"
       raise OSError(what) from error
     self.port: int = self._http.server_address[1]
-    self.url = f"http://127.0.0.1:{self.port}/{token}/"
+    self.url = f"http://127.0.0.1:{self.port}/{secret}/"
     _servers.add(self._http)
     self._thread = threading.Thread(
       target=self._http.serve_forever, args=(0.2,), name="callgate page", daemon=True
@@ -116,8 +116,8 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
   allow_reuse_address = True
   request_queue_size = 16
 
-  def __init__(self, port: int, token: str, gets: Any, posts: Any) -> None:
-    self.token, self.gets, self.posts = token, gets, posts
+  def __init__(self, port: int, secret: str, gets: Any, posts: Any) -> None:
+    self.secret, self.gets, self.posts = secret, gets, posts
     self._lock = threading.Lock()
     self._open: set[Any] = set()
     self._strangers: dict[Any, float] = {}  # since when, the oldest first
@@ -143,7 +143,7 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
       self._left(request)
 
   def admit(self, request: Any) -> None:
-    """Gives a connection that has shown the token a place. Raises RequestError if none is left."""
+    """Gives a connection that has shown the secret a place. Raises RequestError if none is left."""
     with self._lock:
       if len(self._guests) >= _MOST_REQUESTS:
         raise RequestError(503, f"expected at most {_MOST_REQUESTS} requests at once, got one more")
@@ -229,7 +229,7 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
 
   # -- who gets an answer ------------------------------------------------------------------------
   def _admitted(self) -> tuple[str, Query]:
-    """The path behind the token, and the query. Raises RequestError for others."""
+    """The path behind the secret, and the query. Raises RequestError for others."""
     host, name = self.headers.get("Host", ""), None
     with contextlib.suppress(ValueError):  # without the port: behind a tunnel that is another one
       name = urllib.parse.urlsplit(f"//{host}").hostname
@@ -239,10 +239,10 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
     if origin is not None and origin.lower() != f"http://{host.lower()}":
       raise RequestError(403, f"expected a request from the page itself, got one from {origin!r}")
     parts = urllib.parse.urlsplit(self.path)
-    token, slash, path = parts.path.removeprefix("/").partition("/")
-    given, expected = token.encode(errors="replace"), self.server.token.encode()
+    secret, slash, path = parts.path.removeprefix("/").partition("/")
+    given, expected = secret.encode(errors="replace"), self.server.secret.encode()
     if not hmac.compare_digest(given, expected):
-      raise RequestError(403, "wrong token: expected the address as callgate gave it")
+      raise RequestError(403, "wrong secret: expected the address as callgate gave it")
     self.server.admit(self.request)
     if not slash:
       raise RequestError(404, "expected the address with a slash at its end")

@@ -11,6 +11,7 @@ from typing import Any
 from callgate import _callgate
 from callgate._core import encoding, foreign
 from callgate._core.errors import GateTimeoutError, Interruption, WorkerError
+from callgate._core.public import core
 from callgate._workers import travel
 from callgate._workers.workers import Workers
 
@@ -49,7 +50,7 @@ class Remote:
 
   def start(self) -> Any:
     """The runtime's pool, which may start with this."""
-    return self.workers.pool()
+    return core(self.workers).pool()
 
   def prepare(self) -> None:
     """Finds out, while a call is traced, whether workers will be able to make it."""

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Self, TypeVar
 from callgate import _callgate, _part
 from callgate._core import options
 from callgate._core.errors import GateError
+from callgate._core.public import Public, core
 from callgate._jax import running
 from callgate._part import Part, Phase, Wait
 
@@ -25,7 +26,7 @@ T = TypeVar("T")
 # By name; those that are open. Guarded by _lock; emptied by `Thread.end`.
 _threads: dict[str, Thread] = {}
 # Under the GIL: single steps.
-_numbers: weakref.WeakValueDictionary[int, Thread] = weakref.WeakValueDictionary()
+_numbers: weakref.WeakValueDictionary[int, ThreadPlace] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _SECONDS = 5.0  # that a thread may take to end what it runs
 _NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
@@ -33,14 +34,11 @@ _NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
 OBJECTS = "objects"
 
 
-class Thread:
-  """A thread that gates run on, and that objects belong to; made by `callgate.thread`.
-
-  It starts with the first call, or by `start()`, and ends with `close()`, at the end of a `with`
-  block, or with this process.
+class ThreadPlace:
+  """The core of a `Thread`: the runtime's queue, and what waits to be dropped there.
 
   Attributes:
-    name: what messages and programs call it.
+    name: what messages and programs call the thread.
     place: the same, as handles of objects hold it; None for the thread that is the default.
   """
 
@@ -52,38 +50,6 @@ class Thread:
     self._drops = threading.Event()  # set while nothing waits to be dropped
     self._drops.set()
     _numbers[self.callee.number] = self
-
-  def __reduce__(self) -> Any:
-    return thread, (self.name,)
-
-  def start(self) -> Self:
-    """Starts the thread, where it doesn't run yet.
-
-    Raises:
-      GateError: it has been closed.
-    """
-    if not self.submit(_nothing):
-      self.refuse()
-    return self
-
-  def close(self) -> None:
-    """Ends the thread; what it runs has 5 seconds to end by itself. Calls fail from then on.
-
-    The objects that live there end with it, on it.
-
-    Raises:
-      GateError: it is called on the thread.
-    """
-    if self.is_here():
-      raise GateError(f"{self!r}: a function that runs on the thread can't close it")
-    self.end()
-    self.has_ended(Wait(_SECONDS))
-
-  def __enter__(self) -> Self:
-    return self.start()
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
 
   def __repr__(self) -> str:
     return f"<callgate.thread({self.name!r})>"
@@ -141,7 +107,8 @@ class Thread:
   def end(self) -> None:
     """Has the thread end with what it has been given so far."""
     with _lock:
-      if _threads.get(self.name) is self:
+      known = _threads.get(self.name)
+      if known is not None and core(known) is self:
         del _threads[self.name]
     if not self.callee.has_ended(0):  # it runs
       self.submit(self._end)
@@ -153,6 +120,57 @@ class Thread:
   def has_ended(self, wait: Wait) -> bool:
     """After `end()`: waits for its end. False if the time ran out."""
     return wait.until(self.callee.has_ended, _NAP)
+
+
+class Thread(Public[ThreadPlace]):
+  """A thread that gates run on, and that objects belong to; made by `callgate.thread`.
+
+  It starts with the first call, or by `start()`, and ends with `close()`, at the end of a `with`
+  block, or with this process.
+  """
+
+  def __init__(self, name: str) -> None:
+    super().__init__(ThreadPlace(name))
+
+  @property
+  def name(self) -> str:
+    """The name in messages and programs."""
+    return self._core.name
+
+  def __reduce__(self) -> Any:
+    return thread, (self.name,)
+
+  def __repr__(self) -> str:
+    return repr(self._core)
+
+  def start(self) -> Self:
+    """Starts the thread, where it doesn't run yet.
+
+    Raises:
+      GateError: it has been closed.
+    """
+    if not self._core.submit(_nothing):
+      self._core.refuse()
+    return self
+
+  def close(self) -> None:
+    """Ends the thread; what it runs has 5 seconds to end by itself. Calls fail from then on.
+
+    The objects that live there end with it, on it.
+
+    Raises:
+      GateError: it is called on the thread.
+    """
+    if self._core.is_here():
+      raise GateError(f"{self!r}: a function that runs on the thread can't close it")
+    self._core.end()
+    self._core.has_ended(Wait(_SECONDS))
+
+  def __enter__(self) -> Self:
+    return self.start()
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
 
 
 def _nothing() -> None:
@@ -213,7 +231,7 @@ def objects() -> Thread:
   return thread(OBJECTS)
 
 
-def current() -> Thread | None:
+def current() -> ThreadPlace | None:
   """The thread that runs this, if it is one of `callgate.thread`."""
   number = _callgate.current_thread()
   return _numbers.get(number) if number else None
@@ -222,7 +240,7 @@ def current() -> Thread | None:
 def at_place(place: str) -> Thread | None:
   """The open thread that handles call so."""
   with _lock:
-    return next((one for one in _threads.values() if one.place == place), None)
+    return next((one for one in _threads.values() if core(one).place == place), None)
 
 
 def after_dispatch(returning: bool) -> None:
@@ -247,7 +265,7 @@ def has_dropped(wait: Wait) -> bool:
   """Waits until no thread has anything to drop. False if the time ran out."""
   with _lock:
     all_of_them = list(_threads.values())
-  return all(one.has_dropped(wait) for one in all_of_them)
+  return all(core(one).has_dropped(wait) for one in all_of_them)
 
 
 def end_all(wait: Wait) -> None:
@@ -255,9 +273,9 @@ def end_all(wait: Wait) -> None:
   with _lock:
     all_of_them: Iterable[Thread] = list(_threads.values())
   for one in all_of_them:
-    one.end()
+    core(one).end()
   for one in all_of_them:
-    one.has_ended(wait)
+    core(one).has_ended(wait)
 
 
 class Threads(Part):

@@ -20,6 +20,7 @@ import jax
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.errors import GateDefinitionError, WorkerError
+from callgate._core.public import Public, core
 from callgate._part import Part, Phase, Wait, join
 from callgate._workers import travel
 
@@ -32,17 +33,12 @@ _placing = threading.Lock()
 _SECONDS = 5.0  # that a worker may take to end what it runs
 
 
-class Workers:
-  """Python processes that gates run in; made by `callgate.workers`.
-
-  They start with the first call that is traced, or by `start()`, and end with `close()`, at the end
-  of a `with` block, or with this process, in whatever way that ends.
+class WorkerPlace:
+  """The core of `Workers`: the runtime's pool of processes, made at its first use.
 
   Attributes:
-    count: how many there are.
+    count: how many processes there are.
     key: what tells them from all others, in any process.
-    place: what programs call them, if they hold objects that live there: no others of this process,
-      earlier or later, and in the next process those that come there as these do here.
   """
 
   def __init__(
@@ -52,70 +48,32 @@ class Workers:
     env: Mapping[str, str],
     key: str | None = None,
   ) -> None:
-    self.count = count
-    self._initializer, self._env = initializer, dict(env)
+    self.count, self.key = count, key or uuid.uuid4().hex
+    self.initializer, self.env = initializer, dict(env)
+    self.place: str | None = None  # see `name_of`; guarded by _placing
+    self.running: Any = None  # the pool, once it has been started
     self._lock = threading.Lock()
-    self._pool: Any = None
     self._closed = False
-    self._place: str | None = None
     self._process = os.getpid()
-    self.key = key or uuid.uuid4().hex
-    _live[self.key] = self
 
-  def __reduce__(self) -> Any:
-    return _in_another, (self.key, self.count, self._initializer, self._env)
-
-  def start(self) -> Self:
-    """Starts the processes, where they don't run yet, without waiting for them."""
-    self.pool()
-    return self
+  def __repr__(self) -> str:
+    return f"<callgate.workers({self.count})>"
 
   def pool(self) -> Any:
     with self._lock:
       if self._closed:
         raise WorkerError(f"{self!r}: the workers have been closed")
-      if self._pool is None:
-        self._pool = _callgate.WorkerPool(*self._command(), self._start_text(), self.count)
-      return self._pool
-
-  def close(self) -> None:
-    """Ends the processes; what they run has 5 seconds to end by itself. Calls fail from then on."""
-    self.end(_SECONDS)
+      if self.running is None:
+        self.running = _callgate.WorkerPool(*self._command(), self._start_text(), self.count)
+      return self.running
 
   def end(self, seconds: float) -> None:
     if os.getpid() != self._process:  # a fork's child: they are its parent's
       return
     with self._lock:
-      self._closed, pool = True, self._pool
+      self._closed, pool = True, self.running
     if pool is not None:
       pool.close(seconds)
-
-  @property
-  def place(self) -> str:
-    with _placing:
-      if self._place is None:
-        self._place = "processes" if self is _shared else f"workers #{next(_numbers)}"
-        _places[self._place] = self
-      return self._place
-
-  @property
-  def pids(self) -> list[int]:
-    """The process ids, by worker; of those that run."""
-    return [] if self._pool is None else self._pool.pids()
-
-  @property
-  def replaced(self) -> int:
-    """How many workers have ended and been replaced by others."""
-    return 0 if self._pool is None else self._pool.replaced()
-
-  def __enter__(self) -> Self:
-    return self.start()
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def __repr__(self) -> str:
-    return f"<callgate.workers({self.count})>"
 
   def _command(self) -> tuple[list[str], list[str]]:
     flags: list[str] = subprocess._args_from_interpreter_flags()  # pyright: ignore
@@ -124,14 +82,14 @@ class Workers:
       "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
       "from callgate._workers.worker import main; main(*map(int, sys.argv[1:]))"
     )
-    environment = {**os.environ, **self._env}
-    if "JAX_PLATFORMS" not in self._env:  # a GPU is the parent's
+    environment = {**os.environ, **self.env}
+    if "JAX_PLATFORMS" not in self.env:  # a GPU is the parent's
       environment["JAX_PLATFORMS"] = "cpu"
     texts = [f"{name}={value}" for name, value in environment.items()]
     return [sys.executable, *flags, "-c", code, path], texts
 
   def _start_text(self) -> bytes:
-    initializer = self._initializer
+    initializer = self.initializer
     by = f"{self!r}: initializer"
     return pickle.dumps(
       {
@@ -141,10 +99,73 @@ class Workers:
     )
 
 
+class Workers(Public[WorkerPlace]):
+  """Python processes that gates run in; made by `callgate.workers`.
+
+  They start with the first call that is traced, or by `start()`, and end with `close()`, at the end
+  of a `with` block, or with this process, in whatever way that ends.
+  """
+
+  def __init__(self, core: WorkerPlace) -> None:
+    super().__init__(core)
+    _live[core.key] = self
+
+  @property
+  def count(self) -> int:
+    """How many processes there are."""
+    return self._core.count
+
+  def __reduce__(self) -> Any:
+    core = self._core
+    return _in_another, (core.key, core.count, core.initializer, core.env)
+
+  def __repr__(self) -> str:
+    return repr(self._core)
+
+  def start(self) -> Self:
+    """Starts the processes, where they don't run yet, without waiting for them."""
+    self._core.pool()
+    return self
+
+  def close(self) -> None:
+    """Ends the processes; what they run has 5 seconds to end by itself. Calls fail from then on."""
+    self._core.end(_SECONDS)
+
+  @property
+  def pids(self) -> list[int]:
+    """The process ids, by worker; of those that run."""
+    return [] if self._core.running is None else self._core.running.pids()
+
+  @property
+  def replaced(self) -> int:
+    """How many workers have ended and been replaced by others."""
+    return 0 if self._core.running is None else self._core.running.replaced()
+
+  def __enter__(self) -> Self:
+    return self.start()
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+
 def _in_another(key: str, count: int, initializer: Any, env: Mapping[str, str]) -> Workers:
   """Such workers in a process to which a gate of theirs came: they start if it is called there."""
   with _placing:
-    return _live.get(key) or Workers(count, initializer, env, key)
+    return _live.get(key) or Workers(WorkerPlace(count, initializer, env, key))
+
+
+def name_of(held: Workers) -> str:
+  """The name by which programs call workers, if these hold objects that live there.
+
+  No others of this process have the name, earlier or later. In the next process it is that of the
+  workers that come there as these do here.
+  """
+  with _placing:
+    identity = core(held)
+    if identity.place is None:
+      identity.place = "processes" if held is _shared else f"workers #{next(_numbers)}"
+      _places[identity.place] = held
+    return identity.place
 
 
 def at_place(place: str) -> Workers | None:
@@ -195,7 +216,7 @@ def workers(
       )
     options.text(what, "env", name)
     options.text(what, "env", value)
-  return Workers(known or usable_cpus(), initializer, given)
+  return Workers(WorkerPlace(known or usable_cpus(), initializer, given))
 
 
 def usable_cpus() -> int:
@@ -211,7 +232,7 @@ def shared() -> Workers:
   global _shared
   with _placing:
     if _shared is None:
-      _shared = Workers(usable_cpus(), None, {})
+      _shared = Workers(WorkerPlace(usable_cpus(), None, {}))
     return _shared
 
 
@@ -219,7 +240,7 @@ def close_all(seconds: float) -> None:
   """At the end of the process."""
   for each in _live.valuerefs():
     if (one := each()) is not None:
-      one.end(seconds)
+      core(one).end(seconds)
 
 
 class Pools(Part):

@@ -99,7 +99,7 @@ def debug_callback(
 ) -> Any:  # fmt: skip
   """`jax.debug.callback` on callgate's engine, installed or not: the program does not wait for it.
 
-  What the callback raises is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by
+  The callback's exception is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by
   `callgate.barrier()`, as it is.
 
   Args:

@@ -40,7 +40,7 @@ from callgate import _part
 from callgate._callgate import Context
 from callgate._core import dtypes, exact, foreign, registry
 from callgate._core.errors import ResultError
-from callgate._gate.gate import Gate
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import dispatch, tracing
 from callgate._tap.consumers import check_not_forked
@@ -54,7 +54,7 @@ __all__ = [
 ]  # fmt: skip
 _logger, _lock = logging.getLogger("callgate"), threading.Lock()
 # Gates of equal calls. Guarded by target._lock.
-_gates: weakref.WeakValueDictionary[Any, Gate] = weakref.WeakValueDictionary()
+_gates: weakref.WeakValueDictionary[Any, GateCallee] = weakref.WeakValueDictionary()
 
 
 class CallbackException(Exception):
@@ -218,7 +218,7 @@ def _device_of(device: int | None, index: int) -> Any:
 def _gate(
   function: Callable[..., Any], given: Any, dtype_names: tuple[str | None, ...], tree: Any,
   structs: tuple[jax.ShapeDtypeStruct, ...], index: int | None,
-) -> Gate:  # fmt: skip
+) -> GateCallee:  # fmt: skip
   """The gate of flat arguments and results: the function has pytrees, and its result is checked."""
   name = tapped.name_of(function)
 
@@ -258,8 +258,8 @@ def _gate(
     out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
     thread="own", vmap=functools.partial(_refuse, "batching rules", outside),
   )  # fmt: skip
-  gate = Gate(run, options)
-  gate.defjvp(functools.partial(_refuse, "derivatives", inside))
+  gate = GateCallee(run, options)
+  gate.set_jvp(functools.partial(_refuse, "derivatives", inside))
   return gate
 
 

@@ -281,7 +281,7 @@ SiteSpec progress(const char* kind, int every, int total, const char* text) {
   return fake::site_spec({{"spec", text}, {"progress", held}});
 }
 
-// What a call writes to a result like `answer`.
+// The values that a call writes to a result like `answer`.
 std::vector<std::int32_t> call(ProgressCallee& callee, SiteSpec spec, std::vector<Operand> values,
                                Operand answer) {
   std::vector<ArrayView> operands;

@@ -55,7 +55,7 @@ TEST(CommonReads, DevicesAgreeWhateverTheirPace) {
   EXPECT_EQ(now.load(), static_cast<std::uint64_t>(kReads));
 }
 
-// What a site gives a call of the run.
+// The value that a site gives a call of the run.
 template <typename T>
 T read(Site& site, std::int64_t run = 1, std::int32_t device = 0) {
   T value{};

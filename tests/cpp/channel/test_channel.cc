@@ -75,7 +75,7 @@ TEST(Channel, SequenceNumbersCountEachDeviceFromZero) {
   auto consumer = std::make_shared<Collector>();
   channel->add(consumer);
   Feed feed;
-  // Those of other processes are large, and lie alike: 2048, 4096, and so on.
+  // Numbers of other processes' devices are large, and lie alike: 2048, 4096, and so on.
   std::vector<std::int64_t> devices = {0, 1, 255, 256, 2048, 2049, 4096, 100'000, -1};
   for (std::uint64_t id = 0; id < 300; ++id) feed.send(*channel, id, devices[id % devices.size()]);
   ASSERT_TRUE(channel->close(kLimit));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a full channel does, policy by policy, with exact counts: a consumer is held at a door, so
+// A full channel, policy by policy, with exact counts: a consumer is held at a door, so
 // that the test says what is in delivery, what waits and what finds no room. Then memory: large
 // records, the bound, and who may overtake whom.
 #include <gmock/gmock.h>

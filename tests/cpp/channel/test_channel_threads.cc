@@ -216,7 +216,7 @@ TEST(ChannelThreads, ManyOpenAndCloseAndSendAtOnce) {
 
 // -- fork ----------------------------------------------------------------------------------------
 
-// What the child of a fork does; its exit status says which step failed. No thread but this one is
+// The work of a fork's child; its exit status says which step failed. No thread but this one is
 // in it, and locks may be held for ever.
 int in_the_child(Channel& channel, ChannelSlot& slot, Feed& feed,
                  const std::shared_ptr<Consumer>& consumer) {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Several consumers of a channel: a slow one holds the others up for no longer than a turn, and
-// each gets all records in order, once. What decides is what came before what, never how long it
-// took.
+// each gets all records in order, once. The order of events decides, never their time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -17,7 +17,7 @@
 namespace callgate {
 namespace {
 
-// What the test knows of an entry that is in the ring.
+// The test's knowledge of an entry that is in the ring.
 struct Known {
   std::uint64_t id;
   std::size_t bytes;

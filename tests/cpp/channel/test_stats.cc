@@ -44,7 +44,7 @@ TEST(Stats, MomentsAreThoseOfAllValuesHoweverTheyCome) {
   EXPECT_EQ(found.max, *std::max_element(all.begin(), all.end()));
 }
 
-// Of 1, 2, 3, 4, 5 times a number the mean is 3 and the variance 2, each record alone or all at
+// The mean of 1, 2, 3, 4, 5 times a number is 3 and the variance 2, each record alone or all at
 // once.
 TEST(Stats, GreatAndTinyNumbersHaveMomentsAsLongAsThoseAreNumbers) {
   for (double unit : {1e200, 1e306, 3e307, 1e153, 1e-150, 1e-200, 1e-310}) {

@@ -378,7 +378,7 @@ TEST(Stream, AFullDiskIsAnErrorAndTheFileStaysWhole) {
   EXPECT_EQ(sequence(reader), (std::vector<std::uint64_t>{0, 0, 1}));
 }
 
-// What a power loss leaves: a file of the right length whose last blocks were never written.
+// The tail after a power loss: a file of the right length whose last blocks were never written.
 TEST(Stream, AZeroFilledTailIsATornEndWhereverItBegins) {
   TemporaryFolder folder;
   const std::string path = folder / "tail.cgs";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a server of a stream takes of its process: descriptors, threads' time, delays of its
+// The costs of a stream's server for its process: descriptors, threads' time, delays of its
 // readers. Tests that limit descriptors do so in a process of their own.
 #include <fcntl.h>
 #include <gmock/gmock.h>

@@ -116,7 +116,7 @@ TEST(TapSpec, AnotherFormIsAnErrorThatShowsIt) {
 
 // -- the call ------------------------------------------------------------------------------------
 
-// What a record held, leaf by leaf, and lane by lane.
+// The content of a record, leaf by leaf, and lane by lane.
 struct Seen {
   std::string name, description;
   std::vector<std::string> paths;

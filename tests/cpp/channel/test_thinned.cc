@@ -22,7 +22,7 @@ class Counted final : public Consumer {
 
 constexpr std::int64_t kSecond = 1'000'000'000;
 
-// Of records that are made a second apart, by a wall clock that is so far off, those that pass.
+// Counts the records that pass, of records made a second apart by a wall clock that is so far off.
 std::size_t passed(std::vector<std::int64_t> offsets) {
   auto counted = std::make_shared<Counted>();
   Thinned thinned(counted, 1, /*rate=*/0.9);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What errors say.
+// The messages of errors.
 #include <gtest/gtest.h>
 
 #include <string>

@@ -42,8 +42,8 @@ std::vector<std::string> seeds_of(const char* name) {
   return seeds;
 }
 
-// In memory of exactly their size, so that the address sanitizer sees a step beyond. What ends the
-// process leaves its input behind.
+// In memory of exactly their size, so that the address sanitizer sees a step beyond. An input that
+// ends the process stays behind.
 void run(const FuzzTarget& target, const std::string& bytes) {
   const std::vector<char> exact(bytes.begin(), bytes.end());
   SCOPED_TRACE(::testing::PrintToString(bytes));

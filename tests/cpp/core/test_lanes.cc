@@ -218,7 +218,7 @@ TEST(Lanes, LevelsWithoutOperandsStillCount) {
   EXPECT_EQ(fake::lanes("0:;4:").count(), 0);
 }
 
-// Of a call's levels some at random are left open, where an operand tells them.
+// Some of a call's levels, at random, are left open, where an operand tells them.
 TEST(Lanes, OpenExtentsAreThoseOfTheCallsOperands) {
   std::mt19937 random(11);
   int opened = 0;
@@ -263,7 +263,7 @@ TEST(Lanes, OpenExtentsThatNoOperandTellsOrThatDifferAreRefused) {
   EXPECT_THROW(fake::lanes("-1:1").check(one, {}), Error) << "they are to be read first";
 }
 
-// Of a call's levels some at random are numbered: all calls together have each lane once.
+// Some of a call's levels, at random, are numbered: all calls together have each lane once.
 TEST(Lanes, NumberedLevelsCountInPositionsAndAreNoAxes) {
   std::mt19937 random(5);
   for (int round = 0; round < 400; ++round) {

@@ -54,7 +54,7 @@ struct FaultyEntry {
 
 std::ostream& operator<<(std::ostream& out, const FaultyEntry& entry) { return out << entry.name; }
 
-// What has no state: it works again.
+// An entry without state: it works again.
 FaultyEntry pure(std::string name, const std::function<void()>& run) {
   return {std::move(name), [run] { return Trial{run, [run](bool) { run(); }}; }};
 }
@@ -88,7 +88,7 @@ FaultyEntry submitted() {
           }};
 }
 
-// What could not be armed never fires.
+// A watchdog that could not be armed never fires.
 FaultyEntry armed() {
   return {"WatchdogArm", [] {
             auto fired = std::make_shared<std::atomic<int>>(0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is kept for each run is dropped once the run has ended, and not before.
+// A run's values are dropped once the run has ended, and not before.
 #include <gtest/gtest.h>
 
 #include <array>

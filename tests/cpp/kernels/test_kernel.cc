@@ -36,7 +36,7 @@ using fake::result;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// What `body` throws.
+// The message that `body` throws.
 std::string error_of(const std::function<void()>& body) {
   try {
     body();
@@ -112,7 +112,7 @@ TEST(ExportedKernels, EitherAllParametersHaveNamesOrNone) {
 
 // --- Binding -------------------------------------------------------------------------------------
 
-// What the last call of `record` saw.
+// The arguments of the last call of `record`.
 struct SeenByKernel {
   std::vector<int> starts, counts;
   std::vector<std::string> attributes;

@@ -158,7 +158,7 @@ TEST(KernelTurns, AKernelsOwnThreadsDoNotWaitForItsTurn) {
   }
 }
 
-// What the watchdog says of a call that goes on until it has said so.
+// The watchdog's report of a call that goes on until the report is there.
 std::string report_of_a_call(std::int64_t stall_ns, bool turn_is_taken) {
   struct Report {
     std::latch said{1};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a checked call finds, in kernels that do just that.
+// The findings of a checked call, in kernels that do just that.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -92,7 +92,7 @@ std::int32_t copy_too_much(const callgate_call* call) {
   return 0;
 }
 
-// What is found when a guard of x is copied to the one of y, or of the memory behind it.
+// The finding when a guard of x is copied to the one of y, or of the memory behind it.
 std::string copied(DType dtype, std::size_t width, std::size_t past, std::size_t before = 0,
                    std::size_t shift = 0, bool repeatable = true) {
   copied_bytes = 7 * width, copied_past = past, copied_before = before, copied_shift = shift;

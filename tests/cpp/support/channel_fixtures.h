@@ -205,7 +205,7 @@ class Door {
   int arrived_ = 0;
 };
 
-// What consumers threw, as the channel tells it.
+// The errors of consumers, as the channel tells them.
 struct Errors {
   std::mutex mutex;
   std::vector<std::string> messages;

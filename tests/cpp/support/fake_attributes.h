@@ -65,7 +65,7 @@ class Attribute {
     }
   }
 
-  // Of a dictionary: as a frame holds it.
+  // A dictionary's entries, as a frame holds them.
   XLA_FFI_Attrs describe_entries() {
     types_.clear();
     values_.clear();
@@ -145,7 +145,7 @@ inline AttributeMap tap(const std::string& name, const std::vector<Attribute>& p
   return {{"spec", "{}"}, {"tap", more}};
 }
 
-// Of a call site that holds this.
+// The spec of a call site that holds these entries.
 inline SiteSpec site_spec(AttributeMap entries) {
   SiteSpec spec;
   spec.held = decoded(std::move(entries));

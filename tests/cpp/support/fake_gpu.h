@@ -33,7 +33,7 @@ class DeviceVector {
   DeviceVector(const DeviceVector&) = delete;
   DeviceVector& operator=(const DeviceVector&) = delete;
 
-  // What is there now, whatever the streams are about to do.
+  // The content now, whatever the streams are about to do.
   std::vector<T> values() const {
     std::vector<T> values(size_);
     EXPECT_EQ(fakecuda_read(values.data(), pointer_, size_ * sizeof(T)), 0);

@@ -89,7 +89,7 @@ inline AttributeMap plan(const std::vector<Attribute>& launches, AttributeMap mo
   return with(std::move(more), {{"launches", Attribute::listed(launches)}});
 }
 
-// Of scale() with a factor of 3.
+// A launch of scale() with a factor of 3.
 inline AttributeMap scale_launch(const Argument& x, const Argument& y, AttributeMap more = {}) {
   return launch("scale", {x, y, number(3)}, std::move(more));
 }

@@ -67,7 +67,7 @@ struct XLA_FFI_ExecutionContext {
 
 namespace callgate::fake {
 
-// What came back through the interface; the error itself is destroyed.
+// The status that came back through the interface; the error itself is destroyed.
 struct Status {
   XLA_FFI_Error_Code code = XLA_FFI_Error_Code_OK;
   std::string message;
@@ -79,7 +79,7 @@ struct Type {
   XLA_FFI_TypeInfo info;
 };
 
-// What XLA keeps for the whole process.
+// XLA's state for the whole process.
 struct Runtime {
   std::mutex mutex;
   std::map<std::string, Type, std::less<>> types;
@@ -294,7 +294,7 @@ struct Execution {
   Status at_once;
   XLA_FFI_Future* future = nullptr;
 
-  // What the program sees in the end. Fails the test when the future is not settled in time.
+  // The program's status in the end. Fails the test when the future is not settled in time.
   Status wait(std::chrono::seconds limit = std::chrono::seconds(60)) const {
     if (future == nullptr) return at_once;
     std::unique_lock lock(future->mutex);
@@ -312,7 +312,7 @@ struct Execution {
   }
 };
 
-// One call site of one executable: its name and what else it holds. Of the target `callgate.gate`,
+// One call site of one executable: its name and what else it holds. Its target is `callgate.gate`,
 // unless it says otherwise.
 class Program {
  public:

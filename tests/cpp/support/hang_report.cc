@@ -121,7 +121,7 @@ void on_hang_signal(int) {
 }
 
 timer_t make_timer() {
-  // What they load by themselves, they load now: not in a handler.
+  // These functions load their libraries now: not in a handler.
   std::array<void*, 1> frame;
   backtrace(frame.data(), 1);
   struct sigaction action{};

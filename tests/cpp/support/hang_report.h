@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ends a test that hangs: shortly before ctest would kill it without a word, the stacks of all
+// Ends a test that hangs: shortly before ctest would kill it without a word, the stacks of all
 // threads go to stderr, and the process aborts. Every test program has it, by linking the .cc file.
 #pragma once
 

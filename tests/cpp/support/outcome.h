@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What came of a call, as a value: success, or the error that it threw.
+// The outcome of a call, as a value: success, or the error that it threw.
 #pragma once
 
 #include <optional>
@@ -24,7 +24,7 @@ class [[nodiscard]] Outcome {
     return outcome;
   }
 
-  // Of what `body` does.
+  // The outcome of `body`.
   template <typename Body>
   static Outcome of(Body&& body) {
     try {

@@ -37,7 +37,7 @@ using ::testing::HasSubstr;
 using ::testing::IsNan;
 using Floats = fake::DeviceVector<float>;
 
-// What a test wants of a callee on a device.
+// The behaviour that a test wants of a callee on a device.
 struct Behaviour {
   OnDevice on_device = OnDevice::kStaged;
   std::function<Outcome(const Call&)> run;

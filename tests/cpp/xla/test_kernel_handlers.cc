@@ -172,7 +172,7 @@ TEST(KernelHandlers, TheResolverDefinesWhatAProgramNames) {
 
 // --- Attributes ----------------------------------------------------------------------------------
 
-// What the last call of `read` got: Attr<double>, String, Numbers<int32>, Dict.
+// The attributes of the last call of `read`: Attr<double>, String, Numbers<int32>, Dict.
 std::string got;
 
 std::int32_t read(const callgate_call* call) {

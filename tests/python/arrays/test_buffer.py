@@ -19,7 +19,7 @@ SCALAR = jax.ShapeDtypeStruct((), np.float32)
 
 
 def inside(look: Callable[[cg.Buffer], Any], x: Any) -> Any:
-  """What `look` makes of the Buffer over `x`, inside a gate. It must not keep a view."""
+  """Returns `look` of the Buffer over `x`, inside a gate. `look` must not keep a view."""
   seen: list[Any] = []
 
   @cg.gate(out=SCALAR, arrays="buffer", effect="io")
@@ -33,7 +33,7 @@ def inside(look: Callable[[cg.Buffer], Any], x: Any) -> Any:
 
 
 def written(write: Callable[[cg.Buffer], Any], like: Any) -> np.ndarray[Any, Any]:
-  """What `write` leaves in a result's Buffer."""
+  """Returns the content that `write` leaves in a result's Buffer."""
 
   def fill(out: cg.Buffer, _: cg.Buffer) -> None:
     write(out)
@@ -202,13 +202,13 @@ def test_a_result_is_exported_in_place_and_writable(version: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"stream": 1}, {"dl_device": (2, 0)}])
-def test_what_the_cpu_does_not_have_is_refused(options: dict[str, Any]) -> None:
+def test_requests_for_a_gpu_are_refused_on_the_cpu(options: dict[str, Any]) -> None:
   with pytest.raises(BufferError, match=next(iter(options))):
     inside(lambda b: b.__dlpack__(max_version=(1, 0), **options), jnp.zeros(3))
 
 
 @pytest.mark.parametrize("options", [{"stream": None}, {"stream": -1}, {"dl_device": (1, 0)}])
-def test_what_the_cpu_has_is_accepted(options: dict[str, Any]) -> None:
+def test_requests_for_the_cpu_are_accepted(options: dict[str, Any]) -> None:
   def look(b: cg.Buffer) -> Any:
     return b.__dlpack_device__(), read_capsule(b.__dlpack__(max_version=(1, 0), **options))["shape"]
 

@@ -222,7 +222,7 @@ def test_the_kept_argument_is_the_one_named() -> None:
   assert "mask" not in str(caught.value)
 
 
-def test_what_an_exceptions_frames_hold_is_made_safe_without_hiding_the_exception() -> None:
+def test_views_in_an_exceptions_frames_are_made_safe_without_hiding_the_exception() -> None:
   def fail(x: Any) -> Any:
     part = x[5:-5]
     raise KeyError(part.size)
@@ -376,7 +376,7 @@ def test_an_old_cycle_is_no_escape_and_takes_one_collection_a_call(
     assert collections_of_all() == before + 1
 
 
-def test_what_is_kept_beside_a_cycle_is_still_found() -> None:
+def test_a_view_that_is_kept_beside_a_cycle_is_still_found() -> None:
   store: list[Any] = []
 
   def look(x: Any) -> Any:
@@ -432,7 +432,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.filterwarnings("ignore:Setting the")  # NumPy advises against these
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("vmap", ["each", "whole"])
-def test_what_a_call_does_to_its_views_the_next_one_does_not_see(change: str, vmap: Any) -> None:
+def test_the_next_call_does_not_see_changes_of_a_calls_views(change: str, vmap: Any) -> None:
   seen: list[Any] = []
 
   def add(out: Any, x: Any) -> None:

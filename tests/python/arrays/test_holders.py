@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps the address of XLA's memory is named, and can't read other numbers a second time."""
+"""A holder of XLA's address is named, and can't read other numbers a second time."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ HIDDEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("way", HIDDEN)
-def test_what_keeps_an_address_is_named_and_gets_private_copies_from_then_on(way: str) -> None:
+def test_a_holder_of_an_address_is_named_and_gets_private_copies_from_then_on(way: str) -> None:
   keep, read, holder = HIDDEN[way]
   store: list[Any] = []
 
@@ -341,7 +341,7 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", PLAIN)
-def test_what_python_holds_is_not_blamed(way: str) -> None:
+def test_a_holder_of_pythons_is_not_blamed(way: str) -> None:
   store: list[Any] = []
 
   def leak(x: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a breakpoint takes back from its user, and where it says that it is."""
+"""The values that a breakpoint takes back from its user, and the line that it names."""
 
 from __future__ import annotations
 

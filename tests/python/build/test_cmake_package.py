@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package gives to builds: `python -m callgate include-dir` and `cmake-dir`, and CMake's
+"""The package's help for builds: `python -m callgate include-dir` and `cmake-dir`, and CMake's
 `find_package(callgate)`."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches of compiled code: who may have written what is in them, and what damage does to them.
 
-What is kept here are texts instead of libraries, so no test compiles. Ownership by somebody else is
+The cache keeps texts here instead of libraries, so no test compiles. Ownership by somebody else is
 real where the tests run as root, and played elsewhere.
 """
 
@@ -179,7 +179,7 @@ def test_a_lock_file_that_is_not_ones_own_is_refused_and_what_it_leads_to_stays_
 
 
 @pytest.mark.parametrize("umask", [0, 0o777])
-def test_what_is_made_is_for_its_owner_alone_whatever_the_umask(
+def test_new_files_are_for_their_owner_alone_whatever_the_umask(
   cache: Path, kernels: Kernels, umask: int
 ) -> None:
   before = os.umask(umask)

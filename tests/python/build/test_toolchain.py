@@ -153,7 +153,7 @@ def test_a_compile_error_has_the_users_line_and_leaves_nothing_behind(cache: Pat
   ],
   ids=["pointer", "element type", "too few indices"],
 )
-def test_what_callgate_has_no_types_for_is_said_at_compile_time(
+def test_a_type_that_callgate_lacks_is_told_at_compile_time(
   source: str, said: str, cache: Path
 ) -> None:
   with pytest.raises(cg.CompileError, match=said):

@@ -52,7 +52,7 @@ def numbers(*shape: int) -> Any:
 
 
 def remembered(key: str, compute: Callable[[], Any]) -> Any:
-  """What `compute` gave for this key the first time: one reference serves every method."""
+  """The first result of `compute` for this key: one reference serves every method."""
   if key not in _references:
     _references[key] = compute()
   return _references[key]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Effects: pure gates may be dropped, io gates run exactly once, ordered gates in program order.
 
-Each program of the table says which values its gate must see. What a lane or a branch that is not
-taken would have seen is not among them.
+Each program of the table says which values its gate must see. Values of a lane or a branch that is
+not taken are not among them.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def in_custom_vjp(g: F) -> F:
 
 @functools.cache
 def expected(name: str) -> Any:
-  """What a program gives with the pure JAX function in the gate's place."""
+  """A program's result with the pure JAX function instead of the gate."""
   return jax.jit(lambda: PROGRAMS[name].run(jnp.sin))()
 
 

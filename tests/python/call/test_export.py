@@ -58,7 +58,7 @@ PROGRAMS = textwrap.dedent("""
     ),
   }
 """)
-# What a fresh process prints about the exported programs that it calls: results, and calls seen.
+# A fresh process prints this of the exported programs that it calls: results, and calls seen.
 CALL = textwrap.dedent("""
   import json, pathlib, sys
   from jax import export
@@ -85,7 +85,7 @@ def export_to(folder: Path, name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-  """What each program, exported here, gave in a fresh process."""
+  """The results of each program, exported here, in a fresh process."""
   folder = tmp_path_factory.mktemp("exported")
   arguments = {name: export_to(folder, name) for name in NAMES}
   printed = printed_by(GATES + CALL, str(folder), json.dumps(arguments))

@@ -102,7 +102,7 @@ def test_many_gates_created_and_dropped_leave_nothing_behind() -> None:
   assert not [name for name in cg.stats() if name.startswith("short-lived")]
 
 
-# What a user, or a cell of a notebook, makes of a gate and drops with it.
+# Uses of a gate that a user, or a cell of a notebook, drops with it.
 DROPPED: dict[str, Any] = {
   "called": lambda gate: gate(X),
   "jitted": lambda gate: jax.jit(gate)(X),
@@ -218,7 +218,7 @@ def test_the_threads_of_closed_channels_leave_nothing_behind() -> None:
 
 
 def test_the_threads_of_gates_leave_nothing_behind() -> None:
-  """Those that are given back, five seconds after their last call."""
+  """Nested threads are given back, five seconds after their last call."""
   depth = 5
 
   def nest(x: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs for CUDA hold: targets, attributes, effects, aliases; and export for two platforms.
+"""Programs for CUDA: targets, attributes, effects, aliases; and exports for two platforms.
 
 Nothing here runs on a GPU, fake or real: programs are lowered for it.
 """
@@ -19,6 +19,7 @@ from jax import export
 from jax.experimental import io_callback
 
 import callgate as cg
+from callgate._core.public import core
 from callgate._runtime import targets
 from callgate.compat.buffer_callback import buffer_callback
 
@@ -141,8 +142,8 @@ def test_an_operation_that_differs_by_platform_is_chosen_when_the_program_runs(
   effect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   gate = cg.gate(lambda out, x: None, out=same, arrays="buffer", style="inplace", effect=effect)
-  monkeypatch.setattr(gate, "traits", gate.traits.but(same_on_all_platforms=False))
-  monkeypatch.setattr(gate, "command_buffer", True)
+  monkeypatch.setattr(core(gate), "traits", core(gate).traits.but(same_on_all_platforms=False))
+  monkeypatch.setattr(core(gate), "command_buffer", True)
   text = text_of(lambda x: gate(gate(x)), x3(), platforms=BOTH)
   assert targets_of(text) == ["callgate.gate", "callgate.gate.graph"] * 2
   assert targets_of(text_of(gate, x3(), platforms=("cpu",))) == ["callgate.gate"]

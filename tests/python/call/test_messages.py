@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user gets to read who takes a gate for something that it isn't."""
+"""Messages for a user who takes a gate for something that it isn't."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not inst
 X = jnp.array([3.0, 1.0, 2.0])
 PICKLERS = pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=["pickle", "cloudpickle"])
 
-# What a user's module defines. `local` are gates and kernels that no module holds.
+# The definitions of a user's module. `local` are gates and kernels that no module holds.
 MODULE = """
 import callgate as cg, jax.numpy as jnp, numpy as np
 
@@ -75,7 +75,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def in_new_process(source: str, held: bytes, mine: Any = None) -> str:
-  """What a source prints that has `held`, of a process that can import `mine`."""
+  """The output of a source that has `held`, in a process that can import `mine`."""
   start = f"""
     import pickle, callgate as cg, jax, jax.numpy as jnp
     held = {held!r}
@@ -102,7 +102,7 @@ def test_a_pickle_loads_as_the_same_object_where_it_was_made(mine: Any, pickler:
     assert len(held) < 200  # by module and name
 
 
-def test_what_no_module_holds_is_itself_in_its_own_process(mine: Any) -> None:
+def test_an_object_that_no_module_holds_is_itself_in_its_own_process(mine: Any) -> None:
   gate = mine.local()
   assert cloudpickle.loads(cloudpickle.dumps(gate)) is gate
 
@@ -292,7 +292,7 @@ def test_a_channel_is_the_one_of_its_name_where_it_is_loaded() -> None:
     pickle.loads(held)
 
 
-def test_what_belongs_to_one_process_says_so() -> None:
+def test_an_object_of_one_process_refuses_a_pickle_by_name() -> None:
   refused = pytest.raises(pickle.PicklingError, match="feed 'left' can't be pickled: its iterator")
   with cg.feed([np.float32(1)], name="left") as feed, refused:
     cloudpickle.dumps(feed)

@@ -21,6 +21,7 @@ from waiting import until
 import callgate as cg
 from callgate import _callgate
 from callgate._core import registry
+from callgate._core.public import core
 
 X = jnp.array([3.0, 1.0, 2.0])
 
@@ -88,7 +89,7 @@ def test_a_cell_that_runs_again_redefines_what_it_made(kind: str) -> None:
   assert new is not old
   assert new.name == "again"
   assert (jax.jit(new)(X) == 3 * X).all()
-  # What was compiled or traced with the old one, and what calls it still.
+  # Programs that were compiled or traced with the old one, and callers that call it still.
   assert (program(X) == 2 * X + 1).all()
   assert (compiled(X) == 2 * X + 1).all()
   assert (traced.lower().compile()(X) == 2 * X + 1).all()
@@ -314,4 +315,4 @@ def test_a_gate_is_renamed_while_nobody_goes_through_the_names(
   gate = cg.gate(lambda x: x, out=jnp.float32(0), name="test renamed")
   registry.rename(registry.get("test renamed"), "test renamed anew")
   assert held == [True]
-  assert dict(registry.operations())["test renamed anew"] is gate.core
+  assert dict(registry.operations())["test renamed anew"] is core(gate)

@@ -166,7 +166,7 @@ def print_nothing(value: Any) -> None:
 
 
 def gradient_of_total(f: F) -> F:
-  """What the devices share has one gradient: that of the sum over all of them."""
+  """A value that the devices share has one gradient: that of the sum over all of them."""
   return lambda x, w: jax.grad(lambda w: jax.lax.psum(f(x, w).sum(), "d"))(w)
 
 
@@ -226,7 +226,7 @@ def what_jax_gives() -> dict[str, Any]:
   return run_programs(product, tuple(PROGRAMS))
 
 
-# What these kernels are compiled for; on a GPU PyTorch has to be built for it.
+# Kernels that are compiled for the CPU; on a GPU PyTorch has to be built for it.
 ONLY_ON_THE_CPU = ("kernel, like", "kernel, linear", "numba", "torch")
 
 

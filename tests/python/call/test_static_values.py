@@ -214,7 +214,7 @@ def test_a_value_of_one_content_has_one_program() -> None:
   for make in (lambda: float("nan"), lambda: Config((1, "a")), lambda: Text("b")):
     for _ in range(3):
       gate(X, k=make())
-    calls.append(gate._programs[0].cache_info().currsize)
+    calls.append(gate._programs._kept[0].cache_info().currsize)
   assert calls == [0, 1, 2, 3]
 
 
@@ -384,7 +384,7 @@ def test_an_exported_program_calls_with_objects_of_the_content_there(tmp_path: A
   assert printed_by(CALL, path).splitlines() == ["[1.0] [2.0] [3.0] [] []", "True"]
 
 
-def test_what_cannot_go_to_other_processes_is_refused_when_it_is_exported() -> None:
+def test_values_that_cannot_go_to_other_processes_are_refused_at_the_export() -> None:
   gate = cg.gate(lambda x, **_: x, out=lambda x, **_: x)
   program = jax.jit(lambda x: gate(x, fn=lambda: None))
   with pytest.raises(cg.GateDefinitionError, match=r"static value .*a function: .*functions that"):

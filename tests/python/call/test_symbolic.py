@@ -87,7 +87,8 @@ DEFINITIONS = textwrap.dedent("""
   def gradient(f):
     return jax.grad(lambda x: (f(x) * jnp.arange(4.0)).sum())
 
-  # Of each: the program, what it computes, and what calls and records see, if they do.
+  # Each has the program, the function that it computes, and the values that calls and records see,
+  # if they do.
   PROGRAMS = {
     "gate": (double, lambda x: 2 * x),
     "gate, in place": (inplace, lambda x: 2 * x),
@@ -201,7 +202,7 @@ DEFINITIONS = textwrap.dedent("""
     return jnp.arange(size * 4.0).reshape(size, 4)
 
   def served(program, size):
-    # What a program gives for a size, and what calls and consumers see: as lists.
+    # A program's results for a size, and the values that calls and consumers see: as lists.
     SEEN.clear()
     with cg.channel("symbolic", to=lambda value: SEEN.append(value.tolist())):
       results = program.call(array(size))
@@ -243,7 +244,7 @@ def test_one_exported_program_serves_every_size(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
-  """What the programs gave that one fresh process exported and another one served."""
+  """The results of programs that one fresh process exported and another one served."""
   folder = str(tmp_path_factory.mktemp("symbolic"))
   printed_by(DEFINITIONS + EXPORT, folder)
   lines = printed_by(DEFINITIONS + SERVE, folder, json.dumps(SIZES)).splitlines()

@@ -19,6 +19,7 @@ from interpreters import output_of, run_python, start
 
 import callgate as cg
 from callgate._checkpoints import files, parts
+from callgate._core.public import core
 
 
 def step(carry: Any, x: Any) -> Any:
@@ -210,7 +211,7 @@ def test_one_bit_of_what_describes_it_is_seen(
     data = bytearray(whole)
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)  # where only the spelling changed it is the same
-    assert before._loader._find(100)[0] in (
+    assert core(before)._loader._find(100)[0] in (
       30,
       35,
     )
@@ -247,13 +248,13 @@ def test_lanes_of_a_loop_are_refused(tmp_path: Path, resume: bool) -> None:
     jax.vmap(lambda x: cg.scan(lambda c, _: (c + x, None), x, length=3, save=saves))(XS)
 
 
-def test_what_cannot_be_written_is_the_barriers_error(tmp_path: Path) -> None:
+def test_a_failed_write_is_the_barriers_error(tmp_path: Path) -> None:
   saves = cg.Checkpoints(tmp_path / "here", every=5)
   carry, _ = jax.jit(lambda c: cg.scan(step, c, XS[:4], save=saves))(init())
   cg.barrier()
   (tmp_path / "here").rename(tmp_path / "gone")
   (tmp_path / "here").write_text("a file")
-  program = jax.jit(lambda c: saves.send(jnp.int32(1), jnp.int32(12345), c, {}, True))
+  program = jax.jit(lambda c: core(saves).send(jnp.int32(1), jnp.int32(12345), c, {}, True))
   program(carry)
   with pytest.raises(OSError, match="here"):
     cg.barrier()

@@ -16,6 +16,7 @@ from waiting import until
 
 import callgate as cg
 from callgate._checkpoints import files
+from callgate._core.public import core
 
 
 def test_a_program_that_is_called_after_the_block_saves_again(engine: str, tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_barrier_waits_for_what_was_sent_where_nobody_is_left(
 ) -> None:
   def once() -> None:
     saves = cg.Checkpoints(tmp_path, every=1, keep=9)
-    alive.append(weakref.ref(saves._loader))
+    alive.append(weakref.ref(core(saves)._loader))
     jax.jit(lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=9, save=saves)[0])(0)
 
   def written(*args: Any) -> None:

@@ -20,6 +20,7 @@ from interpreters import run_python
 import callgate as cg
 from callgate._checkpoints import files, parts
 from callgate._core import paths
+from callgate._core.public import core
 
 LEAVES = (parts.Leaf("carry", (8,), "float32"),)
 LIKE = np.zeros(8, np.float32)
@@ -32,7 +33,7 @@ def write(folder: Path, number: int, run: int = 1) -> None:
 
 
 def found(folder: Path) -> int:
-  return int(cg.Checkpoints(folder, resume=True)._loader._find(None)[0])
+  return int(core(cg.Checkpoints(folder, resume=True))._loader._find(None)[0])
 
 
 def flipped(offset: int, bit: int) -> Callable[[Path], object]:
@@ -136,7 +137,7 @@ def test_a_step_is_saved_anew_where_a_link_or_a_file_has_its_name(
   assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000010", "step_0000000020"]
 
 
-def test_what_cannot_be_read_is_passed_over(
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   write(tmp_path, 10)

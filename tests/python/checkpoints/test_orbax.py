@@ -108,7 +108,7 @@ def test_either_format_goes_on_from_either(
   assert kinds == [form == "orbax" for form in formats]
 
 
-# Of Orbax's reads at once the others end after the one that has failed, and their loop.
+# Orbax reads several at once: the others end after the one that has failed, and their loop.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_one_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
   run(cg.Checkpoints(tmp_path, every=2, format="orbax"), init(1), 3)
@@ -126,7 +126,7 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixtu
   assert "step_0000000003 is damaged" in capfd.readouterr().err
 
 
-def test_what_orbax_cannot_write_stays_as_its_parts(
+def test_a_checkpoint_that_orbax_cannot_write_stays_as_its_parts(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   def fail(folder: Path, tree: Any) -> None:

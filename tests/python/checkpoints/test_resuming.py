@@ -47,7 +47,7 @@ def test_numpys_arrays_of_64_bits_begin_a_loop_that_goes_on(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("stoppable", [False, True])
 def test_types_are_those_of_jaxs_scan(tmp_path: Path, stoppable: bool) -> None:
-  """Of Python's numbers some are promoted by the body, others stay weakly typed."""
+  """The body promotes some of Python's numbers; others stay weakly typed."""
   xs = jnp.arange(1.0, 9.0).astype(jnp.bfloat16)
   init = {"promoted": 0, "weak": 0.5, "narrow": 1.0, "bool": False, "f8": np.float64(2)}
 

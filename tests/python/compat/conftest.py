@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of `host_callback_2023` print to."""
+"""The stream to which the tests of `host_callback_2023` print."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def test_vmap_shows_the_same_shapes(method: str, in_axes: tuple[Any, ...]) -> No
   ],
   ids=["vmap", "grad", "jvp", "transpose"],
 )
-def test_what_is_not_supported_is_the_same_error(program: Program) -> None:
+def test_an_unsupported_option_is_the_same_error(program: Program) -> None:
   expected, actual = failure(program, jaxs), failure(program, ours)
   assert (type(actual), str(actual)) == (type(expected), str(expected))
 

@@ -83,7 +83,7 @@ def test_aliases_of_a_buffer_callback_are_one_memory(fake: FakeCuda) -> None:
   np.testing.assert_array_equal(fake_programs.run(fake, call, numbers(3)), numbers(3) * 2)
 
 
-def test_what_a_buffer_callback_returns_is_refused(fake: FakeCuda) -> None:
+def test_results_that_a_buffer_callback_returns_are_refused(fake: FakeCuda) -> None:
   call = bc.buffer_callback(lambda ctx, out, x: 1, jax.ShapeDtypeStruct((3,), jnp.float32))
   with pytest.raises(fake_programs.ProgramError, match="must not return any values"):
     fake_programs.run(fake, call, numbers(3))

@@ -113,7 +113,7 @@ def test_order_is_that_of_the_data():
   assert seen == [(i, i + 1) for i in range(20)]
 
 
-def test_of_ten_programs_none_is_lost():
+def test_none_of_ten_programs_is_lost():
   seen = []
 
   def f(x, count):

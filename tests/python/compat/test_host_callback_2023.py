@@ -19,7 +19,7 @@ both = pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager
 
 
 def quiet(caplog):
-  """What functions raise is logged, too; it is expected here."""
+  """Exceptions of functions are logged, too; they are expected here."""
   caplog.set_level("CRITICAL", logger="callgate")
 
 
@@ -106,7 +106,7 @@ def test_the_device_comes_on_request(show, stream):
   assert stream.taken() == [f"device: {jax.devices()[0]} what: x", "1"]
 
 
-def test_of_many_programs_none_is_lost():
+def test_none_of_many_programs_is_lost():
   seen = []
 
   def f(x, count):

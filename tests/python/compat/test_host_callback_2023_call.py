@@ -192,7 +192,7 @@ def test_the_exception_has_its_name_of_2020_too():
   assert hcb.TapFunctionException is hcb.CallbackException
 
 
-def test_what_the_function_raises_fails_the_program_and_reaches_the_barrier(caplog):
+def test_the_functions_exception_fails_the_program_and_reaches_the_barrier(caplog):
   caplog.set_level("CRITICAL", logger="callgate")
 
   def host(x):

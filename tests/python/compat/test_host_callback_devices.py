@@ -24,7 +24,7 @@ def on_four_devices(code):
   printed_by(HEAD + code, XLA_FLAGS=FOUR, JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="2")
 
 
-def test_of_2020_each_device_sends_its_own():
+def test_each_device_sends_its_own_in_2020():
   on_four_devices("""
 f = lambda x: old.id_tap(lambda v: seen.append(np.ravel(v).tolist()), x * 2)
 for run in (lambda: jax.pmap(f)(jnp.arange(8.0).reshape(4, 2)), lambda: shard(f)(x)):
@@ -38,7 +38,7 @@ assert seen == [(2 * np.arange(8.0)).tolist()]
 """)
 
 
-def test_of_2020_a_receiver_is_for_its_devices():
+def test_a_receiver_is_for_its_devices_in_2020():
   on_four_devices("""
 import pytest
 f = jax.jit(lambda x: old.id_tap(lambda v: seen.append(float(v)), x))
@@ -58,7 +58,7 @@ assert seen == [0.0, 1.0]
 """)
 
 
-def test_of_2020_exceptions_belong_to_the_receiver_of_their_device():
+def test_exceptions_belong_to_the_receiver_of_their_device_in_2020():
   on_four_devices("""
 import pytest
 def bad(value):
@@ -72,7 +72,7 @@ assert len(caught.value.exceptions) == 1
 """)
 
 
-def test_of_2023_each_device_sends_its_own_in_order():
+def test_each_device_sends_its_own_in_order_in_2023():
   on_four_devices("""
 def f(x):
   for i in range(5):
@@ -90,7 +90,7 @@ for run in (lambda: jax.pmap(f)(jnp.arange(8.0).reshape(4, 2)), lambda: shard(f)
 """)
 
 
-def test_of_2023_a_partitioned_array_comes_whole_once_from_the_device_that_is_named():
+def test_a_partitioned_array_comes_whole_once_from_the_named_device_in_2023():
   on_four_devices("""
 def f(x):
   for i in range(3):
@@ -103,7 +103,7 @@ assert seen == [(devices[i], (np.arange(8.0) + i + 1).tolist()) for i in range(3
 """)
 
 
-def test_of_2023_calls_on_devices():
+def test_calls_on_devices_in_2023():
   on_four_devices("""
 def host(x, *, device):
   seen.append((device, x.shape))
@@ -120,7 +120,7 @@ for run in (lambda: jax.pmap(f)(jnp.arange(8.0).reshape(4, 2)), lambda: shard(f)
 """)
 
 
-def test_of_2023_a_callback_runs_programs_on_another_device_to_second_order():
+def test_a_callback_runs_programs_on_another_device_to_second_order_in_2023():
   on_four_devices("""
 def elsewhere(function, arg):
   def host(arg):

@@ -72,7 +72,7 @@ def test_a_test_that_fails_only_after_install_is_named_and_counts(compared) -> N
   assert "8 tests; 3 pass without callgate.install() and not with it" in compared.stdout
 
 
-def test_what_is_alike_on_both_sides_is_counted_and_what_passes_only_after_install_is_named(
+def test_outcomes_alike_on_both_sides_are_counted_and_tests_that_install_mends_are_named(
   compared,
 ) -> None:
   assert "test_mended: failed without, passed with" in compared.stdout
@@ -120,7 +120,7 @@ def test_tests_of_an_old_jax_run_through_their_compat_module(tmp_path) -> None:
   assert "  failed: test_gone" in done.stdout
 
 
-def test_of_several_processes_the_worst_outcome_counts(monkeypatch) -> None:
+def test_the_worst_outcome_of_several_processes_counts(monkeypatch) -> None:
   monkeypatch.syspath_prepend(str(TOOL.parent))
   tool = importlib.import_module("jax_suites")
   log = "[ RUN      ] T.a\n[       OK ] T.a\n[  SKIPPED ] T.b - why\n[       OK ] T.c\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the contract's tests share: skips, a folder for files, and a heap of their own."""
+"""Fixtures of the contract's tests: skips, a folder for files, and a heap of their own."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_one_of_many_programs_under_way_fails(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in contract.rows("told") if not ROWS[row].tells])
-def test_what_a_consumer_raises_is_told_by_errors(row: str) -> None:
+def test_a_consumers_exception_is_told_by_errors(row: str) -> None:
   own = Own(5)
   f = ROWS[row].make(Host(lambda: own))
   program = jax.jit(lambda x: f(x) + 1)

@@ -68,7 +68,7 @@ def test_a_reference_cycle_is_freed(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", contract.rows("dropped"))
-def test_what_is_dropped_with_its_programs_is_gone(row: str) -> None:
+def test_a_function_that_is_dropped_with_its_programs_is_gone(row: str) -> None:
   """Though JAX's caches are never cleared."""
   before: set[str] = set()
   with ROWS[row].around():

@@ -56,7 +56,7 @@ def _under_way(f: F) -> Any:
 
 
 LANES = np.arange(4, dtype=np.float32)
-# What makes a program of `f` and runs it, and the values that `f` gets.
+# Ways to make a program of `f` and run it, and the values that `f` gets.
 WAYS: dict[str, tuple[Callable[[F], Any], np.ndarray]] = {
   "outside of jit": (lambda f: f(np.float32(3)), np.array(3)),
   "scan": (lambda f: jax.jit(_scan(f))(np.float32(3)), np.full(3, 3)),

@@ -83,7 +83,7 @@ class Incomparable(Exception):
 
 
 class Hidden(Exception):
-  """What Python itself looks up when it shows an exception raises."""
+  """An exception whose attributes raise when Python itself looks them up to show it."""
 
   @property
   def __notes__(self) -> Any:
@@ -155,7 +155,7 @@ def error(request: pytest.FixtureRequest) -> BaseException:
   return MAKERS[request.param]()
 
 
-# What each function below raises, so that all exceptions share its compiled program.
+# The exception that each function below raises, so that all exceptions share its compiled program.
 RAISED: list[BaseException] = []
 
 
@@ -325,7 +325,7 @@ def test_a_recording_describes_it(error: BaseException) -> None:
   assert type(error).__qualname__ in foreign.said_by(made)
 
 
-def test_what_a_consumer_raises_again_and_again_takes_a_bounded_number_of_notes() -> None:
+def test_an_exception_that_a_consumer_raises_again_and_again_has_bounded_notes() -> None:
   singleton = ValueError("always")
 
   def consume(value: Any) -> None:

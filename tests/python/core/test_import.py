@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `import callgate` loads, and the names that come when they are asked for."""
+"""The modules that `import callgate` loads, and the names that come when they are asked for."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def values() -> tuple[Any, ...]:
 CPP = "void f(cg::In<float, 1> x, cg::Out<float, 1> y) {}"
 CUDA = 'extern "C" __global__ void f(const float* x, float* y) {}'
 
-# How each is called otherwise. What makes the objects of a run is not an option's place.
+# How each is called otherwise. No option holds a maker of a run's objects.
 NAME = object()  # for one that nobody has yet
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   "assemble": (cg.assemble, {"records": []}),

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
+import re
 import threading
 import time
 from collections.abc import Generator
@@ -15,12 +17,13 @@ from meanwhile import Meanwhile
 
 import callgate as cg
 from callgate import _part
+from callgate._core.public import core
 from callgate._runtime import lifecycle
 
 
 @pytest.fixture
 def heard() -> Generator[list[object]]:
-  """What listeners of the test heard; they are taken back."""
+  """The values that the test's listeners heard; the listeners are taken back."""
   before = list(_part._listeners["knob changed"])
   yield []
   _part._listeners["knob changed"][:] = before
@@ -141,6 +144,14 @@ def test_each_part_joins_as_its_module_is_imported_and_keeps_its_place() -> None
   assert set(_part.PARTS) - set(names) == {"knobs"}  # which listens alone
 
 
+def test_each_folder_with_a_part_is_in_the_table() -> None:
+  package = pathlib.Path(_part.__file__).parent
+  files = (path for folder in package.iterdir() for path in folder.glob("**/*.py"))  # through links
+  join = re.compile(r"^(?:_part\.)?join\(", re.MULTILINE)
+  joins = {path.parent.name for path in files if join.search(path.read_text(encoding="utf-8"))}
+  assert joins == {module.split(".")[-2] for module, *_ in _part.PARTS.values()}
+
+
 def test_the_name_of_a_callee_brings_its_part() -> None:
   brought = """
     import sys
@@ -212,10 +223,10 @@ def test_a_thread_runs_calls_while_it_waits_for_an_event() -> None:
   with cg.thread("waits") as thread:
 
     def wait() -> bool:
-      assert thread.submit(done.set)
+      assert core(thread).submit(done.set)
       return _part.Wait(60).event(done)
 
-    assert thread.run(wait)
+    assert core(thread).run(wait)
 
 
 def test_a_part_that_joins_while_another_does_is_there_too() -> None:

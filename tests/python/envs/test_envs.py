@@ -282,7 +282,7 @@ def test_keys_and_numbers_seed_as_they_say(engine: str) -> None:
     (jax.random.split(jax.random.key(0), 3), "got"),
   ],
 )  # fmt: skip
-def test_what_is_no_seed_is_refused(key: Any, said: str) -> None:
+def test_a_wrong_seed_is_refused(key: Any, said: str) -> None:
   with cg.envs(environments.simple, n=3) as env:
     with pytest.raises(cg.GateDefinitionError, match=f"key: expected .*{said}"):
       env.reset(key)

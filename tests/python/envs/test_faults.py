@@ -43,7 +43,7 @@ def stepped(env: cg.Envs, count: int = 4) -> Any:
 
 # -- while programs run --------------------------------------------------------------------------
 @WHERE
-def test_what_an_environment_raises_says_which_one_it_was(
+def test_an_environments_exception_says_which_one_it_was(
   where: str, two: cg.Workers, engine: str
 ) -> None:
   make = functools.partial(Simple, environments.fail)
@@ -112,7 +112,7 @@ def test_a_step_before_the_reset_is_told(where: str, two: cg.Workers, engine: st
   ],
 )
 @WHERE
-def test_what_is_not_of_the_space_is_told(
+def test_an_action_out_of_the_space_is_told(
   where: str, seen: Any, said: str, two: cg.Workers
 ) -> None:
   with cg.envs(functools.partial(environments.Odd, seen), n=2, run_on=run_on(where, two)) as env:
@@ -229,7 +229,7 @@ def test_integers_that_jax_s_dtype_does_not_hold_are_refused(space: Any) -> None
     cg.envs(lambda: Unmapped(space, "observation_space"))
 
 
-def test_what_is_no_environment_is_refused() -> None:
+def test_an_object_that_is_no_environment_is_refused() -> None:
   with pytest.raises(cg.GateDefinitionError, match="got 3 without reset, step, observation_space"):
     cg.envs(lambda: 3)
   with pytest.raises(cg.GateDefinitionError, match="make: expected a function without arguments"):

@@ -61,7 +61,7 @@ def test_kernels_and_taps() -> None:
   assert report.dispatch == "JAX's C++ path"
 
 
-def test_what_is_decided_without_python() -> None:
+def test_calls_that_are_decided_without_python() -> None:
   knob = cg.knob("explained", 1.0)
 
   def f(x: Any) -> Any:
@@ -106,7 +106,7 @@ def test_jaxs_own_callbacks() -> None:
     cg.uninstall()
 
 
-def test_what_is_gathered() -> None:
+def test_gathers_of_a_program() -> None:
   mesh = jax.make_mesh((4,), ("d",))
   x = jax.device_put(jnp.ones((8, 16)), jax.NamedSharding(mesh, jax.P("d")))
   split = cg.gate(np.tanh, out=lambda x: x, sharding="i j -> i j", name="explained split")

@@ -164,7 +164,7 @@ def test_a_program_waits_for_an_item_that_is_not_there(fake: FakeCuda) -> None:
     np.testing.assert_array_equal(got[0], np.ones(3))
 
 
-def test_what_is_uploaded_and_never_asked_for_is_freed(fake: FakeCuda) -> None:
+def test_an_uploaded_item_that_nobody_asks_for_is_freed(fake: FakeCuda) -> None:
   def run() -> None:
     with cg.feed(items(size=5000), prefetch=4) as feed:
       fake_programs.load(fake, feed.next)()

@@ -69,7 +69,7 @@ def test_a_default_goes_on_for_ever() -> None:
     assert [int(x) for x, _ in zip(feed, range(5), strict=False)] == [1, 2, -1, -1, -1]
 
 
-def test_what_the_iterator_raises_comes_as_it_is_and_again() -> None:
+def test_the_iterators_exception_comes_as_it_is_and_again() -> None:
   error = OSError("gone")
 
   def iterate() -> Iterator[float]:

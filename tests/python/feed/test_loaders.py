@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feeds from data loaders: PyTorch's, Grain's, Hugging Face's and TensorFlow's, and their likes.
 
-What iterating over the loader gives, as NumPy's arrays, is the truth.
+The truth is the loader's own iteration, as NumPy's arrays.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def test_a_loader_that_has_nothing_any_more_ends_its_feed() -> None:
     assert [int(x) for x in feed] == [2, 1]
 
 
-def test_what_a_later_epoch_raises_is_raised_at_its_item() -> None:
+def test_a_later_epochs_exception_is_raised_at_its_item() -> None:
   class Once:
     used = False
 

@@ -152,7 +152,7 @@ def test_an_empty_iterable_has_the_default_s_types() -> None:
 
 @pytest.mark.parametrize("failing", [1, 3])
 @pytest.mark.parametrize("error", [ValueError("corrupt"), KeyboardInterrupt(), SystemExit(3)])
-def test_what_the_iterator_raises_is_raised_at_its_item(failing: int, error: Any) -> None:
+def test_the_iterators_exception_is_raised_at_its_item(failing: int, error: Any) -> None:
   def iterate() -> Iterator[float]:
     for i in range(failing):
       yield float(i)

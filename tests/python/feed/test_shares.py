@@ -123,7 +123,7 @@ def test_the_end_of_the_data_and_a_default() -> None:
     assert int(found["y"]) == -1
 
 
-def test_what_the_iterator_raises() -> None:
+def test_the_iterators_exception() -> None:
   def broken() -> Iterator[Any]:
     yield item(0)
     raise OSError("gone")

@@ -218,7 +218,7 @@ def test_a_second_wait_is_an_error(two: cg.Workers) -> None:
     jax.block_until_ready(ticket.result())
 
 
-def test_what_can_not_travel_is_told_when_it_is_started(two: cg.Workers) -> None:
+def test_an_argument_that_can_not_travel_is_told_at_the_start(two: cg.Workers) -> None:
   lock = threading.Lock()
   gate = cg.gate(lambda x: (lock, x)[1], out=FLOAT, run_on=two)
   with pytest.raises(cg.GateDefinitionError, match="closure variable 'lock'"):

@@ -50,7 +50,7 @@ def test_a_gate_needs_no_out(engine: Any) -> None:
   assert jax.jit(jax.vmap(tripled))(jnp.ones((4, 2))).shape == (4, 2, 3)
 
 
-def test_what_the_function_returns_is_checked_against_them() -> None:
+def test_the_functions_results_are_checked_against_them() -> None:
   @cg.gate
   def wrong(x: Float[Array, "n"]) -> Float[Array, "n 3"]:
     return x
@@ -131,7 +131,7 @@ def test_an_expression_is_checked_when_all_names_are_known() -> None:
     declared(f, of(3), of(3))
 
 
-def test_what_they_leave_open_is_said() -> None:
+def test_dimensions_that_they_leave_open_are_told() -> None:
   def dims(x: Float[Array, "n"]) -> Float[Array, "m"]: ...
   def dtype(x: Int[Array, "n"], y: Float[Array, "n"]) -> Shaped[Array, "n"]: ...
   def anonymous(x: Float[Array, "..."]) -> Float[Array, "..."]: ...

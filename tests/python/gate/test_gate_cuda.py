@@ -80,7 +80,7 @@ def test_a_gate_on_the_device_waits_for_nothing(fake: FakeCuda) -> None:
 
 
 class _View:
-  """What a library makes of a Buffer: it holds the Buffer as long as it lives."""
+  """A library's array over a Buffer: it holds the Buffer as long as it lives."""
 
   def __init__(self, of: Any) -> None:
     self.__dlpack_device__, self.__dlpack__ = of.__dlpack_device__, of.__dlpack__
@@ -150,7 +150,7 @@ def test_arrays_of_no_elements_and_of_rank_0_come_as_they_are(fake: FakeCuda) ->
 
 # -- what a Buffer says --------------------------------------------------------------------------
 def look(fake: FakeCuda, ask: Any, *arguments: Any) -> Any:
-  """What `ask(out, x)` returns inside a gate on the device."""
+  """The result of `ask(out, x)` inside a gate on the device."""
   found: list[Any] = []
 
   def callback(out: Any, x: Any) -> None:
@@ -224,7 +224,7 @@ def test_a_consumer_of_dlpack_0_gets_the_memory_itself(fake: FakeCuda) -> None:
     ({"copy": True}, BufferError, "consumers copy"),
   ],
 )
-def test_what_a_capsule_cannot_be_is_refused(
+def test_a_capsule_of_another_kind_is_refused(
   fake: FakeCuda, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
   def ask(_: Any, x: Any) -> None:
@@ -437,7 +437,7 @@ def test_a_producer_of_dlpack_is_told_xlas_stream(fake: FakeCuda) -> None:
     (lambda _: None, "got None"),
   ],
 )
-def test_what_does_not_fit_is_an_error_that_says_so(
+def test_an_array_that_does_not_fit_is_an_error_that_says_so(
   fake: FakeCuda, made: Any, message: str
 ) -> None:
   with pytest.raises(fake_programs.ProgramError, match=message):
@@ -581,7 +581,7 @@ def test_a_recorded_gate_is_called_once_and_its_work_is_replayed(fake: FakeCuda)
   assert calls == [1, 1]
 
 
-def test_what_cannot_be_recorded_is_an_error_that_says_so(fake: FakeCuda) -> None:
+def test_a_call_that_cannot_be_recorded_is_an_error_that_says_so(fake: FakeCuda) -> None:
   def wait(out: Any, x: Any) -> None:
     import ctypes
 
@@ -603,7 +603,9 @@ def test_what_cannot_be_recorded_is_an_error_that_says_so(fake: FakeCuda) -> Non
     ({"arrays": "buffer", "style": "context", "effect": "ordered"}, "got effect='ordered'"),
   ],
 )
-def test_what_a_graph_cannot_hold_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+def test_a_gate_that_a_graph_cannot_hold_is_refused_at_once(
+  options: dict[str, Any], message: str
+) -> None:
   with pytest.raises(cg.GateDefinitionError, match=message):
     cg.gate(same, out=same, command_buffer=True, **options)
 

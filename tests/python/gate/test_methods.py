@@ -207,7 +207,7 @@ def test_arrays_and_static_values_do_not_share_the_bound_of_objects() -> None:
   gate = cg.gate(lambda x, *, by: calls.append(by) or x, out=lambda x: x)
   for by in range(80):
     gate(X, by=by)
-  assert gate._programs[0].cache_info().currsize == 80
+  assert gate._programs._kept[0].cache_info().currsize == 80
   assert calls == list(range(80))
 
 

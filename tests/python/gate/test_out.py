@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wrong `out=` is told, when the gate is made where that is possible."""
+"""A wrong `out=` is refused with its reason, when the gate is made where that is possible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_function_that_does_not_take_the_arguments_is_named() -> None:
   assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_what_it_raises_otherwise_names_the_gate_in_a_note() -> None:
+def test_any_other_exception_of_it_names_the_gate_in_a_note() -> None:
   gate = cg.gate(lambda x: x, out=lambda x: x.no_such, name="noted")
   with pytest.raises(AttributeError, match="no_such") as caught:
     gate(X)

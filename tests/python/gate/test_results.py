@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate's function may return: exactly what `out` declares."""
+"""A gate's function may return exactly the results that `out` declares."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_numbers_of_another_kind_and_numpys_own_width_are_not_cast(
   assert ("(results are never cast silently: see cast=True)" in message) == helps
 
 
-def test_what_argmax_and_lists_of_integers_give_fits_under_every_transformation() -> None:
+def test_results_of_argmax_and_lists_of_integers_fit_under_every_transformation() -> None:
   gate = cg.gate(lambda x: np.argmax(x), out=jax.ShapeDtypeStruct((), np.int32))
   rows = jnp.array([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]])
   assert jax.vmap(gate)(rows).tolist() == [1, 0]
@@ -369,7 +369,7 @@ def test_a_function_that_writes_in_place_may_return_out(
       np.testing.assert_array_equal(got, args + 1)
 
 
-def test_what_an_in_place_function_did_not_fill_is_not_checked_but_kept() -> None:
+def test_memory_that_an_in_place_function_did_not_fill_is_kept_unchecked() -> None:
   @cg.gate(out=VECTOR, style="inplace")
   def half(out: Any) -> None:
     out[:] = 0

@@ -230,7 +230,7 @@ def test_a_call_within_its_timeout_is_left_alone() -> None:
     np.testing.assert_array_equal(wait(jax.jit(quick), jnp.arange(3.0)), [1, 2, 3])
 
 
-def test_what_a_timed_out_call_still_does_is_harmless() -> None:
+def test_further_work_of_a_timed_out_call_is_harmless() -> None:
   release, done = threading.Event(), threading.Event()
   values: list[Any] = []
 
@@ -329,8 +329,8 @@ def test_a_long_c_call_that_holds_the_gil_is_waited_for() -> None:
     holder.join()
 
 
-# What has a timeout, against a callable that holds the GIL for a quarter of a second at a time: 50
-# times for a consumer, which is long behind when the time is over.
+# Waits with a timeout, against a callable that holds the GIL for a quarter of a second at a time:
+# 50 times for a consumer, which is long behind when the time is over.
 TIMEOUTS = {
   "barrier": "cg.barrier(timeout=0.1)",
   "flush": "channel.flush(timeout=0.1)",

@@ -45,7 +45,7 @@ _NUMBERS, _SIZES = itertools.count(), itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What runs, with what, and what it has to give and to send."""
+  """A program, its argument, its results and the records that it has to send."""
 
   run: Callable[[Any], Any]
   x: Any
@@ -200,7 +200,7 @@ def shared_kernel(size: int) -> Program:
 
 
 def feed(size: int) -> Program:
-  """What its items are more than `x`: a number that grows, so that none comes twice."""
+  """Checks that an item exceeds `x` by a number that grows, so that none comes twice."""
   x, last = numbers(size), [-1]
 
   def right(y: np.ndarray) -> bool:

@@ -105,7 +105,7 @@ TAPS = {
 
 @pytest.mark.parametrize("ending", ["end", "exit", "exception"])
 @pytest.mark.parametrize("tap", TAPS)
-def test_what_was_tapped_before_the_end_is_delivered(tap: str, ending: str, tmp_path: Path) -> None:
+def test_records_from_before_the_end_are_delivered(tap: str, ending: str, tmp_path: Path) -> None:
   x, target = TAPS[tap]
   path = tmp_path / "records.jsonl"
   body = f"""

@@ -25,7 +25,7 @@ def run(name, folder, **variables):
 
 
 def numbers(text, words):
-  """Those of the line with these words."""
+  """The numbers of the line with these words."""
   line = next(line for line in text.splitlines() if words in line)
   return [float(word) for word in re.findall(r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?", line)]
 

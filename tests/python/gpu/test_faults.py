@@ -157,7 +157,7 @@ FAULTS = [
   Fault("tap", "cuEventCreate", new_process=True),
   *faults("tap", *HANDLER, "cuStreamIsCapturing", TO_HOST, "cuEventRecord"),
   Fault("tap", "cuMemHostAlloc", new_process=True),
-  # What may be kept is the process's own memory; where the driver registers none, its own will do.
+  # The process's own memory may be kept; where the driver registers none, its own will do.
   Fault("tap", "cuMemHostRegister_v2", UNHARMED, new_size=True),
   Fault("tap", "cuMemHostRegister_v2", DROPPED, **NO_ROOM),
   Fault(
@@ -257,7 +257,7 @@ class Worker:
 
 
 class Workers:
-  """Those that live, and what was asked already."""
+  """The workers that live, and the answers that they gave."""
 
   def __init__(self, driver: Path) -> None:
     self.driver = driver

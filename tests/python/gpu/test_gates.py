@@ -215,7 +215,7 @@ def test_a_recorded_gate_gives_the_same_as_a_called_one(kind: str) -> None:
   assert len(calls) >= 8
 
 
-def test_what_cannot_be_recorded_is_an_error() -> None:
+def test_a_call_that_cannot_be_recorded_is_an_error() -> None:
   cupy = library("cupy")
 
   def callback(out: Any, x: Any) -> None:

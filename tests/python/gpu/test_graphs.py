@@ -61,7 +61,7 @@ def nested(x: Any) -> Any:
 
 
 def reference(program: Callable[..., Any], x: Any) -> Any:
-  """What the program computes without graphs."""
+  """The program's results without graphs."""
   return jax.jit(program, compiler_options={"xla_gpu_enable_command_buffer": ""})(x)
 
 

@@ -243,7 +243,7 @@ def test_parts_of_devices_and_another_number_of_them(tmp_path: Path) -> None:
 
 
 # -- recordings ------------------------------------------------------------------------------------
-def test_what_is_recorded_is_replayed(tmp_path: Path) -> None:
+def test_recorded_calls_are_replayed(tmp_path: Path) -> None:
   calls: list[int] = []
 
   def count(x: Any) -> Any:
@@ -301,7 +301,7 @@ def test_arrays_that_stay_on_the_device_are_recorded_as_the_hosts_are(tmp_path: 
     jax.block_until_ready(program(x + 1))
 
 
-def test_what_is_recorded_into_graphs_is_refused_by_name(tmp_path: Path) -> None:
+def test_recordings_of_calls_in_graphs_are_refused_by_name(tmp_path: Path) -> None:
   @cg.gate(
     out=lambda x: x, arrays="buffer", style="inplace", command_buffer=True, name="gpu in graphs"
   )
@@ -367,7 +367,7 @@ def test_calls_have_their_names_in_programs_and_in_traces(tmp_path: Path, named:
   assert "callgate/deliver gpu tap" in names
 
 
-def test_what_calls_cost_is_told_for_the_device(named: Any) -> None:
+def test_the_cost_of_calls_is_told_for_the_device(named: Any) -> None:
   stays = cg.gate(
     lambda out, x: None, out=lambda x: x, arrays="buffer", style="inplace", name="gpu inplace"
   )

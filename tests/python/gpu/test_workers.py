@@ -105,7 +105,7 @@ def test_a_loop_carries_a_ticket_and_derivatives_are_those_of_the_call() -> None
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-def test_what_a_started_call_raises_comes_with_its_result() -> None:
+def test_a_started_calls_exception_comes_with_its_result() -> None:
   failing = cg.gate(refuse, out=lambda x: x)
   with pytest.raises(LookupError, match="no 4"), cg.errors():
     jax.block_until_ready(jax.jit(lambda x: failing.start(x).result())(4.0))

@@ -87,7 +87,7 @@ def test_programs_with_effects_are_waited_for(effect: Any) -> None:
   assert dispatch.wait_for_effects(Wait(None))
 
 
-def test_what_is_forgotten_is_waited_for_by_nobody() -> None:
+def test_nobody_waits_for_a_forgotten_program() -> None:
   held = Held("io")
   for forget in (cpp_path.forget, dispatch.forget_effects, cpp_path.after_fork):
     out = held.start()
@@ -126,7 +126,7 @@ def test_the_barrier_calls_what_comes_after_it_unless_it_is_alone() -> None:
   assert calls == ["after"]
 
 
-def test_what_asks_for_it_is_told_of_dispatches() -> None:
+def test_programs_that_ask_for_it_have_their_dispatches_told() -> None:
   held, told = Held("io"), list[bool]()
   _part.on("program dispatched", told.append)
   try:
@@ -249,7 +249,7 @@ def test_a_failure_leaves_what_comes_in_order_to_run() -> None:
     jax.effects_barrier()
 
 
-def test_what_a_module_keeps_lives_as_long_as_the_lowered_program() -> None:
+def test_objects_that_a_module_keeps_live_as_long_as_the_lowered_program() -> None:
   class Kept:
     pass
 
@@ -376,7 +376,7 @@ def test_processes_share_texts_by_a_coordinator() -> None:
   assert distributed.distributed_client() is None
 
 
-def test_what_callgate_puts_into_jaxs_dispatch_is_there() -> None:
+def test_callgates_functions_are_in_jaxs_dispatch() -> None:
   """Their effects are tested above; `import callgate` has called them once."""
   for start in (
     cpp_path.start,

@@ -28,7 +28,7 @@ def equation(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def in_rule(look: Callable[..., Any], x: Any = X, **options: Any) -> list[Any]:
-  """What a look at the batching of an operation shows: (axis's data, operand, its axis)."""
+  """A look at the batching of an operation shows: (axis's data, operand, its axis)."""
   seen: list[Any] = []
   p = tracing.Primitive("test batching")
   p.def_abstract_eval(lambda aval: aval)
@@ -43,7 +43,7 @@ def in_rule(look: Callable[..., Any], x: Any = X, **options: Any) -> list[Any]:
 
 
 # -- loops -----------------------------------------------------------------------------------------
-def test_what_a_scan_holds_is_told_and_it_runs_as_a_while_loop() -> None:
+def test_the_parts_of_a_scan_are_told_and_it_runs_as_a_while_loop() -> None:
   constant = jnp.ones(3)
   step = lambda c, x: ((c[0] + x * constant.sum(), c[1] * 2), c[0])
   function = lambda x: jax.lax.scan(step, (0.0, 1.0), x)

@@ -45,7 +45,7 @@ def primitive(rule: Callable[..., Any], effect: Any = None) -> Any:
 def lowered(
   look: Callable[[Any], Any], wrap: Callable[[Any], Any] = lambda f: f, x: Any = X, **options: Any
 ) -> Any:
-  """What a look at the context of a primitive's lowering shows."""
+  """Returns `look` of the context of a primitive's lowering."""
   seen: list[Any] = []
 
   def rule(context: Any, value: Any) -> Any:

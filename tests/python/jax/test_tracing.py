@@ -38,7 +38,7 @@ def mesh(explicit: bool = False) -> jax.sharding.Mesh:
 
 
 def in_shard_map(look: Callable[[Any], Any], **options: Any) -> Any:
-  """What a look at a part of an array shows, as jax.shard_map is traced."""
+  """Returns `look` of a part of an array, as jax.shard_map is traced."""
   seen: list[Any] = []
 
   def on_part(x: Any) -> Any:
@@ -116,7 +116,7 @@ def test_options_are_in_the_key_of_jit() -> None:
   assert tracing.trace_key() == key
 
 
-def test_what_traces_here_is_told() -> None:
+def test_a_trace_on_this_thread_is_told() -> None:
   def here() -> list[bool]:
     none = tracing.current_trace() is None
     return [tracing.in_no_trace(), none, tracing.in_vmap(), tracing.is_staged()]
@@ -228,7 +228,7 @@ def test_a_primitive_runs_by_itself_and_has_its_name_in_errors() -> None:
     p.bind(np.float32(np.nan), of="two")
 
 
-def test_what_is_cached_by_weak_types_ends_with_their_values() -> None:
+def test_entries_by_weak_types_end_with_their_values() -> None:
   from jax._src.util import multi_weakref_lru_cache
 
   class Held:
@@ -314,7 +314,7 @@ def test_loops_keep_the_results_that_hold_something() -> None:
   assert output_of(source).split() == ["0", "True"]
 
 
-def test_what_a_function_closes_over_is_found() -> None:
+def test_values_that_a_function_closes_over_are_found() -> None:
   def around(value: Any) -> Any:
     return lambda: value
 

@@ -28,7 +28,9 @@ import callgate as cg
 from callgate import _callgate
 from callgate._build import toolchain
 from callgate._core import registry
+from callgate._core.public import core
 from callgate._kernel import files
+from callgate._kernel.kernel import Kernel
 
 pytest.importorskip("flatbuffers")
 
@@ -176,7 +178,7 @@ def test_code_for_any_cpu_of_the_architecture_fits_all_of_them(
 ) -> None:
   kernel = cg.cpp(SCALE, out=lambda a, x: x, name="files.plain", debug=True)  # no -march=native
   kernel(1.0, jnp.ones(2))
-  form = kernel.saved_form()
+  form = core(kernel).saved_form()
   assert form is not None
   monkeypatch.setattr(toolchain, "cpu", lambda: "another CPU")
   assert list(files.installed(form["compiled"])) == [""]
@@ -188,7 +190,7 @@ def test_a_library_that_the_system_cannot_load_is_compiled_anew(tmp_path: Path, 
   broken = tmp_path / "broken.so"
   broken.write_bytes(b"not a library")
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(scale, "_libraries", {"": broken})
+    patch.setattr(core(scale), "_libraries", {"": broken})
     cg.save_kernels(path, [scale])
   assert lines(tmp_path, path, "program")[1] == "[0.0, 2.0, 4.0]"
 
@@ -333,7 +335,7 @@ def test_a_loaded_kernel_is_for_loaded_programs(tmp_path: Path) -> None:
   del kernel
   drop_programs()
   with cg.load_kernels(tmp_path / "kernels") as loaded:
-    (restored,) = loaded._kernels  # pyright: ignore[reportPrivateUsage]
+    restored = Kernel(*loaded._kernels)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(cg.GateDefinitionError, match="expected it to be defined here"):
       restored(1.0, jnp.ones(1))
     # It can travel on, with what it brought.
@@ -432,7 +434,7 @@ def damaged(whole: bytes, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def load_whatever_it_is(path: Path) -> None:
-  """What `load_kernels` promises of any file."""
+  """Checks the promise of `load_kernels` for any file."""
   said = [f"'{path}'", "CXX=/nonexistent/c++"]
   try:
     cg.load_kernels(path).close()

@@ -131,7 +131,7 @@ MESSAGES = {1: "expected 3, got four", 2: "too far", 3: "no std::exception", 4: 
 
 @pytest.mark.parametrize("how", MESSAGES)
 @pytest.mark.parametrize("jit", [False, True])
-def test_what_a_kernel_throws_is_a_kernel_error(how: int, jit: bool) -> None:
+def test_a_kernels_exception_is_a_kernel_error(how: int, jit: bool) -> None:
   call = jax.jit(FAIL) if jit else FAIL
   with pytest.raises(cg.KernelError) as caught, cg.errors():
     jax.block_until_ready(call(how))
@@ -449,7 +449,7 @@ NOTE = """
 
 
 class Log:
-  """What kernels wrote down."""
+  """The notes of kernels."""
 
   def __init__(self, effect: Any) -> None:
     self.calls = np.zeros(1000, np.int64)
@@ -595,7 +595,7 @@ def split(x: Any) -> Any:
 
 
 def on_threads(*calls: Callable[[], Any]) -> list[Any]:
-  """What the calls give, each on a thread of its own, 20 times, all at once."""
+  """The calls' results, each on a thread of its own, 20 times, all at once."""
   barrier, results = threading.Barrier(len(calls), timeout=60), list[Any]()
 
   def run(call: Callable[[], Any]) -> None:
@@ -641,7 +641,7 @@ TYPED = """
 
 
 @pytest.mark.parametrize("what", ["variants", "one source", "linked libraries"])
-def test_what_may_share_a_library_shares_its_turn(what: str) -> None:
+def test_kernels_that_may_share_a_library_share_its_turn(what: str) -> None:
   inside = np.zeros(1, np.int32)
   out = {"out": lambda x, there: counts(x)}
   if what == "variants":

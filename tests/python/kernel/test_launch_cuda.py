@@ -23,6 +23,7 @@ import callgate as cg
 from callgate._build.nvrtc import CompiledImage
 from callgate._kernel.cuda.kernel import CudaKernel
 from callgate._kernel.cuda.options import CudaOptions
+from callgate._kernel.kernel import Kernel
 from callgate._kernel.launch import CudaCall, Launch, LaunchParameter, LaunchPlan
 from callgate._kernel.parameters import Kind
 from callgate._kernel.parameters import Parameter as KernelParameter
@@ -129,7 +130,7 @@ def test_vmap_whole_gives_the_kernel_all_lanes(fake):
 
 def test_a_rule_replaces_batching(fake):
   kernel, x = Scale(), numbers(3, 4)
-  kernel.defvmap(lambda size, batched, x, a: (kernel(x, a), True))
+  Kernel(kernel).defvmap(lambda size, batched, x, a: (kernel(x, a), True))
   np.testing.assert_array_equal(run(fake, jax.vmap(lambda x: kernel(x, 2.0)), x), 2 * x)
   assert len(fake.launches()) == 1
 
@@ -142,7 +143,7 @@ def test_arrays_without_elements_launch_nothing(fake):
 
 def test_derivatives_of_a_linear_kernel(fake):
   kernel, x = Scale(linear=0), numbers(4)
-  kernel.deftranspose(lambda ct, x, a: kernel(ct, a))
+  Kernel(kernel).deftranspose(lambda ct, x, a: kernel(ct, a))
   got = run(fake, jax.grad(lambda x: jnp.sum(kernel(x, 3.0) ** 2)), x)
   np.testing.assert_array_equal(got, 18 * x)
 

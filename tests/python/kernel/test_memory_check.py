@@ -86,7 +86,7 @@ def test_the_option_is_off_again_after_the_block() -> None:
   ],
   ids=["after", "before", "input", "unwritten", "uninitialised", "read-outside"],
 )
-def test_what_a_kernel_does_wrong_is_an_error_that_names_it(body: str, found: str) -> None:
+def test_a_kernels_fault_is_an_error_that_names_it(body: str, found: str) -> None:
   wrong = kernel(body)
   text = error_of(jax.jit(wrong), X)
   assert text.startswith("memory check: ")
@@ -204,7 +204,7 @@ def test_another_value_than_a_bool_is_an_error() -> None:
 
 
 def test_a_loop_that_copies_one_element_too_many_is_found() -> None:
-  # What it puts behind y is what lies behind x: guards that were the same would hide it.
+  # It puts behind y the bytes behind x: guards that were the same would hide it.
   source = """
     template <class T> void copy(cg::In<T, 1> x, cg::Out<T, 1> y, cg::Attr<int64_t> past) {
       int64_t n = x.size() + past;

@@ -179,7 +179,7 @@ NAMES = list(_here["PROGRAMS"])
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-  """What each program, exported here, gave in a process that defines the kernels alone."""
+  """The results of each program, exported here, in a process that defines the kernels alone."""
   folder = tmp_path_factory.mktemp("exported")
   arguments: list[Any] = []
   for name, (function, x) in _here["PROGRAMS"].items():

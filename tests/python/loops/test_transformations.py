@@ -18,7 +18,7 @@ import callgate as cg
 
 TIMES = jnp.arange(1.0, 3.0)
 LANES = ("vmap", "vmap of axis 1", "while with lanes apart")
-# Those that run a loop twice in an execution: a cg.Checkpoints refuses its second loop.
+# Transformations that run a loop twice in an execution: a cg.Checkpoints refuses its second loop.
 TWICE = ("nested jit", "scan", "while", "while with lanes apart")
 
 
@@ -107,7 +107,7 @@ def program_over_devices(f: Any, kind: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("kind", ["partitioned", "shard_map"])
 def test_over_several_devices(engine: str, tmp_path: Path, kind: str) -> None:
-  """Of elements alone, so that the parts of the array are loops of their own, or one."""
+  """The step is of elements alone: the array's parts are loops of their own, or one."""
   step = lambda carry, t: (jnp.sin(carry) * t, carry)
   loop = lambda scan, **options: lambda x: scan(step, x, TIMES, **options)[0]
   saves = cg.Checkpoints(tmp_path, every=1)

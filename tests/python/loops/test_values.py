@@ -32,7 +32,7 @@ def by_value(total: Any, **options: Any) -> Any:
 
 
 def ways(bars: list[FakeBar]) -> list[tuple[Any, ...]]:
-  """Of each bar: what it is called, how far it got and has to go, from where to where."""
+  """Each bar's name, its progress and total, its first and last value."""
   numbers = lambda b: (b.n, b.total, b.arguments["first"], b.arguments["last"])
   return [(bar.desc, *(round(float(x), 4) for x in numbers(bar))) for bar in bars]
 

@@ -228,7 +228,7 @@ def test_over_several_devices(kind: str) -> None:
   assert cg.find_nan(f)(x + 8) is None
 
 
-def test_of_several_devices_the_first_in_the_programs_order_is_found() -> None:
+def test_the_first_of_several_devices_in_the_programs_order_is_found() -> None:
   mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
 
   def found(f: Any, *values: float) -> tuple[Any, ...]:
@@ -278,7 +278,7 @@ def test_gates_and_kernels_are_looked_at_and_run_once() -> None:
 
 
 @pytest.mark.parametrize("loop", ["scan", "while", "vmap of while"])
-def test_what_a_ref_holds_is_made_by_the_equation_that_made_it(loop: str) -> None:
+def test_a_refs_value_is_made_by_the_equation_that_made_it(loop: str) -> None:
   def program(x: Any) -> Any:
     ref = jax.new_ref(x)
 

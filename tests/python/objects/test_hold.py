@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import printed_by
 from transformation_table import PAIRS, F, assert_chains_agree, groups, on_host, reference
 
 import callgate as cg
+from callgate._core.public import core
 
 ZERO = jnp.float32(0)
 
@@ -162,13 +164,13 @@ def test_lanes_of_devices_make_objects_in_branches(kind: str, engine: str) -> No
 
 def test_the_tangent_of_a_handle_is_float0() -> None:
   handle, tangent = jax.jvp(boxes, (1.0,), (1.0,))
-  assert tangent.words.dtype == jax.dtypes.float0
+  assert core(tangent).words.dtype == jax.dtypes.float0
   assert used(handle) == 1
   gradient = jax.grad(lambda x: x * used(boxes(jax.lax.stop_gradient(x))))(2.0)
   assert gradient == 2
 
 
-def test_what_is_linear_has_a_tangent_beside_an_object() -> None:
+def test_a_linear_argument_has_a_tangent_beside_an_object() -> None:
   make = cg.hold(np.array)
 
   def times(handle: cg.Handle, x: Any) -> Any:
@@ -199,7 +201,7 @@ def test_a_name_is_kept_in_what_a_wrong_object_raises() -> None:
 
 
 def test_a_dead_object_is_an_error_that_names_its_maker() -> None:
-  words = np.array(boxes(1.0).words)  # NumPy's copy is no array of JAX's, and keeps nothing
+  words = np.array(core(boxes(1.0)).words)  # NumPy's copy is no array of JAX's, and keeps nothing
   cg.held()
   dead = r"use of value_of: expected the handle of a live obj"
   with pytest.raises(cg.HandleError, match=dead) as caught, cg.errors():
@@ -216,12 +218,12 @@ def test_a_dead_object_is_an_error_that_names_its_maker() -> None:
     (np.zeros(2, np.float32), r"got float32\[2\]"),
   ],
 )
-def test_what_is_no_handle_is_an_error(words: Any, message: str) -> None:
+def test_a_value_that_is_no_handle_is_an_error(words: Any, message: str) -> None:
   with pytest.raises(cg.HandleError, match=message), cg.errors():
     jax.block_until_ready(used(cg.Handle(jnp.asarray(words))))
 
 
-def test_what_makes_no_object_raises_its_own_error() -> None:
+def test_a_maker_that_fails_raises_its_own_error() -> None:
   with pytest.raises(ZeroDivisionError), cg.errors():
     jax.block_until_ready(jax.jit(lambda x: used(cg.hold(lambda x: 1 // 0)(x)))(1.0))
 
@@ -245,7 +247,7 @@ def test_options_that_can_not_be_are_refused() -> None:
 def test_a_handle_of_another_process_is_an_error() -> None:
   code = f"""
 import callgate as cg, jax, numpy as np
-words = np.array({np.array(boxes(1.0).words).tolist()}, np.uint32)
+words = np.array({np.array(core(boxes(1.0)).words).tolist()}, np.uint32)
 try:
   with cg.errors():
     handle = cg.Handle(jax.numpy.asarray(words))
@@ -260,3 +262,27 @@ except cg.HandleError as error:
 def test_an_object_is_used_where_it_lives() -> None:
   with pytest.raises(cg.GateDefinitionError, match="use of value_of: run_on: expected 'xla' or"):
     cg.use(value_of, boxes(1.0), out=jnp.float32(0), run_on="processes")
+
+
+LOOP = """
+import pathlib, sys
+import jax, numpy as np
+import callgate as cg
+
+make = cg.hold(lambda n: [int(n)], name="lists")
+first = lambda held: np.int32(held[0])
+use = lambda n: cg.use(first, make(n), out=jax.ShapeDtypeStruct((), "int32"), name="first")
+path = pathlib.Path(sys.argv[2])
+if sys.argv[1] == "export":
+  loop = jax.jit(lambda n: jax.lax.scan(lambda c, _: (c + use(c), None), n, length=3)[0])
+  path.write_bytes(jax.export.export(loop, disabled_checks=cg.export_checks())(1).serialize())
+else:
+  use(1)  # defines both gates, and no scope
+  print(jax.export.deserialize(bytearray(path.read_bytes())).call(1))
+"""
+
+
+def test_an_exported_loop_over_objects_runs_where_no_such_loop_was_traced(tmp_path: Any) -> None:
+  path = str(tmp_path / "loop")
+  assert printed_by(LOOP, "export", path) == ""
+  assert printed_by(LOOP, "run", path).strip() == "8"

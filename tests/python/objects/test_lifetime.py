@@ -71,7 +71,7 @@ def test_an_array_keeps_its_object_and_its_end_is_the_objects() -> None:
   assert Counted.live == 0
 
 
-def test_what_a_program_makes_and_does_not_return_ends_with_it() -> None:
+def test_an_object_that_a_program_does_not_return_ends_with_it() -> None:
   program = jax.jit(lambda x: used(make(x)))
   for i in range(300):
     assert program(i) == i
@@ -79,7 +79,7 @@ def test_what_a_program_makes_and_does_not_return_ends_with_it() -> None:
   assert Counted.made == 300
 
 
-def test_what_a_program_returns_lives_on() -> None:
+def test_an_object_that_a_program_returns_lives_on() -> None:
   program = jax.jit(lambda x: (make(x), used(make(x + 1))))
   kept = [program(i)[0] for i in range(100)]
   cg.held()
@@ -335,7 +335,7 @@ def test_loops_with_primitives_that_hold_jaxprs_leave_no_more_than_the_live_ones
   assert Counted.most <= 3 * len(functions)  # XLA may run the loops beside each other
 
 
-def test_what_a_loop_gives_out_lives_as_long_as_its_array() -> None:
+def test_an_object_that_a_loop_gives_out_lives_as_long_as_its_array() -> None:
   def step(c: Any, x: Any) -> Any:
     return c, (make(x), used(make(-x)))
 
@@ -347,7 +347,7 @@ def test_what_a_loop_gives_out_lives_as_long_as_its_array() -> None:
   np.testing.assert_array_equal(jax.vmap(used)(handles), np.arange(50.0))
 
 
-def test_what_an_inner_loop_gives_out_is_the_outer_loops_to_free() -> None:
+def test_the_outer_loop_frees_objects_that_an_inner_loop_gives_out() -> None:
   def outer(total: Any, x: Any) -> Any:
     handles = jax.lax.scan(lambda c, x: (c, make(x)), 0, x + jnp.arange(4.0))[1]
     return total + jax.vmap(used)(handles).sum(), None

@@ -72,8 +72,8 @@ def in_cond(solve: Solve) -> Solve:
 
 
 ARGS = (0, 1)
-# What is done with a solver, the lanes of its arguments, and the factorisations that it takes; None
-# for any number.
+# Uses of a solver, the lanes of its arguments, and the factorisations that it takes; None for any
+# number.
 TABLE: dict[str, tuple[Callable[[Solve], Any], int | None, int | None]] = {
   "call": (lambda s: s, None, 1),
   "jit": (jax.jit, None, 1),

@@ -34,7 +34,7 @@ class Group:
     )
 
   def reports(self, name: str) -> list:
-    """What each process reported under a name, in the order of their indices."""
+    """The reports of all processes under a name, in the order of their indices."""
     missing = [i for i, one in enumerate(self.ended) if name not in one.reports]
     assert not missing, (name, missing, self.ended[missing[0]].errors[-3000:])
     return [one.reports[name] for one in self.ended]
@@ -120,7 +120,7 @@ def test_partitioned_programs_call_on_the_shards_of_each_process(group):
   assert all(all(right) for right in group.reports("right"))
   assert all(group.reports("total"))
   for index, called in enumerate(group.reports("called")):
-    # What gathers is called once, by the first device; the others get its results.
+    # A gate that gathers is called once, by the first device; the others get its results.
     whole = [["whole", 0]] if index == 0 else []
     assert sorted(called, key=str) == sorted([*whole, [2, 4], [2, 4]], key=str)
   devices = group.reports("devices")
@@ -171,7 +171,7 @@ def check_failure(outcomes: list, failed: int, kind: str, message: str) -> None:
       assert result[:4] == ["ProcessError", failed, kind, message]
 
 
-def test_what_a_consumer_raised_in_one_process_reaches_the_others(group):
+def test_a_consumers_exception_in_one_process_reaches_the_others(group):
   outcomes = group.reports("consumer")
   check_failure(outcomes, 1, "ValueError", "bad record 7.0")
   assert "in process 1:\nTraceback" in outcomes[0][4]
@@ -179,7 +179,7 @@ def test_what_a_consumer_raised_in_one_process_reaches_the_others(group):
   assert {one[0] for one in group.reports("after_consumer")} == {"fine"}
 
 
-def test_what_a_gate_raised_in_one_process_reaches_the_others(group):
+def test_a_gates_exception_in_one_process_reaches_the_others(group):
   check_failure(group.reports("gate"), len(group.ended) - 1, "OSError", "no such sensor")
   assert {one[0] for one in group.reports("after_gate")} == {"fine"}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meetings of all processes, with threads for processes and a store in memory for JAX's.
 
-What is between processes is in process/test_group.py; here are the cases that need exact timing.
+Tests over processes are in process/test_group.py; here are the cases that need exact timing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from callgate._runtime import barrier
 
 
 class MemoryStore:
-  """What `CommonStore` is to processes, for threads."""
+  """A `CommonStore` for threads instead of processes."""
 
   def __init__(self) -> None:
     self.texts: dict[str, str] = {}
@@ -74,7 +74,7 @@ def groups(store) -> Iterator[list[Group]]:
 
 
 def meet(group: Group, own_part: Callable[[Meeting], object] = lambda _: None, timeout=None):
-  """What a process raised in a barrier, or None."""
+  """The exception of a process in a barrier, or None."""
   try:
     with Meeting(group) as meeting:
       own_part(meeting)
@@ -140,7 +140,7 @@ def test_one_that_fails_does_not_wait_for_those_that_come_late(groups):
   assert [error.process for error in late] == [2, 2]
 
 
-def test_of_two_that_fail_each_keeps_its_own_and_the_rest_hears_of_the_first(groups):
+def test_two_that_fail_keep_their_own_and_the_rest_hears_of_the_first(groups):
   first, second = OSError("first"), OSError("second")
   assert meet(groups[1], failing(first)) is first
   assert meet(groups[2], failing(second)) is second

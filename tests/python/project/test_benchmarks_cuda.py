@@ -80,7 +80,7 @@ ADAPTERS = ("gate_empty", "gate_aliased", "gate_cupy", "gate_numpy", "gate_numpy
 
 @pytest.mark.filterwarnings("ignore")  # of the peers' own
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_what_is_measured_of_callgate_lowers_for_cuda(benchmarks, name):
+def test_callgates_benchmarks_lower_for_cuda(benchmarks, name):
   import jax
   import jax.numpy as jnp
 

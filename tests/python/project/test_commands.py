@@ -111,7 +111,7 @@ def test_a_change_names_the_tests_that_use_it_nearest_first(
   assert changed_tests(tree, "--cpp").returncode == 1
 
 
-def test_what_takes_too_long_is_left_out_and_counted(tree: Path) -> None:
+def test_tests_that_take_too_long_are_left_out_and_counted(tree: Path) -> None:
   (tree / "build").mkdir()
   case = '<testcase classname="tests.python.tap.test_tap" name="a" time="100000"/>'
   (tree / "build" / "python-tests.xml").write_text(f"<testsuites>{case}</testsuites>")

@@ -73,7 +73,7 @@ def test_blocks_for_gpus_are_compiled_and_not_run_without_one(tmp_path):
     run(page, tmp_path)
 
 
-def test_what_a_block_prints_is_what_the_page_shows_below_it(tmp_path):
+def test_a_blocks_output_is_the_text_that_the_page_shows_below_it(tmp_path):
   page = tmp_path / "page.md"
   shown = "```python\nprint(1 + 1)\n```\n\n<!-- output -->\n```text\n2\n```\n"
   page.write_text(shown)
@@ -92,7 +92,7 @@ def test_the_readme_opens_with_the_two_commands():
 
 
 @pytest.mark.parametrize("tool", ["benchmark_table.py", "benchmark_charts.py", "gallery.py"])
-def test_what_tools_make_of_results_and_examples_is_fresh(tool):
+def test_pages_that_tools_make_of_results_and_examples_are_fresh(tool):
   """The tools make them with `--write`; a stale one is an error."""
   done = subprocess.run(
     [sys.executable, str(ROOT / "tools" / tool), "--check"],

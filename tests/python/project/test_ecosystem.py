@@ -28,7 +28,7 @@ def test_a_program_of_equinox_is_the_same_with_install() -> None:
   assert row[-1] == "same"
 
 
-def test_what_differs_fails_or_comes_nowhere_is_told(tool: Any, monkeypatch: Any) -> None:
+def test_programs_that_differ_fail_or_come_nowhere_are_told(tool: Any, monkeypatch: Any) -> None:
   monkeypatch.setattr(tool.importlib.metadata, "version", lambda name: "1.0")
   found: dict[str, Any] = {}
   monkeypatch.setattr(tool, "_run", lambda library, how: found[how])

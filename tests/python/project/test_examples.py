@@ -22,7 +22,7 @@ pytest.importorskip("sklearn")
 
 
 def run(name, *args, cwd):
-  """What `examples/<name>` prints. Works wherever callgate is imported from here."""
+  """The output of `examples/<name>`. Works wherever callgate is imported from here."""
   path = interpreters.same_path()
   return interpreters.succeed(EXAMPLES / name, *args, cwd=cwd, environment=path, timeout=300)
 

@@ -2,6 +2,7 @@
 """The layer check of tests/check_layers.py, on this tree and on trees with planted violations."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECK = ROOT / "tests" / "check_layers.py"
+
+
+LAYERS = runpy.run_path(str(CHECK))["PYTHON_LAYERS"]
 
 
 def run_check(root: Path) -> subprocess.CompletedProcess[str]:
@@ -44,7 +48,7 @@ ALLOWED = {
   "tests/cpp/test_tap.cc": (
     '#include "xla/tap.h"\n#include <gtest/gtest.h>\nusing testing::Eq;\nEq used;\n'
   ),
-  "python/callgate/_jax/__init__.py": '"""What is private."""\n',
+  "python/callgate/_jax/__init__.py": '"""Private names."""\n',
   "python/callgate/_jax/tracing.py": "import jax._src.core\nfrom jaxlib import _jax\n",
   "python/callgate/_core/__init__.py": '"""Values."""\n',
   "python/callgate/_gate/__init__.py": '"""Gates."""\n',
@@ -66,7 +70,7 @@ ALLOWED = {
 }
 
 
-def test_what_the_design_allows_passes(tmp_path):
+def test_includes_that_the_design_allows_pass(tmp_path):
   for name, text in ALLOWED.items():
     plant(tmp_path, name, text)
   result = run_check(tmp_path)
@@ -174,7 +178,13 @@ def test_the_picture_of_the_imports_is_what_the_code_says():
   assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_what_contributors_are_told_to_look_at_is_there():
+def test_the_design_s_table_has_each_folder_of_the_package():
+  page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+  named = re.findall(r"^\| `(\w+(?:/\w+)*)` \|", page, re.MULTILINE)
+  assert sorted(named) == sorted(LAYERS)
+
+
+def test_files_that_contributors_are_told_to_look_at_are_there():
   page = (ROOT / "CONTRIBUTING.md").read_text()
   section = page.partition("### Where do I find\n")[2].partition("\n### ")[0]
   rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][2:]

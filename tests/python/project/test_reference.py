@@ -91,7 +91,7 @@ def test_a_public_function_has_an_example(name: str) -> None:
 
 
 def test_examples_of_public_functions_run(tmp_path: Path) -> None:
-  """Those that begin with imports; the others need a program around them."""
+  """Examples that begin with imports; the others need a program around them."""
   whole = [
     (name, code)
     for name in FUNCTIONS

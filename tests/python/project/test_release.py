@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a release is made of agrees: versions, addresses, licences, workflows."""
+"""The pieces of a release agree: versions, addresses, licences, workflows."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_licence_names_who_gives_it() -> None:
   assert re.search(rf"^   Copyright \d{{4}} {owner['name']}$", read("LICENSE"), re.MULTILINE)
 
 
-def test_what_is_compiled_in_comes_from_the_builds_packages(tmp_path: Path) -> None:
+def test_licences_of_compiled_in_code_come_from_the_builds_packages(tmp_path: Path) -> None:
   headers = ROOT / "build" / "xla-headers" / "include"
   if not headers.is_dir():
     pytest.skip("no XLA headers in build/xla-headers: tools/fetch_xla_headers.py brings them")

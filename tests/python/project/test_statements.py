@@ -32,7 +32,7 @@ TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which names w
 def wrong(
   paths: Iterable[Path], find: Callable[[Path], Iterable[object]]
 ) -> dict[str, list[object]]:
-  """What `find` objects to in each file."""
+  """The objections of `find`, by file."""
   found = {str(path.relative_to(ROOT)): [*find(path)] for path in paths}
   return {path: problems for path, problems in found.items() if problems}
 
@@ -40,7 +40,7 @@ def wrong(
 # --- links -------------------------------------------------------------------------------------
 @functools.cache
 def anchors(page: Path) -> set[str]:
-  """What the headings of a page are linked by, on the site and on GitHub alike."""
+  """The anchors of a page's headings, on the site and on GitHub alike."""
   headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
   plain = [re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading).strip() for heading in headings]
   return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", each).lower()) for each in plain}
@@ -117,7 +117,7 @@ def test_names_within_modules_exist() -> None:
   assert not wrong(TODAY, missing)
 
 
-# Of other libraries and the old interfaces, and what a call of `cg.torch` takes.
+# Options of other libraries and the old interfaces, and keywords of a call of `cg.torch`.
 OTHER_OPTIONS = {
   "create_graph", "drop_remainder", "multiprocessing_context", "partitions", "requires_grad", "rng",
   "start", "streaming",

@@ -55,7 +55,7 @@ def test_blocks_become_cells_and_links_lead_to_the_site(tool: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the kernel's own libraries
-def test_what_cells_print_and_draw_is_in_the_notebook_and_the_page(tool: Any) -> None:
+def test_outputs_and_pictures_of_cells_are_in_the_notebook_and_the_page(tool: Any) -> None:
   book = tool.executed(PAGE)
   printed, drawn = (cell.outputs for cell in book.cells if cell.cell_type == "code")
   assert printed[0].text == "2\n"

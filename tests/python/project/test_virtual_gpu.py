@@ -28,7 +28,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[object], folder: Path, **variables: str) -> str:
-  """What a command prints; it fails the test unless it succeeds."""
+  """A command's output; it fails the test unless it succeeds."""
   environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
   done = subprocess.run(
     [str(word) for word in command],

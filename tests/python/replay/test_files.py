@@ -139,7 +139,7 @@ def test_exceptions_are_raised_again(path: Path, engine: str) -> None:
 
 
 class Bomb:
-  """What a hostile file would hold in the place of an exception."""
+  """An object that a hostile file would hold instead of an exception."""
 
   def __reduce__(self) -> Any:
     return exec, ("raise SystemExit('unpickled')",)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is recorded is replayed, under every transformation, and nothing is called."""
+"""A replay answers all recorded calls, under every transformation, and calls nothing."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_styles_batching_and_dtypes(tmp_path: Path) -> None:
 
 
 def test_each_device_has_its_own_answers(tmp_path: Path, engine: str) -> None:
-  """Of automatically partitioned programs and of shard_map's; devices run in any order."""
+  """Programs are partitioned automatically and by shard_map; devices run in any order."""
   devices = len(jax.devices())
   mesh = jax.make_mesh((devices,), ("d",))
   rows = NamedSharding(mesh, PartitionSpec("d"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate raises reaches the caller as it was raised; the runtime goes on afterwards."""
+"""A gate's exception reaches the caller as it was raised; the runtime goes on afterwards."""
 
 from __future__ import annotations
 
@@ -548,7 +548,7 @@ def test_a_deferred_error_of_the_runtimes_own_is_raised_too() -> None:
 
 # -- GPUs ------------------------------------------------------------------------------------------
 class FailedToken:
-  """What JAX keeps of an ordered program that has failed on a GPU."""
+  """The token that JAX keeps of an ordered program that has failed on a GPU."""
 
   def __init__(self) -> None:
     self._buf = self

@@ -147,7 +147,7 @@ def test_a_program_that_was_serialized_is_waited_for(effect: str) -> None:
   assert float(loaded(4.0, MATRIX)) == 4
 
 
-def test_what_is_known_of_a_compiled_program_is_its_own_alone() -> None:
+def test_facts_of_a_compiled_program_are_its_own_alone() -> None:
   gate = cg.gate(lambda x: x, out=lambda x: x, effect="io")
   compiled = jax.jit(lambda x: (gate(x), {"b": x})).lower(jnp.float32(1)).compile()
   expected = jax.tree.structure((0, {"b": 0}))
@@ -325,7 +325,7 @@ def test_ordered_gates_and_jaxs_ordered_callbacks_in_one_program() -> None:
 
 
 @one_device
-def test_what_was_lowered_is_not_changed_by_compiling_it() -> None:
+def test_compiling_does_not_change_the_lowered_program() -> None:
   log: list[float] = []
   lowered = jax.jit(noting(log, "ordered"), donate_argnums=0).lower(jnp.float32(1))
   before = lowered.as_text()

@@ -149,7 +149,7 @@ served = (folder / "socket").exists() and cg.open_stream(socket).read(0.0) is No
 print(json.dumps([results, whole, count, served]))
 """
 
-# What each says in a child; None where it simply works, as far as JAX does.
+# The message of each in a child; None where it simply works, as far as JAX does.
 SAYS: dict[str, str | None] = {
   "channel": "forked from",
   "jsonl": "forked from",

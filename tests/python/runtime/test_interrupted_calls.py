@@ -138,7 +138,7 @@ def test_an_uncaught_interrupt_ends_the_process_by_the_signal_with_one_traceback
   assert "start().block_until_ready()" in errors or "in <module>" in errors
 
 
-def test_what_a_handler_of_the_users_raises_is_what_the_call_raises() -> None:
+def test_the_call_raises_the_exception_of_the_users_handler() -> None:
   got = outcomes(
     """
     class Mine(Exception): pass

@@ -101,7 +101,7 @@ def test_knobs_of_every_kind_are_listed_and_set(server, capsys):
   assert jax.jit(cg_knobs["serve b"].read)() == 32
 
 
-def test_what_is_refused_says_why_and_changes_nothing(server, capsys):
+def test_a_refusal_says_why_and_changes_nothing(server, capsys):
   one, two = cg.knob("serve one", 1.0, range=(0.0, 2.0)), cg.knob("serve two", 1)
   free = cg.knob("serve free", 1.0)
   refusals = [
@@ -147,7 +147,7 @@ def test_addresses_that_lead_nowhere_say_what_is_wrong(server, capsys, tmp_path)
 
     threading.Thread(target=answer, daemon=True).start()
     for address, words in (
-      (wrong, "wrong token"),
+      (wrong, "wrong secret"),
       (uncontrolled.url, "this program offers no control: callgate.serve(control=True) does"),
       (f"http://127.0.0.1:{free.getsockname()[1]}/x/", "nobody listens there"),
       (f"http://127.0.0.1:{other.getsockname()[1]}/x/", "expected callgate's page, got b'hello'"),

@@ -158,7 +158,7 @@ def test_a_plan_keeps_factors_together_and_whole_ones_whole(data: st.DataObject)
   assert sorted(device for group in plan.groups for device in group) == list(range(8))
 
 
-def test_what_lies_right_stays_as_it_lies() -> None:
+def test_arrays_that_lie_right_stay_as_they_lie() -> None:
   rule = parse("i j -> i j", [(8, 8)], [(8, 8)])
   position = np.stack(np.unravel_index(np.arange(8), (4, 2)), 1)
   there = Tiling((4, 2), position, np.zeros(8, int))

@@ -118,7 +118,7 @@ def test_a_where_that_raises_loses_its_record_alone(tmp_path: Path) -> None:
   assert [line["value"] for line in lines_of(tmp_path / "a.jsonl")] == [0, 1, 2, 3, 5, 6, 7]
 
 
-def test_what_is_written_by_hand_is_written(tmp_path: Path) -> None:
+def test_records_that_are_written_by_hand_are_written(tmp_path: Path) -> None:
   with sinks.JSONL(tmp_path / "a.jsonl", every=3, where=lambda record: False) as sink:
     sink.write(losses(4))
   assert len(lines_of(tmp_path / "a.jsonl")) == 4

@@ -255,7 +255,7 @@ def values_of(name: str, path: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["JSONL", "JSONL, append", "Npy", "CSV", "Stream"])
-def test_what_fits_on_a_full_disk_is_written_and_the_rest_counted(name, tmp_path):
+def test_records_that_fit_on_a_full_disk_are_written_and_the_rest_counted(name, tmp_path):
   path = str(tmp_path / "file")
   done = run_python(f"import sys; sys.argv = ['', {SINKS[name]!r}, {path!r}, '20011']\n" + FULL)
   assert done.returncode == 0, done.stderr
@@ -395,7 +395,7 @@ def test_leaves_of_two_taps_are_not_mixed(kind, tmp_path):
     assert np.load(tmp_path / "a_b").tolist() == [0, 1]
 
 
-def test_what_a_file_cannot_hold_takes_no_other_record_along(tmp_path):
+def test_a_record_that_a_file_cannot_hold_takes_no_other_along(tmp_path):
   records = [record("good", np.float32(0), 0), record("t\udc80", np.float32(1), 1)]
   table = sinks.CSV(tmp_path / "a.csv", columns=["good"])
   with pytest.raises(sinks.SinkError, match=r"surrogates not allowed; 1 record\(s\) lost so far"):

@@ -295,7 +295,7 @@ def test_a_sink_of_ones_own_needs_only_write():
 
 
 @pytest.mark.parametrize("make", [sinks.JSONL, sinks.CSV])
-def test_what_is_no_record_is_refused(make, tmp_path):
+def test_an_object_that_is_no_record_is_refused(make, tmp_path):
   with make(tmp_path / "a") as sink:
     for wrong in (3, sinks.Record(1.0, None)):
       with pytest.raises(sinks.SinkError, match="expected records, each a Record"):
@@ -303,7 +303,7 @@ def test_what_is_no_record_is_refused(make, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"name": 3}, {"seq": -1}, {"name": "t\udc80"}, {"lane": "x"}])
-def test_what_is_known_of_a_record_has_its_types(wrong, tmp_path):
+def test_the_info_of_a_record_has_its_types(wrong, tmp_path):
   fields = {"name": "t", "seq": 0, "time_ns": 0, **wrong}
   with sinks.JSONL(tmp_path / "a") as sink, pytest.raises(sinks.SinkError, match="a TapInfo of te"):
     sink.write([sinks.Record(np.float32(1), sinks.TapInfo(**fields))])

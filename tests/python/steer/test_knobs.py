@@ -20,6 +20,7 @@ from transformation_table import EFFECT_PAIRS, assert_chains_agree, diagonal, gr
 
 import callgate as cg
 from callgate import _callgate
+from callgate._core.public import core
 from callgate._steer import knob
 
 
@@ -161,7 +162,7 @@ def test_devices_get_the_same_number_through_jaxs_callbacks() -> None:
   mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
   for value in (0, 0.0):
     knob, reads = cg.knob(f"test alike {value}", value), iter(range(100))
-    knob.as_array = lambda knob=knob, reads=reads: np.asarray(next(reads), knob.dtype)
+    core(knob).as_array = lambda knob=knob, reads=reads: np.asarray(next(reads), knob.dtype)
     with cg.config(engine="jax"):
       read = lambda x, knob=knob: x + knob.read()
       program = jax.jit(jax.shard_map(read, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")))

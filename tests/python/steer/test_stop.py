@@ -50,7 +50,7 @@ def test_later_programs_begin_unasked(engine: str) -> None:
   assert cg.stop_reason() == "again"
 
 
-def test_what_waits_for_its_turn_stops_too() -> None:
+def test_a_program_that_waits_for_its_turn_stops_too() -> None:
   program = counting()
   jax.block_until_ready(program(1))
   go = threading.Event()
@@ -255,7 +255,7 @@ def test_a_stop_in_a_step_is_seen_before_the_next_one(engine: str, unroll: int |
   np.testing.assert_array_equal(ys, [0, 1, 2, 3, 4, 0, 0, 0, 0, 0])
 
 
-def test_who_has_stopped_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_has_stopped_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
   looks, counted = 0, _callgate.stop_requests
 
   def stop_requests() -> int:

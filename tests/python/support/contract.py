@@ -410,6 +410,7 @@ ROWS: dict[str, Row] = {
       "values shard_map": "put the `vmap` or `shard_map` into the loop's body",
       "error vmap of cond": "put the `vmap` or `shard_map` into the loop's body",
       "values scan": "of a loop in a loop save the outer one",
+      "interrupt": "of a loop in a loop save the outer one",
       "engine scan": "of a loop in a loop save the outer one",
       "pickle": "cannot pickle",
       "fork": _CHANNELS,

@@ -27,7 +27,7 @@ class Memory:
 
 
 def memory_of(array: Any) -> Memory:
-  """Of a Buffer, or of an array of the tests' own."""
+  """The memory of a Buffer, or of an array of the tests' own."""
   return Memory(array.pointer if hasattr(array, "pointer") else array._data)
 
 
@@ -115,7 +115,7 @@ class _Versioned(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-  """What a capsule says."""
+  """The fields of a capsule."""
 
   name: str
   data: int

@@ -150,7 +150,7 @@ class DeviceArray:
       self.fake.driver.fakecuda_drop_memory(self.pointer)
 
   def get(self) -> np.ndarray[Any, Any]:
-    """What the memory holds now; work that is under way is not waited for."""
+    """The memory's content now; work that is under way is not waited for."""
     out = np.empty(self.shape, self.dtype)
     assert self.fake.driver.fakecuda_read(out.ctypes.data, self.pointer, self.nbytes) == 0
     return out
@@ -299,7 +299,7 @@ class FakeCuda:
     return DeviceArray(self, shape, dtype, device)
 
   def view(self, pointer: int, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
-    """What a device pointer points to, as the device itself sees it; for kernels."""
+    """The memory at a device pointer, as the device itself sees it; for kernels."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     at = self.driver.fakecuda_host(pointer)
@@ -345,7 +345,7 @@ class FakeCuda:
     reads: Sequence[int] = (),
     writes: Sequence[int] = (),
   ) -> None:
-    """What launches of a kernel do.
+    """Defines the launches of a kernel.
 
     Args:
       name: as the module has it.
@@ -370,7 +370,7 @@ class FakeCuda:
       self.driver.fakecuda_declare(name.encode(), index, access)
 
   def image_of(self, function: int) -> bytes:
-    """What the module of a function was loaded from."""
+    """The image from which the module of a function was loaded."""
     size = self.driver.fakecuda_image_of(function, None, 0)
     text = ctypes.create_string_buffer(size)
     self.driver.fakecuda_image_of(function, text, size)
@@ -398,7 +398,7 @@ class FakeCuda:
     return self.driver.fakecuda_calls(symbol.encode())
 
   def live(self) -> dict[str, int]:
-    """What callgate has of each kind."""
+    """The number of live objects of callgate's, by kind."""
     live = _Live()
     self.driver.fakecuda_count_live(ctypes.byref(live))
     return {name: getattr(live, name) for name, _ in _Live._fields_}

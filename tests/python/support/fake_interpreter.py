@@ -65,7 +65,7 @@ class Interpreter:
     return value
 
   def _overwrite(self) -> None:
-    """What XLA does with memory that no one needs any more: others get it, on the same stream."""
+    """Gives memory that no one needs any more to others, on the same stream, as XLA does."""
     kept = {value.pointer for value in self.pending.results if value is not TOKEN}
     unused = [value for value in self.pending.temporaries if value.pointer not in kept]
     if not unused:

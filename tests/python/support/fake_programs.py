@@ -8,7 +8,7 @@ computed on the stream by the reference interpreter that comes with jaxlib, in i
 rest, so a program never waits for its stream but where XLA would: for a loop's condition and a
 branch's index.
 
-What XLA does with memory is done too: a call site's state lives as long as the program; a result
+XLA's use of memory is imitated, too: a call site's state lives as long as the program; a result
 that is an operand's memory gets a copy first, unless the memory is the program's own; and
 intermediate arrays are overwritten on the stream when the program is over, as other programs would.
 """
@@ -35,7 +35,7 @@ _registered = False
 
 
 def handlers(target: str) -> Mapping[str, Any]:
-  """What was registered for CUDA: stands in for the plugin that would ask for it."""
+  """The handlers for CUDA; stands in for the plugin that would ask for them."""
   global _registered
   if not _registered:
     _registered = True
@@ -69,7 +69,7 @@ def is_capturable(target: str) -> bool:
 
 
 class ProgramError(RuntimeError):
-  """What a handler returned; `code` is XLA's, 13 for an internal error."""
+  """The error that a handler returned; `code` is XLA's, 13 for an internal error."""
 
   def __init__(self, code: int, message: str) -> None:
     super().__init__(message)
@@ -310,7 +310,7 @@ def load(
 
 
 def run(fake: FakeCuda, function: Callable[..., Any], *arguments: Any) -> Any:
-  """What `jax.jit(function)(*arguments)` would give on a GPU, as NumPy's arrays."""
+  """The results of `jax.jit(function)(*arguments)` on a GPU, as NumPy's arrays."""
   return Program(fake, function, *arguments)(*arguments)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of `callgate.compat.host_callback` print into, and compare with."""
+"""The stream into which the tests of `callgate.compat.host_callback` print, and its comparison."""
 
 from __future__ import annotations
 

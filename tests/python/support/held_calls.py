@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls in programs hold, read back from the program."""
+"""The attributes of calls in programs, read back from the program."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs CUDA source on the host: each thread in turn, compiled by the C++ compiler.
 
-For kernels whose threads don't wait for each other. What the host's compiler can't tell is left to
-the tests with CUDA's own compiler and to those on a device.
+For kernels whose threads don't wait for each other. Faults that the host's compiler can't find are
+left to the tests with CUDA's own compiler and to those on a device.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def begin_program(source: str, environment: Mapping[str, str] | None = None) -> 
 
 
 def finish(process: Process) -> tuple[str, str]:
-  """What it writes to its end, which has to come soon."""
+  """The process's outputs to its end, which has to come soon."""
   try:
     out, err = process.communicate(timeout=60)
   finally:
@@ -216,21 +216,21 @@ def run_python(
 
 
 def succeed(program: str | pathlib.Path | Module, *arguments: Any, **options: Any) -> str:
-  """What a program prints that exits with 0; else the test fails. Takes what `run` takes."""
+  """The output of a program that exits with 0; else the test fails. Takes the options of `run`."""
   done = run(program, *arguments, **options)
   assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
   return done.stdout
 
 
 def output_of(source: str, *, timeout: float = 120, **environment: str) -> str:
-  """What the source prints with JAX on the CPU; fails unless it exits with 0."""
+  """The output of a source with JAX on the CPU; fails unless it exits with 0."""
   return succeed(source, timeout=timeout, environment={"JAX_PLATFORMS": "cpu", **environment})
 
 
 def printed_by(
   code: str, *arguments: str, new: bool = False, preload: str = "", **environment: str
 ) -> str:
-  """What a source prints for which warnings are errors; fails unless it exits with 0."""
+  """The output of a source for which warnings are errors; fails unless it exits with 0."""
   return succeed(code, *arguments, environment=environment, errors=True, new=new, preload=preload)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shows that XLA has taken its memory back: gates that keep views, and later programs."""
+"""Gates that keep views, and later programs that show that XLA has taken its memory back."""
 
 from __future__ import annotations
 

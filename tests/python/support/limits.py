@@ -2,8 +2,9 @@
 """A limit in seconds for each test; a plugin of pytest that conftest.py registers.
 
 pytest gives every test the limit `faulthandler_timeout`, and a test marked `limit(seconds)` has
-its own. What is over its limit ends its process of tests, with every thread's stack, even where it
-holds the GIL; pytest-xdist names the test and starts another process for those that are left.
+its own. A test that is over its limit ends its process of tests, with every thread's stack, even
+where it holds the GIL; pytest-xdist names the test and starts another process for those that are
+left.
 """
 
 from __future__ import annotations

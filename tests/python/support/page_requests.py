@@ -39,7 +39,7 @@ def request(
 
 
 def get(url: str, path: str, **query: Any) -> Any:
-  """What `api/PATH` answers; fails where it refuses."""
+  """The answer of `api/PATH`; fails where it refuses."""
   answer = request(url, f"api/{path}?{urllib.parse.urlencode(query)}")
   assert answer.status == 200, answer.text
   return answer.value

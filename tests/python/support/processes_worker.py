@@ -149,7 +149,7 @@ def feeds():
 
 
 def bars():
-  """What progress bars draw in this process."""
+  """Reports the drawing of progress bars in this process."""
   drawn = io.StringIO()
   progress = cg.Progress(desc="steps", file=drawn)
   loop = jax.jit(lambda: cg.fori_loop(0, 50, lambda i, c: c + i, 0, progress=progress))

@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import settings
 
-# Of a soak, for each example of a check.
+# A soak has so many examples for each of a check.
 _TIMES = 20
 
 settings.register_profile("check", max_examples=30, derandomize=True, deadline=None, database=None)

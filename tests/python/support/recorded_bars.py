@@ -18,7 +18,7 @@ from callgate._loops import draw
 
 
 class FakeBar:
-  """What tqdm is asked to draw."""
+  """A bar that records the arguments and updates of tqdm's."""
 
   def __init__(self, **arguments: Any) -> None:
     self.total = arguments["total"]

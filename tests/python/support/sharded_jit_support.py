@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts of `compat.sharded_jit`'s cases share: see compat/test_sharded_jit.py.
+"""The shared code of the scripts of `compat.sharded_jit`'s cases: see compat/test_sharded_jit.py.
 
 A case is a function without arguments that passes or raises. A script imports them, runs all in its
 process, and writes {case: "" or what failed} as JSON.

@@ -21,7 +21,7 @@ def programs_kept() -> int:
   return primitive._programs().cache_info().currsize
 
 
-# What is sent from outside of programs to a function that is made for one call.
+# Calls outside of programs that send to a function that is made for one call.
 EAGER: dict[str, Callable[[Callable[[Any], None]], object]] = {
   "tap": lambda f: cg.tap(X, f),
   "dataflow": lambda f: cg.tap(X, f, effect="dataflow"),
@@ -73,7 +73,7 @@ def test_ordered_taps_outside_of_programs_keep_the_order_with_programs() -> None
   assert len(seen) == 18
 
 
-def test_what_an_eager_tap_tells_of_itself_is_what_a_program_tells() -> None:
+def test_the_info_of_an_eager_tap_is_that_of_a_programs() -> None:
   infos: list[cg.TapInfo] = []
 
   def consume(value: Any, info: cg.TapInfo) -> None:

@@ -136,7 +136,7 @@ def test_records_for_a_channel_that_was_never_open_are_reported():
   assert "channel 'nobody', which was not open: 3 record(s)" in done.stderr
 
 
-def test_what_consumers_raised_is_shown_at_the_end():
+def test_exceptions_of_consumers_are_shown_at_the_end():
   done = finish(
     """
     def bad(value):
@@ -149,7 +149,7 @@ def test_what_consumers_raised_is_shown_at_the_end():
   assert "of tap 'bad', record 0" in done.stderr
 
 
-def test_what_consumers_raised_and_somebody_asked_for_is_no_failure_of_the_process():
+def test_exceptions_of_consumers_that_somebody_asked_for_are_no_failure_of_the_process():
   done = finish(
     """
     def bad(value):
@@ -176,7 +176,7 @@ def test_a_sink_that_raises_fails_the_process_and_another_status_stays():
   assert finish(textwrap.dedent(channel) + "sys.exit(3)").returncode == 3
 
 
-def test_what_is_tapped_after_callgates_end_is_reported():
+def test_a_tap_after_callgates_end_is_reported():
   """Handlers that were registered before the import run after callgate's own."""
   done = run_python(
     """
@@ -202,7 +202,7 @@ def test_what_is_tapped_after_callgates_end_is_reported():
   assert "registered before callgate was imported" in done.stderr
 
 
-# What waits for a consumer that does not return, or for somebody who does not come.
+# Waits for a consumer that does not return, or for somebody who does not come.
 BLOCKING = {
   "flush": "channel.flush()",
   "close": "channel.close()",

@@ -200,7 +200,7 @@ def test_records_that_are_dropped_give_their_memory_back(
     assert in_use() == 0
 
 
-def test_what_a_consumer_leaves_undelivered_goes_back_with_the_channel(
+def test_records_that_a_consumer_leaves_undelivered_go_back_with_the_channel(
   fake: FakeCuda, buffers: list[Any]
 ) -> None:
   program = fake_programs.load(fake, lambda x: cg.tap(x, "nobody", on_device=True), numbers(3))

@@ -20,7 +20,7 @@ PRINTS: dict[str, Callable[[Any, Any], None]] = {
 
 
 def lines(program: Callable[[Any], Any], capsys: Any) -> list[list[str]]:
-  """What a program, given a print function, prints with JAX's and with callgate's."""
+  """The outputs of a program with JAX's print function and with callgate's."""
   out: list[list[str]] = []
   for function in PRINTS.values():
     program(function)

@@ -22,7 +22,7 @@ import callgate as cg
 
 
 def records(function: Callable[..., Any], *args: Any, times: int = 1) -> list[cg.Record]:
-  """What the taps of a program sent, which it makes with a channel."""
+  """The records that a program's taps sent to a channel, which `function` gets."""
   found: list[cg.Record] = []
 
   def keep(value: Any, info: cg.TapInfo) -> None:
@@ -65,7 +65,7 @@ def test_copies_are_delivered_once_or_all() -> None:
   assert [(float(r.value), r.info.shard) for r in alone] == [(X.sum(), ())]
 
 
-def test_of_leaves_split_in_different_ways_each_part_is_some_records_first() -> None:
+def test_each_part_of_leaves_split_in_different_ways_is_some_records_first() -> None:
   on = mesh()
   tree = {"both": put(X, on, "a", "b"), "rows": put(X, on, "a"), "whole": put(X, on)}
   found = records(lambda ch, x: cg.tap(x, ch), tree)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taps, checks, prints, progress bars and sinks in programs for CUDA, on the fake driver.
 
-What a program on a GPU sends must be what the same program sends on the CPU: `both` compares them.
+A program on a GPU must send the records that it sends on the CPU: `both` compares them.
 The fake driver fails a test whose copies are not ordered as CUDA needs it.
 """
 
@@ -39,7 +39,7 @@ def both(
   *arguments: Any,
   in_order: bool = True,
 ) -> list[Any]:
-  """What a program's taps deliver on CUDA, after comparing it with the CPU.
+  """The records of a program's taps on CUDA, after comparing them with the CPU's.
 
   Args:
     fake: the driver.
@@ -125,7 +125,7 @@ def test_where_and_every_choose_the_same_records(fake: FakeCuda) -> None:
   assert [names.count(n) for n in ("where", "every", "both")] == [3, 3, 3]
 
 
-def test_what_is_not_due_is_not_copied(fake: FakeCuda) -> None:
+def test_a_record_that_is_not_due_is_not_copied(fake: FakeCuda) -> None:
   seen: list[Any] = []
   program = fake_programs.load(fake, lambda x: cg.tap(x, seen.append, every=3), numbers(3))
   for _ in range(6):

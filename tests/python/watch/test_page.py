@@ -59,7 +59,7 @@ def model_of(*paths: Path) -> Model:
 
 
 class Page:
-  """What a page gets that asks for one thing after the other."""
+  """The answers to a page that asks for one thing after the other."""
 
   def __init__(self, model: Model, **options: int) -> None:
     self.answers = PageAnswers(model, lambda: ["run.cgs: following"], **options)
@@ -226,7 +226,7 @@ def test_the_latest_value_of_an_array_comes_with_its_picture(tmp_path):
 
 
 # -- names that are meant for a browser ------------------------------------------------------------
-# What each would do, had it its way, is to set `window.stolen`.
+# Each would, had it its way, set `window.stolen`.
 HOSTILE = [
   "<img src=x onerror='window.stolen=1'>",
   "<img src=x onerror=window.stolen=1>",
@@ -342,7 +342,7 @@ def test_the_server_answers_its_page_alone(tmp_path, serve):
       assert answer.status == 403, (host, page)
       assert "one of localhost, 127.0.0.1, ::1" in answer.text
   assert request(address, "api/state", Origin="http://127.0.0.1:1").status == 403
-  assert request(f"http://127.0.0.1:{port}/").status == 403  # without the token
+  assert request(f"http://127.0.0.1:{port}/").status == 403  # without the secret
   assert request(address, "api/knobs", {"a": 1}).status == 404  # nothing to set
   for host in socket.gethostbyname_ex(socket.gethostname())[2]:
     if not host.startswith("127."):

@@ -212,7 +212,7 @@ def test_ray_agrees_with_jax(actors: Any) -> None:
 
 
 @pytest.mark.limit(300)
-def test_what_functions_raise_in_ray_is_theirs(actors: Any) -> None:
+def test_exceptions_of_functions_in_ray_are_their_own(actors: Any) -> None:
   def fail(x: Any) -> Any:
     raise KeyError("lost", float(x))
 

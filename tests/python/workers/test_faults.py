@@ -21,8 +21,8 @@ import pytest
 import worker_functions
 
 import callgate as cg
+from callgate._core.public import core
 from callgate._workers.remote import Description, Remote
-from callgate._workers.workers import Workers
 
 INT = jax.ShapeDtypeStruct((), np.int32)
 
@@ -302,7 +302,7 @@ def test_the_child_of_a_function_that_forks_does_not_answer(raises: bool) -> Non
 
 
 def test_a_timeout_before_the_function_is_loaded_tells_the_time_that_loading_has() -> None:
-  workers = Workers(2, None, {})
+  workers = cg.workers(2)
   remote = Remote(
     "gate 'slow'", Description("slow", len, "return", "numpy", False, ()), workers, 0.5
   )
@@ -335,7 +335,7 @@ def test_close_ends_what_runs() -> None:
   thread = threading.Thread(target=lambda: errors.append(error_of(sleep, 100.0)))
   thread.start()
   time.sleep(0.3)
-  workers.end(0.2)
+  core(workers).end(0.2)
   thread.join(10)
   assert isinstance(errors[0], cg.WorkerError)
 
@@ -372,7 +372,7 @@ def running(code: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 
 def shared_memory() -> set[str]:
-  """What has a name, but for semaphores: workers use none, other tests make theirs meanwhile."""
+  """The named memory, but for semaphores: workers use none, other tests make theirs meanwhile."""
   return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 

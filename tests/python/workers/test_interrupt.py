@@ -51,7 +51,7 @@ def started(x):
   tickets = [slow.start(x) for _ in range(3)]  # more than there are workers
   return tickets[0].result() + tickets[1].result()
 
-# What waits for what runs in a worker.
+# Waits for calls in a worker.
 waits = {
   "use": jax.jit(lambda x: cg.use(wait_for_ctrl_c, box, x, out=x)),
   "use of lanes": jax.jit(jax.vmap(lambda x: cg.use(wait_for_ctrl_c, box, x, out=x))),

@@ -143,8 +143,8 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   vmap = "each" if options.vmap is None else options.vmap
   made = CKernel(name, found, glue, shared(KernelOptions, options, vmap=vmap), given)
   if is_loop and options.vmap is None:
-    made.defvmap(made.batch_loop)
-  return made
+    made.vmap_rule = made.batch_loop
+  return Kernel(made)
 
 
 def _columns_first(label: str, order: Any, arrays: Mapping[str, arguments.Array]) -> frozenset[str]:

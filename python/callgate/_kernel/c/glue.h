@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the glue of callgate.cfunc needs beside kernel.h: it stands at the head of each generated
+// The pieces of callgate.cfunc's glue beside kernel.h: they stand at the head of each generated
 // source (_kernel/c/glue.py). C++20.
 //
 // C's complex numbers are GNU's `double _Complex`, whose calling convention is C's; in arrays they
@@ -53,7 +53,7 @@ int64_t extent(const View& view, int axis) {
   return view.extents()[axis < 0 ? axis + view.rank() : axis];
 }
 
-// A pointer of the type that C takes. Whether C writes there is what the user has said of it.
+// A pointer of the type that C takes. The user's declaration tells if C writes there.
 template <class To, class From>
 To* pointer(From* from) {
   return reinterpret_cast<To*>(const_cast<std::remove_const_t<From>*>(from));
@@ -82,7 +82,7 @@ void reverse_axes(const T* from, T* to, const int64_t* dims, int rank) {
     for (int64_t i = 0; i < outer * inner; ++i) to[i] = from[i];
     return;
   }
-  // Axis 0 becomes the innermost: each step along it moves by one element of `to`. What is left is
+  // Axis 0 becomes the innermost: each step along it moves by one element of `to`. The rest is
   // the same task with one axis less, whose elements lie `outer` apart.
   struct Step {
     static void go(const T* from, T* to, const int64_t* dims, int rank, int64_t stride) {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """C's types and declarations, as far as `callgate.cfunc` reads them.
 
-Cython's names of types, which capsules of its modules hold, are known. What no array can hold
-(structs, functions, pointers to pointers) is opaque: it is passed as an address alone.
+Cython's names of types, which capsules of its modules hold, are known. A type that no array can
+hold (structs, functions, pointers to pointers) is opaque: its value is passed as an address alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HIDDEN = {"__pyx_skip_dispatch": "0", "__pyx_optional_args": "nullptr"}
 
 class CType(NamedTuple):
   text: str  # as C writes it, for messages
-  # Of the value, or of what a pointer points to; None for void and what no array can hold.
+  # The value's, or that of a pointer's target; None for void and types that no array can hold.
   dtype: np.dtype[Any] | None = None
   pointer: bool = False
   const: bool = False  # whether what it points to is const

@@ -28,7 +28,7 @@ from callgate._kernel.options import CompilerOptions, KernelOptions, LaunchOptio
 from callgate._kernel.parameters import OPERANDS, RESULTS, Kind
 from callgate._kernel.variants import CallTypes, Function
 
-# What kernels of one source, which is one library, take turns by; and those that link libraries,
+# Kernels of one source, which is one library, take turns by these; and kernels that link libraries,
 # which may be the same ones. Guarded by _turns_lock.
 _turns: weakref.WeakValueDictionary[str, _callgate.KernelTurn] = weakref.WeakValueDictionary()
 _turns_lock = threading.Lock()
@@ -99,7 +99,7 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   building = part.BuildOptions(given, build_options["include_dirs"], arch)
   if cuda_source is not None:
     made.cuda = part.SourcePart(label, cuda_source, cuda_kernel, launching, building, made.aliases)
-  return made
+  return Kernel(made)
 
 
 class CppKernel(CpuKernel):

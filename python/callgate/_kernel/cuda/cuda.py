@@ -73,8 +73,8 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
     result in one memory where `aliases` says that the operand at its place is that result.
   - `cg::In<T, Rank>`, `cg::Out<T, Rank>`, `cg::InOut<T, Rank>`: the same as views, which know their
     extents (callgate/kernel_device.h, which is included).
-  - numbers by value (`float a`, `int n`): fixed when the program is traced, given at their place or
-    by keyword. What a program computes is passed as an array, `const float*`.
+  - numbers by value (`float a`, `int n`): fixed when the program is traced, given by position or by
+    keyword. A value that a program computes is passed as an array, `const float*`.
   - pointers that `scratch` names: memory for the launch alone.
 
   `T` may be a parameter of the kernel's template, which is compiled for the dtypes of a call.
@@ -109,7 +109,7 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
 def made(
   what: str, source: str, kernel: str | None, options: CudaSourceOptions | CupyOptions,
   flags: tuple[str, ...], folders: tuple[str, ...],
-) -> CudaSourceKernel:  # fmt: skip
+) -> Kernel:  # fmt: skip
   """The kernel of a source, named after the user's module if `options` don't say."""
   function = _source.find(what, source, kernel).name
   name = options.name or registry.free_name(f"{where().module}.{function}")
@@ -117,4 +117,4 @@ def made(
   building = _part.BuildOptions(flags, folders, parse_arch(label, options.arch))
   launching, aliases = options.launching(label), check.aliases(label, options.aliases)
   part = SourcePart(label, source, kernel, launching, building, aliases)
-  return CudaSourceKernel(name, part, options)
+  return Kernel(CudaSourceKernel(name, part, options))

@@ -24,8 +24,8 @@ from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._core.signatures import accepted, signature_of
 from callgate._kernel import launch
+from callgate._kernel.callee import KernelCallee
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
-from callgate._kernel.kernel import Kernel
 from callgate._kernel.launch import LOWEST, CudaCall, CudaPart, parse_arch
 from callgate._kernel.parameters import GIVEN, Kind, Signature, by_name, check_types, refuse_packed
 from callgate._kernel.variants import Given
@@ -35,7 +35,7 @@ _TYPES = "_dtypes"
 NONE: Any = inspect.Parameter.empty
 
 
-class CudaKernel(Kernel, CudaPart):
+class CudaKernel(KernelCallee, CudaPart):
   """A kernel for CUDA devices; called like any JAX function."""
 
   def __init__(self, name: str, signature: Signature, options: CudaOptions) -> None:

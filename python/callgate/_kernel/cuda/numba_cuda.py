@@ -14,6 +14,7 @@ from callgate._core.errors import CompileError
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import Named, NamedKernel, evaluated
 from callgate._kernel.cuda.options import NumbaCudaOptions
+from callgate._kernel.kernel import Kernel
 
 
 class NumbaCudaKernel(NamedKernel):
@@ -74,7 +75,7 @@ class NumbaCudaKernel(NamedKernel):
 
 
 @factories.of_one(NumbaCudaOptions)
-def numba_cuda(dispatcher: Any, /, *, options: NumbaCudaOptions) -> NumbaCudaKernel:
+def numba_cuda(dispatcher: Any, /, *, options: NumbaCudaOptions) -> Kernel:
   """Makes a JAX function of a kernel of `@numba.cuda.jit`, for CUDA devices.
 
   ```python
@@ -114,4 +115,4 @@ def numba_cuda(dispatcher: Any, /, *, options: NumbaCudaOptions) -> NumbaCudaKer
     CompileError: Numba refuses the kernel; at the first call.
     GateDefinitionError: an argument is wrong, or numba-cuda is not installed.
   """
-  return NumbaCudaKernel(dispatcher, options)
+  return Kernel(NumbaCudaKernel(dispatcher, options))

@@ -19,6 +19,7 @@ from callgate._core.signatures import takes_two
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import BoundLaunch, Named, NamedKernel
 from callgate._kernel.cuda.options import TRITON_DEFAULTS, TritonOptions
+from callgate._kernel.kernel import Kernel
 
 # The types that a kernel's key holds by value.
 _PLAIN = (bool, int, float, str, type(None))
@@ -168,7 +169,7 @@ class TritonKernel(NamedKernel):
 
 
 @factories.with_constants(TritonOptions)
-def triton(kernel: Any, /, *, options: TritonOptions, **constexprs: Any) -> TritonKernel:
+def triton(kernel: Any, /, *, options: TritonOptions, **constexprs: Any) -> Kernel:
   """Makes a JAX function of a Triton kernel, for CUDA devices.
 
   ```python
@@ -214,4 +215,4 @@ def triton(kernel: Any, /, *, options: TritonOptions, **constexprs: Any) -> Trit
     CompileError: Triton refuses the kernel; at the first call.
     GateDefinitionError: an argument is wrong, or Triton is not installed.
   """
-  return TritonKernel(kernel, options, constexprs)
+  return Kernel(TritonKernel(kernel, options, constexprs))

@@ -27,6 +27,7 @@ from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import derivatives, params
 from callgate._kernel.elementwise.cuda import ElementwisePart
 from callgate._kernel.elementwise.source import BoundCode, Code, cpu_unit
+from callgate._kernel.kernel import Kernel
 from callgate._kernel.launch import PREFIX, parse_arch
 from callgate._kernel.options import CompilerOptions, KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
@@ -131,11 +132,12 @@ def elementwise(
     if 0 <= position < len(inputs) and inputs[position].raw:
       why = "so that elements would read what others have written; expected an argument that is not"
       raise GateDefinitionError(f"{label}: aliases: '{inputs[position].name}' is raw, {why}")
-  return ElementwiseKernel(name, Code(inputs, outputs, operation, **around), options)
+  code = Code(inputs, outputs, operation, **around)
+  return ElementwiseKernel(ElementwiseCallee(name, code, options))
 
 
-class ElementwiseKernel(CpuKernel):
-  """A kernel from the code of one element; see `callgate.elementwise`.
+class ElementwiseCallee(CpuKernel):
+  """The core of an `ElementwiseKernel`.
 
   Attributes:
     user_code: as given.
@@ -184,26 +186,8 @@ class ElementwiseKernel(CpuKernel):
       static["size"] = _size(self.label, code, size)
     return tuple(arrays), tuple(sorted(static.items()))
 
-  def code(self, *args: Any, **kwargs: Any) -> str:
-    """The C++ that a call with these arguments runs.
-
-    ```python
-    import callgate as cg, jax.numpy as jnp
-
-    twice = cg.elementwise("T x", "T y", "y = x + x")
-    assert "using T = float;" in twice.code(jnp.ones(3))
-    ```
-
-    Args:
-      *args: as for a call; jax.ShapeDtypeStructs do as well.
-      **kwargs: likewise.
-
-    Returns:
-      The source: the function that says what happens to an element, and the loops around it.
-
-    Raises:
-      GateDefinitionError: a call with these arguments would raise it.
-    """
+  def source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The C++ that a call with these arguments runs."""
     operands, static = self._arguments(args, kwargs)
     results = jax.tree.leaves(self.out(*operands, **dict(static)))
     return self._source(self.variant_key(self.types_of(operands, results, static)))
@@ -285,13 +269,39 @@ class ElementwiseKernel(CpuKernel):
     return cpu_unit(self.label, self.bound(key), key.partition(":")[2])
 
 
+class ElementwiseKernel(Kernel):
+  """A kernel from the code of one element; see `callgate.elementwise`."""
+
+  def code(self, *args: Any, **kwargs: Any) -> str:
+    """The C++ that a call with these arguments runs.
+
+    ```python
+    import callgate as cg, jax.numpy as jnp
+
+    twice = cg.elementwise("T x", "T y", "y = x + x")
+    assert "using T = float;" in twice.code(jnp.ones(3))
+    ```
+
+    Args:
+      *args: as for a call; jax.ShapeDtypeStructs do as well.
+      **kwargs: likewise.
+
+    Returns:
+      The source: the function that says what happens to an element, and the loops around it.
+
+    Raises:
+      GateDefinitionError: a call with these arguments would raise it.
+    """
+    return self._core.source(args, kwargs)
+
+
 def _coefficients(
-  of: ElementwiseKernel, suffix: str, code: Code, like: Callable[..., Any] | None
-) -> ElementwiseKernel:
+  of: ElementwiseCallee, suffix: str, code: Code, like: Callable[..., Any] | None
+) -> ElementwiseCallee:
   """A kernel of a derivative's coefficients, compiled as the kernel that it is of."""
   compiler = {f.name: getattr(of.made_with, f.name) for f in dataclasses.fields(CompilerOptions)}
   options = ElementwiseOptions(**compiler, like=like)
-  made = ElementwiseKernel(f"{of.name}.{suffix}", code, options)
+  made = ElementwiseCallee(f"{of.name}.{suffix}", code, options)
   made.hint, made.part_of = _LINEAR, of
   label = of.label
 

@@ -99,7 +99,7 @@ def _decorator(
 
 
 @_decorator(NumbaOptions)
-def numba(fn: "Callable[..., Any]", /, *, options: NumbaOptions) -> "NumbaKernel":
+def numba(fn: "Callable[..., Any]", /, *, options: NumbaOptions) -> Kernel:
   """Makes a Python function a JAX function that Numba compiles: no interpreter at run time.
 
   ```python
@@ -130,7 +130,7 @@ def numba(fn: "Callable[..., Any]", /, *, options: NumbaOptions) -> "NumbaKernel
     GateDefinitionError: an option is wrong; Numba is not installed; or, when a call is traced,
       Numba refuses the function for the call's types.
   """
-  return NumbaKernel(fn, options)
+  return Kernel(NumbaKernel(fn, options))
 
 
 class NumbaKernel(CpuKernel):

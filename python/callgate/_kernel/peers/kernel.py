@@ -77,7 +77,8 @@ def kernel(function: Any, /, *, options: PeerOptions) -> Kernel:
       expected = "'each', 'whole', 'broadcast' or a rule"
       check.refuse(label, "vmap", f"{expected} for a {module}.{kind}", options.vmap)
     own = getattr(function, "key", module).rpartition(".")[2]
-    return made(name or registry.free_name(f"{where().module}.{own}"), function, options)
+    name = name or registry.free_name(f"{where().module}.{own}")
+    return Kernel(made(name, function, options))
   kind = type(function)
   taker = _OTHERS.get(kind.__module__.partition(".")[0])
   hint = f"; {taker} takes those" if taker else ""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of Warp, for the CPU and for CUDA: compiled by Warp, called and launched by callgate.
 
-What a call's arguments are is worked out when it is lowered, for the shapes of its arrays: for CUDA
-as a launch plan, and for the CPU as a block of bytes in the same form (src/kernels/packed_kernel.h).
+A call's arguments are worked out when it is lowered, for the shapes of its arrays: for CUDA
+as a launch plan, and for the CPU as a block of bytes in the same form
+(src/kernels/packed_kernel.h).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from callgate._core import registry, static_values
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import launch
+from callgate._kernel.callee import Types
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.kernel import Types
 from callgate._kernel.parameters import (
   OPERANDS,
   RESULTS,

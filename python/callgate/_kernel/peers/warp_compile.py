@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that depends on the installed Warp, whose version 1.19 is known to work.
 
-Warp compiles modules: all kernels of a Python file at once, with its own cache on disk. What a call
-needs are Warp's own structs, so that their layout is the installed version's.
+Warp compiles modules: all kernels of a Python file at once, with its own cache on disk. A call
+needs Warp's own structs, whose layout is the installed version's.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false

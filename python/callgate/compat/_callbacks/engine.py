@@ -101,6 +101,8 @@ def host_function(
       value = function(*arrays)
       one = type(value) is array_type or type(value) is numpy_type
       values = [as_numpy(value)] if one else [as_numpy(leaf) for leaf in leaves(value)]
+    except KeyboardInterrupt:  # the user's own
+      raise
     except BaseException:
       _logger.exception("jax.%s failed", api)
       raise

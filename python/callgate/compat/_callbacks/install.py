@@ -14,7 +14,7 @@ def install() -> None:
   """Runs JAX's own callbacks on callgate's engine from now on.
 
   They are `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback` and
-  `jax.debug.print`. What they receive, return and raise stays JAX's. For the two debug callbacks
+  `jax.debug.print`. Their arguments, results and exceptions stay JAX's. For the two debug callbacks
   the program no longer waits: `jax.effects_barrier()` waits for them and raises what they raised.
 
   It counts for the whole process, on the CPU and on CUDA GPUs (there through pinned memory).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `callgate.cfunc` refuses, and what it says then: before anything runs, by name."""
+"""Refusals of `callgate.cfunc`, and their messages: before anything runs, by name."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_declarations_are_read_as_c_reads_them(text: str, kinds: list[str]) -> N
     ("void f(std::vector x)", "expected a C type, got 'std::vector x'"),
   ],
 )
-def test_what_is_no_callable_declaration_is_refused(text: str, expected: str) -> None:
+def test_a_declaration_that_is_not_callable_is_refused(text: str, expected: str) -> None:
   with pytest.raises(cg.GateDefinitionError, match="(?s)" + expected.replace(".", r"\.")):
     cg.cfunc(ADDRESS, text, args="")
 
 
-def test_what_is_no_function_is_refused() -> None:
+def test_an_object_that_is_no_function_is_refused() -> None:
   for value in (len, "f", 1.5, True, None):
     with pytest.raises(cg.GateDefinitionError, match=r"expected a C function .from ctypes or cffi"):
       cg.cfunc(value, SAXPY, args="n, a, x[n], out y[n]")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import callgate as cg
+from callgate._core.public import core
 from callgate._kernel.parameters import OPERANDS
 
 pytest.importorskip("scipy")
@@ -156,7 +157,7 @@ COMPLEX = ["hankel1", "__pyx_fuse_0dawsn", "__pyx_fuse_0hyp1f1", "__pyx_fuse_0_0
 def test_scipys_special_functions_of_numbers(name: str) -> None:
   kernel = cg.cfunc(cython_special.__pyx_capi__[name])
   ufunc = getattr(scipy.special, name.split("fuse_")[-1].lstrip("0123456789_"))
-  counts = [p.dtype for p in kernel.signature or () if p.kind in OPERANDS]
+  counts = [p.dtype for p in core(kernel).signature or () if p.kind in OPERANDS]
   args = [
     np.arange(1, 4).astype(dtype) + (0.25 if dtype.kind in "fc" else 0) * (i + 1)
     for i, dtype in enumerate(d for d in counts if d is not None)

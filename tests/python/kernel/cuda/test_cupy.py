@@ -16,6 +16,7 @@ from fake_programs import run
 
 import callgate as cg
 from callgate._build import nvrtc
+from callgate._core.public import core
 from callgate._kernel.launch import CudaCall
 
 with warnings.catch_warnings():
@@ -84,11 +85,11 @@ def test_a_raw_modules_functions_are_named_and_may_be_templates() -> None:
   )
   for function, dtype in (("sum<float>", np.float32), ("sum<double>", np.float64)):
     kernel = cg.cupy(module, function, grid=1, block=1, out=struct((1,), dtype), zeroed=[0])
-    plan = kernel.plan(call((struct((9,), dtype),), (struct((1,), dtype),), n=9))
+    plan = core(kernel).plan(call((struct((9,), dtype),), (struct((1,), dtype),), n=9))
     check_plan(plan)
     assert plan.zeroed == (0,)
   kernel = cg.cupy(module, "magnitude", grid=1, block=32, out=lambda x, n: x.real)
-  check_plan(kernel.plan(call((struct((9,), np.complex64),), (struct((9,)),), n=9)))
+  check_plan(core(kernel).plan(call((struct((9,), np.complex64),), (struct((9,)),), n=9)))
 
 
 def test_cupys_options_reach_the_compiler() -> None:
@@ -115,10 +116,10 @@ def test_an_elementwise_kernel_runs_on_the_cpu_and_is_compiled_for_cuda() -> Non
   slope = jax.grad(lambda x: jnp.sum(kernel(x, y, j)[0]))(jnp.asarray(x))
   np.testing.assert_array_equal(slope, np.broadcast_to(y[j], (2, 3)))
   structs = [struct(a.shape, a.dtype) for a in (x, y, j)]
-  check_plan(kernel.cuda.plan(call(structs, (struct((2, 3)), struct((2, 3))))))
+  check_plan(core(kernel).cuda.plan(call(structs, (struct((2, 3)), struct((2, 3))))))
 
 
-def test_what_callgate_cannot_respect_is_refused_by_name() -> None:
+def test_options_that_callgate_cannot_respect_are_refused_by_name() -> None:
   for options, said in (
     ({"backend": "nvcc"}, "expected backend='nvrtc', got 'nvcc'"),
     ({"enable_cooperative_groups": True}, "enable_cooperative_groups"),

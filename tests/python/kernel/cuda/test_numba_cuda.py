@@ -16,6 +16,7 @@ from fake_programs import run
 
 import callgate as cg
 from callgate._core import static_values
+from callgate._core.public import core
 from callgate._kernel.launch import CudaCall
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
@@ -91,7 +92,7 @@ def test_arrays_are_passed_as_numbas_structs() -> None:
     out[0, 0] = x[0, 0]
 
   kernel = cg.numba_cuda(copy, griddim=1, blockdim=1, out=lambda x: x, name="copy")
-  (launch,) = kernel.plan(call((x,), (x,))).launches
+  (launch,) = core(kernel).plan(call((x,), (x,))).launches
   numbers = [int.from_bytes(p.data, "little") for p in launch.parameters]
   assert numbers[:9] == [0, 0, 15, 4, 0, 3, 5, 20, 4]
   at = {i: (a.of, a.index) for i, p in enumerate(launch.parameters) for a in p.addresses}
@@ -103,9 +104,9 @@ def test_numbers_have_numbas_types_and_numpys_scalars_their_own() -> None:
     mixed, griddim=1, blockdim=(32, 2), sharedmem=128, out=struct((2, 2)), name="mixed"
   )
   m = np.ones(3, np.int32)
-  operands, static = kernel._arguments((True, np.float32(1), 2j, 3, np.float16(2), m), {})
+  operands, static = core(kernel)._arguments((True, np.float32(1), 2j, 3, np.float16(2), m), {})
   values = {name: static_values.thaw(value) for name, value in static}
-  plan = kernel.plan(
+  plan = core(kernel).plan(
     call([struct(x.shape, x.dtype) for x in operands], (struct((2, 2)),), **values)
   )
   check_plan(plan)
@@ -119,7 +120,7 @@ def test_inputs_are_read_only_unless_they_are_a_results_memory() -> None:
   x = struct((4,))
   kernel = cg.numba_cuda(writes_to_its_input, griddim=1, blockdim=1, out=lambda x: x, name="writes")
   with pytest.raises(cg.CompileError, match=r"(?s)kernel 'writes': Numba can't compile.*readonly"):
-    kernel.plan(call((x,), (x,)))
+    core(kernel).plan(call((x,), (x,)))
   aliased = cg.numba_cuda(
     writes_to_its_input, griddim=1, blockdim=1, out=lambda x: x, aliases={0: 0}, name="aliased"
   )
@@ -132,7 +133,7 @@ def test_results_come_first_where_outputs_says_so() -> None:
   )
   x = struct((8,))
   assert jax.eval_shape(kernel, x) == x
-  (launch,) = kernel.plan(call((x,), (x,))).launches
+  (launch,) = core(kernel).plan(call((x,), (x,))).launches
   assert [a.of for p in launch.parameters for a in p.addresses] == ["result", "operand"]
 
 
@@ -140,7 +141,7 @@ def test_lanes_in_the_grid_are_the_arrays_first_axis() -> None:
   kernel = cg.numba_cuda(lanes, griddim=1, blockdim=32, out=lambda x: x, vmap="grid", name="lanes")
   x = struct((8,))
   for batch, extent in ((None, 1), (3, 3)):
-    plan = kernel.plan(call((x,), (x,), batch=batch))
+    plan = core(kernel).plan(call((x,), (x,), batch=batch))
     check_plan(plan)
     (launch,) = plan.launches
     assert launch.grid == (1, 1, extent)
@@ -169,7 +170,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     kernel(1.0, jnp.ones(3), jnp.ones(3), jnp.ones(3), jnp.ones(3))
   e = struct((8,), jnp.float8_e4m3fn)
   with pytest.raises(cg.GateDefinitionError, match="Numba has no arrays of float8_e4m3fn on CUDA"):
-    kernel.plan(call((e, e), (e,), a=1.0))
+    core(kernel).plan(call((e, e), (e,), a=1.0))
   large = cg.numba_cuda(saxpy, griddim=1, blockdim=(64, 32), out=lambda x, y: x, name="large")
   with pytest.raises(cg.GateDefinitionError, match="block: expected at most 1024 threads"):
     large.plan(call((x, x), (x,), a=1.0))
@@ -178,7 +179,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 def test_a_program_launches_the_kernel_with_its_arrays(fake: FakeCuda) -> None:
   kernel = made_saxpy(name="launched", arch=90)
   x = struct((1000,))
-  probe = kernel.plan(call((x, x), (x,), a=2.5))
+  probe = core(kernel).plan(call((x, x), (x,), a=2.5))
   (launch,) = probe.launches
   pointers = {i: p.addresses[0].of for i, p in enumerate(launch.parameters) if p.addresses}
 

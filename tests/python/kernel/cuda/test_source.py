@@ -22,6 +22,7 @@ from programs import drop_programs
 
 import callgate as cg
 from callgate._build import nvrtc, toolchain
+from callgate._core.public import core
 from callgate._kernel import launch
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.launch import (
@@ -205,7 +206,7 @@ def test_a_wrong_option_is_refused_by_name(options, message):
   st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 65535), st.integers(0, 65535)),
   st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(1, 8)),
 )
-def test_what_is_within_the_limits_passes_unchanged(grid, block):
+def test_launches_within_the_limits_pass_unchanged(grid, block):
   assert launch.checked("k", grid, block) == (grid, block, 0, None)
 
 
@@ -504,8 +505,8 @@ def test_an_exported_program_finds_its_variant_by_its_key():
   drop_programs()
   again = define()
   assert 'name = "exported.saxpy[cuda:saxpy]"' in program
-  assert again.define_variant("cuda:saxpy")
-  assert again.cuda_variants["saxpy"].name == "exported.saxpy[cuda:saxpy]"
+  assert core(again).define_variant("cuda:saxpy")
+  assert core(again).cuda_variants["saxpy"].name == "exported.saxpy[cuda:saxpy]"
 
 
 # -- compiling -------------------------------------------------------------------------------------
@@ -553,7 +554,7 @@ def test_a_header_that_changes_makes_another_kernel(tmp_path):
 
 
 @needs_nvrtc
-def test_what_the_compiler_refuses_has_the_users_line_numbers():
+def test_errors_of_the_compiler_have_the_users_line_numbers():
   kernel = cg.cuda(
     textwrap.dedent("""\
       __global__ void bad(const float* x, float* y) {
@@ -636,7 +637,9 @@ def test_a_compiler_that_is_not_there_names_what_to_install(monkeypatch):
 @needs_nvrtc
 def test_the_variants_of_a_part_are_named_by_expressions():
   kernel = saxpy(arch=(75, 90))
-  plan = kernel.cuda.plan(CudaCall((f32(4), f32(4)), (f32(4),), {"a": 1.0, "n": 4}, None, (75, 90)))
+  plan = core(kernel).cuda.plan(
+    CudaCall((f32(4), f32(4)), (f32(4),), {"a": 1.0, "n": 4}, None, (75, 90))
+  )
   assert plan.key == "saxpy"
   assert [image.capability for image in plan.images] == [75, 90]
 
@@ -655,16 +658,16 @@ def test_a_call_on_tiles_has_a_grid_for_them():
   about = tiles.group(1).replace("\\22", '"')
   call = {"name": "tiled.saxpy[cuda:saxpy]", "tiles": about}
   tile = ((256,), np.dtype(np.float32))
-  assert kernel.retile(call, (), [tile, tile], [tile], "t") == "t"
+  assert core(kernel).retile(call, (), [tile, tile], [tile], "t") == "t"
   made = call["plan"]["launches"]["0"]
   assert made["grid"].tolist() == [1, 1, 1]
   assert made["bytes"][-4:].view(np.int32) == [1024]  # n, which is the call's
   assert call["name"] == "tiled.saxpy[cuda:saxpy]"
-  # What not every device runs is not captured.
+  # A call that not every device makes is not captured.
   call["shards"] = "10"
-  assert kernel.retile(call, (), [tile, tile], [tile], "t") == "callgate.kernel.scratch"
+  assert core(kernel).retile(call, (), [tile, tile], [tile], "t") == "callgate.kernel.scratch"
   call["shards"] = "11"
-  assert kernel.retile(call, (), [tile, tile], [tile], "t") == "t"
+  assert core(kernel).retile(call, (), [tile, tile], [tile], "t") == "t"
 
 
 @needs_nvrtc
@@ -673,7 +676,7 @@ def test_a_call_on_tiles_with_its_lanes_in_the_grid_has_the_tiles_lanes():
   about = '{"grid":true,"static":{"a":2.0,"n":5}}'
   call = {"name": "tiled.grid[cuda:saxpy]", "tiles": about}
   tile = ((3, 256), np.dtype(np.float32))
-  assert kernel.retile(call, (), [tile, tile], [tile], "t") == "t"
+  assert core(kernel).retile(call, (), [tile, tile], [tile], "t") == "t"
   assert call["plan"]["launches"]["0"]["grid"].tolist() == [1, 1, 3]
   del kernel
 

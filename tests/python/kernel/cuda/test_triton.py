@@ -19,6 +19,7 @@ from fake_cuda import FakeCuda
 from fake_programs import run
 
 import callgate as cg
+from callgate._core.public import core
 from callgate._kernel.launch import CudaCall
 
 triton = pytest.importorskip("triton")
@@ -101,7 +102,7 @@ def test_operands_scalars_and_results_are_passed_in_the_kernels_order() -> None:
   assert of == [[("operand", 0)], [("operand", 1)], [], [], [("result", 0)]]
   assert launch.parameters[2].data == np.int32(1000).tobytes()
   assert launch.parameters[3].data == np.float32(2.5).tobytes()
-  # What the version adds are null pointers for a kernel without scratch memory.
+  # The version adds null pointers for a kernel without scratch memory.
   assert all(p.data == bytes(8) and not p.addresses for p in launch.parameters[5:])
 
 
@@ -109,7 +110,7 @@ def test_an_integer_of_one_is_compiled_in_and_multiples_of_16_are_told() -> None
   x = struct((1024,))
   kernel = made_add()
   keys = {
-    n: json.loads(kernel.plan(call((x, x), (x,), n=n, a=2.0)).key)["args"][2]
+    n: json.loads(core(kernel).plan(call((x, x), (x,), n=n, a=2.0)).key)["args"][2]
     for n in (1, 1000, 1024)
   }
   assert keys == {1: ["constexpr", 1, False], 1000: ["i32", None, False], 1024: ["i32", None, True]}
@@ -118,7 +119,7 @@ def test_an_integer_of_one_is_compiled_in_and_multiples_of_16_are_told() -> None
 def test_programs_with_other_numbers_share_an_image() -> None:
   x = struct((1000,))
   kernel = made_add()
-  plans = [kernel.plan(call((x, x), (x,), n=n, a=a)) for n, a in ((1000, 2.0), (999, 3.0))]
+  plans = [core(kernel).plan(call((x, x), (x,), n=n, a=a)) for n, a in ((1000, 2.0), (999, 3.0))]
   assert plans[0].key == plans[1].key
   assert plans[0].images == plans[1].images
 
@@ -128,14 +129,14 @@ def test_pointers_are_aligned_only_where_every_lane_is() -> None:
   told = {}
   for size in (1000, 1001):
     x = struct((size,))
-    told[size] = json.loads(kernel.plan(call((x, x), (x,), n=size, a=2.0)).key)["args"][0]
+    told[size] = json.loads(core(kernel).plan(call((x, x), (x,), n=size, a=2.0)).key)["args"][0]
   assert told == {1000: ["*fp32", None, True], 1001: ["*fp32", None, False]}
 
 
 def test_another_process_makes_the_same_images_from_the_key() -> None:
   x = struct((1000,))
   kernel = made_add()
-  plan = kernel.plan(call((x, x), (x,), n=1000, a=2.5))
+  plan = core(kernel).plan(call((x, x), (x,), n=1000, a=2.5))
   again = made_add(name="another").images(plan.key, (90,))
   assert again is not None
   assert again[0].code == plan.images[0].code
@@ -144,7 +145,7 @@ def test_another_process_makes_the_same_images_from_the_key() -> None:
 def test_scalars_are_passed_in_the_types_that_the_kernel_declares() -> None:
   kernel = cg.triton(scalars_kernel, grid=1, out=struct((1,)))
   static = {"flag": True, "i8": 3, "i64": 5, "big": 2**40, "f64": 0.5, "half": 1.5}
-  plan = kernel.plan(call((struct((1,)),), (struct((1,)),), BOTH, **static))
+  plan = core(kernel).plan(call((struct((1,)),), (struct((1,)),), BOTH, **static))
   check_plan(plan)
   sizes = [len(p.data) for p in plan.launches[0].parameters]
   assert sizes[:8] == [8, 1, 1, 8, 8, 8, 4, 8]
@@ -155,7 +156,7 @@ def test_parameters_left_open_take_the_results_wherever_they_are() -> None:
   kernel = cg.triton(tutorial_kernel, grid=grid, out=lambda x, y: x, BLOCK=128)
   x = struct((300,))
   assert jax.eval_shape(lambda x, y: kernel(x, y, n=300), x, x) == x
-  (launch,) = kernel.plan(call((x, x), (x,), n=300)).launches
+  (launch,) = core(kernel).plan(call((x, x), (x,), n=300)).launches
   assert [a.of for p in launch.parameters for a in p.addresses] == ["operand", "operand", "result"]
   named = cg.triton(
     tutorial_kernel, grid=grid, out=lambda x, y: x, outputs="out_ptr", BLOCK=128, name="named"
@@ -170,7 +171,7 @@ def test_a_result_in_an_operands_memory_needs_no_parameter_of_its_own() -> None:
     tl.store(x_ptr + at, 2 * tl.load(x_ptr + at, mask=at < n), mask=at < n)
 
   kernel = cg.triton(double_kernel, grid=1, out=lambda x: x, aliases={0: 0}, BLOCK=64)
-  (launch,) = kernel.plan(call((struct((50,)),), (struct((50,)),), n=50)).launches
+  (launch,) = core(kernel).plan(call((struct((50,)),), (struct((50,)),), n=50)).launches
   assert [(a.of, a.index) for p in launch.parameters for a in p.addresses] == [("operand", 0)]
 
 
@@ -198,7 +199,7 @@ def test_a_grid_of_two_parameters_gets_the_shapes() -> None:
 
   kernel = cg.triton(add_kernel, grid=grid, out=lambda x, y: x, BLOCK=64, num_warps=8)
   x = struct((8,))
-  (launch,) = kernel.plan(call((x, x), (x,), n=8, a=2.0)).launches
+  (launch,) = core(kernel).plan(call((x, x), (x,), n=8, a=2.0)).launches
   assert seen == [(8, [(8,), (8,), (8,)])]
   assert launch.block == (256, 1, 1)
 
@@ -210,7 +211,7 @@ def test_without_a_device_the_first_configuration_is_taken_and_a_warning_says_so
   kernel = cg.triton(tuned_kernel, grid=lambda m: triton.cdiv(m["n"], m["BLOCK"]), out=lambda x: x)
   x = struct((1024,))
   with caplog.at_level(logging.WARNING, logger="callgate"):
-    plan = kernel.plan(call((x,), (x,), n=1024))
+    plan = core(kernel).plan(call((x,), (x,), n=1024))
   assert "no device to try the 2 configurations" in caplog.text
   assert (plan.launches[0].grid, plan.launches[0].block) == ((8, 1, 1), (64, 1, 1))
   assert json.loads(plan.key)["args"][3:] == [["constexpr", 128, False], ["constexpr", True, False]]
@@ -268,14 +269,14 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     cg.triton(lambda x: x, grid=1)
   c, s = struct((8,), np.complex64), struct((8,))
   with pytest.raises(cg.GateDefinitionError, match="Triton has no pointers to complex64"):
-    kernel.plan(call((c, c), (c,), n=8, a=2.0))
+    core(kernel).plan(call((c, c), (c,), n=8, a=2.0))
   with pytest.raises(
     cg.GateDefinitionError, match=r"expected a parameter for each of 2 arrays and 2"
   ):
-    kernel.plan(call((s, s), (s, s), n=8, a=2.0))
+    core(kernel).plan(call((s, s), (s, s), n=8, a=2.0))
 
 
-def test_what_triton_refuses_says_for_which_kernel_and_device() -> None:
+def test_errors_of_triton_name_the_kernel_and_the_device() -> None:
   @triton.jit
   def broken_kernel(x_ptr, out_ptr):
     tl.store(out_ptr, tl.load(x_ptr) + undefined_name)  # noqa: F821 - the fault on purpose
@@ -284,7 +285,7 @@ def test_what_triton_refuses_says_for_which_kernel_and_device() -> None:
   with pytest.raises(
     cg.CompileError, match=r"kernel 'broken': Triton .* 'broken_kernel' for sm_90"
   ):
-    kernel.plan(call((struct((1,)),), (struct((1,)),)))
+    core(kernel).plan(call((struct((1,)),), (struct((1,)),)))
 
 
 def test_pre_hooks_of_configurations_are_refused() -> None:
@@ -294,13 +295,13 @@ def test_pre_hooks_of_configurations_are_refused() -> None:
   kernel = cg.triton(tuned, grid=1, out=lambda x, y: x, name="hooked")
   x = struct((64,))
   with pytest.raises(cg.GateDefinitionError, match=r"triton\.Config with pre_hook"):
-    kernel.plan(call((x, x), (x,), n=64))
+    core(kernel).plan(call((x, x), (x,), n=64))
 
 
 def test_a_program_launches_the_kernel_with_its_arrays(fake: FakeCuda) -> None:
   kernel = made_add(arch="sm_90")
   x = struct((1000,))
-  probe = kernel.plan(call((x, x), (x,), n=1000, a=2.5))
+  probe = core(kernel).plan(call((x, x), (x,), n=1000, a=2.5))
   sizes = [size for _, size in declared(probe.images[0], "add_kernel")]
 
   def compute(values: list[bytes], grid: Any, block: Any) -> None:

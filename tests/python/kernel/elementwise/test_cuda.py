@@ -22,6 +22,7 @@ from property_checks import examples
 import callgate as cg
 from callgate import _callgate
 from callgate._build import nvrtc
+from callgate._core.public import core, core_of
 from callgate._kernel.elementwise import cuda
 from callgate._kernel.elementwise.cuda import Layout, collapsed, entry_of
 from callgate._kernel.launch import CudaCall
@@ -47,7 +48,7 @@ def values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
 
 def call_of(kernel: Any, operands: Any, capabilities: Any = (90,), **static: Any) -> CudaCall:
   structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-  results = jax.tree.leaves(kernel.out(*structs, **static))
+  results = jax.tree.leaves(core_of(kernel).out(*structs, **static))
   return CudaCall(tuple(structs), tuple(results), static, None, capabilities)
 
 
@@ -62,12 +63,12 @@ def launch_of(kernel: Any, operands: Any, **static: Any) -> tuple[Any, str, Cuda
   call = call_of(kernel, operands, (), **static)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(cuda.nvrtc, "build", build)
-    plan = kernel.cuda.plan(call)
+    plan = core_of(kernel).cuda.plan(call)
   return plan.launches[0], made[0], call
 
 
 def on_host(kernel: Any, *operands: Any, **static: Any) -> list[Any]:
-  """What the CUDA source computes, on the host."""
+  """The results of the CUDA source, on the host."""
   launch, source, call = launch_of(kernel, operands, **static)
   results = [
     host_cuda.aligned(bytes(r.size * r.dtype.itemsize)).view(r.dtype).reshape(r.shape)
@@ -92,7 +93,7 @@ def test_threads_compute_what_the_cpus_kernel_does(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 1023, 1 << 12])
-def test_what_no_vector_holds_is_done_one_by_one(size: int) -> None:
+def test_elements_that_no_vector_holds_are_done_one_by_one(size: int) -> None:
   kernel = cg.elementwise("float32 x, int8 y, float32 s", "float32 z", "z = x + y * s")
   x, y, s = values((size,), "float32"), values((size,), "int8", 1), np.float32(3)
   (got,) = on_host(kernel, x, y, s)
@@ -159,9 +160,9 @@ def test_derivatives_are_kernels_for_cuda_too() -> None:
     "T x, T y", "T z", "z = x * y * y", jvp="dz = y * y * dx + 2 * x * y * dy"
   )
   x, y = values((9,), "float32"), values((9,), "float32", 1)
-  derivative = kernel.derivatives[1].kernel
+  derivative = core(kernel).derivatives[1].kernel
   (got,) = on_host(
-    derivative, *(v for i, v in enumerate((x, y)) if i in kernel.derivatives[1].inputs)
+    derivative, *(v for i, v in enumerate((x, y)) if i in core(kernel).derivatives[1].inputs)
   )
   np.testing.assert_array_equal(got, 2 * x * y)
 
@@ -175,22 +176,22 @@ def test_cudas_compiler_takes_every_dtype(dtype: str) -> None:
       op = "z = x * y + 2 * x + exp(x) * conj(y) + pow(x, 2)"
     kernel = cg.elementwise("T x, T y", "T z", op, name=f"nvrtc_{dtype}")
     x = values((64,), dtype)
-    check_plan(kernel.cuda.plan(call_of(kernel, (x, x), (75, 90))))
-    check_plan(kernel.cuda.plan(call_of(kernel, (x, x), ())))
+    check_plan(core(kernel).cuda.plan(call_of(kernel, (x, x), (75, 90))))
+    check_plan(core(kernel).cuda.plan(call_of(kernel, (x, x), ())))
 
 
 @needs_nvrtc
 def test_launches_pass_what_kernels_of_strides_and_raw_arrays_declare() -> None:
   kernel = cg.elementwise("T x, S y, raw T w, int32 o", "T z, S v", "z = x + w[i] + o; v = y")
   operands = values((4, 1, 5), "float32"), values((3, 1), "int8"), values((2, 30), "float32")
-  check_plan(kernel.cuda.plan(call_of(kernel, (*operands, np.int32(3)), (75, 90))))
+  check_plan(core(kernel).cuda.plan(call_of(kernel, (*operands, np.int32(3)), (75, 90))))
 
 
 @needs_nvrtc
 def test_neighbours_are_loaded_and_stored_at_once() -> None:
   kernel = cg.elementwise("T x, T y", "T z", "z = x + y")
   x = values((1024,), "float32")
-  ptx = kernel.cuda.plan(call_of(kernel, (x, x), ())).images[0].code.decode()
+  ptx = core(kernel).cuda.plan(call_of(kernel, (x, x), ())).images[0].code.decode()
   # However often the loop is unrolled.
   assert ptx.count("ld.global.v4.f32") == 2 * ptx.count("st.global.v4.f32") > 0
 
@@ -199,17 +200,17 @@ def test_neighbours_are_loaded_and_stored_at_once() -> None:
 def test_another_process_makes_the_same_images_from_the_key() -> None:
   kernel = cg.elementwise("T x, T y", "T z", "z = x + y")
   x = values((10,), "float32")
-  plan = kernel.cuda.plan(call_of(kernel, (x, x), (90,)))
-  assert kernel.cuda.images(plan.key, (90,))[0].code == plan.images[0].code
+  plan = core(kernel).cuda.plan(call_of(kernel, (x, x), (90,)))
+  assert core(kernel).cuda.images(plan.key, (90,))[0].code == plan.images[0].code
   other = cg.elementwise("T x, S y", "T z", "z = x + y", name="other.images")
   assert other.cuda.images(plan.key, (90,)) is None
 
 
 @needs_nvrtc
-def test_what_cudas_compiler_refuses_names_the_kernel() -> None:
+def test_errors_of_cudas_compiler_name_the_kernel() -> None:
   kernel = cg.elementwise("T x", "T y", "y = undefined_here(x)", name="refused")
   with pytest.raises(cg.CompileError, match=r"(?s)kernel 'refused': .*undefined_here"):
-    kernel.cuda.plan(call_of(kernel, (values((3,), "float32"),)))
+    core(kernel).cuda.plan(call_of(kernel, (values((3,), "float32"),)))
 
 
 def test_where_programs_run_on_gpus_no_compiler_for_the_cpu_is_needed(monkeypatch: Any) -> None:
@@ -234,7 +235,9 @@ def test_where_programs_run_on_gpus_no_compiler_for_the_cpu_is_needed(monkeypatc
 
 
 def test_shapes_alike_share_a_variant_and_lanes_that_may_lie_unaligned_take_no_vectors() -> None:
-  layout = lambda kernel, *xs: cuda.layout_of(kernel.user_code, xs, call_of(kernel, xs).results)
+  layout = lambda kernel, *xs: cuda.layout_of(
+    core(kernel).user_code, xs, call_of(kernel, xs).results
+  )
   plain = cg.elementwise("T x, T y", "T z", "z = x + y")
   a, b = np.zeros((3, 5), np.float32), np.zeros((7,), np.float32)
   assert layout(plain, a, a) == layout(plain, b, b) == Layout("ff", 0, 4, False, ())
@@ -282,7 +285,7 @@ def test_a_program_launches_the_same_code_on_cuda(fake: FakeCuda) -> None:
 
   x, y = values((4, 8), "float32"), values((8,), "float32", 1)
   register(fake, kernel, (x, y))
-  for derivative in kernel.derivatives.values():
+  for derivative in core(kernel).derivatives.values():
     register(fake, derivative.kernel, [(x, y)[i] for i in derivative.inputs])
   got = run(fake, function, x, y)
   want = jax.value_and_grad(lambda x, y: jnp.sum(x * y + 1), (0, 1))(x, y)
@@ -294,7 +297,7 @@ def register(fake: FakeCuda, kernel: Any, operands: Any) -> None:
   launch, source, _ = launch_of(kernel, operands)
   library = host_cuda.build(source, entry_of(kernel.name))
   capability = _callgate.cuda_capabilities() or [90]
-  real = kernel.cuda.plan(call_of(kernel, operands, tuple(sorted(set(capability)))))
+  real = core_of(kernel).cuda.plan(call_of(kernel, operands, tuple(sorted(set(capability)))))
   sizes = [len(p.data) for p in launch.parameters]
   pointers = {i: p.addresses[0] for i, p in enumerate(launch.parameters) if p.addresses}
 

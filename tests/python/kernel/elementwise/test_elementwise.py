@@ -17,6 +17,7 @@ from interpreters import printed_by
 from property_checks import examples
 
 import callgate as cg
+from callgate._core.public import core
 
 SAXPY = cg.elementwise("T x, T y", "T z", "z = 2 * x + y", name="test_elementwise.saxpy")
 
@@ -291,7 +292,7 @@ def test_the_loops_are_vectorised(tmp_path: pathlib.Path) -> None:
     pytest.skip("the report is GCC's")
   ones = np.ones((4, 4), np.float32)
   kernel = cg.elementwise("T x, T y", "T z", "z = x > y ? x * y + 1 : 0.5 * y")
-  flags = kernel.build_options["flags"]
+  flags = core(kernel).build_options["flags"]
   for y in (ones, ones[0], ones[:, :1]):
     unit = tmp_path / "unit.cc"
     unit.write_text(kernel.code(ones, y))

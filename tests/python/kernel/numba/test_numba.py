@@ -21,6 +21,7 @@ from interpreters import printed_by
 from property_checks import examples
 
 import callgate as cg
+from callgate._core.public import core
 
 nb = pytest.importorskip("numba")
 
@@ -216,7 +217,7 @@ def test_writing_to_an_input_is_refused_when_the_call_is_traced() -> None:
     jax.eval_shape(spoil, X)
 
 
-def test_what_numba_refuses_is_an_error_with_its_text_and_the_line() -> None:
+def test_errors_of_numba_have_its_text_and_the_line() -> None:
   @cg.numba(out=like_x)
   def confused(out: Any, x: Any) -> None:
     out[:] = x + "one"
@@ -259,14 +260,14 @@ def test_static_values_of_other_types_and_signs_are_other_constants(
   kernel = cg.numba(lambda x, *, k: x * 0 + np.float32(np.copysign(1, k[0])), out=lambda x, **_: x)
   x, values = np.ones(1, np.float32), [(0.0, 1), (-0.0, 1), (0, 1), (-0.0, True), Pair(-0.0, 1)]
   assert [kernel(x, k=k).tolist() for k in values] == [[1], [-1], [1], [-1], [-1]]
-  keys = list(kernel._variants)
+  keys = list(core(kernel)._variants)
   assert len(set(keys)) == len(values)
-  held = [kernel.types_of_key(key).static[0][1] for key in keys]
+  held = [core(kernel).types_of_key(key).static[0][1] for key in keys]
   assert [(type(k), repr(k)) for k in held] == [(type(k), repr(k)) for k in values]
   plain = cg.numba(lambda x, *, k: x, out=lambda x, **_: x)
   for k in (1, True, Order.FIRST, np.int8(1)):
     plain(x, k=k)
-  assert len(plain._variants) == 4
+  assert len(core(plain)._variants) == 4
 
 
 def test_a_static_value_reaches_out_and_the_rules() -> None:
@@ -316,7 +317,7 @@ def test_a_variant_s_name_tells_what_it_was_compiled_for(static: Any) -> None:
     ((np.dtype("complex64"), 3),),
     tuple(sorted(static.items())),
   )
-  again = kernel.types_of_key(kernel.variant_key(types))
+  again = core(kernel).types_of_key(core(kernel).variant_key(types))
   assert repr(again) == repr(types)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of tvm_ffi as kernels: from Python, from C++, under every transformation, on a stream.
 
-Those of Python stand for all; native ones, compiled here, are called by another way (views).
+Functions of Python stand for all; native ones, compiled here, are called by another way (views).
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def test_a_tensor_that_is_kept_behind_its_call_is_an_error() -> None:
     ({"vmap": "grid"}, None, "vmap: expected 'each', 'whole', 'broadcast' or a rule for a tvm_ffi"),
   ],
 )
-def test_what_is_wrong_is_named(options: Any, call: Any, message: str) -> None:
+def test_wrong_arguments_are_named(options: Any, call: Any, message: str) -> None:
   def made_and_called() -> None:
     given = {"out": lambda x, **_: x, "name": "named", **options}
     call(cg.kernel(convert(lambda x, y: None), **given))
@@ -262,7 +262,7 @@ def test_an_abi_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
   ("given", "hint"), [(len, ""), (3, ""), (sys.modules["ctypes"].CDLL(None).abs, "callgate.cfunc")]
 )
-def test_what_is_no_kernel_is_refused(given: Any, hint: str) -> None:
+def test_an_object_that_is_no_kernel_is_refused(given: Any, hint: str) -> None:
   message = f"callgate.kernel: expected a tvm_ffi.Function or a warp.Kernel, got .*{hint}"
   with pytest.raises(cg.GateDefinitionError, match=message):
     cg.kernel(given, out=lambda x: x)

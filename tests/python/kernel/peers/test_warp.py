@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from transformation_table import TRANSFORMATIONS, X, assert_chains_agree, groups, reference
 
 import callgate as cg
+from callgate._core.public import core
 from callgate._kernel.launch import CudaCall
 
 wp = pytest.importorskip("warp", reason="warp-lang is not installed")
@@ -237,7 +238,7 @@ def test_structs_are_refused_by_the_parameters_name() -> None:
 @pytest.mark.parametrize("capabilities", [(90,), ()], ids=str)
 def test_images_declare_the_parameters_that_launches_pass(capabilities: Any) -> None:
   x = jnp.ones(1000)
-  plan = made_saxpy().plan(CudaCall(shapes(x, x), shapes(x), {"a": 2.5}, None, capabilities))
+  plan = core(made_saxpy()).plan(CudaCall(shapes(x, x), shapes(x), {"a": 2.5}, None, capabilities))
   assert [image.capability for image in plan.images] == list(capabilities or (0,))
   check_plan(plan)
   assert (plan.launches[0].grid, plan.launches[0].block) == ((4, 1, 1), (256, 1, 1))
@@ -248,13 +249,13 @@ def test_a_plan_for_all_kinds_of_arguments_has_their_sizes() -> None:
   kernel = cg.kernel(mixed, outputs=["out", "count"], out=out)
   operands = shapes(jnp.ones(4, "uint8"), jnp.ones((4, 2, 2)))
   results = shapes(jnp.ones(4), jnp.ones(4, "int32"))
-  check_plan(kernel.plan(CudaCall(operands, results, {"flag": True, "n": 3, "h": 0.5})))
-  assert kernel.images("another", ()) is None
+  check_plan(core(kernel).plan(CudaCall(operands, results, {"flag": True, "n": 3, "h": 0.5})))
+  assert core(kernel).images("another", ()) is None
 
 
 def test_a_lowered_program_launches_on_the_stream(fake: Any) -> None:
   kernel, x = made_saxpy(), jnp.arange(300.0)
-  entry = kernel.plan(CudaCall(shapes(x, x), shapes(x), {"a": 2.0})).launches[0].entry
+  entry = core(kernel).plan(CudaCall(shapes(x, x), shapes(x), {"a": 2.0})).launches[0].entry
 
   def device(values: Any, grid: Any, block: Any) -> None:
     n, *_ = binary.unpack_from("I", values[0])

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cores of gates: what programs, traces and rules know of them.
+
+C++ has the run time of a gate (src/bindings/gate/gate.cc).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from callgate import _callgate
+from callgate._arrays import bind
+from callgate._call.operation import Operation
+from callgate._call.site import Backend, Call, CallSite, Emission
+from callgate._call.traits import Traits
+from callgate._core import options as _options
+from callgate._core import registry, signatures
+from callgate._core.errors import GateDefinitionError
+from callgate._core.public import core
+from callgate._gate import annotations, elsewhere
+from callgate._gate.options import Arrays, GateOptions, Style, no_copy
+from callgate._gate.options import Thread as CallThread
+from callgate._runtime import targets
+from callgate._workers import objects
+from callgate._workers.threads import Thread
+
+_LEADING = {"return": 0, "inplace": 1, "context": 2}  # parameters that are none of a call's
+
+
+class GateCallee(Operation):
+  """The core of a gate.
+
+  Attributes:
+    function: the user's callable.
+    style, arrays, thread, run_on: as given to `callgate.gate`.
+  """
+
+  kind = "gate"
+  style: Style
+  arrays: Arrays
+  traits = Traits(
+    knows_lanes=True, one_calls_for_all=True, same_on_all_platforms=True, splits=True, taped=True
+  )
+
+  def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
+    name = _options.name("gate", options.name) or registry.unique_name(function)
+    registry.take(name)
+    label = f"{self.kind} '{name}'"
+    _options.function(label, "fn", function)
+    self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+    annotations.refuse_generators(label, function)
+    style: Any = options.style  # not checked yet
+    leading = _LEADING.get(style, 0) if isinstance(style, str) else 0
+    if options.out is None and options.like is None:
+      declared = annotations.results(label, function, leading)
+      options = dataclasses.replace(options, out=declared)
+    options = options.checked(label)
+    super().__init__(name, options)
+    self.function = function
+    self.style, self.arrays, self.run_on = options.style, options.arrays, options.run_on
+    self.thread: CallThread = "own" if self.run_on == "own" else "xla"
+    self.timeout = options.timeout or 0.0
+    self.is_here = isinstance(self.run_on, str | Thread)  # in this process
+    if self.is_async and not isinstance(self.run_on, str):
+      raise GateDefinitionError(
+        f"{label}: run_on={self.run_on!r}: expected a function, got an async function; those run "
+        "on this process's event loop"
+      )
+    self.affinity, self._place = options.affinity, (options.retries, options.in_flight)
+    self.elsewhere: Any = None
+    self.cast, self.copy = options.cast, options.copy
+    self.collective, self.command_buffer = options.collective, options.command_buffer
+    self.parameters = tuple(p.name for p in signatures.positional(function, leading))
+    self.defaults = signatures.defaults(function, leading)
+    self.traits = self.traits.but(
+      by_lane=self.traits.by_lane or self.affinity is not None,
+      of_thread=isinstance(self.run_on, Thread),
+      on_device=bind.is_native(self.arrays) or self.traits.native,
+    )
+    self.callee = self._named_callee()
+    registry.register(self.name, self)
+    self.wraps, self.call_signature = function, signatures.signature_of(function, leading)
+
+  def _named_callee(self) -> Any:
+    if not self.is_here:
+      self.elsewhere, callee = elsewhere.callee(self, *self._place)
+      return callee
+    return _callgate.Callee(
+      self.name, self.function, style=self.style, timeout=self.timeout,
+      bind=functools.partial(bind.bind, self.function, self.style, self.arrays, self.name),
+      arrays="numpy" if self.arrays == "numpy" else "buffer",
+      owned_inputs=self.copy, own_thread=self.thread == "own",
+      native=self.traits.on_device,
+      default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
+      located=self.traits.located or self.traits.by_lane,
+      taped=self.traits.taped,
+      thread=core(self.run_on).callee if isinstance(self.run_on, Thread) else None,
+    )  # fmt: skip
+
+  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
+    super().check_call(site, structs)
+    if self.elsewhere is not None and not site.by_jax:
+      self.elsewhere.prepare()
+
+  def rename(self, name: str) -> None:
+    self.callee.give_up_name()
+    self.name = name
+    self.callee = self._named_callee()
+
+  def on_host(self, *args: Any, **kwargs: Any) -> Any:
+    call = functools.partial(self.function, *args, **kwargs)
+    return core(self.run_on).run(call) if isinstance(self.run_on, Thread) else call()
+
+  def on_lane(self, lane: int, call: Callable[[], Any]) -> Any:
+    return objects.on_lane(lane, call) if self.traits.by_lane else call()
+
+  def backend(self, platform: str) -> Backend:
+    return functools.partial(self._emission, on_cuda=platform == "cuda")
+
+  def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
+    if on_cuda and self.copy and self.is_here and bind.is_native(self.arrays):
+      raise no_copy(self.label, self.arrays)
+    target = targets.GRAPH_TARGET if on_cuda and self.command_buffer else targets.GATE_TARGET
+    cast = {"cast": "yes"} if call.site.cast else {}
+    return Emission(self.callee, target, {"spec": call.site.spec, **cast}, call)
+
+  def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Any) -> Any:
+    if self.is_async:
+      raise GateDefinitionError(
+        f"{self.label} is an async function, which a call would have to wait for; expected "
+        "ticket = gate.start(...) and, later, ticket.result()"
+      )
+    return super().apply_raw(args, kwargs, static)
+
+
+class ClassGateCallee(GateCallee):
+  """The core of a class's gate: calls an object's `__call__`, and has the gates of its methods."""
+
+  def __init__(self, made: Callable[..., Any], options: GateOptions) -> None:
+    self._objects = objects.Instances(made, options.affinity == "lane")
+    self._class: type = objects.class_of(made)
+    self._given = options
+    self._outs = elsewhere.outs_by_method(self._class, options.out)
+    name = options.name if options.name is not None else registry.unique_name(made)
+    super().__init__(
+      objects.MethodOf(self._objects, "__call__"),
+      dataclasses.replace(options, name=name, out=self._out_of("__call__")),
+    )
+
+  def _out_of(self, method: str) -> Any:
+    if self._outs is None:
+      return self._given.out
+    return self._outs.get(method, functools.partial(elsewhere.no_results, self._class, method))
+
+  def method(self, name: str) -> GateCallee:
+    """The core of the gate of a method."""
+    if not callable(getattr(self._class, name, None)):
+      raise AttributeError(f"{self.label} has no method or attribute '{name}'")
+    options = dataclasses.replace(
+      self._given, name=registry.free_name(f"{self.name}.{name}"), out=self._out_of(name)
+    )
+    return GateCallee(objects.MethodOf(self._objects, name), options)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cores of kernels: what programs, traces and rules know of them.
+
+Templates and Numba functions are families of them, compiled for a call's types, as *variants*.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from callgate._call import shapes
+from callgate._call.operation import Operation
+from callgate._call.options import Vmap
+from callgate._call.site import Backend, CallSite
+from callgate._core import options as check
+from callgate._core import registry, static_values
+from callgate._core.errors import GateDefinitionError
+from callgate._core.signatures import places
+from callgate._kernel import launch
+from callgate._kernel.options import KernelOptions
+from callgate._kernel.parameters import GIVEN, OPERANDS, RESULTS, Kind, Signature, arguments
+from callgate._kernel.source import TemplateParameter
+from callgate._kernel.variants import Given, Static, from_json
+from callgate._runtime import targets
+
+Types = Sequence[tuple[tuple[int, ...], Any]]  # shapes and dtypes
+
+
+class KernelCallee(Operation):
+  """The core of a kernel.
+
+  Attributes:
+    parameters: names of the arguments that are arrays.
+    thread_safe: as given when it was made.
+  """
+
+  kind = "kernel"
+  arrays = "native"
+  # Runs it on CUDA devices, for kernels that have code for them.
+  cuda: launch.CudaPart | None = None
+  linear: bool | tuple[int, ...]
+  _template: tuple[TemplateParameter, ...] = ()  # of its C++; calls may give them by keyword
+
+  def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
+    # `signature`: the parameters, as far as they are known before a call; None for a function that
+    # takes any number of arrays, and static values by any keyword. `options.name` does not count.
+    label = f"kernel '{name}'"
+    check.name("kernel", name)
+    if "[" in name or "]" in name:
+      mark = "brackets, which mark a kernel's variants"
+      raise GateDefinitionError(f"{label}: expected a name without {mark}")
+    super().__init__(name, options.checked(label, grid=True))
+    self.thread_safe = check.boolean(label, "thread_safe", options.thread_safe)
+    self.signature = None if signature is None else tuple(signature)
+    self.defining = threading.RLock()
+    if self.signature is not None:
+      inouts = [p for p in self.signature if p.kind is Kind.INOUT]
+      if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in self.signature):
+        raise GateDefinitionError(f"{label}: expected no InOut beside Ins or Outs, got both")
+      operands = [p for p in self.signature if p.kind in OPERANDS]
+      results = [p for p in self.signature if p.kind in RESULTS]
+      self.parameters = tuple(p.name for p in operands)
+      self.aliases.update({operands.index(p): results.index(p) for p in inouts})
+      if not isinstance(self.linear, bool):  # users count arguments, rules those that are arrays
+        given = enumerate(p for p in self.signature if p.kind in GIVEN)
+        arrays = {position: p for position, p in given if p in operands}
+        if wrong := [position for position in self.linear if position not in arrays]:
+          known = ", ".join(f"{position} ('{p.name}')" for position, p in arrays.items())
+          expected = f"expected positions of arguments that are arrays, {known}"
+          raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
+        self.linear = tuple(operands.index(arrays[position]) for position in self.linear)
+    registry.take(name)
+    registry.register(name, self)
+
+  # -- platforms ---------------------------------------------------------------------------------
+  def backend(self, platform: str) -> Backend:
+    cuda = platform == "cuda"
+    if cuda and self.cuda is not None:
+      return functools.partial(launch.emission, self, self.cuda)
+    own, got = ("the CPU", "CUDA") if cuda else ("platform cuda", f"platform {platform}")
+    raise GateDefinitionError(
+      f"{self.label}: expected a program for {own}, which is all that the kernel has code for; got "
+      f"one for {got}. callgate.cuda makes kernels for CUDA, callgate.cpp(source, cuda_source=...) "
+      "for both, and jax.lax.platform_dependent chooses between functions"
+    )
+
+  def rename(self, name: str) -> None:
+    self.name = name
+    if self.cuda is not None:  # variants are made again, under the new name, for further programs
+      for handle in self.cuda.cuda_variants.values():
+        handle.give_up_name()
+      self.cuda.cuda_variants.clear()
+
+  def define_variant(self, key: str) -> bool:
+    """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
+    part = self.cuda
+    if part is None or not key.startswith(launch.PREFIX):
+      return False
+    key = key.removeprefix(launch.PREFIX)
+    images = () if key in part.cuda_variants else part.images(key, launch.capabilities(part))
+    if images is not None:
+      launch.variant(self, part, key, images)
+    return images is not None
+
+  def retile(
+    self, held: dict[str, Any], lanes: Sequence[str], operands: Types, results: Types, target: str
+  ) -> str:
+    """Gives a call's attributes, `held`, the plan for its tiles, and returns their target.
+
+    `lanes` are masks of the batch levels that the runtime loops over, outermost first.
+    """
+    part = self.cuda
+    assert part is not None  # which made the call
+    call = self.tile(part, held, lanes, operands, results)
+    plan = launch.planned(self, part, call)
+    held["plan"] = launch.encode(self.label, plan)
+    held["name"] = launch.variant(self, part, plan.key, plan.images).name
+    # A launch that not all devices run reads its number, and no graph may.
+    return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target
+
+  def tile(
+    self, part: launch.CudaPart, held: dict[str, Any], lanes: Sequence[str], operands: Types,
+    results: Types,
+  ) -> launch.CudaCall:  # fmt: skip
+    """One lane of a call on a tile, from what the call holds."""
+    about, batch = json.loads(held["tiles"]), None
+    if about["grid"]:
+      batch, lanes = results[0][0][len(lanes)], [*lanes, "1" * len(operands)]
+    tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
+    types = launch.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
+    static = {name: from_json(value) for name, value in about["static"].items()}
+    return launch.CudaCall(*types, static, batch, launch.capabilities(part))
+
+  def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
+    return "broadcast" if self.vmap == "grid" else self.vmap
+
+  # -- files -------------------------------------------------------------------------------------
+  def saved_form(self) -> dict[str, Any] | None:
+    """Returns what `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
+
+    "kind" names the module of `files` whose `restore` makes it again, of JSON's types, tuples
+    and bytes. Forms that differ in nothing but "compiled", which spares work, are of one kernel.
+    """
+
+  def take_compiled(self, compiled: Any) -> None:
+    """Takes the "compiled" of the same kernel's form in a file; by default it needs none."""
+
+  # -- calling -----------------------------------------------------------------------------------
+  def given(
+    self, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> tuple[tuple[Any, ...], dict[str, Any], Static]:
+    operands, static = self._arguments(args, kwargs)
+    return operands, {}, static
+
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    """A call's operands, in the order of the parameters, and its static values, frozen."""
+    if self.signature is None:
+      arrays, static = shapes.split_static(self.label, kwargs)
+      return shapes.to_positional(self, args, arrays), static
+    given = [p for p in self._template if p.name in kwargs]
+    bound = {p.name: p.frozen(self.label, kwargs.pop(p.name)) for p in given}
+    operands, static = arguments(self.label, self.signature, args, kwargs)
+    return operands, tuple(sorted({**dict(static), **bound}.items()))
+
+  # -- rules and references ----------------------------------------------------------------------
+  def call_rule(
+    self,
+    function: Callable[..., Any],
+    lead: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: Static,
+  ) -> Any:
+    """Static values go where the function has their names, or to their places in the signature."""
+    values = {name: static_values.thaw(value) for name, value in static}
+    positional, known = places(function, len(lead), values)
+    ordered = [p for p in self.signature or () if p.kind in GIVEN]
+    placed, rest = list[Any](), list(args)
+    if values and not known and len(positional) == len(ordered) > len(args):
+      placed = [rest.pop(0) if p.kind in OPERANDS else values[p.name] for p in ordered]
+      return function(*lead, *placed, **kwargs)
+    for name in positional:
+      if not rest:
+        break
+      placed.append(known.pop(name) if name in known else rest.pop(0))
+    return function(*lead, *placed, *rest, **kwargs, **known)
+
+  def reference(self, *args: Any, **kwargs: Any) -> Any:
+    assert self.like is not None
+    operands, static = self._arguments(args, kwargs)
+    return self.call_rule(self.like, (), operands, {}, static)
+
+  def on_host(self, *args: Any, **kwargs: Any) -> Any:
+    self.backend("cpu")  # raises: kernels with code for the CPU have an `on_host`

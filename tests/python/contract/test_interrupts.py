@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract: Ctrl-C ends a program, the call raises KeyboardInterrupt, and the next is right."""
+
+from __future__ import annotations
+
+import json
+
+import contract
+import pytest
+from contract import FOLDER, ROWS
+from interpreters import run_python
+
+# A process of its own asks a row. JAX's C++ code dispatches the second call; the third question is
+# a loop of short programs in Python.
+_PROCESS = """
+import json, os, signal, sys, threading, time
+import jax, numpy as np
+sys.path.insert(0, %r)
+import contract
+import callgate as cg
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
+X, begun = np.float32(3), threading.Event()
+
+def interrupt():
+  begun.wait()
+  time.sleep(0.02)
+  os.kill(os.getpid(), signal.SIGINT)
+
+def ended(run):
+  begun.clear()
+  thread = threading.Thread(target=interrupt)
+  thread.start()
+  try:
+    try:
+      run()
+    except Exception as error:
+      how = f"{type(error).__name__}: {error}"[:300]
+    else:
+      how = "ended by itself"
+    thread.join()  # the interrupt comes here if it has not come
+  except KeyboardInterrupt:
+    how = "KeyboardInterrupt"
+  begun.set()
+  thread.join()
+  return how
+
+def ask(name):
+  row, host = contract.ROWS[name], contract.Host()
+  f = row.make(host)
+
+  def many(x, steps):
+    cg.tap(x, lambda _: begun.set())
+    return jax.lax.fori_loop(0, steps, lambda i, x: f(x), x)
+
+  def python():
+    while True:
+      short(X)
+      begun.set()
+
+  long, short = jax.jit(many), jax.jit(f)
+  with row.around():
+    short(X).block_until_ready()
+    answers = [ended(lambda: long(X, 2**31 - 1).block_until_ready()) for _ in ("first", "again")]
+    answers.append(ended(python))
+    try:
+      cg.barrier()  # what the interrupts have ended is told there, if nobody else has asked
+    except Exception:
+      pass
+    with cg.errors():
+      answers.append(float(long(X, 2)) - 3)
+  return answers
+
+signal.alarm(60)  # a program that does not end
+print(json.dumps(ask(%r)))
+"""
+
+
+@pytest.mark.parametrize("row", contract.rows("interrupt"))
+def test_a_program_is_interrupted_and_the_next_one_is_right(row: str) -> None:
+  process = run_python(_PROCESS % (str(FOLDER), row))
+  assert process.returncode == 0, process.stderr
+  assert process.stderr == ""
+  answers = json.loads(process.stdout.splitlines()[-1])
+  assert answers == [*["KeyboardInterrupt"] * 3, pytest.approx(2 * ROWS[row].adds)]
