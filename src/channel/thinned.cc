@@ -33,7 +33,7 @@ void Thinned::read_clocks() {
   constexpr std::int64_t kSet = 1'000'000;  // ns: a lead that differs by more is a new one
   const ClockTimes now = clocks_();
   const std::int64_t lead = now.wall_ns - now.steady_ns;
-  if (!lead_ || std::abs(lead - *lead_) > kSet) lead_ = lead;
+  if (std::abs(lead - lead_) > kSet) lead_ = lead;
   wall_now_ = now.wall_ns;
 }
 
@@ -41,7 +41,7 @@ bool Thinned::passes(const Record& record) {
   Count& count = count_of(record);
   if (count.came++ % every_ != 0) return false;
   if (rate_ == 0) return true;
-  const std::int64_t time = std::min(record.time_ns, wall_now_) - *lead_;
+  const std::int64_t time = std::min(record.time_ns, wall_now_) - lead_;
   if (count.some && static_cast<double>(time - count.last_ns) * rate_ < 1e9) {
     count.last_ns = std::min(count.last_ns, time);  // what came before the wall clock was set
     return false;

@@ -13,7 +13,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -72,7 +71,7 @@ class Thinned final : public Consumer {
   const std::uint64_t every_;
   const double rate_;
   const std::function<ClockTimes()> clocks_;
-  std::optional<std::int64_t> lead_;  // of the wall clock over the steady one
+  std::int64_t lead_ = 0;  // of the wall clock over the steady one
   std::int64_t wall_now_ = 0;
   std::vector<Record> chosen_;
   std::map<std::tuple<std::string, Role, std::int32_t>, Count> counts_;

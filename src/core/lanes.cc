@@ -82,12 +82,4 @@ void Lanes::check(std::span<const ArrayView> operands, std::span<const ArrayView
     check_axes("result", i, results[i], [&](std::size_t level) { return !numbered(level); });
 }
 
-LanesOfCall::LanesOfCall(const Lanes& held, std::span<const ArrayView> operands,
-                         std::span<const ArrayView> results, std::int64_t number)
-    : read_(held.open() ? held.of_call(operands) : Lanes()),
-      lanes_(held.open() ? read_ : held),
-      number_(number) {
-  lanes_.check(operands, results);
-}
-
 }  // namespace callgate

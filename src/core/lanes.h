@@ -163,7 +163,12 @@ class Lanes {
 class LanesOfCall : Immovable {
  public:
   LanesOfCall(const Lanes& held, std::span<const ArrayView> operands,
-              std::span<const ArrayView> results, std::int64_t number = 0);
+              std::span<const ArrayView> results, std::int64_t number = 0)
+      : read_(held.open() ? held.of_call(operands) : Lanes()),
+        lanes_(held.open() ? read_ : held),
+        number_(number) {
+    lanes_.check(operands, results);
+  }
 
   // The position, and the name, of the lane `index` of the call.
   std::int64_t position(std::int64_t index) const noexcept {

@@ -20,7 +20,8 @@
 
 namespace callgate::cuda {
 
-void trim_memory() noexcept;  // below
+// Frees the blocks that nobody uses.
+void trim_memory() noexcept;
 
 inline constexpr std::size_t kMostOnTheWay = std::size_t{512} << 20;  // of all devices' taps
 // The bytes of a pool: small blocks beside leave room for all large ones, of which none is made
@@ -138,8 +139,5 @@ struct MemoryInUse {
   std::size_t pinned = 0, device = 0;
 };
 MemoryInUse memory_in_use() noexcept;
-
-// Frees the blocks that nobody uses.
-void trim_memory() noexcept;
 
 }  // namespace callgate::cuda

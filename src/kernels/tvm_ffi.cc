@@ -35,6 +35,7 @@ bool Function::OwnTensors::kept() const noexcept {
 
 const callgate_array* Function::arrays_of(const callgate_call& call, std::int32_t kind,
                                           std::size_t parameter) noexcept {
+  // NOLINTNEXTLINE(clang-analyzer-core.NullPointerArithm): a call with operands has them
   if (kind == CALLGATE_INS) return call.operands + call.starts[parameter];
   return kind == CALLGATE_OUTS ? call.results + call.starts[parameter] : nullptr;
 }

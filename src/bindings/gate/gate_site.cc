@@ -110,13 +110,12 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     CallPlace place{{}, 0, &spec_.layout, &call.context};
     CallPlaceScope told(options_.located ? &place : nullptr);
     if (spec_.lanes.empty()) return run_lane(0, call.operands, call.results, call.context, gpu);
-    const std::optional<LanesOfCall> lanes = [&]() -> std::optional<LanesOfCall> {
-      try {
-        return lanes_of(call);
-      } catch (const Error& error) {
-        raise(PyExc_ValueError, error.what());
-      }
-    }();
+    std::optional<LanesOfCall> lanes;
+    try {
+      lanes.emplace(spec_.lanes, call.operands, call.results, call.context.lane);
+    } catch (const Error& error) {
+      raise(PyExc_ValueError, error.what());
+    }
     callee_->counters.calls += (*lanes)->count();
     std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
     place.lanes = (*lanes)->sizes();

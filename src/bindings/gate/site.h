@@ -27,9 +27,6 @@ namespace callgate::bindings {
 template <typename Runner, typename C>
 class GateSite : public Site {
  public:
-  GateSite(std::shared_ptr<C> callee, SiteSpec spec)
-      : callee_(std::move(callee)), spec_(std::move(spec)) {}
-
   void run(const Call& call) override {
     const std::int64_t stall = settings.stall_ns.load(std::memory_order_relaxed);  // see Settings
     if (stall == 0) return static_cast<Runner*>(this)->run_watched(call);
@@ -84,6 +81,10 @@ class GateSite : public Site {
   SiteSpec spec_;
 
  private:
+  friend Runner;
+  GateSite(std::shared_ptr<C> callee, SiteSpec spec)
+      : callee_(std::move(callee)), spec_(std::move(spec)) {}
+
   void record(std::int64_t start_ns, std::int64_t gil_wait_ns, std::int64_t python_ns) {
     callee_->counters.gil_wait_ns += gil_wait_ns;
     callee_->counters.python_ns += python_ns;

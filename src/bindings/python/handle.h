@@ -31,42 +31,43 @@ struct Handle : Immovable {
     drain_released();
   }
 
-  // For Python's cycle collector, of a callee that holds objects: `references()`.
-  int visit(visitproc visit, void* arg) const
-    requires requires(C& of) { of.references(); }
-  {
-    for (const LateReference* held : callee->references()) Py_VISIT(held->get());
-    return 0;
-  }
-  void clear() const
-    requires requires(C& of) { of.references(); }
-  {
-    for (LateReference* held : callee->references()) {
-      LateReference none = late(nb::none());
-      std::swap(*held, none);
-      Py_XDECREF(none.release());
-    }
-  }
-
   std::shared_ptr<C> callee;
 };
 
-// Python's cycle collector sees through a handle that has visit() and clear(): a callable may refer
-// to its own gate. Only while no executable shares the callee, since that one's reference is not
-// Python's to follow.
+template <typename H>
+constexpr bool kHasReferences = requires(const H& handle) { handle.callee->references(); };
+
+// Python's cycle collector sees through the handle of a callee that has `references()`, and through
+// a handle with visit() and clear(): a callable may refer to its own gate. Only while no executable
+// shares the callee, since that one's reference is not Python's to follow.
 template <typename H>
 int traverse_handle(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
   const H& handle = *nb::inst_ptr<H>(self);
-  return handle.callee.use_count() == 1 ? handle.visit(visit, arg) : 0;
+  if (handle.callee.use_count() != 1) return 0;
+  if constexpr (kHasReferences<H>) {
+    for (const LateReference* held : handle.callee->references()) Py_VISIT(held->get());
+    return 0;
+  } else {
+    return handle.visit(visit, arg);
+  }
 }
 
 template <typename H>
 int clear_handle(PyObject* self) {
   if (!nb::inst_ready(self)) return 0;
   const H& handle = *nb::inst_ptr<H>(self);
-  if (handle.callee.use_count() == 1) handle.clear();
+  if (handle.callee.use_count() != 1) return 0;
+  if constexpr (kHasReferences<H>) {
+    for (LateReference* held : handle.callee->references()) {
+      LateReference none = late(nb::none());
+      std::swap(*held, none);
+      Py_XDECREF(none.release());
+    }
+  } else {
+    handle.clear();
+  }
   return 0;
 }
 
@@ -75,7 +76,7 @@ int clear_handle(PyObject* self) {
 template <typename H, typename... Extra>
 nb::class_<H> bind_callee(nb::module_& module, const char* name, const Extra&... extra) {
   static PyType_Slot slots[] = {{0, nullptr}, {0, nullptr}, {0, nullptr}};
-  if constexpr (requires(const H& handle) { handle.clear(); }) {
+  if constexpr (kHasReferences<H> || requires(const H& handle) { handle.clear(); }) {
     slots[0] = {Py_tp_traverse, reinterpret_cast<void*>(&traverse_handle<H>)};
     slots[1] = {Py_tp_clear, reinterpret_cast<void*>(&clear_handle<H>)};
   }

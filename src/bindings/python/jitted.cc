@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "core/main_thread.h"
 

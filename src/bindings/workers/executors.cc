@@ -38,7 +38,8 @@ class ExecutorCallee final : public GateCallee,
 
 class ExecutorSite final : public GateSite<ExecutorSite, ExecutorCallee> {
  public:
-  using GateSite::GateSite;
+  ExecutorSite(std::shared_ptr<ExecutorCallee> callee, SiteSpec spec)
+      : GateSite(std::move(callee), std::move(spec)) {}
 
   void run_watched(const Call& call) {
     const std::optional<LanesOfCall> of_call = lanes_of(call);

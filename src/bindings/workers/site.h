@@ -104,7 +104,8 @@ struct Chosen {
 
 class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
  public:
-  using GateSite::GateSite;
+  WorkerSite(std::shared_ptr<WorkerCallee> callee, SiteSpec spec)
+      : GateSite(std::move(callee), std::move(spec)) {}
 
   // Has the definitions made that workers need, and the pool, once. Under the GIL; throws a Python
   // exception.
