@@ -149,7 +149,7 @@ class Part:
   calls = ""
 
   def define(self, name: str) -> Any:
-    """Defines a name that a program of another process calls.
+    """Defines a name that a program of another process calls, one of the part's in `PARTS`.
 
     Returns the gate, kernel or tap that has the name now; None if the name is another part's.
     """
@@ -166,7 +166,7 @@ class Part:
     """At each phase of the end of the process."""
 
   def forked(self) -> None:
-    """In a fork's child."""
+    """In a fork's child, which has no other thread: a lock may be held by one of the parent's."""
 
 
 _parts: list[Part] = []  # guarded by _joining; at most one entry for each part

@@ -64,9 +64,10 @@ def test_the_part_breaks_no_layer_and_says_what_guards_its_state(tree: Path) -> 
 
 
 def test_the_parts_own_test_and_its_row_in_the_contract_pass(tree: Path) -> None:
-  own, row = tree / "tests/python/counter", tree / "tests/python/contract/test_values.py"
+  own, contract = tree / "tests/python/counter", tree / "tests/python/contract"
+  rows = contract / "test_values.py", contract / "test_processes.py"
   said = succeed(
-    Module("pytest"), "-q", "-p", "no:cacheprovider", "-k", "counter", own, row,
+    Module("pytest"), "-q", "-p", "no:cacheprovider", "-k", "counter", own, *rows,
     cwd=tree, environment={"PYTHONPATH": f"{tree / 'python'}:{FOLDER}"}, timeout=110,
   )  # fmt: skip
   assert re.search(r"^\d\d passed", said, re.MULTILINE), said

@@ -463,6 +463,17 @@ ROWS: dict[str, Row] = {
   ),
 }
 
+# Programs name what these make, and another process has to make it before it loads one.
+_MADE_FIRST = (
+  *("gate", "gate io", "gate ordered", "gate whole", "gate inplace", "gate on its own thread"),
+  *("gate on a named thread", "gate on an executor", "call", "hold", "use", "start", "knob"),
+  *("feed", "linear_solver", "root", "stoppable scan", "gate in a worker", "envs"),
+  *("scan with checkpoints", "loop with a bar", "gate in a recording", "cpp", "cfunc", "numba"),
+  *("elementwise", "torch", "buffer_callback"),
+)
+for _row in _MADE_FIRST:
+  ROWS[_row].refuses["export elsewhere"] = "Define it before the program is loaded"
+
 
 def installed(row: str) -> bool:
   """True if the package that the row needs is here."""
