@@ -61,6 +61,8 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
   results, and returns what that returns, with jax.Arrays for the arrays of any library.
   """
 
+  __slots__ = ("_defined", "_programs")
+
   def __init__(self, core: Operation) -> None:
     super().__init__(core)
     self._programs = programs = _EagerPrograms(core)

@@ -72,16 +72,41 @@ class Checkpoints(Public[CarrySaver]):
     format: Literal["npz", "orbax"] = "npz",
   ) -> None:  # fmt: skip
     label = "Checkpoints"
-    self.folder = Path(options.path(label, "folder", folder)).absolute()
-    if "\n" in str(self.folder):  # programs and messages name it in one line
-      options.refuse(label, "folder", "a path without a newline", str(self.folder))
-    self.every = options.count(label, "every", every, least=1, most=2**31 - 1)
-    self.keep = options.count(label, "keep", keep, least=1)
-    self.resume = options.boolean(label, "resume", resume)
-    self.format = options.choice(label, "format", format, ("npz", "orbax"))
+    path = Path(options.path(label, "folder", folder)).absolute()
+    if "\n" in str(path):  # programs and messages name it in one line
+      options.refuse(label, "folder", "a path without a newline", str(path))
+    every = options.count(label, "every", every, least=1, most=2**31 - 1)
+    keep = options.count(label, "keep", keep, least=1)
+    resume = options.boolean(label, "resume", resume)
+    options.choice(label, "format", format, ("npz", "orbax"))
     if format == "orbax":
       orbax.library()
-    super().__init__(CarrySaver(self.folder, self.keep, resume=resume, format=self.format))
+    super().__init__(CarrySaver(path, every, keep, resume=resume, format=format))
+
+  @property
+  def folder(self) -> Path:
+    """The folder, as an absolute path."""
+    return self._core.folder
+
+  @property
+  def every(self) -> int:
+    """As given: steps from one checkpoint to the next."""
+    return self._core.every
+
+  @property
+  def keep(self) -> int:
+    """As given: how many of the newest stay."""
+    return self._core.keep
+
+  @property
+  def resume(self) -> bool:
+    """As given."""
+    return self._core.resume
+
+  @property
+  def format(self) -> str:
+    """As given: "npz" or "orbax"."""
+    return self._core.format
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self.folder}>"

@@ -20,6 +20,7 @@ from callgate._checkpoints.parts import Leaf
 from callgate._checkpoints.writer import Writer, leaves_of
 from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
+from callgate._core.public import Uncopied
 from callgate._jax import tracing
 from callgate._objects.handle import Handle
 from callgate._part import Part, Phase, Wait, join
@@ -31,11 +32,14 @@ _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
 _open: weakref.WeakKeyDictionary[channel.Channel, Path] = weakref.WeakKeyDictionary()
 
 
-class CarrySaver:
+class CarrySaver(Uncopied):
   """Has programs save the carry of a loop in a folder, and take it up again."""
 
-  def __init__(self, folder: Path, keep: int, *, resume: bool, format: str) -> None:
-    self.folder, self.resume, self.format = folder, resume, format
+  def __init__(
+    self, folder: Path, every: int, keep: int, *, resume: bool, format: str
+  ) -> None:  # fmt: skip
+    self.folder, self.every, self.keep = folder, every, keep
+    self.resume, self.format = resume, format
     self._loader = loading.Loader(folder, resume=resume, of_orbax=format == "orbax")
     self._writer = Writer(folder, keep, format, self._loader.wrote)
     self._lock = threading.Lock()

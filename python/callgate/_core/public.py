@@ -11,6 +11,8 @@ C = TypeVar("C")
 class Uncopied:
   """A thing of its process: a copy is the thing itself."""
 
+  __slots__ = ()
+
   def __copy__(self) -> Self:
     return self
 
@@ -20,9 +22,20 @@ class Uncopied:
 
 
 class Public(Uncopied, Generic[C]):
-  """An object that users hold. Its class shows the documented names, which ask its core."""
+  """An object that users hold. Its class shows the documented names, which ask its core.
 
+  The core is in no `__dict__`: `functools.wraps` copies one into the wrappers that users make.
+  """
+
+  __slots__ = ("_core",)
   _core: C
+  _makers = ""  # the functions that make one, for the message where a class is called instead
+
+  def __new__(cls, *args: Any, **options: Any) -> Self:
+    if cls._makers and not (len(args) == 1 and isinstance(args[0], Uncopied) and not options):
+      name = cls.__name__
+      raise TypeError(f"callgate.{name}: expected a call of {cls._makers}, which makes one")
+    return super().__new__(cls)
 
   def __init__(self, core: C) -> None:
     self._core = core

@@ -21,7 +21,7 @@ from callgate._call import derivatives, shapes
 from callgate._call.attached import with_derivative
 from callgate._call.function import ArrayFunction
 from callgate._call.site import SHARED, CallSite
-from callgate._core import encoding, exact, registry
+from callgate._core import encoding, exact, registry, split
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
 from callgate._core.where import where
@@ -98,6 +98,8 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
   _check(gate)
   place = {_PLACE: str(where())}
   here = gate.is_here
+  if gate.is_of_object(args):
+    args = (split.Static.of_object(args[0]), *args[1:])
   begin = functools.partial(_parts(gate).begin, *args, **kwargs, **place)
   args, kwargs, static = gate.given(args, kwargs)
   leaves, in_tree = jax.tree.flatten((args, kwargs))
@@ -118,6 +120,11 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
 
 
 def _check(gate: GateCallee) -> None:
+  if gate.traits.handles:
+    raise GateDefinitionError(
+      f"{gate.label}: start(): expected a gate, whose results are arrays; a hold's object is made "
+      "where it is called: start a gate, or call the hold"
+    )
   if gate.style != "return":
     raise GateDefinitionError(
       f"{gate.label}: start() needs style='return', got style={gate.style!r}, whose results are "

@@ -39,6 +39,8 @@ T = TypeVar("T")
 class Gate(ArrayFunction[P, R]):
   """A Python callable as a JAX function; made by `callgate.gate`, called like any JAX function."""
 
+  _makers = "callgate.gate"
+
   @property
   def function(self) -> Callable[..., Any]:
     """The user's callable."""

@@ -51,6 +51,8 @@ class Kernel(ArrayFunction[P, R]):
   may be given by the parameters' names.
   """
 
+  _makers = "callgate.cpp, .cuda, .library, .cfunc, .numba, .elementwise or .kernel"
+
   @property
   def parameters(self) -> tuple[str, ...]:
     """The names of the arguments that are arrays."""

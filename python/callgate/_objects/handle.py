@@ -44,15 +44,21 @@ class Handle(Public[HandleWords]):
 
   def __repr__(self) -> str:
     lanes = getattr(self._core.words, "shape", TYPE.shape)[: -len(TYPE.shape)]
-    return f"Handle({list(lanes)})" if lanes else "Handle()"
+    shown = [str(list(lanes))] if lanes else []
+    return f"Handle({', '.join([*shown, *filter(None, [self._core.place])])})"
+
+  @property
+  def place(self) -> Workers | Thread | None:
+    """The workers or the thread where the object lives; None for this process's default.
+
+    Raises:
+      HandleError: nothing is left of them.
+    """
+    return place_of(self)
 
 
 def place_of(handle: Handle) -> Workers | Thread | None:
-  """The workers or the thread where the object lives; None for this process's default.
-
-  Raises:
-    HandleError: nothing is left of them.
-  """
+  """See `Handle.place`."""
   name = core(handle).place
   if name is None:
     return None

@@ -194,6 +194,8 @@ def _without_tangent(leaf: Any) -> Any:
 class Hold(Gate[..., Any]):
   """A gate that makes objects of the host; made by `callgate.hold`. A call returns a `Handle`."""
 
+  _makers = "callgate.hold"
+
 
 @factories.of_one(HoldOptions)
 def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:

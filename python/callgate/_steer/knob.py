@@ -18,7 +18,7 @@ from callgate import _callgate, _part
 from callgate._call.function import ArrayFunction
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
-from callgate._core.public import Public, core
+from callgate._core.public import Public, Uncopied, core
 from callgate._core.where import Where, where
 from callgate._jax import execution
 from callgate._steer.cell import CellGate, agreed
@@ -30,7 +30,7 @@ _knobs: weakref.WeakValueDictionary[str, Knob] = weakref.WeakValueDictionary()  
 _lock = threading.RLock()
 
 
-class KnobNumber:
+class KnobNumber(Uncopied):
   """The core of a knob: the number, its options, and the runtime's cell that programs read.
 
   Attributes:
@@ -154,6 +154,8 @@ class _Read(CellGate):
 
 class Knob(Public[KnobNumber]):
   """A number that compiled programs read and the host sets while they run; made by `knob`."""
+
+  _makers = "callgate.knob"
 
   def __init__(self, core: KnobNumber) -> None:
     super().__init__(core)

@@ -137,6 +137,8 @@ class TorchFunction(Gate[P, R]):
   tensors.
   """
 
+  _makers = "callgate.torch"
+
   @property
   def random(self) -> bool:
     """True if calls take a key, `rng=`."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self, TypeVar
 from callgate import _callgate, _part
 from callgate._core import options
 from callgate._core.errors import GateError
-from callgate._core.public import Public, core
+from callgate._core.public import Public, Uncopied, core
 from callgate._jax import running
 from callgate._part import Part, Phase, Wait
 
@@ -34,7 +34,7 @@ _NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
 OBJECTS = "objects"
 
 
-class ThreadPlace:
+class ThreadPlace(Uncopied):
   """The core of a `Thread`: the runtime's queue, and what waits to be dropped there.
 
   Attributes:
@@ -129,8 +129,7 @@ class Thread(Public[ThreadPlace]):
   block, or with this process.
   """
 
-  def __init__(self, name: str) -> None:
-    super().__init__(ThreadPlace(name))
+  _makers = "callgate.thread"
 
   @property
   def name(self) -> str:
@@ -222,7 +221,7 @@ def thread(name: str) -> Thread:
   _part.on("program dispatched", after_dispatch)
   with _lock:
     if text not in _threads:
-      _threads[text] = Thread(text)
+      _threads[text] = Thread(ThreadPlace(text))
     return _threads[text]
 
 

@@ -20,7 +20,7 @@ import jax
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.errors import GateDefinitionError, WorkerError
-from callgate._core.public import Public, core
+from callgate._core.public import Public, Uncopied, core
 from callgate._part import Part, Phase, Wait, join
 from callgate._workers import travel
 
@@ -33,7 +33,7 @@ _placing = threading.Lock()
 _SECONDS = 5.0  # that a worker may take to end what it runs
 
 
-class WorkerPlace:
+class WorkerPlace(Uncopied):
   """The core of `Workers`: the runtime's pool of processes, made at its first use.
 
   Attributes:
@@ -105,6 +105,8 @@ class Workers(Public[WorkerPlace]):
   They start with the first call that is traced, or by `start()`, and end with `close()`, at the end
   of a `with` block, or with this process, in whatever way that ends.
   """
+
+  _makers = "callgate.workers"
 
   def __init__(self, core: WorkerPlace) -> None:
     super().__init__(core)

@@ -519,3 +519,23 @@ def test_a_result_that_is_pushed_out_while_a_lane_takes_it_is_refused() -> None:
   pushed_out = True
   with pytest.raises(cg.GateError, match="waited for once, got a second time, at line 2"):
     call.take("line 2", shared=True)
+
+
+class Scaler:
+  by = 3
+
+  @cg.gate(out=lambda x: x)
+  def scaled(self, x: Any) -> Any:
+    return x * np.float32(self.by)
+
+
+def test_a_method_of_an_object_is_started() -> None:
+  scaler = Scaler()
+  start = lambda x: Scaler.scaled.start(scaler, x).result()
+  for call in (start, jax.jit(start), jax.vmap(start)):
+    assert call(np.arange(3, dtype=np.float32)).tolist() == [0, 3, 6]
+
+
+def test_a_hold_is_not_started() -> None:
+  with pytest.raises(cg.GateDefinitionError, match=r"start\(\): expected a gate, .*start a gate"):
+    cg.hold(dict).start()

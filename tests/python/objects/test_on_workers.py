@@ -23,7 +23,7 @@ from waiting import until
 from worker_functions import Tallied
 
 import callgate as cg
-from callgate._objects.handle import place_of
+from callgate._workers.workers import name_of
 
 FLOAT, INT = (jax.ShapeDtypeStruct((), d) for d in (np.float32, np.int32))
 
@@ -81,7 +81,8 @@ def test_transformations_agree_with_jax(chains: Any, two: cg.Workers) -> None:
 def test_an_object_lives_in_the_worker_that_made_it(two: cg.Workers, engine: str) -> None:
   make = cg.hold(Tallied, run_on=two)
   handle = make(3.0)
-  assert place_of(handle) is two
+  assert handle.place is two
+  assert repr(handle) == f"Handle({name_of(two)})"
   assert used(handle, 1.0) == 4
   assert jax.jit(used)(handle) == 3
   assert jax.jit(lambda: used(handle))() == 3

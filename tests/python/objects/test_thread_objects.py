@@ -16,7 +16,6 @@ from interpreters import run_python
 from thread_objects import Checked
 
 import callgate as cg
-from callgate._objects.handle import place_of
 
 ZERO = jnp.float32(0)
 LARGE = np.full((300, 300), 1e-3, np.float32)  # whose product takes XLA's own threads
@@ -185,8 +184,8 @@ def test_run_on_xla_is_the_thread_of_the_call() -> None:
 def test_handles_of_a_thread_run_there_alone() -> None:
   with cg.thread("first") as first, cg.thread("second") as second:
     one, other = cg.hold(Checked, run_on=first)(1.0), cg.hold(list)(jnp.ones(2))
-    assert place_of(one) is first
-    assert place_of(other) is None
+    assert one.place is first
+    assert other.place is None
     with pytest.raises(cg.GateDefinitionError, match=r"one place, got some of .*first.* and this"):
       cg.use(lambda a, b: a.add(len(b)), one, other, out=ZERO)
     for run_on in ("xla", second):

@@ -2,6 +2,7 @@
 """Public classes, and objects of them, show the names that the reference has, and no others."""
 
 import enum
+import functools
 import inspect
 import pkgutil
 import re
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,3 +116,27 @@ def test_a_gate_shows_few_names() -> None:
   assert len(shown(cg.Gate)) <= 16
   assert shown(cg.Gate) <= shown(cg.gate(tenth, out=lambda x: x))
   assert jax.jit(cg.gate(tenth, out=lambda x: x))(1.0) == np.float32(0.1)
+
+
+def test_a_wrapper_of_a_gate_takes_none_of_its_core() -> None:
+  made = {times: cg.gate(lambda x, times=times: x * times, like=lambda x: x) for times in (2, 3)}
+  assert functools.wraps(made[2])(made[3])(1.0) == 3
+  for wrapper in (jax.vmap(made[3]), functools.wraps(made[3])(lambda x: made[3](x))):
+    again = cloudpickle.loads(cloudpickle.dumps(wrapper))
+    assert again(jnp.ones(2)).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["Gate", "Kernel", "Hold", "Knob", "Thread", "Workers"])
+def test_a_class_that_is_called_names_the_function_that_makes_one(kind: str) -> None:
+  for given in ((), (tenth,), (tenth, 1)):
+    with pytest.raises(TypeError, match=rf"callgate\.{kind}: expected a call of callgate\.\w+"):
+      getattr(cg, kind)(*given)
+
+
+def test_options_of_checkpoints_are_for_good(tmp_path: Path) -> None:
+  made = cg.Checkpoints(tmp_path, every=2, keep=5, resume=True)
+  has = (made.folder, made.every, made.keep, made.resume, made.format)
+  assert has == (tmp_path, 2, 5, True, "npz")
+  for name in ("folder", "every", "keep", "resume", "format"):
+    with pytest.raises(AttributeError):
+      setattr(made, name, 3)
