@@ -72,6 +72,14 @@ def take(name: str) -> None:
     rename(old, next(other for other in numbered if other not in others))
 
 
+@contextlib.contextmanager
+def naming(name: str) -> Generator[None]:
+  """As `take`; no other thread takes the name before the block, which registers it, has ended."""
+  with _naming:
+    take(name)
+    yield
+
+
 def rename(gate: Any, name: str) -> None:
   """Gives a gate or kernel another name, and frees its own."""
   with _lock:

@@ -48,7 +48,6 @@ class GateCallee(Operation):
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
     name = _options.name("gate", options.name) or registry.unique_name(function)
-    registry.take(name)
     label = f"{self.kind} '{name}'"
     _options.function(label, "fn", function)
     self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
@@ -81,8 +80,9 @@ class GateCallee(Operation):
       of_thread=isinstance(self.run_on, Thread),
       on_device=bind.is_native(self.arrays) or self.traits.native,
     )
-    self.callee = self._named_callee()
-    registry.register(self.name, self)
+    with registry.naming(name):
+      self.callee = self._named_callee()
+      registry.register(name, self)
     self.wraps, self.call_signature = function, signatures.signature_of(function, leading)
 
   def _named_callee(self) -> Any:

@@ -75,8 +75,8 @@ class KernelCallee(Operation):
           expected = f"expected positions of arguments that are arrays, {known}"
           raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
         self.linear = tuple(operands.index(arrays[position]) for position in self.linear)
-    registry.take(name)
-    registry.register(name, self)
+    with registry.naming(name):
+      registry.register(name, self)
 
   # -- platforms ---------------------------------------------------------------------------------
   def backend(self, platform: str) -> Backend:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import output_of
 from waiting import until
 
 import callgate as cg
@@ -316,3 +317,42 @@ def test_a_gate_is_renamed_while_nobody_goes_through_the_names(
   registry.rename(registry.get("test renamed"), "test renamed anew")
   assert held == [True]
   assert dict(registry.operations())["test renamed anew"] is core(gate)
+
+
+AT_ONCE = """
+import concurrent.futures, sys
+import numpy as np
+import callgate as cg
+
+def made(n):
+  return cg.gate(lambda x: x + n, out=lambda x: x, name="defined at once")
+
+made(0)
+sys.setswitchinterval(1e-6)
+with concurrent.futures.ThreadPoolExecutor(4) as threads:
+  gates = list(threads.map(made, range(40)))
+assert len({gate.name for gate in gates}) == 40
+assert [float(gate(np.float32(0))) for gate in gates] == list(range(40))
+"""
+
+
+def test_threads_of_a_script_that_define_a_gate_at_once_redefine_it() -> None:
+  assert output_of(AT_ONCE) == ""
+
+
+LEFT = """
+import callgate as cg
+
+def made(**options):
+  return cg.gate(lambda x: x, out=lambda x: x, name="left", **options)
+
+gate = made()
+try:
+  made(style="none")
+except cg.GateDefinitionError:
+  print(gate.name)
+"""
+
+
+def test_a_definition_that_is_refused_leaves_the_one_before() -> None:
+  assert output_of(LEFT) == "left\n"
