@@ -67,7 +67,9 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
     super().__init__(core)
     self._programs = programs = _EagerPrograms(core)
     core.users_programs = weakref.ref(programs)
-    if core.wraps is not None:
+    if core.wraps is None:
+      self.__name__ = core.name  # that of jitted programs
+    else:
       functools.update_wrapper(self, core.wraps, updated=())
     if core.call_signature is not None:  # without parameters for results and the context
       self.__signature__ = core.call_signature

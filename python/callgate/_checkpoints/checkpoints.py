@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -110,6 +111,12 @@ class Checkpoints(Public[CarrySaver]):
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self.folder}>"
+
+  def __reduce__(self) -> Any:
+    raise pickle.PicklingError(
+      f"{self!r} can't be pickled: its thread writes for this process; expected "
+      "cg.Checkpoints(folder, ...) in the other one"
+    )
 
   def steps(self) -> tuple[int, ...]:
     """The numbers of steps after which the checkpoints are that are there, the newest last."""

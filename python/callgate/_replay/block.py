@@ -31,6 +31,9 @@ class Block:
     self._running: dict[int, str] = {}  # calls that have begun, by number: their gates
     self._used = False
 
+  def __repr__(self) -> str:
+    return f"<callgate.{self._what}({self.path!r})>"
+
   def __enter__(self) -> Self:
     with _opening:
       if _open:

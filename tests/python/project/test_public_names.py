@@ -140,3 +140,13 @@ def test_options_of_checkpoints_are_for_good(tmp_path: Path) -> None:
   for name in ("folder", "every", "keep", "resume", "format"):
     with pytest.raises(AttributeError):
       setattr(made, name, 3)
+
+
+def test_objects_are_shown_by_their_names(tmp_path: Path) -> None:
+  path = str(tmp_path / "calls")
+  assert [repr(cg.record(path)), repr(cg.replay(path))] == [
+    f"<callgate.record({path!r})>",
+    f"<callgate.replay({path!r})>",
+  ]
+  kernel = cg.elementwise("T x", "T y", "y = x + 1", "test shown")
+  assert "jit_test_shown" in jax.jit(kernel).lower(1.0).as_text().splitlines()[0]

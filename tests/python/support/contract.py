@@ -412,7 +412,7 @@ ROWS: dict[str, Row] = {
       "values scan": "of a loop in a loop save the outer one",
       "interrupt": "of a loop in a loop save the outer one",
       "engine scan": "of a loop in a loop save the outer one",
-      "pickle": "cannot pickle",
+      "pickle": "its thread writes for this process",
       "fork": _CHANNELS,
       "dropped": _RECENT,
     },
