@@ -56,6 +56,17 @@ def outs_by_method(kind: type, out: Any) -> dict[str, Any] | None:
   return given if methods else None
 
 
+def refuse_hidden(made: Any, out: Any, own: set[str]) -> None:
+  """Raises where `out` names a method that a name of a gate's own hides."""
+  kind: Any = objects.class_of(made)
+  if hidden := sorted(own & (outs_by_method(kind, out) or {}).keys()):
+    raise GateDefinitionError(
+      f"gate of {kind.__qualname__}: out names the method '{hidden[0]}', and gates have such a name "
+      f"of their own; expected none of {', '.join(sorted(own))}: a subclass may call it by another "
+      "name"
+    )
+
+
 def no_results(kind: type, method: str, *_: Any, **__: Any) -> NoReturn:
   """The results of a method that `out` does not name."""
   raise GateDefinitionError(

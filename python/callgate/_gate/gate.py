@@ -229,6 +229,7 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
     ValueError: the name is taken by another live gate.
   """
   if elsewhere.has_objects(fn, options.run_on):
+    elsewhere.refuse_hidden(fn, options.out, {name for name in dir(Gate) if name[0] != "_"})
     return ClassGate(ClassGateCallee(fn, options))
   return Gate(GateCallee(fn, options))
 

@@ -129,3 +129,13 @@ def test_methods_that_are_none_and_results_that_are_missing(two: cg.Workers) -> 
 def test_a_class_that_runs_in_this_process_is_a_function_as_before() -> None:
   half = cg.gate(np.float32, out=lambda x: x)
   assert jax.jit(half)(2.0) == 2.0
+
+
+class Starting:
+  def start(self, x: Any) -> Any:
+    return x
+
+
+def test_a_method_that_a_gates_own_name_hides_is_refused_where_out_names_it() -> None:
+  with pytest.raises(cg.GateDefinitionError, match=r"method 'start', .* by another name"):
+    cg.gate(Starting, out={"start": jnp.float32(0)}, run_on="processes")
