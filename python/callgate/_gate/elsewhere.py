@@ -61,9 +61,9 @@ def refuse_hidden(made: Any, out: Any, own: set[str]) -> None:
   kind: Any = objects.class_of(made)
   if hidden := sorted(own & (outs_by_method(kind, out) or {}).keys()):
     raise GateDefinitionError(
-      f"gate of {kind.__qualname__}: out names the method '{hidden[0]}', and gates have such a name "
-      f"of their own; expected none of {', '.join(sorted(own))}: a subclass may call it by another "
-      "name"
+      f"gate of {kind.__qualname__}: out names the method '{hidden[0]}', and gates have such a "
+      f"name of their own; expected none of {', '.join(sorted(own))}: a subclass may call it by "
+      "another name"
     )
 
 
