@@ -325,7 +325,8 @@ def _import_fault(name: PurePosixPath, target: PurePosixPath) -> str | None:
     return None
   layer, other = layer_of(name), layer_of(target)
   if not layer:
-    return None if name.stem in TOP else "is in no folder of PYTHON_LAYERS"
+    missing = "is in no folder of PYTHON_LAYERS: add it to that table in tests/check_layers.py"
+    return None if name.stem in TOP else missing
   if layer == other or other in PYTHON_LAYERS[layer] or target.stem in BASE:
     return None
   return f"{layer} is not above {other or target.stem}"
