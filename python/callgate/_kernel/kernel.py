@@ -59,6 +59,18 @@ class Kernel(ArrayFunction[P, R]):
     return self._core.parameters
 
   @property
+  def function(self) -> Any:
+    """The function that it was made from, of Python or by its name in a library.
+
+    Raises:
+      AttributeError: it was made from source.
+    """
+    function = getattr(self._core, "function", None)
+    if function is None:
+      raise AttributeError(f"{self!r} was made from source, and has no function", obj=self)
+    return function
+
+  @property
   def thread_safe(self) -> bool:
     """As given: True if calls may run at once."""
     return self._core.thread_safe

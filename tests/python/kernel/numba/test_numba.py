@@ -576,3 +576,11 @@ def test_with_numba_s_compiler_off_the_error_says_so() -> None:
       print(error)
   """
   assert "NUMBA_DISABLE_JIT" in printed_by(code, NUMBA_DISABLE_JIT="1")
+
+
+def test_a_kernel_has_the_function_that_it_was_made_from() -> None:
+  def double(x: Any) -> Any:
+    return 2 * x
+
+  assert cg.numba(double, out=lambda x: x).function is double
+  assert not hasattr(cg.elementwise("T x", "T y", "y = 2 * x"), "function")
