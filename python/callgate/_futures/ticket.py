@@ -21,7 +21,7 @@ from callgate._call import derivatives, shapes
 from callgate._call.attached import with_derivative
 from callgate._call.function import ArrayFunction
 from callgate._call.site import SHARED, CallSite
-from callgate._core import encoding, exact, registry, split
+from callgate._core import encoding, exact, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
 from callgate._core.where import where
@@ -98,8 +98,6 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
   _check(gate)
   place = {_PLACE: str(where())}
   here = gate.is_here
-  if gate.is_of_object(args):
-    args = (split.Static.of_object(args[0]), *args[1:])
   begin = functools.partial(_parts(gate).begin, *args, **kwargs, **place)
   args, kwargs, static = gate.given(args, kwargs)
   leaves, in_tree = jax.tree.flatten((args, kwargs))
@@ -168,7 +166,9 @@ def _begin(gate: GateCallee) -> ArrayFunction[..., Any]:
     out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, arrays=arrays,
     copy=True,
   )  # fmt: skip
-  return ArrayFunction(holding(begin, options))
+  made = holding(begin, options)
+  made.owner = gate.owner  # the object of a method is its first argument, too
+  return ArrayFunction(made)
 
 
 class _Begin(HoldCallee):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -534,6 +534,19 @@ def test_a_method_of_an_object_is_started() -> None:
   start = lambda x: Scaler.scaled.start(scaler, x).result()
   for call in (start, jax.jit(start), jax.vmap(start)):
     assert call(np.arange(3, dtype=np.float32)).tolist() == [0, 3, 6]
+
+
+class Point(NamedTuple):
+  by: Any
+
+  @cg.gate(out=lambda x: x)
+  def scaled(self, x: Any) -> Any:
+    return self.by * x
+
+
+def test_a_method_of_an_object_that_is_a_pytree_is_started() -> None:
+  start = lambda by, x: Point.scaled.start(Point(by), x).result()
+  assert jax.jit(start)(np.float32(3), np.arange(3, dtype=np.float32)).tolist() == [0, 3, 6]
 
 
 def test_a_hold_is_not_started() -> None:
