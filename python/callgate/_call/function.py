@@ -31,27 +31,25 @@ class _EagerPrograms:
 
   def __init__(self, core: Operation) -> None:
     self._core = core
-    self._alone: Callable[..., Any] | None = None
-    self._kept: tuple[Any, Any] | None = None
+
+  @functools.cached_property
+  def _kept(self) -> tuple[Any, Any]:
+    return tracing.eager_programs(_MOST_PROGRAMS), tracing.eager_programs(MOST_OBJECTS)
 
   def of(self, site: CallSite) -> Callable[..., Any]:
-    if self._kept is None:
-      self._kept = tracing.eager_programs(_MOST_PROGRAMS), tracing.eager_programs(MOST_OBJECTS)
     return self._kept[site.has_objects]
 
-  @property
+  @functools.cached_property
   def alone(self) -> Callable[..., Any]:
     """A program of one call, for arrays alone: JAX dispatches it in C++ from the second time on."""
-    if self._alone is None:
-      core = self._core
+    core = self._core
 
-      @sources.shared
-      def call(*args: Any) -> Any:
-        return core(*args)
+    @sources.shared
+    def call(*args: Any) -> Any:
+      return core(*args)
 
-      call.__name__ = call.__qualname__ = core.name
-      self._alone = jax.jit(call)
-    return self._alone
+    call.__name__ = call.__qualname__ = core.name
+    return jax.jit(call)
 
 
 class ArrayFunction(Portable[Any], Generic[P, R]):

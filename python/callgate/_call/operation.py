@@ -26,7 +26,7 @@ from callgate._runtime import config
 
 
 class Operation(Callee):
-  """A gate or kernel as programs, traces and rules know it: the core of a `ArrayFunction`.
+  """A gate or kernel as programs, traces and rules know it: the core of an `ArrayFunction`.
 
   JAX caches what it has traced for as long as the functions live that it traced, or for ever. So
   nothing that a trace has refers to the `ArrayFunction`, which a user may drop.

@@ -54,21 +54,16 @@ class Handle(Public[HandleWords]):
     Raises:
       HandleError: nothing is left of them.
     """
-    return place_of(self)
-
-
-def place_of(handle: Handle) -> Workers | Thread | None:
-  """See `Handle.place`."""
-  name = core(handle).place
-  if name is None:
-    return None
-  found = workers.at_place(name) or threads.at_place(name)
-  if found is None:
-    raise HandleError(
-      f"expected the handle of a live object, got one of {name}, which has been closed, "
-      "and its objects with it"
-    )
-  return found
+    name = self._core.place
+    if name is None:
+      return None
+    found = workers.at_place(name) or threads.at_place(name)
+    if found is None:
+      raise HandleError(
+        f"expected the handle of a live object, got one of {name}, which has been closed, "
+        "and its objects with it"
+      )
+    return found
 
 
 jax.tree_util.register_pytree_node(

@@ -28,7 +28,7 @@ from callgate._gate.gate import Gate
 from callgate._gate.options import Arrays, GateOptions, Thread, take_options
 from callgate._jax import tracing
 from callgate._objects import table
-from callgate._objects.handle import SCOPE, TYPE, Handle, place_of
+from callgate._objects.handle import SCOPE, TYPE, Handle
 from callgate._objects.remote import on_workers
 from callgate._objects.resolve import is_handle, name_objects, resolved
 from callgate._objects.table import Held, KeptObjects, Maker
@@ -315,7 +315,7 @@ def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, 
       f"{user}: expected a handle of an object among the arguments, got none; callgate.gate calls "
       "what takes arrays alone"
     )
-  places = list(dict.fromkeys(map(place_of, handles)))
+  places = list(dict.fromkeys(handle.place for handle in handles))
   if len(places) > 1:
     shown = " and ".join("this process" if one is None else repr(one) for one in places)
     raise GateDefinitionError(
