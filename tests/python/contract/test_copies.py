@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import base64
 import copy
-import json
 from typing import Any
 
 import contract
 import jax
 import numpy as np
 import pytest
-from contract import FOLDER, ROWS, Host
-from interpreters import output_of
+from contract import ROWS, Host
+from contract_elsewhere import added_elsewhere
 
 import callgate as cg
 
@@ -50,31 +48,11 @@ def test_a_copy_and_a_pickle_run_or_say_why_not(row: str) -> None:
     cg.barrier()
 
 
-_OTHER = """
-import base64, json, pickle, sys
-import jax, numpy as np
-jax.config.update("jax_num_cpu_devices", 8)
-sys.path.insert(0, %r)
-import contract
-
-said = {}
-for row, text in %r.items():
-  try:
-    with contract.ROWS[row].around():
-      program = pickle.loads(base64.b64decode(text))
-      said[row] = [float(program(np.float32(n))) - n for n in range(2)]
-  except Exception as error:
-    said[row] = str(error)
-print(json.dumps(said))
-"""
-
-
 @pytest.fixture(scope="module")
 def elsewhere() -> dict[str, Any]:
   """By row, what its pickle's program has added in another process: one process for all rows."""
   asked = filter(contract.installed, contract.rows("pickle"))
-  made = {row: base64.b64encode(_pickled(row)).decode() for row in asked}
-  return json.loads(output_of(_OTHER % (str(FOLDER), made)).splitlines()[-1])
+  return added_elsewhere({row: _pickled(row) for row in asked}, "pickle.loads(data)")
 
 
 @pytest.mark.parametrize("row", contract.rows("pickle"))

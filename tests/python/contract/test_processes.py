@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 from typing import Any
 
@@ -13,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 from contract import FOLDER, ROWS, Host
-from interpreters import output_of, run_python
+from contract_elsewhere import added_elsewhere
+from interpreters import run_python
 
 import callgate as cg
 
@@ -91,39 +90,16 @@ def test_an_export_runs_or_says_why_not(row: str) -> None:
     cg.barrier()
 
 
-_OTHER = """
-import base64, contextlib, json, sys
-import jax, numpy as np
-jax.config.update("jax_num_cpu_devices", 8)
-import callgate as cg
-sys.path.insert(0, %r)
-import contract
-
-said = {}
-for row, text in %r.items():
-  try:
-    with contract.ROWS[row].around():
-      program = jax.export.deserialize(bytearray(base64.b64decode(text)))
-      said[row] = [float(program.call(np.float32(n))) - n for n in range(2)]
-      cg.barrier()
-  except Exception as error:
-    said[row] = str(error)
-  with contextlib.suppress(Exception):
-    cg.barrier()
-print(json.dumps(said))
-"""
-
-
 @pytest.fixture(scope="module")
 def elsewhere() -> dict[str, Any]:
   """By row, what its exported program has added in another process: one process for all rows."""
-  made = dict[str, str]()
+  made = dict[str, bytes]()
   for row in filter(contract.installed, contract.rows("export")):
     f = ROWS[row].make(Host())
     with ROWS[row].around():
       exported = jax.export.export(jax.jit(f), disabled_checks=cg.export_checks())(X)
-    made[row] = base64.b64encode(exported.serialize()).decode()
-  return json.loads(output_of(_OTHER % (str(FOLDER), made)).splitlines()[-1])
+    made[row] = exported.serialize()
+  return added_elsewhere(made, "jax.export.deserialize(bytearray(data)).call")
 
 
 @pytest.mark.parametrize("row", contract.rows("export"))
