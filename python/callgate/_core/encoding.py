@@ -3,28 +3,26 @@
 
 A call site's *spec* is "" when positional arrays go in and one array comes out, "*" when a tuple of
 arrays comes out, else JSON with the tree of the arguments, the tree of the results and the static
-keyword arguments. Plain containers and literals are written out, so that an exported program can be
-called in a process that never traced it. Anything else is written as a name (`_core/names.py`).
+keyword arguments. Plain containers and literals are written out, and for `jax.export` the nodes of
+types that a module holds, so that an exported program can be called in a process that never traced
+it. Anything else is written as a name (`_core/names.py`).
 """
 
 from __future__ import annotations
 
 import ast
-import collections
 import functools
 import importlib
 import json
 import math
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from callgate._core import exact, foreign, names, split
+from callgate._core import exact, foreign, method_objects, names, split
 from callgate._core.errors import GateDefinitionError, ResultError
 
 PyTreeDef = Any
@@ -92,7 +90,7 @@ class _Encoder:
       return None
     if isinstance(node, split.Static):
       if node.by_identity:
-        return {"o": _name_object(node, self._portable)}
+        return {"o": method_objects.name(node, portable=self._portable)}
       return {"s": self._static(node.value)}
     if type(node) in (tuple, list):
       items = cast("Sequence[Any]", node)
@@ -102,7 +100,18 @@ class _Encoder:
       if all(type(key) is str for key in entries):
         return {"d": [[key, self._node(entries[key])] for key in sorted(entries)]}
     known: PyTreeDef = jax.tree.structure(node) if tree is None else tree
+    if self._portable and (code := self._typed(known)) is not None:
+      return code
     return {"x": self._name(exact.exact_tree(known)), "n": known.num_leaves}
+
+  def _typed(self, tree: PyTreeDef) -> Json:
+    """A node of a type that other processes can import; None if they can't tell all of it."""
+    kind, kept = tree.node_data()
+    place = exact.reference(kind)
+    if place is None or _is_of_main(place) or not _is_written_out(kept):
+      return None
+    inner = [self._node(jax.tree.unflatten(c, [_HERE] * c.num_leaves), c) for c in tree.children()]
+    return {"of": place, "kept": self._static(kept), "c": inner}
 
   def _static(self, value: Any) -> Json:
     if _is_literal(value):
@@ -119,16 +128,30 @@ class _Encoder:
     if isinstance(value, np.dtype) and _is_named(value):
       return {"dtype": value.name}
     if isinstance(value, exact.Exact):
+      if self._portable and value.is_tree:
+        return {"tree": self.tree(value.value)}
       return {"exact": self._name(value)}
     return {"x": self._name(exact.exact(value))}
 
 
 def _is_literal(value: Any) -> bool:
-  if type(value) is tuple:
-    return all(map(_is_literal, cast("tuple[Any, ...]", value)))
+  if type(value) in (tuple, list):
+    return all(map(_is_literal, cast("Sequence[Any]", value)))
+  if type(value) is dict:
+    return all(map(_is_literal, cast("dict[Any, Any]", value).items()))
   if type(value) is float:
     return math.isfinite(value)
   return value is None or type(value) in (bool, int, str, bytes)
+
+
+def _is_written_out(value: Any) -> bool:
+  """True if a portable program holds all of a static value, and no name for it."""
+  if type(value) is tuple:
+    return all(map(_is_written_out, cast("tuple[Any, ...]", value)))
+  if (place := exact.reference(value)) is not None:
+    return not _is_of_main(place)
+  named_dtype = isinstance(value, np.dtype) and _is_named(value)
+  return _is_literal(value) or type(value) in (float, complex) or named_dtype
 
 
 def _is_of_main(place: str) -> bool:
@@ -151,6 +174,21 @@ def _of_module(place: str) -> Any:
     f"a program that was loaded from elsewhere calls a gate with {place}: expected a function or "
     f"class that this process can import, got none: {why}"
   )
+
+
+def _typed_node(place: str, kept: Any, children: Sequence[PyTreeDef]) -> Any:
+  """A node of a type that a module holds and registers, with zeros for its arrays."""
+  data = (_of_module(place), kept)
+  registry = jax.tree_util.default_registry
+  try:
+    make = jax.tree_util.PyTreeDef.from_node_data_and_children
+    tree = make(registry, data, children)
+  except RuntimeError as error:
+    raise GateDefinitionError(
+      f"a program that was loaded from elsewhere calls a gate with {place}: expected a type that "
+      f"its module registers as a pytree, got {foreign.said_by(error)}"
+    ) from error
+  return jax.tree.unflatten(tree, [0] * tree.num_leaves)
 
 
 def _is_named(dtype: np.dtype[Any]) -> bool:
@@ -181,9 +219,11 @@ class _Decoder:
       case {"s": value}:
         return split.Static(self.static(value))
       case {"o": name}:
-        return _named_object(name)
+        return method_objects.find(name)
       case {"d": items}:
         return {key: self.node(item) for key, item in items}
+      case {"of": place, "kept": kept, "c": items}:
+        return _typed_node(place, self.static(kept), [self.tree(item) for item in items])
       case _:
         return jax.tree.unflatten(self._named(code["x"], "pytree node type").value, [0] * code["n"])
 
@@ -201,6 +241,8 @@ class _Decoder:
         return _of_module(place)
       case {"dtype": name}:
         return np.dtype(name)
+      case {"tree": tree}:
+        return exact.exact_tree(self.tree(tree))
       case {"exact": name}:
         return self._named(name, "static argument")
       case _:
@@ -209,69 +251,6 @@ class _Decoder:
   def _named(self, name: str, what: str) -> exact.Exact:
     self.kept.append(found := names.find(name, what))
     return found
-
-
-# -- objects whose methods programs call -----------------------------------------------------------
-# By the names that programs have for them, which no other object ever gets. The callee of a loaded
-# program keeps its object; this table keeps none. A name lasts as long as the object or, where that
-# takes no weak reference, as its `Exact`, which the program's trees keep. Guarded by _naming;
-# emptied by the end of each object.
-_objects: dict[str, Callable[[], split.Static | None]] = {}
-_names: dict[int, str] = {}  # of those that live, by their identity
-# Guarded by _naming; never emptied: one number for each type, so that no name comes twice.
-_counters: collections.Counter[str] = collections.Counter()
-_MOST = 1024
-# Objects of other processes. Guarded by _naming; at most _MOST entries.
-_learned: collections.OrderedDict[str, split.Static] = collections.OrderedDict()
-_naming = threading.RLock()  # an object may die while another is named
-
-
-def _name_object(node: split.Static, portable: bool) -> str:
-  """The name of an object; a portable one stands for nothing in another process."""
-  if portable:
-    return names.abroad(_name_object(node, False))
-  value = node.value
-  with _naming:
-    known = _names.get(id(value))
-    if known is not None and _objects[known]() is not None:
-      return known
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    name = _names[id(value)] = f"{kind}#{_counters[kind]}"
-    _counters[kind] += 1
-    try:
-      weakref.finalize(value, _forget, id(value), name).atexit = False
-      _objects[name] = functools.partial(_node_of, weakref.ref(value))
-    except TypeError:
-      one = exact.exact_object(value)
-      weakref.finalize(one, _forget, id(value), name).atexit = False
-      _objects[name] = functools.partial(_node_of, weakref.ref(one))
-    return name
-
-
-def _node_of(weak: weakref.ref[Any]) -> split.Static | None:
-  """The node of a live object, which the reference leads to by itself or by its `Exact`."""
-  found = weak()
-  value = found.value if isinstance(found, exact.Exact) else found
-  return None if found is None else split.Static.of_object(value)
-
-
-def _forget(identity: int, name: str) -> None:
-  with _naming:
-    del _objects[name]
-    if _names.get(identity) == name:
-      del _names[identity]
-
-
-def _named_object(name: str) -> split.Static:
-  find = _objects.get(name) or _objects.get(names.at_home(name))
-  node = _learned.get(name) if find is None else find()
-  if node is None:
-    raise GateDefinitionError(
-      f"a program calls a method of an object ({name}) that is not in this process. Programs that "
-      "are exported can't call methods of objects that are no pytrees; expected an object that is "
-      "registered as one, or a gate that is no method"
-    )
-  return node
 
 
 class Signature:
@@ -346,7 +325,7 @@ def for_another(spec: str) -> tuple[str, dict[str, Any]]:
       return [renamed(one) for one in cast("list[Json]", code)]
     match code:
       case {"o": name}:
-        entries[there := f"object:{names.abroad(name)}"] = _named_object(name).value
+        entries[there := f"object:{names.abroad(name)}"] = method_objects.find(name).value
         return {"o": there}
       case {"x": name, "n": count}:
         tree = names.find(name, "pytree node type").value
@@ -383,8 +362,4 @@ def learn(entries: dict[str, Any]) -> None:
     elif name.startswith("value:"):
       names.learn(name, exact.exact(value))
     else:
-      with _naming:
-        _learned[name] = split.Static.of_object(value)
-        _learned.move_to_end(name)
-        oldest = _learned.popitem(last=False) if len(_learned) > _MOST else None
-      del oldest  # without the lock: its end may be anything
+      method_objects.learn(name, value)

@@ -139,10 +139,11 @@ def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
   Numbers count gates of the same name in order of creation, so that the next run of the program
   gives the same names and finds its compiled programs in the persistent cache.
   """
-  return free_name(f"{prefix}{_name_of(function)}")
+  return free_name(f"{prefix}{name_of(function)}")
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
+  """A callable's module and qualified name."""
   function = getattr(function, "func", function)  # functools.partial
   module = getattr(function, "__module__", None) or type(function).__module__
   named = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
@@ -150,13 +151,12 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 @contextlib.contextmanager
-def name_while_alive(function: Callable[..., Any], prefix: str) -> Generator[str]:
-  """A name that nothing alive has; the block registers what is to have it.
+def name_while_alive(base: str) -> Generator[str]:
+  """`base`, or with a number what nothing alive has; the block registers what is to have it.
 
   So a program that is lowered anew, when the last one is gone, has the same text, and is found in
   the persistent cache.
   """
-  base = f"{prefix}{_name_of(function)}"
   with _naming:
     taken = set(_callgate.registered_names())
     names = (f"{base}#{number}" if number else base for number in itertools.count())
@@ -187,7 +187,16 @@ def undefined(name: str) -> bool:
   """The runtime's hook: defines what a loaded program calls, "name" or a variant "name[key]"."""
   base, bracket, key = name.partition("[")
   of_parts = (part.define(base) for part in _part.parts())
-  found = core_of(get(base) or next(filter(None, of_parts), None))
+  found = core_of(_known(base) or next(filter(None, of_parts), None))
   if (define := getattr(found, "define_variant", None)) is None:
     return found is not None and not bracket
   return define(key.removesuffix("]") if bracket else "")
+
+
+def _known(name: str) -> Any:
+  """The live gate or kernel of a name, or the member of one; None if there is none."""
+  owner, dot, member = name.rpartition(".")
+  if (found := get(name)) is not None or not dot:
+    return found
+  make = getattr(core_of(_known(owner)), "member", None)
+  return make and make(member)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -19,10 +18,10 @@ import numpy as np
 
 from callgate._call import derivatives, shapes
 from callgate._call.attached import with_derivative
-from callgate._call.function import ArrayFunction
 from callgate._call.site import SHARED, CallSite
-from callgate._core import encoding, exact, registry
+from callgate._core import encoding, exact
 from callgate._core.errors import GateDefinitionError
+from callgate._core.failures import raise_deferred
 from callgate._core.public import core
 from callgate._core.where import where
 from callgate._futures import started
@@ -88,7 +87,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-# Static keywords: where a call is started, and of one that runs elsewhere what is called.
+# Static keywords: where a call is started or waited for; of a call elsewhere, the call itself.
 _PLACE, _CALL = "callgate_place", "callgate_call"
 
 
@@ -96,9 +95,10 @@ _PLACE, _CALL = "callgate_place", "callgate_call"
 def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
   """Starts a call of a gate; see `Gate.start`."""
   _check(gate)
+  raise_deferred()
   place = {_PLACE: str(where())}
   here = gate.is_here
-  begin = functools.partial(_parts(gate).begin, *args, **kwargs, **place)
+  begin = functools.partial(_member(gate, "start"), *args, **kwargs, **place)
   args, kwargs, static = gate.given(args, kwargs)
   leaves, in_tree = jax.tree.flatten((args, kwargs))
   leaves = [shapes.as_array(gate, leaf, i, in_tree) for i, leaf in enumerate(leaves)]
@@ -112,7 +112,7 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
     types = tuple((shape, np.dtype(dtype).name) for shape, dtype in results)
     trees = exact.exact_tree(in_tree), exact.exact_tree(out_tree)
     more: dict[str, Any] = {**place, _CALL: (*trees, static, site.cast, types)}
-    handle = _parts(gate).begin(*leaves, **more)
+    handle = _member(gate, "start")(*leaves, **more)
   args, kwargs = jax.tree.unflatten(in_tree, leaves)
   return Ticket(_StartedCall(gate, static, results, out_tree), handle, (args, kwargs))
 
@@ -135,22 +135,20 @@ def _check(gate: GateCallee) -> None:
     )
 
 
-class _Gates(NamedTuple):
-  begin: ArrayFunction[..., Any]
-  wait: Callable[[str, tuple[Any, ...], exact.Exact], ArrayFunction[..., Any]]
+def _member(gate: GateCallee, suffix: str) -> Any:
+  member = gate.member(suffix)
+  assert member is not None
+  return member
 
 
-def _parts(gate: GateCallee) -> _Gates:
-  """The gates that start calls of a gate and wait for them, which live as long as it does."""
-  if (made := gate.__dict__.get("_future_parts")) is None:
-    made = gate.__dict__["_future_parts"] = _Gates(
-      _begin(gate) if gate.is_here else _begin_elsewhere(gate),
-      functools.lru_cache(64)(functools.partial(_waiter, weakref.ref(gate))),
-    )
-  return made
+def member(gate: GateCallee, suffix: str, name: str) -> GateCallee:
+  """Makes the gate that starts calls of a gate, "start", or that waits for them, "result"."""
+  if suffix == "result":
+    return _taker(gate, name)
+  return _begin(gate, name) if gate.is_here else _begin_elsewhere(gate, name)
 
 
-def _begin(gate: GateCallee) -> ArrayFunction[..., Any]:
+def _begin(gate: GateCallee, name: str) -> GateCallee:
   function, label, timeout = gate.function, gate.label, gate.timeout
   arrays: Any = gate.arrays
   line = core(gate.run_on) if isinstance(gate.run_on, Thread) else None
@@ -162,13 +160,10 @@ def _begin(gate: GateCallee) -> ArrayFunction[..., Any]:
 
   functools.update_wrapper(begin, function)
   begin.__dict__.pop("__wrapped__", None)  # an async function's is no coroutine
-  options = GateOptions(
-    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, arrays=arrays,
-    copy=True,
-  )  # fmt: skip
+  options = GateOptions(out=(), name=name, effect=gate.effect, arrays=arrays, copy=True)
   made = holding(begin, options)
   made.owner = gate.owner  # the object of a method is its first argument, too
-  return ArrayFunction(made)
+  return made
 
 
 class _Begin(HoldCallee):
@@ -189,7 +184,7 @@ class _BeginByLane(_Begin):
 _by_jax = threading.local()
 
 
-def _begin_elsewhere(gate: GateCallee) -> ArrayFunction[..., Any]:
+def _begin_elsewhere(gate: GateCallee, name: str) -> GateCallee:
   make, label, by_lane = started.calls_of(gate), gate.label, gate.traits.by_lane
   line = Line(started.most(gate))
 
@@ -204,10 +199,8 @@ def _begin_elsewhere(gate: GateCallee) -> ArrayFunction[..., Any]:
 
   functools.update_wrapper(begin, gate.function, updated=())
   begin.__dict__.pop("__wrapped__", None)
-  options = GateOptions(
-    out=(), name=registry.free_name(f"{gate.name}.start"), effect=gate.effect, copy=True
-  )
-  return ArrayFunction(holding(begin, options, kind=_BeginByLane if by_lane else _Begin))
+  options = GateOptions(out=(), name=name, effect=gate.effect, copy=True)
+  return holding(begin, options, kind=_BeginByLane if by_lane else _Begin)
 
 
 def result(gate: GateCallee, ticket: Any) -> Any:
@@ -227,8 +220,8 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
   if core(handle).words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
     return jax.vmap(lambda ticket: _wait(ticket, started))(ticket)
   earlier = [words for words in started if words is not core(handle).words]
-  waits = _parts(call.gate).wait(str(where()), call.results, exact.exact_tree(call.out_tree))
-
+  raise_deferred()
+  waits = functools.partial(_member(call.gate, "result").take, call, str(where()))
   again = functools.partial(_call_again, call)
   if call.gate.vjp_rules is None:
     return with_derivative(again, waits(handle, earlier), args)
@@ -262,27 +255,27 @@ def _zero_of(value: Any) -> Any:
   return np.zeros(value.shape, jax.dtypes.float0)
 
 
-def _waiter(
-  gate: Any, place: str, results: tuple[Any, ...], out_tree: exact.Exact
-) -> ArrayFunction[..., Any]:  # fmt: skip
-  core: GateCallee = gate()
-  label = core.label
+def _taker(gate: GateCallee, name: str) -> GateCallee:
+  label = gate.label
 
-  def wait(handle: Handle, earlier: Any, **lanes: Any) -> Any:
+  def wait(handle: Handle, earlier: Any, **static: Any) -> Any:
     del earlier
     job: Job = resolved(label, handle)
-    return job.take(place, shared=SHARED in lanes)
+    return job.take(static[_PLACE], shared=SHARED in static)
 
-  out = jax.tree.unflatten(out_tree.value, [jax.ShapeDtypeStruct(*one) for one in results])
-  name = registry.free_name(f"{core.name}.result")
-  options = GateOptions(out=out, name=name, effect=core.effect, thread="own", cast=core.cast)
-  return ArrayFunction(_Taker(wait, options))
+  options = GateOptions(out=(), name=name, effect=gate.effect, thread="own", cast=gate.cast)
+  return _Taker(wait, options)
 
 
 class _Taker(Use):
   kind = "gate"
   traits = Use.traits.but(handles="takes")
   waits = True  # for a call that another gate has started: recordings count that one
+
+  def take(self, call: _StartedCall, place: str, handle: Handle, earlier: list[Any]) -> Any:
+    """The results of a started call, in a call of this gate at `place`."""
+    leaves, in_tree = jax.tree.flatten(((handle, earlier), {}))
+    return self.bind(CallSite(in_tree, call.out_tree, ((_PLACE, place),), call.results), leaves)
 
 
 # -- starts that were traced before ----------------------------------------------------------------

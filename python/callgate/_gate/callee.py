@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._arrays import bind
 from callgate._call.operation import Operation
 from callgate._call.site import Backend, Call, CallSite, Emission
@@ -28,6 +29,7 @@ from callgate._runtime import targets
 from callgate._workers import objects
 from callgate._workers.threads import Thread
 
+_STARTED = ("start", "result")  # the members of a gate that starts calls
 _LEADING = {"return": 0, "inplace": 1, "context": 2}  # parameters that are none of a call's
 
 
@@ -84,6 +86,7 @@ class GateCallee(Operation):
       self.callee = self._named_callee()
       registry.register(name, self)
     self.wraps, self.call_signature = function, signatures.signature_of(function, leading)
+    self.members: dict[str, GateCallee] = {}
 
   def _named_callee(self) -> Any:
     if not self.is_here:
@@ -110,6 +113,25 @@ class GateCallee(Operation):
     self.callee.give_up_name()
     self.name = name
     self.callee = self._named_callee()
+    for suffix, member in self.members.items():
+      registry.rename(member, f"{name}.{suffix}")
+
+  def member(self, suffix: str) -> GateCallee | None:
+    """The gate `NAME.suffix` that is made for this one and lives as long; None if there is none.
+
+    A started call has two: "start" begins it, "result" waits for it. A class's methods are others.
+    """
+    if (made := self.members.get(suffix)) is None and (make := self._maker_of(suffix)):
+      with registry.name_while_alive(f"{self.name}.{suffix}") as name:
+        made = self.members[suffix] = make(name)
+        made.users_programs = functools.partial(_programs_of, weakref.ref(self))
+    return made
+
+  def _maker_of(self, suffix: str) -> Callable[[str], GateCallee] | None:
+    """Makes a member of a name; None if there is no such member."""
+    if suffix not in _STARTED or self.traits.handles:
+      return None
+    return functools.partial(_part.load("futures").member, self, suffix)
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
     call = functools.partial(self.function, *args, **kwargs)
@@ -137,6 +159,11 @@ class GateCallee(Operation):
     return super().apply_raw(args, kwargs, static)
 
 
+def _programs_of(gate: weakref.ref[GateCallee]) -> Any:
+  found = gate()
+  return found and found.users_programs and found.users_programs()
+
+
 class ClassGateCallee(GateCallee):
   """The core of a class's gate: calls an object's `__call__`, and has the gates of its methods."""
 
@@ -156,11 +183,11 @@ class ClassGateCallee(GateCallee):
       return self._given.out
     return self._outs.get(method, functools.partial(elsewhere.no_results, self._class, method))
 
-  def method(self, name: str) -> GateCallee:
-    """The core of the gate of a method."""
-    if not callable(getattr(self._class, name, None)):
-      raise AttributeError(f"{self.label} has no method or attribute '{name}'")
-    options = dataclasses.replace(
-      self._given, name=registry.free_name(f"{self.name}.{name}"), out=self._out_of(name)
-    )
-    return GateCallee(objects.MethodOf(self._objects, name), options)
+  def _maker_of(self, suffix: str) -> Callable[[str], GateCallee] | None:
+    if suffix in _STARTED or not callable(getattr(self._class, suffix, None)):
+      return super()._maker_of(suffix)
+    return functools.partial(self._method, suffix)
+
+  def _method(self, method: str, name: str) -> GateCallee:
+    options = dataclasses.replace(self._given, name=name, out=self._out_of(method))
+    return GateCallee(objects.MethodOf(self._objects, method), options)

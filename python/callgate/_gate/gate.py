@@ -137,7 +137,9 @@ class ClassGate(Gate[P, R]):
   def __getattr__(self, name: str) -> Gate:
     if name.startswith("_"):
       raise AttributeError(f"{self!r} has no attribute '{name}'")
-    made = Gate(self._core.method(name))
+    if (core := self._core.member(name)) is None:
+      raise AttributeError(f"{self._core.label} has no method or attribute '{name}'")
+    made = Gate(core)
     setattr(self, name, made)
     return made
 

@@ -68,9 +68,8 @@ def of_function(function: Callable[..., Any]) -> Tap:
       name = registry.unique_name(function, prefix="tap:")
       tap = Tap(name, DEFAULT, consumer, why_not=_why_not(function))
     else:
-      with registry.name_while_alive(
-        function, "tap:"
-      ) as name:  # programs elsewhere find it by that
+      base = f"tap:{registry.name_of(function)}"  # programs elsewhere find it by that
+      with registry.name_while_alive(base) as name:
         tap = Tap(name, DEFAULT, consumer)
     if isinstance(function, FunctionType):
       tap.function = weakref.ref(function)

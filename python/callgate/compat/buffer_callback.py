@@ -205,7 +205,7 @@ def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
   callback, callee = params["callback"].value, params["named"]
   graph, effect = params["command_buffer_compatible"], params["has_side_effect"]
   if callee is None:
-    with registry.name_while_alive(callback, "") as name:
+    with registry.name_while_alive(registry.name_of(callback)) as name:
       callee = _callee(name, callback, graph)
     if lowering.is_export(ctx):
       _exported.append(callee)

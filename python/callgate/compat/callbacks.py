@@ -146,7 +146,7 @@ def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any
     # On a GPU the call runs after its dispatch: only the barrier can raise for a dropped result.
     dispatch.mark_host_callbacks(ctx)
   run = engine.host_function(ctx, function, callback.in_tree, api)
-  with registry.name_while_alive(function, JAX_CALLBACK) as name:
+  with registry.name_while_alive(JAX_CALLBACK + registry.name_of(function)) as name:
     callee = _callgate.Callee(name, run, owned_inputs=True, flat_results=True)
   lowering.add_keepalive(ctx, callee)
   where = callbacks.callback_sharding(ctx, params["sharding"], ctx.avals_out, token=bool(ordered))
@@ -176,7 +176,7 @@ def _debug_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
         keep_consumer_error(error, _NOTE)
 
-  with registry.name_while_alive(callback, JAX_CALLBACK) as name:
+  with registry.name_while_alive(JAX_CALLBACK + registry.name_of(callback)) as name:
     tap = Tap(name, DEFAULT, _callgate.python_consumer(consume))
   lowering.add_keepalive(ctx, tap)
   tree, dtypes = jax.tree.structure(flat), (None,) * len(operands)

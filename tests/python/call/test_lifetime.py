@@ -20,7 +20,7 @@ from waiting import until
 
 import callgate as cg
 from callgate import _callgate
-from callgate._core import encoding
+from callgate._core import encoding, method_objects
 from callgate._tap import target as _target
 
 X = np.float32(1)
@@ -334,7 +334,7 @@ def test_objects_that_take_no_weak_reference_go_with_their_programs(clean_caches
       assert program(2.0) == 2 * factor
       del program
     drop_programs()
-    return len(encoding._objects) + len(encoding._names)
+    return len(method_objects._objects) + len(method_objects._names)
 
   assert kept(2) == kept(4)
 
@@ -342,9 +342,9 @@ def test_objects_that_take_no_weak_reference_go_with_their_programs(clean_caches
 def test_objects_of_other_processes_are_kept_up_to_a_number(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  monkeypatch.setattr(encoding, "_MOST", 2)
-  monkeypatch.setattr(encoding, "_learned", collections.OrderedDict())
+  monkeypatch.setattr(method_objects, "_MOST", 2)
+  monkeypatch.setattr(method_objects, "_learned", collections.OrderedDict())
   for number in range(4):
     encoding.learn({f"object#{number}": Slotted(number)})
-  assert encoding._named_object("object#3").value.factor == 3
-  assert list(encoding._learned) == ["object#2", "object#3"]
+  assert method_objects.find("object#3").value.factor == 3
+  assert list(method_objects._learned) == ["object#2", "object#3"]
