@@ -51,9 +51,10 @@ from callgate._loops.progress import Progress, progress
 from callgate._nan.find import NanReport, find_nan
 from callgate._objects.collect import held
 from callgate._objects.handle import Handle
-from callgate._objects.hold import Hold, hold, use
+from callgate._objects.hold import Hold, hold
 from callgate._objects.linear import linear_solver
 from callgate._objects.root import root
+from callgate._objects.use import use
 from callgate._replay.record import Recording, record
 from callgate._replay.replay import Replay, replay
 from callgate._runtime.barrier import barrier, errors

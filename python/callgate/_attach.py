@@ -102,13 +102,13 @@ def end() -> None:
     _callgate.shut_down(0.0)
 
 
-def _define(name: str) -> bool:
-  """True if a name in a program is defined now."""
+def _define(name: str) -> Any:
+  """The gate, kernel or tap that a name in a program has now; None if there is none."""
   load()
   from callgate._core import registry
 
   _part.load_for(name)
-  return registry.undefined(name)
+  return registry.defined(name)
 
 
 def _partition(*asked: Any) -> Any:

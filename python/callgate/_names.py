@@ -72,7 +72,7 @@ MODULES = {
   "Handle": "callgate._objects.handle",
   "Hold": "callgate._objects.hold",
   "hold": "callgate._objects.hold",
-  "use": "callgate._objects.hold",
+  "use": "callgate._objects.use",
   "linear_solver": "callgate._objects.linear",
   "root": "callgate._objects.root",
   "Recording": "callgate._replay.record",

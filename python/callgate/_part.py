@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "workers": ("callgate._workers.workers",),
   "feeds": ("callgate._feed.ending",),
   "objects": ("callgate._objects.collect",),
+  "uses": ("callgate._objects.use", "use:"),
   "checks": ("callgate._gate.check", "check:"),
   "breakpoints": ("callgate._breakpoint.breakpoint", "callgate.breakpoint"),
   "scopes": ("callgate._objects.scopes", "callgate.scope."),

@@ -49,14 +49,20 @@ void set_hooks(const nb::kwargs& given) {
   if (given.size() != known) throw nb::type_error("set_hooks: got a hook that is none");
 }
 
-// Has `define(name)`, which is true if the name is defined then, called for a name in a program
-// that the registry has not. Not among the hooks, as a program may come before these are set.
+void let_go(PyObject* owner) {
+  if (ActiveGil gil; gil) Py_DECREF(owner);
+}
+
+// Has `define(name)` called for a name in a program that the registry has not. It returns the
+// object that has the name then, or None. Not among the hooks, as a program may come before these
+// are set.
 void set_resolver(nb::handle define) {
   Registry::instance().set_resolver([define = keep(define)](const std::string& name) {
     ActiveGil gil;
-    if (!gil) return false;
+    if (!gil) return std::shared_ptr<PyObject>();
     nb::object found = call_python(define, "s", name.c_str());
-    if (found.is_valid()) return nb::cast<bool>(found);
+    if (found.is_valid() && found.is_none()) return std::shared_ptr<PyObject>();
+    if (found.is_valid()) return std::shared_ptr<PyObject>(found.release().ptr(), &let_go);
     nb::python_error raised;
     std::string text = hooks.failed == nullptr ? raised.what() : failure_text(raised, name, "");
     throw Error(ErrorCode::kInvalidArgument, text);

@@ -49,7 +49,7 @@ std::shared_ptr<Callee> Registry::find(std::string_view name) const {
     std::lock_guard lock(mutex_);
     return resolver_;
   }();
-  if (resolver && resolver(std::string(name)))
+  if (std::shared_ptr<void> owner = resolver ? resolver(std::string(name)) : nullptr)
     if (auto callee = lookup(name)) return callee;
   std::string message =
       "no gate or kernel named '" + std::string(name) +

@@ -229,9 +229,10 @@ class Registry {
   // Error(kNotFound), with names that are defined, when there is none.
   std::shared_ptr<Callee> find(std::string_view name) const;
 
-  // Called without a lock for names that are not defined; returns true once it has defined the
-  // name: a variant of a kernel, say, that nothing in this process has asked for yet.
-  using Resolver = std::function<bool(const std::string& name)>;
+  // Called without a lock for names that are not defined. Once it has defined the name (a variant
+  // of a kernel, say, that nothing in this process has asked for yet), it returns the owner of the
+  // callee, which may have no other; else null.
+  using Resolver = std::function<std::shared_ptr<void>(const std::string& name)>;
   void set_resolver(Resolver resolver);
 
   // The live names, sorted.

@@ -107,8 +107,7 @@ class _Encoder:
   def _typed(self, tree: PyTreeDef) -> Json:
     """A node of a type that other processes can import; None if they can't tell all of it."""
     kind, kept = tree.node_data()
-    place = exact.reference(kind)
-    if place is None or _is_of_main(place) or not _is_written_out(kept):
+    if (place := importable(kind)) is None or not _is_written_out(kept):
       return None
     inner = [self._node(jax.tree.unflatten(c, [_HERE] * c.num_leaves), c) for c in tree.children()]
     return {"of": place, "kept": self._static(kept), "c": inner}
@@ -123,7 +122,7 @@ class _Encoder:
       return {"float": value.hex()}
     if type(value) is complex:
       return {"complex": [value.real.hex(), value.imag.hex()]}
-    if self._portable and (place := exact.reference(value)) and not _is_of_main(place):
+    if self._portable and (place := importable(value)):
       return {"of": place}
     if isinstance(value, np.dtype) and _is_named(value):
       return {"dtype": value.name}
@@ -148,19 +147,23 @@ def _is_written_out(value: Any) -> bool:
   """True if a portable program holds all of a static value, and no name for it."""
   if type(value) is tuple:
     return all(map(_is_written_out, cast("tuple[Any, ...]", value)))
-  if (place := exact.reference(value)) is not None:
-    return not _is_of_main(place)
-  named_dtype = isinstance(value, np.dtype) and _is_named(value)
-  return _is_literal(value) or type(value) in (float, complex) or named_dtype
+  if isinstance(value, np.dtype):
+    return _is_named(value)
+  return _is_literal(value) or type(value) in (float, complex) or importable(value) is not None
 
 
-def _is_of_main(place: str) -> bool:
-  """True for what another process's main module may have, or not."""
-  return place.startswith("__main__:")
+def importable(value: Any) -> str | None:
+  """ "module:name" of a function or class that other processes can import; else None."""
+  place = exact.reference(value)
+  return None if place is None or place.startswith("__main__:") else place
 
 
-def _of_module(place: str) -> Any:
-  """A function or class that a module holds."""
+def imported(place: str) -> Any:
+  """The function or class that `importable` named in another process.
+
+  Raises:
+    GateDefinitionError: this process can't import it.
+  """
   module = place.partition(":")[0]
   try:
     importlib.import_module(module)
@@ -178,7 +181,7 @@ def _of_module(place: str) -> Any:
 
 def _typed_node(place: str, kept: Any, children: Sequence[PyTreeDef]) -> Any:
   """A node of a type that a module holds and registers, with zeros for its arrays."""
-  data = (_of_module(place), kept)
+  data = (imported(place), kept)
   registry = jax.tree_util.default_registry
   try:
     make = jax.tree_util.PyTreeDef.from_node_data_and_children
@@ -238,7 +241,7 @@ class _Decoder:
       case {"complex": digits}:
         return complex(*map(float.fromhex, digits))
       case {"of": place}:
-        return _of_module(place)
+        return imported(place)
       case {"dtype": name}:
         return np.dtype(name)
       case {"tree": tree}:

@@ -183,14 +183,17 @@ def free_name(base: str) -> str:
 
 
 # -- what programs from other processes name -------------------------------------------------------
-def undefined(name: str) -> bool:
-  """The runtime's hook: defines what a loaded program calls, "name" or a variant "name[key]"."""
+def defined(name: str) -> Any:
+  """The runtime's hook: defines what a loaded program calls, "name" or a variant "name[key]".
+
+  Returns the core that has the name then; None if there is none.
+  """
   base, bracket, key = name.partition("[")
   of_parts = (part.define(base) for part in _part.parts())
   found = core_of(_known(base) or next(filter(None, of_parts), None))
   if (define := getattr(found, "define_variant", None)) is None:
-    return found is not None and not bracket
-  return define(key.removesuffix("]") if bracket else "")
+    return None if bracket else found
+  return found if define(key.removesuffix("]") if bracket else "") else None
 
 
 def _known(name: str) -> Any:

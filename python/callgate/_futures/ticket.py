@@ -30,8 +30,9 @@ from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._objects.handle import TYPE, Handle
-from callgate._objects.hold import HoldCallee, Use, holding
+from callgate._objects.hold import HoldCallee, holding
 from callgate._objects.resolve import resolved
+from callgate._objects.use import Use
 from callgate._runtime import config
 from callgate._workers import objects
 from callgate._workers.threads import Thread

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.hold` and `callgate.use`: gates that make objects of the host, and that take them."""
+"""`callgate.hold`: gates that make objects of the host."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
@@ -15,28 +15,26 @@ import numpy as np
 
 from callgate import _callgate, _part
 from callgate._arrays.torch import to_numpy
-from callgate._call import shapes
-from callgate._call.function import ArrayFunction
 from callgate._call.options import Effect
-from callgate._core import dtypes, exact, factories, tape
+from callgate._core import dtypes, factories, tape
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
 from callgate._core.where import where
 from callgate._gate.callee import GateCallee
 from callgate._gate.gate import Gate
-from callgate._gate.options import Arrays, GateOptions, Thread, take_options
+from callgate._gate.options import Arrays, GateOptions, Thread
 from callgate._jax import tracing
 from callgate._objects import table
 from callgate._objects.handle import SCOPE, TYPE, Handle
 from callgate._objects.remote import on_workers
-from callgate._objects.resolve import is_handle, name_objects, resolved
-from callgate._objects.table import Held, KeptObjects, Maker
+from callgate._objects.resolve import is_handle, resolved
+from callgate._objects.table import Maker
 from callgate._workers import threads
 from callgate._workers.threads import Thread as OneThread
 from callgate._workers.workers import Workers, name_of, shared
 
-_PLACES = "'xla', 'own', 'processes', callgate.workers(...) or callgate.thread(...)"
+PLACES = "'xla', 'own', 'processes', callgate.workers(...) or callgate.thread(...)"
 Place = Literal["xla", "own", "processes"] | Workers | OneThread | None
 _BYTES = TYPE.dtype.itemsize * table.WORDS
 _NO_SCOPE = np.zeros(TYPE.shape, TYPE.dtype)
@@ -97,7 +95,7 @@ def holding(
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
   _part.load("scopes")  # a loop may hold them
   maker, name = list[Maker](), list[str]()  # not the gate, which holds the function below
-  runs_on = _place(options.run_on)
+  runs_on = place_of(options.run_on)
   place = _name_of(runs_on)
 
   def call(*args: Any, **kwargs: Any) -> Handle:
@@ -124,7 +122,7 @@ def holding(
   return made
 
 
-def _place(run_on: Any) -> Workers | OneThread | None:
+def place_of(run_on: Any) -> Workers | OneThread | None:
   """The workers or the thread where objects live that are made there; None for neither."""
   if _says(run_on, "processes"):
     return shared()
@@ -156,7 +154,7 @@ class Making:
 
   def __init__(self, make: Callable[..., Any], maker: Maker | None = None) -> None:
     self.make = make
-    self.maker = maker or Maker(_short(make), "")
+    self.maker = maker or Maker(short(make), "")
 
   def __reduce__(self) -> Any:
     return Making, (self.make, self.maker)
@@ -238,161 +236,12 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
       "asyncio.run in a function waits for one"
     )
   if isinstance(options.run_on, concurrent.futures.Executor):
-    check.refuse(label, "run_on", _PLACES, options.run_on)
-  named = (lambda name: name) if options.name is not None else lambda _: _short(make)
+    check.refuse(label, "run_on", PLACES, options.run_on)
+  named = (lambda name: name) if options.name is not None else lambda _: short(make)
   given = on_thread(given, threads.objects())
   return Hold(holding(make, GateOptions(out=(), **given), named))
 
 
-def _short(make: Any) -> str:
+def short(make: Any) -> str:
   make = getattr(make, "func", make)
   return str(getattr(make, "__qualname__", None) or type(make).__qualname__)
-
-
-# -- use -------------------------------------------------------------------------------------------
-class Use(GateCallee):
-  """A gate whose callable gets objects instead of handles."""
-
-  kind = "use of"
-  traits = GateCallee.traits.but(handles="uses")
-
-  def _named_callee(self) -> Any:
-    if not isinstance(self.run_on, Workers):
-      return super()._named_callee()
-    self.elsewhere, callee = on_workers(self, self.function)
-    return callee
-
-
-def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
-  """Calls a Python callable from (compiled) JAX code with the objects that handles stand for.
-
-  ```python
-  import callgate as cg, jax, jax.numpy as jnp
-
-  table = cg.hold(lambda: {1: 10.0, 2: 20.0})()
-  look_up = jax.jit(lambda i: cg.use(lambda t, i: t[int(i)], table, i, out=jnp.float32(0)))
-  assert look_up(2) == 20
-  ```
-
-  Derivatives: forward mode with `linear=` (positions of arguments, handles included), and any by
-  `jax.custom_jvp` and `jax.custom_vjp`, of which a handle may be an argument or a residual.
-
-  Args:
-    fn: gets each handle's object and the other arguments as a gate's callable does. With
-      vmap="whole" a batched handle is a list of objects. It runs where they live.
-    *args: pytrees of handles and arrays.
-    out: the results, which are returned: as for `callgate.gate`.
-    **options: options of `callgate.gate`; the rest are static keyword arguments of the call.
-
-  Raises:
-    GateDefinitionError: an option is wrong, or `out` is.
-    HandleError: (fails the program) a handle is not that of a live object of this process.
-    BaseException: what `fn` raises, with a note that says which objects it was given.
-  """
-  check.function("use", "fn", fn)
-  chosen = take_options("use", fn, options)
-  if not callable(out) or shapes.is_type(out):
-    out = jax.tree.map(_type_of, out, is_leaf=shapes.is_type)
-  leaves, tree = jax.tree.flatten(out)
-  chosen = _where_objects_live(f"use of {_short(fn)}", chosen, (args, options))
-  kept = _known(fn, args)
-  try:
-    hash((tuple(leaves), chosen))
-    cached = not kept
-  except TypeError:
-    cached = False
-  if not cached:
-    return _use(fn, out, chosen, kept)(*args, **options)
-  key = exact.exact_object(fn), tuple(leaves), exact.exact_tree(tree), exact.exact(chosen)
-  return _gate_for(*key)(*args, **options)
-
-
-def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, Any], ...]:
-  """The options of a use, with the place of its handles' objects."""
-  handles = [h for h in jax.tree.leaves(given, is_leaf=is_handle) if is_handle(h)]
-  if not handles:
-    raise GateDefinitionError(
-      f"{user}: expected a handle of an object among the arguments, got none; callgate.gate calls "
-      "what takes arrays alone"
-    )
-  places = list(dict.fromkeys(handle.place for handle in handles))
-  if len(places) > 1:
-    shown = " and ".join("this process" if one is None else repr(one) for one in places)
-    raise GateDefinitionError(
-      f"{user}: expected handles of objects that live in one place, got some of {shown}"
-    )
-  options, place = dict(chosen), places[0]
-  if isinstance(asked := options.get("run_on"), concurrent.futures.Executor):
-    check.refuse(user, "run_on", _PLACES, asked)
-  if not isinstance(place, Workers):
-    options = on_thread(options, place or threads.objects())
-  if "run_on" not in options:
-    options["run_on"] = place
-  if (asked := _place(options["run_on"])) is not (place or (asked and threads.objects())):
-    where = "'xla' or 'own', as its objects live in this process"
-    where = f"{place!r}, where its objects live, or nothing" if place else where
-    check.refuse(user, "run_on", where, options["run_on"])
-  for name in ("retries", "affinity"):
-    if options.get(name) and isinstance(place, Workers) and "run_on" not in dict(chosen):
-      check.refuse(user, name, "nothing: it runs where its objects live", options[name])
-  return tuple(sorted(options.items()))
-
-
-def _type_of(value: Any) -> Any:
-  if isinstance(value, jax.ShapeDtypeStruct) or not shapes.is_type(value):
-    return value
-  return jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-
-def _known(fn: Any, args: Any) -> tuple[Held, ...]:
-  """Objects that a program being traced knows as constants, which it has to keep."""
-  if not tracing.is_staged():
-    return ()
-  handles = [h for h in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(h)]
-  known = [np.asarray(core(h).words) for h in handles if tracing.is_plain_array(core(h).words)]
-  return tuple(
-    table.get(one, f"use of {_short(fn)}")
-    for some in known
-    for one in some.reshape(-1, table.WORDS)
-  )
-
-
-@tracing.clearable_cache(max_size=64)
-def _gate_for(
-  fn: exact.Exact, leaves: tuple[Any, ...], tree: exact.Exact, chosen: exact.Exact
-) -> ArrayFunction[..., Any]:
-  return _use(fn.value, jax.tree.unflatten(tree.value, leaves), chosen.value, ())
-
-
-def _use(
-  fn: Any, out: Any, chosen: tuple[Any, ...], kept: tuple[Held, ...]
-) -> ArrayFunction[..., Any]:  # fmt: skip
-  given = dict(chosen)
-  style = given.get("style", "return")
-  lead = {"inplace": 1, "context": 2}.get(style, 0) if isinstance(style, str) else 0
-  user = f"use of {_short(fn)}"
-  using = Using(fn, user, lead, kept)
-  return ArrayFunction(Use(using, GateOptions(out=out, **given)))
-
-
-class Using:
-  """Calls a function with objects instead of handles, in this process or in a worker."""
-
-  def __init__(
-    self, make: Callable[..., Any], user: str, lead: int = 0, kept: tuple[Held, ...] = ()
-  ) -> None:
-    self.make, self.user, self.lead = make, user, lead
-    self.kept = KeptObjects(kept) if kept else None
-    functools.update_wrapper(self, make, updated=())
-
-  def __reduce__(self) -> Any:
-    return Using, (self.make, self.user, self.lead)
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    given = args[self.lead :]
-    objects = (*args[: self.lead], *resolved(self.user, given))
-    try:
-      return self.make(*objects, **resolved(self.user, kwargs))
-    except Exception as error:
-      name_objects(error, given)
-      raise

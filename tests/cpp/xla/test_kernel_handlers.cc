@@ -154,16 +154,18 @@ TEST(KernelHandlers, AKernelsNameIsNoGates) {
 TEST(KernelHandlers, TheResolverDefinesWhatAProgramNames) {
   std::shared_ptr<KernelCallee> made;
   Registry::instance().set_resolver([&](const std::string& name) {
-    if (!name.starts_with("late[")) return false;
-    made = define(name, &fake::twice);
-    return true;
+    if (name.starts_with("late[")) made = define(name, &fake::twice);
+    return name.starts_with("late[") ? made : nullptr;
   });
   KernelProgram program("late[T=float32]");
   EXPECT_TRUE(program.load().ok());
   ASSERT_NE(made, nullptr);
   EXPECT_EQ(made->name(), "late[T=float32]");
   EXPECT_FALSE(KernelProgram("other[T=float32]").load().ok());
-  Registry::instance().set_resolver([](const std::string&) -> bool {
+  Registry::instance().set_resolver(
+      [&](const std::string& name) { return define(name, &fake::twice); });
+  EXPECT_TRUE(KernelProgram("owned by the answer").load().ok());
+  Registry::instance().set_resolver([](const std::string&) -> std::shared_ptr<void> {
     throw Error(ErrorCode::kInvalidArgument, "it does not compile");
   });
   EXPECT_THAT(KernelProgram("third").load().message, HasSubstr("it does not compile"));

@@ -226,3 +226,115 @@ def test_static_values_that_modules_hold_and_complex_numbers_travel(tmp_path: Pa
   lines = printed_by(read, str(tmp_path)).splitlines()
   assert lines[:3] == ["json.dumps True", "json.encoder.JSONEncoder True", "(-0+1j) True"]
   assert lines[3].endswith("sum True")
+
+
+# A module of a user's, with types that are pytrees and gates that have gates of their own.
+LIBRARY = """
+  import dataclasses, typing
+  import callgate as cg, jax, jax.numpy as jnp, numpy as np
+
+  class Pair(typing.NamedTuple):
+    a: typing.Any
+    b: typing.Any
+
+  @dataclasses.dataclass
+  class Tagged:
+    x: typing.Any
+    tag: typing.Any
+
+  if REGISTERS:
+    jax.tree_util.register_dataclass(Tagged, data_fields=["x"], meta_fields=["tag"])
+
+  class Scale:
+    def __init__(self):
+      self.by = 3
+
+    def __call__(self, x):
+      return x
+
+    def times(self, x):
+      return self.by * x
+
+  def double(pair):
+    tagged = pair.b["t"]
+    assert tagged.tag == ("name", 1.5, np.sort), tagged.tag
+    return Pair(2 * pair.a, Tagged(tagged.x, tagged.tag))
+
+  def dot(held, x):
+    return np.float32(held @ x)
+
+  def into(out, held, x):
+    out[...] = held @ x
+
+  same = lambda x: x
+  doubled = cg.gate(
+    double, out=lambda pair: Pair(pair.a, pair.b["t"]), name="library.double"
+  )
+  square = cg.gate(lambda x: x * x, out=same, name="library.square", effect="io")
+  slow = cg.gate(lambda pair: pair.a * pair.b, out=lambda pair: pair.a, name="library.slow")
+  far = cg.gate(np.negative, out=same, name="library.far", run_on=cg.workers(1))
+  scale = cg.gate(Scale, out=same, name="library.scale", run_on=cg.workers(1))
+  keep = cg.hold(lambda x: x.copy(), name="library.keep")
+  number = jax.ShapeDtypeStruct((), jnp.float32)
+
+  def of_types(x):
+    found = doubled(Pair(x, {"t": Tagged(x, ("name", 1.5, np.sort))}))
+    return found.a + found.b.x
+
+  def started(x):
+    tickets = square.start(x), slow.start(Pair(x, x)), far.start(x)
+    return sum(ticket.result() for ticket in tickets)
+
+  def started_in_lanes_and_steps(x):
+    each = jax.vmap(lambda v: square.start(v).result())(x)
+    return jax.lax.scan(lambda c, v: (c + square.start(v).result(), v), 0.0, each)[0]
+
+  def methods(x):
+    return scale.times(x) + scale.times.start(x).result()
+
+  def objects(x):
+    held = keep(x)
+    return cg.use(dot, held, x, out=number) + cg.use(
+      into, held, x, out=number, style="inplace", effect="io", run_on="xla")
+
+  PROGRAMS = [of_types, started, started_in_lanes_and_steps, methods, objects]
+"""
+EXPORTS = """
+  import sys, pathlib, library, callgate as cg, jax, jax.numpy as jnp, jax.export
+  x = jnp.arange(3.0)
+  for program in library.PROGRAMS:
+    for _ in range(2):  # gates of the first trace have the names
+      exported = jax.export.export(jax.jit(program), disabled_checks=cg.export_checks())(x)
+    pathlib.Path(sys.argv[1], program.__name__).write_bytes(exported.serialize())
+"""
+LOADS = """
+  import sys, pathlib, library, jax, jax.numpy as jnp, jax.export
+  x = jnp.arange(3.0)
+  for program in library.PROGRAMS:
+    loaded = jax.export.deserialize(bytearray(pathlib.Path(sys.argv[1], program.__name__).read_bytes()))
+    try:
+      got = [jax.jit(loaded.call)(x) for _ in range(2)]
+    except Exception as error:
+      print(program.__name__, "expected a type that its module registers" in str(error))
+    else:
+      print(program.__name__, got[0].tolist(), bool((got[0] == got[1]).all()))
+"""
+
+
+def test_types_and_gates_of_a_module_are_found_by_programs_from_elsewhere(tmp_path: Path) -> None:
+  """The process that loads them imports the module, and traces nothing."""
+
+  def run(code: str, *, registers: bool = True) -> list[str]:
+    library = textwrap.dedent(LIBRARY).replace("REGISTERS", str(registers))
+    (tmp_path / "library.py").write_text(library)
+    return printed_by(code, str(tmp_path), PYTHONPATH=str(tmp_path)).splitlines()
+
+  run(EXPORTS)
+  right = [
+    "started [0.0, 1.0, 6.0] True",
+    "started_in_lanes_and_steps 17.0 True",
+    "methods [0.0, 6.0, 12.0] True",
+    "objects 10.0 True",
+  ]
+  assert run(LOADS) == ["of_types [0.0, 3.0, 6.0] True", *right]
+  assert run(LOADS, registers=False) == ["of_types True", *right]

@@ -23,7 +23,7 @@ COLUMNS = {
   "and the lane": ["error", "line", "lane", "error vmap", "error vmap of scan"],
   "is freed with its programs": ["kept", "cycle", "dropped"],
   "`jax.export`": ["export"],
-  "an export in another process": ["export", "export elsewhere"],
+  "an export in another process, once its gates are defined there": ["export", "export elsewhere"],
   "copies and pickles": ["pickle", "pickle elsewhere"],
   "a fork's child": ["fork"],
   "Ctrl-C ends a program, and the next is right": ["interrupt"],

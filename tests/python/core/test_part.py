@@ -112,7 +112,7 @@ def test_a_part_is_called_at_barriers_in_forks_and_for_names() -> None:
     os._exit(0)
   os.wait()
   from callgate._core import registry
-  registry.undefined("b")
+  registry.defined("b")
   os._exit(0)
 """
   )

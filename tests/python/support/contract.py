@@ -143,12 +143,23 @@ def _check(host: Host) -> F:
 
 def _held(host: Host) -> F:
   make = cg.hold(host.function())
-  return lambda x: cg.use(lambda made, x: np.float32(made), make(x), x, out=x)
+  return lambda x: cg.use(_number_of, make(x), x, out=x)
 
 
 def _used(host: Host) -> F:
-  make = cg.hold(lambda x: float(x))
-  return lambda x: cg.use(lambda made, x: host(made), make(x), x, out=x, effect="io")
+  make = cg.hold(lambda x: (host, float(x)))
+  return lambda x: cg.use(_note_held, make(x), x, out=x, effect="io")
+
+
+def _number_of(made: Any, x: Any) -> Any:
+  del x
+  return np.float32(made)
+
+
+def _note_held(made: Any, x: Any) -> Any:
+  del x
+  host, value = made
+  return host(value)
 
 
 def _started(host: Host) -> F:
@@ -326,6 +337,7 @@ _OF_TAPS = {"export": _FUNCTION, "fork": _CHANNELS}
 _RECENT = (
   "the last 64 functions of cg.call and cg.use, and 256 of cg.scan, are kept for calls to come"
 )
+_DEFINE = "Define it before the program is loaded"  # and a trace alone does
 _OPEN = "an open channel keeps its consumers"
 _COMPILED = "compiled code raises by a check alone"
 _JAX = "what the callback raises is told in JAX's own words"
@@ -357,7 +369,7 @@ ROWS: dict[str, Row] = {
       "pickle": "cannot pickle '_queue",
     },
   ),
-  "call": Row(_called, refuses={"dropped": _RECENT}),
+  "call": Row(_called, refuses={"dropped": _RECENT, "export elsewhere": _DEFINE}),
   "tap": Row(_tap_kept, adds=0, tells=False, refuses=_OF_TAPS),
   "tap ordered": Row(_tap(ordered=True), adds=0, tells=False, refuses=_OF_TAPS),
   "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False, refuses=_OF_TAPS),
@@ -406,6 +418,7 @@ ROWS: dict[str, Row] = {
   "scan with checkpoints": Row(
     _saved,
     refuses={
+      "export elsewhere": _DEFINE,
       **_not_under_vmap("put the `vmap` or `shard_map` into the loop's body"),
       "values shard_map": "put the `vmap` or `shard_map` into the loop's body",
       "error vmap of cond": "put the `vmap` or `shard_map` into the loop's body",
@@ -447,7 +460,10 @@ ROWS: dict[str, Row] = {
       "error vmap of cond": "JAX refuses its effect in a cond under vmap",
     },
   ),
-  "buffer_callback": Row(_buffer_callback, refuses={"lane": "JAX's rule is a loop over the lanes"}),
+  "buffer_callback": Row(
+    _buffer_callback,
+    refuses={"lane": "JAX's rule is a loop over the lanes", "export elsewhere": _DEFINE},
+  ),
   "id_tap": Row(
     _id_tap,
     adds=0,
@@ -464,15 +480,13 @@ ROWS: dict[str, Row] = {
 }
 
 # Programs name what these make, and another process has to make it before it loads one.
-_MADE_FIRST = (
+DEFINED_BY_USERS = (
   *("gate", "gate io", "gate ordered", "gate whole", "gate inplace", "gate on its own thread"),
   *("gate on a named thread", "gate on an executor", "call", "hold", "use", "start", "knob"),
   *("feed", "linear_solver", "root", "stoppable scan", "gate in a worker", "envs"),
   *("scan with checkpoints", "loop with a bar", "gate in a recording", "cpp", "cfunc", "numba"),
   *("elementwise", "torch", "buffer_callback"),
 )
-for _row in _MADE_FIRST:
-  ROWS[_row].refuses["export elsewhere"] = "Define it before the program is loaded"
 
 
 def installed(row: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from contract import FOLDER
@@ -20,6 +20,7 @@ sys.path.insert(0, %r)
 import contract
 
 said = {}
+made = [contract.ROWS[row].make(contract.Host()) for row in %r]
 for row, text in %r.items():
   data = base64.b64decode(text)
   try:
@@ -34,13 +35,41 @@ for row, text in %r.items():
 print(json.dumps(said))
 """
 
+# A process of its own, so that names without a number are those of the other process, too.
+_EXPORTING = """
+import base64, json, sys
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 8)
+import callgate as cg
+sys.path.insert(0, %r)
+import contract
 
-def added_elsewhere(made: Mapping[str, bytes], program: str) -> dict[str, Any]:
+exports = {}
+made = {row: contract.ROWS[row].make(contract.Host()) for row in %r}
+for row, f in made.items():
+  with contract.ROWS[row].around():
+    exported = jax.export.export(jax.jit(f), disabled_checks=cg.export_checks())(np.float32(3))
+  exports[row] = base64.b64encode(exported.serialize()).decode()
+print(json.dumps(exports))
+"""
+
+
+def added_elsewhere(
+  programs: Mapping[str, bytes], load: str, made: Sequence[str] = ()
+) -> dict[str, Any]:
   """By row, what its program has added to 0 and to 1, or the text of its error.
 
   Args:
-    made: each row's program, as bytes. One process runs all of them.
-    program: an expression of `data`, the bytes, that loads the program there.
+    programs: each row's program, as bytes. One process runs all of them.
+    load: an expression of `data`, the bytes, that loads the program there.
+    made: the rows that the process has made, but not called, before it loads a program.
   """
-  texts = {row: base64.b64encode(data).decode() for row, data in made.items()}
-  return json.loads(output_of(_OTHER % (str(FOLDER), texts, program)).splitlines()[-1])
+  texts = {row: base64.b64encode(data).decode() for row, data in programs.items()}
+  said = output_of(_OTHER % (str(FOLDER), list(made), texts, load))
+  return json.loads(said.splitlines()[-1])
+
+
+def exports(rows: Sequence[str]) -> dict[str, bytes]:
+  """By row, its exported program, from a process that has made all of them in this order."""
+  made = json.loads(output_of(_EXPORTING % (str(FOLDER), list(rows))).splitlines()[-1])
+  return {row: base64.b64decode(text) for row, text in made.items()}
