@@ -245,12 +245,12 @@ class Callee(Identity):
     return any(rule is not None for rule in rules)
 
   def is_of_object(self, args: Sequence[Any]) -> bool:
-    """True if a call's first argument is the object whose method this is."""
+    """True if a call's first argument is the object, or the class, whose method this is."""
     owner = self.owner and self.owner()
     if owner is None or not args:
       return False
     first = args[0].value if isinstance(args[0], split.Static) else args[0]
-    return isinstance(first, owner)
+    return issubclass(first, owner) if isinstance(first, type) else isinstance(first, owner)
 
   def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
     """Binds the call, without derivative rules of its own."""

@@ -89,7 +89,7 @@ class _Encoder:
     if node is None:
       return None
     if isinstance(node, split.Static):
-      if node.by_identity:
+      if node.by_identity and not (self._portable and importable(node.value)):
         return {"o": method_objects.name(node, portable=self._portable)}
       return {"s": self._static(node.value)}
     if type(node) in (tuple, list):

@@ -15,7 +15,7 @@ import numpy as np
 
 from callgate._core import exact
 
-_NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
+NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 _PROTOCOLS = ("__jax_array__", "__array__", "__dlpack__", "__cuda_array_interface__")
 
 
@@ -68,7 +68,7 @@ class Static(exact.Keyed):
 
 def is_array(leaf: Any) -> bool:
   """True if a leaf is an array or a number, or an object that gives one."""
-  if isinstance(leaf, _NUMBERS):
+  if isinstance(leaf, NUMBERS):
     return True
   if isinstance(leaf, (type, str, bytes)):  # classes have their instances' methods
     return False

@@ -97,23 +97,23 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
   """Starts a call of a gate; see `Gate.start`."""
   _check(gate)
   raise_deferred()
-  place = {_PLACE: str(where())}
-  here = gate.is_here
-  begin = functools.partial(_member(gate, "start"), *args, **kwargs, **place)
+  place, given = {_PLACE: str(where())}, (args, kwargs)
   args, kwargs, static = gate.given(args, kwargs)
   leaves, in_tree = jax.tree.flatten((args, kwargs))
   leaves = [shapes.as_array(gate, leaf, i, in_tree) for i, leaf in enumerate(leaves)]
   structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
   results, out_tree = shapes.result_types(gate, in_tree, structs, static)
-  if here:
-    handle = begin()
+  begin = _member(gate, "start")
+  if gate.is_here:
+    begin.owner = gate.owner  # the object of a method is its first argument, too
+    handle = begin(*given[0], **given[1], **place)
   else:
     site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", gate.casts())
     gate.check_call(site, structs)
     types = tuple((shape, np.dtype(dtype).name) for shape, dtype in results)
     trees = exact.exact_tree(in_tree), exact.exact_tree(out_tree)
     more: dict[str, Any] = {**place, _CALL: (*trees, static, site.cast, types)}
-    handle = _member(gate, "start")(*leaves, **more)
+    handle = begin(*leaves, **more)
   args, kwargs = jax.tree.unflatten(in_tree, leaves)
   return Ticket(_StartedCall(gate, static, results, out_tree), handle, (args, kwargs))
 
@@ -162,9 +162,7 @@ def _begin(gate: GateCallee, name: str) -> GateCallee:
   functools.update_wrapper(begin, function)
   begin.__dict__.pop("__wrapped__", None)  # an async function's is no coroutine
   options = GateOptions(out=(), name=name, effect=gate.effect, arrays=arrays, copy=True)
-  made = holding(begin, options)
-  made.owner = gate.owner  # the object of a method is its first argument, too
-  return made
+  return holding(begin, options)
 
 
 class _Begin(HoldCallee):

@@ -11,7 +11,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from callgate import _callgate, _part
 from callgate._arrays import bind
@@ -19,9 +19,9 @@ from callgate._call.operation import Operation
 from callgate._call.site import Backend, Call, CallSite, Emission
 from callgate._call.traits import Traits
 from callgate._core import options as _options
-from callgate._core import registry, signatures
+from callgate._core import registry, signatures, split
 from callgate._core.errors import GateDefinitionError
-from callgate._core.public import core
+from callgate._core.public import Public, core, core_of
 from callgate._gate import annotations, elsewhere
 from callgate._gate.options import Arrays, GateOptions, Style, no_copy
 from callgate._gate.options import Thread as CallThread
@@ -87,6 +87,8 @@ class GateCallee(Operation):
       registry.register(name, self)
     self.wraps, self.call_signature = function, signatures.signature_of(function, leading)
     self.members: dict[str, GateCallee] = {}
+    outer, _, _ = str(getattr(function, "__qualname__", "")).rpartition(".")
+    self._in_class = bool(outer) and not outer.endswith("<locals>")
 
   def _named_callee(self) -> Any:
     if not self.is_here:
@@ -108,6 +110,21 @@ class GateCallee(Operation):
     super().check_call(site, structs)
     if self.elsewhere is not None and not site.by_jax:
       self.elsewhere.prepare()
+
+  def is_of_object(self, args: Sequence[Any]) -> bool:
+    if self.owner is None and self._in_class and args and not isinstance(args[0], split.NUMBERS):
+      self.look_for_owner(args[0] if isinstance(args[0], type) else type(args[0]))
+    return super().is_of_object(args)
+
+  def look_for_owner(self, kind: type) -> None:
+    """Learns the class whose method this is from one that may have inherited it.
+
+    Python tells a gate its class, but none below another decorator, and so does not a NamedTuple
+    before Python 3.13.
+    """
+    for each in getattr(kind, "__mro__", ()):
+      if any(_beneath(value) is self for value in vars(each).values()):
+        self.owner = weakref.ref(each)
 
   def rename(self, name: str) -> None:
     self.callee.give_up_name()
@@ -157,6 +174,28 @@ class GateCallee(Operation):
         "ticket = gate.start(...) and, later, ticket.result()"
       )
     return super().apply_raw(args, kwargs, static)
+
+
+_MOST_DECORATORS = 8
+
+
+def _beneath(value: Any) -> Any:
+  """The core of the gate below the decorators of a class's attribute; any other value as it is."""
+  for _ in range(_MOST_DECORATORS):
+    match value:
+      case Public() | staticmethod():  # which gets no object
+        break
+      case classmethod():
+        value = cast("Any", value).__func__
+      case property():
+        value = value.fget
+      case functools.cached_property() | functools.partialmethod():
+        value = cast("Any", value).func
+      case _:
+        if not callable(value) or isinstance(value, type):
+          break
+        value = getattr(value, "__wrapped__", None)
+  return core_of(value)
 
 
 def _programs_of(gate: weakref.ref[GateCallee]) -> Any:

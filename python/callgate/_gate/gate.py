@@ -78,10 +78,8 @@ class Gate(ArrayFunction[P, R]):
   ) -> Method[Q, T]: ...
   def __get__(self, instance: Any, owner: type | None = None) -> Any:
     """The method of an object, as of any function in a class: its first argument is the object."""
-    if self._core.owner is None:  # typing.NamedTuple calls no __set_name__ before Python 3.13
-      for kind in getattr(owner, "__mro__", ()):
-        if any(value is self for value in vars(kind).values()):
-          self._core.owner = weakref.ref(kind)
+    if self._core.owner is None and owner is not None:
+      self._core.look_for_owner(owner)
     return self if instance is None else types.MethodType(self, instance)
 
   def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:

@@ -311,7 +311,8 @@ LOADS = """
   import sys, pathlib, library, jax, jax.numpy as jnp, jax.export
   x = jnp.arange(3.0)
   for program in library.PROGRAMS:
-    loaded = jax.export.deserialize(bytearray(pathlib.Path(sys.argv[1], program.__name__).read_bytes()))
+    data = pathlib.Path(sys.argv[1], program.__name__).read_bytes()
+    loaded = jax.export.deserialize(bytearray(data))
     try:
       got = [jax.jit(loaded.call)(x) for _ in range(2)]
     except Exception as error:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import time
@@ -49,6 +50,45 @@ class Scale:
     return -x
 
 
+class Decorated:
+  """Has gates below other decorators, which hide them from Python's `__set_name__`."""
+
+  times = 2
+
+  def __init__(self, by: float) -> None:
+    self.by = by
+
+  @classmethod
+  @cg.gate(out=lambda x: x, name="test decorated class", effect="io")
+  def of_class(cls, x: Any) -> Any:
+    return x * np.float32(cls.times)
+
+  @property
+  @cg.gate(out=np.float32(0), name="test decorated property")
+  def as_property(self) -> Any:
+    return np.float32(self.by)
+
+  @functools.cached_property
+  @cg.gate(out=np.float32(0), name="test decorated cached property")
+  def as_cached_property(self) -> Any:
+    return np.float32(self.by)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  @cg.gate(out=lambda x: x, name="test decorated jit")
+  def jitted(self, x: Any) -> Any:
+    return x * np.float32(self.by)
+
+  @cg.gate(out=lambda x, times: x, name="test decorated partial")
+  def scaled(self, x: Any, times: int) -> Any:
+    return x * np.float32(self.by * times)
+
+  doubled = functools.partialmethod(scaled, times=2)
+
+
+class Tenfold(Decorated):
+  times = 10
+
+
 def gone(watched: Any) -> bool:
   """True when it is, in a while: JAX frees programs when it gets round to it."""
   for _ in range(100):
@@ -68,6 +108,27 @@ def test_a_method_gets_its_object_and_out_does_not(engine: Any) -> None:
   assert Scale.scaled(three, X).tolist() == [0.0, 3.0, 6.0]
   assert jax.vmap(three.scaled)(jnp.stack([X, X])).tolist() == [[0.0, 3.0, 6.0]] * 2
   assert two.negated(X).tolist() == Scale.negated(X).tolist() == [0.0, -1.0, -2.0]
+
+
+def test_a_gate_below_another_decorator_is_a_method(engine: Any) -> None:
+  one = Decorated(3)
+  for _ in range(2):
+    assert Decorated.of_class(X).tolist() == one.of_class(X).tolist() == [0.0, 2.0, 4.0]
+    assert jax.jit(lambda x: Tenfold.of_class(x) + one.of_class(x))(X).tolist() == [0, 12, 24]
+    assert jax.vmap(Tenfold(1).of_class)(X).tolist() == [0.0, 10.0, 20.0]
+    assert one.as_property == jax.jit(lambda: Decorated(3).as_property)() == 3
+    assert one.as_cached_property == 3
+    assert one.jitted(X).tolist() == one.scaled(X, times=1).tolist() == [0.0, 3.0, 6.0]
+    assert jax.jit(one.doubled)(X).tolist() == [0.0, 6.0, 12.0]
+  assert jax.jit(lambda x: Decorated.of_class.start(Tenfold, x).result())(X).tolist() == [0, 10, 20]
+
+
+def test_a_class_goes_with_an_exported_program() -> None:
+  exported = jax.export.export(jax.jit(Tenfold.of_class), disabled_checks=cg.export_checks())(X)
+  text = exported.serialize()
+  assert b"Tenfold" in text
+  assert b"#" not in text[text.index(b"Tenfold") - 60 : text.index(b"Tenfold") + 60]
+  assert jax.jit(jax.export.deserialize(text).call)(X).tolist() == [0.0, 10.0, 20.0]
 
 
 def test_an_object_is_known_by_identity_and_seen_as_it_is_when_the_program_runs() -> None:
