@@ -31,12 +31,21 @@ from callgate._part import Part
 from callgate._workers import threads
 from callgate._workers.workers import Workers
 
+_PREFIX = "use:"  # begins the names of uses that another process can make
+
 
 class Use(GateCallee):
   """A gate whose callable gets objects instead of handles."""
 
   kind = "use of"
   traits = GateCallee.traits.but(handles="uses")
+
+  @property
+  def label(self) -> str:
+    if not self.name.startswith(_PREFIX):
+      return super().label
+    place, _, _ = self.name.removeprefix(_PREFIX).partition("{")
+    return f"{self.kind} '{place.replace(':', '.')}'"
 
   def _named_callee(self) -> Any:
     if not isinstance(self.run_on, Workers):
@@ -154,9 +163,6 @@ def _use(
   if given.get("name") is None and not kept and (name := _portable_name(fn, given)) is not None:
     given["name"] = registry.free_name(name)
   return ArrayFunction(Use(using, GateOptions(out=out, **given)))
-
-
-_PREFIX = "use:"  # begins the names of uses that another process can make
 
 
 def _portable_name(fn: Any, options: dict[str, Any]) -> str | None:

@@ -10,6 +10,14 @@ import pytest
 from contract import ROWS
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Rows of CUDA's kernels run where the other tests of a GPU do."""
+  for item in items:
+    row = getattr(item, "callspec", None) and item.callspec.params.get("row")
+    if row in ROWS and ROWS[row].gpu:
+      item.add_marker(pytest.mark.gpu)
+
+
 @pytest.fixture(autouse=True)
 def needed(request: pytest.FixtureRequest) -> None:
   row = getattr(request.node, "callspec", None) and request.node.callspec.params.get("row")

@@ -78,7 +78,7 @@ print(json.dumps(ask(%r)))
 
 @pytest.mark.parametrize("row", contract.rows("interrupt"))
 def test_a_program_is_interrupted_and_the_next_one_is_right(row: str) -> None:
-  process = run_python(_PROCESS % (str(FOLDER), row))
+  process = run_python(_PROCESS % (str(FOLDER), row), **contract.platforms())
   assert process.returncode == 0, process.stderr
   assert process.stderr == ""
   answers = json.loads(process.stdout.splitlines()[-1])

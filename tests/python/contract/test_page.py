@@ -18,6 +18,7 @@ COLUMNS = {
   "under `vmap`, in loops and over devices": [
     f"values {way}" for way in ("vmap", "split lanes", "scan", "shard_map")
   ],
+  "derivatives": ["grad", "grad calls"],
   "by JAX's own callbacks": ["engine", "engine scan", "engine vmap"],
   "an error is the user's, and names the line": ["error", "line", "error vmap of cond", "told"],
   "and the lane": ["error", "line", "lane", "error vmap", "error vmap of scan"],

@@ -98,6 +98,32 @@ def test_the_same_by_jaxs_own_callbacks(row: str, way: str) -> None:
     jax.effects_barrier()
 
 
+def _gradient(f: F) -> Callable[[Any], Any]:
+  return lambda x: jax.value_and_grad(f)(x)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_derivative_calls_once_or_says_that_there_is_none(row: str) -> None:
+  """Reverse mode, alone and of lanes; the value is that of the call, and each calls once."""
+  host, part = Host(), ROWS[row]
+  f = part.make(host)
+  alone, of_lanes = jax.jit(_gradient(f)), jax.jit(jax.vmap(_gradient(f)))
+  with part.around():
+    if "grad" in part.refuses:
+      with pytest.raises(Exception, match=part.refuses["grad"]):
+        alone(np.float32(3))
+      return
+    for _ in range(2):
+      assert [*map(float, alone(np.float32(3)))] == [3 + part.adds, 1]
+    if part.each and "grad calls" not in part.refuses:
+      assert host.seen() == [3.0, 3.0]
+    if row in contract.rows("values vmap"):
+      values, gradients = of_lanes(LANES)
+      np.testing.assert_array_equal(values, LANES + part.adds)
+      np.testing.assert_array_equal(gradients, np.ones_like(LANES))
+  cg.barrier()
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_threads_that_switch_all_the_time(row: str) -> None:
   before = sys.getswitchinterval()

@@ -94,6 +94,7 @@ class Row:
     refuses: by question, why the part has no answer.
     around: a block in which its programs run.
     needs: a package that it needs.
+    gpu: True if it runs on a CUDA device alone; the tests of the row are marked `gpu`.
   """
 
   make: Callable[[Host], F]
@@ -104,6 +105,7 @@ class Row:
   refuses: dict[str, str] = dataclasses.field(default_factory=dict)
   around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
   needs: str = ""
+  gpu: bool = False
 
 
 def _gate(**options: Any) -> Callable[[Host], F]:
@@ -298,6 +300,41 @@ def _cpp(host: Host) -> F:
   return cg.cpp(source % float(host.plus), out=lambda x: x)
 
 
+_CUDA = """
+__global__ void add(const float* x, float* y) { y[0] = x[0] + PLUS; }
+"""
+
+
+def _cuda(host: Host) -> F:
+  source = _CUDA.replace("PLUS", f"{host.plus:f}f")
+  return cg.cuda(source, out=lambda x: x, grid=1, block=1)
+
+
+def _cpp_with_cuda(host: Host) -> F:
+  source = "void add(cg::In<float> x, cg::Out<float> y) { y[0] = x[0] + PLUS; }"
+  source = source.replace("PLUS", f"{host.plus:f}f")
+  on_device = _CUDA.replace("PLUS", f"{host.plus:f}f")
+  return cg.cpp(source, cuda_source=on_device, out=lambda x: x, grid=1, block=1)
+
+
+def _numba_cuda(host: Host) -> F:
+  from numba import cuda
+
+  plus = np.float32(host.plus)
+
+  @cuda.jit
+  def add(x: Any, y: Any) -> None:
+    y[()] = x[()] + plus
+
+  return cg.numba_cuda(add, out=lambda x: x, griddim=1, blockdim=1)
+
+
+def _triton(host: Host) -> F:
+  from triton_kernels import add
+
+  return cg.triton(add, out=lambda x: x, grid=1, PLUS=host.plus)
+
+
 def _cfunc(host: Host) -> F:
   del host
   return cg.cfunc(ctypes.CDLL(None).fabsf, "float fabsf(float x)")
@@ -339,9 +376,14 @@ _RECENT = (
 )
 _DEFINE = "Define it before the program is loaded"  # and a trace alone does
 _OPEN = "an open channel keeps its consumers"
+_NO_RULE = {"grad": "has no derivative. Define one"}
+_NO_JVP = {"grad": "do not support JVP"}
 _COMPILED = "compiled code raises by a check alone"
+_NO_FORK = {"fork": "CUDA's driver works in no fork's child"}
+_OF_CUDA = {"error": _COMPILED, **_NO_RULE, **_NO_FORK}
 _JAX = "what the callback raises is told in JAX's own words"
 _OF_CALLBACKS = {
+  **_NO_JVP,
   "line": _JAX,
   "export": "serialization of host_callbacks",
   "equal": "JAX hashes the function, and calls the first of equal ones outside of `jit`",
@@ -359,7 +401,7 @@ ROWS: dict[str, Row] = {
   "gate io": Row(_gate(effect="io")),
   "gate ordered": Row(_gate(effect="ordered")),
   "gate whole": Row(_gate(effect="io", vmap="whole"), refuses={"lane": "one call has all lanes"}),
-  "gate inplace": Row(_into),
+  "gate inplace": Row(_into, refuses=_NO_RULE),
   "gate on its own thread": Row(_gate(effect="io", thread="own"), refuses={"fork": _THREADS}),
   "gate on a named thread": Row(_on_thread),
   "gate on an executor": Row(
@@ -369,14 +411,14 @@ ROWS: dict[str, Row] = {
       "pickle": "cannot pickle '_queue",
     },
   ),
-  "call": Row(_called, refuses={"dropped": _RECENT, "export elsewhere": _DEFINE}),
+  "call": Row(_called, refuses={**_NO_RULE, "dropped": _RECENT, "export elsewhere": _DEFINE}),
   "tap": Row(_tap_kept, adds=0, tells=False, refuses=_OF_TAPS),
   "tap ordered": Row(_tap(ordered=True), adds=0, tells=False, refuses=_OF_TAPS),
   "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False, refuses=_OF_TAPS),
   "check": Row(_check, adds=0, each=False, raises=cg.CheckError),
-  "hold": Row(_held, each=False, refuses={"dropped": _RECENT}),
-  "use": Row(_used, refuses={"dropped": _RECENT}),
-  "start": Row(_started, refuses={"fork": "was forked from one that ran such calls"}),
+  "hold": Row(_held, each=False, refuses={**_NO_RULE, "dropped": _RECENT}),
+  "use": Row(_used, refuses={**_NO_RULE, "dropped": _RECENT}),
+  "start": Row(_started, refuses={**_NO_RULE, "fork": "was forked from one that ran such calls"}),
   "knob": Row(
     _knob,
     each=False,
@@ -392,7 +434,9 @@ ROWS: dict[str, Row] = {
       "pickle": "its iterator runs in this process",
     },
   ),
-  "linear_solver": Row(_solver, refuses={"pickle": _OWN}),
+  "linear_solver": Row(
+    _solver, refuses={"pickle": _OWN, "grad": "reverse mode solves with the transposed matrix"}
+  ),
   "root": Row(_root, each=False, refuses={"pickle": _OWN}),
   "breakpoint": Row(
     _breakpoint, adds=0, each=False, refuses={"error": "no function of the user's runs"}
@@ -412,7 +456,11 @@ ROWS: dict[str, Row] = {
   ),
   "envs": Row(
     _envs,
-    refuses={**_not_under_vmap("one call steps all environments"), "pickle": _OWN},
+    refuses={
+      **_not_under_vmap("one call steps all environments"),
+      "pickle": _OWN,
+      "grad": "environments have no derivatives",
+    },
     needs="gymnasium",
   ),
   "scan with checkpoints": Row(
@@ -442,16 +490,29 @@ ROWS: dict[str, Row] = {
   "channel with a sink": Row(
     _sink, adds=0, tells=False, refuses={"kept": _OPEN, "cycle": _OPEN, "fork": _CHANNELS}
   ),
-  "cpp": Row(_cpp, each=False, refuses={"error": _COMPILED}),
+  "cpp": Row(_cpp, each=False, refuses={"error": _COMPILED, **_NO_RULE}),
   "cfunc": Row(
     _cfunc,
     adds=0,
     each=False,
-    refuses={"error": _COMPILED, "pickle": "the C function's address is of this process"},
+    refuses={
+      "error": _COMPILED,
+      **_NO_RULE,
+      "pickle": "the C function's address is of this process",
+    },
   ),
-  "numba": Row(_numba, each=False, refuses={"error": _COMPILED}),
-  "elementwise": Row(_elementwise, each=False, refuses={"error": _COMPILED}),
-  "torch": Row(_torch, needs="torch"),
+  "numba": Row(_numba, each=False, refuses={"error": _COMPILED, **_NO_RULE}),
+  "elementwise": Row(_elementwise, each=False, refuses={"error": _COMPILED, **_NO_RULE}),
+  "torch": Row(
+    _torch, needs="torch", refuses={"grad calls": "the backward pass calls the function again"}
+  ),
+  "cuda": Row(_cuda, each=False, gpu=True, refuses=_OF_CUDA),
+  "cpp with CUDA": Row(_cpp_with_cuda, each=False, gpu=True, refuses=_OF_CUDA),
+  "elementwise on CUDA": Row(_elementwise, each=False, gpu=True, refuses=_OF_CUDA),
+  "numba_cuda": Row(_numba_cuda, each=False, gpu=True, needs="numba_cuda", refuses=_OF_CUDA),
+  "triton": Row(_triton, each=False, gpu=True, needs="triton", refuses=_OF_CUDA),
+  "gate on CUDA": Row(_gate(effect="io"), gpu=True, refuses=_NO_FORK),
+  "tap on CUDA": Row(_tap(), adds=0, tells=False, gpu=True, refuses={**_OF_TAPS, **_NO_FORK}),
   "pure_callback": Row(_pure_callback, each=False, refuses=_OF_CALLBACKS),
   "io_callback": Row(
     _io_callback,
@@ -462,13 +523,13 @@ ROWS: dict[str, Row] = {
   ),
   "buffer_callback": Row(
     _buffer_callback,
-    refuses={"lane": "JAX's rule is a loop over the lanes", "export elsewhere": _DEFINE},
+    refuses={**_NO_JVP, "lane": "JAX's rule is a loop over the lanes", "export elsewhere": _DEFINE},
   ),
   "id_tap": Row(
     _id_tap,
     adds=0,
     tells=False,
-    refuses=_OF_TAPS,
+    refuses={**_OF_TAPS, "grad calls": "the tap sends the tangent out, too"},
     around=host_callback.outfeed_receiver,
   ),
   "id_tap of 2023": Row(
@@ -490,8 +551,15 @@ DEFINED_BY_USERS = (
 
 
 def installed(row: str) -> bool:
-  """True if the package that the row needs is here."""
-  return not ROWS[row].needs or importlib.util.find_spec(ROWS[row].needs) is not None
+  """True if the package and the device that the row needs are here."""
+  needs, gpu = ROWS[row].needs, ROWS[row].gpu
+  has_package = not needs or importlib.util.find_spec(needs) is not None
+  return has_package and (not gpu or jax.default_backend() == "gpu")
+
+
+def platforms() -> dict[str, str]:
+  """The environment in which a process has the devices that this one has."""
+  return {"JAX_PLATFORMS": "cuda,cpu" if jax.default_backend() == "gpu" else "cpu"}
 
 
 def rows(question: str) -> list[str]:

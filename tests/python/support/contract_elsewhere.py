@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contract import FOLDER
+from contract import FOLDER, platforms
 from interpreters import output_of
 
 _OTHER = """
@@ -65,11 +65,13 @@ def added_elsewhere(
     made: the rows that the process has made, but not called, before it loads a program.
   """
   texts = {row: base64.b64encode(data).decode() for row, data in programs.items()}
-  said = output_of(_OTHER % (str(FOLDER), list(made), texts, load))
+  said = output_of(_OTHER % (str(FOLDER), list(made), texts, load), **platforms())
   return json.loads(said.splitlines()[-1])
 
 
 def exports(rows: Sequence[str]) -> dict[str, bytes]:
   """By row, its exported program, from a process that has made all of them in this order."""
-  made = json.loads(output_of(_EXPORTING % (str(FOLDER), list(rows))).splitlines()[-1])
+  made = json.loads(
+    output_of(_EXPORTING % (str(FOLDER), list(rows)), **platforms()).splitlines()[-1]
+  )
   return {row: base64.b64decode(text) for row, text in made.items()}
