@@ -381,6 +381,7 @@ _NO_JVP = {"grad": "do not support JVP"}
 _COMPILED = "compiled code raises by a check alone"
 _NO_FORK = {"fork": "CUDA's driver works in no fork's child"}
 _OF_CUDA = {"error": _COMPILED, **_NO_RULE, **_NO_FORK}
+_ON_CUDA_ALONE = {**_OF_CUDA, "engine": "expected a program for platform cuda"}
 _JAX = "what the callback raises is told in JAX's own words"
 _OF_CALLBACKS = {
   **_NO_JVP,
@@ -506,11 +507,11 @@ ROWS: dict[str, Row] = {
   "torch": Row(
     _torch, needs="torch", refuses={"grad calls": "the backward pass calls the function again"}
   ),
-  "cuda": Row(_cuda, each=False, gpu=True, refuses=_OF_CUDA),
+  "cuda": Row(_cuda, each=False, gpu=True, refuses=_ON_CUDA_ALONE),
   "cpp with CUDA": Row(_cpp_with_cuda, each=False, gpu=True, refuses=_OF_CUDA),
   "elementwise on CUDA": Row(_elementwise, each=False, gpu=True, refuses=_OF_CUDA),
-  "numba_cuda": Row(_numba_cuda, each=False, gpu=True, needs="numba_cuda", refuses=_OF_CUDA),
-  "triton": Row(_triton, each=False, gpu=True, needs="triton", refuses=_OF_CUDA),
+  "numba_cuda": Row(_numba_cuda, each=False, gpu=True, needs="numba_cuda", refuses=_ON_CUDA_ALONE),
+  "triton": Row(_triton, each=False, gpu=True, needs="triton", refuses=_ON_CUDA_ALONE),
   "gate on CUDA": Row(_gate(effect="io"), gpu=True, refuses=_NO_FORK),
   "tap on CUDA": Row(_tap(), adds=0, tells=False, gpu=True, refuses={**_OF_TAPS, **_NO_FORK}),
   "pure_callback": Row(_pure_callback, each=False, refuses=_OF_CALLBACKS),
