@@ -171,52 +171,58 @@ def note(name: str, value: Any, lane: int | None = None) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Marked:
-  """A bar, and what its mark takes from the loop's carry."""
+class Mark:
+  """A bar, and what it reads of a loop's carry while the body is traced.
+
+  Attributes:
+    total: where `at` ends, or the number of steps, for a bar that reads one of them.
+  """
 
   bar: Bar
   at: Callable[[Any], Any] | None = None
-  total: Any = None  # where `at` ends
+  total: Any = None
 
   @classmethod
-  def of(cls, options: Progress, *, has_total: bool = False) -> Marked:
-    bar = bar_of(options, has_total=has_total)
+  def of(cls, options: Progress | None, steps: Any = None) -> Mark | None:
+    """The mark of a loop with so many steps, where only a traced number says how many."""
+    if options is None:
+      return None
+    bar = bar_of(options, has_total=steps is not None)
     if bar.by_lane:
       delivery.tell_of_lanes(MOST_LANES)
-    return cls(bar, options.at, options.total) if bar.by_value else cls(bar)
+    if bar.by_value:
+      return cls(bar, options.at, options.total)
+    return cls(bar, total=steps if bar.has_total else None)
 
-  def operands(self, carry: Any, changing: Sequence[Any], total: Any = None) -> list[Any]:
-    """A mark's operands: the numbers that the bar reads, then arrays that tie it to the loop."""
-    read = [total] if self.bar.has_total else []
-    if self.at is not None:
-      at = jnp.asarray(self.at(carry))
-      if at.shape or not jnp.issubdtype(at.dtype, np.number):
-        raise GateDefinitionError(
-          f"Progress: at: expected a number of the carry, got {at.dtype}{list(at.shape)}"
-        )
-      read = [jnp.asarray(x).astype(np.float32) for x in (self.total, at)]
-      read = [jax.lax.stop_gradient(x) for x in read]
+  @contextmanager
+  def around(self, carry: Any, changing: Sequence[Any]) -> Generator[None]:
+    """Marks a body while it is traced; `changing` are arrays that tie the mark to the loop."""
     if self.bar.by_lane:  # by which the mark sees what the loop is mapped over
       changing = [*changing, *_numbers_in(carry)]
-    return [*read, *changing]
+    progress_p.bind(*self._numbers(carry), *changing, bar=self.bar)
+    with deeper():
+      yield
+
+  def _numbers(self, carry: Any) -> list[Any]:
+    if self.at is None:
+      return [self.total] if self.bar.has_total else []
+    at = jnp.asarray(self.at(carry))
+    if at.shape or not jnp.issubdtype(at.dtype, np.number):
+      raise GateDefinitionError(
+        f"Progress: at: expected a number of the carry, got {at.dtype}{list(at.shape)}"
+      )
+    numbers = (jnp.asarray(x).astype(np.float32) for x in (self.total, at))
+    return list(map(jax.lax.stop_gradient, numbers))
 
 
 @contextmanager
-def marking(bar: Bar, operands: Sequence[Any]) -> Generator[None]:
-  """Marks a body while it is traced, with operands that change; bars inside are one deeper."""
-  progress_p.bind(*operands, bar=bar)
-  with inside(bar):
-    yield
-
-
-@contextmanager
-def inside(bar: object) -> Generator[None]:
-  """Bars are one deeper while a body is traced that has one; None: it has none."""
-  _nesting.depth = getattr(_nesting, "depth", 0) + (deeper := int(bar is not None))
+def deeper() -> Generator[None]:
+  """Bars of loops that are traced in the block stand in a loop with a bar."""
+  _nesting.depth = getattr(_nesting, "depth", 0) + 1
   try:
     yield
   finally:
-    _nesting.depth -= deeper
+    _nesting.depth -= 1
 
 
 def _changing(arguments: Any) -> list[Any]:
@@ -232,35 +238,26 @@ def _numbers_in(tree: Any) -> list[Any]:
 
 
 @tracing.clearable_cache(max_size=256)
-def _cached(make: Callable[..., Any], function: exact.Exact, bar: exact.Exact) -> Any:
-  return make(function.value, *bar.value)
+def _cached(make: Callable[..., Any], function: exact.Exact, more: exact.Exact) -> Any:
+  return make(function.value, *more.value)
 
 
-def wrapped(
-  make: Callable[..., Any], function: Callable[..., Any], *bar: Marked
-) -> Callable[..., Any]:
+def wrapped(make: Callable[..., Any], function: Callable[..., Any], *more: Any) -> Any:
   """Returns what `make` makes of a body: one for each, so that JAX's caches know it again."""
   try:
-    hash(bar)
+    hash(more)
   except TypeError:  # an array among them
-    return make(function, *bar)
-  return _cached(make, exact.exact_object(function), exact.exact(bar))
+    return make(function, *more)
+  return _cached(make, exact.exact_object(function), exact.exact(more))
 
 
-def with_mark(function: Callable[..., Any], mark: Marked, carry: int = 0) -> Callable[..., Any]:
-  """The body with a mark; `carry` is the position of that argument."""
-
+def _with_mark(function: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
   @functools.wraps(function, updated=())
   def body(*arguments: Any) -> Any:
-    with marking(mark.bar, mark.operands(arguments[carry], _changing(arguments))):
+    with mark.around(arguments[0], _changing(arguments)):
       return function(*arguments)
 
   return body
-
-
-def with_mark_of_index(function: Callable[..., Any], mark: Marked) -> Callable[..., Any]:
-  """The same of a `fori_loop`'s body, whose carry comes second."""
-  return with_mark(function, mark, carry=1)
 
 
 @overload
@@ -317,7 +314,7 @@ def progress(
   def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function, updated=())
     def body(*arguments: Any) -> Any:
-      return wrapped(with_mark, function, Marked.of(options))(*arguments)
+      return wrapped(_with_mark, function, Mark.of(options))(*arguments)
 
     return body
 
