@@ -62,6 +62,21 @@ def split_operands(params: dict[str, Any], of: Sequence[T]) -> tuple[list[T], li
   return list(of[:first]), list(of[first:second]), list(of[second:])
 
 
+def any_lane(flag: Any) -> Any:
+  """The predicate of a `while_loop`, which goes on as long as any of its lanes does."""
+  return jax.numpy.any(flag) if flag.shape else flag
+
+
+def chosen(lanes: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+  """What a batched `while_loop` carries on: new values of lanes that go on, old ones of others."""
+
+  def choose(new: Any, old: Any) -> Any:
+    flags = jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim)))
+    return jax.lax.select(flags, new, old)
+
+  return list(map(choose, new, old))
+
+
 def weakly_typed(value: Any, weak: bool = True) -> Any:
   """The value, weakly typed if `weak`, as Python's numbers are (0.10 to 0.12; not public)."""
   if not weak:

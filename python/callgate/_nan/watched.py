@@ -271,14 +271,13 @@ class Watch:
       inside = self._loop(eqn, place, number)
       outs, state = self._jaxpr(params["body_jaxpr"], (*held, *values), state, inside)
       if go.ndim:  # under vmap: lanes that have ended keep what they have
-        outs = [
-          jnp.where(go.reshape(go.shape + (1,) * (new.ndim - go.ndim)), new, old)
-          for new, old in zip(outs, values, strict=True)
-        ]
+        outs = loops.chosen(go, outs, values)
       return number + 1, *ask(number + 1, state, outs), outs
 
     carried = jnp.int32(0), *ask(jnp.int32(0), state, values), values
-    _, _, state, values = jax.lax.while_loop(lambda carried: carried[1].any(), body, carried)
+    _, _, state, values = jax.lax.while_loop(
+      lambda carried: loops.any_lane(carried[1]), body, carried
+    )
     return values, state
 
   def _shard_map(

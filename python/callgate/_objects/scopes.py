@@ -100,8 +100,7 @@ def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any
 
 def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
   cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-  first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-  cond_consts, consts, carry = operands[:first], operands[first:second], operands[second:]
+  cond_consts, consts, carry = loops.split_operands(params, operands)
   predicate = functools.partial(jaxpr_as_fun(cond), *cond_consts)
   batched = bool(cond.out_avals[0].shape)  # lanes that have ended stay as they are
   scope = _gates()["enter"](parent)
@@ -109,21 +108,14 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[An
   def step(before: Any) -> Any:
     outs, used = _run(body, (*consts, *before), scope)
     if batched:
-      (lanes,) = predicate(*before)
-      outs = [
-        jax.lax.select(
-          jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old
-        )
-        for new, old in zip(outs, before, strict=True)
-      ]
+      outs = loops.chosen(predicate(*before)[0], outs, before)
     _gates()["sweep"](scope, _words(outs), [], used)
     return outs
 
   def goes_on(state: Any) -> Any:
-    (lanes,) = predicate(*state)
-    return jnp.any(lanes) if lanes.shape else lanes
+    return loops.any_lane(predicate(*state)[0])
 
-  last = list(jax.lax.while_loop(goes_on, step, list(carry)))
+  last = list(jax.lax.while_loop(goes_on, step, carry))
   return last, _gates()["leave"](scope, last)
 
 

@@ -59,6 +59,14 @@ def test_the_parts_of_a_scan_are_told_and_it_runs_as_a_while_loop() -> None:
   assert closed.eqns
 
 
+def test_lanes_of_a_while_loop_go_on_until_the_last_has_ended() -> None:
+  flags = np.array([True, False, True, False])
+  assert [bool(loops.any_lane(jnp.asarray(x))) for x in (flags, ~flags[:0], np.True_)] == [1, 0, 1]
+  rows, numbers = loops.chosen(flags, [jnp.ones((4, 3)), X + 1], [jnp.zeros((4, 3)), X])
+  np.testing.assert_array_equal(rows, [[1] * 3, [0] * 3, [1] * 3, [0] * 3])
+  np.testing.assert_array_equal(numbers, X + flags)
+
+
 def test_the_operands_of_a_while_loop_are_split() -> None:
   limit, step = jnp.float32(3), jnp.float32(1)
 
