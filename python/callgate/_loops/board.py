@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._jax import tracing
 from callgate._loops.primitive import Bar, progress_call_p
 
 _Values = Sequence[Any]
@@ -69,7 +70,7 @@ class Begun:
   def _reached(self, count: Any, lanes: Any, at: Any) -> tuple[Any, Any]:
     """The board's operands for a count, and for a value: NaN for a bar without."""
     if self.bar.lanes:
-      is_own = lanes is not None and lanes.shape == self.bar.lanes
+      is_own = getattr(lanes, "shape", None) == self.bar.lanes
       count = lanes.ravel() if is_own else jnp.broadcast_to(count, (self.bar.count,))
     if self.limits is None:
       return count, jnp.full(self.handle.shape, jnp.nan, np.float32)
@@ -91,6 +92,7 @@ def _call(kind: str, bar: Bar, *operands: Any) -> Any:
 
 
 def _anchor(values: _Values) -> _Values:
-  """The smallest of the arrays, if there is one: a call that takes it waits for it."""
+  """A number of the smallest array, if there is one: a call that takes it waits for all of it."""
   arrays = [x for x in values if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, np.number)]
-  return sorted((x for x in arrays if x.size), key=lambda x: x.size)[:1]
+  smallest = sorted((x for x in arrays if x.size), key=lambda x: x.size)[:1]
+  return [tracing.unvaried(x)[(slice(1),) * x.ndim] for x in smallest]

@@ -20,7 +20,7 @@ import jax
 
 from callgate import _callgate
 from callgate._core import foreign
-from callgate._loops.progress import File, files, noted, noted_of_lanes
+from callgate._loops.progress import File, files, noted
 from callgate._part import Part, Phase, Wait, join
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
@@ -62,8 +62,16 @@ class _State(NamedTuple):
     """How far it is."""
     if not self.by_value:
       return self.steps
-    way = (self.at - self.first) * (1 if self.last >= self.first else -1)
+    way = (self.at - self.first) * self._sign
     return min(max(way, 0.0), abs(self.last - self.first)) if way == way else 0.0
+
+  def where(self, done: float) -> str | None:
+    """The value that it has when so much is done, and its end; None for a bar of steps."""
+    return f"{self.first + done * self._sign:.4g}/{self.last:.4g}" if self.by_value else None
+
+  @property
+  def _sign(self) -> int:
+    return 1 if self.last >= self.first else -1
 
 
 class _Drawn:
@@ -83,7 +91,6 @@ class _Drawn:
       total=state.whole, desc=desc, file=_file_of(options),
       position=position, leave=options["leave"] and self.depth == 0,
       mininterval=options["mininterval"], style=options["style"],
-      first=state.first if state.by_value else None, last=state.last if state.by_value else None,
     )  # fmt: skip
 
   def draw(self, state: _State) -> None:
@@ -91,24 +98,24 @@ class _Drawn:
     if self.handle != state.handle:  # a nested loop, begun again
       self.bar.reset(state.whole)
       self.handle = state.handle
-    latest = dict(noted)
-    if self._lane >= 0:
-      of_lane = {
-        name: it for (name, lane), it in noted_of_lanes.copy().items() if lane == self._lane
-      }
-      latest.update(of_lane)
+    values = noted.copy()
+    latest = {
+      name: it for own in (None, self._lane) for (name, lane), it in values.items() if lane == own
+    }
     if self._show is not None:
       names = [name for name in self._show if name in latest]
     else:
       names = [name for name, (when, _) in latest.items() if when >= self.began][:_MOST_SHOWN]
-    values = {_label(name): _text_of(latest[name][1]) for name in names}
-    if values and values != self._shown:
-      self._shown = values
-      self.bar.set_postfix(values, refresh=False)
+    shown = {_label(name): _text_of(latest[name][1]) for name in names}
+    if shown and shown != self._shown:
+      self._shown = shown
+      self.bar.set_postfix(shown, refresh=False)
     self.bar.start_t = time.time() - state.seconds
     # tqdm takes a bar whose last print came before its start for one that was never shown.
     self.bar.last_print_t = max(getattr(self.bar, "last_print_t", 0.0), self.bar.start_t)
-    self.bar.update(max(state.done - self.bar.n, 0))
+    done = max(state.done, self.bar.n)
+    self.bar.where = state.where(done)
+    self.bar.update(done - self.bar.n)
 
 
 def _file_of(options: dict[str, Any]) -> Any:

@@ -47,10 +47,9 @@ files: weakref.WeakValueDictionary[int, TextIO | File] = weakref.WeakValueDictio
 # The newest that stand for files: a bar may be drawn when its program is gone. Under the GIL:
 # single steps.
 _newest: collections.deque[TextIO | File] = collections.deque(maxlen=64)
-# By name, and by name and lane: when the latest value came, and the value. Under the GIL: single
-# steps; never emptied: one number for each tap's name, and lane.
-noted: dict[str, tuple[float, Any]] = {}
-noted_of_lanes: dict[tuple[str, int], tuple[float, Any]] = {}
+# By name and lane, None for all lanes: when the latest value came, and the value. Under the GIL:
+# single steps; never emptied: one number for each tap's name, and lane.
+noted: dict[tuple[str, int | None], tuple[float, Any]] = {}
 Lanes = Literal["one", "bars"]
 Style = Literal["tqdm", "rich"]
 _nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
@@ -164,10 +163,7 @@ def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
 
 def note(name: str, value: Any, lane: int | None = None) -> None:
   """Keeps a scalar as the latest of its name; bars show it. For whoever consumes taps."""
-  if lane is None:
-    noted[name] = (time.monotonic(), value)
-  else:
-    noted_of_lanes[name, lane] = (time.monotonic(), value)
+  noted[name, lane] = (time.monotonic(), value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ class FakeBar:
     self.leave = arguments["leave"]
     self.arguments = arguments
     self.n = 0
+    self.where: str | None = None
     self.start_t = 0.0
     self.resets = 0
     self.closed = 0
