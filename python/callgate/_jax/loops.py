@@ -28,11 +28,25 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   return len(consts), len(carry)
 
 
+def split_scan(params: Mapping[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+  """Returns what a `scan` has for each operand, for (constants, carry, what is scanned over)."""
+  first, count = scan_counts(params)
+  return list(of[:first]), list(of[first : first + count]), list(of[first + count :])
+
+
 # Calls that run their one jaxpr on their operands once they are lowered (0.10 to 0.12).
 _CALLS = frozenset((
-  "jit", "pjit", "call", "core_call", "closed_call", "checkpoint", "remat2", "custom_jvp_call",
-  "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call",
+  "jit", "pjit", "call", "core_call", "closed_call", "checkpoint", "remat", "remat2",
+  "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call",
 ))  # fmt: skip
+
+
+def called(eqn: Any) -> Any:
+  """The one jaxpr that a call runs on its operands; None for any other equation (0.10 to 0.12)."""
+  if eqn.primitive.name not in _CALLS:
+    return None
+  names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee")
+  return next(it for it in map(eqn.params.get, names) if it is not None)
 
 
 def runs(eqn: Any) -> tuple[Any, list[int]] | None:
@@ -45,11 +59,8 @@ def runs(eqn: Any) -> tuple[Any, list[int]] | None:
     first, count = lengths.matvec + lengths.vecmat, len(eqn.invars)
     rest = first + lengths.solve + lengths.transpose_solve
     return eqn.params["jaxprs"].solve, [*range(first, first + lengths.solve), *range(rest, count)]
-  if eqn.primitive.name in _CALLS:
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee"):
-      if (found := eqn.params.get(name)) is not None:
-        return found, list(range(len(eqn.invars)))
-  return None
+  inner = called(eqn)
+  return None if inner is None else (inner, list(range(len(eqn.invars))))
 
 
 # A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).

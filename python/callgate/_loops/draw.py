@@ -2,7 +2,7 @@
 """Draws progress bars: one thread of the process, which polls the board some ten times a second.
 
 It starts with the first bar that begins while nobody draws, and ends a while after the last one is
-gone; `stop` ends it before Python does. It alone touches the bars. Programs never wait for it.
+gone; the end of the process waits for it. It alone touches the bars. Programs never wait for it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,8 +138,10 @@ def _text_of(value: Any) -> str:
     return str(value)
 
 
-class _Drawer:
-  """The thread and its bars."""
+class Bars(Part):
+  """The thread, and the bars, which are its own."""
+
+  name = "bars"
 
   def __init__(self) -> None:
     self._lock, self._stirred = threading.Lock(), threading.Event()
@@ -172,14 +173,21 @@ class _Drawer:
 
       return self._polled.wait_for(is_drawn, timeout)
 
-  def stop(self, seconds: float) -> None:
-    """Ends the thread; bars of programs that still run close where they stand: the process ends."""
+  def settle(self, wait: Wait) -> bool:
+    """Waits for what the bars have come to. One that is not drawn in time holds nothing up."""
+    self.flush(min(wait.left, _BARRIER_SECONDS))
+    return True
+
+  def end(self, phase: Phase, wait: Wait) -> None:
+    """Ends the thread; bars of programs that still run close where they stand."""
+    if phase != "draw":
+      return
     with self._lock:
       self._stopped = True
       self._stirred.set()
       thread = self._thread
     if thread is not None and thread is not threading.current_thread():
-      thread.join(timeout=seconds)
+      thread.join(timeout=wait.left)
 
   def _run(self, before: threading.Thread | None) -> None:
     if before is not None:
@@ -236,44 +244,14 @@ class _Drawer:
     return drawn is None or not any(one is not None and one.depth < drawn.depth for one in around)
 
 
-def _make_with_tqdm(**arguments: Any) -> Any:
+def _make(**arguments: Any) -> Any:
+  """A bar: a function of `bars`, which needs tqdm."""
   from callgate._loops import bars
 
   return bars.make(**arguments)
 
 
-_make: Callable[..., Any] = _make_with_tqdm  # under the GIL: one assignment
-_drawer = _Drawer()  # locks itself: `_Drawer._lock`, and its bars are its thread's
+_drawer = Bars()  # locks itself: `Bars._lock`, and its bars are its thread's
 start = _drawer.start  # by the board, which has a bar to draw
 flush = _drawer.flush
-stop = _drawer.stop
-
-
-@contextmanager
-def use(make: Callable[..., Any]) -> Generator[None]:
-  """Draws bars that begin in the block by `make`, a function with tqdm's own arguments."""
-  global _make
-  before, _make = _make, make
-  try:
-    yield
-    flush()
-  finally:
-    _make = before
-
-
-class Bars(Part):
-  """Draws what the bars have come to, at a barrier and at the end of the process."""
-
-  name = "bars"
-
-  def settle(self, wait: Wait) -> bool:
-    """A bar that is not drawn in time holds nothing up."""
-    flush(min(wait.left, _BARRIER_SECONDS))
-    return True
-
-  def end(self, phase: Phase, wait: Wait) -> None:
-    if phase == "draw":
-      stop(wait.left)
-
-
-join(Bars())
+join(_drawer)

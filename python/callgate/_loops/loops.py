@@ -65,8 +65,7 @@ def scan(
   bar, may_stop = options_of(progress), _options.boolean("scan", "stoppable", stoppable)
   if bar is None and save is None and not may_stop:
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
-  if not callable(f):
-    raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
+  _check_callable("scan: f: expected the loop's body", f)
   if save is not None:
     arguments = (f, init, xs, length, reverse, unroll, *rest)
     last, ys = saving.scan(save, *arguments, bar=bar, may_stop=may_stop)
@@ -109,8 +108,7 @@ def fori_loop(
   bar = options_of(progress)
   if bar is None:
     return jax.lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll)
-  if not callable(body_fun):
-    raise TypeError(f"fori_loop: body_fun: expected the loop's body, got {body_fun!r}")
+  _check_callable("fori_loop: body_fun: expected the loop's body", body_fun)
   count = None
   if isinstance(lower, Tracer) or isinstance(upper, Tracer):
     count = jnp.maximum(jnp.asarray(upper) - jnp.asarray(lower), 0).astype(np.int32)
@@ -146,11 +144,15 @@ def while_loop(
   bar = options_of(progress)
   if bar is None:
     return jax.lax.while_loop(cond_fun, body_fun, init_val)
-  for name, function in (("cond_fun", cond_fun), ("body_fun", body_fun)):
-    if not callable(function):
-      raise TypeError(f"while_loop: {name}: expected a function, got {function!r}")
+  _check_callable("while_loop: cond_fun: expected a function", cond_fun)
+  _check_callable("while_loop: body_fun: expected a function", body_fun)
   body, condition = wrapped(_with_count, body_fun, Mark.of(bar)), wrapped(_of_value, cond_fun)
   return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
+
+
+def _check_callable(expected: str, function: object) -> None:
+  if not callable(function):
+    raise TypeError(f"{expected}, got {function!r}")
 
 
 def _with_index(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:

@@ -162,16 +162,15 @@ class _Loop:
 
 def _of_scan(body: Any, going: Going | None, unmarked: dict[str, Any], operands: _Values) -> _Loop:
   length, unroll = unmarked["length"], unmarked["unroll"]
-  consts, carries = loops.scan_counts(unmarked)
+  consts, first, xs = loops.split_scan(unmarked, operands)
   lowered: Any = jax.make_jaxpr(functools.partial(loops.scan_impl, **unmarked))(*operands)
   trips = length // unroll if unroll else 0
   has_loop = is_open(length) or trips > 1 or (trips == 1 and (unroll == 1 or length % unroll))
   loop = next(it for it in lowered.eqns if it.primitive is jax.lax.while_p) if has_loop else None
-  is_scanned = going is not None and not going.carried
+  flags = None if going is None or going.carried else xs[going.flag]
   return _Loop(
-    body, operands[:consts], operands[consts : consts + carries], operands, lowered, loop, going,
-    unit=unroll, before=1, length=length, reverse=unmarked["reverse"],
-    flags=operands[consts + carries + going.flag] if is_scanned else None,
+    body, consts, first, operands, lowered, loop, going,
+    unit=unroll, before=1, length=length, flags=flags, reverse=unmarked["reverse"],
   )  # fmt: skip
 
 
@@ -202,10 +201,16 @@ def _run(loop: _Loop) -> _Values:
   results = walk.interpret(loop.lowered, loop.operands, rule)
   steps = loop.counted(results)
   if steps is None:
-    steps = done if loop.length is None else jnp.asarray(loop.length).astype(np.int32)
+    steps = done if loop.length is None else _count(loop.length)
   for one, at in zip(begun, loop.values(results), strict=True):
     one.end(steps, lanes, at, results if done is None else [done])
   return results
+
+
+def _count(length: Any) -> Any:
+  """A length as programs count steps: its lowest 32 bits."""
+  is_known = not is_open(length)
+  return np.int32(np.uint32(length & 0xFFFFFFFF)) if is_known else jnp.asarray(length, np.int32)
 
 
 def _ending(

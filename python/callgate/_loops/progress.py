@@ -137,28 +137,16 @@ def _kept(file: TextIO) -> TextIO | File:
     return kept
 
 
-def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
-  """The bar as programs hold it, at the present depth of nested loops."""
-  file = options.file
+def _text_of(options: Progress) -> str:
+  """What a program says of a bar, at the present depth of nested loops, to the drawing thread."""
   names = ("desc", "position", "leave", "mininterval", "style")
   text = {name: getattr(options, name) for name in names}
   text |= {
     "show": None if options.show is None else list(options.show),
-    "file": None if file is None else id(file),
+    "file": None if options.file is None else id(options.file),
     "depth": getattr(_nesting, "depth", 0),
   }
-  by_value = options.at is not None
-  total = None if by_value else options.total
-  return Bar(
-    text=json.dumps({key: value for key, value in text.items() if value is not None}),
-    every=int(options.every or 0),
-    total=UNKNOWN if total is None else int(total),
-    has_total=has_total and options.total is None,
-    by_value=by_value,
-    by_lane=options.lanes == "bars",
-    engine=config.engine(),
-    file=None if file is None else _kept(file),
-  )
+  return json.dumps({key: value for key, value in text.items() if value is not None})
 
 
 def note(name: str, value: Any, lane: int | None = None) -> None:
@@ -183,12 +171,22 @@ class Mark:
     """The mark of a loop with so many steps, where only a traced number says how many."""
     if options is None:
       return None
-    bar = bar_of(options, has_total=steps is not None)
+    by_value, file = options.at is not None, options.file
+    total = None if by_value else options.total
+    bar = Bar(
+      text=_text_of(options),
+      every=int(options.every or 0),
+      total=UNKNOWN if total is None else int(total),
+      has_total=steps is not None and options.total is None,
+      by_value=by_value,
+      by_lane=options.lanes == "bars",
+      engine=config.engine(),
+      file=None if file is None else _kept(file),
+    )
     if bar.by_lane:
       delivery.tell_of_lanes(MOST_LANES)
-    if bar.by_value:
-      return cls(bar, options.at, options.total)
-    return cls(bar, total=steps if bar.has_total else None)
+    reads = options.total if by_value else steps if bar.has_total else None
+    return cls(bar, options.at, reads)
 
   @contextmanager
   def around(self, carry: Any, changing: Sequence[Any]) -> Generator[None]:
@@ -212,13 +210,13 @@ class Mark:
 
 
 @contextmanager
-def deeper() -> Generator[None]:
-  """Bars of loops that are traced in the block stand in a loop with a bar."""
-  _nesting.depth = getattr(_nesting, "depth", 0) + 1
+def deeper(has_bar: bool = True) -> Generator[None]:
+  """Loops that are traced in the block stand in a loop, which may have a bar."""
+  _nesting.depth = getattr(_nesting, "depth", 0) + has_bar
   try:
     yield
   finally:
-    _nesting.depth -= 1
+    _nesting.depth -= has_bar
 
 
 def _changing(arguments: Any) -> list[Any]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +34,7 @@ def scan(
   body = jax.jit(lambda carry, x: f(carry, x), inline=True)
   feeds: list[FeedGate] = []  # those that the body reads, when it has been traced
   if save.resume and (length := _length(xs, length)):
-    with contextlib.nullcontext() if bar is None else deeper():
+    with deeper(bar is not None):
       init, feeds[:] = _prepared(body, init, _at(jax.tree.map(jnp.asarray, xs), 0))
   start, run, first = core(save).begin(f, init, length)
   if feeds:
@@ -77,7 +76,7 @@ def _scan_from(
   """`scan` from step `start` on; the ys of the steps before are zeros."""
   step = jax.jit(step, inline=True)  # traced once, for its results' types and for the step
   init, xs = jax.tree.map(jnp.asarray, (init, xs))
-  with contextlib.nullcontext() if mark is None else deeper():
+  with deeper(mark is not None):
     _, types = tracing.result_avals(step, init, _at(xs, 0))
   ys = jax.tree.map(lambda aval: tracing.zeros_of(loops.stacked(aval, length)), types)
 

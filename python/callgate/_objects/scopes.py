@@ -80,19 +80,17 @@ def _within(eqn: Any) -> Sequence[Any]:
 # -- loops -----------------------------------------------------------------------------------------
 # Both give the loop's results, and something that is there once the loop has been left.
 def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
-  constants, carries = loops.scan_counts(params)
-  consts = operands[:constants]
-  carry, xs = operands[constants : constants + carries], operands[constants + carries :]
+  consts, first, xs = loops.split_scan(params, operands)
   scope = _gates()["enter"](parent)
 
   def step(carry: Any, x: Any) -> Any:
     outs, used = _run(params["jaxpr"], (*consts, *carry, *x), scope)
-    kept, given = outs[:carries], outs[carries:]
+    kept, given = outs[: len(first)], outs[len(first) :]
     _gates()["sweep"](scope, _words(kept), _words(given), used)
     return kept, given
 
   last, ys = jax.lax.scan(
-    step, list(carry), list(xs), length=params["length"], reverse=params["reverse"],
+    step, first, xs, length=params["length"], reverse=params["reverse"],
     unroll=params["unroll"] or 1,
   )  # fmt: skip
   return [*last, *ys], _gates()["leave"](scope, [*last, *ys])
