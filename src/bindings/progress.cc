@@ -2,9 +2,15 @@
 // The board of progress bars. Programs reach the board through the callee that is registered here
 // for the life of the process; they take the GIL only to wake whoever draws, once for many bars.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "cells/progress_callee.h"
@@ -25,6 +31,26 @@ nb::list poll() {
                                state.first, state.last, state.at));
   }
   return bars;
+}
+
+// The function of a program's call without callgate's runtime.
+nb::callable call_of(std::string text, const nb::dict& held) {
+  SiteSpec spec;
+  spec.spec = std::move(text);
+  spec.held = attributes_of(held);
+  ProgressCallee callee(ProgressBoard::instance());
+  nb::object function = nb::cpp_function([site = callee.specialise(std::move(spec))](
+                                             const std::vector<nb::object>& arrays,
+                                             const std::vector<std::int64_t>& shape) {
+    std::vector<ArrayView> views;
+    for (const nb::object& array : arrays) views.push_back(view_of(array, "a bar's number"));
+    ArrayView result{nullptr, shape.data(), static_cast<std::int32_t>(shape.size()), DType::kS32};
+    std::vector<std::int32_t> numbers(result.size());
+    result.data = numbers.data();
+    without_gil([&] { site->run(Call{views, {&result, 1}, {}}); });  // waking takes it again
+    return numbers;
+  });
+  return nb::borrow<nb::callable>(function);
 }
 
 }  // namespace
@@ -51,22 +77,9 @@ void bind_progress(nb::module_& module) {
   module.def(
       "progress_retire", [] { return board.retire(); },
       "Stops drawing, unless there are bars: then False.");
-  // A program without callgate's runtime comes by way of JAX's callbacks.
-  module.def(
-      "progress_begin",
-      [](const std::string& text, std::int64_t every, std::int64_t total, std::int64_t lane,
-         float first, float last) {
-        const ProgressStart start{0, every, total, lane, first, last};
-        return without_gil([&] { return board.begin(text, start, {}); });  // waking takes it again
-      },
-      nb::arg("text"), nb::arg("every"), nb::arg("total"), nb::arg("lane"), nb::arg("first"),
-      nb::arg("last"));
-  module.def("progress_update", [](std::int32_t handle, std::int32_t count, float at) {
-    return board.update(handle, static_cast<std::uint32_t>(count), at);
-  });
-  module.def("progress_end", [](std::int32_t handle, std::int32_t count, float at) {
-    board.end(handle, static_cast<std::uint32_t>(count), at);
-  });
+  module.def("progress_call", &call_of, nb::arg("text"), nb::arg("held"),
+             "Makes the function behind a call that comes by JAX's callbacks: of its arrays and "
+             "the result's shape, to the result's numbers.");
 }
 
 }  // namespace callgate::bindings

@@ -28,11 +28,25 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   return len(consts), len(carry)
 
 
+def split_scan(params: Mapping[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+  """Returns what a `scan` has for each operand, for (constants, carry, what is scanned over)."""
+  first, count = scan_counts(params)
+  return list(of[:first]), list(of[first : first + count]), list(of[first + count :])
+
+
 # Calls that run their one jaxpr on their operands once they are lowered (0.10 to 0.12).
 _CALLS = frozenset((
-  "jit", "pjit", "call", "core_call", "closed_call", "checkpoint", "remat2", "custom_jvp_call",
-  "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call",
+  "jit", "pjit", "call", "core_call", "closed_call", "checkpoint", "remat", "remat2",
+  "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call",
 ))  # fmt: skip
+
+
+def called(eqn: Any) -> Any:
+  """The one jaxpr that a call runs on its operands; None for any other equation (0.10 to 0.12)."""
+  if eqn.primitive.name not in _CALLS:
+    return None
+  names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee")
+  return next(it for it in map(eqn.params.get, names) if it is not None)
 
 
 def runs(eqn: Any) -> tuple[Any, list[int]] | None:
@@ -45,11 +59,8 @@ def runs(eqn: Any) -> tuple[Any, list[int]] | None:
     first, count = lengths.matvec + lengths.vecmat, len(eqn.invars)
     rest = first + lengths.solve + lengths.transpose_solve
     return eqn.params["jaxprs"].solve, [*range(first, first + lengths.solve), *range(rest, count)]
-  if eqn.primitive.name in _CALLS:
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee"):
-      if (found := eqn.params.get(name)) is not None:
-        return found, list(range(len(eqn.invars)))
-  return None
+  inner = called(eqn)
+  return None if inner is None else (inner, list(range(len(eqn.invars))))
 
 
 # A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).
@@ -60,6 +71,21 @@ def split_operands(params: dict[str, Any], of: Sequence[T]) -> tuple[list[T], li
   """Returns what a `while_loop` has for each operand, for (condition, body, carry)."""
   first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
   return list(of[:first]), list(of[first:second]), list(of[second:])
+
+
+def any_lane(flag: Any) -> Any:
+  """The predicate of a `while_loop`, which goes on as long as any of its lanes does."""
+  return jax.numpy.any(flag) if flag.shape else flag
+
+
+def chosen(lanes: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+  """What a batched `while_loop` carries on: new values of lanes that go on, old ones of others."""
+
+  def choose(new: Any, old: Any) -> Any:
+    flags = jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim)))
+    return jax.lax.select(flags, new, old)
+
+  return list(map(choose, new, old))
 
 
 def weakly_typed(value: Any, weak: bool = True) -> Any:

@@ -17,24 +17,25 @@ _LINE_SECONDS = 60.0
 _LINE_FORMAT = (
   "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 )
-# For a bar by value, which begins at some number: `{{shown}}` is where it is.
-_VALUE_FORMAT = "{l_bar}{bar}| {shown}/{goal} [{elapsed}<{remaining}{postfix}]"
-_VALUE_LINE = "{desc}{percentage:3.0f}% {shown}/{goal} [{elapsed}<{remaining}{postfix}]"
+# For a bar that a value moves: `where` that is.
+_VALUE_FORMAT = "{l_bar}{bar}| {where} [{elapsed}<{remaining}{postfix}]"
+_VALUE_LINE = "{desc}{percentage:3.0f}% {where} [{elapsed}<{remaining}{postfix}]"
 
 
-class Way:
-  """From where to where the value of a bar goes; what it shows of that."""
+class _Where(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
+  """tqdm's bar, which shows where a value is; any kind of it."""
 
-  def __init__(self, first: float, last: float) -> None:
-    self._first, self._last = first, last
+  where: str | None = None
 
-  def shown(self, form: str, done: float) -> str:
-    """A format of tqdm's, with where the value is, and where it ends."""
-    at = self._first + (done if self._last >= self._first else -done)
-    return form.replace("{shown}", f"{at:.4g}").replace("{goal}", f"{self._last:.4g}")
+  @property
+  def format_dict(self) -> Any:
+    form: Any = super().format_dict
+    if self.where is not None:
+      form |= {"bar_format": _VALUE_FORMAT, "where": self.where}
+    return form
 
 
-class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
+class Redrawn(_Where):
   """tqdm's bar, without its thread that looks after slow bars: ours draws all the time."""
 
   monitor_interval = 0
@@ -43,11 +44,9 @@ class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntyped
 class Lines:
   """A bar in a log file: a line a minute, and one at the end."""
 
-  def __init__(
-    self, total: float | None, desc: str | None, file: TextIO, leave: bool, way: Way | None
-  ) -> None:
+  def __init__(self, total: float | None, desc: str | None, file: TextIO, leave: bool) -> None:
     self.n: float = 0
-    self._total, self._way = total, way
+    self._total, self.where = total, None
     self.start_t = time.time()  # set by who draws, as tqdm's own
     self._desc = desc or ""
     self._file, self._leave, self._postfix = file, leave, ""
@@ -71,12 +70,12 @@ class Lines:
     elapsed = max(time.time() - self.start_t, 0.0)
     total = self._total if self._total is None or self.n < self._total + 0.5 else None  # as tqdm
     form = None if total is None else _LINE_FORMAT
-    if self._way is not None:
-      form = self._way.shown(_VALUE_LINE, self.n)
+    if self.where is not None:
+      form = _VALUE_LINE
     # Where it has no format of ours, tqdm adds the colon.
     prefix = f"{self._desc}: " if self._desc and form is not None else self._desc
     options = {"prefix": prefix, "postfix": self._postfix or None, "bar_format": form}
-    text: str = meter(self.n, total, elapsed, **options)
+    text: str = meter(self.n, total, elapsed, where=self.where, **options)
     self._file.write(text.strip() + "\n")
     self._file.flush()
 
@@ -86,51 +85,25 @@ class Lines:
       self.refresh()
 
 
-class ByValue:
-  """A bar of tqdm's that a value moves: what it shows is the value, not how far that has come."""
-
-  def __init__(self, bar: Any, way: Way) -> None:
-    self.__dict__.update(_bar=bar, _way=way)
-
-  def update(self, more: float) -> None:
-    self._bar.bar_format = self._way.shown(_VALUE_FORMAT, self._bar.n + more)
-    self._bar.update(more)
-
-  def close(self) -> None:
-    self._bar.close()
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._bar, name)
-
-  def __setattr__(self, name: str, value: Any) -> None:
-    setattr(self._bar, name, value)
-
-
-def make(
-  *, file: TextIO, position: int | None, mininterval: float, style: str, first: float | None,
-  last: float | None, **what: Any,
-) -> Any:  # fmt: skip
+def make(*, file: TextIO, position: int | None, mininterval: float, style: str, **what: Any) -> Any:
   """The kind of bar that suits the file, and the place where Python runs.
 
-  The rest are `total`, `desc` and `leave`.
+  The rest are `total`, `desc` and `leave`. Its `where` is set to what a value that moves it shows.
   """
-  way = None if first is None or last is None else Way(first, last)
   ipython: Any = sys.modules.get("IPython")
   notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
   if not notebook and not (hasattr(file, "isatty") and file.isatty()):
-    return Lines(file=file, way=way, **what)
+    return Lines(file=file, **what)
   if style == "rich":
     from callgate._loops import rich
 
-    return rich.RichBar(file=file, way=way, **what)
-  bar: Any = None
+    return rich.RichBar(file=file, **what)
   if notebook and file is sys.stderr:
     with contextlib.suppress(ImportError):  # without ipywidgets
       from tqdm.notebook import tqdm as widget
 
-      bar = widget(mininterval=mininterval, miniters=0, **what)
-  if bar is None:
-    bar = Redrawn(
-      file=file, position=position, mininterval=mininterval, miniters=0, dynamic_ncols=True, **what
-    )
-  return bar if way is None else ByValue(bar, way)
+      kind: Any = type("Widget", (_Where, widget), {})
+      return kind(mininterval=mininterval, miniters=0, **what)
+  return Redrawn(
+    file=file, position=position, mininterval=mininterval, miniters=0, dynamic_ncols=True, **what
+  )

@@ -29,9 +29,7 @@ def bind(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
 
 
 def _inlined(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
-  (inner,) = walk.subjaxprs(eqn)
-  closed = next(it for it in eqn.params.values() if getattr(it, "jaxpr", it) is inner)
-  return run(closed, value, inputs)
+  return run(loops.called(eqn), value, inputs)
 
 
 def _checkpoint(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
@@ -54,15 +52,14 @@ def _cond(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
 
 def _scan(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
   params = eqn.params
-  held, count = loops.scan_counts(params)
-  consts, carry, rows = inputs[:held], inputs[held : held + count], inputs[held + count :]
+  consts, carry, rows = loops.split_scan(params, inputs)
 
-  def body(carry: _Values, row: _Values) -> Any:
-    results = run(params["jaxpr"], value, (*consts, *carry, *row))
-    return results[:count], results[count:]
+  def body(before: _Values, row: _Values) -> Any:
+    results = run(params["jaxpr"], value, (*consts, *before, *row))
+    return results[: len(carry)], results[len(carry) :]
 
   carry, results = jax.lax.scan(
-    body, list(carry), list(rows), params["length"], params["reverse"], params["unroll"]
+    body, carry, rows, params["length"], params["reverse"], params["unroll"]
   )
   return [*carry, *results]
 

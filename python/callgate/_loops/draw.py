@@ -2,7 +2,7 @@
 """Draws progress bars: one thread of the process, which polls the board some ten times a second.
 
 It starts with the first bar that begins while nobody draws, and ends a while after the last one is
-gone; `stop` ends it before Python does. It alone touches the bars. Programs never wait for it.
+gone; the end of the process waits for it. It alone touches the bars. Programs never wait for it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from callgate import _callgate
 from callgate._core import foreign
-from callgate._loops.progress import File, files, noted, noted_of_lanes
+from callgate._loops.progress import File, files, noted
 from callgate._part import Part, Phase, Wait, join
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
@@ -62,8 +61,16 @@ class _State(NamedTuple):
     """How far it is."""
     if not self.by_value:
       return self.steps
-    way = (self.at - self.first) * (1 if self.last >= self.first else -1)
+    way = (self.at - self.first) * self._sign
     return min(max(way, 0.0), abs(self.last - self.first)) if way == way else 0.0
+
+  def where(self, done: float) -> str | None:
+    """The value that it has when so much is done, and its end; None for a bar of steps."""
+    return f"{self.first + done * self._sign:.4g}/{self.last:.4g}" if self.by_value else None
+
+  @property
+  def _sign(self) -> int:
+    return 1 if self.last >= self.first else -1
 
 
 class _Drawn:
@@ -83,7 +90,6 @@ class _Drawn:
       total=state.whole, desc=desc, file=_file_of(options),
       position=position, leave=options["leave"] and self.depth == 0,
       mininterval=options["mininterval"], style=options["style"],
-      first=state.first if state.by_value else None, last=state.last if state.by_value else None,
     )  # fmt: skip
 
   def draw(self, state: _State) -> None:
@@ -91,24 +97,24 @@ class _Drawn:
     if self.handle != state.handle:  # a nested loop, begun again
       self.bar.reset(state.whole)
       self.handle = state.handle
-    latest = dict(noted)
-    if self._lane >= 0:
-      of_lane = {
-        name: it for (name, lane), it in noted_of_lanes.copy().items() if lane == self._lane
-      }
-      latest.update(of_lane)
+    values = noted.copy()
+    latest = {
+      name: it for own in (None, self._lane) for (name, lane), it in values.items() if lane == own
+    }
     if self._show is not None:
       names = [name for name in self._show if name in latest]
     else:
       names = [name for name, (when, _) in latest.items() if when >= self.began][:_MOST_SHOWN]
-    values = {_label(name): _text_of(latest[name][1]) for name in names}
-    if values and values != self._shown:
-      self._shown = values
-      self.bar.set_postfix(values, refresh=False)
+    shown = {_label(name): _text_of(latest[name][1]) for name in names}
+    if shown and shown != self._shown:
+      self._shown = shown
+      self.bar.set_postfix(shown, refresh=False)
     self.bar.start_t = time.time() - state.seconds
     # tqdm takes a bar whose last print came before its start for one that was never shown.
     self.bar.last_print_t = max(getattr(self.bar, "last_print_t", 0.0), self.bar.start_t)
-    self.bar.update(max(state.done - self.bar.n, 0))
+    done = max(state.done, self.bar.n)
+    self.bar.where = state.where(done)
+    self.bar.update(done - self.bar.n)
 
 
 def _file_of(options: dict[str, Any]) -> Any:
@@ -132,8 +138,10 @@ def _text_of(value: Any) -> str:
     return str(value)
 
 
-class _Drawer:
-  """The thread and its bars."""
+class Bars(Part):
+  """The thread, and the bars, which are its own."""
+
+  name = "bars"
 
   def __init__(self) -> None:
     self._lock, self._stirred = threading.Lock(), threading.Event()
@@ -165,14 +173,21 @@ class _Drawer:
 
       return self._polled.wait_for(is_drawn, timeout)
 
-  def stop(self, seconds: float) -> None:
-    """Ends the thread; bars of programs that still run close where they stand: the process ends."""
+  def settle(self, wait: Wait) -> bool:
+    """Waits for what the bars have come to. One that is not drawn in time holds nothing up."""
+    self.flush(min(wait.left, _BARRIER_SECONDS))
+    return True
+
+  def end(self, phase: Phase, wait: Wait) -> None:
+    """Ends the thread; bars of programs that still run close where they stand."""
+    if phase != "draw":
+      return
     with self._lock:
       self._stopped = True
       self._stirred.set()
       thread = self._thread
     if thread is not None and thread is not threading.current_thread():
-      thread.join(timeout=seconds)
+      thread.join(timeout=wait.left)
 
   def _run(self, before: threading.Thread | None) -> None:
     if before is not None:
@@ -229,44 +244,14 @@ class _Drawer:
     return drawn is None or not any(one is not None and one.depth < drawn.depth for one in around)
 
 
-def _make_with_tqdm(**arguments: Any) -> Any:
+def _make(**arguments: Any) -> Any:
+  """A bar: a function of `bars`, which needs tqdm."""
   from callgate._loops import bars
 
   return bars.make(**arguments)
 
 
-_make: Callable[..., Any] = _make_with_tqdm  # under the GIL: one assignment
-_drawer = _Drawer()  # locks itself: `_Drawer._lock`, and its bars are its thread's
+_drawer = Bars()  # locks itself: `Bars._lock`, and its bars are its thread's
 start = _drawer.start  # by the board, which has a bar to draw
 flush = _drawer.flush
-stop = _drawer.stop
-
-
-@contextmanager
-def use(make: Callable[..., Any]) -> Generator[None]:
-  """Draws bars that begin in the block by `make`, a function with tqdm's own arguments."""
-  global _make
-  before, _make = _make, make
-  try:
-    yield
-    flush()
-  finally:
-    _make = before
-
-
-class Bars(Part):
-  """Draws what the bars have come to, at a barrier and at the end of the process."""
-
-  name = "bars"
-
-  def settle(self, wait: Wait) -> bool:
-    """A bar that is not drawn in time holds nothing up."""
-    flush(min(wait.left, _BARRIER_SECONDS))
-    return True
-
-  def end(self, phase: Phase, wait: Wait) -> None:
-    if phase == "draw":
-      stop(wait.left)
-
-
-join(Bars())
+join(_drawer)

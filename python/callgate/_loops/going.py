@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from callgate._jax import loops
+from callgate._jax import loops, walk
 from callgate._jax.tracing import Primitive, jaxpr_as_fun
 
 going_p = Primitive("while_going")
-seen_p = Primitive("while_going_seen")  # a mark that a loop has been lowered by
 
 
 def while_going(going: Any, count: Any, values: Any) -> tuple[Any, Any]:
@@ -91,40 +90,35 @@ def _is_jit(eqn: Any) -> bool:
   return eqn.primitive.name in ("jit", "pjit")
 
 
-def without_marks(closed: Any) -> Any:
-  """The body, of which no loop will find the flag."""
-
-  def without(eqn: Any) -> Any:
-    if eqn.primitive is going_p:
-      return eqn.replace(primitive=seen_p)
-    if _is_jit(eqn) and any(True for _ in _marks(eqn.params["jaxpr"].jaxpr, {})):
-      return eqn.replace(params={**eqn.params, "jaxpr": without_marks(eqn.params["jaxpr"])})
-    return eqn
-
-  return closed.replace(jaxpr=closed.jaxpr.replace(eqns=list(map(without, closed.jaxpr.eqns))))
+def evaluate(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+  """The results of an equation of a body, of which no loop will find the flag."""
+  if eqn.primitive is going_p:
+    return inputs[1:]
+  if _is_jit(eqn) and any(True for _ in _marks(eqn.params["jaxpr"].jaxpr, {})):
+    return walk.interpret(eqn.params["jaxpr"], inputs, evaluate)
+  return walk.bind_equation(eqn, inputs)
 
 
 def ending(
-  going: Going,
-  flags: Any,
-  reverse: bool,
-  unroll: int,
-  params: dict[str, Any],
-  inputs: Sequence[Any],
+  flag: int, params: dict[str, Any], inputs: Sequence[Any]
 ) -> tuple[dict[str, Any], list[Any]]:
-  """The parameters and operands of the `while_loop` of a scan, which ends early.
+  """The parameters and operands of a `while_loop` that ends with a flag among its carry."""
+  consts, body_consts, carry = loops.split_operands(params, inputs)
+  cond = jaxpr_as_fun(params["cond_jaxpr"])
 
-  Args:
-    going: the body's flag.
-    flags: where they are scanned over, all of them.
-    reverse: of the scan.
-    unroll: steps in one round of the loop.
-    params: of the `while_loop` that JAX makes of it. It carries the number of rounds, then what the
-      scan does.
-    inputs: its operands.
+  def goes_on(*operands: Any) -> Any:
+    return cond(*operands)[0] & operands[len(consts) + flag]
+
+  return _with_condition(goes_on, params, consts, body_consts, carry)
+
+
+def in_range(
+  flags: Any, reverse: bool, unroll: int, params: dict[str, Any], inputs: Sequence[Any]
+) -> tuple[dict[str, Any], list[Any]]:
+  """The same of the `while_loop` of a scan over all flags, of which it runs the true ones' steps.
+
+  It carries the number of rounds, of `unroll` steps, before what the scan does.
   """
-  if going.carried:
-    return ending_while(1 + going.flag, params, inputs)
   first, last = _range_of(flags, reverse)
   consts, body_consts, carry = loops.split_operands(params, inputs)
   begin, end = first // unroll, (last + unroll - 1) // unroll
@@ -158,23 +152,10 @@ def _range_of(flags: Any, reverse: bool) -> tuple[Any, Any]:
   return jnp.where(begins, 0, change), jnp.where(begins, change, end)
 
 
-def ending_while(
-  flag: int, params: dict[str, Any], inputs: Sequence[Any]
-) -> tuple[dict[str, Any], list[Any]]:
-  """The parameters and operands of a `while_loop` that ends with a flag among its carry."""
-  consts, body_consts, carry = loops.split_operands(params, inputs)
-  cond = jaxpr_as_fun(params["cond_jaxpr"])
-
-  def goes_on(*operands: Any) -> Any:
-    return cond(*operands)[0] & operands[len(consts) + flag]
-
-  return _with_condition(goes_on, params, consts, body_consts, carry)
-
-
 def _with_condition(
-  goes_on: Callable[..., Any], params: dict[str, Any], consts: list[Any], *others: list[Any]
-) -> tuple[dict[str, Any], list[Any]]:
-  body_consts, carry = others
+  goes_on: Callable[..., Any], params: dict[str, Any],
+  consts: list[Any], body_consts: list[Any], carry: list[Any],
+) -> tuple[dict[str, Any], list[Any]]:  # fmt: skip
   closed = jax.make_jaxpr(goes_on)(*consts, *carry)
   params = {**params, "cond_jaxpr": closed, "cond_nconsts": len(consts)}
   return params, [*consts, *body_consts, *carry]
@@ -200,10 +181,9 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, counts: bool) -> tup
   return (x if of_going is not None else going_p.bind(going, x, counts=counts)), dim
 
 
-for primitive in (going_p, seen_p):
-  primitive.def_impl(lambda going, x, *, counts: x)
-  primitive.def_abstract_eval(lambda going, x, *, counts: x)
-  mlir.register_lowering(primitive, lambda context, going, x, *, counts: [x])
+going_p.def_impl(lambda going, x, *, counts: x)
+going_p.def_abstract_eval(lambda going, x, *, counts: x)
+mlir.register_lowering(going_p, lambda context, going, x, *, counts: [x])
 ad.primitive_jvps[going_p] = _jvp
 ad.primitive_transposes[going_p] = _transpose
 batching.primitive_batchers[going_p] = _batch

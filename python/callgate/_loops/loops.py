@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scan`, `fori_loop` and `while_loop`: JAX's loops, with a progress bar where one is asked for.
+"""`scan`, `fori_loop` and `while_loop`: JAX's loops, with what `_loops/steps.py` adds to a step.
 
-Without `progress` they are JAX's own calls, and nothing else. With it the loop's body gets a mark
-(`_loops/progress.py`); results stay those of JAX's loops, bit by bit.
+Without that they are JAX's own calls, and nothing else. With a progress bar the loop's body gets a
+mark (`_loops/progress.py`); results stay those of JAX's loops, bit by bit.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,15 +17,8 @@ from jax.core import Tracer
 
 from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
-from callgate._loops import saving, stopping
-from callgate._loops.progress import (
-  Marked,
-  Progress,
-  marking,
-  options_of,
-  with_mark_of_index,
-  wrapped,
-)
+from callgate._loops import saving, steps
+from callgate._loops.progress import Mark, Progress, options_of, wrapped
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
@@ -69,36 +61,20 @@ def scan(
     (the last carry, the stacked ys), as `jax.lax.scan` gives them; with `stoppable` (the carry that
     was reached, the ys, the number of steps that have run, an int32 of shape ()).
   """
-  if save is not None:
-    arguments = (f, init, xs, length, reverse, unroll, _split_transpose)
-    return saving.scan_saved(scan, save, *arguments, progress=progress, stoppable=stoppable)
   rest = (_split_transpose,) if _split_transpose else ()
-  options = options_of(progress)
-  if _options.boolean("scan", "stoppable", stoppable):
-    if not callable(f):
-      raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
-    if options is not None and options.at is not None:
-      options = dataclasses.replace(options, at=wrapped(_of_state, options.at))
-    first = stopping.first_state(init, np.int32(0))
-    last, ys = scan(
-      wrapped(stopping.stoppable, f),
-      first,
-      xs,
-      length,
-      reverse,
-      unroll,
-      _split_transpose,
-      progress=options,
-    )
-    steps, _, carry = last
-    return carry, ys, steps
-  if options is None:
+  bar, may_stop = options_of(progress), _options.boolean("scan", "stoppable", stoppable)
+  if bar is None and save is None and not may_stop:
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
-  if not callable(f):
-    raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
-  body = wrapped(_counted, f, Marked.of(options))
-  (_, carry), ys = jax.lax.scan(body, (np.int32(0), init), xs, length, reverse, unroll, *rest)
-  return carry, ys
+  _check_callable("scan: f: expected the loop's body", f)
+  if save is not None:
+    arguments = (f, init, xs, length, reverse, unroll, *rest)
+    last, ys = saving.scan(save, *arguments, bar=bar, may_stop=may_stop)
+  else:
+    body = wrapped(steps.body_of, f, Mark.of(bar), may_stop)
+    first = steps.first_state(init, np.int32(0), may_stop=may_stop)
+    last, ys = jax.lax.scan(body, first, xs, length, reverse, unroll, *rest)
+  count, _, carry = last
+  return (carry, ys, count) if may_stop else (carry, ys)
 
 
 def fori_loop(
@@ -129,22 +105,15 @@ def fori_loop(
   Returns:
     The last value.
   """
-  options = options_of(progress)
-  if options is None:
+  bar = options_of(progress)
+  if bar is None:
     return jax.lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll)
-  if not callable(body_fun):
-    raise TypeError(f"fori_loop: body_fun: expected the loop's body, got {body_fun!r}")
-  if not any(isinstance(bound, Tracer) for bound in (lower, upper)):
-    body = wrapped(with_mark_of_index, body_fun, Marked.of(options))
-    return jax.lax.fori_loop(lower, upper, body, init_val, unroll=unroll)
-  mark = Marked.of(options, has_total=True)
-  total = jnp.maximum(jnp.asarray(upper) - jnp.asarray(lower), 0).astype(np.int32)
-
-  def body_with_total(index: Any, value: _Carry) -> _Carry:
-    with marking(mark.bar, mark.operands(value, [index], total)):
-      return body_fun(index, value)
-
-  return jax.lax.fori_loop(lower, upper, body_with_total, init_val, unroll=unroll)
+  _check_callable("fori_loop: body_fun: expected the loop's body", body_fun)
+  count = None
+  if isinstance(lower, Tracer) or isinstance(upper, Tracer):
+    count = jnp.maximum(jnp.asarray(upper) - jnp.asarray(lower), 0).astype(np.int32)
+  body = wrapped(_with_index, body_fun, Mark.of(bar, count))
+  return jax.lax.fori_loop(lower, upper, body, init_val, unroll=unroll)
 
 
 def while_loop(
@@ -172,36 +141,38 @@ def while_loop(
   Returns:
     The last value.
   """
-  options = options_of(progress)
-  if options is None:
+  bar = options_of(progress)
+  if bar is None:
     return jax.lax.while_loop(cond_fun, body_fun, init_val)
-  for name, function in (("cond_fun", cond_fun), ("body_fun", body_fun)):
-    if not callable(function):
-      raise TypeError(f"while_loop: {name}: expected a function, got {function!r}")
-  body = wrapped(_counted, body_fun, Marked.of(options))
-  condition = wrapped(_counted_condition, cond_fun)
+  _check_callable("while_loop: cond_fun: expected a function", cond_fun)
+  _check_callable("while_loop: body_fun: expected a function", body_fun)
+  body, condition = wrapped(_with_count, body_fun, Mark.of(bar)), wrapped(_of_value, cond_fun)
   return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
 
 
-# JAX takes a carry that the body leaves alone for a constant, with the mark on it: hence a count,
-# which XLA removes.
-def _counted(f: Callable[..., Any], mark: Marked) -> Callable[..., Any]:
-  def body(carry: Any, *xs: Any) -> Any:
-    count, inner = carry
-    with marking(mark.bar, mark.operands(inner, [count])):
-      after = f(inner, *xs)
-    if not xs:  # of a `while_loop`
-      return count + 1, after
-    inner, y = after
-    return (count + 1, inner), y
+def _check_callable(expected: str, function: object) -> None:
+  if not callable(function):
+    raise TypeError(f"{expected}, got {function!r}")
+
+
+def _with_index(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
+  def body(index: Any, value: Any) -> Any:
+    with mark.around(value, [index]):
+      return body_fun(index, value)
 
   return body
 
 
-def _of_state(at: Callable[[Any], Any]) -> Callable[[Any], Any]:
-  """`Progress.at` of the carry of a loop that may stop."""
-  return lambda state: at(state[2])
+def _with_count(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
+  """A `while_loop`'s body, with a count that changes, as in `steps.counted`."""
+
+  def body(state: Any) -> Any:
+    count, value = state
+    with mark.around(value, [count]):
+      return count + 1, body_fun(value)
+
+  return body
 
 
-def _counted_condition(cond_fun: Callable[..., Any]) -> Callable[..., Any]:
-  return lambda carry: cond_fun(carry[1])
+def _of_value(cond_fun: Callable[..., Any]) -> Callable[..., Any]:
+  return lambda state: cond_fun(state[1])

@@ -112,78 +112,57 @@ def _is_ours(context: Any, bar: Bar) -> bool:
 def _emit(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequence[Any]:
   if bar.file is not None and not lowering.is_export(context):
     lowering.add_keepalive(context, bar.file)
-  call = {"kind": kind, "every": np.int64(bar.every), "total": np.int64(bar.total)}
   return emit(
     context, operands, context.avals_in, context.avals_out, name=CALLEE,
-    attributes={"spec": bar.text, "progress": call}, has_side_effect=True,
+    attributes={"spec": bar.text, **_held(kind, bar)}, has_side_effect=True,
   )  # fmt: skip
+
+
+def _held(kind: str, bar: Bar) -> dict[str, Any]:
+  numbers = {"every": np.int64(bar.every), "total": np.int64(bar.total)}
+  return {"progress": {"kind": kind, **numbers}}
 
 
 def _by_jax(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequence[Any]:
   """Through JAX's own callbacks, where all devices run one program in one piece."""
   alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
-  numbers = {"begin": 0, "begin_of": 1, "begin_at": 2, "update": 4, "end": 3}[kind]
-  function = _host_function(kind, numbers, bar)
+  function = _host_function(kind, bar)
   (aval,) = context.avals_out
 
   def call(*values: Any) -> list[Any]:
     if not alone:
       return [jnp.full(aval.shape, NEVER if kind == "update" else 0, np.int32)]
     result = jax.ShapeDtypeStruct(aval.shape, np.int32)
-    # A number of each anchor is enough for XLA to wait for it; the rest is not to be gathered.
-    anchors = [tracing.unvaried(x)[(slice(1),) * x.ndim] for x in values[numbers:]]
-    return [io_callback(function, result, *values[:numbers], *anchors)]
+    return [io_callback(function, result, *map(tracing.unvaried, values))]
 
   return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 
 
 @tracing.clearable_cache(max_size=256)
-def _host_function(kind: str, numbers: int, bar: Bar) -> Callable[..., Any]:
-  """The function that JAX calls with the numbers, and then with anchors."""
-
-  def begin(lane: int, *given: Any) -> int:
-    total = int(given[0]) if kind == "begin_of" else bar.total
-    first, last = map(float, given) if kind == "begin_at" else (np.nan, np.nan)
-    own = lane if bar.lanes else -1
-    return _callgate.progress_begin(bar.text, bar.every, total, own, first, last)
-
-  def update(handle: Any, count: Any, at: Any, going: Any) -> int:
-    if going:
-      return _callgate.progress_update(int(handle), int(count), float(at))
-    _callgate.progress_end(int(handle), int(count), float(at))
-    return NEVER
+def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
+  """The function that JAX calls; each knows its bars again, which a nested loop begins again."""
+  function = _callgate.progress_call(bar.text, _held(kind, bar))
 
   def call(*values: Any) -> Any:
-    each = list(zip(*(np.ravel(value) for value in values[:numbers]), strict=True))
-    match kind:
-      case "update":
-        return np.int32(min(update(*one) for one in each))
-      case "end":
-        for handle, count, at in each:
-          _callgate.progress_end(int(handle), int(count), float(at))
-        return np.int32(0)
-      case _:
-        each = each or [()] * bar.count
-        handles = [begin(lane, *one) for lane, one in enumerate(each)]
-        return np.array(handles, np.int32).reshape(_handles_of(bar))
+    shape = _shape_of(kind, bar)  # of the bar, which keeps its file
+    arrays = [np.array(value, order="C") for value in values]
+    return np.array(function(arrays, shape), np.int32).reshape(shape)
 
   return call
 
 
-def _handles_of(bar: Bar) -> tuple[int, ...]:
-  """The shape of the handles: one, or those of the lanes."""
-  return (bar.count,) if bar.lanes else ()
-
-
-def _call_result(kind: str, bar: Bar) -> Any:
-  shape = _handles_of(bar) if kind.startswith("begin") else ()
-  return tracing.shaped_array(shape, np.dtype(np.int32), ())
+def _shape_of(kind: str, bar: Bar) -> tuple[int, ...]:
+  """The shape of a call's result: one number, or the handles of the lanes."""
+  return (bar.count,) if bar.lanes and kind.startswith("begin") else ()
 
 
 progress_p.def_impl(_nothing)
 progress_p.def_effectful_abstract_eval(lambda *_, **__: ((), {PROGRESS_EFFECT}))
 progress_call_p.def_effectful_abstract_eval(
-  lambda *_, kind, bar: ((_call_result(kind, bar),), {PROGRESS_EFFECT})
+  lambda *_, kind, bar: (
+    (tracing.shaped_array(_shape_of(kind, bar), np.dtype(np.int32), ()),),
+    {PROGRESS_EFFECT},
+  )
 )
 ad.primitive_jvps[progress_p] = lambda x, _, *, bar: (progress_p.bind(*x, bar=bar), [])
 ad.primitive_transposes[progress_p] = lambda _, *operands, **__: [None] * len(operands)

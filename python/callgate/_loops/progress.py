@@ -47,10 +47,9 @@ files: weakref.WeakValueDictionary[int, TextIO | File] = weakref.WeakValueDictio
 # The newest that stand for files: a bar may be drawn when its program is gone. Under the GIL:
 # single steps.
 _newest: collections.deque[TextIO | File] = collections.deque(maxlen=64)
-# By name, and by name and lane: when the latest value came, and the value. Under the GIL: single
-# steps; never emptied: one number for each tap's name, and lane.
-noted: dict[str, tuple[float, Any]] = {}
-noted_of_lanes: dict[tuple[str, int], tuple[float, Any]] = {}
+# By name and lane, None for all lanes: when the latest value came, and the value. Under the GIL:
+# single steps; never emptied: one number for each tap's name, and lane.
+noted: dict[tuple[str, int | None], tuple[float, Any]] = {}
 Lanes = Literal["one", "bars"]
 Style = Literal["tqdm", "rich"]
 _nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
@@ -138,85 +137,86 @@ def _kept(file: TextIO) -> TextIO | File:
     return kept
 
 
-def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
-  """The bar as programs hold it, at the present depth of nested loops."""
-  file = options.file
+def _text_of(options: Progress) -> str:
+  """What a program says of a bar, at the present depth of nested loops, to the drawing thread."""
   names = ("desc", "position", "leave", "mininterval", "style")
   text = {name: getattr(options, name) for name in names}
   text |= {
     "show": None if options.show is None else list(options.show),
-    "file": None if file is None else id(file),
+    "file": None if options.file is None else id(options.file),
     "depth": getattr(_nesting, "depth", 0),
   }
-  by_value = options.at is not None
-  total = None if by_value else options.total
-  return Bar(
-    text=json.dumps({key: value for key, value in text.items() if value is not None}),
-    every=int(options.every or 0),
-    total=UNKNOWN if total is None else int(total),
-    has_total=has_total and options.total is None,
-    by_value=by_value,
-    by_lane=options.lanes == "bars",
-    engine=config.engine(),
-    file=None if file is None else _kept(file),
-  )
+  return json.dumps({key: value for key, value in text.items() if value is not None})
 
 
 def note(name: str, value: Any, lane: int | None = None) -> None:
   """Keeps a scalar as the latest of its name; bars show it. For whoever consumes taps."""
-  if lane is None:
-    noted[name] = (time.monotonic(), value)
-  else:
-    noted_of_lanes[name, lane] = (time.monotonic(), value)
+  noted[name, lane] = (time.monotonic(), value)
 
 
 @dataclasses.dataclass(frozen=True)
-class Marked:
-  """A bar, and what its mark takes from the loop's carry."""
+class Mark:
+  """A bar, and what it reads of a loop's carry while the body is traced.
+
+  Attributes:
+    total: where `at` ends, or the number of steps, for a bar that reads one of them.
+  """
 
   bar: Bar
   at: Callable[[Any], Any] | None = None
-  total: Any = None  # where `at` ends
+  total: Any = None
 
   @classmethod
-  def of(cls, options: Progress, *, has_total: bool = False) -> Marked:
-    bar = bar_of(options, has_total=has_total)
+  def of(cls, options: Progress | None, steps: Any = None) -> Mark | None:
+    """The mark of a loop with so many steps, where only a traced number says how many."""
+    if options is None:
+      return None
+    by_value, file = options.at is not None, options.file
+    total = None if by_value else options.total
+    bar = Bar(
+      text=_text_of(options),
+      every=int(options.every or 0),
+      total=UNKNOWN if total is None else int(total),
+      has_total=steps is not None and options.total is None,
+      by_value=by_value,
+      by_lane=options.lanes == "bars",
+      engine=config.engine(),
+      file=None if file is None else _kept(file),
+    )
     if bar.by_lane:
       delivery.tell_of_lanes(MOST_LANES)
-    return cls(bar, options.at, options.total) if bar.by_value else cls(bar)
+    reads = options.total if by_value else steps if bar.has_total else None
+    return cls(bar, options.at, reads)
 
-  def operands(self, carry: Any, changing: Sequence[Any], total: Any = None) -> list[Any]:
-    """A mark's operands: the numbers that the bar reads, then arrays that tie it to the loop."""
-    read = [total] if self.bar.has_total else []
-    if self.at is not None:
-      at = jnp.asarray(self.at(carry))
-      if at.shape or not jnp.issubdtype(at.dtype, np.number):
-        raise GateDefinitionError(
-          f"Progress: at: expected a number of the carry, got {at.dtype}{list(at.shape)}"
-        )
-      read = [jnp.asarray(x).astype(np.float32) for x in (self.total, at)]
-      read = [jax.lax.stop_gradient(x) for x in read]
+  @contextmanager
+  def around(self, carry: Any, changing: Sequence[Any]) -> Generator[None]:
+    """Marks a body while it is traced; `changing` are arrays that tie the mark to the loop."""
     if self.bar.by_lane:  # by which the mark sees what the loop is mapped over
       changing = [*changing, *_numbers_in(carry)]
-    return [*read, *changing]
+    progress_p.bind(*self._numbers(carry), *changing, bar=self.bar)
+    with deeper():
+      yield
+
+  def _numbers(self, carry: Any) -> list[Any]:
+    if self.at is None:
+      return [self.total] if self.bar.has_total else []
+    at = jnp.asarray(self.at(carry))
+    if at.shape or not jnp.issubdtype(at.dtype, np.number):
+      raise GateDefinitionError(
+        f"Progress: at: expected a number of the carry, got {at.dtype}{list(at.shape)}"
+      )
+    numbers = (jnp.asarray(x).astype(np.float32) for x in (self.total, at))
+    return list(map(jax.lax.stop_gradient, numbers))
 
 
 @contextmanager
-def marking(bar: Bar, operands: Sequence[Any]) -> Generator[None]:
-  """Marks a body while it is traced, with operands that change; bars inside are one deeper."""
-  progress_p.bind(*operands, bar=bar)
-  with inside(bar):
-    yield
-
-
-@contextmanager
-def inside(bar: object) -> Generator[None]:
-  """Bars are one deeper while a body is traced that has one; None: it has none."""
-  _nesting.depth = getattr(_nesting, "depth", 0) + (deeper := int(bar is not None))
+def deeper(has_bar: bool = True) -> Generator[None]:
+  """Loops that are traced in the block stand in a loop, which may have a bar."""
+  _nesting.depth = getattr(_nesting, "depth", 0) + has_bar
   try:
     yield
   finally:
-    _nesting.depth -= deeper
+    _nesting.depth -= has_bar
 
 
 def _changing(arguments: Any) -> list[Any]:
@@ -232,35 +232,26 @@ def _numbers_in(tree: Any) -> list[Any]:
 
 
 @tracing.clearable_cache(max_size=256)
-def _cached(make: Callable[..., Any], function: exact.Exact, bar: exact.Exact) -> Any:
-  return make(function.value, *bar.value)
+def _cached(make: Callable[..., Any], function: exact.Exact, more: exact.Exact) -> Any:
+  return make(function.value, *more.value)
 
 
-def wrapped(
-  make: Callable[..., Any], function: Callable[..., Any], *bar: Marked
-) -> Callable[..., Any]:
+def wrapped(make: Callable[..., Any], function: Callable[..., Any], *more: Any) -> Any:
   """Returns what `make` makes of a body: one for each, so that JAX's caches know it again."""
   try:
-    hash(bar)
+    hash(more)
   except TypeError:  # an array among them
-    return make(function, *bar)
-  return _cached(make, exact.exact_object(function), exact.exact(bar))
+    return make(function, *more)
+  return _cached(make, exact.exact_object(function), exact.exact(more))
 
 
-def with_mark(function: Callable[..., Any], mark: Marked, carry: int = 0) -> Callable[..., Any]:
-  """The body with a mark; `carry` is the position of that argument."""
-
+def _with_mark(function: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
   @functools.wraps(function, updated=())
   def body(*arguments: Any) -> Any:
-    with marking(mark.bar, mark.operands(arguments[carry], _changing(arguments))):
+    with mark.around(arguments[0], _changing(arguments)):
       return function(*arguments)
 
   return body
-
-
-def with_mark_of_index(function: Callable[..., Any], mark: Marked) -> Callable[..., Any]:
-  """The same of a `fori_loop`'s body, whose carry comes second."""
-  return with_mark(function, mark, carry=1)
 
 
 @overload
@@ -317,7 +308,7 @@ def progress(
   def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function, updated=())
     def body(*arguments: Any) -> Any:
-      return wrapped(with_mark, function, Marked.of(options))(*arguments)
+      return wrapped(_with_mark, function, Mark.of(options))(*arguments)
 
     return body
 

@@ -7,7 +7,7 @@ Used by the drawing thread alone, which redraws; Rich's own thread is not starte
 from __future__ import annotations
 
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -31,8 +31,8 @@ class _Done(ProgressColumn):
   """Steps, or the value that moves the bar."""
 
   def render(self, task: Task) -> Text:
-    if (way := task.fields["way"]) is not None:
-      return Text(way.shown("{shown}/{goal}", task.completed))
+    if (where := task.fields["where"]) is not None:
+      return Text(where)
     if task.total is None:
       return Text(f"{int(task.completed)}")
     return Text(f"{int(task.completed)}/{int(task.total)}")
@@ -53,17 +53,16 @@ class _Display:
 class RichBar:
   """A bar with tqdm's methods, as far as who draws calls them."""
 
-  def __init__(
-    self, *, file: TextIO, total: float | None, desc: str | None, leave: bool, way: Any
-  ) -> None:
+  def __init__(self, *, file: TextIO, total: float | None, desc: str | None, leave: bool) -> None:
     self.n: float = 0
+    self.where: str | None = None
     self.last_print_t = 0.0  # tqdm's, which who draws sets
     self._leave = leave
     self._display = _displays.setdefault(id(file), _Display(file))
     self._display.count += 1
     if self._display.count == 1:
       self._display.progress.start()
-    self._task = self._display.progress.add_task(desc or "", total=total, way=way, values="")
+    self._task = self._display.progress.add_task(desc or "", total=total, where=None, values="")
 
   @property
   def start_t(self) -> float:
@@ -79,7 +78,7 @@ class RichBar:
 
   def update(self, more: float) -> None:
     self.n += more
-    self._display.progress.update(self._task, completed=self.n, refresh=True)
+    self._display.progress.update(self._task, completed=self.n, where=self.where, refresh=True)
 
   def reset(self, total: float | None) -> None:
     self.n = 0

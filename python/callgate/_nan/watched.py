@@ -106,7 +106,7 @@ class Watch:
       nonlocal state
       if eqn.primitive is lanes.lanes_p:
         return ins
-      rule = self._rule(eqn.primitive.name)
+      rule = self._rule(eqn)
       if rule is None:
         outs, state = self._leaf(eqn, ins, state, place, axes)
       else:
@@ -115,13 +115,11 @@ class Watch:
 
     return walk.interpret(jaxpr, args, evaluate), state
 
-  def _rule(self, primitive: str) -> Callable[..., tuple[Values, State]] | None:
-    if primitive in _CALLS:
-      return self._call
+  def _rule(self, eqn: Any) -> Callable[..., tuple[Values, State]] | None:
     control = {
       "cond": self._cond, "scan": self._scan, "while": self._while, "shard_map": self._shard_map,
     }  # fmt: skip
-    return control.get(primitive)
+    return control.get(eqn.primitive.name, None if loops.called(eqn) is None else self._call)
 
   # -- equations -----------------------------------------------------------------------------------
   def _leaf(
@@ -199,8 +197,7 @@ class Watch:
 
   # -- equations that hold others ------------------------------------------------------------------
   def _call(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
-    inner = next(eqn.params[key] for key in _INNER if key in eqn.params)
-    return self._jaxpr(inner, ins, state, place.inside(eqn))
+    return self._jaxpr(loops.called(eqn), ins, state, place.inside(eqn))
 
   def _cond(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     index, *operands = ins
@@ -218,8 +215,8 @@ class Watch:
     if lanes.has_step_for_each(eqn):
       return self._lanes(eqn, ins, state, place)
     params = eqn.params
-    held, count = loops.scan_counts(params)
-    consts, carry, xs = ins[:held], list(ins[held : held + count]), list(ins[held + count :])
+    consts, carry, xs = loops.split_scan(params, ins)
+    count = len(carry)
 
     def body(carried: Any, x: Any) -> Any:
       state, values = carried
@@ -239,8 +236,8 @@ class Watch:
   def _lanes(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     """Each lane is looked at by itself; of what they find the program's first counts."""
     params = eqn.params
-    held, count = loops.scan_counts(params)
-    consts, carry, xs = ins[:held], list(ins[held : held + count]), list(ins[held + count :])
+    consts, carry, xs = loops.split_scan(params, ins)
+    count = len(carry)
     inside = place.inside(eqn)
     counts = (*place.lane_counts, params["length"])
 
@@ -271,14 +268,13 @@ class Watch:
       inside = self._loop(eqn, place, number)
       outs, state = self._jaxpr(params["body_jaxpr"], (*held, *values), state, inside)
       if go.ndim:  # under vmap: lanes that have ended keep what they have
-        outs = [
-          jnp.where(go.reshape(go.shape + (1,) * (new.ndim - go.ndim)), new, old)
-          for new, old in zip(outs, values, strict=True)
-        ]
+        outs = loops.chosen(go, outs, values)
       return number + 1, *ask(number + 1, state, outs), outs
 
     carried = jnp.int32(0), *ask(jnp.int32(0), state, values), values
-    _, _, state, values = jax.lax.while_loop(lambda carried: carried[1].any(), body, carried)
+    _, _, state, values = jax.lax.while_loop(
+      lambda carried: loops.any_lane(carried[1]), body, carried
+    )
     return values, state
 
   def _shard_map(
@@ -318,14 +314,6 @@ def _first(states: State, orders: Any) -> State:
     return jnp.where(chosen, x, 0).sum(0, dtype=x.dtype)
 
   return jax.tree.map(of_first, states)
-
-
-# Where equations that call one program keep it.
-_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_CALLS = (
-  "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
-  "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin",
-)  # fmt: skip
 
 
 def _extents(jaxpr: Any) -> tuple[int, int]:

@@ -80,19 +80,17 @@ def _within(eqn: Any) -> Sequence[Any]:
 # -- loops -----------------------------------------------------------------------------------------
 # Both give the loop's results, and something that is there once the loop has been left.
 def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
-  constants, carries = loops.scan_counts(params)
-  consts = operands[:constants]
-  carry, xs = operands[constants : constants + carries], operands[constants + carries :]
+  consts, first, xs = loops.split_scan(params, operands)
   scope = _gates()["enter"](parent)
 
   def step(carry: Any, x: Any) -> Any:
     outs, used = _run(params["jaxpr"], (*consts, *carry, *x), scope)
-    kept, given = outs[:carries], outs[carries:]
+    kept, given = outs[: len(first)], outs[len(first) :]
     _gates()["sweep"](scope, _words(kept), _words(given), used)
     return kept, given
 
   last, ys = jax.lax.scan(
-    step, list(carry), list(xs), length=params["length"], reverse=params["reverse"],
+    step, first, xs, length=params["length"], reverse=params["reverse"],
     unroll=params["unroll"] or 1,
   )  # fmt: skip
   return [*last, *ys], _gates()["leave"](scope, [*last, *ys])
@@ -100,8 +98,7 @@ def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any
 
 def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
   cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-  first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-  cond_consts, consts, carry = operands[:first], operands[first:second], operands[second:]
+  cond_consts, consts, carry = loops.split_operands(params, operands)
   predicate = functools.partial(jaxpr_as_fun(cond), *cond_consts)
   batched = bool(cond.out_avals[0].shape)  # lanes that have ended stay as they are
   scope = _gates()["enter"](parent)
@@ -109,21 +106,14 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[An
   def step(before: Any) -> Any:
     outs, used = _run(body, (*consts, *before), scope)
     if batched:
-      (lanes,) = predicate(*before)
-      outs = [
-        jax.lax.select(
-          jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old
-        )
-        for new, old in zip(outs, before, strict=True)
-      ]
+      outs = loops.chosen(predicate(*before)[0], outs, before)
     _gates()["sweep"](scope, _words(outs), [], used)
     return outs
 
   def goes_on(state: Any) -> Any:
-    (lanes,) = predicate(*state)
-    return jnp.any(lanes) if lanes.shape else lanes
+    return loops.any_lane(predicate(*state)[0])
 
-  last = list(jax.lax.while_loop(goes_on, step, list(carry)))
+  last = list(jax.lax.while_loop(goes_on, step, carry))
   return last, _gates()["leave"](scope, last)
 
 

@@ -51,12 +51,23 @@ def test_the_parts_of_a_scan_are_told_and_it_runs_as_a_while_loop() -> None:
   consts, carry = loops.scan_counts(eqn.params)
   assert carry == 2
   assert consts + carry + 1 == len(eqn.invars)
+  parts = loops.split_scan(eqn.params, eqn.invars)
+  assert [*map(len, parts)] == [consts, carry, 1]
+  assert [v for part in parts for v in part] == list(eqn.invars)
   closed = jax.make_jaxpr(function)(X)
   text = str(jax.make_jaxpr(lambda *values: loops.scan_impl(*values, **eqn.params))(
     *[jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.invars]
   ))  # fmt: skip
   assert "while" in text
   assert closed.eqns
+
+
+def test_lanes_of_a_while_loop_go_on_until_the_last_has_ended() -> None:
+  flags = np.array([True, False, True, False])
+  assert [bool(loops.any_lane(jnp.asarray(x))) for x in (flags, ~flags[:0], np.True_)] == [1, 0, 1]
+  rows, numbers = loops.chosen(flags, [jnp.ones((4, 3)), X + 1], [jnp.zeros((4, 3)), X])
+  np.testing.assert_array_equal(rows, [[1] * 3, [0] * 3, [1] * 3, [0] * 3])
+  np.testing.assert_array_equal(numbers, X + flags)
 
 
 def test_the_operands_of_a_while_loop_are_split() -> None:
@@ -259,9 +270,14 @@ def test_an_equation_that_is_lowered_to_a_jaxpr_tells_it() -> None:
   found = loops.runs(eqn)
   assert found is not None
   np.testing.assert_array_equal(tracing.jaxpr_as_fun(found[0])(X, X)[0], 2 * X)
-  assert found[1] == [0, 1]
+  assert found == (loops.called(eqn), [0, 1])
   scan = equation("scan", lambda x: jax.lax.scan(lambda c, x: (c + x, c), 0.0, x), X)
+  halve = lambda _, x: x / 2
+  solved = lambda x: jax.lax.custom_linear_solve(lambda x: 2 * x, x, halve, symmetric=True)
+  solve = equation("custom_linear_solve", solved, X)
   assert loops.runs(scan) is None
+  assert loops.runs(solve) is not None
+  assert [*map(loops.called, (scan, solve))] == [None, None]
 
 
 def test_some_programs_take_the_old_checkpoint() -> None:

@@ -16,7 +16,7 @@ import pytest
 import tqdm
 from interpreters import output_of, run_python
 from programs import drop_programs
-from recorded_bars import XS, add, counts, done, recorded, same, summed
+from recorded_bars import XS, add, counts, done, drawn_by, recorded, same, summed
 
 import callgate as cg
 from callgate._loops import draw, progress
@@ -177,7 +177,7 @@ def test_a_bar_that_cannot_be_drawn_harms_no_program(capfd: pytest.CaptureFixtur
     raise RuntimeError("no ink")
 
   draw.flush()
-  with draw.use(make):
+  with drawn_by(make):
     got = jax.jit(summed(cg.scan, progress="unseen"))(1.0)
     done(got)
   assert "no ink" in capfd.readouterr().err

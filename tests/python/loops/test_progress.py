@@ -206,6 +206,20 @@ def test_an_inner_bar_is_seen_while_the_outer_loop_runs() -> None:
   assert bars[1].resets == 2
 
 
+def test_a_bar_that_begins_when_another_has_ended_is_a_bar_of_its_own(engine: str) -> None:
+  look = cg.gate(lambda x: (draw.flush(), x)[1], out=lambda x: x, effect="io")
+
+  def f(c: Any) -> Any:
+    c, _ = cg.scan(lambda c, x: (c + look(x), None), c, XS[:3], progress="first")
+    # A constant of the body is what the bar waits for.
+    return cg.scan(lambda k, x: (k + c, None), 0.0, XS[:7], progress="second")[0]
+
+  with recorded() as bars:
+    done(jax.jit(f).lower(1.0).compile()(1.0))
+    jax.effects_barrier()
+  assert counts(bars) == [("first", 3, 3), ("second", 7, 7)]
+
+
 def test_each_run_of_a_program_has_a_bar_of_its_own() -> None:
   f = jax.jit(summed(cg.scan, progress="again"))
   with recorded() as bars:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for tqdm that records what it is asked to draw, and loops to draw bars of.
 
-It is put in by `draw.use`. Shared by the tests of progress bars.
+It is put in by `drawn_by`. Shared by the tests of progress bars.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class FakeBar:
     self.leave = arguments["leave"]
     self.arguments = arguments
     self.n = 0
+    self.where: str | None = None
     self.start_t = 0.0
     self.resets = 0
     self.closed = 0
@@ -50,6 +51,17 @@ class FakeBar:
 
 
 @contextlib.contextmanager
+def drawn_by(make: Callable[..., Any]) -> Iterator[None]:
+  """Bars that begin in the block are made by a function with tqdm's own arguments."""
+  before, draw._make = draw._make, make
+  try:
+    yield
+    draw.flush()
+  finally:
+    draw._make = before
+
+
+@contextlib.contextmanager
 def recorded() -> Iterator[list[FakeBar]]:
   """The bars of the block, all closed behind it. Programs in it are to be waited for."""
   bars: list[FakeBar] = []
@@ -59,7 +71,7 @@ def recorded() -> Iterator[list[FakeBar]]:
     return bars[-1]
 
   draw.flush()
-  with draw.use(make):
+  with drawn_by(make):
     yield bars
   assert all(bar.closed == 1 for bar in bars)
 
