@@ -82,7 +82,7 @@ class TritonKernel(NamedKernel):
     if held["function"] != function.cache_key[:16] or "hash" in held:
       return None
     pairs = zip(function.params, held["args"], strict=True)
-    made = [compiler.Argument(p.name, *given) for p, given in pairs]
+    made = [compiler.TritonArgument(p.name, *given) for p, given in pairs]
     make = functools.partial(compiler.compile_for, self.label, function, made, held["options"])
     return tuple(b.image for b in self.made_for(key, capabilities, make))
 
