@@ -28,6 +28,7 @@ from callgate._core import attributes, static_values
 from callgate._core import options as check
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
+from callgate._kernel.parameters import Side
 from callgate._kernel.variants import to_json
 from callgate._runtime import targets
 
@@ -175,6 +176,9 @@ class CudaCall:
   # them as their leading axis, which `operands` and `results` leave out.
   batch: int | None = None
   capabilities: tuple[int, ...] = ()  # to compile for, as 90; () for PTX that any device runs
+
+  def array(self, side: Side, index: int) -> jax.ShapeDtypeStruct:
+    return (self.operands if side == "operand" else self.results)[index]
 
 
 class CudaPart(abc.ABC):

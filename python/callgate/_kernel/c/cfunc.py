@@ -243,7 +243,7 @@ class CKernel(CpuKernel):
       except TypeError:
         problem = f"a program calls a variant for '{name}', which is no dtype"
         raise GateDefinitionError(f"{self.label}: {problem}") from None
-    text = self._glue.source(self.signature or (), dtypes)
+    text = self._glue.source(self.signature, dtypes)
     library = toolchain.build(self.label, text, flags=toolchain.DEFAULT_FLAGS)
     made = Function.built(library, toolchain.load(library))
     address = ctypes.addressof(self._addresses)
@@ -310,7 +310,7 @@ class CKernel(CpuKernel):
     return numbers, value
 
   def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
-    check_types(self, self.signature or (), site, operands, results)
+    check_types(self, self.signature, site, operands, results)
     structs = dict(zip((a.name for a in self._operands), operands, strict=True))
     outs = dict(zip((a.name for a in self._results), results, strict=True))
     arrays = [("argument", *item) for item in structs.items()]

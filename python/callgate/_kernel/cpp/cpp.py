@@ -25,7 +25,7 @@ from callgate._kernel.cuda import part
 from callgate._kernel.files import compiled_form, installed, no_new_calls
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import CompilerOptions, KernelOptions, LaunchOptions
-from callgate._kernel.parameters import OPERANDS, RESULTS, Kind
+from callgate._kernel.parameters import OPERANDS, RESULTS
 from callgate._kernel.variants import CallTypes, Function
 
 # Kernels of one source, which is one library, take turns by these; and kernels that link libraries,
@@ -123,9 +123,8 @@ class CppKernel(CpuKernel):
     self.cpp_function = _source.find(label, source, function)
     self._template = self.cpp_function.template
     self._plain = None if self._template else self._build(label, "")
-    parameters = self.cpp_function.parameters
-    signature = [p.typed(_source.element_dtype(p.element)) for p in parameters]
-    super().__init__(name, self._plain.parameters if self._plain else signature, options)
+    real = self._plain or self.cpp_function
+    super().__init__(name, real.parameters, options)
     if self._turn is not None:
       with _turns_lock:
         self._turn = _turns.setdefault("" if build_options["libraries"] else source, self._turn)
@@ -138,10 +137,7 @@ class CppKernel(CpuKernel):
   def _arrays(self, types: CallTypes) -> Iterator[_source.Typed]:
     """The parameters of arrays, with the dtypes and ranks of these, operands first."""
     for kinds, arrays in ((OPERANDS, types.operands), (RESULTS, types.results)):
-      side = [p for p in self.cpp_function.parameters if p.kind in kinds]
-      many = len(arrays) - len(side) + 1  # arrays of a variadic one
-      counts = [many if p.kind in (Kind.INS, Kind.OUTS) else 1 for p in side]
-      each = (p for p, count in zip(side, counts, strict=True) for _ in range(count))
+      each = self.cpp_function.parameters.takers(kinds, len(arrays))
       yield from ((p, *array) for p, array in zip(each, arrays, strict=False))
 
   def compile(self, types: CallTypes, key: str) -> Function:
@@ -160,7 +156,7 @@ class CppKernel(CpuKernel):
           raise GateDefinitionError(f"{self.label}: {name}: {problem}")
       arguments.append(value)
     function = self._build(self.label, f"<{', '.join(arguments)}>")
-    for read, real in zip(self.signature or (), function.parameters, strict=True):
+    for read, real in zip(self.signature, function.parameters, strict=True):
       if read.kind is not real.kind:
         why = "which in a template callgate has to know before it is compiled"
         expected = f"expected its type written as cg::{real.kind.cpp}<...>, {why}"

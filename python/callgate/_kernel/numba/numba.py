@@ -25,7 +25,7 @@ from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.numba.request import Request, Slot
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter, leaves_of
+from callgate._kernel.parameters import Kind, Parameter, Signature, leaves_of
 from callgate._kernel.variants import CallTypes, Function, Given, Type, from_json, to_json
 
 _DTYPES = "bool, integers of 8 to 64 bits, float32, float64, complex64, complex128"
@@ -289,10 +289,10 @@ class NumbaKernel(CpuKernel):
           got, what = f"{have[0].name} of rank {have[1]}", f"parameter '{parameter.name}'"
           fault = f"{what} of the @cfunc: expected {expected}, got {got}"
           raise GateDefinitionError(f"{self.label}: {fault}")
-    taken = tuple(parameters)
-    return self._compiler.compile_function(
-      Request(self.label, self.function, self.options, slots, self._cast, pointers, types, taken)
-    )
+    return self._compiler.compile_function(Request(
+      self.label, self.function, self.options, slots, self._cast, pointers, types,
+      Signature(parameters),
+    ))  # fmt: skip
 
 
 def _returns_value(code: types.CodeType) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import types as pytypes
 from typing import Any, NamedTuple
 
-from callgate._kernel.parameters import Parameter
+from callgate._kernel.parameters import Signature
 from callgate._kernel.variants import CallTypes
 
 
@@ -31,4 +31,4 @@ class Request(NamedTuple):
   # The types of its parameters where it takes pointers (a cfunc), else None.
   pointers: tuple[Any, ...] | None
   types: CallTypes  # of the call
-  parameters: tuple[Parameter, ...]  # of the native function, for the runtime
+  parameters: Signature  # of the native function, for the runtime

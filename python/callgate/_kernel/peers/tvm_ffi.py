@@ -21,7 +21,7 @@ from callgate._core import options as check
 from callgate._core import static_values
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
-from callgate._kernel.parameters import Kind, Parameter
+from callgate._kernel.parameters import Kind, Parameter, Signature
 from callgate._kernel.peers.options import PeerOptions
 from callgate._kernel.variants import CallTypes, Function, Given, Static
 from callgate._runtime import targets
@@ -86,7 +86,7 @@ class TvmFfiKernel(CpuKernel):
       name = item.removeprefix(_ATTRIBUTE)
       return Parameter(name, Kind.STRING if name in texts else Kind.NUMBER)
 
-    parameters = tuple(map(parameter, self._spec))
+    parameters = Signature(map(parameter, self._spec))
     made = _callgate.TvmFunction(
       self.function.__chandle__(), kinds=[int(p.kind) for p in parameters], **self._library
     )

@@ -74,7 +74,7 @@ def saxpy(**options):
 # -- reading sources -------------------------------------------------------------------------------
 def parameters(source, kernel=None):
   found = _source.find("kernel 'k'", source, kernel)
-  return [(p.name, p.kind.name.lower(), p.element, p.rank) for p in found.parameters]
+  return [(p.name, p.kind.name.lower(), p.element, p.rank_text) for p in found.parameters]
 
 
 def test_pointers_views_and_numbers_are_read_by_their_types():
