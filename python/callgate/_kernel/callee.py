@@ -67,8 +67,9 @@ class KernelCallee(Operation):
     if "[" in name or "]" in name:
       mark = "brackets, which mark a kernel's variants"
       raise GateDefinitionError(f"{label}: expected a name without {mark}")
-    super().__init__(name, options.checked(label, grid=True))
-    self.thread_safe = check.boolean(label, "thread_safe", options.thread_safe)
+    options = options.checked(label)
+    super().__init__(name, options)
+    self.thread_safe = options.thread_safe
     self.takes_any = signature is None
     self.signature = Signature(signature or ())
     self.defining = threading.RLock()

@@ -205,19 +205,6 @@ def capabilities(part: CudaPart) -> tuple[int, ...]:
   return tuple(sorted(set(_callgate.cuda_capabilities()))) or part.arch
 
 
-def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
-  """Compute capabilities from what the option `arch` takes: None, "sm_90", 90 or several."""
-  several: Any = () if arch is None else arch if isinstance(arch, (list, tuple)) else [arch]
-  found: set[int] = set()
-  for each in several:
-    text = str(each).removeprefix("sm_").removeprefix("compute_").rstrip("af").replace(".", "")
-    known = isinstance(each, (str, int)) and not isinstance(each, bool)
-    if not known or not text.isdigit() or not 30 <= int(text) <= 999:
-      check.refuse(label, "arch", "a compute capability such as 'sm_90' or 90", each)
-    found.add(int(text))
-  return tuple(sorted(found))
-
-
 def variant(
   kernel: Callee, part: CudaPart, key: str, images: Sequence[CompiledImage]
 ) -> _callgate.CudaKernel:

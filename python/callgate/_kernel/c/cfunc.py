@@ -15,11 +15,11 @@ from callgate import _callgate
 from callgate._build import toolchain
 from callgate._call.options import Vmap, shared
 from callgate._call.site import CallSite
-from callgate._core import factories, registry, static_values
+from callgate._core import factories, static_values
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named, is_inexact, type_text
 from callgate._core.errors import GateDefinitionError
-from callgate._core.where import where
+from callgate._core.options import option
 from callgate._jax.tracing import canonical_dtype
 from callgate._kernel.c import arguments, functions
 from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Role
@@ -60,13 +60,13 @@ class COptions(KernelOptions):
   """
 
   signature: str | None = None
-  args: str | None = None
+  args: str | None = option(None, check.text)
   vmap: Vmap | Callable[..., Any] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-  loop: bool | None = None
+  loop: bool | None = option(None, check.boolean)
   order: Order | Mapping[str, Order] = "C"
-  cast: bool = False
+  cast: bool = option(False, check.boolean)
   errors: Errors | None = None
-  pointers: Mapping[str, Any] | None = None
+  pointers: Mapping[str, Any] | None = option(None, check.named)
 
 
 @factories.of_two(COptions)
@@ -112,16 +112,12 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
     CompileError: there is no C++ compiler.
     GateDefinitionError: the function's type is not known, or an option is wrong.
   """
-  name = check.name("cfunc", options.name)
-  check.optional_texts("cfunc", signature=signature, args=options.args)
-  check.or_none(check.boolean, "cfunc", "loop", options.loop)
-  check.booleans("cfunc", cast=options.cast, thread_safe=options.thread_safe)
-  args = options.args
+  check.optional_texts("cfunc", signature=signature)
+  options = check.checked(options.label("cfunc"), options)
+  args, is_loop, given = options.args, options.loop, dict(options.pointers or {})
   found = functions.resolve(function, signature)
-  if name is None:
-    name = registry.free_name(f"{where().module}.{found.declaration.name or 'cfunc'}")
+  name = options.named(found.declaration.name or "cfunc")
   label = f"kernel '{name}'"
-  is_loop = options.loop
   if is_loop is None:  # one that takes numbers by value and returns one
     types = [found.declaration.result, *(p.type for p in found.declaration.parameters)]
     by_value = types[0].dtype is not None and not any(kind.pointer for kind in types)
@@ -130,7 +126,6 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
     such = "args='n, x[n], out y[n]'; or loop=True for a function of single elements"
     items = f"an item for each argument of '{found.declaration}', such as {such}"
     raise GateDefinitionError(f"{label}: expected args=, {items}")
-  given = check.named(label, "pointers", options.pointers)
   try:
     binding = arguments.read(args, found.declaration, loop=is_loop, pointers=given)
   except ValueError as error:

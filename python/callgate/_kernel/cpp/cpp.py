@@ -13,12 +13,11 @@ from typing import Any
 
 from callgate import _callgate
 from callgate._build import toolchain
-from callgate._core import factories, registry
+from callgate._core import factories
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
-from callgate._core.where import where
-from callgate._kernel import launch
+from callgate._core.options import option
 from callgate._kernel import source as _source
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda import part
@@ -51,8 +50,8 @@ class CppOptions(CompilerOptions, LaunchOptions, KernelOptions):
     cuda_kernel: which kernel of it, where it has several.
   """
 
-  cuda_source: str | None = None
-  cuda_kernel: str | None = None
+  cuda_source: str | None = option(None, check.text)
+  cuda_kernel: str | None = option(None, check.text)
 
 
 @factories.of_two(CppOptions)
@@ -81,24 +80,23 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
       is no compiler.
     GateDefinitionError: an option is wrong.
   """
-  name = check.name("cpp", options.name)
+  what = options.label("cpp")
   check.text("cpp", "source", source)
+  check.optional_texts("cpp", function=function)
+  known = _source.find(what, source, function)
+  label = f"kernel '{options.name or known.name}'"
+  options = check.checked(label, options)
   cuda_source, cuda_kernel = options.cuda_source, options.cuda_kernel
-  check.optional_texts("cpp", function=function, cuda_source=cuda_source, cuda_kernel=cuda_kernel)
-  check.boolean("cpp", "debug", options.debug)
-  known = _source.find("cpp" if name is None else f"kernel '{name}'", source, function)
-  label = f"kernel '{name or known.name}'"
-  build_options = options.building(label)
+  build_options = options.building()
   if cuda_source is None and any(x is not None for x in (options.grid, options.block, cuda_kernel)):
     problem = "expected with cuda_source= alone, got one without it"
     raise GateDefinitionError(f"{label}: grid, block, cuda_kernel: {problem}")
-  name = name or registry.free_name(f"{where().module}.{known.name}")
-  made = CppKernel(name, source, function, build_options, options)
-  launching, arch = options.launching(label), launch.parse_arch(label, options.arch)
-  given = check.strings(label, "cuda_options", options.cuda_options)
-  building = part.BuildOptions(given, build_options["include_dirs"], arch)
+  made = CppKernel(options.named(known.name), source, function, build_options, options)
+  building = part.BuildOptions(
+    tuple(options.cuda_options), build_options["include_dirs"], options.capabilities(label)
+  )
   if cuda_source is not None:
-    made.cuda = part.SourcePart(label, cuda_source, cuda_kernel, launching, building, made.aliases)
+    made.cuda = part.SourcePart(label, cuda_source, cuda_kernel, options, building, made.aliases)
   return Kernel(made)
 
 

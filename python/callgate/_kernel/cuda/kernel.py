@@ -25,7 +25,7 @@ from callgate._core.signatures import accepted, signature_of
 from callgate._kernel import launch
 from callgate._kernel.callee import KernelCallee
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
-from callgate._kernel.launch import LOWEST, CudaCall, CudaPart, parse_arch
+from callgate._kernel.launch import LOWEST, CudaCall, CudaPart
 from callgate._kernel.parameters import GIVEN, Kind, Parameter, by_name
 from callgate._kernel.variants import Given
 
@@ -40,7 +40,7 @@ class CudaKernel(KernelCallee, CudaPart):
   def __init__(
     self, name: str, signature: Iterable[Parameter] | None, options: CudaOptions
   ) -> None:
-    self.arch = parse_arch(f"kernel '{name}'", options.arch)
+    self.arch = options.capabilities(f"kernel '{name}'")
     super().__init__(name, signature, options)
     self.cuda = self
 
@@ -94,8 +94,8 @@ class NamedKernel(CudaKernel):
   ) -> None:  # fmt: skip
     self.named = {p.name: p for p in named}  # in their order
     self.constants = dict(constants or {})
-    outputs = options.outputs or ()  # by default the last unfilled ones
-    self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    options = check.checked(f"kernel '{name}'", options)
+    self.outputs = tuple(options.outputs or ())  # by default the last unfilled ones
     self._made: dict[tuple[str, int], Any] = {}
     super().__init__(name, None, options)
     names = f"names of parameters ({', '.join(self.named)})"

@@ -37,8 +37,7 @@ class TvmFfiKernel(CpuKernel):
   def __init__(self, name: str, function: Any, options: PeerOptions) -> None:
     label = f"kernel '{name}'"
     self.function, self._library = function, _library(label)
-    given = ("args", "rets") if options.arg_spec is None else options.arg_spec
-    self._spec = check.strings(label, "arg_spec", given)
+    self._spec = ("args", "rets") if options.arg_spec is None else tuple(options.arg_spec)
     names = [item.removeprefix(_ATTRIBUTE) for item in self._spec if item.startswith(_ATTRIBUTE)]
     plain = [item for item in self._spec if not item.startswith(_ATTRIBUTE)]
     identifiers = all(map(str.isidentifier, names))

@@ -44,10 +44,10 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     label = f"kernel '{name}'"
     self.function, self._compiler = kernel, compiler
     self._declared = {a.name: a for a in compiler.arguments(label, kernel)}
-    self._dim, self.arch = options.dim, launch.parse_arch(label, options.arch)
+    self._dim, self.arch = options.dim, options.capabilities(label)
     signature = self._signature(label, options)
     count = len(signature.of(RESULTS))
-    self._zeroed = check.positions(label, "zeroed", options.zeroed)
+    self._zeroed = tuple(options.zeroed)
     if any(position >= count for position in self._zeroed):
       check.refuse(label, "zeroed", f"flat positions of the {count} results", options.zeroed)
     super().__init__(name, signature, options)
@@ -55,9 +55,9 @@ class WarpKernel(CpuKernel, launch.CudaPart):
 
   def _signature(self, label: str, options: PeerOptions) -> Signature:
     arrays = [name for name, a in self._declared.items() if a.is_array]
-    inouts = options.names(label, "inouts")
-    last = () if inouts else (list(self._declared)[-1],)
-    outputs = last if options.outputs is None else options.names(label, "outputs")
+    inouts, outputs = options.inouts, options.outputs
+    if outputs is None:
+      outputs = () if inouts else list(self._declared)[-1:]
     for option, names in (("outputs", outputs), ("inouts", inouts)):
       for each in names:
         if each not in arrays:
