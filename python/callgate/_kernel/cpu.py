@@ -21,7 +21,7 @@ from callgate._kernel import launch
 from callgate._kernel.callee import KernelCallee
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import STATIC, Parameter, check_types
-from callgate._kernel.variants import CallTypes, Function, Static, Variant
+from callgate._kernel.variants import Function, Static, Variant
 from callgate._runtime import targets
 
 
@@ -35,37 +35,30 @@ class CpuKernel(KernelCallee):
     self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
     self._variants: dict[str, Variant] = {}
 
-  def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
-    """Makes a call's key of its variant, from its arrays, or their types, and static values."""
-    sides = [tuple((np.dtype(x.dtype), len(x.shape)) for x in xs) for xs in (operands, results)]
-    return CallTypes(sides[0], sides[1], static)
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    """The key of the variant for arrays, or types of them, and static values of a call.
 
-  def compile(self, types: CallTypes, key: str) -> Function:
-    """The function for a call; raises a GateDefinitionError for types that can't be."""
-    raise NotImplementedError
-
-  def variant_key(self, types: CallTypes) -> str:
-    """The key of the variant for a call; "" for a kernel that has one for all."""
+    It tells all that `compile` needs to know of the call; "" for a kernel that has one for all.
+    """
     return ""
 
-  def types_of_key(self, key: str) -> CallTypes:
-    """Returns what `variant_key` was given, as far as `compile` needs it."""
-    return CallTypes((), (), ())
+  def compile(self, key: str) -> Function:
+    """The function of a variant; raises a GateDefinitionError for a call that can't be."""
+    raise NotImplementedError
 
   def define_variant(self, key: str) -> bool:
     if key.startswith(launch.PREFIX):
       return super().define_variant(key)
-    self.variant(self.types_of_key(key), key)
+    self.variant(key)
     return True
 
-  def variant(self, types: CallTypes, key: str | None = None) -> Variant:
-    """The variant for a call, compiled at its first use."""
-    key = self.variant_key(types) if key is None else key
+  def variant(self, key: str) -> Variant:
+    """The variant of a key, compiled at its first use."""
     if known := self._variants.get(key):
       return known
     with self.defining:  # threads that trace at once get the same variant
       if key not in self._variants:
-        function = self.compile(types, key)
+        function = self.compile(key)
         known = function.parameters
         callee = _callgate.Kernel(
           f"{self.name}[{key}]" if key else self.name,
@@ -101,7 +94,7 @@ class CpuKernel(KernelCallee):
 
   def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
     """The variant for one lane of a call; raises unless its arrays fit."""
-    variant = self.variant(self.types_of(operands, results, site.static))
+    variant = self.variant(self.variant_key(operands, results, site.static))
     check_types(self, variant.parameters, site, operands, results)
     return variant
 
@@ -130,7 +123,7 @@ class CpuKernel(KernelCallee):
   def on_host(self, out: Any, /, *args: Any, **static: Any) -> None:
     operands, results = jax.tree.leaves(args), jax.tree.leaves(out)
     values = tuple(sorted(static.items()))
-    variant = self.variant(self.types_of(operands, results, values))
+    variant = self.variant(self.variant_key(operands, results, values))
     held = self.held(variant, operands, results, values, static_values.for_runtime)
     arrays = [np.ascontiguousarray(x).reshape(np.shape(x)) for x in operands]
     try:

@@ -29,7 +29,7 @@ from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import OPERANDS, RESULTS, STATIC, Kind, Parameter, Signature
-from callgate._kernel.variants import CallTypes, Function, exported
+from callgate._kernel.variants import Function, exported
 from callgate._part import Part
 
 _lock = threading.Lock()
@@ -87,7 +87,7 @@ class LibraryKernel(CpuKernel):
       options = dataclasses.replace(options, out=out)
     super().__init__(name, native.parameters, options)
 
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
     return self._native
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:

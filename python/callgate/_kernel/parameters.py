@@ -136,6 +136,9 @@ def by_name(
       what = "twice" if name in given else f"which it doesn't {other}"
       raise GateDefinitionError(f"{label}: got argument '{name}' {what}; expected {known}")
     given[name] = value
+  missing = [name for name in names if name not in given]
+  if missing and not some_left_open:
+    raise GateDefinitionError(f"{label}: expected argument '{missing[0]}', got none")
   return given
 
 
@@ -146,8 +149,6 @@ def arguments(
   given = signature.of(GIVEN)
   names = [p.name for p in given]
   values = by_name(label, names, args, kwargs)
-  if missing := [name for name in names if name not in values]:
-    raise GateDefinitionError(f"{label}: expected argument '{missing[0]}', got none")
   operands = [(p, _scalar(label, p, values[p.name])) for p in given if p.kind in OPERANDS]
   for parameter, value in operands:
     where = f"{label}: argument '{parameter.name}'"

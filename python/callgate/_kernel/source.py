@@ -60,26 +60,28 @@ class TemplateParameter(NamedTuple):
     check.refuse(label, f"template parameter '{self.name}'", what, value)
 
   def argument(
-    self, label: str, given: Mapping[str, Any], arrays: Iterable[Typed], otherwise: str = ""
+    self,
+    label: str,
+    given: Mapping[str, Any],
+    arrays: Iterable[tuple[Parameter, Any]],
+    otherwise: str = "",
   ) -> Any:
     """By keyword or as arrays tell: a dtype or its name, or an integer; None for the default."""
     if (value := given.get(self.name)) is not None:
       return value
-    for parameter, dtype, rank in arrays:
+    for parameter, array in arrays:
+      dtype = np.dtype(array.dtype)
       element = parameter.element.replace(" ", "")
       if self.is_type and element == self.name:
         return dtype
       if self.is_type and element == f"std::complex<{self.name}>" and dtype.kind == "c":
         return np.dtype(f"float{dtype.itemsize * 4}")
       if not self.is_type and parameter.rank_text == self.name:
-        return rank
+        return len(array.shape)
     if not self.default:
       named = f"'{'typename' if self.is_type else 'int'} {self.name}' by keyword ({self.name}=...)"
       why = "since it is no array's element type or rank"
       raise GateDefinitionError(f"{label}: expected template parameter {named}{otherwise}, {why}")
-
-
-Typed = tuple[Parameter, np.dtype[Any], int]  # with an array's dtype and rank
 
 
 class SourceFunction(NamedTuple):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of a call, and the native functions that a kernel has for them."""
+"""The native functions that a kernel has for calls, and the static values in their keys."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +18,12 @@ from callgate._kernel.parameters import Kind, Parameter, Signature
 
 Static = tuple[tuple[str, Any], ...]
 Given = tuple[tuple[Any, ...], Static]  # operands of a call, and its static values
-Type = tuple[np.dtype[Any], int]  # dtype and rank of an array
 
 
 def to_json(value: Any, *, dtypes: bool = False) -> Any:
   """A static value as programs hold it; with `dtypes` also one of these. A TypeError for others."""
   match value:
-    case np.generic():
+    case np.generic() if not isinstance(value, str):
       return {value.dtype.name: to_json(value.item())}
     case complex():
       return {"complex": [value.real, value.imag]}
@@ -79,15 +77,6 @@ def from_json(value: Any) -> Any:
       return dtype_named(kind).type(from_json(number))
     case _:
       return value
-
-
-@dataclasses.dataclass(frozen=True)
-class CallTypes:
-  """The types of a call's arrays and its static values, for which a variant is compiled."""
-
-  operands: tuple[Type, ...]
-  results: tuple[Type, ...]
-  static: Static
 
 
 class Variant(NamedTuple):

@@ -28,8 +28,8 @@ from callgate._kernel.c.glue import Glue
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter, check_types
-from callgate._kernel.variants import CallTypes, Function, Variant
+from callgate._kernel.parameters import Kind, Parameter, check_types, is_wide
+from callgate._kernel.variants import Function, Static, Variant
 
 Order = Literal["C", "F"]
 Errors = str | Mapping[int | str, str]
@@ -219,17 +219,13 @@ class CKernel(CpuKernel):
       return True
     return self.loop or not (array.type.pointer or array.role in RESULTS)
 
-  def _is_wide(self, array: Array) -> bool:
-    """True if JAX has arrays of C's type with jax_enable_x64 alone, which is off."""
-    return array.type.dtype is not None and canonical_dtype(array.type.dtype) != array.type.dtype
-
   # -- variants ----------------------------------------------------------------------------------
-  def variant_key(self, types: CallTypes) -> str:
-    sides = ((self._operands, types.operands), (self._results, types.results))
-    found = {a.name: dtype.name for side in sides for a, (dtype, _) in zip(*side, strict=False)}
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    sides = ((self._operands, operands), (self._results, results))
+    found = {a.name: np.dtype(x.dtype).name for side in sides for a, x in zip(*side, strict=False)}
     return ",".join(found[array.name] for array in self._open if array.name in found)
 
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
     # The key has the dtypes that are the call's matter.
     dtypes: dict[str, Any] = {name: a.type.dtype for name, a in self._binding.arrays.items()}
     for array, name in zip(self._open, [*key.split(","), *[""] * len(self._open)], strict=False):
@@ -258,7 +254,7 @@ class CKernel(CpuKernel):
     results: list[Any] = []
     for array in self._results:
       dtype: Any = array.type.dtype
-      if self._is_wide(array) and not self._cast_scalars:
+      if is_wide(dtype) and not self._cast_scalars:
         way = "or cast=True" if self._is_by_value(array) else "or out= with another type"
         fault = f"result '{array.name}' is C's {array.type.text}, {dtype.name}"
         raise GateDefinitionError(f"{self.label}: {fault}: expected jax_enable_x64, {way}")
@@ -347,4 +343,4 @@ class CKernel(CpuKernel):
       limits = kind.limits if argument.role is Role.VALUE else None
       if limits is not None and not limits.min <= number <= limits.max:
         raise GateDefinitionError(f"{where} is {number}, more than C's '{kind.text}' holds")
-    return self.variant(self.types_of(operands, results, site.static))  # compiled last
+    return self.variant(self.variant_key(operands, results, site.static))  # compiled last

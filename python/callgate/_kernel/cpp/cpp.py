@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from callgate._kernel.files import compiled_form, installed, no_new_calls
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import CompilerOptions, KernelOptions, LaunchOptions
 from callgate._kernel.parameters import OPERANDS, RESULTS
-from callgate._kernel.variants import CallTypes, Function
+from callgate._kernel.variants import Function, Static
 
 # Kernels of one source, which is one library, take turns by these; and kernels that link libraries,
 # which may be the same ones. Guarded by _turns_lock.
@@ -127,18 +127,14 @@ class CppKernel(CpuKernel):
       with _turns_lock:
         self._turn = _turns.setdefault("" if build_options["libraries"] else source, self._turn)
 
-  def variant_key(self, types: CallTypes) -> str:
-    given, arrays = dict(types.static), list(self._arrays(types))
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    takers, given = self.cpp_function.parameters.takers, dict(static)
+    sides = ((takers(OPERANDS, len(operands)), operands), (takers(RESULTS, len(results)), results))
+    arrays = [pair for side in sides for pair in zip(*side, strict=False)]
     values = ((p.name, p.argument(self.label, given, arrays)) for p in self._template)
     return ",".join(f"{name}={value}" for name, value in values if value is not None)
 
-  def _arrays(self, types: CallTypes) -> Iterator[_source.Typed]:
-    """The parameters of arrays, with the dtypes and ranks of these, operands first."""
-    for kinds, arrays in ((OPERANDS, types.operands), (RESULTS, types.results)):
-      each = self.cpp_function.parameters.takers(kinds, len(arrays))
-      yield from ((p, *array) for p, array in zip(each, arrays, strict=False))
-
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
     if self._plain is not None:
       return self._plain
     bound = dict(part.split("=", 1) for part in key.split(",") if "=" in part)

@@ -73,9 +73,8 @@ class SourcePart(CudaPart):
 
   def _template_argument(self, parameter: TemplateParameter, call: CudaCall) -> str:
     """Returns what a call's static values or arrays say of it; "" where they don't."""
-    arrays = ((p, a.dtype, len(a.shape)) for p, a in self._arrays(call))
     otherwise = f" or in the kernel's name ({self.function.name}<...>)"
-    found = parameter.argument(self.label, call.static, arrays, otherwise)
+    found = parameter.argument(self.label, call.static, self._arrays(call), otherwise)
     if found is None or isinstance(found, int):
       return "" if found is None else str(found)
     if (name := str(found)) not in _source.TYPES:

@@ -32,7 +32,7 @@ from callgate._kernel.kernel import Kernel
 from callgate._kernel.launch import PREFIX
 from callgate._kernel.options import CompilerOptions, KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.variants import CallTypes, Function, Given, Static
+from callgate._kernel.variants import Function, Given, Static
 from callgate._sharding import rules
 from callgate._sharding.rules import Rule
 
@@ -189,7 +189,7 @@ class ElementwiseCallee(CpuKernel):
     """The C++ that a call with these arguments runs."""
     operands, static = self._arguments(args, kwargs)
     results = jax.tree.leaves(self.out(*operands, **dict(static)))
-    return self._source(self.variant_key(self.types_of(operands, results, static)))
+    return self._source(self.variant_key(operands, results, static))
 
   def sharding_rule(self, site: Any, operands: Sequence[Any], results: Sequence[Any]) -> Rule:
     if self.sharding is not None:
@@ -210,7 +210,7 @@ class ElementwiseCallee(CpuKernel):
     if jax.default_backend() == "cpu":
       super().check_call(site, structs)
 
-  def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
     shapes = [x.shape for p, x in zip(self.user_code.inputs, operands, strict=True) if not p.raw]
     # For each whether it varies along the result's innermost axis of more than one element.
     kinds, result = "1" * len(shapes), results[0].shape
@@ -220,18 +220,12 @@ class ElementwiseCallee(CpuKernel):
       kinds = "".join("1" if s == result else "0" if one(s) else "?" for s in shapes)
     elif back and 0 not in result:
       kinds = "".join("01"[len(shape) >= back and shape[-back] != 1] for shape in shapes)
-    return self.types_of_key(f"{self.letters_text(operands, dict(static))}:{kinds}")
+    return f"{self.letters_text(operands, dict(static))}:{kinds}"
 
   def letters_text(self, operands: Sequence[Any], static: Mapping[str, Any]) -> str:
     """Returns what the letters stand for in a call, as the keys of variants begin."""
     bindings = self.user_code.bindings(self.label, operands, static)
     return ",".join(f"{letter}={bindings[letter].name}" for letter in sorted(bindings))
-
-  def variant_key(self, types: CallTypes) -> str:
-    return dict(types.static)["key"]
-
-  def types_of_key(self, key: str) -> CallTypes:
-    return CallTypes((), (), (("key", key),))
 
   def define_variant(self, key: str) -> bool:
     return (key.startswith(PREFIX) or self.has_key(key)) and super().define_variant(key)
@@ -257,7 +251,7 @@ class ElementwiseCallee(CpuKernel):
         raise
       raise CompileError(f"{error}{self.hint}", error.output) from None
 
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
     more = _COMPLEX_FLAGS if self.bound(key).has_complex else ()
     options = {**self.build_options, "flags": (*more, *self.build_options["flags"])}
     with self.explaining():

@@ -24,10 +24,10 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.options import option
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.numba.request import Request, Slot
+from callgate._kernel.numba.request import CallTypes, Request, Slot, Type
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter, Signature, leaves_of
-from callgate._kernel.variants import CallTypes, Function, Given, Type, from_json, to_json
+from callgate._kernel.variants import Function, Given, Static, from_json, to_json
 
 _DTYPES = "bool, integers of 8 to 64 bits, float32, float64, complex64, complex128"
 _STATIC = "a number, a string, None or a tuple of these"
@@ -259,12 +259,17 @@ class NumbaKernel(CpuKernel):
         raise GateDefinitionError(f"{self.label}: {what}: {expected}, {got}")
     super().check_call(site, structs)
 
-  def variant_key(self, types: CallTypes) -> str:
-    sides = (",".join(f"{d.name}:{r}" for d, r in s) for s in (types.operands, types.results))
-    static = {name: to_json(value) for name, value in types.static}
-    return "->".join(sides) + (";" + json.dumps(static) if static else "")
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    sides = (
+      ",".join(f"{np.dtype(x.dtype).name}:{len(x.shape)}" for x in side)
+      for side in (operands, results)
+    )
+    held = {name: to_json(value) for name, value in static}
+    return "->".join(sides) + (";" + json.dumps(held) if held else "")
 
   def types_of_key(self, key: str) -> CallTypes:
+    """What `variant_key` was given."""
+
     def types(text: str) -> tuple[Type, ...]:  # from "float32:2,bool:0"
       pairs = (part.split(":") for part in text.split(",") if part)
       return tuple((dtype_named(dtype), int(rank)) for dtype, rank in pairs)
@@ -275,7 +280,8 @@ class NumbaKernel(CpuKernel):
     frozen = tuple(sorted((name, from_json(value)) for name, value in values.items()))
     return CallTypes(types(operands), types(results), frozen)
 
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
+    types = self.types_of_key(key)
     slots, pointers = self._slots(types), self._pointers
     parameters = [Parameter(f"result {i}", Kind.OUT, *t) for i, t in enumerate(types.results)]
     for i, (parameter, slot) in enumerate(zip(self._given, slots, strict=True)):

@@ -6,8 +6,20 @@ from __future__ import annotations
 import types as pytypes
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from callgate._kernel.parameters import Signature
-from callgate._kernel.variants import CallTypes
+from callgate._kernel.variants import Static
+
+Type = tuple[np.dtype[Any], int]  # dtype and rank of an array
+
+
+class CallTypes(NamedTuple):
+  """The types of a call's arrays and its static values, for which a variant is compiled."""
+
+  operands: tuple[Type, ...]
+  results: tuple[Type, ...]
+  static: Static
 
 
 class Slot(NamedTuple):

@@ -23,7 +23,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.parameters import Kind, Parameter, Signature
 from callgate._kernel.peers.options import PeerOptions
-from callgate._kernel.variants import CallTypes, Function, Given, Static
+from callgate._kernel.variants import Function, Given, Static
 from callgate._runtime import targets
 
 _VERSION = (0, 1)  # of the ABI that src/kernels/tvm_ffi.h describes
@@ -69,15 +69,11 @@ class TvmFfiKernel(CpuKernel):
     return static_values.number(self.label, name, value, _NUMBERS[type(value)], what="argument")
 
   # -- variants: which of the static values are strings --------------------------------------------
-  def variant_key(self, types: CallTypes) -> str:
-    return ",".join(name for name, value in types.static if isinstance(value, str))
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    return ",".join(name for name, value in static if isinstance(value, str))
 
-  def types_of_key(self, key: str) -> CallTypes:
-    texts: Static = tuple((name, "") for name in key.split(",") if name)
-    return CallTypes((), (), texts)
-
-  def compile(self, types: CallTypes, key: str) -> Function:
-    texts = {name for name, value in types.static if isinstance(value, str)}
+  def compile(self, key: str) -> Function:
+    texts = key.split(",")
 
     def parameter(item: str) -> Parameter:
       if item in ("args", "rets"):

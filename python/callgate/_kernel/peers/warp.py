@@ -29,7 +29,7 @@ from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda.kernel import evaluated
 from callgate._kernel.parameters import OPERANDS, RESULTS, Kind, Parameter, Signature
 from callgate._kernel.peers.options import PeerOptions
-from callgate._kernel.variants import CallTypes, Function, Static, Variant
+from callgate._kernel.variants import Function, Static, Variant
 
 # The parameter that a program's calls on the CPU have beside the user's; no name of Python's.
 _BLOCK = Parameter("callgate.block", Kind.NUMBERS, np.dtype(np.uint8), 1)
@@ -129,7 +129,7 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     return np.frombuffer(block, np.uint8), second, addresses
 
   # -- for the CPU -------------------------------------------------------------------------------
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
     sides = [
       tuple(jax.ShapeDtypeStruct((0,) * p.rank, p.dtype) for p in self.signature.of(side))
       for side in (OPERANDS, RESULTS)
