@@ -5,15 +5,23 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from callgate._core import options as check
 from callgate._core import spellings
 from callgate._core.errors import GateDefinitionError
+from callgate._core.options import option
 
 Effect = Literal["pure", "io", "ordered"]
 Vmap = Literal["each", "whole", "broadcast", "grid"]
 _Options = TypeVar("_Options", bound="CallOptions")
+
+
+def check_vmap(label: str, option: str, value: Any, *, more: tuple[str, ...] = ()) -> Any:
+  """A rule, a method of all calls, or one of `more`."""
+  spellings.answer_vmap(label, value)
+  methods = ("each", "whole", "broadcast", *more)
+  return value if callable(value) else check.choice(label, option, value, methods)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -48,45 +56,38 @@ class CallOptions:
   """
 
   out: Any = None
-  like: Callable[..., Any] | None = None
+  like: Callable[..., Any] | None = option(None, check.function)
   name: str | None = None
-  effect: Effect = "pure"
-  aliases: Mapping[int, int] | None = None
-  vmap: Vmap | Callable[..., Any] = "each"
-  sharding: Any = None
-  linear: bool | int | Sequence[int] = False
-  gradient: Literal["finite-difference"] | None = None
+  effect: Effect = option("pure", check.choice, allowed=get_args(Effect))
+  aliases: Mapping[int, int] | None = option(None, check.aliases)
+  vmap: Vmap | Callable[..., Any] = option("each", check_vmap)
+  sharding: Any = option(None, check.sharding)
+  linear: bool | int | Sequence[int] = option(False, check.linear)
+  gradient: Literal["finite-difference"] | None = option(
+    None, check.choice, allowed=("finite-difference",)
+  )
 
-  def checked(self: _Options, label: str, *, grid: bool = False) -> _Options:
-    """The options as plain values; `label` says whose, and with `grid` vmap may be "grid".
+  def checked(self: _Options, label: str) -> _Options:
+    """The options as plain values; `label` says whose.
 
     Raises:
       GateDefinitionError: one is none that it can be, or nothing tells the results' shapes.
     """
-    effect: Effect = check.choice(label, "effect", self.effect, ("pure", "io", "ordered"))
-    methods = ("each", "whole", "broadcast", *(("grid",) if grid else ()))
-    spellings.answer_vmap(label, self.vmap)
-    vmap = self.vmap if callable(self.vmap) else check.choice(label, "vmap", self.vmap, methods)
-    check.sharding(label, self.sharding)
-    check.or_none(check.function, label, "like", self.like)
-    linear, aliases = check.linear(label, self.linear), check.aliases(label, self.aliases)
-    check.or_none(check.choice, label, "gradient", self.gradient, allowed=("finite-difference",))
-    if self.gradient is not None and effect != "pure":
+    made = check.checked(label, self)
+    if made.gradient is not None and made.effect != "pure":
       raise GateDefinitionError(
         f"{label}: gradient='finite-difference' calls the gate many times, so its effect must "
-        f"be 'pure', got {effect!r}"
+        f"be 'pure', got {made.effect!r}"
       )
-    _check_no_class(label, self.out)
-    out = () if self.out is None and self.like is None and effect != "pure" else self.out
-    if out is None and self.like is None:
+    _check_no_class(label, made.out)
+    out = () if made.out is None and made.like is None and made.effect != "pure" else made.out
+    if out is None and made.like is None:
       raise GateDefinitionError(
         f"{label}: the results' shapes are not known; expected out= (a pytree of "
         "ShapeDtypeStructs, or a function from the arguments' ShapeDtypeStructs to one) or like= "
         "(a JAX function of the same signature)"
       )
-    return dataclasses.replace(
-      self, out=out, effect=effect, vmap=vmap, linear=linear, aliases=aliases
-    )
+    return dataclasses.replace(made, out=out)
 
 
 def _check_no_class(label: str, out: Any) -> None:

@@ -9,12 +9,14 @@ returned is of the plain type: no NumPy scalars.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
 import numbers
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -23,6 +25,23 @@ from callgate._core.errors import GateDefinitionError
 # The runtime counts in 64 bits, and times in nanoseconds of 64 bits.
 _MOST = 2**63 - 1
 _MOST_SECONDS = 1e9
+_Options = TypeVar("_Options")
+
+
+def option(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
+  """A field of a dataclass of options: its default, and the check of any other value."""
+  return dataclasses.field(default=default, metadata={"check": functools.partial(check, **limits)})
+
+
+def checked(label: str, options: _Options) -> _Options:
+  """A dataclass of options, each as the check of its field returns it."""
+  given: Any = options
+  values = {field: getattr(given, field.name) for field in dataclasses.fields(given)}
+  return dataclasses.replace(given, **{
+    field.name: field.metadata["check"](label, field.name, value)
+    for field, value in values.items()
+    if "check" in field.metadata and value is not field.default
+  })  # fmt: skip
 
 
 def refuse(label: str, option: str, expected: str, value: Any) -> NoReturn:
@@ -173,22 +192,21 @@ def named(label: str, option: str, value: Any) -> dict[str, Any]:
   return dict(items)
 
 
-def linear(label: str, value: Any) -> bool | tuple[int, ...]:
+def linear(label: str, option: str, value: Any) -> bool | tuple[int, ...]:
   """True, False, or the positions of the linear arguments."""
   if isinstance(value, (bool, np.bool_)):
     return bool(value)
   given = [value] if _is_whole(value) else value
-  return positions(label, "linear", given, what="a bool, a position or positions from 0")
+  return positions(label, option, given, what="a bool, a position or positions from 0")
 
 
-def aliases(label: str, value: Any) -> dict[int, int]:
-  """Input positions to output positions; {} for None."""
-  given: Any = {} if value is None else value
-  pairs = cast("Mapping[Any, Any]", given)
-  if not isinstance(given, Mapping) or not all(
+def aliases(label: str, option: str, value: Any) -> dict[int, int]:
+  """Input positions to output positions."""
+  pairs = cast("Mapping[Any, Any]", value)
+  if not isinstance(value, Mapping) or not all(
     _is_whole(i) and i >= 0 for pair in pairs.items() for i in pair
   ):
-    refuse(label, "aliases", "a mapping of input positions to output positions", value)
+    refuse(label, option, "a mapping of input positions to output positions", value)
   return {int(operand): int(result) for operand, result in pairs.items()}
 
 
@@ -213,12 +231,17 @@ def choice(
   return str(value)
 
 
-def sharding(label: str, value: Any) -> Any:
+def sharding(label: str, option: str, value: Any) -> Any:
   known = isinstance(value, str) and (value in ("shard", "gather") or "->" in value)
   if not known and value is not None and not callable(value):
     rule = "a rule such as 'i j, j k -> i k', or a function of the mesh and the operands"
-    refuse(label, "sharding", f"None, 'shard', 'gather', {rule}", value)
+    refuse(label, option, f"None, 'shard', 'gather', {rule}", value)
   return value
+
+
+def names(label: str, option: str, value: Any) -> tuple[str, ...]:
+  """One name or several."""
+  return (value,) if isinstance(value, str) else strings(label, option, value)
 
 
 def strings(label: str, option: str, value: Any, *, what: str | None = None) -> tuple[str, ...]:

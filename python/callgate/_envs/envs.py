@@ -61,13 +61,13 @@ class EnvsOptions:
     name: what programs and messages call them; unique. Default: as for `callgate.gate`, of `make`.
   """
 
-  n: int = 1
+  n: int = check.option(1, check.count, least=1, most=2**31 - 2)
   run_on: RunOn = "xla"
   info: Mapping[str, Any] | None = None
   record: Callable[..., Any] | Channel | str | None = None
-  record_steps: bool = False
+  record_steps: bool = check.option(False, check.boolean)
   sharding: jax.sharding.NamedSharding | None = None
-  timeout: float | None = None
+  timeout: float | None = check.option(None, check.seconds)
   name: str | None = None
 
 
@@ -114,7 +114,8 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
     check.function("envs", "make", make)
   )
   label = f"envs '{name}'"
-  count = check.count(label, "n", options.n, least=1, most=2**31 - 2)
+  options = check.checked(label, options)
+  count, steps = options.n, options.record_steps
   run_on: Any = options.run_on
   if not isinstance(run_on, (Workers, Thread)):
     places = "'xla', 'own', 'processes', callgate.workers(...) or callgate.thread(...)"
@@ -126,15 +127,13 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
     check.text(label, "record", to, expected)
     if not to or "\n" in to:
       check.refuse(label, "record", expected, to)
-  steps = check.boolean(label, "record_steps", options.record_steps)
   if steps and to is None:
     raise GateDefinitionError(f"{label}: record_steps=True: expected record=, got None")
-  timeout = check.or_none(check.seconds, label, "timeout", options.timeout)
   workers = run_on.count if isinstance(run_on, Workers) else 0
   layout = EnvLayout.checked(label, count, options.sharding, workers)
   info = infos.declared(label, options.info)
   plan = _on(run_on, functools.partial(plan_of, label, make, count, info, to is not None))
-  return Envs(name, _Programs(name, plan, layout, run_on, timeout, to, steps))
+  return Envs(name, _Programs(name, plan, layout, run_on, options.timeout, to, steps))
 
 
 def _on(run_on: Any, function: Callable[[], Any]) -> Any:

@@ -13,6 +13,7 @@ from callgate._call.options import CallOptions
 from callgate._core import options as check
 from callgate._core import signatures, spellings
 from callgate._core.errors import GateDefinitionError
+from callgate._core.options import option
 from callgate._workers import threads
 from callgate._workers.workers import Workers, shared
 
@@ -23,8 +24,8 @@ RunOn = Literal["xla", "own", "processes"] | Workers | threads.Thread | concurre
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class _OfAllStyles(CallOptions):
-  """The options of a gate but its style.
+class GateOptions(CallOptions):
+  """The options of a gate.
 
   Attributes:
     arrays: what the callable gets: "numpy" views, "buffer" (`callgate.Buffer`), "jax" or "torch"
@@ -55,48 +56,27 @@ class _OfAllStyles(CallOptions):
       other.
     command_buffer: on a CUDA GPU, lets XLA record what the callable launches into a CUDA graph and
       replay that. Elsewhere it changes nothing. See above.
-  """
-
-  arrays: Arrays = "numpy"
-  run_on: RunOn = "xla"
-  thread: Thread = "xla"
-  timeout: float | None = None
-  retries: int = 0
-  affinity: Literal["lane"] | None = None
-  in_flight: int | None = None
-  cast: bool | None = None
-  copy: bool = False
-  collective: bool = False
-  command_buffer: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class GateOptions(_OfAllStyles):
-  """The options of a gate.
-
-  Attributes:
     style: "return" (`fn(*args)` returns the results, checked strictly and copied once), "inplace"
       (`fn(out, *args)` writes into views of XLA's result memory, and returns None or `out`) or
       "context" (`fn(context, out, *args)`, with `context.stage`, `.stream`,
       `.stream_as(library)`, `.device`, and `.rank`, `.size`, `.coordinates` of the shard).
   """
 
-  style: Style = "return"
+  arrays: Arrays = option("numpy", check.choice, allowed=get_args(Arrays))
+  run_on: RunOn = "xla"
+  thread: Thread = option("xla", check.choice, allowed=get_args(Thread))
+  timeout: float | None = option(None, check.seconds)
+  retries: int = option(0, check.count, most=1000)
+  affinity: Literal["lane"] | None = option(None, check.choice, allowed=("lane",))
+  in_flight: int | None = option(None, check.count, least=1)
+  cast: bool | None = option(None, check.boolean)
+  copy: bool = option(False, check.boolean)
+  collective: bool = option(False, check.boolean)
+  command_buffer: bool = option(False, check.boolean)
+  style: Style = option("return", check.choice, allowed=get_args(Style))
 
-  def checked(self, label: str, *, grid: bool = False) -> "GateOptions":
-    flags = ("copy", "collective", "command_buffer")
-    made = dataclasses.replace(
-      super().checked(label, grid=grid),
-      **check.booleans(label, **{name: getattr(self, name) for name in flags}),
-      cast=check.or_none(check.boolean, label, "cast", self.cast),
-      timeout=check.or_none(check.seconds, label, "timeout", self.timeout),
-      retries=check.count(label, "retries", self.retries, most=1000),
-      affinity=check.or_none(check.choice, label, "affinity", self.affinity, allowed=("lane",)),
-      in_flight=check.or_none(check.count, label, "in_flight", self.in_flight, least=1),
-    )
-    check.choice(label, "style", made.style, get_args(Style))
-    check.choice(label, "arrays", made.arrays, get_args(Arrays))
-    check.choice(label, "thread", made.thread, get_args(Thread))
+  def checked(self, label: str) -> "GateOptions":
+    made = super().checked(label)
     made = dataclasses.replace(made, run_on=place(label, made.run_on, made.thread))
     _check_place(label, made)
     if made.copy and made.arrays in gpu.KINDS and made.arrays not in ("buffer", "torch"):
@@ -169,17 +149,17 @@ def _check_place(label: str, made: "GateOptions") -> None:
 
 # Type checkers take the keywords of one style from these.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class InplaceOptions(_OfAllStyles):
-  style: Literal["inplace"]
+class InplaceOptions(GateOptions):
+  style: Literal["inplace"] = dataclasses.field()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ContextOptions(_OfAllStyles):
-  style: Literal["context"]
+class ContextOptions(GateOptions):
+  style: Literal["context"] = dataclasses.field()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ReturnOptions(_OfAllStyles):
+class ReturnOptions(GateOptions):
   style: Literal["return"] = "return"
 
 

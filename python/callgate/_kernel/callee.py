@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,17 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.signatures import places
 from callgate._kernel import launch
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import GIVEN, OPERANDS, RESULTS, Kind, Signature, arguments
+from callgate._kernel.parameters import (
+  GIVEN,
+  OPERANDS,
+  RESULTS,
+  Kind,
+  Parameter,
+  Signature,
+  arguments,
+  check_types,
+  refuse_packed,
+)
 from callgate._kernel.source import TemplateParameter
 from callgate._kernel.variants import Given, Static, from_json
 from callgate._runtime import targets
@@ -47,7 +57,9 @@ class KernelCallee(Operation):
   linear: bool | tuple[int, ...]
   _template: tuple[TemplateParameter, ...] = ()  # of its C++; calls may give them by keyword
 
-  def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
+  def __init__(
+    self, name: str, signature: Iterable[Parameter] | None, options: KernelOptions
+  ) -> None:
     # `signature`: the parameters, as far as they are known before a call; None for a function that
     # takes any number of arrays, and static values by any keyword. `options.name` does not count.
     label = f"kernel '{name}'"
@@ -55,20 +67,21 @@ class KernelCallee(Operation):
     if "[" in name or "]" in name:
       mark = "brackets, which mark a kernel's variants"
       raise GateDefinitionError(f"{label}: expected a name without {mark}")
-    super().__init__(name, options.checked(label, grid=True))
-    self.thread_safe = check.boolean(label, "thread_safe", options.thread_safe)
-    self.signature = None if signature is None else tuple(signature)
+    options = options.checked(label)
+    super().__init__(name, options)
+    self.thread_safe = options.thread_safe
+    self.takes_any = signature is None
+    self.signature = Signature(signature or ())
     self.defining = threading.RLock()
-    if self.signature is not None:
-      inouts = [p for p in self.signature if p.kind is Kind.INOUT]
-      if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in self.signature):
+    if not self.takes_any:
+      inouts = self.signature.of((Kind.INOUT,))
+      if inouts and self.signature.of((Kind.INS, Kind.OUTS)):
         raise GateDefinitionError(f"{label}: expected no InOut beside Ins or Outs, got both")
-      operands = [p for p in self.signature if p.kind in OPERANDS]
-      results = [p for p in self.signature if p.kind in RESULTS]
+      operands, results = self.signature.of(OPERANDS), self.signature.of(RESULTS)
       self.parameters = tuple(p.name for p in operands)
       self.aliases.update({operands.index(p): results.index(p) for p in inouts})
       if not isinstance(self.linear, bool):  # users count arguments, rules those that are arrays
-        given = enumerate(p for p in self.signature if p.kind in GIVEN)
+        given = enumerate(self.signature.of(GIVEN))
         arrays = {position: p for position, p in given if p in operands}
         if wrong := [position for position in self.linear if position not in arrays]:
           known = ", ".join(f"{position} ('{p.name}')" for position, p in arrays.items())
@@ -152,6 +165,16 @@ class KernelCallee(Operation):
     """Takes the "compiled" of the same kernel's form in a file; by default it needs none."""
 
   # -- calling -----------------------------------------------------------------------------------
+  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
+    refuse_packed(self.label, structs, results)
+    self.check_types(site, structs, results)
+
+  def check_types(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """Raises unless the arrays of one lane fit the parameters that are known before a call."""
+    if not self.takes_any:
+      check_types(self, self.signature, site, operands, results)
+
   def given(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], dict[str, Any], Static]:
@@ -160,7 +183,7 @@ class KernelCallee(Operation):
 
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """A call's operands, in the order of the parameters, and its static values, frozen."""
-    if self.signature is None:
+    if self.takes_any:
       arrays, static = shapes.split_static(self.label, kwargs)
       return shapes.to_positional(self, args, arrays), static
     given = [p for p in self._template if p.name in kwargs]
@@ -180,7 +203,7 @@ class KernelCallee(Operation):
     """Static values go where the function has their names, or to their places in the signature."""
     values = {name: static_values.thaw(value) for name, value in static}
     positional, known = places(function, len(lead), values)
-    ordered = [p for p in self.signature or () if p.kind in GIVEN]
+    ordered = self.signature.of(GIVEN)
     placed, rest = list[Any](), list(args)
     if values and not known and len(positional) == len(ordered) > len(args):
       placed = [rest.pop(0) if p.kind in OPERANDS else values[p.name] for p in ordered]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,50 +20,45 @@ from callgate._core.failures import raise_kept
 from callgate._kernel import launch
 from callgate._kernel.callee import KernelCallee
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import STATIC, Signature, check_types, refuse_packed
-from callgate._kernel.variants import CallTypes, Function, Static, Variant
+from callgate._kernel.parameters import STATIC, Parameter, check_types
+from callgate._kernel.variants import Function, Static, Variant
 from callgate._runtime import targets
 
 
 class CpuKernel(KernelCallee):
   """A kernel that is compiled, or found, for the types of a call; see `Kernel`."""
 
-  def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
+  def __init__(
+    self, name: str, signature: Iterable[Parameter] | None, options: KernelOptions
+  ) -> None:
     super().__init__(name, signature, options)
     self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
     self._variants: dict[str, Variant] = {}
 
-  def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
-    """Makes a call's key of its variant, from its arrays, or their types, and static values."""
-    sides = [tuple((np.dtype(x.dtype), len(x.shape)) for x in xs) for xs in (operands, results)]
-    return CallTypes(sides[0], sides[1], static)
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    """The key of the variant for arrays, or types of them, and static values of a call.
 
-  def compile(self, types: CallTypes, key: str) -> Function:
-    """The function for a call; raises a GateDefinitionError for types that can't be."""
-    raise NotImplementedError
-
-  def variant_key(self, types: CallTypes) -> str:
-    """The key of the variant for a call; "" for a kernel that has one for all."""
+    It tells all that `compile` needs to know of the call; "" for a kernel that has one for all.
+    """
     return ""
 
-  def types_of_key(self, key: str) -> CallTypes:
-    """Returns what `variant_key` was given, as far as `compile` needs it."""
-    return CallTypes((), (), ())
+  def compile(self, key: str) -> Function:
+    """The function of a variant; raises a GateDefinitionError for a call that can't be."""
+    raise NotImplementedError
 
   def define_variant(self, key: str) -> bool:
     if key.startswith(launch.PREFIX):
       return super().define_variant(key)
-    self.variant(self.types_of_key(key), key)
+    self.variant(key)
     return True
 
-  def variant(self, types: CallTypes, key: str | None = None) -> Variant:
-    """The variant for a call, compiled at its first use."""
-    key = self.variant_key(types) if key is None else key
+  def variant(self, key: str) -> Variant:
+    """The variant of a key, compiled at its first use."""
     if known := self._variants.get(key):
       return known
     with self.defining:  # threads that trace at once get the same variant
       if key not in self._variants:
-        function = self.compile(types, key)
+        function = self.compile(key)
         known = function.parameters
         callee = _callgate.Kernel(
           f"{self.name}[{key}]" if key else self.name,
@@ -91,17 +86,15 @@ class CpuKernel(KernelCallee):
     """The lock of calls, unless the kernel is thread-safe; its variants share it."""
     return self._turn
 
-  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    refuse_packed(self.label, structs, results)
+  def check_types(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
     values = dict(site.static)
-    for parameter in self.checked(site, structs, results).parameters:
-      if parameter.kind in STATIC and parameter.name in values:
+    for parameter in self.checked(site, operands, results).parameters.of(STATIC):
+      if parameter.name in values:
         parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
 
   def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
     """The variant for one lane of a call; raises unless its arrays fit."""
-    variant = self.variant(self.types_of(operands, results, site.static))
+    variant = self.variant(self.variant_key(operands, results, site.static))
     check_types(self, variant.parameters, site, operands, results)
     return variant
 
@@ -121,7 +114,7 @@ class CpuKernel(KernelCallee):
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
     core, results = launch.lane(call.operands, call.results, [mask for _, mask in call.levels])
     variant = self.checked(call.site, core, results)
-    groups = np.array(variant.groups(len(core), len(results)), np.int64)
+    groups = np.array(variant.parameters.groups(len(core), len(results)), np.int64)
     attributes: dict[str, Any] = {"signature": variant.callee.signature, "groups": groups}
     if held := self.held(variant, core, results, call.site.static, static_values.for_program):
       attributes["attributes"] = held
@@ -130,11 +123,12 @@ class CpuKernel(KernelCallee):
   def on_host(self, out: Any, /, *args: Any, **static: Any) -> None:
     operands, results = jax.tree.leaves(args), jax.tree.leaves(out)
     values = tuple(sorted(static.items()))
-    variant = self.variant(self.types_of(operands, results, values))
+    variant = self.variant(self.variant_key(operands, results, values))
     held = self.held(variant, operands, results, values, static_values.for_runtime)
     arrays = [np.ascontiguousarray(x).reshape(np.shape(x)) for x in operands]
     try:
-      variant.callee.call(arrays, results, variant.groups(len(arrays), len(results)), held)
+      groups = variant.parameters.groups(len(arrays), len(results))
+      variant.callee.call(arrays, results, groups, held)
     except ValueError as error:
       raise_kept(error)
       raise
@@ -148,8 +142,7 @@ class CpuKernel(KernelCallee):
         moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for every lane
       elif batched[i]:
         moved[i] = x.reshape(size, *(1,) * (len(core) - len(lane.shape)), *lane.shape)
-    given = [p for p in self.signature or () if p.kind in STATIC]
-    frozen = {p.name: p.freeze(self.label, static[p.name]) for p in given}
+    frozen = {p.name: p.freeze(self.label, static[p.name]) for p in self.signature.of(STATIC)}
     held: Static = tuple(sorted({**static, **frozen}.items()))
     tree = jax.tree.structure((args, {}))
     types, out_tree = shapes.result_types(self, tree, lanes, held)

@@ -28,6 +28,7 @@ from callgate._core import attributes, static_values
 from callgate._core import options as check
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
+from callgate._kernel.parameters import Side
 from callgate._kernel.variants import to_json
 from callgate._runtime import targets
 
@@ -176,6 +177,9 @@ class CudaCall:
   batch: int | None = None
   capabilities: tuple[int, ...] = ()  # to compile for, as 90; () for PTX that any device runs
 
+  def array(self, side: Side, index: int) -> jax.ShapeDtypeStruct:
+    return (self.operands if side == "operand" else self.results)[index]
+
 
 class CudaPart(abc.ABC):
   """Runs a kernel on CUDA devices; `Kernel.cuda` of kernels that have one."""
@@ -199,19 +203,6 @@ class CudaPart(abc.ABC):
 def capabilities(part: CudaPart) -> tuple[int, ...]:
   """The architectures of this process's devices; where it has none, those that the part names."""
   return tuple(sorted(set(_callgate.cuda_capabilities()))) or part.arch
-
-
-def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
-  """Compute capabilities from what the option `arch` takes: None, "sm_90", 90 or several."""
-  several: Any = () if arch is None else arch if isinstance(arch, (list, tuple)) else [arch]
-  found: set[int] = set()
-  for each in several:
-    text = str(each).removeprefix("sm_").removeprefix("compute_").rstrip("af").replace(".", "")
-    known = isinstance(each, (str, int)) and not isinstance(each, bool)
-    if not known or not text.isdigit() or not 30 <= int(text) <= 999:
-      check.refuse(label, "arch", "a compute capability such as 'sm_90' or 90", each)
-    found.add(int(text))
-  return tuple(sorted(found))
 
 
 def variant(

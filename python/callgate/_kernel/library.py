@@ -14,7 +14,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,16 +28,8 @@ from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import (
-  OPERANDS,
-  RESULTS,
-  STATIC,
-  Kind,
-  Parameter,
-  expected_text,
-  fits,
-)
-from callgate._kernel.variants import CallTypes, Function, exported
+from callgate._kernel.parameters import OPERANDS, RESULTS, STATIC, Kind, Parameter, Signature
+from callgate._kernel.variants import Function, exported
 from callgate._part import Part
 
 _lock = threading.Lock()
@@ -47,11 +39,11 @@ _loaded: dict[str, dict[tuple[int, ...], ctypes.CDLL]] = {}
 _libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDictionary()
 
 
-def _inferred(label: str, function: str, parameters: Sequence[Parameter], *args: Any) -> Any:
+def _inferred(label: str, function: str, parameters: Signature, *args: Any) -> Any:
   """The results as far as the parameters tell them; see `library`."""
-  operands = [p for p in parameters if p.kind in OPERANDS]
+  operands = parameters.of(OPERANDS)
   given = list(zip(operands, map(jax.tree.leaves, args), strict=False))
-  fit = all(fits(p, x.dtype, len(x.shape)) for p, values in given for x in values)
+  fit = all(p.fits(x.dtype, len(x.shape)) for p, values in given for x in values)
 
   def result(wanted: Parameter) -> Any:
     if not fit or wanted.rank == 0:
@@ -74,12 +66,12 @@ def _inferred(label: str, function: str, parameters: Sequence[Parameter], *args:
       why = "it stands for any number of results"
     identifiers = all(p.name.isidentifier() for p in operands)
     names = ", ".join(p.name for p in operands) if identifiers else "*args"
-    what = f"the shape of result '{wanted.name}' ({expected_text(wanted)})"
+    what = f"the shape of result '{wanted.name}' ({wanted.text})"
     fault = f"{what} does not follow from the arguments, since {why}"
     example = f"library.kernel('{function}', out=lambda {names}: ...)"
     raise GateDefinitionError(f"{label}: {fault}; expected out=, as in {example}")
 
-  results = [result(p) for p in parameters if p.kind in RESULTS]
+  results = list(map(result, parameters.of(RESULTS)))
   return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -95,7 +87,7 @@ class LibraryKernel(CpuKernel):
       options = dataclasses.replace(options, out=out)
     super().__init__(name, native.parameters, options)
 
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
     return self._native
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:

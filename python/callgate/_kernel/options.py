@@ -5,12 +5,15 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from callgate._build import toolchain
-from callgate._call.options import CallOptions
+from callgate._call.options import CallOptions, Vmap, check_vmap
 from callgate._core import options as check
+from callgate._core import registry
+from callgate._core.options import option
+from callgate._core.where import where
 
 Paths = Sequence[str | os.PathLike[str]]
 Arch = str | int | Sequence[str | int] | None
@@ -28,7 +31,17 @@ class KernelOptions(CallOptions):
       lanes of `vmap="each"`. By default they take turns.
   """
 
-  thread_safe: bool = False
+  vmap: Vmap | Callable[..., Any] = option("each", check_vmap, more=("grid",))
+  thread_safe: bool = option(False, check.boolean)
+
+  def label(self, maker: str) -> str:
+    """How messages name the kernel: by the name that it is given, else by what makes it."""
+    name = check.name(maker, self.name)
+    return f"kernel '{name}'" if name else maker
+
+  def named(self, function: str) -> str:
+    """The kernel's name: the given one, or one of the user's module and the function's."""
+    return self.name or registry.free_name(f"{where().module}.{function}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -52,19 +65,36 @@ class LaunchOptions:
   block: Any = None
   shared: Any = 0
   cluster: Any = None
-  zeroed: Sequence[int] = ()
-  scratch: Mapping[str, Any] | None = None
-
-  def launching(self, label: str) -> "LaunchOptions":
-    """These, checked as far as they can be before a call."""
-    zeroed = check.positions(label, "zeroed", self.zeroed, what="flat positions of results")
-    given = {name: getattr(self, name) for name in ("grid", "block", "shared", "cluster")}
-    scratch = check.named(label, "scratch", self.scratch)
-    return LaunchOptions(**given, zeroed=zeroed, scratch=scratch)
+  zeroed: Sequence[int] = option((), check.positions, what="flat positions of results")
+  scratch: Mapping[str, Any] | None = option(None, check.named)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class CompilerOptions:
+class DeviceOptions:
+  """Describes the devices that a kernel is compiled for.
+
+  Attributes:
+    arch: what to compile for, in programs for CUDA, where the process has no device: "sm_90", 90,
+      or several. Default there: PTX, which the driver compiles when the program is loaded.
+  """
+
+  arch: Arch = None
+
+  def capabilities(self, label: str) -> tuple[int, ...]:
+    """The compute capabilities of `arch`, as 90; none for PTX."""
+    several: Any = self.arch if isinstance(self.arch, (list, tuple)) else [self.arch]
+    found: set[int] = set()
+    for each in several if self.arch is not None else ():
+      text = str(each).removeprefix("sm_").removeprefix("compute_").rstrip("af").replace(".", "")
+      known = isinstance(each, (str, int)) and not isinstance(each, bool)
+      if not known or not text.isdigit() or not 30 <= int(text) <= 999:
+        check.refuse(label, "arch", "a compute capability such as 'sm_90' or 90", each)
+      found.add(int(text))
+    return tuple(sorted(found))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CompilerOptions(DeviceOptions):
   """Describes how C++ is compiled on this machine.
 
   Attributes:
@@ -74,21 +104,18 @@ class CompilerOptions:
     library_dirs: folders where they are, now and at run time.
     debug: "-O0 -g" and bounds checks of every index instead of the flags above.
     cuda_options: for CUDA's run-time compiler, after callgate's own: "--use_fast_math", "-DN=4".
-    arch: what to compile for, in programs for CUDA, where the process has no device: "sm_90", 90,
-      or several. Default: PTX, which any device runs.
   """
 
-  flags: Sequence[str] = ()
-  include_dirs: Paths = ()
-  libraries: Sequence[str] = ()
-  library_dirs: Paths = ()
-  debug: bool = False
-  cuda_options: Sequence[str] = ()
-  arch: Arch = None
+  flags: Sequence[str] = option((), check.strings)
+  include_dirs: Paths = option((), check.strings)
+  libraries: Sequence[str] = option((), check.strings)
+  library_dirs: Paths = option((), check.strings)
+  debug: bool = option(False, check.boolean)
+  cuda_options: Sequence[str] = option((), check.strings)
 
-  def building(self, label: str, *flags: str) -> dict[str, tuple[str, ...]]:
+  def building(self, *flags: str) -> dict[str, tuple[str, ...]]:
     """Returns what `toolchain.build` takes, with more flags in front of the user's."""
     defaults = toolchain.DEBUG_FLAGS if self.debug else toolchain.DEFAULT_FLAGS
-    names = ("flags", "include_dirs", "libraries", "library_dirs")
-    given = {name: check.strings(label, name, getattr(self, name)) for name in names}
-    return given | {"flags": (*defaults, *flags, *given["flags"])}
+    names = ("include_dirs", "libraries", "library_dirs")
+    given = {name: tuple(getattr(self, name)) for name in names}
+    return given | {"flags": (*defaults, *flags, *self.flags)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,8 @@ OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
 RESULTS = (Kind.OUT, Kind.INOUT, Kind.OUTS)
 STATIC = (Kind.NUMBER, Kind.STRING, Kind.NUMBERS, Kind.DICT)
 GIVEN = OPERANDS + STATIC  # by the caller
+_VARIADIC = (Kind.INS, Kind.OUTS)
+Side = Literal["operand", "result"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Parameter:
   dtype: np.dtype[Any] | None = None  # of its elements; None where any will do
   rank: int = -1  # of its arrays; -1 where any will do
   way: str = dataclasses.field(default="", compare=False)  # out of a dtype that JAX lacks
+  element: str = ""  # the text of its element type in the source
+  rank_text: str = ""  # the text of its rank there; "" where it is left out
 
   def freeze(self, label: str, value: Any) -> Any:
     """The hashable form of a static value; raises for one that doesn't fit."""
@@ -68,25 +72,52 @@ class Parameter:
     freeze = static_values.numbers if self.kind is Kind.NUMBERS else static_values.number
     return freeze(label, self.name, value, self.dtype)
 
+  def fits(self, dtype: Any, rank: int) -> bool:
+    """True if an array of this type fits."""
+    return (self.dtype is None or self.dtype == dtype) and self.rank in (-1, rank)
 
-Signature = Sequence[Parameter] | None
+  @property
+  def text(self) -> str:
+    """What it takes, for messages."""
+    dtype = "any dtype" if self.dtype is None else self.dtype.name
+    wide = " (which needs jax_enable_x64)" if is_wide(self.dtype) else ""
+    return f"{dtype}{wide} of {f'rank {self.rank}' if self.rank >= 0 else 'any rank'}"
 
 
-def expected_text(parameter: Parameter) -> str:
-  """Returns what a parameter takes, for messages."""
-  dtype = "any dtype" if parameter.dtype is None else parameter.dtype.name
-  wide = " (which needs jax_enable_x64)" if _is_wide(parameter.dtype) else ""
-  return f"{dtype}{wide} of {f'rank {parameter.rank}' if parameter.rank >= 0 else 'any rank'}"
-
-
-def _is_wide(dtype: np.dtype[Any] | None) -> bool:
+def is_wide(dtype: np.dtype[Any] | None) -> bool:
   """True if JAX has arrays of it with jax_enable_x64 alone, which is off."""
   return dtype is not None and tracing.canonical_dtype(dtype) != dtype
 
 
-def fits(parameter: Parameter, dtype: Any, rank: int) -> bool:
-  """True if an array of this type fits."""
-  return (parameter.dtype is None or parameter.dtype == dtype) and parameter.rank in (-1, rank)
+class Signature(tuple[Parameter, ...]):
+  """A kernel's parameters, in order, and which of a call's arrays each of them takes."""
+
+  __slots__ = ()
+
+  def of(self, kinds: Collection[Kind]) -> list[Parameter]:
+    return [p for p in self if p.kind in kinds]
+
+  def takers(self, kinds: Collection[Kind], count: int) -> list[Parameter]:
+    """The parameter of each of `count` operands or results; a variadic one takes all that are left.
+
+    The list is shorter or longer than `count` where that many don't fit.
+    """
+    side = self.of(kinds)
+    if sum(p.kind in _VARIADIC for p in side) > 1:
+      return []
+    left = count - len(side) + 1
+    return [p for p in side for _ in range(left if p.kind in _VARIADIC else 1)]
+
+  def groups(self, operands: int, results: int) -> list[int]:
+    """How many arrays each variadic parameter takes."""
+    each = [*self.takers(OPERANDS, operands), *self.takers(RESULTS, results)]
+    return [each.count(p) for p in self if p.kind in _VARIADIC]
+
+  @property
+  def memory(self) -> dict[str, tuple[Side, int]]:
+    """By a parameter's name, the operand or result whose memory it gets; a result for an InOut."""
+    sides: tuple[tuple[Side, Collection[Kind]], ...] = (("operand", OPERANDS), ("result", RESULTS))
+    return {p.name: (side, i) for side, kinds in sides for i, p in enumerate(self.of(kinds))}
 
 
 def by_name(
@@ -105,18 +136,19 @@ def by_name(
       what = "twice" if name in given else f"which it doesn't {other}"
       raise GateDefinitionError(f"{label}: got argument '{name}' {what}; expected {known}")
     given[name] = value
+  missing = [name for name in names if name not in given]
+  if missing and not some_left_open:
+    raise GateDefinitionError(f"{label}: expected argument '{missing[0]}', got none")
   return given
 
 
 def arguments(
-  label: str, signature: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
+  label: str, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
   """A call's operands, in the order of the parameters, and its static values, frozen."""
-  given = [p for p in signature if p.kind in GIVEN]
+  given = signature.of(GIVEN)
   names = [p.name for p in given]
   values = by_name(label, names, args, kwargs)
-  if missing := [name for name in names if name not in values]:
-    raise GateDefinitionError(f"{label}: expected argument '{missing[0]}', got none")
   operands = [(p, _scalar(label, p, values[p.name])) for p in given if p.kind in OPERANDS]
   for parameter, value in operands:
     where = f"{label}: argument '{parameter.name}'"
@@ -126,7 +158,7 @@ def arguments(
       dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
       if isinstance(dtype, np.dtype) and shape is not None:  # else becomes an array first
         dtype = tracing.canonical_dtype(dtype)
-        if not fits(parameter, dtype, len(shape)):
+        if not parameter.fits(dtype, len(shape)):
           raise GateDefinitionError(f"{where}: {_misfit(parameter, dtype, shape)}")
   static = [(p.name, p.freeze(label, values[p.name])) for p in given if p.kind in STATIC]
   return tuple(value for _, value in operands), tuple(sorted(static))
@@ -137,7 +169,7 @@ def _scalar(label: str, parameter: Parameter, value: Any) -> Any:
   name, dtype = parameter.name, parameter.dtype
   if dtype is None or not isinstance(value, (bool, int, float, complex)):
     return value
-  if _is_wide(dtype):
+  if is_wide(dtype):
     fault = f"{dtype.name} needs jax_enable_x64; a static value does not (cg::Attr in C++)"
     raise GateDefinitionError(f"{label}: argument '{name}': {fault}")
   return jnp.asarray(static_values.number(label, name, value, dtype, what="argument").value)
@@ -165,7 +197,7 @@ def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -
 
 def check_types(
   kernel: Callee,
-  parameters: Sequence[Parameter],
+  signature: Signature,
   site: CallSite,
   operands: Sequence[Any],
   results: Sequence[Any],
@@ -174,15 +206,13 @@ def check_types(
   for side, given in (("argument", operands), ("result", results)):
     is_result = side == "result"
     source = f" from {'like' if kernel.out is None else 'out'}" if is_result else ""
-    have = [p for p in parameters if p.kind in (RESULTS if is_result else OPERANDS)]
-    variadic = [p.kind in (Kind.INS, Kind.OUTS) for p in have]
-    extra = len(given) - len(have)
-    if sum(variadic) > 1 or (extra < -1 if any(variadic) else extra):
+    kinds = RESULTS if is_result else OPERANDS
+    have, each = signature.of(kinds), signature.takers(kinds, len(given))
+    if len(each) != len(given):
       expected = f"{len(have)} {side}s ({', '.join(p.name for p in have)})"
       raise GateDefinitionError(f"{kernel.label}: expected {expected}, got {len(given)}{source}")
-    each = [p for p, many in zip(have, variadic, strict=True) for _ in range(extra * many + 1)]
     for index, (parameter, value) in enumerate(zip(each, given, strict=True)):
-      if fits(parameter, value.dtype, len(value.shape)):
+      if parameter.fits(value.dtype, len(value.shape)):
         continue
       argument = None if is_result else registry.argument(kernel.name, site.spec, index)
       named = argument or f"{index} ('{parameter.name}')"
@@ -200,5 +230,5 @@ def check_types(
 
 def _misfit(parameter: Parameter, dtype: Any, shape: Sequence[int], source: str = "") -> str:
   way = f" ({parameter.dtype} needs jax_enable_x64{parameter.way})"
-  hint = way if _is_wide(parameter.dtype) else ""
-  return f"expected {expected_text(parameter)}, got {type_text(dtype, shape)}{source}{hint}"
+  hint = way if is_wide(parameter.dtype) else ""
+  return f"expected {parameter.text}, got {type_text(dtype, shape)}{source}{hint}"

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.parameters import Kind, Parameter
+from callgate._kernel.parameters import Kind, Parameter, Signature
 
 _KINDS = {kind.cpp: kind for kind in Kind if kind is not Kind.SCALAR}
 _VIEW = re.compile(
@@ -41,21 +41,6 @@ _INTEGERS = re.compile(
 _OPEN, _CLOSE = "(<[{", ")>]}"
 
 
-class SourceParameter(NamedTuple):
-  """A function's parameter as its source writes it."""
-
-  name: str  # its position where the source gives none
-  kind: Kind  # by its type
-  element: str  # the text of its element type; "" where it has none
-  rank: str  # the text of its rank; "" where it is left out
-
-  def typed(self, dtype: np.dtype[Any] | None) -> Parameter:
-    """As calls are checked against it, with the dtype of its elements."""
-    rank = int(self.rank) if self.rank.isdigit() else -1
-    by_value = self.kind in (Kind.SCALAR, Kind.NUMBER)
-    return Parameter(self.name, self.kind, dtype, 0 if by_value else rank)
-
-
 class TemplateParameter(NamedTuple):
   """A template's parameter."""
 
@@ -75,26 +60,28 @@ class TemplateParameter(NamedTuple):
     check.refuse(label, f"template parameter '{self.name}'", what, value)
 
   def argument(
-    self, label: str, given: Mapping[str, Any], arrays: Iterable[Typed], otherwise: str = ""
+    self,
+    label: str,
+    given: Mapping[str, Any],
+    arrays: Iterable[tuple[Parameter, Any]],
+    otherwise: str = "",
   ) -> Any:
     """By keyword or as arrays tell: a dtype or its name, or an integer; None for the default."""
     if (value := given.get(self.name)) is not None:
       return value
-    for parameter, dtype, rank in arrays:
+    for parameter, array in arrays:
+      dtype = np.dtype(array.dtype)
       element = parameter.element.replace(" ", "")
       if self.is_type and element == self.name:
         return dtype
       if self.is_type and element == f"std::complex<{self.name}>" and dtype.kind == "c":
         return np.dtype(f"float{dtype.itemsize * 4}")
-      if not self.is_type and parameter.rank == self.name:
-        return rank
+      if not self.is_type and parameter.rank_text == self.name:
+        return len(array.shape)
     if not self.default:
       named = f"'{'typename' if self.is_type else 'int'} {self.name}' by keyword ({self.name}=...)"
       why = "since it is no array's element type or rank"
       raise GateDefinitionError(f"{label}: expected template parameter {named}{otherwise}, {why}")
-
-
-Typed = tuple[SourceParameter, np.dtype[Any], int]  # with an array's dtype and rank
 
 
 class SourceFunction(NamedTuple):
@@ -103,12 +90,12 @@ class SourceFunction(NamedTuple):
   name: str
   qualified: str  # with its namespaces, as C++ outside of them names it
   template: tuple[TemplateParameter, ...] = ()  # its parameters; none for a plain function
-  parameters: tuple[SourceParameter, ...] = ()  # none where the source doesn't show them
+  parameters: Signature = Signature()  # none where the source doesn't show them
   bound: Mapping[str, str] = {}  # template arguments in the user's name of it, by parameter
 
 
 def defined(
-  text: str, head: re.Pattern[str], read: Callable[[int, str], SourceParameter], name: str | None
+  text: str, head: re.Pattern[str], read: Callable[[int, str], Parameter], name: str | None
 ) -> Iterator[SourceFunction]:
   """Functions with a body, those called `name` if it is given; `head` matches up to "(" of one."""
   for match in head.finditer(text):
@@ -117,7 +104,7 @@ def defined(
     named = name is None or f"::{qualified}".endswith(f"::{name.removeprefix('::')}")
     if named and end >= 0 and _BODY.match(text, end + 1):
       parts = [part for part in split_arguments(text[match.end() : end]) if part != "void"]
-      parameters = tuple(read(i, part) for i, part in enumerate(parts))
+      parameters = Signature(read(i, part) for i, part in enumerate(parts))
       yield SourceFunction(match[1], qualified, template(before), parameters)
 
 
@@ -187,15 +174,26 @@ def split_arguments(text: str, quotes: str = "") -> list[str]:
   return [part.strip() for part in parts if part.strip()]
 
 
-def _parameter(index: int, text: str) -> SourceParameter:
+def _parameter(index: int, text: str) -> Parameter:
   text = text.split("=", 1)[0].strip()
   kind = re.sub(r"\w+$", "", text)
   name, kind = (text[len(kind) :], kind.strip()) if kind else ("", text)  # a type without a name
   view, name = view_of(kind), name or str(index)
   if view is None or view[0] not in _KINDS:
     # A number by value, or another name of a view: the compiler will tell.
-    return SourceParameter(name, Kind.SCALAR, re.sub(r"\bconst\b|&", "", kind).strip(), "")
-  return SourceParameter(name, _KINDS[view[0]], *view[1:])
+    element = re.sub(r"\bconst\b|&", "", kind).strip()
+    return read_parameter(name, Kind.SCALAR, element, "", element_dtype(element))
+  _, element, rank = view
+  return read_parameter(name, _KINDS[view[0]], element, rank, element_dtype(element))
+
+
+def read_parameter(
+  name: str, kind: Kind, element: str, rank: str, dtype: np.dtype[Any] | None
+) -> Parameter:
+  """A parameter from the texts of its element type, of that dtype, and of its rank."""
+  by_value = kind in (Kind.SCALAR, Kind.NUMBER)
+  known = 0 if by_value else int(rank) if rank.isdigit() else -1
+  return Parameter(name, kind, dtype, known, element=element, rank_text=rank)
 
 
 def view_of(kind: str) -> tuple[str, str, str] | None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of a call, and the native functions that a kernel has for them."""
+"""The native functions that a kernel has for calls, and the static values in their keys."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +14,16 @@ from callgate import _callgate
 from callgate._core import exact
 from callgate._core.dtypes import dtype_named, dtype_of
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.parameters import OPERANDS, RESULTS, Kind, Parameter
+from callgate._kernel.parameters import Kind, Parameter, Signature
 
 Static = tuple[tuple[str, Any], ...]
 Given = tuple[tuple[Any, ...], Static]  # operands of a call, and its static values
-Type = tuple[np.dtype[Any], int]  # dtype and rank of an array
 
 
 def to_json(value: Any, *, dtypes: bool = False) -> Any:
   """A static value as programs hold it; with `dtypes` also one of these. A TypeError for others."""
   match value:
-    case np.generic():
+    case np.generic() if not isinstance(value, str):
       return {value.dtype.name: to_json(value.item())}
     case complex():
       return {"complex": [value.real, value.imag]}
@@ -81,27 +79,11 @@ def from_json(value: Any) -> Any:
       return value
 
 
-@dataclasses.dataclass(frozen=True)
-class CallTypes:
-  """The types of a call's arrays and its static values, for which a variant is compiled."""
-
-  operands: tuple[Type, ...]
-  results: tuple[Type, ...]
-  static: Static
-
-
 class Variant(NamedTuple):
   """One compiled function of a kernel."""
 
   callee: _callgate.Kernel  # the runtime's handle, which programs call by its name
-  parameters: tuple[Parameter, ...]
-
-  def groups(self, operands: int, results: int) -> list[int]:
-    """Returns how many arrays each variadic parameter takes."""
-    ins = operands - sum(p.kind in OPERANDS for p in self.parameters) + 1
-    outs = results - sum(p.kind in RESULTS for p in self.parameters) + 1
-    sizes = {Kind.INS: ins, Kind.OUTS: outs}
-    return [sizes[p.kind] for p in self.parameters if p.kind in sizes]
+  parameters: Signature
 
   def held(self, static: Static, form: Callable[..., Any]) -> dict[str, Any]:
     """The static values that the function takes, each in a form that `static_values` has."""
@@ -113,7 +95,7 @@ class Function(NamedTuple):
   """A native function of the form of kernel.h."""
 
   address: int
-  parameters: tuple[Parameter, ...]
+  parameters: Signature
   keep: Any = None  # what keeps it loaded
   user_data: int = 0  # an address that its context hands out
   on_stream: bool = False  # it takes a GPU's arrays, too, and works on XLA's stream
@@ -129,7 +111,7 @@ def exported(path: str, loaded: ctypes.CDLL) -> list[tuple[str, Function]]:
   table = ctypes.cast(loaded.callgate_kernels, ctypes.c_void_p).value or 0
   found: list[tuple[str, Function]] = []
   for function, address, codes, names in _callgate.read_library(path, table):
-    parameters = tuple(
+    parameters = Signature(
       Parameter(names[i] if names else str(i), Kind(kind), dtype_of(dtype) if dtype else None, rank)
       for i, (kind, dtype, rank) in enumerate(codes)
     )

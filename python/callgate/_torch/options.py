@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from callgate._call.options import CallOptions
 from callgate._core import options as check
+from callgate._core.options import option
 from callgate._gate.options import Thread
 
 Style = Literal["return", "inplace"]
@@ -16,8 +17,8 @@ Vmap = Literal["auto", "whole", "each"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class _OfAllFunctions(CallOptions):
-  """The options of `callgate.torch` but style and random.
+class TorchOptions(CallOptions):
+  """The options of `callgate.torch`.
 
   Attributes:
     out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
@@ -35,54 +36,38 @@ class _OfAllFunctions(CallOptions):
     enable_grad: run the function with autograd on, for one that calls it itself.
     mutable: for modules that write into their buffers (batch normalisation in training): calls
       return `(result, buffers)`, the new values by name.
-  """
-
-  linear: bool | int | Sequence[int] = dataclasses.field(init=False, default=False)
-  vmap: Vmap | Callable[..., Any] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
-  thread: Thread = "xla"
-  timeout: float | None = None
-  cast: bool | None = None
-  enable_grad: bool = False
-  mutable: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class TorchOptions(_OfAllFunctions):
-  """The options of `callgate.torch`.
-
-  Attributes:
     style: "return", or "inplace" for `fn(out, *args)`, which writes into tensors over XLA's result
       memory, as torch's `out=` does; it needs `out` and has no derivative of its own.
     random: the function draws random numbers; calls then take `rng=`, a JAX key that seeds torch's
       generator, which the function does not get.
   """
 
-  style: Style = "return"
-  random: bool = False
-
-  def __post_init__(self) -> None:
-    check.name("torch", self.name)
-    check.choice("torch", "style", self.style, get_args(Style))
-    check.or_none(check.boolean, "torch", "cast", self.cast)
-    flags = ("random", "enable_grad", "mutable")
-    check.booleans("torch", **{name: getattr(self, name) for name in flags})
+  linear: bool | int | Sequence[int] = dataclasses.field(init=False, default=False)
+  vmap: Vmap | Callable[..., Any] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
+  thread: Thread = "xla"
+  timeout: float | None = None
+  cast: bool | None = option(None, check.boolean)
+  enable_grad: bool = option(False, check.boolean)
+  mutable: bool = option(False, check.boolean)
+  style: Style = option("return", check.choice, allowed=get_args(Style))
+  random: bool = option(False, check.boolean)
 
 
 # Type checkers take the keywords from these: of functions with a parameter for the results, and of
 # those whose calls take a key.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class TorchInplaceOptions(_OfAllFunctions):
-  style: Literal["inplace"]
+class TorchInplaceOptions(TorchOptions):
+  style: Literal["inplace"] = dataclasses.field()
   random: Literal[False] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class RandomOptions(_OfAllFunctions):
+class RandomOptions(TorchOptions):
   style: Literal["return"] = "return"
-  random: Literal[True]
+  random: Literal[True] = dataclasses.field()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class TorchReturnOptions(_OfAllFunctions):
+class TorchReturnOptions(TorchOptions):
   style: Literal["return"] = "return"
   random: Literal[False] = False

@@ -276,6 +276,8 @@ def torch(fn: Callable[..., Any], /, *, options: TorchOptions) -> Any:
       results' types can't be found, or a parameter is missing.
     ValueError: the name is taken by another live gate.
   """
+  _options.name("torch", options.name)
+  options = _options.checked("torch", options)
   nn = extras.library("torch.nn", "PyTorch", "torch", by="callgate.torch")
   if not callable(fn):
     raise GateDefinitionError(f"callgate.torch: fn: expected a callable or a module, got {fn!r}")

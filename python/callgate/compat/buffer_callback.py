@@ -109,7 +109,7 @@ def buffer_callback(
     Array([1., 2., 3.], dtype=float32)
   """
   label, graph = _label(callback), command_buffer_compatible
-  if callable(options.sharding(label, sharding)):
+  if callable(options.sharding(label, "sharding", sharding)):
     raise GateDefinitionError(f"{label}: sharding: expected a str or None, got a function")
   named = None
   if (name := options.name(label, name)) is not None:  # that of the name, for the same callback

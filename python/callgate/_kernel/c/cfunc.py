@@ -15,11 +15,11 @@ from callgate import _callgate
 from callgate._build import toolchain
 from callgate._call.options import Vmap, shared
 from callgate._call.site import CallSite
-from callgate._core import factories, registry, static_values
+from callgate._core import factories, static_values
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named, is_inexact, type_text
 from callgate._core.errors import GateDefinitionError
-from callgate._core.where import where
+from callgate._core.options import option
 from callgate._jax.tracing import canonical_dtype
 from callgate._kernel.c import arguments, functions
 from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Role
@@ -28,8 +28,8 @@ from callgate._kernel.c.glue import Glue
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter, check_types
-from callgate._kernel.variants import CallTypes, Function, Variant
+from callgate._kernel.parameters import Kind, Parameter, check_types, is_wide
+from callgate._kernel.variants import Function, Static, Variant
 
 Order = Literal["C", "F"]
 Errors = str | Mapping[int | str, str]
@@ -60,13 +60,13 @@ class COptions(KernelOptions):
   """
 
   signature: str | None = None
-  args: str | None = None
+  args: str | None = option(None, check.text)
   vmap: Vmap | Callable[..., Any] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-  loop: bool | None = None
+  loop: bool | None = option(None, check.boolean)
   order: Order | Mapping[str, Order] = "C"
-  cast: bool = False
+  cast: bool = option(False, check.boolean)
   errors: Errors | None = None
-  pointers: Mapping[str, Any] | None = None
+  pointers: Mapping[str, Any] | None = option(None, check.named)
 
 
 @factories.of_two(COptions)
@@ -112,16 +112,12 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
     CompileError: there is no C++ compiler.
     GateDefinitionError: the function's type is not known, or an option is wrong.
   """
-  name = check.name("cfunc", options.name)
-  check.optional_texts("cfunc", signature=signature, args=options.args)
-  check.or_none(check.boolean, "cfunc", "loop", options.loop)
-  check.booleans("cfunc", cast=options.cast, thread_safe=options.thread_safe)
-  args = options.args
+  check.optional_texts("cfunc", signature=signature)
+  options = check.checked(options.label("cfunc"), options)
+  args, is_loop, given = options.args, options.loop, dict(options.pointers or {})
   found = functions.resolve(function, signature)
-  if name is None:
-    name = registry.free_name(f"{where().module}.{found.declaration.name or 'cfunc'}")
+  name = options.named(found.declaration.name or "cfunc")
   label = f"kernel '{name}'"
-  is_loop = options.loop
   if is_loop is None:  # one that takes numbers by value and returns one
     types = [found.declaration.result, *(p.type for p in found.declaration.parameters)]
     by_value = types[0].dtype is not None and not any(kind.pointer for kind in types)
@@ -130,7 +126,6 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
     such = "args='n, x[n], out y[n]'; or loop=True for a function of single elements"
     items = f"an item for each argument of '{found.declaration}', such as {such}"
     raise GateDefinitionError(f"{label}: expected args=, {items}")
-  given = check.named(label, "pointers", options.pointers)
   try:
     binding = arguments.read(args, found.declaration, loop=is_loop, pointers=given)
   except ValueError as error:
@@ -224,17 +219,13 @@ class CKernel(CpuKernel):
       return True
     return self.loop or not (array.type.pointer or array.role in RESULTS)
 
-  def _is_wide(self, array: Array) -> bool:
-    """True if JAX has arrays of C's type with jax_enable_x64 alone, which is off."""
-    return array.type.dtype is not None and canonical_dtype(array.type.dtype) != array.type.dtype
-
   # -- variants ----------------------------------------------------------------------------------
-  def variant_key(self, types: CallTypes) -> str:
-    sides = ((self._operands, types.operands), (self._results, types.results))
-    found = {a.name: dtype.name for side in sides for a, (dtype, _) in zip(*side, strict=False)}
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    sides = ((self._operands, operands), (self._results, results))
+    found = {a.name: np.dtype(x.dtype).name for side in sides for a, x in zip(*side, strict=False)}
     return ",".join(found[array.name] for array in self._open if array.name in found)
 
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
     # The key has the dtypes that are the call's matter.
     dtypes: dict[str, Any] = {name: a.type.dtype for name, a in self._binding.arrays.items()}
     for array, name in zip(self._open, [*key.split(","), *[""] * len(self._open)], strict=False):
@@ -243,7 +234,7 @@ class CKernel(CpuKernel):
       except TypeError:
         problem = f"a program calls a variant for '{name}', which is no dtype"
         raise GateDefinitionError(f"{self.label}: {problem}") from None
-    text = self._glue.source(self.signature or (), dtypes)
+    text = self._glue.source(self.signature, dtypes)
     library = toolchain.build(self.label, text, flags=toolchain.DEFAULT_FLAGS)
     made = Function.built(library, toolchain.load(library))
     address = ctypes.addressof(self._addresses)
@@ -263,7 +254,7 @@ class CKernel(CpuKernel):
     results: list[Any] = []
     for array in self._results:
       dtype: Any = array.type.dtype
-      if self._is_wide(array) and not self._cast_scalars:
+      if is_wide(dtype) and not self._cast_scalars:
         way = "or cast=True" if self._is_by_value(array) else "or out= with another type"
         fault = f"result '{array.name}' is C's {array.type.text}, {dtype.name}"
         raise GateDefinitionError(f"{self.label}: {fault}: expected jax_enable_x64, {way}")
@@ -310,7 +301,7 @@ class CKernel(CpuKernel):
     return numbers, value
 
   def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
-    check_types(self, self.signature or (), site, operands, results)
+    check_types(self, self.signature, site, operands, results)
     structs = dict(zip((a.name for a in self._operands), operands, strict=True))
     outs = dict(zip((a.name for a in self._results), results, strict=True))
     arrays = [("argument", *item) for item in structs.items()]
@@ -352,4 +343,4 @@ class CKernel(CpuKernel):
       limits = kind.limits if argument.role is Role.VALUE else None
       if limits is not None and not limits.min <= number <= limits.max:
         raise GateDefinitionError(f"{where} is {number}, more than C's '{kind.text}' holds")
-    return self.variant(self.types_of(operands, results, site.static))  # compiled last
+    return self.variant(self.variant_key(operands, results, site.static))  # compiled last

@@ -7,26 +7,25 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from callgate import _callgate
 from callgate._build import toolchain
-from callgate._core import factories, registry
+from callgate._core import factories
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
-from callgate._core.where import where
-from callgate._kernel import launch
+from callgate._core.options import option
 from callgate._kernel import source as _source
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda import part
 from callgate._kernel.files import compiled_form, installed, no_new_calls
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import CompilerOptions, KernelOptions, LaunchOptions
-from callgate._kernel.parameters import OPERANDS, RESULTS, Kind
-from callgate._kernel.variants import CallTypes, Function
+from callgate._kernel.parameters import OPERANDS, RESULTS
+from callgate._kernel.variants import Function, Static
 
 # Kernels of one source, which is one library, take turns by these; and kernels that link libraries,
 # which may be the same ones. Guarded by _turns_lock.
@@ -51,8 +50,8 @@ class CppOptions(CompilerOptions, LaunchOptions, KernelOptions):
     cuda_kernel: which kernel of it, where it has several.
   """
 
-  cuda_source: str | None = None
-  cuda_kernel: str | None = None
+  cuda_source: str | None = option(None, check.text)
+  cuda_kernel: str | None = option(None, check.text)
 
 
 @factories.of_two(CppOptions)
@@ -81,24 +80,23 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
       is no compiler.
     GateDefinitionError: an option is wrong.
   """
-  name = check.name("cpp", options.name)
+  what = options.label("cpp")
   check.text("cpp", "source", source)
+  check.optional_texts("cpp", function=function)
+  known = _source.find(what, source, function)
+  label = f"kernel '{options.name or known.name}'"
+  options = check.checked(label, options)
   cuda_source, cuda_kernel = options.cuda_source, options.cuda_kernel
-  check.optional_texts("cpp", function=function, cuda_source=cuda_source, cuda_kernel=cuda_kernel)
-  check.boolean("cpp", "debug", options.debug)
-  known = _source.find("cpp" if name is None else f"kernel '{name}'", source, function)
-  label = f"kernel '{name or known.name}'"
-  build_options = options.building(label)
+  build_options = options.building()
   if cuda_source is None and any(x is not None for x in (options.grid, options.block, cuda_kernel)):
     problem = "expected with cuda_source= alone, got one without it"
     raise GateDefinitionError(f"{label}: grid, block, cuda_kernel: {problem}")
-  name = name or registry.free_name(f"{where().module}.{known.name}")
-  made = CppKernel(name, source, function, build_options, options)
-  launching, arch = options.launching(label), launch.parse_arch(label, options.arch)
-  given = check.strings(label, "cuda_options", options.cuda_options)
-  building = part.BuildOptions(given, build_options["include_dirs"], arch)
+  made = CppKernel(options.named(known.name), source, function, build_options, options)
+  building = part.BuildOptions(
+    tuple(options.cuda_options), build_options["include_dirs"], options.capabilities(label)
+  )
   if cuda_source is not None:
-    made.cuda = part.SourcePart(label, cuda_source, cuda_kernel, launching, building, made.aliases)
+    made.cuda = part.SourcePart(label, cuda_source, cuda_kernel, options, building, made.aliases)
   return Kernel(made)
 
 
@@ -123,28 +121,20 @@ class CppKernel(CpuKernel):
     self.cpp_function = _source.find(label, source, function)
     self._template = self.cpp_function.template
     self._plain = None if self._template else self._build(label, "")
-    parameters = self.cpp_function.parameters
-    signature = [p.typed(_source.element_dtype(p.element)) for p in parameters]
-    super().__init__(name, self._plain.parameters if self._plain else signature, options)
+    real = self._plain or self.cpp_function
+    super().__init__(name, real.parameters, options)
     if self._turn is not None:
       with _turns_lock:
         self._turn = _turns.setdefault("" if build_options["libraries"] else source, self._turn)
 
-  def variant_key(self, types: CallTypes) -> str:
-    given, arrays = dict(types.static), list(self._arrays(types))
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    takers, given = self.cpp_function.parameters.takers, dict(static)
+    sides = ((takers(OPERANDS, len(operands)), operands), (takers(RESULTS, len(results)), results))
+    arrays = [pair for side in sides for pair in zip(*side, strict=False)]
     values = ((p.name, p.argument(self.label, given, arrays)) for p in self._template)
     return ",".join(f"{name}={value}" for name, value in values if value is not None)
 
-  def _arrays(self, types: CallTypes) -> Iterator[_source.Typed]:
-    """The parameters of arrays, with the dtypes and ranks of these, operands first."""
-    for kinds, arrays in ((OPERANDS, types.operands), (RESULTS, types.results)):
-      side = [p for p in self.cpp_function.parameters if p.kind in kinds]
-      many = len(arrays) - len(side) + 1  # arrays of a variadic one
-      counts = [many if p.kind in (Kind.INS, Kind.OUTS) else 1 for p in side]
-      each = (p for p, count in zip(side, counts, strict=True) for _ in range(count))
-      yield from ((p, *array) for p, array in zip(each, arrays, strict=False))
-
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
     if self._plain is not None:
       return self._plain
     bound = dict(part.split("=", 1) for part in key.split(",") if "=" in part)
@@ -160,7 +150,7 @@ class CppKernel(CpuKernel):
           raise GateDefinitionError(f"{self.label}: {name}: {problem}")
       arguments.append(value)
     function = self._build(self.label, f"<{', '.join(arguments)}>")
-    for read, real in zip(self.signature or (), function.parameters, strict=True):
+    for read, real in zip(self.signature, function.parameters, strict=True):
       if read.kind is not real.kind:
         why = "which in a template callgate has to know before it is compiled"
         expected = f"expected its type written as cg::{real.kind.cpp}<...>, {why}"

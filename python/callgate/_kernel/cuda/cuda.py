@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from callgate._build.nvrtc import CompiledImage
-from callgate._core import factories, registry
+from callgate._core import factories
 from callgate._core import options as check
-from callgate._core.where import where
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import CudaKernel
@@ -16,7 +16,8 @@ from callgate._kernel.cuda.options import CudaOptions, CudaSourceOptions, CupyOp
 from callgate._kernel.cuda.part import SourcePart
 from callgate._kernel.files import no_new_calls
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.launch import CudaCall, LaunchPlan, parse_arch
+from callgate._kernel.launch import CudaCall, LaunchPlan
+from callgate._kernel.options import Paths
 
 
 class CudaSourceKernel(CudaKernel):
@@ -97,24 +98,20 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
     CompileError: when a call is lowered: NVRTC refuses the source, with its message and your line
       numbers; or there is no NVRTC.
   """
-  name = check.name("cuda", options.name)
+  what = options.label("cuda")
   check.text("cuda", "source", source)
   check.optional_texts("cuda", kernel=kernel)
-  what = f"kernel '{name}'" if name else "cuda"
-  flags = check.strings(what, "options", options.options)
-  folders = check.strings(what, "include_dirs", options.include_dirs)
-  return made(what, source, kernel, options, flags, folders)
+  options = check.checked(what, options)
+  return made(what, source, kernel, options, options.options, options.include_dirs)
 
 
 def made(
   what: str, source: str, kernel: str | None, options: CudaSourceOptions | CupyOptions,
-  flags: tuple[str, ...], folders: tuple[str, ...],
+  flags: Sequence[str], folders: Paths,
 ) -> Kernel:  # fmt: skip
   """The kernel of a source, named after the user's module if `options` don't say."""
-  function = _source.find(what, source, kernel).name
-  name = options.name or registry.free_name(f"{where().module}.{function}")
+  name = options.named(_source.find(what, source, kernel).name)
   label = f"kernel '{name}'"
-  building = _part.BuildOptions(flags, folders, parse_arch(label, options.arch))
-  launching, aliases = options.launching(label), check.aliases(label, options.aliases)
-  part = SourcePart(label, source, kernel, launching, building, aliases)
+  building = _part.BuildOptions(tuple(flags), tuple(map(str, folders)), options.capabilities(label))
+  part = SourcePart(label, source, kernel, options, building, options.aliases or {})
   return Kernel(CudaSourceKernel(name, part, options))

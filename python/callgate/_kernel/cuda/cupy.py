@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from callgate._core import extras, factories, registry
+from callgate._core import extras, factories
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
-from callgate._core.where import where
 from callgate._kernel.cuda.cuda import made
 from callgate._kernel.cuda.options import CupyOptions
 from callgate._kernel.elementwise.elementwise import elementwise
@@ -115,8 +114,7 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     CompileError: the compiler refuses the source; at the first call.
     GateDefinitionError: an argument is wrong, or CuPy is not installed.
   """
-  name = options.name
-  what = f"kernel '{name}'" if name else "callgate.cupy"
+  what = options.label("callgate.cupy")
   module = extras.library("cupy", "CuPy", "cupy", by=what)
   if isinstance(kernel, module.ElementwiseKernel):
     refused = ("grid", "block", "cluster", "scratch", "out", "vmap", "linear")
@@ -124,8 +122,7 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     if given := given + ["function"] * (function is not None):
       fault = f"expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
       raise GateDefinitionError(f"{what}: {fault}")
-    name = name or registry.free_name(f"{where().module}.{kernel.name}")
-    return _elementwise(kernel, name, options)
+    return _elementwise(kernel, options.named(kernel.name), options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
     got = type(kernel).__name__
     if isinstance(kernel, module.ReductionKernel):
@@ -150,4 +147,4 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     base = Path(module.__file__).parent / "_core" / "include"
     bundled = (base / "cupy" / "_cccl" / name for name in ("libcudacxx", "thrust", "cub"))
     folders = [folder for folder in (base, *bundled) if folder.is_dir()]
-  return made(what, source, named, options, flags, tuple(map(str, folders)))
+  return made(what, source, named, check.checked(what, options), flags, list(map(str, folders)))

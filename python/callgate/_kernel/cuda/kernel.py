@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from callgate._call.site import CallSite
 from callgate._core import options as check
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
@@ -26,8 +25,8 @@ from callgate._core.signatures import accepted, signature_of
 from callgate._kernel import launch
 from callgate._kernel.callee import KernelCallee
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
-from callgate._kernel.launch import LOWEST, CudaCall, CudaPart, parse_arch
-from callgate._kernel.parameters import GIVEN, Kind, Signature, by_name, check_types, refuse_packed
+from callgate._kernel.launch import LOWEST, CudaCall, CudaPart
+from callgate._kernel.parameters import GIVEN, Kind, Parameter, by_name
 from callgate._kernel.variants import Given
 
 # Where a program holds the dtypes of NumPy's scalars among its static values.
@@ -38,27 +37,23 @@ NONE: Any = inspect.Parameter.empty
 class CudaKernel(KernelCallee, CudaPart):
   """A kernel for CUDA devices; called like any JAX function."""
 
-  def __init__(self, name: str, signature: Signature, options: CudaOptions) -> None:
-    self.arch = parse_arch(f"kernel '{name}'", options.arch)
+  def __init__(
+    self, name: str, signature: Iterable[Parameter] | None, options: CudaOptions
+  ) -> None:
+    self.arch = options.capabilities(f"kernel '{name}'")
     super().__init__(name, signature, options)
     self.cuda = self
 
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    given = [p for p in self.signature or () if p.kind in GIVEN]
-    values = {**dict(zip((p.name for p in given), args, strict=False)), **kwargs}
-    for name in (p.name for p in given if p.kind is Kind.NUMBER):
+    names = [p.name for p in self.signature.of(GIVEN)]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name in (p.name for p in self.signature.of((Kind.NUMBER,))):
       if isinstance(value := values.get(name), Tracer):
         why = f"since the kernel takes it by value; got a traced array ({value})"
         expected = f"argument '{name}': expected a number that is known when the program is traced"
         hint = f"Declare it as `const T* {name}` to pass an array"
         raise GateDefinitionError(f"{self.label}: {expected}, {why}. {hint}")
     return super()._arguments(args, kwargs)
-
-  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    refuse_packed(self.label, structs, results)
-    if self.signature is not None:
-      check_types(self, self.signature, site, structs, results)
 
 
 def evaluated(label: str, option: str, given: Any, call: CudaCall) -> Any:
@@ -99,8 +94,8 @@ class NamedKernel(CudaKernel):
   ) -> None:  # fmt: skip
     self.named = {p.name: p for p in named}  # in their order
     self.constants = dict(constants or {})
-    outputs = options.outputs or ()  # by default the last unfilled ones
-    self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    options = check.checked(f"kernel '{name}'", options)
+    self.outputs = tuple(options.outputs or ())  # by default the last unfilled ones
     self._made: dict[tuple[str, int], Any] = {}
     super().__init__(name, None, options)
     names = f"names of parameters ({', '.join(self.named)})"

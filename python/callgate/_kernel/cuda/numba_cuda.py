@@ -21,7 +21,7 @@ class NumbaCudaKernel(NamedKernel):
   """A kernel of `@numba.cuda.jit`; see `callgate.numba_cuda`."""
 
   def __init__(self, function: Any, options: NumbaCudaOptions) -> None:
-    what = f"kernel '{options.name}'" if options.name else "callgate.numba_cuda"
+    what = options.label("callgate.numba_cuda")
     # A module that Numba's own, older CUDA target lacks.
     extras.library("numba.cuda.np.numpy_support", "numba-cuda", "numba-cuda", by=what)
     from callgate._kernel.cuda import numba_cuda_compile as compiler
@@ -29,7 +29,7 @@ class NumbaCudaKernel(NamedKernel):
     compiler.check(what, function)
     self._compiler, self.function, self._launching = compiler, function, options
     own = inspect.signature(function.py_func).parameters.values()
-    name = options.name if options.name is not None else registry.unique_name(function.py_func)
+    name = options.name or registry.unique_name(function.py_func)
     super().__init__(name, [Named(p.name, False, p.default) for p in own], options)
 
   def plan(self, call: launch.CudaCall) -> launch.LaunchPlan:

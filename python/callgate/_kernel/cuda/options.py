@@ -7,25 +7,24 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from callgate._kernel.options import Arch, KernelOptions, LaunchOptions, Paths
+from callgate._core import options as check
+from callgate._core.options import option
+from callgate._kernel.options import DeviceOptions, KernelOptions, LaunchOptions, Paths
 
 TRITON_DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class CudaOptions(KernelOptions):
+class CudaOptions(DeviceOptions, KernelOptions):
   """The options of a kernel for CUDA devices.
 
   Attributes:
     vmap: "each" (a launch for each lane), "grid" (one launch, with the lanes along the grid's z
       axis), "whole" (batched arguments have a leading axis), "broadcast" (all have) or a rule, as
       for `callgate.gate`.
-    arch: what to compile for where the process has no device: "sm_90", 90, or several. Default
-      there: PTX, which the driver compiles when the program is loaded.
   """
 
   thread_safe: bool = dataclasses.field(init=False, default=False)  # the GPU's streams order calls
-  arch: Arch = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -40,8 +39,8 @@ class CudaSourceOptions(LaunchOptions, CudaOptions):
 
   grid: Any = dataclasses.field()
   block: Any = dataclasses.field()
-  options: Sequence[str] = ()
-  include_dirs: Paths = ()
+  options: Sequence[str] = option((), check.strings)
+  include_dirs: Paths = option((), check.strings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -65,7 +64,7 @@ class NamedOptions(CudaOptions):
       no parameter of its own.
   """
 
-  outputs: Sequence[str] | str | None = None
+  outputs: Sequence[str] | str | None = option(None, check.names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from callgate._build import nvrtc
 from callgate._build.nvrtc import CompiledImage
@@ -22,8 +21,8 @@ from callgate._kernel.cuda.kernel import evaluated
 from callgate._kernel.launch import CudaCall, CudaPart, Launch, LaunchPlan, checked
 from callgate._kernel.launch import LaunchParameter as Argument
 from callgate._kernel.options import LaunchOptions
-from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.source import SourceFunction, SourceParameter, TemplateParameter
+from callgate._kernel.parameters import OPERANDS, RESULTS, Kind, Parameter, Signature
+from callgate._kernel.source import SourceFunction, TemplateParameter
 
 
 class BuildOptions(NamedTuple):
@@ -54,21 +53,15 @@ class SourcePart(CudaPart):
     if not any(map(callable, self._configuration)):  # it can be checked at once
       checked(label, *self._configuration)
 
-  def signature(self) -> list[Parameter]:
-    parameters, templates = list[Parameter](), [t.name for t in self.function.template]
-    for p in self.function.parameters:
-      if p.kind is Kind.CONTEXT:
-        continue
-      dtype = self._dtype(p.element)
-      if p.kind is Kind.NUMBER and dtype is None and p.element not in templates:
+  def signature(self) -> Signature:
+    """What a call gives and gets."""
+    templates = [t.name for t in self.function.template]
+    for p in self.function.parameters.of((Kind.NUMBER,)):
+      if p.dtype is None and p.element not in templates:
         kinds = "a pointer, a view (cg::In<float, 1>) or a number by value"
         fault = f"parameter '{p.name}': expected {kinds}, got the type '{p.element}'"
         raise GateDefinitionError(f"{self.label}: {fault}")
-      parameters.append(p.typed(dtype))
-    return parameters
-
-  def _dtype(self, element: str) -> np.dtype[Any] | None:
-    return _source.element_dtype(self.function.bound.get(element, element))
+    return Signature(p for p in self.function.parameters if p.kind is not Kind.CONTEXT)
 
   # -- variants ----------------------------------------------------------------------------------
   def expression(self, call: CudaCall) -> str:
@@ -80,9 +73,8 @@ class SourcePart(CudaPart):
 
   def _template_argument(self, parameter: TemplateParameter, call: CudaCall) -> str:
     """Returns what a call's static values or arrays say of it; "" where they don't."""
-    arrays = ((p, a.dtype, len(a.shape)) for p, a in self._arrays(call))
     otherwise = f" or in the kernel's name ({self.function.name}<...>)"
-    found = parameter.argument(self.label, call.static, arrays, otherwise)
+    found = parameter.argument(self.label, call.static, self._arrays(call), otherwise)
     if found is None or isinstance(found, int):
       return "" if found is None else str(found)
     if (name := str(found)) not in _source.TYPES:
@@ -90,12 +82,12 @@ class SourcePart(CudaPart):
       raise GateDefinitionError(f"{self.label}: {what}: CUDA has no type for {name}")
     return _source.TYPES[name]
 
-  def _arrays(self, call: CudaCall) -> list[tuple[SourceParameter, Any]]:
+  def _arrays(self, call: CudaCall) -> list[tuple[Parameter, Any]]:
     """Parameters that are arrays, with theirs; an operand and a result in one count as both."""
-    found: list[tuple[SourceParameter, Any]] = []
-    sides = (("operands", Kind.IN, call.operands), ("results", Kind.OUT, call.results))
-    for what, kind, arrays in sides:
-      side = [p for p in self.function.parameters if p.kind in (kind, Kind.INOUT)]
+    found: list[tuple[Parameter, Any]] = []
+    sides = (("operands", OPERANDS, call.operands), ("results", RESULTS, call.results))
+    for what, kinds, arrays in sides:
+      side = self.function.parameters.of(kinds)
       if len(side) != len(arrays):
         names = f"({', '.join(p.name for p in side)}), as the CUDA source has them"
         expected = f"expected {len(side)} {what} {names}"
@@ -131,26 +123,24 @@ class SourcePart(CudaPart):
     return LaunchPlan(expression, images, (launch,), tuple(scratch.values()), zeroed)
 
   def _parameters(self, call: CudaCall, scratch: Sequence[str]) -> Iterator[Argument]:
-    operands, results = iter(enumerate(call.operands)), iter(enumerate(call.results))
+    memory = self.function.parameters.memory
     for p in self.function.parameters:
       if p.kind is Kind.NUMBER:
         yield self._number(p, call)
       elif p.kind is Kind.CONTEXT:
         yield Argument.pointer("scratch", scratch.index(p.name))
       else:
-        if p.kind is Kind.INOUT:
-          next(operands)
-        index, array = next(operands if p.kind is Kind.IN else results)
-        of = "operand" if p.kind is Kind.IN else "result"
-        yield Argument.pointer(of, index, array.shape if p.rank else ())  # without: no view
+        side, index = memory[p.name]
+        shape = call.array(side, index).shape
+        yield Argument.pointer(side, index, shape if p.rank_text else ())  # without: no view
 
-  def _number(self, parameter: SourceParameter, call: CudaCall) -> Argument:
+  def _number(self, parameter: Parameter, call: CudaCall) -> Argument:
     name, element, what = parameter.name, parameter.element, f"{self.label}: parameter"
     if name not in call.static:
       got = f"got {', '.join(call.static) or 'none'}; declare it as a pointer for an array"
       number = f"'{name}', a number by value: expected a static value of that name"
       raise GateDefinitionError(f"{what} {number}, {got}")
-    dtype = self._dtype(element)
+    dtype = parameter.dtype
     if dtype is None:  # of a template: that of an array with the same element type
       dtype = next((a.dtype for p, a in self._arrays(call) if p.element == element), None)
     if dtype is None and element in call.static:
@@ -166,23 +156,23 @@ def _with_roles(
   label: str, function: SourceFunction, aliases: Mapping[int, int], scratch: Mapping[str, Any]
 ) -> SourceFunction:
   """Tells pointers to non-const elements apart: results, operands in place, scratch memory."""
-  parameters: list[SourceParameter] = []
+  parameters: list[Parameter] = []
   operands = results = 0
   for p in function.parameters:
-    pointer = p.kind is Kind.OUT and not p.rank
+    pointer = p.kind is Kind.OUT and not p.rank_text
     if p.name in scratch:
       if not pointer:
         raise GateDefinitionError(f"{label}: scratch: expected '{p.name}' to be a pointer `T*`")
-      p = p._replace(kind=Kind.CONTEXT)  # no operand and no result
+      p = dataclasses.replace(p, kind=Kind.CONTEXT)  # no operand and no result
     elif pointer and aliases.get(operands) == results:
-      p = p._replace(kind=Kind.INOUT)
-    operands += p.kind in (Kind.IN, Kind.INOUT)
-    results += p.kind in (Kind.OUT, Kind.INOUT)
+      p = dataclasses.replace(p, kind=Kind.INOUT)
+    operands += p.kind in OPERANDS
+    results += p.kind in RESULTS
     parameters.append(p)
   if unknown := scratch.keys() - {p.name for p in parameters}:
     expected = "expected names of the kernel's parameters"
     raise GateDefinitionError(f"{label}: scratch: {expected}, got '{min(unknown)}'")
-  return function._replace(parameters=tuple(parameters))
+  return function._replace(parameters=Signature(parameters))
 
 
 def saved(part: SourcePart) -> dict[str, Any]:

@@ -6,6 +6,7 @@ By the types as they are written: pointers and callgate's views are arrays, all 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import source as _source
-from callgate._kernel.parameters import Kind
-from callgate._kernel.source import SourceFunction, SourceParameter
+from callgate._kernel.parameters import Kind, Parameter, Signature
+from callgate._kernel.source import SourceFunction
 
 # By CUDA's names of elements, the one that template arguments have first. Integers are C's, too.
 _DTYPES = (
@@ -70,10 +71,15 @@ def find(label: str, source: str, kernel: str | None) -> SourceFunction:
   if len(given) > len(names):
     most = f"at most {len(names)} ({', '.join(p.name for p in names)})"
     raise GateDefinitionError(f"{label}: expected template arguments, {most}; got {len(given)}")
-  return function._replace(bound={p.name: v for p, v in zip(names, given, strict=False)})
+  bound = {p.name: v for p, v in zip(names, given, strict=False)}
+  parameters = (
+    dataclasses.replace(p, dtype=element_dtype(bound[p.element])) if p.element in bound else p
+    for p in function.parameters
+  )
+  return function._replace(bound=bound, parameters=Signature(parameters))
 
 
-def _parameter(index: int, text: str) -> SourceParameter:
+def _parameter(index: int, text: str) -> Parameter:
   text = text.split("=", 1)[0].strip()
   text = re.sub(r"(\w+)\s*\[\s*\w*\s*\]$", r"* \1", text)  # `float x[]` is a pointer
   match = re.search(r"(\w+)$", text)
@@ -85,8 +91,12 @@ def _parameter(index: int, text: str) -> SourceParameter:
   plain = " ".join(_QUALIFIERS.sub(" ", pointee if star else kind).split())
   if star:
     is_const = re.search(r"\bconst\b", pointee) is not None
-    return SourceParameter(name, Kind.IN if is_const else Kind.OUT, plain, "")
+    return _read(name, Kind.IN if is_const else Kind.OUT, plain)
   view = _source.view_of(plain)
   if view is None or not view[1] or view[0] not in ("In", "Out", "InOut"):
-    return SourceParameter(name, Kind.NUMBER, plain, "")
-  return SourceParameter(name, Kind[view[0].upper()], view[1], view[2] or "?")
+    return _read(name, Kind.NUMBER, plain)
+  return _read(name, Kind[view[0].upper()], view[1], view[2] or "?")
+
+
+def _read(name: str, kind: Kind, element: str, rank: str = "") -> Parameter:
+  return _source.read_parameter(name, kind, element, rank, element_dtype(element))

@@ -32,7 +32,7 @@ class TritonKernel(NamedKernel):
   def __init__(
     self, kernel: Any, options: TritonOptions, constants: Mapping[str, Any] | None = None
   ) -> None:
-    what = f"kernel '{options.name}'" if options.name else "callgate.triton"
+    what = options.label("callgate.triton")
     extras.library("triton", "Triton", "triton", by=what)
     from callgate._kernel.cuda import triton_compile
 
@@ -48,7 +48,7 @@ class TritonKernel(NamedKernel):
       else Named(p.name, p.is_constexpr, p.default)
       for p in function.params
     ]  # fmt: skip
-    name = options.name if options.name is not None else registry.unique_name(function.fn)
+    name = options.name or registry.unique_name(function.fn)
     super().__init__(name, named, options, constants)
 
   def plan(self, call: launch.CudaCall) -> launch.LaunchPlan:
@@ -82,7 +82,7 @@ class TritonKernel(NamedKernel):
     if held["function"] != function.cache_key[:16] or "hash" in held:
       return None
     pairs = zip(function.params, held["args"], strict=True)
-    made = [compiler.Argument(p.name, *given) for p, given in pairs]
+    made = [compiler.TritonArgument(p.name, *given) for p, given in pairs]
     make = functools.partial(compiler.compile_for, self.label, function, made, held["options"])
     return tuple(b.image for b in self.made_for(key, capabilities, make))
 

@@ -215,7 +215,7 @@ def _parameters(
 class ElementwisePart(CudaPart):
   """Runs an elementwise kernel on CUDA devices; used by several threads at once."""
 
-  def __init__(self, kernel: Any, options: tuple[str, ...], arch: tuple[int, ...]) -> None:
+  def __init__(self, kernel: Any, options: Sequence[str], arch: tuple[int, ...]) -> None:
     self._kernel = weakref.proxy(kernel)  # which holds this; whoever calls this holds it
     self._options, self.arch = (*_OPTIONS, *options), arch  # of NVRTC
 

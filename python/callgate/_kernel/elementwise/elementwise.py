@@ -22,16 +22,17 @@ from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.encoding import is_open
 from callgate._core.errors import CompileError, GateDefinitionError
+from callgate._core.options import option
 from callgate._core.where import where
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import derivatives, params
 from callgate._kernel.elementwise.cuda import ElementwisePart
 from callgate._kernel.elementwise.source import BoundCode, Code, cpu_unit
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.launch import PREFIX, parse_arch
+from callgate._kernel.launch import PREFIX
 from callgate._kernel.options import CompilerOptions, KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.variants import CallTypes, Function, Given, Static
+from callgate._kernel.variants import Function, Given, Static
 from callgate._sharding import rules
 from callgate._sharding.rules import Rule
 
@@ -67,10 +68,10 @@ class ElementwiseOptions(CompilerOptions, CallOptions):
   out: Any = dataclasses.field(init=False, default=None)
   vmap: Vmap | Callable[..., Any] = dataclasses.field(init=False, default="each")
   linear: bool | int | Sequence[int] = dataclasses.field(init=False, default=False)
-  preamble: str = ""
-  loop_prep: str = ""
-  after_loop: str = ""
-  jvp: str | None = None
+  preamble: str = option("", check.text)
+  loop_prep: str = option("", check.text)
+  after_loop: str = option("", check.text)
+  jvp: str | None = option(None, check.text)
 
 
 @factories.of_code(ElementwiseOptions)
@@ -115,12 +116,10 @@ def elementwise(
   name = check.name("elementwise", name)
   name = name or registry.free_name(f"{where().module}.elementwise")
   label = f"kernel '{name}'"
-  around = {part: getattr(options, part) for part in ("preamble", "loop_prep", "after_loop")}
-  texts = {"in_params": in_params, "out_params": out_params, "operation": operation, **around}
-  for option, text in texts.items():
-    check.text(label, option, text)
-  check.optional_texts(label, jvp=options.jvp)
-  check.boolean(label, "debug", options.debug)
+  texts = {"in_params": in_params, "out_params": out_params, "operation": operation}
+  for what, text in texts.items():
+    check.text(label, what, text)
+  options = check.checked(label, options)
   inputs = params.parse(label, "in_params", in_params)
   outputs = params.parse(label, "out_params", out_params)
   if not outputs:
@@ -128,11 +127,12 @@ def elementwise(
   names = [p.name for p in (*inputs, *outputs)]
   for twice in (name for name in names if names.count(name) > 1):
     raise GateDefinitionError(f"{label}: expected names that differ, got '{twice}' twice")
-  for position in check.aliases(label, options.aliases):
+  for position in options.aliases or ():
     if 0 <= position < len(inputs) and inputs[position].raw:
       why = "so that elements would read what others have written; expected an argument that is not"
       raise GateDefinitionError(f"{label}: aliases: '{inputs[position].name}' is raw, {why}")
-  code = Code(inputs, outputs, operation, **around)
+  around = (options.preamble, options.loop_prep, options.after_loop)
+  code = Code(inputs, outputs, operation, *around)
   return ElementwiseKernel(ElementwiseCallee(name, code, options))
 
 
@@ -149,13 +149,12 @@ class ElementwiseCallee(CpuKernel):
 
   def __init__(self, name: str, code: Code, options: ElementwiseOptions) -> None:
     self.user_code, self.made_with, label = code, options, f"kernel '{name}'"
-    self.build_options = options.building(label, *_FLAGS)
+    self.build_options = options.building(*_FLAGS)
     signature = [Parameter(p.name, Kind.IN, p.own_dtype) for p in code.inputs]
     signature += [Parameter(p.name, Kind.OUT, p.own_dtype) for p in code.outputs]
     out = functools.partial(_result_types, label, code)
     super().__init__(name, signature, shared(KernelOptions, options, thread_safe=True, out=out))
-    for_nvrtc = check.strings(label, "cuda_options", options.cuda_options)
-    self.cuda = ElementwisePart(self, for_nvrtc, parse_arch(label, options.arch))
+    self.cuda = ElementwisePart(self, options.cuda_options, options.capabilities(label))
     if not code.knows_place:
       kernel: Any = weakref.proxy(self)  # the program that is batched holds it
       self.vmap_rule = functools.partial(CpuKernel.batch_loop, kernel)
@@ -190,7 +189,7 @@ class ElementwiseCallee(CpuKernel):
     """The C++ that a call with these arguments runs."""
     operands, static = self._arguments(args, kwargs)
     results = jax.tree.leaves(self.out(*operands, **dict(static)))
-    return self._source(self.variant_key(self.types_of(operands, results, static)))
+    return self._source(self.variant_key(operands, results, static))
 
   def sharding_rule(self, site: Any, operands: Sequence[Any], results: Sequence[Any]) -> Rule:
     if self.sharding is not None:
@@ -211,7 +210,7 @@ class ElementwiseCallee(CpuKernel):
     if jax.default_backend() == "cpu":
       super().check_call(site, structs)
 
-  def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
     shapes = [x.shape for p, x in zip(self.user_code.inputs, operands, strict=True) if not p.raw]
     # For each whether it varies along the result's innermost axis of more than one element.
     kinds, result = "1" * len(shapes), results[0].shape
@@ -221,18 +220,12 @@ class ElementwiseCallee(CpuKernel):
       kinds = "".join("1" if s == result else "0" if one(s) else "?" for s in shapes)
     elif back and 0 not in result:
       kinds = "".join("01"[len(shape) >= back and shape[-back] != 1] for shape in shapes)
-    return self.types_of_key(f"{self.letters_text(operands, dict(static))}:{kinds}")
+    return f"{self.letters_text(operands, dict(static))}:{kinds}"
 
   def letters_text(self, operands: Sequence[Any], static: Mapping[str, Any]) -> str:
     """Returns what the letters stand for in a call, as the keys of variants begin."""
     bindings = self.user_code.bindings(self.label, operands, static)
     return ",".join(f"{letter}={bindings[letter].name}" for letter in sorted(bindings))
-
-  def variant_key(self, types: CallTypes) -> str:
-    return dict(types.static)["key"]
-
-  def types_of_key(self, key: str) -> CallTypes:
-    return CallTypes((), (), (("key", key),))
 
   def define_variant(self, key: str) -> bool:
     return (key.startswith(PREFIX) or self.has_key(key)) and super().define_variant(key)
@@ -258,7 +251,7 @@ class ElementwiseCallee(CpuKernel):
         raise
       raise CompileError(f"{error}{self.hint}", error.output) from None
 
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
     more = _COMPLEX_FLAGS if self.bound(key).has_complex else ()
     options = {**self.build_options, "flags": (*more, *self.build_options["flags"])}
     with self.explaining():

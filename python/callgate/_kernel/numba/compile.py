@@ -36,8 +36,8 @@ from callgate import _callgate
 from callgate._core.errors import GateDefinitionError, ResultShapeError
 from callgate._kernel.numba.cache import CFuncCache, digest_of
 from callgate._kernel.numba.parallel import kernel_loops
-from callgate._kernel.numba.request import Request, Slot
-from callgate._kernel.variants import Function, Type
+from callgate._kernel.numba.request import Request, Slot, Type
+from callgate._kernel.variants import Function
 
 
 @global_compiler_lock  # not all that Numba does on the way takes its lock

@@ -10,7 +10,7 @@ import itertools
 import json
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, get_args, overload
 
 import numpy as np
 
@@ -21,12 +21,13 @@ from callgate._core import extras, factories, registry
 from callgate._core import options as _options
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
+from callgate._core.options import option
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.numba.request import Request, Slot
+from callgate._kernel.numba.request import CallTypes, Request, Slot, Type
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter, leaves_of
-from callgate._kernel.variants import CallTypes, Function, Given, Type, from_json, to_json
+from callgate._kernel.parameters import Kind, Parameter, Signature, leaves_of
+from callgate._kernel.variants import Function, Given, Static, from_json, to_json
 
 _DTYPES = "bool, integers of 8 to 64 bits, float32, float64, complex64, complex128"
 _STATIC = "a number, a string, None or a tuple of these"
@@ -37,6 +38,15 @@ C = ParamSpec("C")
 Q = ParamSpec("Q")
 T = TypeVar("T", bound=OneArray | tuple[OneArray, ...])
 NumbaStyle = Literal["return", "inplace"]
+
+
+def _fastmath(label: str, option: str, value: Any) -> bool | set[str]:
+  if not isinstance(value, (set, frozenset)):
+    return _options.boolean(label, option, value)
+  flags = cast("set[Any]", value)
+  if not all(isinstance(flag, str) for flag in flags):
+    _options.refuse(label, option, "a bool or a set of LLVM's flags", value)
+  return flags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -53,21 +63,14 @@ class NumbaOptions(KernelOptions):
     error_model: "python" (a division by zero raises) or "numpy" (it gives inf or nan).
   """
 
-  style: NumbaStyle | None = None
-  cast: bool = False
-  parallel: bool = False
-  fastmath: bool | set[str] = False
-  boundscheck: bool = False
-  error_model: Literal["python", "numpy"] = "python"
-
-  def __post_init__(self) -> None:
-    _options.name("numba", self.name)
-    _options.booleans("numba", cast=self.cast, parallel=self.parallel, boundscheck=self.boundscheck)
-    _options.choice("numba", "error_model", self.error_model, ("python", "numpy"))
-    if not isinstance(self.fastmath, (set, frozenset)):
-      _options.boolean("numba", "fastmath", self.fastmath)
-    elif not all(isinstance(flag, str) for flag in self.fastmath):  # pyright: ignore[reportUnnecessaryIsInstance]
-      _options.refuse("numba", "fastmath", "a bool or a set of LLVM's flags", self.fastmath)
+  style: NumbaStyle | None = option(None, _options.choice, allowed=get_args(NumbaStyle))
+  cast: bool = option(False, _options.boolean)
+  parallel: bool = option(False, _options.boolean)
+  fastmath: bool | set[str] = option(False, _fastmath)
+  boundscheck: bool = option(False, _options.boolean)
+  error_model: Literal["python", "numpy"] = option(
+    "python", _options.choice, allowed=("python", "numpy")
+  )
 
 
 class MakesKernel(Protocol):
@@ -137,13 +140,13 @@ class NumbaKernel(CpuKernel):
   """A kernel that Numba compiles for the types of each call; see `callgate.numba`."""
 
   def __init__(self, function: Callable[..., Any], options: NumbaOptions) -> None:
-    name = options.name
-    extras.library("numba", "Numba", "numba", by=f"kernel '{name}'" if name else "callgate.numba")
+    extras.library("numba", "Numba", "numba", by=options.label("callgate.numba"))
     from callgate._kernel.numba import compile as compiler  # Numba may be missing
 
     self._compiler = compiler
     source = getattr(function, "py_func", None) or getattr(function, "__wrapped__", function)
-    label = f"kernel '{name or getattr(source, '__qualname__', source)}'"
+    label = f"kernel '{options.name or getattr(source, '__qualname__', source)}'"
+    options = _options.checked(label, options)
     names = ("parallel", "fastmath", "boundscheck", "error_model")
     given = {n: v for n in names if (v := getattr(options, n)) and v != "python"}  # no defaults
     made = compiler.made_with(function)
@@ -155,9 +158,7 @@ class NumbaKernel(CpuKernel):
     self.function, self._style, self._cast = source, options.style, options.cast
     self.options, self._pointers = made or (given, None)  # of Numba's compilation
     self._given = list(inspect.signature(source).parameters.values())
-    super().__init__(name if name is not None else registry.unique_name(source), None, options)
-    if self._style is not None:
-      _options.choice(self.label, "style", self._style, ("return", "inplace"))
+    super().__init__(options.name or registry.unique_name(source), None, options)
     if self._pointers is not None and self._style == "return":
       fault = "style: a @cfunc writes through pointers ('inplace')"
       raise GateDefinitionError(f"{self.label}: {fault}")
@@ -258,12 +259,17 @@ class NumbaKernel(CpuKernel):
         raise GateDefinitionError(f"{self.label}: {what}: {expected}, {got}")
     super().check_call(site, structs)
 
-  def variant_key(self, types: CallTypes) -> str:
-    sides = (",".join(f"{d.name}:{r}" for d, r in s) for s in (types.operands, types.results))
-    static = {name: to_json(value) for name, value in types.static}
-    return "->".join(sides) + (";" + json.dumps(static) if static else "")
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    sides = (
+      ",".join(f"{np.dtype(x.dtype).name}:{len(x.shape)}" for x in side)
+      for side in (operands, results)
+    )
+    held = {name: to_json(value) for name, value in static}
+    return "->".join(sides) + (";" + json.dumps(held) if held else "")
 
   def types_of_key(self, key: str) -> CallTypes:
+    """What `variant_key` was given."""
+
     def types(text: str) -> tuple[Type, ...]:  # from "float32:2,bool:0"
       pairs = (part.split(":") for part in text.split(",") if part)
       return tuple((dtype_named(dtype), int(rank)) for dtype, rank in pairs)
@@ -274,7 +280,8 @@ class NumbaKernel(CpuKernel):
     frozen = tuple(sorted((name, from_json(value)) for name, value in values.items()))
     return CallTypes(types(operands), types(results), frozen)
 
-  def compile(self, types: CallTypes, key: str) -> Function:
+  def compile(self, key: str) -> Function:
+    types = self.types_of_key(key)
     slots, pointers = self._slots(types), self._pointers
     parameters = [Parameter(f"result {i}", Kind.OUT, *t) for i, t in enumerate(types.results)]
     for i, (parameter, slot) in enumerate(zip(self._given, slots, strict=True)):
@@ -289,10 +296,10 @@ class NumbaKernel(CpuKernel):
           got, what = f"{have[0].name} of rank {have[1]}", f"parameter '{parameter.name}'"
           fault = f"{what} of the @cfunc: expected {expected}, got {got}"
           raise GateDefinitionError(f"{self.label}: {fault}")
-    taken = tuple(parameters)
-    return self._compiler.compile_function(
-      Request(self.label, self.function, self.options, slots, self._cast, pointers, types, taken)
-    )
+    return self._compiler.compile_function(Request(
+      self.label, self.function, self.options, slots, self._cast, pointers, types,
+      Signature(parameters),
+    ))  # fmt: skip
 
 
 def _returns_value(code: types.CodeType) -> bool:

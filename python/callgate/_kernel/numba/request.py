@@ -6,8 +6,20 @@ from __future__ import annotations
 import types as pytypes
 from typing import Any, NamedTuple
 
-from callgate._kernel.parameters import Parameter
-from callgate._kernel.variants import CallTypes
+import numpy as np
+
+from callgate._kernel.parameters import Signature
+from callgate._kernel.variants import Static
+
+Type = tuple[np.dtype[Any], int]  # dtype and rank of an array
+
+
+class CallTypes(NamedTuple):
+  """The types of a call's arrays and its static values, for which a variant is compiled."""
+
+  operands: tuple[Type, ...]
+  results: tuple[Type, ...]
+  static: Static
 
 
 class Slot(NamedTuple):
@@ -31,4 +43,4 @@ class Request(NamedTuple):
   # The types of its parameters where it takes pointers (a cfunc), else None.
   pointers: tuple[Any, ...] | None
   types: CallTypes  # of the call
-  parameters: tuple[Parameter, ...]  # of the native function, for the runtime
+  parameters: Signature  # of the native function, for the runtime

@@ -6,10 +6,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from callgate._core import factories, registry
+from callgate._core import factories
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
-from callgate._core.where import where
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.peers import options as _options
 from callgate._kernel.peers.options import PeerOptions
@@ -59,8 +58,7 @@ def kernel(function: Any, /, *, options: PeerOptions) -> Kernel:
     GateDefinitionError: an argument is wrong, or the installed version of the library is another
       than callgate knows.
   """
-  name = check.name("kernel", options.name)
-  label = f"kernel '{name}'" if name else "callgate.kernel"
+  label = options.label("callgate.kernel")
   for module, kind, made, other in (
     ("tvm_ffi", "Function", TvmFfiKernel, _options.WARP),
     ("warp", "Kernel", WarpKernel, _options.TVM_FFI),
@@ -77,8 +75,7 @@ def kernel(function: Any, /, *, options: PeerOptions) -> Kernel:
       expected = "'each', 'whole', 'broadcast' or a rule"
       check.refuse(label, "vmap", f"{expected} for a {module}.{kind}", options.vmap)
     own = getattr(function, "key", module).rpartition(".")[2]
-    name = name or registry.free_name(f"{where().module}.{own}")
-    return Kernel(made(name, function, options))
+    return Kernel(made(options.named(own), function, check.checked(label, options)))
   kind = type(function)
   taker = _OTHERS.get(kind.__module__.partition(".")[0])
   hint = f"; {taker} takes those" if taker else ""

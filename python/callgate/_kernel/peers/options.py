@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from callgate._core import options as check
-from callgate._kernel.options import Arch, KernelOptions
+from callgate._core.options import option
+from callgate._kernel.options import DeviceOptions, KernelOptions
 
 # Which options are about one of the libraries alone.
 TVM_FFI = ("arg_spec",)
@@ -16,7 +17,7 @@ WARP = ("dim", "outputs", "inouts", "zeroed", "arch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class PeerOptions(KernelOptions):
+class PeerOptions(DeviceOptions, KernelOptions):
   """The options of `callgate.kernel`.
 
   Attributes:
@@ -36,14 +37,8 @@ class PeerOptions(KernelOptions):
       device: "sm_90", 90, or several. Default there: PTX, which the driver compiles.
   """
 
-  arg_spec: Sequence[str] | None = None
+  arg_spec: Sequence[str] | None = option(None, check.strings)
   dim: Any = None
-  outputs: Sequence[str] | str | None = None
-  inouts: Sequence[str] | str = ()
-  zeroed: Sequence[int] = ()
-  arch: Arch = None
-
-  def names(self, label: str, option: str) -> tuple[str, ...]:
-    """An option of one name or several."""
-    given: Any = getattr(self, option)
-    return (given,) if isinstance(given, str) else check.strings(label, option, given)
+  outputs: Sequence[str] | str | None = option(None, check.names)
+  inouts: Sequence[str] | str = option((), check.names)
+  zeroed: Sequence[int] = option((), check.positions)

@@ -21,9 +21,9 @@ from callgate._core import options as check
 from callgate._core import static_values
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
-from callgate._kernel.parameters import Kind, Parameter
+from callgate._kernel.parameters import Kind, Parameter, Signature
 from callgate._kernel.peers.options import PeerOptions
-from callgate._kernel.variants import CallTypes, Function, Given, Static
+from callgate._kernel.variants import Function, Given, Static
 from callgate._runtime import targets
 
 _VERSION = (0, 1)  # of the ABI that src/kernels/tvm_ffi.h describes
@@ -37,8 +37,7 @@ class TvmFfiKernel(CpuKernel):
   def __init__(self, name: str, function: Any, options: PeerOptions) -> None:
     label = f"kernel '{name}'"
     self.function, self._library = function, _library(label)
-    given = ("args", "rets") if options.arg_spec is None else options.arg_spec
-    self._spec = check.strings(label, "arg_spec", given)
+    self._spec = ("args", "rets") if options.arg_spec is None else tuple(options.arg_spec)
     names = [item.removeprefix(_ATTRIBUTE) for item in self._spec if item.startswith(_ATTRIBUTE)]
     plain = [item for item in self._spec if not item.startswith(_ATTRIBUTE)]
     identifiers = all(map(str.isidentifier, names))
@@ -70,15 +69,11 @@ class TvmFfiKernel(CpuKernel):
     return static_values.number(self.label, name, value, _NUMBERS[type(value)], what="argument")
 
   # -- variants: which of the static values are strings --------------------------------------------
-  def variant_key(self, types: CallTypes) -> str:
-    return ",".join(name for name, value in types.static if isinstance(value, str))
+  def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
+    return ",".join(name for name, value in static if isinstance(value, str))
 
-  def types_of_key(self, key: str) -> CallTypes:
-    texts: Static = tuple((name, "") for name in key.split(",") if name)
-    return CallTypes((), (), texts)
-
-  def compile(self, types: CallTypes, key: str) -> Function:
-    texts = {name for name, value in types.static if isinstance(value, str)}
+  def compile(self, key: str) -> Function:
+    texts = key.split(",")
 
     def parameter(item: str) -> Parameter:
       if item in ("args", "rets"):
@@ -86,7 +81,7 @@ class TvmFfiKernel(CpuKernel):
       name = item.removeprefix(_ATTRIBUTE)
       return Parameter(name, Kind.STRING if name in texts else Kind.NUMBER)
 
-    parameters = tuple(map(parameter, self._spec))
+    parameters = Signature(map(parameter, self._spec))
     made = _callgate.TvmFunction(
       self.function.__chandle__(), kinds=[int(p.kind) for p in parameters], **self._library
     )

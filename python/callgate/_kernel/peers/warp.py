@@ -27,16 +27,9 @@ from callgate._kernel import launch
 from callgate._kernel.callee import Types
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.parameters import (
-  OPERANDS,
-  RESULTS,
-  Kind,
-  Parameter,
-  check_types,
-  refuse_packed,
-)
+from callgate._kernel.parameters import OPERANDS, RESULTS, Kind, Parameter, Signature
 from callgate._kernel.peers.options import PeerOptions
-from callgate._kernel.variants import CallTypes, Function, Static, Variant
+from callgate._kernel.variants import Function, Static, Variant
 
 # The parameter that a program's calls on the CPU have beside the user's; no name of Python's.
 _BLOCK = Parameter("callgate.block", Kind.NUMBERS, np.dtype(np.uint8), 1)
@@ -50,21 +43,21 @@ class WarpKernel(CpuKernel, launch.CudaPart):
 
     label = f"kernel '{name}'"
     self.function, self._compiler = kernel, compiler
-    self._declared = compiler.arguments(label, kernel)
-    self._dim, self.arch = options.dim, launch.parse_arch(label, options.arch)
+    self._declared = {a.name: a for a in compiler.arguments(label, kernel)}
+    self._dim, self.arch = options.dim, options.capabilities(label)
     signature = self._signature(label, options)
-    count = sum(p.kind in RESULTS for p in signature)
-    self._zeroed = check.positions(label, "zeroed", options.zeroed)
+    count = len(signature.of(RESULTS))
+    self._zeroed = tuple(options.zeroed)
     if any(position >= count for position in self._zeroed):
       check.refuse(label, "zeroed", f"flat positions of the {count} results", options.zeroed)
     super().__init__(name, signature, options)
     self.cuda = self
 
-  def _signature(self, label: str, options: PeerOptions) -> list[Parameter]:
-    arrays = [a.name for a in self._declared if a.is_array]
-    inouts = options.names(label, "inouts")
-    last = () if inouts else (self._declared[-1].name,)
-    outputs = last if options.outputs is None else options.names(label, "outputs")
+  def _signature(self, label: str, options: PeerOptions) -> Signature:
+    arrays = [name for name, a in self._declared.items() if a.is_array]
+    inouts, outputs = options.inouts, options.outputs
+    if outputs is None:
+      outputs = () if inouts else list(self._declared)[-1:]
     for option, names in (("outputs", outputs), ("inouts", inouts)):
       for each in names:
         if each not in arrays:
@@ -80,20 +73,17 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     def kind(name: str) -> Kind:
       return Kind.OUT if name in outputs else Kind.INOUT if name in inouts else Kind.IN
 
-    return [
+    return Signature(
       Parameter(a.name, kind(a.name), a.dtype, a.rank + len(a.inner)) if a.is_array
       else Parameter(a.name, Kind.NUMBER, a.dtype, 0)
-      for a in self._declared
-    ]  # fmt: skip
+      for a in self._declared.values()
+    )  # fmt: skip
 
-  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    refuse_packed(self.label, structs, results)
-    signature = self.signature or ()
-    check_types(self, signature, site, structs, results)
-    for side, kinds, arrays in (("argument", OPERANDS, structs), ("result", RESULTS, results)):
-      inner = [a.inner for a, p in zip(self._declared, signature, strict=True) if p.kind in kinds]
-      for index, (wanted, array) in enumerate(zip(inner, arrays, strict=True)):
+  def check_types(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    super(CpuKernel, self).check_types(site, operands, results)  # without compiling it
+    for side, kinds, arrays in (("argument", OPERANDS, operands), ("result", RESULTS, results)):
+      for index, (p, array) in enumerate(zip(self.signature.of(kinds), arrays, strict=True)):
+        wanted = self._declared[p.name].inner
         if wanted and tuple(array.shape[-len(wanted) :]) != wanted:
           what = registry.of(self.name, site.spec, side, index)
           expected = f"expected {wanted} as its last extents, for Warp's elements"
@@ -104,36 +94,20 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     self, call: launch.CudaCall, extents: Sequence[int]
   ) -> list[launch.LaunchParameter]:
     """The launch's extents, and the kernel's arguments, in its order."""
-    compiler, at = self._compiler, {"operand": 0, "result": 0}
+    compiler, memory = self._compiler, self.signature.memory
     found = [compiler.bounds(self.function, extents)]
-    for declared, parameter in zip(self._declared, self.signature or (), strict=True):
-      if parameter.kind is Kind.NUMBER:
-        found.append(launch.LaunchParameter.scalar(call.static[parameter.name], parameter.dtype))
-        continue
-      place: tuple[launch.Of, int] | None = None
-      shape: tuple[int, ...] = ()
-      if parameter.kind in OPERANDS:
-        place, shape = ("operand", at["operand"]), call.operands[at["operand"]].shape
-        at["operand"] += 1
-      if parameter.kind in RESULTS:
-        place, shape = ("result", at["result"]), call.results[at["result"]].shape
-        at["result"] += 1
-      assert place is not None
-      found.append(compiler.array(self.label, declared, shape[: declared.rank], *place))
+    for p in self.signature:
+      if p.kind is Kind.NUMBER:
+        found.append(launch.LaunchParameter.scalar(call.static[p.name], p.dtype))
+      else:
+        declared, shape = self._declared[p.name], call.array(*memory[p.name]).shape
+        found.append(compiler.array(self.label, declared, shape[: declared.rank], *memory[p.name]))
     return found
 
   def _extents(self, call: launch.CudaCall) -> tuple[int, ...]:
     if self._dim is None:
-      ranks = [
-        [
-          d.rank
-          for d, p in zip(self._declared, self.signature or (), strict=True)
-          if p.kind in side
-        ]
-        for side in (OPERANDS, RESULTS)
-      ]
-      first = (call.operands or call.results)[0]
-      return first.shape[: (ranks[0] or ranks[1])[0]]
+      first = (self.signature.of(OPERANDS) or self.signature.of(RESULTS))[0]
+      return (call.operands or call.results)[0].shape[: self._declared[first.name].rank]
     given: Any = evaluated(self.label, "dim", self._dim, call)
     extents = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     if not 1 <= len(extents) <= 4 or not all(launch.is_int(n) and n >= 0 for n in extents):
@@ -147,7 +121,7 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     bounds, *arguments = self._parameters(call, extents)
     block = bounds.data + bytes(-len(bounds.data) % 16)
     second, addresses = len(block), list[Any]()
-    for declared, parameter in zip(self._declared, arguments, strict=True):
+    for declared, parameter in zip(self._declared.values(), arguments, strict=True):
       block += bytes(-(len(block) - second) % declared.alignment)
       for address in parameter.addresses:
         addresses.append((len(block) + address.offset, address.of == "result", address.index))
@@ -155,20 +129,19 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     return np.frombuffer(block, np.uint8), second, addresses
 
   # -- for the CPU -------------------------------------------------------------------------------
-  def compile(self, types: CallTypes, key: str) -> Function:
-    signature = self.signature or ()
+  def compile(self, key: str) -> Function:
     sides = [
-      tuple(jax.ShapeDtypeStruct((0,) * p.rank, p.dtype) for p in signature if p.kind in side)
+      tuple(jax.ShapeDtypeStruct((0,) * p.rank, p.dtype) for p in self.signature.of(side))
       for side in (OPERANDS, RESULTS)
     ]
-    static = {p.name: 0 for p in signature if p.kind is Kind.NUMBER}
+    static = {p.name: 0 for p in self.signature.of((Kind.NUMBER,))}
     # Where things lie does not depend on shapes, which an option `dim` may.
     block, second, addresses = self._block(launch.CudaCall(sides[0], sides[1], static), (0,))
     address, loaded = self._compiler.load(self.label, self.function)
     made = _callgate.PackedKernel(
       address, second=second, bytes=len(block), addresses=addresses, zeroed=list(self._zeroed)
     )
-    parameters = (*(p for p in signature if p.kind is not Kind.NUMBER), _BLOCK)
+    parameters = Signature((*self.signature.of((*OPERANDS, *RESULTS)), _BLOCK))
     return Function(made.address, parameters, (made, loaded), made.user_data)
 
   def held(

@@ -25,14 +25,8 @@ from callgate._build import nvrtc, toolchain
 from callgate._core.public import core
 from callgate._kernel import launch
 from callgate._kernel.cuda import source as _source
-from callgate._kernel.launch import (
-  Address,
-  CudaCall,
-  Launch,
-  LaunchParameter,
-  LaunchPlan,
-  parse_arch,
-)
+from callgate._kernel.launch import Address, CudaCall, Launch, LaunchParameter, LaunchPlan
+from callgate._kernel.options import DeviceOptions
 from callgate._kernel.variants import from_json
 from callgate._sharding import partitioner
 
@@ -74,7 +68,7 @@ def saxpy(**options):
 # -- reading sources -------------------------------------------------------------------------------
 def parameters(source, kernel=None):
   found = _source.find("kernel 'k'", source, kernel)
-  return [(p.name, p.kind.name.lower(), p.element, p.rank) for p in found.parameters]
+  return [(p.name, p.kind.name.lower(), p.element, p.rank_text) for p in found.parameters]
 
 
 def test_pointers_views_and_numbers_are_read_by_their_types():
@@ -216,9 +210,9 @@ def test_an_int_is_an_extent_along_x(value):
 
 
 def test_capabilities_are_read_from_names_and_numbers():
-  assert parse_arch("k", None) == ()
-  assert parse_arch("k", "sm_90a") == (90,)
-  assert parse_arch("k", [100, "8.6", 100]) == (86, 100)
+  assert DeviceOptions().capabilities("k") == ()
+  assert DeviceOptions(arch="sm_90a").capabilities("k") == (90,)
+  assert DeviceOptions(arch=[100, "8.6", 100]).capabilities("k") == (86, 100)
 
 
 def test_a_plan_is_held_with_all_but_its_images():

@@ -87,7 +87,7 @@ def made_add(**options: Any) -> Any:
 @pytest.mark.parametrize("capabilities", [(90,), (75,), BOTH, ()], ids=str)
 def test_images_declare_the_parameters_that_launches_pass(capabilities: Any) -> None:
   x = struct((1000,))
-  plan = made_add().plan(call((x, x), (x,), capabilities, n=1000, a=2.5))
+  plan = core(made_add()).plan(call((x, x), (x,), capabilities, n=1000, a=2.5))
   assert [image.capability for image in plan.images] == list(capabilities or (0,))
   check_plan(plan)
   (launch,) = plan.launches
@@ -97,7 +97,7 @@ def test_images_declare_the_parameters_that_launches_pass(capabilities: Any) -> 
 
 def test_operands_scalars_and_results_are_passed_in_the_kernels_order() -> None:
   x = struct((1000,))
-  (launch,) = made_add().plan(call((x, x), (x,), n=1000, a=2.5)).launches
+  (launch,) = core(made_add()).plan(call((x, x), (x,), n=1000, a=2.5)).launches
   of = [[(a.of, a.index) for a in p.addresses] for p in launch.parameters[:5]]
   assert of == [[("operand", 0)], [("operand", 1)], [], [], [("result", 0)]]
   assert launch.parameters[2].data == np.int32(1000).tobytes()
@@ -137,7 +137,7 @@ def test_another_process_makes_the_same_images_from_the_key() -> None:
   x = struct((1000,))
   kernel = made_add()
   plan = core(kernel).plan(call((x, x), (x,), n=1000, a=2.5))
-  again = made_add(name="another").images(plan.key, (90,))
+  again = core(made_add(name="another")).images(plan.key, (90,))
   assert again is not None
   assert again[0].code == plan.images[0].code
 
@@ -177,17 +177,17 @@ def test_a_result_in_an_operands_memory_needs_no_parameter_of_its_own() -> None:
 
 def test_a_cluster_multiplies_the_grid() -> None:
   x = struct((1000,))
-  (launch,) = made_add(num_ctas=2).plan(call((x, x), (x,), n=1000, a=2.0)).launches
+  (launch,) = core(made_add(num_ctas=2)).plan(call((x, x), (x,), n=1000, a=2.0)).launches
   assert (launch.grid, launch.cluster) == ((8, 1, 1), (2, 1, 1))
 
 
 def test_results_are_zeroed_by_position_name_or_function() -> None:
   x = struct((1000,))
   for given in (0, [0], "out_ptr", lambda meta: [0] if meta["BLOCK"] == 256 else []):
-    plan = made_add(zeroed_outputs=given).plan(call((x, x), (x,), n=1000, a=2.0))
+    plan = core(made_add(zeroed_outputs=given)).plan(call((x, x), (x,), n=1000, a=2.0))
     assert plan.zeroed == (0,)
   with pytest.raises(cg.GateDefinitionError, match=r"zeroed_outputs: expected positions.*got 'x_p"):
-    made_add(zeroed_outputs="x_ptr").plan(call((x, x), (x,), n=1000, a=2.0))
+    core(made_add(zeroed_outputs="x_ptr")).plan(call((x, x), (x,), n=1000, a=2.0))
 
 
 def test_a_grid_of_two_parameters_gets_the_shapes() -> None:

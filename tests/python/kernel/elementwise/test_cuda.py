@@ -203,7 +203,7 @@ def test_another_process_makes_the_same_images_from_the_key() -> None:
   plan = core(kernel).cuda.plan(call_of(kernel, (x, x), (90,)))
   assert core(kernel).cuda.images(plan.key, (90,))[0].code == plan.images[0].code
   other = cg.elementwise("T x, S y", "T z", "z = x + y", name="other.images")
-  assert other.cuda.images(plan.key, (90,)) is None
+  assert core(other).cuda.images(plan.key, (90,)) is None
 
 
 @needs_nvrtc

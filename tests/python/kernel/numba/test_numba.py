@@ -300,7 +300,7 @@ values = st.recursive(
   st.one_of(
     st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.floats(allow_nan=False),
     st.complex_numbers(allow_nan=False), st.text(), st.builds(np.float32, st.floats(-8, 8)),
-    st.builds(np.int8, st.integers(-9, 9)),
+    st.builds(np.int8, st.integers(-9, 9)), st.builds(np.str_, st.text()),
   ),
   lambda inner: st.lists(inner, max_size=3).map(tuple),
   max_leaves=5,
@@ -309,7 +309,7 @@ values = st.recursive(
 
 @given(st.dictionaries(st.text("abc", min_size=1), values, max_size=3))
 def test_a_variant_s_name_tells_what_it_was_compiled_for(static: Any) -> None:
-  from callgate._kernel.variants import CallTypes
+  from callgate._kernel.numba.request import CallTypes
 
   kernel = cg.numba(running_maximum, out=like_x)
   types = CallTypes(
@@ -317,7 +317,11 @@ def test_a_variant_s_name_tells_what_it_was_compiled_for(static: Any) -> None:
     ((np.dtype("complex64"), 3),),
     tuple(sorted(static.items())),
   )
-  again = core(kernel).types_of_key(core(kernel).variant_key(types))
+  sides = [
+    [jax.ShapeDtypeStruct((2,) * rank, dtype) for dtype, rank in side]
+    for side in (types.operands, types.results)
+  ]
+  again = core(kernel).types_of_key(core(kernel).variant_key(*sides, types.static))
   assert repr(again) == repr(types)
 
 
