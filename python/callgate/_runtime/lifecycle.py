@@ -119,8 +119,12 @@ def end() -> None:
 
 def is_interrupted() -> bool:
   """At the end of the process: after Ctrl-C nobody waits for it as for its normal end."""
-  last = getattr(sys, "last_exc", getattr(sys, "last_value", None))  # what main was left by
-  return isinstance(last, KeyboardInterrupt) or bool(_callgate.interrupted_recently())
+  return isinstance(_uncaught(), KeyboardInterrupt) or bool(_callgate.interrupted_recently())
+
+
+def _uncaught() -> BaseException | None:
+  """The exception by which the main module was left."""
+  return getattr(sys, "last_exc", getattr(sys, "last_value", None))
 
 
 def _run(ends: list[Callable[[Wait], object]], seconds: float) -> None:
@@ -142,7 +146,15 @@ def _let_effects_finish(interrupted: bool, wait: Wait) -> None:
       _callgate.end_programs(False)
   else:
     dispatch.wait_for_effects(wait)
-    dispatch.effects_barrier_alone()
+    try:
+      dispatch.effects_barrier_alone()
+    except Exception as error:
+      if str(error) != str(_uncaught()):  # which Python has printed
+        if failures.original_of(error) is not error:  # JAX's own keep JAX's exit status
+          _callgate.fail_exit()
+        raise
+    finally:
+      dispatch.forget_effects()  # JAX's own exit would raise the errors again
   if not _callgate.drain_devices(max(wait.left, LAST_SECONDS)):
     print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
 

@@ -198,6 +198,36 @@ def test_exit_with_a_gate_in_reference_cycles_and_programs_alive() -> None:
   assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("end", ["", "jax.block_until_ready(last)"])
+def test_a_failed_program_that_is_under_way_at_the_end_is_shown_once(fast: bool, end: str) -> None:
+  done = run_python(
+    f"""
+    import jax, jax.numpy as jnp, numpy as np, callgate as cg
+    cg.config(fast_dispatch={fast})
+
+    @cg.gate(out=lambda x: x, effect="io", name="shy")
+    def shy(x):
+      if x == 2:
+        raise ValueError("of the last program")
+      return x
+
+    @jax.jit
+    def program(x, a):  # which XLA runs on a thread of its own
+      for _ in range(20):
+        a = jnp.tanh(a @ a)
+      return shy(x + 0 * a[0, 0])
+
+    for n in range(3):
+      last = program(np.float32(n), jnp.full((200, 200), 0.01))
+    {end}
+    """
+  )
+  assert done.returncode == 1
+  assert done.stderr.count("ValueError: of the last program") == 1, done.stderr
+  assert "ignored" not in done.stderr
+
+
 @pytest.mark.parametrize(("end", "code"), [("", 1), ("sys.exit(3)", 3), ("cg.barrier()", 1)])
 def test_a_failed_shard_that_nobody_asked_for_is_shown_at_the_end(end: str, code: int) -> None:
   done = run_python(

@@ -552,10 +552,10 @@ DEFINED_BY_USERS = (
 
 
 def installed(row: str) -> bool:
-  """True if the package and the device that the row needs are here."""
+  """True if the package is here, and the device: on a GPU the rows of CUDA run, and no others."""
   needs, gpu = ROWS[row].needs, ROWS[row].gpu
   has_package = not needs or importlib.util.find_spec(needs) is not None
-  return has_package and (not gpu or jax.default_backend() == "gpu")
+  return has_package and gpu == (jax.default_backend() == "gpu")
 
 
 def platforms() -> dict[str, str]:
