@@ -6,12 +6,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import contract
 import jax
 import numpy as np
 import pytest
 from contract import FOLDER, ROWS, Host
-from contract_elsewhere import added_elsewhere
 from interpreters import run_python
 
 import callgate as cg
@@ -88,30 +86,6 @@ def test_an_export_runs_or_says_why_not(row: str) -> None:
     if part.each:
       assert host.seen() == [3.0, 3.0]
     cg.barrier()
-
-
-@pytest.fixture(scope="module")
-def elsewhere() -> dict[str, Any]:
-  """By row, what its exported program has added in another process: one process for all rows."""
-  made = dict[str, bytes]()
-  for row in filter(contract.installed, contract.rows("export")):
-    f = ROWS[row].make(Host())
-    with ROWS[row].around():
-      exported = jax.export.export(jax.jit(f), disabled_checks=cg.export_checks())(X)
-    made[row] = exported.serialize()
-  return added_elsewhere(made, "jax.export.deserialize(bytearray(data)).call")
-
-
-@pytest.mark.parametrize("row", contract.rows("export"))
-def test_an_export_runs_in_another_process_or_says_why_not(
-  row: str, elsewhere: dict[str, Any]
-) -> None:
-  """Its name brings the part, which defines it: nothing else of that process knows of it."""
-  part, said = ROWS[row], elsewhere[row]
-  if "export elsewhere" in part.refuses:
-    assert part.refuses["export elsewhere"] in said
-  else:
-    assert said == [part.adds] * 2
 
 
 @pytest.mark.parametrize("row", ROWS)

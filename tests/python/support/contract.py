@@ -417,7 +417,10 @@ ROWS: dict[str, Row] = {
       "dropped": _RECENT,
     },
   ),
-  "loop with a bar": Row(_with_bar, refuses={"dropped": _RECENT}),
+  "loop with a bar": Row(
+    _with_bar,
+    refuses={"dropped": _RECENT, "cached": "the bar's file is a number of this process"},
+  ),
   "gate in a recording": Row(_gate(effect="io"), around=lambda: cg.record(_path())),
   "print": Row(
     _printed,
