@@ -250,7 +250,7 @@ def what_jax_gives() -> dict[str, Any]:
 ONLY_ON_THE_CPU = ("kernel, like", "kernel, linear", "numba", "torch")
 
 
-# Of these JAX's callbacks take part in a check.
+# Subjects that a check runs by JAX's callbacks, too.
 BY_JAX = SUBJECTS if is_soak() else ["gate, like, io", "gate, defvjp", "kernel, like", "tap"]
 
 

@@ -82,7 +82,7 @@ for name in %r:
 
 @functools.cache
 def _answers(number: int) -> dict[str, Any]:
-  """What the rows of one process have said: its standard error is another answer."""
+  """The answers of one process's rows, and its exit status and standard error under ""."""
   asked = list(filter(contract.installed, contract.rows("interrupt")[number::_PROCESSES]))
   process = run_python(_PROCESS % (str(FOLDER), asked))
   lines = [line for line in process.stdout.splitlines() if line.startswith("[")]

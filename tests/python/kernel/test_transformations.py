@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels in the table of transformations, whose rules are a gate's; their programs elsewhere.
 
-Those of Numba have `numba/test_programs.py`.
+Numba's kernels have `numba/test_programs.py`.
 """
 
 from __future__ import annotations
