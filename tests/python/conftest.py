@@ -83,8 +83,32 @@ def two() -> Iterator[cg.Workers]:
     yield workers
 
 
+@pytest.fixture(scope="module")
+def whole_heap() -> Iterator[None]:
+  yield
+  gc.unfreeze()
+  gc.collect()
+  gc.freeze()
+
+
 @pytest.fixture
-def clean_caches() -> Iterator[None]:
+def young_heap(whole_heap: None) -> None:
+  """Collections, and searches of the heap after errors, see what the test itself has made."""
+  gc.freeze()
+
+
+# Folders with many errors and collections.
+_SEARCHING = {"contract", "futures", "loops", "objects", "steer", "workers"}
+
+
+@pytest.fixture(autouse=True)
+def heap(request: pytest.FixtureRequest) -> None:
+  if request.path.parent.name in _SEARCHING:
+    request.getfixturevalue("young_heap")
+
+
+@pytest.fixture
+def clean_caches(young_heap: None) -> Iterator[None]:
   """No program of an earlier test is alive, and none of this one afterwards."""
   drop_programs()
   yield

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreters import output_of
-from programs import drop_programs
+from programs import drop_programs, drop_programs_until
 from waiting import until
 
 import callgate as cg
@@ -24,6 +24,7 @@ from callgate._core import encoding, method_objects
 from callgate._tap import target as _target
 
 X = np.float32(1)
+pytestmark = pytest.mark.usefixtures("young_heap")
 
 
 class Callable:
@@ -102,6 +103,10 @@ def test_many_gates_created_and_dropped_leave_nothing_behind() -> None:
   assert not [name for name in cg.stats() if name.startswith("short-lived")]
 
 
+def lanes_apart(gate: Any) -> Any:
+  return jax.vmap(lambda x: jax.lax.cond(x > 0, gate, lambda x: x, x))
+
+
 # Uses of a gate that a user, or a cell of a notebook, drops with it.
 DROPPED: dict[str, Any] = {
   "called": lambda gate: gate(X),
@@ -113,12 +118,18 @@ DROPPED: dict[str, Any] = {
     lambda x: jax.lax.scan(lambda c, _: (gate(c), None), x, None, length=3)
   )(X),
   "cond": lambda gate: jax.jit(lambda x: jax.lax.cond(x > 0, gate, lambda x: x, x))(X),
+  "vmap of cond": lambda gate: jax.jit(lanes_apart(gate))(X[None]),
 }
 
 
 @pytest.mark.parametrize(
   ("how", "kind"),
-  [*((how, "gate") for how in DROPPED), ("jit of grad", "torch"), ("jit of grad", "kernel")],
+  [
+    *((how, "pure") for how in DROPPED),
+    *(("scan", kind) for kind in ("io", "ordered")),
+    *(("vmap of cond", kind) for kind in ("io", "ordered")),
+    *(("jit of grad", kind) for kind in ("torch", "kernel")),
+  ],
 )
 def test_gates_that_are_dropped_with_their_programs_do_not_pile_up(how: str, kind: str) -> None:
   """Though JAX's caches are never cleared."""
@@ -128,7 +139,7 @@ def test_gates_that_are_dropped_with_their_programs_do_not_pile_up(how: str, kin
       return cg.torch(function)
     if kind == "kernel":  # the function is what it is compared with
       return cg.elementwise("T x", "T y", "y = x + x", jvp="dy = dx + dx", like=function)
-    gate = cg.gate(function, out=lambda x: x)
+    gate = cg.gate(function, out=lambda x: x, effect=kind)
     gate.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
     return gate
 
@@ -144,6 +155,18 @@ def test_gates_that_are_dropped_with_their_programs_do_not_pile_up(how: str, kin
   for watch in watches:
     wait_for_the_end_of(watch)
   assert set(_callgate.registered_names()) <= before
+
+
+@pytest.mark.parametrize("effect", ["pure", "io", "ordered"])
+def test_lanes_apart_outside_of_programs_are_freed_with_jaxs_caches(
+  effect: Any, clean_caches: None
+) -> None:
+  function = Callable()
+  watch = weakref.ref(function)
+  jax.block_until_ready(lanes_apart(cg.gate(function, out=lambda x: x, effect=effect))(X[None]))
+  jax.effects_barrier()
+  del function
+  drop_programs_until(lambda: watch() is None)
 
 
 @pytest.mark.parametrize(("how", "ordered"), [("called", False), ("grad", False), ("scan", True)])
@@ -181,15 +204,6 @@ def test_a_consumer_that_refers_to_its_own_channel_or_tap_is_collected() -> None
     del owner
   for watch in watches:
     wait_for_the_end_of(watch)
-
-
-def test_a_feed_that_is_dropped_leaves_nothing_in_caches() -> None:
-  feed = cg.feed(iter([X, X]), name="dropped feed")
-  assert feed.next() == jax.jit(feed.next)() == X
-  watch = weakref.ref(feed)
-  del feed
-  wait_for_the_end_of(watch)
-  until(lambda: "dropped feed" not in _callgate.registered_names(), "its name given back")
 
 
 def thread_states() -> int:

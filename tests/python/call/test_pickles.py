@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import importlib
 import pathlib
 import pickle
@@ -15,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from interpreters import output_of, run, same_path, succeed
 
@@ -193,7 +191,7 @@ def run_script(tmp_path: pathlib.Path, how: str) -> None:
   script = tmp_path / "script.py"
   script.write_text(textwrap.dedent(SCRIPT) + textwrap.indent(textwrap.dedent(how), "  "))
   environment = {"JAX_PLATFORMS": "cpu", **same_path(tmp_path)}
-  assert succeed(script, new=True, environment=environment) == "passed\n"
+  assert succeed(script, environment=environment) == "passed\n"
 
 
 def test_gates_of_a_script_get_to_spawned_processes_by_name(tmp_path: pathlib.Path) -> None:
@@ -229,7 +227,7 @@ GUARDED = """
 def test_a_gate_under_a_script_s_guard_is_said_to_be_there(tmp_path: pathlib.Path) -> None:
   script = tmp_path / "script.py"
   script.write_text(textwrap.dedent(GUARDED))
-  done = run(script, new=True, environment={"JAX_PLATFORMS": "cpu", **same_path(tmp_path)})
+  done = run(script, environment={"JAX_PLATFORMS": "cpu", **same_path(tmp_path)})
   assert done.stdout == "1\n"
   said = (
     "expected it as __main__.guarded, found nothing there. The script is imported here, but for "
@@ -252,32 +250,19 @@ def test_gates_of_a_script_get_to_workers_of_joblib_by_value(tmp_path: pathlib.P
   )
 
 
-def test_kernels_and_torch_functions_are_made_again() -> None:
+def test_torch_functions_and_modules_are_made_again() -> None:
   torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-  pytest.importorskip("numba", reason="Numba is not installed")
-  source = "void plus(float a, cg::In<float> x, cg::Out<float> y) {\n"
-  source += "  for (int64_t i = 0; i < x.size(); ++i) y[i] = a + x[i];\n}"
-  made = [
-    cg.cpp(source, out=lambda a, x: x),
-    cg.elementwise("T x", "T y", "y = x + 5", "plus five"),
-    cg.numba(lambda x: x + 5, out=lambda x: x),
-    cg.torch(lambda x: x * x + 5),
-    cg.torch(torch.nn.Linear(3, 1)),
-  ]
-  held = cloudpickle.dumps([*made, made[-1].params])
+  square, linear = cg.torch(lambda x: x * x + 5), cg.torch(torch.nn.Linear(3, 1))
   source = """
-    plus, five, compiled, square, linear, params = pickle.loads(held)
+    square, linear, params = pickle.loads(held)
     x = jnp.array([1.0, 2.0, 3.0])
-    print(plus.name, five.name, square.name, sep=",")
-    print(plus(5.0, x).tolist(), five(x).tolist(), compiled(x).tolist())
-    print(square(x).tolist(), jax.grad(lambda x: square(x).sum())(x).tolist())
+    print(square.name, jax.grad(lambda x: square(x).sum())(x).tolist())
     print(jax.jit(linear)(params, x).tolist())
   """
+  held = cloudpickle.dumps([square, linear, linear.params])
   assert in_new_process(source, held).splitlines() == [
-    f"{made[0].name},plus five,{made[3].name}",
-    str([[6.0, 7.0, 8.0]] * 3)[1:-1].replace("], [", "] ["),
-    "[6.0, 9.0, 14.0] [2.0, 4.0, 6.0]",
-    str(jax.jit(made[-1])(made[-1].params, jnp.array([1.0, 2.0, 3.0])).tolist()),
+    f"{square.name} [2.0, 4.0, 6.0]",
+    str(jax.jit(linear)(linear.params, jnp.array([1.0, 2.0, 3.0])).tolist()),
   ]
 
 
@@ -290,16 +275,6 @@ def test_a_channel_is_the_one_of_its_name_where_it_is_loaded() -> None:
     assert pickle.loads(held) is later
   with pytest.raises(pickle.UnpicklingError, match=r"channel 'pickled'.*got none; open it first"):
     pickle.loads(held)
-
-
-def test_an_object_of_one_process_refuses_a_pickle_by_name() -> None:
-  refused = pytest.raises(pickle.PicklingError, match="feed 'left' can't be pickled: its iterator")
-  with cg.feed([np.float32(1)], name="left") as feed, refused:
-    cloudpickle.dumps(feed)
-  address = ctypes.cast(ctypes.CDLL(None).cos, ctypes.c_void_p).value
-  kernel = cg.cfunc(address, "double cos(double)", name="cosine")
-  with pytest.raises(pickle.PicklingError, match="kernel 'cosine' can't be pickled: the C func"):
-    cloudpickle.dumps(kernel)
 
 
 def test_a_pickle_by_name_tells_what_is_there_instead(mine: Any) -> None:

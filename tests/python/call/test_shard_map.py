@@ -21,8 +21,19 @@ from jax._src import config as jax_config
 from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from property_checks import is_soak
 from quick_xla import QUICKLY_COMPILED
-from transformation_table import PAIRS, TRANSFORMATIONS, TRIPLES, build, gate, is_valid, reference
+from transformation_table import (
+  EFFECT_PAIRS,
+  PAIRS,
+  TRANSFORMATIONS,
+  TRIPLES,
+  build,
+  gate,
+  groups,
+  is_valid,
+  reference,
+)
 
 import callgate as cg
 
@@ -62,21 +73,30 @@ def expected(chains: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_pairs_of_transformations_agree_with_jax(part: int, engine: str) -> None:
+def test_pairs_of_transformations_agree_with_jax(part: int) -> None:
   chains = tuple(PAIRS[part::4])
   for chain, got, want in zip(chains, run(chains, gate("pure")), expected(chains), strict=True):
     close(got, want, what=chain)
 
 
+@pytest.mark.parametrize("chains", groups(5))
+def test_pairs_of_transformations_agree_through_jaxs_callbacks(chains: Any) -> None:
+  with cg.config(engine="jax"):
+    found = run(chains, gate("pure"))
+  for chain, got, want in zip(chains, found, expected(tuple(chains)), strict=True):
+    close(got, want, what=chain)
+
+
 @pytest.mark.parametrize("effect", ["io", "ordered"])
-def test_pairs_of_transformations_take_effects(effect: Any) -> None:
-  chains = tuple(PAIRS[::7])
+@pytest.mark.parametrize("chains", groups(9, pairs=EFFECT_PAIRS))
+def test_pairs_of_transformations_take_effects(effect: Any, chains: Any) -> None:
+  chains = tuple(chains)
   for chain, got, want in zip(chains, run(chains, gate(effect)), expected(chains), strict=True):
     close(got, want, what=chain)
 
 
 def test_triples_of_transformations_agree_with_jax() -> None:
-  chains = tuple(TRIPLES[:: len(TRIPLES) // 30])
+  chains = tuple(TRIPLES[:: len(TRIPLES) // 12])
   for chain, got, want in zip(chains, run(chains, gate("pure")), expected(chains), strict=True):
     close(got, want, what=chain)
 
@@ -230,7 +250,15 @@ def what_jax_gives() -> dict[str, Any]:
 ONLY_ON_THE_CPU = ("kernel, like", "kernel, linear", "numba", "torch")
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+# Subjects that a check runs by JAX's callbacks, too.
+BY_JAX = SUBJECTS if is_soak() else ["gate, like, io", "gate, defvjp", "kernel, like", "tap"]
+
+
+@pytest.mark.parametrize(
+  ("subject", "engine"),
+  [*((one, "callgate") for one in SUBJECTS), *((one, "jax") for one in BY_JAX)],
+  indirect=["engine"],
+)
 def test_derivatives_in_what_devices_share_agree_with_jax(subject: str, engine: str) -> None:
   if subject in ONLY_ON_THE_CPU and jax.default_backend() != "cpu":
     pytest.skip("runs on the CPU")

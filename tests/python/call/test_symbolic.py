@@ -2,7 +2,7 @@
 """Programs that `jax.export` takes with symbolic shapes, and that then serve every size.
 
 `PROGRAMS` has each with what it computes and what it sends, as JAX and NumPy say it. They are
-exported and served here, and by two fresh processes, which get the definitions as source text.
+exported here and served by a fresh process, which gets the definitions as source text.
 """
 
 from __future__ import annotations
@@ -209,10 +209,6 @@ DEFINITIONS = textwrap.dedent("""
       cg.barrier()
     return jax.tree.map(lambda x: x.tolist(), results), list(SEEN)
 """)
-EXPORT = """
-for name in PROGRAMS:
-  pathlib.Path(sys.argv[1], name).write_bytes(exported(name).serialize())
-"""
 SERVE = """
 for name in PROGRAMS:
   program = export.deserialize(bytearray(pathlib.Path(sys.argv[1], name).read_bytes()))
@@ -235,19 +231,13 @@ def expect(name: str, size: int, results: Any, seen: list[Any]) -> None:
   assert seen == (json.loads(json.dumps([v.tolist() for v in sees[0](x)])) if sees else [])
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_one_exported_program_serves_every_size(name: str) -> None:
-  program = export.deserialize(_here["exported"](name).serialize())
-  for size in SIZES:
-    expect(name, size, *_here["served"](program, size))
-
-
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
-  """The results of programs that one fresh process exported and another one served."""
-  folder = str(tmp_path_factory.mktemp("symbolic"))
-  printed_by(DEFINITIONS + EXPORT, folder)
-  lines = printed_by(DEFINITIONS + SERVE, folder, json.dumps(SIZES)).splitlines()
+  """The results of programs that this process exported and a fresh one served."""
+  folder = tmp_path_factory.mktemp("symbolic")
+  for name in PROGRAMS:
+    (folder / name).write_bytes(_here["exported"](name).serialize())
+  lines = printed_by(DEFINITIONS + SERVE, str(folder), json.dumps(SIZES)).splitlines()
   printed = [json.loads(line) for line in lines if line.startswith("[")]
   return {(name, size): rest for name, size, *rest in printed}
 

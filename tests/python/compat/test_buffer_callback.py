@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import textwrap
-import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +16,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from interpreters import printed_by
 from jax import export
 from jax.experimental import buffer_callback as jaxs
 
@@ -178,8 +174,6 @@ def test_an_unused_call_runs_only_with_a_side_effect(has_side_effect: bool) -> N
 
 
 # -- aliases ---------------------------------------------------------------------------------------
-
-
 def test_aliased_buffers_are_one() -> None:
   def program(module: Any) -> Any:
     def callback(_context: Any, out: Any, x: Any, y: Any) -> None:
@@ -351,8 +345,6 @@ def test_control_flow_and_custom_derivatives_work_around_a_call() -> None:
 
 
 # -- failures and lifetimes ------------------------------------------------------------------------
-
-
 def returns_a_value(_context: Any, _out: Any, _x: Any) -> Any:
   return 1
 
@@ -399,24 +391,6 @@ def test_inputs_can_not_be_written_and_results_can() -> None:
   assert flags == [True]
 
 
-def test_the_callback_lives_as_long_as_its_programs() -> None:
-  class Callback:
-    def __call__(self, context: Any, out: Any, x: Any) -> None:
-      copy(context, out, x)
-
-  callback = Callback()
-  alive = weakref.ref(callback)
-  f = jax.jit(ours.buffer_callback(callback, like(1.0)))
-  assert f(2.0) == 2
-  del callback
-  gc.collect()
-  assert f(3.0) == 3
-  del f
-  jax.clear_caches()
-  gc.collect()
-  assert alive() is None
-
-
 def test_equal_calls_share_one_compiled_program() -> None:
   call = ours.buffer_callback(copy, like(1.0))
   f = jax.jit(lambda x: call(call(x)))
@@ -432,35 +406,6 @@ def test_the_platforms_without_a_lowering_are_named(monkeypatch: pytest.MonkeyPa
 
 
 # -- programs that are exported -------------------------------------------------------------------
-ELSEWHERE = """
-  import jax, numpy as np
-  from callgate.compat.buffer_callback import buffer_callback
-
-  def scale(context, out, values, *, by):
-    np.multiply(values["x"], by, out=np.asarray(out["scaled"]))
-
-  x = jax.ShapeDtypeStruct((3,), np.float32)
-  call = buffer_callback(scale, {"scaled": x}, name="elsewhere.scale", has_side_effect=True)
-"""
-CALLED = """
-  import pathlib, sys
-  from jax import export
-  program = export.deserialize(bytearray(pathlib.Path(sys.argv[1]).read_bytes()))
-  print(program.call(np.arange(3, dtype=np.float32), np.float32(2))["scaled"].tolist())
-"""
-
-
-def test_a_program_with_a_named_callback_is_exported_to_another_process(tmp_path: Path) -> None:
-  made: dict[str, Any] = {}
-  exec(textwrap.dedent(ELSEWHERE), made)
-  program = jax.jit(lambda x, by: made["call"]({"x": x}, by=by))
-  checks = cg.export_checks()
-  exported = export.export(program, disabled_checks=checks)(jnp.arange(3.0), jnp.float32(2))
-  (tmp_path / "program").write_bytes(exported.serialize())
-  source = textwrap.dedent(ELSEWHERE) + textwrap.dedent(CALLED)
-  assert printed_by(source, str(tmp_path / "program")) == "[0.0, 2.0, 4.0]\n"
-
-
 def test_an_exported_program_finds_a_callback_without_a_name_in_its_own_process() -> None:
   def double(context: Any, out: Any, x: Any) -> None:
     np.multiply(x, 2, out=np.asarray(out))

@@ -113,20 +113,6 @@ def test_order_is_that_of_the_data():
   assert seen == [(i, i + 1) for i in range(20)]
 
 
-def test_none_of_ten_programs_is_lost():
-  seen = []
-
-  def f(x, count):
-    for i in range(count):
-      x = hcb.id_tap(lambda v, i: seen.append((i, len(v))), [x + k for k in range(5)], i=i)[-1]
-    return x
-
-  with hcb.outfeed_receiver():
-    for _ in range(10):
-      jax.jit(lambda x: f(x, 10))(jnp.int32(1))
-  assert sorted(seen) == sorted([(i, 5) for i in range(10)] * 10)
-
-
 @pytest.mark.parametrize(
   "dtype",
   ["bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32",

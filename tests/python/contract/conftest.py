@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the contract's tests: skips, a folder for files, and a heap of their own."""
+"""Fixtures of the contract's tests: skips, and a folder for files."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -31,17 +30,3 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("CONTRACT_FOLDER", str(tmp_path_factory.mktemp("contract")))
     yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def whole_heap() -> Iterator[None]:
-  yield
-  gc.unfreeze()
-  gc.collect()
-  gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def young_heap(whole_heap: None) -> None:
-  """Collections, and searches of the heap after errors, see what the test itself has made."""
-  gc.freeze()

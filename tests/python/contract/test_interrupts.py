@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from typing import Any
 
 import contract
 import pytest
 from contract import FOLDER, ROWS
 from interpreters import run_python
 
-# A process of its own asks a row. JAX's C++ code dispatches the second call; the third question is
+_PROCESSES = 6  # among which the rows are dealt out
+# JAX's C++ code dispatches the second call; the third question is
 # a loop of short programs in Python.
 _PROCESS = """
 import json, os, signal, sys, threading, time
@@ -71,15 +74,23 @@ def ask(name):
       answers.append(float(long(X, 2)) - 3)
   return answers
 
-signal.alarm(60)  # a program that does not end
-print(json.dumps(ask(%r)))
+for name in %r:
+  signal.alarm(60)  # a program that does not end
+  print(json.dumps([name, ask(name)]), flush=True)
 """
+
+
+@functools.cache
+def _answers(number: int) -> dict[str, Any]:
+  """The answers of one process's rows, and its exit status and standard error under ""."""
+  asked = list(filter(contract.installed, contract.rows("interrupt")[number::_PROCESSES]))
+  process = run_python(_PROCESS % (str(FOLDER), asked), **contract.platforms())
+  lines = [line for line in process.stdout.splitlines() if line.startswith("[")]
+  return {**dict(map(json.loads, lines)), "": [process.returncode, process.stderr]}
 
 
 @pytest.mark.parametrize("row", contract.rows("interrupt"))
 def test_a_program_is_interrupted_and_the_next_one_is_right(row: str) -> None:
-  process = run_python(_PROCESS % (str(FOLDER), row), **contract.platforms())
-  assert process.returncode == 0, process.stderr
-  assert process.stderr == ""
-  answers = json.loads(process.stdout.splitlines()[-1])
-  assert answers == [*["KeyboardInterrupt"] * 3, pytest.approx(2 * ROWS[row].adds)]
+  answers = _answers(contract.rows("interrupt").index(row) % _PROCESSES)
+  assert answers[""] == [0, ""]
+  assert answers[row] == [*["KeyboardInterrupt"] * 3, pytest.approx(2 * ROWS[row].adds)]

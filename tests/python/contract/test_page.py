@@ -25,6 +25,7 @@ COLUMNS = {
   "is freed with its programs": ["kept", "cycle", "dropped"],
   "`jax.export`": ["export"],
   "an export in another process, once its gates are defined there": ["export", "export elsewhere"],
+  "the next process finds the program in JAX's persistent cache": ["cached"],
   "copies and pickles": ["pickle", "pickle elsewhere"],
   "a fork's child": ["fork"],
   "Ctrl-C ends a program, and the next is right": ["interrupt"],

@@ -6,12 +6,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import contract
 import jax
 import numpy as np
 import pytest
 from contract import FOLDER, ROWS, Host
-from contract_elsewhere import added_elsewhere, exports
 from interpreters import run_python
 
 import callgate as cg
@@ -88,44 +86,6 @@ def test_an_export_runs_or_says_why_not(row: str) -> None:
     if part.each:
       assert host.seen() == [3.0, 3.0]
     cg.barrier()
-
-
-_LOAD = "jax.export.deserialize(bytearray(data)).call"
-
-
-@pytest.fixture(scope="module")
-def exported() -> dict[str, bytes]:
-  """The rows' programs, in the order in which one process has made the rows."""
-  return exports(list(filter(contract.installed, contract.rows("export"))))
-
-
-@pytest.fixture(scope="module")
-def elsewhere(exported: dict[str, bytes]) -> dict[str, Any]:
-  """By row, what its program has added in a process that has made nothing."""
-  return added_elsewhere(exported, _LOAD)
-
-
-@pytest.fixture(scope="module")
-def defined_elsewhere(exported: dict[str, bytes]) -> dict[str, Any]:
-  """By row, what its program has added in a process that has made the rows, and traced nothing."""
-  return added_elsewhere(exported, _LOAD, list(exported))
-
-
-@pytest.mark.parametrize("row", contract.rows("export"))
-def test_an_export_runs_in_another_process_or_says_what_to_define(
-  row: str, elsewhere: dict[str, Any], defined_elsewhere: dict[str, Any]
-) -> None:
-  """Its name brings the part, which defines it, or the user has to."""
-  part, said = ROWS[row], defined_elsewhere[row]
-  if "export elsewhere" in part.refuses:
-    assert "Define it before the program is loaded" in elsewhere[row], said
-    assert part.refuses["export elsewhere"] in said
-    return
-  assert said == [part.adds] * 2
-  if row in contract.DEFINED_BY_USERS:
-    assert "Define it before the program is loaded" in elsewhere[row]
-  else:
-    assert elsewhere[row] == said
 
 
 @pytest.mark.parametrize("row", ROWS)

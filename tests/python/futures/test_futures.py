@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 from interpreters import output_of, run
 from meanwhile import Meanwhile
-from transformation_table import PAIRS, TRANSFORMATIONS, F, assert_chains_agree, on_host, reference
+from property_checks import is_soak
+from transformation_table import F, assert_chains_agree, groups, on_host, reference
 
 import callgate as cg
 from callgate._futures import job
@@ -38,9 +40,9 @@ def started(effect: Any) -> F:
   return lambda x: gate.start(x).result()
 
 
-@pytest.mark.parametrize("outer", TRANSFORMATIONS)
-def test_pairs_of_transformations_agree_with_jax(outer: str) -> None:
-  assert_chains_agree([pair for pair in PAIRS if pair[0] == outer], make=started)
+@pytest.mark.parametrize("chains", groups(3, 9))
+def test_pairs_of_transformations_agree_with_jax(chains: Any) -> None:
+  assert_chains_agree(chains, make=started)
 
 
 def test_io_gates_start_once_for_each_execution() -> None:
@@ -360,15 +362,25 @@ def by_reference() -> cg.Gate:
   return cg.gate(np.sin, out=lambda x: x, like=jnp.sin)
 
 
-@pytest.mark.parametrize("make", [by_jvp, by_vjp, by_reference])
+def twice(f: F) -> F:
+  return lambda x: f(f(x))
+
+
+def in_a_scan(f: F) -> F:
+  return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0]
+
+
+def in_a_checkpoint(f: F) -> F:
+  return jax.checkpoint(lambda x: jax.lax.fori_loop(0, 2, lambda _, c: f(c), x))
+
+
+HIGHER = list(
+  itertools.product([by_jvp, by_vjp, by_reference], [twice, in_a_scan, in_a_checkpoint])
+)
+
+
 @pytest.mark.parametrize(
-  "around",
-  [
-    lambda f: lambda x: f(f(x)),
-    lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
-    lambda f: jax.checkpoint(lambda x: jax.lax.fori_loop(0, 2, lambda _, c: f(c), x)),
-  ],
-  ids=["twice", "scan", "checkpoint"],
+  ("make", "around"), HIGHER if is_soak() else [HIGHER[i] for i in (1, 5, 6)]
 )
 def test_higher_derivatives_are_those_of_the_call(make: Any, around: Any) -> None:
   gate = make()

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of every kind in the table of transformations; programs with them in other processes."""
+"""Kernels in the table of transformations, whose rules are a gate's; their programs elsewhere.
+
+Numba's kernels have `numba/test_programs.py`.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +19,15 @@ import numpy as np
 import pytest
 from interpreters import printed_by
 from jax import export
-from programs import CACHED, PRINT_LOWERED
+from programs import CACHED
 from transformation_table import (
   EFFECT_PAIRS,
-  PAIRS,
   TRANSFORMATIONS,
   TRIPLES,
   F,
   X,
   assert_chains_agree,
+  groups,
   reference,
   run,
 )
@@ -69,13 +70,6 @@ def with_jvp(effect: Any) -> F:
   return kernel
 
 
-def in_numba(effect: Any) -> F:
-  def wave(out: Any, x: Any) -> None:
-    out[:] = np.sin(x) * (1 + x.sum())
-
-  return cg.numba(wave, like=reference, effect=effect)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def pointwise(x: Any) -> Any:
   return jnp.sin(x) * (1 + x)
 
@@ -92,30 +86,30 @@ KINDS: dict[str, tuple[Callable[[Any], F], F]] = {
   "whole, a template": (cpp(ROWS, like=reference, vmap="whole"), reference),
   "broadcast": (cpp(ROWS, like=reference, vmap="broadcast"), reference),
 }
-if hasattr(cg, "numba") and importlib.util.find_spec("numba"):
-  KINDS["numba"] = (in_numba, reference)
 if hasattr(cg, "elementwise"):
   KINDS["elementwise"] = (in_elementwise, pointwise)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("part", range(3))
-def test_pairs_of_transformations_agree_with_jax(kind: str, part: int) -> None:
+CHAINS = [(kind, chains) for kind in KINDS for chains in groups(4)]
+
+
+@pytest.mark.parametrize(("kind", "chains"), [*CHAINS, *(("each", c) for c in groups(0, 8, 11))])
+def test_pairs_of_transformations_agree_with_jax(kind: str, chains: Any) -> None:
   make, truth = KINDS[kind]
-  assert_chains_agree(PAIRS[part::3], make=make, truth=truth)
+  assert_chains_agree(chains, make=make, truth=truth)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_triples_of_transformations_agree_with_jax(kind: str) -> None:
   make, truth = KINDS[kind]
-  assert_chains_agree(random.Random(kind).sample(TRIPLES, 10), make=make, truth=truth)
+  assert_chains_agree(random.Random(kind).sample(TRIPLES, 4), make=make, truth=truth)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("effect", ["io", "ordered"])
 def test_pairs_of_transformations_take_effects(kind: str, effect: Any) -> None:
   make, truth = KINDS[kind]
-  chains = random.Random(kind + effect).sample(EFFECT_PAIRS, 12)
+  chains = random.Random(kind + effect).sample(EFFECT_PAIRS, 6)
   assert_chains_agree(chains, effect, make=make, truth=truth)
 
 
@@ -201,22 +195,6 @@ def test_exported_programs_run_in_a_process_that_never_traced_them(
   assert elsewhere[name] == want
 
 
-def test_an_exported_program_without_its_kernel_is_an_error_that_names_it(tmp_path: Path) -> None:
-  function, x = _here["PROGRAMS"]["template"]
-  exported = export.export(jax.jit(function), disabled_checks=cg.export_checks())(x)
-  (tmp_path / "template").write_bytes(exported.serialize())
-  code = "import callgate, jax, jax.numpy as jnp\n" + textwrap.dedent(f"""
-    try:
-      exec({CALL!r})
-    except jax.errors.JaxRuntimeError as error:
-      print(error)
-  """)
-  arguments = json.dumps([["template", x.tolist(), "float32"]])
-  printed = printed_by(code, str(tmp_path), arguments)
-  assert "elsewhere.scale[T=float32,R=1,kNegate=1]" in printed
-  assert "Define it before the program is loaded" in printed
-
-
 def test_a_kernel_that_has_changed_since_the_export_is_refused(tmp_path: Path) -> None:
   function, x = _here["PROGRAMS"]["plain"]
   exported = export.export(jax.jit(function), disabled_checks=cg.export_checks())(x)
@@ -235,19 +213,8 @@ def test_a_kernel_that_has_changed_since_the_export_is_refused(tmp_path: Path) -
   assert "In<float32,1>,float32,Out<float32,1>" in printed
 
 
-def test_lowered_programs_hold_no_address_and_are_the_same_in_the_next_process() -> None:
-  first, second = (
-    printed_by(KERNELS + MORE + PRINT_LOWERED, PYTHONHASHSEED=seed) for seed in ("1", "2")
-  )
-  assert first == second
-  assert "elsewhere.scale[T=float32,R=2,kNegate=1]" in first
-  assert not re.search(r"0x[0-9a-fA-F]{6,}\b(?<!0000)|\b\d{12,}\b", first)
-
-
 def test_a_second_process_finds_every_program_in_the_persistent_cache(tmp_path: Path) -> None:
-  first, second = (
-    [line.split(": ") for line in printed_by(KERNELS + MORE + CACHED, str(tmp_path)).splitlines()]
-    for _ in range(2)
-  )
+  printed = (printed_by(KERNELS + MORE + CACHED, str(tmp_path), PYTHONHASHSEED=n) for n in "12")
+  first, second = ([line.split(": ") for line in text.splitlines()] for text in printed)
   assert [line[:2] for line in second] == [[name, "1"] for name in NAMES]
   assert [line[2] for line in first] == [line[2] for line in second]

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from property_checks import is_soak
 
 import callgate as cg
 from callgate._objects import collect
 
 ZERO = jnp.float32(0)
-STEPS = 2000
+STEPS = 2000 if is_soak() else 400
 
 
 class Counted:

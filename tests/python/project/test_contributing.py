@@ -65,7 +65,7 @@ def test_the_part_breaks_no_layer_and_says_what_guards_its_state(tree: Path) -> 
 
 def test_the_parts_own_test_and_its_row_in_the_contract_pass(tree: Path) -> None:
   own, contract = tree / "tests/python/counter", tree / "tests/python/contract"
-  rows = contract / "test_values.py", contract / "test_processes.py"
+  rows = (contract / f"test_{name}.py" for name in ("values", "processes", "next_process"))
   said = succeed(
     Module("pytest"), "-q", "-p", "no:cacheprovider", "-k", "counter", own, *rows,
     cwd=tree, environment={"PYTHONPATH": f"{tree / 'python'}:{FOLDER}"}, timeout=110,

@@ -139,6 +139,65 @@ def in_child(act):
   return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
 """
 
+# Children that use the parent's objects, close or drop them, leave their blocks and end, and those
+# of multiprocessing.
+CHILDREN = """
+told = {n: in_child(kind.use) for n, kind in kinds.items()}
+
+def close(kind):
+  if hasattr(kind, "close"):
+    kind.close()
+
+def drop(name):
+  kinds.pop(name)
+  gc.collect()
+
+closed = {n: in_child(lambda: close(kind)) for n, kind in kinds.items()}
+closed |= {f"{n}, dropped": in_child(lambda: drop(n)) for n in list(kinds)}
+
+def leave():
+  with kinds[n]:
+    pass
+
+def leave_by_exit():
+  with kinds[n]:
+    sys.exit(3)
+
+def end():
+  try:
+    leave_by_exit()
+  except SystemExit as error:
+    return error.code
+
+left = {}
+for n in ("channel", "jsonl", "stream", "socket"):
+  left[n] = in_child(leave)
+  left[f"{n}, by exit"] = in_child(end)
+child = os.fork()
+if child == 0:
+  signal.alarm(20)
+  with kinds["stream"]:
+    sys.exit(3)
+left["to its end"] = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "None"]
+
+context = multiprocessing.get_context("fork")
+answers = context.SimpleQueue()
+
+def work(kind):
+  signal.alarm(20)
+  try:
+    kinds[kind].use()
+  except Exception as error:
+    answers.put(str(error))
+
+by_fork = {}
+for kind in ("channel", "stream", "own thread"):
+  worker = context.Process(target=work, args=(kind,))
+  worker.start()
+  worker.join()
+  by_fork[kind] = [worker.exitcode, answers.get() if worker.exitcode == 0 else ""]
+"""
+
 END = """
 for kind in kinds.values():
   kind.use()  # the parent's are as they were
@@ -146,7 +205,7 @@ kept = cg.open_stream(folder / "a.cgs")
 whole = [int(record.seq) for record in kept] + [kept.ended]
 count = len((folder / "a.jsonl").read_text().splitlines())
 served = (folder / "socket").exists() and cg.open_stream(socket).read(0.0) is None
-print(json.dumps([results, whole, count, served]))
+print(json.dumps([told, closed, left, by_fork, whole, count, served]))
 """
 
 # The message of each in a child; None where it simply works, as far as JAX does.
@@ -175,85 +234,39 @@ SAYS: dict[str, str | None] = {
 }
 
 
-def results_of(body: str, folder: Any) -> dict[str, Any]:
-  source = PRELUDE.replace("sys.argv[1]", repr(str(folder))) + body + END
-  results, whole, count, served = json.loads(output_of(source).splitlines()[-1])
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+  folder = tmp_path_factory.mktemp("fork")
+  source = PRELUDE.replace("sys.argv[1]", repr(str(folder))) + CHILDREN + END
+  *answers, whole, count, served = json.loads(output_of(source).splitlines()[-1])
   assert whole == [0, 1, False], "a child has written to the parent's stream"
   assert count == 2
   assert served, "a child has taken the parent's socket away"
-  return results
+  return dict(zip(("told", "closed", "left", "by_fork"), answers, strict=True))
 
 
-def test_a_child_that_uses_the_parents_objects_is_told(tmp_path) -> None:
-  results = results_of("results = {n: in_child(kind.use) for n, kind in kinds.items()}", tmp_path)
-  assert results.keys() == SAYS.keys()
-  for kind, (status, said) in results.items():
+def test_a_child_that_uses_the_parents_objects_is_told(answers: dict[str, Any]) -> None:
+  assert answers["told"].keys() == SAYS.keys()
+  for kind, (status, said) in answers["told"].items():
     assert status == 0, f"{kind}: {said}"
     expected = SAYS[kind]
     assert said == "None" if expected is None else expected in said, f"{kind}: {said}"
 
 
-def test_a_child_that_closes_or_drops_the_parents_objects_leaves_them_alone(tmp_path) -> None:
-  body = """
-    def close(kind):
-      if hasattr(kind, "close"):
-        kind.close()
-    def drop(name):
-      kinds.pop(name)
-      gc.collect()
-    results = {n: in_child(lambda: close(kind)) for n, kind in kinds.items()}
-    results |= {f"{n}, dropped": in_child(lambda: drop(n)) for n in list(kinds)}
-  """
-  results = results_of("\n".join(line[4:] for line in body.splitlines()), tmp_path)
-  assert {name: one for name, one in results.items() if one != [0, "None"]} == {}
+def test_a_child_that_closes_or_drops_the_parents_objects_leaves_them_alone(
+  answers: dict[str, Any],
+) -> None:
+  assert {name: one for name, one in answers["closed"].items() if one != [0, "None"]} == {}
 
 
-def test_a_child_of_a_channels_block_ends(tmp_path) -> None:
-  body = """
-    def leave():
-      with kinds[n]:
-        pass
-    def leave_by_exit():
-      with kinds[n]:
-        sys.exit(3)
-    def end():
-      try:
-        leave_by_exit()
-      except SystemExit as error:
-        return error.code
-    results = {}
-    for n in ("channel", "jsonl", "stream", "socket"):
-      results[n] = in_child(leave)
-      results[f"{n}, by exit"] = in_child(end)
-    child = os.fork()
-    if child == 0:
-      signal.alarm(20)
-      with kinds["stream"]:
-        sys.exit(3)
-    results["to its end"] = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "None"]
-  """
-  results = results_of("\n".join(line[4:] for line in body.splitlines()), tmp_path)
-  for name, one in results.items():
+def test_a_child_of_a_channels_block_ends(answers: dict[str, Any]) -> None:
+  for name, one in answers["left"].items():
     expected = [7, "None"] if name == "to its end" else [0, "3" if "by exit" in name else "None"]
     assert one == expected, name
 
 
-@pytest.mark.parametrize("kind", ["channel", "stream", "own thread"])
-def test_a_child_of_multiprocessings_fork_is_told_and_ends(kind: str, tmp_path) -> None:
-  body = f"""
-    context = multiprocessing.get_context("fork")
-    said = context.SimpleQueue()
-    def work():
-      signal.alarm(20)
-      try:
-        kinds[{kind!r}].use()
-      except Exception as error:
-        said.put(str(error))
-    worker = context.Process(target=work)
-    worker.start()
-    worker.join()
-    results = {{"said": said.get() if worker.exitcode == 0 else "", "status": worker.exitcode}}
-  """
-  results = results_of("\n".join(line[4:] for line in body.splitlines()), tmp_path)
-  assert results["status"] == 0
-  assert "forked from" in results["said"]
+def test_a_child_of_multiprocessings_fork_is_told_and_ends(answers: dict[str, Any]) -> None:
+  assert len(answers["by_fork"]) == 3
+  for kind, (status, said) in answers["by_fork"].items():
+    assert status == 0, kind
+    assert "forked from" in said, kind

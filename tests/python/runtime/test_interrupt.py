@@ -159,62 +159,73 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_ctrl_c_ends_every_wait(wait: str, tmp_path) -> None:
-  setup = f"""
-    called = threading.Event()
-    def stuck(value):
-      called.set()
-      time.sleep(1000)
-    def pulled():
-      yield 1.0
-      asked.set()
-      time.sleep(1000)
-    x = np.float32(0)
-    channel = cg.channel("t", to=stuck)
-    other = cg.channel("other")
-    address = "unix:" + {str(tmp_path / "socket")!r}
-    source = cg.channel("source", to=cg.sinks.Stream(address))
-    # A server that accepts nobody, with one who waits already.
-    crowded = "unix:" + {str(tmp_path / "crowded")!r}
-    import socket
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(crowded[5:])
-    server.listen(0)
-    clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-    for client in clients:
-      client.setblocking(False)
-      client.connect_ex(crowded[5:])
-    asked = threading.Event()
-    hanging = cg.feed(pulled())
-    asked.wait()
-    jax.block_until_ready(jax.jit(lambda x: cg.tap(x, "t"))(x))
-    called.wait()
-  """
-  # The signal comes when the main thread has gone into the wait, or is about to.
-  body = f"""
-    def wait():
-      {wait}
-    def interrupt(main=threading.main_thread().ident):
-      while not any(f.f_code is wait.__code__ for f in frames(sys._current_frames()[main])):
-        time.sleep(0.001)
-      time.sleep(0.05)
-      os.kill(os.getpid(), signal.SIGINT)
-    def frames(frame):
-      while frame is not None:
-        yield frame
-        frame = frame.f_back
-    threading.Thread(target=interrupt, daemon=True).start()
-    try:
-      wait()
-    except (KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:
-      # The latter where the wait is a program's, whose call has raised it.
-      if "KeyboardInterrupt" in repr(error):
-        print("interrupted", flush=True)
-      os._exit(0)
-  """
-  done = run_python(PRELUDE + textwrap.dedent(setup) + textwrap.dedent(body), timeout=60)
-  assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+# Each wait has a channel and a feed of its own. The signal comes when the main thread has gone into
+# the wait, or is about to.
+INTERRUPTED = """
+import socket
+called, asked, x = threading.Event(), threading.Event(), np.float32(0)
+
+def stuck(value):
+  called.set()
+  time.sleep(1000)
+
+def pulled():
+  yield 1.0
+  asked.set()
+  time.sleep(1000)
+
+def frames(frame):
+  while frame is not None:
+    yield frame
+    frame = frame.f_back
+
+def interrupt(wait, main=threading.main_thread().ident):
+  while not any(f.f_code is wait.__code__ for f in frames(sys._current_frames()[main])):
+    time.sleep(0.001)
+  time.sleep(0.05)
+  os.kill(os.getpid(), signal.SIGINT)
+
+address = f"unix:{folder}/socket"
+source = cg.channel("source", to=cg.sinks.Stream(address))
+# A server that accepts nobody, with one who waits already.
+crowded = f"unix:{folder}/crowded"
+server = socket.socket(socket.AF_UNIX)
+server.bind(crowded[5:])
+server.listen(0)
+clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+for client in clients:
+  client.setblocking(False)
+  client.connect_ex(crowded[5:])
+
+kept = []
+for name, text in waits.items():
+  called.clear()
+  asked.clear()
+  channel, other = cg.channel(f"of {name}", to=stuck), cg.channel(f"other of {name}")
+  hanging = cg.feed(pulled())
+  kept += [channel, other, hanging]
+  asked.wait()
+  jax.block_until_ready(jax.jit(lambda x: cg.tap(x, channel.name))(x))
+  called.wait()
+  exec(f"def wait():\\n  {text}")
+  thread = threading.Thread(target=interrupt, args=(wait,), daemon=True)
+  thread.start()
+  try:
+    wait()
+    print("ended", name, flush=True)
+  except (KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:
+    # The latter where the wait is a program's, whose call has raised it.
+    print("interrupted" if "KeyboardInterrupt" in repr(error) else repr(error), name, flush=True)
+  thread.join()
+os._exit(0)
+"""
+
+
+def test_ctrl_c_ends_every_wait(tmp_path) -> None:
+  source = f"{PRELUDE}\nfolder, waits = {str(tmp_path)!r}, {WAITS!r}\n{INTERRUPTED}"
+  done = run_python(source, timeout=60)
+  assert done.stdout.splitlines() == [f"interrupted {name}" for name in WAITS], done.stderr
+  assert done.returncode == 0
 
 
 def test_one_keyboard_interrupt_follows_though_each_shard_raised_one() -> None:

@@ -91,7 +91,7 @@ def test_the_programs_own_exit_code_is_kept(thread: str, end: str, code: int, te
   assert text in done.stderr
 
 
-def test_a_gate_that_fails_during_the_exit_does_no_harm() -> None:
+def test_a_gate_that_fails_during_the_exit_is_told_by_the_status() -> None:
   done = finish(
     """
     def fail(x):
@@ -102,7 +102,8 @@ def test_a_gate_that_fails_during_the_exit_does_no_harm() -> None:
     started.wait(20)
     """
   )
-  assert done.returncode == 0, done.stderr
+  assert done.returncode == 1, done.stderr
+  assert done.stderr.count("ValueError: late") == 1
 
 
 def test_a_gate_called_after_the_runtime_closed_is_an_error_not_a_crash() -> None:

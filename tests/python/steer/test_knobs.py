@@ -220,7 +220,7 @@ def test_consistent_reads_in_a_shard_map() -> None:
   assert jax.jit(lambda: knob.read(consistent=True))() == 3
 
 
-@pytest.mark.parametrize("chains", groups(0, 14, pairs=EFFECT_PAIRS))
+@pytest.mark.parametrize("chains", groups(14, pairs=EFFECT_PAIRS))
 def test_pairs_of_transformations(chains: Any) -> None:
   one = cg.knob(f"test one {chains[0]}", 1.0)
 
@@ -405,21 +405,12 @@ def test_a_definition_that_runs_again_keeps_the_knob() -> None:
   assert output_of(code).split("\n")[:7] == ["1.0", *[kept] * 4, whole, "8.0 False (0, 5)"]
 
 
-def test_the_persistent_cache_and_exports_hold_the_name(tmp_path: Any) -> None:
-  code = f"""
-    import jax, callgate as cg
-    rate = cg.knob("rate", VALUE)
-    program = jax.jit(lambda x: x * rate.read())
-    path = {str(tmp_path / "program")!r}
-    if VALUE == 2.0:
-      exported = jax.export.export(program, disabled_checks=cg.export_checks())(1.0)
-      open(path, "wb").write(exported.serialize())
-      print(program(1.0))
-    else:
-      print(jax.export.deserialize(open(path, "rb").read()).call(1.0))
-  """
-  assert output_of(code.replace("VALUE", "2.0")).strip() == "2.0"
-  assert output_of(code.replace("VALUE", "5.0")).strip() == "5.0"
+def test_an_exported_program_holds_the_name() -> None:
+  rate = cg.knob("test exported", 2.0)
+  program = jax.jit(lambda x: x * rate.read())
+  exported = jax.export.export(program, disabled_checks=cg.export_checks())(1.0).serialize()
+  rate.set(5.0)
+  assert jax.export.deserialize(exported).call(1.0) == 5
 
 
 def test_knobs_are_listed_while_another_thread_defines_one(

@@ -374,7 +374,7 @@ _OF_TAPS = {"export": _FUNCTION, "fork": _CHANNELS}
 _RECENT = (
   "the last 64 functions of cg.call and cg.use, and 256 of cg.scan, are kept for calls to come"
 )
-_DEFINE = "Define it before the program is loaded"  # and a trace alone does
+DEFINE = "Define it before the program is loaded"  # and a trace alone does
 _OPEN = "an open channel keeps its consumers"
 _NO_RULE = {"grad": "has no derivative. Define one"}
 _NO_JVP = {"grad": "do not support JVP"}
@@ -412,7 +412,7 @@ ROWS: dict[str, Row] = {
       "pickle": "cannot pickle '_queue",
     },
   ),
-  "call": Row(_called, refuses={**_NO_RULE, "dropped": _RECENT, "export elsewhere": _DEFINE}),
+  "call": Row(_called, refuses={**_NO_RULE, "dropped": _RECENT, "export elsewhere": DEFINE}),
   "tap": Row(_tap_kept, adds=0, tells=False, refuses=_OF_TAPS),
   "tap ordered": Row(_tap(ordered=True), adds=0, tells=False, refuses=_OF_TAPS),
   "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False, refuses=_OF_TAPS),
@@ -467,7 +467,7 @@ ROWS: dict[str, Row] = {
   "scan with checkpoints": Row(
     _saved,
     refuses={
-      "export elsewhere": _DEFINE,
+      "export elsewhere": DEFINE,
       **_not_under_vmap("put the `vmap` or `shard_map` into the loop's body"),
       "values shard_map": "put the `vmap` or `shard_map` into the loop's body",
       "error vmap of cond": "put the `vmap` or `shard_map` into the loop's body",
@@ -479,7 +479,10 @@ ROWS: dict[str, Row] = {
       "dropped": _RECENT,
     },
   ),
-  "loop with a bar": Row(_with_bar, refuses={"dropped": _RECENT}),
+  "loop with a bar": Row(
+    _with_bar,
+    refuses={"dropped": _RECENT, "cached": "the bar's file is a number of this process"},
+  ),
   "gate in a recording": Row(_gate(effect="io"), around=lambda: cg.record(_path())),
   "print": Row(
     _printed,
@@ -524,7 +527,7 @@ ROWS: dict[str, Row] = {
   ),
   "buffer_callback": Row(
     _buffer_callback,
-    refuses={**_NO_JVP, "lane": "JAX's rule is a loop over the lanes", "export elsewhere": _DEFINE},
+    refuses={**_NO_JVP, "lane": "JAX's rule is a loop over the lanes", "export elsewhere": DEFINE},
   ),
   "id_tap": Row(
     _id_tap,
@@ -547,7 +550,8 @@ DEFINED_BY_USERS = (
   *("gate on a named thread", "gate on an executor", "call", "hold", "use", "start", "knob"),
   *("feed", "linear_solver", "root", "stoppable scan", "gate in a worker", "envs"),
   *("scan with checkpoints", "loop with a bar", "gate in a recording", "cpp", "cfunc", "numba"),
-  *("elementwise", "torch", "buffer_callback"),
+  *("elementwise", "torch", "buffer_callback", "cuda", "cpp with CUDA", "elementwise on CUDA"),
+  *("numba_cuda", "triton", "gate on CUDA"),
 )
 
 

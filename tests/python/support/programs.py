@@ -27,10 +27,9 @@ def drop_programs_until(condition: Callable[[], bool]) -> None:
   until(dropped, "freed")
 
 
-# Code for another process, after code that makes `PROGRAMS`: functions and arguments by name.
-PRINT_LOWERED = "for f, x in PROGRAMS.values(): print(jax.jit(f).lower(x).as_text())"
-# Its first argument is the persistent cache; of each program it prints the name, how often that was
-# found there, and the result.
+# Code for another process, after code that makes `PROGRAMS`: functions and arguments by name. Its
+# first argument is the persistent cache. It prints each program's name, how often that was found
+# there, and its result.
 CACHED = textwrap.dedent("""
   import sys
   hits = []

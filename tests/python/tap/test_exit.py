@@ -7,7 +7,6 @@ import signal
 import subprocess
 import textwrap
 
-import pytest
 from interpreters import run_python, start
 
 PRELUDE = """
@@ -209,9 +208,9 @@ BLOCKING = {
   "remove": "channel.remove(stuck)",
   "barrier": "cg.barrier()",
   "errors": "with cg.errors(): pass",
-  "a full channel": "jax.block_until_ready(sender('t')(100_000))",
+  "a full channel": "jax.block_until_ready(sender(channel.name)(100_000))",
   "a gate's thread": "jax.block_until_ready(asleep(1.0))",
-  "records": "next(cg.channel('other').records())",
+  "records": "next(other.records())",
   "a stream's end": "next(iter(cg.open_stream(address)))",
   "a stream's records": "cg.open_stream(address).read(1000)",
   "a stream's server": "cg.open_stream(crowded)",
@@ -219,45 +218,45 @@ BLOCKING = {
 }
 
 
-@pytest.mark.parametrize("call", BLOCKING.values(), ids=BLOCKING)
-def test_a_daemon_thread_in_a_call_that_waits_does_not_abort_the_exit(call, tmp_path):
-  done = finish(
-    f"""
-    called = threading.Event()
-    def stuck(value):
-      called.set()
-      time.sleep(1000)
-    address = "unix:" + {str(tmp_path / "socket")!r}
-    channel = cg.channel("t", capacity=4096, to=stuck)
-    asleep = jax.jit(lambda x: cg.call(lambda y: time.sleep(1000), x, x, thread="own"))
-    # A server that accepts nobody, with some who wait already.
-    import socket
-    crowded = "unix:" + {str(tmp_path / "crowded")!r}
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(crowded[5:])
-    server.listen(0)
-    clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-    for client in clients:
-      client.setblocking(False)
-      client.connect_ex(crowded[5:])
-    source = cg.channel("source", to=cg.sinks.Stream(address))
-    jax.block_until_ready(sender("t")(3))
-    called.wait()
-    began = threading.Event()
-    def wait():
-      began.set()
-      try:
-        {call}
-      except BaseException:
-        pass  # what it waited for has been closed
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    began.wait()
-    while sys._current_frames()[thread.ident].f_code is wait.__code__:
-      time.sleep(0.001)
-    """,
-    CALLGATE_EXIT_SECONDS="0.3",
-  )
+# Each call is in a thread of its own, with a channel of its own.
+BLOCKED = """
+import socket
+def stuck(value):
+  called.release()
+  time.sleep(1000)
+called = threading.Semaphore(0)
+address = f"unix:{folder}/socket"
+asleep = jax.jit(lambda x: cg.call(lambda y: time.sleep(1000), x, x, thread="own"))
+# A server that accepts nobody, with some who wait already.
+crowded = f"unix:{folder}/crowded"
+server = socket.socket(socket.AF_UNIX)
+server.bind(crowded[5:])
+server.listen(0)
+clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+for client in clients:
+  client.setblocking(False)
+  client.connect_ex(crowded[5:])
+source = cg.channel("source", to=cg.sinks.Stream(address))
+threads = {}
+for text in calls:
+  channel = cg.channel(text, capacity=4096, to=stuck)
+  jax.block_until_ready(sender(text)(3))
+  called.acquire()
+  names = {**globals(), "channel": channel, "other": cg.channel(f"other: {text}")}
+  exec(f"def wait():\\n  try:\\n    {text}\\n  except BaseException:\\n    pass", names)
+  threads[text] = threading.Thread(target=names["wait"], daemon=True)
+  threads[text].start()
+  while (frame := sys._current_frames().get(threads[text].ident)) is None or (
+    frame.f_code is names["wait"].__code__
+  ):
+    assert threads[text].is_alive(), text
+    time.sleep(0.001)
+"""
+
+
+def test_daemon_threads_in_calls_that_wait_do_not_abort_the_exit(tmp_path):
+  names = f"folder, calls = {str(tmp_path)!r}, {list(BLOCKING.values())!r}\n"
+  done = finish(names + BLOCKED, CALLGATE_EXIT_SECONDS="0.3")
   assert done.returncode == 0, done.stderr
   assert "terminate called" not in done.stderr
   assert "Traceback" not in done.stderr

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import threading
-import weakref
 from typing import Any
 
 import jax
@@ -64,11 +61,6 @@ def test_a_tap_whose_value_nobody_uses_runs(engine, seen):
   assert seen.values() == [3.0]
 
 
-def test_a_tap_works_outside_jit(seen):
-  assert float(cg.tap(jnp.float32(3), seen)) == 3.0
-  assert seen.values() == [3.0]
-
-
 def test_equal_taps_are_not_merged_and_constant_ones_not_hoisted(engine, seen):
   def program(x):
     cg.tap(x, seen)
@@ -78,15 +70,6 @@ def test_equal_taps_are_not_merged_and_constant_ones_not_hoisted(engine, seen):
 
   jax.jit(program)(1.0)
   assert sorted(seen.values()) == [1.0, 1.0, 7.0, 7.0, 7.0]
-
-
-def test_a_tap_in_a_scan_runs_for_each_step(engine, seen):
-  program = jax.jit(
-    lambda x: jax.lax.scan(lambda c, y: (cg.tap(c + y, seen), y), x, jnp.arange(4.0))
-  )
-  carry, _ = program(0.0)
-  assert float(carry) == 6.0
-  assert seen.values() == [0.0, 1.0, 3.0, 6.0]
 
 
 def test_taps_in_condition_and_body_of_a_while_loop_run_as_they_do(engine, seen):
@@ -433,28 +416,6 @@ def test_random_keys_can_be_tapped(seen):
   jax.jit(lambda k: cg.tap(k, seen))(key)
   cg.barrier()
   np.testing.assert_array_equal(seen[0], jax.random.key_data(key))
-
-
-# -- lifetime ------------------------------------------------------------------------------------
-def test_a_consumer_dies_with_the_last_program_that_can_call_it(clean_caches):
-  class Consumer:
-    def __call__(self, value: Any) -> None:
-      pass
-
-  consumer = Consumer()
-  alive = weakref.ref(consumer)
-  programs = [jax.jit(functools.partial(cg.tap, to=consumer))]
-  programs[0](1.0)
-  cg.barrier()
-  del consumer
-  gc.collect()
-  assert alive() is not None
-  programs.clear()
-  jax.clear_caches()
-  gc.collect()
-  cg.barrier()
-  gc.collect()
-  assert alive() is None
 
 
 # -- errors --------------------------------------------------------------------------------------

@@ -439,22 +439,3 @@ def test_a_forked_child_refuses_and_leaves_the_workers_alone() -> None:
     out, said = process.communicate(timeout=60)
     assert "refused: True" in out, said
     assert "still there" in out, said
-
-
-def test_ctrl_c_ends_the_program() -> None:
-  code = """
-    try:
-      sleep(100.0).block_until_ready()
-    except KeyboardInterrupt:
-      print("interrupted", flush=True)
-    assert double(3.0) == 6
-    print("goes on", flush=True)
-  """
-  with running(code) as (process, pids):
-    time.sleep(0.5)
-    for pid in (process.pid, *pids):  # as a terminal does
-      os.kill(pid, signal.SIGINT)
-    out, said = process.communicate(timeout=30)
-    assert "interrupted" in out, said
-    assert "goes on" in out, said
-    wait_until(lambda: all(map(gone, pids)))

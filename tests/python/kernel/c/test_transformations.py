@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreters import printed_by
-from jax import export
 from transformation_table import groups, run
 
 import callgate as cg
@@ -50,8 +49,7 @@ def kernel(kind: str, path: Path, **options: Any) -> Any:
   return (lambda x: saxpy(1.5, x, jnp.flip(x))), shifted
 
 
-@pytest.mark.parametrize("kind", ["loop", "call"])
-@pytest.mark.parametrize("effect", ["pure", "io"])
+@pytest.mark.parametrize(("kind", "effect"), [("loop", "pure"), ("call", "pure"), ("call", "io")])
 @pytest.mark.parametrize("chains", groups(14))
 def test_pairs_of_transformations_agree_with_jax(
   chains: Any, kind: str, effect: Any, path: Path
@@ -118,42 +116,6 @@ DEFINITIONS = textwrap.dedent("""
   program = lambda x: saxpy(2.0, jax.vmap(cube)(x), x)
   x = jnp.arange(3.0)
 """)
-
-
-def test_an_exported_program_finds_its_kernels_by_name(path: Path, tmp_path: Path) -> None:
-  file = tmp_path / "program"
-  printed_by(
-    DEFINITIONS
-    + "exported = export.export(jax.jit(program), disabled_checks=cg.export_checks())(x)\n"
-    + "pathlib.Path(sys.argv[2]).write_bytes(exported.serialize())",
-    str(path),
-    str(file),
-  )
-  assert str(ctypes.cast(ctypes.CDLL(str(path)).cube, ctypes.c_void_p).value) not in str(
-    file.read_bytes()
-  )
-  load = "loaded = export.deserialize(bytearray(pathlib.Path(sys.argv[2]).read_bytes()))\n"
-  call = "print(loaded.call(x).tolist())"
-  assert printed_by(DEFINITIONS + load + call, str(path), str(file)).strip() == "[0.0, 3.0, 18.0]"
-  loaded = export.deserialize(bytearray(file.read_bytes()))
-  with pytest.raises(Exception, match=r"c\.(cube|saxpy)"):
-    loaded.call(jnp.arange(3.0)).block_until_ready()
-
-
-def test_the_persistent_cache_serves_the_next_process(path: Path, tmp_path: Path) -> None:
-  code = DEFINITIONS + textwrap.dedent("""
-    hits = []
-    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
-    print(jax.jit(program)(x).tolist(), "/jax/compilation_cache/cache_hits" in hits)
-  """)
-  cache = {
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-  }
-  outputs = [printed_by(code, str(path), **cache).split("] ") for _ in range(2)]
-  assert [o[0] for o in outputs] == ["[0.0, 3.0, 18.0"] * 2
-  assert outputs[1][1].strip() == "True"
 
 
 def test_the_compiled_glue_is_kept_between_processes(path: Path, tmp_path: Path) -> None:

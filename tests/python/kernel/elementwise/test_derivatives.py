@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from property_checks import is_soak
 from transformation_table import X, groups, run
 
 import callgate as cg
@@ -46,7 +47,7 @@ def values(shape: Any, start: float) -> Any:
   return start + jnp.linspace(0.1, 1.3, int(np.prod(shape, dtype=int))).reshape(shape)
 
 
-def in_all_modes(f: Callable[..., Any], examples: Any = EXAMPLES) -> dict[str, Any]:
+def in_all_modes(f: Callable[..., Any], examples: Any) -> dict[str, Any]:
   """The derivatives for pairs of shapes; one program compiles faster than one each."""
   results: dict[str, Any] = {}
   for x_shape, y_shape in examples:
@@ -71,8 +72,11 @@ def in_all_modes(f: Callable[..., Any], examples: Any = EXAMPLES) -> dict[str, A
 def test_gradients_agree_with_jax_s(name: str) -> None:
   operation, jvp, reference = EXPRESSIONS[name]
   kernel = elementwise("T x, T y", "T z", operation, jvp=jvp)
-  got, want = (jax.jit(lambda f=f: in_all_modes(f))() for f in (kernel, reference))
-  eager = in_all_modes(kernel, EXAMPLES[1:2])
+  # How shapes broadcast is the same for all expressions, which are compiled for each rank.
+  all_shapes = name == "product" or is_soak()
+  examples = EXAMPLES if all_shapes else EXAMPLES[1:2]
+  got, want = (jax.jit(lambda f=f: in_all_modes(f, examples))() for f in (kernel, reference))
+  eager = in_all_modes(kernel, EXAMPLES[1:2]) if all_shapes else {}
   for case, value in [*got.items(), *eager.items()]:
     for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(want[case]), strict=True):
       np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6, err_msg=case)
@@ -218,7 +222,7 @@ WAVE = elementwise(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("chains", groups(0, 13))
+@pytest.mark.parametrize("chains", groups(13))
 def test_pairs_of_transformations_agree_with_jax(chains: Any) -> None:
   got, want = run(chains, WAVE), run(chains, lambda x: jnp.sin(x) * x)
   for chain, a, b in zip(chains, got, want, strict=True):

@@ -269,25 +269,6 @@ def test_an_exported_program_calls_its_kernels_in_a_process_that_never_traced_th
   assert "numba.scaled" in printed[0] or "numba.parallel" in printed[0]
 
 
-PERSISTENT = textwrap.dedent("""
-  hits = []
-  jax.monitoring.register_event_listener(
-    lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None
-  )
-  jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  lowered = jax.jit(lambda x: scaled(x) + parallel(x)).lower(X)
-  hits.clear()
-  print(lowered.compile()(X), len(hits))
-""")
-
-
-def test_the_persistent_cache_finds_programs_with_numba_kernels(first: Any, tmp_path: Path) -> None:
-  runs = [fresh(DEFINE + PERSISTENT, first[0], str(tmp_path)) for _ in range(2)]
-  assert runs == [["[ 0.  6. 12. 18.] 0"], ["[ 0.  6. 12. 18.] 1"]]
-
-
 def test_a_kernel_lives_as_long_as_a_program_that_can_call_it(clean_caches: None) -> None:
   kernel = cg.numba(in_place, out=like_x)
   name = kernel.name
