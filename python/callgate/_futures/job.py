@@ -64,9 +64,7 @@ class Job:
           raise Interruption
         value = call()
         if isinstance(value, Coroutine):
-          import asyncio  # 30 modules, for those who have coroutines
-
-          asyncio.run_coroutine_threadsafe(self._follow(value), _event_loop())
+          self._run_coroutine(value)
           return
         self._settle(value, None)
       except Interruption:
@@ -97,6 +95,16 @@ class Job:
         f"{self.label}: can't be started: the process is ending, or was forked from one that ran "
         "such calls; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
       )
+
+  def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    import asyncio  # 30 modules, for those who have coroutines
+
+    try:
+      loop = _event_loop()
+    except RuntimeError:  # the process ends, and no thread starts
+      coroutine.close()
+      raise
+    asyncio.run_coroutine_threadsafe(self._follow(coroutine), loop)
 
   async def _follow(self, coroutine: Coroutine[Any, Any, Any]) -> None:
     import asyncio
@@ -300,8 +308,13 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     if _loop is None:
       _loop = loop = asyncio.new_event_loop()
       run = functools.partial(_run_loop, loop)
-      _loop_thread = threading.Thread(target=run, name="callgate async", daemon=True)
-      _loop_thread.start()
+      thread = threading.Thread(target=run, name="callgate async", daemon=True)
+      try:
+        thread.start()
+      except RuntimeError:
+        _loop = None
+        raise
+      _loop_thread = thread
     return _loop
 
 

@@ -82,11 +82,11 @@ class GateCallee(Operation):
       of_thread=isinstance(self.run_on, Thread),
       on_device=bind.is_native(self.arrays) or self.traits.native,
     )
+    self.members: dict[str, GateCallee] = {}
     with registry.naming(name):
       self.callee = self._named_callee()
       registry.register(name, self)
     self.wraps, self.call_signature = function, signatures.signature_of(function, leading)
-    self.members: dict[str, GateCallee] = {}
     outer, _, _ = str(getattr(function, "__qualname__", "")).rpartition(".")
     self._in_class = bool(outer) and not outer.endswith("<locals>")
 

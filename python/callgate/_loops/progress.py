@@ -10,13 +10,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TextIO, TypeVar, overload
+from typing import Any, Literal, TextIO, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,8 @@ class File:
     self.file = file
 
 
-# By the id() of the files to which bars are drawn. Under the GIL: single steps.
+# The files to which bars are drawn, in the order in which they came: a program of the next process
+# has the same numbers. Under the GIL: single steps.
 files: weakref.WeakValueDictionary[int, TextIO | File] = weakref.WeakValueDictionary()
 # The newest that stand for files: a bar may be drawn when its program is gone. Under the GIL:
 # single steps.
@@ -52,6 +54,8 @@ _newest: collections.deque[TextIO | File] = collections.deque(maxlen=64)
 noted: dict[tuple[str, int | None], tuple[float, Any]] = {}
 Lanes = Literal["one", "bars"]
 Style = Literal["tqdm", "rich"]
+_numbers = itertools.count()  # of files; guarded by _numbering
+_numbering = threading.Lock()
 _nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
 
 
@@ -128,22 +132,28 @@ def options_of(progress: object) -> Progress | None:
   )
 
 
-def _kept(file: TextIO) -> TextIO | File:
-  """Has `files` lead to a file, as long as somebody has it or what this returns."""
-  try:
-    return files.setdefault(id(file), file)
-  except TypeError:
-    _newest.append(kept := files.setdefault(id(file), File(file)))
-    return kept
+def _numbered(file: TextIO) -> tuple[int, TextIO | File]:
+  """The number that leads to a file in `files`, as long as somebody has it or what this returns."""
+  with _numbering:
+    for reference in files.valuerefs():
+      kept = reference()
+      if kept is not None and (kept.file if isinstance(kept, File) else kept) is file:
+        return cast("Any", reference).key, kept
+    number = next(_numbers)
+    try:
+      kept = files[number] = file
+    except TypeError:
+      _newest.append(kept := files.setdefault(number, File(file)))
+    return number, kept
 
 
-def _text_of(options: Progress) -> str:
+def _text_of(options: Progress, file: int | None) -> str:
   """What a program says of a bar, at the present depth of nested loops, to the drawing thread."""
   names = ("desc", "position", "leave", "mininterval", "style")
   text = {name: getattr(options, name) for name in names}
   text |= {
     "show": None if options.show is None else list(options.show),
-    "file": None if options.file is None else id(options.file),
+    "file": file,
     "depth": getattr(_nesting, "depth", 0),
   }
   return json.dumps({key: value for key, value in text.items() if value is not None})
@@ -171,17 +181,18 @@ class Mark:
     """The mark of a loop with so many steps, where only a traced number says how many."""
     if options is None:
       return None
-    by_value, file = options.at is not None, options.file
+    by_value = options.at is not None
+    number, file = (None, None) if options.file is None else _numbered(options.file)
     total = None if by_value else options.total
     bar = Bar(
-      text=_text_of(options),
+      text=_text_of(options, number),
       every=int(options.every or 0),
       total=UNKNOWN if total is None else int(total),
       has_total=steps is not None and options.total is None,
       by_value=by_value,
       by_lane=options.lanes == "bars",
       engine=config.engine(),
-      file=None if file is None else _kept(file),
+      file=file,
     )
     if bar.by_lane:
       delivery.tell_of_lanes(MOST_LANES)

@@ -120,7 +120,7 @@ def test_an_export_runs_in_another_process_or_says_why_not(
     assert said["nothing made"] == [part.adds] * 2
 
 
-@pytest.mark.parametrize("row", contract.rows("cached"))
+@pytest.mark.parametrize("row", ROWS)
 def test_the_next_process_finds_the_program_in_the_persistent_cache(
   row: str, two: list[dict[str, Any]]
 ) -> None:

@@ -25,7 +25,6 @@ COLUMNS = {
   "is freed with its programs": ["kept", "cycle", "dropped"],
   "`jax.export`": ["export"],
   "an export in another process, once its gates are defined there": ["export", "export elsewhere"],
-  "the next process finds the program in JAX's persistent cache": ["cached"],
   "copies and pickles": ["pickle", "pickle elsewhere"],
   "a fork's child": ["fork"],
   "Ctrl-C ends a program, and the next is right": ["interrupt"],
@@ -40,7 +39,8 @@ The tests ask each part below the same questions (`tests/python/contract`). All 
 right value and make the right number of calls outside of `jit`, in `cond`, `jit` in `jit`, ahead of
 time, in threads and with 40 executions under way; so do functions that were jitted before the
 import, functions that are defined again, and programs under way at the end of the process, which
-ends in silence or by the error that nobody caught. Where the answer to another question is no, the
+ends in silence or by the error that nobody caught; and the next process finds the program in JAX's
+persistent cache. Where the answer to another question is no, the
 table says why.
 
 """

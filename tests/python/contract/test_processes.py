@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import contract
 import jax
 import numpy as np
 import pytest

@@ -471,17 +471,22 @@ EXIT = """
 import asyncio, sys, threading, time
 import jax, jax.numpy as jnp, callgate as cg
 
+begun = threading.Event()
+
 def sleep(x):
+  begun.set()
   time.sleep(60)
   return x
 
 async def rest(x):
+  begun.set()
   await asyncio.sleep(60)
   return x
 
 gate = cg.gate(rest if sys.argv[1] == "coroutine" else sleep, out=lambda x: x, name="slow",
                **({"run_on": cg.thread("t")} if sys.argv[1] == "thread" else {}))
 jax.jit(lambda x: (gate.start(x), x)[1])(1.0).block_until_ready()
+begun.wait(20)
 sys.exit(7)
 """
 

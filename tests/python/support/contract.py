@@ -479,10 +479,7 @@ ROWS: dict[str, Row] = {
       "dropped": _RECENT,
     },
   ),
-  "loop with a bar": Row(
-    _with_bar,
-    refuses={"dropped": _RECENT, "cached": "the bar's file is a number of this process"},
-  ),
+  "loop with a bar": Row(_with_bar, refuses={"dropped": _RECENT}),
   "gate in a recording": Row(_gate(effect="io"), around=lambda: cg.record(_path())),
   "print": Row(
     _printed,
