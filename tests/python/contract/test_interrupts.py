@@ -12,6 +12,7 @@ import pytest
 from contract import FOLDER, ROWS
 from interpreters import run_python
 
+pytestmark = pytest.mark.limit(420)  # a process asks seven rows
 _PROCESSES = 6  # among which the rows are dealt out
 # JAX's C++ code dispatches the second call; the third question is
 # a loop of short programs in Python.
@@ -75,7 +76,7 @@ def ask(name):
   return answers
 
 for name in %r:
-  signal.alarm(60)  # a program that does not end
+  signal.alarm(150)  # a program that does not end
   print(json.dumps([name, ask(name)]), flush=True)
 """
 
@@ -84,7 +85,7 @@ for name in %r:
 def _answers(number: int) -> dict[str, Any]:
   """The answers of one process's rows, and its exit status and standard error under ""."""
   asked = list(filter(contract.installed, contract.rows("interrupt")[number::_PROCESSES]))
-  process = run_python(_PROCESS % (str(FOLDER), asked), **contract.platforms())
+  process = run_python(_PROCESS % (str(FOLDER), asked), timeout=400, **contract.platforms())
   lines = [line for line in process.stdout.splitlines() if line.startswith("[")]
   return {**dict(map(json.loads, lines)), "": [process.returncode, process.stderr]}
 
