@@ -80,7 +80,9 @@ def elsewhere() -> dict[str, Any]:
   """By row, what its pickle's program has added in another process, or the text of its error."""
   asked = filter(contract.installed, contract.rows("pickle"))
   texts = {row: base64.b64encode(_pickled(row)).decode() for row in asked}
-  return json.loads(output_of(_ELSEWHERE % (str(FOLDER), texts)).splitlines()[-1])
+  return json.loads(
+    output_of(_ELSEWHERE % (str(FOLDER), texts), **contract.platforms()).splitlines()[-1]
+  )
 
 
 @pytest.mark.parametrize("row", contract.rows("pickle"))

@@ -27,7 +27,7 @@ COLUMNS = {
   "an export in another process, once its gates are defined there": ["export", "export elsewhere"],
   "copies and pickles": ["pickle", "pickle elsewhere"],
   "a fork's child": ["fork"],
-  "Ctrl-C ends a program, and the next is right": ["interrupt"],
+  "Ctrl-C ends a program, and the next is right": ["interrupt", "silence"],
   "equal functions are two": ["equal"],
 }
 # Folders whose functions no program calls, or whose rows call them by other names: `gate.start`.

@@ -21,6 +21,7 @@ import os
 import pathlib
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -320,19 +321,24 @@ def _cpp_with_cuda(host: Host) -> F:
 def _numba_cuda(host: Host) -> F:
   from numba import cuda
 
+  # Which of CUDA's libraries Numba finds is not the contract's question.
+  warnings.filterwarnings("ignore", "cuda.bindings.nvjitlink", RuntimeWarning)
   plus = np.float32(host.plus)
 
   @cuda.jit
   def add(x: Any, y: Any) -> None:
     y[()] = x[()] + plus
 
-  return cg.numba_cuda(add, out=lambda x: x, griddim=1, blockdim=1)
+  kernel = cg.numba_cuda(add, out=lambda x: x, griddim=1, blockdim=1)
+  return lambda x: kernel(jnp.asarray(x))  # NumPy's numbers go by value
 
 
 def _triton(host: Host) -> F:
+  os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 warns
   from triton_kernels import add
 
-  return cg.triton(add, out=lambda x: x, grid=1, PLUS=host.plus)
+  kernel = cg.triton(add, out=lambda x: x, grid=1, PLUS=host.plus)
+  return lambda x: kernel(jnp.asarray(x))  # NumPy's numbers go by value
 
 
 def _cfunc(host: Host) -> F:
@@ -382,6 +388,11 @@ _COMPILED = "compiled code raises by a check alone"
 _NO_FORK = {"fork": "CUDA's driver works in no fork's child"}
 _OF_CUDA = {"error": _COMPILED, **_NO_RULE, **_NO_FORK}
 _ON_CUDA_ALONE = {**_OF_CUDA, "engine": "expected a program for platform cuda"}
+_OF_TRITON = {
+  **_ON_CUDA_ALONE,
+  "pickle": "cannot pickle '_thread.RLock' object",
+  "silence": "Triton reports objects of its own at the end of the process",
+}
 _JAX = "what the callback raises is told in JAX's own words"
 _OF_CALLBACKS = {
   **_NO_JVP,
@@ -511,7 +522,7 @@ ROWS: dict[str, Row] = {
   "cpp with CUDA": Row(_cpp_with_cuda, each=False, gpu=True, refuses=_OF_CUDA),
   "elementwise on CUDA": Row(_elementwise, each=False, gpu=True, refuses=_OF_CUDA),
   "numba_cuda": Row(_numba_cuda, each=False, gpu=True, needs="numba_cuda", refuses=_ON_CUDA_ALONE),
-  "triton": Row(_triton, each=False, gpu=True, needs="triton", refuses=_ON_CUDA_ALONE),
+  "triton": Row(_triton, each=False, gpu=True, needs="triton", refuses=_OF_TRITON),
   "gate on CUDA": Row(_gate(effect="io"), gpu=True, refuses=_NO_FORK),
   "tap on CUDA": Row(_tap(), adds=0, tells=False, gpu=True, refuses={**_OF_TAPS, **_NO_FORK}),
   "pure_callback": Row(_pure_callback, each=False, refuses=_OF_CALLBACKS),
