@@ -256,7 +256,7 @@ class _Decoder:
     return found
 
 
-class Signature:
+class DecodedSpec:
   """A decoded spec: how to call the user's function with flat arrays."""
 
   def __init__(self, spec: str) -> None:
@@ -276,12 +276,12 @@ def _keeps(spec: str) -> bool:
   return any(code in spec for code in ('{"o":', '{"x":', '{"exact":'))
 
 
-_signature = functools.lru_cache(maxsize=1024)(Signature)
+_signature = functools.lru_cache(maxsize=1024)(DecodedSpec)
 
 
-def signature(spec: str) -> Signature:
+def signature(spec: str) -> DecodedSpec:
   """The decoded spec; the same object each time, unless it keeps what is the user's."""
-  return Signature(spec) if _keeps(spec) else _signature(spec)
+  return DecodedSpec(spec) if _keeps(spec) else _signature(spec)
 
 
 def path_in(tree: PyTreeDef, index: int) -> tuple[Any, ...]:

@@ -78,7 +78,7 @@ class Parameter:
 
   @property
   def text(self) -> str:
-    """What it takes, for messages."""
+    """The arrays that it takes, for messages."""
     dtype = "any dtype" if self.dtype is None else self.dtype.name
     wide = " (which needs jax_enable_x64)" if is_wide(self.dtype) else ""
     return f"{dtype}{wide} of {f'rank {self.rank}' if self.rank >= 0 else 'any rank'}"

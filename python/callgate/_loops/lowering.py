@@ -95,7 +95,7 @@ def _unmarked(closed: Any) -> Any:
 
 # -- the two kinds of loops, as one ----------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
-class _Loop:
+class _MarkedLoop:
   """A loop whose body has marks.
 
   Attributes:
@@ -160,7 +160,9 @@ class _Loop:
     return (carry[place] - self.first[place]).astype(np.int32)
 
 
-def _of_scan(body: Any, going: Going | None, unmarked: dict[str, Any], operands: _Values) -> _Loop:
+def _of_scan(
+  body: Any, going: Going | None, unmarked: dict[str, Any], operands: _Values
+) -> _MarkedLoop:
   length, unroll = unmarked["length"], unmarked["unroll"]
   consts, first, xs = loops.split_scan(unmarked, operands)
   lowered: Any = jax.make_jaxpr(functools.partial(loops.scan_impl, **unmarked))(*operands)
@@ -168,20 +170,22 @@ def _of_scan(body: Any, going: Going | None, unmarked: dict[str, Any], operands:
   has_loop = is_open(length) or trips > 1 or (trips == 1 and (unroll == 1 or length % unroll))
   loop = next(it for it in lowered.eqns if it.primitive is jax.lax.while_p) if has_loop else None
   flags = None if going is None or going.carried else xs[going.flag]
-  return _Loop(
+  return _MarkedLoop(
     body, consts, first, operands, lowered, loop, going,
     unit=unroll, before=1, length=length, flags=flags, reverse=unmarked["reverse"],
   )  # fmt: skip
 
 
-def _of_while(body: Any, going: Going | None, unmarked: dict[str, Any], operands: _Values) -> _Loop:
+def _of_while(
+  body: Any, going: Going | None, unmarked: dict[str, Any], operands: _Values
+) -> _MarkedLoop:
   _, consts, first = loops.split_operands(unmarked, operands)
   lowered: Any = jax.make_jaxpr(functools.partial(jax.lax.while_p.bind, **unmarked))(*operands)
-  return _Loop(body, consts, first, operands, lowered, lowered.eqns[0], going)
+  return _MarkedLoop(body, consts, first, operands, lowered, lowered.eqns[0], going)
 
 
 # -- a loop as it runs -----------------------------------------------------------------------------
-def _run(loop: _Loop) -> _Values:
+def _run(loop: _MarkedLoop) -> _Values:
   """The results of a loop, which ends early, and in chunks if it has bars."""
   begun = list(map(loop.begin, _marks(loop.body)))
   done: Any = None  # as many steps as the `while_loop` makes, which nobody knows before its end
@@ -214,7 +218,7 @@ def _count(length: Any) -> Any:
 
 
 def _ending(
-  loop: _Loop, params: dict[str, Any], inputs: _Values
+  loop: _MarkedLoop, params: dict[str, Any], inputs: _Values
 ) -> tuple[dict[str, Any], list[Any]]:
   """The parameters and operands of the `while_loop`, which ends with the loop's flag."""
   if loop.going is None:
@@ -225,7 +229,7 @@ def _ending(
 
 
 def _run_chunks(
-  loop: _Loop, begun: Sequence[Begun], params: dict[str, Any], operands: _Values
+  loop: _MarkedLoop, begun: Sequence[Begun], params: dict[str, Any], operands: _Values
 ) -> tuple[Any, Any, list[Any]]:
   """The loop's `while_loop`, of these parameters and operands, in chunks.
 

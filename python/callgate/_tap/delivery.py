@@ -46,7 +46,7 @@ class TapDescription:
 
   def __init__(self, text: str) -> None:
     code = json.loads(text)
-    self._signature = encoding.Signature(code["spec"])  # with what it names
+    self._signature = encoding.DecodedSpec(code["spec"])  # with what it names
     tree = self._signature.in_tree.children()[0].children()[0]  # of ((value,), {})
     lone = tree == jax.tree.structure(0)
     self._unflatten: Callable[[Sequence[Any]], Any] = (

@@ -54,7 +54,7 @@ class SourcePart(CudaPart):
       checked(label, *self._configuration)
 
   def signature(self) -> Signature:
-    """What a call gives and gets."""
+    """The parameters of a call: its operands, values and results."""
     templates = [t.name for t in self.function.template]
     for p in self.function.parameters.of((Kind.NUMBER,)):
       if p.dtype is None and p.element not in templates:

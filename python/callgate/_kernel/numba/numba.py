@@ -268,7 +268,7 @@ class NumbaKernel(CpuKernel):
     return "->".join(sides) + (";" + json.dumps(held) if held else "")
 
   def types_of_key(self, key: str) -> CallTypes:
-    """What `variant_key` was given."""
+    """The types and static values that `variant_key` was given."""
 
     def types(text: str) -> tuple[Type, ...]:  # from "float32:2,bool:0"
       pairs = (part.split(":") for part in text.split(",") if part)
