@@ -79,7 +79,7 @@ def any_lane(flag: Any) -> Any:
 
 
 def chosen(lanes: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-  """The values that a batched `while_loop` carries on: new ones of lanes that go on, old ones of others."""
+  """The values that a batched `while_loop` carries on: new ones of lanes that go on, else old."""
 
   def choose(new: Any, old: Any) -> Any:
     flags = jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim)))

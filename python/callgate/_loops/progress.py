@@ -148,7 +148,7 @@ def _numbered(file: TextIO) -> tuple[int, TextIO | File]:
 
 
 def _text_of(options: Progress, file: int | None) -> str:
-  """The text that a program has of a bar, at the present depth of nested loops, to the drawing thread."""
+  """The text that a program has of a bar, at the present depth of nested loops, for its drawer."""
   names = ("desc", "position", "leave", "mininterval", "style")
   text = {name: getattr(options, name) for name in names}
   text |= {
