@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,8 +53,9 @@ def pass_by(wait: Wait) -> bool:
   _running = thread
   try:
     thread.start()
-  except RuntimeError:  # the interpreter ends: no new threads, and nobody is left to be told
-    return True
+  except RuntimeError:  # at the end of the process Python 3.12 starts no thread
+    _running = None
+    return wait.poll(_started(fenced))
   return _ended(thread, wait)
 
 
@@ -67,6 +69,15 @@ def _ended(thread: threading.Thread, wait: Wait) -> bool:
 
 
 def _run(fenced: dict[str, list[Any]]) -> None:
+  has_ended = _started(fenced)
+  pause = 1e-5
+  while not has_ended():
+    time.sleep(pause)  # in Python: a thread that the exit ends in C++ would abort it
+    pause = min(2 * pause, 1e-3)
+
+
+def _started(fenced: dict[str, list[Any]]) -> Callable[[], bool]:
+  """Starts the programs; returns a function that is true once they have ended."""
   for platform, devices in fenced.items():
     if platform not in _made or _made[platform][0] != devices:
       mesh = jax.sharding.Mesh(np.array(devices), ("device",))
@@ -76,7 +87,4 @@ def _run(fenced: dict[str, list[Any]]) -> None:
       operand = jax.make_array_from_single_device_arrays(zeros.shape, sharding, shards)
       _made[platform] = devices, jax.jit(lambda x: x + x).lower(operand).compile(), operand
   results = [program(operand) for _, program, operand in map(_made.__getitem__, fenced)]
-  pause = 1e-5
-  while not all(result.is_ready() for result in results):
-    time.sleep(pause)  # in Python: a thread that the exit ends in C++ would abort it
-    pause = min(2 * pause, 1e-3)
+  return lambda: all(result.is_ready() for result in results)

@@ -155,6 +155,9 @@ def _let_effects_finish(interrupted: bool, wait: Wait) -> None:
         raise
     finally:
       dispatch.forget_effects()  # JAX's own exit would raise the errors again
+      # XLA's client, which Python's end destroys, runs no device of a program that has not begun
+      # there: the others would wait for it in a collective.
+      fence.pass_by(wait)
   if not _callgate.drain_devices(max(wait.left, LAST_SECONDS)):
     print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
 

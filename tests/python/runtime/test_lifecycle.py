@@ -229,6 +229,32 @@ def test_a_failed_program_that_is_under_way_at_the_end_is_shown_once(fast: bool,
   assert "ignored" not in done.stderr
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("turn", range(3))  # most such processes waited for ever, not all
+def test_a_pure_program_over_devices_that_is_under_way_at_the_end(fails: bool, turn: int) -> None:
+  del turn
+  done = run_python(
+    f"""
+    import jax, jax.numpy as jnp, callgate as cg
+
+    @cg.gate(out=lambda x: x)
+    def same(x):
+      if {fails}:
+        raise ValueError("of a pure gate")
+      return x
+
+    mesh = jax.make_mesh((2,), ("d",))
+    x = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("d")))
+    program = jax.jit(same)
+    last = [program(x) for _ in range(3)]
+    """,
+    XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    timeout=30,
+  )
+  assert done.returncode == fails, done.stderr
+  assert done.stderr.count("Traceback") == fails or "of a pure gate" in done.stderr
+
+
 @pytest.mark.parametrize(("end", "code"), [("", 1), ("sys.exit(3)", 3), ("cg.barrier()", 1)])
 def test_a_failed_shard_that_nobody_asked_for_is_shown_at_the_end(end: str, code: int) -> None:
   done = run_python(
