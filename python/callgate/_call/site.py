@@ -250,7 +250,7 @@ class Callee(Identity):
     if owner is None or not args:
       return False
     first = args[0].value if isinstance(args[0], split.Static) else args[0]
-    return issubclass(first, owner) if isinstance(first, type) else isinstance(first, owner)
+    return isinstance(first, owner) or (isinstance(first, type) and issubclass(first, owner))
 
   def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
     """Binds the call, without derivative rules of its own."""

@@ -113,7 +113,9 @@ class GateCallee(Operation):
 
   def is_of_object(self, args: Sequence[Any]) -> bool:
     if self.owner is None and self._in_class and args and not isinstance(args[0], split.NUMBERS):
-      self.look_for_owner(args[0] if isinstance(args[0], type) else type(args[0]))
+      if isinstance(args[0], type):
+        self.look_for_owner(args[0])
+      self.look_for_owner(type(args[0]))
     return super().is_of_object(args)
 
   def look_for_owner(self, kind: type) -> None:

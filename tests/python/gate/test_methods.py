@@ -123,6 +123,24 @@ def test_a_gate_below_another_decorator_is_a_method(engine: Any) -> None:
   assert jax.jit(lambda x: Decorated.of_class.start(Tenfold, x).result())(X).tolist() == [0, 10, 20]
 
 
+def test_a_gate_of_a_metaclass_gets_the_class() -> None:
+  class Meta(type):
+    @cg.gate(out=lambda x: x, name="test of metaclass")
+    def scaled(cls, x: Any) -> Any:
+      return x * np.float32(cls.times)
+
+    @property
+    @cg.gate(out=np.float32(0), name="test property of metaclass")
+    def by(cls) -> Any:
+      return np.float32(cls.times)
+
+  class Scaled(metaclass=Meta):
+    times = 4
+
+  assert Scaled.scaled(X).tolist() == jax.jit(Scaled.scaled)(X).tolist() == [0.0, 4.0, 8.0]
+  assert Scaled.by == 4
+
+
 def test_a_class_goes_with_an_exported_program() -> None:
   exported = jax.export.export(jax.jit(Tenfold.of_class), disabled_checks=cg.export_checks())(X)
   text = exported.serialize()
