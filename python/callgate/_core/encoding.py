@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import json
 import math
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import jax
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from callgate._core import exact, foreign, method_objects, names, split
+from callgate._core import exact, foreign, method_objects, names, portable, split
 from callgate._core.errors import GateDefinitionError, ResultError
 
 PyTreeDef = Any
@@ -89,7 +88,7 @@ class _Encoder:
     if node is None:
       return None
     if isinstance(node, split.Static):
-      if node.by_identity and not (self._portable and importable(node.value)):
+      if node.by_identity and not (self._portable and portable.importable(node.value)):
         return {"o": method_objects.name(node, portable=self._portable)}
       return {"s": self._static(node.value)}
     if type(node) in (tuple, list):
@@ -107,7 +106,7 @@ class _Encoder:
   def _typed(self, tree: PyTreeDef) -> Json:
     """A node of a type that other processes can import; None if they can't tell all of it."""
     kind, kept = tree.node_data()
-    if (place := importable(kind)) is None or not _is_written_out(kept):
+    if (place := portable.importable(kind)) is None or not _is_written_out(kept):
       return None
     inner = [self._node(jax.tree.unflatten(c, [_HERE] * c.num_leaves), c) for c in tree.children()]
     return {"of": place, "kept": self._static(kept), "c": inner}
@@ -122,10 +121,13 @@ class _Encoder:
       return {"float": value.hex()}
     if type(value) is complex:
       return {"complex": [value.real.hex(), value.imag.hex()]}
-    if self._portable and (place := importable(value)):
+    if self._portable and (place := portable.importable(value)):
       return {"of": place}
-    if isinstance(value, np.dtype) and _is_named(value):
+    if isinstance(value, np.dtype) and portable.is_named(value):
       return {"dtype": value.name}
+    if self._portable and (found := portable.parts_of(value)) is not None:
+      way, of, parts = found
+      return {way: of, "parts": {name: self._static(part) for name, part in parts.items()}}
     if isinstance(value, exact.Exact):
       if self._portable and value.is_tree:
         return {"tree": self.tree(value.value)}
@@ -148,40 +150,16 @@ def _is_written_out(value: Any) -> bool:
   if type(value) is tuple:
     return all(map(_is_written_out, cast("tuple[Any, ...]", value)))
   if isinstance(value, np.dtype):
-    return _is_named(value)
-  return _is_literal(value) or type(value) in (float, complex) or importable(value) is not None
-
-
-def importable(value: Any) -> str | None:
-  """ "module:name" of a function or class that other processes can import; else None."""
-  place = exact.reference(value)
-  return None if place is None or place.startswith("__main__:") else place
-
-
-def imported(place: str) -> Any:
-  """The function or class that `importable` named in another process.
-
-  Raises:
-    GateDefinitionError: this process can't import it.
-  """
-  module = place.partition(":")[0]
-  try:
-    importlib.import_module(module)
-  except ImportError as error:
-    why = foreign.said_by(error)
-  else:
-    if (found := exact.referred(place)) is not None:
-      return found
-    why = "the module holds none of that name"
-  raise GateDefinitionError(
-    f"a program that was loaded from elsewhere calls a gate with {place}: expected a function or "
-    f"class that this process can import, got none: {why}"
-  )
+    return portable.is_named(value)
+  if (found := portable.parts_of(value)) is not None:
+    return all(map(_is_written_out, found[2].values()))
+  plain = _is_literal(value) or type(value) in (float, complex)
+  return plain or portable.importable(value) is not None
 
 
 def _typed_node(place: str, kept: Any, children: Sequence[PyTreeDef]) -> Any:
   """A node of a type that a module holds and registers, with zeros for its arrays."""
-  data = (imported(place), kept)
+  data = (portable.imported(place), kept)
   registry = jax.tree_util.default_registry
   try:
     make = jax.tree_util.PyTreeDef.from_node_data_and_children
@@ -192,14 +170,6 @@ def _typed_node(place: str, kept: Any, children: Sequence[PyTreeDef]) -> Any:
       f"its module registers as a pytree, got {foreign.said_by(error)}"
     ) from error
   return jax.tree.unflatten(tree, [0] * tree.num_leaves)
-
-
-def _is_named(dtype: np.dtype[Any]) -> bool:
-  """True if a dtype's name says all, which is not so of another byte order, or of fields."""
-  try:
-    return np.dtype(dtype.name) == dtype
-  except TypeError:
-    return False
 
 
 class _Decoder:
@@ -241,9 +211,12 @@ class _Decoder:
       case {"complex": digits}:
         return complex(*map(float.fromhex, digits))
       case {"of": place}:
-        return imported(place)
+        return portable.imported(place)
       case {"dtype": name}:
         return np.dtype(name)
+      case {"parts": parts, **other}:
+        ((way, of),) = other.items()
+        return portable.made_of(way, of, {name: self.static(part) for name, part in parts.items()})
       case {"tree": tree}:
         return exact.exact_tree(self.tree(tree))
       case {"exact": name}:

@@ -195,12 +195,17 @@ def _items(value: Any) -> Iterable[Any] | None:
   if isinstance(value, tuple):
     items: tuple[Any, ...] = value
     return None if _state(items) else tuple.__iter__(items)
-  if dataclasses.is_dataclass(value) and not isinstance(value, type):
-    frozen: bool = type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
-    names = [field.name for field in dataclasses.fields(value)]
-    if frozen and _state(value).keys() <= set(names):
-      return [getattr(value, name, _MISSING) for name in names]
-  return None
+  fields = frozen_fields(value)
+  return None if fields is None else [getattr(value, name, _MISSING) for name in fields]
+
+
+def frozen_fields(value: Any) -> list[str] | None:
+  """The names of a frozen dataclass's fields, which are all that it has; None for anything else."""
+  if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    return None
+  frozen: bool = type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
+  names = [field.name for field in dataclasses.fields(value)]
+  return names if frozen and _state(value).keys() <= set(names) else None
 
 
 _MISSING = object()

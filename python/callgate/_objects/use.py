@@ -15,7 +15,7 @@ import numpy as np
 from callgate import _part
 from callgate._call import shapes
 from callgate._call.function import ArrayFunction
-from callgate._core import encoding, exact, registry
+from callgate._core import exact, portable, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
@@ -177,7 +177,7 @@ def _portable_name(fn: Any, options: dict[str, Any]) -> str | None:
     del chosen["thread"]
   if not all(isinstance(value, str | int | float) for value in chosen.values()):
     return None
-  if (place := encoding.importable(fn)) is None:
+  if (place := portable.importable(fn)) is None:
     return None
   return f"{_PREFIX}{place}{json.dumps(chosen, sort_keys=True) if chosen else ''}"
 
@@ -192,7 +192,7 @@ class Uses(Part):
       return None
     text, _, _ = name.removeprefix(_PREFIX).partition("#")
     place, brace, options = text.partition("{")
-    fn = encoding.imported(place)
+    fn = portable.imported(place)
     chosen = on_thread(json.loads(brace + options) if brace else {}, threads.objects())
     return _use(fn, (), (*chosen.items(), ("name", name)), ())
 

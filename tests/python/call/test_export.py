@@ -158,7 +158,7 @@ def test_static_values_that_modules_hold_and_complex_numbers_travel(tmp_path: Pa
 
 # A module of a user's, with types that are pytrees and gates that have gates of their own.
 LIBRARY = """
-  import dataclasses, typing
+  import dataclasses, enum, typing
   import callgate as cg, jax, jax.numpy as jnp, numpy as np
 
   class Pair(typing.NamedTuple):
@@ -173,6 +173,28 @@ LIBRARY = """
   if REGISTERS:
     jax.tree_util.register_dataclass(Tagged, data_fields=["x"], meta_fields=["tag"])
 
+  class Mode(enum.Enum):
+    FAST = enum.auto()
+
+  class Bits(enum.IntFlag):
+    LOW = 1
+    HIGH = 2
+
+  @dataclasses.dataclass(frozen=True)
+  class Settings:
+    mode: Mode
+    rate: typing.Any = dataclasses.field(default=0, kw_only=True)
+
+    def __post_init__(self):
+      assert self.rate != 7  # once, where it was made
+
+  SETTINGS = Settings(Mode.FAST, rate=np.float32(0.1))
+  TAG = ("name", 1.5, np.sort, Mode.FAST, Bits.HIGH, SETTINGS, Pair(np.int8(-3), SETTINGS))
+
+  def same_things(got, wanted):
+    types = [type(one) for one in got] == [type(one) for one in wanted]
+    return got == wanted and types and type(got[5].rate) is np.float32
+
   class Scale:
     def __init__(self):
       self.by = 3
@@ -185,7 +207,7 @@ LIBRARY = """
 
   def double(pair):
     tagged = pair.b["t"]
-    assert tagged.tag == ("name", 1.5, np.sort), tagged.tag
+    assert same_things(tagged.tag, TAG), tagged.tag
     return Pair(2 * pair.a, Tagged(tagged.x, tagged.tag))
 
   def dot(held, x):
@@ -198,6 +220,11 @@ LIBRARY = """
   doubled = cg.gate(
     double, out=lambda pair: Pair(pair.a, pair.b["t"]), name="library.double"
   )
+  def first(tree, *, settings, pair):
+    assert tree["mode"] is Mode.FAST and settings == SETTINGS
+    return pair.a * tree["x"]
+
+  options = cg.gate(first, out=lambda tree, **_: tree["x"], name="library.options")
   square = cg.gate(lambda x: x * x, out=same, name="library.square", effect="io")
   slow = cg.gate(lambda pair: pair.a * pair.b, out=lambda pair: pair.a, name="library.slow")
   far = cg.gate(np.negative, out=same, name="library.far", run_on=cg.workers(1))
@@ -206,8 +233,12 @@ LIBRARY = """
   number = jax.ShapeDtypeStruct((), jnp.float32)
 
   def of_types(x):
-    found = doubled(Pair(x, {"t": Tagged(x, ("name", 1.5, np.sort))}))
+    found = doubled(Pair(x, {"t": Tagged(x, TAG)}))
     return found.a + found.b.x
+
+  def static_values(x):
+    tree = {"x": x, "mode": Mode.FAST}
+    return options(tree, settings=SETTINGS, pair=Pair(np.float32(2), Mode.FAST))
 
   def started(x):
     tickets = square.start(x), slow.start(Pair(x, x)), far.start(x)
@@ -225,7 +256,7 @@ LIBRARY = """
     return cg.use(dot, held, x, out=number) + cg.use(
       into, held, x, out=number, style="inplace", effect="io", run_on="xla")
 
-  PROGRAMS = [of_types, started, started_in_lanes_and_steps, methods, objects]
+  PROGRAMS = [of_types, static_values, started, started_in_lanes_and_steps, methods, objects]
 """
 EXPORTS = """
   import sys, pathlib, library, callgate as cg, jax, jax.numpy as jnp, jax.export
@@ -260,6 +291,7 @@ def test_types_and_gates_of_a_module_are_found_by_programs_from_elsewhere(tmp_pa
 
   run(EXPORTS)
   right = [
+    "static_values [0.0, 2.0, 4.0] True",
     "started [0.0, 1.0, 6.0] True",
     "started_in_lanes_and_steps 17.0 True",
     "methods [0.0, 6.0, 12.0] True",
