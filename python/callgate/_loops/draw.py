@@ -86,6 +86,7 @@ class _Drawn:
     if state.lane >= 0:
       desc = f"{desc or 'lane'} {state.lane}"
       position = None if position is None else position + state.lane
+    self.desc = desc
     self.bar = _make(
       total=state.whole, desc=desc, file=_file_of(options),
       position=position, leave=options["leave"] and self.depth == 0,
@@ -116,6 +117,25 @@ class _Drawn:
     self.bar.where = state.where(done)
     self.bar.update(done - self.bar.n)
 
+  def close(self) -> None:
+    try:
+      self.bar.close()
+    except Exception as error:  # noqa: BLE001 - as in `Bars._draw`
+      _tell(self.desc, error)
+
+
+class _Undrawn(_Drawn):
+  """A bar that can't be drawn, until its loop has ended."""
+
+  def __init__(self, state: _State) -> None:
+    self.handle, self.depth = state.handle, json.loads(state.text)["depth"]
+
+  def draw(self, state: _State) -> None:
+    pass
+
+  def close(self) -> None:
+    pass
+
 
 def _file_of(options: dict[str, Any]) -> Any:
   if (name := options.get("file")) is None:
@@ -123,6 +143,13 @@ def _file_of(options: dict[str, Any]) -> Any:
   if (kept := files.get(name)) is None:
     return io.StringIO()  # nobody has the file any more
   return kept.file if isinstance(kept, File) else kept
+
+
+def _tell(desc: str | None, error: BaseException) -> None:
+  """Says on standard error that a bar isn't drawn."""
+  bar = "a progress bar" if desc is None else f"the progress bar '{desc}'"
+  said = f"{bar} is drawn no further, and its loop goes on"
+  print(f"callgate: {said}: {foreign.said_by(error)}", file=sys.stderr)
 
 
 def _label(name: str) -> str:
@@ -203,7 +230,7 @@ class Bars(Part):
       if has_stopped:
         self._poll()  # bars may have ended, or begun, since
         while self._bars:
-          self._bars.popitem()[1].bar.close()
+          self._bars.popitem()[1].close()
         break
       self._stirred.wait(_PERIOD)
       self._stirred.clear()
@@ -219,21 +246,29 @@ class Bars(Part):
         _callgate.flush_channels(_TAPS_SECONDS)
       if jax.process_index() == 0:
         for state in sorted(states, key=lambda s: (s.bar, s.lane)):
-          if state.bar not in self._bars:
-            self._bars[state.bar] = _Drawn(state, polled - state.age)
-          self._bars[state.bar].draw(state)
+          self._draw(state, polled - state.age)
       for state in states:
         if not self._has_ended(state, states):
           continue
         drawn = self._bars.pop(state.bar, None)
         _callgate.progress_release(state.handle)
         if drawn is not None:
-          drawn.bar.close()
+          drawn.close()
     except Exception as error:  # noqa: BLE001 - a bar that can't be drawn must not end the program
       foreign.print_traceback(error)
       self._bars.clear()
       for state in _callgate.progress_poll():  # those that have ended
         _callgate.progress_release(state[0])
+
+  def _draw(self, state: _State, began: float) -> None:
+    """Draws a bar; says so once of one that can't be drawn, and the others go on."""
+    try:
+      if state.bar not in self._bars:
+        self._bars[state.bar] = _Drawn(state, began)
+      self._bars[state.bar].draw(state)
+    except Exception as error:  # noqa: BLE001 - of the file, or of tqdm or rich
+      self._bars[state.bar] = _Undrawn(state)
+      _tell(json.loads(state.text).get("desc"), error)
 
   def _has_ended(self, state: _State, states: Sequence[_State]) -> bool:
     """False also for a nested loop's bar that waits for its next turn."""

@@ -184,6 +184,24 @@ def test_a_bar_that_cannot_be_drawn_harms_no_program(capfd: pytest.CaptureFixtur
   same(got, jax.jit(summed(jax.lax.scan))(1.0))
 
 
+def test_a_bar_whose_file_is_closed_is_told_of_once_and_others_are_drawn(
+  capfd: pytest.CaptureFixture[str],
+) -> None:
+  lost, drawn = io.StringIO(), io.StringIO()
+  bars = [cg.Progress("lost", file=lost), cg.Progress("drawn", file=drawn)]
+  program = jax.jit(lambda x: sum(summed(cg.scan, progress=bar)(x) for bar in bars))
+  lost.close()
+  for _ in range(2):
+    done(program(1.0))
+    draw.flush()
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+      "callgate: the progress bar 'lost' is drawn no further, and its loop goes on: ValueError: "
+      "I/O operation on closed file."
+    ]
+  assert drawn.getvalue().count("drawn: 100%") >= 2
+
+
 def test_a_process_that_ends_in_the_middle_of_a_loop_ends_cleanly() -> None:
   process = run_python(
     """
