@@ -121,8 +121,8 @@ class GateCallee(Operation):
   def look_for_owner(self, kind: type) -> None:
     """Learns the class whose method this is from one that may have inherited it.
 
-    Python tells a gate its class, but none below another decorator, and so does not a NamedTuple
-    before Python 3.13.
+    Python tells a gate its class, but not a gate below another decorator, nor, before Python 3.13,
+    one in a NamedTuple.
     """
     for each in getattr(kind, "__mro__", ()):
       if any(_beneath(value) is self for value in vars(each).values()):
@@ -140,11 +140,13 @@ class GateCallee(Operation):
 
     A started call has two: "start" begins it, "result" waits for it. A class's methods are others.
     """
-    if (made := self.members.get(suffix)) is None and (make := self._maker_of(suffix)):
+    if suffix not in self.members and (make := self._maker_of(suffix)):
       with registry.name_while_alive(f"{self.name}.{suffix}") as name:
-        made = self.members[suffix] = make(name)
-        made.users_programs = functools.partial(_programs_of, weakref.ref(self))
-    return made
+        if suffix not in self.members:  # another thread may have made it meanwhile
+          made = make(name)
+          made.users_programs = functools.partial(_programs_of, weakref.ref(self))
+          self.members[suffix] = made
+    return self.members.get(suffix)
 
   def _maker_of(self, suffix: str) -> Callable[[str], GateCallee] | None:
     """Makes a member of a name; None if there is no such member."""
