@@ -10,6 +10,7 @@ they start, a test of what an import does, no Linux.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -260,6 +261,15 @@ class _Template:
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
       )
+
+    atexit.register(self._close, os.getpid())
+
+  def _close(self, process: int) -> None:
+    """Ends the template with the process that made it, not with a fork's child."""
+    if os.getpid() == process:
+      self._socket.close()
+      self.process.kill()
+      self.process.wait()
 
   def serves(self, variables: Mapping[str, str]) -> bool:
     """True if its processes are as new interpreters with these variables."""
