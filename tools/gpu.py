@@ -28,7 +28,8 @@ from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-MARKED = ("tests/python/contract", "tests/python/gpu", "tests/python/project")  # where tests are marked gpu
+# Where tests are marked gpu.
+MARKED = ("tests/python/contract", "tests/python/gpu", "tests/python/project")
 TIME_IS_UP, NO_DEVICE = 124, 3
 _DEVICES = """
 import sys
