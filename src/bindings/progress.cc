@@ -43,6 +43,7 @@ nb::callable call_of(std::string text, const nb::dict& held) {
                                              const std::vector<nb::object>& arrays,
                                              const std::vector<std::int64_t>& shape) {
     std::vector<ArrayView> views;
+    views.reserve(arrays.size());
     for (const nb::object& array : arrays) views.push_back(view_of(array, "a bar's number"));
     ArrayView result{nullptr, shape.data(), static_cast<std::int32_t>(shape.size()), DType::kS32};
     std::vector<std::int32_t> numbers(result.size());
