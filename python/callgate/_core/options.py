@@ -240,7 +240,7 @@ def sharding(label: str, option: str, value: Any) -> Any:
 
 
 def names(label: str, option: str, value: Any) -> tuple[str, ...]:
-  """One name or several."""
+  """A name, or a sequence of names."""
   return (value,) if isinstance(value, str) else strings(label, option, value)
 
 

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 from interpreters import Process, begin_program, finish, run_python
+from waiting import CROWDED
 
 # A program that would run for minutes, and tells the test when it runs.
 PRELUDE = """
@@ -162,7 +163,6 @@ WAITS = {
 # Each wait has a channel and a feed of its own. The signal comes when the main thread has gone into
 # the wait, or is about to.
 INTERRUPTED = """
-import socket
 called, asked, x = threading.Event(), threading.Event(), np.float32(0)
 
 def stuck(value):
@@ -187,15 +187,6 @@ def interrupt(wait, main=threading.main_thread().ident):
 
 address = f"unix:{folder}/socket"
 source = cg.channel("source", to=cg.sinks.Stream(address))
-# A server that accepts nobody, with one who waits already.
-crowded = f"unix:{folder}/crowded"
-server = socket.socket(socket.AF_UNIX)
-server.bind(crowded[5:])
-server.listen(0)
-clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-for client in clients:
-  client.setblocking(False)
-  client.connect_ex(crowded[5:])
 
 kept = []
 for name, text in waits.items():
@@ -222,7 +213,7 @@ os._exit(0)
 
 
 def test_ctrl_c_ends_every_wait(tmp_path) -> None:
-  source = f"{PRELUDE}\nfolder, waits = {str(tmp_path)!r}, {WAITS!r}\n{INTERRUPTED}"
+  source = f"{PRELUDE}\nfolder, waits = {str(tmp_path)!r}, {WAITS!r}\n{CROWDED}{INTERRUPTED}"
   done = run_python(source, timeout=60)
   assert done.stdout.splitlines() == [f"interrupted {name}" for name in WAITS], done.stderr
   assert done.returncode == 0

@@ -8,6 +8,7 @@ import subprocess
 import textwrap
 
 from interpreters import run_python, start
+from waiting import CROWDED
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -220,22 +221,12 @@ BLOCKING = {
 
 # Each call is in a thread of its own, with a channel of its own.
 BLOCKED = """
-import socket
 def stuck(value):
   called.release()
   time.sleep(1000)
 called = threading.Semaphore(0)
 address = f"unix:{folder}/socket"
 asleep = jax.jit(lambda x: cg.call(lambda y: time.sleep(1000), x, x, thread="own"))
-# A server that accepts nobody, with some who wait already.
-crowded = f"unix:{folder}/crowded"
-server = socket.socket(socket.AF_UNIX)
-server.bind(crowded[5:])
-server.listen(0)
-clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-for client in clients:
-  client.setblocking(False)
-  client.connect_ex(crowded[5:])
 source = cg.channel("source", to=cg.sinks.Stream(address))
 threads = {}
 for text in calls:
@@ -256,7 +247,7 @@ for text in calls:
 
 def test_daemon_threads_in_calls_that_wait_do_not_abort_the_exit(tmp_path):
   names = f"folder, calls = {str(tmp_path)!r}, {list(BLOCKING.values())!r}\n"
-  done = finish(names + BLOCKED, CALLGATE_EXIT_SECONDS="0.3")
+  done = finish(names + CROWDED + BLOCKED, CALLGATE_EXIT_SECONDS="0.3")
   assert done.returncode == 0, done.stderr
   assert "terminate called" not in done.stderr
   assert "Traceback" not in done.stderr
