@@ -15,7 +15,7 @@ import jax
 
 from callgate import _callgate, _names, _part
 from callgate._call import derivatives
-from callgate._jax import distributed, loop_rules, remat, tracing
+from callgate._jax import compiling, distributed, loop_rules, remat, tracing
 from callgate._loops import control, lowering
 from callgate._runtime import config, lifecycle, timeline
 
@@ -48,6 +48,7 @@ def start() -> None:
   _callgate.progress_set_wake(lambda: _part.load("bars").start())
   for rule, primitive, layers in LOOP_RULES:
     loop_rules.wrap(rule, primitive, *layers)
+  compiling.start()
   loop_rules.wrap_hoisting(control.hoist)
   loop_rules.wrap_evaluation(control.split)
   remat.use_old_for(control.must_not_repeat)

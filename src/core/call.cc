@@ -66,6 +66,16 @@ std::shared_ptr<Callee> Registry::find(std::string_view name) const {
   throw Error(ErrorCode::kNotFound, message);
 }
 
+void Registry::claim(const std::shared_ptr<Callee>& callee) {
+  std::lock_guard lock(mutex_);
+  claims_.insert_or_assign(callee->name(), callee);
+}
+
+void Registry::release(const Callee& callee) noexcept {
+  std::lock_guard lock(mutex_);
+  claims_.erase(callee.name());
+}
+
 void Registry::set_resolver(Resolver resolver) {
   std::lock_guard lock(mutex_);
   resolver_ = std::move(resolver);
@@ -81,9 +91,13 @@ std::vector<std::string> Registry::names() const {
 }
 
 std::shared_ptr<Callee> Registry::lookup(std::string_view name) const {
+  const std::string key(name);
   std::lock_guard lock(mutex_);
-  auto it = callees_.find(std::string(name));
-  return it != callees_.end() ? it->second.lock() : nullptr;
+  for (const Names* names : {&claims_, &callees_}) {
+    auto it = names->find(key);
+    if (auto callee = it != names->end() ? it->second.lock() : nullptr) return callee;
+  }
+  return nullptr;
 }
 
 }  // namespace callgate

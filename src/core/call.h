@@ -225,9 +225,14 @@ class Registry {
   // Frees the name if `callee` still has it. Executables that hold the callee go on calling it.
   void remove(const Callee& callee) noexcept;
 
-  // The live callee of the name. One that is not there yet is asked of the resolver. Throws
-  // Error(kNotFound), with names that are defined, when there is none.
+  // The live callee of the name, or the one that claims it. One that is not there yet is asked of
+  // the resolver. Throws Error(kNotFound), with names that are defined, when there is none.
   std::shared_ptr<Callee> find(std::string_view name) const;
+
+  // Until release(), find() gives `callee` for its name, whoever is registered under it. One callee
+  // at a time claims a name.
+  void claim(const std::shared_ptr<Callee>& callee);
+  void release(const Callee& callee) noexcept;
 
   // Called without a lock for names that are not defined. Once it has defined the name (a variant
   // of a kernel, say, that nothing in this process has asked for yet), it returns the owner of the
@@ -241,9 +246,11 @@ class Registry {
  private:
   std::shared_ptr<Callee> lookup(std::string_view name) const;
 
-  mutable std::mutex mutex_;  // guards the map alone: no callee is destroyed or called under it
+  using Names = std::unordered_map<std::string, std::weak_ptr<Callee>>;
+
+  mutable std::mutex mutex_;  // guards the maps alone: no callee is destroyed or called under it
   Resolver resolver_;
-  std::unordered_map<std::string, std::weak_ptr<Callee>> callees_;
+  Names callees_, claims_;
 };
 
 }  // namespace callgate

@@ -27,7 +27,7 @@ from callgate._call.site import (
 )
 from callgate._core import effects, names
 from callgate._core.levels import Level, encode_levels, number_of_lane
-from callgate._jax import dispatch, execution, lowering, tracing
+from callgate._jax import compiling, dispatch, execution, lowering, tracing
 from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
 
@@ -300,7 +300,7 @@ def _lower_to_runtime(
     partition, more = located
     operands, avals_in = (*operands, partition), [*avals_in, calls.PARTITION]
     attributes = {**attributes, **more}
-  dispatch.keep_with_program(context, emission.callee)
+  compiling.keep_callee(context, emission.callee)
   execution.watch(context, emission.watcher)
   results = emit(
     context,

@@ -27,7 +27,7 @@ from callgate._core.errors import (
   Interruption,
   ResultError,
 )
-from callgate._jax import dispatch
+from callgate._jax import compiling, dispatch
 from callgate._part import Phase, Wait
 from callgate._runtime import fence, self_wait, timeline
 from callgate._runtime.targets import traceback_line
@@ -227,5 +227,5 @@ def start() -> None:
     _callgate.set_stall_seconds(stall)
   _callgate.set_consumer_failed(failures.keep_consumer_failure)
   abandon = (_callgate.abandon_channels, _callgate.abandon_devices)
-  for forget in (*abandon, fence.after_fork, _set_main_thread, _forked):
+  for forget in (*abandon, compiling.after_fork, fence.after_fork, _set_main_thread, _forked):
     os.register_at_fork(after_in_child=forget)

@@ -85,6 +85,12 @@ nb::class_<H> bind_callee(nb::module_& module, const char* name, const Extra&...
   made.def(
       "give_up_name", [](const H& handle) { Registry::instance().remove(*handle.callee); },
       "Frees its name. Programs that have been loaded go on calling it.");
+  made.def(
+      "claim_name", [](const H& handle) { Registry::instance().claim(handle.callee); },
+      "Programs that are loaded from here on call it, whoever else has its name.");
+  made.def(
+      "release_name", [](const H& handle) { Registry::instance().release(*handle.callee); },
+      "Ends claim_name().");
   if constexpr (requires(const H& handle) { handle.callee->counters; })
     made.def("stats", [](const H& handle) {
       const auto& kept = handle.callee->counters;

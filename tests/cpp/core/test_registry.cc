@@ -55,6 +55,21 @@ TEST(Registry, OwnsNoCallee) {
   EXPECT_THAT(registry.names(), ElementsAre());
 }
 
+TEST(Registry, ACalleeThatClaimsItsNameIsFoundUntilItReleasesIt) {
+  Registry registry;
+  auto old = make_callee("f"), anew = make_callee("f");
+  registry.add(old);
+  registry.claim(old);
+  registry.remove(*old);
+  registry.add(anew);
+  EXPECT_EQ(registry.find("f"), old);
+  registry.release(*old);
+  EXPECT_EQ(registry.find("f"), anew);
+  registry.claim(old);
+  old.reset();
+  EXPECT_EQ(registry.find("f"), anew) << "a claim owns no callee";
+}
+
 TEST(Registry, ANameOfALiveCalleeIsTaken) {
   Registry registry;
   auto first = make_callee("f"), second = make_callee("f");

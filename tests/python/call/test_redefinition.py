@@ -77,15 +77,17 @@ def test_a_cell_that_runs_again_redefines_what_it_made(kind: str) -> None:
   program = jax.jit(lambda x: old(x) + 1)
   compiled = program.lower(X).compile()
   traced = program.trace(X)
+  lowered = traced.lower()
   assert (program(X) == 2 * X + 1).all()
   notebook.run(MAKERS[kind], factor=3)
   new = notebook.f
   assert new is not old
   assert new.name == "again"
   assert (jax.jit(new)(X) == 3 * X).all()
-  # Programs that were compiled or traced with the old one, and callers that call it still.
+  # Programs that were compiled, lowered or traced with the old one, and callers that call it still.
   assert (program(X) == 2 * X + 1).all()
   assert (compiled(X) == 2 * X + 1).all()
+  assert (lowered.compile()(X) == 2 * X + 1).all()
   assert (traced.lower().compile()(X) == 2 * X + 1).all()
   assert (jax.vmap(program)(jnp.stack([X, X]))[1] == 2 * X + 1).all()
   assert old.name.startswith("again#")
@@ -313,23 +315,38 @@ def test_a_gate_is_renamed_while_nobody_goes_through_the_names(
 
 
 AT_ONCE = """
-import concurrent.futures, sys
+import concurrent.futures, itertools, sys
+import jax
 import numpy as np
 import callgate as cg
 
-def made(n):
+def gate(n):
   return cg.gate(lambda x: x + n, out=lambda x: x, name="defined at once")
 
-made(0)
+def kernel(n):
+  return cg.elementwise("float32 x", "float32 y", f"y = x + {n}", name="defined at once")
+
+def define_and_call(make, n):
+  made = make(n)
+  eager = float(made(ZERO))
+  program = jax.jit(lambda x: made(x))
+  lowered = jax.jit(lambda x: made(2 * x)).lower(ZERO)
+  return eager, float(program(ZERO)), float(program(ZERO)), float(lowered.compile()(ZERO))
+
+ZERO = np.float32(0)
+for n in range(8):
+  kernel(n)  # compiles it
 sys.setswitchinterval(1e-6)
 with concurrent.futures.ThreadPoolExecutor(4) as threads:
-  gates = list(threads.map(made, range(40)))
-assert len({gate.name for gate in gates}) == 40
-assert [float(gate(np.float32(0))) for gate in gates] == list(range(40))
+  for make in (gate, kernel):
+    gates = list(threads.map(make, range(8)))
+    assert len({gate.name for gate in gates}) == 8
+    results = list(threads.map(define_and_call, itertools.repeat(make), range(8)))
+    assert results == [(n, n, n, n) for n in range(8)], results
 """
 
 
-def test_threads_of_a_script_that_define_a_gate_at_once_redefine_it() -> None:
+def test_threads_of_a_script_that_define_a_gate_at_once_call_their_own() -> None:
   assert output_of(AT_ONCE) == ""
 
 

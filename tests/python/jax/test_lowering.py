@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental
@@ -18,7 +19,7 @@ from jax import export
 from jax.interpreters import mlir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
-from callgate._jax import callbacks, execution, lowering, partitioner, sources, tracing
+from callgate._jax import callbacks, compiling, execution, lowering, partitioner, sources, tracing
 from callgate._sharding.rules import Rule
 
 P = jax.P
@@ -190,6 +191,53 @@ def test_a_program_keeps_what_it_is_given() -> None:
   kept.clear()
   assert [watch() is None for watch in watches] == [False, False]
   np.testing.assert_array_equal(compiled(X), X)
+
+
+class Named:
+  """A callee of the runtime's of which there may be several; the last one has claimed its name."""
+
+  name = "test compiled"
+  claims: ClassVar[list[Named]] = []
+
+  def claim_name(self) -> None:
+    self.claims.append(self)
+
+  def release_name(self) -> None:
+    assert self.claims[-1] is self
+
+
+def program_of(*callees: Named) -> Any:
+  def rule(context: Any, value: Any) -> Any:
+    for callee in callees:
+      compiling.keep_callee(context, callee)
+    return [value]
+
+  return jax.jit(primitive(rule).bind).lower(X)
+
+
+def test_a_program_that_is_compiled_has_the_names_of_its_callees() -> None:
+  assert callable(compiling.start)  # called before the first gate
+  old, new = program_of(first := Named()), program_of(second := Named())
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    with compiling._claimed({"test compiled": first}):
+      old.compile()
+      waiting = thread.submit(new.compile)
+      with pytest.raises(TimeoutError):
+        waiting.result(0.2)
+      assert set(Named.claims) == {first}
+      old.compile()
+    waiting.result(60)
+  assert Named.claims[-1] is second
+  assert compiling._claims == {}
+  with pytest.raises(RuntimeError, match="'test compiled' was defined again while"):
+    program_of(first, second)
+
+
+def test_a_fork_s_child_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(compiling, "_claims", {"test compiled": [Named()]})
+  monkeypatch.setattr(Named, "claims", list(*compiling._claims.values()))
+  compiling.after_fork()  # as in a child of a process that compiled just then
+  program_of(Named()).compile()
 
 
 def test_a_program_for_export_asks_nobody() -> None:
