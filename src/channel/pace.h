@@ -48,6 +48,7 @@ class Pace {
   double least_ns_ = std::numeric_limits<double>::infinity();
   double call_ = 0, ns_each_ = 0;  // of a call without records, and of a record
   bool known_ = false;             // by calls with different numbers of records
+  int calls_ = 0;                  // counted up to 3
 };
 
 }  // namespace callgate
