@@ -21,14 +21,14 @@ from callgate import _callgate
 from callgate._arrays import gpu
 from callgate._arrays.torch import to_numpy
 from callgate._call.batching import apply_vmap_rule, batch_whole
-from callgate._call.site import BoundCall, Callee, CallSite
+from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Callee, CallSite
 from callgate._core import encoding, registry, split, tape
 from callgate._core.dtypes import dtype_code, type_text
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._core.failures import describe_failure
 from callgate._core.levels import Level, Numbered, index_in_levels
 from callgate._core.masked import is_masked
-from callgate._jax import execution, tracing
+from callgate._jax import execution, lowering, tracing
 
 
 def bind(
@@ -56,6 +56,23 @@ def bind(
 
 # Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't, but by
 # the option: their effect was decided when the call was traced.
+def refuse_export(context: Any, label: str, engine: str) -> None:
+  """Raises GateDefinitionError in a program for `jax.export` that would hold JAX's own callback."""
+  if not lowering.is_export(context):
+    return
+  if engine == "jax":
+    reason, expected = "engine='jax'", "callgate.config(engine='callgate')"
+  elif others := set(context.module_context.platforms) - set(RUNTIME_PLATFORMS):
+    reason, expected = f"for platform {'/'.join(sorted(others))}", " or ".join(RUNTIME_PLATFORMS)
+  else:
+    reason = "since XLA splits this program over its devices"
+    expected = "jax.shard_map around it, or a program for one device"
+  raise GateDefinitionError(
+    f"jax.export: {label} goes through a callback of JAX's own ({reason}), which JAX exports in no "
+    f"program; expected {expected}"
+  )
+
+
 def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]:
   gate = call.gate
   if gate.effect == "ordered" and not call.site.by_jax:
@@ -64,6 +81,7 @@ def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
+  refuse_export(context, gate.label, "jax" if call.site.by_jax else "callgate")
   execution.watch(context, gate.watcher_of_jax)
   types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
   function = _callback(

@@ -21,6 +21,7 @@ from jax.experimental import io_callback
 from jax.interpreters import ad, batching, mlir
 
 from callgate import _callgate
+from callgate._call import jax_engine
 from callgate._call.lowering import emit
 from callgate._core.effects import PROGRESS_EFFECT
 from callgate._core.errors import GateDefinitionError
@@ -125,6 +126,7 @@ def _held(kind: str, bar: Bar) -> dict[str, Any]:
 
 def _by_jax(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequence[Any]:
   """Through JAX's own callbacks, where all devices run one program in one piece."""
+  jax_engine.refuse_export(context, "a progress bar", bar.engine)
   alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
   function = _host_function(kind, bar)
   (aval,) = context.avals_out

@@ -27,6 +27,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from callgate._call import jax_engine
 from callgate._call.lowering import emit
 from callgate._core import dtypes, effects, encoding, errors, names
 from callgate._core.levels import encode_levels, number_of_lane
@@ -343,6 +344,7 @@ def _lower_by_jax(
       f"tap '{site.name}': ordered=True works in programs for one device, or inside "
       "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
     )
+  jax_engine.refuse_export(context, f"tap '{site.name}'", config.engine())
 
   def send(*arrays: Any) -> None:
     # Copies, never views.

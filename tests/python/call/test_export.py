@@ -118,6 +118,37 @@ def test_without_the_checks_export_refuses_and_names_the_target() -> None:
 
 
 # -- the persistent cache ------------------------------------------------------------------------
+def loop_with_a_bar(x: Any) -> Any:
+  return jax.lax.fori_loop(0, 3, cg.progress("b")(lambda _, c: c * 2), x)
+
+
+def io_gate(x: Any) -> Any:
+  return cg.gate(lambda x: x, out=lambda x: x, effect="io", name="export.by_jax")(x)
+
+
+@pytest.mark.parametrize(
+  ("function", "options", "engine", "message"),
+  [
+    (loop_with_a_bar, "split", "callgate", r"progress bar .*XLA splits.*jax\.shard_map around it"),
+    (loop_with_a_bar, "", "jax", r"progress bar .*\(engine='jax'\).*engine='callgate'"),
+    (lambda x: cg.tap(x, "export"), "", "jax", r"tap 'export' goes .*\(engine='jax'\)"),
+    (io_gate, "tpu", "callgate", r"gate 'export\.by_jax' .*\(for platform tpu\).*cpu or cuda"),
+  ],
+)
+def test_a_call_through_jaxs_own_callback_is_refused_with_the_reason(
+  function: Any, options: str, engine: Any, message: str
+) -> None:
+  devices = jax.sharding.Mesh(jax.devices()[:2], ("d",))
+  split = jax.NamedSharding(devices, jax.P("d")) if options == "split" else None
+  program = jax.jit(function, in_shardings=split, out_shardings=split)
+  to = export.export(program, platforms=[options]) if options == "tpu" else export.export(program)
+  with (
+    cg.config(engine=engine),
+    pytest.raises(cg.GateDefinitionError, match=f"^jax.export: .*{message}"),
+  ):
+    to(jax.ShapeDtypeStruct((4,), "float32"))
+
+
 def test_a_second_process_finds_every_program_in_the_persistent_cache(tmp_path: Path) -> None:
   code = GATES + PROGRAMS + OBJECTS + CACHED + "print(SEEN)"
   printed = (printed_by(code, str(tmp_path), PYTHONHASHSEED=seed) for seed in "12")
