@@ -7,8 +7,11 @@ import threading
 from typing import Any, Self
 
 from callgate import _callgate, _part
-from callgate._core import foreign, tape
+from callgate._core import foreign, registry, tape
+from callgate._core.dtypes import Value
 from callgate._core.errors import GateError
+from callgate._objects import handle
+from callgate._objects.hold import of_objects
 from callgate._part import Part, Wait
 from callgate._process import group
 from callgate._runtime import barrier
@@ -81,6 +84,18 @@ class Block:
   ) -> Any:  # fmt: skip
     """A call is about to be made: see src/bindings/gate/tape.h."""
     raise NotImplementedError
+
+
+def without_handles(gate: str, spec: str, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+  """The operands, with the numbers of the recorded calls that made their objects for handles.
+
+  Each run has other handles.
+  """
+  handles = getattr(getattr(registry.get(gate), "traits", None), "handles", "")  # a feed has none
+  if not handles:
+    return operands
+  places = range(len(operands)) if handles == "takes" else handle.places(spec)
+  return tuple(of_objects(x) if i in places else x for i, x in enumerate(operands))
 
 
 def _wait_for_calls() -> None:
