@@ -49,7 +49,6 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "libraries": ("callgate._kernel.library",),
   "recordings": ("callgate._replay.block",),
   "serve": ("callgate._serve.serve",),
-  "watch": ("callgate._watch.server",),
 }
 Event = Literal[
   "check failed",  # (message, text of the error)

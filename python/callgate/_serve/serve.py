@@ -53,6 +53,7 @@ class Server:
     posts = {"knobs": self._set_knobs, "stop": self._stop}
     self._page = PageServer(gets, posts, port=port, option="port=")
     self.url = self._page.url
+    _servers.add(self)
     try:
       self._write_file()
       _part.on("check failed", self._checks.note)
@@ -60,7 +61,6 @@ class Server:
     except BaseException:
       self.close()
       raise
-    _servers.add(self)
 
   def __repr__(self) -> str:
     what = "closed" if self._closed else "with control" if self._control else "without control"
@@ -240,6 +240,10 @@ class _ServedPages(Part):
     del wait
     for server in members(_servers) if phase == "join" else ():
       server._end(wait=False)  # pyright: ignore[reportPrivateUsage]
+
+  def forked(self) -> None:
+    for server in members(_servers):
+      server._page.forget()  # pyright: ignore[reportPrivateUsage]
 
 
 _part.join(_ServedPages())
