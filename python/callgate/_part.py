@@ -36,7 +36,7 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "channels": ("callgate._tap.channel", "channel:", "tap:"),
   "threads": ("callgate._workers.threads",),
   "workers": ("callgate._workers.workers",),
-  "feeds": ("callgate._feed.ending",),
+  "feeds": ("callgate._feed.feed",),
   "objects": ("callgate._objects.collect",),
   "uses": ("callgate._objects.use", "use:"),
   "checks": ("callgate._gate.check", "check:"),
