@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from callgate._checkpoints.parts import Leaf
 from callgate._core.errors import GateDefinitionError
@@ -13,20 +13,11 @@ from callgate._core.where import where
 from callgate._jax import tracing
 
 
-class _Loop(NamedTuple):
-  """The marks of a loop that stay alike when it is traced again, as by a notebook's cell."""
-
-  place: tuple[str, int]
-  function: str  # where the call stands
-  body: tuple[str, int]
-  leaves: tuple[Leaf, ...]
-
-
 class Claim:
   """The loop that a `Checkpoints` saves."""
 
   def __init__(self) -> None:
-    self._first: tuple[_Loop, str] | None = None  # with its place, as messages have it
+    self._first: tuple[Any, str] | None = None  # the loop's marks; its place, as messages have it
     self._trace: weakref.ref[Any] | None = None
 
   def take(self, folder: Any, body: Callable[..., Any], leaves: Sequence[Leaf]) -> None:
@@ -37,18 +28,17 @@ class Claim:
     """
     here = where()
     shown = str(here)
-    loop = _Loop(
-      _place(here.file, here.line), here.code.co_qualname, _body(body), tuple(leaves),
-    )  # fmt: skip
+    # These stay alike when a loop is traced again, as by a notebook's cell.
+    marks = _place(here.file, here.line), here.code.co_qualname, _body(body), tuple(leaves)
     trace = tracing.current_trace()
     again = trace is not None and self._trace is not None and self._trace() is trace
-    if self._first is not None and (again or loop != self._first[0]):
+    if self._first is not None and (again or marks != self._first[0]):
       raise GateDefinitionError(
         f"Checkpoints: {folder}: expected one loop, that of {self._first[1]}, got a second one at "
         f"{shown}: each would take the other's checkpoints for its own. Make a cg.Checkpoints with "
         "a folder of its own for each loop"
       )
-    self._first = self._first or (loop, shown)
+    self._first = self._first or (marks, shown)
     self._trace = None if trace is None else weakref.ref(trace)
 
 

@@ -102,19 +102,6 @@ class CarrySaver(Uncopied):
       return self._channel
 
 
-def finish(wait: Wait) -> None:
-  """At the end of the process: waits for the disk, as long as it takes but after Ctrl-C.
-
-  The end of all channels follows, which raises what could not be written.
-  """
-  for each in _open.keyrefs():
-    if (one := each()) is None or lifecycle.is_interrupted() or channel.flushed(one, wait.seconds):
-      continue
-    what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
-    print(f"callgate: checkpoints in {_open[one]}: {what}", file=sys.stderr)
-    channel.flushed(one, None)
-
-
 def _refuse_handles(carry: Any) -> None:
   found = jax.tree_util.tree_leaves_with_path(carry, is_leaf=lambda x: isinstance(x, Handle))
   for path, leaf in found:
@@ -128,13 +115,22 @@ def _refuse_handles(carry: Any) -> None:
 
 
 class Writers(Part):
-  """Has the checkpoints on the disk before the process ends."""
+  """Has the checkpoints on the disk before the process ends, however long it takes.
+
+  After Ctrl-C it doesn't wait. The end of all channels follows, which raises what could not be
+  written.
+  """
 
   name = "checkpoints"
 
   def end(self, phase: Phase, wait: Wait) -> None:
-    if phase == "deliver":
-      finish(wait)
+    for each in _open.keyrefs() if phase == "deliver" else ():
+      if (one := each()) is None or lifecycle.is_interrupted():
+        continue
+      if not channel.flushed(one, wait.seconds):
+        what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
+        print(f"callgate: checkpoints in {_open[one]}: {what}", file=sys.stderr)
+        channel.flushed(one, None)
 
 
 join(Writers())
