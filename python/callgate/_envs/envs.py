@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.failures import raise_deferred
-from callgate._core.public import core
+from callgate._core.public import Closing, core
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.calls import EnvGate, EnvLayout
 from callgate._envs.lanes import EnvLanes, EnvPlan, LanesMethod, plan_of
@@ -234,7 +234,7 @@ class _Programs:
     return pickle.loads(rows[worker, :size].tobytes())
 
 
-class Envs:
+class Envs(Closing):
   """Environments that compiled programs reset and step; made by `callgate.envs`.
 
   Calls are ordered: in a program, and from program to program, each device's come in the order in
@@ -336,12 +336,6 @@ class Envs:
       with contextlib.suppress(Exception):  # workers that have ended have no environments
         jax.block_until_ready(jax.jit(programs.shut)())
     _on(programs.run_on, lambda: programs.instances.get().close())
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
 
   def __repr__(self) -> str:
     return f"<callgate.envs '{self.name}' of {self.num_envs}>"

@@ -23,6 +23,7 @@ from callgate._core import dtypes, effects, errors, factories, failures, registr
 from callgate._core import options as check
 from callgate._core.options import option
 from callgate._core.pickling import Identity, Portable
+from callgate._core.public import Closing
 from callgate._core.weak import members
 from callgate._feed import items
 from callgate._feed import producer as _producer
@@ -89,7 +90,7 @@ class _FeedIdentity(Identity):
     self.name, self.label = name, f"feed '{name}'"
 
 
-class Feed(Portable[_FeedIdentity]):
+class Feed(Portable[_FeedIdentity], Closing):
   """A host iterator as a source of items for compiled programs; made by `callgate.feed`.
 
   A context manager, which closes the feed at the end of its block, and outside of compiled code an
@@ -241,12 +242,6 @@ class Feed(Portable[_FeedIdentity]):
     """
     seconds = check.seconds(f"feed '{self.name}'", "timeout", timeout, zero=True)
     return self._producer.close(seconds)
-
-  def __enter__(self) -> Feed:
-    return self
-
-  def __exit__(self, *exception: object) -> None:
-    self.close()
 
 
 @factories.of_one(FeedOptions)

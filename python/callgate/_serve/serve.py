@@ -15,6 +15,7 @@ from typing import Any
 from callgate import _part
 from callgate._core import options, paths
 from callgate._core.errors import GateDefinitionError
+from callgate._core.public import Closing
 from callgate._core.weak import members
 from callgate._gate.stats import stats
 from callgate._part import Part, Phase, Wait
@@ -33,7 +34,7 @@ _servers: weakref.WeakSet[Server] = weakref.WeakSet()  # under the GIL: single s
 StrPath = str | os.PathLike[str]
 
 
-class Server:
+class Server(Closing):
   """A live page that this process serves; made by `callgate.serve`. A context manager.
 
   Attributes:
@@ -65,12 +66,6 @@ class Server:
   def __repr__(self) -> str:
     what = "closed" if self._closed else "with control" if self._control else "without control"
     return f"<callgate server at 127.0.0.1:{self._page.port}, {what}>"
-
-  def __enter__(self) -> Server:
-    return self
-
-  def __exit__(self, *exception: object) -> None:
-    self.close()
 
   def close(self) -> None:
     """Ends the page and frees the port; waits for consumers as `Channel.remove` does.
@@ -110,7 +105,10 @@ class Server:
     if self._control:
       control = {"knobs": _knobs(), "stop_reason": stop_reason()}
     channels = [{"channel": name} | counts for name, counts in channel_stats().items()]
-    gates = [{"gate": name} | _rounded(counts) for name, counts in stats().items()]
+    gates = [
+      {"gate": name} | {key: round(value, 3) for key, value in counts.items()}
+      for name, counts in stats().items()
+    ]
     called = [one for one in gates if one["calls"] or one["errors"]]
     mine = {"control": control, "checks": self._checks.rows()}
     return self._answers.state() | mine | {"channels": channels, "gates": called}
@@ -205,10 +203,6 @@ def _as_sent(name: str, value: Any) -> Any:
       if not math.isnan(number := kind(value)):
         return number
   raise RequestError(400, f"knob {name!r}: value: expected a number, true or false, got {value!r}")
-
-
-def _rounded(counts: dict[str, float]) -> dict[str, float]:
-  return {name: round(value, 3) for name, value in counts.items()}
 
 
 class _FailedChecks:
