@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from callgate import _callgate
 
@@ -169,14 +169,26 @@ class Part:
     """In a fork's child, which has no other thread: a lock may be held by one of the parent's."""
 
 
+_Kind = TypeVar("_Kind", bound=Part)
 _parts: list[Part] = []  # guarded by _joining; at most one entry for each part
 # Guarded by _joining; emptied by `off`.
 _listeners: dict[Event, list[Callable[..., object]]] = {event: [] for event in get_args(Event)}
 _joining = threading.RLock()  # a listener's comparison, or the collector, may come back here
 
 
+def joins(name: str) -> Callable[[type[_Kind]], type[_Kind]]:
+  """Decorates the class of a part: one of it joins, under this name, as its module is imported."""
+
+  def decorated(kind: type[_Kind]) -> type[_Kind]:
+    kind.name = name
+    join(kind())
+    return kind
+
+  return decorated
+
+
 def join(part: Part) -> None:
-  """Has the core call the part's methods from now on; its module does so as it is imported."""
+  """Has the core call the part's methods from now on."""
   order = [*PARTS]
   with _joining:
     others = [one for one in _parts if not part.name or one.name != part.name]

@@ -25,7 +25,7 @@ from callgate._core.where import Stack, users_stack
 from callgate._gate.check import Guarded
 from callgate._gate.options import GateOptions
 from callgate._jax import refs
-from callgate._part import Part, join
+from callgate._part import Part, joins
 from callgate._runtime import config
 from callgate._tap.tap import uncarried
 
@@ -165,13 +165,9 @@ def _as_array(name: str, leaf: Any) -> Any:
     raise GateDefinitionError(f"breakpoint: {name}: {what}") from error
 
 
+@joins("breakpoints")
 class Breakpoints(Part):
   """Defines the breakpoint of programs of other processes."""
 
-  name = "breakpoints"
-
   def define(self, name: str) -> Any:
     return _gate() if name == _NAME else None
-
-
-join(Breakpoints())

@@ -23,7 +23,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.public import Uncopied
 from callgate._jax import tracing
 from callgate._objects.handle import Handle
-from callgate._part import Part, Phase, Wait, join
+from callgate._part import Part, Phase, Wait, joins
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import channel, tap
 
@@ -114,14 +114,13 @@ def _refuse_handles(carry: Any) -> None:
       )
 
 
+@joins("checkpoints")
 class Writers(Part):
   """Has the checkpoints on the disk before the process ends, however long it takes.
 
   After Ctrl-C it doesn't wait. The end of all channels follows, which raises what could not be
   written.
   """
-
-  name = "checkpoints"
 
   def end(self, phase: Phase, wait: Wait) -> None:
     for each in _open.keyrefs() if phase == "deliver" else ():
@@ -131,6 +130,3 @@ class Writers(Part):
         what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
         print(f"callgate: checkpoints in {_open[one]}: {what}", file=sys.stderr)
         channel.flushed(one, None)
-
-
-join(Writers())

@@ -31,7 +31,7 @@ from callgate._feed import shares as _shares
 from callgate._feed.gate import CLOSE_SECONDS, FeedGate, next_p, take, take_share
 from callgate._gate.options import GateOptions
 from callgate._jax import dispatch, tracing
-from callgate._part import Part, Phase, Wait, join
+from callgate._part import Part, Phase, Wait, joins
 from callgate._runtime import config
 
 
@@ -274,10 +274,9 @@ def feed(iterable: Iterable[Any], *, options: FeedOptions) -> Feed:
   return Feed(iterable, options)
 
 
+@joins("feeds")
 class Feeds(Part):
   """Ends the feeds' threads."""
-
-  name = "feeds"
 
   def end(self, phase: Phase, wait: Wait) -> None:
     producers = members(_producer.alive)
@@ -289,9 +288,6 @@ class Feeds(Part):
         producer.release()
       for producer in producers:
         producer.close(wait.left)
-
-
-join(Feeds())
 
 
 # -- checks ----------------------------------------------------------------------------------------

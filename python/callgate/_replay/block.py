@@ -105,14 +105,10 @@ def _wait_for_calls() -> None:
     part.settle(Wait(None))
 
 
+@_part.joins("recordings")
 class _Blocks(Part):
   """Forgets the block in a fork's child: it is the parent's, and so is its file."""
-
-  name = "recordings"
 
   def forked(self) -> None:
     _open.clear()
     _callgate.set_tape(None)
-
-
-_part.join(_Blocks())

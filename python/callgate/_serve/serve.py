@@ -225,10 +225,9 @@ class _FailedChecks:
     return [dict(zip(names, (n, f"{at:%H:%M:%S}", text), strict=True)) for n, at, text in held]
 
 
+@_part.joins("serve")
 class _ServedPages(Part):
   """Closes the pages: they are there until programs have ended, so that these can be stopped."""
-
-  name = "serve"
 
   def end(self, phase: Phase, wait: Wait) -> None:
     del wait
@@ -238,6 +237,3 @@ class _ServedPages(Part):
   def forked(self) -> None:
     for server in members(_servers):
       server._page.forget()  # pyright: ignore[reportPrivateUsage]
-
-
-_part.join(_ServedPages())

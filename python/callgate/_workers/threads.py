@@ -264,10 +264,9 @@ def has_dropped(wait: Wait) -> bool:
   return all(core(one).has_dropped(wait) for one in all_of_them)
 
 
+@_part.joins("threads")
 class Threads(Part):
   """Has threads drop what lives on them, and end, before the process does."""
-
-  name = "threads"
 
   def end(self, phase: Phase, wait: Wait) -> None:
     if phase != "deliver":
@@ -278,6 +277,3 @@ class Threads(Part):
       core(one).end()
     for one in all_of_them:
       core(one).has_ended(wait)
-
-
-_part.join(Threads())

@@ -21,7 +21,7 @@ from callgate import _callgate
 from callgate._core import options
 from callgate._core.errors import GateDefinitionError, WorkerError
 from callgate._core.public import Closing, Public, Uncopied, core
-from callgate._part import Part, Phase, Wait, join
+from callgate._part import Part, Phase, Wait, joins
 from callgate._workers import travel
 
 # By their keys. Under the GIL: single steps, but for those of another process, by _placing.
@@ -235,15 +235,11 @@ def shared() -> Workers:
     return _shared
 
 
+@joins("workers")
 class Pools(Part):
   """Ends the worker processes."""
-
-  name = "workers"
 
   def end(self, phase: Phase, wait: Wait) -> None:
     for each in _live.valuerefs() if phase == "join" else ():
       if (one := each()) is not None:
         core(one).end(wait.left)
-
-
-join(Pools())
