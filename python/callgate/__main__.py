@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from callgate._core.errors import GateDefinitionError
 from callgate._core.terminal import printable
 
-# Of each command the help, and the module, which is loaded when it is called. `command(name,
-# parser)` of the module adds the command's arguments to its parser, and returns the function that
-# gets the parsed arguments and returns the exit status.
+# Each command's help, and its module, which is loaded when the command is called. The module's
+# `command(name, parser)` adds the command's arguments to the parser and returns the function that
+# runs the command.
 COMMANDS: dict[str, tuple[str, str]] = {
   "tail": ("print the last records of a stream, and follow it", "callgate._stream.tail"),
   "watch": ("serve a live page of streams, on loopback", "callgate._watch.cli"),

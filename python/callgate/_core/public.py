@@ -9,7 +9,7 @@ C = TypeVar("C")
 
 
 class Closing:
-  """An object that users hold, and close: a context manager, which does so where its block ends."""
+  """An object that users close; as a context manager it closes itself at the end of its block."""
 
   __slots__ = ()
 

@@ -8,7 +8,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-Command = Callable[[argparse.Namespace], int]  # returns the exit status
+Command = Callable[[argparse.Namespace], int]  # from the parsed arguments to the exit status
 
 
 def integer(expected: str, *, least: int = 0, most: int = 2**31) -> Callable[[str], int]:
