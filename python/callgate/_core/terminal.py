@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of a terminal share: text to show, and numbers to read."""
+"""Text that a command shows in a terminal, and numbers that it reads from its command line."""
 
 from __future__ import annotations
 
