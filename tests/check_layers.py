@@ -119,7 +119,7 @@ TOP = ("__init__", "__main__", "_attach", "_names", "_start")  # these import an
 WITH_CODE = ("callgate", "sinks", "executors", "compat")  # folders whose __init__ has some
 # By these a module may register on import what it defines.
 REGISTRATIONS = (
-  "join", "_part.join", "_part.on", "tracing.clear_with_caches",
+  "join", "_part.on", "tracing.clear_with_caches",
   "jax.tree_util.register_pytree_node",
 )  # fmt: skip
 MOST_LINES = 400

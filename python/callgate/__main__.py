@@ -1,55 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m callgate COMMAND`: streams, programs and builds from a terminal.
-
-A command is a module-level function that `_COMMANDS` names: it gets the argparse subparsers, adds
-its own parser, and sets `run`, which gets the parsed arguments and returns the exit status.
-"""
+"""`python -m callgate COMMAND`: streams, programs and builds from a terminal."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from callgate._breakpoint.attach import add_attach
-from callgate._build import toolchain
 from callgate._core.errors import GateDefinitionError
-from callgate._serve.commands import add_control
-from callgate._stream.tail import add_tail, printable
-from callgate._watch.cli import add_watch
+from callgate._core.terminal import printable
 
-if TYPE_CHECKING:
-  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
-
-
-def add_folders(subparsers: Subparsers) -> None:
-  """Adds `include-dir` and `cmake-dir`: where a build of kernels finds callgate."""
-  folders = {
-    "include-dir": (toolchain.include_dir, "print the folder that holds callgate/kernel.h"),
-    "cmake-dir": (
-      toolchain.cmake_dir,
-      "print the folder where CMake finds callgate (callgate_DIR)",
-    ),
-  }
-  for name, (folder, text) in folders.items():
-    parser = subparsers.add_parser(name, help=text)
-    parser.set_defaults(run=_print_folder, folder=folder)
-
-
-_COMMANDS: tuple[Callable[[Any], None], ...] = (
-  add_tail,
-  add_watch,
-  add_control,
-  add_attach,
-  add_folders,
-)
-
-
-def _print_folder(arguments: argparse.Namespace) -> int:
-  print(arguments.folder())
-  return 0
+# Each command's help, and its module, which is loaded when the command is called. The module's
+# `command(name, parser)` adds the command's arguments to the parser and returns the function that
+# runs the command.
+COMMANDS: dict[str, tuple[str, str]] = {
+  "tail": ("print the last records of a stream, and follow it", "callgate._stream.tail"),
+  "watch": ("serve a live page of streams, on loopback", "callgate._watch.cli"),
+  "knobs": ("list a program's knobs", "callgate._serve.commands"),
+  "set": ("set knobs of a program", "callgate._serve.commands"),
+  "stop": ("ask a program's loops to stop", "callgate._serve.commands"),
+  "attach": ("debug a program that waits at a breakpoint", "callgate._breakpoint.attach"),
+  "include-dir": (
+    "print the folder that holds callgate/kernel.h", "callgate._build.toolchain"
+  ),
+  "cmake-dir": (
+    "print the folder where CMake finds callgate (callgate_DIR)", "callgate._build.toolchain"
+  ),
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,10 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prog="python -m callgate",
     description="Streams of tapped values, programs that run, and builds of kernels",
   )
+  given = list(sys.argv[1:] if arguments is None else arguments)
+  called = next((one for one in given if not one.startswith("-")), None)
   subparsers = parser.add_subparsers(dest="command", required=True)
-  for add in _COMMANDS:
-    add(subparsers)
-  parsed, rest = parser.parse_known_args(arguments)
+  for name, (text, module) in COMMANDS.items():
+    command = subparsers.add_parser(name, help=text)
+    if name == called:
+      command.set_defaults(run=importlib.import_module(module).command(name, command))
+  parsed, rest = parser.parse_known_args(given)
   if rest:  # argparse takes no more paths after an option
     if "where" not in parsed or any(one.startswith("-") for one in rest):
       parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from callgate import _callgate
 
@@ -36,7 +36,7 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "channels": ("callgate._tap.channel", "channel:", "tap:"),
   "threads": ("callgate._workers.threads",),
   "workers": ("callgate._workers.workers",),
-  "feeds": ("callgate._feed.ending",),
+  "feeds": ("callgate._feed.feed",),
   "objects": ("callgate._objects.collect",),
   "uses": ("callgate._objects.use", "use:"),
   "checks": ("callgate._gate.check", "check:"),
@@ -49,7 +49,6 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "libraries": ("callgate._kernel.library",),
   "recordings": ("callgate._replay.block",),
   "serve": ("callgate._serve.serve",),
-  "watch": ("callgate._watch.server",),
 }
 Event = Literal[
   "check failed",  # (message, text of the error)
@@ -170,14 +169,26 @@ class Part:
     """In a fork's child, which has no other thread: a lock may be held by one of the parent's."""
 
 
+_Kind = TypeVar("_Kind", bound=Part)
 _parts: list[Part] = []  # guarded by _joining; at most one entry for each part
 # Guarded by _joining; emptied by `off`.
 _listeners: dict[Event, list[Callable[..., object]]] = {event: [] for event in get_args(Event)}
 _joining = threading.RLock()  # a listener's comparison, or the collector, may come back here
 
 
+def joins(name: str) -> Callable[[type[_Kind]], type[_Kind]]:
+  """Decorates the class of a part: one of it joins, under this name, as its module is imported."""
+
+  def decorated(kind: type[_Kind]) -> type[_Kind]:
+    kind.name = name
+    join(kind())
+    return kind
+
+  return decorated
+
+
 def join(part: Part) -> None:
-  """Has the core call the part's methods from now on; its module does so as it is imported."""
+  """Has the core call the part's methods from now on."""
   order = [*PARTS]
   with _joining:
     others = [one for one in _parts if not part.name or one.name != part.name]

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from callgate import _callgate
 from callgate._core import kept
+from callgate._core.terminal import Command
 
 
 def folder() -> Path:
@@ -120,13 +121,12 @@ def _interrupts() -> Callable[[], bool]:
   return interrupted
 
 
-def add_attach(subparsers: Any) -> None:
-  """Adds `attach`: a debugger in a program that stands at a breakpoint."""
-  parser = subparsers.add_parser("attach", help="debug a program that waits at a breakpoint")
+def command(name: str, parser: argparse.ArgumentParser) -> Command:
+  del name
   parser.add_argument(
     "process", nargs="?", type=int, help="its number; default: the one that waits"
   )
-  parser.set_defaults(run=_attach)
+  return _attach
 
 
 def _attach(arguments: argparse.Namespace) -> int:

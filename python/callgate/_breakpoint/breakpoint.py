@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
-from callgate._breakpoint.stack import Stack, of_user
 from callgate._call import primitive, shapes
 from callgate._call.attached import with_derivative
 from callgate._call.site import BoundCall, CallSite
 from callgate._core import dtypes, masked, options
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
+from callgate._core.where import Stack, users_stack
 from callgate._gate.check import Guarded
 from callgate._gate.options import GateOptions
 from callgate._jax import refs
-from callgate._part import Part, join
+from callgate._part import Part, joins
 from callgate._runtime import config
 from callgate._tap.tap import uncarried
 
@@ -133,7 +133,7 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   arrays = [jnp.asarray(jax.lax.stop_gradient(dtypes.carried(x)[0])) for x in (~stops, *own, *rest)]
   first = arrays[1 : 1 + len(own)]
   site = CallSite(
-    tree, jax.tree.structure(returned), (("stack", of_user()),),
+    tree, jax.tree.structure(returned), (("stack", users_stack()),),
     tuple((tuple(x.shape), x.dtype) for x in first),
   )  # fmt: skip
   shapes.check_call(gate, site, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
@@ -165,13 +165,9 @@ def _as_array(name: str, leaf: Any) -> Any:
     raise GateDefinitionError(f"breakpoint: {name}: {what}") from error
 
 
+@joins("breakpoints")
 class Breakpoints(Part):
   """Defines the breakpoint of programs of other processes."""
 
-  name = "breakpoints"
-
   def define(self, name: str) -> Any:
     return _gate() if name == _NAME else None
-
-
-join(Breakpoints())

@@ -17,9 +17,9 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from callgate._breakpoint import attach
-from callgate._breakpoint.stack import Stack
 from callgate._core import dtypes
 from callgate._core.errors import ResultError
+from callgate._core.where import Stack
 from callgate._sharding import tiles
 
 # The form of `_callgate.current_place`: extents of batch levels, lane, device, shard, layout.

@@ -7,6 +7,7 @@ even to ask for its version.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import functools
@@ -26,6 +27,7 @@ from callgate._build import cache
 from callgate._build.files import checksum
 from callgate._core.errors import CompileError
 from callgate._core.paths import ROOT
+from callgate._core.terminal import Command
 
 DEFAULT_FLAGS = ("-O3", "-march=native", "-DNDEBUG")
 DEBUG_FLAGS = ("-O0", "-g", "-DCALLGATE_BOUNDS_CHECK=1")
@@ -47,9 +49,11 @@ def include_dir(folder: str = "include") -> Path:
   return installed if installed.exists() else ROOT.parents[1] / folder
 
 
-def cmake_dir() -> Path:
-  """The folder that holds `callgateConfig.cmake`, for CMake's find_package."""
-  return include_dir("cmake")
+def command(name: str, parser: argparse.ArgumentParser) -> Command:
+  """`include-dir` and `cmake-dir`, that of `callgateConfig.cmake`, for CMake's find_package."""
+  del parser
+  folder = include_dir("cmake" if name == "cmake-dir" else "include")
+  return lambda _: print(folder) or 0
 
 
 @functools.cache  # at most one entry for each set of headers

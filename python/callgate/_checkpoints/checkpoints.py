@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,10 @@ from callgate._checkpoints.parts import Saved
 from callgate._checkpoints.saver import CarrySaver
 from callgate._checkpoints.writer import leaves_of
 from callgate._core import options
-from callgate._core.public import Public
+from callgate._core.public import Closing, Public
 
 
-class Checkpoints(Public[CarrySaver]):
+class Checkpoints(Public[CarrySaver], Closing):
   """Saves the carry of a `scan` while the loop runs: `cg.scan(..., save=cg.Checkpoints(...))`.
 
   ```python
@@ -170,12 +170,6 @@ class Checkpoints(Public[CarrySaver]):
       OSError: something could not be written.
     """
     self._core.flush()
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
 
 
 def _in_its_dtype(array: Any, given: Any) -> Any:

@@ -124,14 +124,7 @@ def take_part(run: int) -> None:
   _runs.add(run)
 
 
-def write(
-  root: Path,
-  step: int,
-  run: int,
-  name: str,
-  leaves: Sequence[Leaf],
-  parts: dict[int, tuple[Slices, Any]],
-) -> None:
+def write(root: Path, step: int, run: int, name: str, parts: dict[int, tuple[Slices, Any]]) -> None:
   """Writes parts of a checkpoint.
 
   Args:
@@ -139,7 +132,6 @@ def write(
     step: its number.
     run: the execution of the program, which has the same number in all processes.
     name: of the file, which no other writer of this checkpoint has.
-    leaves: all of the carry.
     parts: by the leaf's number which part of it, and the array.
 
   Raises:
@@ -196,14 +188,11 @@ def finish(
     return None  # another one was quicker
   with _removed_if_not_written(folder):
     order = max((saved.order for saved in whole(root)), default=0) + 1
-    described = [dataclasses.asdict(leaf) for leaf in leaves]
     about: dict[str, Any] = {
-      "format": _parts.FORMAT,
-      "step": step,
-      "order": order,
-      "leaves": described,
-    }
-    about["feeds"] = [list(one) for one in (feeds or {}).items()]
+      "format": _parts.FORMAT, "step": step, "order": order,
+      "leaves": [dataclasses.asdict(leaf) for leaf in leaves],
+      "feeds": list((feeds or {}).items()),
+    }  # fmt: skip
     try:
       _write(folder / "meta.json", "xb", lambda file: file.write(_parts.sealed(about)))
     except (FileExistsError, FileNotFoundError):
@@ -230,7 +219,7 @@ def _give_name(folder: Path, named: Path) -> None:
       with _naming:
         if not os.path.lexists(named):
           folder.rename(named)
-        elif not _swapped(folder, named):
+        elif not paths.exchange(folder, named):
           _delete(old)
           named.rename(old)
           folder.rename(named)
@@ -240,14 +229,6 @@ def _give_name(folder: Path, named: Path) -> None:
         raise
   for gone in (folder, old):
     _remove(gone, named.name)
-
-
-def _swapped(folder: Path, named: Path) -> bool:
-  try:
-    paths.exchange(folder, named)
-  except OSError:
-    return False
-  return True
 
 
 def _remove(folder: Path, name: str) -> None:

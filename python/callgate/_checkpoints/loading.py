@@ -79,7 +79,7 @@ class Loader:
       if (what, key) not in self._gates:
         name = registry.free_name(f"checkpoints {what}: {self._folder}")
         made = GateOptions(out=out, name=name, effect=effect, vmap=refuse_lanes, sharding=sharding)
-        gate = self._gates[what, key] = _OfDisk(function, made)
+        gate = self._gates[what, key] = resuming.LoopGate(function, made)
         if what == "load":
           gate.set_jvp(functools.partial(_loaded_jvp, weakref.ref(gate)))
       return self._gates[what, key]
@@ -167,11 +167,6 @@ class Loader:
       if self._read is None or self._read[0] != run:
         self._read = run, files.find(self._folder, step)
       return self._read[1]
-
-
-class _OfDisk(GateCallee):
-  # A replay's disk is its own.
-  traits = GateCallee.traits.but(taped=False, knows_lanes=False, located=True)
 
 
 def _say_damaged(folder: Path) -> None:

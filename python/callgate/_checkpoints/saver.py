@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._checkpoints import loading, orbax
-from callgate._checkpoints.claim import Claim
 from callgate._checkpoints.parts import Leaf
 from callgate._checkpoints.writer import Writer, leaves_of
 from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import Uncopied
+from callgate._core.where import where as users_line
 from callgate._jax import tracing
 from callgate._objects.handle import Handle
-from callgate._part import Part, Phase, Wait, join
+from callgate._part import Part, Phase, Wait, joins
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import channel, tap
 
@@ -44,7 +44,8 @@ class CarrySaver(Uncopied):
     self._writer = Writer(folder, keep, format, self._loader.wrote)
     self._lock = threading.Lock()
     self._channel: channel.Channel | None = None
-    self._claim = Claim()
+    self._loop: tuple[Any, str] | None = None  # the first one's marks; its place, for messages
+    self._trace: weakref.ref[Any] | None = None  # the last one's
 
   def flush(self) -> None:
     """Waits until what programs have sent is on the disk."""
@@ -64,8 +65,7 @@ class CarrySaver(Uncopied):
     leaves = leaves_of(init)
     if self.format == "orbax":
       orbax.check(leaves)
-    with self._lock:
-      self._claim.take(self.folder, body, leaves)
+    self._refuse_second_loop(body, leaves)
     step, run = self._loader.begin(length)
     return step, run, self._loader.load(step, run, init, leaves) if self.resume else init
 
@@ -88,6 +88,22 @@ class CarrySaver(Uncopied):
         "use jax.shard_map in the body of the loop instead"
       )
 
+  def _refuse_second_loop(self, body: Callable[..., Any], leaves: Sequence[Leaf]) -> None:
+    """Raises for a loop with another body, and for the first one's second time in a program."""
+    here, trace = users_line(), tracing.current_trace()
+    # These stay alike when a loop is traced again, as by a notebook's cell.
+    marks = _place(here.file, here.line), here.code.co_qualname, _body(body), tuple(leaves)
+    with self._lock:
+      again = trace is not None and self._trace is not None and self._trace() is trace
+      if self._loop is not None and (again or marks != self._loop[0]):
+        raise GateDefinitionError(
+          f"Checkpoints: {self.folder}: expected one loop, that of {self._loop[1]}, got a second "
+          f"one at {here}: each would take the other's checkpoints for its own. Make a "
+          "cg.Checkpoints with a folder of its own for each loop"
+        )
+      self._loop = self._loop or (marks, str(here))
+      self._trace = None if trace is None else weakref.ref(trace)
+
   def _open(self, leaves: tuple[Leaf, ...]) -> channel.Channel:
     size = sum(int(np.prod(leaf.shape)) * 16 for leaf in leaves)
     with self._lock:
@@ -102,17 +118,18 @@ class CarrySaver(Uncopied):
       return self._channel
 
 
-def finish(wait: Wait) -> None:
-  """At the end of the process: waits for the disk, as long as it takes but after Ctrl-C.
+def _body(function: Any) -> tuple[str, int]:
+  while (inner := getattr(function, "func", getattr(function, "__wrapped__", None))) is not None:
+    function = inner
+  code = getattr(function, "__code__", None)
+  if code is None:
+    return type(function).__qualname__, 0
+  return code.co_qualname, _place(code.co_filename, code.co_firstlineno)[1]
 
-  The end of all channels follows, which raises what could not be written.
-  """
-  for each in _open.keyrefs():
-    if (one := each()) is None or lifecycle.is_interrupted() or channel.flushed(one, wait.seconds):
-      continue
-    what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
-    print(f"callgate: checkpoints in {_open[one]}: {what}", file=sys.stderr)
-    channel.flushed(one, None)
+
+def _place(file: str, line: int) -> tuple[str, int]:
+  """A file and line; of a notebook's cell, which has others when it runs again, neither."""
+  return ("", 0) if "ipykernel" in file or file.startswith("<ipython") else (file, line)
 
 
 def _refuse_handles(carry: Any) -> None:
@@ -127,14 +144,19 @@ def _refuse_handles(carry: Any) -> None:
       )
 
 
+@joins("checkpoints")
 class Writers(Part):
-  """Has the checkpoints on the disk before the process ends."""
+  """Has the checkpoints on the disk before the process ends, however long it takes.
 
-  name = "checkpoints"
+  After Ctrl-C it doesn't wait. The end of all channels follows, which raises what could not be
+  written.
+  """
 
   def end(self, phase: Phase, wait: Wait) -> None:
-    if phase == "deliver":
-      finish(wait)
-
-
-join(Writers())
+    for each in _open.keyrefs() if phase == "deliver" else ():
+      if (one := each()) is None or lifecycle.is_interrupted():
+        continue
+      if not channel.flushed(one, wait.seconds):
+        what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
+        print(f"callgate: checkpoints in {_open[one]}: {what}", file=sys.stderr)
+        channel.flushed(one, None)

@@ -82,7 +82,7 @@ class Writer:
     files.take_part(run)
     name = f"part_{info.process:05d}_{info.device:05d}"
     try:
-      files.write(self._folder, number, run, name, leaves, parts)
+      files.write(self._folder, number, run, name, parts)
     except OSError:
       if others.is_told(run, number):  # and has removed what this process was writing
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import secrets
 from collections.abc import Generator
@@ -29,15 +28,11 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _HERE = -100  # AT_FDCWD of fcntl.h
 
 
-def exchange(one: Path, other: Path) -> None:
+def exchange(one: Path, other: Path) -> bool:
   """Swaps the names of two files or folders in one step, for which Python has no function.
 
-  Raises:
-    OSError: the system or the file system can't.
+  False where the system or the file system can't.
   """
-  rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc's, from 2.28 on
-  if rename is None:
-    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+  rename = getattr(ctypes.CDLL(None), "renameat2", None)  # glibc's, from 2.28 on
   paths = _HERE, os.fsencode(one), _HERE, os.fsencode(other)
-  if rename(*paths, ctypes.c_uint(_EXCHANGE)) != 0:
-    raise OSError(number := ctypes.get_errno(), os.strerror(number), str(other))
+  return rename is not None and rename(*paths, ctypes.c_uint(_EXCHANGE)) == 0

@@ -92,6 +92,8 @@ def made_by(origin: Origin, made: Any) -> Any:
   A call may go through another maker's: the first to say so, which made it, is its origin.
   """
   if isinstance(made, Portable) and (identity := core(made)).origin is None:
+    if not identity.travels:  # nobody makes it again: what it was made of may go
+      origin = dataclasses.replace(origin, args=(), options={})
     identity.origin, identity.mark = origin, uuid.uuid4().hex
     _marked[identity.mark] = made
   return made

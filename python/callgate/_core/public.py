@@ -8,6 +8,21 @@ from typing import Any, Generic, Self, TypeVar
 C = TypeVar("C")
 
 
+class Closing:
+  """An object that users close; as a context manager it closes itself at the end of its block."""
+
+  __slots__ = ()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
+
+  def close(self) -> Any:
+    raise NotImplementedError
+
+
 class Uncopied:
   """A thing of its process: a copy is the thing itself."""
 

@@ -10,12 +10,18 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
+
+import jax
 
 from callgate._core import paths
 
 _OWN = f"{paths.ROOT}{os.sep}"
+_JAXS = f"{Path(str(jax.__file__)).parent}{os.sep}"
+Stack = tuple[tuple[str, int, str], ...]  # outermost first: file, line, function
+_MOST_FRAMES = 64  # of a stack
 
 
 class Where(NamedTuple):
@@ -55,6 +61,16 @@ def where() -> Where:
   """The line of the user's code that calls callgate now."""
   frame = next(frames())
   return Where(str(frame.f_globals.get("__name__", "__main__")), frame.f_code, frame.f_lineno)
+
+
+def users_stack() -> Stack:
+  """The frames that run, without those of JAX and callgate, as programs hold them."""
+  found = [
+    (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    for frame in frames()
+    if not frame.f_code.co_filename.startswith((_OWN, _JAXS))
+  ]
+  return tuple(reversed(found[:_MOST_FRAMES]))
 
 
 def frames() -> Iterator[FrameType]:

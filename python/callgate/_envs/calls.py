@@ -109,7 +109,9 @@ class EnvLayout:
     part = self.count // self.devices
     return jax.lax.axis_index(self.axes) * part + jnp.arange(part, dtype=np.int32)
 
-  def call(self, here: GateCallee, there: GateCallee | None, *args: Any, **static: Any) -> Any:
+  def call(
+    self, here: Callable[..., Any], there: Callable[..., Any] | None, *args: Any, **static: Any
+  ) -> Any:
     """Calls one of two gates with pytrees of arrays that have a row for each lane, lanes first."""
     if there is None or config.engine() == "jax":
       return self.split(here(*self.split(args), **static))

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.failures import raise_deferred
-from callgate._core.public import core
+from callgate._core.public import Closing, core
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.calls import EnvGate, EnvLayout
 from callgate._envs.lanes import EnvLanes, EnvPlan, LanesMethod, plan_of
@@ -141,9 +141,6 @@ def _on(run_on: Any, function: Callable[[], Any]) -> Any:
   return core(run_on).run(function) if isinstance(run_on, Thread) else function()
 
 
-_OF_WORKERS = ("shut", "rendered", "picture")  # methods of `EnvLanes` that are called there alone
-
-
 class _Programs:
   """The traced part: the gates and the arrays around their calls."""
 
@@ -154,10 +151,6 @@ class _Programs:
     self.plan, self.layout, self.to, self.steps = plan, layout, to, steps
     self.run_on = run_on
     self.instances = objects.Instances(functools.partial(EnvLanes, plan), by_lane=False)
-    split = "shard" if layout.sharding is not None else None
-    elsewhere = isinstance(run_on, Workers)
-    self._here: dict[str, EnvGate] = {}
-    self._there: dict[str, EnvGate] = {}
     outs: dict[str, Callable[..., Any]] = {
       "reset": lambda lanes, given: plan.of_reset(lanes.shape[-1]),
       "step": lambda lanes, actions: plan.of_step(lanes.shape[-1]),
@@ -165,29 +158,24 @@ class _Programs:
       "rendered": lambda lanes: jax.ShapeDtypeStruct((), np.int32),
       "picture": lambda lanes, *, room: jax.ShapeDtypeStruct((room,), np.uint8),
     }
-    for method, out in outs.items():
-      if method in _OF_WORKERS and not elsewhere:
-        continue
+    limits = {"reset": timeout and max(timeout, LOADING_SECONDS), "step": timeout}
+
+    def gate(method: str, suffix: str = "", **more: Any) -> ArrayFunction:
       function = LanesMethod(self.instances, method)
-      limit = timeout
-      if timeout and method == "reset":
-        limit = max(timeout, LOADING_SECONDS)
-      elif method != "step":
-        limit = None
-      given: dict[str, Any] = {
-        "out": out, "style": "inplace", "effect": "ordered", "timeout": limit,
-      }  # fmt: skip
+      options = GateOptions(
+        out=outs[method], name=f"{name}.{method}{suffix}", style="inplace", effect="ordered",
+        timeout=limits.get(method), **more,
+      )  # fmt: skip
+      return ArrayFunction(EnvGate(function, options, plan.label))
 
-      def gate(suffix: str, function: Any = function, given: Any = given, **more: Any) -> Any:
-        options = GateOptions(**given, name=f"{name}.{suffix}", **more)
-        return ArrayFunction(EnvGate(function, options, plan.label))
-
-      if elsewhere:
-        self._there[method] = gate(method, run_on=run_on, affinity="lane")
-        if method not in _OF_WORKERS:
-          self._here[method] = gate(f"{method}.here", sharding=split)
-      else:
-        self._here[method] = gate(method, run_on=run_on, sharding=split)
+    self._there: dict[str, ArrayFunction] = {}
+    here: dict[str, Any] = {"sharding": "shard" if layout.sharding is not None else None}
+    if isinstance(run_on, Workers):
+      self._there = {method: gate(method, run_on=run_on, affinity="lane") for method in outs}
+      here["suffix"] = ".here"
+    else:
+      here["run_on"] = run_on
+    self._here = {method: gate(method, **here) for method in ("reset", "step")}
 
   def call(self, method: str, *args: Any, **static: Any) -> Any:
     there = self._there.get(method)
@@ -246,7 +234,7 @@ class _Programs:
     return pickle.loads(rows[worker, :size].tobytes())
 
 
-class Envs:
+class Envs(Closing):
   """Environments that compiled programs reset and step; made by `callgate.envs`.
 
   Calls are ordered: in a program, and from program to program, each device's come in the order in
@@ -348,12 +336,6 @@ class Envs:
       with contextlib.suppress(Exception):  # workers that have ended have no environments
         jax.block_until_ready(jax.jit(programs.shut)())
     _on(programs.run_on, lambda: programs.instances.get().close())
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
 
   def __repr__(self) -> str:
     return f"<callgate.envs '{self.name}' of {self.num_envs}>"

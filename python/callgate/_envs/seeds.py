@@ -81,10 +81,9 @@ def _check_sign(label: str, key: Any) -> None:
 def _words(label: str, seed: int) -> Any:
   if seed < 0:
     raise GateDefinitionError(f"{label}: key: expected a seed of at least 0, got {seed}")
-  words = [seed % _WORD]
-  while seed := seed // _WORD:
-    words.insert(0, seed % _WORD)
-  return jnp.asarray(np.array(words, np.uint32))
+  count = max(1, -(-seed.bit_length() // 32))
+  words = np.frombuffer(seed.to_bytes(4 * count, "big"), ">u4")
+  return jnp.asarray(words.astype(np.uint32))
 
 
 def _of_list(label: str, given: Any, count: int) -> Any:
@@ -117,10 +116,7 @@ def of_lanes(how: How, seeds: Any, lanes: Sequence[int], count: int) -> list[int
 
 
 def _joined(words: Any) -> int:
-  number = 0
-  for word in words.tolist():
-    number = number * _WORD + word
-  return number
+  return int.from_bytes(words.astype(">u4").tobytes(), "big")
 
 
 def _positive(seed: Any) -> int:

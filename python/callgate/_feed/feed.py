@@ -8,6 +8,7 @@ an item, the function dies and its finalizer ends the thread.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -16,18 +17,21 @@ from typing import Any
 
 import jax
 
-from callgate import _part
 from callgate._call.function import ArrayFunction
 from callgate._call.site import CallSite
-from callgate._core import dtypes, effects, errors, failures, options, registry, tape
-from callgate._core.pickling import Identity, Origin, Portable, made_by
-from callgate._core.where import where
+from callgate._core import dtypes, effects, errors, factories, failures, registry, tape
+from callgate._core import options as check
+from callgate._core.options import option
+from callgate._core.pickling import Identity, Portable
+from callgate._core.public import Closing
+from callgate._core.weak import members
 from callgate._feed import items
 from callgate._feed import producer as _producer
 from callgate._feed import shares as _shares
 from callgate._feed.gate import CLOSE_SECONDS, FeedGate, next_p, take, take_share
 from callgate._gate.options import GateOptions
 from callgate._jax import dispatch, tracing
+from callgate._part import Part, Phase, Wait, joins
 from callgate._runtime import config
 
 
@@ -39,6 +43,41 @@ class _Missing:
 
 
 _MISSING = _Missing()
+_NUMBER: Any = {"least": 1, "most": 2**31 - 1, "what": "an integer of 1 or more"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FeedOptions:
+  """The options of `callgate.feed`.
+
+  Attributes:
+    prefetch: how many items the iterator may be ahead of the programs.
+    shape: the item's types, a pytree of anything with `.shape` and `.dtype`. None: those of the
+      first item, which is waited for here.
+    default: an item, or a prefix of one that broadcasts to it, to serve for ever after the last
+      one. Without it the end of the data is an error, `EndOfFeed`.
+    epochs: how often to iterate over the iterable; None for ever. More than once takes a list or a
+      data loader, say, which begins anew; a generator doesn't.
+    cast: other dtypes of the same kind are cast to the feed's, which are of 32 bits without
+      `jax_enable_x64`. Default: as `config(cast=)` says, which is False: an error.
+    sharding: how items lie on the devices of programs: a `jax.sharding.NamedSharding`, or a pytree
+      of them that is a prefix of an item, all of one mesh. Each device takes its share alone. Over
+      several processes the iterator of each gives whole items, of which its devices take theirs.
+      Default: one device takes the item for all.
+    resumable: a `callgate.scan` with `save=` whose body reads the feed saves how many items it has
+      given, and one that is resumed skips so many. False: the iterator goes on by itself where the
+      loop does, and nothing is skipped.
+    name: for messages and threads. Default: the iterable's qualified name, numbered if not alone.
+  """
+
+  prefetch: int = option(2, check.count, **_NUMBER)
+  shape: Any = None
+  default: Any = _MISSING
+  epochs: int | None = option(1, functools.partial(check.or_none, check.count), **_NUMBER)
+  cast: bool | None = option(None, check.boolean)
+  sharding: Any = None
+  resumable: bool = option(True, check.boolean)
+  name: str | None = None
 
 
 class _FeedIdentity(Identity):
@@ -51,7 +90,7 @@ class _FeedIdentity(Identity):
     self.name, self.label = name, f"feed '{name}'"
 
 
-class Feed(Portable[_FeedIdentity]):
+class Feed(Portable[_FeedIdentity], Closing):
   """A host iterator as a source of items for compiled programs; made by `callgate.feed`.
 
   A context manager, which closes the feed at the end of its block, and outside of compiled code an
@@ -63,32 +102,19 @@ class Feed(Portable[_FeedIdentity]):
     prefetch: how many items the iterator may be ahead of the programs.
   """
 
-  def __init__(
-    self,
-    iterable: Iterable[Any],
-    *,
-    prefetch: int,
-    shape: Any,
-    default: Any,
-    epochs: int | None,
-    cast: bool | None,
-    sharding: Any,
-    resumable: bool,
-    name: str | None,
-  ) -> None:
+  def __init__(self, iterable: Iterable[Any], options: FeedOptions) -> None:
     # An unnamed one is called as the generator function or the iterable's class.
     named: Any = iterable if hasattr(iterable, "__qualname__") else type(iterable)
-    self.name = name = options.name("feed", name) or registry.unique_name(named)
+    self.name = name = check.name("feed", options.name) or registry.unique_name(named)
     super().__init__(_FeedIdentity(name))
     registry.take(name)  # the old one is closed before the iterator begins
-    limits: Any = {"least": 1, "most": 2**31 - 1, "what": "an integer of 1 or more"}
-    self.prefetch = options.count(f"feed '{name}'", "prefetch", prefetch, **limits)
-    if epochs is not None:
-      epochs = options.count(f"feed '{name}'", "epochs", epochs, **limits)
-    resumable = options.boolean(f"feed '{name}'", "resumable", resumable)
-    cast = config.cast() if cast is None else options.boolean(f"feed '{name}'", "cast", cast)
+    options = check.checked(f"feed '{name}'", options)
+    self.prefetch, shape, default = options.prefetch, options.shape, options.default
+    cast = config.cast() if options.cast is None else options.cast
     types = items.from_structs(name, shape, cast=cast) if shape is not None else None
-    self._producer = _producer.Producer(name, _iterator(name, iterable, epochs), self.prefetch)
+    self._producer = _producer.Producer(
+      name, _iterator(name, iterable, options.epochs), self.prefetch
+    )
     try:
       if types is None and self._producer.wait_for_first():
         types = items.from_item(name, self._producer.first, cast=cast)
@@ -98,6 +124,7 @@ class Feed(Portable[_FeedIdentity]):
       types = types or items.from_item(name, default, "default", cast=cast)
       structs = tuple(jax.ShapeDtypeStruct(*one) for one in types.types)
       self._tree = types.tree
+      sharding = options.sharding
       shares = None if sharding is None else _shares.of(name, sharding, types)
       if shares is not None:
         pairs = zip(structs, shares.shardings, strict=True)
@@ -114,7 +141,7 @@ class Feed(Portable[_FeedIdentity]):
       weakref.finalize(taking, self._producer.release).atexit = False
       self._gate = FeedGate(taking, made)
       self._function = ArrayFunction(self._gate)  # keeps its programs
-      self._gate.shares, self._gate.resumable = shares, resumable
+      self._gate.shares, self._gate.resumable = shares, options.resumable
       if shares is not None:
         self._producer.serve(types.convert, after, len(shares.takers) or 1, shares.of_item)
         self._take_shares = jax.jit(shares.mapped(self._gate))
@@ -213,21 +240,12 @@ class Feed(Portable[_FeedIdentity]):
     Waits `timeout` seconds at most for an iterator that is busy, and returns whether the thread has
     ended. If not, it ends when its iterator returns.
     """
-    seconds = options.seconds(f"feed '{self.name}'", "timeout", timeout, zero=True)
+    seconds = check.seconds(f"feed '{self.name}'", "timeout", timeout, zero=True)
     return self._producer.close(seconds)
 
-  def __enter__(self) -> Feed:
-    return self
 
-  def __exit__(self, *exception: object) -> None:
-    self.close()
-
-
-def feed(
-  iterable: Iterable[Any], *, prefetch: int = 2, shape: Any = None, default: Any = _MISSING,
-  epochs: int | None = 1, cast: bool | None = None, sharding: Any = None, resumable: bool = True,
-  name: str | None = None,
-) -> Feed:  # fmt: skip
+@factories.of_one(FeedOptions)
+def feed(iterable: Iterable[Any], *, options: FeedOptions) -> Feed:
   """A `Feed`: compiled programs read a host iterator, which runs ahead on a thread of its own.
 
   ```python
@@ -242,23 +260,6 @@ def feed(
     iterable: gives the items: pytrees of NumPy or jax arrays, torch tensors or Python scalars, all
       of the same structure, shapes and dtypes. Items are checked. Python scalars get JAX's default
       dtypes; integers of another width are converted, where they fit.
-    prefetch: how many items the iterator may be ahead of the programs.
-    shape: the item's types, a pytree of anything with `.shape` and `.dtype`. None: those of the
-      first item, which is waited for here.
-    default: an item, or a prefix of one that broadcasts to it, to serve for ever after the last
-      one. Without it the end of the data is an error, `EndOfFeed`.
-    epochs: how often to iterate over the iterable; None for ever. More than once takes a list or a
-      data loader, say, which begins anew; a generator doesn't.
-    cast: other dtypes of the same kind are cast to the feed's, which are of 32 bits without
-      `jax_enable_x64`. Default: as `config(cast=)` says, which is False: an error.
-    sharding: how items lie on the devices of programs: a `jax.sharding.NamedSharding`, or a pytree
-      of them that is a prefix of an item, all of one mesh. Each device takes its share alone. Over
-      several processes the iterator of each gives whole items, of which its devices take theirs.
-      Default: one device takes the item for all.
-    resumable: a `callgate.scan` with `save=` whose body reads the feed saves how many items it has
-      given, and one that is resumed skips so many. False: the iterator goes on by itself where the
-      loop does, and nothing is skipped.
-    name: for messages and threads. Default: the iterable's qualified name, numbered if not alone.
 
   Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones there
   ahead of it, as far as `prefetch` goes: each takes its size in the GPU's memory and in pinned
@@ -270,20 +271,29 @@ def feed(
     ValueError: the name is taken by another live feed or gate.
     BaseException: what the iterator raised instead of its first item, if `shape` is None.
   """
-  _part.load("feeds")  # before one runs: the end of the process ends it
-  here = where()
-  with registry.defining(here.definition()):
-    made = Feed(
-      iterable, prefetch=prefetch, shape=shape, default=default, epochs=epochs, cast=cast,
-      sharding=sharding, resumable=resumable, name=name,
-    )  # fmt: skip
-  return made_by(Origin(here.module, feed, (), {}), made)
+  return Feed(iterable, options)
+
+
+@joins("feeds")
+class Feeds(Part):
+  """Ends the feeds' threads."""
+
+  def end(self, phase: Phase, wait: Wait) -> None:
+    producers = members(_producer.alive)
+    if phase == "hurry":  # programs may take items, but not wait for an iterator that hangs
+      for producer in producers:
+        producer.limit_patience(wait.left)
+    elif phase == "join":  # programs have ended: so do the threads
+      for producer in producers:
+        producer.release()
+      for producer in producers:
+        producer.close(wait.left)
 
 
 # -- checks ----------------------------------------------------------------------------------------
 def _iterator(name: str, iterable: Any, epochs: int | None) -> Iterator[Any]:
   if isinstance(iterable, str):
-    options.refuse(f"feed '{name}'", "iterable", "an iterable of items", iterable)
+    check.refuse(f"feed '{name}'", "iterable", "an iterable of items", iterable)
   try:
     iterator = iter(iterable)
   except TypeError as error:

@@ -152,9 +152,8 @@ class Producer:
     return _callgate.Upload(gpu, [np.asarray(x, order="C") for x in self._share(entry.item, taker)])
 
   def _put(self, item: Any) -> bool:
-    if (
-      number := self._count()
-    ) == 0:  # shown to the thread that makes the feed, which takes the types from it
+    number = self._count()
+    if number == 0:  # shown to the thread that makes the feed, which takes the types from it
       with self._changed:
         self._has_first, self.first = True, item
         self._changed.notify_all()

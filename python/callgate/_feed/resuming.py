@@ -93,14 +93,14 @@ def _gate_of(feed: FeedGate, what: str, function: Any, out: Any) -> GateCallee:
     name = registry.free_name(f"{feed.name} {what}")
     options = GateOptions(out=out, name=name, effect="ordered")
     bound = functools.partial(function, feed.producer, takers)
-    feed.of_loops[what] = _Located(bound, options)
+    feed.of_loops[what] = LoopGate(bound, options)
   return feed.of_loops[what]
 
 
-class _Located(GateCallee):
-  traits = GateCallee.traits.but(
-    located=True, taped=False, knows_lanes=False
-  )  # recordings have items
+class LoopGate(GateCallee):
+  """A gate of a loop that is saved: recordings have the items, and a replay's disk is its own."""
+
+  traits = GateCallee.traits.but(located=True, taped=False, knows_lanes=False)
 
 
 def _taker(takers: Mapping[int, int]) -> int:

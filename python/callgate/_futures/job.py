@@ -343,10 +343,10 @@ def after_fork() -> None:
   _loop = None
 
 
+@_part.joins("futures")
 class StartedCalls(Part):
   """Waits for the calls that were started and that nobody waits for."""
 
-  name = "futures"
   calls = "started calls"
 
   def settle(self, wait: Wait) -> bool:
@@ -362,5 +362,4 @@ class StartedCalls(Part):
     after_fork()
 
 
-_part.join(StartedCalls())
 _part.on("effects barrier", after_effects_barrier)

@@ -189,10 +189,9 @@ def _format(message: str, values: dict[str, Any]) -> str:
     return message.format(**values)
 
 
+@_part.joins("checks")
 class Checks(Part):
   """Defines the checks of programs of other processes."""
-
-  name = "checks"
 
   def define(self, name: str) -> Any:
     if not name.startswith(_NAMED):
@@ -205,6 +204,3 @@ class Checks(Part):
       else:
         _found.append((gate, gate.guard))
     return gate
-
-
-_part.join(Checks())

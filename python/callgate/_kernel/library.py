@@ -269,10 +269,9 @@ def _load(file: str) -> ctypes.CDLL:
   return versions[stamp]
 
 
+@_part.joins("libraries")
 class _Libraries(Part):
   """Defines the kernels of open libraries in programs of other processes."""
-
-  name = "libraries"
 
   def define(self, name: str) -> Any:
     base, _, function = name.rpartition(".")
@@ -280,6 +279,3 @@ class _Libraries(Part):
       opened = _libraries.get(base)
     kernel = opened[function] if opened is not None and function in opened else None
     return kernel if kernel is None or kernel.name == name else registry.get(name)
-
-
-_part.join(_Libraries())

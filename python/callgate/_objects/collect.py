@@ -101,19 +101,15 @@ def _is_there(array: Any) -> bool:
   return not array.is_deleted() and array.is_ready()
 
 
+@_part.joins("objects")
 class Objects(Part):
   """Frees the objects that nothing names."""
-
-  name = "objects"
 
   def settle(self, wait: Wait) -> bool:
     """Waits for the ends of what it frees, too, for a moment."""
     collect()
     threads.has_dropped(Wait(_DROP_SECONDS))
     return True
-
-
-_part.join(Objects())
 
 
 def held() -> dict[str, int]:

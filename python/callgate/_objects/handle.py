@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from callgate._core import encoding
 from callgate._core.errors import HandleError
 from callgate._core.public import Public, core
 from callgate._objects.table import WORDS
@@ -71,3 +73,14 @@ jax.tree_util.register_pytree_node(
   lambda handle: ((core(handle).words,), core(handle).place),
   lambda place, leaves: Handle(*leaves, place),
 )
+
+
+@functools.lru_cache(256)
+def places(spec: str) -> tuple[int, ...]:
+  """The flat places of handles among the arguments of a call site."""
+  if spec in ("", "*"):
+    return ()
+  tree = encoding.signature(spec).in_tree
+  numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+  found = jax.tree.leaves(numbered, is_leaf=lambda x: isinstance(x, Handle))
+  return tuple(core(x).words for x in found if isinstance(x, Handle))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -20,9 +20,9 @@ from callgate._core.errors import HandleError, WorkerError
 from callgate._core.public import core
 from callgate._gate import elsewhere
 from callgate._objects import table
-from callgate._objects.handle import SCOPE, Handle
+from callgate._objects.handle import SCOPE, places
 from callgate._objects.table import Held
-from callgate._workers.remote import Description, Remote, how_ended, signal_name
+from callgate._workers.remote import Description, Remote, ended, how_ended
 from callgate._workers.workers import Workers
 
 
@@ -46,22 +46,14 @@ class RemoteObject:
     self.pool.drop(self.number, self.worker)
 
 
-class _Layout(NamedTuple):
-  """Which flat operands of a call are handles' words, and which is the scope's."""
-
-  handles: tuple[int, ...]
-  scope: int
-
-
 @functools.lru_cache(256)
-def _layout(spec: str) -> _Layout:
+def _scope_of(spec: str) -> int:
+  """The flat place of the scope among a call's operands; -1 without one."""
   if spec in ("", "*"):
-    return _Layout((), -1)
+    return -1
   tree = encoding.signature(spec).in_tree
-  args, kwargs = jax.tree.unflatten(tree, range(tree.num_leaves))
-  leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Handle))
-  handles = tuple(core(leaf).words for leaf in leaves if isinstance(leaf, Handle))
-  return _Layout(handles, kwargs.get(SCOPE, -1))
+  _, kwargs = jax.tree.unflatten(tree, range(tree.num_leaves))
+  return kwargs.get(SCOPE, -1)
 
 
 def on_workers(gate: Any, there: Any) -> tuple[OnWorkers, Any]:
@@ -91,8 +83,8 @@ class OnWorkers:
 
   def run(self, spec: str, lanes: _callgate.CallLanes) -> None:
     """Runs all lanes of a call, each where its objects live."""
-    layout, count = _layout(spec), len(lanes)
-    held = [self._held(layout.handles, lanes, i) for i in range(count)] if layout.handles else []
+    handles, count = places(spec), len(lanes)
+    held = [self._held(handles, lanes, i) for i in range(count)] if handles else []
     placed = self._workers_of(held)
     there, pool = self._there, core(self.workers).pool()
     made = [self._new(pool) for _ in range(count)] if there is not None else []
@@ -107,7 +99,7 @@ class OnWorkers:
     for lane, (one, worker) in enumerate(zip(made, ran_on, strict=False)):
       one.worker = worker
       assert there is not None
-      table.add(one, there.maker, lanes.take_one(lane, layout.scope), one.number)
+      table.add(one, there.maker, lanes.take_one(lane, _scope_of(spec)), one.number)
 
   def _new(self, pool: Any) -> RemoteObject:
     return RemoteObject(self.workers, pool, _callgate.new_number())
@@ -151,14 +143,12 @@ class OnWorkers:
 
   def _gone(self, held: Held) -> WorkerError:
     how = held.value.pool.worker(held.value.worker)
-    number, who = how["signal"], held.value.where()
+    who = held.value.where()
     if how["pid"] > 0:
-      who += f" (process {how['pid']}), which {how_ended(how['code'], number)}"
-    return WorkerError(
-      f"{self.label}: object #{held.number}, made by {held.maker}, is gone with {who}",
-      worker=how["worker"], pid=how["pid"], exit_code=None if number else how["code"],
-      signal=signal_name(number), stderr=how["said"].decode(errors="replace"),
-    )  # fmt: skip
+      who += f" (process {how['pid']}), which {how_ended(how)}"
+    return ended(
+      f"{self.label}: object #{held.number}, made by {held.maker}, is gone with {who}", how
+    )
 
 
 def _shown(held: Sequence[Held]) -> str:

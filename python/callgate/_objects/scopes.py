@@ -36,7 +36,7 @@ from callgate._jax import loops, tracing, walk
 from callgate._jax.tracing import jaxpr_as_fun
 from callgate._objects import table
 from callgate._objects.handle import TYPE
-from callgate._part import Part, join
+from callgate._part import Part, joins
 
 Rule = Callable[..., Any]
 _DONE = jax.ShapeDtypeStruct((), np.int32)
@@ -205,13 +205,9 @@ def _gates() -> dict[str, ArrayFunction[..., Any]]:
   }
 
 
+@joins("scopes")
 class Scopes(Part):
   """Defines the gates of scoped loops in programs of other processes."""
 
-  name = "scopes"
-
   def define(self, name: str) -> Any:
     return _gates().get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
-
-
-join(Scopes())

@@ -182,10 +182,9 @@ def _portable_name(fn: Any, options: dict[str, Any]) -> str | None:
   return f"{_PREFIX}{place}{json.dumps(chosen, sort_keys=True) if chosen else ''}"
 
 
+@_part.joins("uses")
 class Uses(Part):
   """Makes the uses that programs of other processes name."""
-
-  name = "uses"
 
   def define(self, name: str) -> Any:
     if not name.startswith(_PREFIX):
@@ -195,9 +194,6 @@ class Uses(Part):
     fn = portable.imported(place)
     chosen = on_thread(json.loads(brace + options) if brace else {}, threads.objects())
     return _use(fn, (), (*chosen.items(), ("name", name)), ())
-
-
-_part.join(Uses())
 
 
 class Using:

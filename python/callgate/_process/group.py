@@ -28,7 +28,7 @@ from callgate._core import environment, foreign
 from callgate._core.errors import ProcessError
 from callgate._core.failures import original_of
 from callgate._jax import dispatch, distributed
-from callgate._part import Part, Phase, Wait, join
+from callgate._part import Part, Phase, Wait, joins
 
 PLACEHOLDER = "{process}"
 _DETAILS = 8000  # characters of a traceback that travel
@@ -173,18 +173,14 @@ def leave() -> None:
     _group = None
 
 
+@joins("processes")
 class Processes(Part):
   """Tells the group's other processes of this one's end."""
-
-  name = "processes"
 
   def end(self, phase: Phase, wait: Wait) -> None:
     del wait
     if phase == "leave":
       leave()
-
-
-join(Processes())
 
 
 @functools.cache  # once

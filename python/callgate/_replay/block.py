@@ -7,8 +7,11 @@ import threading
 from typing import Any, Self
 
 from callgate import _callgate, _part
-from callgate._core import foreign, tape
+from callgate._core import foreign, registry, tape
+from callgate._core.dtypes import Value
 from callgate._core.errors import GateError
+from callgate._objects import handle
+from callgate._objects.hold import of_objects
 from callgate._part import Part, Wait
 from callgate._process import group
 from callgate._runtime import barrier
@@ -83,6 +86,18 @@ class Block:
     raise NotImplementedError
 
 
+def without_handles(gate: str, spec: str, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+  """The operands, with the numbers of the recorded calls that made their objects for handles.
+
+  Each run has other handles.
+  """
+  handles = getattr(getattr(registry.get(gate), "traits", None), "handles", "")  # a feed has none
+  if not handles:
+    return operands
+  places = range(len(operands)) if handles == "takes" else handle.places(spec)
+  return tuple(of_objects(x) if i in places else x for i, x in enumerate(operands))
+
+
 def _wait_for_calls() -> None:
   """Waits for programs and for started calls; their failures are told of elsewhere."""
   barrier.wait_for_programs()
@@ -90,14 +105,10 @@ def _wait_for_calls() -> None:
     part.settle(Wait(None))
 
 
+@_part.joins("recordings")
 class _Blocks(Part):
   """Forgets the block in a fork's child: it is the parent's, and so is its file."""
-
-  name = "recordings"
 
   def forked(self) -> None:
     _open.clear()
     _callgate.set_tape(None)
-
-
-_part.join(_Blocks())

@@ -17,9 +17,8 @@ from callgate._core.dtypes import Value
 from callgate._core.errors import GateError
 from callgate._process import group
 from callgate._replay import calls, raised
-from callgate._replay.block import Block
+from callgate._replay.block import Block, without_handles
 from callgate._replay.calls import Recorded
-from callgate._replay.handles import without_handles
 from callgate._stream.reader import open_stream
 
 _MAGIC = b"cgsS"  # that a stream begins with

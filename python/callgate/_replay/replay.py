@@ -12,9 +12,8 @@ from callgate._core.errors import ReplayError
 from callgate._core.tape import Answer, Type
 from callgate._replay import calls, differ, raised
 from callgate._replay.answers import Answers, CallPlace
-from callgate._replay.block import Block
+from callgate._replay.block import Block, without_handles
 from callgate._replay.calls import Recorded
-from callgate._replay.handles import without_handles
 from callgate._runtime.targets import traceback_line
 from callgate._stream.reader import is_address, open_stream
 

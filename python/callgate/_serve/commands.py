@@ -8,36 +8,28 @@ import http.client
 import json
 import re
 import urllib.parse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from callgate._stream.tail import printable
+from callgate._core.terminal import Command, printable
 from callgate._watch.server import HOSTS
-
-if TYPE_CHECKING:
-  from callgate._stream.tail import Subparsers
 
 _SECONDS = 10.0
 _MOST_FILE = 4096  # bytes of a file with an address
 _ADDRESS = "what callgate.serve(control=True).url says, or the file that serve(file=) has written"
 
 
-def add_control(subparsers: Subparsers) -> None:
-  """Adds the three commands."""
-  for name, text, run in (
-    ("knobs", "list a program's knobs", _knobs),
-    ("set", "set knobs of a program", _set),
-    ("stop", "ask a program's loops to stop", _stop),
-  ):
-    parser = subparsers.add_parser(name, help=text)
-    parser.add_argument("address", metavar="ADDRESS", help=_ADDRESS)
-    parser.set_defaults(run=run)
-    if name == "knobs":
-      parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    elif name == "set":
-      parser.add_argument("values", metavar="NAME=VALUE", nargs="+", type=_assignment)
-    else:
-      parser.add_argument("reason", nargs="?", default="stopped from the command line",
-                          help="what callgate.stop_reason() returns")  # fmt: skip
+def command(name: str, parser: argparse.ArgumentParser) -> Command:
+  add = parser.add_argument
+  add("address", metavar="ADDRESS", help=_ADDRESS)
+  if name == "knobs":
+    add("--json", action="store_true", help="print one JSON object a line")
+    return _knobs
+  if name == "set":
+    add("values", metavar="NAME=VALUE", nargs="+", type=_assignment)
+    return _set
+  add("reason", nargs="?", default="stopped from the command line",
+      help="what callgate.stop_reason() returns")  # fmt: skip
+  return _stop
 
 
 def _assignment(text: str) -> tuple[str, str]:

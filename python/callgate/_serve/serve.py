@@ -15,6 +15,7 @@ from typing import Any
 from callgate import _part
 from callgate._core import options, paths
 from callgate._core.errors import GateDefinitionError
+from callgate._core.public import Closing
 from callgate._core.weak import members
 from callgate._gate.stats import stats
 from callgate._part import Part, Phase, Wait
@@ -33,7 +34,7 @@ _servers: weakref.WeakSet[Server] = weakref.WeakSet()  # under the GIL: single s
 StrPath = str | os.PathLike[str]
 
 
-class Server:
+class Server(Closing):
   """A live page that this process serves; made by `callgate.serve`. A context manager.
 
   Attributes:
@@ -53,6 +54,7 @@ class Server:
     posts = {"knobs": self._set_knobs, "stop": self._stop}
     self._page = PageServer(gets, posts, port=port, option="port=")
     self.url = self._page.url
+    _servers.add(self)
     try:
       self._write_file()
       _part.on("check failed", self._checks.note)
@@ -60,17 +62,10 @@ class Server:
     except BaseException:
       self.close()
       raise
-    _servers.add(self)
 
   def __repr__(self) -> str:
     what = "closed" if self._closed else "with control" if self._control else "without control"
     return f"<callgate server at 127.0.0.1:{self._page.port}, {what}>"
-
-  def __enter__(self) -> Server:
-    return self
-
-  def __exit__(self, *exception: object) -> None:
-    self.close()
 
   def close(self) -> None:
     """Ends the page and frees the port; waits for consumers as `Channel.remove` does.
@@ -110,7 +105,10 @@ class Server:
     if self._control:
       control = {"knobs": _knobs(), "stop_reason": stop_reason()}
     channels = [{"channel": name} | counts for name, counts in channel_stats().items()]
-    gates = [{"gate": name} | _rounded(counts) for name, counts in stats().items()]
+    gates = [
+      {"gate": name} | {key: round(value, 3) for key, value in counts.items()}
+      for name, counts in stats().items()
+    ]
     called = [one for one in gates if one["calls"] or one["errors"]]
     mine = {"control": control, "checks": self._checks.rows()}
     return self._answers.state() | mine | {"channels": channels, "gates": called}
@@ -207,10 +205,6 @@ def _as_sent(name: str, value: Any) -> Any:
   raise RequestError(400, f"knob {name!r}: value: expected a number, true or false, got {value!r}")
 
 
-def _rounded(counts: dict[str, float]) -> dict[str, float]:
-  return {name: round(value, 3) for name, value in counts.items()}
-
-
 class _FailedChecks:
   """Checks that have failed since, by message: how often, when last, and with which text."""
 
@@ -231,15 +225,15 @@ class _FailedChecks:
     return [dict(zip(names, (n, f"{at:%H:%M:%S}", text), strict=True)) for n, at, text in held]
 
 
+@_part.joins("serve")
 class _ServedPages(Part):
   """Closes the pages: they are there until programs have ended, so that these can be stopped."""
-
-  name = "serve"
 
   def end(self, phase: Phase, wait: Wait) -> None:
     del wait
     for server in members(_servers) if phase == "join" else ():
       server._end(wait=False)  # pyright: ignore[reportPrivateUsage]
 
-
-_part.join(_ServedPages())
+  def forked(self) -> None:
+    for server in members(_servers):
+      server._page.forget()  # pyright: ignore[reportPrivateUsage]

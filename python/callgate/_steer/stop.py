@@ -20,7 +20,7 @@ from callgate._call.function import ArrayFunction
 from callgate._call.site import Call, Emission
 from callgate._core import options, registry
 from callgate._jax import execution
-from callgate._part import Part, join
+from callgate._part import Part, joins
 from callgate._steer.cell import CellGate, agreed
 
 _NAME = "callgate.stop"
@@ -137,10 +137,9 @@ def stop_requested() -> jax.Array:
   return agreed(_asking()())
 
 
+@joins("stops")
 class Stops(Part):
   """Defines the stops of programs of other processes."""
-
-  name = "stops"
 
   def define(self, name: str) -> Any:
     if name != _NAME and not name.startswith(f"{_NAME}#"):
@@ -149,6 +148,3 @@ class Stops(Part):
       if name not in _found and name not in _callgate.registered_names():
         _found[name] = _callgate.Stop(name)
     return _asking()
-
-
-join(Stops())

@@ -18,6 +18,7 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._core import options
+from callgate._core.public import Closing
 from callgate._part import Wait
 from callgate._process.group import PLACEHOLDER
 from callgate._stream.records import StreamRecord, TapSource, columns_of, table_of
@@ -67,7 +68,7 @@ class _Input:
     return self.native.closed or (self.is_file and not follow)
 
 
-class StreamReader:
+class StreamReader(Closing):
   """The records of a stream, as `open_stream` gives it: an iterator and a context manager."""
 
   def __init__(self, addresses: Sequence[str], *, follow: bool) -> None:
@@ -164,12 +165,6 @@ class StreamReader:
     """Closes the files and connections; reading on is an error, also for a thread that waits."""
     for one in self._inputs:
       one.native.close()
-
-  def __enter__(self) -> StreamReader:
-    return self
-
-  def __exit__(self, *exception: object) -> None:
-    self.close()
 
   def __repr__(self) -> str:
     return f"<stream reader of {', '.join(self._addresses)}>"

@@ -19,8 +19,6 @@ from callgate._core import extras
 from callgate._sharding.tiles import ShardedArray, shard_of
 from callgate._tap.delivery import REPEATED, ROLES, SizeError, cut
 
-_FREE_LANES = 1 << 20  # kFreeLanes of include/callgate/stream.h
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamRecord:
@@ -80,7 +78,11 @@ class _Leaf:
 
 
 class TapSource:
-  """Records of one tap: what they share, and how a whole record becomes those of its lanes."""
+  """Records of one tap: what they share, and how a whole record becomes those of its lanes.
+
+  The native reader has checked all but the description: the lanes, say, are no more than the leaves
+  hold.
+  """
 
   def __init__(self, fields: Mapping[str, Any]) -> None:
     self.name: str = fields["name"]
@@ -99,7 +101,6 @@ class TapSource:
     self.has_where: bool = fields["has_where"]
     # The leaf that has the number.
     self._number = self.value_leaves + int(self.has_where) if any(self.numbered) else None
-    self._check_lanes()
     shards: dict[str, Any] = self.description.get("shards") or {}
     with self._sensible("its shards"):
       self.parts = [ShardedArray(part) for part in shards.get("leaves", ())]
@@ -112,22 +113,6 @@ class TapSource:
       self.values = self.value_leaves - len(padded)  # then come their logical sizes
       self.padded = [range(self.values)[index] for index in padded]
       self.paths = [leaf.path for leaf in self.leaves[: self.values]]
-
-  def _check_lanes(self) -> None:
-    """As the native reader does: each lane costs time, so none comes without values."""
-    each = [size for size, numbered in zip(self.sizes, self.numbered, strict=True) if not numbered]
-    bits = sum(math.prod(leaf.dims) * leaf.bits for leaf in self.leaves)
-    most = max(_FREE_LANES, bits + 64 * len(self.leaves))
-    if math.prod(each) > most or not self._has_number():
-      got = f"levels of {self.sizes} for {len(self.leaves)} leaves"
-      raise ValueError(f"{self._label}: expected lanes that its leaves hold, got {got}")
-
-  def _has_number(self) -> bool:
-    """True if the leaf is there that numbered levels need."""
-    if self._number is None:
-      return True
-    leaves = self.leaves[self._number : self._number + 1]
-    return 0 not in self.sizes and [(leaf.dtype, leaf.dims) for leaf in leaves] == [("int32", ())]
 
   @contextlib.contextmanager
   def _sensible(self, what: str) -> Generator[None]:

@@ -5,25 +5,22 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import datetime
 import json
 import sys
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
+from callgate._core.terminal import Command, integer, printable
 from callgate._stream.reader import is_address, open_stream
 from callgate._stream.records import StreamRecord
 
-if TYPE_CHECKING:
-  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
-
-def add_tail(subparsers: Subparsers) -> None:
-  """Adds `tail`: prints the last records of a stream, and those that follow."""
-  parser = subparsers.add_parser("tail", help="print the last records of a stream, and follow it")
+def command(name: str, parser: argparse.ArgumentParser) -> Command:
+  """`tail`: prints the last records of a stream, and those that follow."""
+  del name
   add = parser.add_argument
   add("where", metavar="PATH_OR_ADDRESS", nargs="+",
       help="a file, a pattern of files, unix:PATH or tcp://HOST:PORT")  # fmt: skip
@@ -33,19 +30,7 @@ def add_tail(subparsers: Subparsers) -> None:
       help="wait for more, until the writer closes the stream")  # fmt: skip
   add("--name", help="only the records of this tap")
   add("--json", action="store_true", help="print one JSON object a line")
-  parser.set_defaults(run=_tail)
-
-
-def integer(expected: str, *, least: int = 0, most: int = 2**31) -> Callable[[str], int]:
-  """Makes the reader of a command line's number."""
-
-  def read(text: str) -> int:
-    with contextlib.suppress(ValueError):
-      if least <= (number := int(text)) <= most:
-        return number
-    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-
-  return read
+  return _tail
 
 
 def _tail(arguments: argparse.Namespace) -> int:
@@ -69,15 +54,6 @@ def _tail(arguments: argparse.Namespace) -> int:
     if is_live or arguments.follow:
       print_all(wanted(stream))
   return 0
-
-
-def printable(text: str) -> str:
-  """A text, by anybody, as a terminal may have it: what steers one is written as Python does."""
-  shown = "".join(
-    letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
-  )
-  encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-  return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def text_line(record: StreamRecord) -> str:

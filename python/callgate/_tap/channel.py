@@ -14,7 +14,7 @@ from callgate import _callgate
 from callgate._core import errors, exact, failures, foreign, options
 from callgate._core.public import Uncopied
 from callgate._core.where import Where, where
-from callgate._part import FOREVER, Part, Phase, Wait, join
+from callgate._part import FOREVER, Part, Phase, Wait, joins
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import consumers as _consumers
 from callgate._tap import delivery, target
@@ -379,14 +379,10 @@ def close_all(wait: Wait) -> None:
     print(f"callgate: not delivered at the end of the program: {what}: {pending}", file=sys.stderr)
 
 
+@joins("channels")
 class Channels(Part):
   """Delivers all records before the process ends."""
-
-  name = "channels"
 
   def end(self, phase: Phase, wait: Wait) -> None:
     if phase == "deliver":
       close_all(wait)
-
-
-join(Channels())

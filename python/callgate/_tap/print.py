@@ -15,7 +15,7 @@ from callgate import _callgate
 from callgate._core import dtypes, errors, failures, options, split
 from callgate._core.encoding import is_open
 from callgate._jax import refs
-from callgate._part import Part, join
+from callgate._part import Part, joins
 from callgate._tap import delivery, tap, target
 from callgate._tap.site import TapSite
 
@@ -125,13 +125,9 @@ def _shown(value: Any, fmt: str) -> Any:
   return jax.tree.map(lambda x: as_jax(x) if isinstance(x, np.ndarray) else x, value)
 
 
+@joins("prints")
 class Prints(Part):
   """Defines the prints of programs of other processes."""
 
-  name = "prints"
-
   def define(self, name: str) -> Any:
     return _tap() if name == _NAME else None
-
-
-join(Prints())

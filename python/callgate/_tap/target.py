@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from callgate import _callgate, _part
 from callgate._core import errors, exact, foreign, registry
-from callgate._part import Part, join
+from callgate._part import Part, joins
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
@@ -145,10 +145,9 @@ def own_channels() -> list[tuple[str, Any]]:
   return list(_own.items())
 
 
+@joins("taps")
 class Taps(Part):
   """Defines the taps of programs of other processes."""
-
-  name = "taps"
 
   def define(self, name: str) -> Any:
     """Raises GateDefinitionError for a tap to a function, which this process doesn't have."""
@@ -162,6 +161,3 @@ class Taps(Part):
         "first; or a program that sends to a channel's name, as cg.tap(x, 'loss')"
       )
     return None
-
-
-join(Taps())

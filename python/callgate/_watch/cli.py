@@ -13,21 +13,18 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from callgate._core.terminal import Command, integer
 from callgate._stream.reader import is_address
-from callgate._stream.tail import integer
 from callgate._watch.answers import PageAnswers
 from callgate._watch.feed import Follower
 from callgate._watch.model import Model
 from callgate._watch.server import PageServer
 
-if TYPE_CHECKING:
-  from callgate._stream.tail import Subparsers
 
-
-def add_watch(subparsers: Subparsers) -> None:
-  parser = subparsers.add_parser("watch", help="serve a live page of streams, on loopback")
+def command(name: str, parser: argparse.ArgumentParser) -> Command:
+  del name
   add = parser.add_argument
   add("where", metavar="PATH_OR_ADDRESS", nargs="+",
       help="a run: a file, a pattern of files, unix:PATH or tcp://HOST:PORT")  # fmt: skip
@@ -39,10 +36,10 @@ def add_watch(subparsers: Subparsers) -> None:
       help="plots to begin with, at most (default: 12)")  # fmt: skip
   add("--wait", action="store_true", help="wait for files and addresses that are not there yet")
   add("--no-browser", action="store_true", help="open no browser")
-  parser.set_defaults(run=run)
+  return _watch
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _watch(arguments: argparse.Namespace) -> int:
   """Serves the page until an interrupt or SIGTERM; returns the exit status."""
   model = Model(runs=names_of(arguments.where))
   feeds = [Follower(where, model, index) for index, where in enumerate(arguments.where)]

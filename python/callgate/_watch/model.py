@@ -200,7 +200,8 @@ class Model:
         if array.size > 1:
           panel.distributions[number].add(position, seconds, array)
         if record.shard is not None:
-          shards.setdefault(key, set()).add(_extents(record.shard.get(path, ())))
+          part = tuple((one.start, one.stop) for one in record.shard.get(path, ()))
+          shards.setdefault(key, set()).add(part)
     for (key, device), added in rows.items():
       series = Series(number, device)
       table = np.array(added, np.float64).T
@@ -268,22 +269,16 @@ COLUMNS: dict[str, tuple[str, Callable[[Key, Panel], Any]]] = {
   "leaf": ("leaf", lambda key, panel: key.leaf),
   "role": ("role", lambda key, panel: key.role),
   "kind": ("latest value's type", lambda key, panel: panel.kind),
-  "devices": ("devices", lambda key, panel: ", ".join(map(str, _devices(panel)))),
+  "devices": (
+    "devices", lambda key, panel: ", ".join(map(str, sorted({one.device for one in panel.curves})))
+  ),
   "lanes": ("lanes", lambda key, panel: panel.lanes if panel.lanes > 1 else 0),
   "shards": ("shards", lambda key, panel: len(panel.shards)),
   "records": ("records", lambda key, panel: panel.records),
   "per_second": ("records/s", lambda key, panel: round(panel.rate.value, 1)),
   "last": ("last value or mean", lambda key, panel: f"{panel.last:.6g}"),
   "nonfinite": ("NaN, inf", lambda key, panel: panel.nonfinite),
-}
-
-
-def _devices(panel: Panel) -> list[int]:
-  return sorted({series.device for series in panel.curves})
-
-
-def _extents(shard: tuple[slice, ...]) -> tuple[tuple[Any, Any], ...]:
-  return tuple((one.start, one.stop) for one in shard)
+}  # fmt: skip
 
 
 def _summary(array: np.ndarray[Any, Any]) -> tuple[float, float, float, int, int]:

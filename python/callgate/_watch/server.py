@@ -14,7 +14,6 @@ import contextlib
 import hmac
 import http.server
 import json
-import os
 import secrets
 import socket
 import socketserver
@@ -22,14 +21,9 @@ import sys
 import threading
 import time
 import urllib.parse
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from callgate import _part
-from callgate._core.weak import members
-from callgate._part import Part
 
 HOSTS = ("localhost", "127.0.0.1", "::1")
 Query = Mapping[str, list[str]]
@@ -52,8 +46,6 @@ _HEADERS = {
   "Referrer-Policy": "no-referrer",
   "X-Content-Type-Options": "nosniff",
 }
-# Under the GIL: single steps, but for a fork's child, which has one thread.
-_servers: weakref.WeakSet[_Http] = weakref.WeakSet()
 
 
 class RequestError(Exception):
@@ -85,7 +77,6 @@ class PageServer:
     port: int,
     option: str,
   ) -> None:
-    self._process = os.getpid()
     secret = secrets.token_urlsafe(24)
     try:
       self._http = _Http(port, secret, gets, posts)
@@ -94,20 +85,21 @@ class PageServer:
       raise OSError(what) from error
     self.port: int = self._http.server_address[1]
     self.url = f"http://127.0.0.1:{self.port}/{secret}/"
-    _servers.add(self._http)
     self._thread = threading.Thread(
       target=self._http.serve_forever, args=(0.2,), name="callgate page", daemon=True
     )
     self._thread.start()
 
   def close(self) -> None:
-    """Frees the port and ends every connection. In a fork's child it does nothing."""
-    if os.getpid() != self._process or not self._thread.is_alive():
-      return
+    """Frees the port and ends every connection; called once, where the server was made."""
     self._http.shutdown()
     self._thread.join()
     self._http.server_close()
     self._http.hang_up()
+
+  def forget(self) -> None:
+    """In a fork's child: closes its copies of the sockets, which are the parent's."""
+    self._http.forget()
 
 
 class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -183,23 +175,9 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
         request.shutdown(socket.SHUT_RDWR)
 
   def forget(self) -> None:
-    """In a fork's child: the port and the connections are the parent's."""
     for one in (self.socket, *self._open):
       with contextlib.suppress(OSError):
         one.close()
-
-
-class _PageSockets(Part):
-  """Closes a fork's child's copies of the pages' sockets."""
-
-  name = "watch"
-
-  def forked(self) -> None:
-    for server in members(_servers):
-      server.forget()
-
-
-_part.join(_PageSockets())
 
 
 class _PageRequest(http.server.BaseHTTPRequestHandler):

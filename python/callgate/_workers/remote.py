@@ -90,13 +90,11 @@ class Remote:
     if kind == "closed":
       return WorkerError(f"{self.label}: {what['text']}")
     if kind == "restarts":
-      how = how_ended(what["code"], what["signal"])
-      return WorkerError(
-        f"{self.label}: {who} {how}, as did {_ENDS} in its place, one after the other and with "
-        f"nothing to do: the next call tries once more{_quoted(said)}",
-        worker=what["worker"], pid=what["pid"], exit_code=None if what["signal"] else what["code"],
-        signal=signal_name(what["signal"]), stderr=said,
-      )  # fmt: skip
+      return ended(
+        f"{self.label}: {who} {how_ended(what)}, as did {_ENDS} in its place, one after the other "
+        f"and with nothing to do: the next call tries once more{_quoted(said)}",
+        what,
+      )
     if kind == "overdue" and what["text"]:
       return GateTimeoutError(
         f"{self.label} {call}: {who} had not loaded the function after {self.loading:g} s, and was "
@@ -107,27 +105,32 @@ class Remote:
         f"{self.label} {call} has run longer than its timeout, {self.timeout:g} s, on {who}, "
         f"which was ended{_quoted(said)}"
       )
-    how = how_ended(what["code"], what["signal"])
+    how = how_ended(what)
     begin = "could not start: it " if kind == "not started" else ""
     if kind == "not started" and what["pid"] <= 0:
       begin, how = "could not start: ", what["text"]
     during = f", {call}" if kind == "ended" else ""
-    return WorkerError(
-      f"{self.label}{during}: {who} {begin}{how}{_quoted(said)}",
-      worker=what["worker"], pid=what["pid"], exit_code=None if what["signal"] else what["code"],
-      signal=signal_name(what["signal"]), stderr=said,
-    )  # fmt: skip
+    return ended(f"{self.label}{during}: {who} {begin}{how}{_quoted(said)}", what)
 
 
-def how_ended(code: int, number: int) -> str:
+def ended(message: str, what: Mapping[str, Any]) -> WorkerError:
+  """The error of a call whose worker has ended, with what the runtime knows of the end."""
+  number = what["signal"]
+  return WorkerError(
+    message, worker=what["worker"], pid=what["pid"], exit_code=None if number else what["code"],
+    signal=_signal_name(number), stderr=what["said"].decode(errors="replace"),
+  )  # fmt: skip
+
+
+def how_ended(what: Mapping[str, Any]) -> str:
   """ "ended by SIGKILL, as by the system when memory runs out"."""
-  if number:
+  if number := what["signal"]:
     why = ", as by the system when memory runs out" if number == signal.SIGKILL else ""
-    return f"ended by {signal_name(number)}{why}"
-  return f"ended with exit code {code}"
+    return f"ended by {_signal_name(number)}{why}"
+  return f"ended with exit code {what['code']}"
 
 
-def signal_name(number: int) -> str:
+def _signal_name(number: int) -> str:
   """ "SIGKILL"; "" for 0."""
   try:
     return signal.Signals(number).name if number else ""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn, Self, TypeVar
 
 from callgate import _callgate, _part
 from callgate._core import options
 from callgate._core.errors import GateError
-from callgate._core.public import Public, Uncopied, core
+from callgate._core.public import Closing, Public, Uncopied, core
 from callgate._jax import running
 from callgate._part import Part, Phase, Wait
 
@@ -122,7 +122,7 @@ class ThreadPlace(Uncopied):
     return wait.until(self.callee.has_ended, _NAP)
 
 
-class Thread(Public[ThreadPlace]):
+class Thread(Public[ThreadPlace], Closing):
   """A thread that gates run on, and that objects belong to; made by `callgate.thread`.
 
   It starts with the first call, or by `start()`, and ends with `close()`, at the end of a `with`
@@ -167,9 +167,6 @@ class Thread(Public[ThreadPlace]):
 
   def __enter__(self) -> Self:
     return self.start()
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
 
 
 def _nothing() -> None:
@@ -267,24 +264,16 @@ def has_dropped(wait: Wait) -> bool:
   return all(core(one).has_dropped(wait) for one in all_of_them)
 
 
-def end_all(wait: Wait) -> None:
-  """At the end of the process: all threads drop what lives on them, and end."""
-  with _lock:
-    all_of_them: Iterable[Thread] = list(_threads.values())
-  for one in all_of_them:
-    core(one).end()
-  for one in all_of_them:
-    core(one).has_ended(wait)
-
-
+@_part.joins("threads")
 class Threads(Part):
-  """Has threads drop their objects before the process ends."""
-
-  name = "threads"
+  """Has threads drop what lives on them, and end, before the process does."""
 
   def end(self, phase: Phase, wait: Wait) -> None:
-    if phase == "deliver":
-      end_all(wait)
-
-
-_part.join(Threads())
+    if phase != "deliver":
+      return
+    with _lock:
+      all_of_them = list(_threads.values())
+    for one in all_of_them:
+      core(one).end()
+    for one in all_of_them:
+      core(one).has_ended(wait)

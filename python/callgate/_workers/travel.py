@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
 import pickle
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -105,7 +106,7 @@ def _importable(name: str) -> bool:
   if name == "__main__":  # cloudpickle's own business
     return True
   path: Any = None
-  for head in _heads(name):
+  for head in itertools.accumulate(name.split("."), "{}.{}".format):
     finders = [f for f in sys.meta_path if not _module_of(f).startswith("_pytest")]
     specs = (f.find_spec(head, path) for f in finders if hasattr(f, "find_spec"))
     spec = next((one for one in specs if one is not None), None)
@@ -113,11 +114,6 @@ def _importable(name: str) -> bool:
       return False
     path = spec.submodule_search_locations
   return True
-
-
-def _heads(name: str) -> Iterator[str]:
-  parts = name.split(".")
-  return (".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
 def _part(cloudpickle: ModuleType, value: Any) -> str:

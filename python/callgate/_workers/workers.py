@@ -20,8 +20,8 @@ import jax
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.errors import GateDefinitionError, WorkerError
-from callgate._core.public import Public, Uncopied, core
-from callgate._part import Part, Phase, Wait, join
+from callgate._core.public import Closing, Public, Uncopied, core
+from callgate._part import Part, Phase, Wait, joins
 from callgate._workers import travel
 
 # By their keys. Under the GIL: single steps, but for those of another process, by _placing.
@@ -99,7 +99,7 @@ class WorkerPlace(Uncopied):
     )
 
 
-class Workers(Public[WorkerPlace]):
+class Workers(Public[WorkerPlace], Closing):
   """Python processes that gates run in; made by `callgate.workers`.
 
   They start with the first call that is traced, or by `start()`, and end with `close()`, at the end
@@ -145,9 +145,6 @@ class Workers(Public[WorkerPlace]):
 
   def __enter__(self) -> Self:
     return self.start()
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
 
 
 def _in_another(key: str, count: int, initializer: Any, env: Mapping[str, str]) -> Workers:
@@ -238,21 +235,11 @@ def shared() -> Workers:
     return _shared
 
 
-def close_all(seconds: float) -> None:
-  """At the end of the process."""
-  for each in _live.valuerefs():
-    if (one := each()) is not None:
-      core(one).end(seconds)
-
-
+@joins("workers")
 class Pools(Part):
   """Ends the worker processes."""
 
-  name = "workers"
-
   def end(self, phase: Phase, wait: Wait) -> None:
-    if phase == "join":
-      close_all(wait.left)
-
-
-join(Pools())
+    for each in _live.valuerefs() if phase == "join" else ():
+      if (one := each()) is not None:
+        core(one).end(wait.left)

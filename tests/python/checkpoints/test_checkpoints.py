@@ -364,7 +364,7 @@ LEAVES = (parts.Leaf("[0]", (), "int32"), files.Leaf("[1]", (1000,), "float32"))
 def write(folder: Path, number: int) -> None:
   w = np.full(1000, number * (number - 1) / 2, np.float32)
   parts = {0: ((), np.int32(number)), 1: ((slice(0, 1000),), w)}
-  files.write(folder, number, 1, "part_00000_00000", LEAVES, parts)
+  files.write(folder, number, 1, "part_00000_00000", parts)
   files.finish(folder, number, 1, LEAVES)
   files.keep_newest(folder, 2)
 

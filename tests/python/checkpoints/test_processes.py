@@ -91,7 +91,7 @@ def test_an_end_of_either_of_two_writers_at_each_moment(
     parts: dict[int, Any] = {1: ((rows, slice(0, 100)), np.full((2, 100), step, np.float32))}
     if process == 0:
       parts[0] = (), np.int32(step)
-    files.write(tmp_path, step, run, f"part_{process:05d}_00000", LEAVES, parts)
+    files.write(tmp_path, step, run, f"part_{process:05d}_00000", parts)
     if files.finish(tmp_path, step, run, LEAVES) is not None:
       files.keep_newest(tmp_path, 2)
 
@@ -137,7 +137,7 @@ def test_two_that_find_the_parts_complete_make_one_checkpoint(
   for process in (0, 1):
     rows = slice(2 * process, 2 * process + 2), slice(0, 100)
     whole = {0: ((), np.int32(1)), 1: (rows, np.ones((2, 100), np.float32))}
-    files.write(tmp_path, 1, 7, f"part_{process:05d}_00000", LEAVES, whole)
+    files.write(tmp_path, 1, 7, f"part_{process:05d}_00000", whole)
   complete, made = parts.is_complete, list[Any]()
 
   def both(folder: Path, leaves: Any) -> bool:

@@ -147,7 +147,7 @@ def test_each_part_joins_as_its_module_is_imported_and_keeps_its_place() -> None
 def test_each_folder_with_a_part_is_in_the_table() -> None:
   package = pathlib.Path(__file__).parents[3] / "python" / "callgate"  # installed or not yet
   files = package.glob("**/*.py")
-  join = re.compile(r"^(?:_part\.)?join\(", re.MULTILINE)
+  join = re.compile(r"^@?(?:_part\.)?joins?\(", re.MULTILINE)
   joins = {path.parent.name for path in files if join.search(path.read_text(encoding="utf-8"))}
   table = {module.split(".")[-2] for module, *_ in _part.PARTS.values()}
   assert not joins - table, "PARTS of _part.py lacks a part that joins here"
