@@ -269,9 +269,3 @@ def test_without_a_compiler_the_error_says_what_to_install(
   kernel = cg.cfunc(ADDRESS, "float f(float x)")
   with pytest.raises(cg.CompileError, match=r"no C.. compiler was found"):
     kernel(X)
-
-
-def test_a_kernel_without_a_derivative_says_how_to_define_one() -> None:
-  kernel = cg.cfunc(ADDRESS, "float f(float x)", name="test_cfunc.flat")
-  with pytest.raises(cg.GateDefinitionError, match=r"kernel 'test_cfunc\.flat' has no derivative"):
-    jax.grad(kernel)(np.float32(1))
