@@ -185,11 +185,6 @@ def test_without_a_reference_the_second_derivative_is_an_error_that_names_like()
   assert jax.grad(jax.grad(linear))(3.0) == 0.0
 
 
-def test_like_alone_gives_derivatives() -> None:
-  kernel = elementwise("T x", "T z", "z = x * x", like=lambda x: x * x)
-  assert jax.grad(jax.grad(kernel))(3.0) == 2.0
-
-
 def test_finite_differences_are_within_their_error_for_each_element() -> None:
   kernel = elementwise("T x, T y", "T z", "z = sin(x) * y", gradient="finite-difference")
   x, y = jnp.linspace(-2, 2, 2001), jnp.array([[1.0], [-2.0]])
