@@ -373,11 +373,9 @@ def test_memory_is_given_in_the_orders_that_it_has() -> None:
 # -- lanes of half a byte ---
 @pytest.mark.parametrize("dtype", ["int4", "uint4"])
 @pytest.mark.parametrize("effect", ["pure", "io", "ordered"])
-@pytest.mark.parametrize("shape", [(3, 3), (5, 1), (3, 4), (2, 3, 3)])
-def test_lanes_that_do_not_begin_with_a_byte_are_right(
-  shape: tuple[int, ...], effect: Any, dtype: str
-) -> None:
-  x = (np.arange(np.prod(shape)) % 3).reshape(shape)
+def test_lanes_that_do_not_begin_with_a_byte_are_right(effect: Any, dtype: str) -> None:
+  shapes = [(3, 3), (5, 1), (3, 4), (2, 3, 3)]
+  xs = [(np.arange(np.prod(shape)) % 3).reshape(shape) for shape in shapes]
   seen: list[Any] = []
 
   def doubled(out: cg.Buffer, x: cg.Buffer, y: cg.Buffer) -> None:
@@ -385,13 +383,16 @@ def test_lanes_that_do_not_begin_with_a_byte_are_right(
     out.pack((np.asarray(x.unpack(), int) * 2 + np.asarray(y.unpack(), int)).astype(dtype))
 
   gate = cg.gate(doubled, out=lambda x, y: x, arrays="buffer", style="inplace", effect=effect)
-  function = gate
-  for _ in shape[1:]:
-    function = jax.vmap(function, (0, None))
-  lane = x.reshape(-1, shape[-1])[0] if len(shape) < 3 else x[0, 0]
-  y = np.ones(lane.shape, int)
+
+  def lanes(x: Any) -> Any:
+    function = gate
+    for _ in x.shape[1:]:
+      function = jax.vmap(function, (0, None))
+    return function(x, jnp.ones(x.shape[-1], dtype))
+
   with cg.errors():
-    out = jax.jit(function)(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
-  np.testing.assert_array_equal(np.asarray(out).astype(int), x * 2 + 1)
+    outs = jax.jit(lambda xs: [lanes(x) for x in xs])([jnp.asarray(x, dtype) for x in xs])
+  for x, out in zip(xs, outs, strict=True):
+    np.testing.assert_array_equal(np.asarray(out).astype(int), x * 2 + 1)
   if effect == "ordered":
-    assert seen == x.reshape(-1, *lane.shape).tolist()
+    assert seen == [lane for x in xs for lane in x.reshape(-1, x.shape[-1]).tolist()]

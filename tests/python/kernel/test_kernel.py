@@ -262,14 +262,19 @@ def test_every_batching_gives_what_einsum_gives(method: str, engine: str) -> Non
   def dot(x: Any, y: Any) -> Any:
     return kernel(x, y, 2)
 
-  one = jax.jit(jax.vmap(dot))(X[0], Y)
+  turned = Y[:, :2].repeat(3, 0)[:3]
+  one, mixed, nested, empty = jax.jit(
+    lambda: (
+      jax.vmap(dot)(X[0], Y),
+      jax.vmap(dot, (0, None))(X[0], Y[0]),
+      jax.vmap(jax.vmap(dot, (0, None)), (0, 1))(X, turned),
+      jax.vmap(dot)(X[0][:0], Y[:0]),
+    )
+  )()
   np.testing.assert_allclose(one, 2 * np.einsum("ki,ki->k", X[0], Y), rtol=1e-6)
-  mixed = jax.jit(jax.vmap(dot, (0, None)))(X[0], Y[0])
   np.testing.assert_allclose(mixed, 2 * np.einsum("ki,i->k", X[0], Y[0]), rtol=1e-6)
-  nested = jax.jit(jax.vmap(jax.vmap(dot, (0, None)), (0, 1)))(X, Y[:, :2].repeat(3, 0)[:3])
-  want = 2 * np.einsum("aki,ia->ak", X, Y[:, :2].repeat(3, 0)[:3])
-  np.testing.assert_allclose(nested, want, rtol=1e-6)
-  assert jax.vmap(dot)(X[0][:0], Y[:0]).shape == (0,)
+  np.testing.assert_allclose(nested, 2 * np.einsum("aki,ia->ak", X, turned), rtol=1e-6)
+  assert empty.shape == (0,)
 
 
 def test_a_fixed_rank_under_whole_is_an_error_that_says_what_to_do() -> None:
@@ -343,17 +348,28 @@ def test_every_kind_of_derivative_gets_the_static_values(kind: str, engine: str)
   del engine
   kernel = POWERS[kind]
   rtol = 1e-3 if kind == "finite-difference" else 1e-5
-  np.testing.assert_allclose(kernel(P, 3), P**3, rtol=1e-6)
-  grad = jax.jit(jax.grad(lambda x: kernel(x, n=3).sum()))
-  np.testing.assert_allclose(grad(P), 3 * P**2, rtol=rtol)
-  per_lane = jax.vmap(jax.grad(lambda x: kernel(x, 2).sum()))(jnp.stack([P, -P]))
-  np.testing.assert_allclose(per_lane, jnp.stack([2 * P, -2 * P]), rtol=rtol)
-  if kind != "vjp":
-    tangent = jax.jvp(lambda x: kernel(x, 3), (P,), (jnp.ones(3),))[1]
-    np.testing.assert_allclose(tangent, 3 * P**2, rtol=rtol)
-  if kind == "jvp":
-    second = jax.jacfwd(jax.grad(lambda x: kernel(x, 3).sum()))(P)
-    np.testing.assert_allclose(second, np.diag(6 * P), rtol=1e-5)
+
+  @jax.jit
+  def program(x: Any) -> Any:
+    found = {
+      "value": kernel(x, 3),
+      "gradient": jax.grad(lambda x: kernel(x, n=3).sum())(x),
+      "by lanes": jax.vmap(jax.grad(lambda x: kernel(x, 2).sum()))(jnp.stack([x, -x])),
+    }
+    if kind != "vjp":
+      found["tangent"] = jax.jvp(lambda x: kernel(x, 3), (x,), (jnp.ones(3),))[1]
+    if kind == "jvp":
+      found["second"] = jax.jacfwd(jax.grad(lambda x: kernel(x, 3).sum()))(x)
+    return found
+
+  want = {
+    "value": P**3, "gradient": 3 * P**2, "by lanes": jnp.stack([2 * P, -2 * P]),
+    "tangent": 3 * P**2, "second": np.diag(6 * P),
+  }  # fmt: skip
+  for name, got in program(P).items():
+    np.testing.assert_allclose(
+      got, want[name], rtol=1e-6 if name == "value" else rtol, err_msg=name
+    )
 
 
 @pytest.mark.parametrize(("name", "bound"), [("float32", 1e-3), ("float64", 2e-9)])
