@@ -98,7 +98,7 @@ def young_heap(whole_heap: None) -> None:
 
 
 # Folders with many errors and collections.
-_SEARCHING = {"contract", "futures", "loops", "objects", "steer", "workers"}
+_SEARCHING = {"arrays", "contract", "futures", "loops", "objects", "steer", "workers"}
 
 
 @pytest.fixture(autouse=True)

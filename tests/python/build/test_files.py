@@ -239,6 +239,8 @@ DAMAGE: dict[str, str | None] = {
   "a number of many digits": "1" * 10_000,
   "a NUL in a library's name": entry(library="a\0b"),
   "a folder as library": entry(library=".."),
+  "no UTF-8": '[{"library": 3}\udcff',
+  "other types": entry(library=3, checksum=None),
   "another key's library": entry(library=f"{'cd' * 32}-0123456789abcdef.so"),
   "a name that no file has": entry(dependencies={"\ud800": "0", "a\0b": "0"}),
   "a long name": entry(dependencies={"a" * 5000: "0"}),
@@ -257,7 +259,22 @@ def test_a_damaged_manifest_is_built_again(
     manifest.unlink()
     (manifest / "within").mkdir(parents=True)
   else:
-    manifest.write_text(damage)
+    manifest.write_bytes(damage.encode("utf-8", "surrogateescape"))
+  for _ in range(2):
+    kernels.get()
+    assert kernels.made == 2
+
+
+@pytest.mark.parametrize("content", [None, b"", b"lib", b"libraru"])
+def test_a_library_that_is_not_what_was_made_is_built_again(
+  cache: Path, kernels: Kernels, content: bytes | None
+) -> None:
+  kernels.get()
+  (library,) = cache.rglob("*.so")
+  library.unlink()
+  if content is not None:
+    library.write_bytes(content)
+    library.chmod(0o600)
   for _ in range(2):
     kernels.get()
     assert kernels.made == 2

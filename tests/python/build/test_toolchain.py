@@ -257,50 +257,6 @@ print(make()(jnp.ones(1)).tolist())
   assert len(libraries(cache)) == 1
 
 
-def damage_truncate(cache: Path) -> None:
-  (library,) = libraries(cache)
-  content = library.read_bytes()
-  library.unlink()  # another file: this process has the first one open
-  library.write_bytes(content[: len(content) // 2])
-
-
-def damage_library(cache: Path) -> None:
-  (library,) = libraries(cache)
-  library.unlink()
-
-
-def damage_checksum(cache: Path) -> None:
-  (manifest,) = cache.glob("kernels/*/*.json")
-  entries = json.loads(manifest.read_text())
-  entries[0]["checksum"] = "garbage"
-  manifest.write_text(json.dumps(entries))
-
-
-def damage_manifest(cache: Path) -> None:
-  (manifest,) = cache.glob("kernels/*/*.json")
-  manifest.write_bytes(b'\xff[{"library": 3}')
-
-
-def damage_manifest_types(cache: Path) -> None:
-  (manifest,) = cache.glob("kernels/*/*.json")
-  manifest.write_text('[{"library": 3, "checksum": null}]')
-
-
-@pytest.mark.parametrize(
-  "damage",
-  [damage_truncate, damage_library, damage_checksum, damage_manifest, damage_manifest_types],
-  ids=lambda damage: damage.__name__.removeprefix("damage_"),
-)
-def test_a_corrupt_entry_is_built_again(damage: Any, cache: Path, compiler: Compiler) -> None:
-  code = "print(make()(jnp.ones(1)).tolist())"
-  output_of(start(code))
-  damage(cache)
-  assert output_of(start(code)) == "[2.0]\n"
-  assert compiler.compilations == 2
-  assert output_of(start(code)) == "[2.0]\n"
-  assert compiler.compilations == 2
-
-
 def test_a_build_that_is_killed_leaves_nothing_broken(tmp_path: Path, cache: Path) -> None:
   go = tmp_path / "go"
   slow = Compiler(tmp_path, before=f'case "$*" in *" -o "*) test -e "{go}" || sleep 60;; esac')

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,3 +17,11 @@ def gpu() -> Any:
     return jax.devices("gpu")[0]
   except RuntimeError as error:
     pytest.skip(f"JAX has no GPU: {error}")
+
+
+@pytest.fixture
+def on_gpu(gpu: Any) -> Iterator[None]:
+  """Programs run on the first GPU, wherever JAX's other backends are."""
+  with jax.default_device(gpu):
+    yield
+    jax.effects_barrier()

@@ -25,10 +25,11 @@ started = threading.Event()
 
 def slow(x):
   started.set()
-  time.sleep(0.5)
+  time.sleep(2)
   return x
 
 def in_thread(function, *arguments):
+  started.clear()
   threading.Thread(
     target=lambda: jax.block_until_ready(function(*arguments)), daemon=True
   ).start()
@@ -51,32 +52,28 @@ def script(body: str) -> str:
 
 
 # -- the end of the process ------------------------------------------------------------------------
-IN_FLIGHT = {
-  "gate": "in_thread(jax.jit(lambda x: cg.call(slow, x, x, effect='io') + 1), X)",
-  "own thread": """
-    y = jax.jit(lambda x: cg.call(slow, x, x, effect="io", thread="own") * 2)(X)
-    assert started.wait(20)
-    """,
-  "own threads": """
-    gate = cg.gate(slow, out=same, effect="io", thread="own")
-    ys = [jax.jit(lambda x: gate(gate(x) + 1))(X + i) for i in range(4)]
-    """,
-  "device arrays": """
-    @cg.gate(out=same, arrays="buffer", style="inplace", aliases={0: 0})
-    def touch(out, x):
-      started.set()
-      time.sleep(0.5)
-    in_thread(jax.jit(lambda x: touch(x * 2) + 1), X)
-    """,
-  "expressions": """
-    twice = cg.elementwise("T x", "T y", "y = x * 2", name="twice")
-    y = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda i, x: twice(x) * 0.5, x))(X)
-    """,
-  "callback": """
-    cg.install()
-    in_thread(jax.jit(lambda x: jax.pure_callback(slow, x, x) + 1), X)
-    """,
-}
+# Each of these is under way when the process ends.
+IN_FLIGHT = """
+in_thread(jax.jit(lambda x: cg.call(slow, x, x, effect="io") + 1), X)
+
+@cg.gate(out=same, arrays="buffer", style="inplace", aliases={0: 0})
+def touch(out, x):
+  slow(x)
+
+in_thread(jax.jit(lambda x: touch(x * 2) + 1), X)
+
+cg.install()
+in_thread(jax.jit(lambda x: jax.pure_callback(slow, x, x) + 1), X)
+
+started.clear()
+own = jax.jit(lambda x: cg.call(slow, x, x, effect="io", thread="own") * 2)(X)
+assert started.wait(20)
+gate = cg.gate(slow, out=same, effect="io", thread="own")
+several = [jax.jit(lambda x: gate(gate(x) + 1))(X + i) for i in range(4)]
+
+twice = cg.elementwise("T x", "T y", "y = x * 2", name="twice")
+y = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda i, x: twice(x) * 0.5, x))(X)
+"""
 ENDINGS = {
   "end": ("", 0),
   "exit": ("sys.exit(3)", 3),
@@ -86,42 +83,43 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("what", IN_FLIGHT)
-def test_the_process_ends_as_it_was_told_to(what: str, ending: str) -> None:
+def test_the_process_ends_as_it_was_told_to(ending: str) -> None:
   last, status = ENDINGS[ending]
-  done = run_python(script(textwrap.dedent(IN_FLIGHT[what]) + "\n" + last), timeout=100)
+  done = run_python(script(IN_FLIGHT + last), timeout=100)
   assert done.returncode == status, done.stderr
   assert done.stderr.count("Traceback") == (ending == "exception"), done.stderr
   assert ("LookupError: mine" in done.stderr) == (ending == "exception")
 
 
-TAPS = {
-  "small": ("X", "channel"),
-  "large": ("jnp.arange(200_000.0)", "channel"),
-  "ordered": ("X", "channel, ordered=True"),
-  "on the device": ("X", "write, on_device=True"),
+TAPS = """
+os.environ["CALLGATE_EXIT_SECONDS"] = "60"
+folder = %r
+taps = {
+  "small": (X, {}), "large": (jnp.arange(200_000.0), {}), "ordered": (X, {"ordered": True}),
+  "on the device": (X, {"on_device": True}),
 }
+
+def program(name, options):
+  path = f"{folder}/{name}.jsonl"
+  write = lambda x: print(x.tolist(), file=open(path, "a"), flush=True)
+  to = write if "on_device" in options else cg.channel(name, to=cg.sinks.JSONL(path))
+  tap = lambda x: cg.tap(x[:1] if x.size < 2000 else x, to, **options)
+  return jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda i, x: (tap(x), x + 1)[1], x))
+
+for name, (x, options) in taps.items():
+  run = program(name, options)
+  for _ in range(3):
+    run(x)
+"""
 
 
 @pytest.mark.parametrize("ending", ["end", "exit", "exception"])
-@pytest.mark.parametrize("tap", TAPS)
-def test_records_from_before_the_end_are_delivered(tap: str, ending: str, tmp_path: Path) -> None:
-  x, target = TAPS[tap]
-  path = tmp_path / "records.jsonl"
-  body = f"""
-  os.environ["CALLGATE_EXIT_SECONDS"] = "60"
-  channel = cg.channel("c", to=cg.sinks.JSONL({str(path)!r}))
-  part = lambda x: x[:1] if x.size < 2000 else x
-  write = lambda x: print(x.tolist(), file=open({str(path)!r}, "a"), flush=True)
-  tap = lambda x: cg.tap(part(x), {target})
-  program = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda i, x: (tap(x), x + 1)[1], x))
-  for _ in range(3):
-    y = program({x})
-  """
-  done = run_python(script(textwrap.dedent(body) + ENDINGS[ending][0]), timeout=100)
+def test_records_from_before_the_end_are_delivered(ending: str, tmp_path: Path) -> None:
+  done = run_python(script(TAPS % str(tmp_path) + ENDINGS[ending][0]), timeout=100)
   assert done.returncode == ENDINGS[ending][1], done.stderr
-  records = [json.loads(line) for line in path.read_text().splitlines()]
-  assert len(records) == 30
+  for name in ("small", "large", "ordered", "on the device"):
+    records = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    assert len(records) == 30
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------

@@ -16,21 +16,9 @@ import callgate as cg
 from callgate._arrays.gpu import stream_as
 from callgate.compat.buffer_callback import buffer_callback
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 
 KINDS = ["cupy", "torch", "numba"]
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> Any:
-  """The first GPU; programs run there."""
-  try:
-    device = jax.devices("cuda")[0]
-  except RuntimeError as error:
-    pytest.skip(f"no CUDA device: {error}")
-  with jax.default_device(device):
-    yield device
-    jax.effects_barrier()
 
 
 def library(kind: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # newer versions ask for it to be set
@@ -18,23 +17,13 @@ import pytest
 
 import callgate as cg
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 
 try:
   import triton
   import triton.language as tl
 except ImportError:
   triton = tl = None
-
-
-@pytest.fixture(autouse=True)
-def on_gpu() -> Iterator[None]:
-  try:
-    device = jax.devices("cuda")[0]
-  except RuntimeError as error:
-    pytest.skip(f"no CUDA device: {error}")
-  with jax.default_device(device):
-    yield
 
 
 def jit_if_there(function: Any) -> Any:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import pytest
 
 import callgate as cg
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 
 try:
   from warp_kernels import lengths, saxpy, total
@@ -21,12 +20,6 @@ except ImportError:
   lengths = saxpy = total = None
 
 needs_warp = pytest.mark.skipif(saxpy is None, reason="warp-lang is not installed")
-
-
-@pytest.fixture(autouse=True)
-def on_gpu(gpu: Any) -> Iterator[None]:
-  with jax.default_device(gpu):
-    yield
 
 
 @needs_warp

@@ -43,20 +43,39 @@ REVERSE = """
   void reverse(cg::In<T, R> x, cg::Out<T, R> y) {
     for (int64_t i = 0; i < x.size(); ++i) y[i] = x[x.size() - 1 - i];
   }"""
-# A process that defines nothing: arguments are the programs, the kernels' file and a mode.
+# A process that defines nothing. Its jobs, one after the other: a name, the file of kernels, the
+# programs to call, and the environment. It tells what was loaded and what the programs give.
 LOAD = textwrap.dedent("""
-  import json, pathlib, sys
+  import contextlib, gc, json, os, pathlib, sys
   import callgate as cg, jax, jax.numpy as jnp
+  from callgate._core import registry
   from jax import export
-  folder, kernels = pathlib.Path(sys.argv[1]), sys.argv[2]
-  if kernels:
-    print(cg.load_kernels(kernels).names)
-  for name in sys.argv[3:]:
+
+  folder, jobs = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+  before = dict(os.environ)
+
+  def called(name):
     program = export.deserialize(bytearray((folder / name).read_bytes()))
     try:
-      print(jax.tree.map(lambda x: x.tolist(), program.call(jnp.arange(3.0))))
+      return jax.tree.map(lambda x: x.tolist(), program.call(jnp.arange(3.0)))
     except Exception as error:
-      print(type(error).__name__, error)
+      return f"{type(error).__name__} {error}"
+
+  def told(kernels, programs):
+    with cg.load_kernels(folder / kernels) if kernels else contextlib.nullcontext() as loaded:
+      return [loaded and loaded.names, *map(called, programs)]
+
+  for name, kernels, programs, environment in jobs:
+    jax.clear_caches()
+    gc.collect()
+    assert not [known for known, _ in registry.operations() if known.startswith("files.")]
+    os.environ.clear()
+    os.environ.update(before, **environment)
+    try:
+      said = told(kernels, programs)
+    except cg.CompileError as error:
+      said = str(error)
+    print(json.dumps([name, said]), flush=True)
 """)
 NO_COMPILER = {"CXX": "/nonexistent/c++"}
 
@@ -87,60 +106,6 @@ def write_program(folder: Path, name: str, function: Any) -> None:
   (folder / name).write_bytes(exported.serialize())
 
 
-def lines(*arguments: Any, **environment: str) -> list[str]:
-  return printed_by(LOAD, *map(str, arguments), **environment).splitlines()
-
-
-# --- Travelling -----------------------------------------------------------------------------------
-
-
-def test_programs_run_in_a_fresh_process_without_compiler_or_cache(
-  tmp_path: Path, scale: Any, reverse: Any
-) -> None:
-  write_program(tmp_path, "one", lambda x: scale(2.0, x) + 1)
-  write_program(
-    tmp_path, "two", lambda x: (reverse(x), reverse(x.astype(int)), reverse(x[None, :2]))
-  )
-  write_program(tmp_path, "three", jax.vmap(lambda x: scale(3.0, reverse(x[None]))[0]))
-  cg.save_kernels(tmp_path / "kernels", [scale, reverse])
-  cache = {"CALLGATE_CACHE_DIR": str(tmp_path / "cache")}
-  for _ in range(2):  # the second process finds the libraries of the first
-    assert lines(tmp_path, tmp_path / "kernels", "one", "two", "three", **NO_COMPILER, **cache) == [
-      "('files.scale', 'files.reverse')",
-      "[1.0, 3.0, 5.0]",
-      "([2.0, 1.0, 0.0], [2, 1, 0], [[1.0, 0.0]])",
-      "[0.0, 3.0, 6.0]",
-    ]
-  installed = list((tmp_path / "cache").rglob("*.so"))
-  assert len(installed) == 4
-  assert list((tmp_path / "cache").rglob("*.so*")) == installed
-
-
-def test_derivatives_travel_as_calls_that_the_program_holds(tmp_path: Path, scale: Any) -> None:
-  def backward(residuals: Any, cotangent: Any) -> Any:
-    a, x = residuals
-    return jnp.vdot(x, cotangent), scale(a, cotangent)
-
-  scale.defvjp(lambda a, x: (scale(a, x), (a, x)), backward)
-  write_program(tmp_path, "gradient", jax.grad(lambda x: (scale(2.0, x) ** 2).sum()))
-  cg.save_kernels(tmp_path / "kernels", scale)
-  want = jax.grad(lambda x: ((2.0 * x) ** 2).sum())(jnp.arange(3.0)).tolist()
-  assert lines(tmp_path, tmp_path / "kernels", "gradient", **NO_COMPILER)[1] == str(want)
-
-
-def test_a_variant_that_was_not_compiled_when_saved_is_compiled_where_it_is_named(
-  tmp_path: Path, reverse: Any
-) -> None:
-  cg.save_kernels(tmp_path / "kernels", [reverse])
-  write_program(tmp_path, "program", reverse)
-  assert lines(tmp_path, tmp_path / "kernels", "program")[1] == "[2.0, 1.0, 0.0]"
-  printed = lines(
-    tmp_path, tmp_path / "kernels", "program",
-    **NO_COMPILER, CALLGATE_CACHE_DIR=str(tmp_path / "none"),
-  )  # fmt: skip
-  assert "CXX=/nonexistent/c++" in "\n".join(printed)
-
-
 def change(path: Path, edit: Any) -> None:
   """Rewrites a file of kernels with an edited manifest; the bytes stay."""
   with zipfile.ZipFile(path) as archive:
@@ -153,24 +118,99 @@ def change(path: Path, edit: Any) -> None:
       archive.writestr(name, content)
 
 
-@pytest.mark.parametrize("key", ["machine", "abi"])
-def test_for_another_cpu_or_interface_the_source_is_compiled(
-  tmp_path: Path, scale: Any, key: str
+# --- Travelling -----------------------------------------------------------------------------------
+
+OTHERS = {"machine": "x86_64 other", "abi": 77}
+
+
+def write_files(folder: Path) -> None:
+  """Programs, and files of kernels that the process of LOAD loads for them."""
+  scale = cg.cpp(SCALE, out=lambda a, x: x, name="files.scale")
+  reverse = cg.cpp(REVERSE, out=lambda x: x, name="files.reverse")
+
+  def backward(residuals: Any, cotangent: Any) -> Any:
+    a, x = residuals
+    return jnp.vdot(x, cotangent), scale(a, cotangent)
+
+  scale.defvjp(lambda a, x: (scale(a, x), (a, x)), backward)
+  cg.save_kernels(folder / "not compiled", [reverse])
+  programs = {
+    "one": lambda x: scale(2.0, x) + 1,
+    "two": lambda x: (reverse(x), reverse(x.astype(int)), reverse(x[None, :2])),
+    "three": jax.vmap(lambda x: scale(3.0, reverse(x[None]))[0]),
+    "gradient": jax.grad(lambda x: (scale(2.0, x) ** 2).sum()),
+    "reverse": reverse,
+  }
+  for name, program in programs.items():
+    write_program(folder, name, program)
+  cg.save_kernels(folder / "kernels", [scale, reverse])
+  for key, other in OTHERS.items():
+    cg.save_kernels(folder / key, scale)
+    change(folder / key, lambda m, new={key: other}: m["kernels"][0]["compiled"].update(new))
+  (folder / "broken.so").write_bytes(b"not a library")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(core(scale), "_libraries", {"": folder / "broken.so"})
+    cg.save_kernels(folder / "broken", scale)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+  """The folder, and by job what the process of LOAD tells."""
+  drop_programs()
+  folder = tmp_path_factory.mktemp("elsewhere")
+  write_files(folder)
+  drop_programs()
+  in_cache = lambda name: {"CALLGATE_CACHE_DIR": str(folder / name)}
+  alone = {**NO_COMPILER, **in_cache("cache")}
+  (folder / "a file").write_text("")
+  jobs: list[Any] = [
+    ("first", "kernels", ["one", "two", "three"], alone),
+    ("second", "kernels", ["one", "two", "three"], alone),  # finds the libraries of the first
+    ("gradient", "kernels", ["gradient"], alone),
+    ("not compiled", "not compiled", ["reverse"], {}),
+    ("broken", "broken", ["one"], {}),
+    ("no cache", "kernels", ["one"], {**NO_COMPILER, **in_cache("a file")}),
+    ("missing", "", ["reverse"], {}),
+  ]
+  for key in OTHERS:
+    jobs.append((key, key, ["one"], in_cache(f"cache of {key}")))
+    jobs.append((f"{key}, no compiler", key, [], {**NO_COMPILER, **in_cache("none")}))
+  # The last one, since the error that it leaves holds the kernel.
+  jobs.append(("no compiler", "not compiled", ["reverse"], {**NO_COMPILER, **in_cache("none")}))
+  printed = printed_by(LOAD, str(folder), json.dumps(jobs))
+  return folder, dict(map(json.loads, printed.splitlines()))
+
+
+def test_programs_run_in_a_fresh_process_without_compiler_or_cache(elsewhere: Any) -> None:
+  folder, told = elsewhere
+  assert told["first"] == told["second"] == [
+    ["files.scale", "files.reverse"], [1, 3, 5], [[2, 1, 0], [2, 1, 0], [[1, 0]]], [0, 3, 6],
+  ]  # fmt: skip
+  installed = list((folder / "cache").rglob("*.so"))
+  assert len(installed) == 4
+  assert list((folder / "cache").rglob("*.so*")) == installed
+
+
+def test_derivatives_travel_as_calls_that_the_program_holds(elsewhere: Any) -> None:
+  want = jax.grad(lambda x: ((2.0 * x) ** 2).sum())(jnp.arange(3.0)).tolist()
+  assert elsewhere[1]["gradient"][1] == want
+
+
+def test_a_variant_that_was_not_compiled_when_saved_is_compiled_where_it_is_named(
+  elsewhere: Any,
 ) -> None:
-  write_program(tmp_path, "program", lambda x: scale(2.0, x))
-  path = tmp_path / "kernels"
-  cg.save_kernels(path, [scale])
-  other = {"machine": "x86_64 other", "abi": 77}[key]
-  change(path, lambda m: m["kernels"][0]["compiled"].update({key: other}))
-  cache = {"CALLGATE_CACHE_DIR": str(tmp_path / "cache")}
-  assert lines(tmp_path, path, "program", **cache)[1] == "[0.0, 2.0, 4.0]"
-  assert (tmp_path / "cache" / "kernels").exists()
-  assert not (tmp_path / "cache" / "loaded").exists()
-  code = "import callgate as cg, sys\ntry: cg.load_kernels(sys.argv[1])\nexcept cg.CompileError as"
-  printed = printed_by(
-    code + " e: print(e)", str(path), **NO_COMPILER, CALLGATE_CACHE_DIR=str(tmp_path / "none")
-  )
-  assert "CXX=/nonexistent/c++" in printed
+  told = elsewhere[1]
+  assert told["not compiled"][1] == [2, 1, 0]
+  assert "CXX=/nonexistent/c++" in told["no compiler"][1]
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_for_another_cpu_or_interface_the_source_is_compiled(elsewhere: Any, key: str) -> None:
+  folder, told = elsewhere
+  assert told[key][1] == [1, 3, 5]
+  assert (folder / f"cache of {key}" / "kernels").exists()
+  assert not (folder / f"cache of {key}" / "loaded").exists()
+  assert "CXX=/nonexistent/c++" in told[f"{key}, no compiler"]
 
 
 def test_code_for_any_cpu_of_the_architecture_fits_all_of_them(
@@ -184,36 +224,19 @@ def test_code_for_any_cpu_of_the_architecture_fits_all_of_them(
   assert list(files.installed(form["compiled"])) == [""]
 
 
-def test_a_library_that_the_system_cannot_load_is_compiled_anew(tmp_path: Path, scale: Any) -> None:
-  write_program(tmp_path, "program", lambda x: scale(2.0, x))
-  path = tmp_path / "kernels"
-  broken = tmp_path / "broken.so"
-  broken.write_bytes(b"not a library")
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(core(scale), "_libraries", {"": broken})
-    cg.save_kernels(path, [scale])
-  assert lines(tmp_path, path, "program")[1] == "[0.0, 2.0, 4.0]"
+def test_a_library_that_the_system_cannot_load_is_compiled_anew(elsewhere: Any) -> None:
+  assert elsewhere[1]["broken"][1] == [1, 3, 5]
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, scale: Any) -> None:
-  write_program(tmp_path, "program", lambda x: scale(2.0, x))
-  cg.save_kernels(tmp_path / "kernels", [scale])
-  blocked = tmp_path / "file"
-  blocked.write_text("")
-  printed = lines(
-    tmp_path, tmp_path / "kernels", "program", **NO_COMPILER, CALLGATE_CACHE_DIR=str(blocked)
-  )
-  assert printed[1] == "[0.0, 2.0, 4.0]"
+def test_a_cache_that_cannot_be_written_is_no_obstacle(elsewhere: Any) -> None:
+  assert elsewhere[1]["no cache"][1] == [1, 3, 5]
 
 
-def test_a_missing_kernel_is_an_error_that_names_it_and_load_kernels(
-  tmp_path: Path, reverse: Any
-) -> None:
-  write_program(tmp_path, "program", reverse)
-  printed = "\n".join(lines(tmp_path, "", "program"))
-  assert "no gate or kernel named 'files.reverse[T=float32,R=1]' is defined" in printed
-  assert "name='files.reverse'." in printed
-  assert "callgate.load_kernels" in printed
+def test_a_missing_kernel_is_an_error_that_names_it_and_load_kernels(elsewhere: Any) -> None:
+  _, said = elsewhere[1]["missing"]
+  assert "no gate or kernel named 'files.reverse[T=float32,R=1]' is defined" in said
+  assert "name='files.reverse'." in said
+  assert "callgate.load_kernels" in said
 
 
 # --- What is saved --------------------------------------------------------------------------------

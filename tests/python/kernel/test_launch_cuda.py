@@ -128,13 +128,6 @@ def test_vmap_whole_gives_the_kernel_all_lanes(fake):
   assert launch.block == (12, 1, 1)
 
 
-def test_a_rule_replaces_batching(fake):
-  kernel, x = Scale(), numbers(3, 4)
-  Kernel(kernel).defvmap(lambda size, batched, x, a: (kernel(x, a), True))
-  np.testing.assert_array_equal(run(fake, jax.vmap(lambda x: kernel(x, 2.0)), x), 2 * x)
-  assert len(fake.launches()) == 1
-
-
 def test_arrays_without_elements_launch_nothing(fake):
   kernel = Scale()
   assert run(fake, lambda x: kernel(x, 2.0), numbers(0)).shape == (0,)
@@ -144,12 +137,6 @@ def test_arrays_without_elements_launch_nothing(fake):
 def test_derivatives_of_a_linear_kernel(fake):
   kernel, x = Scale(linear=0), numbers(4)
   Kernel(kernel).deftranspose(lambda ct, x, a: kernel(ct, a))
-  got = run(fake, jax.grad(lambda x: jnp.sum(kernel(x, 3.0) ** 2)), x)
-  np.testing.assert_array_equal(got, 18 * x)
-
-
-def test_derivatives_of_like(fake):
-  kernel, x = Scale(like=lambda x, a: a * x), numbers(4)
   got = run(fake, jax.grad(lambda x: jnp.sum(kernel(x, 3.0) ** 2)), x)
   np.testing.assert_array_equal(got, 18 * x)
 

@@ -10,7 +10,6 @@ import json
 import random
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,9 +26,9 @@ from transformation_table import (
   F,
   X,
   assert_chains_agree,
+  expected,
   groups,
   reference,
-  run,
 )
 
 import callgate as cg
@@ -75,9 +74,7 @@ def pointwise(x: Any) -> Any:
 
 
 def in_elementwise(effect: Any) -> F:
-  return cg.elementwise(  # pyright: ignore[reportAttributeAccessIssue]
-    "T x", "T z", "z = sin(x) * (1 + x)", like=pointwise, effect=effect
-  )
+  return cg.elementwise("T x", "T z", "z = sin(x) * (1 + x)", like=pointwise, effect=effect)
 
 
 KINDS: dict[str, tuple[Callable[[Any], F], F]] = {
@@ -85,9 +82,8 @@ KINDS: dict[str, tuple[Callable[[Any], F], F]] = {
   "each, defjvp, on threads": (with_jvp, reference),
   "whole, a template": (cpp(ROWS, like=reference, vmap="whole"), reference),
   "broadcast": (cpp(ROWS, like=reference, vmap="broadcast"), reference),
+  "elementwise": (in_elementwise, pointwise),
 }
-if hasattr(cg, "elementwise"):
-  KINDS["elementwise"] = (in_elementwise, pointwise)
 
 
 CHAINS = [(kind, chains) for kind in KINDS for chains in groups(4)]
@@ -116,8 +112,9 @@ def test_pairs_of_transformations_take_effects(kind: str, effect: Any) -> None:
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transformations_work_outside_jit(name: str) -> None:
   kernel = KINDS["each"][0]("pure")
-  want = run([[name]], reference)[0]
-  np.testing.assert_allclose(TRANSFORMATIONS[name](kernel)(X), want, rtol=1e-4, atol=1e-5)
+  wanted = zip(TRANSFORMATIONS, expected(tuple((each,) for each in TRANSFORMATIONS)), strict=True)
+  got = TRANSFORMATIONS[name](kernel)(X)
+  np.testing.assert_allclose(got, dict(wanted)[name], rtol=1e-4, atol=1e-5)
 
 
 # -- programs in other processes -----------------------------------------------------------------
@@ -159,62 +156,71 @@ MORE = textwrap.dedent("""
   }
 """)
 CALL = textwrap.dedent("""
-  import json, pathlib, sys
+  import json, pathlib
   from jax import export
   for name, x, dtype in json.loads(sys.argv[2]):
-    loaded = export.deserialize(bytearray(pathlib.Path(sys.argv[1], name).read_bytes()))
-    got = loaded.call(jnp.array(x, dtype))
-    print(json.dumps([name, jax.tree.map(lambda v: v.tolist(), got)]))
+    loaded = export.deserialize(bytearray(pathlib.Path(sys.argv[3], name).read_bytes()))
+    try:
+      got = jax.tree.map(lambda v: v.tolist(), loaded.call(jnp.array(x, dtype)))
+    except jax.errors.JaxRuntimeError as error:
+      got = str(error)
+    print(json.dumps([name, got]))
+  print("end of the calls")
 """)
+# The kernel of this name has another parameter in the other processes.
+CHANGED = """
+changed = cg.cpp("void f(cg::In<float, 1> x, %s cg::Out<float, 1> y) { y[0] = x[0]; }", out=same,
+                 name="elsewhere.changed", flags=("-O0",))
+"""
 _here: dict[str, Any] = {}
-exec(KERNELS + MORE, _here)
+exec(KERNELS + CHANGED % "" + MORE, _here)
 NAMES = list(_here["PROGRAMS"])
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-  """The results of each program, exported here, in a process that defines the kernels alone."""
-  folder = tmp_path_factory.mktemp("exported")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+  """What two processes print, one after the other, that define the kernels.
+
+  They call the programs that were exported here, and then trace and compile their own, with a
+  persistent cache.
+  """
+  exports, cache = (tmp_path_factory.mktemp(name) for name in ("exports", "cache"))
   arguments: list[Any] = []
-  for name, (function, x) in _here["PROGRAMS"].items():
+  programs = {**_here["PROGRAMS"], "changed": (_here["changed"], _here["X"])}
+  for name, (function, x) in programs.items():
     exported = export.export(jax.jit(function), disabled_checks=cg.export_checks())(x)
-    (folder / name).write_bytes(exported.serialize())
+    (exports / name).write_bytes(exported.serialize())
     arguments.append([name, x.tolist(), x.dtype.name])
-  printed = printed_by(KERNELS + CALL, str(folder), json.dumps(arguments))
-  return dict(map(json.loads, printed.splitlines()))
+  code = KERNELS + CHANGED % "float a," + "import sys" + CALL + MORE + CACHED
+  given = str(cache), json.dumps(arguments), str(exports)
+  return [printed_by(code, *given, PYTHONHASHSEED=seed).splitlines() for seed in "12"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_exported_programs_run_in_a_process_that_never_traced_them(
-  name: str, elsewhere: Any
+  name: str, elsewhere: list[list[str]]
 ) -> None:
   function, x = _here["PROGRAMS"][name]
   want = jax.tree.map(lambda v: v.tolist(), jax.jit(function)(x))
   if name == "ordered":
     want = 3.0  # this process has counted on
-  assert elsewhere[name] == want
+  for printed in elsewhere:
+    assert dict(map(json.loads, printed[: len(NAMES)]))[name] == want
 
 
-def test_a_kernel_that_has_changed_since_the_export_is_refused(tmp_path: Path) -> None:
-  function, x = _here["PROGRAMS"]["plain"]
-  exported = export.export(jax.jit(function), disabled_checks=cg.export_checks())(x)
-  (tmp_path / "plain").write_bytes(exported.serialize())
-  changed = KERNELS.replace(
-    "f(cg::In<float, 1> x, cg::Out", "f(cg::In<float, 1> x, float a, cg::Out"
+def test_a_kernel_that_has_changed_since_the_export_is_refused(elsewhere: list[list[str]]) -> None:
+  name, said = json.loads(elsewhere[0][len(NAMES)])
+  assert name == "changed"
+  assert "In<float32,1>,Out<float32,1>" in said
+  assert "In<float32,1>,float32,Out<float32,1>" in said
+
+
+def test_a_second_process_finds_every_program_in_the_persistent_cache(
+  elsewhere: list[list[str]],
+) -> None:
+  first, second = (
+    [line.split(": ") for line in printed[printed.index("end of the calls") + 1 :]]
+    for printed in elsewhere
   )
-  code = changed + textwrap.dedent(f"""
-    try:
-      exec({CALL!r})
-    except jax.errors.JaxRuntimeError as error:
-      print(error)
-  """)
-  printed = printed_by(code, str(tmp_path), json.dumps([["plain", x.tolist(), "float32"]]))
-  assert "In<float32,1>,Out<float32,1>" in printed
-  assert "In<float32,1>,float32,Out<float32,1>" in printed
-
-
-def test_a_second_process_finds_every_program_in_the_persistent_cache(tmp_path: Path) -> None:
-  printed = (printed_by(KERNELS + MORE + CACHED, str(tmp_path), PYTHONHASHSEED=n) for n in "12")
-  first, second = ([line.split(": ") for line in text.splitlines()] for text in printed)
   assert [line[:2] for line in second] == [[name, "1"] for name in NAMES]
   assert [line[2] for line in first] == [line[2] for line in second]

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-import struct
+import struct as binary
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 import callgate as cg
 from callgate._build import nvrtc
 from callgate._kernel.cuda.kernel import entries
+from callgate._kernel.launch import CudaCall
 
 _KPARAM_INFO, _KPARAM_INFO_WIDE = 0x17, 0x45
 _SIZED = 4  # the format of entries of .nv.info whose payload follows
@@ -28,6 +31,17 @@ _MISSING = _missing_nvrtc()
 needs_nvrtc = pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "has NVRTC")
 
 
+def struct(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def call(
+  operands: Any, results: Any, capabilities: Any = (90,), batch: Any = None, **static: Any
+) -> CudaCall:
+  """A call with these arrays and static values, as plans are made for it."""
+  return CudaCall(tuple(operands), tuple(results), static, batch, capabilities)
+
+
 def declared(image: Any, entry: str) -> list[tuple[int, int]]:
   """The offset and size of each parameter of a kernel in an image."""
   if image.capability == 0:
@@ -42,12 +56,12 @@ def declared(image: Any, entry: str) -> list[tuple[int, int]]:
   parameters: dict[int, tuple[int, int]] = {}
   at = 0
   while at < len(section):
-    form, attribute, size = struct.unpack_from("<BBH", section, at)
+    form, attribute, size = binary.unpack_from("<BBH", section, at)
     at += 4
     if form != _SIZED:
       continue
     if attribute == _KPARAM_INFO:
-      _, ordinal, offset, packed = struct.unpack_from("<IHHI", section, at)
+      _, ordinal, offset, packed = binary.unpack_from("<IHHI", section, at)
       parameters[ordinal] = (offset, packed >> 18)
     assert attribute != _KPARAM_INFO_WIDE
     at += size
@@ -77,9 +91,9 @@ def check_plan(plan: Any) -> None:
 
 def _sections(elf: bytes) -> dict[str, bytes]:
   assert elf[:5] == b"\x7fELF\x02"
-  (table,) = struct.unpack_from("<Q", elf, 0x28)
-  size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
-  heads = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
+  (table,) = binary.unpack_from("<Q", elf, 0x28)
+  size, count, names = binary.unpack_from("<HHH", elf, 0x3A)
+  heads = [binary.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
   text = elf[heads[names][4] : heads[names][4] + heads[names][5]]
   return {
     text[name : text.index(b"\0", name)].decode(): elf[at : at + length]

@@ -8,6 +8,7 @@ left to the tests with CUDA's own compiler and to those on a device.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import shutil
 import subprocess
@@ -55,6 +56,7 @@ extern "C" void run(unsigned grid, unsigned block, void** values) {
 """
 
 
+@functools.cache
 def build(source: str, entry: str) -> Any:
   """A CUDA source as a library of the host; skips the test where there is no compiler."""
   compiler = shutil.which("g++") or shutil.which("clang++")

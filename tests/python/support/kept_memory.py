@@ -5,31 +5,19 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import drop_programs
 
 import callgate as cg
 
 SIZE = 1 << 20  # 4 MiB, which the allocator gives back to the system when freed
 names = itertools.count()
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_objects() -> Iterator[None]:
-  """The search of the heap leaves out what JAX and pytest have made so far: it is quick."""
-  drop_programs()
-  gc.freeze()
-  yield
-  gc.unfreeze()
-  drop_programs()
-  gc.freeze()  # what imports have made, as pytest_collection_finish does
 
 
 def numbers(size: int = SIZE) -> np.ndarray[Any, Any]:
@@ -43,6 +31,22 @@ def run(function: Callable[..., Any], x: Any, **options: Any) -> None:
   )
   with cg.errors():
     jax.block_until_ready(jax.jit(lambda x: gate(x * 1))(x))
+
+
+def leaked(
+  keep: Callable[[Any], Any], x: Any, match: str | None = None, **options: Any
+) -> tuple[Any, str]:
+  """What a gate keeps of its argument, once its memory is used again, and the error's text."""
+  store: list[Any] = []
+
+  def leak(weights: Any) -> Any:
+    store.append(keep(weights))
+    return np.float32(0)
+
+  with pytest.raises(cg.EscapedViewError, match=match) as caught:
+    run(leak, x, **options)
+  reuse_memory()
+  return store[0], str(caught.value)
 
 
 def reuse_memory() -> None:

@@ -7,7 +7,6 @@ import ctypes
 import ctypes.util
 import functools
 import gc
-import math
 import tempfile
 import weakref
 from pathlib import Path
@@ -556,36 +555,3 @@ def test_out_gives_the_results_their_structure(lib: ctypes.CDLL) -> None:
     whole, rest = jax.vmap(split)(np.array([1.5, 2.0]))
     assert rest["part"].tolist() == [0.5, 0.0]
     assert whole.tolist() == [1.0, 2.0]
-
-
-def test_like_is_the_reference_and_the_derivative(lib: ctypes.CDLL) -> None:
-  cube = cg.cfunc(lib.cube, "double cube(double x)", cast=True, like=lambda x: x**3)
-  cube.check(X)
-  assert jax.grad(cube)(2.0) == 12
-  np.testing.assert_allclose(jax.jvp(cube, (X,), (X,))[1], 3 * X**3)
-
-
-def test_rules_of_the_users_own_serve(lib: ctypes.CDLL) -> None:
-  cube = cg.cfunc(lib.cube, "double cube(double x)", cast=True)
-
-  @cube.defjvp
-  def _(primals: Any, tangents: Any) -> Any:
-    (x,), (dx,) = primals, tangents
-    return cube(x), 3 * x**2 * dx
-
-  grads = jax.jit(jax.vmap(jax.grad(cube)))(X)
-  np.testing.assert_allclose(grads, 3 * X**2)
-  by_differences = cg.cfunc(
-    lib.cube, "double cube(double x)", cast=True, gradient="finite-difference"
-  )
-  assert math.isclose(jax.grad(by_differences)(2.0), 12, rel_tol=1e-2)
-
-
-def test_an_io_kernel_runs_once_for_each_execution(lib: ctypes.CDLL) -> None:
-  count = cg.cfunc(lib.count_calls, "long count_calls(void)", args="-> out n", effect="io")
-  with jax.enable_x64(True):
-    first = int(count())
-    program = jax.jit(lambda: (count(), count())[0] * 0)
-    program().block_until_ready()
-    program().block_until_ready()
-    assert int(count()) == first + 5

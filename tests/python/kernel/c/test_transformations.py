@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C functions under JAX's transformations, and in programs that outlive their process."""
+"""C functions under JAX's transformations, and their glue on the disk."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -104,26 +105,30 @@ def test_linear_functions_have_transposes(path: Path) -> None:
   np.testing.assert_array_equal(jax.jvp(jax.vmap(double), (x,), (x,))[1], 2 * x)
 
 
-# -- programs that outlive their process ---
+# -- the disk ---
 DEFINITIONS = textwrap.dedent("""
-  import ctypes, sys, pathlib
-  import callgate as cg, jax, jax.numpy as jnp, numpy as np
-  from jax import export
+  import ctypes, os, sys
+  import callgate as cg, jax, jax.numpy as jnp
+  os.environ["CALLGATE_CACHE_DIR"] = sys.argv[2]
   lib = ctypes.CDLL(sys.argv[1])
-  cube = cg.cfunc(lib.cube, "double cube(double x)", cast=True, name="c.cube")
+  cube = cg.cfunc(lib.cube, "double cube(double x)", cast=True)
   saxpy = cg.cfunc(lib.saxpy, "void saxpy(int n, float a, const float *x, float *y)",
-                   args="n, a, x[n], inout y[n]", name="c.saxpy")
+                   args="n, a, x[n], inout y[n]")
   program = lambda x: saxpy(2.0, jax.vmap(cube)(x), x)
-  x = jnp.arange(3.0)
+  result = program(jnp.arange(3.0)).tolist()
 """)
 
 
-def test_the_compiled_glue_is_kept_between_processes(path: Path, tmp_path: Path) -> None:
-  code = DEFINITIONS + "print(program(x).tolist())"
-  cache = {"CALLGATE_CACHE_DIR": str(tmp_path)}
-  first = printed_by(code, str(path), **cache)
+def test_the_compiled_glue_is_kept_between_processes(
+  path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setenv("CALLGATE_CACHE_DIR", "")  # as it was before, once this has ended
+  monkeypatch.setattr(sys, "argv", ["", str(path), str(tmp_path)])
+  here: dict[str, Any] = {}
+  exec(DEFINITIONS, here)
   made = sorted(tmp_path.rglob("*.so"))
   stamps = [file.stat().st_mtime_ns for file in made]
   assert len(made) == 2
-  assert printed_by(code, str(path), **cache) == first
+  printed = printed_by(DEFINITIONS + "print(result)", str(path), str(tmp_path))
+  assert printed == f"{here['result']}\n"
   assert [file.stat().st_mtime_ns for file in sorted(tmp_path.rglob("*.so"))] == stamps

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_images import check_plan
+from cuda_images import call, check_plan, struct
 from fake_cuda import FakeCuda
 from fake_programs import run
 
 import callgate as cg
 from callgate._build import nvrtc
 from callgate._core.public import core
-from callgate._kernel.launch import CudaCall
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")  # where there is no device, or CUDA's toolkit is not found
@@ -48,14 +47,6 @@ __global__ void magnitude(const complex<float>* x, float* y, const int n) {
   if (i < n) y[i] = helper(abs(x[i]));
 }
 """
-
-
-def struct(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-  return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def call(operands: Any, results: Any, capabilities: Any = (90,), **static: Any) -> CudaCall:
-  return CudaCall(tuple(operands), tuple(results), static, None, capabilities)
 
 
 def made_scale(raw: Any = None, **options: Any) -> Any:

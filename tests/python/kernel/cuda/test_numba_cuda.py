@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_images import check_plan, declared
+from cuda_images import call, check_plan, declared, struct
 from fake_cuda import FakeCuda
 from fake_programs import run
 
 import callgate as cg
 from callgate._core import static_values
 from callgate._core.public import core
-from callgate._kernel.launch import CudaCall
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 numba = pytest.importorskip("numba")
@@ -58,16 +57,6 @@ def lanes(x, out):
   i = cuda.grid(1)
   if i < x.shape[1]:
     out[lane, i] = 2 * x[lane, i]
-
-
-def struct(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-  return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def call(
-  operands: Any, results: Any, capabilities: Any = (90,), batch: Any = None, **static: Any
-) -> CudaCall:
-  return CudaCall(tuple(operands), tuple(results), static, batch, capabilities)
 
 
 def made_saxpy(**options: Any) -> Any:

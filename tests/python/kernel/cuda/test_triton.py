@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_images import check_plan, declared
+from cuda_images import call, check_plan, declared, struct
 from fake_cuda import FakeCuda
 from fake_programs import run
 
 import callgate as cg
 from callgate._core.public import core
-from callgate._kernel.launch import CudaCall
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -65,16 +64,6 @@ def tuned_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     tl.store(out_ptr + at, tl.load(x_ptr + at))
   else:
     tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
-
-
-def struct(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-  return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def call(
-  operands: Any, results: Any, capabilities: Any = (90,), batch: Any = None, **static: Any
-) -> CudaCall:
-  return CudaCall(tuple(operands), tuple(results), static, batch, capabilities)
 
 
 def made_add(**options: Any) -> Any:

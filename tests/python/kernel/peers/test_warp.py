@@ -14,7 +14,7 @@ from cuda_images import check_plan
 from fake_programs import run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from transformation_table import TRANSFORMATIONS, X, assert_chains_agree, groups, reference
+from transformation_table import X, assert_chains_agree, groups, reference
 
 import callgate as cg
 from callgate._core.public import core
@@ -144,7 +144,7 @@ def test_arrays_without_elements_run_no_threads() -> None:
 
 
 # -- transformations -----------------------------------------------------------------------------
-@pytest.mark.parametrize("chains", [[(name,) for name in TRANSFORMATIONS], *groups(12)])
+@pytest.mark.parametrize("chains", groups(12))
 def test_kernels_compose_with_all_transformations(chains: Any) -> None:
   assert_chains_agree(chains, make=lambda effect: cg.kernel(wave, like=reference, effect=effect))
 
