@@ -264,6 +264,9 @@ class Callee(Identity):
     """
     raise NotImplementedError
 
+  def check_export(self) -> None:
+    """Raises GateDefinitionError if other processes could never run a program that calls it."""
+
   def sharding_rule(
     self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]
   ) -> rules.Rule:
