@@ -90,10 +90,22 @@ def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
       hint = "; NumPy's text and times are neither array nor static: give Python's own, by .item()"
     else:
       hint = "; pass anything else as a keyword argument, which is static"
-    where = f"argument {registry.argument_in(gate.name, tree, index)}"
+    name = registry.argument_in(gate.name, tree, index)
+    if gate.live_owners and [name] == [f"'{first}'" for first in gate.parameters[:1]]:
+      hint = _not_its_object(gate, leaf)
+    where = f"argument {name}"
     raise GateDefinitionError(
       f"{gate.label}: {where}: expected an array or a pytree of arrays, got {shown(leaf)}{hint}"
     ) from error
+
+
+def _not_its_object(gate: Callee, got: Any) -> str:
+  owner, kind = gate.live_owners[0].__name__, type(got).__name__
+  return (
+    f". It is a method of {owner}: expected an object of that class, of one that inherits it, or of "
+    f"one that has the gate as an attribute, which a line in {kind} gives it: name = {owner}.name. "
+    "A decorator above a gate needs functools.wraps"
+  )
 
 
 def check_arrays(gate: Callee, args: tuple[Any, ...]) -> None:

@@ -199,7 +199,7 @@ class Callee(Identity):
   transpose_rule: Callable[..., Any] | None = None
   no_derivatives = ""  # what to say where it can have none, in the place of how to define one
   place: Where | None = None  # where it is defined
-  owner: Callable[[], type | None] | None = None  # the class of which it is a method
+  owners: tuple[Callable[[], type | None], ...] = ()  # the classes of which it is a method
   # The call with its rules around it, of the `Exact` of static values, that of split arguments'
   # structure, and the user's line: a cache (`tracing.clearable_cache`).
   differentiable: Any
@@ -246,11 +246,16 @@ class Callee(Identity):
 
   def is_of_object(self, args: Sequence[Any]) -> bool:
     """True if a call's first argument is the object, or the class, whose method this is."""
-    owner = self.owner and self.owner()
-    if owner is None or not args:
+    if not self.owners or not args:
       return False
     first = args[0].value if isinstance(args[0], split.Static) else args[0]
-    return isinstance(first, owner) or (isinstance(first, type) and issubclass(first, owner))
+    classes = self.live_owners
+    return isinstance(first, classes) or (isinstance(first, type) and issubclass(first, classes))
+
+  @property
+  def live_owners(self) -> tuple[type, ...]:
+    """The classes of which it is a method."""
+    return tuple(filter(None, (owner() for owner in self.owners)))
 
   def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
     """Binds the call, without derivative rules of its own."""

@@ -105,7 +105,7 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
   results, out_tree = shapes.result_types(gate, in_tree, structs, static)
   begin = _member(gate, "start")
   if gate.is_here:
-    begin.owner = gate.owner  # the object of a method is its first argument, too
+    begin.owners = gate.owners  # the object of a method is its first argument, too
     handle = begin(*given[0], **given[1], **place)
   else:
     site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", gate.casts())

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Never, ParamSpec, Protocol, Self, TypeVar, overload
 
@@ -68,7 +67,7 @@ class Gate(ArrayFunction[P, R]):
 
   def __set_name__(self, owner: type, name: str) -> None:
     del name
-    self._core.owner = weakref.ref(owner)
+    self._core.add_owner(owner)
 
   @overload
   def __get__(self, instance: None, owner: type | None = None) -> Self: ...
@@ -78,7 +77,7 @@ class Gate(ArrayFunction[P, R]):
   ) -> Method[Q, T]: ...
   def __get__(self, instance: Any, owner: type | None = None) -> Any:
     """The method of an object, as of any function in a class: its first argument is the object."""
-    if self._core.owner is None and owner is not None:
+    if owner is not None and not issubclass(owner, self._core.live_owners):
       self._core.look_for_owner(owner)
     return self if instance is None else types.MethodType(self, instance)
 
@@ -86,9 +85,9 @@ class Gate(ArrayFunction[P, R]):
     try:
       super().check(*args, rtol=rtol, atol=atol, **kwargs)
     except Exception as error:
-      owner = self._core.owner and self._core.owner()
-      if owner is not None and not self._core.is_of_object(args):
-        call = f"{owner.__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
+      owners = self._core.live_owners
+      if owners and not self._core.is_of_object(args):
+        call = f"{owners[0].__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
         foreign.add_note(error, f"callgate: a method's object is the first argument: {call}")
       raise
 
