@@ -102,9 +102,9 @@ def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
 def _not_its_object(gate: Callee, got: Any) -> str:
   owner, kind = gate.live_owners[0].__name__, type(got).__name__
   return (
-    f". It is a method of {owner}: expected an object of that class, of one that inherits it, or of "
-    f"one that has the gate as an attribute, which a line in {kind} gives it: name = {owner}.name. "
-    "A decorator above a gate needs functools.wraps"
+    f". It is a method of {owner}: expected an object of that class, of one that inherits it, or "
+    "of one that has the gate as an attribute, which a line in "
+    f"{kind} gives it: name = {owner}.name. A decorator above a gate needs functools.wraps"
   )
 
 

@@ -19,11 +19,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from callgate._core import encoding, exact, portable
+from callgate._core.bound import BoundMethod
 
 _MOST = 1024  # characters of a text
 _BARE = "'.-+ "  # of a value, beside letters and digits
 _CODE = "*"  # begins a value that is no literal
-_BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_BOUND = (BoundMethod, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def text_of(function: Any) -> str | None:

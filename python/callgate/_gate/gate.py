@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Never, ParamSpec, Protocol, Self, TypeVar, overload
 
@@ -14,6 +13,7 @@ from callgate._call import shapes
 from callgate._call.function import ArrayFunction
 from callgate._call.generic import AnyArray, Method, P, R
 from callgate._core import exact, factories, foreign
+from callgate._core.bound import BoundMethod
 from callgate._gate import elsewhere
 from callgate._gate.callee import ClassGateCallee, GateCallee
 from callgate._gate.options import (
@@ -79,7 +79,7 @@ class Gate(ArrayFunction[P, R]):
     """The method of an object, as of any function in a class: its first argument is the object."""
     if owner is not None and not issubclass(owner, self._core.live_owners):
       self._core.look_for_owner(owner)
-    return self if instance is None else types.MethodType(self, instance)
+    return self if instance is None else BoundMethod(self, instance)
 
   def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:
     try:

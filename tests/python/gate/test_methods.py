@@ -157,7 +157,6 @@ def test_a_gate_below_another_decorator_is_a_method(engine: Any) -> None:
     assert one.as_cached_property == 3
     assert one.jitted(X).tolist() == one.scaled(X, times=1).tolist() == [0.0, 3.0, 6.0]
     assert jax.jit(one.doubled)(X).tolist() == [0.0, 6.0, 12.0]
-  assert jax.jit(lambda x: Decorated.of_class.start(Tenfold, x).result())(X).tolist() == [0, 10, 20]
 
 
 def test_a_gate_that_its_decorator_hides_is_a_method(engine: Any) -> None:
