@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -187,6 +188,10 @@ class Callee(Identity):
   cast: bool | None = False
   collective = False
   traits = Traits()
+  # The signature of calls; None if it is unknown.
+  call_signature: inspect.Signature | None = None
+  # The same, if Python binds a call's arguments by no other.
+  binds: inspect.Signature | None = None
   # The callable's parameters that have defaults, with these.
   defaults: Mapping[str, Any] = {}
   # `Emission.watcher`, for programs that JAX's own callbacks serve.

@@ -6,8 +6,9 @@ Python's own type would look `start` up at the function, which does not know the
 
 from __future__ import annotations
 
+import copy
 import inspect
-from typing import Any
+from typing import Any, Self
 
 
 class BoundMethod:
@@ -48,6 +49,9 @@ class BoundMethod:
 
   def __repr__(self) -> str:
     return f"<bound method {self.__func__!r} of {self.__self__!r}>"
+
+  def __deepcopy__(self, memo: Any) -> Self:
+    return type(self)(self.__func__, copy.deepcopy(self.__self__, memo))
 
   def __reduce__(self) -> Any:
     return getattr, (self.__self__, self.__func__.__name__)

@@ -22,6 +22,7 @@ from callgate._call.site import SHARED, CallSite
 from callgate._core import encoding, exact
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
+from callgate._core.pickling import Stays
 from callgate._core.public import core
 from callgate._core.where import where
 from callgate._futures import started
@@ -47,7 +48,7 @@ class _StartedCall(NamedTuple):
   out_tree: Any
 
 
-class Ticket:
+class Ticket(Stays):
   """A call that a program has started; made by `Gate.start`.
 
   A value of the program: loops carry it, branches return it, `jax.vmap` starts a call a lane. It is
@@ -55,6 +56,7 @@ class Ticket:
   """
 
   __slots__ = ("_among", "_args", "_call", "_handle")
+  _stays = "its call runs in this process; expected what result() returns, or a start in the other"
 
   def __init__(self, call: _StartedCall, handle: Handle, args: Any) -> None:
     self._call, self._handle, self._args = call, handle, args

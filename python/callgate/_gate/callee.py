@@ -89,6 +89,10 @@ class GateCallee(Operation):
       self.callee = self._named_callee()
       registry.register(name, self)
     self.wraps, self.call_signature = function, signatures.signature_of(function, leading)
+    passes_on = self.traits.handles or isinstance(function, objects.MethodOf)
+    users = getattr(function, "__wrapped__", function) if passes_on else function
+    if not hasattr(users, "__wrapped__"):  # a decorator may give it other arguments
+      self.binds = self.call_signature
     outer, _, self._defined_as = str(getattr(function, "__qualname__", "")).rpartition(".")
     in_class = bool(outer) and not outer.endswith("<locals>")
     self._defined_in = (getattr(function, "__module__", None), outer) if in_class else None

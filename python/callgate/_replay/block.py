@@ -9,6 +9,7 @@ from typing import Any, Self
 from callgate import _callgate, _part
 from callgate._core import foreign, tape
 from callgate._core.errors import GateError
+from callgate._core.pickling import Stays
 from callgate._part import Part, Wait
 from callgate._process import group
 from callgate._runtime import barrier
@@ -19,7 +20,7 @@ _open: list[Block] = []
 _opening = threading.Lock()
 
 
-class Block:
+class Block(Stays):
   """A block of one process, whose calls on all threads it is told of by `_tell`."""
 
   _what = ""  # "record" or "replay"
