@@ -95,7 +95,7 @@ def _place_of_object(value: Any) -> str | None:
 
 # -- reading ---------------------------------------------------------------------------------------
 def _made(words: list[str]) -> Any:
-  """What the last words tell, which it takes away."""
+  """Makes the value that the last words tell, and takes these words away."""
   word = words.pop()
   if ":" not in word:
     told = urllib.parse.unquote(word)

@@ -148,7 +148,9 @@ def member(gate: GateCallee, suffix: str, name: str) -> GateCallee:
   """Makes the gate that starts calls of a gate, "start", or that waits for them, "result"."""
   if suffix == "result":
     return _taker(gate, name)
-  return _begin(gate, name) if gate.is_here else _begin_elsewhere(gate, name)
+  made = _begin(gate, name) if gate.is_here else _begin_elsewhere(gate, name)
+  made.binds = None  # it takes callgate's own keywords; `start` has checked the user's arguments
+  return made
 
 
 def _begin(gate: GateCallee, name: str) -> GateCallee:
