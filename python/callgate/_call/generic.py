@@ -34,15 +34,16 @@ OneArray: TypeAlias = AnyArray | complex
 
 
 class Method(Protocol[P, R]):
-  """An operation as an object has it; at run time Python's own bound method (`types.MethodType`).
+  """An operation as an object has it.
 
-  So it has no `check`, say: that is the operation's, and takes the object first.
+  It has no `check`, say: that is the operation's, and takes the object first.
   """
 
   @property
   def __self__(self) -> object: ...
   @property
   def __func__(self) -> Any: ...
+  def start(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
   @overload
   def __call__(self: Method[P, Never], *args: P.args, **kwargs: P.kwargs) -> Any: ...
   @overload

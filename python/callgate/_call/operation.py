@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,9 +31,8 @@ class Operation(Callee):
   nothing that a trace has refers to the `ArrayFunction`, which a user may drop.
   """
 
-  # The callable whose names and documentation the user's object has, and the signature of calls.
+  # The callable whose names and documentation the user's object has.
   wraps: Callable[..., Any] | None = None
-  call_signature: inspect.Signature | None = None
   part_of: Operation | None = None  # what made it for its own calls, and lives as long
   # Has what a user's `ArrayFunction` keeps of its programs, if that lives.
   users_programs: Callable[[], Any] | None = None
@@ -60,6 +58,7 @@ class Operation(Callee):
   ) -> tuple[tuple[Any, ...], dict[str, Any], Static]:
     """A call's arguments by place, the arrays among those by keyword, and the static rest."""
     args, kwargs = refs.read((args, kwargs))
+    shapes.check_parameters(self, self.binds, args, kwargs)
     arrays, static = shapes.split_static(self.label, kwargs)
     if self.traits.splits:
       args = tuple(map(split.split, args))

@@ -21,6 +21,7 @@ from callgate._call.site import (
   RUNTIME_PLATFORMS,
   BoundCall,
   Call,
+  Callee,
   CallSite,
   in_one_lane,
   shared_by_lanes,
@@ -266,9 +267,10 @@ def lower(context: Any, *operands: Any, call: BoundCall) -> Sequence[Any]:
   return lowering.lower_each_platform(context, rules, _effects(call), operands)
 
 
-def _spec(context: Any, site: CallSite) -> str:
+def _spec(context: Any, gate: Callee, site: CallSite) -> str:
   """The spec that a program holds, with what it names kept for as long as the program."""
   if lowering.is_export(context):
+    gate.check_export()
     return site.exported_spec
   dispatch.keep_with_program(context, site.kept)
   if site.has_objects:
@@ -290,7 +292,7 @@ def _lower_to_runtime(
   emission = gate.batched(bound.whole).backend(platform)(call)
   call, attributes = emission.call, emission.attributes
   if "spec" in attributes:
-    attributes = {**attributes, "spec": _spec(context, site)}
+    attributes = {**attributes, "spec": _spec(context, gate, site)}
   batch = encode_levels(call.levels, call.numbered, len(avals_in))
   if call.numbered:
     operands, avals_in = (*operands, *number), [*avals_in, *avals_of_number]

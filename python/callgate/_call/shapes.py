@@ -3,28 +3,32 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._call.site import Callee, CallSite, Static
+from callgate._call.site import Callee, CallSite
+from callgate._call.site import Static as StaticArguments
 from callgate._core import foreign, registry
 from callgate._core.dtypes import MOST_DIMENSIONS, check_rank, is_packed, type_text
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.masked import is_masked, shown
-from callgate._core.signatures import accepted
-from callgate._jax import refs, tracing
+from callgate._core.signatures import accepted, parameters_text
+from callgate._core.split import Static
+from callgate._core.where import frames
+from callgate._jax import refs, sources, tracing
 
 
 def result_types(
-  gate: Callee, in_tree: Any, structs: list[Any], static: Static
+  gate: Callee, in_tree: Any, structs: list[Any], static: StaticArguments
 ) -> tuple[tuple[Any, ...], Any]:
-  args, kwargs = jax.tree.unflatten(in_tree, structs)
+  args, kwargs = given = jax.tree.unflatten(in_tree, structs)
   declared, like = gate.out, gate.like
   if declared is not None and gate.is_of_object(args):
     args = args[1:]
@@ -40,6 +44,7 @@ def result_types(
     except GateError:
       raise
     except TypeError as error:
+      check_parameters(gate, gate.call_signature, given[0], {**kwargs, **dict(static)})
       raise _wrong_function(gate, args, error) from error
     except Exception as error:
       foreign.add_note(error, f"callgate: raised in out= of {gate.label}")
@@ -54,7 +59,37 @@ def _wrong_function(gate: Callee, args: Any, error: TypeError) -> GateDefinition
   )
   expected = "expected a function from the arguments' types to the results'"
   raised = f"raised {foreign.said_by(error)}"
+  if gate.call_signature is None and len(gate.parameters) != len(args):
+    raised += f". The {gate.kind} has the parameters ({', '.join(gate.parameters)})"
   return GateDefinitionError(f"{gate.label}: out: {expected}, got one that for ({shown}) {raised}")
+
+
+def check_parameters(
+  gate: Callee,
+  signature: inspect.Signature | None,
+  args: tuple[Any, ...],
+  kwargs: Mapping[str, Any],
+) -> None:
+  """Raises where Python could not call a function of the signature with these arguments."""
+  if signature is None:
+    return
+  try:
+    signature.bind(*args, **kwargs)
+  except TypeError as error:
+    shown = [_kind_of(value) for value in args]
+    shown += [f"{name}={_kind_of(value)}" for name, value in kwargs.items()]
+    hint = ""
+    if next(iter(signature.parameters), "") in ("self", "cls") and not gate.is_of_object(args):
+      hint = ". A method's object, or class, is the first argument"
+    raise GateDefinitionError(
+      f"{gate.label}: {error}: expected the arguments {parameters_text(signature)}, got "
+      f"({', '.join(shown)}), at {sources.line_among(frames())}{hint}"
+    ) from None
+
+
+def _kind_of(value: Any) -> str:
+  value = value.value if isinstance(value, Static) else value
+  return type_text(value.dtype, value.shape) if is_type(value) else type(value).__name__
 
 
 def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
@@ -90,10 +125,22 @@ def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
       hint = "; NumPy's text and times are neither array nor static: give Python's own, by .item()"
     else:
       hint = "; pass anything else as a keyword argument, which is static"
-    where = f"argument {registry.argument_in(gate.name, tree, index)}"
+    name = registry.argument_in(gate.name, tree, index)
+    if gate.live_owners and [name] == [f"'{first}'" for first in gate.parameters[:1]]:
+      hint = _not_its_object(gate, leaf)
+    where = f"argument {name}"
     raise GateDefinitionError(
       f"{gate.label}: {where}: expected an array or a pytree of arrays, got {shown(leaf)}{hint}"
     ) from error
+
+
+def _not_its_object(gate: Callee, got: Any) -> str:
+  owner, kind = gate.live_owners[0].__name__, type(got).__name__
+  return (
+    f". It is a method of {owner}: expected an object of that class, of one that inherits it, or "
+    "of one that has the gate as an attribute, which a line in "
+    f"{kind} gives it: name = {owner}.name. A decorator above a gate needs functools.wraps"
+  )
 
 
 def check_arrays(gate: Callee, args: tuple[Any, ...]) -> None:
@@ -144,7 +191,7 @@ def to_positional(gate: Callee, args: tuple[Any, ...], arrays: dict[str, Any]) -
   return (*args, *(arrays[name] for name in names))
 
 
-def split_static(label: str, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Static]:
+def split_static(label: str, kwargs: dict[str, Any]) -> tuple[dict[str, Any], StaticArguments]:
   """Keyword arguments that hold arrays, and the static rest in a fixed order."""
   arrays: dict[str, Any] = {}
   static: list[tuple[str, Any]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -187,6 +188,10 @@ class Callee(Identity):
   cast: bool | None = False
   collective = False
   traits = Traits()
+  # The signature of calls; None if it is unknown.
+  call_signature: inspect.Signature | None = None
+  # The same, if Python binds a call's arguments by no other.
+  binds: inspect.Signature | None = None
   # The callable's parameters that have defaults, with these.
   defaults: Mapping[str, Any] = {}
   # `Emission.watcher`, for programs that JAX's own callbacks serve.
@@ -199,7 +204,7 @@ class Callee(Identity):
   transpose_rule: Callable[..., Any] | None = None
   no_derivatives = ""  # what to say where it can have none, in the place of how to define one
   place: Where | None = None  # where it is defined
-  owner: Callable[[], type | None] | None = None  # the class of which it is a method
+  owners: tuple[Callable[[], type | None], ...] = ()  # the classes of which it is a method
   # The call with its rules around it, of the `Exact` of static values, that of split arguments'
   # structure, and the user's line: a cache (`tracing.clearable_cache`).
   differentiable: Any
@@ -246,11 +251,16 @@ class Callee(Identity):
 
   def is_of_object(self, args: Sequence[Any]) -> bool:
     """True if a call's first argument is the object, or the class, whose method this is."""
-    owner = self.owner and self.owner()
-    if owner is None or not args:
+    if not self.owners or not args:
       return False
     first = args[0].value if isinstance(args[0], split.Static) else args[0]
-    return isinstance(first, owner) or (isinstance(first, type) and issubclass(first, owner))
+    classes = self.live_owners
+    return isinstance(first, classes) or (isinstance(first, type) and issubclass(first, classes))
+
+  @property
+  def live_owners(self) -> tuple[type, ...]:
+    """The classes of which it is a method."""
+    return tuple(filter(None, (owner() for owner in self.owners)))
 
   def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
     """Binds the call, without derivative rules of its own."""
@@ -263,6 +273,9 @@ class Callee(Identity):
       GateDefinitionError: it has no code for that platform.
     """
     raise NotImplementedError
+
+  def check_export(self) -> None:
+    """Raises GateDefinitionError if other processes could never run a program that calls it."""
 
   def sharding_rule(
     self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]

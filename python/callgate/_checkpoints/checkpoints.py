@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +15,11 @@ from callgate._checkpoints.parts import Saved
 from callgate._checkpoints.saver import CarrySaver
 from callgate._checkpoints.writer import leaves_of
 from callgate._core import options
+from callgate._core.pickling import Stays
 from callgate._core.public import Closing, Public
 
 
-class Checkpoints(Public[CarrySaver], Closing):
+class Checkpoints(Stays, Public[CarrySaver], Closing):
   """Saves the carry of a `scan` while the loop runs: `cg.scan(..., save=cg.Checkpoints(...))`.
 
   ```python
@@ -68,6 +68,10 @@ class Checkpoints(Public[CarrySaver], Closing):
     GateError: from the program: the newest one is of another carry, or of a longer loop.
   """
 
+  _stays = (
+    "its thread writes for this process; expected cg.Checkpoints(folder, ...) in the other one"
+  )
+
   def __init__(
     self, folder: str | os.PathLike[str], *, every: int = 1000, keep: int = 3, resume: bool = False,
     format: Literal["npz", "orbax"] = "npz",
@@ -111,12 +115,6 @@ class Checkpoints(Public[CarrySaver], Closing):
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self.folder}>"
-
-  def __reduce__(self) -> Any:
-    raise pickle.PicklingError(
-      f"{self!r} can't be pickled: its thread writes for this process; expected "
-      "cg.Checkpoints(folder, ...) in the other one"
-    )
 
   def steps(self) -> tuple[int, ...]:
     """The numbers of steps after which the checkpoints are that are there, the newest last."""

@@ -157,6 +157,16 @@ def _is_written_out(value: Any) -> bool:
   return plain or portable.importable(value) is not None
 
 
+def written_out(value: Any) -> Json:
+  """A static value as JSON that any process can `read`; None if its type, or a part, is unknown."""
+  return _Encoder(portable=True).value(value) if _is_written_out(value) else None
+
+
+def read(code: Json) -> Any:
+  """The value that `written_out` told."""
+  return _Decoder().static(code)
+
+
 def _typed_node(place: str, kept: Any, children: Sequence[PyTreeDef]) -> Any:
   """A node of a type that a module holds and registers, with zeros for its arrays."""
   data = (portable.imported(place), kept)

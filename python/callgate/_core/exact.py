@@ -27,6 +27,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from callgate._core.bound import BoundMethod
+
 _TREE: type = type(jax.tree.structure(0))
 _PLAIN: tuple[type, ...] = (type(None), bool, int, str, bytes)
 # Immutable types of the standard library whose `repr` says all that there is.
@@ -217,7 +219,7 @@ def _state(value: Any) -> dict[str, Any]:
 
 def _identity(value: Any) -> tuple[Any, ...]:
   match value:
-    case types.MethodType():
+    case types.MethodType() | BoundMethod():
       return id(value.__self__), id(value.__func__)
     case types.BuiltinMethodType() | types.MethodWrapperType():
       owner: Any = value.__self__

@@ -86,6 +86,17 @@ class Portable(Public[C]):
     """The state for `__setstate__`: what was added since it was made; None for nothing."""
 
 
+class Stays(Uncopied):
+  """A thing of its process, of which no pickle is made."""
+
+  __slots__ = ()
+  _stays = ""  # why, and what is expected instead
+
+  def __reduce_ex__(self, protocol: Any) -> Any:
+    del protocol
+    raise pickle.PicklingError(f"{self!r} can't be pickled: {self._stays}")
+
+
 def made_by(origin: Origin, made: Any) -> Any:
   """Notes the call that made an object of a user's, and returns the object.
 

@@ -22,6 +22,23 @@ def signature_of(function: Callable[..., Any], skip: int = 0) -> inspect.Signatu
   return signature.replace(parameters=parameters[len(dropped) :])
 
 
+def parameters_text(signature: inspect.Signature) -> str:
+  """A signature without annotations, and with "..." for defaults."""
+  shown = [
+    p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else _DEFAULT)
+    for p in signature.parameters.values()
+  ]
+  return str(inspect.Signature(shown))
+
+
+class _Default:
+  def __repr__(self) -> str:
+    return "..."
+
+
+_DEFAULT = _Default()
+
+
 def _parameters(function: Callable[..., Any], skip: int = 0) -> list[inspect.Parameter]:
   signature = signature_of(function, skip)
   return [] if signature is None else list(signature.parameters.values())

@@ -22,6 +22,7 @@ from callgate._call.site import SHARED, CallSite
 from callgate._core import encoding, exact
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
+from callgate._core.pickling import Stays
 from callgate._core.public import core
 from callgate._core.where import where
 from callgate._futures import started
@@ -47,7 +48,7 @@ class _StartedCall(NamedTuple):
   out_tree: Any
 
 
-class Ticket:
+class Ticket(Stays):
   """A call that a program has started; made by `Gate.start`.
 
   A value of the program: loops carry it, branches return it, `jax.vmap` starts a call a lane. It is
@@ -55,6 +56,7 @@ class Ticket:
   """
 
   __slots__ = ("_among", "_args", "_call", "_handle")
+  _stays = "its call runs in this process; expected what result() returns, or a start in the other"
 
   def __init__(self, call: _StartedCall, handle: Handle, args: Any) -> None:
     self._call, self._handle, self._args = call, handle, args
@@ -105,7 +107,7 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
   results, out_tree = shapes.result_types(gate, in_tree, structs, static)
   begin = _member(gate, "start")
   if gate.is_here:
-    begin.owner = gate.owner  # the object of a method is its first argument, too
+    begin.owners = gate.owners  # the object of a method is its first argument, too
     handle = begin(*given[0], **given[1], **place)
   else:
     site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", gate.casts())
@@ -146,7 +148,9 @@ def member(gate: GateCallee, suffix: str, name: str) -> GateCallee:
   """Makes the gate that starts calls of a gate, "start", or that waits for them, "result"."""
   if suffix == "result":
     return _taker(gate, name)
-  return _begin(gate, name) if gate.is_here else _begin_elsewhere(gate, name)
+  made = _begin(gate, name) if gate.is_here else _begin_elsewhere(gate, name)
+  made.binds = None  # it takes callgate's own keywords; `start` has checked the user's arguments
+  return made
 
 
 def _begin(gate: GateCallee, name: str) -> GateCallee:

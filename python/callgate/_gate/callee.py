@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import jax
+
 from callgate import _callgate, _part
 from callgate._arrays import bind
 from callgate._call.operation import Operation
@@ -87,8 +89,13 @@ class GateCallee(Operation):
       self.callee = self._named_callee()
       registry.register(name, self)
     self.wraps, self.call_signature = function, signatures.signature_of(function, leading)
-    outer, _, _ = str(getattr(function, "__qualname__", "")).rpartition(".")
-    self._in_class = bool(outer) and not outer.endswith("<locals>")
+    passes_on = self.traits.handles or isinstance(function, objects.MethodOf)
+    users = getattr(function, "__wrapped__", function) if passes_on else function
+    if not hasattr(users, "__wrapped__"):  # a decorator may give it other arguments
+      self.binds = self.call_signature
+    outer, _, self._defined_as = str(getattr(function, "__qualname__", "")).rpartition(".")
+    in_class = bool(outer) and not outer.endswith("<locals>")
+    self._defined_in = (getattr(function, "__module__", None), outer) if in_class else None
 
   def _named_callee(self) -> Any:
     if not self.is_here:
@@ -112,21 +119,37 @@ class GateCallee(Operation):
       self.elsewhere.prepare()
 
   def is_of_object(self, args: Sequence[Any]) -> bool:
-    if self.owner is None and self._in_class and args and not isinstance(args[0], split.NUMBERS):
-      if isinstance(args[0], type):
-        self.look_for_owner(args[0])
-      self.look_for_owner(type(args[0]))
+    if super().is_of_object(args):
+      return True
+    if not args or not (self.owners or self._defined_in) or isinstance(args[0], split.NUMBERS):
+      return False
+    first = args[0]
+    is_object = jax.tree_util.all_leaves([first]) and not split.is_array(first)
+    if isinstance(first, type):
+      self.look_for_owner(first, is_object=is_object)
+    self.look_for_owner(type(first), is_object=is_object)
     return super().is_of_object(args)
 
-  def look_for_owner(self, kind: type) -> None:
-    """Learns the class whose method this is from one that may have inherited it.
+  def look_for_owner(self, kind: type, *, is_object: bool = False) -> None:
+    """Learns a class whose method this is from one that may have inherited it.
 
     Python tells a gate its class, but not a gate below another decorator, nor, before Python 3.13,
-    one in a NamedTuple.
+    one in a NamedTuple. Where the decorator hides the gate, the class in which the function was
+    defined counts, if the call's first argument `is_object`: neither array nor pytree.
     """
     for each in getattr(kind, "__mro__", ()):
-      if any(_beneath(value) is self for value in vars(each).values()):
-        self.owner = weakref.ref(each)
+      held = vars(each)
+      if any(_beneath(value) is self for value in held.values()) or (
+        is_object
+        and (each.__module__, each.__qualname__) == self._defined_in
+        and not isinstance(held.get(self._defined_as), staticmethod)
+      ):
+        self.add_owner(each)
+
+  def add_owner(self, kind: type) -> None:
+    """Notes a class of which it is a method."""
+    if kind not in self.live_owners:
+      self.owners = (*self.owners, weakref.ref(kind))
 
   def rename(self, name: str) -> None:
     self.callee.give_up_name()

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import types
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Never, ParamSpec, Protocol, Self, TypeVar, overload
 
@@ -15,6 +13,7 @@ from callgate._call import shapes
 from callgate._call.function import ArrayFunction
 from callgate._call.generic import AnyArray, Method, P, R
 from callgate._core import exact, factories, foreign
+from callgate._core.bound import BoundMethod
 from callgate._gate import elsewhere
 from callgate._gate.callee import ClassGateCallee, GateCallee
 from callgate._gate.options import (
@@ -68,7 +67,7 @@ class Gate(ArrayFunction[P, R]):
 
   def __set_name__(self, owner: type, name: str) -> None:
     del name
-    self._core.owner = weakref.ref(owner)
+    self._core.add_owner(owner)
 
   @overload
   def __get__(self, instance: None, owner: type | None = None) -> Self: ...
@@ -78,17 +77,17 @@ class Gate(ArrayFunction[P, R]):
   ) -> Method[Q, T]: ...
   def __get__(self, instance: Any, owner: type | None = None) -> Any:
     """The method of an object, as of any function in a class: its first argument is the object."""
-    if self._core.owner is None and owner is not None:
+    if owner is not None and not issubclass(owner, self._core.live_owners):
       self._core.look_for_owner(owner)
-    return self if instance is None else types.MethodType(self, instance)
+    return self if instance is None else BoundMethod(self, instance)
 
   def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:
     try:
       super().check(*args, rtol=rtol, atol=atol, **kwargs)
     except Exception as error:
-      owner = self._core.owner and self._core.owner()
-      if owner is not None and not self._core.is_of_object(args):
-        call = f"{owner.__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
+      owners = self._core.live_owners
+      if owners and not self._core.is_of_object(args):
+        call = f"{owners[0].__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
         foreign.add_note(error, f"callgate: a method's object is the first argument: {call}")
       raise
 

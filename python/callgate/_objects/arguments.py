@@ -26,6 +26,7 @@ class TwoArguments(GateCallee):
 
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)
+    self.binds = None  # which `given` says in its own words
     self._checked = set[Any]()
 
   def check_arguments(self, leaves: Sequence[Any], tree: Any) -> None:

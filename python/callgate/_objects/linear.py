@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._call.function import ArrayFunction
-from callgate._core import dtypes
+from callgate._core import dtypes, registry
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions, Thread
 from callgate._objects import arguments
@@ -87,7 +88,8 @@ def linear_solver(
   if run_on is None:  # one call has no object that outlives it
     place["run_on"] = "xla"
   given = GateOptions(out=_as_b, cast=cast, name=name, **place)
-  return Gate(_Solver(parts, given, of_objects))
+  with registry.defining(where().definition()):
+    return Gate(_Solver(parts, given, of_objects))
 
 
 def _as_b(a: Any, b: Any) -> Any:

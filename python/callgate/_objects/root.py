@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from callgate._core import options as _options
+from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
+from callgate._core.where import where
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions, Thread
 from callgate._objects import arguments
@@ -74,7 +76,8 @@ def root(
   options = GateOptions(
     out=_as_x0, cast=cast, run_on=run_on, thread=thread, timeout=timeout, name=name
   )
-  made = _Root(residual, solver, options)
+  with registry.defining(where().definition()):
+    made = _Root(residual, solver, options)
   solve = tangent_solve or _dense
 
   def rule(primals: Any, tangents: Any) -> Any:

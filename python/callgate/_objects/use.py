@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import json
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from callgate import _part
 from callgate._call import shapes
 from callgate._call.function import ArrayFunction
-from callgate._core import exact, portable, registry
+from callgate._core import callables, exact, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
@@ -39,13 +40,23 @@ class Use(GateCallee):
 
   kind = "use of"
   traits = GateCallee.traits.but(handles="uses")
+  is_unknown_elsewhere = False  # True if no name tells the callable, and no function's name does
 
   @property
   def label(self) -> str:
     if not self.name.startswith(_PREFIX):
       return super().label
-    place, _, _ = self.name.removeprefix(_PREFIX).partition("{")
-    return f"{self.kind} '{place.replace(':', '.')}'"
+    text, _, _ = self.name.removeprefix(_PREFIX).partition("{")
+    return f"{self.kind} '{callables.shown(text)}'"
+
+  def check_export(self) -> None:
+    if self.is_unknown_elsewhere:
+      raise GateDefinitionError(
+        f"jax.export: {self.label}: expected a callable that another process can make: a function "
+        "that a module defines, or functools.partial, a method or an object of what a module "
+        "defines, with plain arguments; a script is no module there. Otherwise use(..., name=) "
+        "names it, and the other process traces the same use, with that name, first"
+      )
 
   def _named_callee(self) -> Any:
     if not isinstance(self.run_on, Workers):
@@ -160,15 +171,20 @@ def _use(
   style = given.get("style", "return")
   lead = {"inplace": 1, "context": 2}.get(style, 0) if isinstance(style, str) else 0
   using = Using(fn, f"use of {short(fn)}", lead, kept)
-  if given.get("name") is None and not kept and (name := _portable_name(fn, given)) is not None:
-    given["name"] = registry.free_name(name)
-  return ArrayFunction(Use(using, GateOptions(out=out, **given)))
+  if given.get("name") is not None:
+    return ArrayFunction(Use(using, GateOptions(out=out, **given)))
+  text = callables.text_of(fn)
+  name = None if kept or text is None else _portable_name(text, given)
+  given["name"] = registry.unique_name(fn) if name is None else registry.free_name(name)
+  made = Use(using, GateOptions(out=out, **given))
+  made.is_unknown_elsewhere = text is None and not isinstance(fn, types.FunctionType)
+  return ArrayFunction(made)
 
 
-def _portable_name(fn: Any, options: dict[str, Any]) -> str | None:
-  """A name that says which function a use calls, and how; None if no name can.
+def _portable_name(text: str, options: dict[str, Any]) -> str | None:
+  """A name that says which callable a use calls, and how; None if no name can.
 
-  A module holds the function, and the objects live where they do by default.
+  The text tells the callable, and the objects live where they do by default.
   """
   chosen = {name: value for name, value in options.items() if value is not None}
   if chosen.get("run_on") is threads.objects():
@@ -177,9 +193,7 @@ def _portable_name(fn: Any, options: dict[str, Any]) -> str | None:
     del chosen["thread"]
   if not all(isinstance(value, str | int | float) for value in chosen.values()):
     return None
-  if (place := portable.importable(fn)) is None:
-    return None
-  return f"{_PREFIX}{place}{json.dumps(chosen, sort_keys=True) if chosen else ''}"
+  return f"{_PREFIX}{text}{json.dumps(chosen, sort_keys=True) if chosen else ''}"
 
 
 @_part.joins("uses")
@@ -191,7 +205,7 @@ class Uses(Part):
       return None
     text, _, _ = name.removeprefix(_PREFIX).partition("#")
     place, brace, options = text.partition("{")
-    fn = portable.imported(place)
+    fn = callables.made_of(place)
     chosen = on_thread(json.loads(brace + options) if brace else {}, threads.objects())
     return _use(fn, (), (*chosen.items(), ("name", name)), ())
 

@@ -10,6 +10,7 @@ from callgate import _callgate, _part
 from callgate._core import foreign, registry, tape
 from callgate._core.dtypes import Value
 from callgate._core.errors import GateError
+from callgate._core.pickling import Stays
 from callgate._objects import handle
 from callgate._objects.hold import of_objects
 from callgate._part import Part, Wait
@@ -22,7 +23,7 @@ _open: list[Block] = []
 _opening = threading.Lock()
 
 
-class Block:
+class Block(Stays):
   """A block of one process, whose calls on all threads it is told of by `_tell`."""
 
   _what = ""  # "record" or "replay"

@@ -33,6 +33,7 @@ class Recording(Block):
   """
 
   _what = "record"
+  _stays = "it hears of this process's calls; expected its path, or a block in the other process"
 
   def __init__(self, path: str, digests: bool, overwrite: bool) -> None:
     super().__init__(path)

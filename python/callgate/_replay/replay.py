@@ -29,6 +29,7 @@ class Replay(Block):
   """
 
   _what = "replay"
+  _stays = "it answers this process's calls; expected its path, or a block in the other process"
   _replays = True
 
   def __init__(self, path: str, *, partial: bool, rtol: float, atol: float, trust: bool) -> None:

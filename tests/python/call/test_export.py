@@ -189,7 +189,7 @@ def test_static_values_that_modules_hold_and_complex_numbers_travel(tmp_path: Pa
 
 # A module of a user's, with types that are pytrees and gates that have gates of their own.
 LIBRARY = """
-  import dataclasses, enum, typing
+  import dataclasses, enum, functools, operator, typing
   import callgate as cg, jax, jax.numpy as jnp, numpy as np
 
   class Pair(typing.NamedTuple):
@@ -261,6 +261,7 @@ LIBRARY = """
   far = cg.gate(np.negative, out=same, name="library.far", run_on=cg.workers(1))
   scale = cg.gate(Scale, out=same, name="library.scale", run_on=cg.workers(1))
   keep = cg.hold(lambda x: x.copy(), name="library.keep")
+  listed = cg.hold(list, name="library.list")
   number = jax.ShapeDtypeStruct((), jnp.float32)
 
   def of_types(x):
@@ -287,7 +288,32 @@ LIBRARY = """
     return cg.use(dot, held, x, out=number) + cg.use(
       into, held, x, out=number, style="inplace", effect="io", run_on="xla")
 
-  PROGRAMS = [of_types, static_values, started, started_in_lanes_and_steps, methods, objects]
+  class Times:
+    def __init__(self, by):
+      self.by = by
+
+    def __call__(self, held, x):
+      return np.float32(self.by * (held @ x))
+
+    @classmethod
+    def plain(cls, held, x):
+      return cls(1)(held, x)
+
+  times = Times(10)
+
+  def weighted(weight, held, x, *, more):
+    return np.float32(weight.rate * more[0] * len(more[1]) * (held @ x))
+
+  def callables(x):
+    held = keep(x)
+    weight = functools.partial(weighted, SETTINGS, more=(10, "#[(,=:{"))
+    made = weight, functools.partial(weight), times, times.__call__, Times.plain
+    first = cg.use(operator.itemgetter(0), listed(x + 1), out=number)
+    return first + sum(cg.use(one, held, x, out=number) for one in made)
+
+  PROGRAMS = [
+    of_types, static_values, started, started_in_lanes_and_steps, methods, objects, callables
+  ]
 """
 EXPORTS = """
   import sys, pathlib, library, callgate as cg, jax, jax.numpy as jnp, jax.export
@@ -327,6 +353,7 @@ def test_types_and_gates_of_a_module_are_found_by_programs_from_elsewhere(tmp_pa
     "started_in_lanes_and_steps 17.0 True",
     "methods [0.0, 6.0, 12.0] True",
     "objects 10.0 True",
+    "callables 176.0 True",
   ]
   assert run(LOADS) == ["of_types [0.0, 3.0, 6.0] True", *right]
   assert run(LOADS, registers=False) == ["of_types True", *right]

@@ -97,6 +97,35 @@ def test_a_cell_that_runs_again_redefines_what_it_made(kind: str) -> None:
       np.testing.assert_allclose(grad, [factor] * 3, rtol=1e-2)
 
 
+SOLVERS = {
+  "linear solver": """
+    f = cg.linear_solver(
+      factor=lambda a: FACTOR * a, solve=lambda held, b: b / held,
+      solve_transposed=lambda held, b: b / held, matvec=lambda a, x: FACTOR * a * x, name="again",
+    )
+  """,
+  "root": """
+    f = cg.root(
+      lambda x, a: FACTOR * a * x - 1, solver=lambda a, start: 1 / (FACTOR * a), name="again"
+    )
+  """,
+}
+
+
+@pytest.mark.parametrize("kind", SOLVERS)
+def test_a_solver_is_redefined_with_its_derivatives(kind: str) -> None:
+  notebook, one = Notebook(), jnp.ones(1)
+  notebook.run(SOLVERS[kind], factor=2)
+  old = notebook.f
+  program = jax.jit(jax.value_and_grad(lambda a: old(a, one).sum()))
+  assert [float(y.sum()) for y in program(one)] == [0.5, -0.5]
+  notebook.run(SOLVERS[kind], factor=4)
+  new = jax.jit(jax.value_and_grad(lambda a: notebook.f(a, one).sum()))
+  assert [float(y.sum()) for y in new(one)] == [0.25, -0.25]
+  assert [float(y.sum()) for y in program(one)] == [0.5, -0.5]
+  assert (old.name, notebook.f.name) == ("again#1", "again")
+
+
 def test_a_gate_is_redefined_as_a_kernel_and_back() -> None:
   notebook = Notebook()
   for kind, factor in (("gate", 2), ("elementwise", 3), ("torch", 4), ("lambda", 5)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 import time
 from typing import Any, NamedTuple
@@ -550,6 +551,37 @@ def test_a_method_of_an_object_is_started() -> None:
   scaler = Scaler()
   start = lambda x: Scaler.scaled.start(scaler, x).result()
   for call in (start, jax.jit(start), jax.vmap(start)):
+    assert call(np.arange(3, dtype=np.float32)).tolist() == [0, 3, 6]
+
+
+def test_a_bound_method_is_started_with_its_object(engine: Any) -> None:
+  class Sub(Scaler):
+    by = 4
+
+  for one, by in ((Scaler(), 3), (Sub(), 4)):
+    start = lambda x, one=one: one.scaled.start(x).result()
+    for call in (start, jax.jit(start), jax.vmap(start)):
+      assert call(np.arange(3, dtype=np.float32)).tolist() == [0, by, 2 * by]
+  assert Scaler().scaled.start(x=np.float32(1)).result() == 3
+  started = jax.jit(lambda by, x: Point(by).scaled.start(x).result())
+  assert started(np.float32(3), np.arange(3, dtype=np.float32)).tolist() == [0, 3, 6]
+
+
+class OfClass:
+  by = 3
+
+  @classmethod
+  @cg.gate(out=lambda x: x)
+  def scaled(cls, x: Any) -> Any:
+    return x * np.float32(cls.by)
+
+
+@pytest.mark.skipif(
+  sys.version_info >= (3, 13), reason="classmethod does not ask the gate any more"
+)
+def test_a_classmethod_is_started_with_its_class() -> None:
+  start = lambda x: OfClass.scaled.start(x).result()
+  for call in (start, jax.jit(start)):
     assert call(np.arange(3, dtype=np.float32)).tolist() == [0, 3, 6]
 
 

@@ -85,6 +85,43 @@ class Decorated:
   doubled = functools.partialmethod(scaled, times=2)
 
 
+class Bound:
+  """A descriptor of the user's, which does not show what it holds."""
+
+  def __init__(self, function: Any) -> None:
+    self._held = [function]
+
+  def __get__(self, instance: Any, owner: Any = None) -> Any:
+    return functools.partial(self._held[0], instance)
+
+
+def hiding(function: Any) -> Any:
+  return lambda *args: function(*args)
+
+
+class Hidden(Decorated):
+  """Has gates that their decorators hide from callgate."""
+
+  @Bound
+  @cg.gate(out=lambda x: x, name="test hidden descriptor")
+  def described(self, x: Any) -> Any:
+    return x * np.float32(self.by)
+
+  @hiding
+  @cg.gate(out=lambda x: x, name="test hidden decorator")
+  def decorated(self, x: Any) -> Any:
+    return x * np.float32(self.by)
+
+  @staticmethod
+  @hiding
+  @cg.gate(out=lambda x: x, name="test hidden static")
+  def static(x: Any) -> Any:
+    return x
+
+  scaled = Decorated.scaled
+  tripled = functools.partialmethod(Scale.derived)
+
+
 class Tenfold(Decorated):
   times = 10
 
@@ -120,7 +157,25 @@ def test_a_gate_below_another_decorator_is_a_method(engine: Any) -> None:
     assert one.as_cached_property == 3
     assert one.jitted(X).tolist() == one.scaled(X, times=1).tolist() == [0.0, 3.0, 6.0]
     assert jax.jit(one.doubled)(X).tolist() == [0.0, 6.0, 12.0]
-  assert jax.jit(lambda x: Decorated.of_class.start(Tenfold, x).result())(X).tolist() == [0, 10, 20]
+
+
+def test_a_gate_that_its_decorator_hides_is_a_method(engine: Any) -> None:
+  for one in (Hidden(3), type("Sub", (Hidden,), {})(3)):
+    for method in (one.described, one.decorated, one.tripled):
+      assert method(X).tolist() == jax.jit(method)(X).tolist() == [0.0, 3.0, 6.0]
+    with pytest.raises(cg.GateDefinitionError, match="argument 'x': expected an array"):
+      one.static(one)
+
+
+def test_a_gate_in_two_classes_is_a_method_of_both(engine: Any) -> None:
+  for one in (Hidden(3), Decorated(3)):
+    assert one.scaled(X, times=1).tolist() == [0.0, 3.0, 6.0]
+
+
+def test_an_object_of_another_class_is_refused_with_what_to_do() -> None:
+  words = r"It is a method of Scale: .*of one that has the gate .*: name = Scale\.name"
+  with pytest.raises(cg.GateDefinitionError, match=words):
+    Scale.scaled(Hidden(3), X)
 
 
 def test_a_gate_of_a_metaclass_gets_the_class() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -286,3 +287,26 @@ def test_an_exported_loop_over_objects_runs_where_no_such_loop_was_traced(tmp_pa
   path = str(tmp_path / "loop")
   assert printed_by(LOOP, "export", path) == ""
   assert printed_by(LOOP, "run", path).strip() == "8"
+
+
+class Kept:
+  def __init__(self) -> None:
+    self.position = 0
+
+  def first(self, held: Any) -> Any:
+    return np.int32(held[self.position])
+
+
+@pytest.mark.parametrize(
+  "use", [functools.partial(lambda k, held: np.int32(held[k]), 0), Kept().first]
+)
+def test_export_refuses_a_use_that_no_other_process_could_make(use: Any) -> None:
+  def program(n: Any, **options: Any) -> Any:
+    return cg.use(use, cg.hold(lambda n: [int(n)])(n), out=n, **options)
+
+  assert int(jax.jit(program)(3)) == 3
+  with pytest.raises(cg.GateDefinitionError, match=r"use of .*: expected a callable that another"):
+    jax.export.export(jax.jit(program), disabled_checks=cg.export_checks())(3)
+  named = jax.jit(functools.partial(program, name=f"export.{type(use).__name__}"))
+  exported = jax.export.export(named, disabled_checks=cg.export_checks())(3)
+  assert int(exported.call(3)) == 3
