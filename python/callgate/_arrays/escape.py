@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._arrays import gpu
 from callgate._arrays import holders as _holders
-from callgate._core import registry
+from callgate._core import kept, registry
 from callgate._core.errors import EscapedViewError
 from callgate._part import Wait
 
@@ -102,6 +104,9 @@ def _escaped_for_good(gate: str, suspects: list[Suspect]) -> list[Suspect]:
   """
   with reading_frames:
     pass  # a report's are gone now
+  _clear_ended_frames()
+  if not _escaped(suspects):
+    return []
   known = registry.get(gate) in _leave_old_cycles
   for generation in (_OLDEST,) if known else range(_OLDEST):
     gc.collect(generation)
@@ -117,6 +122,29 @@ def _escaped_for_good(gate: str, suspects: list[Suspect]) -> list[Suspect]:
   for suspect in suspects:  # not its view by name: that would be one reference more
     _await_xla(suspect[2], until_dropped=False)
   return _escaped(suspects)
+
+
+# Code whose frames may go on.
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _clear_ended_frames() -> None:
+  """Drops the variables of ended frames that exceptions in the store keep of this thread's calls.
+
+  The call's function may have handled the failure of a program that it called: the exception's
+  frames then lead to those of the function, which hold its arguments.
+  """
+  thread = threading.get_ident()
+  for one in kept.newest_first():
+    for found in _holders.frames_of(one.exception) if one.thread == thread else ():
+      frame = found if isinstance(found, FrameType) else None
+      while frame is not None:
+        if not frame.f_code.co_flags & _SUSPENDS:
+          try:
+            frame.clear()
+          except RuntimeError:  # it runs, and so do its callers
+            break
+        frame = frame.f_back
 
 
 def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:

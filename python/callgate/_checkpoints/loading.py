@@ -26,9 +26,11 @@ from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import loops
 from callgate._sharding import tiles
-from callgate._tap import tap
+from callgate._tap import channel, tap
 
 _NUMBER = jax.ShapeDtypeStruct((), np.int32)
+# The channels, which may outlive their `Checkpoints`, and the folders. Under the GIL: single steps.
+channels: weakref.WeakKeyDictionary[channel.Channel, Path] = weakref.WeakKeyDictionary()
 
 
 class Loader:
@@ -94,6 +96,8 @@ class Loader:
         f"puts the parts together; got one that begins in process {jax.process_index()}"
       )
     run = secrets.randbelow(2**31 - 1) + 1
+    if self._resume:
+      _flush(self._folder)  # what the last execution has sent may be on its way
     files.begin(self._folder, run)
     found = files.whole(self._folder)
     if self._resume:
@@ -167,6 +171,15 @@ class Loader:
       if self._read is None or self._read[0] != run:
         self._read = run, files.find(self._folder, step)
       return self._read[1]
+
+
+def _flush(folder: Path) -> None:
+  """Waits until the carries that this process's programs have sent to a folder are there."""
+  if _callgate.channels_abandoned():  # those are the parent's
+    return
+  for each in channels.keyrefs():
+    if (one := each()) is not None and channels.get(one) == folder:
+      channel.flushed(one, None)
 
 
 def _say_damaged(folder: Path) -> None:

@@ -28,8 +28,6 @@ from callgate._runtime import barrier, lifecycle
 from callgate._tap import channel, tap
 
 _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
-# The channels, which may outlive their `Checkpoints`, and the folders. Under the GIL: single steps.
-_open: weakref.WeakKeyDictionary[channel.Channel, Path] = weakref.WeakKeyDictionary()
 
 
 class CarrySaver(Uncopied):
@@ -111,7 +109,7 @@ class CarrySaver(Uncopied):
         name = registry.free_name(f"checkpoints: {self.folder}")
         most = max(2 * size, _LEAST_CAPACITY)
         self._channel = channel.channel(name, capacity=most, to=self._writer)
-        _open[self._channel] = self.folder
+        loading.channels[self._channel] = self.folder
         # The loader lives as long as this, and as programs that save: the gates that they call
         # have it. With it the channel and its thread end.
         weakref.finalize(self._loader, self._writer.end, self._channel).atexit = False
@@ -153,10 +151,10 @@ class Writers(Part):
   """
 
   def end(self, phase: Phase, wait: Wait) -> None:
-    for each in _open.keyrefs() if phase == "deliver" else ():
+    for each in loading.channels.keyrefs() if phase == "deliver" else ():
       if (one := each()) is None or lifecycle.is_interrupted():
         continue
       if not channel.flushed(one, wait.seconds):
         what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
-        print(f"callgate: checkpoints in {_open[one]}: {what}", file=sys.stderr)
+        print(f"callgate: checkpoints in {loading.channels[one]}: {what}", file=sys.stderr)
         channel.flushed(one, None)

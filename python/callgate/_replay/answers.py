@@ -10,6 +10,7 @@ since XLA may call such a gate as often as it likes.
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class _GateCalls:
   def __init__(self, effect: str, waits: bool) -> None:
     self.effect, self.waits = effect, waits
     self.count = 0
+    self.sites = set[str]()
     self.left: Calls = Calls()
     self.of_place: dict[CallPlace, Calls] = collections.defaultdict(Calls)
     self.of_device: dict[int, Calls] = collections.defaultdict(Calls)
@@ -47,6 +49,7 @@ class _GateCalls:
 
   def add(self, call: Recorded) -> None:
     self.count += 1
+    self.sites.add(call.site)
     for group in self._groups(call):
       group[call.number] = call
 
@@ -73,13 +76,27 @@ class Answers:
     """How many calls have not been given; waits for started ones are none."""
     return sum(len(gate.left) for gate in self._gates.values() if not gate.waits)
 
-  def recorded(self, name: str) -> int:
+  def recorded(self, name: str, place: CallPlace) -> int:
     """How many calls of the gate there are."""
-    return self._gates[name].count if name in self._gates else 0
+    gate = self._gate(name, place)
+    return 0 if gate is None else gate.count
+
+  def _gate(self, name: str, place: CallPlace) -> _GateCalls | None:
+    """The gate's calls. A function that is traced again has another number in its name.
+
+    The only gate of the recording whose name is the same but for numbers, and which was called on
+    the same line, answers then.
+    """
+    if name in self._gates:
+      return self._gates[name]
+    plain = _without_numbers(name)
+    same = [calls for other, calls in self._gates.items() if _without_numbers(other) == plain]
+    same = [calls for calls in same if place.site in calls.sites]
+    return same[0] if len(same) == 1 else None
 
   def take(self, name: str, place: CallPlace, operands: Sequence[Value]) -> Recorded | None:
     """The recorded call that answers; None where none does."""
-    if (gate := self._gates.get(name)) is None:
+    if (gate := self._gate(name, place)) is None:
       return None
     if gate.effect == "ordered":
       call = _next_in_order(gate, place)
@@ -92,7 +109,7 @@ class Answers:
 
   def expected(self, name: str, place: CallPlace) -> Recorded | None:
     """The recorded call that would have been the next there."""
-    if (gate := self._gates.get(name)) is None:
+    if (gate := self._gate(name, place)) is None:
       return None
     if gate.effect == "ordered":
       return _next_in_order(gate, place)
@@ -122,6 +139,10 @@ class Answers:
       break
     fitting = (call for call in gate.left.values() if self._fits(call, operands))
     return _best(fitting, place)
+
+
+def _without_numbers(name: str) -> str:
+  return re.sub(r"#\d+", "", name)
 
 
 def place_of(call: Recorded) -> CallPlace:

@@ -85,7 +85,7 @@ class Replay(Block):
     site = traceback_line(place.site)
     at = ", ".join([f"lane {place.lane}"] + [f"device {place.device}"] * (place.device > 0))
     head = f"replay: {self.path!r}: gate '{gate}'" + (f", called at {site}" if site else "")
-    if not (count := self._answers.recorded(gate)):
+    if not (count := self._answers.recorded(gate, place)):
       gates = ", ".join(map(repr, self._answers.gates())) or "none"
       return f"{head}: expected a gate of the recording ({gates}), got '{gate}'"
     expected = self._answers.expected(gate, place)

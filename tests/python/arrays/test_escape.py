@@ -384,6 +384,28 @@ def test_a_handled_exception_inside_the_gate_is_no_escape() -> None:
   run(look, numbers(10))
 
 
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize("thread", ["xla", "own"])
+def test_a_failed_program_inside_the_gate_is_no_escape(
+  thread: Any, claims: bool, passes: bool
+) -> None:
+  def fail(x: Any) -> Any:
+    raise ValueError(float(x))
+
+  inner = jax.jit(cg.gate(fail, out=lambda x: x))
+
+  def look(x: Any) -> Any:
+    claiming = cg.errors() if claims else contextlib.nullcontext()
+    with contextlib.suppress(ValueError, jax.errors.JaxRuntimeError), claiming:
+      inner(x[0] if passes else 1.0)
+    return np.float32(1)
+
+  gate = cg.gate(look, out=SCALAR, thread=thread)
+  for _ in range(3):
+    assert jax.jit(lambda x: gate(x))(jnp.ones(8)) == 1
+
+
 @pytest.mark.parametrize("arrays", ["numpy", "buffer"])
 def test_copies_may_be_kept(arrays: str) -> None:
   store: list[Any] = []

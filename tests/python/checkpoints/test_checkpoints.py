@@ -132,6 +132,19 @@ def test_runs_that_follow_each_other_at_once(tmp_path: Path) -> None:
   assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.parametrize("each", [False, True])
+def test_the_next_call_goes_on_from_what_the_last_one_sent(
+  engine: str, tmp_path: Path, each: bool
+) -> None:
+  def program(saves: Any) -> Any:
+    return jax.jit(lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=4, save=saves)[0])
+
+  makers = [cg.Checkpoints(tmp_path, every=2, resume=True) for _ in range(3)]
+  programs = [program(saves).lower(0.0).compile() for saves in makers]
+  called = programs if each else programs[:1] * 3
+  assert [float(one(10.0 * i)) for i, one in enumerate(called)] == [4, 4, 4]
+
+
 def test_a_block_ends_when_all_is_on_the_disk(tmp_path: Path) -> None:
   with cg.Checkpoints(tmp_path, every=2) as saves:
     jax.jit(lambda carry: cg.scan(step, carry, XS, save=saves))(init())

@@ -374,7 +374,7 @@ LOAD = textwrap.dedent("""
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory, scaled: Any) -> list[Any]:
-  """What a process gets of programs: without a library, with it, with one that has changed."""
+  """The results of programs in a process: without a library, with it, with one that has changed."""
   folder = tmp_path_factory.mktemp("elsewhere")
 
   def exported(name: str) -> tuple[str, str]:

@@ -179,7 +179,7 @@ NAMES = list(_here["PROGRAMS"])
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-  """What two processes print, one after the other, that define the kernels.
+  """The lines of two processes, one after the other, that define the kernels.
 
   They call the programs that were exported here, and then trace and compile their own, with a
   persistent cache.

@@ -280,6 +280,25 @@ def test_started_calls_are_not_started(tmp_path: Path) -> None:
   jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+def test_a_local_function_is_answered_when_its_model_is_traced_again(tmp_path: Path) -> None:
+  asked: list[float] = []
+
+  def model(x: Any, by: float = 2) -> Any:
+    def ask(x: Any) -> Any:
+      asked.append(float(x))
+      return x * by
+
+    return cg.call(ask, x, x, effect="io")
+
+  with cg.record(tmp_path / "model.cgr"):
+    assert jax.jit(lambda x: model(x))(3.0) == 6
+  with cg.replay(tmp_path / "model.cgr"):
+    assert jax.jit(lambda x: model(x, 5))(3.0) == 6  # the recording's
+    with pytest.raises(cg.ReplayError, match="no call but the 1 that were recorded"), cg.errors():
+      jax.jit(lambda x: model(x, 7))(3.0)
+  assert asked == [3]
+
+
 def test_executors_and_workers_are_not_needed(tmp_path: Path) -> None:
   pytest.importorskip("cloudpickle")
   with concurrent.futures.ThreadPoolExecutor(2) as pool, cg.workers(1) as workers:

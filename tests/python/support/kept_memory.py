@@ -36,7 +36,7 @@ def run(function: Callable[..., Any], x: Any, **options: Any) -> None:
 def leaked(
   keep: Callable[[Any], Any], x: Any, match: str | None = None, **options: Any
 ) -> tuple[Any, str]:
-  """What a gate keeps of its argument, once its memory is used again, and the error's text."""
+  """The value that a gate keeps of its argument, once its memory is used again, and the error."""
   store: list[Any] = []
 
   def leak(weights: Any) -> Any:

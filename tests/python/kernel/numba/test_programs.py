@@ -148,7 +148,7 @@ def told(steps: dict[str, tuple[str, Path]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-  """What a process tells that fills a cache, and one after it with that cache and copies of it."""
+  """The answers of a process that fills a cache, and of one after it with that cache and copies."""
   first, damaged, of_others, blocked = (
     tmp_path_factory.mktemp(name) for name in ("first", "damaged", "others", "blocked")
   )
