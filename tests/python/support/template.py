@@ -30,9 +30,8 @@ from typing import Any
 
 import jax
 import jax.numpy
-
 import numpy as np  # noqa: F401  imported for the processes to come
-from jax._src.lib.mlir.dialects import mhlo
+from jax._src.lib.mlir.dialects import mhlo  # noqa: F401  a first program takes 0.1 s to import it
 
 _MOST = 1 << 16  # bytes of a message: a request lies in a file, whose name the message is
 
@@ -115,8 +114,6 @@ def set_option(name: str, text: str) -> None:
 
 _at_start = dict(os.environ)
 _inherited = python_path()
-
-mhlo.__name__  # noqa: B018  JAX imports it with the first program that it lowers, in 0.1 seconds
 
 if __name__ == "__main__":
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to see
