@@ -24,7 +24,7 @@ _PROGRAMS_OF_A_CONTEXT = 32
 
 
 def use() -> None:
-  """Has this process compile all programs so; the processes that it starts keep the defaults."""
+  """Has this process compile all programs so; processes that it starts have the defaults."""
   mlir.make_ir_context = _shared(mlir.make_ir_context)
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("XLA_FLAGS", _flags())
