@@ -24,12 +24,23 @@ _PROGRAMS_OF_A_CONTEXT = 32
 
 
 def use() -> None:
-  """Has this process compile all programs so; the processes that it starts keep the defaults."""
+  """Has this process compile all programs so; processes that it starts have the defaults."""
   mlir.make_ir_context = _shared(mlir.make_ir_context)
-  flags = [f"--{name}={str(value).lower()}" for name, value in QUICKLY_COMPILED.items()]
   with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]))
+    patch.setenv("XLA_FLAGS", _flags())
     jax.devices()  # reads them
+
+
+def _flags(more: str = "") -> str:
+  named = (f"--{name}={str(value).lower()}" for name, value in QUICKLY_COMPILED.items())
+  return " ".join(filter(None, [os.environ.get("XLA_FLAGS"), more, *named]))
+
+
+def environment(flags: str = "") -> dict[str, str]:
+  """XLA's flags with which a process that has many programs compiles as this one does."""
+  if os.environ.get("CALLGATE_TEST_XLA") == "quick":
+    return {"XLA_FLAGS": _flags(flags)}
+  return {"XLA_FLAGS": flags} if flags else {}
 
 
 def _shared(make_context: Callable[[], Any]) -> Callable[[], Any]:

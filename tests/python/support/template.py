@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy
 import numpy as np  # noqa: F401  imported for the processes to come
+from jax._src.lib.mlir.dialects import mhlo  # noqa: F401  a first program takes 0.1 s to import it
 
 _MOST = 1 << 16  # bytes of a message: a request lies in a file, whose name the message is
 
