@@ -359,6 +359,20 @@ def test_start_and_result_have_the_derivatives_of_the_call(make: Any, engine: st
   np.testing.assert_allclose(lanes, [want, want], rtol=1e-5)
 
 
+def test_tangents_that_a_rule_gives_as_numbers_are_those_of_the_call(engine: str) -> None:
+  doubled = cg.gate(lambda x: x + 1, out=ZERO)
+  doubled.defjvp(lambda p, t: (doubled(*p), t[0] * 2))
+  flat = cg.gate(np.sign, out=ZERO)
+  flat.defjvp(lambda p, t: (flat(*p), 0.0))
+  same = cg.gate(lambda x: x, out=ZERO, like=lambda x: x)
+  for gate, slope in ((doubled, 2), (flat, 0), (same, 1)):
+    for call in (gate, lambda x, gate=gate: gate.start(x).result()):
+      forward = lambda x, call=call: jax.jvp(call, (x,), (1.0,))
+      assert forward(3.0)[1] == jax.jit(forward)(3.0)[1] == slope
+      assert jax.grad(call)(3.0) == jax.jit(jax.grad(call))(3.0) == slope
+      assert jax.jvp(in_a_scan(call), (jnp.float32(3),), (jnp.float32(1),))[1] == slope**2
+
+
 def by_reference() -> cg.Gate:
   return cg.gate(np.sin, out=lambda x: x, like=jnp.sin)
 
