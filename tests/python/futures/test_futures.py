@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import sys
 import threading
@@ -153,6 +154,38 @@ def test_a_call_of_a_coroutine_without_start_is_refused_with_the_way() -> None:
   for call in (gate, jax.jit(gate), jax.vmap(gate)):
     with pytest.raises(cg.GateDefinitionError, match=r"gate 'test fetch' is an async.*gate\.start"):
       call(jnp.ones(1) if call is not gate else 1.0)
+  assert gate.start(1.0).result() == 1
+
+
+class Client:
+  async def __call__(self, x: Any) -> Any:
+    return np.float32(x)
+
+  @cg.gate(out=ZERO)
+  async def method(self, x: Any) -> Any:
+    return np.float32(x)
+
+
+def fetching(x: Any) -> Any:
+  return fetch(x)
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: cg.gate(Client(), out=ZERO),
+    lambda: cg.gate(functools.partial(fetch), out=ZERO),
+    lambda: cg.gate(functools.partial(Client()), out=ZERO),
+    lambda: cg.gate(functools.partial(functools.wraps(fetch)(fetching)), out=ZERO),
+    lambda: Client().method,
+  ],
+  ids=["object", "partial", "partial object", "partial decorated", "method"],
+)
+def test_all_that_return_coroutines_are_refused_without_start(make: Any) -> None:
+  gate = make()
+  for call in (gate, jax.jit(gate)):
+    with pytest.raises(cg.GateDefinitionError, match=r"is an async function.*gate\.start"):
+      call(1.0)
   assert gate.start(1.0).result() == 1
 
 
