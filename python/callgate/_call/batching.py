@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._call import shapes
 from callgate._call.site import Callee, CallSite
 from callgate._core import split
 from callgate._core.dtypes import is_packed
@@ -91,18 +92,26 @@ def apply_vmap_rule(
   assert gate.vmap_rule is not None
   args, kwargs = jax.tree.unflatten(site.in_tree, operands)
   lead = size, list(split.flags(site.in_tree, mask)[0])
-  out, out_batched = gate.call_rule(gate.vmap_rule, lead, args, kwargs, site.static)
-  leaves, tree = jax.tree.flatten(out)
+  rule = f"{gate.label}: the vmap rule"
+  found = gate.call_rule(gate.vmap_rule, lead, args, kwargs, site.static)
+  out, out_batched = shapes.pair(rule, "(out, out_batched)", found)
+  leaves, tree = jax.tree.flatten(shapes.numbers_as_arrays(out))
   if tree != site.out_tree:
     raise GateDefinitionError(
-      f"{gate.label}: the vmap rule returned results of structure {tree}; expected {site.out_tree}"
+      f"{rule} returned results of structure {tree}; expected {site.out_tree}"
     )
-  batched = [bool(flag) for flag in jax.tree.leaves(jax.tree.broadcast(out_batched, out))]
+  try:
+    flags = jax.tree.broadcast(out_batched, out)
+  except ValueError as error:
+    raise GateDefinitionError(
+      f"{rule} returned out_batched of structure {jax.tree.structure(out_batched)}; expected a "
+      f"bool, or bools in the structure of its results, {tree}"
+    ) from error
+  batched = [bool(flag) for flag in jax.tree.leaves(flags)]
   for leaf, (shape, dtype), flag in zip(leaves, site.results, batched, strict=True):
     want = ((size, *shape) if flag else shape, dtype)
     if (jnp.shape(leaf), leaf.dtype) != want:
       raise GateDefinitionError(
-        f"{gate.label}: the vmap rule returned {leaf.dtype}{list(jnp.shape(leaf))}; "
-        f"expected {want[1]}{list(want[0])}"
+        f"{rule} returned {leaf.dtype}{list(jnp.shape(leaf))}; expected {want[1]}{list(want[0])}"
       )
   return leaves, batched

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._call import shapes
 from callgate._call.site import Callee, CallSite, Static
 from callgate._core import exact, registry, split
 from callgate._core.dtypes import is_inexact, type_text
@@ -58,6 +59,11 @@ def no_derivative(
 
 
 _BACKWARD = "callgate.bwd:"  # begins the names of backward functions
+
+
+def name_backward(gate: Callee, backward: Callable[..., Any]) -> None:
+  """Names a gate's backward function, so that forward mode of it is refused in the gate's name."""
+  backward.__name__ = backward.__qualname__ = f"{_BACKWARD}{gate.name}"
 
 
 def refuse_forward_mode(name: str) -> None:
@@ -111,17 +117,19 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
     types = tracing.types_of_results(call, primals)
     return tuple(_lie_as(types, values) for values in found)
 
-  def ruled(function: Callable[..., Any], lead: int) -> Callable[..., Any]:
+  def ruled(
+    function: Callable[..., Any], lead: int, checked: Callable[[Any], Any] = lambda found: found
+  ) -> Callable[..., Any]:
     def rule(*args: Any) -> Any:
-      return _vary_as(args, gate.call_rule(function, args[:lead], args[lead:], {}, static))
+      found = gate.call_rule(function, args[:lead], args[lead:], {}, static)
+      return _vary_as(args, checked(found))
 
     return rule
 
   if gate.vjp_rules is not None:
     fwd, bwd = gate.vjp_rules
     forward, backward = ruled(fwd, 0), ruled(bwd, 2)
-
-    backward.__name__ = backward.__qualname__ = f"{_BACKWARD}{gate.name}"
+    name_backward(gate, backward)
 
     def backward_split(residuals: Any, cotangent: Any) -> Any:
       found = backward(residuals, cotangent)
@@ -134,7 +142,7 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
           f"{gate.label}: {what}, got {jax.tree.structure(found)}"
         ) from error
 
-    backward_split.__name__ = backward.__name__
+    name_backward(gate, backward_split)
     with_vjp = jax.custom_vjp(call)
     if tree is None:
       with_vjp.defvjp(forward, backward)
@@ -143,14 +151,12 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
     return with_vjp
   with_jvp = jax.custom_jvp(call)
   if gate.jvp_rule is not None:
-    forward_rule = ruled(gate.jvp_rule, 2)
+    forward_rule = ruled(gate.jvp_rule, 2, functools.partial(_with_tangents, gate.label))
 
-    def forward_lying(primals: Any, tangents: Any) -> Any:
-      found = forward_rule(primals, tangents)
-      is_pair = isinstance(found, (tuple, list)) and len(found) == 2
-      return lying(primals, *found) if is_pair else found
+    def jvp_rule(primals: Any, tangents: Any) -> Any:
+      return lying(primals, *forward_rule(primals, tangents))
 
-    with_jvp.defjvp(forward_lying, symbolic_zeros=gate.symbolic_zeros)
+    with_jvp.defjvp(jvp_rule, symbolic_zeros=gate.symbolic_zeros)
   elif gate.like is None:
     with_jvp.defjvp(functools.partial(_jvp_by_differences, with_jvp))
   else:
@@ -161,9 +167,33 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
       results = with_jvp(*primals)
       found, moved = jax.jvp(like, primals, tangents)
       check_reference(gate.label, results, found)
-      return results, *lying(primals, moved)
+      return results, *lying(primals, shapes.numbers_as_arrays(moved))
 
   return with_jvp
+
+
+def _with_tangents(label: str, found: Any) -> tuple[Any, Any]:
+  """The results and tangents that a jvp rule returned, after checks."""
+  results, moved = shapes.numbers_as_arrays(
+    shapes.pair(f"{label}: the jvp rule", "(out, tangent_out)", found)
+  )
+  leaves, tree = jax.tree.flatten(results)
+  tangents, moved_tree = jax.tree.flatten(moved)
+  if moved_tree != tree:
+    raise GateDefinitionError(
+      f"{label}: the jvp rule returned tangents of structure {moved_tree}; expected {tree}, that "
+      "of its results"
+    )
+  for index, (result, tangent) in enumerate(zip(leaves, tangents, strict=True)):
+    expected: Any = jax.typeof(result).to_tangent_aval()
+    is_zero = isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+    got: Any = tangent.aval if is_zero else jax.typeof(tangent)
+    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+      raise GateDefinitionError(
+        f"{label}: the jvp rule returned a tangent {got.str_short()} of result {index}; expected "
+        f"{expected.str_short()}"
+      )
+  return results, moved
 
 
 def _vary_as(args: Any, found: Any) -> Any:

@@ -24,6 +24,8 @@ from callgate._core.split import Static
 from callgate._core.where import frames
 from callgate._jax import refs, sources, tracing
 
+_NUMBERS = (bool, int, float, complex, np.generic)
+
 
 def result_types(
   gate: Callee, in_tree: Any, structs: list[Any], static: StaticArguments
@@ -178,6 +180,20 @@ def check_call(gate: Callee, site: CallSite, structs: Sequence[Any]) -> None:
         f"{gate.label}: aliases: input {i} is {have[1]}{list(have[0])} but output {o} is "
         f"{want[1]}{list(want[0])}; expected the same shape and dtype"
       )
+
+
+def pair(rule: str, expected: str, found: Any) -> Any:
+  """What a user's rule returned, which is to be a pair."""
+  if isinstance(found, (tuple, list)) and len(found) == 2:
+    return found
+  raise GateDefinitionError(
+    f"{rule} returned a value of structure {jax.tree.structure(found)}; expected a pair {expected}"
+  )
+
+
+def numbers_as_arrays(values: Any) -> Any:
+  """A pytree with arrays in the place of Python's and NumPy's numbers."""
+  return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, _NUMBERS) else x, values)
 
 
 def to_positional(gate: Callee, args: tuple[Any, ...], arrays: dict[str, Any]) -> tuple[Any, ...]:

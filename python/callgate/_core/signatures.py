@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the parameters of a user's function; without a signature to look at it has none."""
+"""Reads a user's function: its parameters (without a signature none), and whether it is async."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Container, Mapping
 from typing import Any
@@ -93,3 +94,12 @@ def wants_info(function: Callable[..., Any]) -> bool:
 def takes_two(function: Callable[..., Any]) -> bool:
   """True if two positional parameters have no default."""
   return sum(p.default is p.empty for p in positional(function)) == 2
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+  """True if a call returns a coroutine: of an async function, a partial or an object with one."""
+  function = inspect.unwrap(function)
+  while isinstance(function, functools.partial):
+    function = inspect.unwrap(function.func)
+  method = inspect.unwrap(type(function).__call__)
+  return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)

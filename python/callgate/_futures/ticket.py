@@ -233,10 +233,16 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
     del args
     return waits(handle, earlier)
 
+  def backward(residuals: Any, cotangent: Any) -> Any:
+    handle, args, earlier = residuals
+    (of_args,) = jax.vjp(again, args)[1](cotangent)
+    return jax.tree.map(_zero_of, handle), of_args, jax.tree.map(_zero_of, earlier)
+
+  derivatives.name_backward(call.gate, backward)
   with_rule = jax.custom_vjp(wait)
   with_rule.defvjp(
     lambda handle, args, earlier: (with_rule(handle, args, earlier), (handle, args, earlier)),
-    functools.partial(_backward, again),
+    backward,
   )
   return with_rule(handle, args, earlier)
 
@@ -244,12 +250,6 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
 def _call_again(call: _StartedCall, given: Any) -> Any:
   args, kwargs = given
   return derivatives.apply(call.gate, args, kwargs, call.static)
-
-
-def _backward(again: Any, residuals: Any, cotangent: Any) -> Any:
-  handle, args, earlier = residuals
-  (of_args,) = jax.vjp(again, args)[1](cotangent)
-  return jax.tree.map(_zero_of, handle), of_args, jax.tree.map(_zero_of, earlier)
 
 
 def _zero_of(value: Any) -> Any:

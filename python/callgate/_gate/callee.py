@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -54,7 +53,7 @@ class GateCallee(Operation):
     name = _options.name("gate", options.name) or registry.unique_name(function)
     label = f"{self.kind} '{name}'"
     _options.function(label, "fn", function)
-    self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+    self.is_async = signatures.is_async(function)
     annotations.refuse_generators(label, function)
     style: Any = options.style  # not checked yet
     leading = _LEADING.get(style, 0) if isinstance(style, str) else 0

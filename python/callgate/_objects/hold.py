@@ -6,7 +6,6 @@
 import concurrent.futures
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ import numpy as np
 from callgate import _callgate, _part
 from callgate._arrays.torch import to_numpy
 from callgate._call.options import Effect
-from callgate._core import dtypes, factories, tape
+from callgate._core import dtypes, factories, signatures, tape
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
@@ -230,7 +229,7 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"
   check.function(label, "make", make)
-  if inspect.iscoroutinefunction(inspect.unwrap(make)):
+  if signatures.is_async(make):
     raise GateDefinitionError(
       f"{label}: make: expected a function that returns the object, got an async function; "
       "asyncio.run in a function waits for one"

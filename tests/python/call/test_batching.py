@@ -231,6 +231,11 @@ def test_rules_get_the_batch_size_which_arguments_have_it_and_static_keywords() 
   assert seen == [(5, [{"a": True, "b": False}, False], (5, 2), (2,), 3)]
 
 
+def test_rules_may_return_numbers() -> None:
+  gate = cg.gate(np.sum, out=np.float32(0), vmap=lambda size, batched, x: (2.0, False))
+  assert jax.vmap(gate)(numbers(5, 3)).tolist() == [2] * 5
+
+
 def test_rules_may_call_the_gate_itself() -> None:
   gate = cg.gate(lambda x: x.sum(-1), out=lambda x: jax.ShapeDtypeStruct(x.shape[:-1], x.dtype))
   gate.defvmap(lambda size, batched, x: (gate(x), True))
@@ -242,6 +247,11 @@ def test_rules_may_call_the_gate_itself() -> None:
   ("result", "words"),
   [
     (lambda x: ((x, x), True), ["structure"]),
+    (lambda x: x, ["structure PyTreeDef(*)", "a pair (out, out_batched)"]),
+    (lambda x: (x, True, True), ["a pair (out, out_batched)"]),
+    (lambda x: (x, (True, True)), ["out_batched of structure PyTreeDef((*, *))", "a bool"]),
+    (lambda x: (x, None), ["out_batched of structure PyTreeDef(None)", "a bool"]),
+    (lambda x: (0.0, True), ["float32[]", "float32[5, 3]"]),
     (lambda x: (x[:, :1], True), ["float32[5, 1]", "float32[5, 3]"]),
     (lambda x: (x.astype(int), True), ["int32[5, 3]", "float32[5, 3]"]),
     (lambda x: (x, False), ["float32[5, 3]", "float32[3]"]),

@@ -424,6 +424,30 @@ def test_a_reference_of_another_type_is_refused(like: Any, words: list[str], use
     assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+  ("rule", "words"),
+  [
+    (lambda y, t: y, ["PyTreeDef({'a': *, 'b': *})", "expected a pair (out, tangent_out)"]),
+    (lambda y, t: (y, t, t), ["expected a pair (out, tangent_out)"]),
+    (lambda y, t: (y, None), ["tangents of structure PyTreeDef(None)", "expected PyTreeDef({"]),
+    (lambda y, t: (y, {"a": t}), ["tangents of structure PyTreeDef({'a': *})"]),
+    (lambda y, t: (y, {"a": t, "b": t[:2]}), ["float32[2] of result 1", "expected float32[3]"]),
+    (lambda y, t: (y, {"a": 0.0, "b": t}), ["float32[] of result 0", "expected float32[3]"]),
+    (lambda y, t: (y, {"a": t.astype(int), "b": t}), ["int32[3] of result 0", "float32[3]"]),
+  ],
+  ids=["no pair", "three", "None", "count", "shape", "number", "dtype"],
+)
+def test_a_jvp_rule_that_returns_something_else_is_refused(rule: Any, words: list[str]) -> None:
+  gate = cg.gate(lambda x: {"a": x, "b": x}, out=lambda x: {"a": x, "b": x})
+  gate.defjvp(lambda primals, tangents: rule(gate(*primals), tangents[0]))
+  moved = lambda x: jax.jvp(gate, (x,), (x,))
+  for use in (moved, jax.jit(moved), jax.grad(lambda x: gate(x)["a"].sum())):
+    with pytest.raises(cg.GateDefinitionError) as error:
+      use(X)
+    for word in [f"{core(gate).label}: the jvp rule returned", *words]:
+      assert word in str(error.value)
+
+
 @pytest.mark.parametrize("make", [sine_with_like, sine_with_jvp, sine_with_vjp])
 @pytest.mark.parametrize(
   "argument", [np.ma.array([1.0, 2.0], mask=[0, 1]), "abc", np.array([None]), object()]

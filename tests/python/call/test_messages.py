@@ -91,12 +91,15 @@ def test_forward_mode_of_a_gate_with_a_vjp_says_what_to_define() -> None:
   sine.defvjp(lambda x: (sine(x), x), lambda x, bar: (jnp.cos(x) * bar,))
   summed = lambda x: sine(x).sum()
   twice = lambda x: jax.lax.scan(lambda c, _: (sine(c), None), x, None, length=2)[0]
+  started = lambda x: sine.start(x).result()
   for differentiate in (
     lambda: jax.jvp(sine, (X,), (X,)),
     lambda: jax.jit(lambda x: jax.jvp(sine, (x,), (x,)))(X),
     lambda: jax.jacfwd(sine)(X),
     lambda: jax.hessian(summed)(X),
     lambda: jax.jvp(twice, (X,), (X,)),
+    lambda: jax.jvp(started, (X,), (X,)),
+    lambda: jax.hessian(lambda x: started(x).sum())(X),
   ):
     with pytest.raises(cg.GateDefinitionError) as caught:
       differentiate()

@@ -123,7 +123,8 @@ def test_a_solver_is_redefined_with_its_derivatives(kind: str) -> None:
   new = jax.jit(jax.value_and_grad(lambda a: notebook.f(a, one).sum()))
   assert [float(y.sum()) for y in new(one)] == [0.25, -0.25]
   assert [float(y.sum()) for y in program(one)] == [0.5, -0.5]
-  assert (old.name, notebook.f.name) == ("again#1", "again")
+  assert notebook.f.name == "again"
+  assert old.name.startswith("again#")
 
 
 def test_a_gate_is_redefined_as_a_kernel_and_back() -> None:

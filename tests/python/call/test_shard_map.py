@@ -276,6 +276,15 @@ def test_derivatives_in_what_devices_share_agree_with_jax(subject: str, engine: 
     close(got, what_jax_gives()[name], tolerance, name)
 
 
+def test_a_tangent_that_a_rule_gives_as_a_number_varies_as_its_result() -> None:
+  f = cg.gate(np.sign, out=lambda x: x)
+  f.defjvp(lambda p, t: (f(*p), 0.0))
+  each = jax.shard_map(lambda x: f(x[0])[None], mesh=MESH, in_specs=BY_DEVICE, out_specs=BY_DEVICE)
+  x = jnp.ones(DEVICES)
+  for differentiate in (lambda x: jax.jvp(each, (x,), (x,))[1], jax.grad(lambda x: each(x).sum())):
+    assert differentiate(x).tolist() == jax.jit(differentiate)(x).tolist() == [0] * DEVICES
+
+
 def test_explicit_axes_outside_agree_with_jax() -> None:
   explicit = jax.make_mesh(
     (DEVICES,), ("d",), (AxisType.Explicit,), devices=jax.devices()[:DEVICES]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import sys
 import threading
@@ -153,6 +154,38 @@ def test_a_call_of_a_coroutine_without_start_is_refused_with_the_way() -> None:
   for call in (gate, jax.jit(gate), jax.vmap(gate)):
     with pytest.raises(cg.GateDefinitionError, match=r"gate 'test fetch' is an async.*gate\.start"):
       call(jnp.ones(1) if call is not gate else 1.0)
+  assert gate.start(1.0).result() == 1
+
+
+class Client:
+  async def __call__(self, x: Any) -> Any:
+    return np.float32(x)
+
+  @cg.gate(out=ZERO)
+  async def method(self, x: Any) -> Any:
+    return np.float32(x)
+
+
+def fetching(x: Any) -> Any:
+  return fetch(x)
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: cg.gate(Client(), out=ZERO),
+    lambda: cg.gate(functools.partial(fetch), out=ZERO),
+    lambda: cg.gate(functools.partial(Client()), out=ZERO),
+    lambda: cg.gate(functools.partial(functools.wraps(fetch)(fetching)), out=ZERO),
+    lambda: Client().method,
+  ],
+  ids=["object", "partial", "partial object", "partial decorated", "method"],
+)
+def test_all_that_return_coroutines_are_refused_without_start(make: Any) -> None:
+  gate = make()
+  for call in (gate, jax.jit(gate)):
+    with pytest.raises(cg.GateDefinitionError, match=r"is an async function.*gate\.start"):
+      call(1.0)
   assert gate.start(1.0).result() == 1
 
 
@@ -357,6 +390,20 @@ def test_start_and_result_have_the_derivatives_of_the_call(make: Any, engine: st
   np.testing.assert_allclose(jax.grad(loss)(x), want, rtol=1e-5)
   lanes = jax.jit(jax.vmap(jax.grad(loss)))(jnp.stack([x, x]))
   np.testing.assert_allclose(lanes, [want, want], rtol=1e-5)
+
+
+def test_tangents_that_a_rule_gives_as_numbers_are_those_of_the_call(engine: str) -> None:
+  doubled = cg.gate(lambda x: x + 1, out=ZERO)
+  doubled.defjvp(lambda p, t: (doubled(*p), t[0] * 2))
+  flat = cg.gate(np.sign, out=ZERO)
+  flat.defjvp(lambda p, t: (flat(*p), 0.0))
+  same = cg.gate(lambda x: x, out=ZERO, like=lambda x: x)
+  for gate, slope in ((doubled, 2), (flat, 0), (same, 1)):
+    for call in (gate, lambda x, gate=gate: gate.start(x).result()):
+      forward = lambda x, call=call: jax.jvp(call, (x,), (1.0,))
+      assert forward(3.0)[1] == jax.jit(forward)(3.0)[1] == slope
+      assert jax.grad(call)(3.0) == jax.jit(jax.grad(call))(3.0) == slope
+      assert jax.jvp(in_a_scan(call), (jnp.float32(3),), (jnp.float32(1),))[1] == slope**2
 
 
 def by_reference() -> cg.Gate:

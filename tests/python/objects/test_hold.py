@@ -241,8 +241,12 @@ def test_options_that_can_not_be_are_refused() -> None:
 
   async def make() -> None: ...
 
-  with pytest.raises(cg.GateDefinitionError, match=r"hold: make: .*, got an async function"):
-    cg.hold(make)
+  class Maker:
+    async def __call__(self) -> None: ...
+
+  for function in (make, Maker()):
+    with pytest.raises(cg.GateDefinitionError, match=r"hold: make: .*, got an async function"):
+      cg.hold(function)
 
 
 def test_a_handle_of_another_process_is_an_error() -> None:
