@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, cast
+
+from callgate._core import foreign
+from callgate._core.errors import GateDefinitionError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -93,3 +97,32 @@ def wants_info(function: Callable[..., Any]) -> bool:
 def takes_two(function: Callable[..., Any]) -> bool:
   """True if two positional parameters have no default."""
   return sum(p.default is p.empty for p in positional(function)) == 2
+
+
+def is_coroutine_function(function: Any) -> bool:
+  """True if a call gives a coroutine: of an `async def`, or of an object whose `__call__` is one."""
+  return _is(inspect.iscoroutinefunction, function)
+
+
+def is_generator_function(function: Any) -> bool:
+  """True if a call gives a generator, also an asynchronous one; an object by its `__call__`."""
+  return _is(inspect.isgeneratorfunction, function) or _is(inspect.isasyncgenfunction, function)
+
+
+def _is(kind: Callable[[Any], bool], function: Any) -> bool:
+  while isinstance(function, functools.partial):
+    function = cast("Any", function).func
+  return kind(function) or kind(getattr(type(function), "__call__", None))  # noqa: B004
+
+
+def refuse_unrun(expected: str, function: Any) -> None:
+  """Raises for a function whose call runs nothing: it makes a coroutine or a generator."""
+  if is_coroutine_function(function):
+    kind = "an async function"
+    way = "a def, which may call asyncio.run_coroutine_threadsafe(f(...), loop)"
+  elif is_generator_function(function):
+    kind, way = "a generator function", "a def without yield"
+  else:
+    return
+  got = f"{kind}, {foreign.repr_of(function)}, whose call runs nothing"
+  raise GateDefinitionError(f"{expected} that a call runs, got {got}; give {way}")
