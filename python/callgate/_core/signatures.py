@@ -100,7 +100,7 @@ def takes_two(function: Callable[..., Any]) -> bool:
 
 
 def is_coroutine_function(function: Any) -> bool:
-  """True if a call gives a coroutine: of an `async def`, or of an object whose `__call__` is one."""
+  """True if a call gives a coroutine: of an `async def`, or of an object by its `__call__`."""
   return _is(inspect.iscoroutinefunction, function)
 
 

@@ -83,7 +83,7 @@ def _adapt(
   consume = functools.partial(delivery.call_with_rows, attached)
   if batch:
     consume = functools.partial(delivery.call_with_stacks, attached, limit)
-  return attached, _callgate.python_consumer(consume, stacked=batch)
+  return attached, _callgate.python_consumer(consume, stacked=batch, one_by_one=not batch)
 
 
 class Records(Iterator[Record]):
