@@ -24,7 +24,8 @@
 //
 // A delivery hands a batch of records to the consumers in turns, so that a slow one holds nobody up
 // for longer than a turn. While some are behind, the batch gets what has come meanwhile, for the
-// others. Its places are free when all are through, so the slowest still bounds the channel.
+// others. A record is delivered when all have had it; the batch's places are free when all are
+// through, so the slowest still bounds the channel.
 //
 // Lifetime of a source: a channel keeps every source that sent to it until `retire`, and then until
 // the last record that was sent before; or until it ends.
@@ -197,7 +198,8 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
     std::optional<std::uint64_t> first;  // where it began in its store; none before
     std::uint64_t position = 0;          // of what follows
     bool some = false;
-    bool has_own = false;  // consumers of its sources
+    bool has_own = false;     // consumers of its sources
+    std::size_t counted = 0;  // as delivered, before its end
   };
 
   // Senders.
@@ -235,6 +237,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   bool deliver_from(Store& store);
   void collect(Store& store, Delivery& delivery) noexcept;
   void deliver(Store& store, Delivery& delivery) noexcept;
+  void count_delivered(Delivery& delivery) noexcept;
   bool take_turn(std::size_t index, const Delivery& delivery, bool alone) noexcept;
   bool has_turn(std::size_t index, const Delivery& delivery) const noexcept;
   bool may_grow() const noexcept;
@@ -272,7 +275,7 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   std::vector<std::shared_ptr<Consumer>> current_;  // take part in the delivery; null: removed
   // How many records of the batch each of these has had; at the end, the sources' own consumers.
   std::vector<std::size_t> turns_;
-  Pace sources_pace_;
+  Pace sources_pace_{1};
   int idle_naps_ = 0;
   static inline thread_local bool delivers_here_ = false;
 

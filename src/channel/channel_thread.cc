@@ -73,7 +73,7 @@ bool Channel::deliver_from(Store& store) {
   store.settle(batch_, delivery.position, overflow_.bytes() + batch_.bytes_besides());
   batch_.clear();
   // Release: the consumers' work is seen by who reads the counts; see stats().
-  delivered_.fetch_add(count, std::memory_order_release);
+  delivered_.fetch_add(count - delivery.counted, std::memory_order_release);
   current_.clear();
   std::lock_guard lock(mutex_);
   if (&store == &store_) settled_ = {delivery.position, overflow_.taken()};
@@ -107,8 +107,21 @@ void Channel::deliver(Store& store, Delivery& delivery) noexcept {
       (through ? some_wait : some_are_behind) = true;
     }
     if (!some_are_behind) return;
+    count_delivered(delivery);
     if (some_wait && may_grow()) collect(store, delivery);
   }
+}
+
+// Counts what all have had so far. Consumers that leave, and sources' own that come with a later
+// record, never take a record back.
+void Channel::count_delivered(Delivery& delivery) noexcept {
+  std::size_t through = batch_.records().size();
+  for (std::size_t i = 0; i < turns_.size(); ++i)
+    if (has_turn(i, delivery)) through = std::min(through, turns_[i]);
+  if (through <= delivery.counted) return;
+  // Release: as at the end of the delivery.
+  delivered_.fetch_add(through - delivery.counted, std::memory_order_release);
+  delivery.counted = through;
 }
 
 // True if there is a consumer that takes turns: of `current_`, then the sources' own.
@@ -116,7 +129,8 @@ bool Channel::has_turn(std::size_t index, const Delivery& delivery) const noexce
   return index < current_.size() ? current_[index] != nullptr : delivery.has_own;
 }
 
-// Hands some records over; a lone consumer gets all. True when it has had all that there are.
+// Hands some records over; a lone consumer gets all, unless it goes through them one by one, as
+// sources' own do. True when it has had all that there are.
 bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone) noexcept {
   const std::span<const Record> records = batch_.records();
   const std::size_t begin = turns_[index];
@@ -125,7 +139,8 @@ bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone)
   const bool is_one = index < current_.size();
   const auto consumer = is_one ? current_[index] : nullptr;  // held: remove() may take it out
   Pace& pace = is_one ? consumer->pace() : sources_pace_;
-  if (!alone) count = std::min(count, pace.turn());
+  const bool at_once = alone && is_one && !consumer->goes_one_by_one();
+  if (!at_once) count = std::min(count, pace.turn());
   const std::size_t end = begin + count;
   bool last = true;
   for (std::size_t i = 0; i < turns_.size(); ++i)

@@ -2,8 +2,9 @@
 // Consumers take records out of a channel, a lane or a batch at a time.
 //
 // A channel calls its consumers on its own thread, in turns: a lone one with all records that are
-// there at once, several each with as many as it takes in a short time. A consumer that throws does
-// not hurt the others: the channel keeps what it threw.
+// there at once, unless it goes through them one by one, the others each with as many as it takes
+// in a short time. A consumer that throws does not hurt the others: the channel keeps what it
+// threw.
 #pragma once
 
 #include <atomic>
@@ -27,6 +28,10 @@ namespace callgate {
 
 class Consumer : public std::enable_shared_from_this<Consumer> {
  public:
+  // `one_by_one`: it gains nothing from many records at once, so that it gets them in turns even
+  // where it is alone: what it has had is counted after each.
+  explicit Consumer(bool one_by_one = false)
+      : goes_one_by_one_(one_by_one), pace_(one_by_one ? 1 : 16) {}
   virtual ~Consumer() = default;
 
   // Before the first records, and again when a closed one is used anew. Throws Error where what it
@@ -45,6 +50,8 @@ class Consumer : public std::enable_shared_from_this<Consumer> {
   // True if it can deal with records whose arrays are on a device. Others don't get them.
   virtual bool takes_device_arrays() const noexcept { return false; }
 
+  bool goes_one_by_one() const noexcept { return goes_one_by_one_; }
+
   // For messages.
   virtual std::string description() const { return "a consumer"; }
 
@@ -54,11 +61,12 @@ class Consumer : public std::enable_shared_from_this<Consumer> {
     lost_.fetch_add(count, std::memory_order_relaxed);  // a gauge
   }
 
-  // Its pace in a channel that has several consumers.
+  // Its pace where it takes turns.
   Pace& pace() noexcept { return pace_; }
 
  private:
   std::atomic<std::uint64_t> lost_{0};
+  const bool goes_one_by_one_;
   Pace pace_;
 };
 

@@ -19,6 +19,9 @@ namespace callgate {
 // Any thread: a consumer may be that of several channels.
 class Pace {
  public:
+  // `first`: records of the first turn, of which nothing is known.
+  explicit Pace(std::size_t first) : turn_(first) {}
+
   // Records for the next turn.
   std::size_t turn() const;
 
@@ -43,7 +46,7 @@ class Pace {
   void fit();
 
   mutable std::mutex mutex_;
-  std::size_t turn_ = 16;
+  std::size_t turn_;
   Sums sums_;
   double least_ns_ = std::numeric_limits<double>::infinity();
   double call_ = 0, ns_each_ = 0;  // of a call without records, and of a record

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from callgate._core.where import frames
 from callgate._jax import refs, sources, tracing
 
 _NUMBERS = (bool, int, float, complex, np.generic)
+_MOST_BYTES = 2**63 - 1  # XLA counts in 64 bits
 
 
 def result_types(
@@ -109,7 +111,15 @@ def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
     if any(map(is_type, shape)):
       hint = ": an argument that is an array has no value yet; give a Python int by keyword"
     raise GateDefinitionError(f"{where}: expected known extents, got {shape}{hint}")
-  return tuple(n if is_open(n) else int(n) for n in shape), dtype
+  extents = tuple(n if is_open(n) else int(n) for n in shape)
+  known = [n for n in extents if not is_open(n)]
+  if min(known, default=0) < 0:
+    raise GateDefinitionError(f"{where}: expected extents from 0, got {extents}")
+  # XLA ends the process where the product overflows on its way, before an extent 0.
+  if max(itertools.accumulate((dtype.itemsize, *known), operator.mul)) > _MOST_BYTES:
+    got = type_text(dtype, extents)
+    raise GateDefinitionError(f"{where}: expected at most {_MOST_BYTES} bytes, got {got}")
+  return extents, dtype
 
 
 def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:

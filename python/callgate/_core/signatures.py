@@ -6,7 +6,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, cast
+
+from callgate._core import foreign
+from callgate._core.errors import GateDefinitionError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -97,9 +100,38 @@ def takes_two(function: Callable[..., Any]) -> bool:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-  """True if a call returns a coroutine: of an async function, a partial or an object with one."""
+  """As `is_coroutine_function`, but also of a function below decorators."""
   function = inspect.unwrap(function)
   while isinstance(function, functools.partial):
-    function = inspect.unwrap(function.func)
+    function = inspect.unwrap(cast("Any", function).func)
   method = inspect.unwrap(type(function).__call__)
-  return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
+  return is_coroutine_function(function) or is_coroutine_function(method)
+
+
+def is_coroutine_function(function: Any) -> bool:
+  """True if a call gives a coroutine: of an `async def`, or of an object by its `__call__`."""
+  return _is(inspect.iscoroutinefunction, function)
+
+
+def is_generator_function(function: Any) -> bool:
+  """True if a call gives a generator, also an asynchronous one; an object by its `__call__`."""
+  return _is(inspect.isgeneratorfunction, function) or _is(inspect.isasyncgenfunction, function)
+
+
+def _is(kind: Callable[[Any], bool], function: Any) -> bool:
+  while isinstance(function, functools.partial):
+    function = cast("Any", function).func
+  return kind(function) or kind(getattr(type(function), "__call__", None))  # noqa: B004
+
+
+def refuse_unrun(expected: str, function: Any) -> None:
+  """Raises for a function whose call runs nothing: it makes a coroutine or a generator."""
+  if is_coroutine_function(function):
+    kind = "an async function"
+    way = "a def, which may call asyncio.run_coroutine_threadsafe(f(...), loop)"
+  elif is_generator_function(function):
+    kind, way = "a generator function", "a def without yield"
+  else:
+    return
+  got = f"{kind}, {foreign.repr_of(function)}, whose call runs nothing"
+  raise GateDefinitionError(f"{expected} that a call runs, got {got}; give {way}")

@@ -8,7 +8,6 @@ needed for that: an annotation has `dtypes` and `dim_str`.
 
 from __future__ import annotations
 
-import inspect
 import re
 import types
 import typing
@@ -32,7 +31,7 @@ _USUAL = tuple(map(np.dtype, ("float64", "int64", "complex128", "uint32", "bool"
 
 def refuse_generators(label: str, function: Any) -> None:
   """Raises for a function whose calls give no results."""
-  if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+  if signatures.is_generator_function(function):
     raise GateDefinitionError(
       f"{label}: fn: expected a function that returns its results, got a generator function; "
       "callgate.feed takes generators, which programs read item by item"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from callgate import _callgate
-from callgate._core import errors, failures, foreign
+from callgate._core import errors, failures, foreign, signatures
 from callgate._tap import delivery
 from callgate._tap.records import Record
 
@@ -62,6 +62,9 @@ def _adapt(
     attached.runs_natively = True
     return attached, native
   if callable(getattr(consumer, "write", None)):
+    for name in ("open", "write", "flush", "close"):
+      expected = f"{where}: to: expected a sink with a {name}()"
+      signatures.refuse_unrun(expected, getattr(consumer, name, None))
 
     def control(what: str) -> None:
       try:
@@ -80,7 +83,7 @@ def _adapt(
   consume = functools.partial(delivery.call_with_rows, attached)
   if batch:
     consume = functools.partial(delivery.call_with_stacks, attached, limit)
-  return attached, _callgate.python_consumer(consume, stacked=batch)
+  return attached, _callgate.python_consumer(consume, stacked=batch, one_by_one=not batch)
 
 
 class Records(Iterator[Record]):

@@ -204,7 +204,8 @@ def _tell_rows(source: _RawSource, rows: list[_Row]) -> None:
 
 
 def check_takes_values(where: str, function: Callable[..., Any]) -> None:
-  """Raises unless a consumer can be called with (value), or with (value, info)."""
+  """Raises unless a consumer can be called with (value), or with (value, info), and runs then."""
+  signatures.refuse_unrun(where, function)
   signature = signatures.signature_of(function)
   try:
     if signature is not None:

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from callgate._core import extras, foreign, options, spellings
+from callgate._core import extras, foreign, options, signatures, spellings
 from callgate._core.errors import LossError
 from callgate._process import group
 from callgate._tap.consumers import Choice
@@ -88,6 +88,7 @@ class Sink:
     for name in unknown:  # which a subclass has handed on
       hint = spellings.near(name, _options(type(self)))
       raise TypeError(f"{label}() got an unexpected keyword argument '{name}'{hint}")
+    signatures.refuse_unrun(f"{label}: where: expected a function", where)
     self.choice = Choice(
       options.or_none(options.count, label, "every", every, least=1) or 1,
       options.or_none(

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from callgate import _callgate
-from callgate._core import options
+from callgate._core import options, signatures
 from callgate._core.errors import GateDefinitionError
 from callgate._tap.records import Record, columns, named_leaves, parts_of, tap_key
 from callgate.sinks import _base
@@ -45,6 +45,7 @@ class Print(LibrarySink):
     options.or_none(options.writable, "sinks.Print", "file", file)
     super().__init__(str(getattr(file, "name", "")) if file is not None else "stdout", **choice)
     self._file = file
+    signatures.refuse_unrun("sinks.Print: format: expected a function", format)
     self._shown: Callable[[Record], str] = format if callable(format) else _line
     if format is not None and not callable(format):
       _check_format(options.text("sinks.Print", "format", format))

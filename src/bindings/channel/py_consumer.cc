@@ -7,7 +7,7 @@
 //   rows     function(source, [(lane, seq, time_ns, device, run, flags, arrays), ...])
 //   stacked  function(source, (lane, seq, time_ns, device, run, flags), arrays), all stacked
 // `source` is (id, name, role, description, sizes of the batch levels). `control`, if not None, is
-// called with "flush" and "close".
+// called with "flush" and "close". With `one_by_one` it calls the user for each row: see Consumer.
 #include "bindings/channel/py_consumer.h"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -155,8 +155,9 @@ nb::tuple stacks_of(std::span<const Record> records, const std::vector<Row>& row
 
 class PyConsumer final : public Consumer {
  public:
-  PyConsumer(nb::object function, bool stacked, nb::object control)
-      : function_(late(std::move(function))),
+  PyConsumer(nb::object function, bool stacked, nb::object control, bool one_by_one)
+      : Consumer(one_by_one),
+        function_(late(std::move(function))),
         control_(late(std::move(control))),
         stacked_(stacked) {}
 
@@ -287,12 +288,12 @@ void clear_consumer(Consumer* consumer) {
 void bind_py_consumer(nb::module_& module) {
   module.def(
       "python_consumer",
-      [](nb::object function, bool stacked, nb::object control) {
-        return std::shared_ptr<Consumer>(
-            std::make_shared<PyConsumer>(std::move(function), stacked, std::move(control)));
+      [](nb::object function, bool stacked, nb::object control, bool one_by_one) {
+        return std::shared_ptr<Consumer>(std::make_shared<PyConsumer>(
+            std::move(function), stacked, std::move(control), one_by_one));
       },
       nb::arg("function"), nb::kw_only(), nb::arg("stacked") = false,
-      nb::arg("control").none() = nb::none());
+      nb::arg("control").none() = nb::none(), nb::arg("one_by_one") = false);
 }
 
 }  // namespace callgate::bindings

@@ -9,10 +9,12 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <future>
 #include <memory>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "channel/channel.h"
@@ -103,7 +105,7 @@ std::size_t turn_after(Pace& pace, double call_ms, double record_ms, int turns) 
 }
 
 TEST(ChannelTurns, ATurnIsAsLongAsATimeOrAsItsCall) {
-  Pace by_record, by_call, both, quick;
+  Pace by_record(16), by_call(16), both(16), quick(16);
   turn_after(by_record, 0, 5, 5);
   EXPECT_EQ(by_record.turn(), 2U);                  // of 10 ms
   EXPECT_LE(turn_after(by_record, 0, 5, 100), 4U);  // tries another number now and then
@@ -124,7 +126,7 @@ TEST(ChannelTurns, ABusyMachineDoesNotMakeCallsMany) {
   for (unsigned seed = 0; seed < 20; ++seed) {
     std::mt19937 random(seed);
     std::uniform_real_distribution<double> exponent(0, 3);
-    Pace pace;
+    Pace pace(16);
     int calls = 0;
     for (std::size_t left = 20'000; left != 0; ++calls) {
       const std::size_t count = std::min(left, pace.turn());
@@ -138,7 +140,7 @@ TEST(ChannelTurns, ABusyMachineDoesNotMakeCallsMany) {
 
 TEST(ChannelTurns, ASlowFirstCallDoesNotMakeCallsMany) {
   for (double first : {1.8, 3.0, 8.0}) {
-    Pace pace;
+    Pace pace(16);
     int calls = 0;
     for (std::size_t left = 1'000; left != 0; ++calls) {
       const std::size_t count = std::min(left, pace.turn());
@@ -151,7 +153,7 @@ TEST(ChannelTurns, ASlowFirstCallDoesNotMakeCallsMany) {
 }
 
 TEST(ChannelTurns, AFewRecordsAtATimeMakeTurnsNoSmaller) {
-  Pace pace;
+  Pace pace(16);
   turn_after(pace, 25, 0.1, 20);
   const std::size_t before = pace.turn();
   for (int i = 0; i < 10; ++i) pace.took(25'100'000, 1);
@@ -198,6 +200,71 @@ TEST(ChannelTurns, ALoneConsumerGetsAllAtOnce) {
   backlog.release();
   ASSERT_TRUE(channel->close(kLimit));
   EXPECT_THAT(sizes, ::testing::ElementsAre(399U));
+}
+
+class OneByOne final : public Consumer {
+ public:
+  explicit OneByOne(std::function<void()> each)
+      : Consumer(/*one_by_one=*/true), each_(std::move(each)) {}
+  void consume(std::span<const Record> records) override {
+    for (std::size_t i = 0; i < records.size(); ++i) each_();
+  }
+
+ private:
+  std::function<void()> each_;
+};
+
+// Takes 6 ms for a record, so that a turn is a few, and notes how far the count is behind.
+struct Behind {
+  // `before`: records that are delivered without it.
+  Behind(Channel& channel, std::uint64_t before) : channel_(channel), before_(before) {}
+  void operator()() {
+    const std::uint64_t delivered = channel_.stats().delivered - before_;
+    EXPECT_LE(delivered, had_);
+    most_ = std::max(most_, had_ - delivered);
+    ++had_;
+    std::this_thread::sleep_for(milliseconds(6));
+  }
+
+  Channel& channel_;
+  std::uint64_t before_, had_ = 0, most_ = 0;
+};
+
+TEST(ChannelTurns, ALoneConsumerThatGoesOneByOneIsCountedAfterEachTurn) {
+  auto channel = make_channel(OnFull::kBlock, 1 << 20);
+  Behind behind(*channel, 1);
+  Backlog backlog(*channel, 100);
+  channel->add(std::make_shared<OneByOne>([&] { behind(); }));
+  backlog.release();
+  ASSERT_TRUE(channel->close(kLimit));
+  EXPECT_EQ(behind.had_, 99U);
+  EXPECT_LE(behind.most_, 8U);
+  EXPECT_EQ(channel->stats().delivered, 100U);
+}
+
+TEST(ChannelTurns, ASourcesOwnConsumerIsCountedAfterEachTurn) {
+  auto channel = make_channel(OnFull::kBlock, 1 << 20);
+  Behind behind(*channel, 0);
+  Feed feed(8, std::make_shared<OneByOne>([&] { behind(); }));
+  for (std::uint64_t id = 0; id < 100; ++id) feed.send(*channel, id);
+  channel->start();
+  ASSERT_TRUE(channel->close(kLimit));
+  EXPECT_EQ(behind.had_, 100U);
+  EXPECT_LE(behind.most_, 8U);
+  EXPECT_EQ(channel->stats().delivered, 100U);
+}
+
+TEST(ChannelTurns, WhatAllHaveHadIsDelivered) {
+  auto channel = make_channel(OnFull::kBlock, 1 << 20);
+  Behind behind(*channel, 1);
+  auto fast = std::make_shared<Collector>();
+  Backlog backlog(*channel, 100);
+  channel->add_all({fast, std::make_shared<OneByOne>([&] { behind(); })});
+  backlog.release();
+  ASSERT_TRUE(channel->close(kLimit));
+  EXPECT_EQ(behind.had_, 99U);
+  EXPECT_LE(behind.most_, 8U);
+  EXPECT_EQ(channel->stats().delivered, 100U);
 }
 
 TEST(ChannelTurns, ARemovalWaitsForOneDeliveryAlthoughRecordsNeverStop) {

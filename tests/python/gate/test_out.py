@@ -70,3 +70,28 @@ def test_a_class_may_be_the_function() -> None:
 def test_an_argument_of_objects_is_said_to_be_one(array: Any) -> None:
   with pytest.raises(cg.GateDefinitionError, match="got an array of dtype object"):
     cg.gate(lambda x: x, out=lambda x: x)(array)
+
+
+@pytest.mark.parametrize(
+  ("shape", "dtype", "said"),
+  [
+    ((-2,), jnp.float32, r"extents from 0, got \(-2,\)"),
+    ((2, -1), jnp.float32, r"extents from 0, got \(2, -1\)"),
+    ((2**70,), jnp.float32, r"at most 9223372036854775807 bytes, got float32\[118059"),
+    ((2**61,), jnp.float32, "at most .* bytes"),
+    ((2**62, 2, 0), jnp.int8, "at most .* bytes"),
+  ],
+)
+def test_extents_that_no_array_has_name_the_result(shape: Any, dtype: Any, said: str) -> None:
+  out = (jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct(shape, dtype))
+  gate = cg.gate(lambda x: (x, x), out=out, name="crop")
+  with pytest.raises(cg.GateDefinitionError, match=f"^gate 'crop': out: result 1: expected {said}"):
+    jax.jit(gate)(X)
+
+
+def test_symbolic_extents_beside_known_ones_are_no_error() -> None:
+  gate = cg.gate(lambda x: x.T, out=lambda x: jax.ShapeDtypeStruct(x.shape[::-1], x.dtype))
+  (rows,) = jax.export.symbolic_shape("n")
+  export = jax.export.export(jax.jit(gate), disabled_checks=cg.export_checks())
+  exported = export(jax.ShapeDtypeStruct((rows, 0), jnp.float32))
+  assert [str(n) for n in exported.out_avals[0].shape] == ["0", "n"]

@@ -602,3 +602,23 @@ def test_at_the_exit_channels_that_hang_share_the_time(monkeypatch, capfd):
   assert capfd.readouterr().err.count("not delivered at the end of the program: ") == 6
   assert Hanging.given[0] <= 0.2
   assert Hanging.given[1:] == [0.01] * 5
+
+
+@pytest.mark.parametrize("lone", ["of a channel", "of a tap"])
+def test_what_a_slow_function_has_had_counts_as_delivered(lone: str) -> None:
+  behind: list[int] = []
+
+  def slow(value: Any) -> None:
+    del value
+    behind.append(before + len(behind) - stats()["delivered"])
+    time.sleep(0.006)  # a turn is a few of these
+
+  with cg.channel("counted", to=slow) as channel:
+    stats = target.start_channel(target.DEFAULT).stats if lone == "of a tap" else channel.stats
+    before = stats()["delivered"]
+    to = slow if lone == "of a tap" else channel
+    program = jax.jit(lambda: jax.lax.fori_loop(0, 100, lambda i, x: cg.tap(x + 1, to), 0.0))
+    program()
+    cg.barrier()
+  assert len(behind) == 100
+  assert 0 <= min(behind) <= max(behind) <= 8
