@@ -242,7 +242,6 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   bool has_turn(std::size_t index, const Delivery& delivery) const noexcept;
   bool may_grow() const noexcept;
   void hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept;
-  void hand_over_to_sources(std::span<const Record> records, bool last) noexcept;
   void hand_over_host_arrays(Consumer& consumer, std::span<const Record> records);
   template <typename Action>
   void tell(Consumer& consumer, Action&& action) noexcept;
@@ -275,7 +274,6 @@ class Channel : Immovable, public std::enable_shared_from_this<Channel> {
   std::vector<std::shared_ptr<Consumer>> current_;  // take part in the delivery; null: removed
   // How many records of the batch each of these has had; at the end, the sources' own consumers.
   std::vector<std::size_t> turns_;
-  Pace sources_pace_{1};
   int idle_naps_ = 0;
   static inline thread_local bool delivers_here_ = false;
 

@@ -129,30 +129,32 @@ bool Channel::has_turn(std::size_t index, const Delivery& delivery) const noexce
   return index < current_.size() ? current_[index] != nullptr : delivery.has_own;
 }
 
-// Hands some records over; a lone consumer gets all, unless it goes through them one by one, as
-// sources' own do. True when it has had all that there are.
+// Hands some records over; a lone consumer gets all, unless it goes through them one by one. Of
+// sources' own consumers the next one has the turn. True when all that there are have been had.
 bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone) noexcept {
   const std::span<const Record> records = batch_.records();
   const std::size_t begin = turns_[index];
-  std::size_t count = records.size() - begin;
-  if (count == 0) return true;
+  std::span<const Record> rest = records.subspan(begin);
+  if (rest.empty()) return true;
   const bool is_one = index < current_.size();
-  const auto consumer = is_one ? current_[index] : nullptr;  // held: remove() may take it out
-  Pace& pace = is_one ? consumer->pace() : sources_pace_;
-  const bool at_once = alone && is_one && !consumer->goes_one_by_one();
-  if (!at_once) count = std::min(count, pace.turn());
-  const std::size_t end = begin + count;
+  // Held: remove() may take it out.
+  const auto consumer = is_one ? current_[index] : rest.front().source->consumer;
+  if (!is_one) {
+    auto is_of_other = [&](const Record& record) { return record.source->consumer != consumer; };
+    rest = rest.first(std::ranges::find_if(rest, is_of_other) - rest.begin());
+  }
+  const bool at_once = consumer == nullptr || (alone && is_one && !consumer->goes_one_by_one());
+  if (!at_once) rest = rest.first(std::min(rest.size(), consumer->pace().turn()));
+  const std::size_t end = turns_[index] = begin + rest.size();
   bool last = true;
   for (std::size_t i = 0; i < turns_.size(); ++i)
     last = last && (i == index || !has_turn(i, delivery) || turns_[i] >= end);
-  const auto started = Clock::now();
-  turns_[index] = end;
-  if (is_one) {
-    hand_over(*consumer, records.subspan(begin, count), last);
-  } else {
-    hand_over_to_sources(records.subspan(begin, count), last);
+  if (consumer != nullptr) {
+    const auto started = Clock::now();
+    hand_over(*consumer, rest, last);
+    const std::chrono::nanoseconds took = Clock::now() - started;
+    consumer->pace().took(took.count(), rest.size());
   }
-  pace.took(std::chrono::nanoseconds(Clock::now() - started).count(), count);
   return end == batch_.records().size();
 }
 
@@ -160,13 +162,6 @@ bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone)
 bool Channel::may_grow() const noexcept {
   std::lock_guard lock(mutex_);
   return !hurried_ && !closing_ && line_.empty();
-}
-
-void Channel::hand_over_to_sources(std::span<const Record> records, bool last) noexcept {
-  auto consumer_of = [](const Record& record) { return record.source->consumer.get(); };
-  each_run(records, consumer_of, [&](std::span<const Record> run) {
-    if (Consumer* consumer = consumer_of(run.front())) hand_over(*consumer, run, last);
-  });
 }
 
 void Channel::hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept {

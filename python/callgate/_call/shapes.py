@@ -193,7 +193,7 @@ def check_call(gate: Callee, site: CallSite, structs: Sequence[Any]) -> None:
 
 
 def pair(rule: str, expected: str, found: Any) -> Any:
-  """What a user's rule returned, which is to be a pair."""
+  """A pair that a user's rule returned."""
   if isinstance(found, (tuple, list)) and len(found) == 2:
     return found
   raise GateDefinitionError(
