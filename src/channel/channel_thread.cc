@@ -129,8 +129,9 @@ bool Channel::has_turn(std::size_t index, const Delivery& delivery) const noexce
   return index < current_.size() ? current_[index] != nullptr : delivery.has_own;
 }
 
-// Hands some records over; a lone consumer gets all, unless it goes through them one by one. Of
-// sources' own consumers the next one has the turn. True when all that there are have been had.
+// Hands some records over; a lone consumer gets all, unless it goes through them one by one. The
+// next record tells which of sources' own consumers has the turn. True when the consumer has had
+// all that there are.
 bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone) noexcept {
   const std::span<const Record> records = batch_.records();
   const std::size_t begin = turns_[index];

@@ -63,7 +63,7 @@ def of_function(function: Callable[..., Any]) -> Tap:
 
   def make() -> Tap:
     consume = functools.partial(delivery.call_with_rows, delivery.Attached(function))
-    consumer = _callgate.python_consumer(consume)
+    consumer = _callgate.python_consumer(consume, one_by_one=True)
     if exact.reference(function) is None:
       name = registry.unique_name(function, prefix="tap:")
       tap = Tap(name, DEFAULT, consumer, why_not=_why_not(function))
@@ -112,7 +112,7 @@ def of_rows(
   start_channel(channel)
 
   def make() -> Tap:
-    consumer = _callgate.python_consumer(consume)
+    consumer = _callgate.python_consumer(consume, one_by_one=True)
     return Tap(registry.free_name(f"tap:{name}"), channel, consumer, eager, _why_not(function))
 
   return shared(_taps, ("rows", key), make)
