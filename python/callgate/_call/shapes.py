@@ -22,8 +22,8 @@ from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.masked import is_masked, shown
 from callgate._core.signatures import accepted, parameters_text
 from callgate._core.split import Static
-from callgate._core.where import frames
-from callgate._jax import refs, sources, tracing
+from callgate._core.where import users_stack
+from callgate._jax import refs, tracing
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 _MOST_BYTES = 2**63 - 1  # XLA counts in 64 bits
@@ -82,12 +82,13 @@ def check_parameters(
   except TypeError as error:
     shown = [_kind_of(value) for value in args]
     shown += [f"{name}={_kind_of(value)}" for name, value in kwargs.items()]
+    line = "".join(f", at {file}:{line}" for file, line, _ in users_stack()[-1:])
     hint = ""
     if next(iter(signature.parameters), "") in ("self", "cls") and not gate.is_of_object(args):
       hint = ". A method's object, or class, is the first argument"
     raise GateDefinitionError(
       f"{gate.label}: {error}: expected the arguments {parameters_text(signature)}, got "
-      f"({', '.join(shown)}), at {sources.line_among(frames())}{hint}"
+      f"({', '.join(shown)}){line}{hint}"
     ) from None
 
 

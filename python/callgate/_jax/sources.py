@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from jax._src import source_info_util as _source_info
@@ -56,15 +56,6 @@ def _line(traceback: Any) -> tuple[str, int, str] | None:
 def users_line() -> tuple[str, int, str] | None:
   """(file, line, function) of the user's code that is tracing now; None where nobody knows."""
   return _line(_source_info.current().traceback)
-
-
-def line_among(frames: Iterable[types.FrameType]) -> str:
-  """ "file:line" of the innermost of the user's frames; "" for none.
-
-  JAX's tracebacks of a traced function lack its caller (0.10 to 0.12).
-  """
-  users = (f for f in frames if _source_info.is_user_filename(f.f_code.co_filename))
-  return next((f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in users), "")
 
 
 @contextlib.contextmanager

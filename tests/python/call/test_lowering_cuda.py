@@ -60,7 +60,9 @@ def test_cuda_and_cpu_programs_hold_the_same_call() -> None:
 
 
 def test_a_gate_that_may_be_recorded_has_a_target_of_its_own_on_cuda_alone() -> None:
-  gate = cg.gate(same, out=same, arrays="buffer", style="inplace", command_buffer=True)
+  gate = cg.gate(
+    lambda out, x: None, out=same, arrays="buffer", style="inplace", command_buffer=True
+  )
   assert targets_of(text_of(gate, x3())) == ["callgate.gate.graph"]
   assert targets_of(text_of(gate, x3(), platforms=("cpu",))) == ["callgate.gate"]
   assert targets_of(text_of(gate, x3(), platforms=BOTH)) == ["callgate.gate"]

@@ -377,7 +377,7 @@ def test_an_ordered_gate_over_several_devices_is_refused(split: Any) -> None:
 # -- what is refused -----------------------------------------------------------------------------
 def test_a_dimension_is_no_static_argument() -> None:
   with pytest.raises(cg.GateDefinitionError, match=r"'n': .* got the symbolic dimension b"):
-    exported(lambda x: _here["double"](x, n=x.shape[0]))
+    exported(lambda x: cg.gate(lambda x, n: n * x, out=lambda x, n: x)(x, n=x.shape[0]))
 
 
 def test_extents_that_are_neither_known_nor_symbolic_are_refused() -> None:
