@@ -18,8 +18,7 @@ void Pace::took(std::int64_t nanoseconds, std::size_t records) {
   // A call that contradicts the earlier ones takes their weight: the consumer has changed. So does
   // the second: the first one opens files and loads code.
   const double odds = 2 * std::max(kTurn, call_ + ns_each_ * count) / ns;
-  calls_ = std::min(calls_ + 1, 3);
-  remember(ns, count, calls_ == 2 ? 0 : known_ ? std::min(kKept, odds * odds) : kKept);
+  remember(ns, count, ++calls_ == 2 ? 0 : known_ ? std::min(kKept, odds * odds) : kKept);
   fit();
   double fits = std::max(kTurn, call_) / std::max(ns_each_, 1e-3);
   if (!known_) fits = ns <= 2 * kTurn || count == 1 ? std::max(fits, 2 * count) : count / 2;

@@ -51,7 +51,7 @@ class Pace {
   double least_ns_ = std::numeric_limits<double>::infinity();
   double call_ = 0, ns_each_ = 0;  // of a call without records, and of a record
   bool known_ = false;             // by calls with different numbers of records
-  int calls_ = 0;                  // counted up to 3
+  std::uint64_t calls_ = 0;
 };
 
 }  // namespace callgate

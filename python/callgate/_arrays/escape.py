@@ -104,14 +104,12 @@ def _escaped_for_good(gate: str, suspects: list[Suspect]) -> list[Suspect]:
   """
   with reading_frames:
     pass  # a report's are gone now
-  _clear_ended_frames()
-  if not _escaped(suspects):
-    return []
   known = registry.get(gate) in _leave_old_cycles
   for generation in (_OLDEST,) if known else range(_OLDEST):
     gc.collect(generation)
     if not _escaped(suspects):
       return []
+  _clear_ended_frames()
   for attempt in range(5):
     time.sleep(0.0005 * attempt)  # gives the GIL to a worker that is about to drop its argument
     if not _escaped(suspects):
@@ -134,11 +132,12 @@ def _clear_ended_frames() -> None:
   The call's function may have handled the failure of a program that it called: the exception's
   frames then lead to those of the function, which hold its arguments.
   """
-  thread = threading.get_ident()
+  thread, seen = threading.get_ident(), set[int]()
   for one in kept.newest_first():
     for found in _holders.frames_of(one.exception) if one.thread == thread else ():
       frame = found if isinstance(found, FrameType) else None
-      while frame is not None:
+      while frame is not None and id(frame) not in seen:
+        seen.add(id(frame))
         if not frame.f_code.co_flags & _SUSPENDS:
           try:
             frame.clear()

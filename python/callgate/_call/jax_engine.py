@@ -54,8 +54,6 @@ def bind(
   return [tracing.vary_over(axes, result) for result in call(*leaves)]
 
 
-# Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't, but by
-# the option: their effect was decided when the call was traced.
 def refuse_export(context: Any, label: str, engine: str) -> None:
   """Raises GateDefinitionError in a program for `jax.export` that would hold JAX's own callback."""
   if not lowering.is_export(context):
@@ -73,6 +71,8 @@ def refuse_export(context: Any, label: str, engine: str) -> None:
   )
 
 
+# Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't, but by
+# the option: their effect was decided when the call was traced.
 def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]:
   gate = call.gate
   if gate.effect == "ordered" and not call.site.by_jax:

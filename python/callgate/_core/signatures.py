@@ -101,11 +101,7 @@ def takes_two(function: Callable[..., Any]) -> bool:
 
 def is_async(function: Callable[..., Any]) -> bool:
   """As `is_coroutine_function`, but also of a function below decorators."""
-  function = inspect.unwrap(function)
-  while isinstance(function, functools.partial):
-    function = inspect.unwrap(cast("Any", function).func)
-  method = inspect.unwrap(type(function).__call__)
-  return is_coroutine_function(function) or is_coroutine_function(method)
+  return _is(inspect.iscoroutinefunction, function, inspect.unwrap)
 
 
 def is_coroutine_function(function: Any) -> bool:
@@ -118,10 +114,13 @@ def is_generator_function(function: Any) -> bool:
   return _is(inspect.isgeneratorfunction, function) or _is(inspect.isasyncgenfunction, function)
 
 
-def _is(kind: Callable[[Any], bool], function: Any) -> bool:
+def _is(
+  kind: Callable[[Any], bool], function: Any, below: Callable[[Any], Any] = lambda given: given
+) -> bool:
+  function = below(function)
   while isinstance(function, functools.partial):
-    function = cast("Any", function).func
-  return kind(function) or kind(getattr(type(function), "__call__", None))  # noqa: B004
+    function = below(cast("Any", function).func)
+  return kind(function) or kind(below(getattr(type(function), "__call__", None)))  # noqa: B004
 
 
 def refuse_unrun(expected: str, function: Any) -> None:

@@ -83,7 +83,7 @@ class OnWorkers:
 
   def run(self, spec: str, lanes: _callgate.CallLanes) -> None:
     """Runs all lanes of a call, each where its objects live."""
-    handles, count = places(spec), len(lanes)
+    handles, scope, count = places(spec), _scope_of(spec), len(lanes)
     held = [self._held(handles, lanes, i) for i in range(count)] if handles else []
     placed = self._workers_of(held)
     there, pool = self._there, core(self.workers).pool()
@@ -99,7 +99,7 @@ class OnWorkers:
     for lane, (one, worker) in enumerate(zip(made, ran_on, strict=False)):
       one.worker = worker
       assert there is not None
-      table.add(one, there.maker, lanes.take_one(lane, _scope_of(spec)), one.number)
+      table.add(one, there.maker, lanes.take_one(lane, scope), one.number)
 
   def _new(self, pool: Any) -> RemoteObject:
     return RemoteObject(self.workers, pool, _callgate.new_number())

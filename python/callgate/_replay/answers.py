@@ -67,6 +67,9 @@ class Answers:
     self._gates: dict[str, _GateCalls] = {}
     for call in sorted(recorded, key=lambda call: call.number):
       self._gates.setdefault(call.gate, _GateCalls(call.effect, call.waits)).add(call)
+    self._unnumbered: dict[str, list[_GateCalls]] = collections.defaultdict(list)
+    for name, gate in self._gates.items():
+      self._unnumbered[_without_numbers(name)].append(gate)
 
   def gates(self) -> list[str]:
     return sorted(self._gates)
@@ -89,9 +92,8 @@ class Answers:
     """
     if name in self._gates:
       return self._gates[name]
-    plain = _without_numbers(name)
-    same = [calls for other, calls in self._gates.items() if _without_numbers(other) == plain]
-    same = [calls for calls in same if place.site in calls.sites]
+    alike = self._unnumbered.get(_without_numbers(name), ())
+    same = [gate for gate in alike if place.site in gate.sites]
     return same[0] if len(same) == 1 else None
 
   def take(self, name: str, place: CallPlace, operands: Sequence[Value]) -> Recorded | None:

@@ -226,6 +226,14 @@ struct Behind {
     std::this_thread::sleep_for(milliseconds(6));
   }
 
+  // Closes the channel, which got 100 records.
+  void expect_at_the_end(std::uint64_t had) {
+    ASSERT_TRUE(channel_.close(kLimit));
+    EXPECT_EQ(had_, had);
+    EXPECT_LE(most_, 8U);
+    EXPECT_EQ(channel_.stats().delivered, 100U);
+  }
+
   Channel& channel_;
   std::uint64_t before_, had_ = 0, most_ = 0;
 };
@@ -236,10 +244,7 @@ TEST(ChannelTurns, ALoneConsumerThatGoesOneByOneIsCountedAfterEachTurn) {
   Backlog backlog(*channel, 100);
   channel->add(std::make_shared<OneByOne>([&] { behind(); }));
   backlog.release();
-  ASSERT_TRUE(channel->close(kLimit));
-  EXPECT_EQ(behind.had_, 99U);
-  EXPECT_LE(behind.most_, 8U);
-  EXPECT_EQ(channel->stats().delivered, 100U);
+  behind.expect_at_the_end(99);
 }
 
 TEST(ChannelTurns, ASourcesOwnConsumerIsCountedAfterEachTurn) {
@@ -248,10 +253,7 @@ TEST(ChannelTurns, ASourcesOwnConsumerIsCountedAfterEachTurn) {
   Feed feed(8, std::make_shared<OneByOne>([&] { behind(); }));
   for (std::uint64_t id = 0; id < 100; ++id) feed.send(*channel, id);
   channel->start();
-  ASSERT_TRUE(channel->close(kLimit));
-  EXPECT_EQ(behind.had_, 100U);
-  EXPECT_LE(behind.most_, 8U);
-  EXPECT_EQ(channel->stats().delivered, 100U);
+  behind.expect_at_the_end(100);
 }
 
 TEST(ChannelTurns, WhatAllHaveHadIsDelivered) {
@@ -261,10 +263,7 @@ TEST(ChannelTurns, WhatAllHaveHadIsDelivered) {
   Backlog backlog(*channel, 100);
   channel->add_all({fast, std::make_shared<OneByOne>([&] { behind(); })});
   backlog.release();
-  ASSERT_TRUE(channel->close(kLimit));
-  EXPECT_EQ(behind.had_, 99U);
-  EXPECT_LE(behind.most_, 8U);
-  EXPECT_EQ(channel->stats().delivered, 100U);
+  behind.expect_at_the_end(99);
 }
 
 TEST(ChannelTurns, ARemovalWaitsForOneDeliveryAlthoughRecordsNeverStop) {
