@@ -55,6 +55,8 @@ from callgate._objects.hold import Hold, hold
 from callgate._objects.linear import linear_solver
 from callgate._objects.root import root
 from callgate._objects.use import use
+from callgate._places.threads import Thread, thread
+from callgate._places.workers import Workers, workers
 from callgate._replay.record import Recording, record
 from callgate._replay.replay import Replay, replay
 from callgate._runtime.barrier import barrier, errors
@@ -71,8 +73,6 @@ from callgate._tap.print import print
 from callgate._tap.records import BatchInfo, Record, TapInfo
 from callgate._tap.tap import channel_stats, tap
 from callgate._torch.torch import TorchFunction, TorchModule, torch
-from callgate._workers.threads import Thread, thread
-from callgate._workers.workers import Workers, workers
 from callgate.compat._callbacks.install import install, uninstall
 
 __version__: str

@@ -137,7 +137,7 @@ void Pool::look_at(const WorkerPointer& worker) {
     std::lock_guard lock(mutex_);
     doomed = worker->doomed;
     interrupts = std::exchange(worker->to_interrupt, false) && !doomed;
-    // A worker that is up writes where its threads stand (python/callgate/_workers/worker.py).
+    // A worker that is up writes where its threads stand (python/callgate/_places/worker.py).
     asks = !closing_ && worker->state == State::kTaken;
   }
   if (interrupts) worker->process->kill(SIGUSR2);  // likewise

@@ -203,7 +203,7 @@ class Callee(Identity):
   vjp_rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
   transpose_rule: Callable[..., Any] | None = None
   no_derivatives = ""  # what to say where it can have none, in the place of how to define one
-  place: Where | None = None  # where it is defined
+  defined_at: Where | None = None  # where it is defined
   owners: tuple[Callable[[], type | None], ...] = ()  # the classes of which it is a method
   # The call with its rules around it, of the `Exact` of static values, that of split arguments'
   # structure, and the user's line: a cache (`tracing.clearable_cache`).

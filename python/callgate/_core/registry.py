@@ -46,7 +46,7 @@ def current_place() -> Where | None:
 
 def register(name: str, gate: Any) -> None:
   """Makes a gate's parameter names known; the gate has `parameters`."""
-  gate.place = current_place()
+  gate.defined_at = current_place()
   with _lock:  # while another thread looks through the names
     _gates[name] = gate
 
@@ -63,7 +63,7 @@ def take(name: str) -> None:
     old, place = _gates.get(name), current_place()
     if old is None:
       return
-    if place is None or not place.redefines(old.place):
+    if place is None or not place.redefines(old.defined_at):
       hint = "choose another name=, or drop the other one and the programs that call it"
       taken = f"the name '{name}' is taken by another live gate or kernel"
       raise ValueError(f"callgate: {taken}; {hint}")

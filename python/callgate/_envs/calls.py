@@ -17,8 +17,8 @@ from callgate._core.errors import GateDefinitionError
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
+from callgate._places.workers import Workers
 from callgate._runtime import config
-from callgate._workers.workers import Workers
 
 SHARDING = "expected such as NamedSharding(mesh, PartitionSpec('d')), which splits lanes alone"
 

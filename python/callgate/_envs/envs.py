@@ -19,20 +19,20 @@ from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.failures import raise_deferred
-from callgate._core.public import Closing, core
+from callgate._core.public import Closing
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.calls import EnvGate, EnvLayout
 from callgate._envs.lanes import EnvLanes, EnvPlan, LanesMethod, plan_of
-from callgate._gate.options import GateOptions
+from callgate._gate.options import GateOptions, place_of
 from callgate._jax import tracing
+from callgate._places import objects
+from callgate._places.remote import LOADING_SECONDS
+from callgate._places.threads import Thread
+from callgate._places.workers import Workers, shared
 from callgate._runtime import config
 from callgate._runtime.barrier import errors, wait_for_programs
 from callgate._tap.channel import Channel
 from callgate._tap.tap import tap
-from callgate._workers import objects
-from callgate._workers.remote import LOADING_SECONDS
-from callgate._workers.threads import Thread
-from callgate._workers.workers import Workers, shared
 
 RunOn = Literal["xla", "own", "processes"] | Workers | Thread
 
@@ -132,13 +132,8 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
   workers = run_on.count if isinstance(run_on, Workers) else 0
   layout = EnvLayout.checked(label, count, options.sharding, workers)
   info = infos.declared(label, options.info)
-  plan = _on(run_on, functools.partial(plan_of, label, make, count, info, to is not None))
+  plan = place_of(run_on).run(functools.partial(plan_of, label, make, count, info, to is not None))
   return Envs(name, _Programs(name, plan, layout, run_on, options.timeout, to, steps))
-
-
-def _on(run_on: Any, function: Callable[[], Any]) -> Any:
-  """Calls a function where environments of this process live."""
-  return core(run_on).run(function) if isinstance(run_on, Thread) else function()
 
 
 class _Programs:
@@ -149,7 +144,7 @@ class _Programs:
     steps: bool,
   ) -> None:  # fmt: skip
     self.plan, self.layout, self.to, self.steps = plan, layout, to, steps
-    self.run_on = run_on
+    self.run_on, self.place = run_on, place_of(run_on)
     self.instances = objects.Instances(functools.partial(EnvLanes, plan), by_lane=False)
     outs: dict[str, Callable[..., Any]] = {
       "reset": lambda lanes, given: plan.of_reset(lanes.shape[-1]),
@@ -322,7 +317,7 @@ class Envs(Closing):
     wait_for_programs()
     if isinstance(programs.run_on, Workers) and config.engine() != "jax":
       return programs.render(number)
-    return _on(programs.run_on, lambda: programs.instances.get().render(number))
+    return programs.place.run(lambda: programs.instances.get().render(number))
 
   def close(self) -> None:
     """Waits for programs, and closes the environments, also in workers. Calls fail from then on."""
@@ -335,7 +330,7 @@ class Envs(Closing):
     if self._called and isinstance(programs.run_on, Workers) and config.engine() != "jax":
       with contextlib.suppress(Exception):  # workers that have ended have no environments
         jax.block_until_ready(jax.jit(programs.shut)())
-    _on(programs.run_on, lambda: programs.instances.get().close())
+    programs.place.run(lambda: programs.instances.get().close())
 
   def __repr__(self) -> str:
     return f"<callgate.envs '{self.name}' of {self.num_envs}>"

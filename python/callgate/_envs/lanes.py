@@ -23,7 +23,7 @@ from callgate._core.errors import GateDefinitionError, GateError, ResultError
 from callgate._envs import infos, seeds, spaces
 from callgate._envs.spaces import Store
 from callgate._jax import tracing
-from callgate._workers import objects
+from callgate._places import objects
 
 
 @dataclasses.dataclass(frozen=True)

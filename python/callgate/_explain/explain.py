@@ -151,7 +151,7 @@ def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...], platform:
   by_jax = site.by_jax or config.engine() == "jax"
   native = gate.kind == "kernel"
   ins, outs = _bytes(eqn.invars), _bytes(eqn.outvars)
-  elsewhere = not getattr(gate, "is_here", True)
+  elsewhere = getattr(gate, "remote", None) is not None
   private = getattr(gate, "copy", False) or getattr(gate, "timeout", 0)
   copies = 0 if native else outs if gate.style == "return" else 0
   if private:

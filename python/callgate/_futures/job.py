@@ -23,7 +23,7 @@ from callgate._core import failures, foreign
 from callgate._core.errors import GateError, GateTimeoutError, Interruption
 from callgate._core.weak import members
 from callgate._part import Part, Phase, Wait
-from callgate._workers.threads import ThreadPlace
+from callgate._places.threads import ThreadPlace
 
 if TYPE_CHECKING:
   import asyncio

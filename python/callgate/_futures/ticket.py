@@ -16,16 +16,15 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from callgate._call import derivatives, shapes
+from callgate._call import derivatives, jax_engine, shapes
 from callgate._call.attached import with_derivative
 from callgate._call.site import SHARED, CallSite
-from callgate._core import encoding, exact
+from callgate._core import encoding, exact, split
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._core.pickling import Stays
 from callgate._core.public import core
 from callgate._core.where import where
-from callgate._futures import started
 from callgate._futures.job import Job, Line
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
@@ -34,9 +33,9 @@ from callgate._objects.handle import TYPE, Handle
 from callgate._objects.hold import HoldCallee, holding
 from callgate._objects.resolve import resolved
 from callgate._objects.use import Use
+from callgate._places import objects
+from callgate._places.threads import ThreadPlace
 from callgate._runtime import config
-from callgate._workers import objects
-from callgate._workers.threads import Thread
 
 
 class _StartedCall(NamedTuple):
@@ -106,7 +105,7 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
   structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
   results, out_tree = shapes.result_types(gate, in_tree, structs, static)
   begin = _member(gate, "start")
-  if gate.is_here:
+  if gate.remote is None:
     begin.owners = gate.owners  # the object of a method is its first argument, too
     handle = begin(*given[0], **given[1], **place)
   else:
@@ -148,7 +147,7 @@ def member(gate: GateCallee, suffix: str, name: str) -> GateCallee:
   """Makes the gate that starts calls of a gate, "start", or that waits for them, "result"."""
   if suffix == "result":
     return _taker(gate, name)
-  made = _begin(gate, name) if gate.is_here else _begin_elsewhere(gate, name)
+  made = _begin(gate, name) if gate.remote is None else _begin_elsewhere(gate, name)
   made.binds = None  # it takes callgate's own keywords; `start` has checked the user's arguments
   return made
 
@@ -156,7 +155,7 @@ def member(gate: GateCallee, suffix: str, name: str) -> GateCallee:
 def _begin(gate: GateCallee, name: str) -> GateCallee:
   function, label, timeout = gate.function, gate.label, gate.timeout
   arrays: Any = gate.arrays
-  line = core(gate.run_on) if isinstance(gate.run_on, Thread) else None
+  line = gate.place if isinstance(gate.place, ThreadPlace) else None
 
   def begin(*args: Any, **kwargs: Any) -> Job:
     job = Job(label, kwargs.pop(_PLACE), timeout)
@@ -188,16 +187,27 @@ _by_jax = threading.local()
 
 
 def _begin_elsewhere(gate: GateCallee, name: str) -> GateCallee:
-  make, label, by_lane = started.calls_of(gate), gate.label, gate.traits.by_lane
-  line = Line(started.most(gate))
+  """Starts calls that a thread here waits for, without the GIL; each is a lane of its own."""
+  assert gate.remote is not None
+  run, line = gate.remote.runner(gate.callee), Line(gate.remote.most)
+  function, label, by_lane = gate.function, gate.label, gate.traits.by_lane
+  convert = functools.partial(jax_engine.host_converter, gate.arrays)
 
-  def begin(*arrays: Any, **kwargs: Any) -> Job:
+  def begin(*operands: Any, **kwargs: Any) -> Job:
     job = Job(label, kwargs[_PLACE], 0)  # elsewhere they know how long it runs
     lane = objects.current_lane() if by_lane else 0
-    ins, outs, static, *rest = kwargs[_CALL]
-    spec = encoding.encode(ins.value, outs.value, static)
-    call = make(getattr(_by_jax, "on", False), arrays, lane, job.interrupts, spec, *rest)
-    job.start(call, line)
+    ins, outs, static, cast, types = kwargs[_CALL]
+
+    def call_there() -> Any:
+      spec = encoding.encode(ins.value, outs.value, static)
+      flat = run(spec, cast, operands, types, lane, job.interrupts)
+      return jax.tree.unflatten(outs.value, flat)
+
+    def call_here() -> Any:
+      args, kwargs = split.unflattener(ins.value)(map(convert(), operands))
+      return objects.on_lane(lane, lambda: function(*args, **kwargs, **dict(static)))
+
+    job.start(call_here if getattr(_by_jax, "on", False) else call_there, line)
     return job
 
   functools.update_wrapper(begin, gate.function, updated=())

@@ -22,15 +22,14 @@ from callgate._call.traits import Traits
 from callgate._core import options as _options
 from callgate._core import registry, signatures, split
 from callgate._core.errors import GateDefinitionError
-from callgate._core.public import Public, core, core_of
-from callgate._gate import annotations, elsewhere
-from callgate._gate.options import Arrays, GateOptions, Style, no_copy
-from callgate._gate.options import Thread as CallThread
+from callgate._core.public import Public, core_of
+from callgate._gate import annotations
+from callgate._gate.options import Arrays, GateOptions, Style, no_copy, place_of
+from callgate._places import objects
+from callgate._places.place import RemoteGate
 from callgate._runtime import targets
-from callgate._workers import objects
-from callgate._workers.threads import Thread
 
-_STARTED = ("start", "result")  # the members of a gate that starts calls
+STARTED = ("start", "result")  # the members of a gate that starts calls
 _LEADING = {"return": 0, "inplace": 1, "context": 2}  # parameters that are none of a call's
 
 
@@ -39,7 +38,9 @@ class GateCallee(Operation):
 
   Attributes:
     function: the user's callable.
-    style, arrays, thread, run_on: as given to `callgate.gate`.
+    style, arrays, run_on, retries, affinity, in_flight: as given to `callgate.gate`.
+    place: where it runs, as `run_on` says.
+    remote: the answers about it where that is in other processes; else None.
   """
 
   kind = "gate"
@@ -64,23 +65,23 @@ class GateCallee(Operation):
     super().__init__(name, options)
     self.function = function
     self.style, self.arrays, self.run_on = options.style, options.arrays, options.run_on
-    self.thread: CallThread = "own" if self.run_on == "own" else "xla"
+    self.place = place_of(self.run_on)
     self.timeout = options.timeout or 0.0
-    self.is_here = isinstance(self.run_on, str | Thread)  # in this process
     if self.is_async and not isinstance(self.run_on, str):
       raise GateDefinitionError(
         f"{label}: run_on={self.run_on!r}: expected a function, got an async function; those run "
         "on this process's event loop"
       )
-    self.affinity, self._place = options.affinity, (options.retries, options.in_flight)
-    self.elsewhere: Any = None
+    self.retries, self.affinity = options.retries, options.affinity
+    self.in_flight = options.in_flight
+    self.remote: RemoteGate | None = None
     self.cast, self.copy = options.cast, options.copy
     self.collective, self.command_buffer = options.collective, options.command_buffer
     self.parameters = tuple(p.name for p in signatures.positional(function, leading))
     self.defaults = signatures.defaults(function, leading)
     self.traits = self.traits.but(
       by_lane=self.traits.by_lane or self.affinity is not None,
-      of_thread=isinstance(self.run_on, Thread),
+      of_thread=self.place.thread is not None,
       on_device=bind.is_native(self.arrays) or self.traits.native,
     )
     self.members: dict[str, GateCallee] = {}
@@ -97,25 +98,29 @@ class GateCallee(Operation):
     self._defined_in = (getattr(function, "__module__", None), outer) if in_class else None
 
   def _named_callee(self) -> Any:
-    if not self.is_here:
-      self.elsewhere, callee = elsewhere.callee(self, *self._place)
+    if (bound := self.bind_elsewhere()) is not None:
+      self.remote, callee = bound
       return callee
     return _callgate.Callee(
       self.name, self.function, style=self.style, timeout=self.timeout,
       bind=functools.partial(bind.bind, self.function, self.style, self.arrays, self.name),
       arrays="numpy" if self.arrays == "numpy" else "buffer",
-      owned_inputs=self.copy, own_thread=self.thread == "own",
+      owned_inputs=self.copy, own_thread=self.run_on == "own",
       native=self.traits.on_device,
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
       located=self.traits.located or self.traits.by_lane,
       taped=self.traits.taped,
-      thread=core(self.run_on).callee if isinstance(self.run_on, Thread) else None,
+      thread=self.place.thread,
     )  # fmt: skip
+
+  def bind_elsewhere(self) -> tuple[RemoteGate, Any] | None:
+    """Answers about it, and the runtime's handle, where its place is not this process."""
+    return self.place.bind(self)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     super().check_call(site, structs)
-    if self.elsewhere is not None and not site.by_jax:
-      self.elsewhere.prepare()
+    if self.remote is not None and not site.by_jax:
+      self.remote.prepare()
 
   def is_of_object(self, args: Sequence[Any]) -> bool:
     if super().is_of_object(args):
@@ -172,13 +177,12 @@ class GateCallee(Operation):
 
   def _maker_of(self, suffix: str) -> Callable[[str], GateCallee] | None:
     """Makes a member of a name; None if there is no such member."""
-    if suffix not in _STARTED or self.traits.handles:
+    if suffix not in STARTED or self.traits.handles:
       return None
     return functools.partial(_part.load("futures").member, self, suffix)
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
-    call = functools.partial(self.function, *args, **kwargs)
-    return core(self.run_on).run(call) if isinstance(self.run_on, Thread) else call()
+    return self.place.run(functools.partial(self.function, *args, **kwargs))
 
   def on_lane(self, lane: int, call: Callable[[], Any]) -> Any:
     return objects.on_lane(lane, call) if self.traits.by_lane else call()
@@ -187,7 +191,7 @@ class GateCallee(Operation):
     return functools.partial(self._emission, on_cuda=platform == "cuda")
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
-    if on_cuda and self.copy and self.is_here and bind.is_native(self.arrays):
+    if on_cuda and self.copy and self.remote is None and bind.is_native(self.arrays):
       raise no_copy(self.label, self.arrays)
     target = targets.GRAPH_TARGET if on_cuda and self.command_buffer else targets.GATE_TARGET
     cast = {"cast": "yes"} if call.site.cast else {}
@@ -227,32 +231,3 @@ def _beneath(value: Any) -> Any:
 def _programs_of(gate: weakref.ref[GateCallee]) -> Any:
   found = gate()
   return found and found.users_programs and found.users_programs()
-
-
-class ClassGateCallee(GateCallee):
-  """The core of a class's gate: calls an object's `__call__`, and has the gates of its methods."""
-
-  def __init__(self, made: Callable[..., Any], options: GateOptions) -> None:
-    self._objects = objects.Instances(made, options.affinity == "lane")
-    self._class: type = objects.class_of(made)
-    self._given = options
-    self._outs = elsewhere.outs_by_method(self._class, options.out)
-    name = options.name if options.name is not None else registry.unique_name(made)
-    super().__init__(
-      objects.MethodOf(self._objects, "__call__"),
-      dataclasses.replace(options, name=name, out=self._out_of("__call__")),
-    )
-
-  def _out_of(self, method: str) -> Any:
-    if self._outs is None:
-      return self._given.out
-    return self._outs.get(method, functools.partial(elsewhere.no_results, self._class, method))
-
-  def _maker_of(self, suffix: str) -> Callable[[str], GateCallee] | None:
-    if suffix in _STARTED or not callable(getattr(self._class, suffix, None)):
-      return super()._maker_of(suffix)
-    return functools.partial(self._method, suffix)
-
-  def _method(self, method: str, name: str) -> GateCallee:
-    options = dataclasses.replace(self._given, name=name, out=self._out_of(method))
-    return GateCallee(objects.MethodOf(self._objects, method), options)

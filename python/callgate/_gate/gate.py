@@ -14,8 +14,8 @@ from callgate._call.function import ArrayFunction
 from callgate._call.generic import AnyArray, Method, P, R
 from callgate._core import exact, factories, foreign
 from callgate._core.bound import BoundMethod
-from callgate._gate import elsewhere
-from callgate._gate.callee import ClassGateCallee, GateCallee
+from callgate._gate import classes
+from callgate._gate.callee import GateCallee
 from callgate._gate.options import (
   Arrays,
   ContextOptions,
@@ -58,7 +58,7 @@ class Gate(ArrayFunction[P, R]):
   @property
   def thread(self) -> Thread:
     """The thread that calls the callable: "xla" or "own"."""
-    return self._core.thread
+    return "own" if self._core.run_on == "own" else "xla"
 
   @property
   def run_on(self) -> Any:
@@ -227,9 +227,9 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
     GateDefinitionError: an option is wrong, or shapes are not known.
     ValueError: the name is taken by another live gate.
   """
-  if elsewhere.has_objects(fn, options.run_on):
-    elsewhere.refuse_hidden(fn, options.out, {name for name in dir(Gate) if name[0] != "_"})
-    return ClassGate(ClassGateCallee(fn, options))
+  if classes.has_objects(fn, options.run_on):
+    classes.refuse_hidden(fn, options.out, {name for name in dir(Gate) if name[0] != "_"})
+    return ClassGate(classes.ClassGateCallee(fn, options))
   return Gate(GateCallee(fn, options))
 
 

@@ -14,8 +14,11 @@ from callgate._core import options as check
 from callgate._core import signatures, spellings
 from callgate._core.errors import GateDefinitionError
 from callgate._core.options import option
-from callgate._workers import threads
-from callgate._workers.workers import Workers, shared
+from callgate._core.public import Public, core
+from callgate._places import threads
+from callgate._places.executors import ExecutorPlace
+from callgate._places.place import XLA, Place
+from callgate._places.workers import Workers, shared
 
 Style = Literal["return", "inplace", "context"]
 Arrays = Literal["numpy", "buffer", "jax", "torch", "cupy", "numba"]
@@ -77,7 +80,7 @@ class GateOptions(CallOptions):
 
   def checked(self, label: str) -> "GateOptions":
     made = super().checked(label)
-    made = dataclasses.replace(made, run_on=place(label, made.run_on, made.thread))
+    made = dataclasses.replace(made, run_on=_run_on(label, made.run_on, made.thread))
     _check_place(label, made)
     if made.copy and made.arrays in gpu.KINDS and made.arrays not in ("buffer", "torch"):
       raise no_copy(label, made.arrays)
@@ -96,8 +99,15 @@ class GateOptions(CallOptions):
     return made
 
 
-def place(label: str, value: Any, thread: Thread) -> RunOn:
-  """Where a gate with `run_on=value` runs: one of "xla" and "own", workers or an executor."""
+def place_of(run_on: Any) -> Place:
+  """The place of a checked `run_on=`."""
+  if isinstance(run_on, Public):
+    return core(run_on)
+  return XLA if isinstance(run_on, str) else ExecutorPlace(run_on)
+
+
+def _run_on(label: str, value: Any, thread: Thread) -> RunOn:
+  """`run_on=value`, checked: one of "xla" and "own", workers, a thread or an executor."""
   if isinstance(value, str) and value in ("xla", "own", "processes"):
     name = str(value)
     if thread == "own" and name == "processes":
@@ -116,35 +126,35 @@ def place(label: str, value: Any, thread: Thread) -> RunOn:
   return value
 
 
+# The options that few places take, and which.
+_OF_PLACES = {
+  "retries": "workers or an executor", "affinity": "'processes' or workers",
+  "in_flight": "an executor",
+}  # fmt: skip
+
+
 def _check_place(label: str, made: "GateOptions") -> None:
   """Raises for options that the place where a gate runs has no use for."""
-  workers = isinstance(made.run_on, Workers)
-  executor = isinstance(made.run_on, concurrent.futures.Executor)
-  if made.retries and not (workers or executor):
-    raise GateDefinitionError(f"{label}: retries: expected run_on= workers or an executor")
+  place, at = place_of(made.run_on), f"{label}: run_on={made.run_on!r}"
+  for name, expected in _OF_PLACES.items():
+    if getattr(made, name) and name not in place.takes:
+      raise GateDefinitionError(f"{label}: {name}: expected run_on= {expected}")
   if made.retries and made.effect != "pure":
     raise GateDefinitionError(
       f"{label}: retries={made.retries}: expected effect='pure', got effect={made.effect!r}, which "
       "runs once"
     )
-  if made.affinity and not workers:
-    raise GateDefinitionError(f"{label}: affinity: expected run_on= 'processes' or workers")
-  if made.in_flight is not None and not executor:
-    raise GateDefinitionError(f"{label}: in_flight: expected run_on= an executor")
-  if isinstance(made.run_on, threads.Thread) and made.command_buffer:
-    raise GateDefinitionError(f"{label}: run_on={made.run_on!r}: expected command_buffer=False")
-  if not (workers or executor):
+  if made.command_buffer and place is not XLA:
+    raise GateDefinitionError(f"{at}: expected command_buffer=False")
+  if place.is_here:
     return
-  kinds = ("numpy", "buffer", "jax", "torch") if workers else ("numpy",)
-  check.choice(label, f"run_on={made.run_on!r}: arrays", made.arrays, kinds)
+  check.choice(label, f"run_on={made.run_on!r}: arrays", made.arrays, place.arrays)
   if made.style == "context":
     raise GateDefinitionError(
-      f"{label}: run_on={made.run_on!r}: expected style='return' or 'inplace', got 'context': "
-      "other processes have no stream"
+      f"{at}: expected style='return' or 'inplace', got 'context': other processes have no stream"
     )
-  for name in ("collective", "command_buffer"):
-    if getattr(made, name):
-      raise GateDefinitionError(f"{label}: run_on={made.run_on!r}: expected {name}=False")
+  if made.collective:
+    raise GateDefinitionError(f"{at}: expected collective=False")
 
 
 # Type checkers take the keywords of one style from these.

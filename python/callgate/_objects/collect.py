@@ -30,7 +30,7 @@ from callgate import _callgate, _part
 from callgate._jax import dispatch
 from callgate._objects import table
 from callgate._part import Part, Wait
-from callgate._workers import threads
+from callgate._places import threads
 
 _LEAST = 8  # objects that need no look
 _WAIT_SECONDS = 0.1

@@ -13,9 +13,9 @@ from callgate._core import encoding
 from callgate._core.errors import HandleError
 from callgate._core.public import Public, core
 from callgate._objects.table import WORDS
-from callgate._workers import threads, workers
-from callgate._workers.threads import Thread
-from callgate._workers.workers import Workers
+from callgate._places import threads, workers
+from callgate._places.threads import Thread
+from callgate._places.workers import Workers
 
 # The keyword of the loop whose step makes an object: the last operand, as it sorts behind names.
 SCOPE = "\U0010fffdcallgate_scope"

@@ -24,14 +24,14 @@ from callgate._gate.callee import GateCallee
 from callgate._gate.gate import Gate
 from callgate._gate.options import Arrays, GateOptions, Thread
 from callgate._jax import tracing
-from callgate._objects import table
+from callgate._objects import remote, table
 from callgate._objects.handle import SCOPE, TYPE, Handle
-from callgate._objects.remote import on_workers
 from callgate._objects.resolve import is_handle, resolved
 from callgate._objects.table import Maker
-from callgate._workers import threads
-from callgate._workers.threads import Thread as OneThread
-from callgate._workers.workers import Workers, name_of, shared
+from callgate._places import threads
+from callgate._places.place import RemoteGate
+from callgate._places.threads import Thread as OneThread
+from callgate._places.workers import Workers, name_of, shared
 
 PLACES = "'xla', 'own', 'processes', callgate.workers(...) or callgate.thread(...)"
 Place = Literal["xla", "own", "processes"] | Workers | OneThread | None
@@ -73,12 +73,8 @@ class HoldCallee(GateCallee):
   # Recordings hear below of what makes the object: handles differ from run to run.
   traits = GateCallee.traits.but(handles="makes", taped=False)
 
-  def _named_callee(self) -> Any:
-    if not isinstance(self.run_on, Workers):
-      return super()._named_callee()
-    there: Making = vars(self.function)["there"]
-    self.elsewhere, callee = on_workers(self, there)
-    return callee
+  def bind_elsewhere(self) -> tuple[RemoteGate, Any] | None:
+    return None if self.place.is_here else remote.bind(self, vars(self.function)["there"])
 
   def apply_raw(self, args: Any, kwargs: dict[str, Any], static: Any) -> Any:
     args, kwargs = jax.tree.map(_without_tangent, (args, kwargs))
@@ -94,7 +90,7 @@ def holding(
   """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
   _part.load("scopes")  # a loop may hold them
   maker, name = list[Maker](), list[str]()  # not the gate, which holds the function below
-  runs_on = place_of(options.run_on)
+  runs_on = home_of(options.run_on)
   place = _name_of(runs_on)
 
   def call(*args: Any, **kwargs: Any) -> Handle:
@@ -121,7 +117,7 @@ def holding(
   return made
 
 
-def place_of(run_on: Any) -> Workers | OneThread | None:
+def home_of(run_on: Any) -> Workers | OneThread | None:
   """The workers or the thread where objects live that are made there; None for neither."""
   if _says(run_on, "processes"):
     return shared()
@@ -132,7 +128,7 @@ def _name_of(runs_on: Workers | OneThread | None) -> str | None:
   """The place, as handles of its objects hold it."""
   if isinstance(runs_on, Workers):
     return name_of(runs_on)
-  return None if runs_on is None else core(runs_on).place
+  return None if runs_on is None else core(runs_on).as_held
 
 
 def on_thread(options: dict[str, Any], thread: OneThread) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from callgate._objects import arguments
 from callgate._objects.arguments import TwoArguments
 from callgate._objects.hold import Hold, Place, hold, on_thread
 from callgate._objects.use import Use, Using
-from callgate._workers import threads
+from callgate._places import threads
 
 _RHS = 2  # the position of the right-hand side among the arguments of a solve with an object
 

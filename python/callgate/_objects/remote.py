@@ -18,12 +18,12 @@ from callgate import _callgate
 from callgate._core import encoding, foreign, registry
 from callgate._core.errors import HandleError, WorkerError
 from callgate._core.public import core
-from callgate._gate import elsewhere
 from callgate._objects import table
 from callgate._objects.handle import SCOPE, places
 from callgate._objects.table import Held
-from callgate._workers.remote import Description, Remote, ended, how_ended
-from callgate._workers.workers import Workers
+from callgate._places.place import RemoteGate
+from callgate._places.remote import Description, WorkerGate, ended, how_ended
+from callgate._places.workers import Workers
 
 
 class RemoteObject:
@@ -56,13 +56,13 @@ def _scope_of(spec: str) -> int:
   return kwargs.get(SCOPE, -1)
 
 
-def on_workers(gate: Any, there: Any) -> tuple[OnWorkers, Any]:
+def bind(gate: Any, there: Any) -> tuple[ObjectGate, Any]:
   """Answers about a gate that makes or uses objects of workers, and the runtime's handle on it."""
-  on = OnWorkers(gate, there)
-  return on, _callgate.ExecutorCallee(gate.name, on.run)
+  remote = ObjectGate(gate, there)
+  return remote, _callgate.ExecutorCallee(gate.name, remote.run)
 
 
-class OnWorkers:
+class ObjectGate(RemoteGate):
   """Answers the runtime about a gate that makes or uses objects of workers."""
 
   def __init__(self, gate: Any, there: Any) -> None:
@@ -70,11 +70,9 @@ class OnWorkers:
     self._there = there if gate.traits.handles == "makes" else None
     style = "inplace" if gate.traits.handles == "makes" else gate.style
     described = Description(gate.name, there, style, gate.arrays, gate.copy, gate.parameters)
-    self._remote = Remote(gate.label, described, gate.run_on, gate.timeout)
-    callee = elsewhere.on_workers(
-      self._remote, registry.free_name(f"{gate.name}.there"), retries=0, by_lane=False,
-      in_order=gate.effect == "ordered",
-    )  # fmt: skip
+    self._remote = WorkerGate(gate.label, described, gate.run_on, gate.timeout)
+    name = registry.free_name(f"{gate.name}.there")
+    callee = self._remote.callee(name, 0, gate.effect == "ordered", by_lane=False)
     callee.give_up_name()  # nobody looks for it
     self._site = functools.lru_cache(64)(callee.site)
 

@@ -19,7 +19,7 @@ from callgate._gate.options import GateOptions, Thread
 from callgate._objects import arguments
 from callgate._objects.arguments import TwoArguments
 from callgate._objects.linear import instantiated
-from callgate._workers.threads import Thread as OneThread
+from callgate._places.threads import Thread as OneThread
 
 
 def root(

@@ -19,8 +19,8 @@ import numpy as np
 
 from callgate import _callgate, _part
 from callgate._core.errors import HandleError
-from callgate._workers import threads
-from callgate._workers.threads import ThreadPlace
+from callgate._places import threads
+from callgate._places.threads import ThreadPlace
 
 WORDS = 2  # of a handle, uint32
 _PROCESS = int.from_bytes(os.urandom(4), "little") % ((1 << 20) - 1) + 1  # never 0

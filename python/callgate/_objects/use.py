@@ -23,14 +23,14 @@ from callgate._core.public import core
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions, take_options
 from callgate._jax import tracing
-from callgate._objects import table
-from callgate._objects.hold import PLACES, on_thread, place_of, short
-from callgate._objects.remote import on_workers
+from callgate._objects import remote, table
+from callgate._objects.hold import PLACES, home_of, on_thread, short
 from callgate._objects.resolve import is_handle, name_objects, resolved
 from callgate._objects.table import Held, KeptObjects
 from callgate._part import Part
-from callgate._workers import threads
-from callgate._workers.workers import Workers
+from callgate._places import threads
+from callgate._places.place import RemoteGate
+from callgate._places.workers import Workers
 
 _PREFIX = "use:"  # begins the names of uses that another process can make
 
@@ -58,11 +58,8 @@ class Use(GateCallee):
         "names it, and the other process traces the same use, with that name, first"
       )
 
-  def _named_callee(self) -> Any:
-    if not isinstance(self.run_on, Workers):
-      return super()._named_callee()
-    self.elsewhere, callee = on_workers(self, self.function)
-    return callee
+  def bind_elsewhere(self) -> tuple[RemoteGate, Any] | None:
+    return None if self.place.is_here else remote.bind(self, self.function)
 
 
 def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
@@ -130,7 +127,7 @@ def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, 
     options = on_thread(options, place or threads.objects())
   if "run_on" not in options:
     options["run_on"] = place
-  if (asked := place_of(options["run_on"])) is not (place or (asked and threads.objects())):
+  if (asked := home_of(options["run_on"])) is not (place or (asked and threads.objects())):
     where = "'xla' or 'own', as its objects live in this process"
     where = f"{place!r}, where its objects live, or nothing" if place else where
     check.refuse(user, "run_on", where, options["run_on"])

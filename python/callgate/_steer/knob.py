@@ -53,7 +53,7 @@ class KnobNumber(Uncopied):
     if before is not None:  # of another dtype: programs that read it go on with it
       before.cell.give_up_name()
     self.cell = _callgate.Knob(f"callgate.knob:{name}", _bits(self.as_array()))
-    self.place, self.line = registry.current_place(), ""
+    self.defined_at, self.line = registry.current_place(), ""
 
   def take(self, value: Any, range: Any, scale: Any) -> None:
     """Takes all of it, or raises and takes none."""
@@ -262,7 +262,7 @@ def set_all(values: Mapping[str, Any]) -> None:
 
 
 def _is_again(known: KnobNumber, line: str, place: Where | None) -> bool:
-  return known.line == line or (place is not None and place.redefines(known.place))
+  return known.line == line or (place is not None and place.redefines(known.defined_at))
 
 
 def _bits(array: Any) -> int:
@@ -338,5 +338,5 @@ def knob(
     else:
       before = None if known is None else core(known)
       known = _knobs[name] = Knob(KnobNumber(name, dtype, value, range, scale, before))
-    core(known).place, core(known).line = place, line
+    core(known).defined_at, core(known).line = place, line
   return known

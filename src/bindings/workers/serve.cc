@@ -24,7 +24,7 @@ namespace {
 
 constinit thread_local std::int64_t current_lane = 0;  // whose call runs
 
-// `handler` is python/callgate/_workers/worker.py's.
+// `handler` is python/callgate/_places/worker.py's.
 class PyServed final : public Served {
  public:
   explicit PyServed(nb::object handler) : handler_(std::move(handler)) {}

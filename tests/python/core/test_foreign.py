@@ -21,8 +21,8 @@ import pytest
 import callgate as cg
 from callgate import sinks
 from callgate._core import foreign
+from callgate._places import travel
 from callgate._replay import raised
-from callgate._workers import travel
 
 X = np.float32(1)
 SCALAR = jax.ShapeDtypeStruct((), np.float32)

@@ -23,7 +23,7 @@ from waiting import until
 from worker_functions import Tallied
 
 import callgate as cg
-from callgate._workers.workers import name_of
+from callgate._places.workers import name_of
 
 FLOAT, INT = (jax.ShapeDtypeStruct((), d) for d in (np.float32, np.int32))
 

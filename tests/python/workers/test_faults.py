@@ -22,7 +22,7 @@ import worker_functions
 
 import callgate as cg
 from callgate._core.public import core
-from callgate._workers.remote import Description, Remote
+from callgate._places.remote import Description, WorkerGate
 
 INT = jax.ShapeDtypeStruct((), np.int32)
 
@@ -303,7 +303,7 @@ def test_the_child_of_a_function_that_forks_does_not_answer(raises: bool) -> Non
 
 def test_a_timeout_before_the_function_is_loaded_tells_the_time_that_loading_has() -> None:
   workers = cg.workers(2)
-  remote = Remote(
+  remote = WorkerGate(
     "gate 'slow'", Description("slow", len, "return", "numpy", False, ()), workers, 0.5
   )
   what = {"kind": 4, "text": ": it had not", "raised": b"", "worker": 1, "pid": 7, "code": 0}

@@ -267,7 +267,7 @@ def test_definitions_that_nobody_has_are_dropped(two: cg.Workers) -> None:
   def objects(x: Any) -> Any:
     import gc
 
-    from callgate._workers import worker
+    from callgate._places import worker
 
     gc.collect()
     handlers = [o for o in gc.get_objects() if type(o) is worker._RequestsOfParent]

@@ -20,6 +20,7 @@ from callgate._core.errors import GateError
 from callgate._core.public import Closing, Public, Uncopied, core
 from callgate._jax import running
 from callgate._part import Part, Phase, Wait
+from callgate._places.place import Place
 
 T = TypeVar("T")
 
@@ -34,40 +35,40 @@ _NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
 OBJECTS = "objects"
 
 
-class ThreadPlace(Uncopied):
+class ThreadPlace(Uncopied, Place):
   """The core of a `Thread`: the runtime's queue, and what waits to be dropped there.
 
   Attributes:
     name: what messages and programs call the thread.
-    place: the same, as handles of objects hold it; None for the thread that is the default.
+    as_held: the same, as handles of objects hold it; None for the thread that is the default.
   """
 
   def __init__(self, name: str) -> None:
     self.name = name
-    self.place = None if name == OBJECTS else f"thread '{name}'"
-    self.callee = _callgate.NamedThread(name)
+    self.as_held = None if name == OBJECTS else f"thread '{name}'"
+    self.thread = _callgate.NamedThread(name)
     self._dropped: collections.deque[Any] = collections.deque()
     self._drops = threading.Event()  # set while nothing waits to be dropped
     self._drops.set()
-    _numbers[self.callee.number] = self
+    _numbers[self.thread.number] = self
 
   def __repr__(self) -> str:
     return f"<callgate.thread({self.name!r})>"
 
-  def is_here(self) -> bool:
+  def runs_this(self) -> bool:
     """True on the thread."""
-    return self.callee.is_here()
+    return self.thread.is_here()
 
   def submit(self, job: Callable[[], object]) -> bool:
     """Has the thread call `job()`, which raises nothing, in its turn; False once it is closed."""
-    return self.callee.submit(job)
+    return self.thread.submit(job)
 
   def refuse(self) -> NoReturn:
     raise GateError(f"{self!r}: the thread has been closed")
 
   def run(self, function: Callable[[], T]) -> T:
     """Calls a function on the thread and waits for it; returns or raises what it does."""
-    if self.is_here():
+    if self.runs_this():
       return function()
     results: list[T] = []
     errors: list[BaseException] = []
@@ -92,7 +93,7 @@ class ThreadPlace(Uncopied):
     self._drops.clear()
     self._dropped.extend(values)
     values.clear()
-    if self.is_here() or not self.submit(self._drop):
+    if self.runs_this() or not self.submit(self._drop):
       self._drop()
 
   def _drop(self) -> None:
@@ -102,7 +103,7 @@ class ThreadPlace(Uncopied):
 
   def has_dropped(self, wait: Wait) -> bool:
     """Waits until all that was given to `drop` is gone. False if the time ran out."""
-    return self.is_here() or wait.until(self._drops.wait)
+    return self.runs_this() or wait.until(self._drops.wait)
 
   def end(self) -> None:
     """Has the thread end with what it has been given so far."""
@@ -110,16 +111,16 @@ class ThreadPlace(Uncopied):
       known = _threads.get(self.name)
       if known is not None and core(known) is self:
         del _threads[self.name]
-    if not self.callee.has_ended(0):  # it runs
+    if not self.thread.has_ended(0):  # it runs
       self.submit(self._end)
-    self.callee.close()
+    self.thread.close()
 
   def _end(self) -> None:
     _part.tell("thread ends", self)
 
   def has_ended(self, wait: Wait) -> bool:
     """After `end()`: waits for its end. False if the time ran out."""
-    return wait.until(self.callee.has_ended, _NAP)
+    return wait.until(self.thread.has_ended, _NAP)
 
 
 class Thread(Public[ThreadPlace], Closing):
@@ -160,7 +161,7 @@ class Thread(Public[ThreadPlace], Closing):
     Raises:
       GateError: it is called on the thread.
     """
-    if self._core.is_here():
+    if self._core.runs_this():
       raise GateError(f"{self!r}: a function that runs on the thread can't close it")
     self._core.end()
     self._core.has_ended(Wait(_SECONDS))
@@ -236,7 +237,7 @@ def current() -> ThreadPlace | None:
 def at_place(place: str) -> Thread | None:
   """The open thread that handles call so."""
   with _lock:
-    return next((one for one in _threads.values() if core(one).place == place), None)
+    return next((one for one in _threads.values() if core(one).as_held == place), None)
 
 
 def after_dispatch(returning: bool) -> None:

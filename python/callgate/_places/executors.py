@@ -24,9 +24,10 @@ from callgate._arrays import bind
 from callgate._core import encoding
 from callgate._core.errors import GateError, GateTimeoutError
 from callgate._part import Wait
-from callgate._workers import travel
-from callgate._workers.remote import Description
-from callgate._workers.workers import usable_cpus
+from callgate._places import travel
+from callgate._places.place import Place, RemoteGate, RunLane
+from callgate._places.remote import Description
+from callgate._places.workers import usable_cpus
 
 _PIECE_SECONDS = 0.01  # that a piece should take: sending it takes about a tenth of that
 Arrays = Sequence[Any]
@@ -34,18 +35,27 @@ Arrays = Sequence[Any]
 _processes: weakref.WeakKeyDictionary[futures.Executor, int] = weakref.WeakKeyDictionary()
 
 
-class OnExecutor:
+class ExecutorPlace(Place):
+  """A `concurrent.futures.Executor`."""
+
+  is_here, takes, arrays = False, ("retries", "in_flight"), ("numpy",)
+
+  def __init__(self, executor: futures.Executor) -> None:
+    self.executor = executor
+
+  def bind(self, gate: Any) -> tuple[ExecutorGate, Any]:
+    remote = ExecutorGate(gate, self.executor)
+    return remote, _callgate.ExecutorCallee(gate.name, remote.run)
+
+
+class ExecutorGate(RemoteGate):
   """Answers the runtime about a gate that an executor runs."""
 
-  def __init__(
-    self, label: str, described: Description, executor: futures.Executor, *,
-    timeout: float, in_flight: int | None, in_order: bool, aliases: Mapping[int, int],
-    retries: int,
-  ) -> None:  # fmt: skip
-    self.label, self.described, self.executor = label, described, executor
-    self.timeout, self.in_order, self.retries = timeout, in_order, retries
-    self.in_flight = 1 if in_order else in_flight or 2 * _size(executor)
-    self.aliases = dict(aliases)
+  def __init__(self, gate: Any, executor: futures.Executor) -> None:
+    self.label, self.described, self.executor = gate.label, Description.of(gate), executor
+    self.timeout, self.retries, self.aliases = gate.timeout, gate.retries, dict(gate.aliases)
+    self.in_order = gate.effect == "ordered"
+    self.most = 1 if self.in_order else gate.in_flight or 2 * _size(executor)
     # Threads have the function itself.
     self.here = isinstance(executor, futures.ThreadPoolExecutor)
     self._text: bytes | None = None
@@ -85,6 +95,19 @@ class OnExecutor:
     digest = hashlib.sha256(self._text).hexdigest()
     return functools.partial(run_there, digest, self._text, spec, text)
 
+  def runner(self, callee: Any) -> RunLane:
+    del callee
+
+    def run(
+      spec: str, cast: bool, operands: Arrays, types: Any, lane: int, interrupts: int
+    ) -> list[Any]:
+      del cast, types, lane, interrupts  # whoever waits checks the results
+      call: Any = _OneLane(operands)
+      self.run(spec, call)
+      return list(call.results)
+
+    return run
+
   def run(self, spec: str, lanes: _callgate.CallLanes) -> None:
     """Runs all lanes of a call; raises what the first lane that failed did."""
     count = len(lanes)
@@ -103,7 +126,7 @@ class OnExecutor:
     raised = False  # by the function, for the failure's lane: else its whole piece was lost
     try:
       while pending or (waiting and failure is None):
-        while waiting and failure is None and len(pending) < self.in_flight:
+        while waiting and failure is None and len(pending) < self.most:
           first, left, tries = waiting.pop()
           size = min(left, self._size_of_piece(left)) if tries == 0 else left
           if size < left:
@@ -162,10 +185,29 @@ class OnExecutor:
   def _size_of_piece(self, left: int) -> int:
     if self.in_order:
       return left
-    even = -(-left // self.in_flight)
+    even = -(-left // self.most)
     if not self._lane_seconds:
       return even
     return max(min(even, int(_PIECE_SECONDS / self._lane_seconds) + 1), -(-even // 4))
+
+
+class _OneLane:
+  """The only lane of a call that Python makes, as `ExecutorGate.run` takes lanes."""
+
+  def __init__(self, operands: Arrays) -> None:
+    self._operands = operands
+    self.results: tuple[Any, ...] = ()
+
+  def __len__(self) -> int:
+    return 1
+
+  def take(self, lane: int) -> tuple[Any, ...]:
+    del lane
+    return tuple(array.copy() for array in self._operands)  # a retry's, too
+
+  def give(self, lane: int, values: tuple[Any, ...]) -> None:
+    del lane
+    self.results = values
 
 
 def _error_of(future: futures.Future[Any]) -> BaseException | None:

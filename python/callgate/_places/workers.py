@@ -22,7 +22,9 @@ from callgate._core import options
 from callgate._core.errors import GateDefinitionError, WorkerError
 from callgate._core.public import Closing, Public, Uncopied, core
 from callgate._part import Part, Phase, Wait, joins
-from callgate._workers import travel
+from callgate._places import travel
+from callgate._places.place import Place
+from callgate._places.remote import Description, WorkerGate
 
 # By their keys. Under the GIL: single steps, but for those of another process, by _placing.
 _live: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
@@ -33,13 +35,16 @@ _placing = threading.Lock()
 _SECONDS = 5.0  # that a worker may take to end what it runs
 
 
-class WorkerPlace(Uncopied):
+class WorkerPlace(Uncopied, Place):
   """The core of `Workers`: the runtime's pool of processes, made at its first use.
 
   Attributes:
     count: how many processes there are.
     key: what tells them from all others, in any process.
   """
+
+  is_here, takes = False, ("retries", "affinity")
+  arrays = ("numpy", "buffer", "jax", "torch")
 
   def __init__(
     self,
@@ -50,7 +55,7 @@ class WorkerPlace(Uncopied):
   ) -> None:
     self.count, self.key = count, key or uuid.uuid4().hex
     self.initializer, self.env = initializer, dict(env)
-    self.place: str | None = None  # see `name_of`; guarded by _placing
+    self.as_held: str | None = None  # see `name_of`; guarded by _placing
     self.running: Any = None  # the pool, once it has been started
     self._lock = threading.Lock()
     self._closed = False
@@ -58,6 +63,11 @@ class WorkerPlace(Uncopied):
 
   def __repr__(self) -> str:
     return f"<callgate.workers({self.count})>"
+
+  def bind(self, gate: Any) -> tuple[WorkerGate, Any]:
+    remote = WorkerGate(gate.label, Description.of(gate), gate.run_on, gate.timeout)
+    in_order = gate.effect == "ordered" and gate.affinity is None
+    return remote, remote.callee(gate.name, gate.retries, in_order, gate.affinity == "lane")
 
   def pool(self) -> Any:
     with self._lock:
@@ -80,7 +90,7 @@ class WorkerPlace(Uncopied):
     path = json.dumps([os.getcwd() if one == "" else one for one in sys.path])
     code = (
       "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-      "from callgate._workers.worker import main; main(*map(int, sys.argv[1:]))"
+      "from callgate._places.worker import main; main(*map(int, sys.argv[1:]))"
     )
     environment = {**os.environ, **self.env}
     if "JAX_PLATFORMS" not in self.env:  # a GPU is the parent's
@@ -161,10 +171,10 @@ def name_of(held: Workers) -> str:
   """
   with _placing:
     identity = core(held)
-    if identity.place is None:
-      identity.place = "processes" if held is _shared else f"workers #{next(_numbers)}"
-      _places[identity.place] = held
-    return identity.place
+    if identity.as_held is None:
+      identity.as_held = "processes" if held is _shared else f"workers #{next(_numbers)}"
+      _places[identity.as_held] = held
+    return identity.as_held
 
 
 def at_place(place: str) -> Workers | None:

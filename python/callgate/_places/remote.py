@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gate as its workers know it: what is sent to them, and what their failures become."""
+"""Gates that run in workers: what is sent to them, and what their failures become."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
 
 from callgate import _callgate
 from callgate._core import encoding, foreign
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateTimeoutError, Interruption, WorkerError
 from callgate._core.public import core
-from callgate._workers import travel
-from callgate._workers.workers import Workers
+from callgate._places import travel
+from callgate._places.place import RemoteGate, RunLane, Types
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +30,10 @@ class Description:
   arrays: str
   copy: bool
   parameters: tuple[str, ...]
+
+  @classmethod
+  def of(cls, gate: Any) -> Self:
+    return cls(gate.name, gate.function, gate.style, gate.arrays, gate.copy, gate.parameters)
 
 
 # WorkerFailure::Kind.
@@ -40,13 +48,33 @@ _ENDS = 4  # before the last, see Pool::gives_up
 LOADING_SECONDS = 30.0
 
 
-class Remote:
-  """Answers the runtime about a gate that runs on workers."""
+class WorkerGate(RemoteGate):
+  """Answers the runtime about a gate that runs on `workers` (`callgate.Workers`)."""
 
-  def __init__(self, label: str, described: Description, workers: Workers, timeout: float) -> None:
+  def __init__(self, label: str, described: Description, workers: Any, timeout: float) -> None:
     self.label, self.described, self.workers, self.timeout = label, described, workers, timeout
     self.loading = max(timeout, LOADING_SECONDS) if timeout else 0.0
+    self.most = 2 * workers.count
     self._bytes: bytes | None = None
+
+  def callee(self, name: str, retries: int, in_order: bool, by_lane: bool) -> Any:
+    """The runtime's handle on the gate's function."""
+    return _callgate.WorkerCallee(
+      name, start=self.start, describe=self.describe, failed=self.failed, timeout=self.timeout,
+      loading=self.loading, retries=retries, in_order=in_order, by_lane=by_lane,
+    )  # fmt: skip
+
+  def runner(self, callee: Any) -> RunLane:
+    site = functools.lru_cache(64)(callee.site)
+
+    def run(
+      spec: str, cast: bool, operands: Sequence[Any], types: Types, lane: int, interrupts: int
+    ) -> list[Any]:
+      results = [np.empty(shape, dtype_named(name)) for shape, name in types]
+      site(spec, cast).run(operands, results, lane, interrupts)
+      return results
+
+    return run
 
   def start(self) -> Any:
     """The runtime's pool, which may start with this."""

@@ -19,7 +19,7 @@ from callgate import _callgate, _part
 from callgate._arrays import bind
 from callgate._core import encoding, foreign, kept, registry
 from callgate._core.errors import WorkerError
-from callgate._workers import travel
+from callgate._places import travel
 
 _forked = False  # one thread: a fork's child has no other
 
