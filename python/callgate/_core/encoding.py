@@ -70,7 +70,7 @@ class _Encoder:
     return code
 
   def value(self, value: Any) -> Json:
-    code = self._static(value)
+    code = self.static(value)
     self._keep(exact.exact(value))
     return code
 
@@ -90,7 +90,7 @@ class _Encoder:
     if isinstance(node, split.Static):
       if node.by_identity and not (self._portable and portable.importable(node.value)):
         return {"o": method_objects.name(node, portable=self._portable)}
-      return {"s": self._static(node.value)}
+      return {"s": self.static(node.value)}
     if type(node) in (tuple, list):
       items = cast("Sequence[Any]", node)
       return {"t" if type(node) is tuple else "l": [self._node(item) for item in items]}
@@ -106,17 +106,18 @@ class _Encoder:
   def _typed(self, tree: PyTreeDef) -> Json:
     """A node of a type that other processes can import; None if they can't tell all of it."""
     kind, kept = tree.node_data()
-    if (place := portable.importable(kind)) is None or not _is_written_out(kept):
+    place, code = portable.importable(kind), written_out(kept)
+    if place is None or code is None:
       return None
     inner = [self._node(jax.tree.unflatten(c, [_HERE] * c.num_leaves), c) for c in tree.children()]
-    return {"of": place, "kept": self._static(kept), "c": inner}
+    return {"of": place, "kept": code, "c": inner}
 
-  def _static(self, value: Any) -> Json:
+  def static(self, value: Any) -> Json:
     if _is_literal(value):
       return {"v": repr(value)}
     if type(value) is tuple:
       items = cast("tuple[Any, ...]", value)
-      return {"t": [self._static(item) for item in items]}
+      return {"t": [self.static(item) for item in items]}
     if type(value) is float:
       return {"float": value.hex()}
     if type(value) is complex:
@@ -127,7 +128,7 @@ class _Encoder:
       return {"dtype": value.name}
     if self._portable and (found := portable.parts_of(value)) is not None:
       way, of, parts = found
-      return {way: of, "parts": {name: self._static(part) for name, part in parts.items()}}
+      return {way: of, "parts": {name: self.static(part) for name, part in parts.items()}}
     if isinstance(value, exact.Exact):
       if self._portable and value.is_tree:
         return {"tree": self.tree(value.value)}
@@ -145,21 +146,23 @@ def _is_literal(value: Any) -> bool:
   return value is None or type(value) in (bool, int, str, bytes)
 
 
-def _is_written_out(value: Any) -> bool:
-  """True if a portable program holds all of a static value, and no name for it."""
-  if type(value) is tuple:
-    return all(map(_is_written_out, cast("tuple[Any, ...]", value)))
-  if isinstance(value, np.dtype):
-    return portable.is_named(value)
-  if (found := portable.parts_of(value)) is not None:
-    return all(map(_is_written_out, found[2].values()))
-  plain = _is_literal(value) or type(value) in (float, complex)
-  return plain or portable.importable(value) is not None
+class _NamesNothing(_Encoder):
+  """Writes what any process can read."""
+
+  def _name(self, one: exact.Exact) -> str:
+    raise _Unwritten
+
+
+class _Unwritten(Exception):
+  """A value has no text that says all of it."""
 
 
 def written_out(value: Any) -> Json:
   """A static value as JSON that any process can `read`; None if its type, or a part, is unknown."""
-  return _Encoder(portable=True).value(value) if _is_written_out(value) else None
+  try:
+    return _NamesNothing(portable=True).static(value)
+  except _Unwritten:
+    return None
 
 
 def read(code: Json) -> Any:

@@ -99,11 +99,6 @@ def takes_two(function: Callable[..., Any]) -> bool:
   return sum(p.default is p.empty for p in positional(function)) == 2
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-  """As `is_coroutine_function`, but also of a function below decorators."""
-  return _is(inspect.iscoroutinefunction, function, inspect.unwrap)
-
-
 def is_coroutine_function(function: Any) -> bool:
   """True if a call gives a coroutine: of an `async def`, or of an object by its `__call__`."""
   return _is(inspect.iscoroutinefunction, function)
@@ -114,13 +109,10 @@ def is_generator_function(function: Any) -> bool:
   return _is(inspect.isgeneratorfunction, function) or _is(inspect.isasyncgenfunction, function)
 
 
-def _is(
-  kind: Callable[[Any], bool], function: Any, below: Callable[[Any], Any] = lambda given: given
-) -> bool:
-  function = below(function)
+def _is(kind: Callable[[Any], bool], function: Any) -> bool:
   while isinstance(function, functools.partial):
-    function = below(cast("Any", function).func)
-  return kind(function) or kind(below(getattr(type(function), "__call__", None)))  # noqa: B004
+    function = cast("Any", function).func
+  return kind(function) or kind(getattr(type(function), "__call__", None))  # noqa: B004
 
 
 def refuse_unrun(expected: str, function: Any) -> None:

@@ -54,7 +54,7 @@ class GateCallee(Operation):
     name = _options.name("gate", options.name) or registry.unique_name(function)
     label = f"{self.kind} '{name}'"
     _options.function(label, "fn", function)
-    self.is_async = signatures.is_async(function)
+    self.is_async = signatures.is_coroutine_function(function)
     annotations.refuse_generators(label, function)
     style: Any = options.style  # not checked yet
     leading = _LEADING.get(style, 0) if isinstance(style, str) else 0

@@ -12,8 +12,9 @@ from callgate import _part
 from callgate._call import shapes
 from callgate._call.function import ArrayFunction
 from callgate._call.generic import AnyArray, Method, P, R
-from callgate._core import exact, factories, foreign
+from callgate._core import exact, factories, foreign, registry
 from callgate._core.bound import BoundMethod
+from callgate._core.where import where
 from callgate._gate import classes
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import (
@@ -227,6 +228,10 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
     GateDefinitionError: an option is wrong, or shapes are not known.
     ValueError: the name is taken by another live gate.
   """
+  return _gate(fn, options)
+
+
+def _gate(fn: Callable[..., Any], options: GateOptions) -> Gate:
   if classes.has_objects(fn, options.run_on):
     classes.refuse_hidden(fn, options.out, {name for name in dir(Gate) if name[0] != "_"})
     return ClassGate(classes.ClassGateCallee(fn, options))
@@ -272,7 +277,7 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
   try:
     hash((tuple(leaves), gate_options))
   except TypeError:
-    return gate(fn, out=out, **dict(gate_options))(*args, **options)
+    return _gate_of_call(fn, out, gate_options)(*args, **options)
   known = exact.exact_object(fn), exact.exact_tree(tree), exact.exact(gate_options)
   return _gate_for(tuple(leaves), *known)(*args, **options)
 
@@ -281,4 +286,10 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
 # find its program. Emptied by `jax.clear_caches()`.
 @tracing.clearable_cache(max_size=64)
 def _gate_for(leaves: Any, fn: exact.Exact, tree: exact.Exact, options: exact.Exact) -> Gate:
-  return gate(fn.value, out=jax.tree.unflatten(tree.value, leaves), **dict(options.value))
+  return _gate_of_call(fn.value, jax.tree.unflatten(tree.value, leaves), options.value)
+
+
+def _gate_of_call(fn: Callable[..., Any], out: Any, options: tuple[tuple[str, Any], ...]) -> Gate:
+  """The gate of a `call`, whose line may run again with another function of the same name."""
+  with registry.defining(where()):
+    return _gate(fn, GateOptions(out=out, **dict(options)))

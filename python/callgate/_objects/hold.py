@@ -225,7 +225,7 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"
   check.function(label, "make", make)
-  if signatures.is_async(make):
+  if signatures.is_coroutine_function(make):
     raise GateDefinitionError(
       f"{label}: make: expected a function that returns the object, got an async function; "
       "asyncio.run in a function waits for one"

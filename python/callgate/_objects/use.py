@@ -20,6 +20,7 @@ from callgate._core import callables, exact, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
+from callgate._core.where import where
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions, take_options
 from callgate._jax import tracing
@@ -169,7 +170,8 @@ def _use(
   lead = {"inplace": 1, "context": 2}.get(style, 0) if isinstance(style, str) else 0
   using = Using(fn, f"use of {short(fn)}", lead, kept)
   if given.get("name") is not None:
-    return ArrayFunction(Use(using, GateOptions(out=out, **given)))
+    with registry.defining(where()):  # the line may run again with another function
+      return ArrayFunction(Use(using, GateOptions(out=out, **given)))
   text = callables.text_of(fn)
   name = None if kept or text is None else _portable_name(text, given)
   given["name"] = registry.unique_name(fn) if name is None else registry.free_name(name)

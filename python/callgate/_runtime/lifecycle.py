@@ -55,7 +55,8 @@ def _kernel_failed(kernel: str, message: str, site: str) -> str:
 
 def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> None:
   where = "its return value" if index < 0 else registry.of(gate, spec, "result", index)
-  raise ResultError(f"gate '{gate}': {where}: expected {expected}, got {got}")
+  hint = "; gate.start(...) starts the call of an async function" if got == "coroutine" else ""
+  raise ResultError(f"gate '{gate}': {where}: expected {expected}, got {got}{hint}")
 
 
 def _input_written(gate: str, spec: str, index: int) -> None:

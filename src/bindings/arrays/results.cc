@@ -30,6 +30,8 @@ std::string describe(PyObject* value) {
            nb::str(number).c_str();
   }
   nb::object array = array_of(value);
+  if (!PyArray_Check(value) && PyArray_DESCR(as_array(array))->type_num == NPY_OBJECT)
+    return nb::str(nb::object(nb::handle(value).type().attr("__name__"))).c_str();
   bool masked = is_masked(value) || is_masked(array.ptr());
   std::string text =
       type_text(nb::str(nb::object(array.attr("dtype"))).c_str(), shape_of(as_array(array)));

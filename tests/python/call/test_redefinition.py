@@ -127,6 +127,23 @@ def test_a_solver_is_redefined_with_its_derivatives(kind: str) -> None:
   assert old.name.startswith("again#")
 
 
+@pytest.mark.parametrize("verb", ["call", "use"])
+def test_a_line_calls_another_function_of_the_same_name_each_time_it_is_traced(verb: str) -> None:
+  held = cg.hold(lambda: 10.0)()
+
+  @jax.jit
+  def program(x: jax.Array) -> jax.Array:
+    size = x.size  # another function for each shape
+    if verb == "call":
+      return cg.call(lambda x: size * x, x, x, name=f"sized by {verb}")
+    return cg.use(lambda ten, x: size * ten * x, held, x, out=x, name=f"sized by {verb}")
+
+  factor = 10 if verb == "use" else 1
+  for _ in range(2):
+    for count in (2, 3, 1):
+      assert program(jnp.ones(count)).tolist() == [factor * count] * count
+
+
 def test_a_gate_is_redefined_as_a_kernel_and_back() -> None:
   notebook = Notebook()
   for kind, factor in (("gate", 2), ("elementwise", 3), ("torch", 4), ("lambda", 5)):

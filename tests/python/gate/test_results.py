@@ -403,7 +403,8 @@ def test_an_object_that_is_no_array_is_an_error() -> None:
   class Thing:
     pass
 
-  assert "result 0: expected float32[3], got object[]" in message_of(Thing())
+  assert "result 0: expected float32[3], got Thing" in message_of(Thing())
+  assert "result 0: expected float32[3], got dict" in message_of({"y": 1.0})
 
 
 def test_an_object_whose_conversion_fails_raises_its_own_error() -> None:
