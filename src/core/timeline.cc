@@ -2,22 +2,28 @@
 // The record of calls, under one lock.
 #include "core/timeline.h"
 
-#include <utility>
+#include <cstddef>
 
 namespace callgate {
 
-void Timeline::start() {
+std::size_t Timeline::start() {
   Timeline& all = immortal<Timeline>();
   std::lock_guard lock(all.mutex_);
-  all.events_.clear();
+  ++all.open_;
   on_.store(true, std::memory_order_relaxed);  // as above
+  return all.events_.size();
 }
 
-std::vector<TimelineEvent> Timeline::stop() {
+std::vector<TimelineEvent> Timeline::stop(std::size_t first) {
   Timeline& all = immortal<Timeline>();
   std::lock_guard lock(all.mutex_);
-  on_.store(false, std::memory_order_relaxed);  // as above
-  return std::exchange(all.events_, {});
+  std::vector<TimelineEvent> found(all.events_.begin() + static_cast<std::ptrdiff_t>(first),
+                                   all.events_.end());
+  if (--all.open_ == 0) {
+    on_.store(false, std::memory_order_relaxed);  // as above
+    all.events_ = {};
+  }
+  return found;
 }
 
 void Timeline::add(std::string_view kind, std::string_view name, std::int64_t start_ns,

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -26,8 +27,10 @@ class Timeline {
   // Relaxed: who looks late misses a call.
   static bool on() noexcept { return on_.load(std::memory_order_relaxed); }
 
-  static void start();
-  static std::vector<TimelineEvent> stop();
+  // Begins a record; returns where in the timeline. Records may overlap.
+  static std::size_t start();
+  // Ends a record that began at `first`; returns what has come since.
+  static std::vector<TimelineEvent> stop(std::size_t first);
   static void add(std::string_view kind, std::string_view name, std::int64_t start_ns,
                   std::int64_t wait_ns, std::int64_t duration_ns);
 
@@ -38,7 +41,8 @@ class Timeline {
  private:
   static inline std::atomic<bool> on_{false};
   std::mutex mutex_;
-  std::vector<TimelineEvent> events_;
+  std::vector<TimelineEvent> events_;  // since the first of the open records began
+  int open_ = 0;
 };
 
 // A block of the timeline. Borrows the texts.

@@ -130,7 +130,10 @@ void Pool::look_at(const WorkerPointer& worker) {
     char byte = 0;
     const ssize_t count = recv(worker->socket.get(), &byte, 1, MSG_DONTWAIT);
     if (count == 1) started(worker);
-    if (count == 0) worker->socket.reset();  // it is about to end
+    if (count == 0) {  // it ends; or what it ran has closed all files, and it can answer no more
+      worker->socket.reset();
+      worker->process->kill(SIGKILL);
+    }
   }
   bool doomed = false, asks = false, interrupts = false;
   {

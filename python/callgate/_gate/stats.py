@@ -59,13 +59,14 @@ class trace(contextlib.ContextDecorator):
   def __init__(self, path: str | os.PathLike[str]) -> None:
     options.path("trace", "path", path)
     self._path = path
+    self._open: list[int] = []  # a decorator's block may be in another
 
   def __enter__(self) -> None:
-    _callgate.start_trace()
+    self._open.append(_callgate.start_trace())
 
   def __exit__(self, *exception: object) -> None:
     events: list[dict[str, Any]] = []
-    for kind, name, thread, start, wait, duration in _callgate.stop_trace():
+    for kind, name, thread, start, wait, duration in _callgate.stop_trace(self._open.pop()):
       common = {"pid": os.getpid(), "tid": thread, "ph": "X", "ts": start / 1e3}
       call = {"name": name, "cat": kind, "dur": duration / 1e3}
       events.append({**common, **call, "args": {"gil_wait_us": wait / 1e3}})

@@ -227,21 +227,24 @@ void bind_settings(nb::module_& module) {
   module.def("set_timing", [set](bool on) { set(Settings::kTiming, on); });
   module.def("set_profiling", [set](bool on) { set(Settings::kProfiling, on); });
   module.def("start_trace", [set] {
-    Timeline::start();
+    const std::size_t first = Timeline::start();
     set(Settings::kTracing, /*on=*/true);
+    return first;
   });
   module.def(
       "stop_trace",
-      [set] {
-        set(Settings::kTracing, /*on=*/false);
+      [set](std::size_t first) {
         nb::list events;
-        for (const TimelineEvent& one : Timeline::stop())
+        for (const TimelineEvent& one : Timeline::stop(first))
           events.append(nb::make_tuple(one.kind, one.name, one.thread, one.start_ns, one.wait_ns,
                                        one.duration_ns));
+        set(Settings::kTracing, Timeline::on());
         return events;
       },
+      nb::arg("first"),
       "(kind, name, the system's number of the thread, and in nanoseconds the start, the wait for "
-      "the GIL, and the duration, that wait included) of each call since start_trace.");
+      "the GIL, and the duration, that wait included) of each call since the start_trace that "
+      "returned `first`.");
   module.def("tracing", [] { return Timeline::on(); });
   module.def("trace_event",
              [](const std::string& kind, const std::string& name, std::int64_t start_ns) {

@@ -149,6 +149,21 @@ def test_a_trace_is_written_after_an_exception_and_then_off(tmp_path: Path) -> N
   assert cg.stats()[gate.name]["python_seconds"] == before["python_seconds"]
 
 
+def test_traces_in_one_another_have_all_of_their_own_calls(tmp_path: Path) -> None:
+  program = jax.jit(counted())
+  outer, inner = cg.trace(tmp_path / "outer.json"), cg.trace(tmp_path / "inner.json")
+  with outer:
+    wait(program, np.float32(0))
+    with inner:
+      wait(program, np.float32(0))
+    wait(program, np.float32(0))
+  assert len(read(tmp_path / "outer.json")) == 3
+  assert len(read(tmp_path / "inner.json")) == 1
+  with inner:
+    pass
+  assert read(tmp_path / "inner.json") == []
+
+
 def test_an_empty_trace_is_valid(tmp_path: Path) -> None:
   with cg.trace(tmp_path / "trace.json"):
     pass

@@ -244,6 +244,18 @@ def test_a_worker_that_dies_between_calls_is_replaced(two: cg.Workers) -> None:
     assert int(where(1.0)) not in old
 
 
+def test_a_worker_whose_files_a_function_has_closed_is_replaced(two: cg.Workers) -> None:
+  def close_all(x: Any) -> Any:
+    os.closerange(3, 1000)
+    return x
+
+  before = set(two.pids)
+  assert jax.jit(cg.gate(close_all, out=lambda x: x, run_on=two))(2.0) == 2
+  wait_until(lambda: len(set(two.pids) - before) == 1)
+  program = jax.jit(jax.vmap(cg.gate(lambda x: x + 1, out=lambda x: x, run_on=two)))
+  np.testing.assert_array_equal(program(jnp.arange(20.0)), np.arange(20.0) + 1)
+
+
 def test_a_call_that_hangs_is_ended(two: cg.Workers) -> None:
   sleep = jax.jit(cg.gate(worker_functions.sleep, out=lambda x: x, run_on=two, timeout=0.3))
   assert sleep(0.0) == 0
