@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from callgate import _callgate
 from callgate._core import options, registry
 from callgate._core.dtypes import Value
 from callgate._core.errors import ReplayError
@@ -100,7 +101,13 @@ def _read(path: str) -> list[Recorded]:
     raise ReplayError(f"replay: path: expected a file of callgate.record's, got {path!r}")
   try:
     with open_stream(path) as stream:
-      return [calls.read(record) for record in stream]
+      found = [calls.read(record) for record in stream]
+    if not found:
+      native = _callgate.StreamReader(path)
+      native.scan()
+      if native.offset == 0:
+        raise ValueError(f"expected a recording, got a file of {os.path.getsize(path)} bytes")
+    return found
   except FileNotFoundError:
     raise FileNotFoundError(
       f"replay: expected a recording, which callgate.record makes, got no file {path!r}"

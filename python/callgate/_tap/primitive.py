@@ -276,12 +276,12 @@ def _remat(
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
   """In `jax.checkpoint`: runs in both passes, unless the policy saves what it taps."""
   no, yes = [False] * len(eqn.outvars), [True] * len(eqn.outvars)
+  needed = [v for v, flag in zip(eqn.invars, instantiated, strict=True) if not flag]
   if any(unknown):
-    needed = [v for v, flag in zip(eqn.invars, instantiated, strict=True) if not flag]
     return None, eqn, yes, yes, needed
   if tracing.is_saveable(saveable, eqn) and not all(instantiated):
     return eqn, None, no, no, []
-  return eqn, eqn.replace(params={**eqn.params, "repeated": True}), no, yes, []
+  return eqn, eqn.replace(params={**eqn.params, "repeated": True}), no, yes, needed
 
 
 partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = _remat

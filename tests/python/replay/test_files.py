@@ -199,8 +199,11 @@ def test_files_that_are_no_recordings_are_refused_at_once(path: Path, tmp_path: 
   stream = tmp_path / "taps.cgs"
   with cg.channel("replay.tap", to=cg.sinks.Stream(stream)):
     jax.jit(lambda x: cg.tap(x, "replay.tap"))(1.0)
-  later = tmp_path / "later.cgr"
+  later, short = tmp_path / "later.cgr", tmp_path / "short.cgr"
+  short.write_text("hi")
+  (tmp_path / "empty.cgr").touch()
   cases = {
+    short: "expected a recording, got a file of 2 bytes", tmp_path / "empty.cgr": "of 0 bytes",
     damaged: "damaged frame", text: "not a stream of callgate",
     stream: "expected a recording, got a stream with records of a tap 'replay.tap'",
     tmp_path / "none.cgr": "got no file",

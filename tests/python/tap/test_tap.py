@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from jax.ad_checkpoint import checkpoint_name
 from property_checks import examples
 
 import callgate as cg
@@ -256,6 +257,23 @@ def test_a_repeat_under_checkpoint_is_marked(seen):
   f = jax.checkpoint(lambda x: jnp.sin(cg.tap(x**2, seen)))
   jax.jit(jax.grad(f))(2.0)
   assert seen.values() == [4.0, 4.0]
+  assert [info.repeated for info in seen.infos] == [False, True]
+
+
+@pytest.mark.parametrize("effect", ["io", "ordered"])
+def test_a_policy_of_names_keeps_a_gate_s_result_for_the_tap_that_repeats(seen, effect):
+  sine = cg.gate(np.sin, like=jnp.sin, effect=effect)
+
+  def loss(x):
+    y = sine(x)
+    cg.tap(y, seen)
+    return jnp.sin(checkpoint_name(y, "y")) * x
+
+  policy = jax.checkpoint_policies.save_only_these_names("y")
+  got = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(1.0)
+  want = jax.grad(lambda x: jnp.sin(jnp.sin(x)) * x)(1.0)
+  assert float(got) == pytest.approx(float(want), rel=1e-5)
+  cg.barrier()
   assert [info.repeated for info in seen.infos] == [False, True]
 
 
