@@ -22,9 +22,10 @@ _VALUE_FORMAT = "{l_bar}{bar}| {where} [{elapsed}<{remaining}{postfix}]"
 _VALUE_LINE = "{desc}{percentage:3.0f}% {where} [{elapsed}<{remaining}{postfix}]"
 
 
-class _Where(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
+class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
   """tqdm's bar, which shows where a value is; any kind of it."""
 
+  monitor_interval = 0  # no thread that looks after slow bars: ours draws all the time
   where: str | None = None
 
   @property
@@ -33,12 +34,6 @@ class _Where(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedB
     if self.where is not None:
       form |= {"bar_format": _VALUE_FORMAT, "where": self.where}
     return form
-
-
-class Redrawn(_Where):
-  """tqdm's bar, without its thread that looks after slow bars: ours draws all the time."""
-
-  monitor_interval = 0
 
 
 class Lines:
@@ -102,7 +97,7 @@ def make(*, file: TextIO, position: int | None, mininterval: float, style: str, 
     with contextlib.suppress(ImportError):  # without ipywidgets
       from tqdm.notebook import tqdm as widget
 
-      kind: Any = type("Widget", (_Where, widget), {})
+      kind: Any = type("Widget", (Redrawn, widget), {})
       return kind(mininterval=mininterval, miniters=0, **what)
   return Redrawn(
     file=file, position=position, mininterval=mininterval, miniters=0, dynamic_ncols=True, **what

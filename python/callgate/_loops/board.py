@@ -48,32 +48,33 @@ class Begun:
   handle: Any
   limits: tuple[Any, Any] | None = None
 
-  def update(self, count: Any, lanes: Any, at: Any, going: Any) -> Any:
+  def update(self, count: Any, lanes: Any, numbers: _Values, going: Any) -> Any:
     """Says how far the loop is; returns the number of steps until the next update.
 
     Args:
       count: of steps.
       lanes: the counts of the lanes, where they are known.
-      at: the value of a bar by value.
+      numbers: those that the bar's mark reads.
       going: which lanes go on, where that is known.
     """
     if self.bar.lanes and going is not None and going.shape == self.bar.lanes:
       going = going.ravel()
     else:
       going = jnp.ones(self.handle.shape, np.int32)
-    return _call("update", self.bar, self.handle, *self._reached(count, lanes, at), going)
+    return _call("update", self.bar, self.handle, *self._reached(count, lanes, numbers), going)
 
-  def end(self, count: Any, lanes: Any, at: Any, values: _Values) -> None:
+  def end(self, count: Any, lanes: Any, numbers: _Values, values: _Values) -> None:
     """Ends the bar, once `values` are there."""
-    _call("end", self.bar, self.handle, *self._reached(count, lanes, at), *_anchor(values))
+    _call("end", self.bar, self.handle, *self._reached(count, lanes, numbers), *_anchor(values))
 
-  def _reached(self, count: Any, lanes: Any, at: Any) -> tuple[Any, Any]:
+  def _reached(self, count: Any, lanes: Any, numbers: _Values) -> tuple[Any, Any]:
     """The board's operands for a count, and for a value: NaN for a bar without."""
     if self.bar.lanes:
       is_own = getattr(lanes, "shape", None) == self.bar.lanes
       count = lanes.ravel() if is_own else jnp.broadcast_to(count, (self.bar.count,))
     if self.limits is None:
       return count, jnp.full(self.handle.shape, jnp.nan, np.float32)
+    at = numbers[1]
     if self.bar.lanes or not at.ndim:
       return count, at.reshape(self.handle.shape)
     first, last = self.limits  # of many lanes: that which has the longest way to go

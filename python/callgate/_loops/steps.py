@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._jax import loops, tracing
-from callgate._loops.going import while_going
+from callgate._loops.marks import while_going
 from callgate._loops.progress import Mark
 from callgate._steer.stop import stop_requested
 
