@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from callgate._core.effects import PROGRESS_EFFECT
 from callgate._core.encoding import is_open
 from callgate._jax import loops, tracing, walk
 from callgate._jax.tracing import jaxpr_as_fun
@@ -49,17 +48,6 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
     return _run(loop_of(body, {**params, name: body.closed}, operands))
 
   return mlir.lower_fun(run, multiple_results=True)(context, *operands)
-
-
-def checkpoint_while(original: Rule, *given: Any) -> Any:
-  """Under `jax.checkpoint` a while loop runs again in the backward pass: without a bar."""
-  known, staged, *rest = original(*given)
-  if known is not None and staged is not None and marks.are_in(staged.params["body_jaxpr"]):
-    body = marks.taken_out(staged.params["body_jaxpr"]).closed
-    left = (it for it in staged.effects if it != PROGRESS_EFFECT or it in body.effects)
-    effects = type(staged.effects)(left)
-    staged = staged.replace(params={**staged.params, "body_jaxpr": body}, effects=effects)
-  return (known, staged, *rest)
 
 
 # -- the two kinds of loops, as one ----------------------------------------------------------------
@@ -152,11 +140,22 @@ def _of_while(body: Unmarked, params: dict[str, Any], operands: _Values) -> _Mar
 def _range_of(flags: Any, reverse: bool) -> tuple[Any, Any]:
   """The first step with a true flag, and the step after the last one; in the order of the loop.
 
-  The flags change once at most: from True to False, or the other way.
+  The flags change once: it is where half of what is left differs from the first.
   """
-  length, true = jnp.asarray(flags.shape[0], np.int32), jnp.sum(flags, dtype=np.int32)
-  begins = flags[-1 if reverse else 0]
-  return jnp.where(begins, 0, length - true), jnp.where(begins, true, length)
+  length = flags.shape[0]
+
+  def flag(step: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(flags, length - 1 - step if reverse else step, 0, False)
+
+  def halve(_: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+    same, other = bounds
+    middle = same + (other - same) // 2
+    is_same = flag(middle) == begins
+    return jnp.where(is_same, middle, same), jnp.where(is_same, other, middle)
+
+  begins, end = flag(np.int32(0)), jnp.asarray(length, np.int32)
+  _, change = jax.lax.fori_loop(0, 32, halve, (jnp.zeros_like(end), end))
+  return jnp.where(begins, 0, change), jnp.where(begins, change, end)
 
 
 # -- a loop as it runs -----------------------------------------------------------------------------

@@ -110,7 +110,8 @@ def taken_out(closed: Any) -> Unmarked:
         return []
       if eqn.primitive is going_p:
         if not jnp.shape(inputs[0]):
-          flags.append((*(places.get(id(x), -1) for x in inputs), eqn.params["counts"]))
+          flag, value = (places.get(id(x), -1) for x in inputs)
+          flags.append((flag, value, eqn.params["counts"]))
         return inputs[1:]
       for inner in filter(are_in, _jitted(eqn)):
         return walk.interpret(inner, inputs, rule)

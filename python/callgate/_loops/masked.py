@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from callgate._call import primitive as _gates
-from callgate._core.effects import GateEffect, WaitEffect, WholeTapEffect
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import batching, loops, refs, tracing, walk
 from callgate._loops import carried
+from callgate._loops.calls import APART, kinds_in, kinds_of
 from callgate._tap import primitive as _taps
 
 _Values = Sequence[Any]
@@ -37,11 +37,6 @@ def needs_all_lanes(jaxprs: _Values) -> bool:
     )
     for jaxpr in jaxprs
   )
-
-
-def _is_of_call(effect: Any) -> bool:
-  is_call = isinstance(effect, (GateEffect, WaitEffect))
-  return is_call and not isinstance(effect, WholeTapEffect)
 
 
 def cond(axis_data: Any, args: _Values, dims: _Values, params: dict[str, Any]) -> Any:
@@ -127,7 +122,7 @@ def _equation(mask: Any, eqn: Any, inputs: _Values) -> _Values:
   if eqn.primitive in (_taps.tap_p, _taps.cotangent_p):
     return _tap(eqn, mask, inputs)
   inner = walk.subjaxprs(eqn)
-  calls = any(map(_is_of_call, eqn.effects)) or _taps.dataflow_taps_in(inner)
+  calls = (kinds_of(eqn.effects) | kinds_in(inner)) & APART
   if not calls and not (inner and refs.touches(eqn.effects)):
     return refs.bind_masked(eqn, mask, inputs)
   if not needs_all_lanes(inner):

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import types
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from callgate._call import primitive as _gates
+from callgate._call.batching import one_by_one
 from callgate._call.site import BoundCall, shared_by_lanes, unknown_lane
-from callgate._jax import walk
+from callgate._jax import batching, walk
 from callgate._loops import carried
 from callgate._tap import primitive as _taps
 
@@ -18,17 +21,24 @@ _Values = Sequence[Any]
 _TAPS = (_taps.tap_p, _taps.cotangent_p)
 
 
-@dataclasses.dataclass
-class Flow:
-  """An equation of control flow."""
+def lane_after_lane(
+  primitive: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
+) -> tuple[Sequence[Any], Sequence[int]]:
+  """A loop over the lanes, each with control flow of its own, whose calls know its number."""
+  pairs = list(zip(args, dims, strict=True))
+  # No loop goes along an axis that is split.
+  moved = [x if d is None else batching.lie_along(None, jnp.moveaxis(x, d, 0)) for x, d in pairs]
+  flow = types.SimpleNamespace(primitive=primitive, params=params)
+  run = functools.partial(_run, axis_data.size)
+  mark = batching.lane_p.bind if batching.is_marking() else lambda x: x
 
-  primitive: Any
-  params: dict[str, Any]
+  def lane(operands: Sequence[Any], number: Any) -> Sequence[Any]:
+    results = carried.bind(run, flow, number, list(map(mark, operands)))
+    return list(map(mark, results))
 
-
-def bind(flow: Flow, lane: Any, size: int, operands: _Values) -> _Values:
-  """The results of control flow in the lane of the number `lane` (int32) of `size`."""
-  return carried.bind(functools.partial(_run, size), flow, lane, operands)
+  results = one_by_one(lane, [d is not None for d in dims], moved)
+  results = [batching.lie_along(axis_data.explicit_mesh_axis, result) for result in results]
+  return results, [0] * len(results)
 
 
 def _run(size: int, jaxpr: Any, lane: Any, operands: _Values) -> list[Any]:

@@ -7,7 +7,7 @@ Used by the drawing thread alone, which redraws; Rich's own thread is not starte
 from __future__ import annotations
 
 import weakref
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -41,7 +41,8 @@ def _display_of(file: TextIO) -> Progress:
 class RichBar(Redrawn):
   """A bar of which tqdm keeps the numbers, and Rich draws them."""
 
-  _instances: weakref.WeakSet[Any] = weakref.WeakSet()  # takes no position among tqdm's own
+  # Takes no position among tqdm's own bars. One thread: that of `_loops/draw.py`.
+  _instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
   def __init__(self, file: TextIO, **options: Any) -> None:
     super().__init__(gui=True, disable=False, mininterval=0, miniters=0, **options)
@@ -54,10 +55,10 @@ class RichBar(Redrawn):
     task.start_time = self._progress.get_time() - max(self.format_dict["elapsed"], 0.0)
     total = "" if self.total is None else f"/{int(self.total)}"
     where = f"{int(self.n)}{total}" if self.where is None else self.where
-    shown = {"where": where, "values": self.postfix or ""}
+    shown: dict[str, Any] = {"where": where, "values": self.postfix or ""}
     self._progress.update(self._task, completed=self.n, refresh=True, **shown)
 
-  def reset(self, total: float | None) -> None:
+  def reset(self, total: float | None = None) -> None:
     self._progress.reset(self._task, total=total)
     super().reset(total)
 
