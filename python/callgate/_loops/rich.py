@@ -18,8 +18,7 @@ from rich.progress import (
   TimeElapsedColumn,
   TimeRemainingColumn,
 )
-
-from callgate._loops.bars import Redrawn
+from tqdm.std import tqdm
 
 # By id() of the file, which the display keeps. One thread: that of `_loops/draw.py`; emptied by the
 # end of a file's last bar.
@@ -38,9 +37,11 @@ def _display_of(file: TextIO) -> Progress:
   return _displays[id(file)]
 
 
-class RichBar(Redrawn):
+class RichBar(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
   """A bar of which tqdm keeps the numbers, and Rich draws them."""
 
+  monitor_interval = 0
+  where: str | None = None
   # Takes no position among tqdm's own bars. One thread: that of `_loops/draw.py`.
   _instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
