@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 
 from callgate import _callgate
-from callgate._core import foreign
-from callgate._loops.progress import File, files, noted
+from callgate._core import foreign, names
+from callgate._core.errors import GateDefinitionError
+from callgate._loops.progress import noted
 from callgate._part import Part, Phase, Wait, join
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
@@ -117,10 +118,10 @@ class _Drawn:
     values = noted.copy()
     latest = {name: it for own in (None, lane) for (name, of), it in values.items() if of == own}
     if self._show is not None:
-      names = [name for name in self._show if name in latest]
+      show = [name for name in self._show if name in latest]
     else:
-      names = [name for name, (when, _) in latest.items() if when >= self._began][:_MOST_SHOWN]
-    return {_label(name): _text_of(latest[name][1]) for name in names}
+      show = [name for name, (when, _) in latest.items() if when >= self._began][:_MOST_SHOWN]
+    return {_label(name): _text_of(latest[name][1]) for name in show}
 
   def close(self) -> None:
     try:
@@ -132,9 +133,10 @@ class _Drawn:
 def _file_of(options: dict[str, Any]) -> Any:
   if (name := options.get("file")) is None:
     return sys.stderr
-  if (kept := files.get(name)) is None:
+  try:
+    return names.find(name, "file").value
+  except GateDefinitionError:
     return io.StringIO()  # nobody has the file any more
-  return kept.file if isinstance(kept, File) else kept
 
 
 def _tell(desc: str | None, error: BaseException) -> None:

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
 from callgate._loops import saving, steps
-from callgate._loops.progress import Mark, Progress, options_of, wrapped
+from callgate._loops.progress import Mark, Progress, marked, options_of, wrapped
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
@@ -112,7 +112,7 @@ def fori_loop(
   count = None
   if isinstance(lower, Tracer) or isinstance(upper, Tracer):
     count = jnp.maximum(jnp.asarray(upper) - jnp.asarray(lower), 0).astype(np.int32)
-  body = wrapped(_with_index, body_fun, Mark.of(bar, count))
+  body = wrapped(marked, body_fun, Mark.of(bar, count), _parts)
   return jax.lax.fori_loop(lower, upper, body, init_val, unroll=unroll)
 
 
@@ -146,8 +146,9 @@ def while_loop(
     return jax.lax.while_loop(cond_fun, body_fun, init_val)
   _check_callable("while_loop: cond_fun: expected a function", cond_fun)
   _check_callable("while_loop: body_fun: expected a function", body_fun)
-  body, condition = wrapped(_with_count, body_fun, Mark.of(bar)), wrapped(_of_value, cond_fun)
-  return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
+  body, condition = wrapped(_counted, body_fun, Mark.of(bar)), wrapped(_of_value, cond_fun)
+  first = steps.first_state(init_val, np.int32(0), may_stop=False)
+  return jax.lax.while_loop(condition, body, first)[2]
 
 
 def _check_callable(expected: str, function: object) -> None:
@@ -155,24 +156,14 @@ def _check_callable(expected: str, function: object) -> None:
     raise TypeError(f"{expected}, got {function!r}")
 
 
-def _with_index(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
-  def body(index: Any, value: Any) -> Any:
-    with mark.around(value, [index]):
-      return body_fun(index, value)
-
-  return body
+def _parts(index: Any, value: Any) -> tuple[Any, list[Any]]:
+  return value, [index]
 
 
-def _with_count(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
-  """A `while_loop`'s body, with a count that changes, as in `steps.counted`."""
-
-  def body(state: Any) -> Any:
-    count, value = state
-    with mark.around(value, [count]):
-      return count + 1, body_fun(value)
-
-  return body
+def _counted(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
+  step = steps.body_of(lambda value, _: (body_fun(value), None), mark, may_stop=False)
+  return lambda state: step(state, None)[0]
 
 
 def _of_value(cond_fun: Callable[..., Any]) -> Callable[..., Any]:
-  return lambda state: cond_fun(state[1])
+  return lambda state: cond_fun(state[2])

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._jax import loops, tracing
+from callgate._loops import progress
 from callgate._loops.marks import while_going
 from callgate._loops.progress import Mark
 from callgate._steer.stop import stop_requested
@@ -55,15 +56,12 @@ def counted(f: Callable[..., Any], after: Callable[[Any, Any], None] | None = No
 
 def marked(step: Step, mark: Mark | None) -> Step:
   """Marks the step for a bar, if there is one."""
-  if mark is None:
-    return step
+  return progress.marked(step, mark, _parts)
 
-  def body(state: State, x: Any) -> tuple[State, Any]:
-    count, _, carry = state
-    with mark.around(carry, [count]):
-      return step(state, x)
 
-  return body
+def _parts(state: State, _: Any) -> tuple[Any, list[Any]]:
+  count, _, carry = state
+  return carry, [count]
 
 
 def stoppable(step: Step) -> Step:

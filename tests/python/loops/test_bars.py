@@ -19,6 +19,7 @@ from programs import drop_programs
 from recorded_bars import XS, add, counts, done, drawn_by, recorded, same, summed
 
 import callgate as cg
+from callgate._core import names
 from callgate._loops import draw, progress
 
 
@@ -301,7 +302,7 @@ def test_a_file_is_kept_as_long_as_a_program_that_draws_to_it(
       assert file.getvalue().count("kept: 100%") == 1
       del file, bar, program
     drop_programs()
-    return len(progress.files)
+    return len(names._objects)
 
   assert kept(1) == kept(2)
 
