@@ -30,12 +30,13 @@ def scan(
   """The last state and the ys of a scan with `save=`; `rest` are its arguments behind `reverse`."""
   if not isinstance(save, Checkpoints):
     _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
-  # Traced once, for its feeds, its results' types and for the step.
-  body = jax.jit(lambda carry, x: f(carry, x), inline=True)
+  body = jax.jit(lambda carry, x: f(carry, x), inline=True)  # traced once
   feeds: list[FeedGate] = []  # those that the body reads, when it has been traced
+  ys: Any = None
   if save.resume and (length := _length(xs, length)):
+    init, xs = jax.tree.map(jnp.asarray, (init, xs))
     with deeper(bar is not None):
-      init, feeds[:] = _prepared(body, init, _at(jax.tree.map(jnp.asarray, xs), 0))
+      init, ys, feeds[:] = _prepared(body, init, xs, length)
   start, run, first = core(save).begin(f, init, length)
   if feeds:
     resuming.skip(feeds, core(save).counts(start, run, resuming.names(feeds)))
@@ -52,7 +53,7 @@ def scan(
   state = steps.first_state(first, start, may_stop=may_stop)
   if save.resume and length:
     mark = Mark.of(bar, np.int32(length) - start)
-    last, ys = _scan_from(start, step, mark, state, xs, length, reverse)
+    last, ys = _scan_from(start, steps.marked(step, mark), state, xs, length, ys, reverse)
   else:
     last, ys = jax.lax.scan(steps.marked(step, Mark.of(bar)), state, xs, length, reverse, *rest)
   count, _, carry = last
@@ -60,39 +61,30 @@ def scan(
   return last, ys
 
 
-def _prepared(body: Any, init: Any, x: Any) -> tuple[Any, Sequence[FeedGate]]:
-  """The first carry in the types that the loop gives it, and the feeds that a step reads."""
-  init = jax.tree.map(jnp.asarray, init)
-  traced = body.trace(init, x)
-  made = jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
-  if isinstance(made, tuple) and made and jax.tree.structure(made[0]) == jax.tree.structure(init):
-    init = loops.promoted(init, made[0])
-  return init, resuming.feeds_in(traced.jaxpr)
+def _prepared(body: Any, init: Any, xs: Any, length: int) -> tuple[Any, Any, Sequence[FeedGate]]:
+  """The first carry in the types that the loop gives it, the ys' types, and the feeds it reads."""
+  traced = jax.jit(lambda init, xs: jax.lax.scan(body, init, xs, length)).trace(init, xs)
+  last, ys = jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
+  init = jax.tree.map(lambda x, of: x if x.dtype == of.dtype else x.astype(of.dtype), init, last)
+  return init, ys, resuming.feeds_in(traced.jaxpr)
 
 
 def _scan_from(
-  start: Any, step: Step, mark: Mark | None, init: State, xs: Any, length: int, reverse: bool
+  start: Any, step: Step, init: State, xs: Any, length: int, types: Any, reverse: bool
 ) -> tuple[State, Any]:
-  """`scan` from step `start` on; the ys of the steps before are zeros."""
-  step = jax.jit(step, inline=True)  # traced once, for its results' types and for the step
-  init, xs = jax.tree.map(jnp.asarray, (init, xs))
-  with deeper(mark is not None):
-    _, types = tracing.result_avals(step, init, _at(xs, 0))
-  ys = jax.tree.map(lambda aval: tracing.zeros_of(loops.stacked(aval, length)), types)
+  """`scan` from step `start` on, with ys of these types; those of the steps before are zeros."""
 
-  def body(index: Any, state: Any) -> Any:
-    carry, ys = state
+  def body(index: Any, both: Any) -> Any:
+    state, ys = both
     place = length - 1 - index if reverse else index
-    carry, y = steps.marked(step, mark)(carry, _at(xs, place))
+    x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), xs)
+    state, y = step(state, x)
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
-    return carry, jax.tree.map(lambda all_, one: put(all_, one), ys, y)
+    return state, jax.tree.map(lambda all_, one: put(all_, one), ys, y)
 
-  carry, ys = jax.lax.fori_loop(start, np.int32(length), body, (init, ys))
-  return carry, jax.tree.map(lambda y, aval: loops.weakly_typed(y, aval.weak_type), ys, types)
-
-
-def _at(xs: Any, place: Any) -> Any:
-  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), xs)
+  ys = jax.tree.map(tracing.zeros_of, types)
+  state, ys = jax.lax.fori_loop(start, np.int32(length), body, (init, ys))
+  return state, jax.tree.map(lambda y, aval: loops.weakly_typed(y, aval.weak_type), ys, types)
 
 
 def _length(xs: Any, length: int | None) -> int:
