@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
-from callgate._loops import saving, steps
+from callgate._loops import steps
 from callgate._loops.progress import Mark, Progress, marked, options_of, wrapped
 
 _Carry = TypeVar("_Carry")
@@ -66,13 +66,8 @@ def scan(
   if bar is None and save is None and not may_stop:
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
   _check_callable("scan: f: expected the loop's body", f)
-  if save is not None:
-    arguments = (f, init, xs, length, reverse, unroll, *rest)
-    last, ys = saving.scan(save, *arguments, bar=bar, may_stop=may_stop)
-  else:
-    body = wrapped(steps.body_of, f, Mark.of(bar), may_stop)
-    first = steps.first_state(init, np.int32(0), may_stop=may_stop)
-    last, ys = jax.lax.scan(body, first, xs, length, reverse, unroll, *rest)
+  arguments = (f, init, xs, length, reverse, unroll, *rest)
+  last, ys = steps.scan(*arguments, bar=bar, may_stop=may_stop, save=save)
   count, _, carry = last
   return (carry, ys, count) if may_stop else (carry, ys)
 

@@ -29,9 +29,8 @@ from callgate._core.encoding import is_open
 from callgate._jax import loops, tracing, walk
 from callgate._jax.tracing import jaxpr_as_fun
 from callgate._loops import marks
-from callgate._loops.board import Begun, begin
 from callgate._loops.marks import Going, Unmarked
-from callgate._loops.primitive import UNKNOWN, Bar
+from callgate._loops.primitive import UNKNOWN, Bar, Begun, begin
 
 Rule = Callable[..., Any]
 _Values = Sequence[Any]

@@ -28,7 +28,7 @@ from callgate._core.effects import PROGRESS_EFFECT
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import loops, walk
 from callgate._loops import marks
-from callgate._loops.calls import kinds_in
+from callgate._loops.control import kinds_in
 
 _Rule = Callable[..., Any]
 _Params = dict[str, Any]
