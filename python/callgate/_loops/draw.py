@@ -7,6 +7,7 @@ gone; the end of the process waits for it. It alone touches the bars. Programs n
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -274,11 +275,30 @@ def _has_ended(state: _State, states: Sequence[_State]) -> bool:
   return state.phase != "live" and not any(it.depth < state.depth for it in around)
 
 
-def _make(**arguments: Any) -> Any:
-  """A bar: a function of `bars`, which needs tqdm."""
-  from callgate._loops import bars
+def _make(*, file: Any, position: int | None, mininterval: float, style: str, **what: Any) -> Any:
+  """The kind of bar that suits the file, and the place where Python runs.
 
-  return bars.make(**arguments)
+  The rest are `total`, `desc` and `leave`. Its `where` is set to what a value that moves it shows.
+  """
+  from callgate._loops import bars  # which needs tqdm
+
+  ipython: Any = sys.modules.get("IPython")
+  notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+  if not notebook and not (hasattr(file, "isatty") and file.isatty()):
+    return bars.Lines(file=file, **what)
+  if style == "rich":
+    from callgate._loops import rich
+
+    return rich.RichBar(file=file, **what)
+  if notebook and file is sys.stderr:
+    with contextlib.suppress(ImportError):  # without ipywidgets
+      from tqdm.notebook import tqdm as widget
+
+      kind: Any = type("Widget", (bars.Redrawn, widget), {})
+      return kind(mininterval=mininterval, miniters=0, **what)
+  return bars.Redrawn(
+    file=file, position=position, mininterval=mininterval, miniters=0, dynamic_ncols=True, **what
+  )
 
 
 _drawer = Bars()  # locks itself: `Bars._lock`, and its bars are its thread's

@@ -6,8 +6,7 @@ Used by the drawing thread alone, which redraws; Rich's own thread is not starte
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -18,7 +17,8 @@ from rich.progress import (
   TimeElapsedColumn,
   TimeRemainingColumn,
 )
-from tqdm.std import tqdm
+
+from callgate._loops.bars import Counted
 
 # By id() of the file, which the display keeps. One thread: that of `_loops/draw.py`; emptied by the
 # end of a file's last bar.
@@ -37,20 +37,15 @@ def _display_of(file: TextIO) -> Progress:
   return _displays[id(file)]
 
 
-class RichBar(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
-  """A bar of which tqdm keeps the numbers, and Rich draws them."""
-
-  monitor_interval = 0
-  where: str | None = None
-  # Takes no position among tqdm's own bars. One thread: that of `_loops/draw.py`.
-  _instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+class RichBar(Counted):
+  """A bar that Rich draws."""
 
   def __init__(self, file: TextIO, **options: Any) -> None:
-    super().__init__(gui=True, disable=False, mininterval=0, miniters=0, **options)
+    super().__init__(**options)
     self._key, self._progress = id(file), _display_of(file)
     self._task = self._progress.add_task(self.desc, total=self.total, where="", values="")
 
-  def display(self, *_: Any, **__: Any) -> None:
+  def refresh(self, *_: Any, **__: Any) -> None:
     """Steps, or the value that moves the bar, and the values behind it."""
     (task,) = (it for it in self._progress.tasks if it.id == self._task)
     task.start_time = self._progress.get_time() - max(self.format_dict["elapsed"], 0.0)
