@@ -237,14 +237,12 @@ class Bars(Part):
     try:
       polled = time.monotonic()  # before the poll: no note of a bar's own may seem older than it
       states = [_State(*state) for state in _callgate.progress_poll()]
-      if any(_has_ended(state, states) for state in states):  # shows what it tapped last
+      if ended := _ended(states):  # they show what they tapped last
         _callgate.flush_channels(_TAPS_SECONDS)
       if jax.process_index() == 0:
         for state in sorted(states, key=lambda s: (s.bar, s.lane)):
           self._draw(state, polled - state.age)
-      for state in states:
-        if not _has_ended(state, states):
-          continue
+      for state in ended:
         _callgate.progress_release(state.handle)
         self._close(state.bar)
     except Exception as error:  # noqa: BLE001 - a bar that can't be drawn must not end the program
@@ -269,10 +267,13 @@ class Bars(Part):
       drawn.close()
 
 
-def _has_ended(state: _State, states: Sequence[_State]) -> bool:
-  """False also for a nested loop's bar that waits for its next turn."""
-  around = (it for it in states if it.phase == "live" and it.run == state.run)
-  return state.phase != "live" and not any(it.depth < state.depth for it in around)
+def _ended(states: Sequence[_State]) -> list[_State]:
+  """The bars that have ended, but for nested loops' bars that wait for their next turn."""
+  around: dict[int, int] = {}  # by run the depth of the outermost bar whose loop runs
+  for it in states:
+    if it.phase == "live":
+      around[it.run] = min(it.depth, around.get(it.run, it.depth))
+  return [it for it in states if it.phase != "live" and around.get(it.run, it.depth) >= it.depth]
 
 
 def _make(*, file: Any, position: int | None, mininterval: float, style: str, **what: Any) -> Any:

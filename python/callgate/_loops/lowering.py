@@ -93,6 +93,8 @@ class _MarkedLoop:
 
   def numbers(self, carry: _Values) -> list[_Values]:
     """The numbers that each bar reads in the step that a carry begins."""
+    if not self.body.numbers.out_avals:
+      return [[] for _ in self.body.bars]
     inputs = [*self.consts, *carry[: len(self.first)]]
     rest = map(tracing.zeros_of, self.body.closed.in_avals[len(inputs) :])  # what is scanned over
     read = map(jnp.asarray, jaxpr_as_fun(self.body.numbers)(*inputs, *rest))

@@ -4,7 +4,7 @@
 `progress_p` marks the body of a loop as one whose steps are counted. Its operands only tie it to
 the loop. The lowering of the loop around (`_loops/lowering.py`) takes it out and calls the board of
 bars instead, once for many steps: `progress_call_p`, which is bound while lowering. A mark that
-isn't at the top of a loop's body counts by itself, one call a step.
+isn't at the top of a loop's body, or of a jitted function there, counts by itself, one call a step.
 """
 
 from __future__ import annotations

@@ -104,17 +104,16 @@ def _kept(carry: Any, after: Any) -> Any:
   Else zeros: JAX's scan gives a first carry of Python's numbers these types and traces the body
   again, or says what the step has returned.
   """
-  if jax.tree.structure(carry) != jax.tree.structure(after):
-    return jax.tree.map(_zeros, after)
-  return jax.tree.map(_of_type, carry, after)
 
+  def kept(x: Any, aval: Any) -> Any:
+    has = jax.typeof(x)
+    if (has.shape, has.dtype) != (aval.shape, aval.dtype):
+      return _zeros(aval)
+    # JAX's scan takes a weak type for the strong one, and does not trace the body again.
+    return jnp.asarray(x, aval.dtype) if has.weak_type and not aval.weak_type else x
 
-def _of_type(x: Any, aval: Any) -> Any:
-  has = jax.typeof(x)
-  if (has.shape, has.dtype) != (aval.shape, aval.dtype):
-    return _zeros(aval)
-  # JAX's scan takes a weak type for the strong one, and does not trace the body again.
-  return jnp.asarray(x, aval.dtype) if has.weak_type and not aval.weak_type else x
+  is_same = jax.tree.structure(carry) == jax.tree.structure(after)
+  return jax.tree.map(kept, carry, after) if is_same else jax.tree.map(_zeros, after)
 
 
 def _zeros(aval: Any) -> Any:

@@ -141,7 +141,7 @@ def test_each_part_joins_as_its_module_is_imported_and_keeps_its_place() -> None
   joined = {name: _part.load(name) and name for name in _part.PARTS}
   names = [part.name for part in _part.parts()]
   assert names == [name for name in joined if name in names]
-  assert set(_part.PARTS) - set(names) == {"knobs"}  # which listens alone
+  assert set(_part.PARTS) == set(names)
 
 
 def test_each_folder_with_a_part_is_in_the_table() -> None:

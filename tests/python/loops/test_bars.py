@@ -52,6 +52,14 @@ def test_a_marked_body_inside_another_call_counts_step_by_step() -> None:
   assert counts(bars) == [("deep", 100, 100)]
 
 
+def test_a_marked_body_that_is_jitted_is_the_loops_own() -> None:
+  step = jax.jit(cg.progress("jitted")(add))
+  with recorded() as bars:
+    got = done(jax.jit(lambda: jax.lax.scan(step, 0.0, XS))())
+  same(got, jax.jit(lambda: jax.lax.scan(jax.jit(add), 0.0, XS))())
+  assert counts(bars) == [("jitted", 100, 100)]
+
+
 # -- what bars show --------------------------------------------------------------------------------
 def test_noted_values_stand_behind_the_bar() -> None:
   def note(step: np.ndarray) -> np.ndarray:
