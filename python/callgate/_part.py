@@ -43,7 +43,6 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "breakpoints": ("callgate._breakpoint.breakpoint", "callgate.breakpoint"),
   "scopes": ("callgate._objects.scopes", "callgate.scope."),
   "stops": ("callgate._steer.stop", "callgate.stop"),
-  "knobs": ("callgate._steer.record",),
   "prints": ("callgate._tap.print", "tap:callgate.print"),
   "taps": ("callgate._tap.target", "channel:", "tap:"),
   "libraries": ("callgate._kernel.library",),
@@ -53,7 +52,6 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
 Event = Literal[
   "check failed",  # (message, text of the error)
   "effects barrier",  # (): in `jax.effects_barrier()`, once its programs have ended
-  "knob changed",  # (knob)
   "object dropped",  # (number): in a worker, of an object that its parent's programs hold no more
   "part loaded",  # (): by `load`
   "program dispatched",  # (returning): True if JAX's C++ code is about to return its results

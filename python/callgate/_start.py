@@ -16,7 +16,7 @@ import jax
 from callgate import _callgate, _names, _part
 from callgate._call import derivatives
 from callgate._jax import compiling, distributed, loop_rules, remat, tracing
-from callgate._loops import control, lowering
+from callgate._loops import control, lowering, repeats
 from callgate._runtime import config, lifecycle, timeline
 
 
@@ -34,9 +34,9 @@ LOOP_RULES: tuple[tuple[str, Any, tuple[Callable[..., Any], ...]], ...] = (
   ("lowering", jax.lax.while_p, (_with_scopes, lowering.lower)),
   ("vmap", jax.lax.cond_p, (control.batch_cond,)),
   ("vmap", jax.lax.while_p, (control.batch_while,)),
-  ("linearize", jax.lax.while_p, (control.linearize_while,)),
-  ("checkpoint", jax.lax.while_p, (lowering.checkpoint_while, control.checkpoint_while)),
-  ("checkpoint", jax.lax.scan_p, (control.checkpoint_scan,)),
+  ("linearize", jax.lax.while_p, (repeats.linearize_while,)),
+  ("checkpoint", jax.lax.while_p, (repeats.checkpoint_while,)),
+  ("checkpoint", jax.lax.scan_p, (repeats.checkpoint_scan,)),
 )
 done = False  # True once all of this has run
 
@@ -49,9 +49,9 @@ def start() -> None:
   for rule, primitive, layers in LOOP_RULES:
     loop_rules.wrap(rule, primitive, *layers)
   compiling.start()
-  loop_rules.wrap_hoisting(control.hoist)
-  loop_rules.wrap_evaluation(control.split)
-  remat.use_old_for(control.must_not_repeat)
+  loop_rules.wrap_hoisting(repeats.hoist)
+  loop_rules.wrap_evaluation(repeats.split)
+  remat.use_old_for(repeats.must_not_repeat)
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
   timeline.start()
   if config.installed():  # by CALLGATE_INSTALL, which JAX reads into the option

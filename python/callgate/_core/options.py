@@ -36,12 +36,18 @@ def option(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
 def checked(label: str, options: _Options) -> _Options:
   """A dataclass of options, each as the check of its field returns it."""
   given: Any = options
+  return dataclasses.replace(given, **check_fields(label, options))
+
+
+def check_fields(label: str, options: object) -> dict[str, Any]:
+  """What the checks of a dataclass's fields return, but for defaults."""
+  given: Any = options
   values = {field: getattr(given, field.name) for field in dataclasses.fields(given)}
-  return dataclasses.replace(given, **{
+  return {
     field.name: field.metadata["check"](label, field.name, value)
     for field, value in values.items()
     if "check" in field.metadata and value is not field.default
-  })  # fmt: skip
+  }
 
 
 def refuse(label: str, option: str, expected: str, value: Any) -> NoReturn:

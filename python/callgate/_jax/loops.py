@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax._src import core as _core
-from jax._src import dtypes as _dtypes
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
@@ -93,23 +91,3 @@ def weakly_typed(value: Any, weak: bool = True) -> Any:
   if not weak:
     return value
   return _lax._convert_element_type(value, value.dtype, weak_type=True)  # pyright: ignore[reportPrivateUsage]
-
-
-def promoted(values: Any, avals: Any) -> Any:
-  """A loop's first carry in the types that JAX's loops give it, by those of the body's result.
-
-  Weakly typed arrays alone change (0.10 to 0.12; in `jax.lax.scan` itself, not public).
-  """
-
-  def one(value: Any, aval: Any) -> Any:
-    own = _core.typeof(value)
-    if not own.weak_type or _core.typematch(own, aval):
-      return value
-    return jax.lax.convert_element_type(value, _dtypes.result_type(value, aval))
-
-  return jax.tree.map(one, values, avals)
-
-
-def stacked(aval: Any, length: int) -> Any:
-  """The type of so many values of a type, which keep its axes of a mesh (0.10 to 0.12)."""
-  return _core.unmapped_aval(length, 0, aval)

@@ -6,10 +6,9 @@ Imported with the first bar that is drawn, and used by the drawing thread alone.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
-from typing import Any, TextIO
+import weakref
+from typing import Any, ClassVar, TextIO
 
 from tqdm.std import tqdm
 
@@ -22,9 +21,10 @@ _VALUE_FORMAT = "{l_bar}{bar}| {where} [{elapsed}<{remaining}{postfix}]"
 _VALUE_LINE = "{desc}{percentage:3.0f}% {where} [{elapsed}<{remaining}{postfix}]"
 
 
-class _Where(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
+class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
   """tqdm's bar, which shows where a value is; any kind of it."""
 
+  monitor_interval = 0  # no thread that looks after slow bars: ours draws all the time
   where: str | None = None
 
   @property
@@ -35,75 +35,44 @@ class _Where(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedB
     return form
 
 
-class Redrawn(_Where):
-  """tqdm's bar, without its thread that looks after slow bars: ours draws all the time."""
+class Counted(Redrawn):
+  """A bar of which tqdm keeps the numbers alone; `refresh` shows them."""
 
-  monitor_interval = 0
+  # Takes no position among tqdm's own bars. One thread: that of `_loops/draw.py`.
+  _instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+  def __init__(self, **options: Any) -> None:
+    super().__init__(gui=True, disable=False, mininterval=0, miniters=0, **options)
 
 
-class Lines:
+class Lines(Counted):
   """A bar in a log file: a line a minute, and one at the end."""
 
-  def __init__(self, total: float | None, desc: str | None, file: TextIO, leave: bool) -> None:
-    self.n: float = 0
-    self._total, self.where = total, None
-    self.start_t = time.time()  # set by who draws, as tqdm's own
-    self._desc = desc or ""
-    self._file, self._leave, self._postfix = file, leave, ""
-    self._written = time.monotonic()
+  def __init__(self, file: TextIO, **options: Any) -> None:
+    super().__init__(smoothing=0, **options)
+    self._file, self._written = file, time.monotonic()
 
-  def update(self, steps: float) -> None:
-    """Counts, and writes when the last line is a minute old."""
-    self.n += steps
+  def refresh(self, *_: Any, **__: Any) -> None:
+    """Writes when the last line is a minute old."""
     if time.monotonic() - self._written >= _LINE_SECONDS:
-      self.refresh()
+      self._write()
 
-  def reset(self, total: float | None) -> None:
-    self.n, self._total = 0, total
-
-  def set_postfix(self, values: dict[str, str], refresh: bool) -> None:
-    self._postfix = ", ".join(f"{name}={text}" for name, text in values.items())
-
-  def refresh(self) -> None:
+  def _write(self) -> None:
     self._written = time.monotonic()
-    meter: Any = tqdm.format_meter  # takes None for an unknown total, whatever its stub says
-    elapsed = max(time.time() - self.start_t, 0.0)
-    total = self._total if self._total is None or self.n < self._total + 0.5 else None  # as tqdm
-    form = None if total is None else _LINE_FORMAT
+    form = self.format_dict
+    form |= {"elapsed": max(form["elapsed"], 0.0), "ncols": None, "bar_format": None}
     if self.where is not None:
-      form = _VALUE_LINE
-    # Where it has no format of ours, tqdm adds the colon.
-    prefix = f"{self._desc}: " if self._desc and form is not None else self._desc
-    options = {"prefix": prefix, "postfix": self._postfix or None, "bar_format": form}
-    text: str = meter(self.n, total, elapsed, where=self.where, **options)
-    self._file.write(text.strip() + "\n")
+      form["bar_format"] = _VALUE_LINE
+    elif self.total is not None and self.n < self.total + 0.5:  # as tqdm
+      form["bar_format"] = _LINE_FORMAT
+    if self.desc and form["bar_format"]:  # without a format of ours, tqdm adds the colon
+      form["prefix"] = f"{self.desc}: "
+    self._file.write(self.format_meter(**form).strip() + "\n")
     self._file.flush()
 
   def close(self) -> None:
     """Writes the last line, unless the bar is to go."""
-    if self._leave:
-      self.refresh()
-
-
-def make(*, file: TextIO, position: int | None, mininterval: float, style: str, **what: Any) -> Any:
-  """The kind of bar that suits the file, and the place where Python runs.
-
-  The rest are `total`, `desc` and `leave`. Its `where` is set to what a value that moves it shows.
-  """
-  ipython: Any = sys.modules.get("IPython")
-  notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-  if not notebook and not (hasattr(file, "isatty") and file.isatty()):
-    return Lines(file=file, **what)
-  if style == "rich":
-    from callgate._loops import rich
-
-    return rich.RichBar(file=file, **what)
-  if notebook and file is sys.stderr:
-    with contextlib.suppress(ImportError):  # without ipywidgets
-      from tqdm.notebook import tqdm as widget
-
-      kind: Any = type("Widget", (_Where, widget), {})
-      return kind(mininterval=mininterval, miniters=0, **what)
-  return Redrawn(
-    file=file, position=position, mininterval=mininterval, miniters=0, dynamic_ncols=True, **what
-  )
+    leave = self.leave and not self.disable
+    super().close()
+    if leave:
+      self._write()

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries a value into the jaxprs of an equation: a mask (`masked.py`), a number (`numbered.py`).
+"""Carries a value into the jaxprs of an equation: of a lane (`control.py`) its mask, or its number.
 
-The equation is bound anew, with the value as another operand of its jaxprs, which `run(jaxpr,
-value, operands)` evaluates: under `jit`, `checkpoint`, control flow and custom derivatives.
+The equation is bound anew, with the value as another operand of its jaxprs: under `jit`,
+`checkpoint`, control flow and custom derivatives. `rule(value, eqn, inputs)` gives the results of
+each equation in them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,12 @@ import jax
 from callgate._jax import batching, loops, walk
 
 _Values = Sequence[Any]
-_Run = Callable[[Any, Any, _Values], list[Any]]
+_Rule = Callable[[Any, Any, _Values], _Values]
+
+
+def run(rule: _Rule, jaxpr: Any, value: Any, operands: _Values) -> list[Any]:
+  """The results of a jaxpr, closed or open."""
+  return walk.interpret(jaxpr, operands, functools.partial(rule, value))
 
 
 def can_carry(primitive: Any) -> bool:
@@ -23,39 +30,39 @@ def can_carry(primitive: Any) -> bool:
   return primitive.name in _RULES
 
 
-def bind(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+def bind(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
   """The results of an equation, or of anything with its `primitive` and `params`."""
-  return _RULES[eqn.primitive.name](run, eqn, value, inputs)
+  return _RULES[eqn.primitive.name](rule, eqn, value, inputs)
 
 
-def _inlined(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
-  return run(loops.called(eqn), value, inputs)
+def _inlined(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  return run(rule, loops.called(eqn), value, inputs)
 
 
-def _checkpoint(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+def _checkpoint(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
   params = eqn.params
   again = jax.checkpoint(
-    lambda value, *inputs: run(params["jaxpr"], value, inputs),
+    lambda value, *inputs: run(rule, params["jaxpr"], value, inputs),
     prevent_cse=params["prevent_cse"], policy=params["policy"],
   )  # fmt: skip
   return again(value, *inputs)
 
 
-def _cond(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+def _cond(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
   index, *operands = inputs
   branches = [
-    lambda value, *operands, branch=branch: run(branch, value, operands)
+    lambda value, *operands, branch=branch: run(rule, branch, value, operands)
     for branch in eqn.params["branches"]
   ]
   return jax.lax.switch(index, branches, value, *operands)
 
 
-def _scan(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+def _scan(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
   params = eqn.params
   consts, carry, rows = loops.split_scan(params, inputs)
 
   def body(before: _Values, row: _Values) -> Any:
-    results = run(params["jaxpr"], value, (*consts, *before, *row))
+    results = run(rule, params["jaxpr"], value, (*consts, *before, *row))
     return results[: len(carry)], results[len(carry) :]
 
   carry, results = jax.lax.scan(
@@ -64,23 +71,23 @@ def _scan(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
   return [*carry, *results]
 
 
-def _while(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+def _while(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
   asked, held, carry = loops.split_operands(eqn.params, inputs)
   asks, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
   return jax.lax.while_loop(
-    lambda carry: run(asks, value, (*asked, *carry))[0],
-    lambda carry: run(body, value, (*held, *carry)),
+    lambda carry: run(rule, asks, value, (*asked, *carry))[0],
+    lambda carry: run(rule, body, value, (*held, *carry)),
     carry,
   )
 
 
-def _custom_jvp(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
-  """The user's function, and the user's rule, which JAX evaluates here, both by `run`."""
-  inside = _inside(run, batching.axes_here())
+def _custom_jvp(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
+  """The user's function, and the user's rule, which JAX evaluates here, both by the rule."""
+  inside = _inside(rule, batching.axes_here())
 
   @jax.custom_jvp
   def function(value: Any, *inputs: Any) -> list[Any]:
-    return run(eqn.params["call_jaxpr"], value, inputs)
+    return run(rule, eqn.params["call_jaxpr"], value, inputs)
 
   @function.defjvp
   def _(primals: Any, tangents: Any) -> Any:
@@ -92,13 +99,13 @@ def _custom_jvp(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
   return function(value, *inputs)
 
 
-def _custom_vjp(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
+def _custom_vjp(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
   """The same for both of the user's rules."""
-  inside = _inside(run, batching.axes_here())
+  inside = _inside(rule, batching.axes_here())
 
   @jax.custom_vjp
   def function(value: Any, *inputs: Any) -> list[Any]:
-    return run(eqn.params["call_jaxpr"], value, inputs)
+    return run(rule, eqn.params["call_jaxpr"], value, inputs)
 
   def forward(value: Any, *inputs: Any) -> Any:
     def pull(*inputs: Any) -> Any:
@@ -115,18 +122,20 @@ def _custom_vjp(run: _Run, eqn: Any, value: Any, inputs: _Values) -> _Values:
   return function(value, *inputs)
 
 
-def _inside(run: _Run, axes: Callable[[], Any]) -> Callable[..., Any]:
-  """Evaluates functions of pytrees, which may name axes, by `run`."""
+def _inside(rule: _Rule, axes: Callable[[], Any]) -> Callable[..., Any]:
+  """Evaluates functions of pytrees, which may name axes, by the rule."""
 
   def evaluate(function: Callable[..., Any], value: Any, *args: Any) -> Any:
     with axes():
       closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shapes), run(closed, value, jax.tree.leaves(args)))
+    return jax.tree.unflatten(
+      jax.tree.structure(shapes), run(rule, closed, value, jax.tree.leaves(args))
+    )
 
   return evaluate
 
 
-_RULES: dict[str, Callable[[_Run, Any, Any, _Values], _Values]] = {
+_RULES: dict[str, Callable[[_Rule, Any, Any, _Values], _Values]] = {
   "jit": _inlined, "pjit": _inlined, "closed_call": _inlined, "core_call": _inlined,
   "checkpoint": _checkpoint, "remat": _checkpoint, "remat2": _checkpoint,
   "cond": _cond, "scan": _scan, "while": _while,

@@ -1,35 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control flow around gates with effects, where JAX would call them more than once, or refuses.
+"""vmap of branches and loops that hold calls with effects.
 
-vmap: JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of
-such a `while_loop` for finished lanes too. With an io gate inside, or a wait for a started call,
-they run lane after lane instead, and so do all others for `find_nan`; beside a collective, which
-takes all lanes, they run for all, with their calls masked (`_loops/masked.py`). With taps of all
-lanes at once (`TapSite.whole`) a loop sees each round once.
+JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of such a
+`while_loop` for finished lanes too. With an io gate inside, or a wait for a started call, they run
+lane after lane instead, whose gates and taps get the number of their lane; and so do all others for
+`find_nan`. With taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
 
-checkpoint: JAX runs a `while_loop` again in the backward pass. With an io gate it runs in the
-forward pass alone, and its results are kept. `jax_remat3` runs everything again, whatever its
-effects: programs with calls take the old implementation.
-
-scan under grad: JAX moves what depends on constants alone out of the loop. Nothing is moved out of
-one that holds a call with an effect, which would run once instead of in every step.
-
-linearize: JAX runs a `while_loop` that carries a tangent again for each tangent. With an io gate in
-it, that is refused; `jax.jvp` is not. Its taps send again, marked (`_loops/repeats.py`).
+A collective takes all lanes, and all devices: none of them may skip it. So a branch that holds one
+runs for every lane, as JAX has it, and its calls of callgate's run for those lanes alone that take
+the branch: a tap by `where`, any other call in a `cond` of its own.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from callgate._call import primitive as _gates
 from callgate._call.batching import one_by_one
+from callgate._call.site import BoundCall, shared_by_lanes, unknown_lane
 from callgate._core.effects import (
-  PROGRESS_EFFECT,
   GateEffect,
   ProgressEffect,
   TapEffect,
@@ -37,147 +33,54 @@ from callgate._core.effects import (
   WholeTapEffect,
 )
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import batching, loops, tracing
-from callgate._loops import masked, numbered, repeats
-from callgate._tap import primitive as _primitive
+from callgate._jax import batching, loops, refs, tracing, walk
+from callgate._loops import carried
+from callgate._tap import primitive as _taps
 
 _Rule = Callable[..., Any]
 _Values = Sequence[Any]
+_TAPS = (_taps.tap_p, _taps.cotangent_p)
+# The first one that an effect is of says its kind.
+_KINDS = (
+  (WholeTapEffect, "whole tap"),
+  (TapEffect, "tap"),
+  (GateEffect, "gate"),
+  (WaitEffect, "wait"),
+  (ProgressEffect, "bar"),
+)
+_APART = frozenset({"gate", "tap", "wait"})  # that each lane makes for itself alone
 
 
 def batch_cond(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
   # A platform's index is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
-  gates = apart and _goes_apart(params["branches"])
+  branches = params["branches"]
+  gates = apart and kinds_in(branches) & _APART
   if apart and (gates or batching.is_marking()):
-    if not masked.needs_all_lanes(params["branches"]):
+    if not _needs_all_lanes(branches):
       return _lane_after_lane(jax.lax.cond_p, axis_data, args, dims, params)
     if gates:
-      return masked.cond(axis_data, args, dims, params)
+      return _masked_cond(axis_data, args, dims, params)
   return original(axis_data, args, dims, **params)
 
 
 def batch_while(
   original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any
 ) -> Any:
-  jaxprs = _jaxprs(params)
-  whole, gates = _holds_whole_taps(jaxprs), _goes_apart(jaxprs)
-  apart = gates or batching.is_marking()
-  if (whole or apart) and _predicate_batched(axis_data, dims, params):
-    if apart and not (masked.needs_all_lanes(jaxprs) or _has_bar(jaxprs)):
+  jaxprs = params["cond_jaxpr"], params["body_jaxpr"]
+  kinds = kinds_in(jaxprs)
+  apart = kinds & _APART or batching.is_marking()
+  if (apart or "whole tap" in kinds) and _predicate_batched(axis_data, dims, params):
+    if apart and not (_needs_all_lanes(jaxprs) or "bar" in kinds):
       return _lane_after_lane(jax.lax.while_p, axis_data, args, dims, params)
-    if whole or gates:
-      return masked.while_loop(original, axis_data, args, dims, params)
+    if kinds & {*_APART, "whole tap"}:
+      return _masked_while(original, axis_data, args, dims, params)
   return original(axis_data, args, dims, **params)
-
-
-def linearize_while(original: _Rule, trace: Any, *tracers: Any, **params: Any) -> Any:
-  unknown = [not tracer.pval.is_known() for tracer in tracers]
-  if not any(unknown) or all(unknown):
-    return original(trace, *tracers, **params)
-  if _has_gate_effect(_jaxprs(params), taps=False):
-    raise GateDefinitionError(_RUNS_TWICE)
-  return repeats.linearize(original, trace, tracers, unknown, params)
-
-
-def checkpoint_while(
-  original: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
-) -> Any:
-  jaxprs = _jaxprs(eqn.params)
-  if any(unknown):
-    if _has_gate_effect(jaxprs, taps=False):
-      raise GateDefinitionError(_RUNS_TWICE)
-    return repeats.checkpoint(original, saveable, unknown, instantiated, eqn)
-  if not _has_gate_effect(jaxprs):
-    return original(saveable, unknown, instantiated, eqn)
-  later = [False] * len(eqn.outvars)
-  return eqn, None, later, later, []
-
-
-def must_not_repeat(closed: Any) -> bool:
-  """True if calls, also taps, or bars are in there, which have rules under `jax.checkpoint`."""
-  return (
-    any(isinstance(effect, (GateEffect, ProgressEffect)) for effect in closed.effects)
-    or _primitive.dataflow_taps_in([closed])
-    or _primitive.dataflow_taps_in([closed], whole=True)
-  )
-
-
-def checkpoint_scan(original: _Rule, *given: Any) -> Any:
-  before = _in_scan()
-  _thread.in_scan = _has_gate_effect([given[-1].params["jaxpr"]])
-  try:
-    return original(*given)
-  finally:
-    _thread.in_scan = before
-
-
-_thread = threading.local()
-
-
-def _in_scan() -> bool:
-  """True if this thread is in JAX's rule for `scan` under `checkpoint`, with a gate in the loop."""
-  return getattr(_thread, "in_scan", False)
-
-
-def _jaxprs(params: dict[str, Any]) -> tuple[Any, Any]:
-  return params["cond_jaxpr"], params["body_jaxpr"]
-
-
-def hoist(original: _Rule, jaxpr: Any, consts: Any, residuals: int, *rest: Any) -> Any:
-  if _has_gate_effect([jaxpr]):
-    return jaxpr, consts, [False] * residuals, []
-  return original(jaxpr, consts, residuals, *rest)
-
-
-def split(original: _Rule, jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
-  """Returns what of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
-  if not (_in_scan() and _has_gate_effect([jaxpr])):
-    return original(jaxpr, unknown, instantiate)
-  known = [not flag for flag in unknown]
-  avals = [aval for aval, flag in zip(jaxpr.in_avals, known, strict=True) if flag]
-  same = original(jax.make_jaxpr(lambda *values: values)(*avals), [False] * len(avals), False)[0]
-  rest = loops.move_binders_to_front(jaxpr, known)
-  return same, rest, [True] * len(jaxpr.out_avals), avals
-
-
-_RUNS_TWICE = (
-  "a while_loop with a gate of effect 'io' or 'ordered' was linearized, and carries a tangent: the "
-  "gate would run again for each tangent. Expected: jax.jvp, jax.lax.scan instead of the loop, the "
-  "gate outside of it, or effect='pure'"
-)
-
-
-def _goes_apart(jaxprs: Sequence[Any]) -> bool:
-  """True if calls are in there that each lane makes for itself alone."""
-  waits = any(isinstance(it, WaitEffect) for jaxpr in jaxprs for it in jaxpr.effects)
-  return waits or _has_gate_effect(jaxprs)
-
-
-def _has_gate_effect(jaxprs: Sequence[Any], *, taps: bool = True) -> bool:
-  """True if calls of callgate's with effects are in there; with `taps` False, others than taps."""
-  # Taps of all lanes at once don't count: they send what JAX's own control flow computes.
-  ignored = WholeTapEffect if taps else TapEffect
-  return any(
-    isinstance(it, GateEffect) and not isinstance(it, ignored)
-    for jaxpr in jaxprs
-    for it in jaxpr.effects
-  ) or (taps and _primitive.dataflow_taps_in(jaxprs))
-
-
-def _holds_whole_taps(jaxprs: Sequence[Any]) -> bool:
-  """True if taps of all lanes at once are in there."""
-  has_effect = any(isinstance(it, WholeTapEffect) for jaxpr in jaxprs for it in jaxpr.effects)
-  return has_effect or _primitive.dataflow_taps_in(jaxprs, whole=True)
-
-
-def _has_bar(jaxprs: Sequence[Any]) -> bool:
-  return any(PROGRESS_EFFECT in jaxpr.effects for jaxpr in jaxprs)
 
 
 def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, Any]) -> bool:
   """True if lanes may end a `while_loop` at different times."""
-  cond_jaxpr, body_jaxpr = _jaxprs(params)
+  cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
   cond_consts, body_consts, carry = loops.split_operands(params, [dim is not None for dim in dims])
   while True:  # each round makes at least one more carry batched, or is the last
     after = tracing.batched(body_jaxpr, axis_data, [*body_consts, *carry], carry)[1]
@@ -186,6 +89,33 @@ def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, An
     carry = [a or b for a, b in zip(after, carry, strict=True)]
 
 
+def kinds_in(jaxprs: Sequence[Any]) -> set[str]:
+  """The kinds of calls in jaxprs: "gate", "tap", "whole tap" (`TapSite.whole`), "wait", "bar"."""
+  kinds = kinds_of(effect for jaxpr in jaxprs for effect in jaxpr.effects)
+  kinds |= {"tap"} if _taps.dataflow_taps_in(jaxprs) else set()
+  return kinds | ({"whole tap"} if _taps.dataflow_taps_in(jaxprs, whole=True) else set())
+
+
+def kinds_of(effects: Iterable[Any]) -> set[str]:
+  """The kinds of calls with these effects."""
+  each = ([kind for of, kind in _KINDS if isinstance(it, of)] for it in effects)
+  return {kinds[0] for kinds in each if kinds}
+
+
+def _needs_all_lanes(jaxprs: _Values) -> bool:
+  """True if jaxprs hold a collective, the name of a mapped axis, or a Ref from outside."""
+  return any(
+    refs.touches(jaxpr.effects)
+    or batching.names_axis(jaxpr)
+    or any(
+      eqn.primitive is _gates.mesh_gate_p and eqn.params["call"].gate.collective
+      for eqn in walk.equations(jaxpr)
+    )
+    for jaxpr in jaxprs
+  )
+
+
+# -- lane after lane -------------------------------------------------------------------------------
 def _lane_after_lane(
   primitive: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
@@ -193,13 +123,156 @@ def _lane_after_lane(
   pairs = list(zip(args, dims, strict=True))
   # No loop goes along an axis that is split.
   moved = [x if d is None else batching.lie_along(None, jnp.moveaxis(x, d, 0)) for x, d in pairs]
-  flow = numbered.Flow(primitive, params)
+  flow = types.SimpleNamespace(primitive=primitive, params=params)
+  rule = functools.partial(_in_lane, axis_data.size)
   mark = batching.lane_p.bind if batching.is_marking() else lambda x: x
 
   def lane(operands: Sequence[Any], number: Any) -> Sequence[Any]:
-    results = numbered.bind(flow, number, axis_data.size, list(map(mark, operands)))
+    results = carried.bind(rule, flow, number, list(map(mark, operands)))
     return list(map(mark, results))
 
   results = one_by_one(lane, [d is not None for d in dims], moved)
   results = [batching.lie_along(axis_data.explicit_mesh_axis, result) for result in results]
   return results, [0] * len(results)
+
+
+def _in_lane(size: int, lane: Any, eqn: Any, inputs: _Values) -> _Values:
+  if eqn.primitive in _gates.PRIMITIVES:
+    with eqn.ctx.manager:
+      return _gates.bind_in_lane(inputs, eqn.params["call"], lane, size)
+  if eqn.primitive in _TAPS:
+    with eqn.ctx.manager:
+      return _taps.bind_in_lane(eqn.primitive, inputs, eqn.params, lane, size)
+  if not any(map(_holds_calls, walk.subjaxprs(eqn))):
+    return walk.bind_equation(eqn, inputs)
+  if carried.can_carry(eqn.primitive):
+    with eqn.ctx.manager:
+      return carried.bind(functools.partial(_in_lane, size), eqn, lane, inputs)
+  params = {name: walk.with_params(value, _without_number) for name, value in eqn.params.items()}
+  return walk.bind_equation(eqn.replace(params=params), inputs)
+
+
+def _holds_calls(jaxpr: Any) -> bool:
+  calls = (*_gates.PRIMITIVES, *_TAPS)
+  return any(eqn.primitive in calls for eqn in walk.equations(jaxpr))
+
+
+def _without_number(params: dict[str, Any]) -> dict[str, Any]:
+  """A call's parameters, where nothing can carry the number to it."""
+  call = params.get("call")
+  if not isinstance(call, BoundCall):
+    return params
+  if call.gate.traits.by_lane:
+    raise unknown_lane(call.gate)
+  return {**params, "call": shared_by_lanes(call)}
+
+
+# -- all lanes, with masked calls ------------------------------------------------------------------
+def _masked_cond(axis_data: Any, args: _Values, dims: _Values, params: dict[str, Any]) -> Any:
+  """A batched `cond_p` of which all lanes run each branch."""
+  branches = params["branches"]
+
+  def lane(index: Any, *operands: Any) -> Any:
+    results: list[_Values] = []
+    for number, branch in enumerate(branches):
+      taken = index == number
+      # As in JAX's own rule: what a lane that doesn't take a branch makes has no derivative.
+      inputs = [_kept_from(taken, x) for x in operands]
+      results.append(carried.run(_where, branch, taken, inputs))
+    return [jax.lax.select_n(index, *each) for each in zip(*results, strict=True)]
+
+  index = batching.lane_aval(axis_data, args[0], dims[0])
+  with batching.in_lane(axis_data):
+    closed = jax.make_jaxpr(lane)(index, *branches[0].in_avals)
+  batched = batching.batched_at(closed, axis_data, dims, [0] * len(closed.out_avals))
+  return tracing.jaxpr_as_fun(batched)(*args), [0] * len(closed.out_avals)
+
+
+def _kept_from(taken: Any, value: Any) -> Any:
+  return (
+    value if refs.is_ref(jax.typeof(value)) else _chosen(taken, value, jax.lax.stop_gradient(value))
+  )
+
+
+def _chosen(taken: Any, value: Any, otherwise: Any) -> Any:
+  return jax.lax.select_n(jnp.broadcast_to(taken, jnp.shape(value)), otherwise, value)
+
+
+def _masked_while(
+  rule: Callable[..., Any], axis_data: Any, args: _Values, dims: _Values, params: dict[str, Any]
+) -> Any:
+  """A batched `while_p` of which all lanes run the body until the last has ended.
+
+  The loop carries whether the lane goes on. `rule` is JAX's own, by which lanes that have ended
+  keep what they have.
+  """
+  asked, held, first = loops.split_operands(params, range(len(args)))
+  asks, body = params["cond_jaxpr"], params["body_jaxpr"]
+
+  def begin(going: Any, *operands: Any) -> Any:
+    return carried.run(_where, asks, going, operands)
+
+  def step(*operands: Any) -> Any:
+    consts, (going, *carry) = operands[: len(asked) + len(held)], operands[len(asked) + len(held) :]
+    after = carried.run(_where, body, going, (*consts[len(asked) :], *carry))
+    # A collective of the predicate sees what ended lanes keep.
+    carry = [_chosen(going, new, old) for new, old in zip(after, carry, strict=True)]
+    (goes_on,) = carried.run(_where, asks, going, (*consts[: len(asked)], *carry))
+    return goes_on, *carry
+
+  consts = [*asks.in_avals[: len(asked)], *body.in_avals[: len(held)]]
+  carry = body.in_avals[len(held) :]
+  every = batching.to_lanes(axis_data, jnp.bool_(True))
+  going = batching.lane_aval(axis_data, every, 0)
+  with batching.in_lane(axis_data):
+    beginning = jax.make_jaxpr(begin)(going, *asks.in_avals)
+    going = beginning.out_avals[0]
+    stepping = jax.make_jaxpr(step)(*consts, going, *carry)
+    going_on = jax.make_jaxpr(lambda going, *_: going)(going, *carry)
+  inputs = [*asked, *first]
+  batched = batching.batched_at(beginning, axis_data, [0, *(dims[i] for i in inputs)], [0])
+  goes = tracing.jaxpr_as_fun(batched)(every, *(args[i] for i in inputs))
+  operands = [*(args[i] for i in (*asked, *held)), *goes, *(args[i] for i in first)]
+  places = [*(dims[i] for i in (*asked, *held)), 0, *(dims[i] for i in first)]
+  results, result_dims = rule(
+    axis_data, operands, places, cond_nconsts=0, cond_jaxpr=going_on,
+    body_nconsts=len(consts), body_jaxpr=stepping,
+  )  # fmt: skip
+  return results[1:], result_dims[1:]
+
+
+def _where(mask: Any, eqn: Any, inputs: _Values) -> _Values:
+  if eqn.primitive in _TAPS:
+    return _tap(eqn, mask, inputs)
+  inner = walk.subjaxprs(eqn)
+  calls = (kinds_of(eqn.effects) | kinds_in(inner)) & _APART
+  if not calls and not (inner and refs.touches(eqn.effects)):
+    return refs.bind_masked(eqn, mask, inputs)
+  if not _needs_all_lanes(inner):
+    return _only_where(mask, lambda: walk.bind_equation(eqn, inputs), eqn.outvars)
+  if not carried.can_carry(eqn.primitive):
+    name = eqn.primitive.name
+    raise GateDefinitionError(
+      f"vmap of a branch or loop that not all lanes take: {name} in it holds both a collective "
+      "(or a Ref) and a call of callgate's with an effect. Expected one of the two outside of it"
+    )
+  with eqn.ctx.manager:
+    return carried.bind(_where, eqn, mask, inputs)
+
+
+def _only_where(mask: Any, call: Callable[[], _Values], results: _Values) -> _Values:
+  zeros = lambda: [tracing.zeros_of(variable.aval) for variable in results]  # noqa: E731
+  return jax.lax.cond(mask, lambda: list(call()), zeros)
+
+
+def _tap(eqn: Any, mask: Any, inputs: _Values) -> _Values:
+  site = eqn.params["site"]
+  if site.whole:
+    return walk.bind_equation(eqn, inputs)
+  place = site.values + len(site.logical)
+  before, after = inputs[:place], inputs[place + site.where :]
+  where = inputs[place] & mask if site.where else mask
+  params = eqn.params if site.where else _taps.with_scalar(eqn.params, place)
+  params = {**params, "site": dataclasses.replace(site, where=True)}
+  results = eqn.primitive.bind(*before, where, *after, **params)
+  return results[: len(eqn.outvars)]

@@ -7,8 +7,10 @@ gone; the end of the process waits for it. It alone touches the bars. Programs n
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import math
 import sys
 import threading
 import time
@@ -18,8 +20,9 @@ from typing import Any, NamedTuple
 import jax
 
 from callgate import _callgate
-from callgate._core import foreign
-from callgate._loops.progress import File, files, noted
+from callgate._core import foreign, names
+from callgate._core.errors import GateDefinitionError
+from callgate._loops.progress import noted
 from callgate._part import Part, Phase, Wait, join
 
 _PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
@@ -46,6 +49,11 @@ class _State(NamedTuple):
   at: float
 
   @property
+  def depth(self) -> int:
+    """How many loops with bars it stands in."""
+    return json.loads(self.text)["depth"]
+
+  @property
   def by_value(self) -> bool:
     return self.last == self.last
 
@@ -61,16 +69,13 @@ class _State(NamedTuple):
     """How far it is."""
     if not self.by_value:
       return self.steps
-    way = (self.at - self.first) * self._sign
-    return min(max(way, 0.0), abs(self.last - self.first)) if way == way else 0.0
+    way = math.copysign(1.0, self.last - self.first) * (self.at - self.first)
+    return min(max(0.0, way), abs(self.last - self.first))  # `max` takes NaN for less than 0
 
   def where(self, done: float) -> str | None:
     """The value that it has when so much is done, and its end; None for a bar of steps."""
-    return f"{self.first + done * self._sign:.4g}/{self.last:.4g}" if self.by_value else None
-
-  @property
-  def _sign(self) -> int:
-    return 1 if self.last >= self.first else -1
+    at = self.first + math.copysign(done, self.last - self.first)
+    return f"{at:.4g}/{self.last:.4g}" if self.by_value else None
 
 
 class _Drawn:
@@ -78,71 +83,61 @@ class _Drawn:
 
   def __init__(self, state: _State, began: float) -> None:
     options = json.loads(state.text)
-    self.handle, self.began, self.depth = state.handle, began, options["depth"]
+    self._handle, self._began = state.handle, began
     self._show: list[str] | None = options.get("show")
     self._shown: dict[str, str] = {}
-    self._lane = state.lane
     desc, position = options.get("desc"), options.get("position")
     if state.lane >= 0:
       desc = f"{desc or 'lane'} {state.lane}"
       position = None if position is None else position + state.lane
-    self.desc = desc
-    self.bar = _make(
+    self._desc = desc
+    self._bar = _make(
       total=state.whole, desc=desc, file=_file_of(options),
-      position=position, leave=options["leave"] and self.depth == 0,
+      position=position, leave=options["leave"] and state.depth == 0,
       mininterval=options["mininterval"], style=options["style"],
     )  # fmt: skip
 
   def draw(self, state: _State) -> None:
-    """Counts on, with the latest values behind: those named, else those noted since it began."""
-    if self.handle != state.handle:  # a nested loop, begun again
-      self.bar.reset(state.whole)
-      self.handle = state.handle
-    values = noted.copy()
-    latest = {
-      name: it for own in (None, self._lane) for (name, lane), it in values.items() if lane == own
-    }
-    if self._show is not None:
-      names = [name for name in self._show if name in latest]
-    else:
-      names = [name for name, (when, _) in latest.items() if when >= self.began][:_MOST_SHOWN]
-    shown = {_label(name): _text_of(latest[name][1]) for name in names}
+    """Counts on, with the latest values behind."""
+    bar = self._bar
+    if self._handle != state.handle:  # a nested loop, begun again
+      bar.reset(state.whole)
+      self._handle = state.handle
+    shown = self._latest(state.lane)
     if shown and shown != self._shown:
       self._shown = shown
-      self.bar.set_postfix(shown, refresh=False)
-    self.bar.start_t = time.time() - state.seconds
+      bar.set_postfix(shown, refresh=False)
+    bar.start_t = time.time() - state.seconds
     # tqdm takes a bar whose last print came before its start for one that was never shown.
-    self.bar.last_print_t = max(getattr(self.bar, "last_print_t", 0.0), self.bar.start_t)
-    done = max(state.done, self.bar.n)
-    self.bar.where = state.where(done)
-    self.bar.update(done - self.bar.n)
+    bar.last_print_t = max(getattr(bar, "last_print_t", 0.0), bar.start_t)
+    done = max(state.done, bar.n)
+    bar.where = state.where(done)
+    bar.update(done - bar.n)
+
+  def _latest(self, lane: int) -> dict[str, str]:
+    """The latest values, its lane's own before those of all: those named, or new since it began."""
+    values = noted.copy()
+    latest = {name: it for own in (None, lane) for (name, of), it in values.items() if of == own}
+    if self._show is not None:
+      show = [name for name in self._show if name in latest]
+    else:
+      show = [name for name, (when, _) in latest.items() if when >= self._began][:_MOST_SHOWN]
+    return {_label(name): _text_of(latest[name][1]) for name in show}
 
   def close(self) -> None:
     try:
-      self.bar.close()
+      self._bar.close()
     except Exception as error:  # noqa: BLE001 - as in `Bars._draw`
-      _tell(self.desc, error)
-
-
-class _Undrawn(_Drawn):
-  """A bar that can't be drawn, until its loop has ended."""
-
-  def __init__(self, state: _State) -> None:
-    self.handle, self.depth = state.handle, json.loads(state.text)["depth"]
-
-  def draw(self, state: _State) -> None:
-    pass
-
-  def close(self) -> None:
-    pass
+      _tell(self._desc, error)
 
 
 def _file_of(options: dict[str, Any]) -> Any:
   if (name := options.get("file")) is None:
     return sys.stderr
-  if (kept := files.get(name)) is None:
+  try:
+    return names.find(name, "file").value
+  except GateDefinitionError:
     return io.StringIO()  # nobody has the file any more
-  return kept.file if isinstance(kept, File) else kept
 
 
 def _tell(desc: str | None, error: BaseException) -> None:
@@ -176,7 +171,7 @@ class Bars(Part):
     self._polls, self._stopped = 0, False
     self._running = 0  # threads: one that ends may not be gone when the next one starts
     self._thread: threading.Thread | None = None
-    self._bars: dict[int, _Drawn] = {}
+    self._bars: dict[int, _Drawn | None] = {}  # None: it can't be drawn
 
   def start(self) -> None:
     """Starts the thread; called by the board when a bar begins that nobody draws."""
@@ -229,8 +224,8 @@ class Bars(Part):
         has_stopped = self._stopped
       if has_stopped:
         self._poll()  # bars may have ended, or begun, since
-        while self._bars:
-          self._bars.popitem()[1].close()
+        for bar in [*self._bars]:
+          self._close(bar)
         break
       self._stirred.wait(_PERIOD)
       self._stirred.clear()
@@ -242,18 +237,14 @@ class Bars(Part):
     try:
       polled = time.monotonic()  # before the poll: no note of a bar's own may seem older than it
       states = [_State(*state) for state in _callgate.progress_poll()]
-      if any(self._has_ended(state, states) for state in states):  # shows what it tapped last
+      if ended := _ended(states):  # they show what they tapped last
         _callgate.flush_channels(_TAPS_SECONDS)
       if jax.process_index() == 0:
         for state in sorted(states, key=lambda s: (s.bar, s.lane)):
           self._draw(state, polled - state.age)
-      for state in states:
-        if not self._has_ended(state, states):
-          continue
-        drawn = self._bars.pop(state.bar, None)
+      for state in ended:
         _callgate.progress_release(state.handle)
-        if drawn is not None:
-          drawn.close()
+        self._close(state.bar)
     except Exception as error:  # noqa: BLE001 - a bar that can't be drawn must not end the program
       foreign.print_traceback(error)
       self._bars.clear()
@@ -265,25 +256,50 @@ class Bars(Part):
     try:
       if state.bar not in self._bars:
         self._bars[state.bar] = _Drawn(state, began)
-      self._bars[state.bar].draw(state)
+      if (drawn := self._bars[state.bar]) is not None:
+        drawn.draw(state)
     except Exception as error:  # noqa: BLE001 - of the file, or of tqdm or rich
-      self._bars[state.bar] = _Undrawn(state)
+      self._bars[state.bar] = None
       _tell(json.loads(state.text).get("desc"), error)
 
-  def _has_ended(self, state: _State, states: Sequence[_State]) -> bool:
-    """False also for a nested loop's bar that waits for its next turn."""
-    if state.phase == "live":
-      return False
-    drawn = self._bars.get(state.bar)
-    around = (self._bars.get(it.bar) for it in states if it.phase == "live" and it.run == state.run)
-    return drawn is None or not any(one is not None and one.depth < drawn.depth for one in around)
+  def _close(self, bar: int) -> None:
+    if (drawn := self._bars.pop(bar, None)) is not None:
+      drawn.close()
 
 
-def _make(**arguments: Any) -> Any:
-  """A bar: a function of `bars`, which needs tqdm."""
-  from callgate._loops import bars
+def _ended(states: Sequence[_State]) -> list[_State]:
+  """The bars that have ended, but for nested loops' bars that wait for their next turn."""
+  around: dict[int, int] = {}  # by run the depth of the outermost bar whose loop runs
+  for it in states:
+    if it.phase == "live":
+      around[it.run] = min(it.depth, around.get(it.run, it.depth))
+  return [it for it in states if it.phase != "live" and around.get(it.run, it.depth) >= it.depth]
 
-  return bars.make(**arguments)
+
+def _make(*, file: Any, position: int | None, mininterval: float, style: str, **what: Any) -> Any:
+  """The kind of bar that suits the file, and the place where Python runs.
+
+  The rest are `total`, `desc` and `leave`. Its `where` is set to what a value that moves it shows.
+  """
+  from callgate._loops import bars  # which needs tqdm
+
+  ipython: Any = sys.modules.get("IPython")
+  notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+  if not notebook and not (hasattr(file, "isatty") and file.isatty()):
+    return bars.Lines(file=file, **what)
+  if style == "rich":
+    from callgate._loops import rich
+
+    return rich.RichBar(file=file, **what)
+  if notebook and file is sys.stderr:
+    with contextlib.suppress(ImportError):  # without ipywidgets
+      from tqdm.notebook import tqdm as widget
+
+      kind: Any = type("Widget", (bars.Redrawn, widget), {})
+      return kind(mininterval=mininterval, miniters=0, **what)
+  return bars.Redrawn(
+    file=file, position=position, mininterval=mininterval, miniters=0, dynamic_ncols=True, **what
+  )
 
 
 _drawer = Bars()  # locks itself: `Bars._lock`, and its bars are its thread's

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scan`, `fori_loop` and `while_loop`: JAX's loops, with what `_loops/steps.py` adds to a step.
+"""`scan`, `fori_loop` and `while_loop`: JAX's loops, with bars, stops and checkpoints.
 
-Without that they are JAX's own calls, and nothing else. With a progress bar the loop's body gets a
+Without these they are JAX's own calls, and nothing else. With a progress bar the loop's body gets a
 mark (`_loops/progress.py`); results stay those of JAX's loops, bit by bit.
+
+The steps of loops have one form, to which each feature adds its own. A step takes the loop's state
+and an x, and gives the state after it and a y. The state is
+
+    (count of the steps that have run, whether the loop goes on, the user's carry)
+
+with None for whether it goes on where nothing stops it. A step that is `_counted` calls the user's
+body; one that is `_stoppable`, or `marked` for a bar, is made of another. A scan that is saved
+sends its carry after a step, and one that is resumed begins with a later step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,11 +27,19 @@ from jax.core import Tracer
 
 from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
-from callgate._loops import saving, steps
-from callgate._loops.progress import Mark, Progress, options_of, wrapped
+from callgate._core.errors import GateDefinitionError
+from callgate._core.public import core
+from callgate._feed import resuming
+from callgate._feed.gate import FeedGate
+from callgate._jax import loops, tracing
+from callgate._loops.marks import while_going
+from callgate._loops.progress import Mark, Progress, deeper, marked, options_of, wrapped
+from callgate._steer.stop import stop_requested
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
+_State = tuple[Any, Any, Any]
+_Step = Callable[[_State, Any], tuple[_State, Any]]
 
 
 def scan(
@@ -66,13 +84,13 @@ def scan(
   if bar is None and save is None and not may_stop:
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
   _check_callable("scan: f: expected the loop's body", f)
-  if save is not None:
-    arguments = (f, init, xs, length, reverse, unroll, *rest)
-    last, ys = saving.scan(save, *arguments, bar=bar, may_stop=may_stop)
+  arguments = (xs, length, reverse, unroll, *rest)
+  if save is None:
+    body = wrapped(_body_of, f, Mark.of(bar), may_stop)
+    first = _first_state(init, np.int32(0), may_stop=may_stop)
+    last, ys = jax.lax.scan(body, first, *arguments)
   else:
-    body = wrapped(steps.body_of, f, Mark.of(bar), may_stop)
-    first = steps.first_state(init, np.int32(0), may_stop=may_stop)
-    last, ys = jax.lax.scan(body, first, xs, length, reverse, unroll, *rest)
+    last, ys = _saved_scan(save, f, init, *arguments, bar=bar, may_stop=may_stop)
   count, _, carry = last
   return (carry, ys, count) if may_stop else (carry, ys)
 
@@ -112,7 +130,7 @@ def fori_loop(
   count = None
   if isinstance(lower, Tracer) or isinstance(upper, Tracer):
     count = jnp.maximum(jnp.asarray(upper) - jnp.asarray(lower), 0).astype(np.int32)
-  body = wrapped(_with_index, body_fun, Mark.of(bar, count))
+  body = wrapped(marked, body_fun, Mark.of(bar, count), _of_index)
   return jax.lax.fori_loop(lower, upper, body, init_val, unroll=unroll)
 
 
@@ -146,8 +164,9 @@ def while_loop(
     return jax.lax.while_loop(cond_fun, body_fun, init_val)
   _check_callable("while_loop: cond_fun: expected a function", cond_fun)
   _check_callable("while_loop: body_fun: expected a function", body_fun)
-  body, condition = wrapped(_with_count, body_fun, Mark.of(bar)), wrapped(_of_value, cond_fun)
-  return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
+  body, condition = wrapped(_counting, body_fun, Mark.of(bar)), wrapped(_of_value, cond_fun)
+  first = _first_state(init_val, np.int32(0), may_stop=False)
+  return jax.lax.while_loop(condition, body, first)[2]
 
 
 def _check_callable(expected: str, function: object) -> None:
@@ -155,24 +174,170 @@ def _check_callable(expected: str, function: object) -> None:
     raise TypeError(f"{expected}, got {function!r}")
 
 
-def _with_index(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
-  def body(index: Any, value: Any) -> Any:
-    with mark.around(value, [index]):
-      return body_fun(index, value)
-
-  return body
+def _of_index(index: Any, value: Any) -> tuple[Any, list[Any]]:
+  return value, [index]
 
 
-def _with_count(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
-  """A `while_loop`'s body, with a count that changes, as in `steps.counted`."""
-
-  def body(state: Any) -> Any:
-    count, value = state
-    with mark.around(value, [count]):
-      return count + 1, body_fun(value)
-
-  return body
+def _counting(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
+  step = _body_of(lambda value, _: (body_fun(value), None), mark, may_stop=False)
+  return lambda state: step(state, None)[0]
 
 
 def _of_value(cond_fun: Callable[..., Any]) -> Callable[..., Any]:
-  return lambda state: cond_fun(state[1])
+  return lambda state: cond_fun(state[2])
+
+
+# -- steps ----------------------------------------------------------------------------------------
+def _first_state(init: Any, count: Any, *, may_stop: bool) -> _State:
+  return count, np.bool_(True) if may_stop else None, init
+
+
+def _body_of(f: Callable[..., Any], mark: Mark | None, may_stop: bool) -> _Step:
+  """The body of a loop with a bar, or that may stop."""
+  step = _counted(f)
+  return marked(_stoppable(step) if may_stop else step, mark, _of_step)
+
+
+def _counted(f: Callable[..., Any], after: Callable[[Any, Any], None] | None = None) -> _Step:
+  """Calls the user's body, and then `after(count, carry)`."""
+
+  # JAX takes a carry that the body leaves alone for a constant, with the mark on it: hence the
+  # count, which XLA removes.
+  def step(state: _State, x: Any) -> tuple[_State, Any]:
+    count, going, carry = state
+    carry, y = f(carry, x)
+    count = count + 1
+    if after is not None:
+      after(count, carry)
+    return (count, going, carry), y
+
+  return step
+
+
+def _of_step(state: _State, _: Any) -> tuple[Any, list[Any]]:
+  count, _, carry = state
+  return carry, [count]
+
+
+def _stoppable(step: _Step) -> _Step:
+  """Looks before each step if the program has been asked to stop; then no further one runs."""
+  step = jax.jit(step, inline=True)  # traced once, for its results' types and for the step
+
+  def body(state: _State, x: Any) -> tuple[_State, Any]:
+    count, going, carry = state
+    count, carry = while_going(going, count, carry)
+    before = count, None, carry
+    (_, _, carried), y = tracing.result_avals(step, before, x)
+
+    def skip() -> tuple[_State, Any]:
+      return (count, np.bool_(False), _kept(carry, carried)), jax.tree.map(_zeros, y)
+
+    def run() -> tuple[_State, Any]:
+      (count, _, carry), made = step(before, x)
+      return (count, np.bool_(True), carry), made
+
+    # The look is part of the step's branch: it comes when the step before has ended, also where
+    # the loop is unrolled, and doesn't come again once the loop has been stopped. `skip` is branch
+    # 0: in a loop that ends early, zeros stand for what its later steps would have kept.
+    state, made = jax.lax.cond(going, lambda: jax.lax.cond(stop_requested(), skip, run), skip)
+    return state, while_going(going, None, made)[1]
+
+  return body
+
+
+def _kept(carry: Any, after: Any) -> Any:
+  """The carry, as a step returns it where its types are those of a step's results.
+
+  Else zeros: JAX's scan gives a first carry of Python's numbers these types and traces the body
+  again, or says what the step has returned.
+  """
+
+  def kept(x: Any, aval: Any) -> Any:
+    has = jax.typeof(x)
+    if (has.shape, has.dtype) != (aval.shape, aval.dtype):
+      return _zeros(aval)
+    # JAX's scan takes a weak type for the strong one, and does not trace the body again.
+    return jnp.asarray(x, aval.dtype) if has.weak_type and not aval.weak_type else x
+
+  is_same = jax.tree.structure(carry) == jax.tree.structure(after)
+  return jax.tree.map(kept, carry, after) if is_same else jax.tree.map(_zeros, after)
+
+
+def _zeros(aval: Any) -> Any:
+  return loops.weakly_typed(tracing.zeros_of(aval), aval.weak_type)
+
+
+# -- scans that are saved --------------------------------------------------------------------------
+def _saved_scan(
+  save: object, f: Callable[..., Any], init: Any, xs: Any, length: int | None, reverse: bool,
+  *rest: Any, bar: Progress | None, may_stop: bool,
+) -> tuple[_State, Any]:  # fmt: skip
+  """The last state and the ys; `rest` are arguments of `jax.lax.scan` behind `reverse`."""
+  if not isinstance(save, Checkpoints):
+    _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
+  body = jax.jit(lambda carry, x: f(carry, x), inline=True)  # traced once
+  feeds: list[FeedGate] = []  # those that the body reads, when it has been traced
+  ys: Any = None
+  if save.resume and (length := _length(xs, length)):
+    init, xs = jax.tree.map(jnp.asarray, (init, xs))
+    with deeper(bar is not None):
+      init, ys, feeds[:] = _prepared(body, init, xs, length)
+  start, run, first = core(save).begin(f, init, length)
+  if feeds:
+    resuming.skip(feeds, core(save).counts(start, run, resuming.names(feeds)))
+
+  def reading(carry: Any, x: Any) -> Any:
+    feeds[:] = resuming.feeds_in(body.trace(carry, x).jaxpr)
+    return body(carry, x)
+
+  def send(count: Any, carry: Any, due: Any) -> None:
+    core(save).send(count, run, carry, resuming.counts(feeds, due), due)
+
+  step = _counted(reading, lambda count, carry: send(count, carry, count % save.every == 0))
+  step = _stoppable(step) if may_stop else step
+  state = _first_state(first, start, may_stop=may_stop)
+  if save.resume and length:
+    mark = Mark.of(bar, np.int32(length) - start)
+    last, ys = _scan_from(start, marked(step, mark, _of_step), state, xs, length, ys, reverse)
+  else:
+    last, ys = jax.lax.scan(marked(step, Mark.of(bar), _of_step), state, xs, length, reverse, *rest)
+  count, _, carry = last
+  send(count, carry, (count % save.every != 0) & (count > start))
+  return last, ys
+
+
+def _prepared(body: Any, init: Any, xs: Any, length: int) -> tuple[Any, Any, Sequence[FeedGate]]:
+  """The first carry in the types that the loop gives it, the ys' types, and the feeds it reads."""
+  traced = jax.jit(lambda init, xs: jax.lax.scan(body, init, xs, length)).trace(init, xs)
+  last, ys = jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
+  init = jax.tree.map(lambda x, of: x if x.dtype == of.dtype else x.astype(of.dtype), init, last)
+  return init, ys, resuming.feeds_in(traced.jaxpr)
+
+
+def _scan_from(
+  start: Any, step: _Step, init: _State, xs: Any, length: int, types: Any, reverse: bool
+) -> tuple[_State, Any]:
+  """`scan` from step `start` on, with ys of these types; those of the steps before are zeros."""
+
+  def body(index: Any, both: Any) -> Any:
+    state, ys = both
+    place = length - 1 - index if reverse else index
+    x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), xs)
+    state, y = step(state, x)
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
+    return state, jax.tree.map(lambda all_, one: put(all_, one), ys, y)
+
+  ys = jax.tree.map(tracing.zeros_of, types)
+  state, ys = jax.lax.fori_loop(start, np.int32(length), body, (init, ys))
+  return state, jax.tree.map(lambda y, aval: loops.weakly_typed(y, aval.weak_type), ys, types)
+
+
+def _length(xs: Any, length: int | None) -> int:
+  """The number of steps, as `jax.lax.scan` finds it."""
+  lengths = {jnp.shape(x)[0] for x in jax.tree.leaves(xs) if jnp.ndim(x)}
+  lengths |= {length} if length is not None else set()
+  if len(lengths) != 1:
+    raise GateDefinitionError(
+      f"scan: with save=, expected one number of steps from xs and length, got {sorted(lengths)}"
+    )
+  return lengths.pop()

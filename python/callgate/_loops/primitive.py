@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two primitives behind progress bars, with their rules.
+"""The two primitives behind progress bars, with their rules, and the calls that a loop makes.
 
 `progress_p` marks the body of a loop as one whose steps are counted. Its operands only tie it to
 the loop. The lowering of the loop around (`_loops/lowering.py`) takes it out and calls the board of
 bars instead, once for many steps: `progress_call_p`, which is bound while lowering. A mark that
-isn't at the top of a loop's body counts by itself, one call a step.
+isn't at the top of a loop's body, or of a jitted function there, counts by itself, one call a step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._jax import lowering, tracing
 from callgate._jax.tracing import Primitive
 
+_Values = Sequence[Any]
 CALLEE = "callgate.progress"  # as src/cells/progress.h registers it
 UNKNOWN = -1
 NEVER = 1 << 30  # steps until an update that need not come
@@ -71,9 +72,7 @@ def _nothing(*_: Any, **__: Any) -> list[Any]:
   return []
 
 
-def _batch(
-  operands: Sequence[Any], dims: Sequence[Any], *, bar: Bar
-) -> tuple[Sequence[Any], Sequence[Any]]:
+def _batch(operands: _Values, dims: _Values, *, bar: Bar) -> tuple[_Values, _Values]:
   """One bar for all lanes, or one for each."""
   (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
   if bar.by_lane:
@@ -95,12 +94,12 @@ def _batch(
   return progress_p.bind(*(lead or read), *rest, bar=bar), []
 
 
-def _lower(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
+def _lower(context: Any, *operands: Any, bar: Bar) -> _Values:
   """A mark that no loop took out."""
   return _emit(context, operands, "step", bar) if _is_ours(context, bar) else []
 
 
-def _call_lower(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[Any]:
+def _call_lower(context: Any, *operands: Any, kind: str, bar: Bar) -> _Values:
   lower = _emit if _is_ours(context, bar) else _by_jax
   return lower(context, operands, kind, bar)
 
@@ -110,7 +109,7 @@ def _is_ours(context: Any, bar: Bar) -> bool:
   return bar.engine == "callgate" and not lowering.is_automatic(context)
 
 
-def _emit(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequence[Any]:
+def _emit(context: Any, operands: _Values, kind: str, bar: Bar) -> _Values:
   if bar.file is not None and not lowering.is_export(context):
     lowering.add_keepalive(context, bar.file)
   return emit(
@@ -124,7 +123,7 @@ def _held(kind: str, bar: Bar) -> dict[str, Any]:
   return {"progress": {"kind": kind, **numbers}}
 
 
-def _by_jax(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequence[Any]:
+def _by_jax(context: Any, operands: _Values, kind: str, bar: Bar) -> _Values:
   """Through JAX's own callbacks, where all devices run one program in one piece."""
   jax_engine.refuse_export(context, "a progress bar", bar.engine)
   alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
@@ -174,3 +173,87 @@ mlir.register_lowering(progress_call_p, lambda context, *x, **params: _by_jax(co
 for platform in ("cpu", "cuda"):
   mlir.register_lowering(progress_p, _lower, platform=platform)
   mlir.register_lowering(progress_call_p, _call_lower, platform=platform)
+
+
+# -- the board, from a loop that is being lowered --------------------------------------------------
+def begin(bar: Bar, numbers: _Values, values: _Values) -> Begun:
+  """Begins a bar, once `values` are there; `numbers` are those that its mark reads."""
+  anchor = _anchor(values)
+  if bar.by_value:
+    last, first = (jnp.asarray(x, np.float32) for x in numbers)
+    shown = [first, last]
+    if not bar.lanes and first.ndim:
+      shown = [_longest(first, last, x) for x in shown]
+    shape = (bar.count,) if bar.lanes else ()
+    shown = [x.reshape(shape) for x in shown]
+    return Begun(bar, _call("begin_at", bar, *shown, *anchor), (first, last))
+  if not numbers:
+    return Begun(bar, _call("begin", bar, *anchor))
+  total = jnp.asarray(numbers[0]).astype(np.int32)
+  total = jnp.broadcast_to(total.ravel(), (bar.count,)) if bar.lanes else jnp.max(total)
+  return Begun(bar, _call("begin_of", bar, total, *anchor))
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+  """A bar, or a lane's each, that a loop has begun.
+
+  Attributes:
+    bar: as the loop knows it.
+    handle: the board's number; a vector of lanes.
+    limits: of a bar by value: where that began and where it ends, with the lanes' axes.
+  """
+
+  bar: Bar
+  handle: Any
+  limits: tuple[Any, Any] | None = None
+
+  def update(self, count: Any, lanes: Any, numbers: _Values, going: Any) -> Any:
+    """Says how far the loop is; returns the number of steps until the next update.
+
+    Args:
+      count: of steps.
+      lanes: the counts of the lanes, where they are known.
+      numbers: those that the bar's mark reads.
+      going: which lanes go on, where that is known.
+    """
+    if self.bar.lanes and going is not None and going.shape == self.bar.lanes:
+      going = going.ravel()
+    else:
+      going = jnp.ones(self.handle.shape, np.int32)
+    return _call("update", self.bar, self.handle, *self._reached(count, lanes, numbers), going)
+
+  def end(self, count: Any, lanes: Any, numbers: _Values, values: _Values) -> None:
+    """Ends the bar, once `values` are there."""
+    _call("end", self.bar, self.handle, *self._reached(count, lanes, numbers), *_anchor(values))
+
+  def _reached(self, count: Any, lanes: Any, numbers: _Values) -> tuple[Any, Any]:
+    """The board's operands for a count, and for a value: NaN for a bar without."""
+    if self.bar.lanes:
+      is_own = getattr(lanes, "shape", None) == self.bar.lanes
+      count = lanes.ravel() if is_own else jnp.broadcast_to(count, (self.bar.count,))
+    if self.limits is None:
+      return count, jnp.full(self.handle.shape, jnp.nan, np.float32)
+    at = numbers[1]
+    if self.bar.lanes or not at.ndim:
+      return count, at.reshape(self.handle.shape)
+    first, last = self.limits  # of many lanes: that which has the longest way to go
+    share = jnp.nanmin((at - first) / jnp.where(last == first, 1.0, last - first))
+    begin, way = (_longest(first, last, x) for x in (first, last - first))
+    return count, begin + share * way
+
+
+def _longest(first: Any, last: Any, of: Any) -> Any:
+  """The entry of the lane whose value goes the longest way."""
+  return of.ravel()[jnp.argmax(jnp.abs(last - first).ravel())]
+
+
+def _call(kind: str, bar: Bar, *operands: Any) -> Any:
+  return progress_call_p.bind(*operands, kind=kind, bar=bar)[0]
+
+
+def _anchor(values: _Values) -> _Values:
+  """A number of the smallest array, if there is one: a call that takes it waits for all of it."""
+  arrays = [x for x in values if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, np.number)]
+  smallest = sorted((x for x in arrays if x.size), key=lambda x: x.size)[:1]
+  return [tracing.unvaried(x)[(slice(1),) * x.ndim] for x in smallest]

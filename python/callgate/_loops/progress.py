@@ -2,7 +2,8 @@
 """The options of a progress bar, and the marks that loops get for it.
 
 A mark is bound into the loop's body (`_loops/primitive.py`), holding the bar's description as text.
-A file can't be text: it has a number there. The bar keeps it, and a program keeps its bars.
+A file can't be text: it has a name there (`_core/names.py`). The bar keeps it, and a program keeps
+its bars.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import json
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TextIO, TypeVar, cast, overload
+from typing import Any, Literal, TextIO, TypeVar, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +24,10 @@ import numpy as np
 from jax.core import Tracer
 
 from callgate import _part
-from callgate._core import exact, extras
+from callgate._core import exact, extras, names
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
+from callgate._core.options import option
 from callgate._jax import tracing
 from callgate._loops.primitive import MOST_LANES, UNKNOWN, Bar, progress_p
 from callgate._runtime import config
@@ -36,26 +36,15 @@ from callgate._tap import delivery
 _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
-class File:
-  """Stands for a file that takes no weak reference, so that nothing tells if its user has it."""
-
-  def __init__(self, file: TextIO) -> None:
-    self.file = file
-
-
-# The files to which bars are drawn, in the order in which they came: a program of the next process
-# has the same numbers. Under the GIL: single steps.
-files: weakref.WeakValueDictionary[int, TextIO | File] = weakref.WeakValueDictionary()
-# The newest that stand for files: a bar may be drawn when its program is gone. Under the GIL:
-# single steps.
-_newest: collections.deque[TextIO | File] = collections.deque(maxlen=64)
+# The newest files of bars that take no weak reference, so that nothing tells if their users have
+# them: a bar may be drawn when its program is gone. Under the GIL: single steps.
+_newest: collections.deque[exact.Exact] = collections.deque(maxlen=64)
 # By name and lane, None for all lanes: when the latest value came, and the value. Under the GIL:
 # single steps; never emptied: one number for each tap's name, and lane.
 noted: dict[tuple[str, int | None], tuple[float, Any]] = {}
 Lanes = Literal["one", "bars"]
 Style = Literal["tqdm", "rich"]
-_numbers = itertools.count()  # of files; guarded by _numbering
-_numbering = threading.Lock()
+_MOST = 2**31 - 1
 _nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
 
 
@@ -81,33 +70,26 @@ class Progress:
     mininterval: seconds between two redraws, at least.
   """
 
-  desc: str | None = None
+  desc: str | None = option(None, _options.text)
   total: Any = None
-  every: int | None = None
-  show: Sequence[str] | None = None
-  file: TextIO | None = None
-  position: int | None = None
-  leave: bool = True
-  mininterval: float = 0.1
-  at: Callable[[Any], Any] | None = None
-  lanes: Lanes = "one"
-  style: Style = "tqdm"
+  every: int | None = option(None, _options.count, least=1, most=_MOST)
+  show: Sequence[str] | None = option(None, _options.strings, what="a sequence of names")
+  file: TextIO | None = option(None, _options.writable)
+  position: int | None = option(None, _options.count, most=_MOST)
+  leave: bool = option(True, _options.boolean)
+  mininterval: float = option(0.1, _options.seconds, zero=True)
+  at: Callable[[Any], Any] | None = option(None, _options.function)
+  lanes: Lanes = option("one", _options.choice, allowed=get_args(Lanes))
+  style: Style = option("tqdm", _options.choice, allowed=get_args(Style))
 
   def __post_init__(self) -> None:
-    _options.optional_texts("Progress", desc=self.desc)
-    for name, least in (("total", 0), ("every", 1), ("position", 0)):
-      limits = {"least": least, "most": 2**31 - 1}
-      if name != "total" or self.at is None:
-        _options.or_none(_options.count, "Progress", name, getattr(self, name), **limits)
-    if _options.or_none(_options.function, "Progress", "at", self.at) is not None:
+    _options.check_fields("Progress", self)
+    if self.at is not None:
       _check_goal(self.total)
-    _options.choice("Progress", "lanes", self.lanes, ("one", "bars"))
-    if _options.choice("Progress", "style", self.style, ("tqdm", "rich")) == "rich":
+    else:
+      _options.or_none(_options.count, "Progress", "total", self.total, most=_MOST)
+    if self.style == "rich":
       extras.library("rich", "rich", "rich", by="Progress: style='rich'")
-    _options.or_none(_options.strings, "Progress", "show", self.show, what="a sequence of names")
-    _options.or_none(_options.writable, "Progress", "file", self.file)
-    _options.boolean("Progress", "leave", self.leave)
-    _options.seconds("Progress", "mininterval", self.mininterval, zero=True)
 
 
 def _check_goal(total: Any) -> None:
@@ -132,25 +114,10 @@ def options_of(progress: object) -> Progress | None:
   )
 
 
-def _numbered(file: TextIO) -> tuple[int, TextIO | File]:
-  """The number that leads to a file in `files`, as long as somebody has it or what this returns."""
-  with _numbering:
-    for reference in files.valuerefs():
-      kept = reference()
-      if kept is not None and (kept.file if isinstance(kept, File) else kept) is file:
-        return cast("Any", reference).key, kept
-    number = next(_numbers)
-    try:
-      kept = files[number] = file
-    except TypeError:
-      _newest.append(kept := files.setdefault(number, File(file)))
-    return number, kept
-
-
-def _text_of(options: Progress, file: int | None) -> str:
+def _text_of(options: Progress, file: str | None) -> str:
   """The text that a program has of a bar, at the present depth of nested loops, for its drawer."""
-  names = ("desc", "position", "leave", "mininterval", "style")
-  text = {name: getattr(options, name) for name in names}
+  plain = ("desc", "position", "leave", "mininterval", "style")
+  text = {name: getattr(options, name) for name in plain}
   text |= {
     "show": None if options.show is None else list(options.show),
     "file": file,
@@ -182,10 +149,12 @@ class Mark:
     if options is None:
       return None
     by_value = options.at is not None
-    number, file = (None, None) if options.file is None else _numbered(options.file)
+    file = None if options.file is None else exact.exact_object(options.file)
+    if file is not None and not type(options.file).__weakrefoffset__:
+      _newest.append(file)
     total = None if by_value else options.total
     bar = Bar(
-      text=_text_of(options, number),
+      text=_text_of(options, None if file is None else names.name(file)),
       every=int(options.every or 0),
       total=UNKNOWN if total is None else int(total),
       has_total=steps is not None and options.total is None,
@@ -256,10 +225,20 @@ def wrapped(make: Callable[..., Any], function: Callable[..., Any], *more: Any) 
   return _cached(make, exact.exact_object(function), exact.exact(more))
 
 
-def _with_mark(function: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
+def _parts(*arguments: Any) -> tuple[Any, list[Any]]:
+  return arguments[0], _changing(arguments)
+
+
+def marked(
+  function: Callable[..., Any], mark: Mark | None, parts: Callable[..., Any] = _parts
+) -> Callable[..., Any]:
+  """A body with the mark, if there is one; of its arguments `parts` gives what `around` takes."""
+  if mark is None:
+    return function
+
   @functools.wraps(function, updated=())
   def body(*arguments: Any) -> Any:
-    with mark.around(arguments[0], _changing(arguments)):
+    with mark.around(*parts(*arguments)):
       return function(*arguments)
 
   return body
@@ -319,7 +298,7 @@ def progress(
   def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function, updated=())
     def body(*arguments: Any) -> Any:
-      return wrapped(_with_mark, function, Mark.of(options))(*arguments)
+      return wrapped(marked, function, Mark.of(options))(*arguments)
 
     return body
 

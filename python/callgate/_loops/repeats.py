@@ -1,104 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks the taps of a `while_loop` that runs again for its tangents.
+"""Loops that JAX's derivatives run more than once, or of which they move a part.
 
-JAX makes two loops of one that carries a tangent. The first computes all that depends on no
-tangent; the second computes everything, once for each tangent. A tap that the first loop holds
-sends again in the second, marked `info.repeated`; a tap of a tangent is in the second alone.
+checkpoint: JAX runs a `while_loop` again in the backward pass, without its bar. With an io gate it
+runs in the forward pass alone, and its results are kept. `jax_remat3` runs everything again,
+whatever its effects: programs with calls take the old implementation.
+
+scan under grad: JAX moves what depends on constants alone out of the loop. Nothing is moved out of
+one that holds a call with an effect, which would run once instead of in every step.
+
+linearize: JAX makes two loops of a `while_loop` that carries a tangent. The first computes all that
+depends on no tangent; the second computes everything, once for each tangent. An io gate in such a
+loop is refused; `jax.jvp` is not. A tap that the first loop holds sends again in the second, marked
+`info.repeated`; a tap of a tangent is in the second alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
 
-from callgate._jax import walk
+from callgate._core.effects import PROGRESS_EFFECT
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import loops, walk
+from callgate._loops import marks
+from callgate._loops.control import kinds_in
 
+_Rule = Callable[..., Any]
 _Params = dict[str, Any]
-_FIRST = 2  # a number is neither False nor True
 
 
-class _Marks:
-  """The marks of all taps in a loop's parameters, which become numbers there for a while."""
+# -- while loops -----------------------------------------------------------------------------------
+def linearize_while(original: _Rule, trace: Any, *tracers: Any, **params: Any) -> Any:
+  unknown = [not tracer.pval.is_known() for tracer in tracers]
+  if not any(unknown) or all(unknown) or not _repeats(params, "tap", "whole tap"):
+    return original(trace, *tracers, **params)
+  closed = jax.make_jaxpr(lambda *values: jax.lax.while_p.bind(*values, **params))(
+    *(tracer.aval for tracer in tracers)
+  )
+  rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
+  _, second, *_ = rules[jax.lax.while_p](None, unknown, [True] * len(unknown), closed.eqns[-1])
 
-  def __init__(self, params: _Params) -> None:
-    self._before: list[bool] = []
-    self._in_first: set[int] = set()
-    self.numbered = _of_taps(params, self._number)
+  def process(primitive: Any, tracers: Sequence[Any], _: Any) -> Any:
+    return trace.default_process_primitive(primitive, tracers, second.params)
 
-  def _number(self, mark: bool) -> int:
-    self._before.append(mark)
-    return _FIRST + len(self._before) - 1
+  # JAX's rule gives its trace the second loop alone.
+  return original(types.SimpleNamespace(default_process_primitive=process), *tracers, **params)
 
-  def __bool__(self) -> bool:
-    return bool(self._before)
 
-  def of_first(self, params: _Params) -> _Params:
-    """The first loop's parameters with their marks again."""
+def checkpoint_while(
+  original: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> Any:
+  if any(unknown) and _repeats(eqn.params, "tap", "whole tap"):
+    first, second, *rest = _with_marked_taps(original, saveable, unknown, instantiated, eqn)
+  elif not any(unknown) and kinds_in(_jaxprs(eqn.params)) & {"gate", "tap"}:
+    later = [False] * len(eqn.outvars)
+    return eqn, None, later, later, []
+  else:
+    first, second, *rest = original(saveable, unknown, instantiated, eqn)
+  if first is not None and second is not None and marks.are_in(second.params["body_jaxpr"]):
+    second = _without_bars(second)
+  return first, second, *rest
 
-    def restore(number: int) -> bool:
-      self._in_first.add(number)
-      return self._before[number - _FIRST]
 
-    return _of_taps(params, restore)
+def _repeats(params: _Params, *kinds: str) -> bool:
+  """True if a loop that runs again holds such calls; raises if it holds gates with effects."""
+  held = kinds_in(_jaxprs(params))
+  if "gate" in held:
+    raise GateDefinitionError(_RUNS_TWICE)
+  return bool(held.intersection(kinds))
 
-  def of_second(self, params: _Params) -> _Params:
-    """The second loop's, after those of the first."""
-    return _of_taps(params, lambda n: self._before[n - _FIRST] or n in self._in_first)
+
+def _jaxprs(params: _Params) -> tuple[Any, Any]:
+  return params["cond_jaxpr"], params["body_jaxpr"]
+
+
+_RUNS_TWICE = (
+  "a while_loop with a gate of effect 'io' or 'ordered' was linearized, and carries a tangent: the "
+  "gate would run again for each tangent. Expected: jax.jvp, jax.lax.scan instead of the loop, the "
+  "gate outside of it, or effect='pure'"
+)
+
+
+def _with_marked_taps(
+  rule: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> Any:
+  """JAX's rule under `jax.checkpoint`; numbers stand for the taps' marks while it splits a loop."""
+  before: list[bool] = []
+  in_first: set[int] = set()
+
+  def number(mark: bool) -> int:
+    before.append(mark)
+    return len(before) + 1  # neither False nor True
+
+  def of_first(number: int) -> bool:
+    in_first.add(number)
+    return before[number - 2]
+
+  numbered = eqn.replace(params=_of_taps(eqn.params, number))
+  first, second, *rest = rule(saveable, unknown, instantiated, numbered)
+  if first is not None:
+    first = first.replace(params=_of_taps(first.params, of_first))
+  params = _of_taps(second.params, lambda number: before[number - 2] or number in in_first)
+  return first, second.replace(params=params), *rest
 
 
 def _of_taps(params: _Params, change: Callable[[Any], Any]) -> _Params:
+  """A loop's parameters, with other marks of its taps."""
+
   def changed(of_one: _Params) -> _Params:
     return {**of_one, "repeated": change(of_one["repeated"])} if "repeated" in of_one else of_one
 
   return {name: walk.with_params(value, changed) for name, value in params.items()}
 
 
-def checkpoint(
-  rule: Callable[..., Any],
-  saveable: Any,
-  unknown: Sequence[bool],
-  instantiated: Sequence[bool],
-  eqn: Any,
-) -> Any:
-  """JAX's rule for a `while_loop` under `jax.checkpoint`, with marked taps."""
-  marks = _Marks(eqn.params)
-  if not marks:
-    return rule(saveable, unknown, instantiated, eqn)
-  numbered = eqn.replace(params=marks.numbered)
-  first, second, *rest = rule(saveable, unknown, instantiated, numbered)
-  if first is not None:
-    first = first.replace(params=marks.of_first(first.params))
-  return first, second.replace(params=marks.of_second(second.params)), *rest
+def _without_bars(eqn: Any) -> Any:
+  body = marks.taken_out(eqn.params["body_jaxpr"]).closed
+  left = (it for it in eqn.effects if it != PROGRESS_EFFECT or it in body.effects)
+  effects = type(eqn.effects)(left)
+  return eqn.replace(params={**eqn.params, "body_jaxpr": body}, effects=effects)
 
 
-def linearize(
-  rule: Callable[..., Any],
-  trace: Any,
-  tracers: Sequence[Any],
-  unknown: Sequence[bool],
-  params: _Params,
-) -> Any:
-  """JAX's rule for a `while_loop` that carries a tangent, with the marks of `checkpoint`'s."""
-  if not _Marks(params):
-    return rule(trace, *tracers, **params)
-  closed = jax.make_jaxpr(lambda *values: jax.lax.while_p.bind(*values, **params))(
-    *(tracer.aval for tracer in tracers)
-  )
-  rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
-  _, second, *_ = rules[jax.lax.while_p](None, unknown, [True] * len(unknown), closed.eqns[-1])
-  return rule(_Second(trace, second.params), *tracers, **params)
+# -- all loops -------------------------------------------------------------------------------------
+def must_not_repeat(closed: Any) -> bool:
+  """True if calls, also taps, or bars are in there, which have rules under `jax.checkpoint`."""
+  return bool(kinds_in([closed]) - {"wait"})
 
 
-@dataclasses.dataclass
-class _Second:
-  """JAX's trace, to which its rule gives the second loop alone."""
+def checkpoint_scan(original: _Rule, *given: Any) -> Any:
+  before = _in_scan()
+  _thread.in_scan = _must_stay(given[-1].params["jaxpr"])
+  try:
+    return original(*given)
+  finally:
+    _thread.in_scan = before
 
-  trace: Any
-  params: _Params
 
-  def default_process_primitive(self, primitive: Any, tracers: Sequence[Any], _: Any) -> Any:
-    return self.trace.default_process_primitive(primitive, tracers, self.params)
+_thread = threading.local()
+
+
+def _in_scan() -> bool:
+  """True if this thread is in JAX's rule for `scan` under `checkpoint`, with a gate in the loop."""
+  return getattr(_thread, "in_scan", False)
+
+
+def hoist(original: _Rule, jaxpr: Any, consts: Any, residuals: int, *rest: Any) -> Any:
+  if _must_stay(jaxpr):
+    return jaxpr, consts, [False] * residuals, []
+  return original(jaxpr, consts, residuals, *rest)
+
+
+def split(original: _Rule, jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
+  """Returns what of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
+  if not (_in_scan() and _must_stay(jaxpr)):
+    return original(jaxpr, unknown, instantiate)
+  known = [not flag for flag in unknown]
+  avals = [aval for aval, flag in zip(jaxpr.in_avals, known, strict=True) if flag]
+  same = original(jax.make_jaxpr(lambda *values: values)(*avals), [False] * len(avals), False)[0]
+  rest = loops.move_binders_to_front(jaxpr, known)
+  return same, rest, [True] * len(jaxpr.out_avals), avals
+
+
+def _must_stay(jaxpr: Any) -> bool:
+  return bool(kinds_in([jaxpr]) & {"gate", "tap"})

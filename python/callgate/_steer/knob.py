@@ -14,18 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate, _part
+from callgate import _callgate
 from callgate._call.function import ArrayFunction
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
+from callgate._core.levels import encode_levels
 from callgate._core.public import Public, Uncopied, core
 from callgate._core.where import Where, where
 from callgate._jax import execution
 from callgate._steer.cell import CellGate, agreed
+from callgate._tap import site as _site
+from callgate._tap.channel import Channel, has_stream, open_channels, tap_of
 
 Per = Literal["read", "execution"]
 Scale = Literal["linear", "log"]
-# Called with a knob after each change.
 _knobs: weakref.WeakValueDictionary[str, Knob] = weakref.WeakValueDictionary()  # guarded by _lock
 _lock = threading.RLock()
 
@@ -235,7 +237,22 @@ class Knob(Public[KnobNumber]):
 
 def _put(knob: Knob, number: Any) -> None:
   core(knob).put(number)
-  _part.tell("knob changed", knob)
+  for channel in open_channels().values():
+    if not has_stream(channel):
+      continue
+    record = channel, knob.name, core(knob).as_array()
+    if _callgate.delivers_here():  # a full channel may wait for this very thread
+      threading.Thread(target=_send, args=record, name="callgate knob").start()
+    else:
+      _send(*record)
+
+
+def _send(channel: Channel, name: str, number: Any) -> None:
+  """Sends what a knob holds to whoever reads the run, as `knob:NAME`."""
+  site = _site.TapSite(tree=jax.tree.structure(0), name=f"knob:{name}", dtypes=(None,))
+  held = _site.encode(site, transforms=(), role="primal", repeated=False)
+  held["batch"] = encode_levels(())
+  tap_of(channel).handle.send(repr((held["spec"], held["tap"])), held, -1, [number])
 
 
 def live() -> dict[str, Knob]:
@@ -320,7 +337,6 @@ def knob(
   if np.ndim(value) != 0 or np.asarray(value).dtype.kind not in "biuf":
     options.refuse(f"knob '{name}'", "value", "a number or a bool", value)
   dtype = np.dtype(jnp.result_type(value))
-  _part.load("knobs")
   here = where()
   line, place = str(here), here.definition()
   with _lock, registry.defining(place):
@@ -334,7 +350,7 @@ def knob(
     whole_for_real = known is not None and known.dtype.kind == "f" and type(value) is int
     if known is not None and (known.dtype == dtype or whole_for_real):
       core(known).take(value, range, scale)
-      known.set(value)  # tells who listens
+      known.set(value)  # and records it
     else:
       before = None if known is None else core(known)
       known = _knobs[name] = Knob(KnobNumber(name, dtype, value, range, scale, before))

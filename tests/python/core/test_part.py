@@ -24,33 +24,33 @@ from callgate._runtime import lifecycle
 @pytest.fixture
 def heard() -> Generator[list[object]]:
   """The values that the test's listeners heard; the listeners are taken back."""
-  before = list(_part._listeners["knob changed"])
+  before = list(_part._listeners["object dropped"])
   yield []
-  _part._listeners["knob changed"][:] = before
+  _part._listeners["object dropped"][:] = before
 
 
 def test_an_event_is_told_to_its_listeners_in_their_order(heard: list[object]) -> None:
   first, second = (lambda value: heard.append((1, value))), (lambda value: heard.append((2, value)))
   for function in (first, second, first):  # the third changes nothing
-    _part.on("knob changed", function)
+    _part.on("object dropped", function)
   knob = object()
-  _part.tell("knob changed", knob)
+  _part.tell("object dropped", knob)
   assert heard == [(1, knob), (2, knob)]
-  _part.off("knob changed", first)
-  _part.off("knob changed", first)  # neither does this
-  _part.tell("knob changed", knob)
+  _part.off("object dropped", first)
+  _part.off("object dropped", first)  # neither does this
+  _part.tell("object dropped", knob)
   assert heard[2:] == [(2, knob)]
 
 
 def test_a_listener_may_take_itself_back(heard: list[object]) -> None:
   def once(value: object) -> None:
     heard.append(value)
-    _part.off("knob changed", once)
+    _part.off("object dropped", once)
 
-  _part.on("knob changed", once)
-  _part.on("knob changed", heard.append)
-  _part.tell("knob changed", 1)
-  _part.tell("knob changed", 2)
+  _part.on("object dropped", once)
+  _part.on("object dropped", heard.append)
+  _part.tell("object dropped", 1)
+  _part.tell("object dropped", 2)
   assert heard == [1, 1, 2]
 
 
@@ -141,7 +141,7 @@ def test_each_part_joins_as_its_module_is_imported_and_keeps_its_place() -> None
   joined = {name: _part.load(name) and name for name in _part.PARTS}
   names = [part.name for part in _part.parts()]
   assert names == [name for name in joined if name in names]
-  assert set(_part.PARTS) - set(names) == {"knobs"}  # which listens alone
+  assert set(_part.PARTS) == set(names)
 
 
 def test_each_folder_with_a_part_is_in_the_table() -> None:
@@ -257,7 +257,7 @@ def test_a_part_that_joins_while_another_does_is_there_too() -> None:
 def test_a_listener_that_comes_while_another_goes_stays(
   heard: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  meanwhile = Meanwhile(lambda: _part.on("knob changed", heard.append))
+  meanwhile = Meanwhile(lambda: _part.on("object dropped", heard.append))
   looks = itertools.count()
 
   class Listeners(dict[Any, Any]):
@@ -267,7 +267,7 @@ def test_a_listener_that_comes_while_another_goes_stays(
       return super().__getitem__(event)
 
   monkeypatch.setattr(_part, "_listeners", Listeners(_part._listeners))
-  _part.off("knob changed", print)
+  _part.off("object dropped", print)
   meanwhile.end()
-  _part.tell("knob changed", 1)
+  _part.tell("object dropped", 1)
   assert heard == [1]

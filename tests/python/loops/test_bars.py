@@ -19,6 +19,7 @@ from programs import drop_programs
 from recorded_bars import XS, add, counts, done, drawn_by, recorded, same, summed
 
 import callgate as cg
+from callgate._core import names
 from callgate._loops import draw, progress
 
 
@@ -49,6 +50,14 @@ def test_a_marked_body_inside_another_call_counts_step_by_step() -> None:
     got = done(jax.jit(lambda: jax.lax.scan(step, 0.0, XS))())
   same(got, jax.jit(lambda: jax.lax.scan(jax.checkpoint(add), 0.0, XS))())
   assert counts(bars) == [("deep", 100, 100)]
+
+
+def test_a_marked_body_that_is_jitted_is_the_loops_own() -> None:
+  step = jax.jit(cg.progress("jitted")(add))
+  with recorded() as bars:
+    got = done(jax.jit(lambda: jax.lax.scan(step, 0.0, XS))())
+  same(got, jax.jit(lambda: jax.lax.scan(jax.jit(add), 0.0, XS))())
+  assert counts(bars) == [("jitted", 100, 100)]
 
 
 # -- what bars show --------------------------------------------------------------------------------
@@ -301,7 +310,7 @@ def test_a_file_is_kept_as_long_as_a_program_that_draws_to_it(
       assert file.getvalue().count("kept: 100%") == 1
       del file, bar, program
     drop_programs()
-    return len(progress.files)
+    return len(names._objects)
 
   assert kept(1) == kept(2)
 

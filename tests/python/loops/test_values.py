@@ -13,8 +13,7 @@ import pytest
 from recorded_bars import FakeBar, counts, done, recorded, same
 
 import callgate as cg
-from callgate._loops import bars as _bars
-from callgate._loops import progress
+from callgate._loops import draw, progress
 
 
 def solve(loop: Any, t1: Any, rate: Any = 1.0, **more: Any) -> Any:
@@ -212,8 +211,8 @@ def test_terminals_and_logs_show_the_value_and_its_end(
   monkeypatch.setenv("TERM", "xterm")
   made: dict[str, Any] = {"position": None, "mininterval": 0.0, "style": style, "leave": True}
   for file in (Terminal(), io.StringIO()):
-    bar = _bars.make(file=file, total=6.0, desc="time", **made)
-    other = _bars.make(file=file, total=None, desc="steps", **made)
+    bar = draw._make(file=file, total=6.0, desc="time", **made)
+    other = draw._make(file=file, total=None, desc="steps", **made)
     for more in (1.5, 3.0, 1.5):
       bar.start_t = bar.start_t - 1
       bar.where = f"{2 + bar.n + more:g}/8"

@@ -13,7 +13,7 @@ from recorded_bars import counts, done, recorded
 
 import callgate as cg
 from callgate._jax import loops
-from callgate._loops.going import going_of
+from callgate._loops import marks
 
 
 def stopping_at(step: int) -> Any:
@@ -83,7 +83,7 @@ def test_each_loop_of_a_derivative_knows_where_to_end() -> None:
   def loops_of(jaxpr: Any) -> Any:
     for eqn in jaxpr.eqns:
       if eqn.primitive is jax.lax.scan_p:
-        yield going_of(eqn.params["jaxpr"], *loops.scan_counts(eqn.params))
+        yield marks.taken_out(eqn.params["jaxpr"]).going(*loops.scan_counts(eqn.params))
       for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
         if hasattr(inner, "jaxpr") and eqn.primitive is not jax.lax.scan_p:
           yield from loops_of(inner.jaxpr)
