@@ -5,20 +5,16 @@ Without these they are JAX's own calls, and nothing else. With a progress bar th
 mark (`_loops/progress.py`); results stay those of JAX's loops, bit by bit.
 
 The steps of loops have one form, to which each feature adds its own. A step takes the loop's state
-and an x, and gives the state after it and a y. The state is
-
-    (count of the steps that have run, whether the loop goes on, the user's carry)
-
-with None for whether it goes on where nothing stops it. A step that is `_counted` calls the user's
-body; one that is `_stoppable`, or `marked` for a bar, is made of another. A scan that is saved
-sends its carry after a step, and one that is resumed begins with a later step.
+and an x, and gives the state after it and a y. A step that is `_counted` calls the user's body; one
+that is `_stoppable`, or `marked` for a bar, is made of another. A scan that is saved sends its
+carry after a step, and one that is resumed begins with a later step.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +34,22 @@ from callgate._steer.stop import stop_requested
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
-_State = tuple[Any, Any, Any]
+
+
+class _State(NamedTuple):
+  """The state of a loop. The names are in JAX's messages about the carry.
+
+  Attributes:
+    count: how many steps have run.
+    going: True if the loop goes on; None where nothing stops it.
+    carry: the user's.
+  """
+
+  count: Any
+  going: Any
+  carry: Any
+
+
 _Step = Callable[[_State, Any], tuple[_State, Any]]
 
 
@@ -166,7 +177,7 @@ def while_loop(
   _check_callable("while_loop: body_fun: expected a function", body_fun)
   body, condition = wrapped(_counting, body_fun, Mark.of(bar)), wrapped(_of_value, cond_fun)
   first = _first_state(init_val, np.int32(0), may_stop=False)
-  return jax.lax.while_loop(condition, body, first)[2]
+  return jax.lax.while_loop(condition, body, first).carry
 
 
 def _check_callable(expected: str, function: object) -> None:
@@ -184,12 +195,12 @@ def _counting(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
 
 
 def _of_value(cond_fun: Callable[..., Any]) -> Callable[..., Any]:
-  return lambda state: cond_fun(state[2])
+  return lambda state: cond_fun(state.carry)
 
 
 # -- steps ----------------------------------------------------------------------------------------
 def _first_state(init: Any, count: Any, *, may_stop: bool) -> _State:
-  return count, np.bool_(True) if may_stop else None, init
+  return _State(count, np.bool_(True) if may_stop else None, init)
 
 
 def _body_of(f: Callable[..., Any], mark: Mark | None, may_stop: bool) -> _Step:
@@ -205,11 +216,14 @@ def _counted(f: Callable[..., Any], after: Callable[[Any, Any], None] | None = N
   # count, which XLA removes.
   def step(state: _State, x: Any) -> tuple[_State, Any]:
     count, going, carry = state
-    carry, y = f(carry, x)
+    found = f(carry, x)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+      raise TypeError(f"scan: f: expected a pair (carry, y) of the loop's body, got {found!r}")
+    carry, y = found
     count = count + 1
     if after is not None:
       after(count, carry)
-    return (count, going, carry), y
+    return _State(count, going, carry), y
 
   return step
 
@@ -226,15 +240,15 @@ def _stoppable(step: _Step) -> _Step:
   def body(state: _State, x: Any) -> tuple[_State, Any]:
     count, going, carry = state
     count, carry = while_going(going, count, carry)
-    before = count, None, carry
+    before = _State(count, None, carry)
     (_, _, carried), y = tracing.result_avals(step, before, x)
 
     def skip() -> tuple[_State, Any]:
-      return (count, np.bool_(False), _kept(carry, carried)), jax.tree.map(_zeros, y)
+      return _State(count, np.bool_(False), _kept(carry, carried)), jax.tree.map(_zeros, y)
 
     def run() -> tuple[_State, Any]:
       (count, _, carry), made = step(before, x)
-      return (count, np.bool_(True), carry), made
+      return _State(count, np.bool_(True), carry), made
 
     # The look is part of the step's branch: it comes when the step before has ended, also where
     # the loop is unrolled, and doesn't come again once the loop has been stopped. `skip` is branch
