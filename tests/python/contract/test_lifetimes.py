@@ -72,7 +72,7 @@ def test_a_function_that_is_dropped_with_its_programs_is_gone(row: str) -> None:
   """Though JAX's caches are never cleared."""
   before: set[str] = set()
   with ROWS[row].around():
-    for turn in range(3):
+    for turn in range(2):
       host = Host()
       watch = weakref.ref(host)
       f = ROWS[row].make(host)

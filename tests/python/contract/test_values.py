@@ -20,66 +20,78 @@ import callgate as cg
 P = jax.sharding.PartitionSpec
 
 
+X = np.float32(3)
+LANES = np.arange(4, dtype=np.float32)
+
+
 def _scan(f: F) -> F:
   return lambda x: jax.lax.scan(lambda c, _: (c + 0 * x, f(c)), x, length=3)[1]
 
 
+def _cond(f: F) -> F:
+  return lambda x: jax.lax.cond(x > 0, f, lambda x: x, x)
+
+
 def _four() -> Any:
   mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-  return jax.device_put(np.arange(4, dtype=np.float32), jax.sharding.NamedSharding(mesh, P("d")))
+  return jax.device_put(LANES, jax.sharding.NamedSharding(mesh, P("d")))
 
 
-def _sharded(f: F) -> Any:
+def _sharded(f: F) -> F:
   mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-  one = lambda x: f(x[0])[None]
-  return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(LANES)
+  return jax.jit(
+    jax.shard_map(lambda x: f(x[0])[None], mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+  )
 
 
-def _in_threads(f: F) -> Any:
+def _split(f: F) -> F:
+  program = jax.jit(jax.vmap(f))
+  return lambda _: program(_four())
+
+
+def _in_threads(f: F) -> F:
   program, found = jax.jit(f), [np.float32(0)] * 4
 
   def run(n: int) -> None:
     found[n] = np.asarray(program(np.float32(n)))
 
-  threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  return np.stack(found)
+  def run_all(_: Any) -> Any:
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    return np.stack(found)
+
+  return run_all
 
 
-def _under_way(f: F) -> Any:
+def _under_way(f: F) -> F:
   """More executions than XLA has under way at once, before any is waited for."""
   program = jax.jit(f)
-  return jnp.stack([program(np.float32(n)) for n in range(40)])
+  return lambda _: jnp.stack([program(np.float32(n)) for n in range(40)])
 
 
-LANES = np.arange(4, dtype=np.float32)
-# Ways to make a program of `f` and run it, and the values that `f` gets.
-WAYS: dict[str, tuple[Callable[[F], Any], np.ndarray]] = {
-  "outside of jit": (lambda f: f(np.float32(3)), np.array(3)),
-  "scan": (lambda f: jax.jit(_scan(f))(np.float32(3)), np.full(3, 3)),
-  "cond": (
-    lambda f: jax.jit(lambda x: jax.lax.cond(x > 0, f, lambda x: x, x))(np.float32(3)), np.array(3)
-  ),
-  "vmap": (lambda f: jax.jit(jax.vmap(f))(LANES), LANES),
-  "jit in jit": (lambda f: jax.jit(lambda x: jax.jit(f)(x))(np.float32(3)), np.array(3)),
-  "ahead of time": (
-    lambda f: jax.jit(f).lower(np.float32(3)).compile()(np.float32(3)), np.array(3)
-  ),
-  "40 executions": (_under_way, np.arange(40)),
-  "shard_map": (_sharded, LANES),
-  "split lanes": (lambda f: jax.jit(jax.vmap(f))(_four()), LANES),
-}  # fmt: skip
+# Ways to make a program of `f`, what it is called with, and the values that `f` gets. Of a program
+# that is compiled ahead of time `test_functions.py` asks.
+WAYS: dict[str, tuple[Callable[[F], F], Any, np.ndarray]] = {
+  "outside of jit": (lambda f: f, X, np.array(3)),
+  "scan": (lambda f: jax.jit(_scan(f)), X, np.full(3, 3)),
+  "cond": (lambda f: jax.jit(_cond(f)), X, np.array(3)),
+  "vmap": (lambda f: jax.jit(jax.vmap(f)), LANES, LANES),
+  "jit in jit": (lambda f: jax.jit(lambda x: jax.jit(f)(x)), X, np.array(3)),
+  "40 executions": (_under_way, X, np.arange(40)),
+  "shard_map": (_sharded, LANES, LANES),
+  "split lanes": (_split, LANES, LANES),
+}
 
 
-def _check(row: str, run: Callable[[F], Any], inputs: np.ndarray) -> None:
+def _check(row: str, make_program: Callable[[F], F], argument: Any, inputs: np.ndarray) -> None:
   host, part = Host(), ROWS[row]
-  f = part.make(host)
+  program = make_program(part.make(host))
   with part.around():
-    for turn in (1, 2):  # the second is JAX's C++ dispatch, or another trace
-      found = np.asarray(run(f))
+    for turn in (1, 2):  # the second is JAX's C++ dispatch
+      found = np.asarray(program(argument))
       np.testing.assert_array_equal(found, inputs + part.adds)
       if part.each:
         assert host.seen() == sorted([*map(float, inputs.reshape(-1))] * turn)
@@ -129,6 +141,6 @@ def test_threads_that_switch_all_the_time(row: str) -> None:
   before = sys.getswitchinterval()
   sys.setswitchinterval(1e-6)
   try:
-    _check(row, _in_threads, LANES)
+    _check(row, _in_threads, None, LANES)
   finally:
     sys.setswitchinterval(before)
