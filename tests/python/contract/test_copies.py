@@ -80,7 +80,7 @@ def elsewhere() -> dict[str, Any]:
   """By row, what its pickle's program has added in another process, or the text of its error."""
   asked = filter(contract.installed, contract.rows("pickle"))
   texts = {row: base64.b64encode(_pickled(row)).decode() for row in asked}
-  done = contract_processes.run(_ELSEWHERE % (str(FOLDER), texts))
+  done = contract_processes.run(_ELSEWHERE % (str(FOLDER), texts), texts)
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])
 

@@ -76,7 +76,7 @@ def _answers(text: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def process() -> subprocess.CompletedProcess[str]:
   asked = list(filter(contract.installed, ON_CPU))
-  return contract_processes.run(_PROCESS % (str(FOLDER), asked))
+  return contract_processes.run(_PROCESS % (str(FOLDER), asked), asked)
 
 
 @pytest.mark.parametrize("row", ON_CPU)

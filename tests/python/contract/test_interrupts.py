@@ -91,7 +91,7 @@ def _answers(number: int) -> dict[str, Any]:
   """The answers of one process's rows, and its exit status and standard error under ""."""
   some = contract.rows("interrupt")[number * _OF_A_PROCESS :][:_OF_A_PROCESS]
   asked = list(filter(contract.installed, some))
-  process = contract_processes.run(_PROCESS % (str(FOLDER), asked), timeout=400)
+  process = contract_processes.run(_PROCESS % (str(FOLDER), asked), asked, timeout=400)
   lines = [line for line in process.stdout.splitlines() if line.startswith("[")]
   return {**dict(map(json.loads, lines)), "": [process.returncode, process.stderr]}
 

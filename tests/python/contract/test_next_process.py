@@ -99,7 +99,7 @@ def two(
   source = _PROCESS % (str(FOLDER), rows, str(folder))
   said: list[dict[str, Any]] = []
   for _ in range(2):
-    done = contract_processes.run(source, timeout=140, environment=environment)
+    done = contract_processes.run(source, rows, timeout=140, environment=environment)
     assert done.returncode == 0, done.stderr
     said.append(json.loads(done.stdout.splitlines()[-1]))
   return said
