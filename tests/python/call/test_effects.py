@@ -222,9 +222,9 @@ def in_custom_vjp(g: F) -> F:
 
 
 @functools.cache
-def expected(name: str) -> Any:
-  """A program's result with the pure JAX function instead of the gate."""
-  return jax.jit(lambda: PROGRAMS[name].run(jnp.sin))()
+def all_expected() -> dict[str, Any]:
+  """Each program's result with the pure JAX function instead of the gate."""
+  return jax.jit(lambda: {name: each.run(jnp.sin) for name, each in PROGRAMS.items()})()
 
 
 @pytest.mark.parametrize("effect", EFFECTS)
@@ -237,7 +237,9 @@ def test_effectful_gates_run_exactly_once_and_give_what_they_should(effect: Any,
     seen.clear()
     got = program()
     finish(got)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, expected(name))
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, all_expected()[name]
+    )
     assert sorted(seen) == sorted(PROGRAMS[name].seen)
     assert effect == "io" or seen == PROGRAMS[name].seen
 
@@ -259,7 +261,7 @@ def test_under_jaxs_new_checkpoint_they_run_once_too(name: str, new_checkpoint: 
   got = jax.jit(lambda: PROGRAMS[name].run(gate))()
   finish(got)
   assert seen == PROGRAMS[name].seen
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, expected(name))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, all_expected()[name])
 
 
 def test_under_jaxs_new_checkpoint_a_gradient_is_that_of_the_one_call(new_checkpoint: None) -> None:

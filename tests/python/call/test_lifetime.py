@@ -96,7 +96,7 @@ def test_the_arguments_of_a_call_do_not_outlive_it() -> None:
 def test_many_gates_created_and_dropped_leave_nothing_behind() -> None:
   collect()
   before = set(_callgate.registered_names())
-  for i in range(10_000):
+  for i in range(2_000):
     cg.gate(Callable(), out=lambda x: x, name=f"short-lived {i}")
   collect()
   assert set(_callgate.registered_names()) <= before

@@ -222,7 +222,7 @@ def test_redefining_and_compiling_a_gate_does_not_pile_up(young_heap: None) -> N
   notebook.run(cell, number=0)
   before = len(_callgate.registered_names())
   watches: list[weakref.ref[Any]] = []
-  for number in range(1, 201 if is_soak() else 51):
+  for number in range(1, 201 if is_soak() else 21):
     notebook.run(cell, number=number)
     assert notebook.result[0] == 2 * (1 + number)
     watches.append(weakref.ref(notebook.function))
