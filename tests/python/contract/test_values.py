@@ -73,8 +73,8 @@ def _under_way(f: F) -> F:
 
 
 Way = tuple[Callable[[F], F], Any, np.ndarray]
-# Ways to make a program of `f`, what it is called with, and the values that `f` gets. Of a program
-# that is compiled ahead of time `test_functions.py` asks.
+# Ways to make a program of `f`, what it is called with, and the values that `f` gets.
+# `test_functions.py` asks about programs that are compiled ahead of time.
 WAYS: dict[str, Way] = {
   "outside of jit": (lambda f: f, X, np.array(3)),
   "40 executions": (_under_way, X, np.arange(40)),

@@ -279,7 +279,7 @@ NEEDS = {
 }  # fmt: skip
 
 
-# What the compiler gets as it is; it refuses most of what these take.
+# The compiler gets the values of these options as they are, and refuses most.
 OF_THE_COMPILER = ("flags", "include_dirs", "libraries", "library_dirs")
 
 
