@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any, Self
 
 from callgate import _callgate, _part
@@ -31,8 +32,9 @@ class Block(Stays):
 
   def __init__(self, path: str) -> None:
     self.path = group.fill_index(path)
-    self._changed = threading.Condition()
-    self._running: dict[int, str] = {}  # calls that have begun, by number: their gates
+    self._counting = threading.Lock()
+    # Calls that have begun, by number: the gate, and the call as long as its program goes on.
+    self._running: dict[int, tuple[str, weakref.ref[Any]]] = {}
     self._used = False
 
   def __repr__(self) -> str:
@@ -69,9 +71,15 @@ class Block(Stays):
 
   def _wait_for_rest(self, seconds: float) -> list[str]:
     """The gates whose calls still run after so long."""
-    with self._changed:
-      self._changed.wait_for(lambda: not self._running, seconds)
-      return sorted(set(self._running.values()))
+    gates: set[str] = set()
+
+    def are_over() -> bool:
+      nonlocal gates
+      gates = {gate for gate, call in list(self._running.values()) if call() is not None}
+      return not gates
+
+    Wait(seconds).poll(are_over)
+    return sorted(gates)
 
   def _begin(self) -> None:
     """The block begins: opens its file."""

@@ -8,6 +8,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -78,9 +79,8 @@ class Recording(Block):
     del types
     operands = without_handles(gate, spec, operands)
     made = registry.get(gate)
-    with self._changed:
+    with self._counting:
       number, self._next = self._next, self._next + 1
-      self._running[number] = gate
     call = Recorded(
       gate, site, lane, device, shard, number, getattr(made, "effect", "pure"),
       tuple(registry.argument(gate, spec, i) for i in range(len(operands))),
@@ -88,7 +88,9 @@ class Recording(Block):
       None if self._digests else operands, tuple(map(calls.digest, operands)),
       waits=getattr(made, "waits", False),
     )  # fmt: skip
-    return _RecordedCall(functools.partial(self._write, run=run), self._over, call)
+    begun = _RecordedCall(functools.partial(self._write, run=run), self._running, call)
+    self._running[number] = gate, weakref.ref(begun)
+    return begun
 
   def _write(self, call: Recorded, run: int) -> None:
     """Writes a call that has ended; raises where the file does not take it."""
@@ -107,20 +109,17 @@ class Recording(Block):
         raise failure from None
       self.count += not call.waits
 
-  def _over(self, number: int) -> None:
-    """A call runs no more."""
-    with self._changed:
-      if self._running.pop(number, None) is not None and not self._running:
-        self._changed.notify_all()
-
 
 class _RecordedCall:
-  """A call that has begun; called with what it gave."""
+  """A call that has begun; called with what it gave.
+
+  A program that ends within the call drops it. It has no `__del__`: an interrupt there is lost.
+  """
 
   def __init__(
-    self, write: Callable[[Recorded], None], over: Callable[[int], None], call: Recorded
+    self, write: Callable[[Recorded], None], running: dict[int, Any], call: Recorded
   ) -> None:
-    self._write, self._over, self._call = write, over, call
+    self._write, self._running, self._call = write, running, call
     self.number = call.number
 
   def __call__(self, results: tuple[Value, ...] | None, error: BaseException | None) -> None:
@@ -134,10 +133,7 @@ class _RecordedCall:
         return
       self._write(call)
     finally:
-      self._over(self.number)
-
-  def __del__(self) -> None:
-    self._over(self.number)  # the program was ended within the call
+      self._running.pop(self.number, None)
 
 
 def _make_room(path: str, overwrite: bool) -> None:

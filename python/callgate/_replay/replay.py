@@ -58,7 +58,7 @@ class Replay(Block):
     del shard, run
     operands = without_handles(gate, spec, operands)
     place = CallPlace(site, device, lane)
-    with self._changed:
+    with self._counting:
       call = self._answers.take(gate, place, operands)
       if call is None and not self._partial:
         raise ReplayError(self._refusal(gate, place, operands))

@@ -307,7 +307,7 @@ def test_threads_trace_with_values_of_their_own() -> None:
 
   def work() -> None:
     try:
-      for _ in range(40):
+      for _ in range(15):
         jax.eval_shape(lambda x: gate(x, fn=lambda x: x), X)
         jax.jit(lambda x: gate(x, fn=lambda x: x)).lower(X)
     except BaseException as error:  # noqa: BLE001 - the test's outcome

@@ -22,7 +22,7 @@ from jax import export
 
 import callgate as cg
 
-SIZES = (1, 3, 7)
+SIZES = (1, 5)
 DEFINITIONS = textwrap.dedent("""
   import ctypes, ctypes.util, importlib.util, json, pathlib, sys
   import callgate as cg, jax, jax.numpy as jnp, numpy as np

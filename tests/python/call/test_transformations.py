@@ -34,10 +34,13 @@ from transformation_table import (
 
 import callgate as cg
 
+# JAX's own callbacks are in some pairs; in all of them in a soak.
+BY_JAX = [pair for group in groups(1, 4, 11) for pair in group]
+
 
 @pytest.mark.parametrize("outer", TRANSFORMATIONS)
 def test_pairs_of_transformations_agree_with_jax(outer: str) -> None:
-  assert_chains_agree([pair for pair in PAIRS if pair[0] == outer])
+  assert_chains_agree([pair for pair in PAIRS if pair[0] == outer], by_jax=BY_JAX)
 
 
 @pytest.mark.parametrize("effect", ["io", "ordered"])

@@ -9,11 +9,11 @@ import json
 from typing import Any
 
 import contract
+import contract_processes
 import jax
 import numpy as np
 import pytest
 from contract import FOLDER, ROWS, Host
-from interpreters import output_of
 
 import callgate as cg
 
@@ -80,9 +80,9 @@ def elsewhere() -> dict[str, Any]:
   """By row, what its pickle's program has added in another process, or the text of its error."""
   asked = filter(contract.installed, contract.rows("pickle"))
   texts = {row: base64.b64encode(_pickled(row)).decode() for row in asked}
-  return json.loads(
-    output_of(_ELSEWHERE % (str(FOLDER), texts), **contract.platforms()).splitlines()[-1]
-  )
+  done = contract_processes.run(_ELSEWHERE % (str(FOLDER), texts), texts)
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("row", contract.rows("pickle"))

@@ -59,24 +59,25 @@ class Locked(Exception):
 
 STRANGE: list[type[Exception]] = [Wordless, Closed, Locked]
 LANES = np.array([1, 2, BAD, 3], np.float32)
-WAYS: dict[str, tuple[Callable[[F], Any], str]] = {
-  "outside of jit": (lambda f: f(np.float32(BAD)), ""),
-  "jit": (lambda f: jax.jit(f)(np.float32(BAD)), ""),
-  "scan": (
-    lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, length=2))(np.float32(BAD)),
-    "",
-  ),
-  "vmap": (lambda f: jax.jit(jax.vmap(f))(LANES), "in lane 2"),
-  "vmap of cond": (
-    lambda f: jax.jit(jax.vmap(lambda x: jax.lax.cond(x > 1, f, lambda x: x, x)))(LANES),
-    "in lane 2",
-  ),
-  "vmap of scan": (
-    lambda f: jax.jit(jax.vmap(lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, length=2)[1]))(
-      LANES
-    ),
-    "in lane 2",
-  ),
+X = np.float32(BAD)
+
+
+def _scan(f: F) -> F:
+  return lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, length=2)[1]
+
+
+def _cond(f: F) -> F:
+  return lambda x: jax.lax.cond(x > 1, f, lambda x: x, x)
+
+
+# Ways to make a program of `f`, what it is called with, and the lane that fails.
+WAYS: dict[str, tuple[Callable[[F], F], Any, str]] = {
+  "outside of jit": (lambda f: f, X, ""),
+  "jit": (jax.jit, X, ""),
+  "scan": (lambda f: jax.jit(_scan(f)), X, ""),
+  "vmap": (lambda f: jax.jit(jax.vmap(f)), LANES, "in lane 2"),
+  "vmap of cond": (lambda f: jax.jit(jax.vmap(_cond(f))), LANES, "in lane 2"),
+  "vmap of scan": (lambda f: jax.jit(jax.vmap(_scan(f))), LANES, "in lane 2"),
 }
 
 
@@ -84,9 +85,9 @@ def _rows() -> list[str]:
   return [row for row in contract.rows("error") if ROWS[row].tells]
 
 
-def _raised(row: str, run: Callable[[F], Any], f: F) -> BaseException:
+def _raised(row: str, run: Callable[[], Any]) -> BaseException:
   with ROWS[row].around(), pytest.raises(BaseException) as caught, cg.errors():
-    jax.block_until_ready(run(f))
+    jax.block_until_ready(run())
   return caught.value
 
 
@@ -105,12 +106,12 @@ def _notes(error: BaseException) -> str:
   ("row", "way"), [pair for pair in contract.pairs("error", WAYS) if ROWS[pair[0]].tells]
 )
 def test_an_error_has_its_type_its_line_and_its_lane(row: str, way: str) -> None:
-  run, lane = WAYS[way]
+  make_program, argument, lane = WAYS[way]
   own = Own(3)
   part = ROWS[row].make(Host(lambda: own))
-  f = lambda x: part(x)  # the user's line
+  program = make_program(lambda x: part(x))  # the user's line
   for _ in range(2):
-    error = _raised(row, run, f)
+    error = _raised(row, lambda: program(argument))
     _assert_told(row, error, own)
     if "line" in ROWS[row].refuses:
       continue
@@ -122,10 +123,8 @@ def test_an_error_has_its_type_its_line_and_its_lane(row: str, way: str) -> None
 
 @pytest.mark.parametrize("row", _rows())
 def test_a_program_that_has_failed_goes_on(row: str) -> None:
-  host = Host(lambda: Own(1))
-  f = ROWS[row].make(host)
-  program = jax.jit(f)
-  _raised(row, lambda f: program(np.float32(BAD)), f)
+  program = jax.jit(ROWS[row].make(Host(lambda: Own(1))))
+  _raised(row, lambda: program(X))
   for value in (1, 2):
     assert float(program(np.float32(value))) == value + ROWS[row].adds
   with cg.errors():  # told once
@@ -151,7 +150,7 @@ def test_strange_exceptions_are_told_as_they_are(row: str) -> None:
   left = iter(strange)
   program = jax.jit(ROWS[row].make(Host(lambda: next(left))))
   for own in strange:
-    chain = _told(row, lambda: program(np.float32(BAD)))
+    chain = _told(row, lambda: program(X))
     assert any(error is own for error in chain), list(map(type, chain))
     with ROWS[row].around():
       assert float(program(np.float32(1))) == 1 + ROWS[row].adds
@@ -159,14 +158,10 @@ def test_strange_exceptions_are_told_as_they_are(row: str) -> None:
 
 @pytest.mark.parametrize("row", _rows())
 def test_one_of_many_programs_under_way_fails(row: str) -> None:
-  f = ROWS[row].make(Host(lambda: Own(1)))
-  program = jax.jit(f)
-
-  def run(_: F) -> Any:
-    values = [program(np.float32(value)) for value in (*range(6), BAD, *range(8, 40))]
-    return jax.block_until_ready(values)
-
-  assert isinstance(_raised(row, run, f), ROWS[row].raises or Own)
+  program = jax.jit(ROWS[row].make(Host(lambda: Own(1))))
+  values = [*range(6), BAD, *range(8, 40)]
+  error = _raised(row, lambda: [program(np.float32(value)) for value in values])
+  assert isinstance(error, ROWS[row].raises or Own)
 
 
 @pytest.mark.parametrize("row", [row for row in contract.rows("told") if not ROWS[row].tells])
@@ -174,4 +169,4 @@ def test_a_consumers_exception_is_told_by_errors(row: str) -> None:
   own = Own(5)
   f = ROWS[row].make(Host(lambda: own))
   program = jax.jit(lambda x: f(x) + 1)
-  assert own in _told(row, lambda: program(np.float32(BAD)))
+  assert own in _told(row, lambda: program(X))

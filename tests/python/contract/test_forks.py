@@ -8,6 +8,7 @@ import subprocess
 from typing import Any
 
 import contract
+import contract_processes
 import pytest
 from contract import FOLDER, ROWS
 from interpreters import run_python
@@ -74,7 +75,8 @@ def _answers(text: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def process() -> subprocess.CompletedProcess[str]:
-  return run_python(_PROCESS % (str(FOLDER), list(filter(contract.installed, ON_CPU))))
+  asked = list(filter(contract.installed, ON_CPU))
+  return contract_processes.run(_PROCESS % (str(FOLDER), asked), asked)
 
 
 @pytest.mark.parametrize("row", ON_CPU)

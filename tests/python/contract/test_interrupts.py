@@ -8,12 +8,12 @@ import json
 from typing import Any
 
 import contract
+import contract_processes
 import pytest
 from contract import FOLDER, ROWS
-from interpreters import run_python
 
-pytestmark = pytest.mark.limit(420)  # a process asks seven rows
-_PROCESSES = 6  # among which the rows are dealt out
+pytestmark = pytest.mark.limit(420)  # a process asks fourteen rows
+_OF_A_PROCESS = 14  # rows, neighbours in the table
 # JAX's C++ code dispatches the second call; the third question is
 # a loop of short programs in Python.
 _PROCESS = """
@@ -28,8 +28,13 @@ X, begun = np.float32(3), threading.Event()
 
 def interrupt():
   begun.wait()
-  time.sleep(0.02)
+  time.sleep(0.005)
   os.kill(os.getpid(), signal.SIGINT)
+
+@cg.gate(out=lambda x: x, effect="io")
+def begin(x):
+  begun.set()
+  return x
 
 def ended(run):
   begun.clear()
@@ -54,7 +59,7 @@ def ask(name):
   f = row.make(host)
 
   def many(x, steps):
-    cg.tap(x, lambda _: begun.set())
+    x = begin(x)
     return jax.lax.fori_loop(0, steps, lambda i, x: f(x), x)
 
   def python():
@@ -84,15 +89,16 @@ for name in %r:
 @functools.cache
 def _answers(number: int) -> dict[str, Any]:
   """The answers of one process's rows, and its exit status and standard error under ""."""
-  asked = list(filter(contract.installed, contract.rows("interrupt")[number::_PROCESSES]))
-  process = run_python(_PROCESS % (str(FOLDER), asked), timeout=400, **contract.platforms())
+  some = contract.rows("interrupt")[number * _OF_A_PROCESS :][:_OF_A_PROCESS]
+  asked = list(filter(contract.installed, some))
+  process = contract_processes.run(_PROCESS % (str(FOLDER), asked), asked, timeout=400)
   lines = [line for line in process.stdout.splitlines() if line.startswith("[")]
   return {**dict(map(json.loads, lines)), "": [process.returncode, process.stderr]}
 
 
 @pytest.mark.parametrize("row", contract.rows("interrupt"))
 def test_a_program_is_interrupted_and_the_next_one_is_right(row: str) -> None:
-  answers = _answers(contract.rows("interrupt").index(row) % _PROCESSES)
+  answers = _answers(contract.rows("interrupt").index(row) // _OF_A_PROCESS)
   status, said = answers[""]
   assert (status, said if row in contract.rows("silence") else "") == (0, "")
   assert answers[row] == [*["KeyboardInterrupt"] * 3, pytest.approx(2 * ROWS[row].adds)]

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 import contract
+import contract_processes
 import pytest
 from contract import FOLDER, ROWS
-from interpreters import output_of
 
 pytestmark = pytest.mark.limit(300)  # two processes, which import all that the rows need
 # They run this, one after the other, each for all rows that are asked. The second loads the first
@@ -97,10 +97,12 @@ def two(
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
   }
   source = _PROCESS % (str(FOLDER), rows, str(folder))
-  printed = (
-    output_of(source, timeout=140, **environment, **contract.platforms()) for _ in range(2)
-  )
-  return [json.loads(text.splitlines()[-1]) for text in printed]
+  said: list[dict[str, Any]] = []
+  for _ in range(2):
+    done = contract_processes.run(source, rows, timeout=140, environment=environment)
+    assert done.returncode == 0, done.stderr
+    said.append(json.loads(done.stdout.splitlines()[-1]))
+  return said
 
 
 @pytest.mark.parametrize("row", contract.rows("export"))

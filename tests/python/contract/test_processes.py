@@ -7,11 +7,11 @@ import re
 from typing import Any
 
 import contract
+import contract_processes
 import jax
 import numpy as np
 import pytest
 from contract import FOLDER, ROWS, Host
-from interpreters import run_python
 
 import callgate as cg
 
@@ -57,7 +57,7 @@ with row.around():
 @pytest.mark.parametrize("row", ROWS)
 def test_jitted_before_the_import_and_ended_with_programs_under_way(row: str) -> None:
   """The process ends by an error that nobody catches, after one that was caught, or without."""
-  done = run_python(_JITTED_BEFORE % (str(FOLDER), row), **contract.platforms())
+  done = contract_processes.run(_JITTED_BEFORE % (str(FOLDER), row), [row])
   first, *then = (line for line in done.stdout.splitlines() if not line.startswith("printed"))
   assert first.split() == ["True", "4.0", "4"]
   if not ROWS[row].tells or "error" in ROWS[row].refuses:

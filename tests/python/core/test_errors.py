@@ -98,13 +98,3 @@ def test_a_failure_elsewhere_names_the_lane(place: str, tmp_path: Path) -> None:
           (note,) = (n for n in notes if n.startswith("callgate: raised in"))
           assert which in note
           assert note.count(" in lane ") == bool(levels)
-
-
-def test_a_check_that_fails_under_vmap_names_the_lane() -> None:
-  def lane(x: Any) -> Any:
-    cg.check(x < 2, "{x} is too much", x=x)
-    return x
-
-  with pytest.raises(cg.CheckError, match=r"2\.0 is too much") as caught, cg.errors():
-    jax.block_until_ready(jax.jit(jax.vmap(lane))(np.arange(3.0)))
-  assert any(" in lane 2" in note for note in caught.value.__notes__)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import gc
 import inspect
 from typing import Any
 
@@ -258,15 +257,6 @@ def test_names_are_where_the_callable_lives_and_a_count() -> None:
   gates = [cg.gate(f, out=same) for _ in range(3)]
   assert [gate.name for gate in gates] == [base, f"{base}#1", f"{base}#2"]
   assert repr(gates[0]) == f"<gate '{base}'>"
-
-
-def test_two_live_gates_never_share_a_name(clean_caches: None) -> None:
-  first = cg.gate(np.sort, out=same, name="basics.taken")
-  with pytest.raises(ValueError, match=r"basics\.taken"):
-    cg.gate(np.sort, out=same, name="basics.taken")
-  del first
-  gc.collect()
-  cg.gate(np.sort, out=same, name="basics.taken")
 
 
 def test_gates_look_like_the_function_they_wrap() -> None:

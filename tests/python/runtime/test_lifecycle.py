@@ -44,7 +44,7 @@ WAYS = {
 
 
 def finish(
-  body: str, *, seconds: float = 0.5, **environment: str
+  body: str, *, seconds: float = 0.2, **environment: str
 ) -> subprocess.CompletedProcess[str]:
   source = PRELUDE.format(seconds=seconds) + textwrap.dedent(body)
   return run_python(source, timeout=60, **environment)
@@ -70,7 +70,7 @@ def test_a_gate_that_does_not_end_is_abandoned_after_a_while(what: str, thread: 
   done = finish(
     f"program = run({what}, {thread!r})\n{WAYS['from a daemon thread']}\nstarted.wait(20)\n",
     seconds=30,
-    CALLGATE_EXIT_SECONDS="0.3",
+    CALLGATE_EXIT_SECONDS="0.1",
   )
   assert done.returncode == 0, done.stderr
   assert "1 call(s) still ran" in done.stderr
@@ -163,7 +163,7 @@ def test_a_forks_child_ends(child_ends: str, codes: set[int]) -> None:
 
 @pytest.mark.parametrize(("what", "thread"), [("spin", "xla"), ("spin", "own"), ("sleep", "own")])
 def test_ctrl_c_during_a_gate_ends_in_keyboard_interrupt(what: str, thread: str) -> None:
-  source = PRELUDE.format(seconds=1) + textwrap.dedent(
+  source = PRELUDE.format(seconds=0.4) + textwrap.dedent(
     f"""
     program = run({what}, {thread!r})
     threading.Thread(target=lambda: (started.wait(), print("go", flush=True)), daemon=True).start()
@@ -230,7 +230,7 @@ def test_a_failed_program_that_is_under_way_at_the_end_is_shown_once(fast: bool,
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("turn", range(3))  # most such processes waited for ever, not all
+@pytest.mark.parametrize("turn", range(2))  # most such processes waited for ever, not all
 def test_a_pure_program_over_devices_that_is_under_way_at_the_end(fails: bool, turn: int) -> None:
   del turn
   done = run_python(

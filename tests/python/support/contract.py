@@ -32,7 +32,6 @@ import numpy as np
 import worker_functions
 
 import callgate as cg
-from callgate.compat import buffer_callback, callbacks, host_callback, host_callback_2023
 
 FOLDER = pathlib.Path(__file__).parent  # from which other processes import this
 F = Callable[[Any], Any]
@@ -348,15 +347,21 @@ def _cfunc(host: Host) -> F:
 
 
 def _pure_callback(host: Host) -> F:
+  from callgate.compat import callbacks
+
   call = functools.partial(callbacks.pure_callback, host.function(), vmap_method="sequential")
   return lambda x: call(jax.ShapeDtypeStruct((), "float32"), x)
 
 
 def _io_callback(host: Host) -> F:
+  from callgate.compat import callbacks
+
   return lambda x: callbacks.io_callback(host.function(), jax.ShapeDtypeStruct((), "float32"), x)
 
 
 def _buffer_callback(host: Host) -> F:
+  from callgate.compat import buffer_callback
+
   def add(_: Any, out: Any, x: Any) -> None:
     np.asarray(out)[...] = host(np.asarray(x))
 
@@ -366,11 +371,21 @@ def _buffer_callback(host: Host) -> F:
 
 
 def _id_tap(host: Host) -> F:
+  from callgate.compat import host_callback
+
   return lambda x: host_callback.id_tap(lambda value, **_: host.note(value), x)
 
 
 def _id_tap_2023(host: Host) -> F:
+  from callgate.compat import host_callback_2023
+
   return lambda x: host_callback_2023.id_tap(lambda value, _: host.note(value), x)
+
+
+def _outfeed_receiver() -> contextlib.AbstractContextManager[Any]:
+  from callgate.compat import host_callback
+
+  return host_callback.outfeed_receiver()
 
 
 _CHANNELS = "this process was forked from one that had channels"
@@ -543,7 +558,7 @@ ROWS: dict[str, Row] = {
     adds=0,
     tells=False,
     refuses={**_OF_TAPS, "grad calls": "the tap sends the tangent out, too"},
-    around=host_callback.outfeed_receiver,
+    around=_outfeed_receiver,
   ),
   "id_tap of 2023": Row(
     _id_tap_2023,
@@ -569,11 +584,6 @@ def installed(row: str) -> bool:
   needs, gpu = ROWS[row].needs, ROWS[row].gpu
   has_package = not needs or importlib.util.find_spec(needs) is not None
   return has_package and gpu == (jax.default_backend() == "gpu")
-
-
-def platforms() -> dict[str, str]:
-  """The environment in which a process has the devices that this one has."""
-  return {"JAX_PLATFORMS": "cuda,cpu" if jax.default_backend() == "gpu" else "cpu"}
 
 
 def rows(question: str) -> list[str]:

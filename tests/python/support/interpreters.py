@@ -74,7 +74,8 @@ class Interpreter:
     def read(index: int, stream: IO[str]) -> None:
       texts[index] = stream.read()
 
-    pairs = [(i, stream) for i, stream in enumerate((self.stdout, self.stderr)) if stream]
+    outputs = enumerate((self.stdout, self.stderr))
+    pairs = [(i, stream) for i, stream in outputs if stream and not stream.closed]
     readers = [threading.Thread(target=read, args=pair, daemon=True) for pair in pairs]
     for reader in readers:
       reader.start()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,20 +16,18 @@ from worker_functions import COUNTER_OUTS, Counter, Fails
 import callgate as cg
 
 
-def test_an_object_keeps_its_state(engine: str) -> None:
-  with cg.workers(1) as one:
-    gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=one)
-    assert [float(jax.jit(gate)(0.0)) for _ in range(3)] == [1, 2, 3]
-    stepped = jax.jit(gate.step)(1.0, 2.0)
-    assert int(stepped["count"]) == 13
-    assert float(stepped["sum"]) == 3
-    assert float(jax.jit(gate)(0.0)) == 14
+def test_an_object_keeps_its_state(one: cg.Workers, engine: str) -> None:
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=one)
+  assert [float(jax.jit(gate)(0.0)) for _ in range(3)] == [1, 2, 3]
+  stepped = jax.jit(gate.step)(1.0, 2.0)
+  assert int(stepped["count"]) == 13
+  assert float(stepped["sum"]) == 3
+  assert float(jax.jit(gate)(0.0)) == 14
 
 
-def test_a_class_with_arguments(engine: str) -> None:
-  with cg.workers(1) as one:
-    gate = cg.gate(functools.partial(Counter, start=5), out=COUNTER_OUTS, effect="io", run_on=one)
-    assert float(jax.jit(gate)(0.0)) == 6
+def test_a_class_with_arguments(one: cg.Workers, engine: str) -> None:
+  gate = cg.gate(functools.partial(Counter, start=5), out=COUNTER_OUTS, effect="io", run_on=one)
+  assert float(jax.jit(gate)(0.0)) == 6
 
 
 def test_lanes_have_objects_of_their_own(two: cg.Workers, engine: str) -> None:
@@ -37,6 +36,12 @@ def test_lanes_have_objects_of_their_own(two: cg.Workers, engine: str) -> None:
   for turn in range(1, 4):
     np.testing.assert_array_equal(lanes(jnp.zeros(5)), jnp.full(5, float(turn)))
   np.testing.assert_array_equal(lanes(jnp.zeros(7)), jnp.array([4.0] * 5 + [1.0] * 2))
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[cg.Workers]:
+  with cg.workers(1) as workers:
+    yield workers
 
 
 @pytest.mark.parametrize("effect", ["io", "ordered"])
@@ -70,7 +75,7 @@ def test_scan_steps_the_objects_in_order(two: cg.Workers, engine: str) -> None:
   np.testing.assert_array_equal(counts[:, 0], [1, 2, 3, 4])
 
 
-def test_a_lane_that_has_no_number_has_no_object() -> None:
+def test_a_lane_that_has_no_number_has_no_object(one: cg.Workers) -> None:
   mesh = jax.make_mesh((1,), ("d",))
   P = jax.sharding.PartitionSpec
 
@@ -78,22 +83,20 @@ def test_a_lane_that_has_no_number_has_no_object() -> None:
     mapped = jax.shard_map(gate, mesh=mesh, in_specs=P(), out_specs=P())
     return jax.lax.cond(x > 1, mapped, lambda x: x, x)
 
-  with cg.workers(1) as one:
-    gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=one, affinity="lane")
-    with pytest.raises(cg.GateDefinitionError, match=r"Counter.*affinity='lane'.*lane after lane"):
-      jax.jit(jax.vmap(functools.partial(inside, gate)))(jnp.arange(4.0))
-    selected = lambda x: jnp.where(x > 1, gate(x), x)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(selected))(jnp.arange(4.0)), [0, 1, 3, 4])
-    other = cg.gate(lambda x: x + 1, out=lambda x: x, effect="io", run_on=one)
-    program = jax.jit(jax.vmap(functools.partial(inside, other)))
-    np.testing.assert_array_equal(program(jnp.arange(4.0)), [0, 1, 3, 4])
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=one, affinity="lane")
+  with pytest.raises(cg.GateDefinitionError, match=r"Counter.*affinity='lane'.*lane after lane"):
+    jax.jit(jax.vmap(functools.partial(inside, gate)))(jnp.arange(4.0))
+  selected = lambda x: jnp.where(x > 1, gate(x), x)
+  np.testing.assert_array_equal(jax.jit(jax.vmap(selected))(jnp.arange(4.0)), [0, 1, 3, 4])
+  other = cg.gate(lambda x: x + 1, out=lambda x: x, effect="io", run_on=one)
+  program = jax.jit(jax.vmap(functools.partial(inside, other)))
+  np.testing.assert_array_equal(program(jnp.arange(4.0)), [0, 1, 3, 4])
 
 
-def test_an_ordered_class_in_a_scan() -> None:
-  with cg.workers(1) as one:
-    gate = cg.gate(Counter, out=COUNTER_OUTS, effect="ordered", run_on=one)
-    body = lambda c, _: (gate(c), None)
-    assert float(jax.jit(lambda: jax.lax.scan(body, 0.0, length=4))()[0]) == 10
+def test_an_ordered_class_in_a_scan(one: cg.Workers) -> None:
+  gate = cg.gate(Counter, out=COUNTER_OUTS, effect="ordered", run_on=one)
+  body = lambda c, _: (gate(c), None)
+  assert float(jax.jit(lambda: jax.lax.scan(body, 0.0, length=4))()[0]) == 10
 
 
 def test_ordered_lanes_have_objects_of_their_own(two: cg.Workers, engine: str) -> None:
@@ -111,10 +114,9 @@ def test_an_object_that_can_not_be_made_is_told(two: cg.Workers, engine: str) ->
     jax.block_until_ready(jax.jit(gate)(1.0))
 
 
-def test_two_gates_of_a_class_have_two_objects() -> None:
-  with cg.workers(1) as one:
-    a, b = (cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=one) for _ in range(2))
-    assert [float(jax.jit(g)(0.0)) for g in (a, a, b)] == [1, 2, 1]
+def test_two_gates_of_a_class_have_two_objects(one: cg.Workers) -> None:
+  a, b = (cg.gate(Counter, out=COUNTER_OUTS, effect="io", run_on=one) for _ in range(2))
+  assert [float(jax.jit(g)(0.0)) for g in (a, a, b)] == [1, 2, 1]
 
 
 def test_methods_that_are_none_and_results_that_are_missing(two: cg.Workers) -> None:
@@ -136,6 +138,8 @@ class Starting:
     return x
 
 
-def test_a_method_that_a_gates_own_name_hides_is_refused_where_out_names_it() -> None:
+def test_a_method_that_a_gates_own_name_hides_is_refused_where_out_names_it(
+  one: cg.Workers,
+) -> None:
   with pytest.raises(cg.GateDefinitionError, match=r"method 'start', .* by another name"):
-    cg.gate(Starting, out={"start": jnp.float32(0)}, run_on="processes")
+    cg.gate(Starting, out={"start": jnp.float32(0)}, run_on=one)

@@ -152,19 +152,14 @@ def test_an_executor_that_is_shut_down_cancels_what_waits_there() -> None:
   closer.join()
 
 
-def test_an_executor_that_breaks_is_told() -> None:
-  spawn = multiprocessing.get_context("spawn")
-  with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as executor:
-    gate = cg.gate(worker_functions.die, out=lambda x: x, run_on=executor)
-    with pytest.raises(concurrent.futures.process.BrokenProcessPool), cg.errors():
-      jax.block_until_ready(jax.jit(gate)(-1.0))
-
-
-def test_processes_of_an_executor_are_others() -> None:
+def test_processes_of_an_executor_are_others_and_one_that_breaks_is_told() -> None:
   spawn = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as executor:
     where = cg.gate(worker_functions.pid, out=INT, run_on=executor)
     assert int(jax.jit(where)(1.0)) not in (0, os.getpid())
+    gate = cg.gate(worker_functions.die, out=lambda x: x, run_on=executor)
+    with pytest.raises(concurrent.futures.process.BrokenProcessPool), cg.errors():
+      jax.block_until_ready(jax.jit(gate)(-1.0))
 
 
 def test_dask_runs_lanes(tmp_path: Path) -> None:
