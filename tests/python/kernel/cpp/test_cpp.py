@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import quick_cpp
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -577,7 +578,10 @@ def test_a_call_of_openmp_without_its_flag_is_said() -> None:
   assert "That is OpenMP's; expected flags=['-fopenmp']" in done.stdout, done
 
 
-def test_a_source_uses_vectors_limits_and_algorithms_of_numbers_as_they_are() -> None:
+def test_a_source_uses_vectors_limits_and_algorithms_of_numbers_as_they_are(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setenv("CXX", quick_cpp.plain())
   total = cg.cpp(
     """
     void total(cg::In<float, 1> x, cg::Out<float, 0> y) {
