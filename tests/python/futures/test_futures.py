@@ -303,8 +303,8 @@ def test_lanes_that_go_apart_wait_each_in_its_own_branch(effect: Any, engine: st
 
   xs = np.arange(-1, 3, dtype=np.float32)
   for function in (branches, switch, pipeline, scan):
-    found = jax.jit(jax.vmap(function))(xs)
-    assert found.tolist() == [float(function(x)) for x in xs], function
+    found, one = jax.jit(jax.vmap(function))(xs), jax.jit(function)
+    assert found.tolist() == [float(one(x)) for x in xs], function
 
 
 def test_a_second_wait_is_an_error_that_names_both_places() -> None:
@@ -441,7 +441,8 @@ def test_higher_derivatives_are_those_of_the_call(make: Any, around: Any) -> Non
   if make is not by_vjp:  # which has no forward mode
     orders.append(jax.hessian)
   for order in orders:
-    np.testing.assert_allclose(jax.jit(order(later))(0.7), order(reference)(0.7), rtol=1e-4)
+    found, want = (jax.jit(order(f))(0.7) for f in (later, reference))
+    np.testing.assert_allclose(found, want, rtol=1e-4)
 
 
 def test_derivatives_of_lanes_that_share_an_argument() -> None:
