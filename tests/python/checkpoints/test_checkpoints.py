@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from interpreters import output_of, run_python, start
+from property_checks import is_soak
 
 import callgate as cg
 from callgate._checkpoints import files, parts
@@ -391,7 +392,7 @@ class Killed(BaseException):
   pass
 
 
-def test_an_end_at_each_of_200_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_at_each_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   """Ends the writer at its first change of the disk, its second one, and so on."""
   left = 0
 
@@ -411,7 +412,7 @@ def test_an_end_at_each_of_200_moments(tmp_path: Path, monkeypatch: pytest.Monke
   ):  # fmt: skip
     monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
   reached = 0
-  for moment in range(200):
+  for moment in range(200 if is_soak() else 75):
     left = moment % 25
     try:
       while True:
@@ -432,7 +433,7 @@ def test_an_end_at_each_of_200_moments(tmp_path: Path, monkeypatch: pytest.Monke
 def test_kill_while_writing(tmp_path: Path) -> None:
   newest = lambda: max(cg.Checkpoints(tmp_path).steps(), default=0)
   reached = 0
-  for turn, moment in enumerate(np.random.default_rng(0).uniform(0, 0.01, 20)):
+  for turn, moment in enumerate(np.random.default_rng(0).uniform(0, 0.01, 20 if is_soak() else 8)):
     child = os.fork()
     if child == 0:  # writes until it is killed; neither JAX nor callgate's threads are needed
       for number in range(reached + 1, reached + 1000):
