@@ -17,7 +17,6 @@ from pathlib import Path
 
 from callgate._build import toolchain
 from callgate._core.errors import CompileError
-from callgate._kernel.cpp import cpp
 
 _BUILD = Path(__file__).parents[3] / "build"
 _GIVEN = "CALLGATE_TEST_CXX"  # CXX as it was before `use()`
@@ -37,17 +36,24 @@ def use() -> None:
   key = hashlib.sha256(repr((command, said, toolchain.cpu(), _FLAGS)).encode()).hexdigest()[:16]
   folder = _BUILD / "quick-cpp" / key
   if not folder.exists():
-    _make(command, folder)
+    try:
+      _make(command, folder)
+    except (OSError, subprocess.CalledProcessError):
+      return
   os.environ[_GIVEN] = os.environ.get("CXX", "")
   os.environ["CXX"] = shlex.join([*command, "-include", str(folder / "headers.h")])
 
 
 def plain() -> str:
   """CXX for what is about headers as users have them."""
-  return os.environ.get(_GIVEN, "") or shlex.join(toolchain.compiler()[:1])
+  if _GIVEN not in os.environ:
+    return shlex.join(toolchain.compiler())
+  return os.environ[_GIVEN] or toolchain.compiler()[0]
 
 
 def _make(command: list[str], folder: Path) -> None:
+  from callgate._kernel.cpp import cpp
+
   folder.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder.parent) as made:
     header = Path(made) / "made" / "headers.h"
@@ -57,5 +63,5 @@ def _make(command: list[str], folder: Path) -> None:
     for name, flags in (("quick", ("-O0",)), ("default", ())):
       to = ("-x", "c++-header", str(header), "-o", str(compiled / name))
       subprocess.run([*command, *_FLAGS, *flags, *to], check=True)
-    with contextlib.suppress(FileExistsError, OSError):  # another process was quicker
+    with contextlib.suppress(OSError):  # another process was quicker
       header.parent.rename(folder)
