@@ -14,6 +14,7 @@ import limits
 import processor_times
 import property_checks  # noqa: F401  (registers the profiles of properties)
 import pytest
+import quick_cpp
 import quick_xla
 import stray_output
 from fake_cuda import FakeCuda, open_fake
@@ -43,6 +44,7 @@ if threading.current_thread() is threading.main_thread():
 def pytest_configure(config: pytest.Config) -> None:
   for plugin in (limits, processor_times, stray_output):
     config.pluginmanager.register(plugin)
+  quick_cpp.use()
 
 
 # The longest files start first; the workers take the others as they come.

@@ -178,10 +178,9 @@ fake::Array floats(std::vector<float>& memory, std::vector<std::int64_t> dims) {
 }
 
 TEST_F(Taps, ARecordIsACopyOfTheOperands) {
-  fake::Program program("tap", fake::tap("loss", {"['a']", "['b']"}));
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("tap", fake::tap("loss", {"['a']", "['b']"}));
   std::vector<float> a = {1, 2, 3}, b = {4};
-  ASSERT_TRUE(program.execute({floats(a, {3}), floats(b, {})}).wait().ok());
+  program.run({floats(a, {3}), floats(b, {})});
   a = {7, 8, 9};  // the program goes on
   ASSERT_EQ(records().size(), 1U);
   const Seen& seen = records()[0];
@@ -195,10 +194,10 @@ TEST_F(Taps, ARecordIsACopyOfTheOperands) {
 }
 
 TEST_F(Taps, LanesOfAnOpenExtentAreThoseOfTheOperands) {
-  fake::Program program("tap", fake::with(fake::tap("l", {""}), {{"batch", fake::levels("-1:1")}}));
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program(
+      "tap", fake::with(fake::tap("l", {""}), {{"batch", fake::levels("-1:1")}}));
   std::vector<float> x = {5, 6, 7};
-  ASSERT_TRUE(program.execute({floats(x, {3})}).wait().ok());
+  program.run({floats(x, {3})});
   ASSERT_EQ(records().size(), 1U);
   EXPECT_THAT(records()[0].lanes,
               ElementsAre(std::pair{0, 5.0F}, std::pair{1, 6.0F}, std::pair{2, 7.0F}));
@@ -206,9 +205,9 @@ TEST_F(Taps, LanesOfAnOpenExtentAreThoseOfTheOperands) {
 }
 
 TEST_F(Taps, EmptyArraysAndRepeatedTapsArrive) {
-  fake::Program program("tap", fake::tap("e", {""}, {{"repeated", true}, {"role", "tangent"}}));
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({{XLA_FFI_DataType_F32, {2, 0}, nullptr}}).wait().ok());
+  fake::Loaded<fake::Program> program(
+      "tap", fake::tap("e", {""}, {{"repeated", true}, {"role", "tangent"}}));
+  program.run({{XLA_FFI_DataType_F32, {2, 0}, nullptr}});
   // No lane of an empty array is read: the reader above would.
   EXPECT_TRUE(channel_->flush(kLimit));
   ASSERT_EQ(records().size(), 1U);
@@ -217,15 +216,14 @@ TEST_F(Taps, EmptyArraysAndRepeatedTapsArrive) {
 }
 
 TEST_F(Taps, AShardsNumberIsInItsFlagsAndCopiesSendNothing) {
-  fake::Program program(
+  fake::Loaded<fake::Program> program(
       "tap",
       fake::with(fake::tap("s", {""}, {{"repeated", true}, {"returned", 1}}), {{"shards", "10"}}));
-  ASSERT_TRUE(program.load().ok());
   std::vector<float> x = {5}, y = {0};
   for (std::uint32_t number : {1U, 0U}) {
     y[0] = 0;
     fake::Array partition{XLA_FFI_DataType_U32, {}, &number};
-    ASSERT_TRUE(program.execute({floats(x, {}), partition}, {floats(y, {})}).wait().ok());
+    program.run({floats(x, {}), partition}, {floats(y, {})});
     EXPECT_EQ(y[0], 5) << "the value passes, whoever sends it";
   }
   ASSERT_EQ(records().size(), 1U);
@@ -233,13 +231,12 @@ TEST_F(Taps, AShardsNumberIsInItsFlagsAndCopiesSendNothing) {
 }
 
 TEST_F(Taps, WhereSendsNothingUnlessItIsTrue) {
-  fake::Program program("tap", fake::tap("w", {""}, {{"where", true}}));
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("tap", fake::tap("w", {""}, {{"where", true}}));
   std::vector<float> x = {0};
   for (int i = 0; i < 6; ++i) {
     x[0] = static_cast<float>(i);
     char yes = i % 3 == 0;
-    ASSERT_TRUE(program.execute({floats(x, {}), {XLA_FFI_DataType_PRED, {}, &yes}}).wait().ok());
+    program.run({floats(x, {}), {XLA_FFI_DataType_PRED, {}, &yes}});
   }
   ASSERT_EQ(records().size(), 2U);
   EXPECT_THAT(records()[1].lanes, ElementsAre(std::pair{0, 3.0F}));
@@ -247,12 +244,11 @@ TEST_F(Taps, WhereSendsNothingUnlessItIsTrue) {
 }
 
 TEST_F(Taps, EverySendsTheFirstOfEachSoMany) {
-  fake::Program program("tap", fake::tap("e", {""}, {{"every", 3}}));
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("tap", fake::tap("e", {""}, {{"every", 3}}));
   std::vector<float> x = {0};
   for (int i = 0; i < 8; ++i) {
     x[0] = static_cast<float>(i);
-    ASSERT_TRUE(program.execute({floats(x, {})}).wait().ok());
+    program.run({floats(x, {})});
   }
   std::vector<float> sent;
   for (const Seen& seen : records()) sent.push_back(seen.first[0]);
@@ -285,7 +281,7 @@ TEST_F(Taps, LanesAreOneRecordAndThePredicateChoosesAmongThem) {
   std::iota(x.begin(), x.end(), 0.0F);
   char mask[3] = {1, 0, 1};  // of the inner level alone
   fake::Array where = {XLA_FFI_DataType_PRED, {3}, mask};
-  ASSERT_TRUE(program.execute({floats(x, {2, 3}), where}).wait().ok());
+  program.run({floats(x, {2, 3}), where});
   std::memset(mask, 0, sizeof(mask));
   ASSERT_TRUE(program.execute({floats(x, {2, 3}), where}).wait().ok()) << "no lane: no record";
   ASSERT_EQ(records().size(), 1U);
@@ -296,8 +292,8 @@ TEST_F(Taps, LanesAreOneRecordAndThePredicateChoosesAmongThem) {
 
 TEST_F(Taps, InTheFlowOfDataResultsAreTheOperands) {
   // One value, returned; a predicate; an untapped operand that passes through.
-  fake::Program program("tap", fake::tap("f", {""}, {{"returned", 1}, {"where", true}}));
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("tap",
+                                      fake::tap("f", {""}, {{"returned", 1}, {"where", true}}));
   std::vector<float> x = {1, 2}, untapped = {3, 4, 5}, y(2), passed(3);
   char yes = 0;
   fake::Array where = {XLA_FFI_DataType_PRED, {}, &yes};
@@ -317,10 +313,9 @@ TEST_F(Taps, InTheFlowOfDataResultsAreTheOperands) {
 }
 
 TEST_F(Taps, AResultInItsOperandsMemoryIsLeftAlone) {
-  fake::Program program("tap", fake::tap("f", {""}, {{"returned", 1}}));
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("tap", fake::tap("f", {""}, {{"returned", 1}}));
   std::vector<float> x = {1, 2};
-  ASSERT_TRUE(program.execute({floats(x, {2})}, {floats(x, {2})}).wait().ok());
+  program.run({floats(x, {2})}, {floats(x, {2})});
   EXPECT_THAT(x, ElementsAre(1, 2));
   EXPECT_EQ(records().size(), 1U);
 }
@@ -330,8 +325,7 @@ TEST_F(Taps, CallsThatDoNotFitTheirDescriptionAreErrors) {
   auto message = [&](fake::AttributeMap held, std::vector<fake::Array> operands,
                      std::vector<fake::Array> results, const char* batch = "") {
     held.emplace("batch", fake::levels(batch));
-    fake::Program program("tap", std::move(held));
-    EXPECT_TRUE(program.load().ok());
+    fake::Loaded<fake::Program> program("tap", std::move(held));
     return program.execute(std::move(operands), std::move(results)).wait().message;
   };
   EXPECT_THAT(message(fake::tap("a", {"", ""}), {floats(x, {2})}, {}),
@@ -367,8 +361,8 @@ TEST_F(Taps, ATapToAFunctionHasItsOwnConsumer) {
     fake::Program to_channel("tap", fake::tap("c", {""}));
     ASSERT_TRUE(to_function.load().ok() && to_channel.load().ok());
     std::vector<float> x = {5};
-    ASSERT_TRUE(to_function.execute({floats(x, {})}).wait().ok());
-    ASSERT_TRUE(to_channel.execute({floats(x, {})}).wait().ok());
+    to_function.run({floats(x, {})});
+    to_channel.run({floats(x, {})});
     EXPECT_EQ(records().size(), 2U);
     EXPECT_EQ(own->seen.size(), 1U);
   }
@@ -380,15 +374,14 @@ TEST_F(Taps, ATapToAFunctionHasItsOwnConsumer) {
 }
 
 TEST_F(Taps, AProgramOutlivesItsChannelAndFindsTheNext) {
-  fake::Program program("tap", fake::tap("p", {""}));
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("tap", fake::tap("p", {""}));
   std::vector<float> x = {1};
-  ASSERT_TRUE(program.execute({floats(x, {})}).wait().ok());
+  program.run({floats(x, {})});
   EXPECT_EQ(records().size(), 1U);
   slot_.vacate(*channel_);
   ASSERT_TRUE(channel_->close(kLimit));
   x = {2};
-  ASSERT_TRUE(program.execute({floats(x, {})}).wait().ok());
+  program.run({floats(x, {})});
   channel_ = fake::make_channel();
   slot_.open(channel_);
   channel_->add(reader_);

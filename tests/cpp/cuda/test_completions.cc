@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cstdlib>
 #include <future>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -27,25 +26,13 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::ElementsAre;
 
-class CompletionsTest : public fake::GpuTest {
+class CompletionsTest : public fake::InContextTest {
  protected:
-  void SetUp() override {
-    GpuTest::SetUp();
-    context_.emplace_back(device_);
-  }
-  void TearDown() override {
-    context_.clear();
-    GpuTest::TearDown();
-  }
   StreamEvent event(Device::Waiting how = Device::Waiting::kAsking) {
-    return {device_, static_cast<Stream>(stream_), how};
+    return {device_, stream(), how};
   }
 
-  Device& device_ = Device::at(0);
   Completions& completions_ = Completions::of(device_);
-
- private:
-  std::list<ContextScope> context_;
 };
 
 using EventTest = CompletionsTest;

@@ -27,18 +27,8 @@ using ::testing::Each;
 using ::testing::ElementsAre;
 using Floats = fake::DeviceVector<float>;
 
-class HostCopiesTest : public fake::GpuTest {
+class HostCopiesTest : public fake::InContextTest {
  protected:
-  void SetUp() override {
-    GpuTest::SetUp();
-    context_.emplace_back(device_);
-  }
-  void TearDown() override {
-    context_.clear();
-    GpuTest::TearDown();
-  }
-  Stream stream() const { return static_cast<Stream>(stream_); }
-
   ArrayView view(const Floats& array) {
     dims_.push_back({array.size()});
     return {array.data(), dims_.back().data(), 1, DType::kF32};
@@ -57,10 +47,7 @@ class HostCopiesTest : public fake::GpuTest {
     return all;
   }
 
-  Device& device_ = Device::at(0);
-
  private:
-  std::list<ContextScope> context_;
   std::list<std::vector<std::int64_t>> dims_;
 };
 

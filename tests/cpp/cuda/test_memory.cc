@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <list>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -20,11 +19,10 @@ namespace {
 
 constexpr std::size_t kMebi = std::size_t{1} << 20;
 
-class MemoryTest : public fake::GpuTest {
+class MemoryTest : public fake::InContextTest {
  protected:
   void SetUp() override {
-    GpuTest::SetUp();
-    context_.emplace_back(Device::at(0));
+    InContextTest::SetUp();
     trim_memory();
     fakecuda_count_live(&before_);
   }
@@ -34,14 +32,12 @@ class MemoryTest : public fake::GpuTest {
     fakecuda_count_live(&after);
     EXPECT_EQ(after.pinned_allocations, before_.pinned_allocations);
     EXPECT_EQ(after.device_allocations, before_.device_allocations);
-    context_.clear();
-    GpuTest::TearDown();
+    InContextTest::TearDown();
   }
   std::size_t pinned_made() const { return fakecuda_calls("cuMemHostAlloc"); }
   std::size_t device_made() const { return fakecuda_calls("cuMemAlloc_v2"); }
 
  private:
-  std::list<ContextScope> context_;
   fakecuda_live before_{};
 };
 

@@ -181,12 +181,11 @@ TEST_F(CudaKeptTaps, ConsumersSeeTheDevicesMemoryOfEachLaneThatIsSent) {
   channel_->add(holder);
   Floats x({4, 5, 6});
   fake::DeviceVector<std::uint8_t> where({1, 0, 1});
-  fake::CudaGateProgram program("tap", stream_,
-                                fake::with(kept(true), {{"batch", fake::levels("3:11")}}));
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program(
+      "tap", stream_, fake::with(kept(true), {{"batch", fake::levels("3:11")}}));
   fake::Array values{XLA_FFI_DataType_F32, {3}, x.data()};
   fake::Array mask{XLA_FFI_DataType_PRED, {3}, where.data()};
-  ASSERT_TRUE(program.execute({values, mask}).wait().ok());
+  program.run({values, mask});
   deliver();
   EXPECT_THAT(holder->seen, ElementsAre(std::pair(0, 4.0F), std::pair(2, 6.0F)));
   EXPECT_TRUE(cuda::Completions::drain_all(std::chrono::seconds(60)));
@@ -200,9 +199,8 @@ TEST_F(CudaKeptTaps, AConsumerOfTheHostIsRefusedAndTheRecordCounts) {
   };
   channel_->add(std::make_shared<HostConsumer>());
   Floats x({4});
-  fake::CudaGateProgram program("tap", stream_, kept(false));
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({{XLA_FFI_DataType_F32, {1}, x.data()}}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("tap", stream_, kept(false));
+  program.run({{XLA_FFI_DataType_F32, {1}, x.data()}});
   deliver();
   ASSERT_EQ(errors_.size(), 1U);
   EXPECT_THAT(errors_[0], HasSubstr("tap 't', which has on_device=True"));
@@ -216,10 +214,9 @@ TEST_F(CudaKeptTaps, WithoutMemoryForTheCopiesTheRecordCountsAsDropped) {
     const auto before = channel_->stats().dropped;
     EXPECT_TRUE(cuda::Completions::drain_all(std::chrono::seconds(60)));
     cuda::trim_memory();
-    fake::CudaGateProgram program("tap", stream_, kept(false));
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<fake::CudaGateProgram> program("tap", stream_, kept(false));
     fakecuda_fail(symbol, 2, 0, -1);
-    EXPECT_TRUE(program.execute({{XLA_FFI_DataType_F32, {1}, x.data()}}).wait().ok());
+    program.run({{XLA_FFI_DataType_F32, {1}, x.data()}});
     fakecuda_clear();
     EXPECT_EQ(channel_->stats().dropped, before + 1);
     EXPECT_EQ(channel_->stats().delivered, 0U);
@@ -228,8 +225,7 @@ TEST_F(CudaKeptTaps, WithoutMemoryForTheCopiesTheRecordCountsAsDropped) {
 
 TEST_F(CudaKeptTaps, NobodyRecordsItIntoAGraph) {
   Floats x({4});
-  fake::CudaGateProgram program("tap", stream_, kept(false));
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("tap", stream_, kept(false));
   ASSERT_EQ(fakecuda_begin_capture(stream_), 0);
   EXPECT_THAT(program.execute({{XLA_FFI_DataType_F32, {1}, x.data()}}).wait().message,
               HasSubstr("not recorded into a CUDA graph"));

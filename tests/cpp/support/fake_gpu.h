@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -77,6 +78,25 @@ class GpuTest : public ::testing::Test {
   }
 
   void* stream_ = nullptr;
+};
+
+// The same in the device's context.
+class InContextTest : public GpuTest {
+ protected:
+  void SetUp() override {
+    GpuTest::SetUp();
+    context_.emplace(device_);
+  }
+  void TearDown() override {
+    context_.reset();
+    GpuTest::TearDown();
+  }
+  cuda::Stream stream() const { return static_cast<cuda::Stream>(stream_); }
+
+  cuda::Device& device_ = cuda::Device::at(0);
+
+ private:
+  std::optional<cuda::ContextScope> context_;
 };
 
 }  // namespace callgate::fake

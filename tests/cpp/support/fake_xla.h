@@ -20,6 +20,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <source_location>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -353,6 +355,14 @@ class Program {
     return {std::move(status), frame.get()->future};
   }
 
+  // An execution that has to succeed, or the test fails at the caller's line.
+  void run(std::vector<Array> operands = {}, std::vector<Array> results = {},
+           std::source_location where = std::source_location::current()) {
+    Status status = execute(std::move(operands), std::move(results)).wait();
+    if (!status.ok())
+      ADD_FAILURE_AT(where.file_name(), static_cast<int>(where.line())) << status.message;
+  }
+
  protected:
   Program(const std::string& name, AttributeMap attributes, XLA_FFI_Handler* instantiate,
           XLA_FFI_Handler* execute)
@@ -393,6 +403,21 @@ class KernelProgram : public Program {
   explicit KernelProgram(const std::string& name, AttributeMap attributes = {})
       : Program(name, std::move(attributes), &xla_ffi::kernel_instantiate,
                 &xla_ffi::kernel_execute) {}
+};
+
+// A program that is loaded when it is made; what fails ends the test.
+template <typename Kind>
+class Loaded : public Kind {
+ public:
+  using Kind::Kind;
+
+ private:
+  bool expect_loaded() {
+    Status status = this->load();
+    if (!status.ok()) throw std::runtime_error("the program was not loaded: " + status.message);
+    return true;
+  }
+  [[maybe_unused]] bool loaded_ = expect_loaded();
 };
 
 // Asks a handler for its metadata, as XLA does when a target is registered.

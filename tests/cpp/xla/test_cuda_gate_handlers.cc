@@ -118,11 +118,10 @@ class CudaGates : public fake::GpuTest {
 TEST_F(CudaGates, AStagedCallSeesWhatTheStreamWroteAndItsResultsFollow) {
   Floats x({1, 2, 3}), y({0, 0, 0}), z({0, 0, 0});
   behaviour_.run = doubled;
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
   enqueue([&] { x.set({4, 5, 6}); });
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
-  ASSERT_TRUE(program.execute({array(y)}, {array(z)}).wait().ok());
+  program.run({array(x)}, {array(y)});
+  program.run({array(y)}, {array(z)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(8, 10, 12));
   EXPECT_THAT(z.values(), ElementsAre(16, 20, 24));
@@ -131,9 +130,8 @@ TEST_F(CudaGates, AStagedCallSeesWhatTheStreamWroteAndItsResultsFollow) {
 TEST_F(CudaGates, AStagedCallWaitsForAnEventAndNotForTheStream) {
   Floats x({1}), y({0});
   behaviour_.run = doubled;
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)}, {array(y)});
   EXPECT_GE(fakecuda_calls("cuEventQuery") + fakecuda_calls("cuEventSynchronize"), 1U);
   EXPECT_EQ(fakecuda_calls("cuStreamSynchronize"), 0U);
   finish();
@@ -145,9 +143,8 @@ TEST_F(CudaGates, AnAliasedResultIsOneMemoryOnTheHostToo) {
     EXPECT_EQ(call.operands[0].data, call.results[0].data);
     return doubled(call);
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}, {array(x)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)}, {array(x)});
   finish();
   EXPECT_THAT(x.values(), ElementsAre(2, 4));
 }
@@ -158,16 +155,14 @@ TEST_F(CudaGates, EmptyArraysAndNoneAreCalls) {
     EXPECT_EQ(call.operands[0].size(), 0U);
     return Outcome::success();
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute({array(none)}, {array(none)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(none)}, {array(none)});
 }
 
 TEST_F(CudaGates, AnErrorIsXlasAndNothingIsWritten) {
   Floats x({1}), y({5});
   behaviour_.run = [](const Call&) { return Outcome::failure(ErrorCode::kInternal, "no luck"); };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
   EXPECT_THAT(program.execute({array(x)}, {array(y)}).wait().message, HasSubstr("no luck"));
   finish();
   EXPECT_THAT(y.values(), ElementsAre(5));
@@ -179,9 +174,8 @@ TEST_F(CudaGates, OnSeveralDevicesAnErrorPoisonsTheResults) {
   for (OnDevice how : {OnDevice::kStaged, OnDevice::kNative}) {
     behaviour_.on_device = how;
     y.set({5, 6});
-    fake::CudaGateProgram program("f", stream_, {{"on_error", "poison"}});
-    ASSERT_TRUE(program.load().ok());
-    EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+    fake::Loaded<fake::CudaGateProgram> program("f", stream_, {{"on_error", "poison"}});
+    program.run({array(x)}, {array(y)});
     finish();
     EXPECT_THAT(y.values(), Each(IsNan()));
   }
@@ -195,9 +189,8 @@ TEST_F(CudaGates, OnSeveralDevicesWhatIsThrownPoisonsTheResults) {
   for (OnDevice how : {OnDevice::kStaged, OnDevice::kNative}) {
     behaviour_.on_device = how;
     y.set({5, 6});
-    fake::CudaGateProgram program("f", stream_, {{"on_error", "poison"}});
-    ASSERT_TRUE(program.load().ok());
-    EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+    fake::Loaded<fake::CudaGateProgram> program("f", stream_, {{"on_error", "poison"}});
+    program.run({array(x)}, {array(y)});
     finish();
     EXPECT_THAT(y.values(), Each(IsNan()));
   }
@@ -212,10 +205,9 @@ TEST_F(CudaGates, OnSeveralDevicesACallThatCannotBeginPoisonsTheResults) {
   for (const char* symbol : {"cuStreamGetCtx", "cuCtxGetCurrent"}) {
     behaviour_.deferred.clear();
     y.set({5, 6});
-    fake::CudaGateProgram program("f", stream_, {{"on_error", "poison"}});
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<fake::CudaGateProgram> program("f", stream_, {{"on_error", "poison"}});
     fakecuda_fail(symbol, 719, 0, 1);
-    EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+    program.run({array(x)}, {array(y)});
     finish();
     EXPECT_THAT(y.values(), Each(IsNan()));
     ASSERT_EQ(behaviour_.deferred.size(), 1U);
@@ -226,10 +218,9 @@ TEST_F(CudaGates, OnSeveralDevicesACallThatCannotBeginPoisonsTheResults) {
 TEST_F(CudaGates, TheFirstFailureIsToldOfWherePoisonFailsToo) {
   Floats x({1}), y({5});
   behaviour_.run = [](const Call&) { return Outcome::failure(ErrorCode::kInternal, "no luck"); };
-  fake::CudaGateProgram program("f", stream_, {{"on_error", "poison"}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_, {{"on_error", "poison"}});
   fakecuda_fail("cuMemsetD8Async", 719, 0, 1);
-  EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  program.run({array(x)}, {array(y)});
   finish();
   ASSERT_EQ(behaviour_.deferred.size(), 1U);
   EXPECT_THAT(behaviour_.deferred[0].message, HasSubstr("no luck"));
@@ -246,9 +237,8 @@ TEST_F(CudaGates, ANativeCallGetsTheDevicesArraysWithoutWaiting) {
     EXPECT_EQ(call.context.device, 0);
     return Outcome::success();
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)}, {array(y)});
   fakecuda_release(stream_);
   EXPECT_EQ(fakecuda_calls("cuEventSynchronize"), 0U);
 }
@@ -263,9 +253,8 @@ TEST_F(CudaGates, TheStreamsDeviceIsCurrentInTheCallAndWhatWasBeforeIsBack) {
     cuda::DeviceBlock block(cuda::Device::at(1), 8);  // fails in another device's context
     return Outcome::success();
   };
-  fake::CudaGateProgram program("f", second);
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute().wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", second);
+  program.run();
   cuda::DeviceBlock block(cuda::Device::at(0), 8);
   fakecuda_delete_stream(second);
 }
@@ -278,9 +267,8 @@ TEST_F(CudaGates, ACallOnItsOwnThreadHoldsTheStreamAndNotXla) {
     go.wait();
     return doubled(call);
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)}, {array(y)});
   enqueue([&] { z.set(y.values()); });  // the program goes on, behind the call
   EXPECT_EQ(fakecuda_calls("cuStreamSynchronize"), 0U);
   EXPECT_GE(fakecuda_queued(stream_), 1U);
@@ -295,9 +283,8 @@ TEST_F(CudaGates, WithoutMemoryOperationsAHostFunctionHoldsTheStream) {
   fakecuda_fail("cuStreamWaitValue32_v2", 801, 0, -1);
   behaviour_.own_thread = true;
   behaviour_.run = doubled;
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(6));
   EXPECT_GE(fakecuda_calls("cuLaunchHostFunc"), 1U);
@@ -307,9 +294,8 @@ TEST_F(CudaGates, AFailureOnItsOwnThreadIsDeferredAndPoisons) {
   Floats x({3}), y({0});
   behaviour_.own_thread = true;
   behaviour_.run = [](const Call&) -> Outcome { throw std::runtime_error("thrown"); };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), Each(IsNan()));
   ASSERT_EQ(behaviour_.deferred.size(), 1U);
@@ -325,9 +311,8 @@ TEST_F(CudaGates, ATimeoutLetsTheStreamGo) {
     given_up.wait();
     return doubled(call);  // into memory that nobody reads any more
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)}, {array(y)});
   EXPECT_EQ(fakecuda_finish(stream_), 0);
   EXPECT_THAT(y.values(), Each(IsNan()));
   ASSERT_EQ(behaviour_.deferred.size(), 1U);
@@ -351,14 +336,13 @@ TEST_F(CudaGates, ACallThatCannotBeHandedOnLetsTheStreamGo) {
       ++runs;
       return doubled(call);
     };
-    fake::CudaGateProgram program("f", stream_);
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<fake::CudaGateProgram> program("f", stream_);
     fakecuda_fail(symbol, 1, after, 1);
     EXPECT_THAT(program.execute({array(x)}, {array(y)}).wait().message, HasSubstr("CUDA_ERROR"));
     finish();
     EXPECT_EQ(runs, 0);
     EXPECT_TRUE(behaviour_.deferred.empty());
-    EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());  // and the next one runs
+    program.run({array(x)}, {array(y)});  // and the next one runs
     finish();
     EXPECT_THAT(y.values(), ElementsAre(6));
   }
@@ -374,12 +358,11 @@ TEST_F(CudaGates, ADeferredCallRunsLaterWithWhatTheArraysHeldThen) {
     EXPECT_TRUE(call.results.empty());
     return Outcome::success();
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
   fakecuda_hold(stream_);
   for (float i : {1.0F, 2.0F, 3.0F}) {
     enqueue([&, i] { x.set({i, i}); });
-    ASSERT_TRUE(program.execute({array(x)}).wait().ok());  // though nothing has run yet
+    program.run({array(x)});  // though nothing has run yet
   }
   EXPECT_TRUE(seen.empty());
   fakecuda_release(stream_);
@@ -399,12 +382,11 @@ TEST_F(CudaGates, LargeArraysGoAsideAndTheStreamGoesOn) {
     if (order.size() == 1) seen.assign(data, data + call.operands[0].size());
     return Outcome::success();
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)});
   enqueue([&] { x.set(second); });  // right behind the call
   Floats small({1});
-  ASSERT_TRUE(program.execute({array(small)}).wait().ok());
+  program.run({array(small)});
   finish();
   EXPECT_EQ(seen, first);
   EXPECT_THAT(order, ElementsAre(100'000, 1));  // in the program's order all the same
@@ -418,10 +400,9 @@ TEST_F(CudaGates, NobodyWaitsForRoomOnADeviceThatHasFailed) {
     ++runs;
     return Outcome::success();
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
   fakecuda_hold(stream_);
-  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  program.run({array(x)});
   fakecuda_fail("cuEventRecord", 719, 0, 1);  // as every call does from then on
   EXPECT_THAT(program.execute({array(x)}).wait().message, HasSubstr("'f': cuEventRecord: "));
   fakecuda_release(stream_);
@@ -437,9 +418,8 @@ TEST_F(CudaGates, ADeferredCallsResultsAreItsOperands) {
     ADD_FAILURE() << "nothing was to be read";
     return Outcome::success();
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(1, 2));
   EXPECT_EQ(fakecuda_calls("cuMemcpyDtoHAsync_v2"), 0U);
@@ -449,9 +429,8 @@ TEST_F(CudaGates, ADeferredCallsFailureIsKeptForTheNextWhoAsks) {
   Floats x({1});
   behaviour_.on_device = OnDevice::kDeferred;
   behaviour_.run = [](const Call&) { return Outcome::failure(ErrorCode::kInternal, "too late"); };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
+  program.run({array(x)});
   finish();
   ASSERT_EQ(behaviour_.deferred.size(), 1U);
   EXPECT_EQ(behaviour_.deferred[0].message, "too late");
@@ -465,10 +444,9 @@ TEST_F(CudaGates, CopiesOfAStreamThatFailedAreNotDelivered) {
     ++runs;
     return Outcome::success();
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
   fakecuda_fail_stream(stream_, 700);
-  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  program.run({array(x)});
   fakecuda_finish(stream_);
   EXPECT_TRUE(cuda::Completions::drain_all(std::chrono::seconds(60)));
   EXPECT_EQ(runs, 0);
@@ -485,10 +463,9 @@ TEST_F(CudaGates, InAGraphADeferredCallRunsOnceAReplay) {
     return Outcome::success();
   };
   {
-    fake::CudaGateProgram program("f", stream_);
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<fake::CudaGateProgram> program("f", stream_);
     ASSERT_EQ(fakecuda_begin_capture(stream_), 0);
-    ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+    program.run({array(x)});
     void* graph = fakecuda_end_capture(stream_);
     ASSERT_NE(graph, nullptr);
     EXPECT_TRUE(seen.empty());
@@ -512,10 +489,9 @@ TEST_F(CudaGates, LargeArraysGoAsideBehindAGraphToo) {
     order.push_back(call.operands[0].size());
     return Outcome::success();
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
   ASSERT_EQ(fakecuda_begin_capture(stream_), 0);
-  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  program.run({array(x)});
   void* graph = fakecuda_end_capture(stream_);
   void* side = [] {
     cuda::Device& device = cuda::Device::at(0);
@@ -523,9 +499,9 @@ TEST_F(CudaGates, LargeArraysGoAsideBehindAGraphToo) {
     return device.side_stream(cuda::Device::Direction::kToHost);
   }();
   fakecuda_hold(side);
-  ASSERT_TRUE(program.execute({array(large)}).wait().ok());
+  program.run({array(large)});
   ASSERT_EQ(fakecuda_replay(graph, stream_), 0);
-  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  program.run({array(x)});
   ASSERT_EQ(fakecuda_finish(stream_), 0) << "it does not wait for the copy";
   EXPECT_TRUE(order.empty());
   fakecuda_release(side);
@@ -544,10 +520,9 @@ TEST_F(CudaGates, AReplayRunsNothingInAHostFunction) {
     EXPECT_NO_THROW(cuda::PinnedBlock(64));  // which may ask the driver
     return Outcome::failure(ErrorCode::kInternal, "too late");
   };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
   ASSERT_EQ(fakecuda_begin_capture(stream_), 0);
-  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  program.run({array(x)});
   enqueue([&] { host_function = std::this_thread::get_id(); });
   void* graph = fakecuda_end_capture(stream_);
   ASSERT_EQ(fakecuda_replay(graph, stream_), 0);
@@ -572,10 +547,9 @@ TEST_F(CudaGates, AGraphThatDiesCallsNoFunctionOfTheDrivers) {
   }
   behaviour_.on_device = OnDevice::kDeferred;
   behaviour_.run = [](const Call&) { return Outcome::success(); };
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
   ASSERT_EQ(fakecuda_begin_capture(stream_), 0);
-  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  program.run({array(x)});
   void* graph = fakecuda_end_capture(stream_);
   ASSERT_NE(graph, nullptr);
   const std::size_t freed = fakecuda_calls("cuMemFreeHost");
@@ -615,12 +589,11 @@ TEST_F(CudaGates, ThePartitionIsReadFromTheDevice) {
   fake::Array partition{XLA_FFI_DataType_U32, {}, number.data()};
   for (OnDevice how : {OnDevice::kStaged, OnDevice::kDeferred, OnDevice::kNative}) {
     behaviour_.on_device = how;
-    fake::CudaGateProgram program("f", stream_, {{"shards", "01"}});
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<fake::CudaGateProgram> program("f", stream_, {{"shards", "01"}});
     std::vector<fake::Array> results;
     if (how != OnDevice::kDeferred) results.push_back(array(y));
-    EXPECT_TRUE(program.execute({array(x), partition}, results).wait().ok());
-    EXPECT_TRUE(program.execute({array(x), partition}, results).wait().ok());
+    program.run({array(x), partition}, results);
+    program.run({array(x), partition}, results);
     finish();
   }
   EXPECT_THAT(shards, ElementsAre(1, 1, 1, 1, 1, 1));
@@ -637,11 +610,10 @@ TEST_F(CudaGates, APartitionThatDoesNotCallHasZeros) {
   for (OnDevice how : {OnDevice::kStaged, OnDevice::kDeferred, OnDevice::kNative}) {
     behaviour_.on_device = how;
     Floats y({9});
-    fake::CudaGateProgram program("f", stream_, {{"shards", "10"}});
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<fake::CudaGateProgram> program("f", stream_, {{"shards", "10"}});
     std::vector<fake::Array> results;
     if (how != OnDevice::kDeferred) results.push_back(array(y));
-    EXPECT_TRUE(program.execute({array(x), partition}, results).wait().ok());
+    program.run({array(x), partition}, results);
     finish();
     EXPECT_THAT(y.values(), ElementsAre(results.empty() ? 9 : 0));
   }
@@ -652,16 +624,14 @@ TEST_F(CudaGates, OutOfPinnedMemoryIsAnErrorByName) {
   behaviour_.run = doubled;
   cuda::trim_memory();
   fakecuda_fail("cuMemHostAlloc", 2, 0, -1);
-  fake::CudaGateProgram program("f", stream_);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", stream_);
   EXPECT_THAT(program.execute({array(x)}, {array(y)}).wait().message,
               HasSubstr("cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY"));
 }
 
 TEST_F(CudaGates, AXlaWithoutAStreamIsAnError) {
   behaviour_.run = doubled;
-  fake::CudaGateProgram program("f", nullptr);
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaGateProgram> program("f", nullptr);
   EXPECT_THAT(program.execute().wait().message, HasSubstr("no stream"));
 }
 

@@ -52,10 +52,9 @@ class CudaKernels : public fake::GpuTest {
 
 TEST_F(CudaKernels, RunOnTheProgramsStream) {
   Floats x({1, 2, 3}), y({0, 0, 0});
-  fake::CudaKernelProgram program(kName, stream_, {{"plan", fake::scale_plan(3)}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaKernelProgram> program(kName, stream_, {{"plan", fake::scale_plan(3)}});
   fakecuda_hold(stream_);
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  program.run({array(x)}, {array(y)});
   EXPECT_THAT(y.values(), Each(0));  // nothing waited for it
   fakecuda_release(stream_);
   finish();
@@ -64,18 +63,16 @@ TEST_F(CudaKernels, RunOnTheProgramsStream) {
 
 TEST_F(CudaKernels, OutliveTheirDefinitionInALoadedProgram) {
   Floats x({1}), y({0});
-  fake::CudaKernelProgram program(kName, stream_, {{"plan", fake::scale_plan(1)}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaKernelProgram> program(kName, stream_, {{"plan", fake::scale_plan(1)}});
   Registry::instance().remove(*callee_);
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  program.run({array(x)}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(3));
 }
 
 TEST_F(CudaKernels, ReturnErrorsThatNameTheLaunch) {
   Floats x({1}), y({0});
-  fake::CudaKernelProgram program(kName, stream_, {{"plan", fake::scale_plan(1)}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaKernelProgram> program(kName, stream_, {{"plan", fake::scale_plan(1)}});
   fakecuda_fail("cuLaunchKernel", 1, 0, 1);
   fake::Status status = program.execute({array(x)}, {array(y)}).wait();
   EXPECT_EQ(status.code, XLA_FFI_Error_Code_INTERNAL);
@@ -85,11 +82,10 @@ TEST_F(CudaKernels, ReturnErrorsThatNameTheLaunch) {
 
 TEST_F(CudaKernels, PoisonTheirResultsWhereTheProgramAsksForIt) {
   Floats x({1}), y({5});
-  fake::CudaKernelProgram program(kName, stream_,
-                                  {{"plan", fake::scale_plan(1)}, {"on_error", "poison"}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaKernelProgram> program(
+      kName, stream_, {{"plan", fake::scale_plan(1)}, {"on_error", "poison"}});
   fakecuda_fail("cuLaunchKernel", 1, 0, 1);
-  EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  program.run({array(x)}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(IsNan()));
   ASSERT_EQ(deferred_.size(), 1U);
@@ -98,12 +94,11 @@ TEST_F(CudaKernels, PoisonTheirResultsWhereTheProgramAsksForIt) {
 
 TEST_F(CudaKernels, PoisonTheirResultsWhereTheCallCannotBegin) {
   Floats x({1}), y({5});
-  fake::CudaKernelProgram program(kName, stream_,
-                                  {{"plan", fake::scale_plan(1)}, {"on_error", "poison"}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::CudaKernelProgram> program(
+      kName, stream_, {{"plan", fake::scale_plan(1)}, {"on_error", "poison"}});
   cuda::ContextScope of_xla(cuda::Device::at(0));
   fakecuda_fail("cuStreamGetCtx", 719, 0, 1);
-  EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  program.run({array(x)}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(IsNan()));
   ASSERT_EQ(deferred_.size(), 1U);
@@ -117,7 +112,7 @@ TEST_F(CudaKernels, PoisonTheirResultsWhereThereIsNoScratchMemory) {
       {{"plan", fake::plan({}, {{"scratch", Integers{4}}})}, {"on_error", "poison"}});
   program.context().allocate = [](std::size_t) -> void* { return nullptr; };
   ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  program.run({array(x)}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(IsNan()));
   ASSERT_EQ(deferred_.size(), 1U);
@@ -137,7 +132,7 @@ TEST_F(CudaKernels, TakeScratchMemoryFromXla) {
   };
   program.context().free = [&](void* memory) { freed.push_back(memory); };
   ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  program.run({array(x)}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(18));
   ASSERT_EQ(freed.size(), 1U);
@@ -169,11 +164,9 @@ TEST_F(CudaKernels, OnShardsThatOneDeviceRunsReadTheirPartitionOnce) {
   Floats x({1}), y({5});
   fake::DeviceVector<std::uint32_t> number({1});
   fake::Array partition{XLA_FFI_DataType_U32, {}, number.data()};
-  fake::CudaKernelProgram program(kName, stream_,
-                                  {{"plan", fake::scale_plan(1)}, {"shards", "10"}});
-  ASSERT_TRUE(program.load().ok());
-  for (int i = 0; i < 3; ++i)
-    ASSERT_TRUE(program.execute({array(x), partition}, {array(y)}).wait().ok());
+  fake::Loaded<fake::CudaKernelProgram> program(kName, stream_,
+                                                {{"plan", fake::scale_plan(1)}, {"shards", "10"}});
+  for (int i = 0; i < 3; ++i) program.run({array(x), partition}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(0));  // this partition skips the call
   EXPECT_EQ(fakecuda_launch_count(), 0U);
@@ -184,10 +177,9 @@ TEST_F(CudaKernels, OnShardsThatAllDevicesRunReadNoPartition) {
   Floats x({1}), y({5});
   fake::DeviceVector<std::uint32_t> number({1});
   fake::Array partition{XLA_FFI_DataType_U32, {}, number.data()};
-  fake::CudaKernelProgram program(kName, stream_,
-                                  {{"plan", fake::scale_plan(1)}, {"shards", "11"}});
-  ASSERT_TRUE(program.load().ok());
-  ASSERT_TRUE(program.execute({array(x), partition}, {array(y)}).wait().ok());
+  fake::Loaded<fake::CudaKernelProgram> program(kName, stream_,
+                                                {{"plan", fake::scale_plan(1)}, {"shards", "11"}});
+  program.run({array(x), partition}, {array(y)});
   finish();
   EXPECT_THAT(y.values(), ElementsAre(3));
   EXPECT_EQ(fakecuda_calls("cuMemcpyDtoHAsync_v2"), 0U);

@@ -31,8 +31,7 @@ std::size_t allocations_of_a_call(std::size_t operands, std::size_t results) {
   auto callee = std::make_shared<fake::FunctionCallee>(
       "trivial", [](const Call&) { return Outcome::success(); }, fake::FunctionCallee::Options{});
   Registry::instance().add(callee);
-  fake::Program program("trivial");
-  EXPECT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("trivial");
   float memory[6] = {};
   fake::Array array{XLA_FFI_DataType_F32, {2, 3}, memory};
   fake::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &program.context(),
@@ -51,8 +50,7 @@ std::size_t allocations_of_a_kernel(std::size_t operands, std::size_t results,
   parameters.insert(parameters.end(), results, fake::parameter(CALLGATE_OUT));
   auto kernel = fake::kernel("trivial kernel", function, std::move(parameters));
   Registry::instance().add(kernel);
-  fake::KernelProgram program("trivial kernel");
-  EXPECT_TRUE(program.load().ok());
+  fake::Loaded<fake::KernelProgram> program("trivial kernel");
   float memory[6] = {};
   fake::Array array{XLA_FFI_DataType_F32, {2, 3}, memory};
   fake::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &program.context(),

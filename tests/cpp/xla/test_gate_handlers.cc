@@ -104,7 +104,7 @@ TEST_F(GateHandlers, ASiteIsBoundOnceWithItsAttributes) {
   fake::Program program(
       "f", {{"spec", "(x)"}, {"site", "model.py:12"}, {"batch", fake::levels("3:1;4:0")}});
   ASSERT_TRUE(program.load().ok());
-  for (int i = 0; i < 3; ++i) EXPECT_TRUE(program.execute().wait().ok());
+  for (int i = 0; i < 3; ++i) program.run();
   ASSERT_EQ(seen.size(), 1U);
   EXPECT_EQ(seen[0].spec, "(x)");
   EXPECT_EQ(seen[0].site, "model.py:12");
@@ -114,9 +114,8 @@ TEST_F(GateHandlers, ASiteIsBoundOnceWithItsAttributes) {
 TEST_F(GateHandlers, WhatGivesATokenOnTouchesNothing) {
   auto after = std::make_shared<AfterCallee>();
   Registry::instance().add(after);
-  fake::Program program("callgate.after");
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute({{XLA_FFI_DataType_F32, {3}, nullptr}}).wait().ok());
+  fake::Loaded<fake::Program> program("callgate.after");
+  program.run({{XLA_FFI_DataType_F32, {3}, nullptr}});
 }
 
 TEST_F(GateHandlers, MalformedBatchLevelsAreAnErrorAtLoad) {
@@ -160,9 +159,8 @@ TEST_F(GateHandlers, ASiteSeesViewsOfAllRanks) {
     operands.push_back({XLA_FFI_DataType_S64, dims, &memory[static_cast<std::size_t>(rank)]});
     dims.push_back(rank == 3 ? 0 : 2);
   }
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute(operands, {{XLA_FFI_DataType_BF16, {7}, nullptr}}).wait().ok());
+  fake::Loaded<fake::Program> program("f");
+  program.run(operands, {{XLA_FFI_DataType_BF16, {7}, nullptr}});
   EXPECT_THAT(seen, ElementsAre("int64[]", "int64[2]", "int64[2,2]", "int64[2,2,2]",
                                 "int64[2,2,2,0]", "-> bfloat16[7]"));
   EXPECT_THAT(data, ElementsAre(&memory[0], &memory[1], &memory[2], &memory[3], &memory[4]));
@@ -177,13 +175,12 @@ TEST_F(GateHandlers, ACallMayHaveAnyNumberOfBuffers) {
       *static_cast<std::int32_t*>(call.results[i].data) = static_cast<std::int32_t>(i);
     return Outcome::success();
   });
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f");
   for (std::size_t count : {0, 1, 15, 16, 17, 18, 33, 200}) {
     std::vector<std::int32_t> memory(count, -1);
     std::vector<fake::Array> arrays;
     for (std::int32_t& value : memory) arrays.push_back({XLA_FFI_DataType_S32, {}, &value});
-    ASSERT_TRUE(program.execute(arrays, arrays).wait().ok());
+    program.run(arrays, arrays);
     EXPECT_EQ(operands_seen, count);
     EXPECT_EQ(results_seen, count);
     for (std::size_t i = 0; i < count; ++i) EXPECT_EQ(memory[i], static_cast<std::int32_t>(i));
@@ -198,8 +195,7 @@ TEST_F(GateHandlers, TokensAreLeftOut) {
     for (const ArrayView& view : call.results) seen.push_back("-> " + to_string(view));
     return Outcome::success();
   });
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f");
   fake::Array scalar{XLA_FFI_DataType_F32, {}, nullptr}, pair{XLA_FFI_DataType_F32, {2}, nullptr};
   EXPECT_TRUE(program.execute({fake::token(), scalar, fake::token(), pair}, {scalar, fake::token()})
                   .wait()
@@ -215,14 +211,13 @@ TEST_F(GateHandlers, TheContextTellsDeviceAndRunWhereXlaHasThem) {
     seen = call.context;
     return Outcome::success();
   });
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute().wait().ok());
+  fake::Loaded<fake::Program> program("f");
+  program.run();
   EXPECT_EQ(seen.device, 3);
   EXPECT_EQ(seen.run, 77);
   program.context().device = -1;
   program.context().run = -1;
-  EXPECT_TRUE(program.execute().wait().ok());
+  program.run();
   EXPECT_EQ(seen.device, -1);
   EXPECT_EQ(seen.run, -1);
 }
@@ -248,8 +243,7 @@ class GateErrors : public GateHandlers, public ::testing::WithParamInterface<boo
     Options options;
     options.own_thread = GetParam();
     auto callee = define("f", std::move(function), options);
-    fake::Program program("f");
-    EXPECT_TRUE(program.load().ok());
+    fake::Loaded<fake::Program> program("f");
     fake::Execution execution = program.execute();
     EXPECT_EQ(execution.future != nullptr, GetParam());
     Registry::instance().remove(*callee);  // a worker may hold it for a moment longer
@@ -300,13 +294,11 @@ TEST_F(GateHandlers, ExecuteWithoutStateIsAnError) {
 TEST_F(GateHandlers, AProgramKeepsItsCalleeAndReleasesItWithItsState) {
   auto callee = define("f", [](const Call&) { return Outcome::success(); });
   std::weak_ptr<Callee> watched = callee;
-  fake::Program first("f"), second("f");
-  ASSERT_TRUE(first.load().ok());
-  ASSERT_TRUE(second.load().ok());
+  fake::Loaded<fake::Program> first("f"), second("f");
   callee.reset();
-  EXPECT_TRUE(first.execute().wait().ok());
+  first.run();
   first.unload();
-  EXPECT_TRUE(second.execute().wait().ok());
+  second.run();
   second.unload();
   EXPECT_TRUE(watched.expired());
 }
@@ -317,9 +309,8 @@ TEST_F(GateHandlers, ACallIsInsideTheLifecycleWhileItRuns) {
     inside = Lifecycle::instance().active();
     return Outcome::success();
   });
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute().wait().ok());
+  fake::Loaded<fake::Program> program("f");
+  program.run();
   EXPECT_EQ(inside, 1);
 }
 
@@ -329,15 +320,14 @@ TEST_F(GateHandlers, ManyThreadsRunOneSiteAtOnce) {
     runs.fetch_add(1);
     return twice(call);
   });
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f");
   {
     std::vector<std::jthread> threads;
     for (int worker = 0; worker < 4; ++worker) {
       threads.emplace_back([&] {
         for (int round = 0; round < 100; ++round) {
           std::vector<float> x{static_cast<float>(round)}, y{0};
-          EXPECT_TRUE(program.execute({vector_of(x)}, {vector_of(y)}).wait().ok());
+          program.run({vector_of(x)}, {vector_of(y)});
           EXPECT_EQ(y[0], 2 * x[0]);
         }
       });
@@ -361,8 +351,7 @@ TEST_F(GateHandlers, AnOwnThreadWritesXlasMemoryAndCompletesTheFuture) {
         return twice(call);
       },
       on_own_thread());
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f");
   std::vector<float> x{1, 2, 3};
   // The first run may be found to wait for itself, and its memory be gone before the call has
   // ended.
@@ -395,7 +384,7 @@ TEST_F(GateHandlers, OwnThreadsMayWaitForProgramsThatCallThemAgain) {
       on_own_thread());
   ASSERT_TRUE(program.load().ok());
   std::vector<float> depth{12};
-  EXPECT_TRUE(program.execute({vector_of(depth)}).wait().ok());
+  program.run({vector_of(depth)});
 }
 
 TEST_F(GateHandlers, ACallOnItsOwnThreadOutlivesItsExecutable) {
@@ -411,8 +400,7 @@ TEST_F(GateHandlers, ACallOnItsOwnThreadOutlivesItsExecutable) {
   std::vector<float> x{4}, y{0};
   fake::Execution execution;
   {
-    fake::Program program("f");
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<fake::Program> program("f");
     execution = program.execute({vector_of(x)}, {vector_of(y)});
   }
   callee.reset();
@@ -425,8 +413,7 @@ TEST_F(GateHandlers, ACallOnItsOwnThreadOutlivesItsExecutable) {
 
 TEST_F(GateHandlers, AnXlaWithoutFuturesRefusesOwnThreads) {
   auto callee = define("f", [](const Call&) { return Outcome::success(); }, on_own_thread());
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f");
   fake::Runtime::instance().has_futures = false;
   fake::Execution execution = program.execute();
   fake::Runtime::instance().has_futures = true;
@@ -447,8 +434,7 @@ TEST_F(GateHandlers, ATimeoutThatIsMetPublishesPrivateResults) {
         return outcome;
       },
       on_own_thread(seconds(600)));
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f");
   fake::Execution execution =
       program.execute({vector_of(x), vector_of(empty)}, {vector_of(y), vector_of(empty)});
   EXPECT_TRUE(execution.wait().ok());
@@ -464,10 +450,9 @@ TEST_F(GateHandlers, WithATimeoutAnAliasedResultStillHoldsItsOperand) {
         return Outcome::success();
       },
       on_own_thread(seconds(600)));
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f");
   std::vector<float> x{1, 2, 3};
-  EXPECT_TRUE(program.execute({vector_of(x)}, {vector_of(x)}).wait().ok());
+  program.run({vector_of(x)}, {vector_of(x)});
   EXPECT_THAT(x, ElementsAre(1, 12, 3));
 }
 
@@ -485,8 +470,7 @@ TEST_F(GateHandlers, ATimeoutFailsTheFutureOnceAndALateResultIsDiscarded) {
   auto y = std::make_unique<std::vector<float>>(3, -1.0F);
   fake::Execution execution;
   {
-    fake::Program program("f");
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<fake::Program> program("f");
     execution = program.execute({vector_of(*x)}, {vector_of(*y)});
     fake::Status status = execution.wait();
     EXPECT_EQ(status.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
@@ -512,8 +496,7 @@ TEST_F(GateHandlers, AStallReportThatThrowsStillFailsTheProgram) {
         return Outcome::success();
       },
       options);
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f");
   fake::Execution execution = program.execute();
   fake::Status status = execution.wait();
   failed->count_down();
@@ -534,9 +517,7 @@ TEST_F(GateHandlers, AReportThatWaitsHoldsUpNeitherItsProgramNorTheTimeoutsOfOth
   };
   auto first = define("waiting", wait, waiting);
   auto second = define("other", wait, on_own_thread(milliseconds(20)));
-  fake::Program stuck("waiting"), other("other");
-  ASSERT_TRUE(stuck.load().ok());
-  ASSERT_TRUE(other.load().ok());
+  fake::Loaded<fake::Program> stuck("waiting"), other("other");
   fake::Execution of_stuck = stuck.execute(), of_other = other.execute();
   fake::Status status = of_other.wait();
   EXPECT_EQ(status.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);

@@ -71,8 +71,7 @@ TEST(KernelHandlers, ItsStateIsNotTheGates) {
 
 TEST(KernelHandlers, AProgramCallsTheKernelOfItsName) {
   auto kernel = define("twice", &fake::twice);
-  KernelProgram program("twice", {{"signature", signature(kernel->info())}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("twice", {{"signature", signature(kernel->info())}});
   std::vector<float> x = {1, 2, 3}, z(3);
   ASSERT_TRUE(program.execute({array(x)}, {array(z)}).at_once.ok());
   EXPECT_THAT(z, ElementsAre(2, 4, 6));
@@ -93,8 +92,7 @@ TEST(KernelHandlers, AProgramKeepsItsKernelAlive) {
 
 TEST(KernelHandlers, TokensAreNoResults) {
   auto kernel = define("with_token", &fake::twice);
-  KernelProgram program("with_token");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("with_token");
   std::vector<float> x = {1, 2}, z(2);
   ASSERT_TRUE(program.execute({fake::token(), array(x)}, {array(z), fake::token()}).at_once.ok());
   EXPECT_THAT(z, ElementsAre(2, 4));
@@ -109,8 +107,7 @@ TEST(KernelHandlers, MoreArraysThanFitInlineAreAllThere) {
     return std::int32_t{0};
   };
   auto kernel = define("sum", sum, {parameter(CALLGATE_INS), parameter(CALLGATE_OUT)});
-  KernelProgram program("sum", {{"groups", fake::Attribute::Integers{40}}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("sum", {{"groups", fake::Attribute::Integers{40}}});
   std::vector<float> x = {1}, z(1);
   ASSERT_TRUE(program.execute(std::vector<fake::Array>(40, array(x)), {array(z)}).at_once.ok());
   EXPECT_EQ(z[0], 40);
@@ -157,8 +154,7 @@ TEST(KernelHandlers, TheResolverDefinesWhatAProgramNames) {
     if (name.starts_with("late[")) made = define(name, &fake::twice);
     return name.starts_with("late[") ? made : nullptr;
   });
-  KernelProgram program("late[T=float32]");
-  EXPECT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("late[T=float32]");
   ASSERT_NE(made, nullptr);
   EXPECT_EQ(made->name(), "late[T=float32]");
   EXPECT_FALSE(KernelProgram("other[T=float32]").load().ok());
@@ -217,8 +213,7 @@ const std::vector<std::string> kNames = {"number", "text", "numbers", "more"};
 
 TEST(KernelHandlers, AttributesOfEveryKindReachTheKernel) {
   auto kernel = define("attributes", &read, four_attributes(), kNames);
-  KernelProgram program("attributes", values());
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("attributes", values());
   for (int i = 0; i < 2; ++i) {
     got.clear();
     ASSERT_TRUE(program.execute().at_once.ok());
@@ -254,8 +249,7 @@ TEST(KernelHandlers, AttributesOfOtherTypesAreErrorsWhenTheProgramIsLoaded) {
 
 TEST(KernelHandlers, AFailureIsTheProgramsError) {
   auto kernel = define("fails", &fails);
-  KernelProgram program("fails");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("fails");
   std::vector<float> x(2), z(2);
   fake::Status status = program.execute({array(x)}, {array(z)}).at_once;
   EXPECT_EQ(status.code, XLA_FFI_Error_Code_INTERNAL);
@@ -266,8 +260,7 @@ TEST(KernelHandlers, OnSeveralDevicesAFailurePoisonsTheResultsAndIsKept) {
   auto kernel = define("poisons", &fails);
   std::string kept;
   kernel->set_defer([&](const Error& error) { kept = error.what(); });
-  KernelProgram program("poisons", {{"on_error", "poison"}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("poisons", {{"on_error", "poison"}});
   std::vector<float> x(2), z(2);
   EXPECT_TRUE(program.execute({array(x)}, {array(z)}).at_once.ok());
   EXPECT_THAT(z, Each(IsNan()));
@@ -278,8 +271,8 @@ TEST(KernelHandlers, OnSeveralDevicesWhatIsThrownPoisonsTheResultsAndIsKept) {
   auto kernel = define("throws", &fake::twice);
   std::string kept;
   kernel->set_defer([&](const Error& error) { kept = error.what(); });
-  KernelProgram program("throws", {{"on_error", "poison"}, {"batch", fake::levels("3:1")}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("throws",
+                                      {{"on_error", "poison"}, {"batch", fake::levels("3:1")}});
   std::vector<float> x(2), z(2);
   EXPECT_TRUE(program.execute({array(x)}, {array(z)}).at_once.ok());
   EXPECT_THAT(z, Each(IsNan()));
@@ -288,8 +281,7 @@ TEST(KernelHandlers, OnSeveralDevicesWhatIsThrownPoisonsTheResultsAndIsKept) {
 
 TEST(KernelHandlers, ArraysWithoutTheLanesAxesAreTheProgramsError) {
   auto kernel = define("lanes", &fake::twice);
-  KernelProgram program("lanes", {{"batch", fake::levels("3:1")}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("lanes", {{"batch", fake::levels("3:1")}});
   std::vector<float> x(2), z(2);
   fake::Status status = program.execute({array(x)}, {array(z)}).at_once;
   EXPECT_EQ(status.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
@@ -301,8 +293,7 @@ TEST(KernelHandlers, AnExceptionOfACallbackIsTheProgramsError) {
       fake::kernel("throws", &fails, in_out(), {},
                    [](const std::string&, const std::string&) -> std::string { throw 7; });
   Registry::instance().add(kernel);
-  KernelProgram program("throws");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("throws");
   std::vector<float> x(1), z(1);
   EXPECT_THAT(program.execute({array(x)}, {array(z)}).at_once.message,
               HasSubstr("unknown C++ exception"));
@@ -334,8 +325,7 @@ float call_with_one(KernelProgram& program) {
 
 TEST(RememberedKernels, AThreadThatKnowsTheCallDoesNotAskXla) {
   auto kernel = define("known", &fake::twice);
-  KernelProgram program("known", {{"_key", kKey}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("known", {{"_key", kKey}});
   EXPECT_EQ(call_with_one(program), 2);
   void* state = std::exchange(program.context().state, nullptr);  // XLA would have no answer
   EXPECT_EQ(call_with_one(program), 2);
@@ -346,8 +336,7 @@ TEST(RememberedKernels, AThreadThatKnowsTheCallDoesNotAskXla) {
 TEST(RememberedKernels, WithoutAKeyXlaIsAskedEachTime) {
   auto kernel = define("asked", &fake::twice);
   for (const AttributeMap& attributes : {AttributeMap{}, {{"_key", "short"}}}) {
-    KernelProgram program("asked", attributes);
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<KernelProgram> program("asked", attributes);
     EXPECT_EQ(call_with_one(program), 2);
     void* state = std::exchange(program.context().state, nullptr);
     EXPECT_FALSE(program.execute().at_once.ok());
@@ -370,8 +359,7 @@ TEST(RememberedKernels, ProgramsOfOneCallShareItsSite) {
 
 TEST(RememberedKernels, AKernelDefinedAnewUnderTheNameIsTheOneThatNewProgramsCall) {
   auto old_kernel = define("anew", &fake::twice);
-  KernelProgram old_program("anew", {{"_key", kKey}});
-  ASSERT_TRUE(old_program.load().ok());
+  fake::Loaded<KernelProgram> old_program("anew", {{"_key", kKey}});
   EXPECT_EQ(call_with_one(old_program), 2);
   Registry::instance().remove(*old_kernel);
   auto new_kernel = define("anew", &thrice);
@@ -395,8 +383,7 @@ TEST(RememberedKernels, AKernelOfTheNextProgramIsNotThatOfTheLast) {
   constexpr const char* kNext = "00000000000000aa";
   for (callgate_function function : {&fake::twice, &thrice, &fake::twice}) {
     auto kernel = define("next", function);
-    KernelProgram program("next", {{"_key", kNext}});
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<KernelProgram> program("next", {{"_key", kNext}});
     EXPECT_EQ(call_with_one(program), function == &thrice ? 3 : 2);
   }
 }
@@ -437,8 +424,7 @@ TEST(RememberedKernels, ProgramsMayComeAndGoWhileOthersRun) {
   for (int i = 0; i < 4; ++i) {
     threads.emplace_back([] {
       for (int round = 0; round < 200; ++round) {
-        KernelProgram program("comes and goes", {{"_key", "00000000000000cc"}});
-        ASSERT_TRUE(program.load().ok());
+        fake::Loaded<KernelProgram> program("comes and goes", {{"_key", "00000000000000cc"}});
         EXPECT_EQ(call_with_one(program), 2);
         EXPECT_EQ(call_with_one(program), 2);
       }
@@ -457,8 +443,7 @@ std::int32_t ask(const callgate_call* call) {
 
 TEST(KernelHandlers, AKernelSeesXlasThreadsAndDevice) {
   auto kernel = define("asks", &ask);
-  KernelProgram program("asks");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("asks");
   program.context().threads = 6;
   std::vector<float> x(2), z(2);
   ASSERT_TRUE(program.execute({array(x)}, {array(z)}).at_once.ok());
@@ -483,8 +468,7 @@ std::int32_t twice_in_parts(const callgate_call* call) {
 
 TEST(KernelHandlers, LoopsRunOnXlasPool) {
   auto kernel = define("parts", &twice_in_parts);
-  KernelProgram program("parts");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("parts");
   program.context().threads = 4;
   for (int round = 0; round < 20; ++round) {
     std::vector<float> x(500, 1.5F), z(500);
@@ -502,8 +486,7 @@ TEST(KernelHandlers, LanesOfAThreadSafeKernelRunOnXlasPool) {
   info.thread_safe = true;
   auto kernel = std::make_shared<KernelCallee>(std::move(info), nullptr);
   Registry::instance().add(kernel);
-  KernelProgram program("safe", {{"batch", fake::levels("100:1")}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("safe", {{"batch", fake::levels("100:1")}});
   program.context().threads = 4;
   std::vector<float> x(300, 2.0F), z(300);
   ASSERT_TRUE(program.execute({array(x, {100, 3})}, {array(z, {100, 3})}).at_once.ok());
@@ -513,8 +496,7 @@ TEST(KernelHandlers, LanesOfAThreadSafeKernelRunOnXlasPool) {
 
 TEST(KernelHandlers, SeveralThreadsMayRunOneCallSite) {
   auto kernel = define("shared", &twice_in_parts);
-  KernelProgram program("shared", {{"batch", fake::levels("4:1")}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("shared", {{"batch", fake::levels("4:1")}});
   program.context().threads = 2;
   std::vector<std::thread> callers;
   for (int i = 0; i < 4; ++i) {
@@ -536,8 +518,7 @@ TEST(KernelHandlers, ACheckedCallSaysWhatItFound) {
     return std::int32_t{0};
   };
   auto kernel = define("past", past, in_out(), {"x", "z"});
-  KernelProgram program("past");
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<KernelProgram> program("past");
   std::vector<float> x(2), z(4);
   set_kernel_mode(KernelMode::kCheckMemory, true);
   fake::Status status = program.execute({array(x)}, {array(z, {2})}).at_once;

@@ -66,10 +66,8 @@ TEST_F(Shards, ThePartitionIsTheContextsAndNoOperand) {
   const fake::AttributeMap mesh{{"devices", 4},
                                 {"names", fake::Attribute::listed({"x", "y"})},
                                 {"sizes", fake::Attribute::Integers{2, 2}}};
-  fake::Program program("f", {{"shards", "1111"}, {"mesh", mesh}, {"layout", "{}"}});
-  ASSERT_TRUE(program.load().ok());
-  for (std::uint32_t number : {0U, 3U})
-    EXPECT_TRUE(program.execute({array(x_), partition(number)}, {array(y_)}).wait().ok());
+  fake::Loaded<fake::Program> program("f", {{"shards", "1111"}, {"mesh", mesh}, {"layout", "{}"}});
+  for (std::uint32_t number : {0U, 3U}) program.run({array(x_), partition(number)}, {array(y_)});
   EXPECT_THAT(shards, ElementsAre(0, 3));
   EXPECT_EQ(operands, 1U);
   EXPECT_EQ(spec.mesh.devices, 4);
@@ -83,9 +81,8 @@ TEST_F(Shards, ACallOnWholeArraysHasNone) {
     shard = call.context.shard;
     return Outcome::success();
   });
-  fake::Program program("f");
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute({array(x_)}, {array(y_)}).wait().ok());
+  fake::Loaded<fake::Program> program("f");
+  program.run({array(x_)}, {array(y_)});
   EXPECT_EQ(shard, -1);
 }
 
@@ -95,19 +92,17 @@ TEST_F(Shards, APartitionThatDoesNotMakeTheCallHasZeros) {
     ++calls;
     return Outcome::success();
   });
-  fake::Program program("f", {{"shards", "10"}});
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
+  fake::Loaded<fake::Program> program("f", {{"shards", "10"}});
+  program.run({array(x_), partition(1)}, {array(y_)});
   EXPECT_THAT(y_, Each(0.0F));
   EXPECT_EQ(calls, 0);
-  EXPECT_TRUE(program.execute({array(x_), partition(0)}, {array(y_)}).wait().ok());
+  program.run({array(x_), partition(0)}, {array(y_)});
   EXPECT_EQ(calls, 1);
 }
 
 TEST_F(Shards, ACallWithoutItsPartitionIsAnError) {
   auto callee = define([](const Call&) { return Outcome::success(); });
-  fake::Program program("f", {{"shards", "10"}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f", {{"shards", "10"}});
   EXPECT_THAT(program.execute().wait().message, HasSubstr("got no operand"));
   EXPECT_THAT(program.execute({array(x_)}).wait().message, HasSubstr("got float32[2]"));
   EXPECT_THAT(program.execute({partition(2)}).wait().message,
@@ -117,11 +112,10 @@ TEST_F(Shards, ACallWithoutItsPartitionIsAnError) {
 TEST_F(Shards, KernelsOnShardsToo) {
   auto kernel = fake::kernel("k", &fake::twice, fake::in_out(), {});
   Registry::instance().add(kernel);
-  fake::KernelProgram program("k", {{"shards", "10"}});
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
+  fake::Loaded<fake::KernelProgram> program("k", {{"shards", "10"}});
+  program.run({array(x_), partition(1)}, {array(y_)});
   EXPECT_THAT(y_, Each(0.0F));
-  EXPECT_TRUE(program.execute({array(x_), partition(0)}, {array(y_)}).wait().ok());
+  program.run({array(x_), partition(0)}, {array(y_)});
   EXPECT_THAT(y_, ElementsAre(2.0F, 4.0F));
 }
 
@@ -139,11 +133,10 @@ TEST_F(Shards, WhatACallThrowsPoisonsItsResultsAndIsKept) {
           throw std::bad_alloc();
         },
         options);
-    fake::Program program("f", {{"shards", "11"}, {"on_error", "poison"}});
-    ASSERT_TRUE(program.load().ok());
+    fake::Loaded<fake::Program> program("f", {{"shards", "11"}, {"on_error", "poison"}});
     for (int i = 0; i < 2; ++i) {
       y_ = {5, 6};
-      EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
+      program.run({array(x_), partition(1)}, {array(y_)});
       EXPECT_THAT(y_, Each(IsNan()));
     }
     Registry::instance().remove(*callee);  // a worker may hold it for a moment longer
@@ -158,10 +151,9 @@ TEST_F(Shards, WhatCanNotBeKeptStillPoisonsTheResults) {
   options.on_defer = [](const Error&) { throw std::bad_alloc(); };
   auto callee = define(
       [](const Call&) { return Outcome::failure(ErrorCode::kInternal, "no luck"); }, options);
-  fake::Program program("f", {{"shards", "11"}, {"on_error", "poison"}});
-  ASSERT_TRUE(program.load().ok());
+  fake::Loaded<fake::Program> program("f", {{"shards", "11"}, {"on_error", "poison"}});
   ::testing::internal::CaptureStderr();
-  EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
+  program.run({array(x_), partition(1)}, {array(y_)});
   EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("no luck"));
   EXPECT_THAT(y_, Each(IsNan()));
 }
@@ -180,9 +172,8 @@ TEST_F(Shards, ACallThatTakesTooLongPoisonsItsResultsAndIsKept) {
         return Outcome::success();
       },
       options);
-  fake::Program program("f", {{"shards", "11"}, {"on_error", "poison"}});
-  ASSERT_TRUE(program.load().ok());
-  EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
+  fake::Loaded<fake::Program> program("f", {{"shards", "11"}, {"on_error", "poison"}});
+  program.run({array(x_), partition(1)}, {array(y_)});
   EXPECT_THAT(y_, Each(IsNan()));
   EXPECT_THAT(message->get_future().get(), HasSubstr("f(float32[2]) is stalled"));
   Registry::instance().remove(*callee);  // a worker may hold it for a moment longer

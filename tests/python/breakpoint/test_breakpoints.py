@@ -23,6 +23,7 @@ from transformation_table import assert_chains_agree, diagonal, reference
 from waiting import until
 
 import callgate as cg
+from callgate.__main__ import main
 from callgate._breakpoint import attach
 
 FILE = __file__
@@ -306,28 +307,23 @@ def test_pdb_at_the_users_line(tmp_path: Any) -> None:
   assert f"callgate: breakpoint at {script}:7" in done.stderr
 
 
-def test_a_process_without_a_terminal_is_attached_to(tmp_path: Any) -> None:
+def test_a_process_without_a_terminal_is_attached_to(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
   script = tmp_path / "run.py"
   script.write_text(PROGRAM)
-  environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-  program = subprocess.Popen(
-    [sys.executable, str(script)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE, env=environment, text=True,
-  )  # fmt: skip
+  monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+  program = interpreters.start(script)
   try:
     for line in program.stderr or ():
       if "python -m callgate attach" in line:
         break
     assert line.split()[-1] == str(program.pid)
-    attach = [sys.executable, "-m", "callgate", "attach"]
-    none = subprocess.run(
-      [*attach, "1"], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert none.returncode == 1
-    assert "process 1 waits at no breakpoint" in none.stderr
+    assert main(["attach", "1"]) == 1
+    assert "process 1 waits at no breakpoint" in capsys.readouterr().err
     done = subprocess.run(
-      attach, input="p x.tolist()\nq\n", env=environment, capture_output=True, text=True,
-      timeout=120, check=True,
+      [sys.executable, "-m", "callgate", "attach"], input="p x.tolist()\nq\n",
+      capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert "[-1.0, 3.0]" in done.stdout
     out, _ = program.communicate(timeout=120)

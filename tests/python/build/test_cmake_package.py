@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+import quick_cpp
 from interpreters import same_path
 
 import callgate as cg
@@ -43,7 +44,8 @@ def cmake(*arguments: object) -> subprocess.CompletedProcess[str]:
     pytest.skip("cmake and a C++ compiler are needed")
   return subprocess.run(
     [program, *map(str, arguments)],
-    env={**os.environ, "PATH": PATH}, capture_output=True, text=True, timeout=300,
+    env={**os.environ, "PATH": PATH, "CXX": quick_cpp.plain()},
+    capture_output=True, text=True, timeout=300,
   )  # fmt: skip
 
 

@@ -60,16 +60,18 @@ def test_the_program_holds_a_name_and_no_callback_of_jaxs() -> None:
   assert "xla_buffer_python_cpu_callback" not in text
 
 
+DTYPES = [
+  *(bool, np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32),
+  *(np.float16, np.float32, np.complex64),
+  *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+]
+
+
 @pytest.mark.parametrize(
-  "dtype",
-  [
-    *(bool, np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32),
-    *(np.float16, np.float32, np.complex64),
-    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
-  ],
-  ids=lambda dtype: np.dtype(dtype).name,
+  ("dtype", "shape"),
+  [*((dtype, (2, 3)) for dtype in DTYPES), *((np.int16, shape) for shape in [(), (3,), (0, 4)])],
+  ids=str,
 )
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4)], ids=str)
 def test_every_dtype_and_shape_is_read_and_written_in_place(dtype: Any, shape: Any) -> None:
   x = np.ones(shape).astype(dtype)
 

@@ -40,33 +40,37 @@ DTYPES_X64 = [np.int64, np.uint64, np.float64, np.complex128]
 
 
 @FLAVORS
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_every_dtype_goes_in_and_out_unchanged(engine: Engine, flavor: str, dtype: Any) -> None:
-  x = np.array([[1, 1, 0.5], [1, 0.5, 1]]).astype(dtype)  # 0 is no float8_e8m0fnu
+def test_every_dtype_goes_in_and_out_unchanged(engine: Engine, flavor: str) -> None:
+  values = np.array([[1, 1, 0.5], [1, 0.5, 1]])  # 0 is no float8_e8m0fnu
+  xs = {np.dtype(dtype).name: values.astype(dtype) for dtype in DTYPES}
 
   def program(api: Api) -> Any:
-    dtypes: list[str] = []
+    seen: dict[str, str] = {}
 
-    def callback(x: jax.Array) -> jax.Array:
-      dtypes.append(str(x.dtype))
-      return x
+    def call(name: str, x: Any) -> Any:
+      def callback(x: jax.Array) -> jax.Array:
+        seen[name] = str(x.dtype)
+        return x
 
-    out = jax.jit(lambda x: api.call(flavor, callback, like(x), x))(x)
-    assert dtypes == [np.dtype(dtype).name]
+      return api.call(flavor, callback, like(x), x)
+
+    out = jax.jit(lambda xs: {name: call(name, x) for name, x in xs.items()})(xs)
+    jax.block_until_ready(out)
+    assert seen == {name: name for name in xs}
     return out
 
-  np.testing.assert_array_equal(assert_same(engine, program), x)
+  for name, out in assert_same(engine, program).items():
+    np.testing.assert_array_equal(out, xs[name], err_msg=name)
 
 
 @FLAVORS
-@pytest.mark.parametrize("dtype", DTYPES_X64, ids=lambda dtype: np.dtype(dtype).name)
-def test_64_bit_types_pass_when_x64_is_enabled(engine: Engine, flavor: str, dtype: Any) -> None:
+def test_64_bit_types_pass_when_x64_is_enabled(engine: Engine, flavor: str) -> None:
   with jax.enable_x64(True):
-    x = np.array([1, 2**40 + 1, 3]).astype(dtype)
-    out = assert_same(
-      engine, lambda api: jax.jit(lambda x: api.call(flavor, lambda x: x + x, like(x), x))(x)
-    )
-    np.testing.assert_array_equal(out, x + x)
+    xs = [np.array([1, 2**40 + 1, 3]).astype(dtype) for dtype in DTYPES_X64]
+    call = lambda api, x: api.call(flavor, lambda x: x + x, like(x), x)
+    found = assert_same(engine, lambda api: jax.jit(lambda xs: [call(api, x) for x in xs])(xs))
+    for x, out in zip(xs, found, strict=True):
+      np.testing.assert_array_equal(out, x + x, err_msg=str(x.dtype))
 
 
 def test_every_value_of_a_sub_byte_type_survives(engine: Engine) -> None:
@@ -126,26 +130,22 @@ class Foreign:
 
 
 @FLAVORS
-@pytest.mark.parametrize(
-  "value",
-  [
-    (1.0, 2.0),
-    [np.float64(1), np.int64(2)],
-    [3, True],
-    (Foreign(), np.ones((2,))),
-    [np.asfortranarray(np.ones((2, 3))), np.arange(12.0).reshape(2, 3, 2)[:, ::-1, 1]],
-  ],
-  ids=["python", "numpy64", "ints", "foreign", "strided"],
-)
-def test_results_are_canonicalised_as_jax_does(engine: Engine, flavor: str, value: Any) -> None:
+def test_results_are_canonicalised_as_jax_does(engine: Engine, flavor: str) -> None:
+  values: dict[str, Any] = {
+    "python": (1.0, 2.0),
+    "numpy64": [np.float64(1), np.int64(2)],
+    "ints": [3, True],
+    "foreign": (Foreign(), np.ones((2,))),
+    "strided": [np.asfortranarray(np.ones((2, 3))), np.arange(12.0).reshape(2, 3, 2)[:, ::-1, 1]],
+  }
+
+  def of(value: Any) -> Any:
+    dtype = jax.dtypes.canonicalize_dtype(np.asarray(value).dtype)
+    return jax.ShapeDtypeStruct(np.shape(value), dtype)
+
   def program(api: Api) -> Any:
-    out = jax.tree.map(
-      lambda v: jax.ShapeDtypeStruct(
-        np.shape(v), jax.dtypes.canonicalize_dtype(np.asarray(v).dtype)
-      ),
-      value,
-    )
-    return jax.jit(lambda: api.call(flavor, lambda: value, out))()
+    call = lambda value: api.call(flavor, lambda: value, jax.tree.map(of, value))
+    return jax.jit(lambda: {name: call(value) for name, value in values.items()})()
 
   assert_same(engine, program)
 
@@ -176,30 +176,29 @@ def test_any_number_of_arguments_and_results_works(
 
 @FLAVORS
 @pytest.mark.parametrize("eager", [False, True], ids=["jit", "eager"])
-@pytest.mark.parametrize(
-  "value", [1.5, 3, True, np.float32(2), np.arange(6).reshape(2, 3)], ids=str
-)
 def test_callbacks_receive_the_arrays_that_jax_gives(
-  engine: Engine, flavor: str, eager: bool, value: Any
+  engine: Engine, flavor: str, eager: bool
 ) -> None:
+  values = [1.5, 3, True, np.float32(2), np.arange(6).reshape(2, 3)]
+
   def program(api: Api) -> Any:
-    seen: list[Any] = []
+    seen: list[list[Any]] = [[] for _ in values]
 
-    def callback(x: jax.Array) -> np.float32:
-      seen.append(
-        (type(x), x.dtype, x.shape, x.weak_type, x.committed, x.sharding, x.aval, x.aval.sharding)
-      )
-      return np.float32(x.sum())
+    def call(index: int, x: Any) -> Any:
+      def callback(x: jax.Array) -> np.float32:
+        kinds = x.weak_type, x.committed, x.sharding, x.aval, x.aval.sharding
+        seen[index].append((type(x), x.dtype, x.shape, *kinds))
+        return np.float32(x.sum())
 
-    def f(x: Any) -> Any:
       return api.call(flavor, callback, like(np.float32(0)), x)
 
+    f = lambda *values: [call(index, value) for index, value in enumerate(values)]
     f = f if eager else jax.jit(f)
-    jax.block_until_ready([f(value) for _ in range(3)])
+    jax.block_until_ready([f(*values) for _ in range(3)])
     jax.effects_barrier()
-    assert len(seen) == 3
-    assert seen[0] == seen[1] == seen[2]
-    return seen[0]
+    assert [len(calls) for calls in seen] == [3] * len(values)
+    assert all(calls[0] == calls[1] == calls[2] for calls in seen)
+    return [calls[0] for calls in seen]
 
   expected = program(JAX)
   with engine() as api:

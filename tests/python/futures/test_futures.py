@@ -317,9 +317,12 @@ def test_lanes_that_go_apart_wait_each_in_its_own_branch(effect: Any, engine: st
     return total + ticket.result()
 
   xs = np.arange(-1, 3, dtype=np.float32)
-  for function in (branches, switch, pipeline, scan):
-    found = jax.jit(jax.vmap(function))(xs)
-    assert found.tolist() == [float(function(x)) for x in xs], function
+  functions = (branches, switch, pipeline, scan)
+  found = jax.jit(lambda xs: [jax.vmap(f)(xs) for f in functions])(xs)
+  one = jax.jit(lambda x: [f(x) for f in functions])
+  wanted = zip(*(one(x) for x in xs), strict=True)
+  for function, got, want in zip(functions, found, wanted, strict=True):
+    assert got.tolist() == [float(x) for x in want], function
 
 
 def test_a_second_wait_is_an_error_that_names_both_places() -> None:
@@ -455,8 +458,9 @@ def test_higher_derivatives_are_those_of_the_call(make: Any, around: Any) -> Non
   ]
   if make is not by_vjp:  # which has no forward mode
     orders.append(jax.hessian)
-  for order in orders:
-    np.testing.assert_allclose(jax.jit(order(later))(0.7), order(reference)(0.7), rtol=1e-4)
+  found, wanted = jax.jit(lambda x: [[of(f)(x) for of in orders] for f in (later, reference)])(0.7)
+  for order, got, want in zip(orders, found, wanted, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-4, err_msg=str(order))
 
 
 def test_derivatives_of_lanes_that_share_an_argument() -> None:

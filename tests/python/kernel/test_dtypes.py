@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from typing import Any
 
@@ -40,19 +39,10 @@ def dtype_of(name: str) -> np.dtype[Any]:
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
-@functools.cache
-def conversions() -> tuple[Any, Any]:
-  """Kernels from any floating-point type to float32, and back to the type of an example."""
-  widen = cg.cpp(
-    """template <typename T> void widen(cg::In<T> x, cg::Out<float> y) {
-      for (int64_t i = 0; i < x.size(); ++i) y[i] = float(x[i]);
-    }""", out=lambda x: jax.ShapeDtypeStruct(x.shape, "float32"), name="dtypes.widen")  # fmt: skip
-  narrow = cg.cpp(
-    """template <typename T> void narrow(cg::In<float> x, cg::In<T, 0> like, cg::Out<T> y) {
-      for (int64_t i = 0; i < x.size(); ++i) y[i] = T(x[i]);
-    }""", out=lambda x, like: jax.ShapeDtypeStruct(x.shape, like.dtype),
-    name="dtypes.narrow")  # fmt: skip
-  return widen, narrow
+def each(names: list[str], text: str) -> str:
+  """The text once for each type, with the type for T and its number for #."""
+  types = enumerate(cpp_type(dtype_of(name)) for name in names)
+  return ", ".join(text.replace("#", str(n)).replace("T", element) for n, element in types)
 
 
 def bits(array: Any) -> np.ndarray[Any, Any]:
@@ -72,11 +62,19 @@ def all_codes(dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
   return np.arange(256**dtype.itemsize).astype(f"uint{8 * dtype.itemsize}").view(dtype)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_every_code_widens_as_in_ml_dtypes(name: str) -> None:
-  widen, _ = conversions()
-  codes = all_codes(dtype_of(name))
-  assert_same(jax.jit(widen)(codes), codes.astype("float32"))
+def test_every_code_widens_as_in_ml_dtypes() -> None:
+  widen = cg.cpp(
+    f"""
+    void widen_one(const auto& x, cg::Out<float> y) {{
+      for (int64_t i = 0; i < x.size(); ++i) y[i] = float(x[i]);
+    }}
+    void widen({each(SMALL, "cg::In<T> x#")}, {each(SMALL, "cg::Out<float> y#")}) {{
+      {each(SMALL, "widen_one(x#, y#)")};
+    }}""", "widen", out=lambda *xs: [jax.ShapeDtypeStruct(x.shape, "float32") for x in xs],
+    name="dtypes.widen")  # fmt: skip
+  codes = [all_codes(dtype_of(name)) for name in SMALL]
+  for one, got in zip(codes, jax.jit(widen)(*codes), strict=True):
+    assert_same(got, one.astype("float32"))
 
 
 def interesting(dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -93,38 +91,46 @@ def interesting(dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
   return np.concatenate([points, *beside, special])
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_floats_narrow_as_in_ml_dtypes(name: str) -> None:
-  _, narrow = conversions()
-  dtype = dtype_of(name)
+def test_floats_narrow_as_in_ml_dtypes() -> None:
+  narrow = cg.cpp(
+    f"""
+    template <typename E> void narrow_one(cg::In<float> x, cg::Out<E> y) {{
+      for (int64_t i = 0; i < x.size(); ++i) y[i] = E(x[i]);
+    }}
+    void narrow({each(SMALL, "cg::In<float> x#")}, {each(SMALL, "cg::Out<T> y#")}) {{
+      {each(SMALL, "narrow_one(x#, y#)")};
+    }}""", "narrow", name="dtypes.narrow",
+    out=lambda *xs: [
+      jax.ShapeDtypeStruct(x.shape, dtype_of(name)) for name, x in zip(SMALL, xs, strict=True)
+    ],
+  )  # fmt: skip
   random = np.random.default_rng(0).integers(0, 2**32, 1 << 16, dtype="uint32").view("float32")
-  x = np.concatenate([interesting(dtype), random])
-  with np.errstate(over="ignore", invalid="ignore"):
-    want = x.astype(dtype)
-  assert_same(jax.jit(narrow)(x, np.zeros((), dtype)), want)
+  given = [np.concatenate([interesting(dtype_of(name)), random]) for name in SMALL]
+  for name, x, got in zip(SMALL, given, jax.jit(narrow)(*given), strict=True):
+    with np.errstate(over="ignore", invalid="ignore"):
+      assert_same(got, x.astype(dtype_of(name)))
 
 
-@functools.cache
-def sum_of(name: str) -> Any:
-  element = cpp_type(dtype_of(name))
-  return cg.cpp(
-    f"""void sum({element} start, cg::In<{element}> x, cg::Out<{element}, 0> total) {{
+def test_views_and_scalars_of_every_type() -> None:
+  names = [*SMALL, *NUMBERS]
+  sums = cg.cpp(
+    f"""
+    template <typename E> void sum(E start, cg::In<E> x, cg::Out<E, 0> total) {{
       total() = start;
       for (int64_t i = 0; i < x.size(); ++i) total() += x[i];
-    }}""",
-    out=lambda start, x: jax.ShapeDtypeStruct((), x.dtype),
-    name=f"dtypes.sum_{name}",
-  )
-
-
-@pytest.mark.parametrize("name", [*SMALL, *NUMBERS])
-def test_views_and_scalars_of_every_type(name: str) -> None:
+    }}
+    void sums({each(names, "T start#, cg::In<T> x#")}, {each(names, "cg::Out<T, 0> total#")}) {{
+      {each(names, "sum(start#, x#, total#)")};
+    }}""", "sums", name="dtypes.sums",
+    out=lambda *given: [jax.ShapeDtypeStruct((), x.dtype) for x in given[1::2]],
+  )  # fmt: skip
   with jax.enable_x64(True):
-    x = np.array([1, 2, 0.5, 4]).astype(dtype_of(name))
-    got = jax.jit(sum_of(name))(x[1], x.reshape(2, 2))
-    want = np.asarray(x[1] + x.sum(dtype=x.dtype), x.dtype)
-    assert got.dtype == want.dtype
-    np.testing.assert_array_equal(np.asarray(got), want)
+    xs = [np.array([1, 2, 0.5, 4]).astype(dtype_of(name)) for name in names]
+    found = jax.jit(sums)(*(v for x in xs for v in (x[1], x.reshape(2, 2))))
+    for name, x, got in zip(names, xs, found, strict=True):
+      want = np.asarray(x[1] + x.sum(dtype=x.dtype), x.dtype)
+      assert got.dtype == want.dtype, name
+      np.testing.assert_array_equal(np.asarray(got), want, err_msg=name)
 
 
 def test_bool_is_a_type_of_its_own() -> None:
@@ -141,8 +147,8 @@ def test_bool_is_a_type_of_its_own() -> None:
 def test_types_of_several_elements_a_byte_are_refused(name: str) -> None:
   if not hasattr(jnp, name):
     pytest.skip(f"this JAX has no {name}")
-  widen, _ = conversions()
+  kernel = cg.cpp("template <class T> void f(cg::In<T> x, cg::Out<float> y) {}", out=lambda x: x)
   with pytest.raises(
     cg.GateDefinitionError, match=f"0: {name} has several elements.*convert to int8"
   ):
-    widen(jnp.zeros(2, getattr(jnp, name)))
+    kernel(jnp.zeros(2, getattr(jnp, name)))

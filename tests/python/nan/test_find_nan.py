@@ -198,12 +198,11 @@ def test_a_gradient_that_where_does_not_save() -> None:
 def test_pairs_of_transformations(outer: str) -> None:
   chains = [pair for pair in PAIRS if pair[0] == outer]
   for chain in random.Random(outer).sample(chains, 1):
-    fine = build(chain, lambda x: jnp.sin(x) * (1 + jnp.sum(x)))
-    assert cg.find_nan(fine)(X) is None, chain
-    made = build(chain, lambda x: jnp.sin(x) * jnp.sqrt(jnp.sum(x) * 0 - 1))
-    report = cg.find_nan(made)(X)
+    # Few equations: all that they become under the chain is looked at.
+    assert cg.find_nan(build(chain, jnp.sin))(X) is None, chain
+    report = cg.find_nan(build(chain, lambda x: jnp.sqrt(-1 - x * x)))(X)
     assert report is not None, chain
-    assert report.kind == "nan", chain
+    assert (report.kind, report.primitive) == ("nan", "sqrt"), chain
 
 
 @pytest.mark.parametrize("kind", ["partitioned", "shard_map"])

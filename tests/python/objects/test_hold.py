@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import printed_by
+from interpreters import output_of, printed_by
 from transformation_table import PAIRS, F, assert_chains_agree, groups, on_host, reference
 
 import callgate as cg
@@ -260,8 +258,7 @@ try:
 except cg.HandleError as error:
   print(error)
 """
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-  assert "of another process" in done.stdout
+  assert "of another process" in output_of(code)
 
 
 def test_an_object_is_used_where_it_lives() -> None:

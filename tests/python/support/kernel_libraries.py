@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+import quick_cpp
 
 import callgate as cg
 from callgate._build import toolchain
@@ -82,7 +84,7 @@ CALLGATE_KERNEL(path, x, y);
 def build(folder: Path, name: str, source: str, *flags: str) -> Path:
   """Builds `folder/lib<name>.so`; flags are the user's own."""
   try:
-    compiler = toolchain.compiler()
+    compiler = shlex.split(quick_cpp.plain())
   except cg.CompileError as error:
     pytest.skip(str(error))
   unit, made = folder / f"{name}.cc", folder / f"lib{name}.so"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick_cpp
 from interpreters import printed_by
 from transformation_table import groups, run
 
@@ -122,6 +123,7 @@ DEFINITIONS = textwrap.dedent("""
 def test_the_compiled_glue_is_kept_between_processes(
   path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+  monkeypatch.setenv("CXX", quick_cpp.plain())
   monkeypatch.setenv("CALLGATE_CACHE_DIR", "")  # as it was before, once this has ended
   monkeypatch.setattr(sys, "argv", ["", str(path), str(tmp_path)])
   here: dict[str, Any] = {}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import quick_cpp
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -421,25 +422,32 @@ def test_a_dict_without_the_entry_or_of_another_type_fails_by_name() -> None:
     kernel({"n": 3.0})
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_attributes_have_every_dtype(name: str, engine: str) -> None:
+def test_attributes_have_every_dtype(engine: str) -> None:
   del engine
+  numbers = range(len(DTYPES))
+  each = lambda text: ", ".join(text.replace("#", str(n)) for n in numbers)
+  kernel = cpp(
+    f"""
+    template <class T> void fill(cg::Attr<T> one, cg::Numbers<T> v, cg::In<T, 1> x,
+                                 cg::Out<T, 1> y) {{
+      for (int64_t i = 0; i < x.size(); ++i)
+        y[i] = v[i] == one.value() ? one.value() : T(x[i] + x[i]);
+    }}
+    template <{each("class T#")}>
+    void f({each("cg::Attr<T#> one#, cg::Numbers<T#> v#, cg::In<T#, 1> x#")},
+           {each("cg::Out<T#, 1> y#")}) {{
+      {each("fill(one#, v#, x#, y#)")};
+    }}
+    """,
+    "f",
+    out=lambda *xs, **_: list(xs),
+  )
   with jax.enable_x64(True):
-    x = jnp.zeros(3).astype(np.dtype(getattr(ml_dtypes, name, name)))
-    got = jax.jit(lambda x: attribute_of_dtype(1, [1, 0, 1], x))(x)
-    assert got.dtype == x.dtype
-    np.testing.assert_array_equal(np.asarray(got).astype(complex), [1, 0, 1])
-
-
-attribute_of_dtype = cpp(
-  """
-  template <class T> void f(cg::Attr<T> one, cg::Numbers<T> v, cg::In<T, 1> x, cg::Out<T, 1> y) {
-    for (int64_t i = 0; i < x.size(); ++i)
-      y[i] = v[i] == one.value() ? one.value() : T(x[i] + x[i]);
-  }
-  """,
-  out=lambda x: x,
-)
+    xs = [jnp.zeros(3).astype(np.dtype(getattr(ml_dtypes, name, name))) for name in DTYPES]
+    found = jax.jit(lambda xs: kernel(*(v for x in xs for v in (1, [1, 0, 1], x))))(xs)
+    for name, x, got in zip(DTYPES, xs, found, strict=True):
+      assert got.dtype == x.dtype, name
+      np.testing.assert_array_equal(np.asarray(got).astype(complex), [1, 0, 1], err_msg=name)
 
 
 def test_attributes_that_compare_equal_in_python_make_their_own_programs() -> None:
@@ -570,7 +578,10 @@ def test_a_call_of_openmp_without_its_flag_is_said() -> None:
   assert "That is OpenMP's; expected flags=['-fopenmp']" in done.stdout, done
 
 
-def test_a_source_uses_vectors_limits_and_algorithms_of_numbers_as_they_are() -> None:
+def test_a_source_uses_vectors_limits_and_algorithms_of_numbers_as_they_are(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setenv("CXX", quick_cpp.plain())
   total = cg.cpp(
     """
     void total(cg::In<float, 1> x, cg::Out<float, 0> y) {

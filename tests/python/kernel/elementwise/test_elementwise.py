@@ -283,7 +283,10 @@ def test_functions_of_mathematics_agree_with_numpy_s(name: str, called: Any) -> 
 
 def test_the_loops_are_vectorised(tmp_path: pathlib.Path) -> None:
   """By the compiler's own report, on the flags of the build."""
+  import shlex
   import subprocess
+
+  import quick_cpp
 
   from callgate._build import toolchain
 
@@ -295,7 +298,12 @@ def test_the_loops_are_vectorised(tmp_path: pathlib.Path) -> None:
   for y in (ones, ones[0], ones[:, :1]):
     unit = tmp_path / "unit.cc"
     unit.write_text(kernel.code(ones, y))
-    command = [*toolchain.compiler(), "-std=c++20", *flags, f"-I{toolchain.include_dir()}"]
+    command = [
+      *shlex.split(quick_cpp.plain()),
+      "-std=c++20",
+      *flags,
+      f"-I{toolchain.include_dir()}",
+    ]
     command += ["-fopt-info-vec-optimized", "-c", str(unit), "-o", str(tmp_path / "unit.o")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "loop vectorized" in done.stdout + done.stderr
