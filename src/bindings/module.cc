@@ -250,6 +250,9 @@ NB_MODULE(_callgate, module) {
   });
   module.def("registered_names", [] { return Registry::instance().names(); });
   module.def(
+      "is_registered", [](const std::string& name) { return Registry::instance().has(name); },
+      nb::arg("name"));
+  module.def(
       "drain_devices",
       [](double seconds) {
         // The tasks that wait may need it.

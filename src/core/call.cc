@@ -81,6 +81,12 @@ void Registry::set_resolver(Resolver resolver) {
   resolver_ = std::move(resolver);
 }
 
+bool Registry::has(const std::string& name) const {
+  std::lock_guard lock(mutex_);
+  auto it = callees_.find(name);
+  return it != callees_.end() && !it->second.expired();
+}
+
 std::vector<std::string> Registry::names() const {
   std::vector<std::string> live;
   std::lock_guard lock(mutex_);

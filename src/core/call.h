@@ -240,6 +240,9 @@ class Registry {
   using Resolver = std::function<std::shared_ptr<void>(const std::string& name)>;
   void set_resolver(Resolver resolver);
 
+  // True if a live callee has the name, so that add() of another would throw.
+  bool has(const std::string& name) const;
+
   // The live names, sorted.
   std::vector<std::string> names() const;
 

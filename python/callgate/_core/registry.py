@@ -28,6 +28,7 @@ _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _naming = threading.RLock()  # held from the choice of a name until it is taken
 _local = threading.local()
+_ENDING = 1.0  # seconds that the end of a dropped gate may take
 
 
 @contextlib.contextmanager
@@ -62,6 +63,7 @@ def take(name: str) -> None:
   with _naming:
     old, place = _gates.get(name), current_place()
     if old is None:
+      await_free(name)
       return
     if place is None or not place.redefines(old.defined_at):
       hint = "choose another name=, or drop the other one and the programs that call it"
@@ -70,6 +72,11 @@ def take(name: str) -> None:
     others = taken_names()
     numbered = (f"{name}#{number}" for number in itertools.count(1))
     rename(old, next(other for other in numbered if other not in others))
+
+
+def await_free(name: str) -> None:
+  """Waits for the end of a callee of a gate that was dropped, which another thread may free now."""
+  _part.Wait(_ENDING).poll(lambda: not _callgate.is_registered(name))
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class Check(Guarded):
     unique = registry.free_name("check")
     super().__init__(fail, GateOptions(out=(), name=f"{unique}!failed", effect="io"))
     name = _NAMED + re.sub(r"[%#\[\]]", lambda mark: f"%{ord(mark[0]):02X}", message)
-    if name in _callgate.registered_names():  # of a program's that is still there
+    if _callgate.is_registered(name):  # of a program's that is still there
       name = registry.free_name(f"{name}#")
     self.guard = _callgate.Check(name, self.callee)
 
@@ -199,7 +199,7 @@ class Checks(Part):
     message = urllib.parse.unquote(name.removeprefix(_NAMED).partition("#")[0])
     with _lock:
       gate = _checks.get(message) or _checks.setdefault(message, Check(message))
-      if name not in _callgate.registered_names():
+      if not _callgate.is_registered(name):
         _found.append((gate, _callgate.Check(name, gate.callee)))
       else:
         _found.append((gate, gate.guard))

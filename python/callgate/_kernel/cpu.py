@@ -14,7 +14,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._call import shapes
 from callgate._call.site import Backend, Call, CallSite, Emission
-from callgate._core import static_values
+from callgate._core import registry, static_values
 from callgate._core.dtypes import dtype_code
 from callgate._core.failures import raise_kept
 from callgate._kernel import launch
@@ -60,8 +60,10 @@ class CpuKernel(KernelCallee):
       if key not in self._variants:
         function = self.compile(key)
         known = function.parameters
+        name = f"{self.name}[{key}]" if key else self.name
+        registry.await_free(name)
         callee = _callgate.Kernel(
-          f"{self.name}[{key}]" if key else self.name,
+          name,
           function.address,
           [(int(p.kind), 0 if p.dtype is None else dtype_code(p.dtype), p.rank) for p in known],
           [p.name for p in known],

@@ -250,7 +250,7 @@ def _reopened(path: str, name: str) -> Library:
 
 
 def _is_live(name: str) -> bool:
-  return registry.get(name) is not None or name in _callgate.registered_names()
+  return registry.get(name) is not None or _callgate.is_registered(name)
 
 
 def _load(file: str) -> ctypes.CDLL:

@@ -145,6 +145,6 @@ class Stops(Part):
     if name != _NAME and not name.startswith(f"{_NAME}#"):
       return None
     with _lock:
-      if name not in _found and name not in _callgate.registered_names():
+      if name not in _found and not _callgate.is_registered(name):
         _found[name] = _callgate.Stop(name)
     return _asking()
