@@ -40,7 +40,7 @@ def checked(label: str, options: _Options) -> _Options:
 
 
 def check_fields(label: str, options: object) -> dict[str, Any]:
-  """What the checks of a dataclass's fields return, but for defaults."""
+  """The values that the checks of a dataclass's fields return; defaults are left out."""
   given: Any = options
   values = {field: getattr(given, field.name) for field in dataclasses.fields(given)}
   return {

@@ -36,7 +36,7 @@ _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
 
 
-class _State(NamedTuple):
+class _LoopState(NamedTuple):
   """The state of a loop. The names are in JAX's messages about the carry.
 
   Attributes:
@@ -50,7 +50,7 @@ class _State(NamedTuple):
   carry: Any
 
 
-_Step = Callable[[_State, Any], tuple[_State, Any]]
+_Step = Callable[[_LoopState, Any], tuple[_LoopState, Any]]
 
 
 def scan(
@@ -199,8 +199,8 @@ def _of_value(cond_fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # -- steps ----------------------------------------------------------------------------------------
-def _first_state(init: Any, count: Any, *, may_stop: bool) -> _State:
-  return _State(count, np.bool_(True) if may_stop else None, init)
+def _first_state(init: Any, count: Any, *, may_stop: bool) -> _LoopState:
+  return _LoopState(count, np.bool_(True) if may_stop else None, init)
 
 
 def _body_of(f: Callable[..., Any], mark: Mark | None, may_stop: bool) -> _Step:
@@ -214,7 +214,7 @@ def _counted(f: Callable[..., Any], after: Callable[[Any, Any], None] | None = N
 
   # JAX takes a carry that the body leaves alone for a constant, with the mark on it: hence the
   # count, which XLA removes.
-  def step(state: _State, x: Any) -> tuple[_State, Any]:
+  def step(state: _LoopState, x: Any) -> tuple[_LoopState, Any]:
     count, going, carry = state
     found = f(carry, x)
     if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -223,12 +223,12 @@ def _counted(f: Callable[..., Any], after: Callable[[Any, Any], None] | None = N
     count = count + 1
     if after is not None:
       after(count, carry)
-    return _State(count, going, carry), y
+    return _LoopState(count, going, carry), y
 
   return step
 
 
-def _of_step(state: _State, _: Any) -> tuple[Any, list[Any]]:
+def _of_step(state: _LoopState, _: Any) -> tuple[Any, list[Any]]:
   count, _, carry = state
   return carry, [count]
 
@@ -237,18 +237,18 @@ def _stoppable(step: _Step) -> _Step:
   """Looks before each step if the program has been asked to stop; then no further one runs."""
   step = jax.jit(step, inline=True)  # traced once, for its results' types and for the step
 
-  def body(state: _State, x: Any) -> tuple[_State, Any]:
+  def body(state: _LoopState, x: Any) -> tuple[_LoopState, Any]:
     count, going, carry = state
     count, carry = while_going(going, count, carry)
-    before = _State(count, None, carry)
+    before = _LoopState(count, None, carry)
     (_, _, carried), y = tracing.result_avals(step, before, x)
 
-    def skip() -> tuple[_State, Any]:
-      return _State(count, np.bool_(False), _kept(carry, carried)), jax.tree.map(_zeros, y)
+    def skip() -> tuple[_LoopState, Any]:
+      return _LoopState(count, np.bool_(False), _kept(carry, carried)), jax.tree.map(_zeros, y)
 
-    def run() -> tuple[_State, Any]:
+    def run() -> tuple[_LoopState, Any]:
       (count, _, carry), made = step(before, x)
-      return _State(count, np.bool_(True), carry), made
+      return _LoopState(count, np.bool_(True), carry), made
 
     # The look is part of the step's branch: it comes when the step before has ended, also where
     # the loop is unrolled, and doesn't come again once the loop has been stopped. `skip` is branch
@@ -285,7 +285,7 @@ def _zeros(aval: Any) -> Any:
 def _saved_scan(
   save: object, f: Callable[..., Any], init: Any, xs: Any, length: int | None, reverse: bool,
   *rest: Any, bar: Progress | None, may_stop: bool,
-) -> tuple[_State, Any]:  # fmt: skip
+) -> tuple[_LoopState, Any]:  # fmt: skip
   """The last state and the ys; `rest` are arguments of `jax.lax.scan` behind `reverse`."""
   if not isinstance(save, Checkpoints):
     _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
@@ -329,8 +329,8 @@ def _prepared(body: Any, init: Any, xs: Any, length: int) -> tuple[Any, Any, Seq
 
 
 def _scan_from(
-  start: Any, step: _Step, init: _State, xs: Any, length: int, types: Any, reverse: bool
-) -> tuple[_State, Any]:
+  start: Any, step: _Step, init: _LoopState, xs: Any, length: int, types: Any, reverse: bool
+) -> tuple[_LoopState, Any]:
   """`scan` from step `start` on, with ys of these types; those of the steps before are zeros."""
 
   def body(index: Any, both: Any) -> Any:

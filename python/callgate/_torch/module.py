@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +19,9 @@ from callgate._torch.calls import is_abstract
 
 # Batch and instance normalisation. They write their statistics in C++, unseen by `_version`.
 _NormBase = batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
+_OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # in which a call of an RNN keeps its parameters
+# One a module, also where several functions are made of it. Under the GIL: single steps.
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class ModuleFunction:
@@ -28,10 +33,13 @@ class ModuleFunction:
   def __init__(self, label: str, module: Any, mutable: bool) -> None:
     self.label, self.module, self.mutable = label, module, mutable
     self.__name__ = type(module).__name__
-    self._lock = threading.RLock()
+    self._lock = _locks.setdefault(module, threading.RLock())
 
   def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-    tensors = dict(params)
+    with self._lock:
+      return self._call(dict(params), args, kwargs)
+
+  def _call(self, tensors: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     buffers = {name: tensors[name] for name, _ in self.module.named_buffers()}
     if self.mutable or self.module.training:
       # The module may write into them, and the arguments are XLA's memory.
@@ -39,8 +47,8 @@ class ModuleFunction:
       tensors.update(buffers)
     watched = not self.mutable and any(map(is_abstract, tensors.values()))
     versions = {name: value._version for name, value in buffers.items()} if watched else {}
-    with self._lock:
-      result = torch.func.functional_call(self.module, tensors, args, kwargs)
+    with self._holding(tensors):
+      result = self.module(*args, **kwargs)
     written = [name for name, version in versions.items() if buffers[name]._version != version]
     for prefix, part in self.module.named_modules() if watched else ():
       if isinstance(part, _NormBase) and part.training and part.track_running_stats:
@@ -52,10 +60,35 @@ class ModuleFunction:
       raise GateDefinitionError(f"{what}. {expected}")
     return (result, buffers) if self.mutable else result
 
+  @contextlib.contextmanager
+  def _holding(self, tensors: Mapping[str, Any]) -> Generator[None]:
+    """Has the module hold these in the place of its own, by every name that they have there.
+
+    `torch.func.functional_call` leaves them in a part that is registered twice, and in RNNs.
+    """
+    names = {id(own): name for name, own in self._own().items()}
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+      for part in self.module.modules():
+        if isinstance(part, torch.nn.RNNBase):
+          held.extend((vars(part), name, vars(part)[name]) for name in _OF_RNNS)
+        for own in (vars(part)["_parameters"], vars(part)["_buffers"]):
+          for key, value in own.items():
+            if value is not None:
+              held.append((own, key, value))
+              own[key] = tensors[names[id(value)]]
+      yield
+    finally:
+      for own, key, value in held:
+        own[key] = value
+
+  def _own(self) -> dict[str, Any]:
+    return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
   def tensors(self) -> dict[str, Any]:
     """Parameters and buffers by name; shared ones once."""
     with self._lock:  # a call has others in their places
-      return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+      return self._own()
 
   def trainable(self) -> dict[str, bool]:
     with self._lock:

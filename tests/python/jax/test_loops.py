@@ -95,18 +95,6 @@ def test_types_are_weak_as_loops_have_them() -> None:
   assert jax.typeof(weak).weak_type
   strong = jnp.float32(1)
   assert loops.weakly_typed(strong, weak=False) is strong
-  found = loops.promoted({"a": weak, "b": strong}, {"a": jax.typeof(jnp.zeros((), "bfloat16"))} | {
-    "b": jax.typeof(strong)
-  })  # fmt: skip
-  assert (found["a"].dtype, found["b"]) == (jnp.bfloat16, strong)
-
-
-def test_a_stacked_type_keeps_the_axes_of_an_explicit_mesh() -> None:
-  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-  split = jax.NamedSharding(mesh, jax.P("x"))
-  stacked = loops.stacked(jax.typeof(jax.device_put(np.zeros(4), split)), 3)
-  assert stacked.shape == (3, 4)
-  assert stacked.sharding.spec == jax.P(None, "x")
 
 
 def test_layers_are_around_jaxs_rules_in_their_order() -> None:

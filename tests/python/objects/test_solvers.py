@@ -117,7 +117,7 @@ def assert_alike(got: Any, want: Any, x64: bool) -> None:
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-# What casts, and what JAX makes zeros or ones for.
+# These cast, or have JAX make zeros or ones.
 IN_SINGLE_PRECISION = ["call", "jvp", "reverse over reverse", "vmap of grad", "grad of scan"]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -52,6 +53,79 @@ def test_a_module_is_called_with_the_parameters_that_it_is_given() -> None:
   doubled = jax.tree.map(lambda p: 2 * p, model.params)
   assert not np.allclose(model(doubled, X), want)
   same(model.params, module)  # the module's own are as they were
+
+
+class Recurrent(torch.nn.Module):
+  def __init__(self) -> None:
+    super().__init__()
+    self.of_kind = torch.nn.ModuleList([kind(3, 3) for kind in (torch.nn.GRU, torch.nn.LSTM)])
+
+  def forward(self, x: Any) -> Any:
+    for part in self.of_kind:
+      x = part(x)[0]
+    return x
+
+
+def with_a_shared_layer() -> Any:
+  layer = torch.nn.Linear(3, 3)
+  return torch.nn.Sequential(layer, torch.nn.Tanh(), layer)
+
+
+def with_tied_weights() -> Any:
+  first, last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+  last.weight = first.weight
+  return torch.nn.Sequential(first, torch.nn.Tanh(), last)
+
+
+@pytest.mark.parametrize("make", [with_a_shared_layer, with_tied_weights, Recurrent])
+def test_parameters_that_a_module_holds_by_several_names(make: Any) -> None:
+  torch.manual_seed(0)
+  module = make()
+  model, x = cg.torch(module), torch.from_numpy(X)
+  params = model.params
+  other = jax.tree.map(lambda p: 0.5 * p + 0.1, params)
+  with torch.no_grad():
+    own = module(x).numpy()
+  program = jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model(p, X)))))
+  for _ in range(2):
+    value, gradient = program(other)
+    same(params, module)  # the module's own are as they were, and so are its own calls
+    with torch.no_grad():
+      np.testing.assert_allclose(module(x).numpy(), own, rtol=1e-6)
+  model.load(other)
+  want = torch.sin(module(x)).sum()
+  want.backward()
+  assert float(value) == pytest.approx(float(want.detach()), rel=1e-5)
+  for name, parameter in module.named_parameters():
+    np.testing.assert_allclose(gradient[name], parameter.grad, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_functions_of_one_module_take_turns() -> None:
+  module = network(torch.nn.Tanh())
+  models = [cg.torch(module), cg.torch(module)]
+  params = models[0].params
+  programs = [jax.jit(model) for model in models]
+  scaled = [jax.tree.map(lambda p, n=n: n * p, params) for n in (1.0, 2.0)]
+  want = [np.asarray(program(p, X)) for program, p in zip(programs, scaled, strict=True)]
+  wrong: list[int] = []
+
+  def call(n: int) -> None:
+    for _ in range(150):
+      if not np.allclose(programs[n](scaled[n], X), want[n], rtol=1e-5):
+        wrong.append(n)
+
+  threads = [threading.Thread(target=call, args=(n,)) for n in range(2)]
+  interval = sys.getswitchinterval()
+  sys.setswitchinterval(1e-6)
+  try:
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  finally:
+    sys.setswitchinterval(interval)
+  assert wrong == []
+  same(params, module)
 
 
 def test_gradients_and_hessians_of_a_module_agree_with_jax() -> None:
