@@ -41,11 +41,13 @@ class Where(NamedTuple):
   def definition(self) -> Where | None:
     """This line, if what it defines has one name; None in a module's function.
 
-    Such a function may define several of one name. Code of `__main__`, a prompt's or a notebook's,
-    counts as a module's.
+    Such a function may define several of one name. A function of a prompt or a notebook, which are
+    `__main__` without a file, defines the same again.
     """
     inside = self.code.co_flags & inspect.CO_OPTIMIZED or "<locals>" in self.code.co_qualname
-    return None if inside and self.module != "__main__" else self
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    interactive = self.module == "__main__" and self.file != script
+    return None if inside and not interactive else self
 
   def redefines(self, old: Where | None) -> bool:
     """True if this line defines again what `old` did: a cell or a module has run again.

@@ -6,31 +6,51 @@ from __future__ import annotations
 import collections
 import math
 import re
+from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
 
 _LINE = re.compile(
-  r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) (?P<opcode>custom-call|all-gather|all-gather-done|"
-  r'all-to-all|collective-permute|collective-permute-done|all-reduce)\(.*op_name="(?P<op>[^"]*)"'
+  r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<opcode>[a-z][\w\-]*)"
+  r"\((?P<operands>[^)]*)\)"
+  r'(?:.*op_name="(?P<op>[^"]*)")?'
 )
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\w*)\[(?P<dims>[\d,]*)\]")
+_COLLECTIVES = {
+  "all-gather", "all-gather-done", "all-to-all", "collective-permute", "collective-permute-done",
+  "all-reduce",
+}  # fmt: skip
+_PASSED_ON = {"bitcast", "copy", "get-tuple-element", "reshape", "transpose"}
 
 
 def by_operation(hlo: str) -> dict[str, int]:
   """Bytes on each device for one call, by the operation as JAX and callgate name it.
 
   That is, "jit(f)/while/body/callgate/NAME". Where several calls have a name, it is what they have
-  on average.
+  on average. A collective is made for the call whose name it has, or else whose operand it gives.
   """
-  calls: collections.Counter[str] = collections.Counter()
+  lines = {match["name"]: match for match in filter(None, map(_LINE.match, hlo.splitlines()))}
+  calls = [line for line in lines.values() if line["opcode"] == "custom-call" and line["op"]]
+  made = {name: line["op"] for name, line in lines.items() if line["opcode"] in _COLLECTIVES}
+  count = collections.Counter(line["op"] for line in calls)
+  for call in calls:
+    for name in _sources(call, lines):
+      if name in made and made[name] not in count:
+        made[name] = call["op"]
   moved: collections.Counter[str] = collections.Counter()
-  for match in filter(None, map(_LINE.match, hlo.splitlines())):
-    if match["opcode"] == "custom-call":
-      calls[match["op"]] += 1
-    else:
-      moved[match["op"]] += _nbytes(match["type"])
-  return {op: moved[op] // count for op, count in calls.items()}
+  for name, op in made.items():
+    moved[op] += _nbytes(lines[name]["type"])
+  return {op: moved[op] // number for op, number in count.items()}
+
+
+def _sources(line: re.Match[str], lines: Mapping[str, re.Match[str]]) -> Iterator[str]:
+  """The names of the operations that make an operation's operands."""
+  for name in re.findall(r"%([\w.\-]+)", line["operands"]):
+    if name in lines:
+      yield name
+      if lines[name]["opcode"] in _PASSED_ON:
+        yield from _sources(lines[name], lines)
 
 
 def _nbytes(text: str) -> int:

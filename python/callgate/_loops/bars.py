@@ -30,6 +30,7 @@ class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntyped
   @property
   def format_dict(self) -> Any:
     form: Any = super().format_dict
+    form["ncols"] = form["ncols"] or None  # a terminal of no columns does not know how many
     if self.where is not None:
       form |= {"bar_format": _VALUE_FORMAT, "where": self.where}
     return form

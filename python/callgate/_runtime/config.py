@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ _in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch, "cast": _cast}
 # each option.
 _values: dict[str, Any] = dict.fromkeys(("check_writes", "check_memory", "crash_report"), False)
 _values |= {"timing": False, "stall_seconds": 0.0, "checks": True, "breakpoints": True}
+_lock = threading.Lock()
+_open: list[_Block] = []  # entered, oldest first. Guarded by _lock; emptied by the ends of blocks
 _checks: dict[str, Callable[..., Any]] = {  # of what is no bool
   "engine": functools.partial(options.choice, allowed=("callgate", "jax")),
   "stall_seconds": functools.partial(options.seconds, zero=True),
@@ -107,14 +110,42 @@ class config:
   ) -> None:  # fmt: skip
     given = {k: v for k, v in locals().items() if k != "self" and v is not None}
     given = {k: _checks.get(k, options.boolean)("config", k, v) for k, v in given.items()}
-    self._before = {k: _in_jax[k].value if k in _in_jax else _values[k] for k in given}
-    _apply(given)
+    self._given, self._begun, self._is_entered = given, [_Block(given)], False
 
   def __enter__(self) -> config:
+    if self._is_entered:  # once before
+      self._begun.append(_Block(self._given))
+    self._is_entered = True
+    self._begun[-1].enter()
     return self
 
   def __exit__(self, *_: object) -> None:
-    _apply(self._before)
+    self._begun.pop().end()
+
+
+class _Block:
+  """Options that are set, and their values before; blocks of several threads may overlap."""
+
+  def __init__(self, given: dict[str, Any]) -> None:
+    with _lock:
+      self._before = {k: _in_jax[k].value if k in _in_jax else _values[k] for k in given}
+      _apply(given)
+
+  def enter(self) -> None:
+    with _lock:
+      _open.append(self)
+
+  def end(self) -> None:
+    """Puts each option back; where a later block has set it too, that block will do so."""
+    with _lock:
+      later = _open[_open.index(self) + 1 :]
+      _open.remove(self)
+      for name, value in self._before.items():
+        heir = next((block for block in later if name in block._before), None)
+        if heir is None:
+          _apply({name: value})
+        else:
+          heir._before[name] = value
 
 
 def _apply(changes: dict[str, Any]) -> None:

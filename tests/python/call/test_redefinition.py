@@ -397,6 +397,31 @@ def test_threads_of_a_script_that_define_a_gate_at_once_call_their_own() -> None
   assert output_of(AT_ONCE) == ""
 
 
+TAKEN = """
+import callgate as cg
+
+def build():
+  return cg.gate(lambda x: x, out=lambda x: x, name="score")
+
+one = build()
+try:
+  build()
+except ValueError:
+  print(one.name)
+"""
+
+
+def test_a_function_of_a_script_does_not_redefine_and_one_of_a_prompt_does(
+  tmp_path: pathlib.Path,
+) -> None:
+  script = tmp_path / "script.py"
+  script.write_text(TAKEN)
+  assert output_of(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')") == (
+    "score\n"
+  )
+  assert output_of(TAKEN + "\nprint(one.name)") == "score#1\n"
+
+
 LEFT = """
 import callgate as cg
 

@@ -111,12 +111,15 @@ def test_gathers_of_a_program() -> None:
   x = jax.device_put(jnp.ones((8, 16)), jax.NamedSharding(mesh, jax.P("d")))
   split = cg.gate(np.tanh, out=lambda x: x, sharding="i j -> i j", name="explained split")
   whole = cg.gate(np.tanh, out=lambda x: x, sharding="gather", name="explained whole")
+  kernel = cg.elementwise("T x", "T y", "y = x", sharding="gather", name="explained kernel")
   f = jax.jit(lambda x: (split(x), whole(x) + 1))
   report = cg.explain(f, x)
   assert (report.devices, report.platform) == (4, "cpu")
   by_name = {call.name: call for call in report.calls}
   assert by_name["explained split"].gathers == 0
   assert by_name["explained whole"].gathers in (512, 1024)
+  (call,) = cg.explain(jax.jit(lambda x: kernel(x) + 1), x).calls
+  assert call.gathers == 512
   assert any("sharding=" in text for text in by_name["explained whole"].advice)
 
 

@@ -201,6 +201,20 @@ def test_config_is_put_back_at_the_end_of_its_block(option: str, value: Any) -> 
   assert current(option) == before
 
 
+def test_config_blocks_that_overlap_put_back_what_was_before_all() -> None:
+  first, second = cg.config(checks=False), cg.config(checks=False, stall_seconds=7.0)
+  first.__enter__()
+  second.__enter__()  # as of another thread
+  first.__exit__()
+  assert (current("checks"), current("stall_seconds")) == (False, 7.0)
+  second.__exit__()
+  assert (current("checks"), current("stall_seconds")) == (True, 0.0)
+  for _ in range(2):  # an object serves again
+    with first:
+      assert not current("checks")
+    assert current("checks")
+
+
 @pytest.mark.parametrize(
   ("option", "value"),
   [("engine", "tpu"), ("timing", 1), ("check_writes", "yes"), ("stall_seconds", -1)],
