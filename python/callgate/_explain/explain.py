@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -216,7 +217,8 @@ def _with_gathers(found: list[_Found], moved: Mapping[str, int]) -> list[_Found]
 
   def of(call: ExplainedCall, gate: Any) -> int:
     name = gate if call.kind == "JAX callback" else f"callgate/{call.name}"
-    return max((size for op, size in moved.items() if op.endswith(f"/{name}")), default=0)
+    variant = re.compile(rf".*/{re.escape(str(name))}(\[.*\])?")
+    return max((size for op, size in moved.items() if variant.fullmatch(op)), default=0)
 
   return [(dataclasses.replace(call, gathers=of(call, gate)), gate) for call, gate in found]
 
