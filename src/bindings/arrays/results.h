@@ -53,8 +53,8 @@ inline bool is_number(PyObject* value) {
   return PyLong_Check(value) || PyFloat_CheckExact(value) || PyComplex_CheckExact(value);
 }
 
-// `value` for messages: an array's type, "float32[3,4]", "a Python float 7.0", or the type's name of
-// what is no array of numbers. Throws Python's errors.
+// `value` for messages: an array's type, "float32[3,4]", "a Python float 7.0", or the type's name
+// of what is no array of numbers. Throws Python's errors.
 std::string describe(PyObject* value);
 
 // --- Values that the declared type may not hold
