@@ -62,6 +62,8 @@ class trace(contextlib.ContextDecorator):
     self._open: list[int] = []  # a decorator's block may be in another
 
   def __enter__(self) -> None:
+    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(self._path))):
+      raise FileNotFoundError(f"trace: path: expected a file in a folder, got no folder {folder!r}")
     self._open.append(_callgate.start_trace())
 
   def __exit__(self, *exception: object) -> None:

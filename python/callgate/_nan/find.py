@@ -34,6 +34,7 @@ class NanReport:
     operands: type and range of each operand, as text.
     result: the result's type, as text.
     argument: of an "input", which of f's arguments it is, as text: "batch['x']".
+    callee: of a gate or kernel, its kind and name: "gate 'score'"; else None.
   """
 
   kind: Literal["nan", "inf"]
@@ -46,6 +47,7 @@ class NanReport:
   operands: tuple[str, ...]
   result: str
   argument: str | None = None
+  callee: str | None = None
 
   def __str__(self) -> str:
     made = {"nan": "a NaN", "inf": "an infinity"}[self.kind]
@@ -55,7 +57,8 @@ class NanReport:
     parts += [f"lane {self.lane}"] if self.lane is not None else []
     parts += [f"shard {self.shard}"] if self.shard is not None else []
     where = f" in {', '.join(parts)}" if parts else ""
-    lines = [f"'{self.primitive}' made {made}{where}, at {list(self.index)} of {self.result}"]
+    maker = self.callee or f"'{self.primitive}'"
+    lines = [f"{maker} made {made}{where}, at {list(self.index)} of {self.result}"]
     lines += [f"  at {self.source}"] if self.source else []
     lines += [f"  operand {i}: {text}" for i, text in enumerate(self.operands)]
     return "\n".join(lines)
@@ -155,6 +158,7 @@ def _report(watch: watched.Watch, state: watched.State) -> NanReport | None:
     shard=int(state.shard) if state.shard >= 0 else None,
     operands=tuple(_shown(aval, *limits) for aval, limits in operands),
     result=type_text(result.dtype, (*counts, *result.shape)),
+    callee=found.callee,
   )
 
 

@@ -50,6 +50,7 @@ class Equation(NamedTuple):
   """Describes an equation before the program runs."""
 
   primitive: str
+  callee: str | None  # "gate 'score'", of a call of callgate's
   source: str
   loops: int  # around it
   lane_counts: tuple[int, ...]  # of the loops around it whose steps are lanes
@@ -168,6 +169,7 @@ class Watch:
       self.equations.append(
         Equation(
           eqn.primitive.name,
+          getattr(getattr(eqn.params.get("call"), "gate", None), "label", None),
           sources.source_of(eqn) or place.source,
           len(place.loops),
           place.lane_counts,

@@ -164,6 +164,11 @@ def test_traces_in_one_another_have_all_of_their_own_calls(tmp_path: Path) -> No
   assert read(tmp_path / "inner.json") == []
 
 
+def test_a_trace_into_no_folder_is_refused_before_its_block(tmp_path: Path) -> None:
+  with pytest.raises(FileNotFoundError, match="got no folder"), cg.trace(tmp_path / "no" / "x"):
+    raise AssertionError("entered")
+
+
 def test_an_empty_trace_is_valid(tmp_path: Path) -> None:
   with cg.trace(tmp_path / "trace.json"):
     pass

@@ -273,6 +273,8 @@ def test_gates_and_kernels_are_looked_at_and_run_once() -> None:
   gate = cg.gate(root, out=lambda x: x, effect="io")
   report = cg.find_nan(lambda x: jax.lax.scan(lambda c, _: (c - 1, gate(c)), x, length=3))(1.5)
   assert (report.primitive, report.step) == ("gate", 2)
+  assert report.callee == f"gate '{gate.name}'"
+  assert str(report).startswith(f"gate '{gate.name}' made a NaN in step 2")
   assert calls == [1.5, 0.5, -0.5]
 
 
