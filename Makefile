@@ -201,7 +201,7 @@ ecosystem:
 executors: VENV := .venv-executors
 executors:
 	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-test+executors $(VENV)/.stamp-package
-	$(VENV)/bin/python -m pytest tests/python/workers/test_executors.py $(EXECUTORS_ARGS)
+	$(VENV)/bin/python -m pytest tests/python/places/test_executors.py $(EXECUTORS_ARGS)
 
 # GoogleTest and Google Benchmark. Where this installs nothing, CMake fetches GoogleTest.
 system-packages:

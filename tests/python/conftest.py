@@ -100,7 +100,7 @@ def young_heap(whole_heap: None) -> None:
 
 
 # Folders with many errors and collections.
-_SEARCHING = {"arrays", "contract", "futures", "loops", "objects", "steer", "workers"}
+_SEARCHING = {"arrays", "contract", "futures", "loops", "objects", "places", "steer"}
 
 
 @pytest.fixture(autouse=True)
