@@ -7,6 +7,7 @@ import collections
 import io
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from recorded_bars import XS, add, counts, done, drawn_by, recorded, same, summe
 
 import callgate as cg
 from callgate._core import names
-from callgate._loops import draw, progress
+from callgate._loops import bars, draw, progress
 
 
 # -- the decorator ---------------------------------------------------------------------------------
@@ -322,3 +323,24 @@ def test_a_bar_whose_program_is_gone_is_drawn(make: Callable[[], Any]) -> None:
   drop_programs()
   cg.barrier()
   assert file.getvalue().count("gone: 100%") == 1
+
+
+def test_a_bar_is_drawn_where_the_terminal_has_no_columns() -> None:
+  bar = bars.Redrawn(total=10, file=io.StringIO(), ncols=0)
+  assert "0/10" in str(bar)
+  bar.close()
+
+
+@pytest.mark.parametrize("how", ["progress", "stoppable", "save"])
+def test_mistakes_of_a_body_are_told_in_the_users_terms(how: str, tmp_path: Path) -> None:
+  def scan(body: Callable[..., Any], init: Any, folder: str) -> None:
+    options: Any = {how: cg.Checkpoints(tmp_path / folder) if how == "save" else True}
+    cg.scan(body, init, XS, **options)
+
+  expected = r"scan: f: expected a pair \(carry, y\) .* got "
+  with pytest.raises(TypeError, match=expected):
+    scan(lambda c, x: c, 0.0, "carry")
+  with pytest.raises(TypeError, match=expected):
+    scan(lambda c, x: (c, x, 1), 0.0, "three")
+  with pytest.raises(TypeError, match=r"state\.carry\['a'\] has type float32"):
+    scan(lambda c, x: ({"a": c["a"].astype(int)}, x), {"a": jnp.float32(0)}, "type")
