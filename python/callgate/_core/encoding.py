@@ -106,8 +106,7 @@ class _Encoder:
   def _typed(self, tree: PyTreeDef) -> Json:
     """A node of a type that other processes can import; None if they can't tell all of it."""
     kind, kept = tree.node_data()
-    place, code = portable.importable(kind), written_out(kept)
-    if place is None or code is None:
+    if (place := portable.importable(kind)) is None or (code := written_out(kept)) is None:
       return None
     inner = [self._node(jax.tree.unflatten(c, [_HERE] * c.num_leaves), c) for c in tree.children()]
     return {"of": place, "kept": code, "c": inner}

@@ -24,7 +24,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._build.nvrtc import CompiledImage
 from callgate._call.site import Call, Callee, Emission
-from callgate._core import attributes, static_values
+from callgate._core import attributes, registry, static_values
 from callgate._core import options as check
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
@@ -212,7 +212,9 @@ def variant(
   with _lock:  # threads that lower at once get the same variant
     if key not in part.cuda_variants:
       pairs = [(image.code, image.capability) for image in images]
-      part.cuda_variants[key] = _callgate.CudaKernel(f"{kernel.name}[{PREFIX}{key}]", pairs)
+      name = f"{kernel.name}[{PREFIX}{key}]"
+      registry.await_free(name)
+      part.cuda_variants[key] = _callgate.CudaKernel(name, pairs)
     return part.cuda_variants[key]
 
 

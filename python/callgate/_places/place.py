@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Types = Sequence[tuple[tuple[int, ...], str]]  # shapes and dtypes' names
-# One lane that Python calls: `run(spec, cast, operands, types, lane, interrupts)` with flat arrays
-# of NumPy's, which returns the flat results. It ends once Ctrl-C has come more than `interrupts`
-# times.
+# `run(spec, cast, operands, types, lane, interrupts)` makes the call of a lane, of NumPy's flat
+# arrays, and returns the flat results. It ends once Ctrl-C has come more than `interrupts` times.
 RunLane = Callable[[str, bool, Sequence[Any], Types, int, int], list[Any]]
 
 

@@ -32,7 +32,7 @@ _in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch, "cast": _cast}
 # each option.
 _values: dict[str, Any] = dict.fromkeys(("check_writes", "check_memory", "crash_report"), False)
 _values |= {"timing": False, "stall_seconds": 0.0, "checks": True, "breakpoints": True}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may set options, too
 _open: list[_Block] = []  # entered, oldest first. Guarded by _lock; emptied by the ends of blocks
 _checks: dict[str, Callable[..., Any]] = {  # of what is no bool
   "engine": functools.partial(options.choice, allowed=("callgate", "jax")),

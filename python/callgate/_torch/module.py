@@ -20,7 +20,7 @@ from callgate._torch.calls import is_abstract
 # Batch and instance normalisation. They write their statistics in C++, unseen by `_version`.
 _NormBase = batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # in which a call of an RNN keeps its parameters
-# One a module, also where several functions are made of it. Under the GIL: single steps.
+# Under the GIL: single steps. All functions that are made of a module share its lock.
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 
 

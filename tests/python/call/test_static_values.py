@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import functools
 import gc
-import sys
 import textwrap
 import threading
 import weakref
@@ -24,6 +23,7 @@ from interpreters import printed_by
 from jax import export
 from jax.experimental import serialize_executable
 from programs import drop_programs
+from switch_interval import switch_interval
 
 import callgate as cg
 
@@ -313,16 +313,12 @@ def test_threads_trace_with_values_of_their_own() -> None:
     except BaseException as error:  # noqa: BLE001 - the test's outcome
       failed.append(error)
 
-  interval = sys.getswitchinterval()
-  sys.setswitchinterval(1e-6)
-  try:
+  with switch_interval():
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
       thread.start()
     for thread in threads:
       thread.join()
-  finally:
-    sys.setswitchinterval(interval)
   assert failed == []
 
 

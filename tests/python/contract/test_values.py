@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract import ROWS, F, Host
+from switch_interval import switch_interval
 
 import callgate as cg
 
@@ -168,9 +168,5 @@ def test_a_derivative_calls_once_or_says_that_there_is_none(row: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_threads_that_switch_all_the_time(row: str) -> None:
-  before = sys.getswitchinterval()
-  sys.setswitchinterval(1e-6)
-  try:
+  with switch_interval():
     _check(row, "threads", _in_threads, None, LANES)
-  finally:
-    sys.setswitchinterval(before)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
+
+from switch_interval import switch_interval
 
 from callgate._core.weak import members
 
@@ -27,16 +28,14 @@ def test_members_are_read_while_threads_add_some() -> None:
       weak.update(more)
       del more
 
-  before = sys.getswitchinterval()
-  sys.setswitchinterval(1e-6)
   threads = [threading.Thread(target=add) for _ in range(2)]
   try:
-    for thread in threads:
-      thread.start()
-    for _ in range(300):
-      assert first <= set(map(id, members(weak)))
+    with switch_interval():
+      for thread in threads:
+        thread.start()
+      for _ in range(300):
+        assert first <= set(map(id, members(weak)))
   finally:
-    sys.setswitchinterval(before)
     done.set()
     for thread in threads:
       thread.join()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import hashlib
-import sys
 import textwrap
 import threading
 import time
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 from interpreters import output_of
 from property_checks import is_soak
+from switch_interval import switch_interval
 
 import callgate as cg
 
@@ -444,12 +444,7 @@ def test_a_mix_of_everything_for_some_seconds() -> None:
       done += 1
     counts.append(done)
 
-  interval = sys.getswitchinterval()
-  sys.setswitchinterval(1e-4)
-  try:
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-      list(pool.map(work, range(6)))
-  finally:
-    sys.setswitchinterval(interval)
+  with switch_interval(1e-4), concurrent.futures.ThreadPoolExecutor(6) as pool:
+    list(pool.map(work, range(6)))
   assert len(counts) == 6
   assert min(counts) > 0

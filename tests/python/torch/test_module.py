@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from switch_interval import switch_interval
 
 import callgate as cg
 
@@ -115,15 +115,11 @@ def test_functions_of_one_module_take_turns() -> None:
         wrong.append(n)
 
   threads = [threading.Thread(target=call, args=(n,)) for n in range(2)]
-  interval = sys.getswitchinterval()
-  sys.setswitchinterval(1e-6)
-  try:
+  with switch_interval():
     for thread in threads:
       thread.start()
     for thread in threads:
       thread.join()
-  finally:
-    sys.setswitchinterval(interval)
   assert wrong == []
   same(params, module)
 

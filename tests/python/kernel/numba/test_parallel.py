@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import textwrap
 import threading
 import time
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreters import printed_by
+from switch_interval import switch_interval
 
 import callgate as cg
 
@@ -85,15 +85,11 @@ def runs_while_another_thread_holds_the_gil(work: Any, seconds: float) -> bool:
   x = jnp.arange(1000.0)
   program = jax.jit(kernel).lower(x).compile()
   thread = threading.Thread(target=hold)
-  interval = sys.getswitchinterval()
-  sys.setswitchinterval(1000)
-  try:
+  with switch_interval(1000):
     thread.start()
     got = program(x)
     got.block_until_ready()
     thread.join()
-  finally:
-    sys.setswitchinterval(interval)
   np.testing.assert_array_equal(got, 2 * x)
   return verdict[0]
 
