@@ -313,8 +313,7 @@ def _lower_to_runtime(
     batch=batch,
     target=emission.target,
     attributes=attributes,
-    # A call that makes an object may run neither once for two nor outside of its loop.
-    has_side_effect=gate.effect != "pure" or gate.traits.handles in ("makes", "takes"),
+    has_side_effect=gate.has_side_effect,
     order=effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else None,
     aliases=gate.aliases,
     sharded=sharded,

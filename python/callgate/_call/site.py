@@ -231,6 +231,15 @@ class Callee(Identity):
     raise NotImplementedError
 
   @property
+  def has_side_effect(self) -> bool:
+    """True if XLA may neither remove nor merge nor move a call.
+
+    A call that makes an object, or takes one out, may run neither once for two nor outside of its
+    loop, whatever its effect.
+    """
+    return self.effect != "pure" or self.traits.handles in ("makes", "takes")
+
+  @property
   def on_each_device(self) -> bool:
     """True if each device of a program calls by itself; processes share no memory."""
     return self.traits.reads_cell and jax.process_count() == 1

@@ -38,6 +38,8 @@ class Called(Protocol):
   def label(self) -> str: ...
   @property
   def effect(self) -> str: ...
+  @property
+  def has_side_effect(self) -> bool: ...
 
   def sharding_rule(self, site: Any, operands: Sequence[Any], results: Sequence[Any]) -> Rule: ...
 
@@ -84,7 +86,7 @@ def of_gate(
   return Sharded(
     **_program(context, levels, call.numbered),
     rule=rule.text if rule is not None else "",
-    effect=gate.effect != "pure",
+    effect=gate.has_side_effect,
     token=gate.effect == "ordered",
     once=not (gate.collective or gate.on_each_device) and (gate.effect != "pure" or gathered),
     aliases=sorted(gate.aliases.items()),
