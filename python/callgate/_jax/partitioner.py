@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,12 +64,13 @@ def shape_and_dtype(shape: Any) -> tuple[tuple[int, ...], Any]:
 def device_grid(sharding: Any, rank: int) -> Any:
   """An `HloSharding` as device numbers by [tile along each dimension..., replica, manual].
 
-  None for one that is no tiling: of an array that each device has as a whole.
+  None for one that is no tiling: of an array that each device has as a whole, or one alone, as JAX
+  has it for what its callbacks give.
   """
   if sharding.is_replicated() or sharding.is_manual() or sharding.is_unknown():
     return None
   dims = list(sharding.tile_assignment_dimensions())
-  if not dims:
+  if math.prod(dims) == 1:
     return None
   kinds = _xla_client.OpSharding.Type
   extra = list(sharding.subgroup_types())
