@@ -52,6 +52,7 @@ def start() -> None:
   loop_rules.wrap_hoisting(repeats.hoist)
   loop_rules.wrap_evaluation(repeats.split)
   remat.use_old_for(repeats.must_not_repeat)
+  remat.keep_effects()
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
   timeline.start()
   if config.installed():  # by CALLGATE_INSTALL, which JAX reads into the option

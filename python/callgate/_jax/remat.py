@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax.checkpoint`: its new implementation (`jax_remat3`), for programs that it would repeat."""
+"""`jax.checkpoint`: its new implementation (`jax_remat3`), and effects in what nobody uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax._src import ad_checkpoint as _ad_checkpoint
+from jax._src.interpreters import partial_eval as _partial_eval
 
 
 def use_old_for(holds: Callable[[Any], bool]) -> None:
@@ -30,3 +31,21 @@ def use_old_for(holds: Callable[[Any], bool]) -> None:
     )  # fmt: skip
 
   new.__call__ = call_either
+
+
+def keep_effects() -> None:
+  """Dead-code elimination keeps a `jax.checkpoint` with an effect, if its operands are constants.
+
+  JAX's own rule drops it where neither an operand nor a result is used (0.10 and 0.11).
+  """
+  rules: dict[Any, Callable[..., Any]] = _partial_eval.dce_rules
+  rule = rules[_ad_checkpoint.remat_p]
+
+  def keeping(used: Sequence[bool], *live_and_eqn: Any) -> Any:
+    used_inputs, kept = rule(used, *live_and_eqn)
+    eqn = live_and_eqn[-1]
+    if kept is None and eqn.effects:
+      return [True] * len(eqn.invars), eqn
+    return used_inputs, kept
+
+  rules[_ad_checkpoint.remat_p] = keeping
