@@ -141,7 +141,7 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   if not names:
     return None
   changed = [uncarried(x, y) for x, y in zip(own, given, strict=True)]
-  changed = with_derivative(lambda own: own, changed, own)  # as if they were the same
+  changed = with_derivative(lambda _, own: own, changed, own)  # as if they were the same
   after = jax.tree.unflatten(jax.tree.structure(returned), changed)
   return after[out] if isinstance(out, str) else tuple(after[name] for name in names)
 

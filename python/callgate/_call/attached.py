@@ -22,12 +22,13 @@ _attached_p.multiple_results = True
 
 
 def with_derivative(again: Callable[..., Any], results: Any, args: Any) -> Any:
-  """The results, with the derivatives in `args` that the result of `again(args)` has."""
+  """The results, with the derivatives in `args` that those of `again(results, args)` have."""
   leaves, tree = jax.tree.flatten(args)
   flat, out_tree = jax.tree.flatten(results)
 
-  def again_flat(*values: Any) -> list[Any]:
-    return jax.tree.leaves(again(jax.tree.unflatten(tree, values)))
+  def again_flat(flat: Sequence[Any], *values: Any) -> list[Any]:
+    given = jax.tree.unflatten(out_tree, flat)
+    return jax.tree.leaves(again(given, jax.tree.unflatten(tree, values)))
 
   found = _attached_p.bind(*flat, *leaves, again=again_flat, count=len(flat))
   return jax.tree.unflatten(out_tree, found)
@@ -51,7 +52,7 @@ def _jvp(
     flat = list(args)
     for index, value in zip(moved, values, strict=True):
       flat[index] = value
-    return again(*flat)
+    return again(results, *flat)
 
   found = jax.jvp(of_moved, [args[i] for i in moved], [given[i] for i in moved])[1]
   return results, [
@@ -72,8 +73,8 @@ def _batch(
   ]
   axes = [None if dim is None else 0 for dim in dims[count:]]
 
-  def of_lanes(*args: Any) -> list[Any]:
-    return jax.vmap(again, in_axes=axes, axis_size=size)(*args)
+  def of_lanes(results: Sequence[Any], *args: Any) -> list[Any]:
+    return jax.vmap(again, in_axes=(0, *axes), axis_size=size)(results, *args)
 
   found = _attached_p.bind(*results, *moved[count:], again=of_lanes, count=count)
   return found, [0] * count

@@ -126,7 +126,8 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
       The pytree that `out` (or `like`) declares, of jax.Arrays.
     """
     raise_deferred()
-    if not kwargs and tracing.in_no_trace() and all(map(tracing.is_plain_array, args)):
+    plain = not kwargs and tracing.in_no_trace() and all(map(tracing.is_plain_array, args))
+    if plain and not derivatives.asked():
       return self._programs.alone(*args)
     return self._core(*args, **kwargs)
 

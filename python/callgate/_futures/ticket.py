@@ -244,22 +244,24 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
     return waits(handle, earlier)
 
   def backward(residuals: Any, cotangent: Any) -> Any:
-    handle, args, earlier = residuals
-    (of_args,) = jax.vjp(again, args)[1](cotangent)
+    handle, args, earlier, results = residuals
+    (of_args,) = jax.vjp(functools.partial(again, results), args)[1](cotangent)
     return jax.tree.map(_zero_of, handle), of_args, jax.tree.map(_zero_of, earlier)
+
+  def forward(handle: Handle, args: Any, earlier: Any) -> Any:
+    results = with_rule(handle, args, earlier)
+    return results, (handle, args, earlier, results)
 
   derivatives.name_backward(call.gate, backward)
   with_rule = jax.custom_vjp(wait)
-  with_rule.defvjp(
-    lambda handle, args, earlier: (with_rule(handle, args, earlier), (handle, args, earlier)),
-    backward,
-  )
+  with_rule.defvjp(forward, backward)
   return with_rule(handle, args, earlier)
 
 
-def _call_again(call: _StartedCall, given: Any) -> Any:
+def _call_again(call: _StartedCall, results: Any, given: Any) -> Any:
+  """The call as its rule has it, for its derivative; its results are there."""
   args, kwargs = given
-  return derivatives.apply(call.gate, args, kwargs, call.static)
+  return derivatives.apply(call.gate, args, kwargs, call.static, results)
 
 
 def _zero_of(value: Any) -> Any:

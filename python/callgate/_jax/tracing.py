@@ -84,6 +84,17 @@ def clearable_cache(max_size: int) -> Callable[[Callable[..., Any]], Callable[..
 clear_with_caches: Callable[[Any, str], None] = _util.register_cache
 
 
+def behind(value: Any) -> Any:
+  """What a tracer of a derivative or of lanes is of; any other value is itself (0.10 to 0.12)."""
+  while True:
+    if isinstance(value, (_ad.JVPTracer, _ad.LinearizeTracer)):
+      value = value.primal
+    elif isinstance(value, _batching.BatchTracer):
+      value = value.val
+    else:
+      return value
+
+
 # -- abstract values -------------------------------------------------------------------------------
 def shaped_array(
   shape: tuple[int, ...], dtype: Any, operands: Sequence[Any], *, weak_type: bool = False

@@ -424,6 +424,46 @@ def test_tangents_that_a_rule_gives_as_numbers_are_those_of_the_call(engine: str
       assert jax.jvp(in_a_scan(call), (jnp.float32(3),), (jnp.float32(1),))[1] == slope**2
 
 
+@pytest.mark.parametrize("rule", ["like", "jvp", "vjp"])
+def test_a_started_call_is_made_once_under_each_derivative(rule: str) -> None:
+  seen = list[float]()
+  like = {"like": jnp.sin} if rule == "like" else {"out": lambda x: x}
+  gate = cg.gate(lambda x: seen.append(float(x)) or np.sin(x), effect="io", **like)
+  if rule == "jvp":
+    gate.defjvp(lambda p, t: (gate(*p), t[0] * jnp.cos(p[0])))
+  elif rule == "vjp":
+    gate.defvjp(lambda x: (gate(x), x), lambda x, ct: (ct * jnp.cos(x),))
+  later = lambda x: gate.start(x).result()
+  mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  of_devices = jax.shard_map(
+    lambda x: later(x[0])[None], mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")
+  )
+  x, xs = jnp.float32(0.5), jnp.array([0.5, 1.5])
+  programs = [
+    (jax.value_and_grad(later), x, [0.5]),
+    (jax.grad(jax.grad(later)), x, [0.5]),
+    (jax.vmap(jax.grad(later)), xs, [0.5, 1.5]),
+    (jax.grad(lambda xs: jax.vmap(later)(xs).sum()), xs, [0.5, 1.5]),
+    (jax.grad(lambda xs: of_devices(xs).sum()), xs, [0.5, 1.5]),
+    (jax.grad(jax.checkpoint(later)), x, [0.5]),
+    (jax.grad(lambda x: jax.lax.cond(x > 0, later, lambda x: x, x)), x, [0.5]),
+  ]
+  for program, argument, calls in programs:
+    for execute in (program, jax.jit(program)):
+      jax.block_until_ready(execute(argument))
+      jax.effects_barrier()
+      assert sorted(seen) == calls
+      seen.clear()
+
+
+def test_a_rule_may_make_another_call() -> None:
+  seen = list[float]()
+  gate = cg.gate(lambda x: seen.append(float(x)) or np.float32(x), out=ZERO, effect="io")
+  gate.defjvp(lambda p, t: (gate(*p), t[0] * gate(2 * p[0])))
+  assert jax.grad(lambda x: gate.start(x).result())(3.0) == 6
+  assert sorted(seen) == [3, 6]
+
+
 def by_reference() -> cg.Gate:
   return cg.gate(np.sin, out=lambda x: x, like=jnp.sin)
 

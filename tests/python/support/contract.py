@@ -165,7 +165,7 @@ def _note_held(made: Any, x: Any) -> Any:
 
 
 def _started(host: Host) -> F:
-  gate = cg.gate(host.function(), out=lambda x: x, effect="io")
+  gate = _gate(effect="io")(host)
   return lambda x: gate.start(x).result()
 
 
@@ -446,7 +446,7 @@ ROWS: dict[str, Row] = {
   "check": Row(_check, adds=0, each=False, raises=cg.CheckError),
   "hold": Row(_held, each=False, refuses={**_NO_RULE, "dropped": _RECENT}),
   "use": Row(_used, refuses={**_NO_RULE, "dropped": _RECENT}),
-  "start": Row(_started, refuses={**_NO_RULE, "fork": "was forked from one that ran such calls"}),
+  "start": Row(_started, refuses={"fork": "was forked from one that ran such calls"}),
   "knob": Row(
     _knob,
     each=False,
