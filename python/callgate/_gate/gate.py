@@ -12,7 +12,7 @@ from callgate import _part
 from callgate._call import shapes
 from callgate._call.function import ArrayFunction
 from callgate._call.generic import AnyArray, Method, P, R
-from callgate._core import exact, factories, foreign, registry
+from callgate._core import exact, factories, foreign, per_function, registry
 from callgate._core.bound import BoundMethod
 from callgate._core.where import where
 from callgate._gate import classes
@@ -27,7 +27,6 @@ from callgate._gate.options import (
   Thread,
   take_options,
 )
-from callgate._jax import tracing
 
 A = ParamSpec("A")
 B = ParamSpec("B")
@@ -279,13 +278,13 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
   except TypeError:
     return _gate_of_call(fn, out, gate_options)(*args, **options)
   known = exact.exact_object(fn), exact.exact_tree(tree), exact.exact(gate_options)
-  return _gate_for(tuple(leaves), *known)(*args, **options)
+  return _gate_for(known[0], tuple(leaves), *known[1:])(*args, **options)
 
 
 # Outside compiled code the same call comes again and again: one gate serves, so that JAX's caches
-# find its program. Emptied by `jax.clear_caches()`.
-@tracing.clearable_cache(max_size=64)
-def _gate_for(leaves: Any, fn: exact.Exact, tree: exact.Exact, options: exact.Exact) -> Gate:
+# find its program.
+@per_function.cached(64)
+def _gate_for(fn: exact.Exact, leaves: Any, tree: exact.Exact, options: exact.Exact) -> Gate:
   return _gate_of_call(fn.value, jax.tree.unflatten(tree.value, leaves), options.value)
 
 

@@ -24,11 +24,10 @@ import numpy as np
 from jax.core import Tracer
 
 from callgate import _part
-from callgate._core import exact, extras, names
+from callgate._core import exact, extras, names, per_function
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._core.options import option
-from callgate._jax import tracing
 from callgate._loops.primitive import MOST_LANES, UNKNOWN, Bar, progress_p
 from callgate._runtime import config
 from callgate._tap import delivery
@@ -211,8 +210,8 @@ def _numbers_in(tree: Any) -> list[Any]:
   return [x for x in leaves if jnp.issubdtype(x.dtype, np.number)]
 
 
-@tracing.clearable_cache(max_size=256)
-def _cached(make: Callable[..., Any], function: exact.Exact, more: exact.Exact) -> Any:
+@per_function.cached(256)
+def _cached(function: exact.Exact, make: Callable[..., Any], more: exact.Exact) -> Any:
   return make(function.value, *more.value)
 
 
@@ -222,7 +221,7 @@ def wrapped(make: Callable[..., Any], function: Callable[..., Any], *more: Any) 
     hash(more)
   except TypeError:  # an array among them
     return make(function, *more)
-  return _cached(make, exact.exact_object(function), exact.exact(more))
+  return _cached(exact.exact_object(function), make, exact.exact(more))
 
 
 def _parts(*arguments: Any) -> tuple[Any, list[Any]]:
