@@ -196,8 +196,7 @@ ecosystem:
 	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-ecosystem $(VENV)/.stamp-package
 	$(VENV)/bin/python tools/ecosystem.py $(ECOSYSTEM_ARGS)
 
-# Gates on loky, Dask, Ray and MPI. Of the latter the system's packages are wanted: without it, its
-# test is skipped.
+# Gates on loky, Dask, Ray and MPI, each from its package.
 executors: VENV := .venv-executors
 executors:
 	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-test+executors $(VENV)/.stamp-package

@@ -78,7 +78,10 @@ StreamEvent::StreamEvent(StreamEvent&& other) noexcept
       how_(other.how_) {}
 
 Result StreamEvent::wait() const noexcept {
-  if (how_ == Waiting::kAsleep) return driver().event_synchronize(event_);
+  return settled(how_ == Waiting::kAsleep ? driver().event_synchronize(event_) : wait_asking());
+}
+
+Result StreamEvent::wait_asking() const noexcept {
   using Microseconds = std::chrono::duration<double, std::micro>;
   Result result = query();
   constexpr Microseconds kLongest(1000);
@@ -92,7 +95,7 @@ Result StreamEvent::wait() const noexcept {
 Result StreamEvent::wait_near() const noexcept {
   using Clock = std::chrono::steady_clock;
   for (auto end = Clock::now() + std::chrono::microseconds(20); Clock::now() < end;)
-    if (Result result = query(); result != Result::kNotReady) return result;
+    if (Result result = query(); result != Result::kNotReady) return settled(result);
   return wait();
 }
 

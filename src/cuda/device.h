@@ -211,13 +211,15 @@ class StreamEvent {
   StreamEvent(StreamEvent&& other) noexcept;
   StreamEvent& operator=(StreamEvent&&) = delete;
 
-  // Blocks the thread, which needs no context. Success, or what the stream failed with.
+  // Blocks the thread, which needs no context. Success, or what the stream failed with. Unless the
+  // device is lost, the stream has come so far even where the driver's answer was another error:
+  // the memory that its work uses may be freed.
   Result wait() const noexcept;
   // The same where the point is near: to put the thread to sleep would take longer than the work.
   Result wait_near() const noexcept;
   // Success when the stream has come so far, kNotReady, or what it failed with.
   Result query() const noexcept { return driver().event_query(event_); }
-  bool reached() const noexcept { return query() != Result::kNotReady; }
+  bool reached() const noexcept { return query() == Result::kSuccess; }
   Stream stream() const noexcept { return stream_; }
   // Work that `stream` is given from here on starts after it.
   void hold_back(Stream stream) const {
@@ -225,6 +227,13 @@ class StreamEvent {
   }
 
  private:
+  Result wait_asking() const noexcept;
+  // The result of a wait, once the stream has come so far.
+  Result settled(Result result) const noexcept {
+    if (result != Result::kSuccess) driver().event_synchronize(event_);
+    return result;
+  }
+
   Device* device_;
   Stream stream_;
   Event event_ = nullptr;

@@ -77,6 +77,22 @@ TEST_F(CudaUploads, OneThatNobodyTakesIsFreedWhenItsCopyHasEnded) {
   EXPECT_EQ(cuda::memory_in_use().pinned, 0U);
 }
 
+TEST_F(CudaUploads, MemoryIsKeptForACopyOfWhichTheDriverCantTell) {
+  cuda::Stream side = cuda::Device::at(0).side_stream(cuda::Device::Direction::kToDevice);
+  fakecuda_hold(side);
+  std::shared_ptr<cuda::Upload> made = upload({1, 2});
+  made->start();
+  fakecuda_fail("cuEventQuery", 719, 0, 1);        // where it dies
+  fakecuda_fail("cuEventSynchronize", 719, 0, 1);  // on the thread that waits for it
+  made.reset();
+  EXPECT_TRUE(fake::eventually([] { return fakecuda_calls("cuEventSynchronize") == 2; }));
+  EXPECT_FALSE(cuda::Completions::drain_all(std::chrono::milliseconds(20)));
+  EXPECT_GT(cuda::memory_in_use().pinned, 0U);
+  fakecuda_release(side);
+  EXPECT_TRUE(cuda::Completions::drain_all(std::chrono::seconds(60)));
+  EXPECT_EQ(cuda::memory_in_use().pinned, 0U);
+}
+
 TEST_F(CudaUploads, OneThatWasNotStartedIsFree) {
   upload({1, 2});
   EXPECT_EQ(cuda::memory_in_use().device, 0U);

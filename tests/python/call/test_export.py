@@ -138,6 +138,8 @@ def io_gate(x: Any) -> Any:
 def test_a_call_through_jaxs_own_callback_is_refused_with_the_reason(
   function: Any, options: str, engine: Any, message: str
 ) -> None:
+  if options == "split" and len(jax.devices()) == 1:
+    pytest.skip("needs two devices")
   devices = jax.sharding.Mesh(jax.devices()[:2], ("d",))
   split = jax.NamedSharding(devices, jax.P("d")) if options == "split" else None
   program = jax.jit(function, in_shardings=split, out_shardings=split)

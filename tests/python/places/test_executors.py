@@ -249,12 +249,30 @@ except RuntimeError as error:
 
 
 # -- MPI
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no MPI on this machine")
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="there is no MPI on this machine")
+
+
+def mpirun(ranks: int, folder: Path, code: str) -> str:
+  """Runs a script in so many ranks, and returns its output."""
+  pytest.importorskip("mpi4py")
+  script = folder / "ranks.py"
+  script.write_text(code)
+  done = subprocess.run(
+    [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), sys.executable,
+     str(script)],
+    env={**os.environ, **interpreters.same_path(), "JAX_PLATFORMS": "cpu"},
+    capture_output=True, text=True, timeout=240, check=False,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+@needs_mpi
 @pytest.mark.limit(300)
 def test_two_ranks_of_mpi_meet(tmp_path: Path) -> None:
-  pytest.importorskip("mpi4py")
-  script = tmp_path / "ranks.py"
-  script.write_text(f"""
+  (tmp_path / "met").mkdir()
+  code = f"""
 import jax, jax.numpy as jnp, numpy as np
 import callgate as cg, worker_functions
 from mpi4py.futures import MPICommExecutor
@@ -268,14 +286,27 @@ with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
     folder = {str(tmp_path / "met")!r}
     pids = jax.jit(jax.vmap(lambda x: meet(x, folder=folder)))(jnp.zeros(8))
     print("ranks", len(set(pids.tolist())))
-""")
-  (tmp_path / "met").mkdir()
-  done = subprocess.run(
-    ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, str(script)],
-    env={**os.environ, **interpreters.same_path(), "JAX_PLATFORMS": "cpu"},
-    capture_output=True, text=True, timeout=240, check=False,
-  )  # fmt: skip
-  assert "ranks 2" in done.stdout, done.stderr
+"""
+  assert "ranks 2" in mpirun(3, tmp_path, code)
+
+
+@needs_mpi
+@pytest.mark.limit(300)
+def test_gates_of_all_ranks_call_mpi(tmp_path: Path) -> None:
+  code = """
+import jax, numpy as np
+import callgate as cg
+from mpi4py import MPI
+
+jax.distributed.initialize(cluster_detection_method="mpi4py")
+total = cg.gate(MPI.COMM_WORLD.allreduce, out=lambda x: x, effect="ordered")
+x = np.arange(3.0, dtype=np.float32) + jax.process_index()
+sums = jax.jit(lambda x: total(x) + 10 * total(x * x))(x)
+print(f"{jax.process_count()} ranks {sums.tolist()}\\n", end="", flush=True)
+"""
+  x, y = np.arange(3.0), np.arange(3.0) + 1
+  sums = (x + y + 10 * (x * x + y * y)).tolist()
+  assert mpirun(2, tmp_path, code).count(f"2 ranks {sums}") == 2
 
 
 # -- options

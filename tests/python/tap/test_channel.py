@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from waiting import until
 
 import callgate as cg
 from callgate._part import Wait
@@ -76,9 +77,9 @@ def test_drop_new_drops_what_finds_no_room():
   jax.block_until_ready(program(1))
   assert keeper.entered.wait(60)
   jax.block_until_ready(program(100))
+  until(lambda: channel.stats()["sent"] == 101)  # a GPU's records come later
   stats = channel.stats()
   assert balanced(stats)
-  assert stats["sent"] == 101
   assert stats["dropped"] > 80
   keeper.open.set()
   cg.barrier()
