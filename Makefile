@@ -5,6 +5,7 @@
 #   make test      C++ tests, then the Python tests
 #   make quick     what belongs to the files that changed since the last commit, and a few others
 #   make soak      everything long: many examples of each property, slow tests, repeated threads
+#   make programs  random programs against an oracle: PROGRAMS_SECONDS, PROGRAMS_SEED
 #   make fuzz      looks for bytes that break what reads them: FUZZ_SECONDS for each target
 #   make examples  the tests of the examples and of the documentation's code
 #   make portable-wheel TARGET=aarch64-linux
@@ -73,7 +74,7 @@ MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))
 SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not -name '_callgate*' \
   2>/dev/null)
 
-.PHONY: help ecosystem executors demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
+.PHONY: help ecosystem executors demo test quick soak programs fuzz cpp-build cpp-test python-test environment package examples lint \
   lint-python lint-types lint-cpp format bench bench-check docs wheel portable-wheel portable-check matrix jax-suites gpu-test gpu-bench \
   virtual-gpu virtual-gpu-test virtual-gpu-quick constraints \
   asan-python system-packages clean
@@ -129,7 +130,7 @@ test:
 	@sh tools/check_machine.sh test "$(PYTHON)"
 	@$(MAKE) $(VENV)/.stamp-build
 	@$(MAKE) -j2 environment cpp-build
-	@$(MAKE) cpp-test python-test
+	@$(MAKE) cpp-test python-test programs
 
 cpp-build: build/xla-headers/jaxlib-version system-packages
 	cmake --preset $(PRESET)
@@ -170,7 +171,16 @@ soak: package
 	$(MAKE) lint-cpp CLANG_TIDY_ARGS=--deep
 	CALLGATE_SOAK=1 $(PY) -m pytest $(PYTEST_PARALLEL) -o faulthandler_timeout=7200 \
 	  -m "not gpu" tests/python
+	$(MAKE) programs PROGRAMS_SECONDS=3600 PROGRAMS_SEED=$$(date +%j)
 	$(MAKE) virtual-gpu-test
+
+# tests/programs/README.md says what these are. A soak looks for an hour, by another seed each time.
+PROGRAMS_SECONDS ?= 60
+PROGRAMS_SEED ?= 0
+PROGRAMS_ARGS ?=
+programs: package
+	$(call timed,tests,random programs $(VENV)) $(PY) tests/programs --seconds $(PROGRAMS_SECONDS) \
+	  --seed $(PROGRAMS_SEED) $(PROGRAMS_ARGS)
 
 # With clang's libFuzzer; tools/fuzz.py says what to install where it is missing.
 FUZZ_SECONDS ?= 120

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws programs, by hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from program import DRAWN, Array, Body, Context, Program, Scope, Var
+
+DEEPEST = 3
+SHAPES = [(), (2,), (3,), (1,), (2, 2), (4,), (0,), (1, 2, 1), (3, 0)]
+
+
+def grow(scope: Scope, context: Context) -> None:
+  """Adds steps to a scope: a few, fewer the deeper it is."""
+  most = (4, 3, 2, 2)[min(context.depth, DEEPEST)]
+  for _ in range(scope.draw(st.integers(1, most))):
+    kinds = ["part", "transformation", "arithmetic"]
+    if context.depth >= DEEPEST:
+      kinds.remove("transformation")
+    kind = scope.draw(st.sampled_from(kinds))
+    draws = scope.draw(st.sampled_from(DRAWN[kind]))
+    draws(scope, context)
+
+
+def body_of(scope: Scope, parameters: Sequence[Var], context: Context, refs: bool = False) -> Body:
+  """A body of these parameters, which gives its last variable."""
+  inside = scope.inner(parameters, refs=refs)
+  grow(inside, context)
+  return Body(tuple(parameters), tuple(inside.steps), (inside.vars[-1],))
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+  """Whole programs, with their inputs."""
+  counter = [0]
+  scope = Scope(draw, (), counter)
+  number = draw(st.integers(1, 2))
+  parameters = [scope.new(Array(draw(st.sampled_from(SHAPES)), "float32")) for _ in range(number)]
+  scope.vars += parameters
+  grow(scope, Context())
+  made = [var for step in scope.steps for var in step.results if var in scope.vars]
+  results = made[-3:] or parameters
+  seed = draw(st.integers(0, 3))
+  body = Body(tuple(parameters), tuple(scope.steps), tuple(results))
+  return Program(body, tuple(_input(var.type, seed + i) for i, var in enumerate(parameters)))
+
+
+def _input(type_: Array, seed: int) -> np.ndarray:
+  random = np.random.default_rng(seed)
+  return np.round(random.uniform(-1.5, 1.5, type_.shape), 3).astype(np.float32).astype(np.float64)

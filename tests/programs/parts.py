@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""callgate's other parts as operations: how a program uses each, and what the oracle expects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import duals
+import numpy as np
+from arithmetic import FUNCTIONS, a_float
+from hypothesis import strategies as st
+from oracle import Lane, Machine, decided, each_lane
+from program import Array, Context, Op, Scope, Step, Values, Writer, drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class Tap(Op):
+  """Sends its operand out. `where`: above this sum alone."""
+
+  name: str
+  type: Array
+  ordered: bool
+  dataflow: bool
+  where: float | None
+  channel: bool  # True for a channel's name in place of a function
+
+  @property
+  def part(self) -> str:  # type: ignore[override]
+    kind = "ordered" if self.ordered else "dataflow" if self.dataflow else ""
+    more = "" if self.where is None else " where"
+    return f"tap {kind}".strip() + more + (" to a channel" if self.channel else "")
+
+  def write(self, writer: Writer, step: Step) -> None:
+    x = step.operands[0].name
+    if writer.twin:
+      writer.assign(step, x)
+      return
+    note = "pass" if self.dataflow else f"note('{self.name}', {self.type.shape}, value)"
+    head = f"def {self.name}(value, info):\n  if not info.repeated and info.role == 'primal':\n"
+    writer.above(f"{head}    {note}\n")
+    options = [", ordered=True"] if self.ordered else []
+    options += [", effect='dataflow'"] if self.dataflow else []
+    options += [] if self.where is None else [f", where=jnp.sum({x}) > {self.where}"]
+    to = self.name
+    if self.channel:
+      to = f"NAMES + '{self.name}'"
+      writer.above(f"{self.name}_channel = cg.channel({to}, to=[{self.name}])")
+    writer.assign(step, f"cg.tap({x}, {to}{''.join(options)})")
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    if not self.dataflow and (self.where is None or decided(x, self.where)):
+      machine.note(lane, self.name, x)
+    return [x]
+
+
+@drawn("part")
+@drawn("part")
+def tap(scope: Scope, context: Context) -> bool:
+  where = scope.draw(st.sampled_from([None, None, 0.2]))
+  var = a_float(scope) if where is not None else scope.pick()
+  kind = scope.draw(st.sampled_from(["", "ordered", "dataflow"]))
+  name = scope.name("tap")
+  channel = scope.draw(st.booleans())
+  op = Tap(name, var.type, kind == "ordered", kind == "dataflow", where, channel)
+  scope.add(op, [var], var.type)
+  return True
+
+
+class _Same(Op):
+  """A part that gives its operand."""
+
+  def text(self, x: str) -> str:
+    raise NotImplementedError
+
+  def write(self, writer: Writer, step: Step) -> None:
+    x = step.operands[0].name
+    writer.assign(step, x if writer.twin else self.text(x))
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    return [x]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check(_Same):
+  part = "check"
+
+  def text(self, x: str) -> str:
+    return f"checked({x})"
+
+  def write(self, writer: Writer, step: Step) -> None:
+    writer.above("def checked(x):\n  cg.check(jnp.all(x == x), 'a NaN in {x}', x=x)\n  return x\n")
+    super().write(writer, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakpoint(_Same):
+  part = "breakpoint"
+
+  def text(self, x: str) -> str:
+    return f"cg.breakpoint(jnp.any({x} != {x}), out='x', x={x})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob(_Same):
+  part = "knob"
+  name: str
+
+  def write(self, writer: Writer, step: Step) -> None:
+    if not writer.twin:
+      writer.above(f"{self.name} = cg.knob(NAMES + '{self.name}', 0.0)")
+    super().write(writer, step)
+
+  def text(self, x: str) -> str:
+    return f"{x} + {self.name}.read()"
+
+
+@dataclasses.dataclass(frozen=True)
+class Hold(Op):
+  """Makes an object of the host of its operand; the result is a handle."""
+
+  part = "hold"
+  name: str
+
+  def write(self, writer: Writer, step: Step) -> None:
+    x = step.operands[0].name
+    if not writer.twin:
+      writer.above(f"{self.name} = cg.hold(lambda x: x.copy())")
+    writer.assign(step, x if writer.twin else f"{self.name}({x})")
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    return [x]
+
+
+@dataclasses.dataclass(frozen=True)
+class Use(Op):
+  """Adds an object of the host, by its handle, to the second operand."""
+
+  part = "use"
+  name: str
+  effect: str
+  type: Array
+
+  def write(self, writer: Writer, step: Step) -> None:
+    handle, x = (var.name for var in step.operands)
+    if writer.twin:
+      writer.assign(step, f"{x} + jnp.sum({handle})")
+      return
+    note = "" if self.effect == "pure" else f"  note('{self.name}', {self.type.shape}, x)\n"
+    writer.above(f"def {self.name}(made, x):\n{note}  return x + np.sum(made, dtype=made.dtype)\n")
+    writer.assign(step, f"cg.use({self.name}, {handle}, {x}, out={x}, effect='{self.effect}')")
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, made: Any, x: Any) -> Values:
+    if self.effect != "pure":
+      machine.note(lane, self.name, x)
+    total = duals.linear(lambda a: np.asarray(np.sum(a)), made)
+    return [duals.add(x, duals.linear(lambda a: np.broadcast_to(a, duals.plain(x).shape), total))]
+
+
+@drawn("part")
+def objects(scope: Scope, context: Context) -> bool:
+  if context.order:
+    return False  # they have no derivatives
+  if not scope.handles or scope.draw(st.booleans()):
+    var = a_float(scope)
+    op = Hold(scope.name("hold"))
+    scope.handles += scope.add_hidden(op, [var], var.type)
+  x = a_float(scope)
+  effect = scope.draw(st.sampled_from(["io", "pure", "ordered"]))
+  use = Use(scope.name("use"), effect, x.type)
+  scope.add(use, [scope.pick(scope.handles), x], x.type)
+  return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel(Op):
+  """Compiled code on each element: x * 0.5 + 0.25."""
+
+  part = "kernel"
+  language: str
+
+  def write(self, writer: Writer, step: Step) -> None:
+    x = step.operands[0].name
+    if writer.twin:
+      writer.assign(step, f"{x} * 0.5 + 0.25")
+      return
+    if self.language == "cpp":
+      loop = "for (int64_t i = 0; i < x.size(); ++i) y.data()[i] = x.data()[i] * 0.5f + 0.25f;"
+      source = f"void half(cg::In<float> x, cg::Out<float> y) {{ {loop} }}"
+      writer.above(f"kernel_cpp = cg.cpp('{source}', out=lambda x: x)")
+    else:
+      writer.above("kernel_elementwise = cg.elementwise('T x', 'T y', 'y = x * T(0.5) + T(0.25)')")
+    writer.assign(step, f"kernel_{self.language}({x})")
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    return [FUNCTIONS["half"][1](x)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Feed(_Same):
+  """Adds the next item of a feed, whose items are all 0."""
+
+  part = "feed"
+  name: str
+
+  def write(self, writer: Writer, step: Step) -> None:
+    if not writer.twin:
+      writer.above(f"{self.name} = cg.feed(np.float32(0) for _ in itertools.count())")
+    super().write(writer, step)
+
+  def text(self, x: str) -> str:
+    return f"{x} + {self.name}.next()"
+
+
+@dataclasses.dataclass(frozen=True)
+class Root(Op):
+  """The root of x - (theta * 0.5 + 0.25), found by a function of the host."""
+
+  part = "root"
+
+  def write(self, writer: Writer, step: Step) -> None:
+    theta = step.operands[0].name
+    if writer.twin:
+      writer.assign(step, f"{theta} * 0.5 + 0.25")
+      return
+    solver = "lambda theta, x0: np.asarray(theta * 0.5 + 0.25, theta.dtype)"
+    writer.above(f"root = cg.root(lambda x, theta: x - (theta * 0.5 + 0.25), solver={solver})")
+    writer.assign(step, f"root({theta}, {theta})")
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    return [FUNCTIONS["half"][1](x)]
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferCallback(Op):
+  """`buffer_callback` of the old interface, with an effect: -x."""
+
+  part = "buffer_callback"
+  name: str
+  type: Array
+
+  def write(self, writer: Writer, step: Step) -> None:
+    x = step.operands[0].name
+    if writer.twin:
+      writer.assign(step, f"-{x}")
+      return
+    writer.above("from callgate.compat import buffer_callback")
+    writer.above(
+      f"def {self.name}_host(context, out, x):\n  x = np.asarray(x)\n"
+      f"  note('{self.name}', {self.type.shape}, x)\n  np.asarray(out)[...] = -x\n"
+    )
+    shape = f"jax.ShapeDtypeStruct({self.type.shape}, 'float32')"
+    options = "has_side_effect=True, vmap_method='sequential'"
+    writer.assign(
+      step, f"buffer_callback.buffer_callback({self.name}_host, {shape}, {options})({x})"
+    )
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    machine.note(lane, self.name, x)
+    return [duals.scaled(x, -1.0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class IdTap(_Same):
+  """`id_tap` of the old interface, of 2023."""
+
+  part = "id_tap"
+  name: str
+  type: Array
+
+  def write(self, writer: Writer, step: Step) -> None:
+    if not writer.twin:
+      writer.above("from callgate.compat import host_callback_2023")
+      writer.above(
+        f"def {self.name}(value, transforms):\n  note('{self.name}', {self.type.shape}, value)\n"
+      )
+    super().write(writer, step)
+
+  def text(self, x: str) -> str:
+    return f"host_callback_2023.id_tap({self.name}, {x})"
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    machine.note(lane, self.name, x)
+    return [x]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop(_Same):
+  """A gate that asks the stoppable loops of its program to stop."""
+
+  part = "stop"
+  name: str
+  type: Array
+
+  def write(self, writer: Writer, step: Step) -> None:
+    writer.above(
+      f"def {self.name}_host(x):\n  note('{self.name}', {self.type.shape}, x)\n  cg.stop()\n"
+      f"  return x\n{self.name} = cg.gate({self.name}_host, out=lambda x: x, effect='io',"
+      f" name=NAMES + '{self.name}')"
+    )
+    super().write(writer, step)
+
+  def text(self, x: str) -> str:
+    return f"{self.name}({x})"
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    machine.note(lane, self.name, x)
+    machine.stopped = True
+    return [x]
+
+
+@drawn("part")
+def stop(scope: Scope, context: Context) -> bool:
+  if context.order or context.lanes or context.devices or not context.depth:
+    return False
+  var = a_float(scope)
+  scope.add(Stop(scope.name("stop"), var.type), [var], var.type)
+  return True
+
+
+def _old_of(make: Callable[[str, Array], Op]) -> Callable[[Scope, Array], Op]:
+  return lambda scope, type_: make(scope.name("old"), type_)
+
+
+# What may stand under a derivative, and what has none. Each is made for a float's type.
+DIFFERENTIABLE: dict[str, Callable[[Scope, Array], Op]] = {
+  "check": lambda scope, type_: Check(),
+  "breakpoint": lambda scope, type_: Breakpoint(),
+  "knob": lambda scope, type_: Knob(scope.name("knob")),
+  "feed": lambda scope, type_: Feed(scope.name("feed")),
+  "root": lambda scope, type_: Root(),
+}
+WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
+  "cpp": lambda scope, type_: Kernel("cpp"),
+  "elementwise": lambda scope, type_: Kernel("elementwise"),
+  "buffer_callback": _old_of(BufferCallback),
+  "id_tap": _old_of(IdTap),
+}
+
+
+@drawn("part")
+def other(scope: Scope, context: Context) -> bool:
+  var = a_float(scope)
+  makers = DIFFERENTIABLE if context.order else {**DIFFERENTIABLE, **WITHOUT_DERIVATIVE}
+  make = makers[scope.draw(st.sampled_from(list(makers)))]
+  scope.add(make(scope, var.type), [var], var.type)
+  return True

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callgate refuses, with its words: a program that is refused so is right."""
+
+from __future__ import annotations
+
+import re
+
+# The words, and why.
+REFUSALS = {
+  "other processes don't have its function": "a tap's function in an exported program",
+  "serialization of host_callbacks": "JAX's callbacks in an exported program",
+  "IO effect not supported in vmap-of-cond": "JAX's callbacks in a branch under vmap",
+  "has no derivative. Define": "a call without a derivative under `grad`",
+  "Reverse-mode differentiation does not work for lax.while_loop": "JAX's own, under `grad`",
+  "Cannot `vmap` ordered IO callback": "JAX's ordered callbacks under `vmap`",
+  "the gate would run again for each tangent": "an effect in a while loop that is linearized",
+}
+
+
+def known(said: str) -> str:
+  """The words that an error has in common with a refusal; "" for another error."""
+  return next((words for words in REFUSALS if re.search(words, said)), "")

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws programs, runs them in another process, and shrinks those that go wrong."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from typing import Any
+
+import arithmetic  # noqa: F401  (each of these registers what draws its operations)
+import bodies  # noqa: F401
+import calls
+import control_flow  # noqa: F401
+import derivatives  # noqa: F401
+import judge
+import lanes
+import numpy as np
+import parts
+import references  # noqa: F401
+import refusals
+from grow import programs
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from hypothesis import strategies as st
+from oracle import Ambiguous, Event, Lane, Machine
+from program import Program, Writer
+from ways import HEAD, NEEDS_ERRORS, NOT_STOPPED, SPLIT, WAYS
+
+TIMEOUT = 60.0  # seconds, after which a program counts as hanging
+SHRINKING = 90.0  # seconds at most for one finding
+PROGRAMS_A_CHILD = 150
+LOOKED_THROUGH = 8  # of so many programs one is looked through for what it keeps
+HERE = pathlib.Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  kind: str  # "results", "events", "order", "raised", "died", "hangs", "threads"
+  said: str
+  ops: frozenset[str]
+  source: str
+
+  def like(self) -> tuple[str, str]:
+    """Equal for findings that may have the same cause."""
+    said = self.said if self.kind == "raised" else self.said.partition(" ")[0]
+    return self.kind, re.sub(r"[\d.]+|0x[0-9a-f]+", "#", said)[:200]
+
+
+@dataclasses.dataclass
+class Found:
+  programs: int = 0
+  refused: int = 0
+  ambiguous: int = 0
+  findings: list[Finding] = dataclasses.field(default_factory=list)
+  cells: dict[str, int] = dataclasses.field(default_factory=dict)
+  refusals: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  def add(self, other: Found) -> None:
+    self.programs += other.programs
+    self.refused += other.refused
+    self.ambiguous += other.ambiguous
+    self.findings += other.findings
+    for mine, others in ((self.cells, other.cells), (self.refusals, other.refusals)):
+      for key, count in others.items():
+        mine[key] = mine.get(key, 0) + count
+
+
+class Child:
+  """A process that runs programs; another takes its place when it dies."""
+
+  def __init__(self) -> None:
+    self._process: subprocess.Popen[bytes] | None = None
+    self._runs = 0
+
+  def _start(self) -> None:
+    self.close()
+    ours, theirs = multiprocessing.Pipe()
+    self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+    flags = "--xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "XLA_FLAGS": flags, "CALLGATE_TEST_XLA": "quick"}
+    environment["JAX_PLATFORMS"] = "cpu"
+    self._process = subprocess.Popen(
+      [sys.executable, str(HERE / "child.py"), str(theirs.fileno())],
+      pass_fds=[theirs.fileno()],
+      stdout=self._output,
+      stderr=subprocess.STDOUT,
+      env=environment,
+      start_new_session=True,
+    )
+    theirs.close()
+    self._connection, self._runs = ours, 0
+
+  def run(self, source: str, keeps: bool = False) -> dict[str, Any]:
+    """Runs a program; with `keeps` it says which of its functions are alive afterwards."""
+    if self._process is None or self._runs >= PROGRAMS_A_CHILD:
+      self._start()
+    self._runs += 1
+    try:
+      self._connection.send((source, self._runs, keeps))
+      if self._connection.poll(TIMEOUT):
+        return self._connection.recv()
+      kind = "hangs"
+    except (EOFError, OSError):
+      kind = "died"
+    assert self._process is not None
+    if kind == "hangs":
+      self._process.send_signal(signal.SIGUSR1)  # it writes the stacks of its threads
+      time.sleep(1)
+      self._process.kill()
+    status = self._process.wait()
+    self._output.seek(0)
+    output = self._output.read().decode(errors="replace")[-3000:]
+    self.close()
+    return {"raised": kind, "message": f"exit status {status}: {output}", "traceback": output}
+
+  def close(self) -> None:
+    if self._process is not None:
+      self._process.kill()
+      self._process.wait()
+      self._connection.close()
+      self._output.close()
+      self._process = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A program, and how it is run."""
+
+  program: Program
+  way: str
+  armed: str  # the gate that raises; "" for none
+
+  def ops(self) -> frozenset[str]:
+    """The names of all parts and transformations in it, and of its way."""
+    names = {name for op in self.program.body.ops() for name in (op.part, op.transformation)}
+    return frozenset(names - {""} | {f"way: {self.way}"})
+
+  def source(self, twin: bool, ran: int = 0) -> str:
+    writer = Writer(twin)
+    writer.function("program", self.program.body)
+    inputs = ", ".join(
+      f"np.array({x.tolist()}, 'float32').reshape({x.shape})" for x in self.program.inputs
+    )
+    lines = [HEAD, writer.text(), f"inputs = ({inputs},)"]
+    if self.armed:
+      lines.append(f"ARMED, ARMED_RAN = {self.armed!r}, {ran}")
+    return "\n".join([*lines, WAYS[self.way].strip("\n"), ""])
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+  program = draw(programs())
+  gates = [
+    op.name
+    for op in program.body.ops()
+    if isinstance(op, calls.Call) and op.effect != "pure" and op.form == "gate"
+  ]
+  stops = any(isinstance(op, parts.Stop) for op in program.body.ops())
+  ways = [
+    way for way in WAYS if (gates or way not in NEEDS_ERRORS) and not (stops and way in NOT_STOPPED)
+  ]
+  way = draw(st.sampled_from(ways))
+  armed = draw(st.sampled_from(gates)) if way in NEEDS_ERRORS else ""
+  return Case(program, way, armed)
+
+
+class _FoundOne(Exception):
+  pass
+
+
+class Explorer:
+  """Explores programs until its time is over."""
+
+  def __init__(self, seconds: float) -> None:
+    self.end = time.monotonic() + seconds
+    self.found = Found()
+    self._child = Child()
+    self._outcomes: dict[str, Finding | None] = {}
+    self._shrinks_until = 0.0
+    self._last: Finding | None = None
+
+  def explore(self, first_seed: int) -> Found:
+    number = 0
+    while time.monotonic() < self.end:
+      self._round(first_seed * 10_000 + number)
+      number += 1
+    self._child.close()
+    return self.found
+
+  def _round(self, number: int) -> None:
+    self._last, self._shrinks_until = None, 0.0
+
+    @seed(number)
+    @settings(
+      max_examples=400,
+      database=None,
+      deadline=None,
+      phases=[Phase.generate, Phase.shrink],
+      suppress_health_check=list(HealthCheck),
+      report_multiple_bugs=False,
+      print_blob=False,
+    )
+    @given(cases())
+    def one(case: Case) -> None:
+      finding = self._try(case)
+      if finding is not None:
+        self._last = finding
+        raise _FoundOne
+
+    try:
+      one()
+    except _FoundOne:
+      assert self._last is not None
+      self.found.findings.append(self._last)
+      program = self._last.source.removeprefix(HEAD).strip()
+      print(f"--- {self._last.kind}: {self._last.said[:1500]}\n\n{program}\n", flush=True)
+
+  def _try(self, case: Case) -> Finding | None:
+    """What is wrong with a case; the first of its kind alone."""
+    now = time.monotonic()
+    shrinking = self._last is not None
+    if shrinking and not self._shrinks_until:
+      self._shrinks_until = now + SHRINKING
+    machine = Machine()
+    try:
+      results, events = machine.call(case.program)
+    except Ambiguous:
+      self.found.ambiguous += 1
+      reject()
+    ran = sum(event.name == case.armed for event, _ in events)
+    source = case.source(twin=False, ran=ran)
+    if source in self._outcomes:
+      return self._outcomes[source]
+    if now > (self._shrinks_until if shrinking else self.end):
+      return None
+    finding = self._judge(case, source, results, events)
+    if finding is not None and any(
+      other.like() == finding.like() and other.ops <= finding.ops for other in self.found.findings
+    ):
+      finding = None
+    if shrinking and finding is not None and self._last and finding.kind != self._last.kind:
+      finding = None  # another fault
+    self._outcomes[source] = finding
+    return finding
+
+  def _judge(
+    self, case: Case, source: str, results: list[np.ndarray], events: list[tuple[Event, Lane]]
+  ) -> Finding | None:
+    # Which programs are looked through is the text's: a shrunk one is, too.
+    keeps = self._last is not None and self._last.kind == "kept"
+    keeps = keeps or zlib.crc32(source.encode()) % LOOKED_THROUGH == 0
+    keeps = keeps and case.way not in NEEDS_ERRORS  # `last_error()` keeps what failed
+    answer = self._child.run(source, keeps)
+    self.found.programs += 1
+    ops = case.ops()
+    for a in ops:
+      for b in ops:
+        if a < b:
+          key = f"{a} | {b}"
+          self.found.cells[key] = self.found.cells.get(key, 0) + 1
+    wrong = lambda kind, said: Finding(kind, said, ops, source)
+    if "raised" in answer:
+      if answer["raised"] in ("died", "hangs"):
+        return wrong(answer["raised"], answer["message"])
+      said = f"{answer['raised']}: {answer['message']}"
+      if words := refusals.known(said):
+        self.found.refused += 1
+        self.found.refusals[words] = self.found.refusals.get(words, 0) + 1
+        return None
+      twin = self._child.run(case.source(twin=True))
+      if case.armed == "" and twin.get("raised") == answer["raised"]:
+        self.found.refused += 1
+        return None
+      return wrong("raised", f"{said}\n{answer['traceback']}")
+    ordered = _ordered(case.program)
+    devices = case.way in SPLIT or any(
+      isinstance(op, lanes.ShardMap) for op in case.program.body.ops()
+    )
+    for executions, came in answer["calls"]:
+      if said := judge.wrong_results(executions, results):
+        return wrong("results", said)
+      if said := judge.wrong_events(came, events, len(executions), devices):
+        return wrong("events", said)
+      for names in ordered if len(executions) == 1 and not devices else ():
+        if said := judge.wrong_order(came, events, names):
+          return wrong("order", said)
+    if answer.get("kept"):
+      return wrong("kept", f"{answer['kept']} are alive after their program")
+    if answer["threads"] > 8:
+      return wrong("threads", f"{answer['threads']} more than before")
+    return None
+
+
+def _ordered(program: Program) -> list[set[str]]:
+  """Sets of names whose events come in the program's order: gates, the taps of a channel, ..."""
+  gates, callbacks, functions, channels = set(), set(), set(), []
+  for op in program.body.ops():
+    if isinstance(op, calls.Call) and op.effect == "ordered":
+      (callbacks if op.form == "install" else gates).add(op.name)
+    if isinstance(op, parts.Tap) and op.ordered:
+      if op.channel:
+        channels.append({op.name})
+      else:
+        functions.add(op.name)
+  return [gates, callbacks, functions, *channels]
+
+
+def search(seconds: float, first: int, jobs: int, save: str, table: str) -> Found:
+  """Explores in several processes; saves what is found."""
+  found = Found()
+  if jobs == 1:
+    found.add(_explore(seconds, first))
+  else:
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+      for part in pool.map(_explore, [seconds] * jobs, range(first, first + jobs)):
+        found.add(part)
+  if save:
+    folder = pathlib.Path(save)
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, finding in enumerate(found.findings):
+      said = "".join(f"# {line}\n" for line in finding.said.splitlines())
+      (folder / f"{first}_{i}_{finding.kind}.py").write_text(said + finding.source)
+  if table:
+    pathlib.Path(table).write_text(
+      json.dumps({"cells": found.cells, "refusals": found.refusals}, indent=1, sort_keys=True)
+    )
+  return found
+
+
+def _explore(seconds: float, first: int) -> Found:
+  return Explorer(seconds).explore(first)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to run a program, as text: what stands before it in its file, and behind.
+
+Each file runs by itself. It leaves in `calls` the executions that it made, and their events.
+"""
+
+from __future__ import annotations
+
+HEAD = '''\
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+import concurrent.futures
+import itertools
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import callgate as cg
+
+NAMES = globals().get("NAMES", "")  # stands before the names of all gates
+calls, events, armed, interrupting = [], [], set(), set()
+
+
+class Planned(Exception):
+  """What an armed function raises."""
+
+
+def note(name, shape, *values):
+  """Notes an event for each lane that the host's function gets at once."""
+  values = [np.asarray(value) for value in values]
+  rank = len(shape)
+  whole = all(value.shape[value.ndim - rank :] == shape for value in values)  # and no shard
+  for lane in np.ndindex(values[0].shape[: values[0].ndim - rank] if whole else 0):
+    of_lane = [value[lane] for value in values]
+    wide = [np.stack([x.real, x.imag]) if x.dtype.kind == "c" else x for x in of_lane]
+    numbers = [number for x in wide for number in x.astype(np.float64).ravel().tolist()]
+    events.append((name, tuple(numbers)))
+  if name in armed:
+    raise Planned(name)
+  if name in interrupting:
+    interrupting.clear()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def settled():
+  cg.barrier()
+  jax.effects_barrier()
+
+
+def execute(count, run):
+  """Calls `run()` and notes the results of all its executions with their events."""
+  begin = len(events)
+  executions = [jax.block_until_ready(results) for results in run()]
+  settled()
+  assert len(executions) == count
+  arrays = [[np.asarray(x) for x in results] for results in executions]
+  calls.append((arrays, events[begin:]))
+
+'''
+
+_THREE = """
+for _ in range(3):
+  execute(1, lambda: [run(*inputs)])
+"""
+
+_THREADS = """
+execute(1, lambda: [run(*inputs)])
+found = [None] * 6
+def work(k):
+  for i in range(3):
+    found[3 * k + i] = jax.block_until_ready(run(*inputs))
+def both():
+  threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+  for thread in threads: thread.start()
+  for thread in threads: thread.join()
+  return found
+execute(6, both)
+"""
+
+_EXPORTED = """
+from jax import export
+exported = export.export(jax.jit(program), disabled_checks=cg.export_checks())(*inputs)
+run = jax.jit(export.deserialize(exported.serialize()).call)
+"""
+
+_ERROR = """
+execute(1, lambda: [run(*inputs)])
+raised = None
+armed.add(ARMED)
+begin = len(events)
+try:
+  with cg.errors():
+    jax.block_until_ready(run(*inputs))
+except Planned as error:
+  raised = error
+armed.clear()
+settled()
+assert (raised is not None) == any(name == ARMED for name, _ in events[begin:]), (
+  f"{ARMED} raised and {raised!r} came")
+assert raised is not None or ARMED_RAN == 0, f"{ARMED} was to run"
+execute(1, lambda: [run(*inputs)])
+"""
+
+_INTERRUPTED = """
+execute(1, lambda: [run(*inputs)])
+raised = None
+interrupting.add(ARMED)
+begin = len(events)
+try:
+  with cg.errors():
+    jax.block_until_ready(run(*inputs))
+except KeyboardInterrupt as error:
+  raised = error
+interrupting.clear()
+settled()
+assert (raised is not None) == any(name == ARMED for name, _ in events[begin:]), (
+  f"{ARMED} interrupted and {raised!r} came")
+execute(1, lambda: [run(*inputs)])
+"""
+
+_RECORDED = """
+import tempfile
+path = os.path.join(tempfile.mkdtemp(), "recording")
+with cg.record(path):
+  execute(1, lambda: [run(*inputs)])
+live = calls[-1][0]
+with cg.replay(path):
+  again = jax.block_until_ready(run(*inputs))
+  settled()
+for a, b in zip(live[0], again):
+  np.testing.assert_array_equal(a, np.asarray(b))
+execute(1, lambda: [run(*inputs)])
+"""
+
+WAYS = {
+  "jit": "run = jax.jit(program)" + _THREE,
+  "without jit": "run = program" + _THREE,
+  "disable_jit": """
+with jax.disable_jit():
+  execute(1, lambda: [program(*inputs)])
+""",
+  "ahead of time": "run = jax.jit(program).lower(*inputs).compile()" + _THREE,
+  "two threads": "run = jax.jit(program)" + _THREADS,
+  "forty under way": """
+run = jax.jit(program)
+execute(40, lambda: [run(*inputs) for _ in range(40)])
+""",
+  "donated": """
+run = jax.jit(program, donate_argnums=0, keep_unused=True)
+for _ in range(3):
+  execute(1, lambda: [run(*(jnp.array(x) for x in inputs))])
+""",
+  "exported": _EXPORTED + _THREE,
+  "an error": "run = jax.jit(program)" + _ERROR,
+  "an error without jit": "run = program" + _ERROR,
+  "interrupted": "run = jax.jit(program)" + _INTERRUPTED,
+  "recorded": "run = jax.jit(program)" + _RECORDED,
+  "engine jax": """
+with cg.config(engine="jax"):
+  run = jax.jit(program)
+  execute(1, lambda: [run(*inputs)])
+  execute(1, lambda: [run(*inputs)])
+""",
+  "debug_nans": """
+with jax.debug_nans(True):
+  run = jax.jit(program)
+  execute(1, lambda: [run(*inputs)])
+  execute(1, lambda: [program(*inputs)])
+""",
+  "tracer leaks": """
+with jax.checking_leaks():
+  execute(1, lambda: [jax.jit(program)(*inputs)])
+""",
+  "caches cleared": """
+run = jax.jit(program)
+for _ in range(2):
+  execute(1, lambda: [run(*inputs)])
+  jax.clear_caches()
+execute(1, lambda: [jax.jit(lambda *xs: program(*xs))(*inputs)])
+""",
+  "replicated": """
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ('d',))
+everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+inputs = jax.device_put(inputs, everywhere)
+run = jax.jit(program)
+for _ in range(3):
+  execute(1, lambda: [run(*inputs)])
+""",
+  "explicit mesh": """
+mesh = jax.make_mesh((4,), ('d',), axis_types=(jax.sharding.AxisType.Explicit,))
+with jax.set_mesh(mesh):
+  run = jax.jit(program)
+  for _ in range(3):
+    execute(1, lambda: [run(*inputs)])
+""",
+  "sharded": """
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ('d',))
+P = jax.sharding.PartitionSpec
+apart = lambda x: P(*('d' if n % 4 == 0 and n else None for n in x.shape[:1]))
+inputs = [jax.device_put(x, jax.sharding.NamedSharding(mesh, apart(x))) for x in inputs]
+run = jax.jit(program)
+for _ in range(3):
+  execute(1, lambda: [run(*inputs)])
+""",
+  "scan around": """
+run = jax.jit(lambda *xs: jax.lax.scan(lambda _, i: (None, program(*xs)), None, jnp.arange(2)))
+execute(2, lambda: [[x[i] for x in run(*inputs)[1]] for i in range(1)] * 2)
+""",
+  "grad around": """
+f = lambda xs: (jnp.float32(0), program(*xs))
+run = jax.jit(jax.value_and_grad(f, has_aux=True))
+for _ in range(2):
+  execute(1, lambda: [run(inputs)[0][1]])
+""",
+  "vmap around": """
+run = jax.jit(jax.vmap(program))
+execute(1, lambda: [[x[0] for x in run(*(jnp.stack([x]) for x in inputs))]])
+""",
+}
+NEEDS_ERRORS = ("an error", "an error without jit", "interrupted")
+# A stop reaches the programs that were dispatched before: there are several, or one for all calls.
+NOT_STOPPED = (
+  *("without jit", "disable_jit", "two threads", "forty under way", "an error", "interrupted"),
+  *("an error without jit", "engine jax", "debug_nans", "recorded", "scan around", "exported"),
+)
+SPLIT = ("sharded",)  # XLA splits calls as it likes

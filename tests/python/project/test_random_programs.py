@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The random programs can find faults: their oracle is right, and wrong answers are seen."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "programs"))
+
+import duals
+import judge
+from oracle import Event, Lane, Machine
+from program import Array, Body, Program, Step, Var
+
+values = st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=4).map(np.asarray)
+
+
+def smooth(x, library):
+  a = library.sin(x) if library is jnp else duals.sin(x)
+  if library is jnp:
+    return jnp.tanh(a * x + 0.5) * a
+  return duals.mul(duals.tanh(duals.shifted(duals.mul(a, x), 0.5)), a)
+
+
+@given(values)
+def test_derivatives_by_dual_numbers_are_those_of_jax(x: np.ndarray) -> None:
+  one = np.ones_like(x)
+  first = smooth(duals.Dual(1, x, one), np)
+  second = smooth(duals.Dual(2, duals.Dual(1, x, one), one), np)
+  f = lambda x: smooth(x, jnp)
+  slope = lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1]
+  x32 = jnp.asarray(x, jnp.float32)
+  np.testing.assert_allclose(duals.plain(first), f(x32), rtol=1e-3, atol=1e-5)
+  np.testing.assert_allclose(first.tangent, slope(x32), rtol=1e-3, atol=1e-4)
+  curvature = jax.jvp(slope, (x32,), (jnp.ones_like(x32),))[1]
+  np.testing.assert_allclose(second.tangent.tangent, curvature, rtol=1e-3, atol=1e-3)
+
+
+LANES = [Lane((("lane 1", i), ("loop2", k))) for i in range(2) for k in range(2)]
+EXPECTED = [(Event("gate", (float(k),)), lane) for lane in LANES for k in [lane.path[1][1]]]
+
+
+@pytest.mark.parametrize(
+  ("found", "said"),
+  [
+    ([0.0, 1.0], ""),  # lanes that share all operands share the call
+    ([0.0, 0.0, 1.0, 1.0], ""),
+    ([0.0, 1.0, 1.0], ""),
+    ([0.0], "(1.0,) 0 times"),
+    ([0.0, 0.0, 0.0, 1.0], "(0.0,) 3 times"),
+    ([0.0, 1.0, 2.0], "got (2.0,), expected one of"),
+  ],
+)
+def test_wrong_events_are_seen(found: list[float], said: str) -> None:
+  answer = judge.wrong_events([("gate", (x,)) for x in found], EXPECTED, 1, devices=False)
+  assert said in answer
+  assert bool(said) == bool(answer)
+
+
+def test_wrong_results_and_orders_are_seen() -> None:
+  right = [np.array([1.0, 2.0])]
+  assert not judge.wrong_results([right], right)
+  assert "execution 1" in judge.wrong_results([right, [np.array([1.0, 2.1])]], right)
+  events = [(Event("gate", (float(k),)), Lane((("loop", k),))) for k in range(2)]
+  assert not judge.wrong_order([("gate", (0.0,)), ("gate", (1.0,))], events, {"gate"})
+  assert judge.wrong_order([("gate", (1.0,)), ("gate", (0.0,))], events, {"gate"})
+
+
+def test_the_oracle_runs_a_program() -> None:
+  from arithmetic import Unary
+  from parts import Tap
+
+  x, y, z = (Var(i, Array((2,), "float32")) for i in range(3))
+  tap = Tap("tap", x.type, ordered=False, dataflow=False, where=None, channel=False)
+  body = Body((x,), (Step(Unary("half"), (x,), (y,)), Step(tap, (y,), (z,))), (z,))
+  machine = Machine()
+  results, events = machine.call(Program(body, (np.array([1.0, 3.0]),)))
+  np.testing.assert_array_equal(results, [[0.75, 1.75]])
+  assert events == [(Event("tap", (0.75, 1.75)), Lane())]
