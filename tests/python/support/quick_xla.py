@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options with which XLA compiles quickly: for programs whose arithmetic is not what is tested.
 
-`make examples` and `make matrix` run programs with XLA's defaults, in this process and in others.
+`make examples`, `make matrix` and `make soak` run programs with XLA's defaults.
 """
 
 from __future__ import annotations
