@@ -31,7 +31,7 @@ if "VIRTUAL_GPU" in os.environ:
   os.environ.setdefault("CALLGATE_NVRTC_OUTPUT", "ptx")
 
 # Most tests are not about XLA's optimisation of a program's own arithmetic. The processes that
-# tests start keep XLA's defaults.
+# they start compile as this one does (support/interpreters.py).
 if os.environ.get("CALLGATE_TEST_XLA") == "quick":
   quick_xla.use()
 

@@ -328,8 +328,8 @@ bool receives(StreamSink& sink, const std::vector<Record>& batch) {
   });
 }
 
-struct Served {
-  Served() {
+struct ServedStream {
+  ServedStream() {
     for (std::int8_t i = 0; i < kRecords; ++i) batch.push_back(tap.record({Bytes(40, i)}));
   }
   callgate::TemporaryFolder folder;
@@ -340,7 +340,7 @@ struct Served {
 
 FaultyEntry served() {
   return {"StreamServerConsume", [] {
-            auto all = std::make_shared<Served>();
+            auto all = std::make_shared<ServedStream>();
             return Trial{[all] { all->sink.consume(all->batch); },
                          [all](bool) { EXPECT_TRUE(receives(all->sink, all->batch)); }};
           }};

@@ -24,13 +24,13 @@ using fake::SystemFault;
 using ::testing::HasSubstr;
 
 constexpr std::int8_t kBatch = 20;
-constexpr std::size_t kMostCalls = 50;
+constexpr std::size_t kCallsTried = 50;
 
 // Runs the step with its call number 0, 1, ... failing, until it makes fewer. prepare(nth) comes
 // before each, check(message) after each failure.
 template <typename Step, typename Check>
 void fail_each(SystemFault::Calls calls, int error, Step&& step, Check&& check) {
-  for (std::size_t nth = 0; nth < kMostCalls; ++nth) {
+  for (std::size_t nth = 0; nth < kCallsTried; ++nth) {
     SCOPED_TRACE("call " + std::to_string(nth));
     std::string message;
     bool struck = false;

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quick_xla
 from interpreters import printed_by
 from jax import export
 
@@ -239,7 +238,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int],
   for name in PROGRAMS:
     (folder / name).write_bytes(_here["exported"](name).serialize())
   arguments = str(folder), json.dumps(SIZES)
-  lines = printed_by(DEFINITIONS + SERVE, *arguments, **quick_xla.environment()).splitlines()
+  lines = printed_by(DEFINITIONS + SERVE, *arguments).splitlines()
   printed = [json.loads(line) for line in lines if line.startswith("[")]
   return {(name, size): rest for name, size, *rest in printed}
 

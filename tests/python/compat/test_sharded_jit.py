@@ -17,7 +17,6 @@ import subprocess
 import time
 
 import pytest
-import quick_xla
 from interpreters import FOLDER, same_path, start
 
 from callgate.compat.sharded_jit import PartitionSpec
@@ -35,7 +34,7 @@ def run_cases(folder: pathlib.Path, commands: list[list[str]], devices: int) -> 
   """Runs scripts at once, with `devices` CPU devices each; all must succeed."""
   environment = {
     "JAX_PLATFORMS": "cpu",
-    **quick_xla.environment(f"--xla_force_host_platform_device_count={devices}"),
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     **same_path(),
   }
   logs = [folder / f"{i}.log" for i in range(len(commands))]

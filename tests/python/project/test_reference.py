@@ -11,7 +11,6 @@ from pathlib import Path
 
 import interpreters
 import pytest
-import quick_xla
 
 import callgate as cg
 
@@ -109,5 +108,4 @@ def test_examples_of_public_functions_run(tmp_path: Path) -> None:
     run = f"exec(compile({code!r}, {str(path)!r}, 'exec'), {{}})"
     parts.append(f"print({name!r}, flush=True)\n{run}")
   script.write_text("\n".join(parts) + "\n")
-  environment = {**interpreters.same_path(), **quick_xla.environment()}
-  interpreters.succeed(script, cwd=tmp_path, environment=environment, timeout=300)
+  interpreters.succeed(script, cwd=tmp_path, environment=interpreters.same_path(), timeout=300)

@@ -7,7 +7,6 @@ import signal
 import textwrap
 
 import pytest
-import quick_xla
 from interpreters import begin_program, finish, run_python
 
 # `interrupted(start, wait)` starts a program, waits for it, and sends a signal once it runs: what
@@ -73,7 +72,6 @@ WAITS = {
 
 
 def outcomes(source: str, **environment: str) -> list[str]:
-  environment = quick_xla.environment() | environment
   done = run_python(PRELUDE + textwrap.dedent(source), **environment)
   assert done.returncode == 0, done.stderr
   return done.stdout.splitlines()

@@ -9,12 +9,11 @@ from typing import Any
 
 import interpreters
 import jax
-import quick_xla
 from contract import ROWS
 
 
 def run(source: str, rows: Iterable[str], **options: Any) -> subprocess.CompletedProcess[str]:
-  """Runs a process that has the devices of this one, and compiles as quickly.
+  """Runs a process that has the devices of this one.
 
   Args:
     source: its program.
@@ -22,7 +21,6 @@ def run(source: str, rows: Iterable[str], **options: Any) -> subprocess.Complete
     **options: of `interpreters.run`.
   """
   platforms = "cuda,cpu" if jax.default_backend() == "gpu" else "cpu"
-  environment = {"JAX_PLATFORMS": platforms, **quick_xla.environment()}
-  environment |= options.pop("environment", {})
+  environment = {"JAX_PLATFORMS": platforms, **options.pop("environment", {})}
   preload = "torch" if any(ROWS[row].needs == "torch" for row in rows) else ""
   return interpreters.run(source, environment=environment, preload=preload, **options)

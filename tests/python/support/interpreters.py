@@ -130,7 +130,7 @@ def start(
   Args:
     program: Python source, which is dedented; a script's path; a module.
     *arguments: the program's.
-    environment: variables beside those of this process.
+    environment: variables beside those of this process. XLA gets the flags of quick_xla, too.
     cwd: its folder; this process's where None.
     stdout: subprocess.PIPE, or a file.
     stderr: likewise, or subprocess.STDOUT.
@@ -139,7 +139,9 @@ def start(
     new: whether the interpreter must be a new one: for tests of what imports do.
     preload: a module that the template has imported, too, in the name of the program.
   """
-  variables = {**os.environ, **(environment or {})}
+  import quick_xla  # and pytest, which a process that imports this file does without
+
+  variables = quick_xla.of_process({**os.environ, **(environment or {})})
   words = [str(word) for word in arguments]
   if isinstance(program, Module):
     kind, text = "module", program.name

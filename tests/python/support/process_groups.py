@@ -68,12 +68,9 @@ def run_group(
   Returns:
     How each ended.
   """
-  import quick_xla  # and pytest, which a child does without
-
   port = free_port()
   flags = f"--xla_force_host_platform_device_count={devices}"
-  platforms = {"JAX_PLATFORMS": "cpu"}
-  variables = {**platforms, **quick_xla.environment(flags), **same_path(), **environment}
+  variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **same_path(), **environment}
   with contextlib.ExitStack() as stack:
     children: list[Process] = []
     for index in range(count):

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options with which XLA compiles quickly: for programs whose arithmetic is not what is tested."""
+"""Options with which XLA compiles quickly: for programs whose arithmetic is not what is tested.
+
+`make examples`, `make matrix` and `make soak` run programs with XLA's defaults.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,23 +27,23 @@ _PROGRAMS_OF_A_CONTEXT = 32
 
 
 def use() -> None:
-  """Has this process compile all programs so; processes that it starts have the defaults."""
+  """Has this process compile all programs so."""
   mlir.make_ir_context = _shared(mlir.make_ir_context)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("XLA_FLAGS", _flags())
+    patch.setenv("XLA_FLAGS", _flags(os.environ))
     jax.devices()  # reads them
 
 
-def _flags(more: str = "") -> str:
-  named = (f"--{name}={str(value).lower()}" for name, value in QUICKLY_COMPILED.items())
-  return " ".join(filter(None, [os.environ.get("XLA_FLAGS"), more, *named]))
-
-
-def environment(flags: str = "") -> dict[str, str]:
-  """XLA's flags with which a process that has many programs compiles as this one does."""
+def of_process(variables: Mapping[str, str]) -> dict[str, str]:
+  """The variables of another process, which compiles as this one does."""
   if os.environ.get("CALLGATE_TEST_XLA") == "quick":
-    return {"XLA_FLAGS": _flags(flags)}
-  return {"XLA_FLAGS": flags} if flags else {}
+    return {**variables, "XLA_FLAGS": _flags(variables)}
+  return dict(variables)
+
+
+def _flags(variables: Mapping[str, str]) -> str:
+  named = (f"--{name}={str(value).lower()}" for name, value in QUICKLY_COMPILED.items())
+  return " ".join(filter(None, [variables.get("XLA_FLAGS"), *named]))
 
 
 def _shared(make_context: Callable[[], Any]) -> Callable[[], Any]:

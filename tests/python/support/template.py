@@ -16,10 +16,12 @@ reaper of its descendants; the answer is its number.
 from __future__ import annotations
 
 import builtins
+import fractions  # noqa: F401  the first gate imports it, and the one below
 import gc
 import importlib
 import json
 import os
+import queue  # noqa: F401
 import runpy
 import signal
 import socket
@@ -31,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy
 import numpy as np  # noqa: F401  imported for the processes to come
-from jax._src.lib.mlir.dialects import mhlo  # noqa: F401  a first program takes 0.1 s to import it
+from jax._src.lib.mlir.dialects import builtin, mhlo  # noqa: F401  a first program imports them
 
 _MOST = 1 << 16  # bytes of a message: a request lies in a file, whose name the message is
 
