@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from oracle import Ambiguous, Event, Lane, Machine
 from program import Program, Writer
-from ways import HEAD, NEEDS_ERRORS, NOT_STOPPED, SPLIT, WAYS
+from ways import HEAD, NEEDS_ERRORS, NOT_STOPPED, OVER_DEVICES, SPLIT, WAYS
 
 TIMEOUT = 60.0  # seconds, after which a program counts as hanging
 SHRINKING = 90.0  # seconds at most for one finding
@@ -169,6 +169,11 @@ def cases(draw: Any) -> Case:
   ways = [
     way for way in WAYS if (gates or way not in NEEDS_ERRORS) and not (stops and way in NOT_STOPPED)
   ]
+  if any(isinstance(op, calls.Nested) for op in program.body.ops()):
+    # Over the devices of a program that is under way no other can run, in JAX neither.
+    ways = [way for way in ways if way not in OVER_DEVICES]
+    if any(isinstance(op, lanes.ShardMap) for op in program.body.ops()):
+      reject()
   way = draw(st.sampled_from(ways))
   armed = draw(st.sampled_from(gates)) if way in NEEDS_ERRORS else ""
   return Case(program, way, armed)

@@ -229,3 +229,4 @@ NOT_STOPPED = (
   *("an error without jit", "engine jax", "debug_nans", "recorded", "scan around", "exported"),
 )
 SPLIT = ("sharded",)  # XLA splits calls as it likes
+OVER_DEVICES = ("replicated", "explicit mesh", "sharded")
