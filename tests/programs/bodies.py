@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operations with bodies in them share, and `jit` and `checkpoint`, which change no value."""
+"""Pieces that operations with bodies share, and `jit` and `checkpoint`, which change no value."""
 
 from __future__ import annotations
 

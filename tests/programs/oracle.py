@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program gives, and which of its effects happen: an interpreter in NumPy.
+"""An interpreter in NumPy: it says what a program gives, and which of its effects happen.
 
 It runs all lanes of `vmap`s and all devices step by step beside each other, so collectives are sums
 over lanes. A lane's effects happen in its own order, each once.

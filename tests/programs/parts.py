@@ -332,7 +332,7 @@ def _old_of(make: Callable[[str, Array], Op]) -> Callable[[Scope, Array], Op]:
   return lambda scope, type_: make(scope.name("old"), type_)
 
 
-# What may stand under a derivative, and what has none. Each is made for a float's type.
+# Parts that may stand under a derivative, and parts without one. Each is made for a float's type.
 DIFFERENTIABLE: dict[str, Callable[[Scope, Array], Op]] = {
   "check": lambda scope, type_: Check(),
   "breakpoint": lambda scope, type_: Breakpoint(),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a random program is made of: bodies of steps, each an operation on variables.
+"""Random programs as data: bodies of steps, each an operation on variables.
 
 An `Op` says all that there is to say of an operation: how it is written in Python (`write`), and
-what it gives (`run`, on the oracle's values). What draws it stands beside it, marked by `@drawn`.
+what it gives (`run`, on the oracle's values). The function that draws it stands
+beside it, marked by `@drawn`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class NewRef(Op):
 
 
 class Cell:
-  """What a reference of JAX's holds."""
+  """Holds the value of a reference of JAX's."""
 
   def __init__(self, value: Any) -> None:
     self.value = value

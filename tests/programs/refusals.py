@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callgate refuses, with its words: a program that is refused so is right."""
+"""The words of refusals by design: a program that is refused by one of them is right."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class Explorer:
       print(f"--- {self._last.kind}: {self._last.said[:1500]}\n\n{program}\n", flush=True)
 
   def _try(self, case: Case) -> Finding | None:
-    """What is wrong with a case; the first of its kind alone."""
+    """Gives the finding of a case, if it is the first of its kind."""
     now = time.monotonic()
     shrinking = self._last is not None
     if shrinking and not self._shrinks_until:

@@ -27,7 +27,7 @@ calls, events, armed, interrupting = [], [], set(), set()
 
 
 class Planned(Exception):
-  """What an armed function raises."""
+  """An armed function raises it."""
 
 
 def note(name, shape, *values):

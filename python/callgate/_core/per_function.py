@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callgate makes of a user's function, once, for as long as the function lives.
+"""Things that callgate makes of a user's function, once, for as long as the function lives.
 
 JAX's caches know a function by its identity and hold it weakly. So what stands for a function there
 must be one for all calls, and must not keep the function, whose closure may hold arrays, or tracers
@@ -23,7 +23,7 @@ _lock = threading.RLock()  # held where a function gets its store; a collection 
 
 
 class _Store:
-  """What was made of one function. `functools.wraps` hands it on to functions that it is not of."""
+  """Keeps the things of one function. `functools.wraps` hands it on to other functions."""
 
   def __init__(self, owner: Callable[..., Any]) -> None:
     self.owner, self.made = weakref.ref(owner), dict[Any, Any]()

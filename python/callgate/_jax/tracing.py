@@ -85,7 +85,7 @@ clear_with_caches: Callable[[Any, str], None] = _util.register_cache
 
 
 def behind(value: Any) -> Any:
-  """What a tracer of a derivative or of lanes is of; any other value is itself (0.10 to 0.12)."""
+  """The value that a tracer of derivatives or lanes stands for, or the value (0.10 to 0.12)."""
   while True:
     if isinstance(value, (_ad.JVPTracer, _ad.LinearizeTracer)):
       value = value.primal

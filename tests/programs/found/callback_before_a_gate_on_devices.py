@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX's callbacks give lies on one device: callgate's partitioner took that for tiles."""
+"""Results of JAX's callbacks lie on one device: callgate's partitioner took that for tiles."""
 
 import os
 
