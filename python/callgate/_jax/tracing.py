@@ -33,6 +33,7 @@ from callgate._jax import sources
 Primitive = _core.Primitive
 Literal = _core.Literal
 jaxpr_as_fun = _core.jaxpr_as_fun
+eval_jaxpr: Callable[..., list[Any]] = _core.eval_jaxpr  # of a jaxpr, its constants, arguments
 
 # -- effects -------------------------------------------------------------------------------------
 # A JAX effect keeps a call alive and ordered. JAX has no public way to define one (0.10 to 0.12);

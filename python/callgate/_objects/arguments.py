@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of solvers and roots, while their calls are traced."""
+"""The arguments of solvers and roots, while their calls are traced: checks, and closures.
+
+A JAX function of the user's may close over traced values. The derivatives in these are those of a
+solver that gets the values as arguments, so such a call is one of that solver's.
+"""
 
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from callgate._core import exact, foreign, split
+from callgate._call import derivatives
+from callgate._core import dtypes, exact, foreign, split
 from callgate._core.dtypes import type_text
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.callee import GateCallee
+from callgate._jax import tracing
 
 _MOST = 256  # kinds of arguments that one gate remembers
 
@@ -32,6 +40,18 @@ class TwoArguments(GateCallee):
   def check_arguments(self, leaves: Sequence[Any], tree: Any) -> None:
     """Raises where the call can't be; `leaves` are the arrays of the arguments, flat."""
     raise NotImplementedError
+
+  def of_closure(self, first: Any, second: Any) -> Any:
+    """The call's results, if a function of the user's closes over traced values; else None."""
+    raise NotImplementedError
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    given = self.given(args, kwargs)
+    if not tracing.in_no_trace():
+      closed = self.of_closure(*split.joined(given[0]))
+      if closed is not None:
+        return closed
+    return derivatives.apply(self, *given)
 
   def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = super().given(args, kwargs)
@@ -62,6 +82,32 @@ class TwoArguments(GateCallee):
     except Exception as error:
       foreign.add_note(error, f"callgate: raised in {option}= of {self.label}")
       raise
+
+
+def closed_over(function: Callable[..., Any] | None, *examples: Any) -> Any:
+  """The function with the traced values that it closes over as further arguments, and these.
+
+  None where it closes over none; `examples` are arguments of its types.
+  """
+  if function is None or (isinstance(function, types.FunctionType) and not function.__closure__):
+    return None
+  made, shapes = jax.make_jaxpr(function, return_shape=True)(*examples)
+  traced = [
+    i
+    for i, value in enumerate(made.consts)
+    if isinstance(value, Tracer) and dtypes.is_inexact(value.dtype)
+  ]
+  if not traced:
+    return None
+
+  def converted(*args: Any) -> Any:
+    consts = list(made.consts)
+    for i, value in zip(traced, args[len(examples) :], strict=True):
+      consts[i] = value
+    found = tracing.eval_jaxpr(made.jaxpr, consts, *jax.tree.leaves(args[: len(examples)]))
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+  return converted, [made.consts[i] for i in traced]
 
 
 def is_known(leaves: Sequence[Any]) -> bool:

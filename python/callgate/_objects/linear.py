@@ -124,7 +124,7 @@ class _Solver(TwoArguments):
     call.__name__ = getattr(parts.solve, "__name__", "solve")
     call.__qualname__ = getattr(parts.solve, "__qualname__", call.__name__)
     super().__init__(call, dataclasses.replace(options, copy=True))
-    self.parts = parts
+    self.parts, self._options, self._place = parts, options, place
     self._make: Hold = hold(parts.factor, name=f"{self.name}.factor", **place)
     more = {**place, "cast": options.cast}
     self._solve = self._with_object("solve", parts.solve, more)
@@ -194,6 +194,23 @@ class _Solver(TwoArguments):
         f"{self.label}: b: expected {shape[0]} rows, as a of {arguments.shown(of_a)} has, got "
         f"{arguments.shown(of_b)}. Where a is not the matrix, matvec= says what A x is"
       )
+
+  def of_closure(self, first: Any, second: Any) -> Any:
+    parts = self.parts
+    if (closed := arguments.closed_over(parts.matvec, first, second)) is None:
+      return None
+    matvec, values = closed
+    with registry.defining(where()):  # the line may run again with another closure
+      made = _Solver(
+        dataclasses.replace(
+          parts,
+          factor=lambda a: parts.factor(a[0]),
+          matvec=lambda a, x: matvec(a[0], x, *a[1]),
+        ),
+        dataclasses.replace(self._options, name=f"{self.name} (closure)"),
+        self._place,
+      )
+    return made((first, values), second)
 
   # -- derivatives ---------------------------------------------------------------------------------
   def _rule(self, primals: Any, tangents: Any) -> Any:

@@ -3,6 +3,7 @@
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -77,12 +78,25 @@ def root(
     out=_as_x0, cast=cast, run_on=run_on, thread=thread, timeout=timeout, name=name
   )
   with registry.defining(where().definition()):
-    made = _Root(residual, solver, options)
-  solve = tangent_solve or _dense
+    return Gate(_Root(residual, solver, tangent_solve or _dense, options))
 
-  def rule(primals: Any, tangents: Any) -> Any:
+
+class _Root(TwoArguments):
+  kind = "root"
+  names = ("theta", "x0")
+
+  def __init__(
+    self, residual: Callable[..., Any], solver: Any, solve: Any, options: GateOptions
+  ) -> None:
+    super().__init__(solver, options)
+    self._residual, self._solver, self._tangent_solve = residual, solver, solve
+    self._options = options
+    self.set_jvp(self._rule, symbolic_zeros=True)
+
+  def _rule(self, primals: Any, tangents: Any) -> Any:
     (theta, x0), (dtheta, _) = primals, tangents
-    x = made(theta, x0)
+    residual, solve = self._residual, self._tangent_solve
+    x = self(theta, x0)
     moved = jax.jvp(lambda t: residual(x, t), (theta,), (instantiated(theta, dtheta),))[1]
     flat, unravel = ravel_pytree(x)
     right = ravel_pytree(moved)[0]
@@ -96,17 +110,20 @@ def root(
     )
     return x, unravel(found)
 
-  made.set_jvp(rule, symbolic_zeros=True)
-  return Gate(made)
+  def of_closure(self, first: Any, second: Any) -> Any:
+    if (closed := arguments.closed_over(self._residual, second, first)) is None:
+      return None
+    (residual, values), solver = closed, self._solver
 
+    def solve(theta: Any, x0: Any) -> Any:
+      return solver(theta[0], x0)
 
-class _Root(TwoArguments):
-  kind = "root"
-  names = ("theta", "x0")
-
-  def __init__(self, residual: Callable[..., Any], solver: Any, options: GateOptions) -> None:
-    super().__init__(solver, options)
-    self._residual = residual
+    with registry.defining(where()):  # the line may run again with another closure
+      made = _Root(
+        lambda x, theta: residual(x, theta[0], *theta[1]), solve, self._tangent_solve,
+        dataclasses.replace(self._options, name=f"{self.name} (closure)"),
+      )  # fmt: skip
+    return made((first, values), second)
 
   def check_arguments(self, leaves: Sequence[Any], tree: Any) -> None:
     x0 = jax.tree.leaves(jax.tree.unflatten(tree, leaves)[1])
