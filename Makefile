@@ -130,7 +130,8 @@ test:
 	@sh tools/check_machine.sh test "$(PYTHON)"
 	@$(MAKE) $(VENV)/.stamp-build
 	@$(MAKE) -j2 environment cpp-build
-	@$(MAKE) cpp-test python-test programs
+	@$(MAKE) cpp-test python-test
+	@$(MAKE) programs PROGRAMS_ARGS="--jobs 1"
 
 cpp-build: build/xla-headers/jaxlib-version system-packages
 	cmake --preset $(PRESET)
