@@ -283,7 +283,7 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
 
 # Outside compiled code the same call comes again and again: one gate serves, so that JAX's caches
 # find its program.
-@per_function.cached(64)
+@per_function.cached(64, calls_alone=True)
 def _gate_for(fn: exact.Exact, leaves: Any, tree: exact.Exact, options: exact.Exact) -> Gate:
   return _gate_of_call(fn.value, jax.tree.unflatten(tree.value, leaves), options.value)
 

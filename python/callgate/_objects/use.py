@@ -155,7 +155,7 @@ def _known(fn: Any, args: Any) -> tuple[Held, ...]:
   )
 
 
-@per_function.cached(64)
+@per_function.cached(64, calls_alone=True)
 def _gate_for(
   fn: exact.Exact, leaves: tuple[Any, ...], tree: exact.Exact, chosen: exact.Exact
 ) -> ArrayFunction[..., Any]:

@@ -345,3 +345,13 @@ def test_objects_of_other_processes_are_kept_up_to_a_number(
     encoding.learn({f"object#{number}": Slotted(number)})
   assert method_objects.find("object#3").value.factor == 3
   assert list(method_objects._learned) == ["object#2", "object#3"]
+
+
+def test_calls_outside_of_programs_keep_the_latest_functions_alone(clean_caches: None) -> None:
+  kept = []
+  for _ in range(70):
+    f = lambda x: x + 1
+    cg.call(f, jax.ShapeDtypeStruct((), np.float32), np.float32(1))
+    kept.append(weakref.ref(f))
+    del f
+  until(lambda: sum(ref() is not None for ref in kept) <= 64, "the first functions are gone")
