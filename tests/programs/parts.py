@@ -38,7 +38,7 @@ class Tap(Op):
       writer.assign(step, x)
       return
     note = "pass" if self.dataflow else f"note('{self.name}', {self.type.shape}, value)"
-    head = f"def {self.name}(value, info):\n  if not info.repeated and info.role == 'primal':\n"
+    head = f"def {self.name}(value, info):\n  if not info.repeated:\n"
     writer.above(f"{head}    {note}\n")
     options = [", ordered=True"] if self.ordered else []
     options += [", effect='dataflow'"] if self.dataflow else []
@@ -352,6 +352,7 @@ WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
 }
 
 
+@drawn("part")
 @drawn("part")
 def other(scope: Scope, context: Context) -> bool:
   var = a_float(scope)

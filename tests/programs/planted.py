@@ -210,7 +210,7 @@ def table(known: Sequence[Fault], outcomes: dict[str, Outcome]) -> str:
   within = [f"{sum(one.seconds <= n for one in found)} within {n} s" for n in (10, 60, 120, 600)]
   rows = [
     f"{len(found)} of {len(have)} faults are found: {', '.join(within)}.",
-    f"Of programs as they are drawn: {', '.join(drawn)}.",
+    f"Among programs as they are drawn: {', '.join(drawn)}.",
     "",
     "| fault | what it breaks | found | drawn | run | seconds |",
     "|---|---|---|---:|---:|---:|",
