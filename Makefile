@@ -189,7 +189,7 @@ PLANTED_SECONDS ?= 120
 PLANTED_ARGS ?=
 programs-planted: package
 	$(PY) tests/programs/planted.py $(PLANTED_ARGS) --seconds $(PLANTED_SECONDS) \
-	  --outcomes build/planted.json --table tests/programs/planted/README.md
+	  --outcomes tests/programs/planted/outcomes.json --table tests/programs/planted/README.md
 
 # With clang's libFuzzer; tools/fuzz.py says what to install where it is missing.
 FUZZ_SECONDS ?= 120

@@ -222,7 +222,7 @@ def look(fault: Fault, seconds: float, seed: int, times: int) -> Outcome:
       os.environ.pop("PYTHONPATH")
       if not search.Explorer(600).is_wrong(explorer.wrong_case):
         (finding,) = found.findings
-        return Outcome(fault.name, finding.kind, drawn, programs, took, times, finding.said)
+        return Outcome(fault.name, finding.kind, drawn, programs, took, times, finding.said[:200])
       seed += 1000  # callgate's own fault
       print(f"planted: wrong without {fault.name}, too: {found.findings[0].said}", flush=True)
   return Outcome(fault.name, "", drawn, programs, seconds, times, "")
@@ -240,10 +240,11 @@ def table(known: Sequence[Fault], outcomes: dict[str, Outcome]) -> str:
     "|---|---|---|---:|---:|---:|---:|",
   ]
   for fault in known:
+    kind, numbers = "not run", " | | |"
     if (one := outcomes.get(fault.name)) is not None:
       kind = one.kind or "**no**" + (f": {fault.unfound}" if fault.unfound else "")
       numbers = f"{one.prefer} | {one.drawn} | {one.programs} | {one.seconds:.0f}"
-      rows.append(f"| `{fault.name}` | {fault.breaks} | {kind} | {numbers} |")
+    rows.append(f"| `{fault.name}` | {fault.breaks} | {kind} | {numbers} |")
   return "\n".join(rows) + "\n"
 
 
@@ -259,7 +260,7 @@ def main() -> int:
   more = "how many times as often as in the search what concerns a fault is drawn"
   parser.add_argument("--prefer", type=int, default=1, help=more)
   parser.add_argument("--table", default="", help="a page, of which the end becomes the table")
-  parser.add_argument("--outcomes", default="", help="a file of JSON, to which outcomes are added")
+  parser.add_argument("--outcomes", default="", help="a file of JSON, which keeps those of others")
   options = parser.parse_args()
   known = faults()
   if wrong := set(options.names) - {fault.name for fault in known}:
