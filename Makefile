@@ -6,6 +6,8 @@
 #   make quick     what belongs to the files that changed since the last commit, and a few others
 #   make soak      everything long: many examples of each property, slow tests, repeated threads
 #   make programs  random programs against an oracle: PROGRAMS_SECONDS, PROGRAMS_SEED
+#   make programs-planted
+#                  faults that the random programs have to find: PLANTED_SECONDS for each
 #   make fuzz      looks for bytes that break what reads them: FUZZ_SECONDS for each target
 #   make examples  the tests of the examples and of the documentation's code
 #   make portable-wheel TARGET=aarch64-linux
@@ -74,7 +76,7 @@ MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))
 SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not -name '_callgate*' \
   2>/dev/null)
 
-.PHONY: help ecosystem executors demo test quick soak programs fuzz cpp-build cpp-test python-test environment package examples lint \
+.PHONY: help ecosystem executors demo test quick soak programs programs-planted fuzz cpp-build cpp-test python-test environment package examples lint \
   lint-python lint-types lint-cpp format bench bench-check docs wheel portable-wheel portable-check matrix jax-suites gpu-test gpu-bench \
   virtual-gpu virtual-gpu-test virtual-gpu-quick constraints \
   asan-python system-packages clean
@@ -182,6 +184,13 @@ PROGRAMS_ARGS ?=
 programs: package
 	$(call timed,tests,random programs $(VENV)) $(PY) tests/programs --seconds $(PROGRAMS_SECONDS) \
 	  --seed $(PROGRAMS_SEED) $(PROGRAMS_ARGS)
+
+# tests/programs/planted/README.md says what these are, and has the outcomes. PLANTED_ARGS: names.
+PLANTED_SECONDS ?= 120
+PLANTED_ARGS ?=
+programs-planted: package
+	$(PY) tests/programs/planted.py $(PLANTED_ARGS) --seconds $(PLANTED_SECONDS) \
+	  --outcomes tests/programs/planted/outcomes.json --table tests/programs/planted/README.md
 
 # With clang's libFuzzer; tools/fuzz.py says what to install where it is missing.
 FUZZ_SECONDS ?= 120

@@ -80,6 +80,7 @@ def main() -> None:
 
   connection = Connection(int(sys.argv[1]))
   faulthandler.register(signal.SIGUSR1, all_threads=True)
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
   quick_xla.use()
   importlib.import_module("callgate")
   gc.freeze()

@@ -56,7 +56,8 @@ class Grad(WithBody):
     value, first, second = (var.name for var in step.results)
     if self.how == "vjp twice":
       writer.line(f"{value}, {self.name}_back = jax.vjp({one}, {x})")
-      writer.line(f"({first},), ({second},) = {self.name}_back(1.0), {self.name}_back(2.0)")
+      cotangent, back = f"jnp.ones_like({value})", f"{self.name}_back"  # varying in a shard_map
+      writer.line(f"({first},), ({second},) = {back}({cotangent}), {back}(2 * {cotangent})")
     else:
       writer.line(f"{value}, {self.name}_push = jax.linearize({one}, {x})")
       push = f"{self.name}_push"

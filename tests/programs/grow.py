@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from program import DRAWN, Array, Body, Context, Program, Scope, Var
 
 DEEPEST = 3
-SHAPES = [(), (2,), (3,), (1,), (2, 2), (4,), (0,), (1, 2, 1), (3, 0)]
+SHAPES = [(), (2,), (3,), (1,), (2, 2), (4,), (0,), (1, 2, 1), (3, 0), (2, 1, 3)]
 
 
 def grow(scope: Scope, context: Context) -> None:

@@ -38,7 +38,7 @@ class Tap(Op):
       writer.assign(step, x)
       return
     note = "pass" if self.dataflow else f"note('{self.name}', {self.type.shape}, value)"
-    head = f"def {self.name}(value, info):\n  if not info.repeated and info.role == 'primal':\n"
+    head = f"def {self.name}(value, info):\n  if not info.repeated:\n"
     writer.above(f"{head}    {note}\n")
     options = [", ordered=True"] if self.ordered else []
     options += [", effect='dataflow'"] if self.dataflow else []
@@ -105,17 +105,21 @@ class Breakpoint(_Same):
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob(_Same):
+class Knob(Op):
+  """Adds a knob, which holds 0.5."""
+
   part = "knob"
   name: str
 
   def write(self, writer: Writer, step: Step) -> None:
+    x = step.operands[0].name
     if not writer.twin:
-      writer.above(f"{self.name} = cg.knob(NAMES + '{self.name}', 0.0)")
-    super().write(writer, step)
+      writer.above(f"{self.name} = cg.knob(NAMES + '{self.name}', 0.5)")
+    writer.assign(step, f"{x} + 0.5" if writer.twin else f"{x} + {self.name}.read()")
 
-  def text(self, x: str) -> str:
-    return f"{x} + {self.name}.read()"
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    return [duals.shifted(x, 0.5)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,6 +352,7 @@ WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
 }
 
 
+@drawn("part")
 @drawn("part")
 def other(scope: Scope, context: Context) -> bool:
   var = a_float(scope)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import arithmetic  # noqa: F401  (each of these registers what draws its operations)
@@ -39,6 +40,7 @@ from ways import HEAD, NEEDS_ERRORS, NOT_STOPPED, OVER_DEVICES, SPLIT, WAYS
 TIMEOUT = 60.0  # seconds, after which a program counts as hanging
 SHRINKING = 90.0  # seconds at most for one finding
 PROGRAMS_A_CHILD = 150
+OF_ARMED = ("AssertionError", "Planned", "KeyboardInterrupt")  # which a twin may raise otherwise
 LOOKED_THROUGH = 8  # of so many programs one is looked through for what it keeps
 HERE = pathlib.Path(__file__).parent
 
@@ -184,10 +186,18 @@ class _FoundOne(Exception):
 
 
 class Explorer:
-  """Explores programs until its time is over."""
+  """Explores programs until its time is over, or as far as the first finding, as it was drawn.
 
-  def __init__(self, seconds: float) -> None:
+  `among`: runs those programs alone of which it is true.
+  """
+
+  def __init__(
+    self, seconds: float, to_first: bool = False, among: Callable[[Case], bool] = lambda _: True
+  ) -> None:
     self.end = time.monotonic() + seconds
+    self.drawn = 0  # programs, those included that `among` leaves out
+    self.wrong_case: Case | None = None  # the latest
+    self._to_first, self._among = to_first, among
     self.found = Found()
     self._child = Child()
     self._outcomes: dict[str, Finding | None] = {}
@@ -196,11 +206,17 @@ class Explorer:
 
   def explore(self, first_seed: int) -> Found:
     number = 0
-    while time.monotonic() < self.end:
+    while time.monotonic() < self.end and not (self._to_first and self.found.findings):
       self._round(first_seed * 10_000 + number)
       number += 1
     self._child.close()
     return self.found
+
+  def is_wrong(self, case: Case) -> bool:
+    """Runs one case; True if it goes wrong."""
+    finding = self._try(case)
+    self._child.close()
+    return finding is not None
 
   def _round(self, number: int) -> None:
     self._last, self._shrinks_until = None, 0.0
@@ -210,16 +226,17 @@ class Explorer:
       max_examples=400,
       database=None,
       deadline=None,
-      phases=[Phase.generate, Phase.shrink],
+      phases=[Phase.generate, *([] if self._to_first else [Phase.shrink])],
       suppress_health_check=list(HealthCheck),
       report_multiple_bugs=False,
       print_blob=False,
     )
     @given(cases())
     def one(case: Case) -> None:
-      finding = self._try(case)
+      self.drawn += 1
+      finding = self._try(case) if self._among(case) else None
       if finding is not None:
-        self._last = finding
+        self._last, self.wrong_case = finding, case
         raise _FoundOne
 
     try:
@@ -283,7 +300,8 @@ class Explorer:
         self.found.refusals[words] = self.found.refusals.get(words, 0) + 1
         return None
       twin = self._child.run(case.source(twin=True))
-      if case.armed == "" and twin.get("raised") == answer["raised"]:
+      own = case.armed != "" and answer["raised"] in OF_ARMED
+      if not own and twin.get("raised") == answer["raised"]:
         self.found.refused += 1
         return None
       return wrong("raised", f"{said}\n{answer['traceback']}")

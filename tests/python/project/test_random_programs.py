@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "programs"))
 
 import duals
 import judge
+import planted
 from oracle import Event, Lane, Machine
 from program import Array, Body, Program, Step, Var
 
@@ -85,3 +88,19 @@ def test_the_oracle_runs_a_program() -> None:
   results, events = machine.call(Program(body, (np.array([1.0, 3.0]),)))
   np.testing.assert_array_equal(results, [[0.75, 1.75]])
   assert events == [(Event("tap", (0.75, 1.75)), Lane())]
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch")
+def test_planted_faults_apply_to_the_source() -> None:
+  faults = planted.faults()
+  assert faults
+  for fault in faults:
+    planted.plant(fault, planted.ROOT, dry=True)
+
+
+def test_programs_concern_planted_faults_by_their_parts() -> None:
+  fault = planted.Fault("one", "", "", ("vmap", "cond|switch"), is_cpp=False)
+  case = lambda *ops: types.SimpleNamespace(ops=lambda: frozenset(ops))
+  assert fault.concerns(case("vmap", "switch", "gate io"))
+  assert not fault.concerns(case("vmap", "gate io"))
+  assert planted.Fault("all", "", "", (), is_cpp=False).concerns(case("way: jit"))
