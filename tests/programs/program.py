@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from hypothesis import strategies as st
 
 if TYPE_CHECKING:
   from oracle import Lane, Machine
+
+T = TypeVar("T")
 
 FLOATS = ("float32",)
 NARROW_FLOATS = ("float16", "bfloat16")
@@ -206,6 +208,7 @@ class Scope:
     self.handles: list[Var] = []  # of objects of the host, of this body and those around it
     self.refs: list[Var] = []  # of JAX, of this body and the loops, branches and jits around it
     self.tickets: list[Var] = []  # of this body's started calls, whose results none has asked for
+    self.gates: list[Any] = []  # the operations that call gates, of the whole program
     self._counter = counter
 
   def new(self, type_: Array) -> Var:
@@ -238,6 +241,7 @@ class Scope:
     scope = Scope(self.draw, [*(self.vars if closes else ()), *parameters], self._counter)
     scope.handles += self.handles if closes else []
     scope.refs += self.refs if refs else []
+    scope.gates = self.gates
     return scope
 
   def of(self, holds: Callable[[Array], bool]) -> list[Var]:
@@ -248,6 +252,9 @@ class Scope:
     variables = self.vars if variables is None else variables
     latest = variables[-3:] if self.draw(st.booleans()) else variables
     return self.draw(st.sampled_from(latest))
+
+  def pick_of(self, things: Sequence[T]) -> T:
+    return self.draw(st.sampled_from(things))
 
 
 Draws = Callable[[Scope, Context], bool]  # adds steps; False where the scope has nothing for it

@@ -23,6 +23,7 @@ import bodies  # noqa: F401
 import calls
 import control_flow  # noqa: F401
 import derivatives  # noqa: F401
+import forms
 import judge
 import lanes
 import numpy as np
@@ -305,8 +306,9 @@ def _ordered(program: Program) -> list[set[str]]:
   """Sets of names whose events come in the program's order: gates, the taps of a channel, ..."""
   gates, callbacks, functions, channels = set(), set(), set(), []
   for op in program.body.ops():
-    if isinstance(op, calls.Call) and op.effect == "ordered":
-      (callbacks if op.form == "install" else gates).add(op.name)
+    if isinstance(op, (calls.Call, forms.FormCall)) and op.effect == "ordered":
+      installed = isinstance(op, calls.Call) and op.form == "install"
+      (callbacks if installed else gates).add(op.name)
     if isinstance(op, parts.Tap) and op.ordered:
       if op.channel:
         channels.append({op.name})
