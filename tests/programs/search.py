@@ -26,6 +26,7 @@ import derivatives  # noqa: F401
 import forms
 import judge
 import lanes
+import loops  # noqa: F401
 import numpy as np
 import parts
 import references  # noqa: F401
