@@ -129,7 +129,7 @@ def {g}_host(x):
   {note}
 {g}_none = cg.gate({g}_host, {options})
 def {g}(x):
-  {g}_none(x)
+  {g}_none(jax.lax.stop_gradient(x))
   return x
 """
 _EQUAL = """\
@@ -171,9 +171,7 @@ FORMS = {
   "broadcast": _half(", vmap='broadcast'"),
   "whole": _half(", vmap='whole'"),
   "defvmap": Form(_MANY, half, "{x} * 0.5 + 0.25", order=0),
-  "linear": Form(
-    _LINEAR, lambda x: duals.scaled(x, 0.5), "0.5 * {x}", effects=("pure",), notes=0
-  ),
+  "linear": Form(_LINEAR, lambda x: duals.scaled(x, 0.5), "0.5 * {x}", effects=("pure",), notes=0),
   "linear in one": Form(
     _LINEAR_IN_ONE,
     lambda x: duals.mul(x, duals.cos(duals.plain(x))),

@@ -71,6 +71,14 @@ class Body:
       for body in step.op.bodies():
         yield from body.ops()
 
+  def variables(self) -> Iterator[Var]:
+    """All variables, those of the bodies in it included."""
+    yield from self.parameters
+    for step in self.steps:
+      yield from step.results
+      for body in step.op.bodies():
+        yield from body.variables()
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:

@@ -10,6 +10,8 @@ REFUSALS = {
   "other processes don't have its function": "a tap's function in an exported program",
   "serialization of host_callbacks": "JAX's callbacks in an exported program",
   "IO effect not supported in vmap-of-cond": "JAX's callbacks in a branch under vmap",
+  "Buffer callbacks do not support JVP": "JAX's, in the old interface, too",
+  "leaves some of them to XLA": "what is ordered or has a bar, in a shard_map over some axes",
   "has no derivative. Define": "a call without a derivative under `grad`",
   "Reverse-mode differentiation does not work for lax.while_loop": "JAX's own, under `grad`",
   "Cannot `vmap` ordered IO callback": "JAX's ordered callbacks under `vmap`",

@@ -21,7 +21,7 @@ from typing import Any
 import arithmetic  # noqa: F401  (each of these registers what draws its operations)
 import bodies  # noqa: F401
 import calls
-import control_flow  # noqa: F401
+import control_flow
 import derivatives  # noqa: F401
 import forms
 import judge
@@ -35,8 +35,8 @@ from grow import programs
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from oracle import Ambiguous, Event, Lane, Machine
-from program import Program, Writer
-from ways import HEAD, NEEDS_ERRORS, NOT_STOPPED, SPLIT, WAYS
+from program import DRAWN, Program, Writer
+from ways import AROUND, HEAD, NEEDS_ERRORS, NOT_SAVED, NOT_STOPPED, OWN_GATES, SPLIT, WAYS
 
 TIMEOUT = 60.0  # seconds, after which a program counts as hanging
 SHRINKING = 90.0  # seconds at most for one finding
@@ -171,6 +171,15 @@ def cases(draw: Any) -> Case:
   ways = [
     way for way in WAYS if (gates or way not in NEEDS_ERRORS) and not (stops and way in NOT_STOPPED)
   ]
+  if any(isinstance(op, control_flow.Scan) and op.saves for op in program.body.ops()):
+    ways = [way for way in ways if way not in NOT_SAVED]
+  types = [var.type for var in program.body.variables()]
+  if any(0 in t.shape for t in types) or any(
+    isinstance(op, lanes.ShardMap) for op in program.body.ops()
+  ):
+    ways = [way for way in ways if way not in AROUND]
+  if not ways:
+    reject()
   way = draw(st.sampled_from(ways))
   armed = draw(st.sampled_from(gates)) if way in NEEDS_ERRORS else ""
   return Case(program, way, armed)
@@ -280,7 +289,8 @@ class Explorer:
         self.found.refusals[words] = self.found.refusals.get(words, 0) + 1
         return None
       twin = self._child.run(case.source(twin=True))
-      if case.armed == "" and twin.get("raised") == answer["raised"]:
+      alone = case.armed == "" and case.way not in OWN_GATES
+      if alone and twin.get("raised") == answer["raised"]:
         self.found.refused += 1
         return None
       return wrong("raised", f"{said}\n{answer['traceback']}")
@@ -318,15 +328,18 @@ def _ordered(program: Program) -> list[set[str]]:
   return [gates, callbacks, functions, *channels]
 
 
-def search(seconds: float, first: int, jobs: int, save: str, table: str) -> Found:
+def search(
+  seconds: float, first: int, jobs: int, save: str = "", table: str = "", only: str = ""
+) -> Found:
   """Explores in several processes; saves what is found."""
   found = Found()
   if jobs == 1:
-    found.add(_explore(seconds, first))
+    found.add(_explore(seconds, first, only))
   else:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-      for part in pool.map(_explore, [seconds] * jobs, range(first, first + jobs)):
+      seeds = range(first, first + jobs)
+      for part in pool.map(_explore, [seconds] * jobs, seeds, [only] * jobs):
         found.add(part)
   if save:
     folder = pathlib.Path(save)
@@ -341,5 +354,8 @@ def search(seconds: float, first: int, jobs: int, save: str, table: str) -> Foun
   return found
 
 
-def _explore(seconds: float, first: int) -> Found:
+def _explore(seconds: float, first: int, only: str) -> Found:
+  for kind in ("part", "transformation"):
+    some = [d for d in DRAWN[kind] if re.search(only, f"{d.__module__}.{d.__name__}")]
+    DRAWN[kind][:] = some or DRAWN[kind]
   return Explorer(seconds).explore(first)
