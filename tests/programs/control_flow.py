@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from oracle import Lane, Machine, decided
 from program import Array, Body, Context, Op, Scope, Step, Values, Writer, drawn, tuple_text
 
-
 FORI = ("fori", "cg.fori_loop")
 LOOPS = (
   *("jax.lax.scan", "cg.scan", "cg.scan stoppable", "cg.scan with a bar", "cg.scan saving"),

@@ -191,6 +191,7 @@ class Context:
     branch: True where lanes may be apart: in a branch or a while loop.
     devices: True in a `shard_map`.
     axes: names that collectives may be over.
+    sizes: of these axes.
   """
 
   depth: int = 0
@@ -201,6 +202,7 @@ class Context:
   branch: bool = False
   devices: bool = False
   axes: tuple[str, ...] = ()
+  sizes: tuple[int, ...] = ()
 
   def into(self, **changes: Any) -> Context:
     return dataclasses.replace(self, depth=self.depth + 1, **changes)

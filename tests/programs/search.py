@@ -21,6 +21,7 @@ from typing import Any
 import arithmetic  # noqa: F401  (each of these registers what draws its operations)
 import bodies  # noqa: F401
 import calls
+import collectives  # noqa: F401
 import control_flow
 import derivatives  # noqa: F401
 import forms
@@ -31,6 +32,7 @@ import numpy as np
 import parts
 import references  # noqa: F401
 import refusals
+import solved  # noqa: F401
 from grow import programs
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
