@@ -12,6 +12,7 @@ REFUSALS = {
   "IO effect not supported in vmap-of-cond": "JAX's callbacks in a branch under vmap",
   "Buffer callbacks do not support JVP": "JAX's, in the old interface, too",
   "leaves some of them to XLA": "what is ordered or has a bar, in a shard_map over some axes",
+  "slicing on sharded dims where": "JAX's, of explicitly sharded arrays, in what twins leave out",
   "has no derivative. Define": "a call without a derivative under `grad`",
   "Reverse-mode differentiation does not work for lax.while_loop": "JAX's own, under `grad`",
   "Cannot `vmap` ordered IO callback": "JAX's ordered callbacks under `vmap`",

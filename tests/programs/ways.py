@@ -24,6 +24,7 @@ import callgate as cg
 
 NAMES = globals().get("NAMES", "")  # stands before the names of all gates
 calls, events, armed, interrupting = [], [], set(), set()
+settling = []
 armed_calls, LATER = [], 0  # of the armed functions; so many go well before one raises
 
 
@@ -53,6 +54,8 @@ def note(name, shape, *values):
 def settled():
   cg.barrier()
   jax.effects_barrier()
+  for bring in settling:  # events of other processes
+    bring()
 
 
 def execute(count, run):
