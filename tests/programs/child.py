@@ -30,6 +30,7 @@ def run(source: str, number: int, keeps: bool) -> dict[str, Any]:
   name = f"<program {number}>"
   linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
   namespace: dict[str, Any] = {"__name__": f"program_{number}", "NAMES": f"p{number}."}
+  namespace["SOURCE"] = source  # for ways that run it elsewhere
   threads = threading.active_count()
   try:
     exec(compile(source, name, "exec"), namespace)

@@ -38,12 +38,13 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from oracle import Ambiguous, Event, Lane, Machine
 from program import DRAWN, Program, Writer
-from ways import AROUND, HEAD, NEEDS_ERRORS, NOT_SAVED, NOT_STOPPED, OWN_GATES, SPLIT, WAYS
+from ways import APART, AROUND, HEAD, NEEDS_ERRORS, NOT_SAVED, NOT_STOPPED, OWN_GATES, SPLIT, WAYS
 
 TIMEOUT = 60.0  # seconds, after which a program counts as hanging
 SHRINKING = 90.0  # seconds at most for one finding
 PROGRAMS_A_CHILD = 150
 LOOKED_THROUGH = 8  # of so many programs one is looked through for what it keeps
+RARELY = 32  # of so many programs one runs in a process of its own
 HERE = pathlib.Path(__file__).parent
 
 
@@ -180,6 +181,8 @@ def cases(draw: Any) -> Case:
     isinstance(op, lanes.ShardMap) for op in program.body.ops()
   ):
     ways = [way for way in ways if way not in AROUND]
+  is_apart = draw(st.integers(0, RARELY - 1)) == RARELY // 2
+  ways = [way for way in ways if (way in APART) == is_apart]
   if not ways:
     reject()
   way = draw(st.sampled_from(ways))

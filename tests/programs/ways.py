@@ -6,6 +6,8 @@ Each file runs by itself. It leaves in `calls` the executions that it made, and 
 
 from __future__ import annotations
 
+from ways_apart import APART
+
 HEAD = '''\
 import os
 
@@ -341,6 +343,7 @@ for _ in range(2):
 run = jax.jit(jax.vmap(program))
 execute(1, lambda: [[x[0] for x in run(*(jnp.stack([x]) for x in inputs))]])
 """,
+  **APART,
 }
 OWN_GATES = ("resumed",)  # its twins have one of callgate's
 NEEDS_ERRORS = ("an error", "an error later", "an error without jit", "interrupted")
@@ -349,6 +352,7 @@ NOT_STOPPED = (
   *("without jit", "disable_jit", "two threads", "forty under way", "an error", "interrupted"),
   *("an error without jit", "engine jax", "debug_nans", "recorded", "scan around", "exported"),
   *("two programs at once", "threads in a hurry", "an error later", "resumed"),
+  "exported to another process",
 )
 # Programs that save at once would share a folder, and so would lanes.
 NOT_SAVED = (
