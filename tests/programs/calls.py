@@ -134,6 +134,10 @@ class Call(Op):
       text = f"{self.name}({operands})"
     writer.assign(step, text)
 
+  def fits(self, context: Context) -> bool:
+    """True if a call may stand there."""
+    return not context.order or (self.type.is_float and self.rule in rules(context))
+
   @each_lane
   def run(self, machine: Machine, lane: Lane, *operands: Any) -> Values:
     if self.effect != "pure":
@@ -178,6 +182,8 @@ def call(scope: Scope, context: Context) -> bool:
   name = scope.name("gate")
   op = Call(name, kind, effect, style, vmap, rule, thread, form, var.type, two)
   scope.add(op, operands, var.type)
+  if form in ("gate", "start"):
+    scope.gates.append(op)
   return True
 
 

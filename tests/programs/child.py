@@ -30,6 +30,7 @@ def run(source: str, number: int, keeps: bool) -> dict[str, Any]:
   name = f"<program {number}>"
   linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
   namespace: dict[str, Any] = {"__name__": f"program_{number}", "NAMES": f"p{number}."}
+  namespace["SOURCE"] = source  # for ways that run it elsewhere
   threads = threading.active_count()
   try:
     exec(compile(source, name, "exec"), namespace)
@@ -44,6 +45,7 @@ def run(source: str, number: int, keeps: bool) -> dict[str, Any]:
     with contextlib.suppress(BaseException):  # what was left of the failure
       namespace["armed"].clear()
       namespace["settled"]()
+  sys.setswitchinterval(0.005)  # a way changes it
   linecache.cache.pop(name, None)
   if keeps and "calls" in answer:
     answer["kept"] = _kept(namespace)

@@ -25,6 +25,12 @@ from hypothesis import strategies as st
 from oracle import Lane, Machine, decided
 from program import Array, Body, Context, Op, Scope, Step, Values, Writer, drawn, tuple_text
 
+FORI = ("fori", "cg.fori_loop")
+LOOPS = (
+  *("jax.lax.scan", "cg.scan", "cg.scan stoppable", "cg.scan with a bar", "cg.scan saving"),
+  *FORI,
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Scan(WithBody):
@@ -35,23 +41,30 @@ class Scan(WithBody):
   carries: int
   xs: bool
   reverse: bool
-  loop: str  # "jax.lax.scan", "cg.scan", "cg.scan stoppable", "fori"
+  loop: str  # of `LOOPS`
 
   @property
   def part(self) -> str:  # type: ignore[override]
     return self.loop if self.loop.startswith("cg") else ""
+
+  @property
+  def saves(self) -> bool:
+    return self.loop == "cg.scan saving"
 
   def write(self, writer: Writer, step: Step) -> None:
     body, n = self.body, self.carries
     state = tuple_text(var.name for var in body.parameters[:n])
     carry = tuple_text(var.name for var in step.operands[:n])
     results = tuple_text(var.name for var in step.results)
-    if self.loop == "fori":
+    if self.loop in FORI:
       with writer.block(f"def {self.name}(i, carry):"):
         writer.line(f"{state} = carry")
         writer.function(f"{self.name}_body", body, "_=None")
         writer.line(f"return {self.name}_body()")
-      writer.line(f"{results} = jax.lax.fori_loop(0, {self.length}, {self.name}, {carry})")
+      loop, more = "jax.lax.fori_loop", ""
+      if self.loop == "cg.fori_loop" and not writer.twin:
+        loop, more = self.loop, _bar(writer)
+      writer.line(f"{results} = {loop}(0, {self.length}, {self.name}, {carry}{more})")
       return
     with writer.block(f"def {self.name}(carry, x):"):
       writer.line(f"{state} = carry")
@@ -68,8 +81,10 @@ class Scan(WithBody):
     if self.loop == "cg.scan stoppable" and not writer.twin:
       options, more = f"{options}, stoppable=True", ", _"
     if self.loop == "cg.scan with a bar" and not writer.twin:
-      writer.above("import io")
-      options += ", progress=cg.Progress('bar', file=io.StringIO())"
+      options += _bar(writer)
+    if self.loop == "cg.scan saving" and not writer.twin:
+      writer.above("import tempfile")
+      options += ", save=cg.Checkpoints(tempfile.mkdtemp(), every=2)"
     ys = tuple_text(var.name for var in step.results[n:])
     carried = tuple_text(var.name for var in step.results[:n])
     writer.line(f"{carried}, {ys}{more} = {scan}({self.name}, {carry}, {xs}{options})")
@@ -104,6 +119,11 @@ class Scan(WithBody):
     return [[*carry, *more] for carry, more in zip(carries, stacked, strict=True)]
 
 
+def _bar(writer: Writer) -> str:
+  writer.above("import io")
+  return ", progress=cg.Progress('bar', file=io.StringIO())"
+
+
 def _zeros(type_: Array) -> np.ndarray:
   kind = np.dtype(np.float64) if type_.is_float else numpy_dtype(type_.dtype)
   return np.zeros(type_.shape, kind)
@@ -112,11 +132,13 @@ def _zeros(type_: Array) -> np.ndarray:
 @drawn("transformation")
 @drawn("transformation")
 def scan(scope: Scope, context: Context) -> bool:
-  loops = ["jax.lax.scan", "fori", "cg.scan", "cg.scan stoppable", "cg.scan with a bar"]
+  loops = list(LOOPS)
+  if context.depth or any(isinstance(step.op, Scan) and step.op.saves for step in scope.steps):
+    loops.remove("cg.scan saving")  # it saves outside of lanes and other loops
   loop = scope.draw(st.sampled_from(loops))
   carry = some(scope)
   xs = [var for var in scope.vars if var.type.shape and 0 < var.type.shape[0] <= 3]
-  with_xs = bool(xs) and loop != "fori" and scope.draw(st.booleans())
+  with_xs = bool(xs) and loop not in FORI and scope.draw(st.booleans())
   x = [scope.draw(st.sampled_from(xs))] if with_xs else []
   length = x[0].type.shape[0] if with_xs else scope.draw(st.integers(1, 3))
   parameters = parameters_of(scope, carry)
@@ -124,9 +146,9 @@ def scan(scope: Scope, context: Context) -> bool:
   inside = scope.inner([*parameters, *slices], refs=True)
   grow(inside, context.into())
   results = [latest(inside, var.type) for var in carry]
-  ys = [] if loop == "fori" else [inside.vars[-1]]
+  ys = [] if loop in FORI else [inside.vars[-1]]
   body = Body((*parameters, *slices), tuple(inside.steps), (*results, *ys))
-  reverse = loop != "fori" and scope.draw(st.booleans())
+  reverse = loop not in FORI and scope.draw(st.booleans())
   op = Scan(scope.name("loop"), body, length, len(carry), with_xs, reverse, loop)
   types = [var.type for var in results] + [
     var.type.with_shape(length, *var.type.shape) for var in ys
@@ -141,6 +163,11 @@ class While(WithBody):
 
   transformation = "while"
   threshold: float
+  bar: bool
+
+  @property
+  def part(self) -> str:  # type: ignore[override]
+    return "cg.while_loop" if self.bar else ""
 
   def write(self, writer: Writer, step: Step) -> None:
     state = tuple_text(var.name for var in self.body.parameters)
@@ -152,7 +179,9 @@ class While(WithBody):
     number = f"jnp.where(jnp.sum({step.operands[0].name}) > {self.threshold}, 3, 1)"
     results = tuple_text(var.name for var in step.results)
     first = f"(0, {number}, {carry})"
-    loop = f"jax.lax.while_loop(lambda s: s[0] < s[1], {self.name}, {first})"
+    bar = self.bar and not writer.twin
+    loop, more = ("cg.while_loop", _bar(writer)) if bar else ("jax.lax.while_loop", "")
+    loop = f"{loop}(lambda s: s[0] < s[1], {self.name}, {first}{more})"
     writer.line(f"_, _, {results} = {loop}")
 
   def run(
@@ -181,7 +210,8 @@ def while_loop(scope: Scope, context: Context) -> bool:
   results = [latest(inside, var.type) for var in carry]
   body = Body(tuple(parameters), tuple(inside.steps), tuple(results))
   threshold = scope.draw(st.sampled_from([-0.3, 0.2, 0.7]))
-  scope.add(While(scope.name("loop"), body, threshold), carry, *(var.type for var in results))
+  op = While(scope.name("loop"), body, threshold, scope.draw(st.booleans()))
+  scope.add(op, carry, *(var.type for var in results))
   return True
 
 
@@ -291,7 +321,7 @@ def map_(scope: Scope, context: Context) -> bool:
   if not mapped or context.axes:
     return False
   var = scope.pick(mapped)
-  chunk = scope.draw(st.sampled_from([0, 0, 2]))
+  chunk = 0 if 0 in var.type.shape else scope.draw(st.sampled_from([0, 0, 2]))
   into = context.into(lanes=context.lanes or chunk > 0)
   body = body_of(scope, [scope.new(without(var.type, 0))], into)
   (result,) = body.results

@@ -93,3 +93,4 @@ def _smooth(f: Callable[[Any], Any], slope: Callable[[Value, Value], Value]) -> 
 sin = _smooth(np.sin, lambda x, y: cos(x))
 cos = _smooth(np.cos, lambda x, y: scaled(sin(x), -1.0))
 tanh = _smooth(np.tanh, lambda x, y: shifted(scaled(mul(y, y), -1.0), 1.0))
+inverse = _smooth(lambda x: 1 / x, lambda x, y: scaled(mul(y, y), -1.0))

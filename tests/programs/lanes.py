@@ -87,8 +87,11 @@ def vmap(scope: Scope, context: Context) -> bool:
   ]
   named = not context.branch and scope.draw(st.booleans())
   axis = scope.name("axis" if named else "lane")
-  names = (*context.axes, axis) if named and not context.order else ()
-  body = body_of(scope, parameters, context.into(lanes=True, axes=names))
+  inner = context.into(lanes=True, axes=(), sizes=())
+  if named and not context.order:
+    axes_inside, sizes = (*context.axes, axis), (*context.sizes, number)
+    inner = dataclasses.replace(inner, axes=axes_inside, sizes=sizes)
+  body = body_of(scope, parameters, inner)
   least = min(len(var.type.shape) for var in body.results)
   out = scope.draw(st.integers(0, least))
   op = Lanes(scope.name("f"), body, number, tuple(axes), out, axis)
@@ -178,7 +181,7 @@ def _part(x: Any, index: int) -> Any:
 
 @drawn("transformation")
 def shard_map(scope: Scope, context: Context) -> bool:
-  if context.devices or context.branch or context.axes or context.lanes:
+  if context.devices or context.axes or (context.branch and context.lanes):
     return False
   if any(0 in var.type.shape for var in scope.vars):
     return False  # XLA's partitioner drops calls with empty arrays, JAX's callbacks too
@@ -196,9 +199,9 @@ def shard_map(scope: Scope, context: Context) -> bool:
     )
     for var, apart in zip(operands, split, strict=True)
   ]
-  axes = ("d",) if not context.order else ()
+  axes, sizes = (("d",), (4,)) if not context.order else ((), ())
   inside = scope.inner(parameters, closes=False)
-  grow(inside, context.into(devices=True, axes=axes))
+  grow(inside, context.into(devices=True, axes=axes, sizes=sizes))
   results = [var for var in inside.vars if var.type.shape][-1:]
   body = Body(tuple(parameters), tuple(inside.steps), tuple(results))
   op = ShardMap(scope.name("f"), body, split, "d")

@@ -24,13 +24,15 @@ class Tap(Op):
   ordered: bool
   dataflow: bool
   where: float | None
-  channel: bool  # True for a channel's name in place of a function
+  channel: str  # "" for a function, or a channel's capacity
 
   @property
   def part(self) -> str:  # type: ignore[override]
     kind = "ordered" if self.ordered else "dataflow" if self.dataflow else ""
     more = "" if self.where is None else " where"
-    return f"tap {kind}".strip() + more + (" to a channel" if self.channel else "")
+    return (
+      f"tap {kind}".strip() + more + (f" to a channel of {self.channel}" if self.channel else "")
+    )
 
   def write(self, writer: Writer, step: Step) -> None:
     x = step.operands[0].name
@@ -46,7 +48,8 @@ class Tap(Op):
     to = self.name
     if self.channel:
       to = f"NAMES + '{self.name}'"
-      writer.above(f"{self.name}_channel = cg.channel({to}, to=[{self.name}])")
+      made = f"capacity='{self.channel}', to=[{self.name}]"
+      writer.above(f"{self.name}_channel = cg.channel({to}, {made})")
     writer.assign(step, f"cg.tap({x}, {to}{''.join(options)})")
 
   @each_lane
@@ -63,7 +66,7 @@ def tap(scope: Scope, context: Context) -> bool:
   var = a_float(scope) if where is not None else scope.pick()
   kind = scope.draw(st.sampled_from(["", "ordered", "dataflow"]))
   name = scope.name("tap")
-  channel = scope.draw(st.booleans())
+  channel = scope.draw(st.sampled_from(["", "64MiB", "1KiB"]))
   op = Tap(name, var.type, kind == "ordered", kind == "dataflow", where, channel)
   scope.add(op, [var], var.type)
   return True
@@ -93,6 +96,18 @@ class Check(_Same):
 
   def write(self, writer: Writer, step: Step) -> None:
     writer.above("def checked(x):\n  cg.check(jnp.all(x == x), 'a NaN in {x}', x=x)\n  return x\n")
+    super().write(writer, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Print(_Same):
+  part = "print"
+
+  def text(self, x: str) -> str:
+    return f"printed({x})"
+
+  def write(self, writer: Writer, step: Step) -> None:
+    writer.above("def printed(x):\n  cg.print('x = {}', x)\n  return x\n")
     super().write(writer, step)
 
 
@@ -339,6 +354,7 @@ def _old_of(make: Callable[[str, Array], Op]) -> Callable[[Scope, Array], Op]:
 # Parts that may stand under a derivative, and parts without one. Each is made for a float's type.
 DIFFERENTIABLE: dict[str, Callable[[Scope, Array], Op]] = {
   "check": lambda scope, type_: Check(),
+  "print": lambda scope, type_: Print(),
   "breakpoint": lambda scope, type_: Breakpoint(),
   "knob": lambda scope, type_: Knob(scope.name("knob")),
   "feed": lambda scope, type_: Feed(scope.name("feed")),

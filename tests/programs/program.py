@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from hypothesis import strategies as st
 
 if TYPE_CHECKING:
   from oracle import Lane, Machine
+
+T = TypeVar("T")
 
 FLOATS = ("float32",)
 NARROW_FLOATS = ("float16", "bfloat16")
@@ -69,6 +71,14 @@ class Body:
       yield step.op
       for body in step.op.bodies():
         yield from body.ops()
+
+  def variables(self) -> Iterator[Var]:
+    """All variables, those of the bodies in it included."""
+    yield from self.parameters
+    for step in self.steps:
+      yield from step.results
+      for body in step.op.bodies():
+        yield from body.variables()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +192,7 @@ class Context:
     branch: True where lanes may be apart: in a branch or a while loop.
     devices: True in a `shard_map`.
     axes: names that collectives may be over.
+    sizes: of these axes.
   """
 
   depth: int = 0
@@ -192,6 +203,7 @@ class Context:
   branch: bool = False
   devices: bool = False
   axes: tuple[str, ...] = ()
+  sizes: tuple[int, ...] = ()
 
   def into(self, **changes: Any) -> Context:
     return dataclasses.replace(self, depth=self.depth + 1, **changes)
@@ -207,6 +219,7 @@ class Scope:
     self.handles: list[Var] = []  # of objects of the host, of this body and those around it
     self.refs: list[Var] = []  # of JAX, of this body and the loops, branches and jits around it
     self.tickets: list[Var] = []  # of this body's started calls, whose results none has asked for
+    self.gates: list[Any] = []  # the operations that call gates, of the whole program
     self._counter = counter
 
   def new(self, type_: Array) -> Var:
@@ -239,6 +252,7 @@ class Scope:
     scope = Scope(self.draw, [*(self.vars if closes else ()), *parameters], self._counter)
     scope.handles += self.handles if closes else []
     scope.refs += self.refs if refs else []
+    scope.gates = self.gates
     return scope
 
   def of(self, holds: Callable[[Array], bool]) -> list[Var]:
@@ -249,6 +263,9 @@ class Scope:
     variables = self.vars if variables is None else variables
     latest = variables[-3:] if self.draw(st.booleans()) else variables
     return self.draw(st.sampled_from(latest))
+
+  def pick_of(self, things: Sequence[T]) -> T:
+    return self.draw(st.sampled_from(things))
 
 
 Draws = Callable[[Scope, Context], bool]  # adds steps; False where the scope has nothing for it

@@ -22,26 +22,42 @@ from typing import Any
 import arithmetic  # noqa: F401  (each of these registers what draws its operations)
 import bodies  # noqa: F401
 import calls
-import control_flow  # noqa: F401
+import collectives  # noqa: F401
+import control_flow
 import derivatives  # noqa: F401
+import forms
 import judge
 import lanes
+import loops  # noqa: F401
 import numpy as np
 import parts
 import references  # noqa: F401
 import refusals
+import solved  # noqa: F401
 from grow import programs
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from oracle import Ambiguous, Event, Lane, Machine
-from program import Program, Writer
-from ways import HEAD, NEEDS_ERRORS, NOT_STOPPED, OVER_DEVICES, SPLIT, WAYS
+from program import DRAWN, Program, Writer
+from ways import (
+  APART,
+  AROUND,
+  HEAD,
+  NEEDS_ERRORS,
+  NOT_SAVED,
+  NOT_STOPPED,
+  OVER_DEVICES,
+  OWN_GATES,
+  SPLIT,
+  WAYS,
+)
 
 TIMEOUT = 60.0  # seconds, after which a program counts as hanging
 SHRINKING = 90.0  # seconds at most for one finding
 PROGRAMS_A_CHILD = 150
 OF_ARMED = ("AssertionError", "Planned", "KeyboardInterrupt")  # which a twin may raise otherwise
 LOOKED_THROUGH = 8  # of so many programs one is looked through for what it keeps
+RARELY = 32  # of so many programs one runs in a process of its own
 HERE = pathlib.Path(__file__).parent
 
 
@@ -176,6 +192,17 @@ def cases(draw: Any) -> Case:
     ways = [way for way in ways if way not in OVER_DEVICES]
     if any(isinstance(op, lanes.ShardMap) for op in program.body.ops()):
       reject()
+  if any(isinstance(op, control_flow.Scan) and op.saves for op in program.body.ops()):
+    ways = [way for way in ways if way not in NOT_SAVED]
+  types = [var.type for var in program.body.variables()]
+  if any(0 in t.shape for t in types) or any(
+    isinstance(op, lanes.ShardMap) for op in program.body.ops()
+  ):
+    ways = [way for way in ways if way not in AROUND]
+  is_apart = draw(st.integers(0, RARELY - 1)) == RARELY // 2
+  ways = [way for way in ways if (way in APART) == is_apart]
+  if not ways:
+    reject()
   way = draw(st.sampled_from(ways))
   armed = draw(st.sampled_from(gates)) if way in NEEDS_ERRORS else ""
   return Case(program, way, armed)
@@ -301,6 +328,7 @@ class Explorer:
         return None
       twin = self._child.run(case.source(twin=True))
       own = case.armed != "" and answer["raised"] in OF_ARMED
+      own = own or case.way in OWN_GATES
       if not own and twin.get("raised") == answer["raised"]:
         self.found.refused += 1
         return None
@@ -328,8 +356,9 @@ def _ordered(program: Program) -> list[set[str]]:
   """Sets of names whose events come in the program's order: gates, the taps of a channel, ..."""
   gates, callbacks, functions, channels = set(), set(), set(), []
   for op in program.body.ops():
-    if isinstance(op, calls.Call) and op.effect == "ordered":
-      (callbacks if op.form == "install" else gates).add(op.name)
+    if isinstance(op, (calls.Call, forms.FormCall)) and op.effect == "ordered":
+      installed = isinstance(op, calls.Call) and op.form == "install"
+      (callbacks if installed else gates).add(op.name)
     if isinstance(op, parts.Tap) and op.ordered:
       if op.channel:
         channels.append({op.name})
@@ -338,15 +367,18 @@ def _ordered(program: Program) -> list[set[str]]:
   return [gates, callbacks, functions, *channels]
 
 
-def search(seconds: float, first: int, jobs: int, save: str, table: str) -> Found:
+def search(
+  seconds: float, first: int, jobs: int, save: str = "", table: str = "", only: str = ""
+) -> Found:
   """Explores in several processes; saves what is found."""
   found = Found()
   if jobs == 1:
-    found.add(_explore(seconds, first))
+    found.add(_explore(seconds, first, only))
   else:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-      for part in pool.map(_explore, [seconds] * jobs, range(first, first + jobs)):
+      seeds = range(first, first + jobs)
+      for part in pool.map(_explore, [seconds] * jobs, seeds, [only] * jobs):
         found.add(part)
   if save:
     folder = pathlib.Path(save)
@@ -361,5 +393,8 @@ def search(seconds: float, first: int, jobs: int, save: str, table: str) -> Foun
   return found
 
 
-def _explore(seconds: float, first: int) -> Found:
+def _explore(seconds: float, first: int, only: str) -> Found:
+  for kind in ("part", "transformation"):
+    some = [d for d in DRAWN[kind] if re.search(only, f"{d.__module__}.{d.__name__}")]
+    DRAWN[kind][:] = some or DRAWN[kind]
   return Explorer(seconds).explore(first)

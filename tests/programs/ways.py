@@ -6,6 +6,8 @@ Each file runs by itself. It leaves in `calls` the executions that it made, and 
 
 from __future__ import annotations
 
+from ways_apart import APART
+
 HEAD = '''\
 import os
 
@@ -24,6 +26,8 @@ import callgate as cg
 
 NAMES = globals().get("NAMES", "")  # stands before the names of all gates
 calls, events, armed, interrupting = [], [], set(), set()
+settling = []
+armed_calls, LATER = [], 0  # of the armed functions; so many go well before one raises
 
 
 class Planned(Exception):
@@ -41,7 +45,9 @@ def note(name, shape, *values):
     numbers = [number for x in wide for number in x.astype(np.float64).ravel().tolist()]
     events.append((name, tuple(numbers)))
   if name in armed:
-    raise Planned(name)
+    armed_calls.append(name)
+    if len(armed_calls) > LATER:
+      raise Planned(name)
   if name in interrupting:
     interrupting.clear()
     os.kill(os.getpid(), signal.SIGINT)
@@ -50,6 +56,8 @@ def note(name, shape, *values):
 def settled():
   cg.barrier()
   jax.effects_barrier()
+  for bring in settling:  # events of other processes
+    bring()
 
 
 def execute(count, run):
@@ -68,19 +76,28 @@ for _ in range(3):
   execute(1, lambda: [run(*inputs)])
 """
 
-_THREADS = """
-execute(1, lambda: [run(*inputs)])
-found = [None] * 6
+_AT_ONCE = """
+found, failed = [None] * 6, []
 def work(k):
-  for i in range(3):
-    found[3 * k + i] = jax.block_until_ready(run(*inputs))
-def both():
+  try:
+    for i in range(3):
+      found[3 * k + i] = jax.block_until_ready(run(*inputs))
+  except BaseException as error:
+    failed.append(error)
+def all_of_them():
   threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
   for thread in threads: thread.start()
   for thread in threads: thread.join()
+  for error in failed: raise error
   return found
-execute(6, both)
+execute(6, all_of_them)
 """
+_THREADS = (
+  """
+execute(1, lambda: [run(*inputs)])
+"""
+  + _AT_ONCE
+)
 
 _EXPORTED = """
 from jax import export
@@ -92,7 +109,6 @@ _ERROR = """
 execute(1, lambda: [run(*inputs)])
 raised = None
 armed.add(ARMED)
-begin = len(events)
 try:
   with cg.errors():
     jax.block_until_ready(run(*inputs))
@@ -100,9 +116,9 @@ except Planned as error:
   raised = error
 armed.clear()
 settled()
-assert (raised is not None) == any(name == ARMED for name, _ in events[begin:]), (
+assert (raised is not None) == (len(armed_calls) > LATER), (
   f"{ARMED} raised and {raised!r} came")
-assert raised is not None or ARMED_RAN == 0, f"{ARMED} was to run"
+assert LATER or raised is not None or ARMED_RAN == 0, f"{ARMED} was to run"
 execute(1, lambda: [run(*inputs)])
 """
 
@@ -137,6 +153,36 @@ for a, b in zip(live[0], again):
 execute(1, lambda: [run(*inputs)])
 """
 
+# The program is a step of a saving loop of four. It stops after some, and a second run goes on.
+_RESUMED = """
+import tempfile
+folder = tempfile.mkdtemp()
+halted = []
+def halt(i):
+  if i == STOP_AT and not halted:
+    halted.append(int(i))
+    cg.stop()
+halt = cg.gate(halt, effect="io", name=NAMES + "halt")
+def part(*xs):
+  saves = cg.Checkpoints(folder, every=2, resume=True)
+  first = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(program, *xs))
+  def step(state, i):
+    results = program(*xs)
+    halt(i)
+    return (state[0] + 1, results), None
+  return cg.scan(step, (0, first), jnp.arange(4), save=saves, stoppable=True)[0]
+def whole():
+  n, _ = jax.jit(part)(*inputs)
+  settled()
+  ahead = 'mesh' in globals()  # a device that is ahead decides what a look says
+  assert n == STOP_AT + 1 or ahead and n > STOP_AT, n
+  n, results = jax.jit(part)(*inputs)
+  assert n == 4, n
+  return [results] * 4
+STOP_AT = len(str(inputs)) % 3
+execute(4, whole)
+"""
+
 WAYS = {
   "jit": "run = jax.jit(program)" + _THREE,
   "without jit": "run = program" + _THREE,
@@ -146,6 +192,18 @@ with jax.disable_jit():
 """,
   "ahead of time": "run = jax.jit(program).lower(*inputs).compile()" + _THREE,
   "two threads": "run = jax.jit(program)" + _THREADS,
+  "two programs at once": """
+two = [jax.jit(program), jax.jit(lambda *xs: program(*xs))]
+run = lambda *xs: two[threading.current_thread().name == "second"](*xs)
+"""
+  + _AT_ONCE.replace("args=(k,)", "args=(k,), name=('first', 'second')[k]"),
+  "threads in a hurry": """
+import sys
+sys.setswitchinterval(1e-6)
+run = jax.jit(program)
+"""
+  + _THREADS
+  + "sys.setswitchinterval(0.005)\n",
   "forty under way": """
 run = jax.jit(program)
 execute(40, lambda: [run(*inputs) for _ in range(40)])
@@ -157,6 +215,7 @@ for _ in range(3):
 """,
   "exported": _EXPORTED + _THREE,
   "an error": "run = jax.jit(program)" + _ERROR,
+  "an error later": "LATER = 2\nrun = jax.jit(program)" + _ERROR,
   "an error without jit": "run = program" + _ERROR,
   "interrupted": "run = jax.jit(program)" + _INTERRUPTED,
   "recorded": "run = jax.jit(program)" + _RECORDED,
@@ -171,6 +230,31 @@ with jax.debug_nans(True):
   run = jax.jit(program)
   execute(1, lambda: [run(*inputs)])
   execute(1, lambda: [program(*inputs)])
+""",
+  "check_writes": """
+with cg.config(check_writes=True):
+  run = jax.jit(program)
+  execute(1, lambda: [run(*inputs)])
+  execute(1, lambda: [run(*inputs)])
+""",
+  "cg.install": """
+cg.install()
+try:
+  run = jax.jit(program)
+  execute(1, lambda: [run(*inputs)])
+finally:
+  cg.uninstall()
+execute(1, lambda: [run(*inputs)])
+""",
+  "remat3": """
+before = jax.config.jax_remat3
+jax.config.update("jax_remat3", True)
+try:
+  run = jax.jit(program)
+  execute(1, lambda: [run(*inputs)])
+  execute(1, lambda: [run(*inputs)])
+finally:
+  jax.config.update("jax_remat3", before)
 """,
   "tracer leaks": """
 with jax.checking_leaks():
@@ -207,6 +291,44 @@ run = jax.jit(program)
 for _ in range(3):
   execute(1, lambda: [run(*inputs)])
 """,
+  "uneven": """
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ('d',))
+P = jax.sharding.PartitionSpec
+apart = lambda x: P(*('d' for n in x.shape[:1] if n))
+split = lambda x: jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, apart(x)))
+run = jax.jit(lambda *xs: jax.tree.map(split, program(*map(split, xs))))
+for _ in range(3):
+  execute(1, lambda: [run(*inputs)])
+""",
+  "explicitly sharded": """
+mesh = jax.make_mesh((4,), ('d',), axis_types=(jax.sharding.AxisType.Explicit,))
+P = jax.sharding.PartitionSpec
+apart = lambda x: P(*('d' if n % 4 == 0 and n else None for n in x.shape[:1]))
+with jax.set_mesh(mesh):
+  inputs = [jax.device_put(x, jax.sharding.NamedSharding(mesh, apart(x))) for x in inputs]
+  run = jax.jit(program)
+  for _ in range(3):
+    execute(1, lambda: [run(*inputs)])
+""",
+  "partial shard_map around": """
+mesh = jax.make_mesh((2, 2), ('a', 'b'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+P = jax.sharding.PartitionSpec
+run = jax.jit(
+  jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={'a'}, check_vma=False)
+)
+for _ in range(3):
+  execute(1, lambda: [run(*inputs)])
+""",
+  "shard_map around": """
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ('d',))
+P = jax.sharding.PartitionSpec
+run = jax.jit(
+  jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+)
+for _ in range(3):
+  execute(4, lambda: [run(*inputs)] * 4)
+""",
+  "resumed": _RESUMED,
   "scan around": """
 run = jax.jit(lambda *xs: jax.lax.scan(lambda _, i: (None, program(*xs)), None, jnp.arange(2)))
 execute(2, lambda: [[x[i] for x in run(*inputs)[1]] for i in range(1)] * 2)
@@ -221,12 +343,27 @@ for _ in range(2):
 run = jax.jit(jax.vmap(program))
 execute(1, lambda: [[x[0] for x in run(*(jnp.stack([x]) for x in inputs))]])
 """,
+  **APART,
 }
-NEEDS_ERRORS = ("an error", "an error without jit", "interrupted")
+OWN_GATES = ("resumed",)  # its twins have one of callgate's
+NEEDS_ERRORS = ("an error", "an error later", "an error without jit", "interrupted")
 # A stop reaches the programs that were dispatched before: there are several, or one for all calls.
 NOT_STOPPED = (
   *("without jit", "disable_jit", "two threads", "forty under way", "an error", "interrupted"),
   *("an error without jit", "engine jax", "debug_nans", "recorded", "scan around", "exported"),
+  *("two programs at once", "threads in a hurry", "an error later", "resumed"),
+  "exported to another process",
 )
-SPLIT = ("sharded",)  # XLA splits calls as it likes
-OVER_DEVICES = ("replicated", "explicit mesh", "sharded")
+# Programs that save at once would share a folder, and so would lanes.
+NOT_SAVED = (
+  *("two threads", "forty under way", "scan around", "vmap around", "two programs at once"),
+  *("threads in a hurry", "partial shard_map around", "shard_map around", "resumed"),
+)
+SPLIT = (
+  "sharded",
+  "uneven",
+  "explicitly sharded",
+  "partial shard_map around",
+)  # XLA splits calls as it likes
+AROUND = ("shard_map around", "partial shard_map around")  # no place for another, or empty arrays
+OVER_DEVICES = ("replicated", "explicit mesh", "shard_map around", *SPLIT)

@@ -6,13 +6,14 @@ A loop `while cond: body` whose body makes objects becomes, when it is lowered,
     scope = enter(the loop's around)
     while cond:
       body, in which what makes an object is told the scope
-      sweep(scope, what the body carries on, what it gives out)
+      scope = sweep(scope, what the body carries on, what it gives out)
     done = leave(scope)
 
 An object that a step made in the scope and that the sweep finds in no array is named by nobody: a
 handle gets out of a step in its carry and its results alone. The outer loop, or the program, frees
 objects that the loop gives out. The sweep takes what was computed with objects, so that they are
-done with, and what inner loops that have been left give: it comes after them.
+done with, and what inner loops that have been left give: it comes after them. The next step makes
+objects by the scope that the sweep gives: a device that is ahead of the one that sweeps waits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from callgate._call.site import BoundCall
 from callgate._core.effects import HANDLE_EFFECT
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
-from callgate._jax import loops, tracing, walk
+from callgate._jax import loops, lowering, tracing, walk
 from callgate._jax.tracing import jaxpr_as_fun
 from callgate._objects import table
 from callgate._objects.handle import TYPE
@@ -47,12 +48,20 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
   body, run = ("jaxpr", _scan) if "jaxpr" in params else ("body_jaxpr", _while)
   if not _makes(params[body].jaxpr):
     return original(context, *operands, **params)
-  none = np.zeros(TYPE.shape, TYPE.dtype)
+  none = _Scope(np.zeros(TYPE.shape, TYPE.dtype), split=lowering.is_automatic(context))
 
   def scoped(*inputs: Any) -> list[Any]:
     return run(params, none, *inputs)[0]
 
   return mlir.lower_fun(scoped, multiple_results=True)(context, *operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+  """A loop's scope: its words, and True where XLA splits the program over devices."""
+
+  words: Any
+  split: bool
 
 
 def _makes(jaxpr: Any) -> bool:
@@ -79,42 +88,53 @@ def _within(eqn: Any) -> Sequence[Any]:
 
 # -- loops -----------------------------------------------------------------------------------------
 # Both give the loop's results, and something that is there once the loop has been left.
-def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
+def _scan(params: dict[str, Any], parent: _Scope, *operands: Any) -> tuple[list[Any], Any]:
   consts, first, xs = loops.split_scan(params, operands)
-  scope = _gates()["enter"](parent)
 
-  def step(carry: Any, x: Any) -> Any:
+  def step(state: Any, x: Any) -> Any:
+    words, carry = state
+    scope = dataclasses.replace(parent, words=words)
     outs, used = _run(params["jaxpr"], (*consts, *carry, *x), scope)
     kept, given = outs[: len(first)], outs[len(first) :]
-    _gates()["sweep"](scope, _words(kept), _words(given), used)
-    return kept, given
+    return (_swept(words, kept, given, used), kept), given
 
-  last, ys = jax.lax.scan(
-    step, first, xs, length=params["length"], reverse=params["reverse"],
+  (words, last), ys = jax.lax.scan(
+    step, (_entered(parent), first), xs, length=params["length"], reverse=params["reverse"],
     unroll=params["unroll"] or 1,
   )  # fmt: skip
-  return [*last, *ys], _gates()["leave"](scope, [*last, *ys])
+  return [*last, *ys], _gates()["leave"](words, [*last, *ys])
 
 
-def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
+def _while(params: dict[str, Any], parent: _Scope, *operands: Any) -> tuple[list[Any], Any]:
   cond, body = params["cond_jaxpr"], params["body_jaxpr"]
   cond_consts, consts, carry = loops.split_operands(params, operands)
   predicate = functools.partial(jaxpr_as_fun(cond), *cond_consts)
   batched = bool(cond.out_avals[0].shape)  # lanes that have ended stay as they are
-  scope = _gates()["enter"](parent)
 
-  def step(before: Any) -> Any:
+  def step(state: Any) -> Any:
+    words, before = state
+    scope = dataclasses.replace(parent, words=words)
     outs, used = _run(body, (*consts, *before), scope)
     if batched:
       outs = loops.chosen(predicate(*before)[0], outs, before)
-    _gates()["sweep"](scope, _words(outs), [], used)
-    return outs
+    return _swept(words, outs, [], used), outs
 
   def goes_on(state: Any) -> Any:
-    return loops.any_lane(predicate(*state)[0])
+    return loops.any_lane(predicate(*state[1])[0])
 
-  last = list(jax.lax.while_loop(goes_on, step, carry))
-  return last, _gates()["leave"](scope, last)
+  words, last = jax.lax.while_loop(goes_on, step, (_entered(parent), list(carry)))
+  return last, _gates()["leave"](words, last)
+
+
+def _entered(parent: _Scope) -> Any:
+  entered = _gates()["enter"](parent.words)
+  return tracing.vary_over(tracing.manual_axes(), entered)  # as what sweeps give
+
+
+def _swept(words: Any, carried: Sequence[Any], given: Sequence[Any], used: Sequence[Any]) -> Any:
+  """The scope's words, for the next step."""
+  swept = _gates()["sweep"](words, _words(carried), _words(given), used)
+  return tracing.vary_over(tracing.manual_axes(), swept)
 
 
 def _words(values: Sequence[Any]) -> list[Any]:
@@ -123,7 +143,7 @@ def _words(values: Sequence[Any]) -> list[Any]:
 
 
 # -- a step ----------------------------------------------------------------------------------------
-def _run(jaxpr: Any, args: Sequence[Any], scope: Any) -> tuple[list[Any], list[Any]]:
+def _run(jaxpr: Any, args: Sequence[Any], scope: _Scope) -> tuple[list[Any], list[Any]]:
   """A jaxpr's results, where what makes an object is told the scope, and what used objects."""
   used: list[Any] = []
 
@@ -138,12 +158,12 @@ def _run(jaxpr: Any, args: Sequence[Any], scope: Any) -> tuple[list[Any], list[A
   return walk.interpret(jaxpr, args, rule), used
 
 
-def _run_equation(eqn: Any, inputs: list[Any], scope: Any) -> tuple[list[Any], list[Any]]:
+def _run_equation(eqn: Any, inputs: list[Any], scope: _Scope) -> tuple[list[Any], list[Any]]:
   """As `_run`, of an equation with calls that make or use objects."""
   if isinstance(call := eqn.params.get("call"), BoundCall):
     if call.gate.traits.handles == "makes":
       place = len(inputs) - 1 - bool(call.numbered)  # then comes the number of the lane
-      inputs[place] = jnp.broadcast_to(scope, jnp.shape(inputs[place]))
+      inputs[place] = jnp.broadcast_to(scope.words, jnp.shape(inputs[place]))
     outs = list(eqn.primitive.bind(*inputs, call=dataclasses.replace(call, scoped=True)))
   elif eqn.primitive is jax.lax.scan_p:
     outs, done = _scan(eqn.params, scope, *inputs)
@@ -163,9 +183,11 @@ def _run_equation(eqn: Any, inputs: list[Any], scope: Any) -> tuple[list[Any], l
   return outs, outs[:1]
 
 
-def _branch(closed: Any, scope: Any, *inputs: Any) -> list[Any]:
+def _branch(closed: Any, scope: _Scope, *inputs: Any) -> list[Any]:
   """A branch, which also gives something that is there once its objects are used."""
   outs, used = _run(closed, inputs, scope)
+  if used and scope.split:  # on all devices: a barrier is each one's own
+    return [*outs, tracing.vary_over(tracing.manual_axes(), _gates()["done"](used))]
   done = tracing.vary_over(tracing.manual_axes(), jnp.int32(0))  # as in the other branches
   if used:
     done = jax.lax.optimization_barrier((done, used))[0]
@@ -187,21 +209,26 @@ def _gates() -> dict[str, ArrayFunction[..., Any]]:
   def enter(parent: Any) -> Any:
     return table.enter(parent)
 
-  def sweep(scope: Any, carried: Any, given: Any, used: Any) -> tuple[()]:
+  def sweep(scope: Any, carried: Any, given: Any, used: Any) -> Any:
     del used
     table.sweep(scope, carried, given)
-    return ()
+    return scope.copy()
+
+  def done(used: Any) -> Any:
+    del used
+    return np.int32(0)
 
   def leave(scope: Any, last: Any) -> Any:
     del last
     table.leave(scope)
     return np.int32(0)
 
+  defined = ((enter, TYPE), (sweep, TYPE), (done, _DONE), (leave, _DONE))
   return {
     function.__name__: ArrayFunction(
       _ScopeGate(function, GateOptions(out=out, name=f"{_PREFIX}{function.__name__}", effect="io"))
     )
-    for function, out in ((enter, TYPE), (sweep, ()), (leave, _DONE))
+    for function, out in defined
   }
 
 

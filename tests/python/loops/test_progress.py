@@ -241,6 +241,14 @@ def test_several_programs_at_once_keep_their_counts() -> None:
   assert sorted(counts(bars)) == [(f"program {i}", 100, 100) for i in range(6)]
 
 
+def test_a_shard_map_over_some_axes_refuses_a_bar_by_name() -> None:
+  mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  loop = lambda x: cg.fori_loop(0, 3, lambda _, x: x * 2, x, progress=True)
+  spec = {"mesh": mesh, "in_specs": jax.P(), "out_specs": jax.P(), "axis_names": {"a"}}
+  with pytest.raises(cg.GateDefinitionError, match=r"a progress bar .* leaves some of them to XLA"):
+    jax.jit(jax.shard_map(loop, **spec, check_vma=False))(1.0)
+
+
 def test_shard_map_over_four_devices_draws_once() -> None:
   printed = output_of(
     """
