@@ -46,9 +46,10 @@ _DONE = jax.ShapeDtypeStruct((), np.int32)
 def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
   """The layer around JAX's lowering of `scan` and `while_loop`."""
   body, run = ("jaxpr", _scan) if "jaxpr" in params else ("body_jaxpr", _while)
-  if not _makes(params[body].jaxpr):
+  split = lowering.is_automatic(context)
+  if not _makes(params[body].jaxpr) or (split and _uses_untold(params[body].jaxpr)):
     return original(context, *operands, **params)
-  none = _Scope(np.zeros(TYPE.shape, TYPE.dtype), split=lowering.is_automatic(context))
+  none = _Scope(np.zeros(TYPE.shape, TYPE.dtype), split=split)
 
   def scoped(*inputs: Any) -> list[Any]:
     return run(params, none, *inputs)[0]
@@ -67,6 +68,19 @@ class _Scope:
 def _makes(jaxpr: Any) -> bool:
   """True if there is a call in it that makes an object, and that `_run` puts into a scope."""
   return HANDLE_EFFECT in jaxpr.effects and any(map(_is_maker, walk.equations(jaxpr, _within)))
+
+
+def _uses_untold(jaxpr: Any) -> bool:
+  """True if an object's use gives nothing, or no elements, that the sweep could wait for.
+
+  XLA's partitioner drops empty operands. The objects of such a loop live as those of no loop.
+  """
+  return any(
+    HANDLE_EFFECT in eqn.effects
+    and isinstance(eqn.params.get("call"), BoundCall)
+    and (not eqn.outvars or 0 in eqn.outvars[0].aval.shape)
+    for eqn in walk.equations(jaxpr, _within)
+  )
 
 
 def _is_maker(eqn: Any) -> bool:
