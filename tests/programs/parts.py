@@ -373,6 +373,8 @@ WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
 def other(scope: Scope, context: Context) -> bool:
   var = a_float(scope)
   makers = DIFFERENTIABLE if context.order else {**DIFFERENTIABLE, **WITHOUT_DERIVATIVE}
+  if context.branch:  # where `vmap` has JAX run all branches, the old tap sends for all lanes
+    makers = {name: make for name, make in makers.items() if name != "id_tap"}
   make = makers[scope.draw(st.sampled_from(list(makers)))]
   scope.add(make(scope, var.type), [var], var.type)
   return True

@@ -179,7 +179,7 @@ def _build(tree: pathlib.Path, made: pathlib.Path) -> None:
 
 
 # -- the search ------------------------------------------------------------------------------------
-# What draws the parts and transformations whose names hold a word.
+# Functions that draw the parts and transformations whose names hold a word.
 DRAWS = {
   "grad": ("grad", "custom"), "remat": ("wrapped",), "vmap": ("vmap",), "map": ("map_",),
   "scan": ("scan",), "stoppable": ("scan",), "bar": ("scan",), "while": ("while_loop",),

@@ -7,6 +7,8 @@ import re
 
 # The words, and why.
 REFUSALS = {
+  "Side-effect HLO must have sharding": "XLA's, of calls without operands over devices",
+  "zero-length scan is not supported in disable_jit": "JAX's own",
   "other processes don't have its function": "a tap's function in an exported program",
   "serialization of host_callbacks": "JAX's callbacks in an exported program",
   "IO effect not supported in vmap-of-cond": "JAX's callbacks in a branch under vmap",
