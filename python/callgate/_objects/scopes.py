@@ -177,7 +177,8 @@ def _run_equation(eqn: Any, inputs: list[Any], scope: _Scope) -> tuple[list[Any]
   if isinstance(call := eqn.params.get("call"), BoundCall):
     if call.gate.traits.handles == "makes":
       place = len(inputs) - 1 - bool(call.numbered)  # then comes the number of the lane
-      inputs[place] = jnp.broadcast_to(scope.words, jnp.shape(inputs[place]))
+      words = jnp.broadcast_to(tracing.unvaried(scope.words), jnp.shape(inputs[place]))
+      inputs[place] = tracing.vary_over(tracing.varying_axes([inputs[place]]), words)  # as it did
     outs = list(eqn.primitive.bind(*inputs, call=dataclasses.replace(call, scoped=True)))
   elif eqn.primitive is jax.lax.scan_p:
     outs, done = _scan(eqn.params, scope, *inputs)
