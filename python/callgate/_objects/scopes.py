@@ -49,7 +49,7 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
   split = lowering.is_automatic(context)
   if not _makes(params[body].jaxpr) or (split and _uses_untold(params[body].jaxpr)):
     return original(context, *operands, **params)
-  none = _Scope(np.zeros(TYPE.shape, TYPE.dtype), split=split)
+  none = _LoopScope(np.zeros(TYPE.shape, TYPE.dtype), split=split)
 
   def scoped(*inputs: Any) -> list[Any]:
     return run(params, none, *inputs)[0]
@@ -58,7 +58,7 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scope:
+class _LoopScope:
   """A loop's scope: its words, and True where XLA splits the program over devices."""
 
   words: Any
@@ -102,7 +102,7 @@ def _within(eqn: Any) -> Sequence[Any]:
 
 # -- loops -----------------------------------------------------------------------------------------
 # Both give the loop's results, and something that is there once the loop has been left.
-def _scan(params: dict[str, Any], parent: _Scope, *operands: Any) -> tuple[list[Any], Any]:
+def _scan(params: dict[str, Any], parent: _LoopScope, *operands: Any) -> tuple[list[Any], Any]:
   consts, first, xs = loops.split_scan(params, operands)
 
   def step(state: Any, x: Any) -> Any:
@@ -119,7 +119,7 @@ def _scan(params: dict[str, Any], parent: _Scope, *operands: Any) -> tuple[list[
   return [*last, *ys], _gates()["leave"](words, [*last, *ys])
 
 
-def _while(params: dict[str, Any], parent: _Scope, *operands: Any) -> tuple[list[Any], Any]:
+def _while(params: dict[str, Any], parent: _LoopScope, *operands: Any) -> tuple[list[Any], Any]:
   cond, body = params["cond_jaxpr"], params["body_jaxpr"]
   cond_consts, consts, carry = loops.split_operands(params, operands)
   predicate = functools.partial(jaxpr_as_fun(cond), *cond_consts)
@@ -140,7 +140,7 @@ def _while(params: dict[str, Any], parent: _Scope, *operands: Any) -> tuple[list
   return last, _gates()["leave"](words, last)
 
 
-def _entered(parent: _Scope) -> Any:
+def _entered(parent: _LoopScope) -> Any:
   entered = _gates()["enter"](parent.words)
   return tracing.vary_over(tracing.manual_axes(), entered)  # as what sweeps give
 
@@ -157,7 +157,7 @@ def _words(values: Sequence[Any]) -> list[Any]:
 
 
 # -- a step ----------------------------------------------------------------------------------------
-def _run(jaxpr: Any, args: Sequence[Any], scope: _Scope) -> tuple[list[Any], list[Any]]:
+def _run(jaxpr: Any, args: Sequence[Any], scope: _LoopScope) -> tuple[list[Any], list[Any]]:
   """A jaxpr's results, where what makes an object is told the scope, and what used objects."""
   used: list[Any] = []
 
@@ -172,7 +172,7 @@ def _run(jaxpr: Any, args: Sequence[Any], scope: _Scope) -> tuple[list[Any], lis
   return walk.interpret(jaxpr, args, rule), used
 
 
-def _run_equation(eqn: Any, inputs: list[Any], scope: _Scope) -> tuple[list[Any], list[Any]]:
+def _run_equation(eqn: Any, inputs: list[Any], scope: _LoopScope) -> tuple[list[Any], list[Any]]:
   """As `_run`, of an equation with calls that make or use objects."""
   if isinstance(call := eqn.params.get("call"), BoundCall):
     if call.gate.traits.handles == "makes":
@@ -198,7 +198,7 @@ def _run_equation(eqn: Any, inputs: list[Any], scope: _Scope) -> tuple[list[Any]
   return outs, outs[:1]
 
 
-def _branch(closed: Any, scope: _Scope, *inputs: Any) -> list[Any]:
+def _branch(closed: Any, scope: _LoopScope, *inputs: Any) -> list[Any]:
   """A branch, which also gives something that is there once its objects are used."""
   outs, used = _run(closed, inputs, scope)
   if used and scope.split:  # on all devices: a barrier is each one's own

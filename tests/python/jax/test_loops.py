@@ -285,6 +285,39 @@ def test_some_programs_take_the_old_checkpoint() -> None:
   assert callable(remat.use_old_for)
 
 
+def test_a_checkpoint_of_constants_keeps_its_effects() -> None:
+  seen = list[float]()
+  note = lambda _: jax.debug.callback(lambda x: seen.append(float(x)), np.float32(2))
+  jax.block_until_ready(jax.jit(lambda x: (jax.checkpoint(note)(x), x)[1])(X))
+  jax.effects_barrier()
+  assert seen == [2]
+  assert callable(remat.keep_effects)
+
+
+def test_tracers_stand_for_values() -> None:
+  seen: list[Any] = []
+
+  def f(x: Any) -> Any:
+    seen.append(tracing.behind(x))
+    return x * x
+
+  value = jnp.float32(3)
+  jax.grad(f)(value)
+  jax.jvp(jax.grad(f), (value,), (value,))
+  assert [x is value for x in seen] == [True, True]
+  lanes = jnp.asarray(X)
+  jax.vmap(f)(lanes)
+  assert seen[-1] is lanes
+  assert tracing.behind(1.0) == 1.0
+
+
+def test_a_jaxpr_runs_on_other_constants() -> None:
+  constant = jnp.asarray(X)
+  closed = jax.make_jaxpr(lambda x: x + constant)(X)
+  (found,) = tracing.eval_jaxpr(closed.jaxpr, [2 * X], X)
+  np.testing.assert_array_equal(found, 3 * X)
+
+
 # -- all of them -----------------------------------------------------------------------------------
 def entries(path: pathlib.Path) -> set[str]:
   """The public names that a module of callgate._jax defines."""
