@@ -60,15 +60,11 @@ def _store_of(function: Any) -> _Store | None:
   return store
 
 
-def cached(
-  most: int, *, calls_alone: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def cached(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
   """Has a maker called once for each function, given as an `Exact`, and further keys.
 
   Args:
     most: of callables that are no functions as many are remembered, the latest ones.
-    calls_alone: True if the made thing keeps programs of calls outside of programs. Such a program
-      holds the function where no collection looks, so there functions count as other callables.
   """
 
   def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,8 +72,6 @@ def cached(
 
     @functools.wraps(make)
     def find(function: exact.Exact, *keys: Any) -> Any:
-      if calls_alone and tracing.in_no_trace():
-        return of_others(function, *keys)
       if (store := _store_of(function.value)) is None:
         return of_others(function, *keys)
       key = make, keys

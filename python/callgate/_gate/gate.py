@@ -12,7 +12,7 @@ from callgate import _part
 from callgate._call import shapes
 from callgate._call.function import ArrayFunction
 from callgate._call.generic import AnyArray, Method, P, R
-from callgate._core import exact, factories, foreign, per_function, registry
+from callgate._core import exact, factories, foreign, registry
 from callgate._core.bound import BoundMethod
 from callgate._core.where import where
 from callgate._gate import classes
@@ -27,6 +27,7 @@ from callgate._gate.options import (
   Thread,
   take_options,
 )
+from callgate._jax import tracing
 
 A = ParamSpec("A")
 B = ParamSpec("B")
@@ -282,8 +283,9 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
 
 
 # Outside compiled code the same call comes again and again: one gate serves, so that JAX's caches
-# find its program.
-@per_function.cached(64, calls_alone=True)
+# find its program. They are the latest ones, and not kept by their functions: which names are free
+# would depend on the collector. Emptied by `jax.clear_caches()`.
+@tracing.clearable_cache(max_size=64)
 def _gate_for(fn: exact.Exact, leaves: Any, tree: exact.Exact, options: exact.Exact) -> Gate:
   return _gate_of_call(fn.value, jax.tree.unflatten(tree.value, leaves), options.value)
 

@@ -16,7 +16,7 @@ import numpy as np
 from callgate import _part
 from callgate._call import shapes
 from callgate._call.function import ArrayFunction
-from callgate._core import callables, exact, per_function, registry
+from callgate._core import callables, exact, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
@@ -155,7 +155,7 @@ def _known(fn: Any, args: Any) -> tuple[Held, ...]:
   )
 
 
-@per_function.cached(64, calls_alone=True)
+@tracing.clearable_cache(max_size=64)
 def _gate_for(
   fn: exact.Exact, leaves: tuple[Any, ...], tree: exact.Exact, chosen: exact.Exact
 ) -> ArrayFunction[..., Any]:

@@ -393,6 +393,7 @@ _THREADS = "this process was forked from one that ran gates on threads of their 
 _OWN = "callgate made it for a purpose of its own"
 _FUNCTION = "other processes don't have its function"
 _OF_TAPS = {"export": _FUNCTION, "fork": _CHANNELS}
+_RECENT = "the last 64 functions of cg.call and cg.use are kept for calls to come"
 DEFINE = "Define it before the program is loaded"  # and a trace alone does
 _OPEN = "an open channel keeps its consumers"
 _NO_RULE = {"grad": "has no derivative. Define one"}
@@ -436,13 +437,13 @@ ROWS: dict[str, Row] = {
       "pickle": "cannot pickle '_queue",
     },
   ),
-  "call": Row(_called, refuses={**_NO_RULE, "export elsewhere": DEFINE}),
+  "call": Row(_called, refuses={**_NO_RULE, "dropped": _RECENT, "export elsewhere": DEFINE}),
   "tap": Row(_tap_kept, adds=0, tells=False, refuses=_OF_TAPS),
   "tap ordered": Row(_tap(ordered=True), adds=0, tells=False, refuses=_OF_TAPS),
   "tap dataflow": Row(_tap(effect="dataflow"), adds=0, tells=False, refuses=_OF_TAPS),
   "check": Row(_check, adds=0, each=False, raises=cg.CheckError),
-  "hold": Row(_held, each=False, refuses=_NO_RULE),
-  "use": Row(_used, refuses=_NO_RULE),
+  "hold": Row(_held, each=False, refuses={**_NO_RULE, "dropped": _RECENT}),
+  "use": Row(_used, refuses={**_NO_RULE, "dropped": _RECENT}),
   "start": Row(_started, refuses={"fork": "was forked from one that ran such calls"}),
   "knob": Row(
     _knob,
@@ -499,6 +500,7 @@ ROWS: dict[str, Row] = {
       "engine scan": "of a loop in a loop save the outer one",
       "pickle": "its thread writes for this process",
       "fork": _CHANNELS,
+      "dropped": _RECENT,
     },
   ),
   "loop with a bar": Row(_with_bar),
