@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import duals
@@ -12,7 +12,7 @@ import numpy as np
 from arithmetic import FUNCTIONS, a_float
 from hypothesis import strategies as st
 from oracle import Lane, Machine, decided, each_lane
-from program import Array, Context, Op, Scope, Step, Values, Writer, drawn
+from program import Array, Context, Op, Part, Scope, Step, Values, Writer, drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +72,8 @@ def tap(scope: Scope, context: Context) -> bool:
   return True
 
 
-class _Same(Op):
+class _Same(Part):
   """A part that gives its operand."""
-
-  def text(self, x: str) -> str:
-    raise NotImplementedError
-
-  def write(self, writer: Writer, step: Step) -> None:
-    x = step.operands[0].name
-    writer.assign(step, x if writer.twin else self.text(x))
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
@@ -94,9 +87,8 @@ class Check(_Same):
   def text(self, x: str) -> str:
     return f"checked({x})"
 
-  def write(self, writer: Writer, step: Step) -> None:
-    writer.above("def checked(x):\n  cg.check(jnp.all(x == x), 'a NaN in {x}', x=x)\n  return x\n")
-    super().write(writer, step)
+  def definitions(self) -> Sequence[str]:
+    return ["def checked(x):\n  cg.check(jnp.all(x == x), 'a NaN in {x}', x=x)\n  return x\n"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +98,8 @@ class Print(_Same):
   def text(self, x: str) -> str:
     return f"printed({x})"
 
-  def write(self, writer: Writer, step: Step) -> None:
-    writer.above("def printed(x):\n  cg.print('x = {}', x)\n  return x\n")
-    super().write(writer, step)
+  def definitions(self) -> Sequence[str]:
+    return ["def printed(x):\n  cg.print('x = {}', x)\n  return x\n"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,17 +111,20 @@ class Breakpoint(_Same):
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob(Op):
+class Knob(Part):
   """Adds a knob, which holds 0.5."""
 
   part = "knob"
   name: str
 
-  def write(self, writer: Writer, step: Step) -> None:
-    x = step.operands[0].name
-    if not writer.twin:
-      writer.above(f"{self.name} = cg.knob(NAMES + '{self.name}', 0.5)")
-    writer.assign(step, f"{x} + 0.5" if writer.twin else f"{x} + {self.name}.read()")
+  def definitions(self) -> Sequence[str]:
+    return [f"{self.name} = cg.knob(NAMES + '{self.name}', 0.5)"]
+
+  def text(self, x: str) -> str:
+    return f"{x} + {self.name}.read()"
+
+  def twin(self, x: str) -> str:
+    return f"{x} + 0.5"
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
@@ -138,21 +132,17 @@ class Knob(Op):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hold(Op):
+class Hold(_Same):
   """Makes an object of the host of its operand; the result is a handle."""
 
   part = "hold"
   name: str
 
-  def write(self, writer: Writer, step: Step) -> None:
-    x = step.operands[0].name
-    if not writer.twin:
-      writer.above(f"{self.name} = cg.hold(lambda x: x.copy())")
-    writer.assign(step, x if writer.twin else f"{self.name}({x})")
+  def definitions(self) -> Sequence[str]:
+    return [f"{self.name} = cg.hold(lambda x: x.copy())"]
 
-  @each_lane
-  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    return [x]
+  def text(self, x: str) -> str:
+    return f"{self.name}({x})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,24 +187,24 @@ def objects(scope: Scope, context: Context) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel(Op):
+class Kernel(Part):
   """Compiled code on each element: x * 0.5 + 0.25."""
 
   part = "kernel"
   language: str
 
-  def write(self, writer: Writer, step: Step) -> None:
-    x = step.operands[0].name
-    if writer.twin:
-      writer.assign(step, f"{x} * 0.5 + 0.25")
-      return
+  def definitions(self) -> Sequence[str]:
     if self.language == "cpp":
       loop = "for (int64_t i = 0; i < x.size(); ++i) y.data()[i] = x.data()[i] * 0.5f + 0.25f;"
       source = f"void half(cg::In<float> x, cg::Out<float> y) {{ {loop} }}"
-      writer.above(f"kernel_cpp = cg.cpp('{source}', out=lambda x: x)")
-    else:
-      writer.above("kernel_elementwise = cg.elementwise('T x', 'T y', 'y = x * T(0.5) + T(0.25)')")
-    writer.assign(step, f"kernel_{self.language}({x})")
+      return [f"kernel_cpp = cg.cpp('{source}', out=lambda x: x)"]
+    return ["kernel_elementwise = cg.elementwise('T x', 'T y', 'y = x * T(0.5) + T(0.25)')"]
+
+  def text(self, x: str) -> str:
+    return f"kernel_{self.language}({x})"
+
+  def twin(self, x: str) -> str:
+    return f"{x} * 0.5 + 0.25"
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
@@ -228,29 +218,28 @@ class Feed(_Same):
   part = "feed"
   name: str
 
-  def write(self, writer: Writer, step: Step) -> None:
-    if not writer.twin:
-      writer.above(f"{self.name} = cg.feed(np.float32(0) for _ in itertools.count())")
-    super().write(writer, step)
+  def definitions(self) -> Sequence[str]:
+    return [f"{self.name} = cg.feed(np.float32(0) for _ in itertools.count())"]
 
   def text(self, x: str) -> str:
     return f"{x} + {self.name}.next()"
 
 
 @dataclasses.dataclass(frozen=True)
-class Root(Op):
+class Root(Part):
   """The root of x - (theta * 0.5 + 0.25), found by a function of the host."""
 
   part = "root"
 
-  def write(self, writer: Writer, step: Step) -> None:
-    theta = step.operands[0].name
-    if writer.twin:
-      writer.assign(step, f"{theta} * 0.5 + 0.25")
-      return
+  def definitions(self) -> Sequence[str]:
     solver = "lambda theta, x0: np.asarray(theta * 0.5 + 0.25, theta.dtype)"
-    writer.above(f"root = cg.root(lambda x, theta: x - (theta * 0.5 + 0.25), solver={solver})")
-    writer.assign(step, f"root({theta}, {theta})")
+    return [f"root = cg.root(lambda x, theta: x - (theta * 0.5 + 0.25), solver={solver})"]
+
+  def text(self, x: str) -> str:
+    return f"root({x}, {x})"
+
+  def twin(self, x: str) -> str:
+    return f"{x} * 0.5 + 0.25"
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
@@ -258,28 +247,27 @@ class Root(Op):
 
 
 @dataclasses.dataclass(frozen=True)
-class BufferCallback(Op):
+class BufferCallback(Part):
   """`buffer_callback` of the old interface, with an effect: -x."""
 
   part = "buffer_callback"
   name: str
   type: Array
 
-  def write(self, writer: Writer, step: Step) -> None:
-    x = step.operands[0].name
-    if writer.twin:
-      writer.assign(step, f"-{x}")
-      return
-    writer.above("from callgate.compat import buffer_callback")
-    writer.above(
+  def definitions(self) -> Sequence[str]:
+    return [
+      "from callgate.compat import buffer_callback",
       f"def {self.name}_host(context, out, x):\n  x = np.asarray(x)\n"
-      f"  note('{self.name}', {self.type.shape}, x)\n  np.asarray(out)[...] = -x\n"
-    )
+      f"  note('{self.name}', {self.type.shape}, x)\n  np.asarray(out)[...] = -x\n",
+    ]
+
+  def twin(self, x: str) -> str:
+    return f"-{x}"
+
+  def text(self, x: str) -> str:
     shape = f"jax.ShapeDtypeStruct({self.type.shape}, 'float32')"
     options = "has_side_effect=True, vmap_method='sequential'"
-    writer.assign(
-      step, f"buffer_callback.buffer_callback({self.name}_host, {shape}, {options})({x})"
-    )
+    return f"buffer_callback.buffer_callback({self.name}_host, {shape}, {options})({x})"
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
@@ -295,13 +283,11 @@ class IdTap(_Same):
   name: str
   type: Array
 
-  def write(self, writer: Writer, step: Step) -> None:
-    if not writer.twin:
-      writer.above("from callgate.compat import host_callback_2023")
-      writer.above(
-        f"def {self.name}(value, transforms):\n  note('{self.name}', {self.type.shape}, value)\n"
-      )
-    super().write(writer, step)
+  def definitions(self) -> Sequence[str]:
+    return [
+      "from callgate.compat import host_callback_2023",
+      f"def {self.name}(value, transforms):\n  note('{self.name}', {self.type.shape}, value)\n",
+    ]
 
   def text(self, x: str) -> str:
     return f"host_callback_2023.id_tap({self.name}, {x})"
@@ -320,13 +306,12 @@ class Stop(_Same):
   name: str
   type: Array
 
-  def write(self, writer: Writer, step: Step) -> None:
-    writer.above(
+  def definitions(self) -> Sequence[str]:
+    return [
       f"def {self.name}_host(x):\n  note('{self.name}', {self.type.shape}, x)\n  cg.stop()\n"
       f"  return x\n{self.name} = cg.gate({self.name}_host, out=lambda x: x, effect='io',"
       f" name=NAMES + '{self.name}')"
-    )
-    super().write(writer, step)
+    ]
 
   def text(self, x: str) -> str:
     return f"{self.name}({x})"

@@ -128,6 +128,27 @@ class Pure(Op):
     return [[self.value(*values)] for values in operands]
 
 
+class Part(Op):
+  """A use of callgate on one operand: definitions above the program, and a call in it."""
+
+  def definitions(self) -> Sequence[str]:
+    return ()
+
+  def text(self, x: str) -> str:
+    raise NotImplementedError
+
+  def twin(self, x: str) -> str:
+    """The same without callgate."""
+    return x
+
+  def write(self, writer: Writer, step: Step) -> None:
+    x = step.operands[0].name
+    if not writer.twin:
+      for definition in self.definitions():
+        writer.above(definition)
+    writer.assign(step, self.twin(x) if writer.twin else self.text(x))
+
+
 class Writer:
   """Writes a program as Python. As a twin it leaves callgate out: its parts are JAX's functions."""
 
