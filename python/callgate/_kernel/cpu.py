@@ -31,9 +31,9 @@ class CpuKernel(KernelCallee):
   def __init__(
     self, name: str, signature: Iterable[Parameter] | None, options: KernelOptions
   ) -> None:
+    self._variants: dict[str, Variant] = {}  # before other threads know the kernel by its name
     super().__init__(name, signature, options)
     self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
-    self._variants: dict[str, Variant] = {}
 
   def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
     """The key of the variant for arrays, or types of them, and static values of a call.

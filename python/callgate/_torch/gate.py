@@ -43,11 +43,11 @@ class TorchCallee(GateCallee):
   def __init__(
     self, root: TorchCallee | None, path: Path, call: Callable[..., Any], options: GateOptions
   ) -> None:
+    self._parts: dict[Path, TorchCallee] = {}  # before other threads know the gate by its name
     super().__init__(call, options)
     self.root: TorchCallee = root if root is not None else self
     self.part_of = root
     self.path, self._options = path, options
-    self._parts: dict[Path, TorchCallee] = {}
     self._batchings: dict[Any, bool] = {}  # whether lanes are taken at once
 
   # The root's knowledge of its function.

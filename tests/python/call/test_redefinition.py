@@ -97,6 +97,26 @@ def test_a_cell_that_runs_again_redefines_what_it_made(kind: str) -> None:
       np.testing.assert_allclose(grad, [factor] * 3, rtol=1e-2)
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_a_cell_makes_is_renamed_as_soon_as_its_name_is_known(
+  kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  if kind == "torch":
+    pytest.importorskip(kind, reason=f"{kind} is not installed")
+
+  def register(name: str, gate: Any) -> None:
+    registered(name, gate)
+    if name == "again":  # as another thread's cell does
+      registry.rename(gate, f"{kind} known early")
+
+  registered = registry.register
+  monkeypatch.setattr(registry, "register", register)
+  notebook = Notebook()
+  notebook.run(MAKERS[kind], factor=2)
+  assert notebook.f.name == f"{kind} known early"
+  assert (jax.jit(notebook.f)(X) == 2 * X).all()
+
+
 SOLVERS = {
   "linear solver": """
     f = cg.linear_solver(
