@@ -19,14 +19,14 @@ def main() -> int:
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--jobs", type=int, default=2, help="processes that run programs")
   parser.add_argument("--save", default="", help="a folder for what is found, as files that run")
-  parser.add_argument("--table", default="", help="a file for the counts, as JSON")
+  parser.add_argument("--counts", default="", help="a file to which it adds its counts")
   parser.add_argument(
     "--only", default="", help="of parts and transformations those that it matches: 'forms'"
   )
   options = parser.parse_args()
   begin = time.monotonic()
   found = search.search(
-    options.seconds, options.seed, options.jobs, options.save, options.table, options.only
+    options.seconds, options.seed, options.jobs, options.save, options.counts, options.only
   )
   print(f"{found.programs} programs in {time.monotonic() - begin:.0f} s, seed {options.seed}:")
   print(

@@ -3,27 +3,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from program import DRAWN, Array, Body, Context, Program, Scope, Var
+from program import DRAWN, Array, Body, Context, Draws, Program, Scope, Var
 
 DEEPEST = 3
 SHAPES = [(), (2,), (3,), (1,), (2, 2), (4,), (0,), (1, 2, 1), (3, 0), (2, 1, 3)]
 
 
 def grow(scope: Scope, context: Context) -> None:
-  """Adds steps to a scope: a few, fewer the deeper it is."""
+  """Adds steps to a scope: a few, fewer the deeper it is, and the next of what is to be nested."""
   most = (4, 3, 2, 2)[min(context.depth, DEEPEST)]
-  for _ in range(scope.draw(st.integers(1, most))):
+  if context.nested:
+    most = 2 if context.depth < DEEPEST else 1
+  plain = dataclasses.replace(context, nested=())
+  for _ in range(scope.draw(st.integers(0 if context.nested else 1, most))):
     kinds = ["part", "transformation", "arithmetic"]
-    if context.depth >= DEEPEST:
+    if context.depth >= DEEPEST or context.nested:
       kinds.remove("transformation")
     kind = scope.draw(st.sampled_from(kinds))
     draws = scope.draw(st.sampled_from(DRAWN[kind]))
-    draws(scope, context)
+    draws(scope, plain)
+  if context.nested:
+    draws, *rest = context.nested
+    draws(scope, dataclasses.replace(context, nested=tuple(rest)))
+
+
+def _nested(draw: Any) -> tuple[Draws, ...]:
+  """Transformations and a part within them, each pair as likely as another."""
+  draws = list(dict.fromkeys(DRAWN["transformation"]))
+  around = draw(st.lists(st.sampled_from(draws), min_size=1, max_size=3))
+  return *around, draw(st.sampled_from(list(dict.fromkeys(DRAWN["part"]))))
 
 
 def body_of(scope: Scope, parameters: Sequence[Var], context: Context, refs: bool = False) -> Body:
@@ -41,7 +55,7 @@ def programs(draw: Any) -> Program:
   number = draw(st.integers(1, 2))
   parameters = [scope.new(Array(draw(st.sampled_from(SHAPES)), "float32")) for _ in range(number)]
   scope.vars += parameters
-  grow(scope, Context())
+  grow(scope, Context(nested=_nested(draw) if draw(st.integers(0, 3)) else ()))
   made = [var for step in scope.steps for var in step.results if var in scope.vars]
   results = made[-3:] or parameters
   seed = draw(st.integers(0, 3))

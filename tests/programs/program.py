@@ -67,10 +67,15 @@ class Body:
 
   def ops(self) -> Iterator[Op]:
     """All operations, those of the bodies in it included."""
+    return (op for op, _ in self.ops_within())
+
+  def ops_within(self, around: tuple[str, ...] = ()) -> Iterator[tuple[Op, tuple[str, ...]]]:
+    """All operations, each with the transformations around it."""
     for step in self.steps:
-      yield step.op
+      yield step.op, around
+      within = (*around, step.op.transformation) if step.op.transformation else around
       for body in step.op.bodies():
-        yield from body.ops()
+        yield from body.ops_within(within)
 
   def variables(self) -> Iterator[Var]:
     """All variables, those of the bodies in it included."""
@@ -214,6 +219,7 @@ class Context:
     devices: True in a `shard_map`.
     axes: names that collectives may be over.
     sizes: of these axes.
+    nested: what the body has to have as its last step, and in its body, and so on.
   """
 
   depth: int = 0
@@ -225,6 +231,7 @@ class Context:
   devices: bool = False
   axes: tuple[str, ...] = ()
   sizes: tuple[int, ...] = ()
+  nested: tuple[Draws, ...] = ()
 
   def into(self, **changes: Any) -> Context:
     return dataclasses.replace(self, depth=self.depth + 1, **changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import json
+import importlib.metadata
 import multiprocessing
 import os
 import pathlib
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import arithmetic  # noqa: F401  (each of these registers what draws its operations)
@@ -24,6 +24,7 @@ import bodies  # noqa: F401
 import calls
 import collectives  # noqa: F401
 import control_flow
+import counts
 import derivatives  # noqa: F401
 import forms
 import judge
@@ -34,6 +35,7 @@ import parts
 import references  # noqa: F401
 import refusals
 import solved  # noqa: F401
+from counts import Counts
 from grow import programs
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
@@ -58,6 +60,7 @@ PROGRAMS_A_CHILD = 150
 OF_ARMED = ("AssertionError", "Planned", "KeyboardInterrupt")  # which a twin may raise otherwise
 LOOKED_THROUGH = 8  # of so many programs one is looked through for what it keeps
 RARELY = 32  # of so many programs one runs in a process of its own
+JAX = importlib.metadata.version("jax")
 HERE = pathlib.Path(__file__).parent
 
 
@@ -80,17 +83,14 @@ class Found:
   refused: int = 0
   ambiguous: int = 0
   findings: list[Finding] = dataclasses.field(default_factory=list)
-  cells: dict[str, int] = dataclasses.field(default_factory=dict)
-  refusals: dict[str, int] = dataclasses.field(default_factory=dict)
+  counts: Counts = dataclasses.field(default_factory=Counts)
 
   def add(self, other: Found) -> None:
     self.programs += other.programs
     self.refused += other.refused
     self.ambiguous += other.ambiguous
     self.findings += other.findings
-    for mine, others in ((self.cells, other.cells), (self.refusals, other.refusals)):
-      for key, count in others.items():
-        mine[key] = mine.get(key, 0) + count
+    self.counts.add(other.counts)
 
 
 class Child:
@@ -162,6 +162,12 @@ class Case:
     """The names of all parts and transformations in it, and of its way."""
     names = {name for op in self.program.body.ops() for name in (op.part, op.transformation)}
     return frozenset(names - {""} | {f"way: {self.way}"})
+
+  def pairs(self) -> Iterator[tuple[str, str]]:
+    """Its parts, each with the transformations around it and the way."""
+    for op, around in self.program.body.ops_within():
+      if op.part:
+        yield from ((op.part, name) for name in (f"way: {self.way}", *around))
 
   def source(self, twin: bool, ran: int = 0) -> str:
     writer = Writer(twin)
@@ -250,7 +256,7 @@ class Explorer:
 
     @seed(number)
     @settings(
-      max_examples=400,
+      max_examples=8,
       database=None,
       deadline=None,
       phases=[Phase.generate, *([] if self._to_first else [Phase.shrink])],
@@ -312,11 +318,6 @@ class Explorer:
     answer = self._child.run(source, keeps)
     self.found.programs += 1
     ops = case.ops()
-    for a in ops:
-      for b in ops:
-        if a < b:
-          key = f"{a} | {b}"
-          self.found.cells[key] = self.found.cells.get(key, 0) + 1
     wrong = lambda kind, said: Finding(kind, said, ops, source)
     if "raised" in answer:
       if answer["raised"] in ("died", "hangs"):
@@ -324,7 +325,7 @@ class Explorer:
       said = f"{answer['raised']}: {answer['message']}"
       if words := refusals.known(said):
         self.found.refused += 1
-        self.found.refusals[words] = self.found.refusals.get(words, 0) + 1
+        self.found.counts.add_refused(words, ops)
         return None
       twin = self._child.run(case.source(twin=True))
       own = case.armed != "" and answer["raised"] in OF_ARMED
@@ -349,6 +350,7 @@ class Explorer:
       return wrong("kept", f"{answer['kept']} are alive after their program")
     if answer["threads"] > 8:
       return wrong("threads", f"{answer['threads']} more than before")
+    self.found.counts.add_right(JAX, case.pairs(), devices or case.way in OVER_DEVICES)
     return None
 
 
@@ -368,7 +370,7 @@ def _ordered(program: Program) -> list[set[str]]:
 
 
 def search(
-  seconds: float, first: int, jobs: int, save: str = "", table: str = "", only: str = ""
+  seconds: float, first: int, jobs: int, save: str = "", counts_file: str = "", only: str = ""
 ) -> Found:
   """Explores in several processes; saves what is found."""
   found = Found()
@@ -386,10 +388,10 @@ def search(
     for i, finding in enumerate(found.findings):
       said = "".join(f"# {line}\n" for line in finding.said.splitlines())
       (folder / f"{first}_{i}_{finding.kind}.py").write_text(said + finding.source)
-  if table:
-    pathlib.Path(table).write_text(
-      json.dumps({"cells": found.cells, "refusals": found.refusals}, indent=1, sort_keys=True)
-    )
+  if counts_file:
+    whole = counts.read(pathlib.Path(counts_file))
+    whole.add(found.counts)
+    whole.write(pathlib.Path(counts_file))
   return found
 
 
