@@ -92,7 +92,7 @@ def table_of(notes: Iterable[str], reports: Iterable[Path]) -> Table:
   tests: list[tuple[str, float]] = []
   for report in sorted(reports):
     for name, seconds in tests_of(report):
-      folder = folders[f"{report.stem}: {name.rpartition('::')[0].rpartition('/')[0]}"]
+      folder = folders[f"{report.stem}: {name.partition('::')[0].rpartition('/')[0]}"]
       folder[0] += 1
       folder[1] += seconds
       tests.append((f"{report.stem}: {name}", seconds))

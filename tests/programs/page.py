@@ -109,7 +109,7 @@ def table(counts: Counts) -> dict[str, list[tuple[int, int]]]:
 
 def row_of(part: str) -> str:
   """The row that counts a part; each has one."""
-  plain = re.sub(r" (io|ordered)\b", "", part) if not part.startswith("tap") else part
+  plain = part if part.startswith("tap") else re.sub(r" (io|ordered)\b", "", part)
   rows = [row for row, pattern in ROWS.items() if re.fullmatch(pattern, plain)]
   return rows[-1] if rows else "`gate`, other options"
 

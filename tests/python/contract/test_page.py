@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page "What works with what" is the contract's table. `CONTRACT_WRITE=1` writes it."""
+"""The page "What works with what": the contract's table and the counts of random programs.
+
+`CONTRACT_WRITE=1` writes it.
+"""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import re
+import sys
 
 import contract
 from contract import ROWS, Row
 
 import callgate as cg
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "programs"))
+
+import counts
+import page
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "what_works.md"
 # A column, and the questions whose refusals it tells.
@@ -58,10 +67,10 @@ def _page() -> str:
   for name, row in ROWS.items():
     cells = (_cell(row, questions) for questions in COLUMNS.values())
     lines.append(f"| {name} | {' | '.join(cells)} |")
-  return HEAD + "\n".join(lines) + "\n"
+  return HEAD + "\n".join(lines) + "\n" + page.section(counts.read(counts.FILE))
 
 
-def test_the_page_is_the_table() -> None:
+def test_the_page_is_the_tables() -> None:
   if os.environ.get("CONTRACT_WRITE"):
     PAGE.write_text(_page(), "utf-8")
   assert PAGE.read_text("utf-8") == _page()

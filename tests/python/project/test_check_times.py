@@ -71,14 +71,18 @@ def test_a_table_adds_up_steps_and_folders_and_two_are_compared(tmp_path: pathli
     notes = root / "build" / "check-times.jsonl"
     row = {"name": "make test", "clock": 40, "user": step, "system": 3.0, "status": 0}
     notes.write_text(json.dumps({"kind": "step", **row}) + "\n")
-    found = {"gate.test_a.test_x": slow, "gate.test_a.test_y": 1.0, "kernel.c.test_b.test_z": 0.5}
+    found = {
+      "gate.test_a.test_x": slow,
+      "gate.test_a.test_y[a/b::c]": 1.0,
+      "kernel.c.test_b.test_z": 0.5,
+    }
     report(root / "build" / "python-tests.xml", found)
     written = root / "table.json"
     text = tool("table", "--write", str(written), notes=notes, program=copy).stdout
     assert f"{step + 3:.1f}  the whole check" in text
     assert f"{slow + 1:.1f}      2  python-tests: gate" in text
     assert "0.5      1  python-tests: kernel/c" in text
-    assert text.index("gate/test_a::test_x") < text.index("gate/test_a::test_y")
+    assert text.index("gate/test_a::test_x") < text.index("gate/test_a::test_y[a/b::c]")
     tables.append(str(written))
   compared = tool("compare", *tables, notes=None).stdout.splitlines()
   assert [line.split() for line in compared if "the whole check" in line] == [

@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "programs"))
 
+import counts
 import duals
 import judge
+import page
 import planted
+from counts import Counts, Refusal
 from oracle import Event, Lane, Machine
 from program import Array, Body, Program, Step, Var
 
@@ -104,3 +107,27 @@ def test_programs_concern_planted_faults_by_their_parts() -> None:
   assert fault.concerns(case("vmap", "switch", "gate io"))
   assert not fault.concerns(case("vmap", "gate io"))
   assert planted.Fault("all", "", "", (), is_cpp=False).concerns(case("way: jit"))
+
+
+def test_counts_of_two_searches_add_up_and_are_read_as_they_were_written(
+  tmp_path: pathlib.Path,
+) -> None:
+  whole, other = Counts(), Counts()
+  whole.add_right("0.10.2", [("gate io", "vmap"), ("gate io", "vmap")], over_devices=False)
+  whole.add_refused("no derivative", {"hold", "grad"})
+  other.add_right("0.12.0", [("gate io", "vmap"), ("tap", "scan")], over_devices=True)
+  other.add_refused("no derivative", {"use", "grad"})
+  whole.write(tmp_path / "counts.json")
+  read = counts.read(tmp_path / "counts.json")
+  read.add(other)
+  assert read.programs == {"0.10.2": 1, "0.12.0": 1}
+  assert read.cells == {"gate io": {"vmap": (1, 1)}, "tap": {"scan": (0, 1)}}
+  assert read.refusals == {"no derivative": Refusal(2, {"grad"})}
+
+
+def test_the_page_has_what_is_inside_of_what() -> None:
+  one = Counts()
+  one.add_right("0.10.2", [("gate io", "vmap"), ("gate io", "way: sharded")], over_devices=True)
+  text = page.section(one)
+  row = next(line for line in text.splitlines() if line.startswith("| `gate` |"))
+  assert row.count("0 + 1") == 2
