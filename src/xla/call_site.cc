@@ -60,6 +60,7 @@ std::shared_ptr<CallSite> make_call_site(const XLA_FFI_Attrs& attributes) {
   made->reads_context = made->callee->reads_context();
   made->shards = Shards(std::string(held.text("shards")));
   made->numbered = held.flag("numbered");
+  made->marked = held.flag("marked");
   SiteSpec spec{std::string(held.text("spec")),      std::string(held.text("site")),
                 Lanes::of(held.dictionary("batch")), Mesh::of(held.dictionary("mesh")),
                 std::string(held.text("layout")),    std::move(held)};

@@ -93,6 +93,7 @@ struct CallSite {
   bool poison_on_error = false;  // see settled() in ffi.h
   bool reads_context = true;
   bool numbered = false;  // its calls have the number of their lane
+  bool marked = false;    // the last result is nobody's: what takes it comes after the call
   Shards shards;
   mutable std::atomic<std::int64_t> first_run{-1};
 

@@ -32,6 +32,7 @@ CudaCall::CudaCall(CudaSite& of, const XLA_FFI_CallFrame& frame)
       context(decode_context(frame)) {
   context.device = static_cast<std::int32_t>(device.id());
   context.stream = stream;
+  if (of.call_site->marked) decoded.drop_last_result();
 }
 
 ArrayView CudaCall::take_lane_operand(const CudaSite& of, DecodedCall& call) {

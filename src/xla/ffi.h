@@ -98,6 +98,7 @@ class DecodedCall : Immovable {
   std::span<const ArrayView> operands() const noexcept { return operands_.views(); }
   std::span<ArrayView> results() noexcept { return results_.views(); }
   void drop_last_operand() noexcept { --operands_.count; }
+  void drop_last_result() noexcept { --results_.count; }
 
  private:
   struct Views {

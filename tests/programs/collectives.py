@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,12 @@ from oracle import Lane, Machine
 from program import Context, Op, Scope, Step, Values, Writer, drawn
 
 
+def _sum(rows: list[Any]) -> list[Any]:
+  return [functools.reduce(duals.add, rows)] * len(rows)
+
+
 def _mean(rows: list[Any]) -> list[Any]:
-  total = rows[0]
-  for row in rows[1:]:
-    total = duals.add(total, row)
-  return [duals.scaled(total, 1.0 / len(rows))] * len(rows)
+  return [duals.scaled(total, 1.0 / len(rows)) for total in _sum(rows)]
 
 
 def _largest(rows: list[Any]) -> list[Any]:
@@ -41,6 +43,7 @@ def _numbered(rows: list[Any]) -> list[Any]:
 
 # The text on `x` along `axis`, and what the lanes of the axis give of their values.
 COLLECTIVES: dict[str, tuple[str, Callable[[list[Any]], list[Any]]]] = {
+  "psum": ("jax.lax.psum({x}, '{axis}')", _sum),
   "pmean": ("jax.lax.pmean({x}, '{axis}')", _mean),
   "pmax": ("jax.lax.pmax(jax.lax.stop_gradient({x}), '{axis}')", _largest),
   "all_gather": ("jax.lax.all_gather({x}, '{axis}')", _gathered),
@@ -83,6 +86,7 @@ class Collective(Op):
     return results
 
 
+@drawn("collective")
 @drawn("transformation")
 def collective(scope: Scope, context: Context) -> bool:
   if not context.axes or context.branch or context.order:

@@ -21,16 +21,22 @@ def grow(scope: Scope, context: Context) -> None:
   if context.nested:
     most = 2 if context.depth < DEEPEST else 1
   plain = dataclasses.replace(context, nested=())
+  named = bool(context.axes) and not context.branch and not context.order
   for _ in range(scope.draw(st.integers(0 if context.nested else 1, most))):
     kinds = ["part", "transformation", "arithmetic"]
     if context.depth >= DEEPEST or context.nested:
       kinds.remove("transformation")
+    if named:
+      kinds.append("collective")
     kind = scope.draw(st.sampled_from(kinds))
     draws = scope.draw(st.sampled_from(DRAWN[kind]))
     draws(scope, plain)
-  if context.nested:
-    draws, *rest = context.nested
-    draws(scope, dataclasses.replace(context, nested=tuple(rest)))
+  nested = list(context.nested)
+  while nested:  # those that come after one without a body, or after one that can't be here
+    draws, before = nested.pop(0), len(scope.steps)
+    draws(scope, dataclasses.replace(context, nested=tuple(nested)))
+    if any(step.op.bodies() for step in scope.steps[before:]):
+      return
 
 
 def _nested(draw: Any) -> tuple[Draws, ...]:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vmap`, `shard_map`, and the collectives in them."""
+"""`vmap` and `shard_map`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
 from typing import Any
 
 import duals
@@ -21,7 +24,7 @@ from bodies import (
 from grow import body_of, grow
 from hypothesis import strategies as st
 from oracle import Lane, Machine
-from program import Body, Context, Op, Scope, Step, Values, Writer, drawn, tuple_text
+from program import Array, Body, Context, Scope, Step, Values, Writer, drawn, tuple_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,71 +102,48 @@ def vmap(scope: Scope, context: Context) -> bool:
   return True
 
 
-@dataclasses.dataclass(frozen=True)
-class Psum(Op):
-  """A sum over the lanes of a named axis."""
-
-  transformation = "psum"
-  axis: str
-
-  def write(self, writer: Writer, step: Step) -> None:
-    writer.assign(step, f"jax.lax.psum({step.operands[0].name}, '{self.axis}')")
-
-  def run(
-    self, machine: Machine, lanes: list[Lane], envs: Envs, operands: list[Values]
-  ) -> list[Values]:
-    groups: dict[Any, list[int]] = {}
-    for k, lane in enumerate(lanes):
-      key = tuple(one for one in lane.path if one[0] not in (self.axis, f"lane {self.axis}"))
-      groups.setdefault(key, []).append(k)
-    results: list[Values] = [[] for _ in lanes]
-    for members in groups.values():
-      total = operands[members[0]][0]
-      for k in members[1:]:
-        total = duals.add(total, operands[k][0])
-      for k in members:
-        results[k] = [total]
-    return results
-
-
-@drawn("transformation")
-def psum(scope: Scope, context: Context) -> bool:
-  if not context.axes or context.branch or context.order:
-    return False
-  var = a_float(scope)
-  scope.add(Psum(scope.draw(st.sampled_from(context.axes))), [var], var.type)
-  return True
+# Axes of a mesh of four devices; an operand's `spec` names them for each of its own axes.
+MESHES = ({"d": 4}, {"d": 2, "e": 2})
+Spec = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardMap(WithBody):
-  """`shard_map` over four devices: operands are split along their first axis, or on each device.
+  """`shard_map` over four devices. The parts of results are along their first axis.
 
   Attributes:
-    split: for each operand, True where each device gets a part.
+    mesh: the number of `MESHES`.
+    specs: for each operand, the axes of the mesh along which each of its axes is split.
   """
 
   transformation = "shard_map"
-  split: tuple[bool, ...]
-  axis: str
+  mesh: int
+  specs: tuple[Spec, ...]
 
   def write(self, writer: Writer, step: Step) -> None:
-    writer.above("mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ('d',))")
+    axes = MESHES[self.mesh]
+    devices = f"np.array(jax.devices()[:4]).reshape({tuple(axes.values())})"
+    writer.above(f"mesh{self.mesh} = jax.sharding.Mesh({devices}, {tuple(axes)})")
     writer.above("P = jax.sharding.PartitionSpec")
     function = writer.function(self.name, self.body)
-    specs = tuple_text("P('d')" if split else "P()" for split in self.split)
-    out = tuple_text("P('d')" for _ in step.results)
-    how = f"jax.shard_map({function}, mesh=mesh, in_specs={specs}, out_specs={out})"
+    specs = tuple_text(f"P{tuple(one or None for one in spec)}" for spec in self.specs)
+    out = tuple_text(f"P({tuple(axes)})" for _ in step.results)
+    how = f"jax.shard_map({function}, mesh=mesh{self.mesh}, in_specs={specs}, out_specs={out})"
     writer.assign_all(step, f"{how}({names_text(step.operands)})")
 
   def run(
     self, machine: Machine, lanes: list[Lane], envs: Envs, operands: list[Values]
   ) -> list[Values]:
-    at = [lane.into(self.axis, i) for lane in lanes for i in range(4)]
+    axes = MESHES[self.mesh]
+    places = [
+      dict(zip(axes, at, strict=True))
+      for at in itertools.product(*(range(size) for size in axes.values()))
+    ]
+    at = [functools.reduce(_into, place.items(), lane) for lane in lanes for place in places]
     inputs = [
-      [_part(x, i) if split else x for x, split in zip(values, self.split, strict=True)]
+      [_part(x, spec, axes, place) for x, spec in zip(values, self.specs, strict=True)]
       for values in operands
-      for i in range(4)
+      for place in places
     ]
     found = machine.run(self.body, at, [env for env in envs for _ in range(4)], inputs)
     return [
@@ -175,8 +155,39 @@ class ShardMap(WithBody):
     ]
 
 
-def _part(x: Any, index: int) -> Any:
-  return duals.linear(lambda a: np.split(a, 4)[index], x)
+def _into(lane: Lane, place: tuple[str, int]) -> Lane:
+  return lane.into(*place)
+
+
+def _part(x: Any, spec: Spec, axes: dict[str, int], place: dict[str, int]) -> Any:
+  """A device's part of an operand."""
+  for axis, names in enumerate(spec):
+    index, number = 0, 1
+    for name in names:
+      index, number = index * axes[name] + place[name], number * axes[name]
+    x = duals.linear(lambda a, i=index, n=number, axis=axis: np.split(a, n, axis)[i], x)
+  return x
+
+
+def _specs(type_: Array, axes: dict[str, int]) -> list[Spec]:
+  """The ways to split an array over the devices, the one over none first."""
+  names = list(axes)
+  ways: list[Spec] = [(), (tuple(names),), *(((name,),) for name in names)]
+  ways += [((a,), (b,)) for a, b in itertools.permutations(names, 2)]
+  return [spec for spec in dict.fromkeys(ways) if _shape(type_, spec, axes)]
+
+
+def _shape(type_: Array, spec: Spec, axes: dict[str, int]) -> Array | None:
+  """The type of a device's part; None where it can't be split so."""
+  shape = list(type_.shape)
+  if len(spec) > len(shape):
+    return None
+  for axis, names in enumerate(spec):
+    number = math.prod(axes[name] for name in names)
+    if shape[axis] % number:
+      return None
+    shape[axis] //= number
+  return type_.with_shape(*shape)
 
 
 @drawn("transformation")
@@ -185,26 +196,25 @@ def shard_map(scope: Scope, context: Context) -> bool:
     return False
   if any(0 in var.type.shape for var in scope.vars):
     return False  # XLA's partitioner drops calls with empty arrays, JAX's callbacks too
-  whole = [var for var in scope.vars if var.type.shape and var.type.shape[0] == 4]
+  mesh = scope.draw(st.integers(0, len(MESHES) - 1))
+  axes = MESHES[mesh]
+  whole = [var for var in scope.vars if len(_specs(var.type, axes)) > 1]
   if not whole:
     var = a_float(scope)
     whole = list(scope.add(Ramp(4, 0), [var], var.type.with_shape(4, *var.type.shape)))
   operands = [scope.pick(whole)]
+  specs = [scope.draw(st.sampled_from(_specs(operands[0].type, axes)[1:]))]
   if scope.draw(st.booleans()):
     operands.append(scope.pick())
-  split = (True, *(False for _ in operands[1:]))
-  parameters = [
-    scope.new(
-      var.type.with_shape(var.type.shape[0] // 4, *var.type.shape[1:]) if apart else var.type
-    )
-    for var, apart in zip(operands, split, strict=True)
-  ]
-  axes, sizes = (("d",), (4,)) if not context.order else ((), ())
+    specs.append(scope.draw(st.sampled_from(_specs(operands[1].type, axes))))
+  parts = [_shape(var.type, spec, axes) for var, spec in zip(operands, specs, strict=True)]
+  parameters = [scope.new(part) for part in parts if part is not None]
+  names, sizes = (tuple(axes), tuple(axes.values())) if not context.order else ((), ())
   inside = scope.inner(parameters, closes=False)
-  grow(inside, context.into(devices=True, axes=axes, sizes=sizes))
+  grow(inside, context.into(devices=True, axes=names, sizes=sizes))
   results = [var for var in inside.vars if var.type.shape][-1:]
   body = Body(tuple(parameters), tuple(inside.steps), tuple(results))
-  op = ShardMap(scope.name("f"), body, split, "d")
+  op = ShardMap(scope.name("f"), body, mesh, tuple(specs))
   shape = results[0].type.shape
   scope.add(op, operands, results[0].type.with_shape(4 * shape[0], *shape[1:]))
   return True

@@ -70,10 +70,17 @@ class Body:
     return (op for op, _ in self.ops_within())
 
   def ops_within(self, around: tuple[str, ...] = ()) -> Iterator[tuple[Op, tuple[str, ...]]]:
-    """All operations, each with the transformations around it."""
+    """All operations, each with the transformations around it.
+
+    Collectives and references, which have no body, are around what is beside them.
+    """
+    named = [step.op for step in self.steps if step.op.transformation]
+    beside = tuple(dict.fromkeys(op.transformation for op in named if not op.bodies()))
     for step in self.steps:
-      yield step.op, around
-      within = (*around, step.op.transformation) if step.op.transformation else around
+      within = (*around, *beside)
+      yield step.op, within
+      if step.op.transformation:
+        within = (*within, step.op.transformation)
       for body in step.op.bodies():
         yield from body.ops_within(within)
 
@@ -297,7 +304,9 @@ class Scope:
 
 
 Draws = Callable[[Scope, Context], bool]  # adds steps; False where the scope has nothing for it
-DRAWN: dict[str, list[Draws]] = {"arithmetic": [], "part": [], "transformation": []}
+DRAWN: dict[str, list[Draws]] = {
+  kind: [] for kind in ("arithmetic", "part", "transformation", "collective")
+}
 
 
 def drawn(kind: str) -> Callable[[Draws], Draws]:

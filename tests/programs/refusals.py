@@ -16,6 +16,7 @@ REFUSALS = {
   "leaves some of them to XLA": "what is ordered or has a bar, in a shard_map over some axes",
   "slicing on sharded dims where": "JAX's, of explicitly sharded arrays, in what twins leave out",
   r"no gate or kernel named 'program_\d+\.": "in another process, a call without a name there",
+  "static value of the program can't go to other processes": "objects in an exported program",
   "has no derivative. Define": "a call without a derivative under `grad`",
   "Reverse-mode differentiation does not work for lax.while_loop": "JAX's own, under `grad`",
   "Cannot `vmap` ordered IO callback": "JAX's ordered callbacks under `vmap`",

@@ -54,8 +54,14 @@ def bind(
   return [tracing.vary_over(axes, result) for result in call(*leaves)]
 
 
-def refuse_export(context: Any, label: str, engine: str) -> None:
-  """Raises GateDefinitionError in a program for `jax.export` that would hold JAX's own callback."""
+def refuse_program(context: Any, label: str, engine: str) -> None:
+  """Raises GateDefinitionError in a program that can hold no callback of JAX's own."""
+  if lowering.is_partly_manual(context):
+    raise GateDefinitionError(
+      f"{label} goes through a callback of JAX's own here, which works in programs that are "
+      "partitioned automatically, and in a jax.shard_map over all axes of its mesh; this "
+      "jax.shard_map leaves some of them to XLA (axis_names=)"
+    )
   if not lowering.is_export(context):
     return
   if engine == "jax":
@@ -81,7 +87,7 @@ def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
-  refuse_export(context, gate.label, "jax" if call.site.by_jax else "callgate")
+  refuse_program(context, gate.label, "jax" if call.site.by_jax else "callgate")
   execution.watch(context, gate.watcher_of_jax)
   types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
   function = _callback(

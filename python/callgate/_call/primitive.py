@@ -74,7 +74,8 @@ def _abstract_eval(*avals: Any, call: BoundCall) -> tuple[tuple[Any, ...], froze
     results = tuple(
       tracing.with_spec(aval, avals, spec) for aval, spec in zip(results, specs, strict=True)
     )
-  return results, _effects(call)
+  mark = (tracing.shaped_array((), np.dtype(np.int32), avals),) if call.marked else ()
+  return (*results, *mark), _effects(call)
 
 
 def _effects(call: BoundCall) -> frozenset[Any]:
@@ -286,7 +287,8 @@ def _lower_to_runtime(
   avals_in, avals_of_number = _parted(bound, context.avals_in)
   operands, number = _parted(bound, operands)
   devices = lowering.device_count(context)
-  call = Call(**vars(bound), operands=avals_in, results=avals_out, devices=devices)
+  own = avals_out[: len(avals_out) - bound.marked]
+  call = Call(**vars(bound), operands=avals_in, results=own, devices=devices)
   if "cuda" in lowering.platforms_of(context) and gate.traits.on_device and not gate.traits.by_lane:
     call = dataclasses.replace(call, numbered=())  # the host would wait for the number
   emission = gate.batched(bound.whole).backend(platform)(call)
@@ -297,6 +299,8 @@ def _lower_to_runtime(
   if call.numbered:
     operands, avals_in = (*operands, *number), [*avals_in, *avals_of_number]
     attributes = {**attributes, "numbered": np.bool_(True)}
+  if call.marked:
+    attributes = {**attributes, "marked": np.bool_(True)}
   sharded = calls.of_gate(context, avals_in, call)
   if located := calls.in_manual(context, gate):
     partition, more = located

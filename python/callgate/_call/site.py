@@ -97,6 +97,7 @@ class BoundCall:
   levels: tuple[Level, ...] = ()
   whole: Level | None = None
   scoped: bool = False  # in a loop whose steps free what they make (`_objects/scopes.py`)
+  marked: bool = False  # its last result has no value: what takes it comes after the call
   numbered: tuple[Numbered, ...] = ()
 
   @property

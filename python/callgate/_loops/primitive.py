@@ -125,12 +125,7 @@ def _held(kind: str, bar: Bar) -> dict[str, Any]:
 
 def _by_jax(context: Any, operands: _Values, kind: str, bar: Bar) -> _Values:
   """Through JAX's own callbacks, where all devices run one program in one piece."""
-  jax_engine.refuse_export(context, "a progress bar", bar.engine)
-  if lowering.is_partly_manual(context):  # JAX's callbacks refuse it, without a word of bars
-    raise GateDefinitionError(
-      "a progress bar works in programs that are partitioned automatically, and in a jax.shard_map "
-      "over all axes of its mesh; this jax.shard_map leaves some of them to XLA (axis_names=)"
-    )
+  jax_engine.refuse_program(context, "a progress bar", bar.engine)
   alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
   function = _host_function(kind, bar)
   (aval,) = context.avals_out

@@ -12,8 +12,9 @@ A loop `while cond: body` whose body makes objects becomes, when it is lowered,
 An object that a step made in the scope and that the sweep finds in no array is named by nobody: a
 handle gets out of a step in its carry and its results alone. The outer loop, or the program, frees
 objects that the loop gives out. The sweep takes what was computed with objects, so that they are
-done with, and what inner loops that have been left give: it comes after them. The next step makes
-objects by the scope that the sweep gives: a device that is ahead of the one that sweeps waits.
+done with, and what inner loops that have been left give: it comes after them. A use that gives
+nothing, or no elements, gives a mark beside it. The next step makes objects by the scope that the
+sweep gives: a device that is ahead of the one that sweeps waits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from callgate._call.function import ArrayFunction
-from callgate._call.site import BoundCall
+from callgate._call.site import RUNTIME_PLATFORMS, BoundCall
 from callgate._core.effects import HANDLE_EFFECT
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
@@ -47,7 +48,8 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
   """The layer around JAX's lowering of `scan` and `while_loop`."""
   body, run = ("jaxpr", _scan) if "jaxpr" in params else ("body_jaxpr", _while)
   split = lowering.is_automatic(context)
-  if not _makes(params[body].jaxpr) or (split and _uses_untold(params[body].jaxpr)):
+  marks = not split and set(lowering.platforms_of(context)) <= set(RUNTIME_PLATFORMS)
+  if not _makes(params[body].jaxpr) or _uses_untold(params[body].jaxpr, marks):
     return original(context, *operands, **params)
   none = _LoopScope(np.zeros(TYPE.shape, TYPE.dtype), split=split)
 
@@ -70,17 +72,23 @@ def _makes(jaxpr: Any) -> bool:
   return HANDLE_EFFECT in jaxpr.effects and any(map(_is_maker, walk.equations(jaxpr, _within)))
 
 
-def _uses_untold(jaxpr: Any) -> bool:
-  """True if an object's use gives nothing, or no elements, that the sweep could wait for.
+def _uses_untold(jaxpr: Any, marks: bool) -> bool:
+  """True if an object's use gives nothing that the sweep could wait for, and can't give a mark.
 
-  XLA's partitioner drops empty operands. The objects of such a loop live as those of no loop.
+  The objects of such a loop live as those of no loop.
   """
   return any(
     HANDLE_EFFECT in eqn.effects
-    and isinstance(eqn.params.get("call"), BoundCall)
-    and (not eqn.outvars or 0 in eqn.outvars[0].aval.shape)
+    and isinstance(call := eqn.params.get("call"), BoundCall)
+    and _is_untold(eqn)
+    and (call.site.by_jax or not marks)
     for eqn in walk.equations(jaxpr, _within)
   )
+
+
+def _is_untold(eqn: Any) -> bool:
+  """True if a call gives nothing, or no elements: XLA drops empty operands."""
+  return not eqn.outvars or 0 in eqn.outvars[0].aval.shape
 
 
 def _is_maker(eqn: Any) -> bool:
@@ -179,7 +187,10 @@ def _run_equation(eqn: Any, inputs: list[Any], scope: _LoopScope) -> tuple[list[
       place = len(inputs) - 1 - bool(call.numbered)  # then comes the number of the lane
       words = jnp.broadcast_to(tracing.unvaried(scope.words), jnp.shape(inputs[place]))
       inputs[place] = tracing.vary_over(tracing.varying_axes([inputs[place]]), words)  # as it did
-    outs = list(eqn.primitive.bind(*inputs, call=dataclasses.replace(call, scoped=True)))
+    call = dataclasses.replace(call, scoped=True, marked=_is_untold(eqn))
+    outs = list(eqn.primitive.bind(*inputs, call=call))
+    if call.marked:
+      return outs[:-1], outs[-1:]
   elif eqn.primitive is jax.lax.scan_p:
     outs, done = _scan(eqn.params, scope, *inputs)
     return outs, [done]

@@ -344,7 +344,7 @@ def _lower_by_jax(
       f"tap '{site.name}': ordered=True works in programs for one device, or inside "
       "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
     )
-  jax_engine.refuse_export(context, f"tap '{site.name}'", config.engine())
+  jax_engine.refuse_program(context, f"tap '{site.name}'", config.engine())
 
   def send(*arrays: Any) -> None:
     # Copies, never views.

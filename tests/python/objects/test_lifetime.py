@@ -269,6 +269,30 @@ def test_loops_of_lanes_leave_no_more_than_the_live_ones(loop: Any) -> None:
   assert Counted.most <= 18
 
 
+@pytest.mark.parametrize("effect", ["ordered", "io"])
+@pytest.mark.parametrize("out", [None, jax.ShapeDtypeStruct((0,), np.float32)])
+def test_objects_outlive_uses_that_give_nothing(effect: str, out: Any) -> None:
+  seen = []
+
+  def look(o: Counted) -> Any:
+    time.sleep(0.001)  # what waits for nothing would free it now
+    seen.append(float(o.value))
+    return None if out is None else np.zeros(0, np.float32)
+
+  def step(_: Any, i: Any) -> Any:
+    first, second = make(i), make(i + 0.5)
+    cg.use(look, first, out=out, effect=effect)
+    large = jnp.sin(jnp.full(10_000, i))  # XLA runs the steps of larger programs side by side
+    cg.use(look, second, out=out, effect=effect)
+    cg.use(look, first, out=out, effect=effect)
+    return None, large.sum()
+
+  jax.block_until_ready(jax.jit(lambda x: jax.lax.scan(step, None, x))(jnp.arange(20.0)))
+  cg.barrier()
+  assert sorted(seen) == sorted(x for i in range(20) for x in (i, i, i + 0.5))
+  assert Counted.most <= 8
+
+
 def test_many_steps_leave_one() -> None:
   steps = 5 * STEPS
 

@@ -384,6 +384,17 @@ def test_every_rule_under_every_transformation(rule: str, program: str) -> None:
   assert calls
 
 
+def test_a_whole_value_that_goes_through_jaxs_callback_is_refused_in_a_partly_manual_program() -> (
+  None
+):
+  from callgate.compat import host_callback_2023
+
+  tapped = lambda x: host_callback_2023.id_tap(lambda value, transforms: None, x)
+  on = mesh()
+  with pytest.raises(cg.GateDefinitionError, match="callback of JAX's own .* leaves some of them"):
+    jax.jit(programs(on)["partly automatic"](tapped))(put(X, on, "a", "b"))
+
+
 @pytest.mark.parametrize("rule", ["shard", "rows", "io", "ordered"])
 def test_results_carry_the_propagated_spec_in_their_type(rule: str) -> None:
   on = mesh(kind=AxisType.Explicit)
