@@ -391,7 +391,7 @@ def test_a_whole_value_that_goes_through_jaxs_callback_is_refused_in_a_partly_ma
 
   tapped = lambda x: host_callback_2023.id_tap(lambda value, transforms: None, x)
   on = mesh()
-  with pytest.raises(cg.GateDefinitionError, match="callback of JAX's own .* leaves some of them"):
+  with pytest.raises(cg.GateDefinitionError, match=r"callback of JAX's own .* leaves some of them"):
     jax.jit(programs(on)["partly automatic"](tapped))(put(X, on, "a", "b"))
 
 
