@@ -7,23 +7,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from arithmetic import joined
 from hypothesis import strategies as st
 from program import DRAWN, Array, Body, Context, Program, Scope, Var
 
 DEEPEST = 3
-SHAPES = [(), (2,), (3,), (1,), (2, 2), (4,), (0,), (1, 2, 1), (3, 0), (2, 1, 3)]
+TRIES = 3  # where a scope has nothing for an operation
+# Axes have different extents, so that one can't be taken for another.
+SHAPES = [(), (2,), (3,), (1,), (2, 3), (4,), (0,), (1, 2, 3), (3, 0), (2, 1, 3), (3, 2, 1)]
 
 
 def grow(scope: Scope, context: Context) -> None:
-  """Adds steps to a scope: a few, fewer the deeper it is."""
+  """Adds steps to a scope: a few, fewer the deeper it is. Mostly all that they make comes out."""
   most = (4, 3, 2, 2)[min(context.depth, DEEPEST)]
   for _ in range(scope.draw(st.integers(1, most))):
-    kinds = ["part", "transformation", "arithmetic"]
-    if context.depth >= DEEPEST:
-      kinds.remove("transformation")
+    kinds = ["part", "arithmetic"]
+    if context.depth < DEEPEST:
+      kinds += ["transformation"] * 2
     kind = scope.draw(st.sampled_from(kinds))
-    draws = scope.draw(st.sampled_from(DRAWN[kind]))
-    draws(scope, context)
+    for _ in range(TRIES):
+      if scope.draw(st.sampled_from(DRAWN[kind]))(scope, context):
+        break
+  if scope.draw(st.integers(0, 3)):
+    joined(scope)
 
 
 def body_of(scope: Scope, parameters: Sequence[Var], context: Context, refs: bool = False) -> Body:

@@ -32,6 +32,9 @@ def {g}_step(ticket, x):
 {y} = jnp.concatenate([{g}_ys, {g}_last.result()[None]])""",
   "vmap": "{y} = jax.vmap({g}.start)({x}).result()",
   "vmap of both": "{y} = jax.vmap(lambda x: {g}.start(x).result())({x})",
+  "one for all lanes": """\
+{g}_tickets = jax.vmap(lambda _: {g}.start({x}[0]))({x})
+{y} = jax.vmap({g}.result)({g}_tickets) - {x} + {x}[:1]""",
   "two vmaps": "{y} = jax.vmap({g}.result)(jax.vmap({g}.start)({x}))",
   "cond": """\
 {g}_ticket = jax.lax.cond(jnp.sum({x}) > 0.2, lambda x: {g}.start(x), lambda x: {g}.start(2 * x),

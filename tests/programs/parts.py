@@ -9,7 +9,7 @@ from typing import Any
 
 import duals
 import numpy as np
-from arithmetic import FUNCTIONS, a_float
+from arithmetic import FUNCTIONS, a_float, an_operand
 from hypothesis import strategies as st
 from oracle import Lane, Machine, decided, each_lane
 from program import Array, Context, Op, Part, Scope, Step, Values, Writer, drawn
@@ -63,7 +63,7 @@ class Tap(Op):
 @drawn("part")
 def tap(scope: Scope, context: Context) -> bool:
   where = scope.draw(st.sampled_from([None, None, 0.2]))
-  var = a_float(scope) if where is not None else scope.pick()
+  var = a_float(scope) if where is not None else an_operand(scope)
   kind = scope.draw(st.sampled_from(["", "ordered", "dataflow"]))
   name = scope.name("tap")
   channel = scope.draw(st.sampled_from(["", "64MiB", "1KiB"]))
