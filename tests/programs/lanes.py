@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from oracle import Lane, Machine
 from program import Body, Context, Op, Scope, Step, Values, Writer, drawn, tuple_text
 
-
 MOST_LANES = 4
 
 

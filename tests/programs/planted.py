@@ -188,6 +188,7 @@ DRAWS = {
   "where": ("tap",), "start": ("started", "call"), "hold": ("objects",), "stop": ("stop",),
   "gate": ("call",), "ordered": ("call",), "whole": ("call",), "static values": ("static_values",),
   "runs a program": ("nested",), "tickets": ("tickets",), "result": ("started",),
+  "of two": ("call",),
 }  # fmt: skip
 DRAWS |= dict.fromkeys(
   ("root", "knob", "kernel", "check", "breakpoint", "feed", "id_tap"), ("other",)
@@ -196,12 +197,17 @@ DRAWS |= dict.fromkeys(
 
 def prefer(fault: Fault, times: int) -> None:
   """Has this process draw what concerns the fault so many times as often as the search does."""
+  import cases
   from program import DRAWN
+  from ways import WAYS
 
   words = " ".join(fault.parts)
   names = {name for word, draws in DRAWS.items() if word in words for name in draws}
   for kind, draws in DRAWN.items():
     DRAWN[kind] = [one for one in draws for _ in range(times if one.__name__ in names else 1)]
+  parts = [part for part in fault.parts if part.startswith("way: ")]
+  preferred = [way for way in WAYS if any(re.search(part, f"way: {way}") for part in parts)]
+  cases.MORE += preferred * (times - 1)
 
 
 def look(fault: Fault, seconds: float, seed: int, times: int) -> Outcome:

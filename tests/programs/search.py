@@ -28,7 +28,7 @@ import derivatives  # noqa: F401
 import forms
 import judge
 import lanes
-import loops  # noqa: F401
+import loops
 import numpy as np
 import parts
 import references  # noqa: F401
@@ -288,6 +288,8 @@ def _ordered(program: Program) -> list[set[str]]:
     if isinstance(op, (calls.Call, forms.FormCall)) and op.effect == "ordered":
       installed = isinstance(op, calls.Call) and op.form == "install"
       (callbacks if installed else gates).add(op.name)
+    if isinstance(op, loops.Tickets) and op.is_named and "scan" in op.kind:
+      channels.append({op.name})
     if isinstance(op, parts.IdTap):
       functions.add(op.name)
     if isinstance(op, parts.Tap) and op.ordered:

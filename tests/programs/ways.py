@@ -126,10 +126,22 @@ assert LATER or raised is not None or ARMED_RAN == 0, f"{ARMED} was to run"
 execute(1, lambda: [run(*inputs)])
 """
 
-# Outside of `errors()` the exception comes as XLA's, or from the barrier.
-_ERROR_AT_A_BARRIER = _ERROR.replace("with cg.errors():", "if True:").replace(
-  "(run(*inputs))\nexcept Planned", "(run(*inputs))\n    cg.barrier()\nexcept Exception"
-)
+# Outside of `errors()` XLA's exception stands for it, or it comes from the barrier.
+_ERROR_AT_A_BARRIER = """
+execute(1, lambda: [run(*inputs)])
+raised = []
+armed.add(ARMED)
+for wait in (lambda: jax.block_until_ready(run(*inputs)), cg.barrier):
+  try:
+    wait()
+  except Exception as error:
+    raised.append(error)
+armed.clear()
+settled()
+assert bool(raised) == bool(armed_calls), f"{ARMED} raised and {raised!r} came"
+execute(1, lambda: [run(*inputs)])
+"""
+
 _INTERRUPTED = """
 execute(1, lambda: [run(*inputs)])
 raised = None
