@@ -173,6 +173,8 @@ class Stopped(Pure):
 class Much(Pure):
   """The operand, behind so much work that JAX doesn't run the program within its call."""
 
+  transformation = "much work"
+
   def text(self, *operands: str) -> str:
     x = operands[0]
     return f"{x} + 0 * jnp.sum(jnp.tanh(jnp.arange(65536.0) + jnp.sum({x})))"

@@ -36,12 +36,15 @@ LOOPS = (
 class Scan(WithBody):
   """A loop of a known number of steps. The body's parameters: the carry, then an `x` if `xs`."""
 
-  transformation = "scan"
   length: int
   carries: int
   xs: bool
   reverse: bool
   loop: str  # of `LOOPS`
+
+  @property
+  def transformation(self) -> str:  # type: ignore[override]
+    return "scan from the end" if self.reverse else "scan"
 
   @property
   def part(self) -> str:  # type: ignore[override]

@@ -286,7 +286,10 @@ class IdTap(_Same):
   def definitions(self) -> Sequence[str]:
     return [
       "from callgate.compat import host_callback_2023",
-      f"def {self.name}(value, transforms):\n  note('{self.name}', {self.type.shape}, value)\n",
+      f"def {self.name}(value, transforms):\n"  # the lanes' axes are where vmap found them
+      "  for k, (_, how) in enumerate(reversed(transforms)):\n"
+      "    value = np.moveaxis(value, k + how['batch_dims'][0], k)\n"
+      f"  note('{self.name}', {self.type.shape}, value)\n",
     ]
 
   def text(self, x: str) -> str:

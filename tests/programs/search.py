@@ -283,7 +283,7 @@ class Explorer:
 
 def _ordered(program: Program) -> list[set[str]]:
   """Sets of names whose events come in the program's order: gates, the taps of a channel, ..."""
-  gates, callbacks, functions, channels = set(), set(), set(), []
+  gates, callbacks, functions, old, channels = set(), set(), set(), set(), []
   for op in program.body.ops():
     if isinstance(op, (calls.Call, forms.FormCall)) and op.effect == "ordered":
       installed = isinstance(op, calls.Call) and op.form == "install"
@@ -291,13 +291,13 @@ def _ordered(program: Program) -> list[set[str]]:
     if isinstance(op, loops.Tickets) and op.is_named and "scan" in op.kind:
       channels.append({op.name})
     if isinstance(op, parts.IdTap):
-      functions.add(op.name)
+      old.add(op.name)
     if isinstance(op, parts.Tap) and op.ordered:
       if op.channel:
         channels.append({op.name})
       else:
         functions.add(op.name)
-  return [gates, callbacks, functions, *channels]
+  return [gates, callbacks, functions, old, *channels]
 
 
 def search(
