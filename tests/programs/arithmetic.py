@@ -145,6 +145,58 @@ class Ramp(Pure):
     return duals.linear_of_all(lambda xs: np.stack(xs, self.axis), each)
 
 
+class Joined(Pure):
+  """The first operand and half of the sum of each other one."""
+
+  def text(self, *operands: str) -> str:
+    first, *others = operands
+    return f"{first} + 0.5 * ({' + '.join(f'jnp.sum({x})' for x in others)})"
+
+  def value(self, *operands: Any) -> Any:
+    total = operands[0]
+    for other in operands[1:]:
+      half = duals.linear(lambda x: np.asarray(0.5 * np.sum(x)), other)
+      total = duals.add(total, half)
+    return total
+
+
+class Stopped(Pure):
+  """The operand, without derivatives."""
+
+  def text(self, *operands: str) -> str:
+    return f"jax.lax.stop_gradient({operands[0]})"
+
+  def value(self, *operands: Any) -> Any:
+    return duals.plain(operands[0])
+
+
+class Much(Pure):
+  """The operand, behind so much work that JAX doesn't run the program within its call."""
+
+  transformation = "much work"
+
+  def text(self, *operands: str) -> str:
+    x = operands[0]
+    return f"{x} + 0 * jnp.sum(jnp.tanh(jnp.arange(65536.0) + jnp.sum({x})))"
+
+  def value(self, *operands: Any) -> Any:
+    return operands[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant(Pure):
+  """An array of NumPy's, which no operand of the program has a part in."""
+
+  number: float
+  shape: tuple[int, ...]
+
+  def text(self, *operands: str) -> str:
+    return f"np.full({self.shape}, {self.number}, 'float32')"
+
+  def value(self, *operands: Any) -> Any:
+    return np.full(self.shape, self.number, np.float32).astype(np.float64)
+
+
 @dataclasses.dataclass(frozen=True)
 class Above(Pure):
   """True where an element is above a threshold."""
@@ -222,6 +274,13 @@ def binary(scope: Scope, context: Context) -> bool:
 
 
 @drawn("arithmetic")
+def much(scope: Scope, context: Context) -> bool:
+  var = a_float(scope)
+  scope.add(Much(), [var], var.type)
+  return True
+
+
+@drawn("arithmetic")
 def shapes(scope: Scope, context: Context) -> bool:
   var = scope.pick()
   shape, size = var.type.shape, int(np.prod(var.type.shape, dtype=int))
@@ -274,3 +333,43 @@ def a_float(scope: Scope) -> Any:
   var = scope.pick()
   (made,) = scope.add(ToFloat(), [var], Array(var.type.shape, "float32"))
   return made
+
+
+def last_float(scope: Scope) -> Any:
+  floats = scope.of(lambda t: t.is_float)
+  return floats[-1] if floats else a_float(scope)
+
+
+def an_operand(scope: Scope) -> Any:
+  """A variable of the scope, mostly; else a constant."""
+  if scope.draw(st.integers(0, 9)):
+    return scope.pick()
+  return a_constant(scope, scope.pick().type.shape)
+
+
+def a_constant(scope: Scope, shape: tuple[int, ...]) -> Any:
+  number = scope.draw(st.sampled_from([0.75, -1.25]))
+  (made,) = scope.add(Constant(number, shape), [], Array(shape, "float32"))
+  return made
+
+
+def fitted(scope: Scope, var: Any, type_: Array) -> Any:
+  """A float32 variable with another shape: its sum, if need be."""
+  if var.type == type_:
+    return var
+  if var.type.shape:
+    (var,) = scope.add(Sum(), [var], var.type.with_shape())
+  if type_.shape:
+    (var,) = scope.add(Broadcast(type_.shape), [var], type_)
+  return var
+
+
+def joined(scope: Scope) -> None:
+  """Adds a step that reads all floats of a scope's steps that none of them has read."""
+  read = {var.number for step in scope.steps for var in step.operands}
+  made = [var for step in scope.steps for var in step.results if var in scope.vars]
+  left = [var for var in made if var.type.is_float and var.number not in read]
+  if len(left) > 1:
+    first = [var for var in left if var.type.shape or var == left[-1]][-1]
+    others = [var for var in left if var != first]
+    scope.add(Joined(), [first, *others], first.type)

@@ -9,6 +9,7 @@ from typing import Any
 
 import duals
 import numpy as np
+from arithmetic import Joined
 from grow import body_of
 from hypothesis import strategies as st
 from oracle import Lane, Machine
@@ -41,6 +42,16 @@ def some(scope: Scope, least: int = 1, most: int = 2) -> list[Var]:
 
 def latest(scope: Scope, type_: Array) -> Var:
   return [var for var in scope.vars if var.type == type_][-1]
+
+
+def following(scope: Scope, type_: Array) -> Var:
+  """The latest variable of a type: one that depends on what the scope's steps have made."""
+  var = latest(scope, type_)
+  made = [one for step in scope.steps for one in step.results if one in scope.vars]
+  floats = [one for one in made if one.type.is_float]
+  if var in made or not floats or not type_.is_float:
+    return var
+  return scope.add(Joined(), [var, floats[-1]], type_)[0]
 
 
 def taken(x: Any, index: int, axis: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import duals
 import numpy as np
-from arithmetic import ALL, a_float, functions
+from arithmetic import ALL, a_float, an_operand, fitted, functions
 from hypothesis import strategies as st
 from oracle import Lane, Machine, each_lane
 from program import Array, Context, Op, Scope, Step, Values, Writer, drawn
@@ -51,13 +51,14 @@ class Call(Op):
   @property
   def part(self) -> str:  # type: ignore[override]
     effect = "" if self.effect == "pure" else f" {self.effect}"
+    two = " of two" if self.two else ""
     if self.form != "gate":
-      return f"{self.form}{effect}"
+      return f"{self.form}{effect}{two}"
     more = "" if self.style == "return" else f" {self.style}"
     more += "" if self.vmap == "each" else f" {self.vmap}"
     places = {"xla": "", "own": " on its own thread", "named": " on a named thread"}
     more += places.get(self.thread, " on an executor")
-    return f"gate{effect}{more}"
+    return f"gate{effect}{more}{two}"
 
   def _twin(self, xp: str) -> str:
     return _of(self.kind, "x", xp) + (" + 0.5 * y" if self.two else "")
@@ -157,13 +158,14 @@ def rules(context: Context) -> Sequence[str]:
 @drawn("part")
 @drawn("part")
 def call(scope: Scope, context: Context) -> bool:
-  var = scope.pick()
+  var = an_operand(scope)
   if context.order and not var.type.is_float:
     return False
   kind = scope.draw(st.sampled_from(list(functions(var.type))))
   two = var.type.is_float and scope.draw(st.booleans())
-  same = [other for other in scope.vars if other.type == var.type]
-  operands = [var, scope.pick(same)] if two else [var]
+  operands = [var]
+  if two:
+    operands.append(fitted(scope, scope.pick(scope.of(lambda t: t.is_float)), var.type))
   form = scope.draw(st.sampled_from(["gate", "gate", "gate", "call", "start", "install"]))
   effect = scope.draw(st.sampled_from(["io", "pure", "ordered"]))
   if form == "start" and effect == "ordered":

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import duals
 import numpy as np
-from arithmetic import a_float, numpy_dtype
+from arithmetic import Stopped, a_float, numpy_dtype
 from bodies import (
   Envs,
   WithBody,
-  latest,
+  following,
   names_text,
   parameters_of,
   some,
@@ -36,12 +36,15 @@ LOOPS = (
 class Scan(WithBody):
   """A loop of a known number of steps. The body's parameters: the carry, then an `x` if `xs`."""
 
-  transformation = "scan"
   length: int
   carries: int
   xs: bool
   reverse: bool
   loop: str  # of `LOOPS`
+
+  @property
+  def transformation(self) -> str:  # type: ignore[override]
+    return "scan from the end" if self.reverse else "scan"
 
   @property
   def part(self) -> str:  # type: ignore[override]
@@ -145,7 +148,7 @@ def scan(scope: Scope, context: Context) -> bool:
   slices = [scope.new(x[0].type.with_shape(*x[0].type.shape[1:]))] if with_xs else []
   inside = scope.inner([*parameters, *slices], refs=True)
   grow(inside, context.into())
-  results = [latest(inside, var.type) for var in carry]
+  results = [following(inside, var.type) for var in carry]
   ys = [] if loop in FORI else [inside.vars[-1]]
   body = Body((*parameters, *slices), tuple(inside.steps), (*results, *ys))
   reverse = loop not in FORI and scope.draw(st.booleans())
@@ -200,14 +203,16 @@ class While(WithBody):
 
 @drawn("transformation")
 def while_loop(scope: Scope, context: Context) -> bool:
-  if context.reverse or context.axes:
+  if context.axes:
     return False
   first = a_float(scope)
   carry = [first, *some(scope, 0, 1)]
+  if context.reverse:  # which loops have of what isn't differentiated alone
+    carry = [scope.add(Stopped(), [var], var.type)[0] for var in carry]
   parameters = parameters_of(scope, carry)
-  inside = scope.inner(parameters)
+  inside = scope.inner(parameters, closes=not context.reverse)
   grow(inside, context.into(branch=True))
-  results = [latest(inside, var.type) for var in carry]
+  results = [following(inside, var.type) for var in carry]
   body = Body(tuple(parameters), tuple(inside.steps), tuple(results))
   threshold = scope.draw(st.sampled_from([-0.3, 0.2, 0.7]))
   op = While(scope.name("loop"), body, threshold, scope.draw(st.booleans()))
@@ -278,9 +283,10 @@ def cond(scope: Scope, context: Context) -> bool:
   type_ = scopes[0].vars[-1].type
   if not all(any(var.type == type_ for var in inside.vars) for inside in scopes):
     type_ = operands[0].type
+  results = [following(inside, type_) for inside in scopes]
   branches = tuple(
-    Body(tuple(names), tuple(inside.steps), (latest(inside, type_),))
-    for names, inside in zip(parameters, scopes, strict=True)
+    Body(tuple(names), tuple(inside.steps), (result,))
+    for names, inside, result in zip(parameters, scopes, results, strict=True)
   )
   thresholds = (0.2,) if number == 2 else (-0.3, 0.6)
   scope.add(Cond(scope.name("branch"), branches, thresholds), [by, *operands], type_)

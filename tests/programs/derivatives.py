@@ -8,7 +8,7 @@ from typing import Any
 
 import duals
 import numpy as np
-from arithmetic import a_float
+from arithmetic import a_float, last_float
 from bodies import (
   Envs,
   WithBody,
@@ -155,7 +155,7 @@ def grad(scope: Scope, context: Context) -> bool:
   parameters = parameters_of(scope, operands)
   inside = scope.inner(parameters)
   grow(inside, into)
-  result = a_float(inside)
+  result = last_float(inside)
   body = Body(tuple(parameters), tuple(inside.steps), (result,))
   value, slope = Array((), "float32"), x.type
   types = {
@@ -232,7 +232,7 @@ def custom(scope: Scope, context: Context) -> bool:
   parameters = parameters_of(scope, operands)
   inside = scope.inner(parameters, closes=False)
   grow(inside, into)
-  result = a_float(inside)
+  result = last_float(inside)
   body = Body(tuple(parameters), tuple(inside.steps), (result,))
   scope.add(Custom(scope.name("f"), body, kind), operands, result.type)
   return True

@@ -13,7 +13,8 @@ from typing import Any
 
 import calls
 import duals
-from arithmetic import FUNCTIONS, a_float
+import numpy as np
+from arithmetic import FUNCTIONS, Convert, a_float
 from hypothesis import strategies as st
 from oracle import Lane, Machine, each_lane
 from program import Array, Context, Op, Scope, Step, Values, Writer, drawn
@@ -181,6 +182,15 @@ def near():
 settling.append(near)
 """
 
+_INTEGERS = """\
+def {g}_host(x):
+  {note}
+  return np.clip(np.floor(np.abs(x)), 0, 3).astype(np.int32)
+def {g}_twin(x):
+  return jax.lax.stop_gradient(jnp.clip(jnp.floor(jnp.abs(x)), 0, 3))
+{g} = cg.gate({g}_host, {options}, cast=True, like={g}_twin)
+"""
+
 FORMS = {
   "trees": Form(_BOTH + _TREES, _sin_and_twice, _TREE_TWIN, _TREE_CALL),
   "trees inplace": Form(_BOTH + _TREES_INPLACE, _sin_and_twice, _TREE_TWIN, _TREE_CALL),
@@ -219,6 +229,11 @@ FORMS = {
   "jax arrays": _half(", arrays='jax', thread='own'", "return x * 0.5 + 0.25"),
   "copies": _half(", copy=True", "kept.append(x)\n  return np.asarray(x * 0.5 + 0.25, x.dtype)"),
   "cast": _half(", cast=True", "return x * np.float64(0.5) + np.float64(0.25)"),
+  "cast of integers": Form(
+    _INTEGERS,
+    lambda x: Convert("int32").value(x).astype(np.float64),
+    "jax.lax.stop_gradient(jnp.clip(jnp.floor(jnp.abs({x})), 0, 3))",
+  ),
   "context": _half(", style='context'", "out[...] = x * 0.5 + 0.25", head="context, out, x"),
   "timeout": _half(", timeout=60"),
   "shard": _half(", sharding='shard'"),

@@ -8,29 +8,41 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from arithmetic import joined
 from hypothesis import strategies as st
 from program import DRAWN, Array, Body, Context, Draws, Program, Scope, Var
 
 DEEPEST = 3
-SHAPES = [(), (2,), (3,), (1,), (2, 2), (4,), (0,), (1, 2, 1), (3, 0), (2, 1, 3)]
+TRIES = 3  # where a scope has nothing for an operation
+# Axes have different extents, so that one can't be taken for another.
+SHAPES = [(), (2,), (3,), (1,), (2, 3), (4,), (0,), (1, 2, 3), (3, 0), (2, 1, 3), (3, 2, 1)]
 
 
 def grow(scope: Scope, context: Context) -> None:
-  """Adds steps to a scope: a few, fewer the deeper it is, and the next of what is to be nested."""
+  """Adds steps to a scope: a few, fewer the deeper it is, and the next of what is to be nested.
+
+  Mostly all that they make comes out.
+  """
   most = (4, 3, 2, 2)[min(context.depth, DEEPEST)]
   if context.nested:
     most = 2 if context.depth < DEEPEST else 1
   plain = dataclasses.replace(context, nested=())
-  named = bool(context.axes) and not context.branch and not context.order
   for _ in range(scope.draw(st.integers(0 if context.nested else 1, most))):
-    kinds = ["part", "transformation", "arithmetic"]
-    if context.depth >= DEEPEST or context.nested:
-      kinds.remove("transformation")
-    if named:
+    kinds = ["part", "arithmetic"]
+    if context.depth < DEEPEST and not context.nested:
+      kinds += ["transformation"] * 2
+    if context.axes and not context.branch and not context.order:
       kinds.append("collective")
     kind = scope.draw(st.sampled_from(kinds))
-    draws = scope.draw(st.sampled_from(DRAWN[kind]))
-    draws(scope, plain)
+    for _ in range(TRIES):
+      if scope.draw(st.sampled_from(DRAWN[kind]))(scope, plain):
+        break
+  _nest(scope, context)
+  if scope.draw(st.integers(0, 3)):
+    joined(scope)
+
+
+def _nest(scope: Scope, context: Context) -> None:
   nested = list(context.nested)
   while nested:  # those that come after one without a body, or after one that can't be here
     draws, before = nested.pop(0), len(scope.steps)

@@ -26,6 +26,8 @@ from hypothesis import strategies as st
 from oracle import Lane, Machine
 from program import Array, Body, Context, Scope, Step, Values, Writer, drawn, tuple_text
 
+MOST_LANES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Lanes(WithBody):
@@ -72,13 +74,17 @@ class Lanes(WithBody):
 @drawn("transformation")
 @drawn("transformation")
 def vmap(scope: Scope, context: Context) -> bool:
-  number = scope.draw(st.integers(1, 3))
-  mapped = scope.of(lambda t: number in t.shape)
-  if not mapped:
-    var = a_float(scope)
-    mapped = list(scope.add(Ramp(number, 0), [var], var.type.with_shape(number, *var.type.shape)))
+  mapped = scope.of(lambda t: any(0 < n <= MOST_LANES for n in t.shape))
+  if not mapped or scope.draw(st.integers(0, 3)) == 0:
+    var, number = a_float(scope), scope.draw(st.integers(1, 3))
+    along = scope.draw(st.integers(0, len(var.type.shape)))
+    mapped = list(scope.add(Ramp(number, along), [var], with_axis(var.type, along, number)))
   first = scope.pick(mapped)
-  axes: list[int | None] = [scope.draw(st.sampled_from(axes_of(first, number)))]
+  fit = [i for i, n in enumerate(first.type.shape) if 0 < n <= MOST_LANES]
+  several = [i for i in fit if first.type.shape[i] > 1]  # one lane is like none
+  axis_of_first = scope.draw(st.sampled_from([*fit, *several, *several]))
+  number = first.type.shape[axis_of_first]
+  axes: list[int | None] = [axis_of_first]
   operands = [first]
   if scope.draw(st.booleans()):
     second = scope.pick()

@@ -32,6 +32,9 @@ def {g}_step(ticket, x):
 {y} = jnp.concatenate([{g}_ys, {g}_last.result()[None]])""",
   "vmap": "{y} = jax.vmap({g}.start)({x}).result()",
   "vmap of both": "{y} = jax.vmap(lambda x: {g}.start(x).result())({x})",
+  "one for all lanes": """\
+{g}_tickets = jax.vmap(lambda _: {g}.start({x}[0]))({x})
+{y} = jax.vmap({g}.result)({g}_tickets) - {x} + {x}[:1]""",
   "two vmaps": "{y} = jax.vmap({g}.result)(jax.vmap({g}.start)({x}))",
   "cond": """\
 {g}_ticket = jax.lax.cond(jnp.sum({x}) > 0.2, lambda x: {g}.start(x), lambda x: {g}.start(2 * x),
@@ -58,20 +61,25 @@ class Tickets(Op):
   A ticket is a value of the program: a loop's carry, what a vmap or a branch gives.
   """
 
-  part = "tickets"
   name: str
   kind: str
   row: Array
+  is_named: bool  # True for calls on a named thread, which makes them in the order of their starts
+
+  @property
+  def part(self) -> str:  # type: ignore[override]
+    return "tickets on a named thread" if self.is_named else "tickets"
 
   def write(self, writer: Writer, step: Step) -> None:
     x, y = step.operands[0].name, step.results[0].name
     if writer.twin:
       writer.line(f"{y} = -{x}")
       return
+    place = ", run_on=cg.thread('programs')" if self.is_named else ""
     writer.above(
       f"def {self.name}_host(x):\n  note('{self.name}', {self.row.shape}, x)\n  return -x\n"
       f"{self.name} = cg.gate({self.name}_host, like=lambda x: -x, effect='io',"
-      f" name=NAMES + '{self.name}')"
+      f" name=NAMES + '{self.name}'{place})"
     )
     for line in TICKETS[self.kind].format(g=self.name, x=x, y=y).splitlines():
       writer.line(line)
@@ -101,7 +109,8 @@ def tickets(scope: Scope, context: Context) -> bool:
     kinds.remove("while")  # loops that carry a tangent are refused, or have no reverse mode
   kind = scope.draw(st.sampled_from(kinds))
   var = _with_rows(scope)
-  op = Tickets(scope.name("started"), kind, without(var.type, 0))
+  row, is_named = without(var.type, 0), scope.draw(st.booleans())
+  op = Tickets(scope.name("started"), kind, row, is_named)
   scope.add(op, [var], var.type)
   return True
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import duals
 import numpy as np
-from arithmetic import FUNCTIONS, a_float
+from arithmetic import FUNCTIONS, a_float, an_operand
 from hypothesis import strategies as st
 from oracle import Lane, Machine, decided, each_lane
 from program import Array, Context, Op, Part, Scope, Step, Values, Writer, drawn
@@ -63,7 +63,7 @@ class Tap(Op):
 @drawn("part")
 def tap(scope: Scope, context: Context) -> bool:
   where = scope.draw(st.sampled_from([None, None, 0.2]))
-  var = a_float(scope) if where is not None else scope.pick()
+  var = a_float(scope) if where is not None else an_operand(scope)
   kind = scope.draw(st.sampled_from(["", "ordered", "dataflow"]))
   name = scope.name("tap")
   channel = scope.draw(st.sampled_from(["", "64MiB", "1KiB"]))
@@ -286,7 +286,10 @@ class IdTap(_Same):
   def definitions(self) -> Sequence[str]:
     return [
       "from callgate.compat import host_callback_2023",
-      f"def {self.name}(value, transforms):\n  note('{self.name}', {self.type.shape}, value)\n",
+      f"def {self.name}(value, transforms):\n"  # the lanes' axes are where vmap found them
+      "  for k, (_, how) in enumerate(reversed(transforms)):\n"
+      "    value = np.moveaxis(value, k + how['batch_dims'][0], k)\n"
+      f"  note('{self.name}', {self.type.shape}, value)\n",
     ]
 
   def text(self, x: str) -> str:

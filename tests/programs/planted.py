@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -38,13 +39,13 @@ class Fault:
   name: str
   breaks: str  # what, in a sentence
   unfound: str  # why the programs don't find it; "" if they should
-  parts: tuple[str, ...]  # words that the names of what a program has must hold, each with a |
+  parts: tuple[str, ...]  # regular expressions, each for one of `Case.places`
   is_cpp: bool
 
   def concerns(self, case: Any) -> bool:
     """True for a program that has the parts and transformations that the fault is in."""
-    ops = case.ops()
-    return all(any(word in op for op in ops for word in words.split("|")) for words in self.parts)
+    places = case.places()
+    return all(any(re.search(part, place) for place in places) for part in self.parts)
 
   @property
   def patch(self) -> pathlib.Path:
@@ -186,7 +187,8 @@ DRAWS = {
   "cond": ("cond",), "shard_map": ("shard_map",), "tap": ("tap",), "dataflow": ("tap",),
   "where": ("tap",), "start": ("started", "call"), "hold": ("objects",), "stop": ("stop",),
   "gate": ("call",), "ordered": ("call",), "whole": ("call",), "static values": ("static_values",),
-  "runs a program": ("nested",),
+  "runs a program": ("nested",), "tickets": ("tickets",), "result": ("started",),
+  "of two": ("call",), "jit": ("wrapped",), "much": ("much",),
 }  # fmt: skip
 DRAWS |= dict.fromkeys(
   ("root", "knob", "kernel", "check", "breakpoint", "feed", "id_tap"), ("other",)
@@ -195,12 +197,17 @@ DRAWS |= dict.fromkeys(
 
 def prefer(fault: Fault, times: int) -> None:
   """Has this process draw what concerns the fault so many times as often as the search does."""
+  import cases
   from program import DRAWN
+  from ways import WAYS
 
-  words = [word for one in fault.parts for word in one.split("|")]
-  names = {name for word in words for name in DRAWS.get(word, ())}
+  words = " ".join(fault.parts)
+  names = {name for word, draws in DRAWS.items() if word in words for name in draws}
   for kind, draws in DRAWN.items():
     DRAWN[kind] = [one for one in draws for _ in range(times if one.__name__ in names else 1)]
+  parts = [part for part in fault.parts if part.startswith("way: ")]
+  preferred = [way for way in WAYS if any(re.search(part, f"way: {way}") for part in parts)]
+  cases.MORE += preferred * (times - 1)
 
 
 def look(fault: Fault, seconds: float, seed: int, times: int) -> Outcome:

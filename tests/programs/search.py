@@ -16,50 +16,37 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import arithmetic  # noqa: F401  (each of these registers what draws its operations)
 import bodies  # noqa: F401
 import calls
 import collectives  # noqa: F401
-import control_flow
+import control_flow  # noqa: F401
 import counts
 import derivatives  # noqa: F401
 import forms
 import judge
 import lanes
-import loops  # noqa: F401
+import loops
 import numpy as np
 import parts
 import references  # noqa: F401
 import refusals
 import solved  # noqa: F401
+from cases import Case, cases
 from counts import Counts
-from grow import programs
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
-from hypothesis import strategies as st
 from oracle import Ambiguous, Event, Lane, Machine
-from program import DRAWN, Program, Writer
-from ways import (
-  APART,
-  AROUND,
-  HEAD,
-  NEEDS_ERRORS,
-  NOT_SAVED,
-  NOT_STOPPED,
-  OVER_DEVICES,
-  OWN_GATES,
-  SPLIT,
-  WAYS,
-)
+from program import DRAWN, Program
+from ways import HEAD, NEEDS_ERRORS, OVER_DEVICES, OWN_GATES, SPLIT
 
 TIMEOUT = 60.0  # seconds, after which a program counts as hanging
 SHRINKING = 90.0  # seconds at most for one finding
 PROGRAMS_A_CHILD = 150
 OF_ARMED = ("AssertionError", "Planned", "KeyboardInterrupt")  # which a twin may raise otherwise
 LOOKED_THROUGH = 8  # of so many programs one is looked through for what it keeps
-RARELY = 32  # of so many programs one runs in a process of its own
 JAX = importlib.metadata.version("jax")
 HERE = pathlib.Path(__file__).parent
 
@@ -148,73 +135,6 @@ class Child:
       self._connection.close()
       self._output.close()
       self._process = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-  """A program, and how it is run."""
-
-  program: Program
-  way: str
-  armed: str  # the gate that raises; "" for none
-
-  def ops(self) -> frozenset[str]:
-    """The names of all parts and transformations in it, and of its way."""
-    names = {name for op in self.program.body.ops() for name in (op.part, op.transformation)}
-    return frozenset(names - {""} | {f"way: {self.way}"})
-
-  def pairs(self) -> Iterator[tuple[str, str]]:
-    """Its parts, each with the transformations around it and the way."""
-    for op, around in self.program.body.ops_within():
-      if op.part:
-        yield from ((op.part, name) for name in (f"way: {self.way}", *around))
-
-  def source(self, twin: bool, ran: int = 0) -> str:
-    writer = Writer(twin)
-    writer.function("program", self.program.body)
-    inputs = ", ".join(
-      f"np.array({x.tolist()}, 'float32').reshape({x.shape})" for x in self.program.inputs
-    )
-    lines = [HEAD, writer.text(), f"inputs = ({inputs},)"]
-    if self.armed:
-      lines.append(f"ARMED, ARMED_RAN = {self.armed!r}, {ran}")
-    return "\n".join([*lines, WAYS[self.way].strip("\n"), ""])
-
-
-@st.composite
-def cases(draw: Any) -> Case:
-  program = draw(programs())
-  gates = [
-    op.name
-    for op in program.body.ops()
-    if isinstance(op, calls.Call) and op.effect != "pure" and op.form == "gate"
-  ]
-  stops = any(isinstance(op, parts.Stop) for op in program.body.ops())
-  ways = [
-    way for way in WAYS if (gates or way not in NEEDS_ERRORS) and not (stops and way in NOT_STOPPED)
-  ]
-  if any(isinstance(op, calls.Nested) for op in program.body.ops()):
-    # Over the devices of a program that is under way no other can run, in JAX neither.
-    ways = [way for way in ways if way not in OVER_DEVICES]
-    if any(isinstance(op, lanes.ShardMap) for op in program.body.ops()):
-      reject()
-  if any(op.part == "cg.scan stoppable" for op in program.body.ops()):
-    # The request to stop may come before such a loop, or after it.
-    ways = [way for way in ways if way != "resumed"]
-  if any(isinstance(op, control_flow.Scan) and op.saves for op in program.body.ops()):
-    ways = [way for way in ways if way not in NOT_SAVED]
-  types = [var.type for var in program.body.variables()]
-  if any(0 in t.shape for t in types) or any(
-    isinstance(op, lanes.ShardMap) for op in program.body.ops()
-  ):
-    ways = [way for way in ways if way not in AROUND]
-  is_apart = draw(st.integers(0, RARELY - 1)) == RARELY // 2
-  ways = [way for way in ways if (way in APART) == is_apart]
-  if not ways:
-    reject()
-  way = draw(st.sampled_from(ways))
-  armed = draw(st.sampled_from(gates)) if way in NEEDS_ERRORS else ""
-  return Case(program, way, armed)
 
 
 class _FoundOne(Exception):
@@ -359,17 +279,21 @@ class Explorer:
 
 def _ordered(program: Program) -> list[set[str]]:
   """Sets of names whose events come in the program's order: gates, the taps of a channel, ..."""
-  gates, callbacks, functions, channels = set(), set(), set(), []
+  gates, callbacks, functions, old, channels = set(), set(), set(), set(), []
   for op in program.body.ops():
     if isinstance(op, (calls.Call, forms.FormCall)) and op.effect == "ordered":
       installed = isinstance(op, calls.Call) and op.form == "install"
       (callbacks if installed else gates).add(op.name)
+    if isinstance(op, loops.Tickets) and op.is_named and "scan" in op.kind:
+      channels.append({op.name})
+    if isinstance(op, parts.IdTap):
+      old.add(op.name)
     if isinstance(op, parts.Tap) and op.ordered:
       if op.channel:
         channels.append({op.name})
       else:
         functions.add(op.name)
-  return [gates, callbacks, functions, *channels]
+  return [gates, callbacks, functions, old, *channels]
 
 
 def search(

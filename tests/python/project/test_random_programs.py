@@ -102,10 +102,11 @@ def test_planted_faults_apply_to_the_source() -> None:
 
 
 def test_programs_concern_planted_faults_by_their_parts() -> None:
-  fault = planted.Fault("one", "", "", ("vmap", "cond|switch"), is_cpp=False)
-  case = lambda *ops: types.SimpleNamespace(ops=lambda: frozenset(ops))
-  assert fault.concerns(case("vmap", "switch", "gate io"))
-  assert not fault.concerns(case("vmap", "gate io"))
+  fault = planted.Fault("one", "", "", ("vmap.*> tap", "cond|switch"), is_cpp=False)
+  case = lambda *places: types.SimpleNamespace(places=lambda: frozenset(places))
+  assert fault.concerns(case("vmap > jit > tap io", "switch"))
+  assert not fault.concerns(case("vmap > jit > tap io"))
+  assert not fault.concerns(case("vmap", "tap io", "switch"))
   assert planted.Fault("all", "", "", (), is_cpp=False).concerns(case("way: jit"))
 
 
