@@ -23,9 +23,9 @@ def grow(scope: Scope, context: Context) -> None:
 
   Mostly all that they make comes out.
   """
-  most = (4, 3, 2, 2)[min(context.depth, DEEPEST)]
+  most = (3, 2, 2, 1)[min(context.depth, DEEPEST)]
   if context.nested:
-    most = 2 if context.depth < DEEPEST else 1
+    most = 1
   plain = dataclasses.replace(context, nested=())
   for _ in range(scope.draw(st.integers(0 if context.nested else 1, most))):
     kinds = ["part", "arithmetic"]

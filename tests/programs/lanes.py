@@ -202,7 +202,9 @@ def shard_map(scope: Scope, context: Context) -> bool:
     return False
   if any(0 in var.type.shape for var in scope.vars):
     return False  # XLA's partitioner drops calls with empty arrays, JAX's callbacks too
-  mesh = scope.draw(st.integers(0, len(MESHES) - 1))
+  if not scope.meshes:  # of several JAX takes one for the other
+    scope.meshes.append(scope.draw(st.integers(0, len(MESHES) - 1)))
+  mesh = scope.meshes[0]
   axes = MESHES[mesh]
   whole = [var for var in scope.vars if len(_specs(var.type, axes)) > 1]
   if not whole:
