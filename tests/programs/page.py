@@ -120,7 +120,8 @@ def _cell(counts: tuple[int, int]) -> str:
 
 
 def _words(words: str) -> str:
-  return "`" + re.sub(r"\\d\+", "N", words).replace("\\", "") + "`"
+  plain = words.removeprefix("(?s)").replace(".*", " ... ")
+  return "`" + re.sub(r"\\d\+", "N", plain).replace("\\", "") + "`"
 
 
 def _have(refusal: Refusal) -> str:

@@ -8,6 +8,7 @@ import re
 # The words, and why.
 REFUSALS = {
   "Side-effect HLO must have sharding": "XLA's, of calls without operands over devices",
+  "(?s)%slice.*Failed after spmd-partitioning": "XLA's, of a slice of what is gathered elsewhere",
   "untyped custom call to xla.sdy": "as above, of ordered ones: XLA runs them on one device",
   "zero-length scan is not supported in disable_jit": "JAX's own",
   "other processes don't have its function": "a tap's function in an exported program",
