@@ -22,6 +22,7 @@ REFUSALS = {
   "slicing on sharded dims where": "JAX's, of explicitly sharded arrays, in what twins leave out",
   r"no gate or kernel named 'program_\d+\.": "in another process, a call without a name there",
   "static value of the program can't go to other processes": "objects in an exported program",
+  "can't call methods of objects that are no pytrees": "such methods in another process",
   "has no derivative. Define": "a call without a derivative under `grad`",
   "Reverse-mode differentiation does not work for lax.while_loop": "JAX's own, under `grad`",
   "Cannot `vmap` ordered IO callback": "JAX's ordered callbacks under `vmap`",
