@@ -159,6 +159,26 @@ def {g}_host(tree, x):
 {g} = cg.gate({g}_host, {options}, like=lambda tree, x: x * 0.5 + 0.25)
 def {g}_add(x): return x + 0.25
 """
+# Their rules call the gate of other arguments than the call that was started.
+_OTHER_JVP = """
+@{g}.defjvp
+def {g}_rule(primals, tangents):
+  (x,), (dx,) = primals, tangents
+  return {g}(x), ({g}(x + 1) - {g}(x - 1)) / 2 * dx
+"""
+_OTHER_VJP = """
+{g}.defvjp(lambda x: ({g}(x), {g}(x + 1) - {g}(x - 1)), lambda slope, ct: (slope / 2 * ct,))
+"""
+_HALF_OUT = """\
+{g} = cg.gate(lambda x: np.asarray(x * 0.5 + 0.25, x.dtype), {options}, out=lambda x: x)
+"""
+
+
+def _started(rule: str) -> Form:
+  return Form(
+    _HALF_OUT + rule, half, "{x} * 0.5 + 0.25", "{g}.start({x}).result()", effects=("pure",), notes=0
+  )
+
 
 _WORKER = """\
 def {g}_host(x):
@@ -230,6 +250,8 @@ FORMS = {
     "{g}({g}({x}, by=equal_1), by=equal_2)",
     notes=2,
   ),
+  "start, a jvp of other arguments": _started(_OTHER_JVP),
+  "start, a vjp of other arguments": _started(_OTHER_VJP),
   "in workers": Form(_FAR + _WORKER, half, "{x} * 0.5 + 0.25"),
   "method": Form(_METHOD, half, "{x} * 0.5 + 0.25", "{g}_object.half({x})"),
   "functions in arguments": Form(
@@ -279,7 +301,7 @@ class FormCall(Op):
 
   def fits(self, context: Context) -> bool:
     """True if a call may stand there."""
-    return context.order <= self.order and not (context.forward and self.kind == "trees vjp")
+    return context.order <= self.order and not (context.forward and " vjp" in self.kind)
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
