@@ -8,7 +8,8 @@ this table may be called at several places of a program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import calls
@@ -176,7 +177,12 @@ _HALF_OUT = """\
 
 def _started(rule: str) -> Form:
   return Form(
-    _HALF_OUT + rule, half, "{x} * 0.5 + 0.25", "{g}.start({x}).result()", effects=("pure",), notes=0
+    _HALF_OUT + rule,
+    half,
+    "{x} * 0.5 + 0.25",
+    "{g}.start({x}).result()",
+    effects=("pure",),
+    notes=0,
   )
 
 
@@ -315,17 +321,31 @@ class FormCall(Op):
     return [FORMS[self.kind].value(x)]
 
 
-@drawn("part")
-@drawn("part")
-def form(scope: Scope, context: Context) -> bool:
+def _one_of(kinds: Sequence[str], scope: Scope, context: Context) -> bool:
   var = a_float(scope)
-  kind = scope.draw(st.sampled_from(list(FORMS)))
+  kind = scope.draw(st.sampled_from(kinds))
   effect = scope.draw(st.sampled_from(FORMS[kind].effects))
   op = FormCall(scope.name("gate"), kind, effect, var.type, FORMS[kind].order)
   if op.fits(context):
     scope.add(op, [var], var.type)
     scope.gates.append(op)
   return True
+
+
+RULED = [kind for kind in FORMS if re.search("jvp|vjp|linear|differences", kind)]
+NOT_RULED = [kind for kind in FORMS if kind not in RULED]
+
+
+@drawn("part")
+@drawn("part")
+def form(scope: Scope, context: Context) -> bool:
+  return _one_of(NOT_RULED, scope, context)
+
+
+@drawn("part")
+def ruled(scope: Scope, context: Context) -> bool:
+  """A gate with a derivative of its own."""
+  return _one_of(RULED, scope, context)
 
 
 @drawn("part")

@@ -186,7 +186,7 @@ DRAWS = {
   "cond": ("cond",), "shard_map": ("shard_map",), "tap": ("tap",), "dataflow": ("tap",),
   "where": ("tap",), "start": ("started", "call"), "hold": ("objects",), "stop": ("stop",),
   "gate": ("call",), "ordered": ("call",), "whole": ("call",), "static values": ("static_values",),
-  "runs a program": ("nested",), "differences": ("form",), "other arguments": ("form",),
+  "runs a program": ("nested",), "differences": ("ruled",), "other": ("ruled",),
 }  # fmt: skip
 DRAWS |= dict.fromkeys(
   ("root", "knob", "kernel", "check", "breakpoint", "feed", "id_tap"), ("other",)

@@ -10,6 +10,7 @@ REFUSALS = {
   "Side-effect HLO must have sharding": "XLA's, of calls without operands over devices",
   "zero-length scan is not supported in disable_jit": "JAX's own",
   "other processes don't have its function": "a tap's function in an exported program",
+  "a static value of the program can't go to other": "an object of the program's own, exported",
   "serialization of host_callbacks": "JAX's callbacks in an exported program",
   "IO effect not supported in vmap-of-cond": "JAX's callbacks in a branch under vmap",
   "Buffer callbacks do not support JVP": "JAX's, in the old interface, too",
