@@ -15,11 +15,11 @@ from oracle import Lane, Machine, decided, each_lane
 from program import Array, Context, Op, Scope, Step, Values, Writer, drawn
 
 
-def _rows(x: Any) -> list[Any]:
+def rows_of(x: Any) -> list[Any]:
   return [duals.linear(lambda a, i=i: a[i], x) for i in range(duals.plain(x).shape[0])]
 
 
-def _stack(rows: list[Any]) -> Any:
+def stacked(rows: list[Any]) -> Any:
   return duals.linear_of_all(np.stack, rows)
 
 
@@ -78,7 +78,7 @@ class Tickets(Op):
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    rows = _rows(x)
+    rows = rows_of(x)
     first = rows[0]
     if self.kind == "cond" and not decided(x, 0.2):
       first = duals.scaled(first, 2.0)
@@ -91,7 +91,7 @@ class Tickets(Op):
       for i in range(2):
         machine.note(lane.into(axis, i + 1), self.name, results[0])
         results[0] = duals.scaled(results[0], -1.0)
-    return [_stack(results)]
+    return [stacked(results)]
 
 
 @drawn("part")
@@ -100,13 +100,13 @@ def tickets(scope: Scope, context: Context) -> bool:
   if context.order:
     kinds.remove("while")  # loops that carry a tangent are refused, or have no reverse mode
   kind = scope.draw(st.sampled_from(kinds))
-  var = _with_rows(scope)
+  var = with_rows(scope)
   op = Tickets(scope.name("started"), kind, without(var.type, 0))
   scope.add(op, [var], var.type)
   return True
 
 
-def _with_rows(scope: Scope) -> Any:
+def with_rows(scope: Scope) -> Any:
   floats = scope.of(lambda t: t.is_float and bool(t.shape) and 0 < t.shape[0] <= 4)
   if floats:
     return scope.pick(floats)
@@ -168,7 +168,7 @@ class Handles(Op):
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    rows = _rows(x)
+    rows = rows_of(x)
     if self.kind == "of a while":
       for i in range(3):
         machine.note(lane.into(self.name, i), self.name, duals.shifted(rows[0], float(i)))
@@ -183,7 +183,7 @@ class Handles(Op):
 def handles(scope: Scope, context: Context) -> bool:
   if context.order:
     return False  # they have no derivatives
-  var = _with_rows(scope)
+  var = with_rows(scope)
   kind = scope.draw(st.sampled_from(list(HANDLES)))
   scope.add(Handles(scope.name("hold"), kind, without(var.type, 0)), [var], var.type)
   return True

@@ -186,11 +186,11 @@ DRAWS = {
   "cond": ("cond",), "shard_map": ("shard_map",), "tap": ("tap",), "dataflow": ("tap",),
   "where": ("tap",), "start": ("started", "call"), "hold": ("objects",), "stop": ("stop",),
   "gate": ("call",), "ordered": ("call",), "whole": ("call",), "static values": ("static_values",),
-  "runs a program": ("nested",), "differences": ("ruled",), "other": ("ruled",),
+  "runs a program": ("nested",), "differences": ("ruled",), "other arguments": ("ruled",),
+  "check that decides": ("check",), "feed of numbers": ("counted_feed",),
+  "tap of lanes": ("lane_tap",), "tap every": ("every_tap",),
 }  # fmt: skip
-DRAWS |= dict.fromkeys(
-  ("root", "knob", "kernel", "check", "breakpoint", "feed", "id_tap"), ("other",)
-)
+DRAWS |= dict.fromkeys(("root", "knob", "kernel", "breakpoint", "id_tap"), ("other",))
 
 
 def prefer(fault: Fault, times: int) -> None:

@@ -19,21 +19,16 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import arithmetic  # noqa: F401  (each of these registers what draws its operations)
-import bodies  # noqa: F401
+import blocks  # noqa: F401
 import calls
-import collectives  # noqa: F401
+import checks
 import control_flow
-import derivatives  # noqa: F401
 import forms
 import judge
 import lanes
-import loops  # noqa: F401
 import numpy as np
 import parts
-import references  # noqa: F401
 import refusals
-import solved  # noqa: F401
 from grow import programs
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
@@ -51,6 +46,7 @@ from ways import (
   SPLIT,
   WAYS,
 )
+from ways_further import fitting
 
 TIMEOUT = 60.0  # seconds, after which a program counts as hanging
 SHRINKING = 90.0  # seconds at most for one finding
@@ -163,8 +159,8 @@ class Case:
     names = {name for op in self.program.body.ops() for name in (op.part, op.transformation)}
     return frozenset(names - {""} | {f"way: {self.way}"})
 
-  def source(self, twin: bool, ran: int = 0) -> str:
-    writer = Writer(twin)
+  def source(self, twin: bool, machine: Machine, ran: int = 0) -> str:
+    writer = Writer(twin, machine.taken)
     writer.function("program", self.program.body)
     inputs = ", ".join(
       f"np.array({x.tolist()}, 'float32').reshape({x.shape})" for x in self.program.inputs
@@ -172,6 +168,8 @@ class Case:
     lines = [HEAD, writer.text(), f"inputs = ({inputs},)"]
     if self.armed:
       lines.append(f"ARMED, ARMED_RAN = {self.armed!r}, {ran}")
+    if self.way in checks.WAYS:
+      lines.append(f"FAILING = {machine.failing}")
     return "\n".join([*lines, WAYS[self.way].strip("\n"), ""])
 
 
@@ -187,6 +185,7 @@ def cases(draw: Any) -> Case:
   ways = [
     way for way in WAYS if (gates or way not in NEEDS_ERRORS) and not (stops and way in NOT_STOPPED)
   ]
+  ways = fitting(ways, program)
   if any(isinstance(op, calls.Nested) for op in program.body.ops()):
     # Over the devices of a program that is under way no other can run, in JAX neither.
     ways = [way for way in ways if way not in OVER_DEVICES]
@@ -287,7 +286,7 @@ class Explorer:
       self.found.ambiguous += 1
       reject()
     ran = sum(event.name == case.armed for event, _ in events)
-    source = case.source(twin=False, ran=ran)
+    source = case.source(twin=False, machine=machine, ran=ran)
     if source in self._outcomes:
       return self._outcomes[source]
     if now > (self._shrinks_until if shrinking else self.end):
@@ -308,7 +307,8 @@ class Explorer:
     # Which programs are looked through is the text's: a shrunk one is, too.
     keeps = self._last is not None and self._last.kind == "kept"
     keeps = keeps or zlib.crc32(source.encode()) % LOOKED_THROUGH == 0
-    keeps = keeps and case.way not in NEEDS_ERRORS  # `last_error()` keeps what failed
+    # `last_error()` keeps what failed.
+    keeps = keeps and case.way not in (*NEEDS_ERRORS, *checks.WAYS)
     answer = self._child.run(source, keeps)
     self.found.programs += 1
     ops = case.ops()
@@ -326,7 +326,7 @@ class Explorer:
         self.found.refused += 1
         self.found.refusals[words] = self.found.refusals.get(words, 0) + 1
         return None
-      twin = self._child.run(case.source(twin=True))
+      twin = self._child.run(case.source(twin=True, machine=Machine()))
       own = case.armed != "" and answer["raised"] in OF_ARMED
       own = own or case.way in OWN_GATES
       if not own and twin.get("raised") == answer["raised"]:
