@@ -141,6 +141,18 @@ def {g}_step(state):
 _, {g}_box, _ = jax.lax.while_loop(lambda s: s[0] < 2, {g}_step, (0, {g}({x}[0]), {x}[0]))
 {y} = jnp.concatenate([cg.use({g}_value, {g}_box, {x}[0], out={x}[0], effect='io')[None] - 2,
   {x}[1:] + 1])""",
+  "all at once": """\
+{y} = jax.vmap(lambda box, x: cg.use({g}_values, box, x, out=x, effect='io', vmap='whole'))(
+  jax.vmap({g})({x}), {x})""",
+  "given out": """\
+{g}_box, _ = jax.lax.scan(lambda box, x: ({g}(x), None), {g}({x}[0]), {x})
+{g}_y = cg.use({g}_value, {g}_box, {x}[0], out={x}[0], effect='io')
+{y} = jnp.concatenate([{x}[:-1] + 1, {g}_y[None]])""",
+  "changed": """\
+{g}_boxes = [{g}({x}[0]), {g}({x}[0])]
+{g}_y = cg.use({g}_change, {g}_boxes[0], {x}[0], out={x}[0], effect='io')
+{g}_y = cg.use({g}_value, {g}_boxes[1], {g}_y, out={x}[0], effect='io')
+{y} = jnp.concatenate([{g}_y[None], {x}[1:] + 1])""",
 }
 
 
@@ -163,6 +175,13 @@ class Handles(Op):
       f"def {self.name}_value(made, x):\n  note('{self.name}', {self.row.shape}, made)\n"
       "  return np.asarray(made + 1, x.dtype)\n"
     )
+    if self.kind == "all at once":
+      writer.above(
+        f"def {self.name}_values(made, x):\n  made = np.array(made).reshape(x.shape)\n"
+        f"  return {self.name}_value(made, x)\n"
+      )
+    if self.kind == "changed":
+      writer.above(f"def {self.name}_change(made, x):\n  made += 7\n  return x.copy()\n")
     for line in HANDLES[self.kind].format(g=self.name, x=x, y=y).splitlines():
       writer.line(line)
 
@@ -173,8 +192,9 @@ class Handles(Op):
       for i in range(3):
         machine.note(lane.into(self.name, i), self.name, duals.shifted(rows[0], float(i)))
     else:
-      axis = f"lane {self.name}" if self.kind == "stacked by vmap" else self.name
-      for i, row in enumerate(rows):
+      axis = f"lane {self.name}" if "at once" in self.kind or "vmap" in self.kind else self.name
+      used = {"given out": rows[-1:], "changed": rows[:1]}.get(self.kind, rows)
+      for i, row in enumerate(used):
         machine.note(lane.into(axis, i), self.name, row)
     return [duals.shifted(x, 1.0)]
 

@@ -188,7 +188,7 @@ DRAWS = {
   "gate": ("call",), "ordered": ("call",), "whole": ("call",), "static values": ("static_values",),
   "runs a program": ("nested",), "differences": ("ruled",), "other arguments": ("ruled",),
   "check that decides": ("check",), "feed of numbers": ("counted_feed",),
-  "tap of lanes": ("lane_tap",), "tap every": ("every_tap",),
+  "tap of lanes": ("lane_tap",), "tap every": ("every_tap",), "handles": ("handles",),
 }  # fmt: skip
 DRAWS |= dict.fromkeys(("root", "knob", "kernel", "breakpoint", "id_tap"), ("other",))
 
