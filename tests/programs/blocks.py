@@ -18,3 +18,5 @@ import loops
 import parts
 import references
 import solved
+
+import kernels

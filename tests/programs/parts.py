@@ -187,31 +187,6 @@ def objects(scope: Scope, context: Context) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel(Part):
-  """Compiled code on each element: x * 0.5 + 0.25."""
-
-  part = "kernel"
-  language: str
-
-  def definitions(self) -> Sequence[str]:
-    if self.language == "cpp":
-      loop = "for (int64_t i = 0; i < x.size(); ++i) y.data()[i] = x.data()[i] * 0.5f + 0.25f;"
-      source = f"void half(cg::In<float> x, cg::Out<float> y) {{ {loop} }}"
-      return [f"kernel_cpp = cg.cpp('{source}', out=lambda x: x)"]
-    return ["kernel_elementwise = cg.elementwise('T x', 'T y', 'y = x * T(0.5) + T(0.25)')"]
-
-  def text(self, x: str) -> str:
-    return f"kernel_{self.language}({x})"
-
-  def twin(self, x: str) -> str:
-    return f"{x} * 0.5 + 0.25"
-
-  @each_lane
-  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    return [FUNCTIONS["half"][1](x)]
-
-
-@dataclasses.dataclass(frozen=True)
 class Feed(_Same):
   """Adds the next item of a feed, whose items are all 0."""
 
@@ -346,8 +321,6 @@ DIFFERENTIABLE: dict[str, Callable[[Scope, Array], Op]] = {
   "root": lambda scope, type_: Root(),
 }
 WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
-  "cpp": lambda scope, type_: Kernel("cpp"),
-  "elementwise": lambda scope, type_: Kernel("elementwise"),
   "buffer_callback": _old_of(BufferCallback),
   "id_tap": _old_of(IdTap),
 }

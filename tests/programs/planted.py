@@ -189,8 +189,9 @@ DRAWS = {
   "runs a program": ("nested",), "differences": ("ruled",), "other arguments": ("ruled",),
   "check that decides": ("check",), "feed of numbers": ("counted_feed",),
   "tap of lanes": ("lane_tap",), "tap every": ("every_tap",), "handles": ("handles",),
+  "kernel": ("kernel",), "broadcast along": ("kernel",),
 }  # fmt: skip
-DRAWS |= dict.fromkeys(("root", "knob", "kernel", "breakpoint", "id_tap"), ("other",))
+DRAWS |= dict.fromkeys(("root", "knob", "breakpoint", "id_tap"), ("other",))
 
 
 def prefer(fault: Fault, times: int) -> None:

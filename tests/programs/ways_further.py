@@ -28,15 +28,35 @@ for a, b in zip([*live, *calls[-1][0][0]], [*again[0], *again[1]]):
 execute(1, lambda: [run(*inputs)])
 """
 
+# With other values in its knobs a program gives what a new one gives, which has had no others.
+_KNOBS = """
+knobs = [value for name, value in list(globals().items()) if name.startswith("knob")]
+run = jax.jit(program)
+execute(1, lambda: [run(*inputs)])
+for number in (2.0, -1.0):
+  for knob in knobs:
+    knob.set(number)
+  old = jax.block_until_ready(run(*inputs))
+  new = jax.block_until_ready(jax.jit(lambda *xs: program(*xs))(*inputs))
+  settled()
+  for a, b in zip(old, new):
+    np.testing.assert_allclose(*(np.asarray(x).astype(complex) for x in (a, b)), 2e-3, 2e-3)
+for knob in knobs:
+  knob.set(0.5)
+execute(1, lambda: [run(*inputs)])
+"""
+
 FURTHER = {
   **checks.WAYS,
+  "knobs set": _KNOBS,
   "recorded, replayed in another order": _ANOTHER_ORDER,
 }
 # An execution that ends early, or beside another one, leaves a feed or a counter anywhere.
 _NOT_COUNTED = (
   *("two threads", "two programs at once", "threads in a hurry", "an error", "an error later"),
   *("an error without jit", "interrupted", "replicated", "explicit mesh", "shard_map around"),
-  *("partial shard_map around", "sharded", "uneven", "explicitly sharded", *checks.WAYS),
+  *("partial shard_map around", "sharded", "uneven", "explicitly sharded", "knobs set"),
+  *checks.WAYS,
 )
 
 
@@ -47,6 +67,8 @@ def fitting(ways: Sequence[str], program: Program) -> list[str]:
   found = [way for way in ways if (way in checks.WAYS) == is_checked]
   if any(op.counts for op in ops):
     found = [way for way in found if way not in _NOT_COUNTED]
+  if not any(isinstance(op, parts.Knob) for op in ops):
+    found = [way for way in found if way != "knobs set"]
   ordered = any(
     isinstance(op, (parts.Feed, counted.CountedFeed, parts.Stop))
     or (isinstance(op, (Call, FormCall)) and op.effect == "ordered")
