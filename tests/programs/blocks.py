@@ -17,6 +17,7 @@ import lanes
 import loops
 import parts
 import references
+import simulators
 import solved
 
 import kernels

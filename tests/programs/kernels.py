@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels, and functions of PyTorch. Those of libraries that are missing are not drawn."""
+"""Kernels, and functions of PyTorch, of the libraries that are here."""
 
 from __future__ import annotations
 

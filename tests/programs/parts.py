@@ -274,6 +274,33 @@ class IdTap(_Same):
 
 
 @dataclasses.dataclass(frozen=True)
+class OldCall(Part):
+  """`call` of the old interface, of 2023: -x."""
+
+  part = "call of 2023"
+  maps = False
+  name: str
+  type: Array
+
+  def definitions(self) -> Sequence[str]:
+    return [
+      "from callgate.compat import host_callback_2023",
+      f"def {self.name}(x):\n  note('{self.name}', {self.type.shape}, x)\n  return -x\n",
+    ]
+
+  def twin(self, x: str) -> str:
+    return f"-{x}"
+
+  def text(self, x: str) -> str:
+    return f"host_callback_2023.call({self.name}, {x}, result_shape={x})"
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    machine.note(lane, self.name, x)
+    return [duals.scaled(x, -1.0)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Stop(_Same):
   """A gate that asks the stoppable loops of its program to stop."""
 
@@ -323,6 +350,7 @@ DIFFERENTIABLE: dict[str, Callable[[Scope, Array], Op]] = {
 WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
   "buffer_callback": _old_of(BufferCallback),
   "id_tap": _old_of(IdTap),
+  "call": _old_of(OldCall),
 }
 
 
@@ -333,6 +361,8 @@ def other(scope: Scope, context: Context) -> bool:
   makers = DIFFERENTIABLE if context.order else {**DIFFERENTIABLE, **WITHOUT_DERIVATIVE}
   if context.branch:  # where `vmap` has JAX run all branches, the old tap sends for all lanes
     makers = {name: make for name, make in makers.items() if name != "id_tap"}
+  if context.lanes or context.devices:
+    makers = {name: make for name, make in makers.items() if name != "call"}
   make = makers[scope.draw(st.sampled_from(list(makers)))]
   scope.add(make(scope, var.type), [var], var.type)
   return True

@@ -19,6 +19,7 @@ REFUSALS = {
   r"no gate or kernel named 'program_\d+\.": "in another process, a call without a name there",
   "has no derivative. Define": "a call without a derivative under `grad`",
   "Reverse-mode differentiation does not work for lax.while_loop": "JAX's own, under `grad`",
+  r"JaxprTrace \d+>\.effect_handles": "JAX's, of an effect in a loop under `hessian`: a leak",
   "Cannot `vmap` ordered IO callback": "JAX's ordered callbacks under `vmap`",
   "the gate would run again for each tangent": "an effect in a while loop that is linearized",
 }

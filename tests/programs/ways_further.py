@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import checks
 import counted
 import parts
+import simulators
 from calls import Call
 from forms import FormCall
 from program import Program
@@ -67,6 +68,10 @@ def fitting(ways: Sequence[str], program: Program) -> list[str]:
   found = [way for way in ways if (way in checks.WAYS) == is_checked]
   if any(op.counts for op in ops):
     found = [way for way in found if way not in _NOT_COUNTED]
+  if not all(op.maps for op in ops):
+    found = [way for way in found if way != "vmap around"]
+  if any(isinstance(op, simulators.Steps) for op in ops):
+    found = [way for way in found if way != "grad around"]  # refused by name
   if not any(isinstance(op, parts.Knob) for op in ops):
     found = [way for way in found if way != "knobs set"]
   ordered = any(
