@@ -278,7 +278,7 @@ class OldCall(Part):
   """`call` of the old interface, of 2023: -x."""
 
   part = "call of 2023"
-  maps = False
+  refuses = True
   name: str
   type: Array
 

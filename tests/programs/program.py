@@ -96,7 +96,7 @@ class Op:
   part = ""  # the part of callgate that it uses, as the table of results names it
   transformation = ""  # the transformation of JAX's that it is
   gives_arrays = True  # False where a result is no value of the oracle's
-  maps = True  # False if it is refused under `vmap`
+  refuses = False  # True if `vmap` and `grad` refuse it
   counts = False  # True if it depends on how often it has run before
 
   def bodies(self) -> Sequence[Body]:

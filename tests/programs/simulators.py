@@ -33,7 +33,7 @@ class Steps(Op):
   """Two steps of two environments from their reset on: three times the operand."""
 
   part = "envs"
-  maps = False
+  refuses = True
   counts = True  # executions beside each other would reset each other's
   name: str
   type: Array

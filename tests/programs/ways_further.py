@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import checks
-import counted
 import parts
-import simulators
 from calls import Call
 from forms import FormCall
 from program import Program
@@ -68,17 +66,17 @@ def fitting(ways: Sequence[str], program: Program) -> list[str]:
   found = [way for way in ways if (way in checks.WAYS) == is_checked]
   if any(op.counts for op in ops):
     found = [way for way in found if way not in _NOT_COUNTED]
-  if not all(op.maps for op in ops):
-    found = [way for way in found if way != "vmap around"]
-  if any(isinstance(op, simulators.Steps) for op in ops):
-    found = [way for way in found if way != "grad around"]  # refused by name
+  if any(op.refuses for op in ops):
+    found = [way for way in found if way not in ("vmap around", "grad around")]
   if not any(isinstance(op, parts.Knob) for op in ops):
     found = [way for way in found if way != "knobs set"]
   ordered = any(
-    isinstance(op, (parts.Feed, counted.CountedFeed, parts.Stop))
+    isinstance(op, (parts.Feed, parts.Stop))
     or (isinstance(op, (Call, FormCall)) and op.effect == "ordered")
     for op in ops
   )
-  if ordered:  # a replay answers these in the order of the recording alone
+  if ordered or any(
+    op.counts for op in ops
+  ):  # a replay answers these in the order of the recording alone
     found = [way for way in found if way != "recorded, replayed in another order"]
   return found
