@@ -344,8 +344,9 @@ def form(scope: Scope, context: Context) -> bool:
 
 @drawn("part")
 def ruled(scope: Scope, context: Context) -> bool:
-  """A gate with a derivative of its own."""
-  return _one_of(RULED, scope, context)
+  """A gate with a derivative of its own. Some are like all others where there is none."""
+  plain = [kind for kind in RULED if not re.search("differences|other arguments", kind)]
+  return _one_of(RULED if context.order else plain, scope, context)
 
 
 @drawn("part")
