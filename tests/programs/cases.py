@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import calls
+import checks
 import control_flow
 import lanes
 import parts
 from grow import programs
 from hypothesis import reject
 from hypothesis import strategies as st
+from oracle import Machine
 from program import Body, Program, Writer
 from ways import APART, AROUND, HEAD, NEEDS_ERRORS, NOT_SAVED, NOT_STOPPED, OVER_DEVICES, WAYS
+from ways_further import fitting
 
 RARELY = 32  # of so many programs one runs in a process of its own
 MORE: list[str] = []  # ways that are drawn more often, each as often as it stands here
@@ -54,8 +57,8 @@ class Case:
       for inner in op.bodies():
         yield from self._places(inner, f"{around}{name} > ")
 
-  def source(self, twin: bool, ran: int = 0) -> str:
-    writer = Writer(twin)
+  def source(self, twin: bool, machine: Machine, ran: int = 0) -> str:
+    writer = Writer(twin, machine.taken)
     writer.function("program", self.program.body)
     inputs = ", ".join(
       f"np.array({x.tolist()}, 'float32').reshape({x.shape})" for x in self.program.inputs
@@ -63,6 +66,8 @@ class Case:
     lines = [HEAD, writer.text(), f"inputs = ({inputs},)"]
     if self.armed:
       lines.append(f"ARMED, ARMED_RAN = {self.armed!r}, {ran}")
+    if self.way in checks.WAYS:
+      lines.append(f"FAILING = {machine.failing}")
     return "\n".join([*lines, WAYS[self.way].strip("\n"), ""])
 
 
@@ -78,6 +83,7 @@ def cases(draw: Any) -> Case:
   ways = [
     way for way in WAYS if (gates or way not in NEEDS_ERRORS) and not (stops and way in NOT_STOPPED)
   ]
+  ways = fitting(ways, program)
   if any(isinstance(op, calls.Nested) for op in program.body.ops()):
     # Over the devices of a program that is under way no other can run, in JAX neither.
     ways = [way for way in ways if way not in OVER_DEVICES]

@@ -8,7 +8,8 @@ this table may be called at several places of a program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import calls
@@ -160,6 +161,31 @@ def {g}_host(tree, x):
 {g} = cg.gate({g}_host, {options}, like=lambda tree, x: x * 0.5 + 0.25)
 def {g}_add(x): return x + 0.25
 """
+# Their rules call the gate of other arguments than the call that was started.
+_OTHER_JVP = """
+@{g}.defjvp
+def {g}_rule(primals, tangents):
+  (x,), (dx,) = primals, tangents
+  return {g}(x), ({g}(x + 1) - {g}(x - 1)) / 2 * dx
+"""
+_OTHER_VJP = """
+{g}.defvjp(lambda x: ({g}(x), {g}(x + 1) - {g}(x - 1)), lambda slope, ct: (slope / 2 * ct,))
+"""
+_HALF_OUT = """\
+{g} = cg.gate(lambda x: np.asarray(x * 0.5 + 0.25, x.dtype), {options}, out=lambda x: x)
+"""
+
+
+def _started(rule: str) -> Form:
+  return Form(
+    _HALF_OUT + rule,
+    half,
+    "{x} * 0.5 + 0.25",
+    "{g}.start({x}).result()",
+    effects=("pure",),
+    notes=0,
+  )
+
 
 _WORKER = """\
 def {g}_host(x):
@@ -245,6 +271,8 @@ FORMS = {
     "{g}({g}({x}, by=equal_1), by=equal_2)",
     notes=2,
   ),
+  "start, a jvp of other arguments": _started(_OTHER_JVP),
+  "start, a vjp of other arguments": _started(_OTHER_VJP),
   "in workers": Form(_FAR + _WORKER, half, "{x} * 0.5 + 0.25"),
   "method": Form(_METHOD, half, "{x} * 0.5 + 0.25", "{g}_object.half({x})"),
   "functions in arguments": Form(
@@ -294,7 +322,7 @@ class FormCall(Op):
 
   def fits(self, context: Context) -> bool:
     """True if a call may stand there."""
-    return context.order <= self.order and not (context.forward and self.kind == "trees vjp")
+    return context.order <= self.order and not (context.forward and " vjp" in self.kind)
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
@@ -308,17 +336,32 @@ class FormCall(Op):
     return [FORMS[self.kind].value(x)]
 
 
-@drawn("part")
-@drawn("part")
-def form(scope: Scope, context: Context) -> bool:
+def _one_of(kinds: Sequence[str], scope: Scope, context: Context) -> bool:
   var = a_float(scope)
-  kind = scope.draw(st.sampled_from(list(FORMS)))
+  kind = scope.draw(st.sampled_from(kinds))
   effect = scope.draw(st.sampled_from(FORMS[kind].effects))
   op = FormCall(scope.name("gate"), kind, effect, var.type, FORMS[kind].order)
   if op.fits(context):
     scope.add(op, [var], var.type)
     scope.gates.append(op)
   return True
+
+
+RULED = [kind for kind in FORMS if re.search("jvp|vjp|linear|differences", kind)]
+NOT_RULED = [kind for kind in FORMS if kind not in RULED]
+
+
+@drawn("part")
+@drawn("part")
+def form(scope: Scope, context: Context) -> bool:
+  return _one_of(NOT_RULED, scope, context)
+
+
+@drawn("part")
+def ruled(scope: Scope, context: Context) -> bool:
+  """A gate with a derivative of its own. Some are like all others where there is none."""
+  plain = [kind for kind in RULED if not re.search("differences|other arguments", kind)]
+  return _one_of(RULED if context.order else plain, scope, context)
 
 
 @drawn("part")

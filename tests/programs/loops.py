@@ -15,11 +15,11 @@ from oracle import Lane, Machine, decided, each_lane
 from program import Array, Context, Op, Scope, Step, Values, Writer, drawn
 
 
-def _rows(x: Any) -> list[Any]:
+def rows_of(x: Any) -> list[Any]:
   return [duals.linear(lambda a, i=i: a[i], x) for i in range(duals.plain(x).shape[0])]
 
 
-def _stack(rows: list[Any]) -> Any:
+def stacked(rows: list[Any]) -> Any:
   return duals.linear_of_all(np.stack, rows)
 
 
@@ -86,7 +86,7 @@ class Tickets(Op):
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    rows = _rows(x)
+    rows = rows_of(x)
     first = rows[0]
     if self.kind == "cond" and not decided(x, 0.2):
       first = duals.scaled(first, 2.0)
@@ -99,7 +99,7 @@ class Tickets(Op):
       for i in range(2):
         machine.note(lane.into(axis, i + 1), self.name, results[0])
         results[0] = duals.scaled(results[0], -1.0)
-    return [_stack(results)]
+    return [stacked(results)]
 
 
 @drawn("part")
@@ -108,14 +108,14 @@ def tickets(scope: Scope, context: Context) -> bool:
   if context.order:
     kinds.remove("while")  # loops that carry a tangent are refused, or have no reverse mode
   kind = scope.draw(st.sampled_from(kinds))
-  var = _with_rows(scope)
+  var = with_rows(scope)
   row, is_named = without(var.type, 0), scope.draw(st.booleans())
   op = Tickets(scope.name("started"), kind, row, is_named)
   scope.add(op, [var], var.type)
   return True
 
 
-def _with_rows(scope: Scope) -> Any:
+def with_rows(scope: Scope) -> Any:
   floats = scope.of(lambda t: t.is_float and bool(t.shape) and 0 < t.shape[0] <= 4)
   if floats:
     return scope.pick(floats)
@@ -150,6 +150,18 @@ def {g}_step(state):
 _, {g}_box, _ = jax.lax.while_loop(lambda s: s[0] < 2, {g}_step, (0, {g}({x}[0]), {x}[0]))
 {y} = jnp.concatenate([cg.use({g}_value, {g}_box, {x}[0], out={x}[0], effect='io')[None] - 2,
   {x}[1:] + 1])""",
+  "all at once": """\
+{y} = jax.vmap(lambda box, x: cg.use({g}_values, box, x, out=x, effect='io', vmap='whole'))(
+  jax.vmap({g})({x}), {x})""",
+  "given out": """\
+{g}_box, _ = jax.lax.scan(lambda box, x: ({g}(x), None), {g}({x}[0]), {x})
+{g}_y = cg.use({g}_value, {g}_box, {x}[0], out={x}[0], effect='io')
+{y} = jnp.concatenate([{x}[:-1] + 1, {g}_y[None]])""",
+  "changed": """\
+{g}_boxes = [{g}({x}[0]), {g}({x}[0])]
+{g}_y = cg.use({g}_change, {g}_boxes[0], {x}[0], out={x}[0], effect='io')
+{g}_y = cg.use({g}_value, {g}_boxes[1], {g}_y, out={x}[0], effect='io')
+{y} = jnp.concatenate([{g}_y[None], {x}[1:] + 1])""",
 }
 
 
@@ -172,18 +184,26 @@ class Handles(Op):
       f"def {self.name}_value(made, x):\n  note('{self.name}', {self.row.shape}, made)\n"
       "  return np.asarray(made + 1, x.dtype)\n"
     )
+    if self.kind == "all at once":
+      writer.above(
+        f"def {self.name}_values(made, x):\n  made = np.array(made).reshape(x.shape)\n"
+        f"  return {self.name}_value(made, x)\n"
+      )
+    if self.kind == "changed":
+      writer.above(f"def {self.name}_change(made, x):\n  made += 7\n  return x.copy()\n")
     for line in HANDLES[self.kind].format(g=self.name, x=x, y=y).splitlines():
       writer.line(line)
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    rows = _rows(x)
+    rows = rows_of(x)
     if self.kind == "of a while":
       for i in range(3):
         machine.note(lane.into(self.name, i), self.name, duals.shifted(rows[0], float(i)))
     else:
-      axis = f"lane {self.name}" if self.kind == "stacked by vmap" else self.name
-      for i, row in enumerate(rows):
+      axis = f"lane {self.name}" if "at once" in self.kind or "vmap" in self.kind else self.name
+      used = {"given out": rows[-1:], "changed": rows[:1]}.get(self.kind, rows)
+      for i, row in enumerate(used):
         machine.note(lane.into(axis, i), self.name, row)
     return [duals.shifted(x, 1.0)]
 
@@ -192,7 +212,7 @@ class Handles(Op):
 def handles(scope: Scope, context: Context) -> bool:
   if context.order:
     return False  # they have no derivatives
-  var = _with_rows(scope)
+  var = with_rows(scope)
   kind = scope.draw(st.sampled_from(list(HANDLES)))
   scope.add(Handles(scope.name("hold"), kind, without(var.type, 0)), [var], var.type)
   return True

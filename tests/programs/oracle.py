@@ -67,11 +67,15 @@ class Machine:
   def __init__(self) -> None:
     self.events: list[tuple[Event, Lane]] = []
     self.stopped = False  # `cg.stop` was called in this execution
+    self.failing: dict[str, list[float]] = {}  # checks that fail, with what they say of each time
+    self.taken: dict[str, int] = {}  # how many items of each feed
+    self._items: dict[tuple[str, Any], int] = {}
     self.levels = 0
 
   def call(self, program: Program) -> tuple[list[np.ndarray], list[tuple[Event, Lane]]]:
     """Runs the program once: its results, and its events."""
     self.events, self.stopped = [], False
+    self.failing, self.taken, self._items = {}, {}, {}
     (results,) = self.run(program.body, [Lane()], [{}], [list(program.inputs)])
     return [plain(x) for x in results], self.events
 
@@ -107,6 +111,20 @@ class Machine:
     """An event: what the host sees of the values."""
     if lane.effects:
       self.events.append((Event(name, numbers_of(*values)), lane))
+
+  def fail(self, lane: Lane, name: str, number: float) -> None:
+    """A check has failed, and says a number."""
+    if lane.effects:
+      self.failing.setdefault(name, []).append(number)
+
+  def take(self, lane: Lane, name: str) -> int:
+    """The number of the item that a lane takes of a feed. A derivative sees that of its primal."""
+    key = name, lane.path
+    if key not in self._items:
+      assert lane.effects, key
+      self._items[key] = self.taken.get(name, 0)
+      self.taken[name] = self._items[key] + 1
+    return self._items[key]
 
   def derivative(
     self,

@@ -187,31 +187,6 @@ def objects(scope: Scope, context: Context) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel(Part):
-  """Compiled code on each element: x * 0.5 + 0.25."""
-
-  part = "kernel"
-  language: str
-
-  def definitions(self) -> Sequence[str]:
-    if self.language == "cpp":
-      loop = "for (int64_t i = 0; i < x.size(); ++i) y.data()[i] = x.data()[i] * 0.5f + 0.25f;"
-      source = f"void half(cg::In<float> x, cg::Out<float> y) {{ {loop} }}"
-      return [f"kernel_cpp = cg.cpp('{source}', out=lambda x: x)"]
-    return ["kernel_elementwise = cg.elementwise('T x', 'T y', 'y = x * T(0.5) + T(0.25)')"]
-
-  def text(self, x: str) -> str:
-    return f"kernel_{self.language}({x})"
-
-  def twin(self, x: str) -> str:
-    return f"{x} * 0.5 + 0.25"
-
-  @each_lane
-  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    return [FUNCTIONS["half"][1](x)]
-
-
-@dataclasses.dataclass(frozen=True)
 class Feed(_Same):
   """Adds the next item of a feed, whose items are all 0."""
 
@@ -302,6 +277,33 @@ class IdTap(_Same):
 
 
 @dataclasses.dataclass(frozen=True)
+class OldCall(Part):
+  """`call` of the old interface, of 2023: -x."""
+
+  part = "call of 2023"
+  refuses = True
+  name: str
+  type: Array
+
+  def definitions(self) -> Sequence[str]:
+    return [
+      "from callgate.compat import host_callback_2023",
+      f"def {self.name}(x):\n  note('{self.name}', {self.type.shape}, x)\n  return -x\n",
+    ]
+
+  def twin(self, x: str) -> str:
+    return f"-{x}"
+
+  def text(self, x: str) -> str:
+    return f"host_callback_2023.call({self.name}, {x}, result_shape={x})"
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    machine.note(lane, self.name, x)
+    return [duals.scaled(x, -1.0)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Stop(_Same):
   """A gate that asks the stoppable loops of its program to stop."""
 
@@ -349,10 +351,9 @@ DIFFERENTIABLE: dict[str, Callable[[Scope, Array], Op]] = {
   "root": lambda scope, type_: Root(),
 }
 WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
-  "cpp": lambda scope, type_: Kernel("cpp"),
-  "elementwise": lambda scope, type_: Kernel("elementwise"),
   "buffer_callback": _old_of(BufferCallback),
   "id_tap": _old_of(IdTap),
+  "call": _old_of(OldCall),
 }
 
 
@@ -363,6 +364,8 @@ def other(scope: Scope, context: Context) -> bool:
   makers = DIFFERENTIABLE if context.order else {**DIFFERENTIABLE, **WITHOUT_DERIVATIVE}
   if context.branch:  # where `vmap` has JAX run all branches, the old tap sends for all lanes
     makers = {name: make for name, make in makers.items() if name != "id_tap"}
+  if context.lanes or context.devices:
+    makers = {name: make for name, make in makers.items() if name != "call"}
   make = makers[scope.draw(st.sampled_from(list(makers)))]
   scope.add(make(scope, var.type), [var], var.type)
   return True

@@ -189,10 +189,12 @@ DRAWS = {
   "gate": ("call",), "ordered": ("call",), "whole": ("call",), "static values": ("static_values",),
   "runs a program": ("nested",), "tickets": ("tickets",), "result": ("started",),
   "of two": ("call",), "jit": ("wrapped",), "much": ("much",),
+  "differences": ("ruled",), "other arguments": ("ruled",),
+  "check that decides": ("check",), "feed of numbers": ("counted_feed",),
+  "tap of lanes": ("lane_tap",), "tap every": ("every_tap",), "handles": ("handles",),
+  "kernel": ("kernel",), "broadcast along": ("kernel",),
 }  # fmt: skip
-DRAWS |= dict.fromkeys(
-  ("root", "knob", "kernel", "check", "breakpoint", "feed", "id_tap"), ("other",)
-)
+DRAWS |= dict.fromkeys(("root", "knob", "breakpoint", "id_tap"), ("other",))
 
 
 def prefer(fault: Fault, times: int) -> None:

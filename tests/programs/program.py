@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -108,6 +108,8 @@ class Op:
   part = ""  # the part of callgate that it uses, as the table of results names it
   transformation = ""  # the transformation of JAX's that it is
   gives_arrays = True  # False where a result is no value of the oracle's
+  refuses = False  # True if `vmap` and `grad` refuse it
+  counts = False  # True if it depends on how often it has run before
 
   def bodies(self) -> Sequence[Body]:
     return ()
@@ -164,8 +166,9 @@ class Part(Op):
 class Writer:
   """Writes a program as Python. As a twin it leaves callgate out: its parts are JAX's functions."""
 
-  def __init__(self, twin: bool = False) -> None:
+  def __init__(self, twin: bool = False, taken: Mapping[str, int] | None = None) -> None:
     self.twin = twin
+    self.taken = taken or {}  # how many items of each feed an execution takes
     self._top: list[str] = []
     self._lines: list[str] = []
     self._indent = 0

@@ -12,7 +12,6 @@ REFUSALS = {
   "untyped custom call to xla.sdy": "as above, of ordered ones: XLA runs them on one device",
   "zero-length scan is not supported in disable_jit": "JAX's own",
   "other processes don't have its function": "a tap's function in an exported program",
-  "go to other processes: a function": "functions in arguments, of programs that no module holds",
   r"No module named 'program_\d+'": "a class of the program in another process",
   "argument to custom_linear_solve as a JAX value": "JAX's second derivatives of linear solves",
   "serialization of host_callbacks": "JAX's callbacks in an exported program",
@@ -25,6 +24,7 @@ REFUSALS = {
   "can't call methods of objects that are no pytrees": "such methods in another process",
   "has no derivative. Define": "a call without a derivative under `grad`",
   "Reverse-mode differentiation does not work for lax.while_loop": "JAX's own, under `grad`",
+  r"JaxprTrace \d+>\.effect_handles": "JAX's, of an effect in a loop under `hessian`: a leak",
   "Cannot `vmap` ordered IO callback": "JAX's ordered callbacks under `vmap`",
   "the gate would run again for each tangent": "an effect in a while loop that is linearized",
 }

@@ -19,22 +19,17 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import arithmetic  # noqa: F401  (each of these registers what draws its operations)
-import bodies  # noqa: F401
+import blocks  # noqa: F401
 import calls
-import collectives  # noqa: F401
-import control_flow  # noqa: F401
+import checks
 import counts
-import derivatives  # noqa: F401
 import forms
 import judge
 import lanes
 import loops
 import numpy as np
 import parts
-import references  # noqa: F401
 import refusals
-import solved  # noqa: F401
 from cases import Case, cases
 from counts import Counts
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
@@ -216,7 +211,7 @@ class Explorer:
       self.found.ambiguous += 1
       reject()
     ran = sum(event.name == case.armed for event, _ in events)
-    source = case.source(twin=False, ran=ran)
+    source = case.source(twin=False, machine=machine, ran=ran)
     if source in self._outcomes:
       return self._outcomes[source]
     if now > (self._shrinks_until if shrinking else self.end):
@@ -237,7 +232,8 @@ class Explorer:
     # Which programs are looked through is the text's: a shrunk one is, too.
     keeps = self._last is not None and self._last.kind == "kept"
     keeps = keeps or zlib.crc32(source.encode()) % LOOKED_THROUGH == 0
-    keeps = keeps and case.way not in NEEDS_ERRORS  # `last_error()` keeps what failed
+    # `last_error()` keeps what failed.
+    keeps = keeps and case.way not in (*NEEDS_ERRORS, *checks.WAYS)
     answer = self._child.run(source, keeps)
     self.found.programs += 1
     ops = case.ops()
@@ -250,7 +246,7 @@ class Explorer:
         self.found.refused += 1
         self.found.counts.add_refused(words, ops)
         return None
-      twin = self._child.run(case.source(twin=True))
+      twin = self._child.run(case.source(twin=True, machine=Machine()))
       own = case.armed != "" and answer["raised"] in OF_ARMED
       own = own or case.way in OWN_GATES
       if not own and twin.get("raised") == answer["raised"]:

@@ -7,6 +7,7 @@ Each file runs by itself. It leaves in `calls` the executions that it made, and 
 from __future__ import annotations
 
 from ways_apart import APART
+from ways_further import FURTHER
 
 HEAD = '''\
 import os
@@ -366,6 +367,7 @@ run = jax.jit(jax.vmap(program))
 execute(1, lambda: [[x[0] for x in run(*(jnp.stack([x]) for x in inputs))]])
 """,
   **APART,
+  **FURTHER,
 }
 OWN_GATES = ("resumed",)  # its twins have one of callgate's
 NEEDS_ERRORS = ("an error", "an error later", "an error without jit", "interrupted")
@@ -375,7 +377,7 @@ NOT_STOPPED = (
   *("without jit", "disable_jit", "two threads", "forty under way", "an error", "interrupted"),
   *("an error without jit", "engine jax", "debug_nans", "recorded", "scan around", "exported"),
   *("two programs at once", "threads in a hurry", "an error later", "resumed"),
-  *("exported to another process", "an error at a barrier"),
+  *("exported to another process", "an error at a barrier", *FURTHER),
 )
 # Programs that save at once would share a folder, and so would lanes.
 NOT_SAVED = (

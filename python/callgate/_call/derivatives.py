@@ -301,7 +301,7 @@ def _jvp_by_differences(
     ]
   moved = [jnp.zeros(y.shape, y.dtype) for y in results if is_inexact(y.dtype)]
   for index, (leaf, tangent) in enumerate(zip(leaves, directions, strict=True)):
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and 0 not in jnp.shape(leaf):
       columns = _jacobian(call, leaves, tree, index)
       parts = [jnp.tensordot(jnp.ravel(tangent).astype(c.dtype), c, axes=1) for c in columns]
       moved = [total + part for total, part in zip(moved, parts, strict=True)]

@@ -176,7 +176,7 @@ class Store:
     for value in values:
       if type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
         return False
-    flat = view[: len(values)].reshape(-1, *shape[1:])
+    flat = view[: len(values)].reshape(len(values) * shape[0], *shape[1:])
     np.concatenate(values, out=flat)
     return True
 

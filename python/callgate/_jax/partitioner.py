@@ -61,17 +61,23 @@ def shape_and_dtype(shape: Any) -> tuple[tuple[int, ...], Any]:
   return tuple(shape.dimensions()), shape.numpy_dtype()
 
 
+def _is_of_all(sharding: Any) -> bool:
+  return sharding.is_replicated() or sharding.is_manual() or sharding.is_unknown()
+
+
+def is_of_one_device(sharding: Any) -> bool:
+  """True for an array that one device has alone, as JAX has it for what its callbacks give."""
+  return not _is_of_all(sharding) and math.prod(sharding.tile_assignment_dimensions()) == 1
+
+
 def device_grid(sharding: Any, rank: int) -> Any:
   """An `HloSharding` as device numbers by [tile along each dimension..., replica, manual].
 
-  None for one that is no tiling: of an array that each device has as a whole, or one alone, as JAX
-  has it for what its callbacks give.
+  None for one that is no tiling: of an array that each device has as a whole, or one alone.
   """
-  if sharding.is_replicated() or sharding.is_manual() or sharding.is_unknown():
+  if _is_of_all(sharding) or is_of_one_device(sharding):
     return None
   dims = list(sharding.tile_assignment_dimensions())
-  if math.prod(dims) == 1:
-    return None
   kinds = _xla_client.OpSharding.Type
   extra = list(sharding.subgroup_types())
   if not extra and sharding.replicate_on_last_tile_dim():

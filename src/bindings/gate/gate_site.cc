@@ -155,7 +155,8 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     // On a GPU it is slow: it waits for the stream. For debugging.
     bool check = settings.check_writes.load(std::memory_order_relaxed) &&  // see Settings
                  !(options_.command_buffer && gpu != nullptr);
-    const auto sums = check ? checksums(operands, gpu) : std::vector<std::size_t>();
+    const auto sums =
+        check ? checksums(unshared(operands, results), gpu) : std::vector<std::size_t>();
     auto raised = raised_by([&] {
       nb::object result = invoke(inputs, outputs, context);
       if (gpu != nullptr) gpu->make_current();
@@ -175,7 +176,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     if (outputs.own) write_back(results, outputs);
     keep_spares(inputs, 0);
     keep_spares(outputs, operands.size());
-    if (check) check_unwritten(sums, checksums(operands, gpu));
+    if (check) check_unwritten(sums, checksums(unshared(operands, results), gpu));
   }
 
   // Makes what the callable gets for arrays of the call.
@@ -310,6 +311,18 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
   [[noreturn]] void mismatch(int index, const std::string& expected, const std::string& got) const {
     raise_mismatch(name(), spec_.spec, index, expected, got);
   }
+
+  // The operands; empty ones for those whose memory is a result's, too: it is written to.
+  static std::vector<ArrayView> unshared(std::span<const ArrayView> operands,
+                                         std::span<const ArrayView> results) {
+    static constexpr std::int64_t kNone = 0;
+    std::vector<ArrayView> found(operands.begin(), operands.end());
+    for (ArrayView& view : found)
+      if (std::ranges::find(results, view.data, &ArrayView::data) != results.end())
+        view = {view.data, &kNone, 1, view.dtype};
+    return found;
+  }
+
   void check_unwritten(const std::vector<std::size_t>& before,
                        const std::vector<std::size_t>& after) const {
     auto [one, other] = std::ranges::mismatch(before, after);

@@ -89,6 +89,31 @@ def test_check_writes_lets_readers_and_results_alone() -> None:
     np.testing.assert_array_equal(jax.jit(double)(numbers(8)), 2 * numbers(8))
 
 
+@pytest.mark.parametrize("style", ["inplace", "return"])
+@pytest.mark.parametrize("run_on", ["xla", "processes"])
+def test_check_writes_lets_aliases_alone(style: Any, run_on: Any) -> None:
+  with cg.config(check_writes=True), cg.errors():
+    double = cg.gate(
+      doubled_in_place if style == "inplace" else doubled,
+      out=lambda x: x,
+      style=style,
+      aliases={0: 0},
+      run_on=run_on,
+    )
+    np.testing.assert_array_equal(jax.jit(double)(numbers(8)), 2 * numbers(8))
+    np.testing.assert_array_equal(
+      jax.jit(jax.vmap(double))(numbers(8).reshape(2, 4)), 2 * numbers(8).reshape(2, 4)
+    )
+
+
+def doubled_in_place(out: Any, x: Any) -> None:
+  np.add(out, out, out=out)
+
+
+def doubled(x: Any) -> Any:
+  return x + x
+
+
 # -- views that outlive their call ---
 class Slots:
   __slots__ = ("array",)

@@ -227,6 +227,12 @@ def test_finite_differences_see_only_floating_arguments() -> None:
   assert_close(got, jnp.full(3, 3.0), "finite-difference")
 
 
+def test_finite_differences_have_no_steps_in_empty_arguments() -> None:
+  gate = cg.gate(lambda x, y: x + y.sum(), out=lambda x, y: x, gradient="finite-difference")
+  got = jax.grad(lambda x, y: gate(x, y).sum(), (0, 1))(X, jnp.zeros((2, 0)))
+  assert_close(got, (jnp.ones(3), jnp.zeros((2, 0))), "finite-difference")
+
+
 def test_integer_results_have_no_tangent() -> None:
   gate = cg.gate(
     lambda x: (np.argsort(x).astype(np.int32), np.sort(x)),

@@ -328,6 +328,22 @@ def test_spaces_are_those_of_gymnasium_s_vector_environment() -> None:
     assert env.num_envs == oracle.num_envs == 3
 
 
+class Empty(gymnasium.Env[Any, Any]):
+  observation_space = action_space = gymnasium.spaces.Box(-1, 1, (3, 0), np.float32)
+
+  def reset(self, **_: Any) -> Any:
+    return np.zeros((3, 0), np.float32), {}
+
+  def step(self, action: Any) -> Any:
+    return action, 1.0, False, False, {}
+
+
+def test_observations_may_be_empty() -> None:
+  with cg.envs(Empty, n=2) as env:
+    assert env.reset(0)[0].shape == (2, 3, 0)
+    assert env.step(jnp.zeros((2, 3, 0)))[0].shape == (2, 3, 0)
+
+
 def test_with_64_bits_nothing_is_cast() -> None:
   with jax.enable_x64(True), cg.envs(environments.Composite, n=2) as env:
     seen, _ = env.reset(1)

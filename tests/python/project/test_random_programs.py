@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "programs"))
 
+import checks
+import counted
 import counts
 import duals
 import judge
 import page
 import planted
+import ways_further
+from arithmetic import Unary
 from counts import Counts, Refusal
 from oracle import Event, Lane, Machine
 from program import Array, Body, Program, Step, Var
@@ -81,7 +85,6 @@ def test_wrong_results_and_orders_are_seen() -> None:
 
 
 def test_the_oracle_runs_a_program() -> None:
-  from arithmetic import Unary
   from parts import Tap
 
   x, y, z = (Var(i, Array((2,), "float32")) for i in range(3))
@@ -91,6 +94,31 @@ def test_the_oracle_runs_a_program() -> None:
   results, events = machine.call(Program(body, (np.array([1.0, 3.0]),)))
   np.testing.assert_array_equal(results, [[0.75, 1.75]])
   assert events == [(Event("tap", (0.75, 1.75)), Lane())]
+
+
+def test_each_lane_takes_an_item_of_its_own_and_its_derivative_the_same() -> None:
+  machine = Machine()
+  assert [machine.take(lane, "feed") for lane in LANES] == [0, 1, 2, 3]
+  assert [machine.take(lane.quietly(), "feed") for lane in LANES] == [0, 1, 2, 3]
+  assert machine.taken == {"feed": 4}
+
+
+def test_the_oracle_knows_the_values_by_which_checks_fail() -> None:
+  x, y = (Var(i, Array((2,), "float32")) for i in range(2))
+  program = Body((x,), (Step(checks.Decided("check", 0.5), (x,), (y,)),), (y,))
+  machine = Machine()
+  for values, failing in (([0.25, 0.5], {"check": [0.75]}), ([0.0, 0.25], {})):
+    machine.call(Program(program, (np.array(values),)))
+    assert machine.failing == failing
+
+
+def test_a_program_whose_parts_count_runs_alone() -> None:
+  x, y = (Var(i, Array((), "float32")) for i in range(2))
+  one = lambda op: Program(Body((x,), (Step(op, (x,), (y,)),), (y,)), ())
+  fits = lambda op: ways_further.fitting(["jit", "two threads", "checks"], one(op))
+  assert fits(counted.CountedFeed("feed")) == ["jit"]
+  assert fits(checks.Decided("check", 0.5)) == ["checks"]
+  assert fits(Unary("half")) == ["jit", "two threads"]
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch")

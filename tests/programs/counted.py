@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts that see how often, or in which lane, they run: feeds, taps with `every=`, lanes' numbers.
+
+A feed's items and a tap's records go round: each execution of the program gets the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import duals
+import numpy as np
+from arithmetic import a_float
+from bodies import without
+from hypothesis import strategies as st
+from loops import rows_of, stacked, with_rows
+from oracle import Lane, Machine, decided, each_lane
+from program import Array, Context, Op, Scope, Step, Values, Writer, drawn
+
+ITEM = 0.125  # times its number is an item
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedFeed(Op):
+  """Adds the next item of a feed, whose items differ within an execution."""
+
+  part = "feed of numbers"
+  counts = True
+  name: str
+
+  def write(self, writer: Writer, step: Step) -> None:
+    x = step.operands[0].name
+    if writer.twin:
+      writer.assign(step, x)
+      return
+    number = writer.taken.get(self.name, 1)
+    writer.above(
+      f"{self.name} = cg.feed(np.float32({ITEM} * (k % {number})) for k in itertools.count())"
+    )
+    writer.assign(step, f"{x} + {self.name}.next()")
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    return [duals.shifted(x, ITEM * machine.take(lane, self.name))]
+
+
+@drawn("part")
+def counted_feed(scope: Scope, context: Context) -> bool:
+  if context.devices or (context.lanes and context.branch):
+    return False  # items have no order there
+  var = a_float(scope)
+  scope.add(CountedFeed(scope.name("feed")), [var], var.type)
+  return True
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryTap(Op):
+  """A tap of each row in a scan, which sends the first of them alone.
+
+  Attributes:
+    together: True where all devices do each step at the same time.
+  """
+
+  part = "tap every"
+  counts = True
+  name: str
+  row: Array
+  together: bool
+
+  def write(self, writer: Writer, step: Step) -> None:
+    x, y = step.operands[0].name, step.results[0].name
+    if writer.twin:
+      writer.line(f"{y} = {x}")
+      return
+    writer.above(
+      f"def {self.name}(value, info):\n  if not info.repeated:\n"
+      f"    note('{self.name}', {self.row.shape}, value)\n"
+    )
+    sent = "x + 0 * jax.lax.psum(jnp.sum(x), 'd')" if self.together else "x"
+    tap = f"cg.tap({sent}, {self.name}, every={x}.shape[0])"
+    writer.line(f"_, {y} = jax.lax.scan(lambda _, x: (None, {tap}), None, {x})")
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    machine.note(lane, self.name, rows_of(x)[0])
+    return [x]
+
+
+@drawn("part")
+def every_tap(scope: Scope, context: Context) -> bool:
+  var = with_rows(scope)
+  together = "d" in context.axes and not context.branch
+  op = EveryTap(scope.name("tap"), without(var.type, 0), together)
+  scope.add(op, [var], var.type)
+  return True
+
+
+# A function of an array with two axes of lanes, 2 by 3, in front: what it taps.
+LANES = {
+  "two vmaps": "jax.vmap(jax.vmap({tap}))",
+  "a branch in two vmaps": (
+    "jax.vmap(jax.vmap(lambda x: jax.lax.cond(jnp.sum(x) > 2.7, {tap}, lambda x: x, x)))"
+  ),
+  "a vmap in a branch": (
+    "jax.vmap(lambda x: jax.lax.cond(jnp.sum(x) > 2.7, jax.vmap({tap}), lambda x: x, x))"
+  ),
+  "a branch in a vmap in a branch": (
+    "jax.vmap(lambda x: jax.lax.cond(jnp.sum(x) > 2.7, jax.vmap(lambda x: jax.lax.cond("
+    "jnp.sum(x) > 2.7, {tap}, lambda x: x, x)), lambda x: x, x))"
+  ),
+  "a while in two vmaps": (
+    "jax.vmap(jax.vmap(lambda x: jax.lax.while_loop(lambda s: s[0] < (jnp.sum(x) > 2.7),"
+    " lambda s: (s[0] + 1, {tap}(s[1])), (0, x))[1]))"
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneTap(Op):
+  """A tap in two `vmap`s of its own, which tells in which of their lanes each value is.
+
+  The lanes are the operand plus 0, 1, ... 5; the result is the operand.
+  """
+
+  part = "tap of lanes"
+  name: str
+  kind: str
+  type: Array
+
+  def write(self, writer: Writer, step: Step) -> None:
+    x, y = step.operands[0].name, step.results[0].name
+    if writer.twin:
+      writer.line(f"{y} = {x}")
+      return
+    writer.above(
+      f"def {self.name}(value, info):\n  if not info.repeated:\n"
+      "    i, j = info.lane[-2:]\n"
+      f"    note('{self.name}', {self.type.shape}, value, value * 0 + 10 * i + j)\n"
+    )
+    lanes = f"jnp.stack([jnp.stack([{x} + 3 * i + j for j in range(3)]) for i in range(2)])"
+    function = LANES[self.kind].format(tap=f"(lambda x: cg.tap(x, {self.name}))")
+    writer.line(f"{y} = {function}({lanes})[0, 0]")
+
+  @each_lane
+  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
+    for i in range(2):
+      row = [duals.shifted(x, 3.0 * i + j) for j in range(3)]
+      if self.kind.endswith("in a branch") and not decided(stacked(row), 2.7):
+        continue
+      for j, value in enumerate(row):
+        if self.kind.startswith(("a branch", "a while")) and not decided(value, 2.7):
+          continue
+        at = lane.into(f"lane {self.name} outer", i).into(f"lane {self.name}", j)
+        machine.note(at, self.name, value, np.zeros(self.type.shape) + 10 * i + j)
+    return [x]
+
+
+@drawn("part")
+def lane_tap(scope: Scope, context: Context) -> bool:
+  kinds = list(LANES)
+  if context.order:
+    kinds.remove("a while in two vmaps")
+  kind = "two vmaps" if context.axes else scope.draw(st.sampled_from(kinds))
+  var = a_float(scope)
+  scope.add(LaneTap(scope.name("tap"), kind, var.type), [var], var.type)
+  return True
