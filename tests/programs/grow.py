@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from program import DRAWN, Array, Body, Context, Program, Scope, Var
 
 DEEPEST = 3
+FEW = 3
 TRIES = 3  # where a scope has nothing for an operation
 # Axes have different extents, so that one can't be taken for another.
 SHAPES = [(), (2,), (3,), (1,), (2, 3), (4,), (0,), (1, 2, 3), (3, 0), (2, 1, 3), (3, 2, 1)]
@@ -26,7 +27,7 @@ def grow(scope: Scope, context: Context) -> None:
       kinds += ["transformation"] * 2
     kind = scope.draw(st.sampled_from(kinds))
     for _ in range(TRIES):
-      if scope.draw(st.sampled_from(DRAWN[kind]))(scope, context):
+      if scope.draw(st.sampled_from(scope.drawn[kind]))(scope, context):
         break
   if scope.draw(st.integers(0, 3)):
     joined(scope)
@@ -47,6 +48,11 @@ def programs(draw: Any) -> Program:
   number = draw(st.integers(1, 2))
   parameters = [scope.new(Array(draw(st.sampled_from(SHAPES)), "float32")) for _ in range(number)]
   scope.vars += parameters
+  if draw(st.booleans()):  # of few kinds, so that these meet
+    scope.drawn = {
+      kind: draw(st.lists(st.sampled_from(draws), min_size=FEW, max_size=FEW))
+      for kind, draws in DRAWN.items()
+    }
   grow(scope, Context())
   made = [var for step in scope.steps for var in step.results if var in scope.vars]
   results = made[-3:] or parameters

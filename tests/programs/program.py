@@ -241,6 +241,7 @@ class Scope:
     self.refs: list[Var] = []  # of JAX, of this body and the loops, branches and jits around it
     self.tickets: list[Var] = []  # of this body's started calls, whose results none has asked for
     self.gates: list[Any] = []  # the operations that call gates, of the whole program
+    self.drawn = DRAWN  # what draws the program's operations
     self._counter = counter
 
   def new(self, type_: Array) -> Var:
@@ -273,7 +274,7 @@ class Scope:
     scope = Scope(self.draw, [*(self.vars if closes else ()), *parameters], self._counter)
     scope.handles += self.handles if closes else []
     scope.refs += self.refs if refs else []
-    scope.gates = self.gates
+    scope.gates, scope.drawn = self.gates, self.drawn
     return scope
 
   def of(self, holds: Callable[[Array], bool]) -> list[Var]:
