@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from program import DRAWN, Array, Body, Context, Draws, Program, Scope, Var
 
 DEEPEST = 3
+FEW = 3
 TRIES = 3  # where a scope has nothing for an operation
 # Axes have different extents, so that one can't be taken for another.
 SHAPES = [(), (2,), (3,), (1,), (2, 3), (4,), (0,), (1, 2, 3), (3, 0), (2, 1, 3), (3, 2, 1)]
@@ -35,7 +36,7 @@ def grow(scope: Scope, context: Context) -> None:
       kinds.append("collective")
     kind = scope.draw(st.sampled_from(kinds))
     for _ in range(TRIES):
-      if scope.draw(st.sampled_from(DRAWN[kind]))(scope, plain):
+      if scope.draw(st.sampled_from(scope.drawn[kind]))(scope, plain):
         break
   _nest(scope, context)
   if scope.draw(st.integers(0, 3)):
@@ -51,11 +52,11 @@ def _nest(scope: Scope, context: Context) -> None:
       return
 
 
-def _nested(draw: Any) -> tuple[Draws, ...]:
+def _nested(draw: Any, drawn: dict[str, list[Draws]]) -> tuple[Draws, ...]:
   """Transformations and a part within them, each pair as likely as another."""
-  draws = list(dict.fromkeys(DRAWN["transformation"]))
-  around = draw(st.lists(st.sampled_from(draws), min_size=1, max_size=3))
-  return *around, draw(st.sampled_from(list(dict.fromkeys(DRAWN["part"]))))
+  some = {kind: list(dict.fromkeys(draws)) for kind, draws in drawn.items()}
+  around = draw(st.lists(st.sampled_from(some["transformation"]), min_size=1, max_size=3))
+  return *around, draw(st.sampled_from(some["part"]))
 
 
 def body_of(scope: Scope, parameters: Sequence[Var], context: Context, refs: bool = False) -> Body:
@@ -73,7 +74,13 @@ def programs(draw: Any) -> Program:
   number = draw(st.integers(1, 2))
   parameters = [scope.new(Array(draw(st.sampled_from(SHAPES)), "float32")) for _ in range(number)]
   scope.vars += parameters
-  grow(scope, Context(nested=_nested(draw) if draw(st.integers(0, 3)) else ()))
+  if draw(st.booleans()):  # of few kinds, so that these meet
+    scope.drawn = {
+      kind: draw(st.lists(st.sampled_from(draws), min_size=FEW, max_size=FEW))
+      for kind, draws in DRAWN.items()
+    }
+  nested = _nested(draw, scope.drawn) if draw(st.integers(0, 3)) else ()
+  grow(scope, Context(nested=nested))
   made = [var for step in scope.steps for var in step.results if var in scope.vars]
   results = made[-3:] or parameters
   seed = draw(st.integers(0, 3))

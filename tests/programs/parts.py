@@ -66,7 +66,7 @@ def tap(scope: Scope, context: Context) -> bool:
   var = a_float(scope) if where is not None else an_operand(scope)
   kind = scope.draw(st.sampled_from(["", "ordered", "dataflow"]))
   name = scope.name("tap")
-  channel = scope.draw(st.sampled_from(["", "64MiB", "1KiB"]))
+  channel = scope.draw(st.sampled_from(["", "", "64MiB", "1KiB"]))
   op = Tap(name, var.type, kind == "ordered", kind == "dataflow", where, channel)
   scope.add(op, [var], var.type)
   return True

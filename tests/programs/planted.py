@@ -188,7 +188,7 @@ DRAWS = {
   "where": ("tap",), "start": ("started", "call"), "hold": ("objects",), "stop": ("stop",),
   "gate": ("call",), "ordered": ("call",), "whole": ("call",), "static values": ("static_values",),
   "runs a program": ("nested",), "tickets": ("tickets",), "result": ("started",),
-  "of two": ("call",), "jit": ("wrapped",), "much": ("much",),
+  "of two": ("call",), "jit": ("wrapped",), "much": ("much",), "cast of": ("form",),
   "differences": ("ruled",), "other arguments": ("ruled",),
   "check that decides": ("check",), "feed of numbers": ("counted_feed",),
   "tap of lanes": ("lane_tap",), "tap every": ("every_tap",), "handles": ("handles",),

@@ -259,6 +259,7 @@ class Scope:
     self.tickets: list[Var] = []  # of this body's started calls, whose results none has asked for
     self.gates: list[Any] = []  # the operations that call gates, of the whole program
     self.meshes: list[int] = []  # the mesh of the program's `shard_map`s, once one is drawn
+    self.drawn = DRAWN  # what draws the program's operations
     self._counter = counter
 
   def new(self, type_: Array) -> Var:
@@ -291,7 +292,7 @@ class Scope:
     scope = Scope(self.draw, [*(self.vars if closes else ()), *parameters], self._counter)
     scope.handles += self.handles if closes else []
     scope.refs += self.refs if refs else []
-    scope.gates, scope.meshes = self.gates, self.meshes
+    scope.gates, scope.meshes, scope.drawn = self.gates, self.meshes, self.drawn
     return scope
 
   def of(self, holds: Callable[[Array], bool]) -> list[Var]:
