@@ -59,14 +59,14 @@ class EveryTap(Op):
   """A tap of each row in a scan, which sends the first of them alone.
 
   Attributes:
-    together: True where all devices do each step at the same time.
+    together: the axes of devices over which each step is done at the same time.
   """
 
   part = "tap every"
   counts = True
   name: str
   row: Array
-  together: bool
+  together: tuple[str, ...]
 
   def write(self, writer: Writer, step: Step) -> None:
     x, y = step.operands[0].name, step.results[0].name
@@ -77,7 +77,7 @@ class EveryTap(Op):
       f"def {self.name}(value, info):\n  if not info.repeated:\n"
       f"    note('{self.name}', {self.row.shape}, value)\n"
     )
-    sent = "x + 0 * jax.lax.psum(jnp.sum(x), 'd')" if self.together else "x"
+    sent = f"x + 0 * jax.lax.psum(jnp.sum(x), {self.together})" if self.together else "x"
     tap = f"cg.tap({sent}, {self.name}, every={x}.shape[0])"
     writer.line(f"_, {y} = jax.lax.scan(lambda _, x: (None, {tap}), None, {x})")
 
@@ -89,8 +89,9 @@ class EveryTap(Op):
 
 @drawn("part")
 def every_tap(scope: Scope, context: Context) -> bool:
-  var = with_rows(scope)
-  together = "d" in context.axes and not context.branch
+  var = with_rows(scope, context)
+  devices = [axis for axis in context.axes if axis in ("d", "e")]
+  together = () if context.branch else tuple(devices)
   op = EveryTap(scope.name("tap"), without(var.type, 0), together)
   scope.add(op, [var], var.type)
   return True

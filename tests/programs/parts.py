@@ -147,28 +147,43 @@ class Hold(_Same):
 
 @dataclasses.dataclass(frozen=True)
 class Use(Op):
-  """Adds an object of the host, by its handle, to the second operand."""
+  """Adds an object of the host, by its handle, to the second operand.
+
+  Attributes:
+    gives: False if a function without results gets the sum.
+  """
 
   part = "use"
   name: str
   effect: str
   type: Array
+  gives: bool
 
   def write(self, writer: Writer, step: Step) -> None:
     handle, x = (var.name for var in step.operands)
     if writer.twin:
-      writer.assign(step, f"{x} + jnp.sum({handle})")
+      writer.assign(step, f"{x} + jnp.sum({handle})" if self.gives else x)
       return
-    note = "" if self.effect == "pure" else f"  note('{self.name}', {self.type.shape}, x)\n"
-    writer.above(f"def {self.name}(made, x):\n{note}  return x + np.sum(made, dtype=made.dtype)\n")
+    total, note = (
+      "x + np.sum(made, dtype=made.dtype)",
+      f"  note('{self.name}', {self.type.shape}, {{}})\n",
+    )
+    if not self.gives:
+      writer.above(f"def {self.name}(made, x):\n{note.format(total)}")
+      writer.line(f"cg.use({self.name}, {handle}, {x}, out=None, effect='{self.effect}')")
+      writer.assign(step, x)
+      return
+    noted = "" if self.effect == "pure" else note.format("x")
+    writer.above(f"def {self.name}(made, x):\n{noted}  return {total}\n")
     writer.assign(step, f"cg.use({self.name}, {handle}, {x}, out={x}, effect='{self.effect}')")
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, made: Any, x: Any) -> Values:
-    if self.effect != "pure":
-      machine.note(lane, self.name, x)
     total = duals.linear(lambda a: np.asarray(np.sum(a)), made)
-    return [duals.add(x, duals.linear(lambda a: np.broadcast_to(a, duals.plain(x).shape), total))]
+    whole = duals.add(x, duals.linear(lambda a: np.broadcast_to(a, duals.plain(x).shape), total))
+    if self.effect != "pure":
+      machine.note(lane, self.name, x if self.gives else whole)
+    return [whole if self.gives else x]
 
 
 @drawn("part")
@@ -181,7 +196,8 @@ def objects(scope: Scope, context: Context) -> bool:
     scope.handles += scope.add_hidden(op, [var], var.type)
   x = a_float(scope)
   effect = scope.draw(st.sampled_from(["io", "pure", "ordered"]))
-  use = Use(scope.name("use"), effect, x.type)
+  gives = effect == "pure" or scope.draw(st.booleans())
+  use = Use(scope.name("use"), effect, x.type, gives)
   scope.add(use, [scope.pick(scope.handles), x], x.type)
   return True
 

@@ -23,6 +23,7 @@ REFUSALS = {
   "static value of the program can't go to other processes": "objects in an exported program",
   "can't call methods of objects that are no pytrees": "such methods in another process",
   "has no derivative. Define": "a call without a derivative under `grad`",
+  "axis spec None but output was batched": "a feed under `hessian`, whose lanes take an item each",
   "Reverse-mode differentiation does not work for lax.while_loop": "JAX's own, under `grad`",
   r"JaxprTrace \d+>\.effect_handles": "JAX's, of an effect in a loop under `hessian`: a leak",
   "Cannot `vmap` ordered IO callback": "JAX's ordered callbacks under `vmap`",
