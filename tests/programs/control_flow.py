@@ -328,7 +328,8 @@ def map_(scope: Scope, context: Context) -> bool:
     return False
   var = scope.pick(mapped)
   chunk = 0 if 0 in var.type.shape else scope.draw(st.sampled_from([0, 0, 2]))
-  into = context.into(lanes=context.lanes or chunk > 0)
+  lanes = context.lanes or chunk > 0
+  into = context.into(lanes=lanes, branch=context.branch or chunk > 0)  # of chunks, lanes by row
   body = body_of(scope, [scope.new(without(var.type, 0))], into)
   (result,) = body.results
   op = Map(scope.name("f"), body, chunk)

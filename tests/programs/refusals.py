@@ -27,6 +27,7 @@ REFUSALS = {
   "Reverse-mode differentiation does not work for lax.while_loop": "JAX's own, under `grad`",
   r"JaxprTrace \d+>\.effect_handles": "JAX's, of an effect in a loop under `hessian`: a leak",
   "Cannot `vmap` ordered IO callback": "JAX's ordered callbacks under `vmap`",
+  "JAX would keep the results of the loop's every step": "threads and objects in such a loop",
   "the gate would run again for each tangent": "an effect in a while loop that is linearized",
 }
 

@@ -171,7 +171,8 @@ with cg.record(path):
   execute(1, lambda: [run(*inputs)])
 live = calls[-1][0]
 with cg.replay(path):
-  for _ in range(1 if calls[-1][1] else 2):  # calls of pure gates have an answer each time
+  ordered = calls[-1][1] or any(name.startswith("feed") for name in globals())
+  for _ in range(1 if ordered else 2):  # calls of pure gates have an answer each time
     again = jax.block_until_ready(run(*inputs))
     settled()
 for a, b in zip(live[0], again):

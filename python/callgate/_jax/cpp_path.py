@@ -42,6 +42,31 @@ _prune_at = 1024
 _numbers = itertools.count()
 
 
+class _Ahead(threading.local):
+  """Has a thread's programs be no more than twice `STEP` ahead of those that have ended.
+
+  XLA has 32 programs of a device under way, and then makes the next wait: also a program that the
+  function of a gate runs, which a program under way waits for.
+  """
+
+  STEP = 6
+
+  def __init__(self) -> None:
+    self.count, self.last = 0, None
+
+  def add(self, sign: Any) -> None:
+    """Takes a program's sign; now and then it waits for the program of some calls before."""
+    self.count += 1
+    if self.count == self.STEP:
+      self.count, before, self.last = 0, self.last, sign
+      if before is not None:
+        with contextlib.suppress(Exception):  # left to those who wait for the program
+          before.block_until_ready()
+
+
+_ahead = _Ahead()  # one thread: each has its own
+
+
 class _Program:
   """A program that XLA has loaded: its number, its sign's sharding, the objects that run it."""
 
@@ -70,7 +95,9 @@ class _Signed:
 
 
 def _keep(program: int, children: Iterable[Any], *, returning: bool = True) -> Any:
-  results, _signs[threading.get_ident(), program] = children
+  results, sign = children
+  _signs[threading.get_ident(), program] = sign
+  _ahead.add(sign)
   if len(_signs) > _prune_at:
     _prune()
   _part.tell("program dispatched", returning)
@@ -112,12 +139,14 @@ def own_signs() -> list[Any]:
 def forget() -> None:
   """Has nobody wait for what runs now."""
   _signs.clear()
+  _ahead.last = None
 
 
 def after_fork() -> None:
   """In the child nothing runs. Its signs stay: XLA's locks may be held by threads not there."""
-  _of_parent.append(dict(_signs))
+  _of_parent.append({**_signs, (0, 0): _ahead.last})
   _signs.clear()
+  _ahead.last = None
 
 
 # One thread: a fork's child has no other; never emptied: one entry for each fork of a fork.

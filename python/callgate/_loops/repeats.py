@@ -10,8 +10,10 @@ one that holds a call with an effect, which would run once instead of in every s
 
 linearize: JAX makes two loops of a `while_loop` that carries a tangent. The first computes all that
 depends on no tangent; the second computes everything, once for each tangent. An io gate in such a
-loop is refused; `jax.jvp` is not. A tap that the first loop holds sends again in the second, marked
-`info.repeated`; a tap of a tangent is in the second alone.
+loop is refused; `jax.jvp` is not. So is a call on a named thread, or with objects, where JAX asks
+what of the loop `checkpoint` keeps: it saves what has an effect, and a loop can't say how much. A
+tap that the first loop holds sends again in the second, marked `info.repeated`; a tap of a tangent
+is in the second alone.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
-from callgate._core.effects import PROGRESS_EFFECT
+from callgate._core.effects import HANDLE_EFFECT, PROGRESS_EFFECT
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import loops, walk
 from callgate._loops import marks
@@ -55,6 +57,8 @@ def linearize_while(original: _Rule, trace: Any, *tracers: Any, **params: Any) -
 def checkpoint_while(
   original: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> Any:
+  if any(unknown) and HANDLE_EFFECT in eqn.effects:
+    raise GateDefinitionError(_KEEPS)
   if any(unknown) and _repeats(eqn.params, "tap", "whole tap"):
     first, second, *rest = _with_marked_taps(original, saveable, unknown, instantiated, eqn)
   elif not any(unknown) and kinds_in(_jaxprs(eqn.params)) & {"gate", "tap"}:
@@ -83,6 +87,13 @@ _RUNS_TWICE = (
   "a while_loop with a gate of effect 'io' or 'ordered' was linearized, and carries a tangent: the "
   "gate would run again for each tangent. Expected: jax.jvp, jax.lax.scan instead of the loop, the "
   "gate outside of it, or effect='pure'"
+)
+
+
+_KEEPS = (
+  "a while_loop that calls a gate on a named thread, or uses an object, was linearized under "
+  "jax.checkpoint or with a tap in it, and carries a tangent: JAX would keep the results of the "
+  "loop's every step. Expected: jax.jvp, jax.lax.scan in place of the loop, or the call outside"
 )
 
 

@@ -151,3 +151,19 @@ def test_lanes_of_unequal_length_in_shard_map(engine: str, at: Any, lanes: Any) 
   with recorded():
     jax.tree.map(np.testing.assert_array_equal, run(bar), expected)
     jax.effects_barrier()
+
+
+@pytest.mark.parametrize("around", [jax.checkpoint, lambda f: f])
+def test_a_loop_whose_results_jax_would_keep_is_refused_by_name(around: Any) -> None:
+  gate = cg.gate(np.sin, like=jnp.sin, run_on=cg.thread("loops"))
+
+  def loop(x: Any) -> Any:
+    def step(c: Any) -> Any:
+      cg.tap(x, lambda value: None)
+      return c[0] + 1, c[1] * x, gate(c[2])
+
+    return jax.lax.while_loop(lambda c: c[0] < 3, step, (0, x, jnp.float32(1)))[1]
+
+  assert jax.jvp(around(loop), (2.0,), (1.0,))[1] == 4 * 2.0**3
+  with pytest.raises(cg.GateDefinitionError, match=r"a gate on a named thread.* was linearized"):
+    jax.linearize(around(loop), 2.0)

@@ -374,6 +374,28 @@ def test_on_one_device() -> None:
   assert re.search(r"\b4\d passed, 1 skipped", done.stdout), done.stdout
 
 
+AHEAD = """
+import jax, jax.numpy as jnp
+import callgate as cg
+
+for options in ({}, {"arrays": "jax"}, {"run_on": "own"}, {"effect": "ordered"}):
+  gate = cg.gate(lambda x: jnp.sin(jnp.asarray(x)), like=lambda x: x, **{"effect": "io", **options})
+
+  @jax.jit
+  def step(x):
+    return gate(x + 0 * jnp.tanh(jnp.arange(65536.0) + x.sum()).sum())  # too much to run at once
+
+  x = jnp.ones(4)
+  for _ in range(100):  # XLA has 32 programs under way, and those of the gate's function
+    x = step(x)
+  assert 0 < x[0] < 0.2, x
+"""
+
+
+def test_a_loop_runs_ahead_of_gates_whose_functions_run_programs() -> None:
+  assert output_of(AHEAD, timeout=100) == ""
+
+
 FORKS = """
 import os, time, warnings
 warnings.simplefilter("ignore")
