@@ -35,9 +35,8 @@ class CountedFeed(Op):
       writer.assign(step, x)
       return
     number = writer.taken.get(self.name, 1)
-    writer.above(
-      f"{self.name} = cg.feed(np.float32({ITEM} * (k % {number})) for k in itertools.count())"
-    )
+    items = f"(np.float32({ITEM} * (k % {number})) for k in itertools.count())"
+    writer.above(f"{self.name} = cg.feed({items}, name=NAMES + '{self.name}')")
     writer.assign(step, f"{x} + {self.name}.next()")
 
   @each_lane

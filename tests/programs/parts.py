@@ -210,7 +210,8 @@ class Feed(_Same):
   name: str
 
   def definitions(self) -> Sequence[str]:
-    return [f"{self.name} = cg.feed(np.float32(0) for _ in itertools.count())"]
+    items = "(np.float32(0) for _ in itertools.count())"
+    return [f"{self.name} = cg.feed({items}, name=NAMES + '{self.name}')"]
 
   def text(self, x: str) -> str:
     return f"{x} + {self.name}.next()"

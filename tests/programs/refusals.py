@@ -14,6 +14,7 @@ REFUSALS = {
   "other processes don't have its function": "a tap's function in an exported program",
   r"No module named 'program_\d+'": "a class of the program in another process",
   "argument to custom_linear_solve as a JAX value": "JAX's second derivatives of linear solves",
+  "which JAX exports in no": "callgate's own by JAX's callbacks, in an exported program",
   "serialization of host_callbacks": "JAX's callbacks in an exported program",
   "IO effect not supported in vmap-of-cond": "JAX's callbacks in a branch under vmap",
   "Buffer callbacks do not support JVP": "JAX's, in the old interface, too",

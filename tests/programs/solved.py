@@ -136,7 +136,8 @@ def custom_vmap(scope: Scope, context: Context) -> bool:
   var = a_float(scope)
   parameters = parameters_of(scope, [var])
   inside = scope.inner(parameters, closes=False)
-  grow(inside, context.into(axes=(), sizes=()))
+  # Lanes that share the operand share its call: as where lanes are apart, nothing counts them.
+  grow(inside, context.into(axes=(), sizes=(), branch=context.lanes))
   body = Body(tuple(parameters), tuple(inside.steps), (latest(inside, inside.vars[-1].type),))
   scope.add(CustomVmap(scope.name("f"), body), [var], body.results[0].type)
   return True
