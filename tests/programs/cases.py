@@ -71,6 +71,14 @@ class Case:
     return "\n".join([*lines, WAYS[self.way].strip("\n"), ""])
 
 
+def _stops_its_own_loop(program: Program) -> bool:
+  """True unless a request may come before a stoppable loop, or after it: nothing orders these."""
+  loops = [op for op in program.body.ops() if op.part == "cg.scan stoppable"]
+  inside = [op for loop in loops for body in loop.bodies() for op in body.ops()]
+  every = [op for op in program.body.ops() if isinstance(op, parts.Stop)]
+  return not loops or (len(loops) == 1 and all(op in inside for op in every))
+
+
 @st.composite
 def cases(draw: Any) -> Case:
   program = draw(programs())
@@ -80,6 +88,8 @@ def cases(draw: Any) -> Case:
     if isinstance(op, calls.Call) and op.effect != "pure" and op.form == "gate"
   ]
   stops = any(isinstance(op, parts.Stop) for op in program.body.ops())
+  if stops and not _stops_its_own_loop(program):
+    reject()
   ways = [
     way for way in WAYS if (gates or way not in NEEDS_ERRORS) and not (stops and way in NOT_STOPPED)
   ]

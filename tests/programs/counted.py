@@ -76,7 +76,10 @@ class EveryTap(Op):
       f"def {self.name}(value, info):\n  if not info.repeated:\n"
       f"    note('{self.name}', {self.row.shape}, value)\n"
     )
-    sent = f"x + 0 * jax.lax.psum(jnp.sum(x), {self.together})" if self.together else "x"
+    total = "jnp.sum(x)"
+    for axis in self.together:
+      total = f"jax.lax.psum({total}, '{axis}')"
+    sent = f"x + 0 * {total}" if self.together else "x"
     tap = f"cg.tap({sent}, {self.name}, every={x}.shape[0])"
     writer.line(f"_, {y} = jax.lax.scan(lambda _, x: (None, {tap}), None, {x})")
 

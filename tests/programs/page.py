@@ -16,6 +16,7 @@ ROWS = {
   "`gate`, `vmap='whole'`": "gate whole.*|gate inplace whole.*|broadcast",
   "`gate`, `run_on=` threads, executors": ".* on (its own|a named) thread|.* on an executor",
   "`gate` with a derivative of its own": "trees (jvp|vjp)|differences|.*rule.*",
+  "`gate`, `run_on=` workers": "in workers",
   "`gate`, other options": "",  # the rows of FORMS that no other row counts
   "`gate.start`, `gate.result`": "start|result|tickets",
   "`call`": "call",
@@ -23,6 +24,7 @@ ROWS = {
   "`tap`, `ordered=True`": "tap ordered.*",
   "`tap` to a channel": "tap( where)? to a channel.*",
   "`tap`, `where=`": "tap where.*",
+  "`tap`, `every=`, of lanes": "tap every|tap of lanes",
   "`tap` in the flow of data": "tap dataflow.*",
   "`print`": "print",
   "`check`": "check.*",
@@ -31,11 +33,13 @@ ROWS = {
   "`knob`": "knob",
   "`feed`": "feed.*",
   "kernels": "kernel.*|elementwise.*|numba.*|C kernel.*",
+  "`torch`": "torch",
+  "environments": "envs",
   "`root`, `linear_solver`": "root|solver|linear solver",
   "`scan`, `fori_loop`, `while_loop`": r"cg\..*",
   "`stop`": "stop",
   "JAX's callbacks under `install`": "install.*",
-  "`buffer_callback`, `host_callback`": "buffer_callback|id_tap|call_tf|hcb.*",
+  "`buffer_callback`, `host_callback`": "buffer_callback|id_tap|call of 2023",
 }
 # A column, and the transformations around a part, or the ways to run it, that it counts.
 COLUMNS = {
@@ -109,6 +113,7 @@ def table(counts: Counts) -> dict[str, list[tuple[int, int]]]:
 
 def row_of(part: str) -> str:
   """The row that counts a part; each has one."""
+  part = part.removesuffix(" of two")
   plain = part if part.startswith("tap") else re.sub(r" (io|ordered)\b", "", part)
   rows = [row for row, pattern in ROWS.items() if re.fullmatch(pattern, plain)]
   return rows[-1] if rows else "`gate`, other options"
