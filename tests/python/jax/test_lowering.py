@@ -16,6 +16,7 @@ import jaxlib.mlir.ir as ir
 import numpy as np
 import pytest
 from jax import export
+from jax._src.lib import xla_client
 from jax.interpreters import mlir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
@@ -327,6 +328,13 @@ def test_a_tiling_is_a_grid_of_devices_and_back() -> None:
   np.testing.assert_array_equal(partitioner.device_grid(rows, 2), GRID.reshape(2, 1, 2, 1))
   whole = partitioner.replicated_sharding()
   assert partitioner.device_grid(whole, 2) is None
+  one = xla_client.OpSharding()
+  one.type = xla_client.OpSharding.Type.MAXIMAL  # as JAX has it for its callbacks
+  one.tile_assignment_dimensions = [1]
+  one.tile_assignment_devices = [0]
+  alone = xla_client.HloSharding.from_proto(one)
+  assert [partitioner.is_of_one_device(s) for s in (tiled, whole, alone)] == [False, False, True]
+  assert partitioner.device_grid(alone, 2) is None
   assert partitioner.sharding_of_grid(np.arange(4).reshape(1, 1, 4, 1), 2) == whole
   assert partitioner.tuple_sharding([tiled, whole]).tuple_elements() == [tiled, whole]
 
