@@ -10,6 +10,7 @@ REFUSALS = {
   "Side-effect HLO must have sharding": "XLA's, of calls without operands over devices",
   "(?s)%slice.*Failed after spmd-partitioning": "XLA's, of a slice of what is gathered elsewhere",
   "untyped custom call to xla.sdy": "as above, of ordered ones: XLA runs them on one device",
+  "non-canonical constant of type ndarray": "JAX's own rules under `vmap`, of a NumPy constant",
   "zero-length scan is not supported in disable_jit": "JAX's own",
   "other processes don't have its function": "a tap's function in an exported program",
   r"No module named 'program_\d+'": "a class of the program in another process",
