@@ -27,7 +27,7 @@ from callgate._core.errors import (
   Interruption,
   ResultError,
 )
-from callgate._jax import compiling, dispatch
+from callgate._jax import compiling, dispatch, garbage
 from callgate._part import Phase, Wait
 from callgate._runtime import fence, self_wait, timeline
 from callgate._runtime.targets import traceback_line
@@ -224,6 +224,7 @@ def start() -> None:
   )  # fmt: skip
   _set_main_thread()
   _callgate.raise_instead(jax.errors.JaxRuntimeError)
+  garbage.start()
   if stall := environment.seconds("CALLGATE_STALL_SECONDS", 0):
     _callgate.set_stall_seconds(stall)
   _callgate.set_consumer_failed(failures.keep_consumer_failure)

@@ -166,6 +166,14 @@ void bind_jitted(nb::module_& module) {
              "Has a jitted function raise a gate's error as the given class.");
   module.def("raise_instead", &raise_instead, nb::arg("error"),
              "Has a class raise what the main thread is to raise where an error of it is made.");
+  module.def(
+      "without_signals",
+      [](const nb::object& function) {
+        return nb::cpp_function([function](const nb::args&) { function(); });
+      },
+      nb::arg("function"),
+      "A function of any arguments that calls another without them. No signal's handler runs "
+      "within it, as one would at the begin of a function in Python.");
   module.def("set_main_thread", &MainThread::set, nb::arg("thread"));
   module.def("wake_main_thread", &wake_main_thread,
              "Has the main thread raise what calls have left for it.");
