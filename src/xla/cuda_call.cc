@@ -24,7 +24,7 @@ std::int32_t DeviceShards::read(const Shards& shards, const ArrayView& number, c
 
 CudaCall::CudaCall(CudaSite& of, const XLA_FFI_CallFrame& frame)
     : site(of),
-      decoded(frame),
+      decoded(frame, of.call_site->marked),
       number(of.call_site->shards.take_operand(decoded)),
       lane(take_lane_operand(of, decoded)),
       stream(static_cast<cuda::Stream>(decode_stream(frame))),
@@ -32,7 +32,6 @@ CudaCall::CudaCall(CudaSite& of, const XLA_FFI_CallFrame& frame)
       context(decode_context(frame)) {
   context.device = static_cast<std::int32_t>(device.id());
   context.stream = stream;
-  if (of.call_site->marked) decoded.drop_last_result();
 }
 
 ArrayView CudaCall::take_lane_operand(const CudaSite& of, DecodedCall& call) {

@@ -91,14 +91,15 @@ CALLGATE_DTYPES(X)
 // room would cost as much as the rest of a kernel's path.
 class DecodedCall : Immovable {
  public:
-  // Borrows from the frame. A result that is a token has no memory and is left out.
-  explicit DecodedCall(const XLA_FFI_CallFrame& frame)
-      : operands_(frame.args.size, frame.args.args), results_(frame.rets.size, frame.rets.rets) {}
+  // Borrows from the frame. A result that is a token has no memory and is left out, and so is the
+  // last one of a call that is `marked` (see CallSite).
+  explicit DecodedCall(const XLA_FFI_CallFrame& frame, bool marked = false)
+      : operands_(frame.args.size, frame.args.args),
+        results_(frame.rets.size - (marked ? 1 : 0), frame.rets.rets) {}
 
   std::span<const ArrayView> operands() const noexcept { return operands_.views(); }
   std::span<ArrayView> results() noexcept { return results_.views(); }
   void drop_last_operand() noexcept { --operands_.count; }
-  void drop_last_result() noexcept { --results_.count; }
 
  private:
   struct Views {

@@ -178,8 +178,7 @@ void run_call(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site, c
 
 void GateState::execute(XLA_FFI_CallFrame* frame) {
   const std::shared_ptr<CallSite>& site = StateOf<GateState>::get(*frame).call_site;
-  DecodedCall decoded(*frame);
-  if (site->marked) decoded.drop_last_result();
+  DecodedCall decoded(*frame, site->marked);
   std::int32_t shard = site->shards.take(decoded);
   if (!site->shards.runs(shard)) [[unlikely]]
     return site->site->skip(Call{decoded.operands(), decoded.results(), {}});

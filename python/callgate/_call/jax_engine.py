@@ -29,6 +29,7 @@ from callgate._core.failures import describe_failure
 from callgate._core.levels import Level, Numbered, index_in_levels
 from callgate._core.masked import is_masked
 from callgate._jax import execution, lowering, tracing
+from callgate._sharding import calls
 
 
 def bind(
@@ -56,12 +57,7 @@ def bind(
 
 def refuse_program(context: Any, label: str, engine: str) -> None:
   """Raises GateDefinitionError in a program that can hold no callback of JAX's own."""
-  if lowering.is_partly_manual(context):
-    raise GateDefinitionError(
-      f"{label} goes through a callback of JAX's own here, which works in programs that are "
-      "partitioned automatically, and in a jax.shard_map over all axes of its mesh; this "
-      "jax.shard_map leaves some of them to XLA (axis_names=)"
-    )
+  calls.check_whole_mesh(context, f"{label} goes through a callback of JAX's own here, which")
   if not lowering.is_export(context):
     return
   if engine == "jax":

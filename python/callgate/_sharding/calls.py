@@ -73,7 +73,7 @@ def of_gate(
   site, levels, whole = call.site, call.levels, call.whole
   own = avals[: len(avals) - bool(call.numbered)]
   if gate.effect == "ordered":
-    _check_order(context, f"{gate.label}: effect='ordered'")
+    check_whole_mesh(context, f"{gate.label}: effect='ordered'")
   rule = None
   if not callable(gate.sharding):
     axes = [*levels, whole] if whole else levels
@@ -118,7 +118,7 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
     return None
   label = f"tap '{tap_site.name}'"
   if tap_site.effect == "ordered":
-    _check_order(context, f"{label}: ordered=True")
+    check_whole_mesh(context, f"{label}: ordered=True")
   program = _program(context, levels, tap_site.numbered)
   lane, count = _lane(_shapes(context)[0], levels), tap_site.values
   function = tap_site.sharding if callable(tap_site.sharding) else None
@@ -170,8 +170,11 @@ def _program(
   }
 
 
-def _check_order(context: Any, what: str) -> None:
-  """XLA aborts the process over a token beside another value in a partly manual program."""
+def check_whole_mesh(context: Any, what: str) -> None:
+  """Raises GateDefinitionError in a partly manual program, for what it can't have.
+
+  XLA aborts the process over a token beside another value there, and JAX's callbacks refuse it.
+  """
   if lowering.is_partly_manual(context):
     raise GateDefinitionError(
       f"{what} works in programs that are partitioned automatically, and in a jax.shard_map over "
@@ -248,7 +251,7 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
   if lowering.is_partitioned(context) or devices == 1:
     return None
   option = "collective=True" if gate.collective else "affinity='lane'"
-  _check_order(context, f"{gate.label}: {option}")
+  check_whole_mesh(context, f"{gate.label}: {option}")
   held = {"shards": "1" * devices, "mesh": held_mesh(devices, mesh), "layout": ""}
   return lowering.partition_id(), held
 

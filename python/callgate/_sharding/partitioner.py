@@ -228,14 +228,14 @@ def _json(value: Any) -> str:
 
 
 def _sharding(array: _Array, given: Tiling, wanted: Tiling) -> Any:
-  """One that stays is the one that came: XLA then has nothing to compare.
+  """A sharding that stays is the one that came: XLA then has nothing to compare.
 
   An array that one device has alone comes to all of them.
   """
+  came = array.sharding
   same = given.counts == wanted.counts and np.array_equal(given.index, wanted.index)
-  alone = array.sharding is not None and partitioner.is_of_one_device(array.sharding)
-  if same and array.sharding is not None and not alone:
-    return array.sharding
+  if same and came is not None and not partitioner.is_of_one_device(came):
+    return came
   return partitioner.sharding_of_grid(wanted.grid(), len(wanted.counts))
 
 
