@@ -12,7 +12,7 @@ import numpy as np
 from arithmetic import ALL, a_float, an_operand, fitted, functions
 from hypothesis import strategies as st
 from oracle import Lane, Machine, each_lane
-from program import Array, Context, Op, Scope, Step, Values, Writer, drawn
+from program import Array, Context, Op, Part, Scope, Step, Values, Writer, drawn
 
 
 def _of(kind: str, x: str, xp: str) -> str:
@@ -226,27 +226,28 @@ class Statics(Op):
 
 
 @dataclasses.dataclass(frozen=True)
-class Nested(Op):
+class Nested(Part):
   """A gate whose function runs a JAX program, with a gate in it: sin(x) + 1."""
 
   part = "gate that runs a program"
   name: str
   type: Array
 
-  def write(self, writer: Writer, step: Step) -> None:
-    x = step.operands[0].name
-    if writer.twin:
-      writer.assign(step, f"jnp.sin({x}) + 1")
-      return
-    writer.above(
+  def definitions(self) -> Sequence[str]:
+    return [
       f"{self.name}_inner = jax.jit(cg.gate(lambda x: np.sin(x), out=lambda x: x, thread='own',"
       f" name=NAMES + '{self.name}_inner'))\n"
       f"def {self.name}_host(x):\n  note('{self.name}', {self.type.shape}, x)\n"
       f"  return np.asarray({self.name}_inner(x.copy()) + 1)\n"
       f"{self.name} = cg.gate({self.name}_host, like=lambda x: jnp.sin(x) + 1, effect='io',"
       f" thread='own', name=NAMES + '{self.name}')"
-    )
-    writer.assign(step, f"{self.name}({x})")
+    ]
+
+  def twin(self, x: str) -> str:
+    return f"jnp.sin({x}) + 1"
+
+  def text(self, x: str) -> str:
+    return f"{self.name}({x})"
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:

@@ -7,6 +7,7 @@ A feed's items and a tap's records go round: each execution of the program gets 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import duals
@@ -16,7 +17,7 @@ from bodies import without
 from hypothesis import strategies as st
 from loops import rows_of, stacked, with_rows
 from oracle import Lane, Machine, decided, each_lane
-from program import Array, Context, Op, Scope, Step, Values, Writer, drawn
+from program import Array, Context, Op, Part, Scope, Step, Values, Writer, drawn
 
 ITEM = 0.125  # times its number is an item
 
@@ -54,7 +55,7 @@ def counted_feed(scope: Scope, context: Context) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class EveryTap(Op):
+class EveryTap(Part):
   """A tap of each row in a scan, which sends the first of them alone.
 
   Attributes:
@@ -67,21 +68,19 @@ class EveryTap(Op):
   row: Array
   together: tuple[str, ...]
 
-  def write(self, writer: Writer, step: Step) -> None:
-    x, y = step.operands[0].name, step.results[0].name
-    if writer.twin:
-      writer.line(f"{y} = {x}")
-      return
-    writer.above(
+  def definitions(self) -> Sequence[str]:
+    return [
       f"def {self.name}(value, info):\n  if not info.repeated:\n"
       f"    note('{self.name}', {self.row.shape}, value)\n"
-    )
+    ]
+
+  def text(self, x: str) -> str:
     total = "jnp.sum(x)"
     for axis in self.together:
       total = f"jax.lax.psum({total}, '{axis}')"
     sent = f"x + 0 * {total}" if self.together else "x"
     tap = f"cg.tap({sent}, {self.name}, every={x}.shape[0])"
-    writer.line(f"_, {y} = jax.lax.scan(lambda _, x: (None, {tap}), None, {x})")
+    return f"jax.lax.scan(lambda _, x: (None, {tap}), None, {x})[1]"
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
@@ -120,7 +119,7 @@ LANES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class LaneTap(Op):
+class LaneTap(Part):
   """A tap in two `vmap`s of its own, which tells in which of their lanes each value is.
 
   The lanes are the operand plus 0, 1, ... 5; the result is the operand.
@@ -131,19 +130,17 @@ class LaneTap(Op):
   kind: str
   type: Array
 
-  def write(self, writer: Writer, step: Step) -> None:
-    x, y = step.operands[0].name, step.results[0].name
-    if writer.twin:
-      writer.line(f"{y} = {x}")
-      return
-    writer.above(
+  def definitions(self) -> Sequence[str]:
+    return [
       f"def {self.name}(value, info):\n  if not info.repeated:\n"
       "    i, j = info.lane[-2:]\n"
       f"    note('{self.name}', {self.type.shape}, value, value * 0 + 10 * i + j)\n"
-    )
+    ]
+
+  def text(self, x: str) -> str:
     lanes = f"jnp.stack([jnp.stack([{x} + 3 * i + j for j in range(3)]) for i in range(2)])"
     function = LANES[self.kind].format(tap=f"(lambda x: cg.tap(x, {self.name}))")
-    writer.line(f"{y} = {function}({lanes})[0, 0]")
+    return f"{function}({lanes})[0, 0]"
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
