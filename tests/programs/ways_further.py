@@ -9,7 +9,7 @@ import checks
 import parts
 from calls import Call
 from forms import FormCall
-from program import Program
+from program import Op, Program
 
 _ANOTHER_ORDER = """
 import tempfile
@@ -61,6 +61,10 @@ _NOT_COUNTED = (
 )
 
 
+def _is_ordered(op: Op) -> bool:
+  return isinstance(op, (Call, FormCall, parts.Use)) and op.effect == "ordered"
+
+
 def fitting(ways: Sequence[str], program: Program) -> list[str]:
   """The ways of these in which the program's parts can run."""
   ops = list(program.body.ops())
@@ -72,13 +76,7 @@ def fitting(ways: Sequence[str], program: Program) -> list[str]:
     found = [way for way in found if way not in ("vmap around", "grad around")]
   if not any(isinstance(op, parts.Knob) for op in ops):
     found = [way for way in found if way != "knobs set"]
-  ordered = any(
-    isinstance(op, (parts.Feed, parts.Stop))
-    or (isinstance(op, (Call, FormCall)) and op.effect == "ordered")
-    for op in ops
-  )
-  if ordered or any(
-    op.counts for op in ops
-  ):  # a replay answers these in the order of the recording alone
+  # A replay answers these in the order of the recording alone.
+  if any(op.counts or isinstance(op, (parts.Feed, parts.Stop)) or _is_ordered(op) for op in ops):
     found = [way for way in found if way != "recorded, replayed in another order"]
   return found
