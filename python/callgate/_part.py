@@ -233,6 +233,11 @@ def off(event: Event, function: Callable[..., object]) -> None:
     _listeners[event][:] = [one for one in _listeners[event] if one != function]
 
 
+def listeners(event: Event) -> list[Callable[..., object]]:
+  """The listeners to an event, always the same list."""
+  return _listeners[event]
+
+
 def tell(event: Event, *values: Any) -> None:
   """Calls the event's listeners."""
   for function in tuple(_listeners[event]):

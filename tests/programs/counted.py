@@ -49,6 +49,8 @@ class CountedFeed(Op):
 def counted_feed(scope: Scope, context: Context) -> bool:
   if context.devices or (context.lanes and context.branch):
     return False  # items have no order there
+  if context.order > 1:
+    return False  # the lanes of `hessian` take an item each
   var = a_float(scope)
   scope.add(CountedFeed(scope.name("feed")), [var], var.type)
   return True

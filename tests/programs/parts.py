@@ -379,6 +379,8 @@ WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
 def other(scope: Scope, context: Context) -> bool:
   var = a_float(scope)
   makers = DIFFERENTIABLE if context.order else {**DIFFERENTIABLE, **WITHOUT_DERIVATIVE}
+  if context.order > 1:  # the lanes of `hessian` take an item each
+    makers = {name: make for name, make in makers.items() if name != "feed"}
   if context.branch:  # where `vmap` has JAX run all branches, the old tap sends for all lanes
     makers = {name: make for name, make in makers.items() if name != "id_tap"}
   if context.lanes or context.devices:

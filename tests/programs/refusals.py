@@ -21,7 +21,7 @@ REFUSALS = {
   "Buffer callbacks do not support JVP": "JAX's, in the old interface, too",
   "leaves some of them to XLA": "what is ordered or has a bar, in a shard_map over some axes",
   "slicing on sharded dims where": "JAX's, of explicitly sharded arrays, in what twins leave out",
-  r"no gate or kernel named .(program_\d+\.|checkpoints )": "in another process, calls without one",
+  r"no gate or kernel named .((call:)?program_\d+\.|checkpoints )": "elsewhere, calls without one",
   "static value of the program can't go to other processes": "objects in an exported program",
   "can't call methods of objects that are no pytrees": "such methods in another process",
   "has no derivative. Define": "a call without a derivative under `grad`",

@@ -35,7 +35,7 @@ from counts import Counts
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from oracle import Ambiguous, Event, Lane, Machine
 from program import DRAWN, Program
-from ways import HEAD, NEEDS_ERRORS, OVER_DEVICES, OWN_GATES, SPLIT
+from ways import HEAD, NEEDS_ERRORS, OVER_DEVICES, SPLIT, TWINS
 
 TIMEOUT = 60.0  # seconds, after which a program counts as hanging
 SHRINKING = 90.0  # seconds at most for one finding
@@ -246,9 +246,9 @@ class Explorer:
         self.found.refused += 1
         self.found.counts.add_refused(words, ops)
         return None
-      twin = self._child.run(case.source(twin=True, machine=Machine()))
+      of_twin = dataclasses.replace(case, way=TWINS.get(case.way, case.way))
+      twin = self._child.run(of_twin.source(twin=True, machine=Machine()))
       own = case.armed != "" and answer["raised"] in OF_ARMED
-      own = own or case.way in OWN_GATES
       if not own and twin.get("raised") == answer["raised"]:
         self.found.refused += 1
         return None

@@ -374,7 +374,7 @@ execute(1, lambda: [[x[0] for x in run(*(jnp.stack([x]) for x in inputs))]])
   **APART,
   **FURTHER,
 }
-OWN_GATES = ("resumed",)  # its twins have one of callgate's
+TWINS = {"resumed": "scan around"}  # of a way with a gate of its own: JAX has such a loop, too
 NEEDS_ERRORS = ("an error", "an error later", "an error without jit", "interrupted")
 NEEDS_ERRORS += ("an error at a barrier",)
 # A stop reaches the programs that were dispatched before: there are several, or one for all calls.

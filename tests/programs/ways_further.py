@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import checks
+import loops
 import parts
 from calls import Call
 from forms import FormCall
@@ -61,8 +62,14 @@ _NOT_COUNTED = (
 )
 
 
-def _is_ordered(op: Op) -> bool:
-  return isinstance(op, (Call, FormCall, parts.Use)) and op.effect == "ordered"
+def _replays_in_order(op: Op) -> bool:
+  """True if a replay answers its calls in the order of the recording alone.
+
+  Objects that are made of the same arguments are told apart by their order.
+  """
+  kinds = parts.Feed, parts.Stop, parts.Hold, loops.Handles
+  ordered = isinstance(op, (Call, FormCall)) and op.effect == "ordered"
+  return ordered or isinstance(op, kinds)
 
 
 def fitting(ways: Sequence[str], program: Program) -> list[str]:
@@ -76,7 +83,6 @@ def fitting(ways: Sequence[str], program: Program) -> list[str]:
     found = [way for way in found if way not in ("vmap around", "grad around")]
   if not any(isinstance(op, parts.Knob) for op in ops):
     found = [way for way in found if way != "knobs set"]
-  # A replay answers these in the order of the recording alone.
-  if any(op.counts or isinstance(op, (parts.Feed, parts.Stop)) or _is_ordered(op) for op in ops):
+  if any(op.counts or _replays_in_order(op) for op in ops):
     found = [way for way in found if way != "recorded, replayed in another order"]
   return found

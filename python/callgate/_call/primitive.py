@@ -28,7 +28,7 @@ from callgate._call.site import (
 )
 from callgate._core import effects, names
 from callgate._core.levels import Level, encode_levels, number_of_lane
-from callgate._jax import compiling, dispatch, execution, lowering, tracing
+from callgate._jax import compiling, cpp_path, dispatch, execution, lowering, tracing
 from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
 
@@ -276,6 +276,8 @@ def _spec(context: Any, gate: Callee, site: CallSite) -> str:
   dispatch.keep_with_program(context, site.kept)
   if site.has_objects:
     lowering.add_keepalive(context, names.NamedObjects(site.kept))
+  if gate.traits.runs_programs:
+    lowering.add_keepalive(context, cpp_path.RunsPrograms())
   return site.spec
 
 

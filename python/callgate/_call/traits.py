@@ -22,6 +22,7 @@ class Traits:
     on_device: True if it gets a GPU's own arrays in a program for one; else copies on the host.
     one_calls_for_all: True if one device's call serves all where no dimension may stay split.
     reads_cell: True if its result is a cell that the host may change, which each device reads.
+    runs_programs: True if its function may run JAX programs: threads don't get far ahead of it.
     same_on_all_platforms: True if one call serves programs for several platforms.
     splits: True if arguments may hold more than arrays (`_core/split.py`).
     taped: True if recordings have its calls (`callgate.record`).
@@ -38,6 +39,7 @@ class Traits:
   on_device: bool = True
   one_calls_for_all: bool = False
   reads_cell: bool = False
+  runs_programs: bool = False
   same_on_all_platforms: bool = False
   splits: bool = False
   taped: bool = False

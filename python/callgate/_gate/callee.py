@@ -83,6 +83,7 @@ class GateCallee(Operation):
       by_lane=self.traits.by_lane or self.affinity is not None,
       of_thread=self.place.thread is not None,
       on_device=bind.is_native(self.arrays) or self.traits.native,
+      runs_programs=self.arrays == "jax" or self.run_on == "own" or self.place.thread is not None,
     )
     self.members: dict[str, GateCallee] = {}
     with registry.naming(name):

@@ -34,44 +34,29 @@ from jax._src.lib.mlir.dialects import hlo as _hlo
 
 from callgate import _callgate, _part
 
-# By (thread, program): the sign of the last call. Under the GIL: single steps; emptied by whoever
-# waits for the programs, or `_prune`.
+# By (thread, program): the sign of the last call, which `bindings/python/signs.cc` adds. Under the
+# GIL: single steps; emptied by whoever waits for the programs, or `_prune`.
 _signs: dict[tuple[int, int], Any] = {}
-# Signs, after which those that are ready are let go. Under the GIL: one assignment.
-_prune_at = 1024
+_PRUNE_AT = 1024  # signs, after which those that are ready are let go
 _numbers = itertools.count()
 
 
-class _Ahead(threading.local):
-  """Has a thread's programs be no more than twice `STEP` ahead of those that have ended.
-
-  XLA has 32 programs of a device under way, and then makes the next wait: also a program that the
-  function of a gate runs, which a program under way waits for.
-  """
-
-  STEP = 6
-
-  def __init__(self) -> None:
-    self.count, self.last = 0, None
-
-  def add(self, sign: Any) -> None:
-    """Takes a program's sign; now and then it waits for the program of some calls before."""
-    self.count += 1
-    if self.count == self.STEP:
-      self.count, before, self.last = 0, self.last, sign
-      if before is not None:
-        with contextlib.suppress(Exception):  # left to those who wait for the program
-          before.block_until_ready()
-
-
-_ahead = _Ahead()  # one thread: each has its own
+class RunsPrograms:
+  """Kept by programs whose functions may run programs: a thread must not go far ahead of them."""
 
 
 class _Program:
-  """A program that XLA has loaded: its number, its sign's sharding, the objects that run it."""
+  """A program with a sign that XLA has loaded.
 
-  def __init__(self, sharding: Any) -> None:
-    self.number, self.sharding = next(_numbers), sharding
+  Attributes:
+    sharding: the sign's.
+    key: its number, None if nobody waits for its effects; True if its functions may run programs.
+    users: the objects that run it.
+  """
+
+  def __init__(self, sharding: Any, is_waited_for: bool, runs_programs: bool) -> None:
+    self.sharding = sharding
+    self.key = (next(_numbers) if is_waited_for else None, runs_programs)
     self.users: set[weakref.ref[Any]] = set()
 
 
@@ -94,24 +79,13 @@ class _Signed:
   """A program's results and its sign, as a node of its output tree."""
 
 
-def _keep(program: int, children: Iterable[Any], *, returning: bool = True) -> Any:
-  results, sign = children
-  _signs[threading.get_ident(), program] = sign
-  _ahead.add(sign)
-  if len(_signs) > _prune_at:
-    _prune()
-  _part.tell("program dispatched", returning)
-  return results
-
-
-def _prune() -> None:
-  global _prune_at
+def _prune() -> int:
   for key, sign in list(_signs.items()):
     with contextlib.suppress(Exception):  # a failed one stays for the barrier
       if sign.is_ready():
         sign.block_until_ready()
         _forget(key, sign)
-  _prune_at = max(1024, 2 * len(_signs))
+  return max(_PRUNE_AT, 2 * len(_signs))
 
 
 def _forget(key: tuple[int, int], sign: Any) -> None:
@@ -139,18 +113,17 @@ def own_signs() -> list[Any]:
 def forget() -> None:
   """Has nobody wait for what runs now."""
   _signs.clear()
-  _ahead.last = None
+  _callgate.take_signs_ahead()
 
 
 def after_fork() -> None:
   """In the child nothing runs. Its signs stay: XLA's locks may be held by threads not there."""
-  _of_parent.append({**_signs, (0, 0): _ahead.last})
+  _of_parent.append([*_signs.values(), *_callgate.take_signs_ahead()])
   _signs.clear()
-  _ahead.last = None
 
 
 # One thread: a fork's child has no other; never emptied: one entry for each fork of a fork.
-_of_parent: list[dict[tuple[int, int], Any]] = []
+_of_parent: list[list[Any]] = []
 
 
 def wait(thread: int | None = None) -> None:
@@ -244,12 +217,18 @@ def note_loaded(program: Any, out_handler: Any, unordered_effects: Iterable[Any]
   """Leaves a program that JAX can execute from now on no effect that its sign stands for."""
   executable = program.xla_executable
   if _is_signed(out_handler.out_avals):
-    made = _programs.setdefault(id(executable), _Program(out_handler.out_shardings[-1]))
+    waited = not all(map(_is_free, unordered_effects))
+    made = _Program(out_handler.out_shardings[-1], waited, _runs_programs(program.keepalive))
+    made = _programs.setdefault(id(executable), made)
     # No weakref.finalize: those end before JAX's own end, which looks for what holds a device.
     made.users.add(weakref.ref(program, functools.partial(_unload, id(executable))))
     program.has_unordered_effects = False
   elif all(map(_is_free, unordered_effects)):
     program.has_unordered_effects = False
+
+
+def _runs_programs(keepalive: Iterable[Any] | None) -> bool:
+  return any(isinstance(kept, RunsPrograms) for kept in keepalive or ())
 
 
 def run(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:
@@ -261,7 +240,7 @@ def run(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:
     if program.has_unordered_effects:
       _part.tell("program dispatched", False)
     return out
-  return _keep(signed.number, (out[:-1], out[-1]), returning=False)
+  return _callgate.keep_sign(signed.key, (out[:-1], out[-1]), returning=False)
 
 
 def make_cpp_call(make: Callable[..., Any], executable: Any, params: Any) -> Any:
@@ -336,7 +315,8 @@ def start(
   global _is_free, _is_waited_for
   _is_free, _is_waited_for = is_free, is_waited_for
   registry = _tree_util.dispatch_registry
-  registry.register_node(_Signed, lambda signed: ((), None), _keep)  # pyright: ignore[reportArgumentType]
+  _callgate.keep_signs(_signs, _part.listeners("program dispatched"), _prune, _PRUNE_AT)
+  registry.register_node(_Signed, lambda signed: ((), None), _callgate.keep_sign)  # pyright: ignore[reportArgumentType]
   one_leaf = registry.flatten(0)[1]
   make_jitted: Any = _jaxlib.pjit
   make_data = _pxla.MeshExecutableFastpathData
@@ -346,7 +326,13 @@ def start(
     """Gives a program that is to be compiled a sign, if its effects are ours alone."""
     unordered, ordered = kwargs["unordered_effects"], kwargs["ordered_effects"]
     effects = [*(effect for effect in unordered if not is_free(effect)), *ordered]
-    known = effects and enabled() and all(map(is_waited_for, effects)) and not kwargs.get("mut")
+    paced = _runs_programs(kwargs["keepalive"])
+    known = (
+      (effects or paced)
+      and enabled()
+      and all(map(is_waited_for, effects))
+      and not kwargs.get("mut")
+    )
     known = known and kwargs["backend"].platform == "cpu"  # no GPU has shown it yet
     if known and (not ordered or _runs_in_order(kwargs["backend"], kwargs["device_list"])):
       if ordered:
@@ -369,7 +355,7 @@ def start(
     out_committed: Any, *args: Any,
   ) -> Any:  # fmt: skip
     if (program := _programs.get(id(xla_executable))) is not None:
-      node = (_Signed, program.number)
+      node = (_Signed, program.key)
       out_tree = out_tree.from_node_data_and_children(registry, node, [out_tree, one_leaf])
       out_shardings, out_avals = (*out_shardings, program.sharding), (*out_avals, _SIGN)
       out_committed = (*out_committed, True)

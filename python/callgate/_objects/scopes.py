@@ -51,20 +51,12 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
   marks = not split and set(lowering.platforms_of(context)) <= set(RUNTIME_PLATFORMS)
   if not _makes(params[body].jaxpr) or _uses_untold(params[body].jaxpr, marks):
     return original(context, *operands, **params)
-  none = _LoopScope(np.zeros(TYPE.shape, TYPE.dtype), split=split)
+  none = np.zeros(TYPE.shape, TYPE.dtype)
 
   def scoped(*inputs: Any) -> list[Any]:
     return run(params, none, *inputs)[0]
 
   return mlir.lower_fun(scoped, multiple_results=True)(context, *operands)
-
-
-@dataclasses.dataclass(frozen=True)
-class _LoopScope:
-  """A loop's scope: its words, and True where XLA splits the program over devices."""
-
-  words: Any
-  split: bool
 
 
 def _makes(jaxpr: Any) -> bool:
@@ -110,13 +102,12 @@ def _within(eqn: Any) -> Sequence[Any]:
 
 # -- loops -----------------------------------------------------------------------------------------
 # Both give the loop's results, and something that is there once the loop has been left.
-def _scan(params: dict[str, Any], parent: _LoopScope, *operands: Any) -> tuple[list[Any], Any]:
+def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
   consts, first, xs = loops.split_scan(params, operands)
 
   def step(state: Any, x: Any) -> Any:
     words, carry = state
-    scope = dataclasses.replace(parent, words=words)
-    outs, used = _run(params["jaxpr"], (*consts, *carry, *x), scope)
+    outs, used = _run(params["jaxpr"], (*consts, *carry, *x), words)
     kept, given = outs[: len(first)], outs[len(first) :]
     return (_swept(words, kept, given, used), kept), given
 
@@ -127,7 +118,7 @@ def _scan(params: dict[str, Any], parent: _LoopScope, *operands: Any) -> tuple[l
   return [*last, *ys], _gates()["leave"](words, [*last, *ys])
 
 
-def _while(params: dict[str, Any], parent: _LoopScope, *operands: Any) -> tuple[list[Any], Any]:
+def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
   cond, body = params["cond_jaxpr"], params["body_jaxpr"]
   cond_consts, consts, carry = loops.split_operands(params, operands)
   predicate = functools.partial(jaxpr_as_fun(cond), *cond_consts)
@@ -135,8 +126,7 @@ def _while(params: dict[str, Any], parent: _LoopScope, *operands: Any) -> tuple[
 
   def step(state: Any) -> Any:
     words, before = state
-    scope = dataclasses.replace(parent, words=words)
-    outs, used = _run(body, (*consts, *before), scope)
+    outs, used = _run(body, (*consts, *before), words)
     if batched:
       outs = loops.chosen(predicate(*before)[0], outs, before)
     return _swept(words, outs, [], used), outs
@@ -148,8 +138,8 @@ def _while(params: dict[str, Any], parent: _LoopScope, *operands: Any) -> tuple[
   return last, _gates()["leave"](words, last)
 
 
-def _entered(parent: _LoopScope) -> Any:
-  entered = _gates()["enter"](parent.words)
+def _entered(parent: Any) -> Any:
+  entered = _gates()["enter"](parent)
   return tracing.vary_over(tracing.manual_axes(), entered)  # as what sweeps give
 
 
@@ -165,59 +155,56 @@ def _words(values: Sequence[Any]) -> list[Any]:
 
 
 # -- a step ----------------------------------------------------------------------------------------
-def _run(jaxpr: Any, args: Sequence[Any], scope: _LoopScope) -> tuple[list[Any], list[Any]]:
-  """A jaxpr's results, where what makes an object is told the scope, and what used objects."""
+def _run(jaxpr: Any, args: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
+  """A jaxpr's results, with its objects made in the scope of `words`, and what used objects."""
   used: list[Any] = []
 
   def rule(eqn: Any, inputs: list[Any]) -> list[Any]:
     if HANDLE_EFFECT not in eqn.effects:
       return walk.bind_equation(eqn, inputs)
     with eqn.ctx.manager:
-      results, uses = _run_equation(eqn, inputs, scope)
+      results, uses = _run_equation(eqn, inputs, words)
     used.extend(uses)
     return results
 
   return walk.interpret(jaxpr, args, rule), used
 
 
-def _run_equation(eqn: Any, inputs: list[Any], scope: _LoopScope) -> tuple[list[Any], list[Any]]:
+def _run_equation(eqn: Any, inputs: list[Any], words: Any) -> tuple[list[Any], list[Any]]:
   """As `_run`, of an equation with calls that make or use objects."""
   if isinstance(call := eqn.params.get("call"), BoundCall):
     if call.gate.traits.handles == "makes":
       place = len(inputs) - 1 - bool(call.numbered)  # then comes the number of the lane
-      words = jnp.broadcast_to(tracing.unvaried(scope.words), jnp.shape(inputs[place]))
-      inputs[place] = tracing.vary_over(tracing.varying_axes([inputs[place]]), words)  # as it did
+      own = jnp.broadcast_to(tracing.unvaried(words), jnp.shape(inputs[place]))
+      inputs[place] = tracing.vary_over(tracing.varying_axes([inputs[place]]), own)  # as it did
     call = dataclasses.replace(call, scoped=True, marked=_is_untold(eqn))
     outs = list(eqn.primitive.bind(*inputs, call=call))
     if call.marked:
       return outs[:-1], outs[-1:]
   elif eqn.primitive is jax.lax.scan_p:
-    outs, done = _scan(eqn.params, scope, *inputs)
+    outs, done = _scan(eqn.params, words, *inputs)
     return outs, [done]
   elif eqn.primitive is jax.lax.while_p:
-    outs, done = _while(eqn.params, scope, *inputs)
+    outs, done = _while(eqn.params, words, *inputs)
     return outs, [done]
   elif eqn.primitive is jax.lax.cond_p:
-    branches = [functools.partial(_branch, closed, scope) for closed in eqn.params["branches"]]
+    branches = [functools.partial(_branch, closed, words) for closed in eqn.params["branches"]]
     *outs, done = jax.lax.switch(inputs[0], branches, *inputs[1:])
     return outs, [done]
   elif (found := loops.runs(eqn)) is not None:
     inner, operands = found
-    return _run(inner, [inputs[i] for i in operands], scope)
+    return _run(inner, [inputs[i] for i in operands], words)
   else:
     outs = walk.bind_equation(eqn, inputs)
   return outs, outs[:1]
 
 
-def _branch(closed: Any, scope: _LoopScope, *inputs: Any) -> list[Any]:
+def _branch(closed: Any, words: Any, *inputs: Any) -> list[Any]:
   """A branch, which also gives something that is there once its objects are used."""
-  outs, used = _run(closed, inputs, scope)
-  if used and scope.split:  # on all devices: a barrier is each one's own
-    return [*outs, tracing.vary_over(tracing.manual_axes(), _gates()["done"](used))]
-  done = tracing.vary_over(tracing.manual_axes(), jnp.int32(0))  # as in the other branches
-  if used:
-    done = jax.lax.optimization_barrier((done, used))[0]
-  return [*outs, done]
+  outs, used = _run(closed, inputs, words)
+  # No constant behind a barrier, which XLA takes out of branches that all give it.
+  done = _gates()["done"](used) if used else jnp.int32(0)
+  return [*outs, tracing.vary_over(tracing.manual_axes(), done)]
 
 
 # -- the runtime's part ----------------------------------------------------------------------------

@@ -346,17 +346,25 @@ def _lower_by_jax(
     )
   jax_engine.refuse_program(context, f"tap '{site.name}'", config.engine())
 
+  devices = 1 if lowering.is_partitioned(context) else lowering.device_count(context)
+  # Each device counts for `every`.
+  own = [] if ordered or devices == 1 else [lowering.partition_id()]
+
   def send(*arrays: Any) -> None:
+    counted = f"{key}\n{[int(number) for number in arrays[site.sent :]]}"
     # Copies, never views.
-    tap.handle.send(key, held, -1, [np.array(array, order="C") for array in arrays[: site.sent]])
+    values = [np.array(array, order="C") for array in arrays[: site.sent]]
+    tap.handle.send(counted, held, -1, values)
 
   def call(*args: Any) -> Arrays:
-    io_callback(send, None, *args, ordered=ordered)
+    args, numbers = args[: len(operands)], args[len(operands) :]
+    io_callback(send, None, *args[: site.sent], *numbers, ordered=ordered)
     return _returned(site, args) if site.effect == "dataflow" else []
 
   if ordered:
     return lowering.lower_in_order(context, call, operands, _order_of(site))
-  return mlir.lower_fun(call, multiple_results=True)(context, *operands)
+  context = context.replace(avals_in=[*context.avals_in, *[calls.PARTITION] * len(own)])
+  return mlir.lower_fun(call, multiple_results=True)(context, *operands, *own)
 
 
 # Not cached: a cached rule would know the source line of no more than one of its call sites.

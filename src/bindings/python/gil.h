@@ -44,6 +44,7 @@ namespace nb = nanobind;
 // Each adds to the module what its file holds.
 void bind_buffer(nb::module_& module);       // `Buffer`
 void bind_jitted(nb::module_& module);       // calls of jitted functions, and their errors
+void bind_signs(nb::module_& module);        // signs of programs: that they have ended
 void bind_upload(nb::module_& module);       // `Upload`: an item of a feed on its way to a GPU
 void bind_gate(nb::module_& module);         // `Callee`, `Check`, `Context`, what watches calls
 void bind_threads(nb::module_& module);      // jobs on threads of callgate's; `NamedThread`

@@ -20,6 +20,7 @@
 #include "bindings/python/gil.h"
 #include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
+#include "bindings/python/signs.h"
 #include "core/main_thread.h"
 
 namespace callgate::bindings {
@@ -38,12 +39,16 @@ class Underway : Immovable {
   Underway() : number_(++last_number), thread_(std::this_thread::get_id()) {
     if (before_ != nullptr) before_->after_ = this;
     newest_ = this;
+    ++depth_;
   }
   ~Underway() {
+    --depth_;
     if (before_ != nullptr) before_->after_ = after_;
     (after_ != nullptr ? after_->before_ : newest_) = before_;
   }
 
+  // True on a thread within such a call.
+  static bool is_nested() { return depth_ > 0; }
   // The number of the oldest, the largest there is for none; without the innermost of this thread,
   // if that `is_returning`.
   static std::uint64_t oldest(bool is_returning) {
@@ -65,6 +70,7 @@ class Underway : Immovable {
 
  private:
   static inline Underway* newest_ = nullptr;
+  static inline thread_local int depth_ = 0;
 
   std::uint64_t number_;
   std::thread::id thread_;
@@ -120,6 +126,8 @@ PyObject* call_jitted(PyObject* function, PyObject* const* arguments, std::size_
                       PyObject* names) {
   if (before_next_call != nullptr) [[unlikely]]
     call_once(before_next_call);
+  if (counts_calls && !Underway::is_nested() && !count_call()) [[unlikely]]
+    return nullptr;
   Underway underway;
   PyObject* result = dispatch(function, arguments, count, names);
   if (result == nullptr && PyErr_ExceptionMatches(PyExc_ValueError)) translate();

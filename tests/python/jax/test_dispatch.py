@@ -383,6 +383,7 @@ def test_callgates_functions_are_in_jaxs_dispatch() -> None:
     cpp_path.note_loaded,
     cpp_path.run,
     cpp_path.make_cpp_call,
+    cpp_path.RunsPrograms,
     dispatch.remember_effects,
     early.adopt,
     execution.start,
@@ -401,7 +402,7 @@ def test_two_users_of_a_program_may_go_at_once() -> None:
       meanwhile()
       return super().__len__()
 
-  cpp_path._programs[-1] = program = cpp_path._Program(None)
+  cpp_path._programs[-1] = program = cpp_path._Program(None, True, False)
   program.users = Users((one, other))
   cpp_path._unload(-1, one)
   meanwhile.end()

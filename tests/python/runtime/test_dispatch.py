@@ -378,16 +378,28 @@ AHEAD = """
 import jax, jax.numpy as jnp
 import callgate as cg
 
-for options in ({}, {"arrays": "jax"}, {"run_on": "own"}, {"effect": "ordered"}):
-  gate = cg.gate(lambda x: jnp.sin(jnp.asarray(x)), like=lambda x: x, **{"effect": "io", **options})
+def follow(x):  # programs without a gate, which wait for the one with it
+  for _ in range(40):
+    x = jnp.tanh(x)
+  return x
+
+io, pure = {"effect": "io"}, {"effect": "pure"}
+for options, after in (
+  (io, None), (io | {"arrays": "jax"}, None), (io | {"run_on": "own"}, follow),
+  ({"effect": "ordered"}, None), (pure | {"arrays": "jax"}, None),
+  (pure | {"arrays": "jax"}, follow), (pure | {"run_on": "own"}, None),
+  (pure | {"run_on": cg.thread("one")}, follow),
+):
+  gate = cg.gate(lambda x: jnp.sin(jnp.asarray(x)), like=lambda x: x, **options)
 
   @jax.jit
   def step(x):
     return gate(x + 0 * jnp.tanh(jnp.arange(65536.0) + x.sum()).sum())  # too much to run at once
 
   x = jnp.ones(4)
-  for _ in range(100):  # XLA has 32 programs under way, and those of the gate's function
-    x = step(x)
+  for _ in range(100 if after is None else 10):
+    x = step(x)  # XLA has 32 programs under way, and those of the gate's function
+    x = x if after is None else after(x)
   assert 0 < x[0] < 0.2, x
 """
 
