@@ -367,6 +367,7 @@ DIFFERENTIABLE: dict[str, Callable[[Scope, Array], Op]] = {
   "feed": lambda scope, type_: Feed(scope.name("feed")),
   "root": lambda scope, type_: Root(),
 }
+_OLD_IN_LANES = "buffer_callback", "id_tap"
 WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
   "buffer_callback": _old_of(BufferCallback),
   "id_tap": _old_of(IdTap),
@@ -381,8 +382,8 @@ def other(scope: Scope, context: Context) -> bool:
   makers = DIFFERENTIABLE if context.order else {**DIFFERENTIABLE, **WITHOUT_DERIVATIVE}
   if context.order > 1:  # the lanes of `hessian` take an item each
     makers = {name: make for name, make in makers.items() if name != "feed"}
-  if context.branch:  # where `vmap` has JAX run all branches, the old tap sends for all lanes
-    makers = {name: make for name, make in makers.items() if name != "id_tap"}
+  if context.branch:  # where `vmap` has JAX run all branches, the old calls run for all lanes
+    makers = {name: make for name, make in makers.items() if name not in _OLD_IN_LANES}
   if context.lanes or context.devices:
     makers = {name: make for name, make in makers.items() if name != "call"}
   make = makers[scope.draw(st.sampled_from(list(makers)))]

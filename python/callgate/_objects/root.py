@@ -17,6 +17,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.where import where
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions, Thread
+from callgate._jax import tracing
 from callgate._objects import arguments
 from callgate._objects.arguments import TwoArguments
 from callgate._objects.linear import instantiated
@@ -143,5 +144,6 @@ def _as_x0(theta: Any, x0: Any) -> Any:
 
 def _dense(product: Callable[..., Any], right: Any) -> Any:
   """Solves with the matrix of a linear function, a product for each column."""
-  columns = jax.vmap(product)(jnp.eye(right.size, dtype=right.dtype))
+  units = tracing.vary_over(tracing.varying_axes([right]), jnp.eye(right.size, dtype=right.dtype))
+  columns = jax.vmap(product)(units)
   return jnp.linalg.solve(columns.T, right)
