@@ -239,13 +239,13 @@ class Explorer:
     ops = case.ops()
     wrong = lambda kind, said: Finding(kind, said, ops, source)
     if "raised" in answer:
-      if answer["raised"] in ("died", "hangs"):
-        return wrong(answer["raised"], answer["message"])
       said = f"{answer['raised']}: {answer['message']}"
       if words := refusals.known(said):
         self.found.refused += 1
         self.found.counts.add_refused(words, ops)
         return None
+      if answer["raised"] in ("died", "hangs"):
+        return wrong(answer["raised"], answer["message"])
       of_twin = dataclasses.replace(case, way=TWINS.get(case.way, case.way))
       twin = self._child.run(of_twin.source(twin=True, machine=Machine()))
       own = case.armed != "" and answer["raised"] in OF_ARMED

@@ -108,7 +108,13 @@ def _is_of_runtime() -> bool:
 
 
 def _is_stale(failure: BaseException, first: int) -> bool:
-  """True if it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
+  """True if it failed before the id `first`, or has been raised: JAX's barrier repeats itself.
+
+  The main thread has had the exception of a signal's handler that ended a program.
+  """
+  of_main = threading.current_thread() is threading.main_thread()
+  if of_main and "callgate: Ctrl-C ended the program" in str(failure):
+    return True
   number = _kept.id_in(str(failure))
   return number is not None and (number < first or _kept.is_claimed(number))
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -126,6 +127,7 @@ def test_a_crash_outside_of_kernels_is_left_to_others() -> None:
   assert "callgate" not in code.stderr
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="XLA has one thread on one core")
 def test_a_crash_on_one_of_xlas_threads_in_a_parallel_loop_is_the_kernels() -> None:
   body = """
     auto caller = std::this_thread::get_id();
