@@ -28,7 +28,7 @@ from program import Array, Body, Context, Op, Scope, Step, Values, Writer, drawn
 FORI = ("fori", "cg.fori_loop")
 LOOPS = (
   *("jax.lax.scan", "cg.scan", "cg.scan stoppable", "cg.scan with a bar", "cg.scan saving"),
-  *FORI,
+  *("cg.scan until", *FORI),
 )
 
 
@@ -41,6 +41,7 @@ class Scan(WithBody):
   xs: bool
   reverse: bool
   loop: str  # of `LOOPS`
+  until: float = 0.0  # the first carry's sum, above which "cg.scan until" ends
 
   @property
   def transformation(self) -> str:  # type: ignore[override]
@@ -83,6 +84,9 @@ class Scan(WithBody):
     more = ""
     if self.loop == "cg.scan stoppable" and not writer.twin:
       options, more = f"{options}, stoppable=True", ", _"
+    if self.loop == "cg.scan until" and not writer.twin:
+      options += f", until=lambda carry: jnp.sum(carry[0]) > {self.until}"
+      more = ", _"
     if self.loop == "cg.scan with a bar" and not writer.twin:
       options += _bar(writer)
     if self.loop == "cg.scan saving" and not writer.twin:
@@ -98,21 +102,22 @@ class Scan(WithBody):
     n = self.carries
     carries = [values[:n] for values in operands]
     ys: list[list[Values]] = [[] for _ in lanes]
+    going = list(range(len(lanes)))
     for i in reversed(range(self.length)) if self.reverse else range(self.length):
       if self.loop == "cg.scan stoppable" and machine.stopped:
-        zeros = [_zeros(var.type) for var in self.body.results[n:]]
-        for rows in ys:
-          rows.append(zeros)
-        continue
-      at = [lane.into(self.name, i) for lane in lanes]
+        going = []
+      for rows in ys:
+        rows.append([_zeros(var.type) for var in self.body.results[n:]])
+      at = [lanes[k].into(self.name, i) for k in going]
       inputs = [
-        [*carry, duals.linear(lambda x, i=i: x[i], values[-1])] if self.xs else carry
-        for carry, values in zip(carries, operands, strict=True)
+        [*carries[k], duals.linear(lambda x, i=i: x[i], operands[k][-1])] if self.xs else carries[k]
+        for k in going
       ]
-      found = machine.run(self.body, at, envs, inputs)
-      carries = [results[:n] for results in found]
-      for rows, results in zip(ys, found, strict=True):
-        rows.append(results[n:])
+      found = machine.run(self.body, at, [envs[k] for k in going], inputs) if going else []
+      for k, results in zip(going, found, strict=True):
+        carries[k], ys[k][-1] = results[:n], results[n:]
+      if self.loop == "cg.scan until":
+        going = [k for k in going if not decided(carries[k][0], self.until)]
     if self.reverse:
       ys = [rows[::-1] for rows in ys]
     stacked = [
@@ -138,8 +143,11 @@ def scan(scope: Scope, context: Context) -> bool:
   loops = list(LOOPS)
   if context.depth or any(isinstance(step.op, Scan) and step.op.saves for step in scope.steps):
     loops.remove("cg.scan saving")  # it saves outside of lanes and other loops
+  if context.axes:
+    loops.remove("cg.scan until")  # lanes end apart
   loop = scope.draw(st.sampled_from(loops))
-  carry = some(scope)
+  ends = loop == "cg.scan until"
+  carry = [a_float(scope), *some(scope, 0, 1)] if ends else some(scope)
   xs = [var for var in scope.vars if var.type.shape and 0 < var.type.shape[0] <= 3]
   with_xs = bool(xs) and loop not in FORI and scope.draw(st.booleans())
   x = [scope.draw(st.sampled_from(xs))] if with_xs else []
@@ -147,12 +155,13 @@ def scan(scope: Scope, context: Context) -> bool:
   parameters = parameters_of(scope, carry)
   slices = [scope.new(x[0].type.with_shape(*x[0].type.shape[1:]))] if with_xs else []
   inside = scope.inner([*parameters, *slices], refs=True)
-  grow(inside, context.into())
+  grow(inside, context.into(branch=context.branch or ends))
   results = [following(inside, var.type) for var in carry]
   ys = [] if loop in FORI else [inside.vars[-1]]
   body = Body((*parameters, *slices), tuple(inside.steps), (*results, *ys))
   reverse = loop not in FORI and scope.draw(st.booleans())
-  op = Scan(scope.name("loop"), body, length, len(carry), with_xs, reverse, loop)
+  until = scope.draw(st.sampled_from((-0.3, 0.2, 0.7))) if ends else 0.0
+  op = Scan(scope.name("loop"), body, length, len(carry), with_xs, reverse, loop, until)
   types = [var.type for var in results] + [
     var.type.with_shape(length, *var.type.shape) for var in ys
   ]

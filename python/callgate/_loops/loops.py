@@ -4,17 +4,15 @@
 Without these they are JAX's own calls, and nothing else. With a progress bar the loop's body gets a
 mark (`_loops/progress.py`); results stay those of JAX's loops, bit by bit.
 
-The steps of loops have one form, to which each feature adds its own. A step takes the loop's state
-and an x, and gives the state after it and a y. A step that is `_counted` calls the user's body; one
-that is `_stoppable`, or `marked` for a bar, is made of another. A scan that is saved sends its
-carry after a step, and one that is resumed begins with a later step.
+A scan that is saved sends its carry after a step, and one that is resumed begins with a later step.
+`_loops/steps.py` has the steps.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,29 +26,22 @@ from callgate._core.public import core
 from callgate._feed import resuming
 from callgate._feed.gate import FeedGate
 from callgate._jax import loops, tracing
-from callgate._loops.marks import while_going
+from callgate._loops import chunks
 from callgate._loops.progress import Mark, Progress, deeper, marked, options_of, wrapped
-from callgate._steer.stop import stop_requested
+from callgate._loops.steps import (
+  Ends,
+  LoopState,
+  Step,
+  axes_of,
+  body_of,
+  chunks_of,
+  counted,
+  ending,
+  of_step,
+)
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
-
-
-class _LoopState(NamedTuple):
-  """The state of a loop. The names are in JAX's messages about the carry.
-
-  Attributes:
-    count: how many steps have run.
-    going: True if the loop goes on; None where nothing stops it.
-    carry: the user's.
-  """
-
-  count: Any
-  going: Any
-  carry: Any
-
-
-_Step = Callable[[_LoopState, Any], tuple[_LoopState, Any]]
 
 
 def scan(
@@ -65,12 +56,15 @@ def scan(
   progress: bool | str | Progress | None = None,
   stoppable: bool = False,
   save: Checkpoints | None = None,
+  until: Callable[[_Carry], Any] | None = None,
+  checkpoint: bool = True,
 ) -> Any:
-  """`jax.lax.scan`, with a progress bar, checkpoints, and for `callgate.stop` to end.
+  """`jax.lax.scan`, with a progress bar, checkpoints, and early ends.
 
   ```python
   state, losses = cg.scan(step, state, batches, progress="training")
   state, losses, steps = cg.scan(step, state, batches, stoppable=True)
+  state, losses, steps = cg.scan(step, state, batches, until=lambda state: state.error < 1e-6)
   state, losses = cg.scan(step, state, batches, save=cg.Checkpoints("runs/1", resume=True))
   ```
 
@@ -85,25 +79,41 @@ def scan(
     progress: True, a description, or `Progress` with all options; None or False for no bar.
     stoppable: after `callgate.stop` no further step runs. The ys of such steps are zeros.
     save: where the carry is saved while the loop runs, and taken up again.
+    until: of the carry after a step: a bool of shape (), True to let no further step run. At least
+      one step runs. Under `jax.vmap` each lane ends by itself, and the loop with the last of them.
+    checkpoint: with `until`, the loop runs in chunks of sqrt(n) of its n steps. Reverse derivatives
+      keep the first carry of each chunk and compute each step once more; a bar moves with each
+      chunk. False keeps what each step needs. A scan with `save` does so, too.
 
   Returns:
-    (the last carry, the stacked ys), as `jax.lax.scan` gives them; with `stoppable` (the carry that
-    was reached, the ys, the number of steps that have run, an int32 of shape ()).
+    (the last carry, the stacked ys), as `jax.lax.scan` gives them; with `stoppable` or `until` (the
+    carry that was reached, the ys, the number of steps that have run, an int32 of shape ()). The ys
+    of steps that have not run are zeros.
+
+  Raises:
+    TypeError: `f` or `until` is no function, or gives something else than it has to.
   """
   rest = (_split_transpose,) if _split_transpose else ()
   bar, may_stop = options_of(progress), _options.boolean("scan", "stoppable", stoppable)
-  if bar is None and save is None and not may_stop:
+  in_chunks = _options.boolean("scan", "checkpoint", checkpoint) and until is not None
+  if bar is None and save is None and until is None and not may_stop:
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
   _check_callable("scan: f: expected the loop's body", f)
+  if until is not None:
+    _check_callable("scan: until: expected a function of the carry", until)
+  ends = Ends(may_stop, until, axes_of(until, f, init, xs) if until else frozenset())
   arguments = (xs, length, reverse, unroll, *rest)
-  if save is None:
-    body = wrapped(_body_of, f, Mark.of(bar), may_stop)
-    first = _first_state(init, np.int32(0), may_stop=may_stop)
-    last, ys = jax.lax.scan(body, first, *arguments)
+  if save is not None:
+    last, ys = _saved_scan(save, f, init, *arguments, bar=bar, ends=ends)
+  elif in_chunks and (steps := _length(xs, length)):
+    size, mark = chunks.size_of(steps), Mark.of(bar and bar.of_steps(steps))
+    body, step = wrapped(chunks_of, f, mark, ends, size, reverse, unroll)
+    last, ys = chunks.scan(body, step, ends.first_state(init), xs, steps, reverse, unroll)
   else:
-    last, ys = _saved_scan(save, f, init, *arguments, bar=bar, may_stop=may_stop)
+    body = wrapped(body_of, f, Mark.of(bar), ends)
+    last, ys = jax.lax.scan(body, ends.first_state(init), *arguments)
   count, _, carry = last
-  return (carry, ys, count) if may_stop else (carry, ys)
+  return (carry, ys, count) if ends else (carry, ys)
 
 
 def fori_loop(
@@ -176,8 +186,7 @@ def while_loop(
   _check_callable("while_loop: cond_fun: expected a function", cond_fun)
   _check_callable("while_loop: body_fun: expected a function", body_fun)
   body, condition = wrapped(_counting, body_fun, Mark.of(bar)), wrapped(_of_value, cond_fun)
-  first = _first_state(init_val, np.int32(0), may_stop=False)
-  return jax.lax.while_loop(condition, body, first).carry
+  return jax.lax.while_loop(condition, body, Ends().first_state(init_val)).carry
 
 
 def _check_callable(expected: str, function: object) -> None:
@@ -190,7 +199,7 @@ def _of_index(index: Any, value: Any) -> tuple[Any, list[Any]]:
 
 
 def _counting(body_fun: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
-  step = _body_of(lambda value, _: (body_fun(value), None), mark, may_stop=False)
+  step = body_of(lambda value, _: (body_fun(value), None), mark, Ends())
   return lambda state: step(state, None)[0]
 
 
@@ -198,94 +207,11 @@ def _of_value(cond_fun: Callable[..., Any]) -> Callable[..., Any]:
   return lambda state: cond_fun(state.carry)
 
 
-# -- steps ----------------------------------------------------------------------------------------
-def _first_state(init: Any, count: Any, *, may_stop: bool) -> _LoopState:
-  return _LoopState(count, np.bool_(True) if may_stop else None, init)
-
-
-def _body_of(f: Callable[..., Any], mark: Mark | None, may_stop: bool) -> _Step:
-  """The body of a loop with a bar, or that may stop."""
-  step = _counted(f)
-  return marked(_stoppable(step) if may_stop else step, mark, _of_step)
-
-
-def _counted(f: Callable[..., Any], after: Callable[[Any, Any], None] | None = None) -> _Step:
-  """Calls the user's body, and then `after(count, carry)`."""
-
-  # JAX takes a carry that the body leaves alone for a constant, with the mark on it: hence the
-  # count, which XLA removes.
-  def step(state: _LoopState, x: Any) -> tuple[_LoopState, Any]:
-    count, going, carry = state
-    found = f(carry, x)
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-      raise TypeError(f"scan: f: expected a pair (carry, y) of the loop's body, got {found!r}")
-    carry, y = found
-    count = count + 1
-    if after is not None:
-      after(count, carry)
-    return _LoopState(count, going, carry), y
-
-  return step
-
-
-def _of_step(state: _LoopState, _: Any) -> tuple[Any, list[Any]]:
-  count, _, carry = state
-  return carry, [count]
-
-
-def _stoppable(step: _Step) -> _Step:
-  """Looks before each step if the program has been asked to stop; then no further one runs."""
-  step = jax.jit(step, inline=True)  # traced once, for its results' types and for the step
-
-  def body(state: _LoopState, x: Any) -> tuple[_LoopState, Any]:
-    count, going, carry = state
-    count, carry = while_going(going, count, carry)
-    before = _LoopState(count, None, carry)
-    (_, _, carried), y = tracing.result_avals(step, before, x)
-
-    def skip() -> tuple[_LoopState, Any]:
-      return _LoopState(count, np.bool_(False), _kept(carry, carried)), jax.tree.map(_zeros, y)
-
-    def run() -> tuple[_LoopState, Any]:
-      (count, _, carry), made = step(before, x)
-      return _LoopState(count, np.bool_(True), carry), made
-
-    # The look is part of the step's branch: it comes when the step before has ended, also where
-    # the loop is unrolled, and doesn't come again once the loop has been stopped. `skip` is branch
-    # 0: in a loop that ends early, zeros stand for what its later steps would have kept.
-    state, made = jax.lax.cond(going, lambda: jax.lax.cond(stop_requested(), skip, run), skip)
-    return state, while_going(going, None, made)[1]
-
-  return body
-
-
-def _kept(carry: Any, after: Any) -> Any:
-  """The carry, as a step returns it where its types are those of a step's results.
-
-  Else zeros: JAX's scan gives a first carry of Python's numbers these types and traces the body
-  again, or says what the step has returned.
-  """
-
-  def kept(x: Any, aval: Any) -> Any:
-    has = jax.typeof(x)
-    if (has.shape, has.dtype) != (aval.shape, aval.dtype):
-      return _zeros(aval)
-    # JAX's scan takes a weak type for the strong one, and does not trace the body again.
-    return jnp.asarray(x, aval.dtype) if has.weak_type and not aval.weak_type else x
-
-  is_same = jax.tree.structure(carry) == jax.tree.structure(after)
-  return jax.tree.map(kept, carry, after) if is_same else jax.tree.map(_zeros, after)
-
-
-def _zeros(aval: Any) -> Any:
-  return loops.weakly_typed(tracing.zeros_of(aval), aval.weak_type)
-
-
 # -- scans that are saved --------------------------------------------------------------------------
 def _saved_scan(
   save: object, f: Callable[..., Any], init: Any, xs: Any, length: int | None, reverse: bool,
-  *rest: Any, bar: Progress | None, may_stop: bool,
-) -> tuple[_LoopState, Any]:  # fmt: skip
+  *rest: Any, bar: Progress | None, ends: Ends,
+) -> tuple[LoopState, Any]:  # fmt: skip
   """The last state and the ys; `rest` are arguments of `jax.lax.scan` behind `reverse`."""
   if not isinstance(save, Checkpoints):
     _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
@@ -307,14 +233,14 @@ def _saved_scan(
   def send(count: Any, carry: Any, due: Any) -> None:
     core(save).send(count, run, carry, resuming.counts(feeds, due), due)
 
-  step = _counted(reading, lambda count, carry: send(count, carry, count % save.every == 0))
-  step = _stoppable(step) if may_stop else step
-  state = _first_state(first, start, may_stop=may_stop)
+  step = counted(reading, lambda count, carry: send(count, carry, count % save.every == 0))
+  step = ending(step, ends) if ends else step
+  state = ends.first_state(first, start)
   if save.resume and length:
     mark = Mark.of(bar, np.int32(length) - start)
-    last, ys = _scan_from(start, marked(step, mark, _of_step), state, xs, length, ys, reverse)
+    last, ys = _scan_from(start, marked(step, mark, of_step), state, xs, length, ys, reverse)
   else:
-    last, ys = jax.lax.scan(marked(step, Mark.of(bar), _of_step), state, xs, length, reverse, *rest)
+    last, ys = jax.lax.scan(marked(step, Mark.of(bar), of_step), state, xs, length, reverse, *rest)
   count, _, carry = last
   send(count, carry, (count % save.every != 0) & (count > start))
   return last, ys
@@ -329,8 +255,8 @@ def _prepared(body: Any, init: Any, xs: Any, length: int) -> tuple[Any, Any, Seq
 
 
 def _scan_from(
-  start: Any, step: _Step, init: _LoopState, xs: Any, length: int, types: Any, reverse: bool
-) -> tuple[_LoopState, Any]:
+  start: Any, step: Step, init: LoopState, xs: Any, length: int, types: Any, reverse: bool
+) -> tuple[LoopState, Any]:
   """`scan` from step `start` on, with ys of these types; those of the steps before are zeros."""
 
   def body(index: Any, both: Any) -> Any:
@@ -352,6 +278,6 @@ def _length(xs: Any, length: int | None) -> int:
   lengths |= {length} if length is not None else set()
   if len(lengths) != 1:
     raise GateDefinitionError(
-      f"scan: with save=, expected one number of steps from xs and length, got {sorted(lengths)}"
+      f"scan: expected one number of steps from xs and length, got {sorted(lengths)}"
     )
   return lengths.pop()

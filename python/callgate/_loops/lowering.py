@@ -110,7 +110,7 @@ class _MarkedLoop:
     """False if the flag has ended the `while_loop`, which carries this."""
     if self.rounds is not None:
       return carry[0] < self.rounds[1].astype(carry[0].dtype)
-    return carry[self.before + self.going.flag] if self.going is not None else True
+    return loops.any_lane(carry[self.before + self.going.flag]) if self.going is not None else True
 
 
 def _of_scan(body: Unmarked, params: dict[str, Any], operands: _Values) -> _MarkedLoop:
@@ -121,8 +121,14 @@ def _of_scan(body: Unmarked, params: dict[str, Any], operands: _Values) -> _Mark
   has_loop = is_open(length) or trips > 1 or (trips == 1 and (unroll == 1 or length % unroll))
   loop = next(it for it in lowered.eqns if it.primitive is jax.lax.while_p) if has_loop else None
   going, rounds = body.going(len(consts), len(first)), None
+  if going is not None and going.carried and jnp.ndim(first[going.flag]) and unroll != 1:
+    # A step of lanes that has not run would have kept more than zeros, and rounds of the loop that
+    # runs backwards may hold steps of two rounds.
+    going = None
   if going is not None and not going.carried:
-    begins, ends = _range_of(xs[going.flag], params["reverse"])
+    flags = tracing.unvaried(xs[going.flag])
+    flags = jnp.any(flags, tuple(range(1, flags.ndim)))
+    begins, ends = _range_of(flags, params["reverse"])
     rounds = begins // unroll, (ends + unroll - 1) // unroll
   return _MarkedLoop(
     body, consts, first, operands, lowered, loop, going,

@@ -2,7 +2,8 @@
 """The marks in loops' bodies: of progress bars, and of flags that end a loop.
 
 A loop that ends early has a body that takes a flag with each step. Where the flag is false it
-leaves the carry as it is, and its ys zeros. That alone is right under every transformation of
+leaves the carry as it is, and its ys zeros. Lanes of `vmap` may have flags of their own: then the
+loop ends with the last of them. That alone is right under every transformation of
 JAX's, but walks through all steps. So the body marks what it carries and returns by `while_going`,
 which is the identity; where a loop is lowered, a mark at the top of its body tells which flag that
 is. The loop then ends with the flag's first False. In the loops that JAX makes for derivatives the
@@ -46,7 +47,7 @@ class Going:
   """Where a loop's body has its flag: among the carry, or else among what is scanned over.
 
   Attributes:
-    flag: its place there.
+    flag: its place there; the flag may be an array, of which any element is to go on.
     count: the place of the count of steps in the carry; None where the body doesn't count.
   """
 
@@ -102,6 +103,7 @@ def taken_out(closed: Any) -> Unmarked:
   def body(*operands: Any) -> tuple[list[Any], list[Any]]:
     numbers: list[Any] = []
     places = {id(operand): place for place, operand in enumerate(operands)}
+    of_lanes: list[Any] = []  # kept, so that no other value gets its id
 
     def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
       if eqn.primitive is progress_p:
@@ -113,6 +115,10 @@ def taken_out(closed: Any) -> Unmarked:
           flag, value = (places.get(id(x), -1) for x in inputs)
           flags.append((flag, value, eqn.params["counts"]))
         return inputs[1:]
+      if eqn.primitive is jax.lax.reduce_or_p and id(inputs[0]) in places:
+        of_lanes.extend(walk.bind_equation(eqn, inputs))
+        places[id(of_lanes[-1])] = places[id(inputs[0])]
+        return of_lanes[-1:]
       for inner in filter(are_in, _jitted(eqn)):
         return walk.interpret(inner, inputs, rule)
       return walk.bind_equation(eqn, inputs)
@@ -145,9 +151,11 @@ def _transpose(cotangent: Any, going: Any, x: Any, *, counts: bool) -> list[Any]
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, counts: bool) -> tuple[Any, Any]:
-  """Without a mark where lanes have flags of their own."""
+  """Where lanes have flags of their own, the values change while one of them goes on."""
   (going, x), (of_going, dim) = operands, dims
-  return (x if of_going is not None else going_p.bind(going, x, counts=counts)), dim
+  if of_going is None:
+    return going_p.bind(going, x, counts=counts), dim
+  return going_p.bind(jax.lax.reduce_or(going, (of_going,)), x, counts=False), dim
 
 
 going_p.def_impl(lambda going, x, *, counts: x)

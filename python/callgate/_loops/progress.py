@@ -90,6 +90,10 @@ class Progress:
     if self.style == "rich":
       extras.library("rich", "rich", "rich", by="Progress: style='rich'")
 
+  def of_steps(self, steps: int) -> Progress:
+    """The options with a total that is known, unless they have one."""
+    return self if self.total is not None or self.at else dataclasses.replace(self, total=steps)
+
 
 def _check_goal(total: Any) -> None:
   """Raises unless a bar by value may end there."""

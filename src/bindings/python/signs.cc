@@ -88,7 +88,7 @@ nb::object keep(const nb::tuple& key, const nb::sequence& children, bool returni
       keeper->prune_at = nb::cast<std::size_t>(keeper->prune());
   }
   Ahead::of_thread().add(sign, key[1].is(Py_True));
-  if (!number.is_none() && keeper->listeners.size() > 0)
+  if (!number.is_none() && !keeper->listeners.empty())
     for (nb::handle listener : nb::tuple(keeper->listeners)) listener(returning);
   return results;
 }

@@ -240,6 +240,16 @@ def _stoppable(host: Host) -> F:
   return lambda x: cg.scan(lambda c, _: (gate(c), None), x, length=1, stoppable=True)[0]
 
 
+def _until(host: Host) -> F:
+  gate = _gate(effect="io")(host)
+
+  def call(x: Any) -> Any:
+    step = lambda c, _: ((gate(c[0]), c[1] + 1), None)
+    return cg.scan(step, (x, 0), length=9, until=lambda c: c[1] >= 1)[0][0]
+
+  return call
+
+
 def _in_worker(host: Host) -> F:
   function = worker_functions.add if host.error is None else worker_functions.add_to_small
   return cg.gate(
@@ -473,6 +483,9 @@ ROWS: dict[str, Row] = {
       "engine vmap": "JAX's callbacks with effects are in no cond under vmap",
     },
   ),
+  "scan with until": Row(
+    _until, refuses={"engine vmap": "JAX's callbacks with effects are in no cond under vmap"}
+  ),
   "gate in a worker": Row(
     _in_worker,
     each=False,
@@ -569,10 +582,10 @@ ROWS: dict[str, Row] = {
 DEFINED_BY_USERS = (
   *("gate", "gate io", "gate ordered", "gate whole", "gate inplace", "gate on its own thread"),
   *("gate on a named thread", "gate on an executor", "call", "hold", "use", "start", "knob"),
-  *("feed", "linear_solver", "root", "stoppable scan", "gate in a worker", "envs"),
-  *("scan with checkpoints", "loop with a bar", "gate in a recording", "cpp", "cfunc", "numba"),
-  *("elementwise", "torch", "buffer_callback", "cuda", "cpp with CUDA", "elementwise on CUDA"),
-  *("numba_cuda", "triton", "gate on CUDA"),
+  *("feed", "linear_solver", "root", "stoppable scan", "scan with until", "envs"),
+  *("gate in a worker", "scan with checkpoints", "loop with a bar", "gate in a recording"),
+  *("cpp", "cfunc", "numba", "elementwise", "torch", "buffer_callback", "cuda"),
+  *("cpp with CUDA", "elementwise on CUDA", "numba_cuda", "triton", "gate on CUDA"),
 )
 
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scans whose derivatives need little memory.
+
+A scan that may end early, `until=`, is a loop over chunks, of as many steps as there are chunks.
+Reverse mode keeps the first carry of each chunk, and computes the rest again (`jax.checkpoint`):
+O(sqrt n) values in place of O(n).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from callgate._loops.marks import while_going
+
+_Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def size_of(length: int) -> int:
+  """The steps of a chunk."""
+  return math.isqrt(length - 1) + 1
+
+
+def of_chunk(step: _Step, size: int, reverse: bool, unroll: Any) -> _Step:
+  """The body of the loop over chunks, of the state and the chunk's xs; see `_loops/loops.py`."""
+
+  def body(state: Any, xs: Any) -> tuple[Any, Any]:
+    count, going, carry = state
+    count, carry = while_going(going, count, carry)
+    run = functools.partial(jax.lax.scan, step, length=size, reverse=reverse, unroll=unroll)
+    again = jax.checkpoint(lambda state, xs: run(state, xs), prevent_cse=False)
+    state, ys = again(type(state)(count, going, carry), xs)
+    return state, while_going(going, None, ys)[1]
+
+  return body
+
+
+def scan(
+  body: _Step, step: _Step, start: Any, xs: Any, length: int, reverse: bool, unroll: Any
+) -> tuple[Any, Any]:
+  """The last state and the ys; `body` is that of `of_chunk`, which may have a mark."""
+  size = size_of(length)
+  count = length // size
+  whole = count * size
+  # The steps that are left over are those that run last.
+  cut = length - whole if reverse else whole
+  before, after = (jax.tree.map(part, xs) for part in (lambda x: x[:cut], lambda x: x[cut:]))
+  main, rest = (after, before) if reverse else (before, after)
+  main = jax.tree.map(lambda x: jnp.reshape(x, (count, size, *jnp.shape(x)[1:])), main)
+  last, ys = jax.lax.scan(body, start, main, count, reverse)
+  ys = jax.tree.map(lambda y: jnp.reshape(y, (whole, *y.shape[2:])), ys)
+  if whole < length:
+    run = functools.partial(
+      jax.lax.scan, step, length=length - whole, reverse=reverse, unroll=unroll
+    )
+    last, more = jax.checkpoint(lambda state, xs: run(state, xs))(last, rest)
+    first, second = (more, ys) if reverse else (ys, more)
+    ys = jax.tree.map(lambda *pair: jnp.concatenate(pair), first, second)
+  return last, ys
