@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import dtypes, split
+from callgate._core import dtypes
 from callgate._core.errors import ResultError
 from callgate._runtime import config
 from callgate._verify.subject import (
@@ -134,7 +134,7 @@ def effects(subject: Subject) -> str:
     raise NotAsked("calls of native code are not counted")
   if config.engine() == "jax":
     raise NotAsked("config(engine='jax'): JAX's own callbacks make the calls")
-  has_results, pure = bool(subject.site.results), core.effect == "pure"
+  has_results, pure = any(y.size for y in subject.results), core.effect == "pure"
   once = 1 if has_results or not pure else 0
   program = jax.jit(subject.flat)
   _counted(subject, "the first call of a program", program, once)
@@ -149,7 +149,7 @@ def effects(subject: Subject) -> str:
     mapped = jax.jit(jax.vmap(subject.flat))
     _counted(subject, f"vmap='{core.vmap}' over {LANES} lanes", mapped, calls, stacked)
     asked.append("vmap")
-  if core.like is not None and core.jvp_rule is None and core.vjp_rules is None:
+  if once and core.like is not None and core.jvp_rule is None and core.vjp_rules is None:
     inexact = [i for i, x in enumerate(subject.values()) if dtypes.is_inexact(x.dtype)]
     if inexact and any(dtypes.is_inexact(y.dtype) for y in subject.results):
       _counted(subject, "a program with its results and derivative", _with_gradient(subject), 1)
@@ -204,8 +204,6 @@ def writes(subject: Subject) -> str:
   """The first call of all ran under `check_writes`, kernels' under `check_memory`; see Subject."""
   if not subject.values():
     raise NotAsked("no argument is an array")
-  if split.is_split(subject.tree) and subject.core.aliases:
-    raise NotAsked("aliases= lets it write")
   return "inputs are as before" if subject.is_gate else "inputs and memory around arrays as before"
 
 
@@ -222,11 +220,10 @@ def threads(subject: Subject) -> str:
     try:
       start.wait(_HANGS)
       for _ in range(_ROUNDS):
-        found = difference(want[lane], subject.run(subject.jitted, given[lane]))
-        if found or faults:
-          break
-      if found:
-        faults.append(found)
+        if found := difference(want[lane], subject.run(subject.jitted, given[lane])):
+          faults.append(found)
+        if faults:
+          return
     except Exception as error:  # noqa: BLE001 - the answer
       faults.append(said(error))
 

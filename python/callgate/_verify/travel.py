@@ -6,6 +6,7 @@ Shards need devices that this process may not have: a process of its own simulat
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -15,12 +16,13 @@ import sys
 import tempfile
 
 import jax
+import jax.numpy as jnp
 from jax import export as jax_export
 
 from callgate._call.function import ArrayFunction
 from callgate._core.errors import GateDefinitionError
 from callgate._places import travel
-from callgate._runtime import targets
+from callgate._runtime import config, targets
 from callgate._verify.subject import Fault, NotAsked, Subject, difference
 
 DEVICES = 4
@@ -32,6 +34,8 @@ _running: set[subprocess.Popen[bytes]] = set()
 def export(subject: Subject) -> str:
   """Exports a program with the call, reads it back, and runs it."""
   subject.compared()
+  if config.engine() == "jax":
+    raise NotAsked("config(engine='jax'): JAX exports no callbacks")
   make = jax_export.export(jax.jit(subject.flat), disabled_checks=targets.export_checks())
   exported = make(*subject.leaves())
   again = jax_export.deserialize(exported.serialize())
@@ -43,6 +47,8 @@ def export(subject: Subject) -> str:
 def pickled(subject: Subject) -> str:
   """Pickles the function, reads it back, and calls it."""
   how = ""
+  if isinstance(getattr(subject.core, "run_on", None), concurrent.futures.Executor):
+    raise NotAsked("its executor belongs to this process")
   try:
     data = pickle.dumps(subject.function)
   except Exception:  # noqa: BLE001 - functions that no module holds
@@ -92,7 +98,7 @@ def _run(folder: pathlib.Path) -> dict[str, str]:
     "XLA_FLAGS": flags.strip(),
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": str(DEVICES),
-    "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64)),
+    "JAX_ENABLE_X64": str(int(jnp.result_type(float).itemsize == 8)),
   }
   code = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
   code += "from callgate._verify import shards; shards.answer(sys.argv[1])"

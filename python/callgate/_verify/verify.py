@@ -35,6 +35,7 @@ QUESTIONS: dict[str, Callable[[Subject], str]] = {
   "threads": questions.threads,
 }
 _OF_OBJECTS = "its results are handles of objects, which nothing compares"
+_ASYNC = "an async function is started, not called"
 
 
 def verify(
@@ -45,6 +46,8 @@ def verify(
   wait = Wait(options.seconds(f"{label}: verify", "seconds", seconds))
   if core(function).traits.handles:
     return _skipped(label, _OF_OBJECTS)
+  if getattr(core(function), "is_async", False):
+    return _skipped(label, _ASYNC)
   subject = Subject(function, args, kwargs)
   late = f"out of time (seconds={seconds:g})"
   return VerifyReport(
