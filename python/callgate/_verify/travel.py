@@ -92,10 +92,8 @@ def shards(subject: Subject) -> str:
 
 def _run(folder: pathlib.Path) -> dict[str, str]:
   """The answer of `shards.py` in a process with simulated devices."""
-  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
   env = {
     **os.environ,
-    "XLA_FLAGS": flags.strip(),
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": str(DEVICES),
     "JAX_ENABLE_X64": str(int(jnp.result_type(float).itemsize == 8)),

@@ -6,6 +6,9 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -552,6 +555,18 @@ def test_the_gate_and_its_arguments_stay_as_they_are() -> None:
   assert (x == X).all()
   assert (program(x) == before).all()
   assert cg.last_error() is None or "verify.stays" not in str(cg.last_error())
+
+
+def test_the_end_of_this_process_ends_those_of_questions() -> None:
+  from callgate._verify import travel
+
+  with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    travel._running.add(process)
+    try:
+      travel.end_processes()
+      assert process.wait(60) == -signal.SIGKILL
+    finally:
+      travel._running.discard(process)
 
 
 # --- all of a module ------------------------------------------------------------------------------
