@@ -95,9 +95,9 @@ def vmap(subject: Subject) -> str:
     if found := difference(expected, got):
       shown = axes[0] if len(axes) == 1 else axes
       raise Fault(f"in_axes={shown}, lane by lane: {found}")
-  return f"as calls lane by lane, for {count_text(len(_axes(subject)), 'in_axes')}".replace(
-    "in_axess", "in_axes"
-  )
+  alike = not any(difference([row[0]], [x]) for row in rows for x in row[1:])
+  how = ", with the same values in all lanes" if alike else ""
+  return f"as calls lane by lane, with {len(_axes(subject))} in_axes{how}"
 
 
 def _stacked(row: Sequence[Any], axis: int | None) -> Any:

@@ -517,6 +517,18 @@ def test_objects_are_not_compared() -> None:
   assert all("handles of objects" in one.skipped for one in report.results)
 
 
+def test_lanes_have_the_same_values_where_the_function_takes_no_others() -> None:
+  def of_one_sum(x: Any) -> Any:
+    if not np.isclose(x.sum(), 1):
+      raise ValueError("expected numbers that add up to 1")
+    return np.log(x)
+
+  report = asked(cg.gate(of_one_sum, out=same), np.array([0.25, 0.75], np.float32))
+  assert report.ok, str(report)
+  message = next(one.message for one in report.results if one.name == "vmap")
+  assert message == "as calls lane by lane, with 2 in_axes, with the same values in all lanes"
+
+
 def test_async_functions_are_not_called() -> None:
   async def call(x: Any) -> Any:
     return 2 * x
