@@ -65,8 +65,9 @@ class Subject:
   def _begin(self) -> None:
     *given, self.static = self.core.given(self.args, dict(self.kwargs))
     leaves, self.tree = jax.tree.flatten(tuple(given))
-    arrays = [shapes.as_array(self.core, x, i, self.tree) for i, x in enumerate(leaves)]
-    self._kept = [_on_host(x) for x in arrays]
+    arrays = self._arrays(leaves)
+    kept = [x if is_key(x) else y for x, y in zip(leaves, arrays, strict=True)]
+    self._kept = [_on_host(x) for x in kept]
     with config(check_writes=True, check_memory=not self.is_gate):
       self.run(self.flat)
     self.results = self.run(self.flat)
@@ -84,6 +85,10 @@ class Subject:
     results = jax.tree.unflatten(self.site.out_tree, types)
     derivatives.check_reference(self.core.label, results, found)
 
+  def _arrays(self, leaves: Sequence[Any]) -> list[Any]:
+    """The arrays that the callable gets: keys as their words."""
+    return [shapes.as_array(self.core, x, i, self.tree) for i, x in enumerate(leaves)]
+
   @property
   def is_gate(self) -> bool:
     """True if Python runs in its calls."""
@@ -91,7 +96,7 @@ class Subject:
 
   @functools.cached_property
   def site(self) -> CallSite:
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves()]
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._arrays(self.leaves())]
     results, out_tree = shapes.result_types(self.core, self.tree, structs, self.static)
     return CallSite(self.tree, out_tree, self.static, results)
 
@@ -131,9 +136,9 @@ class Subject:
   @functools.cached_property
   def lanes(self) -> list[list[Any]]:
     """Arrays for each lane: the call's own, and others like them that the callable takes."""
-    for kinds in ("scaled", "same"):
-      found = [[_lane(x, n, kinds) for x in self._kept] for n in range(LANES)]
-      if not any(dtypes.is_inexact(x.dtype) for x in found[0]) and kinds == "scaled":
+    for kind in ("scaled", "same"):
+      found = [[_lane(x, n, kind) for x in self._kept] for n in range(LANES)]
+      if not any(is_key(x) or dtypes.is_inexact(x.dtype) for x in found[0]) and kind == "scaled":
         found = [[_rolled(x, n) for x in self._kept] for n in range(LANES)]
       try:
         for lane in found[1:]:
@@ -164,24 +169,27 @@ def said(error: BaseException) -> str:
   return foreign.said_by(error)
 
 
-def _is_key(x: Any) -> bool:
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def is_key(x: Any) -> bool:
+  """True for an array of PRNG keys."""
+  return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _on_host(x: Any) -> Any:
-  return x if _is_key(x) else np.array(x)
+  return x if is_key(x) else np.array(x)
 
 
 def _on_device(x: Any) -> Any:
-  return x if _is_key(x) else jnp.array(x)
+  return x if is_key(x) else jnp.array(x)
 
 
 def _has_nan(x: Any) -> bool:
-  return not _is_key(x) and x.dtype.kind in "fc"
+  return not is_key(x) and x.dtype.kind in "fc"
 
 
 def _lane(x: Any, lane: int, kind: str) -> Any:
   """Scaled down, which keeps signs, order, definiteness and most ranges; whole numbers stay."""
+  if is_key(x) and kind == "scaled":
+    return jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), lane).reshape(x.shape) if lane else x
   if kind == "same" or not dtypes.is_inexact(x.dtype):
     return x
   return (x * (1 - lane / 4)).astype(x.dtype)
@@ -189,7 +197,7 @@ def _lane(x: Any, lane: int, kind: str) -> Any:
 
 def _rolled(x: Any, lane: int) -> Any:
   """Other elements in each place, of the same range."""
-  return x if _is_key(x) else np.roll(x, lane)
+  return np.roll(x, lane)
 
 
 # -- comparisons -----------------------------------------------------------------------------------

@@ -384,6 +384,24 @@ def without_arguments() -> Made:
   return cg.gate(lambda: np.float32(1), out=jnp.float32(0)), ()
 
 
+def keys() -> Made:
+  def draw(words: Any) -> Any:
+    return np.float32(np.random.default_rng(words).random())
+
+  return cg.gate(draw, out=jax.ShapeDtypeStruct((), np.float32)), (jax.random.key(3),)
+
+
+def with_key_in_like() -> Made:
+  def draw(words: Any, x: Any) -> Any:
+    key = jax.random.wrap_key_data(jnp.asarray(words))
+    return np.asarray(x * jax.random.uniform(key, x.shape))
+
+  def like(key: Any, x: Any) -> Any:
+    return x * jax.random.uniform(key, x.shape)
+
+  return cg.gate(draw, like=like, run_on="own"), (jax.random.key(3), X)
+
+
 def half() -> Made:
   return cg.gate(twice, like=twice), (np.ones(4, jnp.bfloat16),)
 
@@ -452,8 +470,8 @@ RIGHT = (
   counter, whole, whole_of_one, with_vmap_rule, with_jvp, with_vjp, linear,
   linear_without_transpose, by_differences, with_kinks, integers, structures, complex_numbers,
   own_thread, keeps_copies, of_jax_arrays, split_dimensions, method, aliased, in_workers, empty,
-  without_arguments, half, numba_kernel, elementwise_kernel, cpp_kernel, torch_function, solver,
-  symmetric_solver, root,
+  without_arguments, keys, with_key_in_like, half, numba_kernel, elementwise_kernel,
+  cpp_kernel, torch_function, solver, symmetric_solver, root,
 )  # fmt: skip
 # The questions that have to be asked, beside those that every one is.
 ASKED = {
