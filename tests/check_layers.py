@@ -103,6 +103,7 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_explain": "_jax _core _runtime _call",
     "_futures": "_jax _core _runtime _call _places _gate _objects",
     "_stream": "_core _process _sharding _tap",
+    "_verify": "_jax _core _runtime _call _places _gate",
     "_replay": "_core _process _runtime _objects _stream",
     "sinks": "_core _process _tap",
     "executors": "_core",

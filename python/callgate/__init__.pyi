@@ -23,6 +23,7 @@ from callgate._core.errors import (
   RecordedError,
   ReplayError,
   ResultError,
+  VerifyError,
   WorkerError,
 )
 from callgate._core.failures import last_error
@@ -73,6 +74,8 @@ from callgate._tap.print import print
 from callgate._tap.records import BatchInfo, Record, TapInfo
 from callgate._tap.tap import channel_stats, tap
 from callgate._torch.torch import TorchFunction, TorchModule, torch
+from callgate._verify.report import VerifyReport, VerifyResult
+from callgate._verify.verify import verify_all
 from callgate.compat._callbacks.install import install, uninstall
 
 __version__: str
@@ -125,6 +128,9 @@ __all__ = [
   "Ticket",
   "TorchFunction",
   "TorchModule",
+  "VerifyError",
+  "VerifyReport",
+  "VerifyResult",
   "WorkerError",
   "Workers",
   "assemble",
@@ -181,6 +187,7 @@ __all__ = [
   "triton",
   "uninstall",
   "use",
+  "verify_all",
   "while_loop",
   "workers",
 ]

@@ -48,6 +48,7 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "libraries": ("callgate._kernel.library",),
   "recordings": ("callgate._replay.block",),
   "serve": ("callgate._serve.serve",),
+  "verifications": ("callgate._verify.verify",),
 }
 Event = Literal[
   "check failed",  # (message, text of the error)

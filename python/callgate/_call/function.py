@@ -11,6 +11,7 @@ from typing import Any, Generic, Never, TypeVar, overload
 import jax
 import numpy as np
 
+from callgate import _part
 from callgate._call import derivatives
 from callgate._call.generic import OneArray, P, R
 from callgate._call.operation import Operation
@@ -206,3 +207,44 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
         atol=atol,
         err_msg=f"{label}, result {jax.tree_util.keystr(path)}",
       )
+
+  def verify(self, *args: Any, seconds: float = 10, **kwargs: Any) -> Any:
+    """Asks everything about it, for one call, and returns a report.
+
+    ```python
+    import callgate as cg, jax.numpy as jnp, numpy as np
+
+    scale = cg.gate(lambda x, y: x * y, like=lambda x, y: x * y, name="verify.scale")
+    report = scale.verify(jnp.array([1.0, 2.0]), jnp.array([0.5, 3.0]), seconds=120)
+    print(report)
+    report.raise_for_failed()
+    ```
+
+    The callable is called some hundred times, on these values and on others like them. So an io
+    gate's effects happen as often. The questions, in the order of the report:
+
+    - "shapes": results are as `out=` or `like=` says, for other sizes, too, where it allows these;
+    - "like": values are those of `like=`;
+    - "vmap": lanes are as calls lane by lane, whichever arguments have a batch axis;
+    - "jvp", "vjp", "second_order": forward mode is as finite differences, reverse mode as forward
+      mode, and derivatives of derivatives as finite differences;
+    - "linear": it is linear where `linear=` says so;
+    - "effects": programs call it as often as `effect=` and `vmap=` say;
+    - "shards": split arguments give the same, on four simulated devices, in another process;
+    - "export", "pickle": an exported program, and the function's pickle, give the same;
+    - "escape", "writes": it keeps no view of XLA's memory, and leaves its inputs as they are;
+    - "threads": two threads that call it at once get the same.
+
+    Args:
+      *args: those of a call, of any shapes that it takes.
+      seconds: no question begins after so many, but is skipped.
+      **kwargs: those of a call.
+
+    Returns:
+      A `VerifyReport`. An exception in a question is that question's failure, and a question that
+      does not apply is skipped, with the reason.
+
+    Raises:
+      GateDefinitionError: `seconds` is no number above 0.
+    """
+    return _part.load("verifications").verify(self, args, kwargs, seconds)

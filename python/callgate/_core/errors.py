@@ -112,6 +112,18 @@ class CheckError(GateError, AssertionError):
     self.args = (f"{self.message}{shown}" + (f"\n  checked at {site}" if site else ""),)
 
 
+class VerifyError(GateError, AssertionError):
+  """Questions of `Gate.verify` failed; raised by `VerifyReport.raise_for_failed`.
+
+  Attributes:
+    failed: their names.
+  """
+
+  def __init__(self, message: str, failed: tuple[str, ...] = ()) -> None:
+    super().__init__(message)
+    self.failed = failed
+
+
 class KernelError(GateError, RuntimeError):
   """A kernel failed: what its code said, an exception's text in C++, say.
 

@@ -40,7 +40,17 @@ COLUMNS = {
   "equal functions are two": ["equal"],
 }
 # Folders whose functions no program calls, or whose rows call them by other names: `gate.start`.
-NOT_NAMED = {"_callgate", "_core", "_explain", "_futures", "_nan", "_serve", "_stream", "compat"}
+NOT_NAMED = {
+  "_callgate",
+  "_core",
+  "_explain",
+  "_futures",
+  "_nan",
+  "_serve",
+  "_stream",
+  "_verify",
+  "compat",
+}
 HEAD = """\
 # What works with what
 

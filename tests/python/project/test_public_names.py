@@ -113,7 +113,7 @@ def test_a_torch_function_shows_what_the_reference_has() -> None:
 
 
 def test_a_gate_shows_few_names() -> None:
-  assert len(shown(cg.Gate)) <= 16
+  assert len(shown(cg.Gate)) <= 17
   assert shown(cg.Gate) <= shown(cg.gate(tenth, out=lambda x: x))
   assert jax.jit(cg.gate(tenth, out=lambda x: x))(1.0) == np.float32(0.1)
 

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about derivatives: forward mode, reverse mode, the second order, linearity.
+
+Tangents are as large as the arguments they belong to, element by element, so that a step keeps
+the sign of each. Elements at which a function has a kink, or whose steps leave its domain, are
+left out: differences from both sides tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._call import derivatives
+from callgate._core.errors import GateDefinitionError
+from callgate._verify.subject import Fault, NotAsked, Subject, difference, is_fine, said, wide
+
+# Parts of the messages that say that there is no such derivative, which is no fault.
+_MISSING = (
+  "has no derivative", "has no forward mode", "has no transpose", "expected solve_transposed=",
+  "draws random numbers", "expected matvec=",
+)  # fmt: skip
+_STEPS = (4.0, 1.0, 0.25)  # times the cube root of epsilon
+_HIDDEN = 0.3  # the part of a slope that rounding may make
+_AGREE = 1e-2  # the relative difference of a derivative from its finite difference
+
+
+def linear(subject: Subject) -> str:
+  """Compares calls of sums and multiples, in the arguments of `linear=`."""
+  core = subject.core
+  if core.linear is False:
+    raise NotAsked("not declared linear")
+  subject.compared()
+  places = sorted(derivatives.linear_leaves(core, subject.tree))
+  xs = subject.values()
+  moved = {i: v for i in places if (v := _tangent(xs[i], np.random.default_rng(1))) is not None}
+  if not moved:
+    raise NotAsked("no linear argument has floating-point or complex numbers")
+  fine = [x.dtype for x in (*(xs[i] for i in moved), *subject.results) if not is_fine(x.dtype)]
+  if fine:
+    raise NotAsked(f"{fine[0].name} is too coarse")
+
+  def at(make: Callable[[Any, Any], Any]) -> list[Any]:
+    given = [make(x, moved[i]).astype(x.dtype) if i in moved else x for i, x in enumerate(xs)]
+    return subject.run(subject.jitted, given)
+
+  whole, first, second = at(lambda x, v: 2 * x + v), at(lambda x, v: x), at(lambda x, v: v)
+  summed = [(2 * a + b).astype(a.dtype) for a, b in zip(first, second, strict=True)]
+  if found := difference(summed, whole):
+    raise Fault(f"f(2x + v) is not 2 f(x) + f(v): {found}")
+  return "f(2x + v) = 2 f(x) + f(v)"
+
+
+def jvp(subject: Subject) -> str:
+  """Compares tangents of the results with finite differences."""
+  one = _Differentiable.of(subject)
+  moved = _possible(one.jvp, "forward mode")
+  return _near(one, lambda vs: subject.run(moved, [*one.xs, *vs]))
+
+
+def vjp(subject: Subject) -> str:
+  """Compares cotangents with tangents; with finite differences where there is no forward mode."""
+  one = _Differentiable.of(subject)
+  back = _possible(one.vjp, "reverse mode")
+  try:
+    forward = _possible(one.jvp, "forward mode")
+  except NotAsked:
+    return _near_back(one, back)
+  tangents = subject.run(forward, [*one.xs, *one.vs])
+  cotangents = [_along(t, t.dtype) for t in tangents]
+  _same_product(cotangents, tangents, subject.run(back, [*one.xs, *cotangents]), one.vs)
+  return "as forward mode"
+
+
+def second_order(subject: Subject) -> str:
+  """Compares derivatives of derivatives with finite differences of derivatives."""
+  core = subject.core
+  if core.gradient is not None and core.jvp_rule is None and core.vjp_rules is None:
+    raise NotAsked("gradient='finite-difference': differences of differences are too coarse")
+  one = _Differentiable.of(subject)
+  try:
+    _possible(one.jvp, "forward mode")
+  except NotAsked:
+    _possible(one.vjp, "reverse mode")
+    rng = np.random.default_rng(2)
+    cotangents = [_random(y, rng) for y in subject.run(one.call, one.xs)]
+    twice = one.but(lambda xs: one.pulled(xs, cotangents))
+    return _near_back(twice, _possible(twice.vjp, "second order"))
+  twice = one.but(lambda xs: one.pushed(xs, one.vs))
+  moved = _possible(twice.jvp, "second order")
+  return _near(twice, lambda vs: subject.run(moved, [*one.xs, *vs]))
+
+
+# -- the function ----------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Differentiable:
+  """The call as a function of the arrays that have tangents, to the results that do.
+
+  Attributes:
+    subject: the call.
+    function: from a list of arrays to a list of arrays.
+    xs: the arrays.
+    vs: a tangent of each.
+  """
+
+  subject: Subject
+  function: Callable[[Sequence[Any]], Sequence[Any]]
+  xs: list[Any]
+  vs: list[Any]
+
+  @classmethod
+  def of(cls, subject: Subject) -> _Differentiable:
+    core, values = subject.core, subject.values()
+    subject.compared()
+    places = set(range(len(values)))
+    if not (core.has_rule or core.traits.autograd):
+      if core.linear is False:
+        raise NotAsked("no derivative: no rule, like=, gradient= or linear=")
+      places = set(derivatives.linear_leaves(core, subject.tree))
+    if (frozen := getattr(core, "frozen", None)) is not None:
+      places -= frozen(jax.tree.unflatten(subject.tree, range(len(values)))[0])
+    rng = np.random.default_rng(0)
+    tangents = {i: _tangent(values[i], rng) for i in sorted(places) if is_fine(values[i].dtype)}
+    moved = {i: v for i, v in tangents.items() if v is not None}
+    outputs = [i for i, y in enumerate(subject.results) if is_fine(y.dtype)]
+    if not moved or not outputs:
+      which = "argument" if not moved else "result"
+      raise NotAsked(
+        f"no {which} with elements of a type that is fine enough for finite differences"
+      )
+    fixed = subject.leaves()
+
+    def function(xs: Sequence[Any]) -> list[Any]:
+      given = list(fixed)
+      for i, x in zip(moved, xs, strict=True):
+        given[i] = x
+      found = subject.flat(*given)
+      return [found[i] for i in outputs]
+
+    return cls(subject, function, [values[i] for i in moved], list(moved.values()))
+
+  def but(self, function: Callable[[Sequence[Any]], Sequence[Any]]) -> _Differentiable:
+    """Another function of the same arrays."""
+    return dataclasses.replace(self, function=function)
+
+  @functools.cached_property
+  def call(self) -> Callable[..., Any]:
+    return jax.jit(lambda *xs: self.function(xs))
+
+  @functools.cached_property
+  def jvp(self) -> tuple[Any, Sequence[Any]]:
+    """Tangents of the results, of arrays and their tangents; and such arguments."""
+    count = len(self.xs)
+    moved = jax.jit(lambda *given: self.pushed(given[:count], given[count:]))
+    return moved, (*self.xs, *self.vs)
+
+  @functools.cached_property
+  def vjp(self) -> tuple[Any, Sequence[Any]]:
+    """Cotangents of the arrays, of arrays and cotangents of the results; and such arguments."""
+    count = len(self.xs)
+    moved = jax.jit(lambda *given: self.pulled(given[:count], given[count:]))
+    return moved, (*self.xs, *jax.eval_shape(self.call, *self.xs))
+
+  def pushed(self, xs: Sequence[Any], vs: Sequence[Any]) -> Sequence[Any]:
+    primals, tangents = (tuple(map(jnp.asarray, some)) for some in (xs, vs))
+    return jax.jvp(lambda *xs: self.function(xs), primals, tangents)[1]
+
+  def pulled(self, xs: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+    back = jax.vjp(lambda *xs: list(self.function(xs)), *map(jnp.asarray, xs))[1]
+    return back([jnp.asarray(c) for c in cotangents])
+
+
+def _possible(made: tuple[Any, Sequence[Any]], what: str) -> Callable[..., Any]:
+  """The function, if it can be lowered; NotAsked if there is no such derivative."""
+  function, given = made
+  try:
+    function.lower(*given)  # a program without forward mode says so when it is lowered
+  except GateDefinitionError as error:
+    if any(part in str(error) for part in _MISSING):
+      raise NotAsked(f"no {what}: {said(error).removeprefix('GateDefinitionError: ')}") from error
+    raise
+  return function
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+def _random(x: Any, rng: np.random.Generator) -> Any:
+  """Numbers between 0.5 and 1 of either sign, of an array's type."""
+  made = rng.uniform(0.5, 1, x.shape) * rng.choice((-1, 1), x.shape)
+  if x.dtype.kind == "c":
+    made = made + 1j * rng.uniform(0.5, 1, x.shape) * rng.choice((-1, 1), x.shape)
+  return np.asarray(made).astype(x.dtype)
+
+
+def _along(tangent: Any, dtype: Any) -> Any:
+  """A cotangent whose products with a tangent's elements are positive, so that none cancel."""
+  made = np.random.default_rng(3).uniform(0.5, 1, tangent.shape)
+  sizes = np.abs(wide(tangent))
+  turned = np.conj(wide(tangent)) / np.where(sizes > 0, sizes, 1)
+  return np.asarray(made * np.where(sizes > 0, turned, 1)).astype(dtype)
+
+
+def _tangent(x: Any, rng: np.random.Generator) -> Any:
+  """A tangent as large as each element; None for arrays without elements or without tangents."""
+  if not is_fine(x.dtype) or x.size == 0:
+    return None
+  sizes = np.abs(wide(x))
+  sizes = np.where(np.isfinite(sizes), sizes, 1.0)
+  largest = sizes.max() or 1.0
+  sizes = np.where(sizes > 0, sizes, largest)
+  return (wide(_random(x, rng)) * sizes).astype(x.dtype)
+
+
+def _alike(x: Any, v: Any) -> Any:
+  """A tangent of the structure of a square matrix: symmetric, hermitian or triangular."""
+  if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+    return v
+  turned = np.swapaxes(x, -1, -2)
+  if np.array_equal(x, turned.conj()):
+    return ((v + np.swapaxes(v, -1, -2).conj()) / 2).astype(x.dtype)
+  if np.array_equal(x, turned):
+    return ((v + np.swapaxes(v, -1, -2)) / 2).astype(x.dtype)
+  for part in (np.tril, np.triu):
+    if np.array_equal(x, part(x)):
+      return part(v)
+  return v
+
+
+@dataclasses.dataclass(eq=False)
+class _Slope:
+  """The finite difference of one result.
+
+  Attributes:
+    central: of a step to both sides, by element.
+    smooth: True for elements whose differences to both sides agree.
+    noise: the error of `central` that rounding makes.
+  """
+
+  central: Any
+  smooth: Any
+  noise: float
+
+
+def _slopes(one: _Differentiable, vs: Sequence[Any]) -> list[list[_Slope]]:
+  """The finite differences of all results, for each of the steps."""
+  kinds = [x.dtype for x in (*one.xs, *one.subject.results) if is_fine(x.dtype)]
+  epsilon = max(float(jnp.finfo(kind).eps) for kind in kinds)
+
+  def at(times: float) -> list[Any]:
+    pairs = zip(one.xs, vs, strict=True)
+    moved = [(wide(x) + times * wide(v)).astype(x.dtype) for x, v in pairs]
+    return [wide(y) for y in one.subject.run(one.call, moved)]
+
+  here = at(0)
+  found: list[list[_Slope]] = []
+  with np.errstate(all="ignore"):
+    for step in (factor * epsilon ** (1 / 3) for factor in _STEPS):
+      results = zip(at(step), here, at(-step), strict=True)
+      found.append([_slope(*of_one, step, epsilon) for of_one in results])
+    # A jump has the same difference for each step, so its slope grows as these get smaller.
+    for wider, narrower in itertools.pairwise(found):
+      for a, b in zip(wider, narrower, strict=True):
+        apart = np.abs(a.central - b.central)
+        most = np.maximum(np.abs(a.central), np.abs(b.central))
+        a.smooth &= apart <= 0.5 * most + a.noise + b.noise
+        if wider is found[-2]:
+          b.smooth &= a.smooth
+  return found
+
+
+def _slope(up: Any, here: Any, down: Any, step: float, epsilon: float) -> _Slope:
+  noise = 16 * epsilon * np.abs(here[np.isfinite(here)]).max(initial=0.0)
+  after, before = up - here, here - down
+  most = np.maximum(np.abs(after), np.abs(before))
+  central = (up - down) / (2 * step)
+  smooth = np.isfinite(central) & (np.abs(after - before) <= 0.1 * most + noise)
+  return _Slope(central, np.array(smooth), noise / step)
+
+
+def _near(one: _Differentiable, tangents: Callable[[Any], list[Any]]) -> str:
+  """Compares tangents with finite differences of a function, in one direction.
+
+  Where they disagree, and the arguments are symmetric or triangular matrices, it takes a direction
+  that leaves them so: a callable may read a part of such a matrix alone.
+  """
+  faults: list[str] = []
+  structured = [_alike(x, v) for x, v in zip(one.xs, one.vs, strict=True)]
+  changed = any(a is not b for a, b in zip(structured, one.vs, strict=True))
+  for vs in (one.vs, structured) if changed else (one.vs,):
+    by_result = zip(*_slopes(one, vs), strict=True)
+    texts = [_apart(steps, wide(got)) for steps, got in zip(by_result, tangents(vs), strict=True)]
+    if all(text is None for text in texts):
+      raise NotAsked("not differentiable at these arguments")
+    wrong = [f"result {index}{text}" for index, text in enumerate(texts) if text]
+    if not wrong:
+      return "as finite differences" + ("" if vs is one.vs else ", in directions of its structure")
+    faults += wrong
+  raise Fault(faults[0])
+
+
+def _apart(steps: Sequence[_Slope], got: Any) -> str | None:
+  """The first element of a tangent that is no slope; "" for none, None if nothing has a slope.
+
+  A step whose rounding hides the slope tells nothing. The widest, which has the least, counts.
+  """
+  asked, agreed = np.zeros(got.shape, bool), np.zeros(got.shape, bool)
+  for slope in steps:
+    kept = [np.abs(np.where(slope.smooth, x, 0)).max(initial=0.0) for x in (slope.central, got)]
+    if slope is not steps[0] and slope.noise > _HIDDEN * max(kept):
+      continue
+    with np.errstate(invalid="ignore"):
+      near = np.abs(slope.central - got) <= _AGREE * max(kept) + slope.noise
+    asked |= slope.smooth
+    agreed |= slope.smooth & near
+  if not np.any(asked):
+    return None if got.size else ""
+  if np.all(agreed == asked):
+    return ""
+  where = tuple(int(n) for n in np.argwhere(asked & ~agreed)[0])
+  slope = next(slope for slope in (steps[1], *steps) if slope.smooth[where])
+  at = f", at {list(where)}" if where else ""
+  expected = f"expected {slope.central[where]:.6g} by finite differences"
+  return f"{at}: {expected}, got {got[where]:.6g}"
+
+
+def _near_back(one: _Differentiable, back: Callable[..., Any]) -> str:
+  """Compares cotangents with finite differences: <ct, J v> is <J^T ct, v>."""
+  fault = ""
+  kinds = [y.dtype for y in one.subject.run(one.call, one.xs)]
+  for slopes in _slopes(one, one.vs):
+    central = [np.where(s.smooth, s.central, 0) for s in slopes]
+    cts = [_along(t, kind) for t, kind in zip(central, kinds, strict=True)]
+    smooth = [np.where(s.smooth, c, 0).astype(c.dtype) for c, s in zip(cts, slopes, strict=True)]
+    noise = sum(float(np.abs(wide(c)).sum() * s.noise) for c, s in zip(cts, slopes, strict=True))
+    largest = sum(float(np.abs(wide(c) * t).sum()) for c, t in zip(smooth, central, strict=True))
+    if not any(np.any(s.smooth) for s in slopes) or (fault and noise > _HIDDEN * largest):
+      continue
+    found = one.subject.run(back, [*one.xs, *smooth])
+    try:
+      _same_product(smooth, central, found, one.vs, noise=noise)
+    except Fault as error:
+      fault = str(error)
+      continue
+    return "as finite differences"
+  if not fault:
+    raise NotAsked("not differentiable at these arguments")
+  raise Fault(f"{fault} by finite differences")
+
+
+def _same_product(
+  cts: Sequence[Any], tangents: Sequence[Any], found: Sequence[Any], vs: Sequence[Any],
+  noise: float = 0.0,
+) -> None:  # fmt: skip
+  """Raises where the real part of <ct, tangent> is not that of <cotangent, v>."""
+  terms = [
+    [np.real(wide(x) * wide(y)) for x, y in zip(a, b, strict=True)]
+    for a, b in ((cts, tangents), (found, vs))
+  ]
+  want, got = (sum(float(t.sum()) for t in side) for side in terms)
+  largest = max(sum(float(np.abs(t).sum()) for t in side) for side in terms)
+  if not abs(want - got) <= _AGREE * max(abs(want), abs(got)) + 1e-4 * largest + noise:
+    raise Fault(f"cotangents times tangents: expected {want:.6g}, got {got:.6g}")
