@@ -147,6 +147,8 @@ class Watch:
       def found(kind: Any = kind, index: int = index) -> Rows:
         out = reach.wide(outs[index])
         flags = jnp.where(kind == NAN, jnp.isnan(out), jnp.isinf(out))
+        if tracing.lies_explicitly([flags]):  # JAX flattens no value whose type has a split
+          flags = jax.sharding.reshard(flags, jax.P())
         where = jnp.argmax(flags.reshape(-1)).astype(np.int32)
         ranges = [_range(x) for x in ins[: self._operands]]
         ranges += [jnp.zeros(2)] * (self._operands - len(ranges))

@@ -207,13 +207,18 @@ def test_shards(check: bool) -> None:
   assert (report.primitive, report.step, report.shard) == ("log", 2, 3)
 
 
-def test_partitioned_programs() -> None:
-  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_partitioned_programs(kind: str) -> None:
+  types = (jax.sharding.AxisType[kind],)
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=types)
   x = jax.device_put(jnp.arange(8.0) - 5, jax.NamedSharding(mesh, jax.P("d")))
   step = lambda c, t: (c + 1.0, safe_log(c) + jnp.where(t == 1, jnp.sqrt(c), 0.0))
-  report = reaching(lambda x: jax.lax.scan(step, x, jnp.arange(3))[1])(x)
-  assert (report.primitive, report.step, report.index) == ("sqrt", 1, (0,))
-  assert reaching(safe_log)(x) is None
+  scanned = lambda x: jax.lax.scan(step, x, jnp.arange(3))[1]
+  with jax.set_mesh(mesh):
+    for find, first in ((FIND, ("log", 0)), (reaching, ("sqrt", 1))):
+      report = find(scanned)(x)
+      assert ((report.primitive, report.step), report.index) == (first, (0,))
+    assert reaching(safe_log)(x) is None
 
 
 @pytest.mark.parametrize("outer", TRANSFORMATIONS)
