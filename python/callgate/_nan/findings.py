@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the equations of a program are known by, and the rows of what they have found."""
+"""Descriptions of a program's equations, and rows for what each of them has found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
   @property
   def result(self) -> Any:
-    """Which of the equation's results."""
+    """The number of the result among the equation's."""
     return self.numbers[..., 1]
 
   @property
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
   @property
   def steps(self) -> Any:
-    """Of the loops around it, outermost first; -1 where there are fewer."""
+    """The steps of the loops around it, outermost first; -1 where there are fewer."""
     return self.numbers[..., 4 : 4 + (self.numbers.shape[-1] - 4) // 2]
 
   @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a program's findings reach its results: a set of them beside each value.
+"""Findings that reach a program's results: a set of them goes beside each value.
 
 A value's `origins` are the findings from which a path of values with a NaN or an infinity leads to
 it; a value without either has none. A value counts as a whole, but for what `select_n` chooses.

@@ -116,7 +116,7 @@ class Watch:
     return reach.follow(outs, found), state
 
   def _kinds(self, eqn: Any, ins: Values, outs: Values) -> list[Any]:
-    """What an equation makes in each result: NONE, NAN or INF."""
+    """The kind that an equation makes in each result: NONE, NAN or INF."""
     reals = [reach.wide(x) for x in ins if reach.is_real(x)]
     had_nan = reach.on_any_device(eqn, _any(jnp.isnan(x) for x in reals))
     had_any = had_nan | reach.on_any_device(eqn, _any(jnp.isinf(x) for x in reals))
@@ -325,7 +325,7 @@ def _is_before(steps: Any, others: Any) -> Any:
 
 
 def _first(rows: Rows, used: Any) -> Rows:
-  """Of the rows of several devices, those to which the program comes first.
+  """The rows of several devices, of each equation the one to which the program comes first.
 
   Rows whose findings are used come before others. `used` has the origins of what each device's part
   gave; None if values are not followed.
