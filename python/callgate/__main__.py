@@ -17,6 +17,7 @@ from callgate._core.terminal import printable
 # runs the command.
 COMMANDS: dict[str, tuple[str, str]] = {
   "tail": ("print the last records of a stream, and follow it", "callgate._stream.tail"),
+  "show": ("print a recording's calls, or how it differs from another", "callgate._replay.show"),
   "watch": ("serve a live page of streams, on loopback", "callgate._watch.cli"),
   "knobs": ("list a program's knobs", "callgate._serve.commands"),
   "set": ("set knobs of a program", "callgate._serve.commands"),

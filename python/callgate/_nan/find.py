@@ -14,7 +14,9 @@ import numpy as np
 
 from callgate._core import options, signatures
 from callgate._core.dtypes import type_text
-from callgate._nan import lanes, watched
+from callgate._nan import findings, lanes, watched
+
+_MOST = 100  # reports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,7 @@ class NanReport:
     kind: "nan" or "inf".
     primitive: the operation that made it, as JAX calls it; "input" for a NaN that f was given.
     source: "file:line (function)" of the code that traced it, or that called JAX's own function
-      with it; "" where it is not known.
+      with it; "" where it is not known. For an "input" the argument's name: "params['w']".
     step: the number of the loop's step, from 0; a tuple, outermost first, in loops within each
       other; None outside of loops.
     lane: of `jax.vmap`, likewise: of the levels over which the result differs.
@@ -33,8 +35,11 @@ class NanReport:
     shard: in a `jax.shard_map` the number of the device's part, which has the result; None outside.
     operands: type and range of each operand, as text.
     result: the result's type, as text.
-    argument: of an "input", which of f's arguments it is, as text: "batch['x']".
+    argument: for an "input" the argument's name, as in source; else None.
     callee: of a gate or kernel, its kind and name: "gate 'score'"; else None.
+    all: the reports of all places, this one the first, in the program's order, behind them those of
+      inputs, at most 100. An operation in a loop is one place, with the step that made the first.
+      Empty in the reports of the list.
   """
 
   kind: Literal["nan", "inf"]
@@ -48,6 +53,9 @@ class NanReport:
   result: str
   argument: str | None = None
   callee: str | None = None
+  all: list[NanReport] = dataclasses.field(
+    default_factory=list["NanReport"], repr=False, compare=False
+  )
 
   def __str__(self) -> str:
     made = {"nan": "a NaN", "inf": "an infinity"}[self.kind]
@@ -64,7 +72,7 @@ class NanReport:
     return "\n".join(lines)
 
 
-def find_nan(f: Callable[..., Any]) -> Callable[..., NanReport | None]:
+def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., NanReport | None]:
   """Finds the first operation of a program that makes a NaN or an infinity.
 
   ```python
@@ -87,15 +95,19 @@ def find_nan(f: Callable[..., Any]) -> Callable[..., NanReport | None]:
 
   Args:
     f: a function that `jax.jit` takes.
+    reaching: True reports only a NaN or infinity that gets into a result of f: from the operation
+      to the result leads a path of values that each have one. `jnp.where` hands on what it chooses.
+      A value counts as a whole: index and lane are those of its first.
 
   Returns:
     A function of f's arguments that runs it, and returns a `NanReport`, or None if there is
     nothing to report. f's own results are dropped; gates and taps in it run as they do in f.
 
   Raises:
-    GateDefinitionError: f is not callable.
+    GateDefinitionError: f is not callable, or reaching is no bool.
   """
   options.function("find_nan", "f", f)
+  options.boolean("find_nan", "reaching", reaching)
 
   @functools.wraps(f, updated=())
   def find(*args: Any, **kwargs: Any) -> NanReport | None:
@@ -111,51 +123,74 @@ def find_nan(f: Callable[..., Any]) -> Callable[..., NanReport | None]:
 
     given = [leaves[i] for i in arrays]
     with lanes.marking():
-      watch = watched.Watch(jax.make_jaxpr(of_arrays)(*given))
-    report = _report(watch, jax.device_get(jax.jit(watch.run)(*given)))
-    return report or _report_of_input(f, args, kwargs)
+      watch = watched.Watch(jax.make_jaxpr(of_arrays)(*given), bool(reaching))
+    rows, reached = jax.device_get(jax.jit(watch.run)(*given))
+    found = np.flatnonzero(rows.kind != findings.NONE)
+    inputs: Any = range(len(given))
+    if reached is not None:
+      found = [number for number in found if reached[number]]
+      inputs = np.flatnonzero(reached[rows.kind.size :])
+    places = [(watch.equations[i], findings.Rows(*(x[i] for x in rows))) for i in found]
+    places.sort(key=lambda place: _order(*place))
+    reports = [_report(*place) for place in places[:_MOST]]
+    named = list(zip(_names(f, args, kwargs), leaves, strict=True))
+    reports += _reports_of_inputs([named[arrays[i]] for i in inputs])
+    return dataclasses.replace(reports[0], all=reports[:_MOST]) if reports else None
 
   return find
 
 
-def _report_of_input(f: Callable[..., Any], args: Any, kwargs: Any) -> NanReport | None:
-  """The first argument with a NaN, which no operation has made."""
+def _names(f: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
+  """The names of the leaves of f's arguments."""
   names, _ = signatures.places(f, 0, {})
   names += [f"argument {i}" for i in range(len(names), len(args))]
-  for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-    for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
-      if not _is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-        continue
-      has_nan = np.asarray(jnp.isnan(leaf))
-      if has_nan.any():
-        index = tuple(map(int, np.unravel_index(int(has_nan.argmax()), has_nan.shape)))
-        argument = name + jax.tree_util.keystr(path)
-        text = type_text(jnp.result_type(leaf), has_nan.shape)
-        return NanReport("nan", "input", "", None, None, index, None, (), text, argument)
-  return None
+  named = [*zip(names, args, strict=False), *((name, kwargs[name]) for name in sorted(kwargs))]
+  return [
+    name + jax.tree_util.keystr(path)
+    for name, value in named
+    for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]
+  ]
+
+
+def _reports_of_inputs(named: list[tuple[str, Any]]) -> list[NanReport]:
+  """The arguments with a NaN, which no operation has made."""
+  reports: list[NanReport] = []
+  for name, leaf in named:
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+      continue
+    has_nan = np.asarray(jnp.isnan(leaf))
+    if has_nan.any():
+      index = tuple(map(int, np.unravel_index(int(has_nan.argmax()), has_nan.shape)))
+      text = type_text(jnp.result_type(leaf), has_nan.shape)
+      reports.append(NanReport("nan", "input", name, None, None, index, None, (), text, name))
+  return reports
+
+
+def _order(equation: findings.Equation, row: findings.Rows) -> tuple[int, ...]:
+  """Orders findings as the program comes to them."""
+  looped = zip(equation.around, row.steps[: equation.loops].tolist(), strict=True)
+  numbers = [number for pair in looped for number in pair]
+  return *numbers, equation.number
 
 
 def _is_array(leaf: Any) -> bool:
   return isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
 
 
-def _report(watch: watched.Watch, state: watched.State) -> NanReport | None:
-  if state.kind == watched.NONE:
-    return None
-  found = watch.equations[int(state.number)]
-  result = found.results[int(state.result)]
-  index = tuple(map(int, np.unravel_index(int(state.place), result.shape)))
+def _report(found: findings.Equation, row: findings.Rows) -> NanReport:
+  result = found.results[int(row.result)]
+  index = tuple(map(int, np.unravel_index(int(row.place), result.shape)))
   # Lanes that ran one after another: vmap batches from the innermost level on.
-  apart, counts = state.lanes[: len(found.lane_counts)].tolist()[::-1], found.lane_counts[::-1]
-  operands = zip(found.operands, state.operands, strict=False)
+  apart, counts = row.lanes[: len(found.lane_counts)].tolist()[::-1], found.lane_counts[::-1]
+  operands = zip(found.operands, row.operands, strict=False)
   return NanReport(
-    kind="nan" if state.kind == watched.NAN else "inf",
+    kind="nan" if row.kind == findings.NAN else "inf",
     primitive=found.primitive,
     source=found.source,
-    step=_one_or_many(state.steps[: found.loops].tolist()),
-    lane=_one_or_many([*(index[axis] for axis in found.lanes[int(state.result)]), *apart]),
+    step=_one_or_many(row.steps[: found.loops].tolist()),
+    lane=_one_or_many([*(index[axis] for axis in found.lanes[int(row.result)]), *apart]),
     index=(*apart, *index),
-    shard=int(state.shard) if state.shard >= 0 else None,
+    shard=int(row.shard) if row.shard >= 0 else None,
     operands=tuple(_shown(aval, *limits) for aval, limits in operands),
     result=type_text(result.dtype, (*counts, *result.shape)),
     callee=found.callee,

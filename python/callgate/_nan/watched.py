@@ -2,99 +2,62 @@
 """A program that watches itself: each equation's results are looked at for the first NaN or Inf.
 
 The program's equations are evaluated one by one, in loops, branches and inner jits too, with a
-`State` beside their values: what was found first. Nothing leaves the program before its end.
+`State` beside their values: what each has found first. Nothing leaves the program before its end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from callgate._jax import loops, refs, sources, tracing, walk
-from callgate._nan import lanes
+from callgate._nan import findings, lanes, reach
+from callgate._nan.findings import INF, NAN, NONE, EqnPlace, Equation, Rows, State
+from callgate._nan.reach import Followed
 
 Values = Sequence[Any]
-NONE, NAN, INF = 0, 1, 2
-
-
-class State(NamedTuple):
-  """The first finding.
-
-  Attributes:
-    kind: NONE, NAN or INF.
-    number: of the equation in `Watch.equations`.
-    result: which of its results.
-    place: the flat index of the first such element.
-    steps: of the loops around it, outermost first; -1 where there are fewer.
-    lanes: likewise, of loops whose steps are lanes.
-    operands: least and greatest number of each operand; NaN for those that are no numbers.
-    shard: the number of the device's part in a `jax.shard_map`; -1 outside of one.
-  """
-
-  kind: Any
-  number: Any
-  result: Any
-  place: Any
-  steps: Any
-  lanes: Any
-  operands: Any
-  shard: Any
-
-
-class Equation(NamedTuple):
-  """Describes an equation before the program runs."""
-
-  primitive: str
-  callee: str | None  # "gate 'score'", of a call of callgate's
-  source: str
-  loops: int  # around it
-  lane_counts: tuple[int, ...]  # of the loops around it whose steps are lanes
-  lanes: tuple[lanes.Axes, ...]  # of each result, the axes of vmap's
-  operands: tuple[Any, ...]  # abstract values
-  results: tuple[Any, ...]
-  around: tuple[int, ...]  # the numbers of the first equations of the loops around it
-
-
-@dataclasses.dataclass(frozen=True)
-class EqnPlace:
-  """Where an equation stands, and the indices of the loops around it."""
-
-  path: tuple[int, ...] = ()  # ids of the equations around it
-  loops: tuple[Any, ...] = ()
-  lanes: tuple[Any, ...] = ()  # indices of loops whose steps are lanes
-  lane_counts: tuple[int, ...] = ()
-  around: tuple[int, ...] = ()  # the numbers of their first equations
-  source: str = ""  # of the innermost equation around it that has one
-
-  def inside(self, eqn: Any) -> EqnPlace:
-    source = sources.source_of(eqn) or self.source
-    return dataclasses.replace(self, path=(*self.path, id(eqn)), source=source)
 
 
 class Watch:
   """Evaluates a closed jaxpr and looks at what its equations give."""
 
-  def __init__(self, closed: Any) -> None:
+  def __init__(self, closed: Any, reaching: bool) -> None:
     self.closed = closed
     self.equations: list[Equation] = []
+    self._reaching = reaching
     self._numbers: dict[tuple[int, ...], int] = {}  # by path: bodies may be traced again
     self._loops: dict[tuple[int, ...], int] = {}  # likewise, of loops' first equations
     self._axes: dict[int, dict[Any, lanes.Axes]] = {}  # of jaxprs' variables, by the jaxpr's id
-    depth, self._operands = _extents(closed)
+    self._rows, depth, self._operands = _extents(closed)
     self._depth = max(depth, 1)  # XLA of JAX 0.11 crashes where arrays without elements are split
 
-  def run(self, *args: Any) -> State:
-    """Runs the program and returns its finding; for `jax.jit`."""
-    nothing = jnp.int32(NONE)
-    steps = jnp.full(self._depth, -1, np.int32)
-    ranges = jnp.zeros((self._operands, 2))
-    state = State(nothing, nothing, nothing, nothing, steps, steps, ranges, jnp.int32(-1))
-    return self._jaxpr(self.closed, args, state, EqnPlace())[1]
+  def run(self, *args: Any) -> tuple[Rows, Any]:
+    """Runs the program, for `jax.jit`.
+
+    Returns:
+      The findings, and for each equation and argument, if values are followed, a flag: True if its
+      NaN or infinity gets into a result.
+    """
+    rows = findings.no_rows(self._rows, self._depth, self._operands)
+    if not self._reaching:
+      return self._block(self.closed, args, State(rows, None, {}), EqnPlace())[1].rows, None
+    every = jnp.arange(self._rows + len(args))
+    given = [Followed(x, reach.of_nan(every == self._rows + i, x)) for i, x in enumerate(args)]
+    no_origins = jnp.zeros_like(every, bool)
+    outs, state = self._block(self.closed, given, State(rows, no_origins, {}), EqnPlace())
+    return state.rows, reach.union([no_origins, *reach.origins_of(outs)])
+
+  def _block(
+    self, jaxpr: Any, args: Values, state: State, place: EqnPlace
+  ) -> tuple[list[Any], State]:
+    """Evaluates a program, a branch or a loop's body."""
+    outs, state = self._jaxpr(jaxpr, args, state, place)
+    return outs, state.settled()
 
   def _jaxpr(
     self, jaxpr: Any, args: Values, state: State, place: EqnPlace
@@ -111,7 +74,9 @@ class Watch:
       if rule is None:
         outs, state = self._leaf(eqn, ins, state, place, axes)
       else:
-        outs, state = rule(eqn, ins, state, place)
+        new = {} if rule == self._call else state.new
+        outs, state = rule(eqn, ins, state._replace(new={}) if new else state, place)
+        state = state._replace(new={**new, **state.new})
       return outs
 
     return walk.interpret(jaxpr, args, evaluate), state
@@ -124,43 +89,81 @@ class Watch:
 
   # -- equations -----------------------------------------------------------------------------------
   def _leaf(
-    self, eqn: Any, ins: Values, state: State, place: EqnPlace, axes: Mapping[Any, lanes.Axes]
-  ) -> tuple[Sequence[Any], State]:
+    self, eqn: Any, followed: Values, state: State, place: EqnPlace,
+    axes: Mapping[Any, lanes.Axes],
+  ) -> tuple[Sequence[Any], State]:  # fmt: skip
+    ins, origins = _split(followed, state)
     outs = walk.bind_equation(eqn, ins)
-    # A Ref holds what other equations have made.
-    has_ref = any(refs.is_ref(jax.typeof(x)) for x in (*ins, *outs))
-    watched = [] if has_ref else [i for i, out in enumerate(outs) if _is_real(out)]
+    if any(refs.is_ref(jax.typeof(x)) for x in (*ins, *outs)):  # holds what others have made
+      state = state._replace(in_refs=reach.union([state.in_refs, *origins]))
+      return reach.follow(outs, [state.in_refs] * len(outs)), state
+    watched = [i for i, out in enumerate(outs) if reach.is_real(out)]
     if not watched:
-      return outs, state
+      return reach.follow(outs, [None] * len(outs)), state
     number = self._number(eqn, place, axes)
     ins = [x if hasattr(x, "size") else jnp.asarray(x) for x in ins]  # JAX's literals
-    reals = [x for x in ins if _is_real(x)]
-    had_nan = _any(jnp.isnan(_wide(x)) for x in reals)
-    had_any = had_nan | _any(jnp.isinf(_wide(x)) for x in reals)
-    for index in watched:
-      out = _wide(outs[index])
-      nan, inf = jnp.isnan(out), jnp.isinf(out)
-      made_nan, made_inf = nan.any() & ~had_nan, inf.any() & ~had_any
-      kind = jnp.where(made_nan, NAN, jnp.where(made_inf, INF, NONE)).astype(np.int32)
+    kinds = self._kinds(eqn, ins, [outs[i] for i in watched])
+    row = self._row(state.rows, number, place, ins, outs, dict(zip(watched, kinds, strict=True)))
+    state = state._replace(new={**state.new, number: row})
+    if not self._reaching:
+      return outs, state
+    passed = reach.operands_origins(eqn, ins, origins)
+    passed = reach.union([jnp.zeros_like(state.in_refs), reach.on_any_device(eqn, passed)])
+    own = jnp.arange(passed.size) == number
+    found = [passed] * len(outs)
+    for index, kind in zip(watched, kinds, strict=True):
+      found[index] = passed | (own & (kind != NONE))
+    return reach.follow(outs, found), state
 
-      def found(kind: Any = kind, index: int = index, nan: Any = nan, inf: Any = inf) -> State:
-        where = jnp.argmax(jnp.where(kind == NAN, nan, inf).reshape(-1)).astype(np.int32)
-        steps, numbers = (self._padded(these) for these in (place.loops, place.lanes))
+  def _kinds(self, eqn: Any, ins: Values, outs: Values) -> list[Any]:
+    """The kind that an equation makes in each result: NONE, NAN or INF."""
+    reals = [reach.wide(x) for x in ins if reach.is_real(x)]
+    had_nan = reach.on_any_device(eqn, _any(jnp.isnan(x) for x in reals))
+    had_any = had_nan | reach.on_any_device(eqn, _any(jnp.isinf(x) for x in reals))
+    kinds: list[Any] = []
+    for out in map(reach.wide, outs):
+      made_nan = jnp.isnan(out).any() & ~had_nan
+      made_inf = jnp.isinf(out).any() & ~had_any
+      kinds.append(jnp.where(made_nan, NAN, jnp.where(made_inf, INF, NONE)).astype(np.int32))
+    return kinds
+
+  def _row(
+    self, rows: Rows, number: int, place: EqnPlace, ins: Values, outs: Values,
+    kinds: Mapping[int, Any],
+  ) -> Rows:  # fmt: skip
+    """The row of an equation: a new one if it has found something that its row lacks."""
+    steps, lane = self._padded(place.loops), self._padded(place.lanes)
+    old = Rows(*(table[number] for table in rows))
+    keeps: Any = False
+    if place.loops or place.lanes:  # else the equation runs once
+      keeps = old.kind != NONE
+      if self._reaching:
+        keeps &= place.used[number]
+      if place.lanes:  # which run one after the other, whatever their steps
+        keeps &= ~_is_before(steps, old.steps)
+    row = old
+    for index, kind in kinds.items():
+
+      def found(kind: Any = kind, index: int = index) -> Rows:
+        out = reach.wide(outs[index])
+        flags = jnp.where(kind == NAN, jnp.isnan(out), jnp.isinf(out))
+        if tracing.lies_explicitly([flags]):  # JAX flattens no value whose type has a split
+          flags = jax.sharding.reshard(flags, jax.P())
+        where = jnp.argmax(flags.reshape(-1)).astype(np.int32)
         ranges = [_range(x) for x in ins[: self._operands]]
         ranges += [jnp.zeros(2)] * (self._operands - len(ranges))
-        made = State(
-          kind, jnp.int32(number), jnp.int32(index), where, steps, numbers, jnp.stack(ranges),
-          state.shard,
-        )  # fmt: skip
-        return jax.tree.map(_alike, made, state)
+        shard = jnp.int32(place.shard)
+        numbers = jnp.stack([kind, jnp.int32(index), where, shard, *steps, *lane])
+        return jax.tree.map(_alike, Rows(numbers, jnp.stack(ranges)), old)
 
-      first = (state.kind == NONE) & (kind != NONE)
-      state = jax.lax.cond(first, found, lambda state=state: state)
-    return outs, state
+      first = (kind != NONE) & ~jnp.bool_(keeps)
+      row = jax.lax.cond(first, found, lambda row=row: row)
+      keeps |= first
+    return row
 
-  def _padded(self, indices: Sequence[Any]) -> Any:
+  def _padded(self, indices: Sequence[Any]) -> list[Any]:
     numbers = [jnp.asarray(index, np.int32) for index in indices]
-    return jnp.stack([*numbers, *[jnp.int32(-1)] * (self._depth - len(numbers))])
+    return [*numbers, *[jnp.int32(-1)] * (self._depth - len(numbers))]
 
   def _number(self, eqn: Any, place: EqnPlace, axes: Mapping[Any, lanes.Axes]) -> int:
     path = (*place.path, id(eqn))
@@ -168,6 +171,7 @@ class Watch:
       self._numbers[path] = len(self.equations)
       self.equations.append(
         Equation(
+          len(self.equations),
           eqn.primitive.name,
           getattr(getattr(eqn.params.get("call"), "gate", None), "label", None),
           sources.source_of(eqn) or place.source,
@@ -181,6 +185,11 @@ class Watch:
       )
     return self._numbers[path]
 
+  def _lane(self, eqn: Any, place: EqnPlace, number: Any) -> EqnPlace:
+    """The place of the equations of a lane."""
+    counts = (*place.lane_counts, eqn.params["length"])
+    return dataclasses.replace(place.inside(eqn), lanes=(*place.lanes, number), lane_counts=counts)
+
   def _loop(self, eqn: Any, place: EqnPlace, step: Any) -> EqnPlace:
     """The place of what runs in a step of a loop."""
     inside = place.inside(eqn)
@@ -188,96 +197,88 @@ class Watch:
     loops, around = (*place.loops, step), (*place.around, number)
     return dataclasses.replace(inside, loops=loops, around=around)
 
-  def _order(self, state: State) -> Any:
-    """Numbers that order what devices found, the first ones first, as the program runs."""
-    table = np.full((max(len(self.equations), 1), self._depth + 1), -1, np.int32)
-    for number, equation in enumerate(self.equations):
-      numbers = (*equation.around, number)
-      table[number, : len(numbers)] = numbers
-    steps = jnp.append(state.steps, -1)
-    return jnp.stack([jnp.asarray(table)[state.number], steps], axis=1).reshape(-1)
-
   # -- equations that hold others ------------------------------------------------------------------
   def _call(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     return self._jaxpr(loops.called(eqn), ins, state, place.inside(eqn))
 
   def _cond(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
-    index, *operands = ins
+    values, origins = _split(ins, state)
 
     def branch(number: int) -> Callable[..., Any]:
       inside = place.inside(eqn)
       inside = dataclasses.replace(inside, path=(*inside.path, number))
       closed = eqn.params["branches"][number]
-      return lambda state: self._jaxpr(closed, operands, state, inside)
+
+      def run(state: State) -> Any:
+        outs, state = self._block(closed, reach.follow(values[1:], origins[1:]), state, inside)
+        return *_split(outs, state), state
+
+      return run
 
     branches = [branch(number) for number in range(len(eqn.params["branches"]))]
-    return jax.lax.switch(index, branches, state)
+    outs, found, state = jax.lax.switch(values[0], branches, state)
+    return reach.follow(outs, found), state
 
   def _scan(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
-    if lanes.has_step_for_each(eqn):
-      return self._lanes(eqn, ins, state, place)
+    """A loop, also one whose steps are lanes."""
     params = eqn.params
-    consts, carry, xs = loops.split_scan(params, ins)
+    of_lanes = lanes.has_step_for_each(eqn)
+    values, origins = _split(ins, state)
+    consts, carry, xs = loops.split_scan(params, values)
+    of_consts, of_carry, of_xs = loops.split_scan(params, origins)
     count = len(carry)
 
     def body(carried: Any, x: Any) -> Any:
-      state, values = carried
+      state, values, of_values, of_ys = carried
       number, slices = x
-      inside = self._loop(eqn, place, number)
-      outs, state = self._jaxpr(params["jaxpr"], (*consts, *values, *slices), state, inside)
-      return (state, outs[:count]), outs[count:]
+      inside = (self._lane if of_lanes else self._loop)(eqn, place, number)
+      inside = inside.after(state, (*of_values, *of_ys))
+      args = (*consts, *values, *slices), (*of_consts, *of_values, *of_xs)
+      outs, state = self._block(params["jaxpr"], reach.follow(*args), state, inside)
+      outs, found = _split(outs, state)
+      of_ys = [reach.union(pair) for pair in zip(of_ys, found[count:], strict=True)]
+      return (state, outs[:count], found[:count], of_ys), outs[count:]
 
     numbers = jnp.arange(params["length"], dtype=np.int32)
-    if params["reverse"]:
+    if params["reverse"] and not of_lanes:
       numbers = numbers[::-1]
-    (state, carry), ys = jax.lax.scan(
-      body, (state, carry), (numbers, xs), params["length"], params["reverse"]
+    none = state.in_refs if state.in_refs is None else jnp.zeros_like(state.in_refs)
+    carried = state, carry, of_carry, [none] * (len(eqn.outvars) - count)
+    (state, carry, of_carry, of_ys), ys = jax.lax.scan(
+      body, carried, (numbers, xs), params["length"], params["reverse"]
     )
-    return [*carry, *ys], state
-
-  def _lanes(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
-    """Each lane is looked at by itself; of what they find the program's first counts."""
-    params = eqn.params
-    consts, carry, xs = loops.split_scan(params, ins)
-    count = len(carry)
-    inside = place.inside(eqn)
-    counts = (*place.lane_counts, params["length"])
-
-    def body(carry: Any, x: Any) -> Any:
-      number, slices = x
-      lane = dataclasses.replace(inside, lanes=(*place.lanes, number), lane_counts=counts)
-      outs, found = self._jaxpr(params["jaxpr"], (*consts, *carry, *slices), state, lane)
-      return outs[:count], (found, self._order(found), outs[count:])
-
-    numbers = jnp.arange(params["length"], dtype=np.int32)
-    carry, (states, orders, ys) = jax.lax.scan(
-      body, carry, (numbers, xs), params["length"], params["reverse"]
-    )
-    return [*carry, *ys], _first(states, orders) if params["length"] else state
+    return reach.follow([*carry, *ys], [*of_carry, *of_ys]), state
 
   def _while(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     params = eqn.params
-    asked, held, values = loops.split_operands(params, ins)
+    values, origins = _split(ins, state)
+    asked, held, carry = loops.split_operands(params, values)
+    of_asked, of_held, of_carry = loops.split_operands(params, origins)
 
-    def ask(number: Any, state: State, values: Values) -> tuple[Any, State]:
-      inside = self._loop(eqn, place, number)
+    def ask(number: Any, state: State, values: Values, of_values: Values) -> tuple[Any, State]:
+      inside = self._loop(eqn, place, number).after(state, of_values)
       inside = dataclasses.replace(inside, path=(*inside.path, 0))
-      (go,), state = self._jaxpr(params["cond_jaxpr"], (*asked, *values), state, inside)
-      return go, state
+      args = reach.follow((*asked, *values), (*of_asked, *of_values))
+      outs, state = self._block(params["cond_jaxpr"], args, state, inside)
+      return reach.values_of(outs)[0], state
 
     def body(carried: Any) -> Any:
-      number, go, state, values = carried
-      inside = self._loop(eqn, place, number)
-      outs, state = self._jaxpr(params["body_jaxpr"], (*held, *values), state, inside)
+      number, go, state, values, of_values = carried
+      inside = self._loop(eqn, place, number).after(state, of_values)
+      args = reach.follow((*held, *values), (*of_held, *of_values))
+      outs, state = self._block(params["body_jaxpr"], args, state, inside)
+      outs, found = _split(outs, state)
       if go.ndim:  # under vmap: lanes that have ended keep what they have
+        found = [reach.union(pair) for pair in zip(found, of_values, strict=True)]
         outs = loops.chosen(go, outs, values)
-      return number + 1, *ask(number + 1, state, outs), outs
+        _, found = _split(reach.follow(outs, found), state)
+      return number + 1, *ask(number + 1, state, outs, found), outs, found
 
-    carried = jnp.int32(0), *ask(jnp.int32(0), state, values), values
-    _, _, state, values = jax.lax.while_loop(
+    carried = jnp.int32(0), *ask(jnp.int32(0), state, carry, of_carry), carry, of_carry
+    _, _, state, carry, of_carry = jax.lax.while_loop(
       lambda carried: loops.any_lane(carried[1]), body, carried
     )
-    return values, state
+    return reach.follow(carry, of_carry), state
 
   def _shard_map(
     self, eqn: Any, ins: Values, state: State, place: EqnPlace
@@ -285,58 +286,77 @@ class Watch:
     """Each device looks by itself; of what they find the first in the program's order counts."""
     params = eqn.params
     names = tuple(name for name in params["mesh"].axis_names if name in params["newly_manual_axes"])
+    values, origins = _split(ins, state)
 
-    def body(state: State, *args: Any) -> Any:
-      before = state.kind
-      state = jax.tree.map(lambda x: tracing.vary_over(tracing.manual_axes() & {*names}, x), state)
-      outs, state = self._jaxpr(params["jaxpr"], args, state, place.inside(eqn))
-      here = jnp.where((before == NONE) & (state.kind != NONE), jax.lax.axis_index(names), -1)
-      state = state._replace(shard=jnp.maximum(state.shard, here.astype(np.int32)))
-      return jax.tree.map(lambda x: x[None], (state, self._order(state))), outs
+    def body(state: State, origins: Any, *args: Any) -> Any:
+      axes = tracing.manual_axes() & {*names}
+      state, origins = jax.tree.map(lambda x: tracing.vary_over(axes, x), (state, origins))
+      shard = jnp.maximum(place.shard, jax.lax.axis_index(names).astype(np.int32))
+      inside = dataclasses.replace(place.inside(eqn), shard=shard)
+      outs, state = self._block(params["jaxpr"], reach.follow(args, origins), state, inside)
+      outs, found = _split(outs, state)
+      return jax.tree.map(lambda x: x[None], (state, found)), outs
 
     mapped = jax.shard_map(
-      body, mesh=params["mesh"], in_specs=(jax.P(), *params["in_specs"]),
+      body, mesh=params["mesh"], in_specs=(jax.P(), jax.P(), *params["in_specs"]),
       out_specs=(jax.P(names), list(params["out_specs"])), axis_names={*names},
       check_vma=params["check_vma"],
     )  # fmt: skip
-    (states, orders), outs = mapped(state, *ins)
-    return outs, _first(states, orders)
+    (state, found), outs = mapped(state, origins, *values)
+    rows = _first(state.rows, reach.union([state.in_refs, *found]))
+    in_refs, found = jax.tree.map(lambda x: x.sum(0, dtype=np.int32) > 0, (state.in_refs, found))
+    return [Followed(*pair) for pair in zip(outs, found, strict=True)], State(rows, in_refs, {})
 
 
-def _first(states: State, orders: Any) -> State:
-  """The state that the program comes to first, of states with a leading axis."""
-  alive = states.kind != NONE
-  for level in range(orders.shape[1]):
-    order = orders[:, level]
-    alive &= order == jnp.where(alive, order, np.iinfo(np.int32).max).min()
-  first = jnp.arange(alive.size) == jnp.argmax(alive)
+def _split(followed: Values, state: State) -> tuple[list[Any], list[Any]]:
+  """Values, and the origins of each, None if no values are followed."""
+  none = None if state.in_refs is None else jnp.zeros_like(state.in_refs)
+  origins = [none if has is None else has for has in reach.origins_of(followed)]
+  return reach.values_of(followed), origins
+
+
+def _is_before(steps: Any, others: Any) -> Any:
+  """True if a step of loops within each other comes before another of these."""
+  before, equal = jnp.bool_(False), jnp.bool_(True)
+  for step, other in zip(steps, others, strict=True):
+    before |= equal & (step < other)
+    equal &= step == other
+  return before
+
+
+def _first(rows: Rows, used: Any) -> Rows:
+  """The rows of several devices, of each equation the one to which the program comes first.
+
+  Rows whose findings are used come before others. `used` has the origins of what each device's part
+  gave; None if values are not followed.
+  """
+  alive = rows.kind != NONE
+  if used is not None:
+    these = alive & used[:, : alive.shape[1]]
+    alive = jnp.where(these.sum(0, dtype=np.int32) > 0, these, alive)
+  for level in range(rows.steps.shape[-1]):
+    step = rows.steps[..., level]
+    alive &= step == jnp.where(alive, step, np.iinfo(np.int32).max).min(0)
+  first = jnp.arange(alive.shape[0])[:, None] == jnp.argmax(alive, 0)
 
   def of_first(x: Any) -> Any:  # which the type of a value that lies explicitly lets be summed
-    chosen = first.reshape(-1, *(1,) * (x.ndim - 1))
+    chosen = first.reshape(*first.shape, *(1,) * (x.ndim - 2))
     return jnp.where(chosen, x, 0).sum(0, dtype=x.dtype)
 
-  return jax.tree.map(of_first, states)
+  return jax.tree.map(of_first, rows)
 
 
-def _extents(jaxpr: Any) -> tuple[int, int]:
-  """The most loops within each other, and the most operands of an equation, at most 8."""
+def _extents(jaxpr: Any) -> tuple[int, int, int]:
+  """At least the equations, the most loops within each other, the most operands, at most 8."""
   paths = list(walk.paths(jaxpr))
   depths = [sum(eqn.primitive.name in ("scan", "while") for eqn in path) for path in paths]
-  return max(depths, default=0), max([1, *(min(len(path[-1].invars), 8) for path in paths)])
+  operands = [min(len(path[-1].invars), 8) for path in paths]
+  return max(len(paths), 1), max(depths, default=0), max([1, *operands])
 
 
 def _alike(new: Any, old: Any) -> Any:
   """A value of a state, in a `jax.shard_map` over the axes that the one before it varies over."""
   return tracing.vary_over(tracing.varying_axes([old]), new)
-
-
-def _is_real(x: Any) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0
-
-
-def _wide(x: Any) -> Any:
-  """The array in a dtype that all of NumPy's functions take."""
-  return x.astype(np.float32) if jnp.finfo(x.dtype).bits < 16 else x
 
 
 def _any(flags: Any) -> Any:

@@ -10,13 +10,13 @@ since XLA may call such a gate as often as it likes.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from callgate._core.dtypes import Value
 from callgate._replay import differ
-from callgate._replay.calls import Recorded, digest
+from callgate._replay.calls import Recorded
 
 
 class CallPlace(NamedTuple):
@@ -25,6 +25,33 @@ class CallPlace(NamedTuple):
   site: str
   device: int
   lane: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """How a call's operands are compared with those of recorded calls.
+
+  Attributes:
+    rtol, atol: by how much numbers of floating types may differ.
+    ignore: parameters whose operands are left out.
+    match: the user's function, in the place of all this.
+  """
+
+  rtol: float = 0.0
+  atol: float = 0.0
+  ignore: frozenset[str] = frozenset()
+  match: Callable[[Recorded, Recorded], Any] | None = None
+
+  @property
+  def needs_operands(self) -> bool:
+    """True if digests don't do."""
+    return bool(self.rtol or self.atol or self.match)
+
+  def fits(self, call: Recorded, recorded: Recorded) -> bool:
+    if self.match is not None:
+      return bool(self.match(call, recorded))
+    assert call.operands is not None
+    return differ.is_close(recorded, call.operands, self.rtol, self.atol)
 
 
 Calls = collections.OrderedDict[int, Recorded]  # by number; its first is found at once
@@ -62,10 +89,11 @@ class _GateCalls:
 class Answers:
   """The calls of a recording, and which of them have been given."""
 
-  def __init__(self, recorded: Iterable[Recorded], rtol: float, atol: float) -> None:
-    self._tolerance = (rtol, atol)
+  def __init__(self, recorded: Iterable[Recorded], comparison: Comparison) -> None:
+    self._comparison = comparison
     self._gates: dict[str, _GateCalls] = {}
-    for call in sorted(recorded, key=lambda call: call.number):
+    for whole in sorted(recorded, key=lambda call: call.number):
+      call = whole.without(comparison.ignore)
       self._gates.setdefault(call.gate, _GateCalls(call.effect, call.waits)).add(call)
     self._unnumbered: dict[str, list[_GateCalls]] = collections.defaultdict(list)
     for name, gate in self._gates.items():
@@ -79,9 +107,9 @@ class Answers:
     """How many calls have not been given; waits for started ones are none."""
     return sum(len(gate.left) for gate in self._gates.values() if not gate.waits)
 
-  def recorded(self, name: str, place: CallPlace) -> int:
+  def recorded(self, call: Recorded) -> int:
     """How many calls of the gate there are."""
-    gate = self._gate(name, place)
+    gate = self._gate(call.gate, place_of(call))
     return 0 if gate is None else gate.count
 
   def _gate(self, name: str, place: CallPlace) -> _GateCalls | None:
@@ -96,50 +124,54 @@ class Answers:
     same = [gate for gate in alike if place.site in gate.sites]
     return same[0] if len(same) == 1 else None
 
-  def take(self, name: str, place: CallPlace, operands: Sequence[Value]) -> Recorded | None:
+  def take(self, call: Recorded) -> Recorded | None:
     """The recorded call that answers; None where none does."""
-    if (gate := self._gate(name, place)) is None:
+    place = place_of(call)
+    if (gate := self._gate(call.gate, place)) is None:
       return None
     if gate.effect == "ordered":
-      call = _next_in_order(gate, place)
-      call = call if call is not None and self._fits(call, operands) else None
+      found = _next_in_order(gate, place)
+      found = found if found is not None and self._comparison.fits(call, found) else None
+    elif self._comparison.match is not None:
+      found = self._matching(gate, place, call)
     else:
-      call = self._nearest(gate, place, operands)
-    if call is not None:
-      gate.give(call)
-    return call
+      found = self._nearest(gate, place, call)
+    if found is not None:
+      gate.give(found)
+    return found
 
-  def expected(self, name: str, place: CallPlace) -> Recorded | None:
+  def expected(self, call: Recorded) -> Recorded | None:
     """The recorded call that would have been the next there."""
-    if (gate := self._gate(name, place)) is None:
+    place = place_of(call)
+    if (gate := self._gate(call.gate, place)) is None:
       return None
     if gate.effect == "ordered":
       return _next_in_order(gate, place)
     return _best(gate.left.values(), place)
 
-  def _fits(self, call: Recorded, operands: Sequence[Value]) -> bool:
-    return differ.is_close(call, operands, *self._tolerance)
-
-  def _nearest(
-    self, gate: _GateCalls, place: CallPlace, operands: Sequence[Value]
-  ) -> Recorded | None:
-    digests = tuple(map(digest, operands))
-    found = _best(gate.equal.get(digests, Calls()).values(), place)
-    if found is None and any(self._tolerance):
-      found = self._within(gate, place, operands)
+  def _matching(self, gate: _GateCalls, place: CallPlace, call: Recorded) -> Recorded | None:
+    """The nearest of the calls that the user's function accepts."""
+    found = _best((one for one in gate.left.values() if self._comparison.fits(call, one)), place)
     if found is None and gate.effect == "pure":
-      found = _best(gate.given.get(digests, Calls()).values(), place)
+      given = (one for calls in gate.given.values() for one in calls.values())
+      found = _best((one for one in given if self._comparison.fits(call, one)), place)
     return found
 
-  def _within(
-    self, gate: _GateCalls, place: CallPlace, operands: Sequence[Value]
-  ) -> Recorded | None:
+  def _nearest(self, gate: _GateCalls, place: CallPlace, call: Recorded) -> Recorded | None:
+    found = _best(gate.equal.get(call.digests, Calls()).values(), place)
+    if found is None and (self._comparison.rtol or self._comparison.atol):
+      found = self._within(gate, place, call)
+    if found is None and gate.effect == "pure":
+      found = _best(gate.given.get(call.digests, Calls()).values(), place)
+    return found
+
+  def _within(self, gate: _GateCalls, place: CallPlace, call: Recorded) -> Recorded | None:
     """The nearest within the tolerance: as a rule the next of the place."""
-    for call in gate.of_place.get(place, Calls()).values():
-      if self._fits(call, operands):
-        return call
+    for one in gate.of_place.get(place, Calls()).values():
+      if self._comparison.fits(call, one):
+        return one
       break
-    fitting = (call for call in gate.left.values() if self._fits(call, operands))
+    fitting = (one for one in gate.left.values() if self._comparison.fits(call, one))
     return _best(fitting, place)
 
 

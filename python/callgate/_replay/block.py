@@ -16,6 +16,7 @@ from callgate._objects import handle
 from callgate._objects.hold import of_objects
 from callgate._part import Part, Wait
 from callgate._process import group
+from callgate._replay.calls import Recorded, digest
 from callgate._runtime import barrier
 
 _CLOSE_SECONDS = 5.0  # for calls that still run when their programs have ended: timed-out ones
@@ -95,7 +96,22 @@ class Block(Stays):
     raise NotImplementedError
 
 
-def without_handles(gate: str, spec: str, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+def call_of(
+  gate: str, site: str, spec: str, lane: int, shard: int, device: int,
+  operands: tuple[Value, ...], number: int,
+) -> Recorded:  # fmt: skip
+  """A call that is about to be made; `number` is its place in a recording."""
+  made = registry.get(gate)
+  operands = _without_handles(gate, spec, operands)
+  return Recorded(
+    gate, site, lane, device, shard, number, getattr(made, "effect", "pure"),
+    tuple(registry.argument(gate, spec, i) for i in range(len(operands))),
+    tuple((code, shape) for code, shape, _ in operands), operands,
+    tuple(map(digest, operands)), waits=getattr(made, "waits", False),
+  )  # fmt: skip
+
+
+def _without_handles(gate: str, spec: str, operands: tuple[Value, ...]) -> tuple[Value, ...]:
   """The operands, with the numbers of the recorded calls that made their objects for handles.
 
   Each run has other handles.

@@ -43,6 +43,7 @@ class Recorded:
     error: what `raised.py` makes of the exception.
     pickled: the exception, where it could be pickled.
     waits: True for the wait for a started call, which is no call of its own.
+    time_ns: of the wall clock when the file got it, in nanoseconds since the Unix epoch.
   """
 
   gate: str
@@ -60,11 +61,49 @@ class Recorded:
   error: str = ""
   pickled: bytes = b""
   waits: bool = False
+  time_ns: int = 0
 
   @functools.cached_property
   def arrays(self) -> tuple[np.ndarray, ...]:
     """The operands, where the recording has them."""
     return tuple(map(array_of, self.operands or ()))
+
+  # A user's `match` reads these.
+  @property
+  def name(self) -> str:
+    """The gate's name."""
+    return self.gate
+
+  @property
+  def args(self) -> tuple[np.ndarray, ...]:
+    """The operands as arrays, in their order."""
+    return self.arrays
+
+  @property
+  def kwargs(self) -> dict[str, np.ndarray]:
+    """The operands by their names, however they were passed: "day", or "params['w']"."""
+    return {
+      name.replace("'", "", 2) if name.startswith("'") else name: array
+      for name, array in zip(self.names, self.arrays, strict=True)
+    }
+
+  def without(self, parameters: frozenset[str]) -> Recorded:
+    """The call without the operands of some parameters."""
+    kept = [i for i, name in enumerate(self.names) if parameter_of(name) not in parameters]
+    if len(kept) == len(self.names):
+      return self
+    return dataclasses.replace(
+      self,
+      names=tuple(self.names[i] for i in kept),
+      types=tuple(self.types[i] for i in kept),
+      operands=None if self.operands is None else tuple(self.operands[i] for i in kept),
+      digests=tuple(self.digests[i] for i in kept),
+    )
+
+
+def parameter_of(name: str) -> str:
+  """The parameter in an operand's name: "params" of "'params'['w']"; "" where it has none."""
+  return name.split("'")[1] if name.startswith("'") else ""
 
 
 def digest(value: Value) -> bytes:
@@ -160,7 +199,9 @@ def _read(record: StreamRecord, about: Mapping[str, Any]) -> Recorded:
   head = (record.name, str(about["site"]), lane, record.device, shard, record.seq)
   about_call = (str(about["effect"]), tuple(names), tuple(types))
   waits = about.get("waits") is True
-  return Recorded(*head, *about_call, operands, digests, results, error, pickled, waits)
+  return Recorded(
+    *head, *about_call, operands, digests, results, error, pickled, waits, record.time_ns
+  )
 
 
 def _results(leaves: Mapping[str, np.ndarray]) -> Sequence[Value]:

@@ -31,22 +31,33 @@ def _wide(array: np.ndarray) -> np.ndarray:
   return array if array.dtype.kind in "fc" else array.astype(np.float64)
 
 
-def difference(recorded: Recorded, operands: Sequence[Value]) -> str:
+def difference(recorded: Recorded, came: Recorded) -> str:
   """The first difference: "argument 'x': expected float32[3] with 1.0 at [0], got 2.0"."""
-  if len(recorded.types) != len(operands):
-    return f"expected {len(recorded.types)} arrays, got {len(operands)}"
-  for index, (code, shape, data) in enumerate(operands):
+  if len(recorded.types) != len(came.types):
+    return f"expected {len(recorded.types)} arrays, got {len(came.types)}"
+  for index, type in enumerate(came.types):
     name, expected = recorded.names[index], recorded.types[index]
-    if expected != (code, shape):
-      return f"argument {name}: expected {text_of(expected)}, got {text_of((code, shape))}"
-    came = digest((code, shape, data))
-    if came == recorded.digests[index]:
+    if expected != type:
+      return f"argument {name}: expected {text_of(expected)}, got {text_of(type)}"
+    if came.digests[index] == recorded.digests[index]:
       continue
-    if recorded.operands is None:
+    if recorded.operands is None or came.operands is None:
       was = f"{text_of(expected)} of digest {recorded.digests[index].hex()}"
-      return f"argument {name}: expected {was}, got one of {came.hex()}"
-    return f"argument {name}: {_elements(recorded.arrays[index], array_of((code, shape, data)))}"
+      return f"argument {name}: expected {was}, got one of {came.digests[index].hex()}"
+    return f"argument {name}: {_elements(recorded.arrays[index], came.arrays[index])}"
   return "expected another call, got one with the same operands"
+
+
+def of_results(recorded: Sequence[Value], came: Sequence[Value]) -> str:
+  """The first difference of what two calls gave; "" where there is none."""
+  if len(recorded) != len(came):
+    return f"expected {len(recorded)} results, got {len(came)}"
+  for index, (one, other) in enumerate(zip(recorded, came, strict=True)):
+    if one[:2] != other[:2]:
+      return f"result {index}: expected {text_of(one[:2])}, got {text_of(other[:2])}"
+    if one[2] != other[2]:
+      return f"result {index}: {_elements(array_of(one), array_of(other))}"
+  return ""
 
 
 def _elements(expected: np.ndarray, came: np.ndarray) -> str:

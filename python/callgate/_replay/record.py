@@ -4,22 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-import threading
-import time
-import weakref
-from collections.abc import Callable
 from typing import Any, Literal
 
 from callgate import _callgate
-from callgate._core import foreign, options, registry
+from callgate._core import options
 from callgate._core.dtypes import Value
-from callgate._core.errors import GateError
-from callgate._process import group
-from callgate._replay import calls, raised
-from callgate._replay.block import Block, without_handles
-from callgate._replay.calls import Recorded
+from callgate._replay import calls
+from callgate._replay.block import Block, call_of
+from callgate._replay.writing import CallFile
 from callgate._stream.reader import open_stream
 
 _MAGIC = b"cgsS"  # that a stream begins with
@@ -39,101 +32,33 @@ class Recording(Block):
   def __init__(self, path: str, digests: bool, overwrite: bool) -> None:
     super().__init__(path)
     self._digests, self._overwrite = digests, overwrite
-    self.count = 0
     self._next = 0
-    self._failure: BaseException | None = None
-    self._writing = threading.Lock()
-    self._writer: Any = None
+    self._file: CallFile | None = None
+
+  @property
+  def count(self) -> int:
+    return 0 if self._file is None else self._file.count
 
   def _begin(self) -> None:
     _make_room(self.path, self._overwrite)
-    index = group.known_index()
-    self._writer = _callgate.RecordWriter(
-      _callgate.stream_sink(self.path, process_index=-1 if index is None else index)
-    )
+    self._file = CallFile("record", self.path)
 
   def _end(self, late: list[str], error: BaseException | None) -> None:
-    with self._writing:
-      writer, self._writer = self._writer, None
-      try:
-        writer.close()
-      except ValueError as wrong:
-        self._failure = self._failure or GateError(f"record: {wrong}")
-    failure = self._failure
-    if failure is None and late:
-      failure = GateError(
-        f"record: {self.path!r}: calls of {', '.join(map(repr, late))} still ran at the end of the "
-        "block, and are not in it"
-      )
-    if failure is None:
-      return
-    if error is None:
-      raise failure
-    if failure is not error:
-      foreign.add_note(error, f"callgate: {failure}")
+    assert self._file is not None
+    self._file.close(late, error)
 
   def _tell(
     self, gate: str, site: str, spec: str, lane: int, shard: int, device: int, run: int,
     operands: tuple[Value, ...], types: Any,
   ) -> Any:  # fmt: skip
     del types
-    operands = without_handles(gate, spec, operands)
-    made = registry.get(gate)
+    assert self._file is not None
     with self._counting:
       number, self._next = self._next, self._next + 1
-    call = Recorded(
-      gate, site, lane, device, shard, number, getattr(made, "effect", "pure"),
-      tuple(registry.argument(gate, spec, i) for i in range(len(operands))),
-      tuple((code, shape) for code, shape, _ in operands),
-      None if self._digests else operands, tuple(map(calls.digest, operands)),
-      waits=getattr(made, "waits", False),
-    )  # fmt: skip
-    begun = _RecordedCall(functools.partial(self._write, run=run), self._running, call)
-    self._running[number] = gate, weakref.ref(begun)
-    return begun
-
-  def _write(self, call: Recorded, run: int) -> None:
-    """Writes a call that has ended; raises where the file does not take it."""
-    with self._writing:
-      if self._writer is None:  # its block has ended, and has said so
-        return
-      try:
-        self._writer.write(
-          name=call.gate, role=0, leaves=calls.leaves_of(call), description=calls.describe(call),
-          seq=call.number, time_ns=time.time_ns(), run=run, device=call.device, repeated=False,
-          lane=[],
-        )  # fmt: skip
-      except ValueError as wrong:
-        failure = GateError(f"record: call {call.number} of '{call.gate}' is not recorded: {wrong}")
-        self._failure = self._failure or failure
-        raise failure from None
-      self.count += not call.waits
-
-
-class _RecordedCall:
-  """A call that has begun; called with what it gave.
-
-  A program that ends within the call drops it. It has no `__del__`: an interrupt there is lost.
-  """
-
-  def __init__(
-    self, write: Callable[[Recorded], None], running: dict[int, Any], call: Recorded
-  ) -> None:
-    self._write, self._running, self._call = write, running, call
-    self.number = call.number
-
-  def __call__(self, results: tuple[Value, ...] | None, error: BaseException | None) -> None:
-    try:
-      if error is None:
-        call = dataclasses.replace(self._call, results=results)
-      elif foreign.is_a(error, Exception):
-        text, pickled = raised.text_of(error), raised.pickle_of(error)
-        call = dataclasses.replace(self._call, error=text, pickled=pickled)
-      else:  # Ctrl-C is nothing that the gate gave
-        return
-      self._write(call)
-    finally:
-      self._running.pop(self.number, None)
+    call = call_of(gate, site, spec, lane, shard, device, operands, number)
+    if self._digests:
+      call = dataclasses.replace(call, operands=None)
+    return self._file.begun(call, run, self._running)
 
 
 def _make_room(path: str, overwrite: bool) -> None:

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from callgate import _callgate
-from callgate._core import options, registry
+from callgate._core import options
 from callgate._core.dtypes import Value
 from callgate._core.errors import ReplayError
 from callgate._core.tape import Answer, Type
 from callgate._replay import calls, differ, raised
-from callgate._replay.answers import Answers, CallPlace
-from callgate._replay.block import Block, without_handles
+from callgate._replay.answers import Answers, Comparison
+from callgate._replay.block import Block, call_of
 from callgate._replay.calls import Recorded
+from callgate._replay.writing import CallFile
 from callgate._runtime.targets import traceback_line
 from callgate._stream.reader import is_address, open_stream
 
@@ -25,7 +28,7 @@ class Replay(Block):
   Attributes:
     path: the file.
     answered: how many calls it has answered.
-    called: how many calls were made, by partial=True.
+    called: how many calls were made, by partial=True or record_new=True.
     left: how many of the recording's calls nobody has asked for.
   """
 
@@ -33,10 +36,16 @@ class Replay(Block):
   _stays = "it answers this process's calls; expected its path, or a block in the other process"
   _replays = True
 
-  def __init__(self, path: str, *, partial: bool, rtol: float, atol: float, trust: bool) -> None:
+  def __init__(
+    self, path: str, comparison: Comparison, *, partial: bool, record_new: bool, trust: bool
+  ) -> None:
     super().__init__(path)
-    self._partial, self._tolerance, self._trust = partial, (rtol, atol), trust
-    self._answers = Answers((), rtol, atol)
+    self._comparison, self._partial, self._trust = comparison, partial, trust
+    self._record_new = record_new
+    self._answers = Answers((), comparison)
+    self._file: CallFile | None = None
+    self._next = 0
+    self._digests = False
     self.answered = self.called = 0
 
   @property
@@ -44,28 +53,63 @@ class Replay(Block):
     return self._answers.left
 
   def _begin(self) -> None:
-    recorded = _read(self.path)
-    if any(self._tolerance) and any(call.operands is None for call in recorded):
+    is_new = self._record_new and not os.path.lexists(self.path)
+    recorded = [] if is_new else read_recording("replay", self.path)
+    self._digests = any(call.operands is None for call in recorded)
+    if self._comparison.needs_operands and self._digests:
+      given = "match" if self._comparison.match else "rtol, atol"
       raise ReplayError(
-        f"replay: {self.path!r}: rtol, atol: expected a recording with operands, got one of digests"
+        f"replay: {self.path!r}: {given}: expected a recording with operands, got one of digests"
       )
-    self._answers = Answers(recorded, *self._tolerance)
+    if not is_new:
+      self._check_ignored(recorded)
+    self._answers = Answers(recorded, self._comparison)
+    self._next = 1 + max((call.number for call in recorded), default=-1)
+    if self._record_new:
+      self._file = CallFile("replay", self.path)
+
+  def _check_ignored(self, recorded: list[Recorded]) -> None:
+    known = {calls.parameter_of(name) for call in recorded for name in call.names} - {""}
+    for name in sorted(self._comparison.ignore - known):
+      names = ", ".join(map(repr, sorted(known))) or "none"
+      raise ReplayError(
+        f"replay: {self.path!r}: ignore: expected arguments of the recording's gates ({names}), "
+        f"got {name!r}"
+      )
+
+  def _end(self, late: list[str], error: BaseException | None) -> None:
+    if self._file is not None:
+      self._file.close(late, error)
 
   def _tell(
     self, gate: str, site: str, spec: str, lane: int, shard: int, device: int, run: int,
     operands: tuple[Value, ...], types: tuple[Type, ...],
   ) -> Any:  # fmt: skip
-    del shard, run
-    operands = without_handles(gate, spec, operands)
-    place = CallPlace(site, device, lane)
+    whole = call_of(gate, site, spec, lane, shard, device, operands, -1)
+    call = whole.without(self._comparison.ignore)
     with self._counting:
-      call = self._answers.take(gate, place, operands)
-      if call is None and not self._partial:
-        raise ReplayError(self._refusal(gate, place, operands))
-      if not getattr(registry.get(gate), "waits", False):
-        self.answered += call is not None
-        self.called += call is None
-    return None if call is None else self._answer(call, types)
+      found = self._answers.take(call)
+      if found is None and not self._may_be_made(call):
+        raise ReplayError(self._refusal(call))
+      if not whole.waits:
+        self.answered += found is not None
+        self.called += found is None
+      if found is None and self._file is not None:
+        whole = dataclasses.replace(whole, number=self._next)
+        self._next += 1
+    if found is not None:
+      return self._answer(found, types)
+    if self._file is None:
+      return None
+    if self._digests:
+      whole = dataclasses.replace(whole, operands=None)
+    return self._file.begun(whole, run, self._running)
+
+  def _may_be_made(self, call: Recorded) -> bool:
+    """True if the function may be called; calls of ordered gates keep the recording's order."""
+    if not self._record_new:
+      return self._partial
+    return call.effect != "ordered" or self._answers.expected(call) is None
 
   def _answer(self, call: Recorded, types: tuple[Type, ...]) -> Answer:
     where = f"replay: {self.path!r}, call {call.number} of '{call.gate}'"
@@ -82,23 +126,26 @@ class Replay(Block):
     answer.number = call.number
     return answer
 
-  def _refusal(self, gate: str, place: CallPlace, operands: tuple[Value, ...]) -> str:
-    site = traceback_line(place.site)
-    at = ", ".join([f"lane {place.lane}"] + [f"device {place.device}"] * (place.device > 0))
+  def _refusal(self, call: Recorded) -> str:
+    gate, site = call.gate, traceback_line(call.site)
+    at = ", ".join([f"lane {call.lane}"] + [f"device {call.device}"] * (call.device > 0))
     head = f"replay: {self.path!r}: gate '{gate}'" + (f", called at {site}" if site else "")
-    if not (count := self._answers.recorded(gate, place)):
+    if not (count := self._answers.recorded(call)):
       gates = ", ".join(map(repr, self._answers.gates())) or "none"
       return f"{head}: expected a gate of the recording ({gates}), got '{gate}'"
-    expected = self._answers.expected(gate, place)
+    expected = self._answers.expected(call)
     if expected is None:
       return f"{head}: expected no call but the {count} that were recorded, got one more ({at})"
-    what = differ.difference(expected, operands)
+    if self._comparison.match is not None:
+      return f"{head} ({at}): expected a call that match accepts for a recorded one, got none"
+    what = differ.difference(expected, call)
     return f"{head} ({at}) differs from call {expected.number} of the recording: {what}"
 
 
-def _read(path: str) -> list[Recorded]:
+def read_recording(label: str, path: str) -> list[Recorded]:
+  """The calls of a file; `label` begins the messages of errors."""
   if is_address(path):
-    raise ReplayError(f"replay: path: expected a file of callgate.record's, got {path!r}")
+    raise ReplayError(f"{label}: path: expected a file of callgate.record's, got {path!r}")
   try:
     with open_stream(path) as stream:
       found = [calls.read(record) for record in stream]
@@ -110,15 +157,16 @@ def _read(path: str) -> list[Recorded]:
     return found
   except FileNotFoundError:
     raise FileNotFoundError(
-      f"replay: expected a recording, which callgate.record makes, got no file {path!r}"
+      f"{label}: expected a recording, which callgate.record makes, got no file {path!r}"
     ) from None
   except (ValueError, OSError) as error:
-    raise ReplayError(f"replay: {path!r}: {error}") from error
+    raise ReplayError(f"{label}: {path!r}: {error}") from error
 
 
 def replay(
-  path: str | os.PathLike[str], *, partial: bool = False, rtol: float = 0.0, atol: float = 0.0,
-  trust: bool = False,
+  path: str | os.PathLike[str], *, partial: bool = False, record_new: bool = False,
+  rtol: float = 0.0, atol: float = 0.0, ignore: Iterable[str] = (),
+  match: Callable[[Any, Any], bool] | None = None, trust: bool = False,
 ) -> Replay:  # fmt: skip
   """A block in which a recording answers the calls of gates and feeds; no function is called.
 
@@ -144,13 +192,34 @@ def replay(
   line, device, lane and operands (docs/replay.md). An exception that was recorded is
   raised again: Python's own and callgate's as they were, others as `RecordedError`.
 
+  `match` decides which recorded call answers, where equality says too little:
+
+  ```python
+  import callgate as cg, jax, numpy as np
+
+  ask = cg.gate(lambda day, seed: np.float32(day), out=np.float32(0), name="replay.ask")
+  with cg.record("seeds.cgr"):
+    jax.jit(ask)(3, 0).block_until_ready()
+  with cg.replay("seeds.cgr", ignore=("seed",)):
+    assert jax.jit(ask)(3, 1) == 3
+  with cg.replay("seeds.cgr", match=lambda call, recorded: call.args[0] >= recorded.args[0]):
+    assert jax.jit(ask)(4, 1) == 3
+  ```
+
   Args:
     path: a file of `callgate.record`'s, "{process}" in it replaced by `jax.process_index()`. If its
       writer was killed, the records that are whole count.
     partial: call the function where the recording has no such call.
+    record_new: call the function as well, and add the call to the file, so that the next replay has
+      it; makes a file that is not there. An ordered gate's call is added behind its recorded ones.
     rtol: operands of floating types may differ so far, as by `numpy.allclose`: from another
       machine, say. Without tolerances each bit counts. Not for recordings of digests.
     atol: the same, absolute.
+    ignore: names of parameters whose arguments are not compared, passed by position or by name.
+    match: `match(call, recorded)` says whether a recorded call answers, in the place of equality.
+      Both have `gate` (or `name`), `args`, the arrays in their order, and `kwargs`, the arrays by
+      their names, passed by name or not: "day", "params['w']". It runs no JAX program. Not for
+      recordings of digests; with it, no `rtol`, `atol` or `ignore`.
     trust: unpickle exceptions, which may run any code: of a file that you made yourself.
 
   Returns:
@@ -159,18 +228,25 @@ def replay(
   Raises:
     GateDefinitionError: an option is wrong.
     FileNotFoundError: (entering) there is no such file.
-    ReplayError: (entering) it is damaged, or no recording, or of a later version. (fails the
-      program) a call is none of the recording's: the message shows the first difference.
-    GateError: (entering) another recording or replay is open.
+    ReplayError: (entering) it is damaged, or no recording, or of a later version, or its gates have
+      no parameter of a name in `ignore`. (fails the program) a call is none of the recording's: the
+      message shows the first difference.
+    GateError: (entering) another recording or replay is open. (leaving, and in the call) with
+      `record_new` as for `record`: the file does not take a call.
   """
   checked = options.path("replay", "path", path)
-  flags = options.booleans("replay", partial=partial, trust=trust)
+  flags = options.booleans("replay", partial=partial, record_new=record_new, trust=trust)
   limits: list[float] = []
   for name, value in (("rtol", rtol), ("atol", atol)):
     what = "a number of 0 or more"
     limits.append(options.number("replay", name, value, what=what))
     if limits[-1] < 0:
       options.refuse("replay", name, what, value)
-  return Replay(
-    checked, partial=flags["partial"], rtol=limits[0], atol=limits[1], trust=flags["trust"]
-  )
+  ignored = [
+    options.text("replay", "ignore", one) for one in options.strings("replay", "ignore", ignore)
+  ]
+  options.or_none(options.function, "replay", "match", match)
+  if match is not None and (any(limits) or ignored):
+    options.refuse("replay", "match", "None beside rtol=, atol= or ignore=", match)
+  comparison = Comparison(limits[0], limits[1], frozenset(ignored), match)
+  return Replay(checked, comparison, **flags)

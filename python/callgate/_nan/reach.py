@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings that reach a program's results: a set of them goes beside each value.
+
+A value's `origins` are the findings from which a path of values with a NaN or an infinity leads to
+it; a value without either has none. A value counts as a whole, but for what `select_n` chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from callgate._jax import refs, tracing
+
+
+class Followed(NamedTuple):
+  """A value of a program that is run.
+
+  Attributes:
+    value: an array or a Ref.
+    origins: a flag for each finding; None where nobody asks for them.
+  """
+
+  value: Any
+  origins: Any
+
+
+def values_of(followed: Sequence[Any]) -> list[Any]:
+  return [x.value if isinstance(x, Followed) else x for x in followed]
+
+
+def origins_of(followed: Sequence[Any]) -> list[Any]:
+  """Literals of JAX have none."""
+  return [x.origins if isinstance(x, Followed) else None for x in followed]
+
+
+def follow(values: Sequence[Any], origins: Sequence[Any]) -> list[Followed]:
+  """The values, each with those of its origins that its elements show."""
+  return [Followed(x, here(found, x)) for x, found in zip(values, origins, strict=True)]
+
+
+def here(origins: Any, value: Any) -> Any:
+  """The origins of a value with a NaN or an infinity; no origins for any other."""
+  if origins is None:
+    return None
+  if refs.is_ref(jax.typeof(value)) or not is_real(value):
+    return jnp.zeros_like(origins)
+  return origins & ~jnp.isfinite(wide(value)).all()
+
+
+def of_nan(origins: Any, value: Any) -> Any:
+  """The origins of an argument with a NaN, whose infinities nobody has made."""
+  return here(origins & jnp.isnan(wide(value)).any() if is_real(value) else origins, value)
+
+
+def union(sets: Sequence[Any]) -> Any:
+  known = [one for one in sets if one is not None]
+  return functools.reduce(operator.or_, known) if known else None
+
+
+def operands_origins(eqn: Any, ins: Sequence[Any], origins: Sequence[Any]) -> Any:
+  """The origins that an equation may hand on."""
+  origins = list(origins)
+  if eqn.primitive.name == "select_n" and is_real(ins[1]):
+    which, *cases = ins
+    for number, case in enumerate(cases):
+      if origins[number + 1] is not None:
+        chosen = (which == number) & ~jnp.isfinite(wide(case))
+        origins[number + 1] &= chosen.any()
+  return union(origins)
+
+
+def on_any_device(eqn: Any, flags: Any) -> Any:
+  """Flags of a collective's operands: those of all devices whose operands it brings together."""
+  named = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+  named = named if isinstance(named, (tuple, list)) else (named,)
+  names = [name for name in named if name in tracing.region_axes()]
+  if flags is None or not names or eqn.primitive.name in ("axis_index", "pvary", "pbroadcast"):
+    return flags
+  flags = tracing.vary_over(tracing.manual_axes(), flags)
+  summed = jax.lax.psum(flags.astype(jnp.int32), tuple(names))
+  return tracing.vary_over(tracing.manual_axes(), summed > 0)
+
+
+def is_real(x: Any) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0
+
+
+def wide(x: Any) -> Any:
+  """The array in a dtype that all of NumPy's functions take."""
+  return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 16 else x

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file to which a block adds calls, each when it has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from callgate import _callgate
+from callgate._core import foreign
+from callgate._core.dtypes import Value
+from callgate._core.errors import GateError
+from callgate._process import group
+from callgate._replay import calls, raised
+from callgate._replay.calls import Recorded
+
+
+class CallFile:
+  """A file that is open for writing; a recording that is there is continued.
+
+  Attributes:
+    count: how many calls it got; a wait for a started call is none.
+  """
+
+  def __init__(self, what: str, path: str) -> None:
+    self._what, self._path = what, path
+    self._failure: BaseException | None = None
+    self._writing = threading.Lock()
+    self.count = 0
+    index = group.known_index()
+    self._writer: Any = _callgate.RecordWriter(
+      _callgate.stream_sink(path, process_index=-1 if index is None else index)
+    )
+
+  def begun(self, call: Recorded, run: int, running: dict[int, Any]) -> RecordedCall:
+    """A call that has begun, which is called with what it gave; it is in `running` meanwhile."""
+    begun = RecordedCall(lambda call: self._write(call, run), running, call)
+    running[call.number] = call.gate, weakref.ref(begun)
+    return begun
+
+  def _write(self, call: Recorded, run: int) -> None:
+    """Writes a call that has ended; raises where the file does not take it."""
+    with self._writing:
+      if self._writer is None:  # its block has ended, and has said so
+        return
+      try:
+        self._writer.write(
+          name=call.gate, role=0, leaves=calls.leaves_of(call), description=calls.describe(call),
+          seq=call.number, time_ns=time.time_ns(), run=run, device=call.device, repeated=False,
+          lane=[],
+        )  # fmt: skip
+      except ValueError as wrong:
+        failure = GateError(
+          f"{self._what}: call {call.number} of '{call.gate}' is not recorded: {wrong}"
+        )
+        self._failure = self._failure or failure
+        raise failure from None
+      self.count += not call.waits
+
+  def close(self, late: list[str], error: BaseException | None) -> None:
+    """Ends the file; raises what it did not take, or adds that to `error`, which leaves the block.
+
+    `late`: gates whose calls still run.
+    """
+    with self._writing:
+      writer, self._writer = self._writer, None
+      try:
+        writer.close()
+      except ValueError as wrong:
+        self._failure = self._failure or GateError(f"{self._what}: {wrong}")
+    failure = self._failure
+    if failure is None and late:
+      failure = GateError(
+        f"{self._what}: {self._path!r}: calls of {', '.join(map(repr, late))} still ran at the end "
+        "of the block, and are not in it"
+      )
+    if failure is None:
+      return
+    if error is None:
+      raise failure
+    if failure is not error:
+      foreign.add_note(error, f"callgate: {failure}")
+
+
+class RecordedCall:
+  """A call that has begun; called with what it gave.
+
+  A program that ends within the call drops it. It has no `__del__`: an interrupt there is lost.
+  """
+
+  def __init__(
+    self, write: Callable[[Recorded], None], running: dict[int, Any], call: Recorded
+  ) -> None:
+    self._write, self._running, self._call = write, running, call
+    self.number = call.number
+
+  def __call__(self, results: tuple[Value, ...] | None, error: BaseException | None) -> None:
+    try:
+      if error is None:
+        call = dataclasses.replace(self._call, results=results)
+      elif foreign.is_a(error, Exception):
+        text, pickled = raised.text_of(error), raised.pickle_of(error)
+        call = dataclasses.replace(self._call, error=text, pickled=pickled)
+      else:  # Ctrl-C is nothing that the gate gave
+        return
+      self._write(call)
+    finally:
+      self._running.pop(self.number, None)

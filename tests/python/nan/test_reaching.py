@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`find_nan(f, reaching=True)` reports what gets into a result, and `all` lists every place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from transformation_table import PAIRS, TRANSFORMATIONS, X, build
+
+import callgate as cg
+
+SPLIT = jax.P("d")
+FIND: Any = cg.find_nan
+reaching: Any = functools.partial(cg.find_nan, reaching=True)
+
+
+def safe_log(x: Any) -> Any:
+  return jnp.where(x > 0, jnp.log(x), 0.0)
+
+
+def places(report: cg.NanReport | None) -> list[Any]:
+  """The operations of a report's list, each with its step, and the names of inputs."""
+  assert report is not None
+  assert report.all[0] == report
+  return [
+    one.source if one.primitive == "input" else (one.primitive, one.step) for one in report.all
+  ]
+
+
+def test_a_masked_logarithm_reaches_no_result() -> None:
+  x = jnp.array([-1.0, 0.0, 2.0])
+  assert reaching(safe_log)(x) is None
+  found: Any = cg.find_nan(safe_log)(x)
+  assert found is not None
+  assert (found.primitive, found.kind) == ("log", "nan")
+  report = reaching(lambda x: (safe_log(x).sum() + jnp.sqrt(x), 3))(x)
+  assert places(report) == [("sqrt", None)]
+  assert report.index == (0,)
+  assert report.operands == ("float32[3], -1 to 2",)
+  report = reaching(jax.grad(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0).sum()))(x[1:])
+  assert (report.primitive, report.kind) == ("div", "inf")  # 0 * inf, which where does not save
+
+
+def test_infinities_that_end_as_numbers_reach_no_result() -> None:
+  sigmoid = lambda x: 1 / (1 + jnp.exp(-x))
+  assert FIND(sigmoid)(-100.0).primitive == "exp"
+  assert reaching(sigmoid)(-100.0) is None
+  assert reaching(lambda x: jnp.exp(x) - jnp.exp(x))(100.0).primitive == "exp"
+  assert reaching(lambda x: jnp.log(x) > 0)(-1.0) is None
+  assert reaching(lambda: 3)() is None
+
+
+def test_only_a_path_of_nans_counts() -> None:
+  def f(x: Any) -> Any:
+    masked = jnp.log(x)
+    shown = jnp.where(x > 0, masked, jnp.sqrt(x))  # NaNs of the square root alone
+    return jnp.nan_to_num(masked), shown
+
+  assert places(reaching(f)(-1.0)) == [("sqrt", None)]
+  assert places(cg.find_nan(f)(-1.0)) == [("log", None), ("sqrt", None)]
+  assert places(reaching(lambda x: jnp.log(x) + jnp.sqrt(x))(-1.0)) == [
+    ("log", None),
+    ("sqrt", None),
+  ]
+
+
+def test_the_step_is_one_that_reaches_a_result() -> None:
+  def scanned(x: Any) -> Any:
+    step = lambda c, t: (c - 1.0, jnp.where(t == 3, jnp.log(c), 0.0))
+    return jax.lax.scan(step, x, jnp.arange(6))
+
+  assert places(reaching(scanned)(-1.0)) == [("log", 3)]
+  assert places(cg.find_nan(scanned)(-1.0)) == [("log", 0)]
+  assert reaching(lambda x: scanned(x)[0])(-1.0) is None
+
+  def carried(x: Any) -> Any:
+    step = lambda i, c: jnp.where(i > 3, jnp.sqrt(c), c - 1.0)
+    return jax.lax.fori_loop(0, 6, step, x)
+
+  def asked(x: Any) -> Any:
+    body = lambda c: (c[0] + 1, jnp.where(c[0] > 3, jnp.sqrt(c[1]), c[1] - 1.0))
+    return jax.lax.while_loop(lambda c: jnp.log(5.0 - c[0]) > -1e9, body, (0, x))[1]
+
+  for f in (carried, asked, lambda x: jax.lax.map(carried, x[None])):
+    assert reaching(f)(1.5).step in (4, (0, 4))
+
+  def nested(x: Any) -> Any:
+    inner = lambda c, t: (c, jnp.where((x < c) & (t == 1), jnp.log(c), safe_log(c)))
+    outer = lambda c, _: (c - 1.0, jax.lax.scan(inner, c, jnp.arange(3))[1])
+    return jax.lax.scan(outer, x + 2, length=5)[1], jnp.sqrt(x)
+
+  report = reaching(nested)(-3.0)
+  assert places(report) == [("log", (0, 1)), ("sqrt", None)]
+
+
+def test_a_branch_hands_on_what_it_takes() -> None:
+  chosen = lambda x: jax.lax.cond(x > 0, lambda y: 0 * x, lambda y: y, jnp.log(-jnp.abs(x)))
+  assert reaching(chosen)(1.0) is None
+  assert reaching(chosen)(-1.0).primitive == "log"
+  both = jax.vmap(chosen)
+  assert reaching(both)(jnp.array([1.0, 2.0])) is None
+  assert reaching(both)(jnp.array([1.0, -2.0])).primitive == "log"
+  unsafe = lambda x: jax.lax.cond(x > 0, lambda x: x, jnp.log, x)
+  assert reaching(lambda x: jnp.nan_to_num(unsafe(x)))(-1.0) is None
+  assert reaching(jax.jit(unsafe))(-1.0).primitive == "log"
+
+
+def test_lanes() -> None:
+  def rounds(n: Any, x: Any) -> Any:
+    body = lambda s: (s[0] + 1, jnp.where(s[0] == 2, jnp.log(x), safe_log(x)))
+    return jax.lax.while_loop(lambda s: s[0] < n, body, (0, x))[1]
+
+  n, x = jnp.array([2, 4, 3]), jnp.array([-1.0, 5.0, -1.0])
+  report = reaching(jax.vmap(rounds))(n, x)
+  assert (report.primitive, report.step) == ("log", 2)
+  assert reaching(jax.vmap(rounds))(jnp.array([2, 4, 2]), x) is None
+  report = reaching(jax.vmap(lambda x: safe_log(x - 1) + jnp.sqrt(x)))(jnp.array([1.0, 0.5, -1.0]))
+  assert (report.primitive, report.lane, report.index) == ("sqrt", 2, (2,))
+
+
+def test_inputs_have_their_names() -> None:
+  f = lambda params, x, *, scale=1.0: (params["w"] * x).sum() * scale
+  w = {"w": np.array([1.0, np.nan], np.float32)}
+  for find in (FIND, reaching):
+    report = find(f)(w, 2.0)
+    assert (report.primitive, report.source) == ("input", "params['w']")
+    assert (report.argument, report.index) == ("params['w']", (1,))
+    assert places(find(f)(w, np.nan, scale=np.nan)) == ["params['w']", "x", "scale"]
+    assert find(lambda *xs: sum(xs))(1.0, np.nan).source == "argument 1"
+  masked = lambda params, x: jnp.where(jnp.isnan(params["w"]), 0.0, params["w"]) * x
+  assert FIND(masked)(w, 2.0).source == "params['w']"
+  assert reaching(masked)(w, 2.0) is None
+  assert places(reaching(masked)(w, np.nan)) == ["x"]
+  made = reaching(lambda x, y: x * jnp.log(y))(np.nan, -1.0)
+  assert places(made) == [("log", None), "x"]
+
+
+def test_all_has_the_first_hundred_in_the_programs_order() -> None:
+  def f(x: Any) -> Any:
+    ys = jax.lax.scan(lambda c, t: (c, (jnp.log(c), jnp.sqrt(c))), x, jnp.arange(3))[1]
+    return ys, [jnp.log(x) for _ in range(101)]
+
+  report = reaching(jax.jit(f))(-200.0)
+  assert len(report.all) == 100
+  assert places(report) == [("log", 0), ("sqrt", 0)] + [("log", None)] * 98
+  assert {type(one) for one in report.all} == {cg.NanReport}
+  assert report.all[3].source == report.all[4].source != ""
+  assert report.all[2].operands == ("float32[], -200",)
+  assert [one.all for one in report.all] == [[]] * 100
+  assert dataclasses.asdict(report)["all"][0]["primitive"] == "log"
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_refs_hand_on_what_they_hold(loop: bool) -> None:
+  def f(x: Any) -> Any:
+    ref = jax.new_ref(x)
+
+    def step(i: Any, total: Any) -> Any:
+      ref[...] = jnp.sqrt(ref[...]) - 1.0
+      return total + 1.0
+
+    total = jax.lax.fori_loop(0, 3, step, 0.0) if loop else step(0, 0.0)
+    return total, ref[...]
+
+  assert reaching(f)(-1.0).primitive == "sqrt"
+  assert reaching(lambda x: jnp.nan_to_num(f(x)[1]))(-1.0) is None
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_shards(check: bool) -> None:
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+
+  def over_devices(f: Callable[[Any], Any], out: Any = SPLIT) -> Any:
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=out, check_vma=check)
+    return lambda x: reaching(mapped)(jax.device_put(x, jax.NamedSharding(mesh, jax.P("d"))))
+
+  x = jnp.array([1.0, -1.0, 2.0, -2.0])
+  assert over_devices(safe_log)(x) is None
+  report = over_devices(lambda x: safe_log(x) + jnp.sqrt(x + 1.5))(x)
+  assert (report.primitive, report.shard) == ("sqrt", 3)
+
+  # A collective hands a NaN on to all devices, each of which may mask it.
+  def summed(x: Any, shown: int) -> Any:
+    total = jax.lax.psum(jnp.log(x), "d")
+    return jnp.where(jax.lax.axis_index("d") == shown, total, 0.0) + 0 * x
+
+  for shown in (0, 1):
+    report = over_devices(functools.partial(summed, shown=shown))(x)
+    assert (places(report), report.shard) == ([("log", None)], 1)
+  assert over_devices(functools.partial(summed, shown=9))(x) is None
+  whole = over_devices(lambda x: jax.lax.psum(safe_log(x) + jnp.sqrt(x), "d"), jax.P())
+  assert places(whole(x)) == [("sqrt", None)]
+
+  def looped(x: Any) -> Any:
+    step = lambda c, t: (c + 1.0, jnp.where(t == 2, jnp.log(c), 0.0))
+    return jax.lax.scan(step, x, jnp.arange(4))[1].sum(0)
+
+  report = over_devices(looped)(jnp.array([1.0, -1.0, 2.0, -3.0]))
+  assert (report.primitive, report.step, report.shard) == ("log", 2, 3)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_partitioned_programs(kind: str) -> None:
+  types = (jax.sharding.AxisType[kind],)
+  mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=types)
+  x = jax.device_put(jnp.arange(8.0) - 5, jax.NamedSharding(mesh, jax.P("d")))
+  step = lambda c, t: (c + 1.0, safe_log(c) + jnp.where(t == 1, jnp.sqrt(c), 0.0))
+  scanned = lambda x: jax.lax.scan(step, x, jnp.arange(3))[1]
+  with jax.set_mesh(mesh):
+    for find, first in ((FIND, ("log", 0)), (reaching, ("sqrt", 1))):
+      report = find(scanned)(x)
+      assert ((report.primitive, report.step), report.index) == (first, (0,))
+    assert reaching(safe_log)(x) is None
+
+
+@pytest.mark.parametrize("outer", TRANSFORMATIONS)
+def test_pairs_of_transformations(outer: str) -> None:
+  chains = [pair for pair in PAIRS if pair[0] == outer]
+  root = lambda x: jnp.sqrt(-1 - x * x)
+  masked = lambda x: jnp.where(x * x > -1, jnp.sin(x), jax.lax.stop_gradient(root(x)))
+  for chain in random.Random(outer).sample(chains, 1):
+    assert reaching(build(chain, masked))(X) is None, chain
+    report = reaching(build(chain, lambda x: masked(x) + root(x)))(X)
+    assert report is not None, chain
+    assert (report.kind, report.primitive) == ("nan", "sqrt"), chain
+
+
+def test_gates_run_once() -> None:
+  calls: list[float] = []
+
+  def host(x: Any) -> Any:
+    calls.append(float(x))
+    return x * np.float32(np.nan)
+
+  gate = cg.gate(host, out=lambda x: x, effect="io")
+  assert reaching(lambda x: jnp.nan_to_num(gate(x)))(1.5) is None
+  assert reaching(gate)(2.5).callee == f"gate '{gate.name}'"
+  assert calls == [1.5, 2.5]
+
+
+def test_reaching_is_a_flag() -> None:
+  with pytest.raises(cg.GateDefinitionError, match="find_nan: reaching: expected"):
+    cg.find_nan(safe_log, reaching="yes")  # pyright: ignore[reportArgumentType]
