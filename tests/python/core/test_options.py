@@ -158,12 +158,12 @@ if tvm_ffi is not None:
 
 ELSEWHERE = {
   "cupy": "test_cuda_cupy", "kernel": "test_tvm_ffi", "numba_cuda": "test_cuda_numba",
-  "triton": "test_cuda_triton",
+  "triton": "test_cuda_triton", "verify_all": "test_verify",
 }  # fmt: skip
 TAKES_ANYTHING = {"call", "use"}  # options of gate
 # Arguments that are the program's own data or code: whatever JAX takes.
 DATA = {"value", "predicate", "when", "init_val", "init", "xs", "lower", "upper", "f"} | {
-  "body_fun", "cond_fun", "description", "_split_transpose", "reverse", "length", "unroll"
+  "body_fun", "cond_fun", "until", "description", "_split_transpose", "reverse", "length", "unroll"
 }  # fmt: skip
 
 
