@@ -53,7 +53,7 @@ from callgate._nan.find import NanReport, find_nan
 from callgate._objects.collect import held
 from callgate._objects.handle import Handle
 from callgate._objects.hold import Hold, hold
-from callgate._objects.linear import linear_solver
+from callgate._objects.linear import LinearSolver, linear_solver
 from callgate._objects.root import root
 from callgate._objects.use import use
 from callgate._places.threads import Thread, thread
@@ -110,6 +110,7 @@ __all__ = [
   "KernelFileError",
   "Knob",
   "Library",
+  "LinearSolver",
   "LoadedKernels",
   "NanReport",
   "ProcessError",

@@ -74,6 +74,7 @@ MODULES = {
   "Hold": "callgate._objects.hold",
   "hold": "callgate._objects.hold",
   "use": "callgate._objects.use",
+  "LinearSolver": "callgate._objects.linear",
   "linear_solver": "callgate._objects.linear",
   "root": "callgate._objects.root",
   "Recording": "callgate._replay.record",

@@ -24,6 +24,9 @@ class Traits:
     reads_cell: True if its result is a cell that the host may change, which each device reads.
     runs_programs: True if its function may run JAX programs: threads don't get far ahead of it.
     same_on_all_platforms: True if one call serves programs for several platforms.
+    shares_object: True if the steps of a loop may share the object that it makes of its first
+      argument, where that does not change. A call that makes and uses it has `make` and
+      `with_object`.
     splits: True if arguments may hold more than arrays (`_core/split.py`).
     taped: True if recordings have its calls (`callgate.record`).
     told_shard: True if a fully manual `jax.shard_map` tells it its shard.
@@ -41,6 +44,7 @@ class Traits:
   reads_cell: bool = False
   runs_programs: bool = False
   same_on_all_platforms: bool = False
+  shares_object: bool = False
   splits: bool = False
   taped: bool = False
   told_shard: bool = False

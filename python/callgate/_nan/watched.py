@@ -148,7 +148,8 @@ class Watch:
         out = reach.wide(outs[index])
         flags = jnp.where(kind == NAN, jnp.isnan(out), jnp.isinf(out))
         if tracing.lies_explicitly([flags]):  # JAX flattens no value whose type has a split
-          flags = jax.sharding.reshard(flags, jax.P())
+          mesh: Any = jax.typeof(flags).sharding.mesh
+          flags = jax.sharding.reshard(flags, jax.sharding.NamedSharding(mesh, jax.P()))
         where = jnp.argmax(flags.reshape(-1)).astype(np.int32)
         ranges = [_range(x) for x in ins[: self._operands]]
         ranges += [jnp.zeros(2)] * (self._operands - len(ranges))

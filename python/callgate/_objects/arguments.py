@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from callgate._call import derivatives
@@ -122,3 +123,27 @@ def size(leaves: Sequence[Any]) -> int:
 def shown(leaves: Sequence[Any]) -> str:
   types = (type_text(jnp.result_type(leaf), jnp.shape(leaf)) for leaf in leaves)
   return ", ".join(types) or "no array"
+
+
+def is_zero(tangent: Any) -> bool:
+  """True for a tangent that is a symbolic zero, or that of an integer."""
+  return isinstance(tangent, jax.custom_derivatives.SymbolicZero) or (
+    getattr(tangent, "dtype", None) == jax.dtypes.float0
+  )
+
+
+def instantiated(primals: Any, tangents: Any) -> Any:
+  """Tangents as `jax.jvp` takes them, in the place of symbolic zeros."""
+
+  def one(primal: Any, tangent: Any) -> Any:
+    if not is_zero(tangent):
+      return tangent
+    if not jnp.issubdtype(jnp.result_type(primal), jnp.inexact):
+      return np.zeros(jnp.shape(primal), jax.dtypes.float0)
+    return jnp.zeros_like(primal)
+
+  leaves, tree = jax.tree.flatten(primals)
+  return jax.tree.unflatten(
+    tree,
+    [one(p, t) for p, t in zip(leaves, jax.tree.leaves(tangents, is_leaf=is_zero), strict=True)],
+  )

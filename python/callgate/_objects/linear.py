@@ -4,26 +4,31 @@
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from callgate._call.function import ArrayFunction
-from callgate._core import dtypes, registry
+from callgate._core import dtypes, registry, split
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
+from callgate._core.public import core
 from callgate._core.where import where
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions, Thread
+from callgate._jax import tracing
 from callgate._objects import arguments
 from callgate._objects.arguments import TwoArguments
+from callgate._objects.handle import Handle
 from callgate._objects.hold import Hold, Place, hold, on_thread
 from callgate._objects.use import Use, Using
 from callgate._places import threads
 
+Columns = Literal["each", "whole"]
 _RHS = 2  # the position of the right-hand side among the arguments of a solve with an object
 
 
@@ -32,8 +37,8 @@ def linear_solver(
   solve_transposed: Callable[..., Any] | None = None, matvec: Callable[..., Any] | None = None,
   symmetric: bool = False, cast: bool | None = None,
   run_on: Place = None, thread: Thread = "xla",
-  timeout: float | None = None, name: str | None = None,
-) -> Gate:  # fmt: skip
+  timeout: float | None = None, vmap: Columns = "each", name: str | None = None,
+) -> "LinearSolver":  # fmt: skip
   """A linear solver of the host as a JAX function with derivatives: `x = solver(a, b)`, `a x = b`.
 
   ```python
@@ -66,11 +71,14 @@ def linear_solver(
       derivatives share an object, and XLA's where one call factorises and solves.
     thread: see `callgate.hold`.
     timeout: see `callgate.gate`.
+    vmap: for lanes that share an `a`. "each" calls `solve` for each lane; "whole" calls it once,
+      with the lanes' right-hand sides as columns: float[n, lanes].
     name: what programs and messages call it. Default: as for `callgate.gate`, of `solve`.
 
   Returns:
     A gate that is called as `solver(a, b)`: `a` an array or a pytree of them, `b` an array.
     Under `jax.vmap` an `a` that is not mapped over is factorised once for all.
+    `f = solver.factor(a)` and `solver(a, b, factor=f)` factorise once for several calls.
 
   Raises:
     GateDefinitionError: an option is wrong; or, while tracing, arguments don't fit each other, or
@@ -82,14 +90,48 @@ def linear_solver(
   _options.or_none(_options.function, label, "solve_transposed", solve_transposed)
   _options.or_none(_options.function, label, "matvec", matvec)
   _options.boolean(label, "symmetric", symmetric)
-  parts = _SolverFunctions(factor, solve, solve_transposed, matvec, symmetric)
+  _options.choice(label, "vmap", vmap, allowed=get_args(Columns))
+  parts = _SolverFunctions(factor, solve, solve_transposed, matvec, symmetric, vmap == "whole")
   place: dict[str, Any] = {"run_on": run_on, "thread": thread, "timeout": timeout}
   of_objects = on_thread(place, threads.objects())
   if run_on is None:  # one call has no object that outlives it
     place["run_on"] = "xla"
   given = GateOptions(out=_as_b, cast=cast, name=name, **place)
   with registry.defining(where().definition()):
-    return Gate(_Solver(parts, given, of_objects))
+    return LinearSolver(_Solver(parts, given, of_objects))
+
+
+class LinearSolver(Gate[..., Any]):
+  """A linear solver as a JAX function; made by `callgate.linear_solver`."""
+
+  _makers = "callgate.linear_solver"
+
+  def factor(self, a: Any, /) -> Handle:
+    """The factorisation of `a`, for `solver(a, b, factor=...)`.
+
+    ```python
+    import callgate as cg, jax, jax.numpy as jnp
+    from scipy.linalg import lu_factor, lu_solve
+
+    solver = cg.linear_solver(
+      factor=lu_factor, solve=lu_solve, solve_transposed=lambda lu, b: lu_solve(lu, b, trans=1)
+    )
+
+    @jax.jit
+    def steps(a, u):  # of an implicit Euler method: one factorisation
+      lu = solver.factor(a)
+      return jax.lax.scan(lambda u, _: (solver(a, u, factor=lu), None), u, length=100)[0]
+
+    assert jnp.allclose(steps(2 * jnp.eye(3), jnp.ones(3)), 2.0**-100)
+    ```
+
+    Args:
+      a: as the solver takes it. Derivatives of a solve in `a` are those without `factor=`.
+
+    Returns:
+      A handle, which goes through `jit`, loops, branches and `vmap` as an array does.
+    """
+    return core(self).make(a)
 
 
 def _as_b(a: Any, b: Any) -> Any:
@@ -106,6 +148,7 @@ class _SolverFunctions:
   solve_transposed: Callable[..., Any] | None
   matvec: Callable[..., Any] | None
   symmetric: bool
+  whole: bool  # takes the right-hand sides of all lanes as columns
 
 
 class _Solver(TwoArguments):
@@ -113,6 +156,7 @@ class _Solver(TwoArguments):
 
   kind = "linear solver"
   names = ("a", "b")
+  traits = TwoArguments.traits.but(shares_object=True)
 
   def __init__(self, parts: _SolverFunctions, options: GateOptions, place: dict[str, Any]) -> None:
     factor, solve = parts.factor, parts.solve  # all that goes to a worker
@@ -125,51 +169,98 @@ class _Solver(TwoArguments):
     call.__qualname__ = getattr(parts.solve, "__qualname__", call.__name__)
     super().__init__(call, dataclasses.replace(options, copy=True))
     self.parts, self._options, self._place = parts, options, place
-    self._make: Hold = hold(parts.factor, name=f"{self.name}.factor", **place)
-    more = {**place, "cast": options.cast}
-    self._solve = self._with_object("solve", parts.solve, more)
-    self._transposed = self._solve
-    if parts.solve_transposed is not None and not parts.symmetric:
-      self._transposed = self._with_object("solve_transposed", parts.solve_transposed, more)
-      self._transposed.deftranspose(lambda ct, h, a, b: self._solve(h, a, ct))
-    self._solve.deftranspose(self._transpose_solve)
+    self.make: Hold = hold(parts.factor, name=f"{self.name}.factor", **place)
+    core(self.make).traits = core(self.make).traits.but(shares_object=True)
+    self._uses: dict[int, tuple[Any, Any]] = {}
+    self._solve, self._transposed = self._with_object(0)
     self.set_jvp(self._rule, symbolic_zeros=True)
     self.transpose_rule = self._transpose  # of `jax.linear_transpose`, which no tangents precede
     self.vmap_rule = self._mapped
 
-  def _with_object(self, what: str, solve: Callable[..., Any], more: dict[str, Any]) -> Any:
-    """The call `solve(object, b)`, which is linear in b; `a` is there for its derivatives."""
+  def __call__(self, *args: Any, factor: Any = None, **kwargs: Any) -> Any:
+    if factor is None:
+      return super().__call__(*args, **kwargs)
+    if not isinstance(factor, Handle):
+      _options.refuse(self.label, "factor", "what solver.factor(a) has returned, a handle", factor)
+    a, b = split.joined(self.given(args, kwargs)[0])
+    solver, a = self._closed(a, b) or (self, a)
+    return solver.with_object(factor, a, b)
 
+  def with_object(self, handle: Handle, a: Any, b: Any) -> Any:
+    """A solve by the object that `make` has made of `a`."""
+    return self._solve(handle, a, b)
+
+  def _with_object(self, axes: int) -> tuple[Any, Any]:
+    """The calls `solve(object, a, b)` and the transposed one, of a b with so many axes of lanes.
+
+    The axes come behind that of the rows. `a` is there for the derivatives.
+    """
+    if axes not in self._uses:
+      parts = self.parts
+      solve = transposed = self._use("solve", parts.solve, self._matvec, axes)
+      if parts.solve_transposed is not None and not parts.symmetric:
+        what, function = "solve_transposed", parts.solve_transposed
+        transposed = self._use(what, function, self._transposed_matvec, axes)
+        transposed.deftranspose(lambda ct, h, a, b: solve(h, a, ct))
+      solve.deftranspose(lambda ct, h, a, b: self._transpose_solve(ct, h, a, transposed))
+      self._uses[axes] = solve, transposed
+    return self._uses[axes]
+
+  def _use(
+    self, what: str, solve: Callable[..., Any], matvec: Callable[..., Any], axes: int
+  ) -> Any:
     def call(factorised: Any, a: Any, b: Any) -> Any:
       del a
-      return solve(factorised, b)
+      if axes == 0:
+        return solve(factorised, b)
+      return np.reshape(solve(factorised, b.reshape(len(b), -1)), b.shape)  # as columns
 
+    name = f"{self.name}.{what}{f' of {axes}' if axes else ''}"
     options = GateOptions(
-      out=lambda handle, a, b: b, linear=(_RHS,), name=f"{self.name}.{what}", **more
+      out=lambda handle, a, b: b, linear=(_RHS,), cast=self._options.cast, name=name, **self._place
     )
     made = Use(Using(call, self.label), options)
+    for _ in range(axes):
+      matvec = functools.partial(jax.vmap, in_axes=(None, None, 1), out_axes=1)(matvec)
 
     def rule(primals: Any, tangents: Any) -> Any:
       handle, a, b = primals
       x = made(handle, a, b)
-      matvec = self._transposed_matvec if what == "solve_transposed" else self._matvec
       return x, self._tangent(made, matvec, handle, a, x, tangents[1], tangents[2])
 
     made.set_jvp(rule, symbolic_zeros=True)
+    if self.parts.whole:
+      index = int(what != "solve")
+      made.vmap_rule = functools.partial(self._as_columns, made, index, axes)
     return ArrayFunction(made)
+
+  def _as_columns(
+    self, made: Any, index: int, axes: int, size: int, batched: Any, handle: Any, a: Any, b: Any
+  ) -> Any:
+    """Lanes that share an object are one call; others come one after another."""
+    if any(jax.tree.leaves((batched[0], batched[1]))):
+      leaves, tree = jax.tree.flatten((handle, a, b))
+      flags = jax.tree.leaves(batched)
+      rows = [
+        jnp.broadcast_to(x, (size, *jnp.shape(x))) if not f else x
+        for x, f in zip(leaves, flags, strict=True)
+      ]
+      return jax.lax.map(lambda one: made(*jax.tree.unflatten(tree, one)), rows), True
+    call = self._with_object(axes + 1)[index]
+    return jnp.moveaxis(call(handle, a, jnp.moveaxis(b, 0, 1)), 1, 0), True
 
   def _transpose(self, cotangent: Any, a: Any, b: Any) -> Any:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(a)):
       raise GateDefinitionError(f"{self.label}: transposed in a; expected in b, where it is linear")
-    return self._transpose_solve(cotangent, self._make(a), a, b)
+    return self._transpose_solve(cotangent, self.make(a), a, self._transposed)
 
-  def _transpose_solve(self, cotangent: Any, handle: Any, a: Any, b: Any) -> Any:
+  def _transpose_solve(self, cotangent: Any, handle: Any, a: Any, transposed: Any) -> Any:
     if self.parts.solve_transposed is None and not self.parts.symmetric:
       raise GateDefinitionError(
         f"{self.label}: reverse mode solves with the transposed matrix; expected "
         "solve_transposed=, or symmetric=True"
       )
-    return self._transposed(handle, a, cotangent)
+    return transposed(handle, a, cotangent)
 
   def check_arguments(self, leaves: Sequence[Any], tree: Any) -> None:
     of_a, of_b = map(jax.tree.leaves, jax.tree.unflatten(tree, leaves))
@@ -177,6 +268,10 @@ class _Solver(TwoArguments):
       raise GateDefinitionError(
         f"{self.label}: b: expected floating-point or complex numbers, as x is of b's dtype, got "
         f"{arguments.shown(of_b)}"
+      )
+    if self.parts.whole and len(of_b) != 1:
+      raise GateDefinitionError(
+        f"{self.label}: b: with vmap='whole', expected one array, got ({arguments.shown(of_b)})"
       )
     if self.parts.matvec is not None:
       found = self.types_of("matvec", self.parts.matvec, leaves, tree)
@@ -196,7 +291,16 @@ class _Solver(TwoArguments):
       )
 
   def of_closure(self, first: Any, second: Any) -> Any:
+    if (closed := self._closed(first, second)) is None:
+      return None
+    made, a = closed
+    return made(a, second)
+
+  def _closed(self, first: Any, second: Any) -> "tuple[_Solver, Any] | None":
+    """A solver that gets what `matvec` closes over with its `a`, and that; None for no closure."""
     parts = self.parts
+    if tracing.in_no_trace():
+      return None
     if (closed := arguments.closed_over(parts.matvec, first, second)) is None:
       return None
     matvec, values = closed
@@ -210,12 +314,12 @@ class _Solver(TwoArguments):
         dataclasses.replace(self._options, name=f"{self.name} (closure)"),
         self._place,
       )
-    return made((first, values), second)
+    return made, (first, values)
 
   # -- derivatives ---------------------------------------------------------------------------------
   def _rule(self, primals: Any, tangents: Any) -> Any:
     a, b = primals
-    handle = self._make(a)
+    handle = self.make(a)
     x = self._solve(handle, a, b)
     return x, self._tangent(self._solve, self._matvec, handle, a, x, *tangents)
 
@@ -230,10 +334,10 @@ class _Solver(TwoArguments):
     db: Any,
   ) -> Any:
     """d x = A^-1 (d b - (d A) x); a tangent may be a symbolic zero."""
-    rhs = jnp.zeros_like(x) if _is_zero(db) else db
-    if not all(map(_is_zero, jax.tree.leaves(da, is_leaf=_is_zero))):
-      rhs = rhs - matvec(a, instantiated(a, da), x)
-    elif _is_zero(db):
+    rhs = jnp.zeros_like(x) if arguments.is_zero(db) else db
+    if not all(map(arguments.is_zero, jax.tree.leaves(da, is_leaf=arguments.is_zero))):
+      rhs = rhs - matvec(a, arguments.instantiated(a, da), x)
+    elif arguments.is_zero(db):
       return rhs
     return solve(handle, a, rhs)
 
@@ -267,34 +371,11 @@ class _Solver(TwoArguments):
     """An `a` for all lanes is factorised once."""
 
     def lane(a: Any, b: Any) -> Any:
-      return self._solve(self._make(a), a, b)
+      return self._solve(self.make(a), a, b)
 
     of_a, of_b = batched
     axes = jax.tree.map(lambda flag: 0 if flag else None, (of_a, of_b))
     if any(jax.tree.leaves(of_a)):
       return jax.vmap(lane, axes, axis_size=size)(a, b), True
-    handle = self._make(a)
+    handle = self.make(a)
     return jax.vmap(lambda b: self._solve(handle, a, b), axis_size=size)(b), True
-
-
-def _is_zero(tangent: Any) -> bool:
-  return isinstance(tangent, jax.custom_derivatives.SymbolicZero) or (
-    getattr(tangent, "dtype", None) == jax.dtypes.float0
-  )
-
-
-def instantiated(primals: Any, tangents: Any) -> Any:
-  """Tangents as `jax.jvp` takes them, in the place of symbolic zeros."""
-
-  def one(primal: Any, tangent: Any) -> Any:
-    if not _is_zero(tangent):
-      return tangent
-    if not jnp.issubdtype(jnp.result_type(primal), jnp.inexact):
-      return np.zeros(jnp.shape(primal), jax.dtypes.float0)
-    return jnp.zeros_like(primal)
-
-  leaves, tree = jax.tree.flatten(primals)
-  return jax.tree.unflatten(
-    tree,
-    [one(p, t) for p, t in zip(leaves, jax.tree.leaves(tangents, is_leaf=_is_zero), strict=True)],
-  )

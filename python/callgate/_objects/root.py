@@ -20,7 +20,6 @@ from callgate._gate.options import GateOptions, Thread
 from callgate._jax import tracing
 from callgate._objects import arguments
 from callgate._objects.arguments import TwoArguments
-from callgate._objects.linear import instantiated
 from callgate._places.threads import Thread as OneThread
 
 
@@ -98,7 +97,7 @@ class _Root(TwoArguments):
     (theta, x0), (dtheta, _) = primals, tangents
     residual, solve = self._residual, self._tangent_solve
     x = self(theta, x0)
-    moved = jax.jvp(lambda t: residual(x, t), (theta,), (instantiated(theta, dtheta),))[1]
+    moved = jax.jvp(lambda t: residual(x, t), (theta,), (arguments.instantiated(theta, dtheta),))[1]
     flat, unravel = ravel_pytree(x)
     right = ravel_pytree(moved)[0]
 

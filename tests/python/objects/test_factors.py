@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Factorisations that several solves share, and right-hand sides of lanes as columns."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.linalg import lu_factor, lu_solve
+
+import callgate as cg
+
+A = jnp.array([[1.0, 0.5, 0.0], [0.0, 2.0, 0.25], [0.15, 0.0, 1.5]])
+U = jnp.array([1.0, 2.0, -1.0])
+STEPS = 100
+
+
+class Counted:
+  """A solver that counts: `factorised`, and the shapes of the right-hand sides of each solve."""
+
+  def __init__(self, **options: Any) -> None:
+    self.factorised, self.solved = 0, list[tuple[int, ...]]()
+
+    def factor(a: Any) -> Any:
+      self.factorised += 1
+      return lu_factor(a)
+
+    def solve(lu: Any, b: Any, trans: int = 0) -> Any:
+      self.solved.append(b.shape)
+      return lu_solve(lu, b, trans=trans)
+
+    self.solver = cg.linear_solver(
+      factor=factor, solve=solve, solve_transposed=lambda lu, b: solve(lu, b, 1), **options
+    )
+
+  def plain_steps(self, a: Any, u: Any) -> Any:
+    return jax.lax.scan(lambda u, _: (self.solver(a, u), None), u, length=STEPS)[0]
+
+  def steps(self, a: Any, u: Any) -> Any:
+    factor = self.solver.factor(a)
+    step = lambda u, _: (self.solver(a, u, factor=factor), None)
+    return jax.lax.scan(step, u, length=STEPS)[0]
+
+
+def by_jax(a: Any, u: Any) -> Any:
+  return jax.lax.scan(lambda u, _: (jnp.linalg.solve(a, u), None), u, length=STEPS)[0]
+
+
+def total(f: Any) -> Any:
+  return lambda a, u: f(a, u).sum()
+
+
+LANES = jnp.stack([U, 2 * U, -U])
+# How steps are transformed; (a, u); solves with vmap="each" and "whole".
+TABLE: dict[str, tuple[Callable[[Any], Any], Any, int, int]] = {
+  "call": (lambda f: f, (A, U), STEPS, STEPS),
+  "grad": (lambda f: jax.grad(total(f), (0, 1)), (A, U), 2 * STEPS, 2 * STEPS),
+  "jvp": (lambda f: lambda a, u: jax.jvp(f, (a, u), (a, u)), (A, U), 2 * STEPS, 2 * STEPS),
+  "vmap": (lambda f: jax.vmap(f, (None, 0)), (A, LANES), 3 * STEPS, STEPS),
+  "vmap of vmap": (
+    lambda f: jax.vmap(jax.vmap(f, (None, 0)), (None, 0)), (A, jnp.stack([LANES, 3 * LANES])),
+    6 * STEPS, STEPS,
+  ),
+  "grad of vmap": (
+    lambda f: jax.grad(total(jax.vmap(f, (None, 0))), (0, 1)), (A, LANES), 6 * STEPS, 2 * STEPS
+  ),
+  "remat": (lambda f: jax.grad(total(jax.checkpoint(f)), (0, 1)), (A, U), -1, -1),
+  "hessian": (lambda f: jax.jacfwd(jax.grad(total(f), 1), 1), (A, U), -1, -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", ["steps", "plain_steps"])
+@pytest.mark.parametrize("vmap", ["each", "whole"])
+@pytest.mark.parametrize("name", TABLE)
+def test_steps_with_one_matrix_factorise_once(name: str, vmap: Any, steps: str) -> None:
+  transform, args, each, whole = TABLE[name]
+  counted = Counted(vmap=vmap)
+  program = jax.jit(transform(getattr(counted, steps)))
+  for run in range(1, 3):
+    counted.solved.clear()
+    got = jax.block_until_ready(program(*args))
+    cg.barrier()
+    if name != "remat":
+      assert counted.factorised == run
+    if (solves := each if vmap == "each" else whole) > 0:
+      assert len(counted.solved) == solves
+  want = jax.jit(transform(by_jax))(*args)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-4), got, want)
+
+
+def test_lanes_of_matrices_have_a_factor_each() -> None:
+  counted = Counted(vmap="whole")
+  matrices, us = jnp.stack([A, 1.1 * A]), jnp.stack([U, -U])
+  got = jax.jit(jax.vmap(counted.steps))(matrices, us)
+  np.testing.assert_allclose(got, jax.vmap(by_jax)(matrices, us), rtol=2e-3, atol=1e-5)
+  assert counted.factorised == 2
+  shared = jax.vmap(lambda a, f: jax.vmap(lambda b: counted.solver(a, b, factor=f))(us))
+  factors = jax.vmap(counted.solver.factor)(matrices)
+  want = jnp.stack([jnp.linalg.solve(a, us.T).T for a in matrices])
+  np.testing.assert_allclose(jax.jit(shared)(matrices, factors), want, rtol=1e-5)
+
+
+def loop_in_a_loop(counted: Counted, a: Any, u: Any) -> Any:
+  inner = lambda a, u: jax.lax.scan(lambda u, _: (counted.solver(a, u), None), u, length=10)[0]
+  step = lambda c, _: ((c[0] * 1.01, inner(*c)), None)
+  return jax.lax.scan(step, (a, u), length=5)[0][1]
+
+
+def with_a_bar(counted: Counted, a: Any, u: Any) -> Any:
+  bar = cg.Progress("steps", file=io.StringIO())
+  step = lambda u, _: (counted.solver(a, u), None)
+  return cg.scan(step, u, length=50, progress=bar)[0]
+
+
+def in_a_fori_loop(counted: Counted, a: Any, u: Any) -> Any:
+  return jax.lax.fori_loop(0, 50, jax.jit(lambda _, u: counted.solver(a, u)), u)
+
+
+def of_a_carry(counted: Counted, a: Any, u: Any) -> Any:
+  step = lambda c, _: ((c[0] * 1.0, counted.solver(*c)), None)
+  return jax.lax.scan(step, (a, u), length=50)[0][1]
+
+
+def in_a_branch(counted: Counted, a: Any, u: Any) -> Any:
+  solved = lambda u: counted.solver(a, u)
+  step = lambda u, i: (jax.lax.cond(i < 3, solved, lambda u: u, u), None)
+  return jax.lax.scan(step, u, jnp.arange(50))[0]
+
+
+@pytest.mark.parametrize(
+  ("loop", "factorised"),
+  [(loop_in_a_loop, 5), (with_a_bar, 1), (in_a_fori_loop, 1), (of_a_carry, 50), (in_a_branch, 3)],
+)
+def test_a_loop_factorises_a_matrix_that_does_not_change_once(loop: Any, factorised: int) -> None:
+  counted = Counted()
+  got = jax.jit(lambda a, u: loop(counted, a, u))(A, U)
+  cg.barrier()
+  assert counted.factorised == factorised
+  cg.held()
+  assert cg.held().get(f"{counted.solver.name}.factor", 0) == 0
+  counted.solver = jnp.linalg.solve
+  np.testing.assert_allclose(got, loop(counted, A, U), rtol=2e-3, atol=1e-6)
+
+
+def test_complex_systems_are_transposed_and_not_conjugated() -> None:
+  counted, a, b = Counted(), A + 0.5j * A.T, U + 1j
+  solved = lambda a, b: counted.solver(a, b, factor=counted.solver.factor(a))
+  np.testing.assert_allclose(solved(a, b), jnp.linalg.solve(a, b), rtol=1e-5)
+  size = lambda f: jax.grad(lambda a, b: jnp.abs(f(a, b)).sum(), (0, 1))(a, b)
+  got, want = size(solved), size(jnp.linalg.solve)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), got, want)
+
+
+def test_a_program_that_closes_over_a_factor_keeps_it() -> None:
+  counted = Counted()
+  factors = [counted.solver.factor(A)]
+  program = jax.jit(lambda b: counted.solver(A, b, factor=factors[0]))
+  first = program(U)
+  factors.clear()
+  gc.collect()
+  cg.held()
+  np.testing.assert_array_equal(program(U), first)
+  assert counted.factorised == 1
+
+
+def test_what_matvec_closes_over_has_derivatives() -> None:
+  def loss(scale: Any, with_factor: bool) -> Any:
+    solver = cg.linear_solver(
+      factor=lambda a: a.copy(), solve=lambda f, b: b / f, symmetric=True,
+      matvec=lambda a, x: a * x * (scale / scale),
+    )  # fmt: skip
+    more = {"factor": solver.factor(U)} if with_factor else {}
+    return (scale * solver(U, U * scale, **more)).sum()
+
+  got, want = (jax.grad(loss)(2.0, flag) for flag in (True, False))
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_anything_else_is_refused() -> None:
+  solver = Counted().solver
+  with pytest.raises(cg.GateDefinitionError, match=r"factor: expected what solver.factor\(a\)"):
+    solver(A, U, factor=3)
+  with pytest.raises(cg.GateDefinitionError, match="vmap: expected"):
+    Counted(vmap="grid")
+  with pytest.raises(cg.GateDefinitionError, match="b: expected 3 rows"):
+    solver(A, jnp.ones(4), factor=solver.factor(A))
