@@ -15,6 +15,9 @@ objects that the loop gives out. The sweep takes what was computed with objects,
 done with, and what inner loops that have been left give: it comes after them. A use that gives
 nothing, or no elements, gives a mark beside it. The next step makes objects by the scope that the
 sweep gives: a device that is ahead of the one that sweeps waits.
+
+A solver's factorisation of a matrix that no step changes is made before the loop, in a scope of its
+own, and freed after it (`Traits.shares_object`).
 """
 
 from __future__ import annotations
