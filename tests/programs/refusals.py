@@ -20,6 +20,7 @@ REFUSALS = {
   "serialization of host_callbacks": "JAX's callbacks in an exported program",
   "IO effect not supported in vmap-of-cond": "JAX's callbacks in a branch under vmap",
   "Buffer callbacks do not support JVP": "JAX's, in the old interface, too",
+  "ordered=True works in programs for one device": "an ordered tap beside a shard_map, by JAX",
   "leaves some of them to XLA": "what is ordered or has a bar, in a shard_map over some axes",
   "slicing on sharded dims where": "JAX's, of explicitly sharded arrays, in what twins leave out",
   r"no gate or kernel named .((call:)?program_\d+\.|checkpoints )": "elsewhere, calls without one",
