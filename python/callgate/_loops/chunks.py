@@ -8,7 +8,6 @@ O(sqrt n) values in place of O(n).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,12 +31,20 @@ def of_chunk(step: _Step, size: int, reverse: bool, unroll: Any) -> _Step:
   def body(state: Any, xs: Any) -> tuple[Any, Any]:
     count, going, carry = state
     count, carry = while_going(going, count, carry)
-    run = functools.partial(jax.lax.scan, step, length=size, reverse=reverse, unroll=unroll)
-    again = jax.checkpoint(lambda state, xs: run(state, xs), prevent_cse=False)
-    state, ys = again(type(state)(count, going, carry), xs)
+    run = _chunk(step, size, reverse, unroll, prevent_cse=False)  # a loop's body
+    state, ys = run(type(state)(count, going, carry), xs)
     return state, while_going(going, None, ys)[1]
 
   return body
+
+
+def _chunk(step: _Step, length: int, reverse: bool, unroll: Any, *, prevent_cse: bool) -> _Step:
+  """The steps of a chunk, of which derivatives keep the first state alone."""
+
+  def run(state: Any, xs: Any) -> tuple[Any, Any]:
+    return jax.lax.scan(step, state, xs, length, reverse, unroll)
+
+  return jax.checkpoint(run, prevent_cse=prevent_cse)
 
 
 def scan(
@@ -55,10 +62,7 @@ def scan(
   last, ys = jax.lax.scan(body, start, main, count, reverse)
   ys = jax.tree.map(lambda y: jnp.reshape(y, (whole, *y.shape[2:])), ys)
   if whole < length:
-    run = functools.partial(
-      jax.lax.scan, step, length=length - whole, reverse=reverse, unroll=unroll
-    )
-    last, more = jax.checkpoint(lambda state, xs: run(state, xs))(last, rest)
+    last, more = _chunk(step, length - whole, reverse, unroll, prevent_cse=True)(last, rest)
     first, second = (more, ys) if reverse else (ys, more)
     ys = jax.tree.map(lambda *pair: jnp.concatenate(pair), first, second)
   return last, ys

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._call.batching import one_by_one
 from callgate._call.function import ArrayFunction
 from callgate._core import dtypes, registry, split
 from callgate._core import options as _options
@@ -235,17 +236,16 @@ class _Solver(TwoArguments):
     return ArrayFunction(made)
 
   def _as_columns(
-    self, made: Any, index: int, axes: int, size: int, batched: Any, handle: Any, a: Any, b: Any
+    self, made: Any, index: int, axes: int, _: int, batched: Any, handle: Any, a: Any, b: Any
   ) -> Any:
     """Lanes that share an object are one call; others come one after another."""
     if any(jax.tree.leaves((batched[0], batched[1]))):
       leaves, tree = jax.tree.flatten((handle, a, b))
-      flags = jax.tree.leaves(batched)
-      rows = [
-        jnp.broadcast_to(x, (size, *jnp.shape(x))) if not f else x
-        for x, f in zip(leaves, flags, strict=True)
-      ]
-      return jax.lax.map(lambda one: made(*jax.tree.unflatten(tree, one)), rows), True
+
+      def lane(operands: Sequence[Any], _: Any) -> list[Any]:
+        return [made(*jax.tree.unflatten(tree, operands))]
+
+      return one_by_one(lane, jax.tree.leaves(batched), leaves)[0], True
     call = self._with_object(axes + 1)[index]
     return jnp.moveaxis(call(handle, a, jnp.moveaxis(b, 0, 1)), 1, 0), True
 

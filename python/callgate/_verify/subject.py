@@ -38,7 +38,7 @@ class NotAsked(Exception):
 
 
 class Subject:
-  """One call of a gate or kernel.
+  """A call of a gate or kernel.
 
   Attributes:
     function: what the user holds.

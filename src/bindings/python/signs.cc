@@ -112,8 +112,8 @@ void bind_signs(nb::module_& module) {
         keeper = new Keeper{std::move(signs), std::move(listeners), std::move(prune), prune_at};
       },
       nb::arg("signs"), nb::arg("listeners"), nb::arg("prune"), nb::arg("prune_at"),
-      "Has keep() fill the dict, tell the listeners, and call `prune` when it has more than "
-      "`prune_at` signs, which returns the next such number.");
+      "Has keep_sign() fill the dict, tell the listeners, and call `prune` when it has more "
+      "than `prune_at` signs, which returns the next such number.");
   module.def("keep_sign", &keep, nb::arg("key"), nb::arg("children"), nb::arg("returning") = true,
              "Returns a program's results without its sign, which it keeps. It waits where this "
              "thread is too far ahead of its programs.");
