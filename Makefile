@@ -133,7 +133,7 @@ test:
 	@$(MAKE) $(VENV)/.stamp-build
 	@$(MAKE) -j2 environment cpp-build
 	@$(MAKE) cpp-test python-test
-	@$(MAKE) programs PROGRAMS_ARGS="--jobs 1"
+	@$(MAKE) programs PROGRAMS_ARGS="--jobs 1 --most 200"  # the same ones on any machine
 
 cpp-build: build/xla-headers/jaxlib-version system-packages
 	cmake --preset $(PRESET)

@@ -55,7 +55,7 @@ DISPLAYS = (ast.Dict, ast.DictComp, ast.List, ast.ListComp, ast.Set, ast.SetComp
 USES = (ast.AugAssign, ast.Call, ast.For, ast.Subscript, ast.comprehension)
 LISTS = {"dict", "list", "set", "sorted", "tuple"}
 LOCKS = {"Condition", "Lock", "RLock", "Semaphore"}
-CACHES = {"cache", "clearable_cache", "lru_cache"}
+CACHES = {"cache", "clearable_cache", "lru_cache", "once"}
 CHANGES = {
   "add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end", "pop",
   "popitem", "popleft", "remove", "setdefault", "subtract", "update",

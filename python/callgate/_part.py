@@ -9,6 +9,7 @@ waits on the host waits by `Wait`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -63,6 +64,28 @@ Event = Literal[
 FOREVER = 1e9  # seconds, for waits without a limit
 _SLICE = 0.1  # seconds of a wait between two looks
 _SERVING = 0.001  # the same on a thread that runs calls meanwhile
+
+
+_Made = TypeVar("_Made")
+
+
+def once(make: Callable[[], _Made]) -> Callable[[], _Made]:
+  """A function that returns what `make` returned at its first call, to all threads.
+
+  A thread that calls it meanwhile waits; `functools.cache` would make it twice. Where `make`
+  raises, the next call makes it anew.
+  """
+  lock, made = threading.RLock(), list[_Made]()
+
+  @functools.wraps(make)
+  def the_one() -> _Made:
+    if not made:
+      with lock:
+        if not made:
+          made.append(make())
+    return made[0]
+
+  return the_one
 
 
 class Wait:

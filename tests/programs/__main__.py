@@ -16,6 +16,7 @@ import search
 def main() -> int:
   parser = argparse.ArgumentParser(prog="python tests/programs", description=__doc__)
   parser.add_argument("--seconds", type=float, default=60)
+  parser.add_argument("--most", type=int, default=sys.maxsize, help="programs in each process")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--jobs", type=int, default=2, help="processes that run programs")
   parser.add_argument("--save", default="", help="a folder for what is found, as files that run")
@@ -26,8 +27,9 @@ def main() -> int:
   options = parser.parse_args()
   begin = time.monotonic()
   found = search.search(
-    options.seconds, options.seed, options.jobs, options.save, options.counts, options.only
-  )
+    options.seconds, options.seed, options.jobs, options.save, options.counts, options.only,
+    options.most,
+  )  # fmt: skip
   print(f"{found.programs} programs in {time.monotonic() - begin:.0f} s, seed {options.seed}:")
   print(
     f"  {found.refused} refused, {found.ambiguous} left to rounding, {len(found.findings)} wrong"

@@ -139,13 +139,18 @@ class _FoundOne(Exception):
 class Explorer:
   """Explores programs until its time is over, or as far as the first finding, as it was drawn.
 
-  `among`: runs those programs alone of which it is true.
+  Args:
+    seconds: its time.
+    to_first: True to end at the first finding.
+    among: runs those programs alone of which it is true.
+    most: begins no round of programs after so many.
   """
 
   def __init__(
-    self, seconds: float, to_first: bool = False, among: Callable[[Case], bool] = lambda _: True
-  ) -> None:
-    self.end = time.monotonic() + seconds
+    self, seconds: float, to_first: bool = False, among: Callable[[Case], bool] = lambda _: True,
+    most: int = sys.maxsize,
+  ) -> None:  # fmt: skip
+    self.end, self._most = time.monotonic() + seconds, most
     self.drawn = 0  # programs, those included that `among` leaves out
     self.wrong_case: Case | None = None  # the latest
     self._to_first, self._among = to_first, among
@@ -157,7 +162,9 @@ class Explorer:
 
   def explore(self, first_seed: int) -> Found:
     number = 0
-    while time.monotonic() < self.end and not (self._to_first and self.found.findings):
+    while time.monotonic() < self.end and self.found.programs < self._most:
+      if self._to_first and self.found.findings:
+        break
       self._round(first_seed * 10_000 + number)
       number += 1
     self._child.close()
@@ -294,17 +301,18 @@ def _ordered(program: Program) -> list[set[str]]:
 
 
 def search(
-  seconds: float, first: int, jobs: int, save: str = "", counts_file: str = "", only: str = ""
-) -> Found:
-  """Explores in several processes; saves what is found."""
+  seconds: float, first: int, jobs: int, save: str = "", counts_file: str = "", only: str = "",
+  most: int = sys.maxsize,
+) -> Found:  # fmt: skip
+  """Explores in several processes, `most` programs in each; saves what is found."""
   found = Found()
   if jobs == 1:
-    found.add(_explore(seconds, first, only))
+    found.add(_explore(seconds, first, only, most))
   else:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
       seeds = range(first, first + jobs)
-      for part in pool.map(_explore, [seconds] * jobs, seeds, [only] * jobs):
+      for part in pool.map(_explore, [seconds] * jobs, seeds, [only] * jobs, [most] * jobs):
         found.add(part)
   if save:
     folder = pathlib.Path(save)
@@ -319,8 +327,8 @@ def search(
   return found
 
 
-def _explore(seconds: float, first: int, only: str) -> Found:
+def _explore(seconds: float, first: int, only: str, most: int) -> Found:
   for kind in ("part", "transformation"):
     some = [d for d in DRAWN[kind] if re.search(only, f"{d.__module__}.{d.__name__}")]
     DRAWN[kind][:] = some or DRAWN[kind]
-  return Explorer(seconds).explore(first)
+  return Explorer(seconds, most=most).explore(first)

@@ -8,7 +8,6 @@ program, by way of a gate that raises.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import string
 import threading
@@ -93,7 +92,7 @@ class Check(Guarded):
     return _programs()
 
 
-@functools.cache
+@_part.once
 def _programs() -> Callable[..., Any]:
   """The programs of checks outside of programs: messages may be made for one call each."""
   return tracing.eager_programs(128)

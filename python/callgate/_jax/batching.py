@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax.interpreters import ad as _ad
 
+from callgate import _part
 from callgate._jax import tracing, walk
 
 
@@ -116,7 +116,7 @@ def is_marking() -> bool:
   return getattr(_local, "mark", None) is not None
 
 
-@functools.cache
+@_part.once
 def _wrap_once() -> None:
   process: Callable[..., Any] = _batching.BatchTrace.process_primitive
 

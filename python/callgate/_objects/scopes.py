@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from callgate import _part
 from callgate._call.function import ArrayFunction
 from callgate._call.site import RUNTIME_PLATFORMS, BoundCall
 from callgate._core.effects import HANDLE_EFFECT
@@ -321,7 +322,7 @@ class _ScopeGate(GateCallee):
   traits = GateCallee.traits.but(taped=False, knows_lanes=False)
 
 
-@functools.cache
+@_part.once
 def _gates() -> dict[str, ArrayFunction[..., Any]]:
   """The gates that a scoped loop calls. Their order is that of their operands."""
 

@@ -8,14 +8,13 @@ each has a callee of its own in the runtime, which is told of each dispatch.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from typing import Any
 
 import jax
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._call.function import ArrayFunction
 from callgate._call.site import Call, Emission
 from callgate._core import options, registry
@@ -60,7 +59,7 @@ class _Asking(CellGate):
     return dataclasses.replace(emission, watcher=_Dispatches(emission.callee))
 
 
-@functools.cache
+@_part.once
 def _asking() -> ArrayFunction[..., Any]:
   return ArrayFunction(_Asking())
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import dtypes, errors, failures, options, split
 from callgate._core.encoding import is_open
 from callgate._jax import refs
@@ -93,7 +93,7 @@ def _write(value: Any) -> None:
 _NAME = "tap:callgate.print"
 
 
-@functools.cache
+@_part.once
 def _tap() -> target.Tap:
   _write.__name__ = _write.__qualname__ = "print"  # in messages
   consume = functools.partial(delivery.call_with_rows, delivery.Attached(_write))

@@ -196,7 +196,7 @@ def _after_barrier() -> None:
     raise jax.errors.JaxRuntimeError(message) from error
 
 
-@functools.cache
+@_part.once
 def register() -> None:
   """Puts our lowerings before JAX's, once."""
   for primitive, rule in (

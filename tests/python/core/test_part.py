@@ -29,6 +29,33 @@ def heard() -> Generator[list[object]]:
   _part._listeners["object dropped"][:] = before
 
 
+def test_threads_share_what_is_made_once() -> None:
+  made: list[object] = []
+
+  @_part.once
+  def make() -> object:
+    made.append(object())
+    time.sleep(0.02)  # the other threads come meanwhile
+    if len(made) == 1:
+      raise ValueError("not yet")
+    return made[-1]
+
+  found: list[object] = []
+
+  def ask() -> None:
+    try:
+      found.append(make())
+    except ValueError as error:
+      found.append(str(error))
+
+  threads = [threading.Thread(target=ask) for _ in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert sorted(found, key=str) == [made[1]] * 3 + ["not yet"]
+
+
 def test_an_event_is_told_to_its_listeners_in_their_order(heard: list[object]) -> None:
   first, second = (lambda value: heard.append((1, value))), (lambda value: heard.append((2, value)))
   for function in (first, second, first):  # the third changes nothing
