@@ -182,16 +182,20 @@ class AfterCallee final : public Callee {
 // before the first call.
 class KernelCalleeBase : public Callee {
  public:
-  // Makes a failure's message what the program's error says; may keep an exception for it.
-  using Describe = std::function<std::string(const std::string& message, const std::string& site)>;
+  // Makes a failure's message what the program's error says; may keep an exception for it. `lane`:
+  // "lane 3", "" without lanes.
+  using Describe = std::function<std::string(const std::string& message, const std::string& site,
+                                             const std::string& lane)>;
   explicit KernelCalleeBase(Describe describe) : describe_(std::move(describe)) {}
 
   std::shared_ptr<Site> specialise(SiteSpec /*spec*/) final {
     throw Error("the program's call of '" + name() + "'", "a gate", "a kernel of that name");
   }
 
-  std::string describe(const std::string& message, const std::string& site) const {
-    return describe_ ? describe_(message, site) : "kernel '" + name() + "': " + message;
+  std::string describe(const std::string& message, const std::string& site,
+                       const std::string& lane = "") const {
+    if (describe_) return describe_(message, site, lane);
+    return "kernel '" + name() + (lane.empty() ? "': " : "' in " + lane + ": ") + message;
   }
   void defer(const Error& error) final {
     if (defer_) defer_(error);

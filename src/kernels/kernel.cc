@@ -200,7 +200,7 @@ void KernelSite::run_each_lane(const Call& call, Executor* executor) {
         if (stop.load(std::memory_order_relaxed)) return;  // only saves time
         lanes->select_operands(lane, call.operands, operands);
         lanes->select_results(lane, call.results, results);
-        run_lane(Call{operands, results, call.context}, executor, lanes->count());
+        run_lane(Call{operands, results, call.context}, executor, {&*lanes, lane});
       }
     } catch (const std::exception&) {
       stop.store(true, std::memory_order_relaxed);
@@ -214,20 +214,22 @@ void KernelSite::run_each_lane(const Call& call, Executor* executor) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-void KernelSite::run_in_modes(const Call& call, Executor* executor, std::int64_t lanes) {
+void KernelSite::run_in_modes(const Call& call, Executor* executor, KernelLane lane) {
   auto recorded = [&](const Call& made, ScratchSource* scratch) {
-    if (!kernel_mode(KernelMode::kCrashReport)) return invoke(made, executor, scratch);
+    if (!kernel_mode(KernelMode::kCrashReport)) return invoke(made, executor, scratch, lane);
+    const std::int64_t lanes = lane.of == nullptr ? 1 : lane.of->count();
     KernelRecord record{info_.name.c_str(), site_.c_str(), lanes, labels_, made};
     RunningKernel running(&record);
-    invoke(made, executor, scratch);
+    invoke(made, executor, scratch, lane);
   };
   if (!kernel_mode(KernelMode::kCheckMemory)) return recorded(call, /*scratch=*/nullptr);
   std::string found = check_memory(labels_, info_.repeatable, call, recorded);
-  if (!found.empty()) fail(found);
+  if (!found.empty()) fail(found, lane);
 }
 
-void KernelSite::fail(const std::string& message) const {
-  throw Error::verbatim(ErrorCode::kInternal, callee_->describe(message, site_));
+void KernelSite::fail(const std::string& message, KernelLane lane) const {
+  const std::string which = lane.of == nullptr ? "" : lane.of->name(lane.number);
+  throw Error::verbatim(ErrorCode::kInternal, callee_->describe(message, site_, which));
 }
 
 std::unique_ptr<KernelSite> KernelCallee::bind(KernelSpec spec) {

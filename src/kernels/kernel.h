@@ -109,6 +109,12 @@ static_assert(offsetof(callgate_array, dims) == offsetof(ArrayView, dims));
 static_assert(offsetof(callgate_array, rank) == offsetof(ArrayView, rank));
 static_assert(offsetof(callgate_array, dtype) == offsetof(ArrayView, dtype));
 
+// One lane of a call, or all of a call without lanes.
+struct KernelLane {
+  const Lanes* of = nullptr;
+  std::int64_t number = 0;
+};
+
 // Calls on several threads; see parallel_for.
 class KernelSite : Immovable {
  public:
@@ -149,26 +155,25 @@ class KernelSite : Immovable {
 
   void run_each_lane(const Call& call, Executor* executor);
 
-  // One of `lanes`.
-  void run_lane(const Call& call, Executor* executor, std::int64_t lanes = 1) {
+  void run_lane(const Call& call, Executor* executor, KernelLane lane = {}) {
     // The modes read and copy arrays, which are a GPU's where there is a stream.
     if (!any_kernel_mode() || call.context.stream != nullptr) [[likely]]
-      return invoke(call, executor, /*scratch=*/nullptr);
-    run_in_modes(call, executor, lanes);
+      return invoke(call, executor, /*scratch=*/nullptr, lane);
+    run_in_modes(call, executor, lane);
   }
 
-  void run_in_modes(const Call& call, Executor* executor, std::int64_t lanes);
+  void run_in_modes(const Call& call, Executor* executor, KernelLane lane);
 
-  void invoke(const Call& call, Executor* executor, ScratchSource* scratch) {
+  void invoke(const Call& call, Executor* executor, ScratchSource* scratch, KernelLane lane) {
     callgate_call filled = bound_;
     filled.operands = reinterpret_cast<const callgate_array*>(call.operands.data());
     filled.results = reinterpret_cast<const callgate_array*>(call.results.data());
     KernelFrame frame(filled, executor, scratch, call.context);
     if (info_.function(&frame) != 0) [[unlikely]]
-      fail(frame.message());
+      fail(frame.message(), lane);
   }
 
-  [[noreturn]] void fail(const std::string& message) const;
+  [[noreturn]] void fail(const std::string& message, KernelLane lane = {}) const;
 
   std::shared_ptr<KernelCallee> callee_;
   const KernelInfo& info_;  // the callee's

@@ -13,7 +13,7 @@ import jax
 from callgate import _callgate
 from callgate._arrays import escape, gpu
 from callgate._arrays.torch import to_numpy, torch_converter
-from callgate._core import encoding
+from callgate._core import encoding, split
 from callgate._core.errors import GateDefinitionError
 
 Function = Callable[..., Any]
@@ -35,7 +35,7 @@ def bind(
   many = spec != ""
   if arrays in ("numpy", "buffer") and spec in ("", "*"):
     return function, many
-  flat = functools.partial(_flat, function, style, gate, spec)
+  flat = functools.partial(_flat, function, style, gate, spec, arrays == "jax")
   if not is_native(arrays):
     return flat(_host_converter(arrays), to_numpy), many
 
@@ -87,8 +87,9 @@ def _to_jax(buffer: Any) -> Any:
 
 
 def _flat(
-  function: Function, style: str, gate: str, spec: str, convert: Convert, to_result: Convert
-) -> Function:
+  function: Function, style: str, gate: str, spec: str, keys: bool, convert: Convert,
+  to_result: Convert,
+) -> Function:  # fmt: skip
   """The function of the runtime's flat arrays: from and to the library's, in the call's pytrees."""
   if spec in ("", "*"):
 
@@ -105,11 +106,13 @@ def _flat(
     signature = encoding.signature(spec)
 
     def call(lead: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
-      args, kwargs = signature.arguments([convert(array) for array in inputs])
+      args, kwargs = signature.arguments([convert(array) for array in inputs], keys=keys)
       return function(*lead, *args, **kwargs)
 
+    unflatten_outs = split.unflattener(signature.out_tree, keys=False)
+
     def outs_of(out: Any) -> Any:
-      return jax.tree.unflatten(signature.out_tree, map(convert, out))
+      return unflatten_outs(map(convert, out))
 
     def results_of(result: Any) -> Any:
       return tuple(map(to_result, encoding.check_structure(signature.out_tree, result, gate)))

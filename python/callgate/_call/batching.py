@@ -95,7 +95,8 @@ def apply_vmap_rule(
   rule = f"{gate.label}: the vmap rule"
   found = gate.call_rule(gate.vmap_rule, lead, args, kwargs, site.static)
   out, out_batched = shapes.pair(rule, "(out, out_batched)", found)
-  leaves, tree = jax.tree.flatten(shapes.numbers_as_arrays(out))
+  out = shapes.numbers_as_arrays(out)
+  leaves, tree = jax.tree.flatten(split.split_keys(out))
   if tree != site.out_tree:
     raise GateDefinitionError(
       f"{rule} returned results of structure {tree}; expected {site.out_tree}"

@@ -189,7 +189,7 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
     name_backward(gate, backward_split)
     with_vjp = jax.custom_vjp(call)
     if tree is None:
-      with_vjp.defvjp(forward, backward)
+      with_vjp.defvjp(lambda *args: split.split_keys(forward(*args)), backward)
     else:
       with_vjp.defvjp(lambda *args: split.split(forward(*args)), backward_split)
     return with_vjp
@@ -204,7 +204,7 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
   elif gate.like is None:
     with_jvp.defjvp(functools.partial(_jvp_by_differences, with_jvp))
   else:
-    like = ruled(gate.like, 0)
+    like = ruled(gate.like, 0, split.split_keys)
 
     @with_jvp.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -239,7 +239,7 @@ def _with_tangents(label: str, found: Any) -> tuple[Any, Any]:
         f"{label}: the jvp rule returned a tangent {got.str_short()} of result {index}; expected "
         f"{expected.str_short()}"
       )
-  return results, moved
+  return split.split_keys(results), split.split_tangents(results, moved)
 
 
 def _vary_as(args: Any, found: Any) -> Any:

@@ -17,7 +17,7 @@ from callgate._call.generic import OneArray, P, R
 from callgate._call.operation import Operation
 from callgate._call.options import Effect, Vmap
 from callgate._call.site import MOST_OBJECTS, CallSite
-from callgate._core import options
+from callgate._core import options, split
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._core.pickling import Portable
@@ -196,7 +196,8 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
     label = self._core.label
     if self._core.like is None:
       raise GateDefinitionError(f"{label}: check() needs like=, the reference to compare")
-    got, want = self(*args, **kwargs), self._core.reference(*args, **kwargs)
+    calls = self(*args, **kwargs), self._core.reference(*args, **kwargs)
+    got, want = map(split.split_keys, calls)
     derivatives.check_reference(label, got, want)
     paths = jax.tree_util.tree_flatten_with_path(want)[0]
     for (path, reference), value in zip(paths, jax.tree.leaves(got), strict=True):

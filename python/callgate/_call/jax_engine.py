@@ -155,7 +155,8 @@ def _call_on_host(
   copies = [np.array(x) for x in inputs]
   for copy in copies:
     copy.setflags(write=False)
-  args, kwargs = split.unflattener(site.in_tree)([convert(x) for x in copies])
+  unflatten = split.unflattener(site.in_tree, keys=gate.arrays == "jax")
+  args, kwargs = unflatten([convert(x) for x in copies])
   static = dict(site.static)
   if gate.style == "return":
     value = gate.on_host(*args, **kwargs, **static)
@@ -167,7 +168,7 @@ def _call_on_host(
   outs = [np.zeros(shape, dtype) for shape, dtype in results]
   for i, o in gate.aliases.items():
     outs[o][...] = copies[i]
-  out = jax.tree.unflatten(site.out_tree, [convert(x) for x in outs])
+  out = split.unflattener(site.out_tree, keys=False)([convert(x) for x in outs])
   lead = (HostContext(),) if gate.style == "context" else ()
   gate.on_host(*lead, out, *args, **kwargs, **static)
   return tuple(outs)

@@ -51,7 +51,7 @@ class Operation(Callee):
   # -- calling -----------------------------------------------------------------------------------
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Calls it, as its `ArrayFunction` would."""
-    return derivatives.apply(self, *self.given(args, kwargs))
+    return split.joined(derivatives.apply(self, *self.given(args, kwargs)))
 
   def given(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]

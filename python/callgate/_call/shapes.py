@@ -15,7 +15,7 @@ import numpy as np
 
 from callgate._call.site import Callee, CallSite
 from callgate._call.site import Static as StaticArguments
-from callgate._core import foreign, registry
+from callgate._core import foreign, registry, split
 from callgate._core.dtypes import MOST_DIMENSIONS, check_rank, is_packed, type_text
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError, GateError
@@ -53,13 +53,23 @@ def result_types(
     except Exception as error:
       foreign.add_note(error, f"callgate: raised in out= of {gate.label}")
       raise
+  declared = jax.tree.map(_without_keys, declared, is_leaf=is_type)
   leaves, out_tree = jax.tree.flatten(declared, is_leaf=is_type)
   return tuple(_result_type(gate, leaf, i) for i, leaf in enumerate(leaves)), out_tree
 
 
+def _without_keys(leaf: Any) -> Any:
+  """The declared type of a result, or of the data of one that is a PRNG key."""
+  if not is_type(leaf) or isinstance(leaf.dtype, np.dtype):
+    return leaf
+  is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  return split.Key.of(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if is_key else leaf
+
+
 def _wrong_function(gate: Callee, args: Any, error: TypeError) -> GateDefinitionError:
   shown = ", ".join(
-    type_text(leaf.dtype, leaf.shape) if is_type(leaf) else type(leaf).__name__ for leaf in args
+    type_text(leaf.dtype, leaf.shape) if is_type(leaf) else type(leaf).__name__
+    for leaf in split.joined(args)
   )
   expected = "expected a function from the arguments' types to the results'"
   raised = f"raised {foreign.said_by(error)}"

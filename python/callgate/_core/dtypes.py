@@ -100,8 +100,9 @@ def dtype_of(code: int) -> np.dtype[Any]:
 
 
 def type_text(dtype: Any, shape: Sequence[int]) -> str:
-  """ "float32[3,4]" """
-  return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
+  """ "float32[3,4]", "key<fry>[2]" """
+  name = getattr(dtype, "name", None) or np.dtype(dtype).name  # a key's dtype is none of NumPy's
+  return f"{name}[{','.join(map(str, shape))}]"
 
 
 MOST_DIMENSIONS = 64  # of a NumPy array
@@ -114,13 +115,28 @@ def check_rank(where: str, shape: Sequence[Any]) -> None:
     raise GateDefinitionError(f"{where}: {expected}, got one of {len(shape)}; reshape it before")
 
 
-def carried(leaf: Any) -> tuple[Any, str | None]:
-  """A leaf as it travels, and the name of its own dtype where that is another."""
+_KEY = "key "  # then comes the name of its kind
+
+
+def carried(leaf: Any, *, keys: bool = False) -> tuple[Any, str | None]:
+  """A leaf as it travels, and the name of its own dtype where that is another.
+
+  `keys`: True to name PRNG keys, too, which travel as their data.
+  """
   if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-    return jax.random.key_data(leaf), None
+    impl = jax.random.key_impl(leaf)  # no text where no name tells it
+    return jax.random.key_data(leaf), f"{_KEY}{impl}" if keys and isinstance(impl, str) else None
   if not is_packed(leaf.dtype):
     return leaf, None
   return leaf.astype(carrier(leaf.dtype)), np.dtype(leaf.dtype).name
+
+
+def uncarried(array: Any, name: str, *, keys: bool = True) -> Any:
+  """The array of a leaf that was `carried`; without `keys` those are their data."""
+  if not name.startswith(_KEY):
+    return array.astype(dtype_named(name))
+  impl = name.removeprefix(_KEY)
+  return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=impl) if keys else array
 
 
 def carrier(dtype: Any) -> np.dtype[Any]:

@@ -91,6 +91,8 @@ class _Encoder:
       if node.by_identity and not (self._portable and portable.importable(node.value)):
         return {"o": method_objects.name(node, portable=self._portable)}
       return {"s": self.static(node.value)}
+    if isinstance(node, split.Key):
+      return {"k": self.static(node.impl), "of": self._node(node.data)}
     if type(node) in (tuple, list):
       items = cast("Sequence[Any]", node)
       return {"t" if type(node) is tuple else "l": [self._node(item) for item in items]}
@@ -203,6 +205,8 @@ class _Decoder:
         return list(map(self.node, items))
       case {"s": value}:
         return split.Static(self.static(value))
+      case {"k": impl, "of": data}:
+        return split.Key(self.node(data), self.static(impl))
       case {"o": name}:
         return method_objects.find(name)
       case {"d": items}:
@@ -247,13 +251,18 @@ class DecodedSpec:
   def __init__(self, spec: str) -> None:
     code, decoder = json.loads(spec), _Decoder()
     self.in_tree, self.out_tree = (decoder.tree(code[k]) for k in ("in", "out"))
-    self._unflatten = split.unflattener(self.in_tree)
+    self._unflatten = [split.unflattener(self.in_tree, keys=keys) for keys in (False, True)]
     self.static: dict[str, Any] = {name: decoder.static(v) for name, v in code["static"]}
     self._kept = decoder.kept
 
-  def arguments(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The user's positional and keyword arguments, static ones included."""
-    args, kwargs = self._unflatten(flat)
+  def arguments(
+    self, flat: Sequence[Any], *, keys: bool = False
+  ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The user's positional and keyword arguments, static ones included.
+
+    `keys`: True for typed PRNG keys; False for their data.
+    """
+    args, kwargs = self._unflatten[keys](flat)
     return args, {**kwargs, **self.static}
 
 
@@ -283,7 +292,9 @@ def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
   if value is None and not expected.num_leaves:
     return []
   leaves, tree = jax.tree.flatten(value)
-  if tree != expected:
+  if tree != expected or any(map(split.is_key, leaves)):
+    if (data := split.flatten_as(expected, value, f"gate '{gate}'")) is not None:
+      return data
     raise ResultError(
       f"gate '{gate}': expected results of structure {expected}, got {tree}: the function must "
       "return the pytree that `out` declares"

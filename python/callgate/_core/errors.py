@@ -130,12 +130,14 @@ class KernelError(GateError, RuntimeError):
   Attributes:
     kernel: the kernel's name.
     message: what it said.
+    lane: of a vmap: "lane 3", or "lane (1, 2)" of two levels; "" without one.
   """
 
-  def __init__(self, kernel: str, message: str) -> None:
-    super().__init__(f"kernel '{kernel}': {message}")
+  def __init__(self, kernel: str, message: str, lane: str = "") -> None:
+    super().__init__(f"kernel '{kernel}'" + (f" in {lane}" if lane else "") + f": {message}")
     self.kernel = kernel
     self.message = message
+    self.lane = lane
 
 
 class LossError(Exception):

@@ -83,10 +83,10 @@ def kernel_raised(exception: BaseException | None) -> str:
   return f"[callgate error #{_kept.set_aside(exception)}]"
 
 
-def kernel_failed(kernel: str, message: str, site: str) -> str:
+def kernel_failed(kernel: str, message: str, site: str, lane: str) -> str:
   """The runtime's hook for failing kernels: keeps the exception, returns text for XLA's error."""
-  exception = _kept.take_back(message) or KernelError(kernel, message)
-  return _describe(exception, f"kernel '{kernel}'", site)
+  exception = _kept.take_back(message) or KernelError(kernel, message, lane)
+  return _describe(exception, f"kernel '{kernel}'" + (f" in {lane}" if lane else ""), site)
 
 
 def raise_kept(error: BaseException) -> None:
@@ -118,10 +118,15 @@ def raise_deferred(*, of_all_threads: bool = False) -> None:
   """
   if not _kept.deferred:  # asked on every call of a gate
     return
-  others = set[int | None]() if of_all_threads else threads_of_python() - {threading.get_ident()}
-  if taken := _kept.take_deferred(others):
+  if taken := take_deferred(of_all_threads=of_all_threads):
     _name_others(taken[0], taken[1:])
     foreign.raise_unchained(taken[0])
+
+
+def take_deferred(*, of_all_threads: bool = False) -> list[BaseException]:
+  """Takes the deferred exceptions, oldest first; those of another Python thread's programs stay."""
+  others = set[int | None]() if of_all_threads else threads_of_python() - {threading.get_ident()}
+  return _kept.take_deferred(others)
 
 
 def print_deferred() -> bool:

@@ -69,7 +69,7 @@ class Ticket(Stays):
       GateTimeoutError: (fails the program) the call ran longer than the gate's timeout.
       BaseException: (fails the program) what the call raised.
     """
-    return _wait(self, _all_started())
+    return split.joined(_wait(self, _all_started()))
 
   @classmethod
   def _of(cls, call: Any, children: Any) -> Self:
@@ -204,7 +204,9 @@ def _begin_elsewhere(gate: GateCallee, name: str) -> GateCallee:
       return jax.tree.unflatten(outs.value, flat)
 
     def call_here() -> Any:
-      args, kwargs = split.unflattener(ins.value)(map(convert(), operands))
+      args, kwargs = split.unflattener(ins.value, keys=gate.arrays == "jax")(
+        map(convert(), operands)
+      )
       return objects.on_lane(lane, lambda: function(*args, **kwargs, **dict(static)))
 
     job.start(call_here if getattr(_by_jax, "on", False) else call_there, line)

@@ -79,7 +79,8 @@ class Annotated:
     for _ in range(2):  # the second time all names have their sizes
       for name, value in given.items():
         options = _arrays(self._hints.get(name))
-        if shapes.is_type(value) and options and not any(map(_is_key, options)):
+        raw = any(map(_is_key, options)) and not _is_key_type(getattr(value, "dtype", None))
+        if shapes.is_type(value) and options and not raw:
           self._bind(name, value, options, sizes)
     if typing.get_origin(self._result) is not tuple:
       return self._struct(self._result, sizes, dtypes)
@@ -120,6 +121,9 @@ class Annotated:
 
   def _dtype(self, option: Any, dtypes: Sequence[Any]) -> Any:
     """The one dtype of the annotation; else the arguments', where it allows that; else JAX's."""
+    if _is_key(option):
+      new = jax.eval_shape(jax.random.key, 0).dtype
+      return next((dtype for dtype in dtypes if _is_key_type(dtype)), new)
     if isinstance(option.dtypes, (tuple, list)) and len(option.dtypes) == 1:
       return jnp.dtype(option.dtypes[0])
     own = [dtype for dtype in dtypes if _allows(option, dtype)]
@@ -144,12 +148,17 @@ def _arrays(annotation: Any) -> Sequence[Any]:
 
 
 def _is_key(option: Any) -> bool:
-  return option.dtypes == ("prng_key",)  # arrays of keys come as their data
+  return option.dtypes == ("prng_key",)
+
+
+def _is_key_type(dtype: Any) -> bool:
+  return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _allows(option: Any, dtype: Any) -> bool:
   listed = option.dtypes
-  return not isinstance(listed, (tuple, list)) or np.dtype(dtype).name in listed
+  name = "prng_key" if _is_key_type(dtype) else np.dtype(dtype).name
+  return not isinstance(listed, (tuple, list)) or name in listed
 
 
 def _text(option: Any) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax._src import core as _core
 from jax._src import ffi as _ffi
 from jax._src import mesh as _mesh
@@ -159,11 +160,25 @@ def is_automatic(context: Any) -> bool:
   return is_partitioned(context) or is_partly_manual(context)
 
 
+# XLA's partitioner takes a token beside another value in a partly manual program (0.11 to 0.12).
+# That of 0.10 ends the process: "Check failed: buffer != nullptr" in shape.h.
+TOKENS_IN_PARTLY_MANUAL = jax.__version_info__ >= (0, 11)
+
+
 def is_partly_manual(context: Any) -> bool:
   """True if the call being lowered is in a `jax.shard_map` that leaves some mesh axes automatic."""
   axes = context.module_context.axis_context
   manual, mesh = getattr(axes, "manual_axes", ()), getattr(axes, "mesh", None)
   return mesh is not None and 0 < len(manual) < len(mesh.axis_names)
+
+
+def manual_devices(context: Any) -> tuple[int, ...]:
+  """The ids of the mesh's devices, in a fully manual region; () elsewhere (0.10 to 0.12)."""
+  axes = context.module_context.axis_context
+  devices = getattr(getattr(axes, "mesh", None), "devices", None)
+  if devices is None or is_automatic(context):
+    return ()
+  return tuple(device.id for device in devices.flat)
 
 
 def mesh_axes(context: Any) -> tuple[tuple[str, int], ...]:

@@ -8,6 +8,7 @@ public API would replace it. A new JAX version that moves one of these is served
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
+from jax._src import pmap as _pmap
 from jax._src import util as _util
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
@@ -163,6 +165,20 @@ def manual_axes() -> frozenset[Any]:
 def in_manual_region() -> bool:
   """True if the code being traced is inside a `jax.shard_map` or `jax.pmap`."""
   return bool(region_axes())
+
+
+def in_pmap() -> bool:
+  """True if the code being traced is inside a `jax.pmap` (0.10 to 0.12).
+
+  A `pmap` is a `jax.shard_map`, of which its caller alone tells it. Of an inner jitted function
+  that is the first call that traces it.
+  """
+  frame = inspect.currentframe() if in_manual_region() else None
+  while frame is not None:
+    if frame.f_code.co_filename == _pmap.__file__:
+      return True
+    frame = frame.f_back
+  return False
 
 
 def in_vmap() -> bool:

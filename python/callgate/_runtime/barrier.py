@@ -138,7 +138,26 @@ class errors:
   only if its result still exists. A thread never gets another thread's error, so this does not
   happen while other threads are in such blocks. The error of a program over several devices goes
   to the first block that ends.
+
+  Where several shards of such a program fail, the block raises the first one's exception, whose
+  notes name the others'. With `all` it raises an ExceptionGroup of all of them, also of one:
+
+  ```python
+  try:
+    with cg.errors(all=True):
+      sharded_program(x)
+  except* ValueError as group:
+    print(len(group.exceptions), "shards failed")
+  ```
+
+  Args:
+    all: raise an ExceptionGroup (a BaseExceptionGroup where an exception is no `Exception`) of what
+      all calls raised, in the order in which they failed.
   """
+
+  def __init__(self, *, all: bool = False) -> None:
+    options.boolean("errors", "all", all)
+    self._all = all
 
   def __enter__(self) -> errors:
     self._first = _kept.enter_block()
@@ -150,19 +169,28 @@ class errors:
         failure = wait_for_programs(calls=False)
         _callgate.drain_devices(FOREVER)
         _callgate.flush_channels()
+        if self._all:
+          found = failures.take_deferred()
+          _raise_all([*found, *([] if found else self._unseen(failure))])
         failures.raise_deferred()
-        self._raise_unseen(failure)
+        for unseen in self._unseen(failure):
+          foreign.raise_unchained(unseen)
         failures.raise_consumer_errors()
       elif foreign.is_a(error, _PROGRAM_ERRORS):
         kept = _kept.find(foreign.text_of(error))
+        if kept is not None and self._all:
+          wait_for_programs(calls=False)
+          _raise_all([kept.exception, *failures.take_deferred()])
         if kept is not None and kept.exception is not error:
           foreign.raise_unchained(kept.exception)
     finally:
-      error = kept = failure = None  # no cycle through this frame, see `raise_unchained`
+      # No cycle through this frame, see `raise_unchained`.
+      error = kept = failure = found = unseen = None
       dispatch.forget_failed_tokens()
       _kept.blocks.remove(self._first)
 
-  def _raise_unseen(self, failure: BaseException | None) -> None:
+  def _unseen(self, failure: BaseException | None) -> list[BaseException]:
+    """The exception of a program whose result nobody looked at; none, or one."""
     if failure is not None and _is_stale(failure, self._first):
       failure = None
     kept = _kept.find(str(failure)) if failure is not None else None
@@ -174,13 +202,19 @@ class errors:
         kept = k if mine and k.id >= self._first and not k.claimed else kept
       if kept is not None:
         _kept.claimed(kept)
-    try:
-      if kept is not None:
-        foreign.raise_unchained(kept.exception)
-      if failure is not None:
-        raise failure
-    finally:
-      failure = kept = k = None  # as above
+    found = failure if kept is None else kept.exception
+    return [] if found is None else [found]
+
+
+def _raise_all(found: list[BaseException]) -> None:
+  """Raises a group of the exceptions, each once, if there are any."""
+  each = list({id(one): one for one in found}.values())
+  calls = "1 call" if len(each) == 1 else f"{len(each)} calls"
+  try:
+    if each:
+      foreign.raise_unchained(BaseExceptionGroup(f"callgate: {calls} failed", each))
+  finally:
+    del found, each  # as in `raise_unchained`
 
 
 def wait_for_programs(wait: Wait | None = None, *, calls: bool = True) -> BaseException | None:

@@ -49,8 +49,8 @@ def _failed(
   return failures.describe_failure(exception, gate, where, part, run, thread, lane)
 
 
-def _kernel_failed(kernel: str, message: str, site: str) -> str:
-  return failures.kernel_failed(kernel, message, traceback_line(site))
+def _kernel_failed(kernel: str, message: str, site: str, lane: str) -> str:
+  return failures.kernel_failed(kernel, message, traceback_line(site), lane)
 
 
 def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> None:

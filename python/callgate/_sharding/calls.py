@@ -73,7 +73,7 @@ def of_gate(
   site, levels, whole = call.site, call.levels, call.whole
   own = avals[: len(avals) - bool(call.numbered)]
   if gate.effect == "ordered":
-    check_whole_mesh(context, f"{gate.label}: effect='ordered'")
+    _check_takes_tokens(context, f"{gate.label}: effect='ordered'")
   rule = None
   if not callable(gate.sharding):
     axes = [*levels, whole] if whole else levels
@@ -89,6 +89,7 @@ def of_gate(
     effect=gate.has_side_effect,
     token=gate.effect == "ordered",
     once=not (gate.collective or gate.on_each_device) and (gate.effect != "pure" or gathered),
+    ranked=gate.collective and lowering.is_partly_manual(context),
     aliases=sorted(gate.aliases.items()),
     names=[name.strip("'") for name in names],
     function=gate.name if rule is None else "",
@@ -118,7 +119,7 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
     return None
   label = f"tap '{tap_site.name}'"
   if tap_site.effect == "ordered":
-    check_whole_mesh(context, f"{label}: ordered=True")
+    _check_takes_tokens(context, f"{label}: ordered=True")
   program = _program(context, levels, tap_site.numbered)
   lane, count = _lane(_shapes(context)[0], levels), tap_site.values
   function = tap_site.sharding if callable(tap_site.sharding) else None
@@ -170,16 +171,19 @@ def _program(
   }
 
 
-def check_whole_mesh(context: Any, what: str) -> None:
-  """Raises GateDefinitionError in a partly manual program, for what it can't have.
-
-  XLA aborts the process over a token beside another value there, and JAX's callbacks refuse it.
-  """
+def check_whole_mesh(context: Any, what: str, where: str = "") -> None:
+  """Raises GateDefinitionError in a partly manual program, for what it can't have."""
   if lowering.is_partly_manual(context):
     raise GateDefinitionError(
       f"{what} works in programs that are partitioned automatically, and in a jax.shard_map over "
-      "all axes of its mesh; this jax.shard_map leaves some of them to XLA (axis_names=)"
+      f"all axes of its mesh{where}; this jax.shard_map leaves some of them to XLA (axis_names=)"
     )
+
+
+def _check_takes_tokens(context: Any, what: str) -> None:
+  """Raises as `check_whole_mesh` where XLA ends the process over a token beside another value."""
+  if not lowering.TOKENS_IN_PARTLY_MANUAL:
+    check_whole_mesh(context, what, ", and from JAX 0.11 on over some")
 
 
 def _rule_of(
@@ -245,15 +249,19 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
     The partition, for its last operand, and attributes; None where it is told otherwise.
   """
   needs = gate.collective or gate.traits.by_lane
-  if not needs and (not gate.traits.told_shard or lowering.is_partly_manual(context)):
+  asks = gate.traits.by_lane or not lowering.is_partly_manual(context)  # others: `Sharded.ranked`
+  if not asks or not (needs or gate.traits.told_shard):
     return None
   devices, mesh = lowering.device_count(context), lowering.mesh_axes(context)
   if lowering.is_partitioned(context) or devices == 1:
     return None
-  option = "collective=True" if gate.collective else "affinity='lane'"
-  check_whole_mesh(context, f"{gate.label}: {option}")
-  held = {"shards": "1" * devices, "mesh": held_mesh(devices, mesh), "layout": ""}
-  return lowering.partition_id(), held
+  check_whole_mesh(context, f"{gate.label}: affinity='lane'")
+  return lowering.partition_id(), located_in_manual(devices, mesh)
+
+
+def located_in_manual(devices: int, mesh: Sequence[tuple[str, int]]) -> dict[str, Any]:
+  """The attributes of a call that each device makes with what it has in a manual region."""
+  return {"shards": "1" * devices, "mesh": held_mesh(devices, mesh), "layout": ""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,6 +279,8 @@ class Sharded:
   # The call is told its shard. Not so inside a partly manual `jax.shard_map`, where the devices
   # that share an array are not all.
   located: bool = True
+  # There it is told its position among all devices of the program, if it asks for that.
+  ranked: bool = False
   tap: int = -1  # the operands from which a tap's records are made; -1 for other calls
   lanes: Sequence[str] = ()  # masks of the batch levels, outermost first
   numbered: Sequence[Numbered] = ()

@@ -28,7 +28,7 @@ from callgate._jax import partitioner
 from callgate._sharding import functions
 from callgate._sharding import module as local_module
 from callgate._sharding import tiles as _tiles
-from callgate._sharding.calls import Sharded, held_mesh
+from callgate._sharding.calls import Sharded, held_mesh, located_in_manual
 from callgate._sharding.rules import Rule
 from callgate._sharding.tiles import TilePlan, Tiling
 
@@ -151,6 +151,8 @@ class _AskedCall:
       runs = {group[0] for group in plan.groups} if about.once else range(self.devices)
       held["shards"] = "".join("01"[device in runs] for device in range(self.devices))
       held["mesh"] = held_mesh(about.devices, about.mesh)
+    elif about.ranked:
+      held |= located_in_manual(about.devices, about.mesh)
     ins, outs = (
       [(tiling.tile(a.shape), a.dtype) for a, tiling in zip(*side, strict=True)]
       for side in ((self.operands, plan.operands), (self.results, plan.results))
@@ -168,7 +170,7 @@ class _AskedCall:
       held,
       has_side_effect=about.effect,
       aliases={i + skip: o + skip for i, o in about.aliases},
-      partition_id=self.located,
+      partition_id=self.located or about.ranked,
       broadcast=plan.groups if share else None,
     )
 

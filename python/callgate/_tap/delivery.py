@@ -62,13 +62,20 @@ class TapDescription:
     self._parts = [ShardedArray(part) for part in shards["leaves"]] if shards else None
     self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
     self._first: dict[int, Any] = {}
+    # Under `jax.pmap` the device alone tells the shard, of values that are whole on each.
+    stacked = code.get("stacked", {"devices": [], "leaves": []})
+    self._on_device = {device: shard for shard, device in enumerate(stacked["devices"])}
+    self._lie = self._parts or [ShardedArray(part) for part in stacked["leaves"]] or None
     # The shapes of the whole value's leaves; None where they are not known.
-    self.shapes = self._parts and self._unflatten([part.shape for part in self._parts])
+    self.shapes = self._lie and self._unflatten([part.shape for part in self._lie])
 
-  def value(self, arrays: Sequence[Any], shard: int = -1, *, stacked: bool = False) -> Any:
+  def value(
+    self, arrays: Sequence[Any], shard: int = -1, *, stacked: bool = False, keys: bool = True
+  ) -> Any:
     """The tapped pytree of one record, or of stacked ones whose values have one shape.
 
     `arrays` are its leaves, then their logical sizes. Dtypes are restored, and padding is cut off.
+    Without `keys` PRNG keys are their data.
     """
     if not self._plain:
       sizes = [np.asarray(array) for array in arrays[self.values :]]
@@ -76,7 +83,7 @@ class TapDescription:
       cut(arrays, self.logical, [n[0] for n in sizes] if stacked else sizes, self._parts, shard)
       for index, name in enumerate(self.dtypes):
         if name is not None:
-          arrays[index] = arrays[index].astype(dtypes.dtype_named(name))
+          arrays[index] = dtypes.uncarried(arrays[index], name, keys=keys)
     return self._unflatten(arrays)
 
   def same_shapes(self, arrays: Sequence[Any], shard: np.ndarray) -> list[slice]:
@@ -106,18 +113,29 @@ class TapDescription:
       lanes += starts[:, shard + 1].T
     return lanes
 
+  def number_of_shard(self, flags: int, device: int) -> int:
+    """The number of a record's shard, by its flags or its device; -1 for whole values."""
+    return self._on_device.get(device, shard_of(flags))
+
+  def numbers_of_shards(self, shards: np.ndarray, devices: np.ndarray) -> np.ndarray:
+    """The same of many records, by what their flags say."""
+    if not self._on_device:
+      return shards
+    pairs = zip(shards.tolist(), devices.tolist(), strict=True)
+    return np.array([self._on_device.get(device, shard) for shard, device in pairs], np.int64)
+
   def shard(self, number: int) -> Any:
     """The slices of the whole that a shard's value is, for each leaf; None for whole values."""
-    if number < 0 or self._parts is None:
+    if number < 0 or self._lie is None:
       return None
-    return self._unflatten([part.slices(number) for part in self._parts])
+    return self._unflatten([part.slices(number) for part in self._lie])
 
   def first(self, number: int) -> Any:
     """For each leaf whether no shard before has the same part; None for whole values."""
-    if number < 0 or self._parts is None:
+    if number < 0 or self._lie is None:
       return None
     if number not in self._first:
-      self._first[number] = self._unflatten([part.is_first(number) for part in self._parts])
+      self._first[number] = self._unflatten([part.is_first(number) for part in self._lie])
     return self._first[number]
 
 
@@ -271,7 +289,8 @@ def write_records(attached: Attached, source: _RawSource, rows: list[_Row]) -> i
     records: list[Record] = []
     for row in rows:
       try:
-        record = Record(about.value(row[6], shard_of(row[5])), _info_of(source, row))
+        value = about.value(row[6], shard_of(row[5]), keys=False)
+        record = Record(value, _info_of(source, row))
         if attached.only is None or attached.only(record):
           records.append(record)
       except Exception as error:  # noqa: BLE001 - the others are written all the same
@@ -307,7 +326,7 @@ def call_with_stacks(
           info = BatchInfo(
             source[1], ROLES[source[2]], about.transforms, seq, time_ns, device, run,
             about.lanes(lane, source[4], shard[part]), (flags & REPEATED) != 0,
-            _process_index(), shard[part],
+            _process_index(), about.numbers_of_shards(shard[part], device),
           )  # fmt: skip
           function(value, info)
         else:
@@ -322,7 +341,7 @@ def call_with_stacks(
 def _info_of(source: _RawSource, row: _Row) -> TapInfo:
   about = description(source[3])
   lane, seq, time_ns, device, run, flags, _ = row
-  shard = shard_of(flags)
+  shard = about.number_of_shard(flags, device)
   return TapInfo(
     source[1], seq, time_ns, _process_index(), device, run, about.shard(shard),
     about.lane(lane, source[4], shard), ROLES[source[2]], about.transforms, bool(flags & REPEATED),

@@ -297,6 +297,7 @@ def _lower(
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
   batch = _batch_of(site, levels, operands)
+  how["stacked"] = _stacked(context, site, levels)
   if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
     held, key = _held(site, batch, {**how, "portable": portable})
     return _lower_by_jax(context, operands, tap, site, held, key)
@@ -312,6 +313,16 @@ def _lower(
     target=targets.GATE_TARGET if site.on_device else targets.tap_target(context.avals_in),
     sharded=calls.of_tap(context, site, levels),
   )  # fmt: skip
+
+
+def _stacked(context: Any, site: TapSite, levels: tuple[Any, ...]) -> dict[str, Any] | None:
+  """The shards under a `jax.pmap`; None elsewhere, and where the program leaves devices open."""
+  devices = lowering.manual_devices(context) if site.pmapped and not site.whole else ()
+  if not devices:
+    return None
+  lanes = [sum(mask[index] for _, mask in levels) for index in range(site.values)]
+  shapes = [context.avals_in[index].shape[n:] for index, n in enumerate(lanes)]
+  return _site.stacked_by_pmap(devices, shapes)
 
 
 def _keep(context: Any, tap: Tap, site: TapSite) -> bool:

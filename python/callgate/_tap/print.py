@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import string
 import sys
 from typing import Any
@@ -26,6 +28,7 @@ def print(
   fmt: str,
   /,
   *args: Any,
+  name: str = "print",
   ordered: bool = False,
   partitioned: bool = False,
   skip_format_check: bool = False,
@@ -44,6 +47,8 @@ def print(
     fmt: text with fields, as `str.format`; without any, and with `skip_format_check`, the values
       follow it.
     *args: values: pytrees of arrays, or anything else that can be formatted.
+    name: the print's name, in `explain`, the timeline and messages. A field {name} in the text
+      takes its value by position.
     ordered: keeps program order with other ordered prints, taps and gates of the device.
     partitioned: as of `jax.debug.print`. So far a program that XLA partitions prints the whole
       value in both cases.
@@ -54,6 +59,12 @@ def print(
   """
   failures.raise_deferred()
   options.text("print", "fmt", fmt, "text")
+  given: Any = name
+  if not isinstance(given, str):
+    expected = "the print's name, a line of text; the value of a field {name} goes by position"
+    options.refuse("print", "name", expected, name)
+  name = options.name("print", name) or "print"
+  fmt = _by_position(fmt)
   args, kwargs = refs.read((args, kwargs))
   flags = {"ordered": ordered, "partitioned": partitioned, "skip_format_check": skip_format_check}
   options.booleans("print", **flags)
@@ -68,12 +79,28 @@ def print(
   shown = tuple(sorted(np.get_printoptions().items()))
   text = split.Static((fmt, has_fields, shown))
   leaves, tree = jax.tree.flatten(jax.tree.map(_split, (text, args, kwargs)))
-  carried = [dtypes.carried(jax.numpy.asarray(leaf)) for leaf in leaves]
+  carried = [dtypes.carried(jax.numpy.asarray(leaf), keys=True) for leaf in leaves]
   site = TapSite(
-    tree=tree, name="print", effect="ordered" if ordered else "io",
+    tree=tree, name=name, effect="ordered" if ordered else "io",
     dtypes=tuple(name for _, name in carried),
   )  # fmt: skip
   tap.bind(_tap(), site, [x for x, _ in carried])
+
+
+def _by_position(fmt: str) -> str:
+  """The text with a numbered field for each {name}, and each without a number."""
+  parts = list(string.Formatter().parse(fmt))
+  if not any(re.match(r"name\b", field or "") for _, field, _, _ in parts):
+    return fmt
+  text, numbers = "", itertools.count()
+  for literal, field, spec, conversion in parts:
+    text += literal.replace("{", "{{").replace("}", "}}")
+    if field is not None:
+      asked = (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+      place = re.match(r"(name)?(?=[.\[]|$)", field)
+      place = f"{next(numbers)}{field[place.end() :]}" if place else field
+      text += f"{{{place}{asked}}}"
+  return text
 
 
 def _split(leaf: Any) -> Any:

@@ -26,7 +26,8 @@ class TapInfo:
     run: XLA's id of the execution; the same on all its devices. -1 in the replay of a CUDA graph,
       and where a tap outside of programs sends without one.
     shard: for each leaf of the value a tuple of slices: which part of the global array it is. None
-      in programs that are not partitioned over several devices, and inside `jax.shard_map`.
+      in programs that are not partitioned over several devices, and inside `jax.shard_map`. Under
+      `jax.pmap` the global array is the devices' values, stacked along a first axis.
     lane: the value's index in each vmapped level, outermost first; () without vmap.
     role: "primal", "tangent" or "cotangent".
     transforms: transformations that the tap met, in order of application, as (name, parameters).

@@ -45,6 +45,7 @@ class TapSite:
   sharding: Any = dataclasses.field(default="gather", compare=False)
   replicas: str = "once"
   on_device: bool = False  # consumers get jax.Arrays where the program ran
+  pmapped: bool = False  # in a `jax.pmap`
   kept: Any = None  # programs keep it (`execution.Watcher`)
 
   same: exact.Exact = dataclasses.field(init=False, repr=False)  # as the tree and the function
@@ -71,17 +72,19 @@ def encode(
   repeated: bool,
   returned: int = 0,
   *,
+  stacked: dict[str, Any] | None = None,
   portable: bool = False,
 ) -> dict[str, Any]:
   """Returns what a program holds of a tap (`TapSpec::of` in src/channel/tap.h).
 
   `repeated`: it runs again in the backward pass. `returned`: how many values are results, too.
-  `portable`: for a program for other processes, as of `encoding.encode`.
+  `stacked`: of `stacked_by_pmap`. `portable`: for a program for other processes, as of
+  `encoding.encode`.
   """
   paths = [path for path, _ in leaf_paths(site.tree)]
   paths += [f"logical_shape{paths[index]}" for index in site.logical]
   return {
-    "spec": describe(site, transforms, portable=portable),
+    "spec": describe(site, transforms, stacked, portable=portable),
     "tap": {
       "name": site.name, "role": role, "ordered": np.bool_(site.effect == "ordered"),
       "repeated": np.bool_(repeated), "every": np.int64(site.every),
@@ -102,11 +105,29 @@ def kept(site: TapSite) -> exact.Exact:
   return exact.exact_tree(_arguments(site))
 
 
-def describe(site: TapSite, transforms: Transforms, *, portable: bool = False) -> str:
+def stacked_by_pmap(devices: Sequence[int], shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
+  """The shards of a value under `jax.pmap`: the whole is what the devices have, stacked.
+
+  `devices` are their ids in the order of the stack; `shapes` those of one device's leaves.
+  """
+  count = len(devices)
+  leaves = [
+    {"shape": [count, *shape], "counts": [count, *(1 for _ in shape)], "tile": [*range(count)]}
+    for shape in shapes
+  ]
+  return {"devices": [*devices], "leaves": leaves}
+
+
+def describe(
+  site: TapSite, transforms: Transforms, stacked: dict[str, Any] | None = None, *,
+  portable: bool = False,
+) -> str:  # fmt: skip
   """Returns what `delivery.TapDescription` reads."""
   spec = encoding.encode(_arguments(site), jax.tree.structure(None), (), portable=portable)
-  description = {
+  description: dict[str, Any] = {
     "spec": spec, "values": site.values,
     "dtypes": site.dtypes, "logical": site.logical, "transforms": transforms,
   } | ({"on_device": True} if site.on_device else {})  # fmt: skip
+  if stacked is not None:
+    description["stacked"] = stacked
   return json.dumps(description, separators=(",", ":"))

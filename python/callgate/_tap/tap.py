@@ -16,7 +16,7 @@ from callgate._call import shapes
 from callgate._core import dtypes, failures, masked, options, spellings
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import refs
+from callgate._jax import refs, tracing
 from callgate._sharding import rules
 from callgate._tap import consumers, delivery, primitive
 from callgate._tap import target as _target
@@ -135,7 +135,7 @@ def tap(
   options.choice(label, "replicas", replicas, ("once", "all"), what="'once' or 'all'")
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, refs.read(leaf), index) for index, leaf in enumerate(leaves)]
-  carried = [dtypes.carried(x) for x in arrays]
+  carried = [dtypes.carried(x, keys=True) for x in arrays]
   operands = [x for x, _ in carried]
   if not operands and effect == "dataflow":
     options.refuse(label, "value", "an array, without which a 'dataflow' tap is never used", value)
@@ -148,7 +148,7 @@ def tap(
     tree=tree, name=name, effect="ordered" if ordered else effect, every=int(every or 1),
     where=where is not None, roles=tuple(roles), dtypes=tuple(own for _, own in carried),
     logical=tuple(index for index, _ in sizes), sharding=sharding, replicas=replicas,
-    on_device=on_device,
+    on_device=on_device, pmapped=tracing.in_pmap(),
   )  # fmt: skip
   results = bind(target, site, operands, extra)
   if effect == "io" and "cotangent" not in roles:

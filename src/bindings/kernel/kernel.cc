@@ -59,14 +59,15 @@ void call(const KernelHandle& kernel, const nb::list& operands, const nb::list& 
 // Makes a kernel's failure a text for XLA, by way of the hook, which makes the exception and keeps
 // it. Without Python, which may be gone, the message itself.
 KernelCalleeBase::Describe failures_of(std::string kernel) {
-  return [kernel = std::move(kernel)](const std::string& said, const std::string& site) {
+  return [kernel = std::move(kernel)](const std::string& said, const std::string& site,
+                                      const std::string& lane) {
     std::string message = valid_utf8(said);  // native code says things in any encoding
     std::string plain = "callgate: kernel '" + kernel + "': " + message;
     ActiveGil gil;
     if (!gil) return plain;
-    return text_or(
-        call_hook(hooks.kernel_failed, "sss", kernel.c_str(), message.c_str(), site.c_str()),
-        plain);
+    return text_or(call_hook(hooks.kernel_failed, "ssss", kernel.c_str(), message.c_str(),
+                             site.c_str(), lane.c_str()),
+                   plain);
   };
 }
 

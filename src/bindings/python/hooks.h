@@ -26,7 +26,7 @@ namespace callgate::bindings {
   X(input_written) /* (gate, spec, index) raises */                                       \
   X(deferred)      /* (text) keeps a failure for barrier() and errors() */                \
   X(stalled)       /* (what, call, timed_out) -> report text */                           \
-  X(kernel_failed) /* (kernel, message, site) -> text for XLA's error */                  \
+  X(kernel_failed) /* (kernel, message, site, lane) -> text for XLA's error */            \
   X(kernel_raised) /* (exception) -> message that stands for it */                        \
   X(self_wait)     /* (gate, thread) -> why the thread waits for itself, or "" */         \
   X(interrupted)   /* () -> what a call has left for the main thread to raise, or None */ \

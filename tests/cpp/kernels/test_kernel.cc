@@ -307,8 +307,9 @@ TEST(KernelSite, AFailureHasTheFirstMessageAndIsDescribed) {
   EXPECT_EQ(outcome.error().code, ErrorCode::kInternal);
   EXPECT_EQ(outcome.error().message, "kernel 'k': the first");
   auto described = fake::kernel("k", &fail_twice, {}, {},
-                                [](const std::string& message, const std::string& site) {
-                                  return site + " said " + message;
+                                [](const std::string& message, const std::string& site,
+                                   const std::string& lane) {
+                                  return site + lane + " said " + message;
                                 });
   KernelSpec spec;
   spec.site = "a.py:3 (f)";
@@ -507,7 +508,7 @@ TEST(KernelLanes, TheFirstFailingLaneStopsThoseThatComeAfterIt) {
   std::vector<float> x(10, 1.0F), z(10);
   x[4] = -40;
   x[7] = -70;
-  EXPECT_EQ(message(run_watched(/*thread_safe=*/false, x, z, nullptr)), "kernel 'k': -40");
+  EXPECT_EQ(message(run_watched(/*thread_safe=*/false, x, z, nullptr)), "kernel 'k' in lane 4: -40");
   EXPECT_EQ(z[3], 2);
   EXPECT_EQ(z[5], 0);
 }
@@ -536,7 +537,7 @@ TEST(KernelLanes, OfSeveralFailingLanesOnSeveralThreadsTheLowestIsReported) {
   in.add(x);
   out.add(z);
   fake::Threads threads(4);
-  EXPECT_EQ(message(fake::call(*site, in, out, &threads)), "kernel 'k': 10");
+  EXPECT_EQ(message(fake::call(*site, in, out, &threads)), "kernel 'k' in lane 0: 10");
 }
 
 }  // namespace

@@ -107,7 +107,8 @@ inline ArrayView view(const DeviceVector<float>& memory, const std::vector<std::
 inline std::shared_ptr<cuda::LaunchCallee> launch_callee(const std::string& name = "k",
                                                          std::vector<cuda::Image> images = {
                                                              {"image", 90}}) {
-  auto text = [name](const std::string& message, const std::string& /*site*/) {
+  auto text = [name](const std::string& message, const std::string& /*site*/,
+                     const std::string& /*lane*/) {
     return "callgate: kernel '" + name + "': " + message;
   };
   return std::make_shared<cuda::LaunchCallee>(name, std::move(images), text);

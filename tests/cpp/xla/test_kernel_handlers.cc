@@ -289,9 +289,9 @@ TEST(KernelHandlers, ArraysWithoutTheLanesAxesAreTheProgramsError) {
 }
 
 TEST(KernelHandlers, AnExceptionOfACallbackIsTheProgramsError) {
-  auto kernel =
-      fake::kernel("throws", &fails, in_out(), {},
-                   [](const std::string&, const std::string&) -> std::string { throw 7; });
+  auto kernel = fake::kernel(
+      "throws", &fails, in_out(), {},
+      [](const std::string&, const std::string&, const std::string&) -> std::string { throw 7; });
   Registry::instance().add(kernel);
   fake::Loaded<KernelProgram> program("throws");
   std::vector<float> x(1), z(1);

@@ -184,6 +184,16 @@ def test_methods_effects_keys_and_partial_functions() -> None:
     return x + np.float32(key.size)
 
   assert words(jax.random.key(0), jnp.ones(2)).tolist() == [3.0, 3.0]
+  assert words(jax.random.PRNGKey(0), jnp.ones(2)).tolist() == [3.0, 3.0]
+
+  @cg.gate(arrays="jax")
+  def pick(keys: Key[Array, "n"], x: Float[Array, "n"]) -> Key[Array, ""]:
+    return keys[jnp.argmax(x)]
+
+  keys = jax.random.split(jax.random.key(0, impl="rbg"), 2)
+  assert jax.jit(pick)(keys, jnp.arange(2.0)) == keys[1]
+  with pytest.raises(cg.GateDefinitionError, match="where n=2, got float32\\[3\\]"):
+    pick(keys, jnp.ones(3))
 
   def scaled(x: Float[Array, "n"], *, by: float) -> Float[Array, "n"]:
     return x * np.float32(by)

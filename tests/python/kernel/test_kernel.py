@@ -169,8 +169,15 @@ def test_the_first_failing_lane_fails_the_program(thread_safe: bool) -> None:
   program = jax.jit(jax.vmap(kernel))
   with pytest.raises(cg.KernelError, match=r"lane 1?3 failed") as caught, cg.errors():
     jax.block_until_ready(program(jnp.arange(16)))
+  said, lane = caught.value.message, caught.value.lane
+  assert said == f"{lane} failed"
+  assert f"'{kernel.name}' in {lane}, called at" in caught.value.__notes__[0]
+  assert f"in {lane}: lane" in str(caught.value)
   if not thread_safe:
-    assert "lane 3 " in caught.value.message
+    assert lane == "lane 3"
+  with pytest.raises(cg.KernelError) as caught, cg.errors():
+    jax.block_until_ready(jax.jit(jax.vmap(jax.vmap(kernel)))(jnp.arange(16).reshape(2, 8)))
+  assert caught.value.lane in ("lane (0, 3)", "lane (1, 5)")
   np.testing.assert_array_equal(program(jnp.arange(3)), [0, 2, 4])
 
 

@@ -106,7 +106,7 @@ def test_slow_programs_leave_few_where_each_result_is_waited_for(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
   monkeypatch.setattr(collect, "_WAIT_SECONDS", 0)
-  slow = cg.hold(lambda x: (time.sleep(0.02), Counted(x))[1], name="slow")
+  slow = cg.hold(lambda x: (time.sleep(0.02), Counted(x))[1], name="slow object")
   step = jax.jit(lambda x: used(slow(x)))
   lives: list[int] = []
   for number in range(20):

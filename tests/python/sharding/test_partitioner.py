@@ -358,7 +358,8 @@ def programs(on: Mesh) -> dict[str, Callable[[Any], Callable[[Any], Any]]]:
 
 
 def _is_refused(rule: str, program: str) -> bool:
-  return rule == "ordered" and program.startswith("partly")
+  """XLA ends the process for such a program with JAX 0.10."""
+  return jax.__version_info__ < (0, 11) and rule == "ordered" and program.startswith("partly")
 
 
 @functools.cache
@@ -748,12 +749,53 @@ def test_collective_gates_may_wait_for_each_other() -> None:
   np.testing.assert_array_equal(y, np.full(8, 28))
 
 
-def test_a_collective_gate_in_a_partly_automatic_shard_map_is_refused() -> None:
-  gate = ranks([])
+@pytest.mark.parametrize("manual", ["a", "b"])
+@pytest.mark.parametrize("split", [("a", "b"), ("a",), ("b",), ()])
+def test_a_collective_gate_in_a_partly_automatic_shard_map(
+  manual: str, split: tuple[str, ...]
+) -> None:
+  seen: list[Any] = []
+  gate, on = ranks(seen), mesh()
+  spec = P(*(axis if axis == manual else None for axis in ("a", "b")))
+  mapped = jax.shard_map(gate, mesh=on, in_specs=spec, out_specs=spec, axis_names={manual})
+  program = jax.jit(lambda x: jax.lax.scan(lambda c, _: (mapped(c) + 1, None), x, length=2)[0])
+  for _ in range(2):
+    seen.clear()
+    found = program(put(X, on, *(axis if axis in split else None for axis in ("a", "b"))))
+    np.testing.assert_array_equal(found, X + 2)
+    assert sorted(seen) == sorted(EVERYBODY * 2)
+
+
+def test_a_collective_gate_that_waits_in_a_partly_automatic_shard_map() -> None:
+  barrier = threading.Barrier(8, timeout=60)
+  shares: dict[int, Any] = {}
+
+  def add_up(context: cg.Context, out: np.ndarray, x: np.ndarray) -> None:
+    shares[context.rank] = x.copy()
+    barrier.wait()
+    out[...] = sum(float(share.sum()) for share in shares.values())
+    barrier.wait()
+
+  gate = cg.gate(
+    add_up, out=lambda x: x, style="context", collective=True, sharding="shard", effect="io"
+  )
   on = mesh()
   mapped = jax.shard_map(gate, mesh=on, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
-  with pytest.raises(cg.GateDefinitionError, match="collective=True works in programs"):
-    jax.jit(mapped)(put(X, on, "a"))
+  found = jax.jit(mapped)(put(X, on, "a", "b"))
+  np.testing.assert_array_equal(found, np.full_like(X, X.sum()))
+  tiles = np.block([[shares[2 * row + column] for column in range(2)] for row in range(4)])
+  np.testing.assert_array_equal(tiles, X)
+
+
+def test_a_collective_gate_of_lanes_in_a_partly_automatic_shard_map() -> None:
+  seen: list[Any] = []
+  gate, on = ranks(seen), mesh()
+  mapped = jax.shard_map(
+    jax.vmap(gate), mesh=on, in_specs=P(None, "a"), out_specs=P(None, "a"), axis_names={"a"}
+  )
+  xs = np.stack([X, X + 1, X + 2])
+  np.testing.assert_array_equal(jax.jit(mapped)(put(xs, on, None, "a", "b")), xs)
+  assert sorted(seen) == sorted(EVERYBODY * 3)
 
 
 # -- order ---------------------------------------------------------------------------------------

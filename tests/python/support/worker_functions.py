@@ -143,3 +143,10 @@ def die_once(x: Any, *, path: str) -> Any:
     pathlib.Path(path).touch()
     os._exit(1)
   return x
+
+
+def key_of(key: Any) -> Any:
+  """Another key of a key, and a number."""
+  import jax  # a worker has it where its arrays are jax.Arrays
+
+  return jax.random.split(key, 3)[1], jax.random.uniform(key)

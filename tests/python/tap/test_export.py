@@ -64,7 +64,7 @@ WRITES = """
 THIRDS = np.full(2, 1 / 3, np.float32)
 def program(x):
   with np.printoptions(precision=2):
-    cg.print("loss {} of {name!r} {tree}", x * THIRDS, name="run", tree={"a": x, "b": (None, "c")},
+    cg.print("loss {} of {name!r} {tree}", x * THIRDS, "run", tree={"a": x, "b": (None, "c")},
              ordered=True)
   cg.print("no fields", x, ordered=True, skip_format_check=True)
   cg.check(x > 0, "expected more than 0, got {x}", x=x)

@@ -94,3 +94,20 @@ def test_ordered_prints_keep_order_across_programs(capsys):
     program(i)
   cg.barrier()
   assert capsys.readouterr().out.split() == [str(i) for i in range(20)]
+
+
+@pytest.mark.parametrize("name", ["loss", None])
+def test_a_field_of_the_options_name_goes_by_position(name, capsys):
+  options = {} if name is None else {"name": name}
+  values = np.array([1.5, 2.5], np.float32)
+  cg.print("{{{name:.1f}}} {} {name[1]:>6.2f} {y}", 1.0, "two", values, y=3, **options)
+  cg.barrier()
+  assert capsys.readouterr().out == "{1.0} two   2.50 3\n"
+
+
+def test_a_name_is_what_explain_says():
+  assert "tap 'loss'" in str(cg.explain(jax.jit(lambda x: cg.print("{}", x, name="loss")), 1.0))
+  with pytest.raises(cg.GateDefinitionError, match=r"name: expected .* a field \{name\} goes by"):
+    jax.jit(lambda x: cg.print("{name}", name=x))(1.0)
+  with pytest.raises(IndexError):
+    cg.print("{name}")
