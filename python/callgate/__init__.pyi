@@ -47,6 +47,7 @@ from callgate._kernel.kernel import Kernel
 from callgate._kernel.library import Library, library
 from callgate._kernel.numba.numba import numba
 from callgate._kernel.peers.kernel import kernel
+from callgate._loops.everywhere import bars
 from callgate._loops.loops import fori_loop, scan, while_loop
 from callgate._loops.progress import Progress, progress
 from callgate._nan.find import NanReport, find_nan
@@ -136,6 +137,7 @@ __all__ = [
   "Workers",
   "assemble",
   "barrier",
+  "bars",
   "breakpoint",
   "call",
   "cfunc",

@@ -62,6 +62,7 @@ MODULES = {
   "library": "callgate._kernel.library",
   "numba": "callgate._kernel.numba.numba",
   "kernel": "callgate._kernel.peers.kernel",
+  "bars": "callgate._loops.everywhere",
   "fori_loop": "callgate._loops.loops",
   "scan": "callgate._loops.loops",
   "while_loop": "callgate._loops.loops",

@@ -63,7 +63,7 @@ def _without_keys(leaf: Any) -> Any:
   if not is_type(leaf) or isinstance(leaf.dtype, np.dtype):
     return leaf
   is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-  return split.Key.of(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if is_key else leaf
+  return split.KeyNode.of(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if is_key else leaf
 
 
 def _wrong_function(gate: Callee, args: Any, error: TypeError) -> GateDefinitionError:

@@ -91,7 +91,7 @@ class _Encoder:
       if node.by_identity and not (self._portable and portable.importable(node.value)):
         return {"o": method_objects.name(node, portable=self._portable)}
       return {"s": self.static(node.value)}
-    if isinstance(node, split.Key):
+    if isinstance(node, split.KeyNode):
       return {"k": self.static(node.impl), "of": self._node(node.data)}
     if type(node) in (tuple, list):
       items = cast("Sequence[Any]", node)
@@ -206,7 +206,7 @@ class _Decoder:
       case {"s": value}:
         return split.Static(self.static(value))
       case {"k": impl, "of": data}:
-        return split.Key(self.node(data), self.static(impl))
+        return split.KeyNode(self.node(data), self.static(impl))
       case {"o": name}:
         return method_objects.find(name)
       case {"d": items}:

@@ -3,7 +3,7 @@
 
 JAX's transformations take arrays. So while a call is traced, each other leaf becomes part of the
 tree, as a node without leaves (`Static`), and is put back where a function of the user's is called.
-A PRNG key becomes a node of one leaf, its data (`Key`): the runtime moves arrays of numbers.
+A PRNG key becomes a node of one leaf, its data (`KeyNode`): the runtime moves arrays of numbers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _NoEntry:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Key:
+class KeyNode:
   """A PRNG key, or an array of keys, as a node: its leaf is the data, of the key's shape and more.
 
   Attributes:
@@ -89,11 +89,11 @@ class Key:
     self.data, self.impl = data, impl
 
   @classmethod
-  def of(cls, key: Any) -> Key:
+  def of(cls, key: Any) -> KeyNode:
     """The node of a typed key, or of a ShapeDtypeStruct of one."""
     if not isinstance(key, jax.ShapeDtypeStruct):
       return cls(_data(key), jax.random.key_impl(key))
-    nodes: list[Key] = []
+    nodes: list[KeyNode] = []
 
     def data(key: Any) -> Any:
       nodes.append(cls.of(key))
@@ -118,12 +118,12 @@ class Key:
     return ((_NoEntry(), self.data),), self.impl
 
   @classmethod
-  def tree_unflatten(cls, impl: Any, leaves: Iterable[Any]) -> Key:
+  def tree_unflatten(cls, impl: Any, leaves: Iterable[Any]) -> KeyNode:
     (data,) = leaves
     return cls(data, impl)
 
   def __repr__(self) -> str:
-    return f"Key({self.data!r}, {self.impl!r})"
+    return f"KeyNode({self.data!r}, {self.impl!r})"
 
 
 _data = jax.random.key_data
@@ -152,12 +152,12 @@ def is_array(leaf: Any) -> bool:
 
 
 def split(value: Any) -> Any:
-  """The pytree with a `Static` for each leaf that is no array, and a `Key` for each typed key.
+  """The pytree with a `Static` for each leaf that is no array, and a `KeyNode` for each typed key.
 
-  What is a leaf itself, and no key, is as it is.
+  A leaf by itself that is no key is as it is.
   """
   if is_key(value):
-    return Key.of(value)
+    return KeyNode.of(value)
   leaves, tree = jax.tree.flatten(value)
   if leaves and leaves[0] is value:
     return value
@@ -169,13 +169,13 @@ def split(value: Any) -> Any:
 
 def _node(leaf: Any) -> Any:
   if is_key(leaf):
-    return Key.of(leaf)
+    return KeyNode.of(leaf)
   return leaf if is_array(leaf) else Static(leaf)
 
 
 def split_keys(value: Any) -> Any:
-  """The pytree with a `Key` for each typed key; other leaves are as they are."""
-  return jax.tree.map(lambda leaf: Key.of(leaf) if is_key(leaf) else leaf, value)
+  """The pytree with a `KeyNode` for each typed key; other leaves are as they are."""
+  return jax.tree.map(lambda leaf: KeyNode.of(leaf) if is_key(leaf) else leaf, value)
 
 
 def split_tangents(results: Any, tangents: Any) -> Any:
@@ -186,8 +186,8 @@ def split_tangents(results: Any, tangents: Any) -> Any:
 def _tangent(result: Any, tangent: Any) -> Any:
   if not is_key(result):
     return tangent
-  node = Key.of(result)
-  return Key(np.zeros(node.data.shape, jax.dtypes.float0), node.impl)
+  node = KeyNode.of(result)
+  return KeyNode(np.zeros(node.data.shape, jax.dtypes.float0), node.impl)
 
 
 def joined(value: Any) -> Any:
@@ -199,11 +199,11 @@ def joined(value: Any) -> Any:
 
 
 def _is_part(node: Any) -> bool:
-  return isinstance(node, (Static, Key))
+  return isinstance(node, (Static, KeyNode))
 
 
 def _whole_of(node: Any) -> Any:
-  if isinstance(node, Key):
+  if isinstance(node, KeyNode):
     return node.key()
   return node.value if isinstance(node, Static) else node
 
@@ -212,7 +212,7 @@ _ARRAY = object()  # stands for one
 
 
 def _whole(tree: Any) -> tuple[Any, list[Any]]:
-  """The structure of what was split to `tree`, and its leaves: `_ARRAY`, `Static` or `Key`."""
+  """The structure of what was split to `tree`, and its leaves: `_ARRAY`, `Static` or `KeyNode`."""
   nodes = jax.tree.unflatten(tree, [_ARRAY] * tree.num_leaves)
   leaves, whole = jax.tree.flatten(nodes, is_leaf=_is_part)
   return whole, leaves
@@ -240,7 +240,7 @@ def unflattener(tree: Any, *, keys: bool) -> Callable[[Iterable[Any]], Any]:
     if isinstance(leaf, Static):
       return leaf.value
     data = next(rest)
-    return Key(data, leaf.impl).key() if keys and leaf is not _ARRAY else data
+    return KeyNode(data, leaf.impl).key() if keys and leaf is not _ARRAY else data
 
   return unflatten
 
@@ -260,8 +260,8 @@ def flatten_as(tree: Any, value: Any, label: str) -> list[Any] | None:
   for index, (leaf, node) in enumerate(zip(leaves, nodes, strict=True)):
     if is_key(leaf):
       impl = jax.random.key_impl(leaf)
-      if not isinstance(node, Key) or impl != node.impl:
-        expected = f"a key of {node.impl}" if isinstance(node, Key) else "an array of numbers"
+      if not isinstance(node, KeyNode) or impl != node.impl:
+        expected = f"a key of {node.impl}" if isinstance(node, KeyNode) else "an array of numbers"
         raise ResultError(f"{label}: result {index}: expected {expected}, got a key of {impl}")
       leaves[index] = _data(leaf)
   return leaves

@@ -3,15 +3,53 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 
 T = TypeVar("T")
+# Files of JAX's with nothing but calls of other people's functions, and loops of none (0.10 to
+# 0.12): in these folders, but for one whose `vmap_method` is a loop.
+_CALLING = {os.path.dirname(inspect.getfile(module)) for module in (_source_info, _partial_eval)}
+_CALLING_NOT = "ffi.py"
+_Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _only_calls(file: str) -> bool:
+  folder, name = os.path.split(file)
+  return file == __file__ or (folder in _CALLING and name != _CALLING_NOT)
+
+
+def wrap_function(name: str, layer: _Layer) -> None:
+  """Has calls of `jax.lax.scan`, say, by whoever has the function, go through a layer.
+
+  The layer gets the function, and the call's arguments. Loops of JAX's own functions go past it,
+  and those of callgate's. JAX wraps these functions, and the wrapper's cell has the one (0.10 to
+  0.12).
+  """
+  wrapper: Any = getattr(jax.lax, name)
+  cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("fun")]
+  original = cell.cell_contents
+
+  @functools.wraps(original)
+  def through(*args: Any, **kwargs: Any) -> Any:
+    frame: Any = inspect.currentframe()
+    while frame is not None and _only_calls(frame.f_code.co_filename):
+      frame = frame.f_back
+    if frame is None or _source_info.is_user_filename(frame.f_code.co_filename):
+      return layer(original, args, kwargs)
+    return original(*args, **kwargs)
+
+  cell.cell_contents = through
+
 
 # `jax.lax.scan` as it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
 # the parameters of the primitive, whatever they are called. No public name.

@@ -66,6 +66,7 @@ ordered_debug_effect: Any = _debugging.ordered_debug_effect
 _in_key = {"include_in_jit_key": True, "include_in_trace_context": True}
 define_enum: Callable[..., Any] = functools.partial(_config.enum_state, **_in_key)
 define_bool: Callable[..., Any] = functools.partial(_config.bool_state, **_in_key)
+define_int: Callable[..., Any] = functools.partial(_config.int_state, **_in_key)
 update_option: Callable[[str, object], None] = _config.config.update
 # JAX's own caches of traces depend on this besides the arguments.
 trace_key: Callable[[], Any] = _config.trace_context
@@ -170,8 +171,8 @@ def in_manual_region() -> bool:
 def in_pmap() -> bool:
   """True if the code being traced is inside a `jax.pmap` (0.10 to 0.12).
 
-  A `pmap` is a `jax.shard_map`, of which its caller alone tells it. Of an inner jitted function
-  that is the first call that traces it.
+  A `pmap` is a `jax.shard_map`; its caller alone tells the two apart. An inner jitted function has
+  the answer of the first call, which traces it.
   """
   frame = inspect.currentframe() if in_manual_region() else None
   while frame is not None:

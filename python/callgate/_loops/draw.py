@@ -54,6 +54,11 @@ class _State(NamedTuple):
     return json.loads(self.text)["depth"]
 
   @property
+  def is_due(self) -> bool:
+    """True once it has as many steps as it is to have before it is drawn."""
+    return max(self.total, self.steps) >= json.loads(self.text).get("least", 0)
+
+  @property
   def by_value(self) -> bool:
     return self.last == self.last
 
@@ -254,9 +259,9 @@ class Bars(Part):
   def _draw(self, state: _State, began: float) -> None:
     """Draws a bar; says so once of one that can't be drawn, and the others go on."""
     try:
-      if state.bar not in self._bars:
+      if state.bar not in self._bars and state.is_due:
         self._bars[state.bar] = _Drawn(state, began)
-      if (drawn := self._bars[state.bar]) is not None:
+      if (drawn := self._bars.get(state.bar)) is not None:
         drawn.draw(state)
     except Exception as error:  # noqa: BLE001 - of the file, or of tqdm or rich
       self._bars[state.bar] = None

@@ -26,7 +26,7 @@ from callgate._core.public import core
 from callgate._feed import resuming
 from callgate._feed.gate import FeedGate
 from callgate._jax import loops, tracing
-from callgate._loops import chunks
+from callgate._loops import automatic, chunks
 from callgate._loops.progress import Mark, Progress, deeper, marked, options_of, wrapped
 from callgate._loops.steps import (
   Ends,
@@ -94,7 +94,9 @@ def scan(
     TypeError: `f` or `until` is no function, or gives something else than it has to.
   """
   rest = (_split_transpose,) if _split_transpose else ()
-  bar, may_stop = options_of(progress), _options.boolean("scan", "stoppable", stoppable)
+  given = {"xs": xs, "length": length}
+  bar = automatic.bar_of("scan", given) if progress is None else options_of(progress)
+  may_stop = _options.boolean("scan", "stoppable", stoppable)
   in_chunks = _options.boolean("scan", "checkpoint", checkpoint) and until is not None
   if bar is None and save is None and until is None and not may_stop:
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
@@ -144,7 +146,8 @@ def fori_loop(
   Returns:
     The last value.
   """
-  bar = options_of(progress)
+  given = {"lower": lower, "upper": upper}
+  bar = automatic.bar_of("fori_loop", given) if progress is None else options_of(progress)
   if bar is None:
     return jax.lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll)
   _check_callable("fori_loop: body_fun: expected the loop's body", body_fun)
@@ -180,7 +183,7 @@ def while_loop(
   Returns:
     The last value.
   """
-  bar = options_of(progress)
+  bar = automatic.bar_of("while_loop", {}) if progress is None else options_of(progress)
   if bar is None:
     return jax.lax.while_loop(cond_fun, body_fun, init_val)
   _check_callable("while_loop: cond_fun: expected a function", cond_fun)

@@ -47,6 +47,7 @@ class Bar:
   by_lane: bool = False
   lanes: tuple[int, ...] = ()  # of such a bar: sizes of the axes that it is mapped over
   engine: str = "callgate"
+  may_fail: bool = False  # no bar where a program can have none, in place of an error
   # Keeps the file that the text names. A program that holds the bar keeps it, too.
   file: Any = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -125,8 +126,13 @@ def _held(kind: str, bar: Bar) -> dict[str, Any]:
 
 def _by_jax(context: Any, operands: _Values, kind: str, bar: Bar) -> _Values:
   """Through JAX's own callbacks, where all devices run one program in one piece."""
-  jax_engine.refuse_program(context, "a progress bar", bar.engine)
-  alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
+  try:
+    jax_engine.refuse_program(context, "a progress bar", bar.engine)
+    alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
+  except GateDefinitionError:
+    if not bar.may_fail:
+      raise
+    alone = False
   function = _host_function(kind, bar)
   (aval,) = context.avals_out
 

@@ -95,6 +95,17 @@ class Progress:
     return self if self.total is not None or self.at else dataclasses.replace(self, total=steps)
 
 
+@dataclasses.dataclass(frozen=True)
+class Automatic(Progress):
+  """The bar of a loop that has asked for none, see `callgate.bars`.
+
+  Args:
+    least: no bar is drawn of fewer steps.
+  """
+
+  least: int = 0
+
+
 def _check_goal(total: Any) -> None:
   """Raises unless a bar by value may end there."""
   if not isinstance(total, (jax.Array, np.ndarray)):
@@ -125,6 +136,7 @@ def _text_of(options: Progress, file: str | None) -> str:
     "show": None if options.show is None else list(options.show),
     "file": file,
     "depth": getattr(_nesting, "depth", 0),
+    "least": options.least if isinstance(options, Automatic) else None,
   }
   return json.dumps({key: value for key, value in text.items() if value is not None})
 
@@ -164,6 +176,7 @@ class Mark:
       by_value=by_value,
       by_lane=options.lanes == "bars",
       engine=config.engine(),
+      may_fail=isinstance(options, Automatic),
       file=file,
     )
     if bar.by_lane:

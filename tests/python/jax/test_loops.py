@@ -318,6 +318,24 @@ def test_a_jaxpr_runs_on_other_constants() -> None:
   np.testing.assert_array_equal(found, 3 * X)
 
 
+def test_a_functions_layer_gets_the_calls_of_users() -> None:
+  cell = jax.lax.fori_loop.__closure__[jax.lax.fori_loop.__code__.co_freevars.index("fun")]
+  before, seen = cell.cell_contents, []
+
+  def layer(original: Any, args: Any, kwargs: Any) -> Any:
+    seen.append((args[:2], sorted(kwargs)))
+    return original(*args, **kwargs)
+
+  try:
+    loops.wrap_function("fori_loop", layer)
+    assert jax.lax.fori_loop(0, 3, lambda i, x: x + i, 0) == 3
+    assert jax.named_call(jax.lax.fori_loop, name="n")(1, 4, init_val=0, body_fun=jnp.maximum) == 3
+    jax.block_until_ready(jax.random.permutation(jax.random.key(0), 5))  # its own loops
+  finally:
+    cell.cell_contents = before
+  assert seen == [((0, 3), []), ((1, 4), ["body_fun", "init_val"])]
+
+
 # -- all of them -----------------------------------------------------------------------------------
 def entries(path: pathlib.Path) -> set[str]:
   """The public names that a module of callgate._jax defines."""

@@ -87,6 +87,16 @@ def test_a_lowering_tells_its_devices_platforms_and_partition() -> None:
   assert lowered(look, partly)[2:5] == (False, True, True)
 
 
+def test_a_manual_region_tells_its_devices() -> None:
+  assert lowered(lowering.manual_devices) == ()
+  assert lowered(lowering.manual_devices, in_shard_map()) == tuple(
+    device.id for device in mesh().devices.flat
+  )
+  partly = in_shard_map(("d", "e"))
+  assert lowered(lowering.manual_devices, partly) == ()
+  assert (jax.__version_info__ >= (0, 11)) == lowering.TOKENS_IN_PARTLY_MANUAL
+
+
 def test_a_lowering_tells_its_mesh() -> None:
   assert lowered(lowering.mesh_axes) == ()
   assert lowered(lowering.mesh_axes, in_shard_map()) == (("d", 4),)

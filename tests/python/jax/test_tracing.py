@@ -94,11 +94,12 @@ def test_the_ordered_effects_of_jax_are_those_of_its_callbacks() -> None:
 def test_options_are_in_the_key_of_jit() -> None:
   flag = tracing.define_bool("callgate_test_flag", False, "Of a test.")
   kind = tracing.define_enum("callgate_test_kind", ["a", "b"], "a", "Of a test.")
+  number = tracing.define_int("callgate_test_number", -1, "Of a test.")
   seen: list[Any] = []
 
   @jax.jit
   def program(x: Any) -> Any:
-    seen.append((flag.value, kind.value))
+    seen.append((flag.value, kind.value, number.value))
     return x
 
   key = tracing.trace_key()
@@ -108,11 +109,13 @@ def test_options_are_in_the_key_of_jit() -> None:
     program(X)
   with kind("b"):
     program(X)
+  with number(3):
+    program(X)
   program(X)
   tracing.update_option("callgate_test_flag", True)
   program(X)
   tracing.update_option("callgate_test_flag", False)
-  assert seen == [(False, "a"), (True, "a"), (False, "b")]
+  assert seen == [(False, "a", -1), (True, "a", -1), (False, "b", -1), (False, "a", 3)]
   assert tracing.trace_key() == key
 
 
@@ -185,6 +188,19 @@ def test_the_axes_of_a_region_are_told(check: bool) -> None:
   checked = frozenset("d") if check else frozenset()
   assert in_shard_map(look, check_vma=check) == (frozenset("d"), checked, True)
   assert look(X) == (frozenset(), frozenset(), False)
+
+
+def test_a_pmap_is_told_from_a_shard_map() -> None:
+  seen: list[bool] = []
+
+  def look(x: Any) -> Any:
+    seen.append(tracing.in_pmap())
+    return x
+
+  in_shard_map(look)
+  jax.pmap(jax.jit(look))(jnp.zeros((2, 3)))
+  look(X)
+  assert seen == [False, True, False]
 
 
 def test_types_of_explicitly_sharded_programs_say_where_values_lie() -> None:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The option of the thread that gives loops bars of themselves, and the bar of such a loop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from callgate._jax import sources, tracing
+from callgate._loops.progress import Automatic, Progress
+
+OFF = -1
+# Set once: JAX holds its values, one for each thread.
+min_steps = tracing.define_int(
+  "callgate_bars", OFF, "Progress bars for JAX's loops of at least so many steps; -1 for none."
+)
+
+
+def bar_of(kind: str, given: Mapping[str, Any]) -> Progress | None:
+  """The bar of a loop that is traced now, without options of its own; None where it has none.
+
+  Args:
+    kind: "scan", "fori_loop" or "while_loop".
+    given: the loop's arguments by name.
+  """
+  least = min_steps.value
+  steps = None if least == OFF else _steps(kind, given)
+  if least == OFF or (steps is not None and steps < least):
+    return None
+  line = sources.users_line()
+  name = kind if line is None else f"{line[2]} ({pathlib.PurePath(line[0]).name}:{line[1]})"
+  return Automatic(desc=name, least=least)
+
+
+def _steps(kind: str, given: Mapping[str, Any]) -> float | None:
+  """The number of a loop's steps; None where the program alone knows it, -inf for no bar."""
+  if kind == "while_loop":
+    return None
+  if kind == "fori_loop":
+    bounds = given.get("lower"), given.get("upper")
+    if any(isinstance(bound, Tracer) for bound in bounds):
+      return None
+    with contextlib.suppress(TypeError, ValueError):
+      return int(np.asarray(bounds[1])) - int(np.asarray(bounds[0]))
+    return -math.inf
+  lengths = {np.shape(x)[0] for x in jax.tree.leaves(given.get("xs")) if np.ndim(x)}
+  lengths |= {given["length"]} if given.get("length") is not None else set()
+  only = lengths.pop() if len(lengths) == 1 else None
+  return int(only) if isinstance(only, (int, np.integer)) else -math.inf
