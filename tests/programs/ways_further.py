@@ -46,8 +46,18 @@ for knob in knobs:
 execute(1, lambda: [run(*inputs)])
 """
 
+# Bars of all loops change nothing, and are gone behind their block.
+_BARS = """
+run = jax.jit(program)
+execute(1, lambda: [run(*inputs)])
+with cg.bars(min_steps=0):
+  execute(2, lambda: [run(*inputs), run(*inputs)])
+execute(1, lambda: [run(*inputs)])
+"""
+
 FURTHER = {
   **checks.WAYS,
+  "bars": _BARS,
   "knobs set": _KNOBS,
   "recorded, replayed in another order": _ANOTHER_ORDER,
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax._src import core as _core
 
-from callgate._jax import sources
+from callgate._jax import sources, tracing
 
 
 def interpret(
@@ -38,6 +38,9 @@ def interpret(
 def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
   """The equation's results on other operands, as `jax.core.eval_jaxpr` computes them."""
   primitive = eqn.primitive
+  if primitive is _core.pvary_p:  # which refuses values that vary already, as others may here
+    (value,) = operands
+    return [tracing.vary_over(frozenset(eqn.params["axes"]), value)]
   with eqn.ctx.manager:
     made = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
   return list(made) if primitive.multiple_results else [made]

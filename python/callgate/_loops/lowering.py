@@ -207,11 +207,18 @@ def _run_while(
   cond_consts, body_consts, first = loops.split_operands(params, operands)
   closed = params["cond_jaxpr"]
   predicate = functools.partial(jaxpr_as_fun(closed), *cond_consts)
-  one_step = functools.partial(jaxpr_as_fun(params["body_jaxpr"]), *body_consts)
+  stepping = params["body_jaxpr"]
+  types = stepping.in_avals[len(body_consts) :]
   batched: tuple[int, ...] = closed.out_avals[0].shape
   by_lane = batched != () and any(one.bar.lanes == batched for one in begun)
   if loop.rounds is not None:
     first[0] = loop.rounds[0].astype(first[0].dtype)
+
+  def one_step(*before: Any) -> list[Any]:
+    # Where lanes have masks, results may vary over the devices of a `shard_map` that the carry does
+    # not vary over: JAX asks no loop that it lowers.
+    results = jaxpr_as_fun(stepping)(*body_consts, *before)
+    return [tracing.vary_as(aval, x) for aval, x in zip(types, results, strict=True)]
 
   def body(counted: Any, before: _Values) -> tuple[Any, list[Any]]:
     if not batched:

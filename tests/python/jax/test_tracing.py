@@ -180,6 +180,9 @@ def test_types_name_the_axes_over_which_values_vary() -> None:
   assert in_shard_map(look) == [frozenset("d")] * 5
   assert in_shard_map(lambda x: tracing.varying_axes([tracing.unvaried(x)])) == frozenset()
   assert in_shard_map(lambda x: tracing.unvaried(x).aval == tracing.unvaried_p.bind(x).aval)
+  assert in_shard_map(lambda x: tracing.vary_as(jax.typeof(jnp.sum(X)), x).aval) == (
+    in_shard_map(lambda x: tracing.unvaried(x).aval)
+  )
 
 
 @pytest.mark.parametrize("check", [True, False])
