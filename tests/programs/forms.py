@@ -217,6 +217,24 @@ def {g}_twin(x):
 {g} = cg.gate({g}_host, {options}, cast=True, like={g}_twin)
 """
 
+# A typed key of each lane, that goes in and comes back.
+_KEYS = """\
+def {g}_value(tree):
+  word = jax.random.key_data(tree["k"])[1]
+  return tree["p"] * 0.5 + (0.25 * word).astype(tree["p"].dtype)
+def {g}_host(tree):
+  x = np.asarray(tree["p"])
+  {note}
+  return {g}_value(tree), tree["k"]
+{g}_gate = cg.gate({g}_host, {options}, like=lambda tree: ({g}_value(tree), tree["k"]),
+  arrays="jax", thread="own")
+def {g}(x):
+  word = jnp.isfinite(x).all().astype(jnp.uint32)
+  key = jax.random.wrap_key_data(jnp.stack([word, word]))
+  value, key = {g}_gate({{"p": x, "k": key}})
+  return value + (0 * jax.random.key_data(key)[0]).astype(value.dtype)
+"""
+
 FORMS = {
   "trees": Form(_BOTH + _TREES, _sin_and_twice, _TREE_TWIN, _TREE_CALL),
   "trees inplace": Form(_BOTH + _TREES_INPLACE, _sin_and_twice, _TREE_TWIN, _TREE_CALL),
@@ -253,6 +271,7 @@ FORMS = {
     ", arrays='buffer'", "return np.asarray(np.asarray(x) * 0.5 + 0.25, np.asarray(x).dtype)"
   ),
   "jax arrays": _half(", arrays='jax', thread='own'", "return x * 0.5 + 0.25"),
+  "keys": Form(_KEYS, half, "{x} * 0.5 + 0.25"),
   "copies": _half(", copy=True", "kept.append(x)\n  return np.asarray(x * 0.5 + 0.25, x.dtype)"),
   "cast": _half(", cast=True", "return x * np.float64(0.5) + np.float64(0.25)"),
   "cast of integers": Form(

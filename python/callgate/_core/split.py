@@ -93,13 +93,13 @@ class KeyNode:
     """The node of a typed key, or of a ShapeDtypeStruct of one."""
     if not isinstance(key, jax.ShapeDtypeStruct):
       return cls(_data(key), jax.random.key_impl(key))
-    nodes: list[KeyNode] = []
+    impls: list[Any] = []  # no tracer leaves the function
 
     def data(key: Any) -> Any:
-      nodes.append(cls.of(key))
-      return nodes[0].data
+      impls.append(jax.random.key_impl(key))
+      return _data(key)
 
-    return cls(jax.eval_shape(data, key), nodes[0].impl)
+    return cls(jax.eval_shape(data, key), impls[0])
 
   def key(self) -> Any:
     """The key: an array, a ShapeDtypeStruct, or, of a tangent, float0 zeros of its shape."""
