@@ -14,7 +14,8 @@ import numpy as np
 from callgate._call import primitive, shapes
 from callgate._call.site import BoundCall, CallSite
 from callgate._core.errors import GateDefinitionError
-from callgate._envs.hosts import NONE, LanesMethod
+from callgate._envs import hosts
+from callgate._envs.hosts import LanesMethod, Levels
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
@@ -28,8 +29,8 @@ class EnvGate(GateCallee):
   """A method of a `Host` as a gate. On workers each argument has a leading axis of shares.
 
   Lanes of `jax.vmap` become rows: those of an environment's copies follow one another, so that a
-  device, and a worker, has all copies of its environments. Those of this process are made as the
-  program is traced, those of a worker, or a device, by its first reset.
+  device, and a worker, has all copies of its environments. This process makes its own as the
+  program is traced; a worker, and one of several devices, at the first reset.
   """
 
   kind = "envs"
@@ -43,27 +44,23 @@ class EnvGate(GateCallee):
       "them: env.step(jax.lax.stop_gradient(actions))"
     )
 
-  def _copied(self, lanes: Any, lane: Any, copies: int) -> Any:
-    """The numbers of a lane's copies; `copies` is how many of each there are without lanes."""
-    return jnp.where(lanes == NONE, NONE, lanes + lane * np.int32(self._layout.count * copies))
-
-  def _more_copies(self, copies: int, size: int) -> int:
-    total = copies * size
-    if total * self._layout.count >= NONE:
+  def _prepare(self, levels: Levels, size: int) -> None:
+    """Makes the environments of so many lanes around the levels, where this process has them."""
+    total = hosts.copies_of(levels) * size
+    if total * self._layout.count > hosts.MOST:
       raise GateDefinitionError(
-        f"{self._layout.label}: under jax.vmap of {size} lanes: expected fewer than {NONE} "
+        f"{self._layout.label}: under jax.vmap of {size} lanes: expected at most {hosts.MOST} "
         f"environments, got {total} times {self._layout.count}"
       )
     if self.remote is None and self._layout.sharding is None:
       self.place.run(lambda: self._instances.get().prepare(total))
-    return total
 
   def _of_lanes(
-    self, size: int, batched: Sequence[Any], lanes: Any, *args: Any, copies: int, **static: Any
+    self, size: int, batched: Sequence[Any], lanes: Any, *args: Any, levels: Levels, **static: Any
   ) -> tuple[Any, Any]:
-    """The rule of `jax.vmap`: one call of all lanes' environments."""
-    total = self._more_copies(copies, size)
-    axis = lanes.ndim - 1 - bool(batched[0])  # of the rows; on workers shares come before
+    """The rule of `jax.vmap`: one call of all lanes' environments, whose numbers the host tells."""
+    assert not batched[0]
+    axis = lanes.ndim - 1  # of the rows; on workers shares come before
 
     def merged(x: Any, flag: bool) -> Any:
       x = jnp.moveaxis(x, 0, axis + 1) if flag else jnp.expand_dims(x, axis + 1)
@@ -72,16 +69,14 @@ class EnvGate(GateCallee):
       return self._layout.reshaped(x, *shape)
 
     def parted(x: Any) -> Any:
-      x = self._layout.reshaped(
-        x, *x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :]
-      )
+      rows = x.shape[axis] // size
+      x = self._layout.reshaped(x, *x.shape[:axis], rows, size, *x.shape[axis + 1 :])
       return jnp.moveaxis(x, axis + 1, 0)
 
-    number = jnp.arange(size, dtype=np.int32)
-    own = lanes if batched[0] else jnp.broadcast_to(lanes, (size, *lanes.shape))
-    numbers = self._copied(own, number.reshape(size, *[1] * (axis + 1)), copies)
-    given = jax.tree.map(merged, (numbers, *args), (True, *batched[1:]))
-    found = jax.tree.map(parted, self(*self._layout.split(given), copies=total, **static))
+    given = self._layout.split(jax.tree.map(merged, args, tuple(batched[1:])))
+    self._prepare(levels, size)
+    found = self(lanes, *given, levels=(*levels, (size, size)), **static)
+    found = jax.tree.map(parted, found)
     return found, jax.tree.map(lambda _: True, found)
 
   def _of_lane(
@@ -90,9 +85,10 @@ class EnvGate(GateCallee):
     """The call of one lane, where the program runs them one after the other."""
     (lanes, *args), _ = jax.tree.unflatten(call.site.in_tree, operands)
     static = dict(call.site.static)
-    copies = static.pop("copies")
-    total = self._more_copies(copies, size)
-    return jax.tree.leaves(self(self._copied(lanes, lane, copies), *args, copies=total, **static))
+    levels: Levels = static.pop("levels")
+    self._prepare(levels, size)
+    numbers = lanes + lane * np.int32(self._layout.count * hosts.copies_of(levels))
+    return jax.tree.leaves(self(numbers, *args, levels=(*levels, (1, size)), **static))
 
   def bind(self, site: CallSite, leaves: Sequence[Any]) -> Any:
     if not isinstance(self.run_on, Workers):
@@ -193,7 +189,7 @@ class EnvLayout:
 
     # A number that no environment has is for those that fill a share up.
     lanes, *rest = args
-    given = (grouped(lanes, NONE), *jax.tree.map(grouped, rest))
+    given = (grouped(lanes, hosts.NONE), *jax.tree.map(grouped, rest))
     return self.split(jax.tree.map(flat, there(*self.split(given), **static)))
 
   def _shares(self, rows: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ environments in units, which reset and step by themselves: of one environment, o
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import threading
 from collections.abc import Sequence
@@ -26,7 +27,21 @@ from callgate._envs.spaces import Store
 from callgate._envs.videos import Video
 from callgate._places import objects
 
-NONE = 2**31 - 1  # the number of an environment that fills a call up
+MOST = 2**31 - 1  # environments, copies included
+NONE = -(2**31)  # the number of an environment that fills a call up; a copy of it is below 0, too
+# Lanes of `jax.vmap` around a call, the innermost first: how many of them the call is for, all or
+# one, and how many there are.
+Levels = tuple[tuple[int, int], ...]
+
+
+def copies_of(levels: Levels) -> int:
+  """How many copies of each environment there are."""
+  return math.prod(extent for _, extent in levels)
+
+
+def rows_of(levels: Levels) -> int:
+  """How many rows a call has for each environment."""
+  return math.prod(size for size, _ in levels)
 
 
 class Unit:
@@ -92,7 +107,7 @@ class Host(Generic[U]):
 
   # -- pictures ------------------------------------------------------------------------------------
   def picture_of(self, unit: U, lane: int) -> Any:
-    """What an environment of a unit renders."""
+    """Renders an environment of a unit."""
     raise NotImplementedError
 
   def _film(self, unit: U, *, begins: bool = False, ends: bool = False) -> None:
@@ -146,10 +161,14 @@ class Host(Generic[U]):
     self._units.clear()
 
   # -- what steps and resets have in common --------------------------------------------------------
-  def _real(self, lanes: Any) -> list[int]:
+  def _real(self, lanes: Any, levels: Levels = ()) -> list[int]:
     """The numbers of the environments; those that fill a call up come last."""
+    stride = self._plan.count
+    for size, extent in levels:
+      lanes = (lanes[:, None] + np.arange(size, dtype=np.int32) * np.int32(stride)).reshape(-1)
+      stride *= extent
     numbers: list[int] = lanes.tolist()
-    while numbers and numbers[-1] == NONE:
+    while numbers and numbers[-1] < 0:
       numbers.pop()
     return numbers
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from callgate._envs import resets, seeds, spaces
-from callgate._envs.hosts import Host, Unit, fill
+from callgate._envs.hosts import Host, Levels, Unit, fill
 
 
 class _Lane(Unit):
@@ -41,12 +41,12 @@ class EnvLanes(Host[_Lane]):
 
   def reset(
     self, out: Any, lanes: Any, given: Any, mask: Any, options: Any, *, how: seeds.How, form: Any,
-    copies: int,
+    levels: Levels,
   ) -> None:  # fmt: skip
     """Makes what is not there yet, and resets it with its seed."""
     self._check_open()
     seen, info = out
-    numbers = self._real(lanes)
+    numbers = self._real(lanes, levels)
     self._infos.clear(info)
     if self._plan.autoreset == "same_step":
       self._clear_final(info)
@@ -66,15 +66,15 @@ class EnvLanes(Host[_Lane]):
           lane = self._existing(number)
         values.append(lane.seen)
     except Exception as error:
-      self._tell(error, number, "reset", mapped=copies > 1)
+      self._tell(error, number, "reset", mapped=bool(levels))
       raise
     self._put(seen, values, numbers, "reset")
 
-  def step(self, out: Any, lanes: Any, actions: Any, *, copies: int) -> None:
+  def step(self, out: Any, lanes: Any, actions: Any, *, levels: Levels) -> None:
     """Steps each environment; `EnvPlan.autoreset` says when one whose episode ends is reset."""
     self._check_open()
     seen, *numeric, info, episodes = out
-    numbers = self._real(lanes)
+    numbers = self._real(lanes, levels)
     plan, have = self._plan, self._units
     same_step, stays = plan.autoreset == "same_step", plan.autoreset == "disabled"
     if plan.info:
@@ -124,7 +124,7 @@ class EnvLanes(Host[_Lane]):
         if plan.info:
           self._infos.put(info, row, extra)
     except Exception as error:
-      self._tell(error, number, "step", mapped=copies > 1)
+      self._tell(error, number, "step", mapped=bool(levels))
       raise
     self._put(seen, values, numbers, "step")
     for one, view, given in zip(_NUMERIC, numeric, (rewards, over, cut), strict=True):

@@ -26,7 +26,7 @@ class EnvsOptions:
   """The options of `callgate.envs`.
 
   Attributes:
-    n: how many environments there are. Of a vector environment none is given.
+    n: how many environments there are. A vector environment tells it itself.
     vector: `make` returns one vector environment, whose lanes are the environments: with the
       interface of `gymnasium.make_vec`, or EnvPool's. With `sharding` each device has one.
     autoreset: when an episode that has ended begins anew. "next_step": with the next step, which

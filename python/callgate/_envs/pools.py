@@ -13,7 +13,7 @@ import numpy as np
 
 from callgate._core.errors import GateError, ResultError
 from callgate._envs import resets, seeds, spaces, vectors, videos
-from callgate._envs.hosts import Host, Unit
+from callgate._envs.hosts import Host, Levels, Unit
 
 
 class _Vector(Unit):
@@ -39,12 +39,12 @@ class EnvVectors(Host[_Vector]):
 
   def reset(
     self, out: Any, lanes: Any, given: Any, mask: Any, options: Any, *, how: seeds.How, form: Any,
-    copies: int,
+    levels: Levels,
   ) -> None:  # fmt: skip
     """Makes what is not there yet, and resets it with its seeds."""
     self._check_open()
     seen, info = out
-    numbers = self._real(lanes)
+    numbers = self._real(lanes, levels)
     self._infos.clear(info)
     if self._plan.autoreset == "same_step":
       self._clear_final(info)
@@ -62,7 +62,7 @@ class EnvVectors(Host[_Vector]):
         else:
           self._put_seen(seen, rows, self._last(unit, number))
       except Exception as error:
-        self._tell(error, number * self._size, "reset", mapped=copies > 1)
+        self._tell(error, number * self._size, "reset", mapped=bool(levels))
         raise
     self._clear_rest(len(numbers), seen)
 
@@ -95,11 +95,11 @@ class EnvVectors(Host[_Vector]):
     if self._video is not None and 0 <= filmed < self._size and (mask is None or mask[filmed]):
       self._film(unit, begins=True)
 
-  def step(self, out: Any, lanes: Any, actions: Any, *, copies: int) -> None:
+  def step(self, out: Any, lanes: Any, actions: Any, *, levels: Levels) -> None:
     """Steps each vector environment, which resets its own where episodes end."""
     self._check_open()
     seen, rewards, over, cut, info, episodes = out
-    numbers = self._real(lanes)
+    numbers = self._real(lanes, levels)
     plan = self._plan
     if plan.info:
       self._infos.clear(info)
@@ -133,7 +133,7 @@ class EnvVectors(Host[_Vector]):
           begins = now and plan.autoreset == "same_step"
           self._film(unit, begins=begins, ends=now and not begins)
       except Exception as error:
-        self._tell(error, number * self._size, "step", mapped=copies > 1)
+        self._tell(error, number * self._size, "step", mapped=bool(levels))
         raise
     self._clear_rest(len(numbers), seen, rewards, over, cut, *episodes.values())
 

@@ -15,7 +15,7 @@ import numpy as np
 from callgate._call.function import ArrayFunction
 from callgate._envs import seeds, spaces
 from callgate._envs.calls import EnvGate, EnvLayout
-from callgate._envs.hosts import NONE, LanesMethod
+from callgate._envs.hosts import NONE, LanesMethod, rows_of
 from callgate._envs.lanes import EnvLanes
 from callgate._envs.plans import EnvPlan
 from callgate._envs.pools import EnvVectors
@@ -39,8 +39,8 @@ class Programs:
     kind = EnvVectors if plan.width else EnvLanes
     self.instances = objects.Instances(functools.partial(kind, plan), by_lane=False)
     outs: dict[str, Callable[..., Any]] = {
-      "reset": lambda lanes, *_: plan.of_reset(lanes.shape[-1]),
-      "step": lambda lanes, *_: plan.of_step(lanes.shape[-1]),
+      "reset": lambda lanes, *_, levels: plan.of_reset(lanes.shape[-1] * rows_of(levels)),
+      "step": lambda lanes, *_, levels: plan.of_step(lanes.shape[-1] * rows_of(levels)),
       "shut": lambda lanes: jax.ShapeDtypeStruct(lanes.shape[-1:], np.bool_),
       "rendered": lambda lanes: jax.ShapeDtypeStruct((), np.int32),
       "picture": lambda lanes, *, room: jax.ShapeDtypeStruct((room,), np.uint8),
@@ -66,7 +66,7 @@ class Programs:
 
   def call(self, method: str, *args: Any, **static: Any) -> Any:
     there = self._there.get(method)
-    return self.layout.call(self._here[method], there, *args, **static, copies=1)
+    return self.layout.call(self._here[method], there, *args, **static, levels=())
 
   def reset(
     self, given: Any, mask: Any, options: list[Any], how: seeds.How, form: Any

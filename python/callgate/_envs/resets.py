@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reset gets beside its seeds: a mask of environments, and options.
+"""Arguments of a reset beside its seeds: a mask of environments, and options.
 
 Options are a dictionary, as Gymnasium's `reset(options=)` takes. Its arrays are operands of the
 program's call, and all else is fixed when that is traced, as a form: nested tuples.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one environment renders, a file an episode, written where the environment is.
+"""Pictures of one environment, a file an episode, written where the environment is.
 
 A GIF or an MP4 has a whole episode; of PNGs each has a picture. A file of its final name is whole.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
+import subprocess
 from collections.abc import Sequence
 from typing import Any, Protocol, get_args
 
@@ -160,29 +161,55 @@ class _Gif:
 
 
 class _Mp4:
-  """A film, which ffmpeg writes as pictures come."""
+  """A film, which a process of ffmpeg writes as pictures come."""
 
   def __init__(self, begin: pathlib.Path, rate: float) -> None:
     self._path = begin.with_name(f"{begin.name}.mp4")
     self._part = begin.with_name(f".{begin.name}.part.mp4")
-    self._rate, self._shape, self._film = rate, (0, 0), None
+    self._rate, self._shape = rate, (0, 0)
+    self._process: subprocess.Popen[bytes] | None = None
 
   def add(self, pixels: np.ndarray[Any, Any]) -> None:
-    height, width, _ = pixels.shape
-    if self._film is None:
-      ffmpeg = extras.library("imageio_ffmpeg", "imageio-ffmpeg", "video", by="record_video")
-      self._shape = height, width
-      self._film = ffmpeg.write_frames(
-        str(self._part), (width, height), fps=self._rate, macro_block_size=2
-      )
-      self._film.send(None)
-    if (height, width) != self._shape:
+    if self._process is None:
+      self._shape = pixels.shape[:2]
+      self._process = self._started()
+    if pixels.shape[:2] != self._shape:
       raise GateError(f"render(): expected pictures of one size, {self._shape}, got {pixels.shape}")
-    self._film.send(pixels)
+    assert self._process.stdin is not None
+    try:
+      self._process.stdin.write(pixels.data)
+    except BrokenPipeError:
+      self._ended()
+      raise
+
+  def _started(self) -> subprocess.Popen[bytes]:
+    ffmpeg = extras.library("imageio_ffmpeg", "imageio-ffmpeg", "video", by="record_video")
+    height, width = self._shape
+    raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(self._rate)]
+    even = "pad=ceil(iw/2)*2:ceil(ih/2)*2"  # what players take has even edges, and half the colours
+    film = ["-an", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-vf", even, str(self._part)]
+    command = [ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *raw, "-i", "-", *film]
+    # A group of its own, which a Ctrl-C in the terminal does not reach.
+    return subprocess.Popen(
+      command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+      process_group=0,
+    )  # fmt: skip
+
+  def _ended(self) -> None:
+    """Waits for the process; raises what it says where it has failed."""
+    process, self._process = self._process, None
+    if process is None:
+      return
+    _, said = process.communicate()
+    if process.returncode:
+      self._part.unlink(missing_ok=True)
+      text = said.decode(errors="replace").strip()
+      raise GateError(f"record_video: ffmpeg ended with {process.returncode}: {text}")
 
   def end(self, *, keep: bool) -> None:
-    assert self._film is not None
-    self._film.close()
+    self._ended()
+    if not self._part.exists():
+      return
     if keep:
       self._part.replace(self._path)
     else:

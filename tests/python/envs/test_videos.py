@@ -134,26 +134,26 @@ def test_mp4_needs_an_extra_and_writes_with_it(
   monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
   with pytest.raises(cg.GateDefinitionError, match=r"with 'mp4' needs .*'callgate\[video\]'"):
     cg.envs(environments.Drawn, record_video=(0, tmp_path, "mp4"))
-  sent: list[Any] = []
-
-  def write_frames(path: str, size: Any, **options: Any) -> Any:
-    pathlib.Path(path).write_text("film")
-    sent.append((size, options["fps"]))
-    while True:
-      try:
-        sent.append((yield))
-      except GeneratorExit:
-        sent.append("end")
-        return
-
-  fake = types.SimpleNamespace(write_frames=write_frames)
+  ffmpeg = tmp_path / "ffmpeg"
+  ffmpeg.write_text("#!/bin/sh\nfor last; do :; done\necho $@ > $last.options\ncat > $last\n")
+  ffmpeg.chmod(0o755)
+  fake = types.SimpleNamespace(get_ffmpeg_exe=lambda: str(ffmpeg))
   monkeypatch.setitem(sys.modules, "imageio_ffmpeg", fake)  # pyright: ignore
-  with cg.envs(environments.Drawn, record_video=(0, tmp_path, "mp4")) as env:
+  folder = tmp_path / "films"
+  with cg.envs(environments.Drawn, record_video=(0, folder, "mp4")) as env:
     run(env, 3)
-  assert files(tmp_path) == ["episode-0000.mp4"]
-  (size, rate), *pictures, end = sent
-  assert (size, rate, end) == ((24, 16), 10.0, "end")
-  np.testing.assert_array_equal(pictures, [picture(1, i) for i in range(4)])
+  pictures = np.frombuffer((folder / "episode-0000.mp4").read_bytes(), np.uint8)
+  np.testing.assert_array_equal(pictures.reshape(4, 16, 24, 3), [picture(1, i) for i in range(4)])
+  options = (folder / ".episode-0000.part.mp4.options").read_text()
+  assert "-s 24x16 -r 10.0 -i -" in options
+  ffmpeg.write_text("#!/bin/sh\necho no such codec >&2\nexit 3\n")
+  with (
+    cg.envs(environments.Drawn, record_video=(0, folder, "mp4")) as env,
+    pytest.raises(cg.GateError, match="ffmpeg ended with 3: no such codec"),
+    cg.errors(),
+  ):
+    run(env, 3)
+  assert "episode-0000.mp4" in files(folder)
 
 
 def test_mp4_by_ffmpeg(tmp_path: pathlib.Path) -> None:
