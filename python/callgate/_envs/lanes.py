@@ -76,10 +76,11 @@ class EnvLanes(Host[_Lane]):
     seen, *numeric, info, episodes = out
     numbers = self._real(lanes, levels)
     plan, have = self._plan, self._units
-    same_step, stays = plan.autoreset == "same_step", plan.autoreset == "disabled"
+    stays = plan.autoreset == "disabled"
+    notes = plan.episodes or plan.autoreset != "next_step" or self._video is not None
     if plan.info:
       self._infos.clear(info)
-    if same_step:
+    if plan.autoreset == "same_step":
       self._clear_final(info)
     values: list[Any] = []
     rewards: list[Any] = []
@@ -95,32 +96,25 @@ class EnvLanes(Host[_Lane]):
         if lane is None or lane.fresh:
           raise self._missing(number)
         if not lane.ended:
-          lane.seen, reward, terminated, truncated, extra = lane.step(action)
+          value, reward, terminated, truncated, extra = lane.step(action)
           lane.length += 1
           lane.total += reward
           lane.ended = terminated or truncated
-          counts = lane.total, lane.length
         elif stays:
-          reward, (terminated, truncated), extra = 0.0, lane.flags, {}
-          counts = 0.0, 0
+          value, reward, (terminated, truncated), extra = lane.seen, 0.0, lane.flags, {}
+          lane.total, lane.length = 0.0, 0  # it has been told
         else:
           extra = lane.again()
-          reward, terminated, truncated, counts = 0.0, False, False, (0.0, 0)
-        if number == self._video_lane and not (stays and counts == (0.0, 0)):
-          self._film(lane, ends=bool(lane.ended))
-        if lane.ended and same_step:
-          self._put_final(info, row, lane.seen, extra)
-          extra = lane.again()
-          if number == self._video_lane:
-            self._film(lane)
-        elif stays:
-          lane.flags = terminated, truncated
-        values.append(lane.seen)
+          value, reward, terminated, truncated = lane.seen, 0.0, False, False
+        if notes:
+          done.append((lane.total, lane.length))
+          lane.seen, lane.flags = value, (terminated, truncated)
+          extra = self._noted(lane, number, row, info, extra)
+          value = lane.seen
+        values.append(value)
         rewards.append(reward)
         over.append(terminated)
         cut.append(truncated)
-        if plan.episodes:
-          done.append(counts)
         if plan.info:
           self._infos.put(info, row, extra)
     except Exception as error:
@@ -132,6 +126,17 @@ class EnvLanes(Host[_Lane]):
     if episodes:
       fill(episodes["return"], len(numbers), [total for total, _ in done])
       fill(episodes["length"], len(numbers), [length for _, length in done])
+
+  def _noted(self, lane: _Lane, number: int, row: int, info: Any, extra: Any) -> Any:
+    """Films a step and, in the mode that does, begins the next episode; returns the infos."""
+    if number == self._video_lane and (lane.length or not lane.ended):
+      self._film(lane, ends=bool(lane.ended))
+    if lane.ended and self._plan.autoreset == "same_step":
+      self._put_final(info, row, lane.seen, extra)
+      extra = lane.again()
+      if number == self._video_lane:
+        self._film(lane)
+    return extra
 
   def new_unit(self, number: int) -> _Lane:
     del number

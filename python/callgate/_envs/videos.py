@@ -49,6 +49,8 @@ class VideoPlan:
     """The option `record_video=`; GateDefinitionError names what it lacks."""
     if given is None:
       return None
+    if isinstance(given, (str, os.PathLike)):  # the folder alone
+      check.path(label, "record_video", given)
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):  # pyright: ignore
       check.refuse(label, "record_video", _EXPECTED, given)
     lane = check.count(label, "record_video[0]", given[0], what="the number of an environment")
