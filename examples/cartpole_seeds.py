@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains Gymnasium's CartPole from four seeds at once, by `jax.vmap` of the whole training.
 
-Each seed has a vector environment of sixteen lanes. Observations are normalized and episodes are counted
-in the program. The learner is an actor-critic with entropy, updated every sixteen steps.
+Each seed has a vector environment of sixteen lanes. Wrappers in the program normalize observations
+and count episodes. The learner is an actor-critic with entropy, updated every sixteen steps.
 """
 
 import gymnasium
