@@ -37,6 +37,7 @@ SECTIONS = {
     "opencv_tracking": "OpenCV",
     "gymnasium_cartpole": "Gymnasium",
     "ppo_cartpole": "Gymnasium",
+    "cartpole_seeds": "Gymnasium",
     "mujoco_swing": "MuJoCo",
   },
   "Native code": {

@@ -86,9 +86,10 @@ def one_by_one(
 
 
 def apply_vmap_rule(
-  gate: Callee, site: CallSite, size: int, mask: tuple[bool, ...], operands: Sequence[Any]
-) -> tuple[Sequence[Any], Sequence[bool]]:
-  """Runs the user's batching rule on flat values."""
+  gate: Callee, site: CallSite, size: int, mask: tuple[bool, ...], operands: Sequence[Any],
+  levels: Sequence[Level] = (),
+) -> tuple[Sequence[Any], Sequence[bool]]:  # fmt: skip
+  """Runs the user's batching rule on flat values; `levels` are those that they have already."""
   assert gate.vmap_rule is not None
   args, kwargs = jax.tree.unflatten(site.in_tree, operands)
   lead = size, list(split.flags(site.in_tree, mask)[0])
@@ -109,7 +110,9 @@ def apply_vmap_rule(
       f"bool, or bools in the structure of its results, {tree}"
     ) from error
   batched = [bool(flag) for flag in jax.tree.leaves(flags)]
-  for leaf, (shape, dtype), flag in zip(leaves, site.results, batched, strict=True):
+  inner = tuple(extent for extent, _ in levels)
+  for leaf, (one, dtype), flag in zip(leaves, site.results, batched, strict=True):
+    shape = (*inner, *one)
     want = ((size, *shape) if flag else shape, dtype)
     if (jnp.shape(leaf), leaf.dtype) != want:
       raise GateDefinitionError(

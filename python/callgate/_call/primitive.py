@@ -29,6 +29,7 @@ from callgate._call.site import (
 from callgate._core import effects, names
 from callgate._core.levels import Level, encode_levels, number_of_lane
 from callgate._jax import compiling, cpp_path, dispatch, execution, lowering, tracing
+from callgate._jax.batching import always_batched
 from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
 
@@ -36,18 +37,23 @@ gate_p = Primitive("gate")
 # The same, for gates that need to know the program's mesh: JAX tells it to few primitives, and
 # refuses programs with several meshes then.
 mesh_gate_p = Primitive("gate")
-PRIMITIVES = (gate_p, mesh_gate_p)
+# The same, for gates whose calls are each lane's, also those on which no lane's values bear.
+lanes_gate_p = Primitive("gate")
+PRIMITIVES = (gate_p, mesh_gate_p, lanes_gate_p)
 
 
 def bind(*operands: Any, call: BoundCall) -> Sequence[Any]:
   """Makes a call of a gate or kernel."""
   gate = call.gate
-  primitive = mesh_gate_p if gate.collective or callable(gate.sharding) else gate_p
+  of_mesh = gate.collective or callable(gate.sharding)
+  primitive = lanes_gate_p if gate.lane_rule else mesh_gate_p if of_mesh else gate_p
   return primitive.bind(*tracing.vary_alike(gate.label, operands), call=call)
 
 
 def bind_in_lane(operands: Sequence[Any], call: BoundCall, lane: Any, size: int) -> Sequence[Any]:
   """Makes the call in a loop over `size` lanes, in the one of the number `lane` (int32)."""
+  if call.gate.lane_rule is not None:
+    return call.gate.lane_rule(operands, call, lane, size)
   inner = in_one_lane(call, size)
   if inner.numbered == call.numbered:
     return bind(*operands, call=inner)
@@ -205,6 +211,14 @@ def _transpose(cotangents: Sequence[Any], *every: Any, call: BoundCall) -> list[
 def _batch(
   operands: Sequence[Any], dims: Sequence[Any], *, call: BoundCall
 ) -> tuple[Sequence[Any], Sequence[Any]]:
+  pairs = zip(operands, dims, strict=True)
+  size: int = next(x.shape[dim] for x, dim in pairs if dim is not None)
+  return _batch_of(operands, dims, size=size, call=call)
+
+
+def _batch_of(
+  operands: Sequence[Any], dims: Sequence[Any], *, size: int, call: BoundCall
+) -> tuple[Sequence[Any], Sequence[Any]]:
   gate, site = call.gate, call.site
   operands, number = _parted(call, operands)
   dims = _parted(call, dims)[0]
@@ -212,10 +226,9 @@ def _batch(
   # A loop's body has Python's own numbers where it was traced with them.
   operands = [x if hasattr(x, "shape") else jnp.asarray(x) for x in operands]
   pairs = list(zip(operands, dims, strict=True))
-  size: int = next(x.shape[dim] for x, dim in pairs if dim is not None)
   moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
   if gate.vmap_rule is not None:
-    results, flags = _batching.apply_vmap_rule(gate, site, size, mask, moved)
+    results, flags = _batching.apply_vmap_rule(gate, site, size, mask, moved, call.levels)
     return results, [0 if flag else None for flag in flags]
   # An input that shares its memory with a result needs memory for every lane.
   moved = [
@@ -336,9 +349,11 @@ for primitive in PRIMITIVES:
   primitive.def_effectful_abstract_eval(_abstract_eval)
   ad.primitive_jvps[primitive] = _jvp
   ad.primitive_transposes[primitive] = _transpose
-  batching.primitive_batchers[primitive] = _batch
+  if primitive is not lanes_gate_p:
+    batching.primitive_batchers[primitive] = _batch
   # Not cached: a cached rule would know the source line of no more than one of its call sites. One
   # rule for all platforms: of several, JAX would make a branch of the program for each.
   mlir.register_lowering(primitive, lower, cacheable=False)
+always_batched(lanes_gate_p, _batch_of)
 tracing.needs_devices(mesh_gate_p)
 tracing.weakly_cached.add(BoundCall)

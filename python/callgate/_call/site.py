@@ -203,6 +203,9 @@ class Callee(Identity):
   symbolic_zeros = False
   vjp_rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
   transpose_rule: Callable[..., Any] | None = None
+  # For a gate that has state for each lane: all calls under vmap are those of its lanes. Makes the
+  # call of one, where they run one after the other, of operands, call, number and count of lanes.
+  lane_rule: Callable[..., Sequence[Any]] | None = None
   no_derivatives = ""  # what to say where it can have none, in the place of how to define one
   defined_at: Where | None = None  # where it is defined
   owners: tuple[Callable[[], type | None], ...] = ()  # the classes of which it is a method

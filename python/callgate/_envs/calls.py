@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ import numpy as np
 from callgate._call import primitive, shapes
 from callgate._call.site import BoundCall, CallSite
 from callgate._core.errors import GateDefinitionError
+from callgate._envs import hosts
+from callgate._envs.hosts import LanesMethod, Levels
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
@@ -24,24 +26,69 @@ SHARDING = "expected such as NamedSharding(mesh, PartitionSpec('d')), which spli
 
 
 class EnvGate(GateCallee):
-  """A method of `EnvLanes` as a gate. On workers each argument has a leading axis of shares."""
+  """A method of a `Host` as a gate. On workers each argument has a leading axis of shares.
+
+  Lanes of `jax.vmap` become rows: those of an environment's copies follow one another, so that a
+  device, and a worker, has all copies of its environments. This process makes its own as the
+  program is traced; a worker, and one of several devices, at the first reset.
+  """
 
   kind = "envs"
 
-  def __init__(self, function: Callable[..., Any], options: GateOptions, label: str) -> None:
-    self._envs = label
-    super().__init__(function, dataclasses.replace(options, vmap=self._refuse_vmap))
+  def __init__(self, function: LanesMethod, options: GateOptions, layout: EnvLayout) -> None:
+    self._layout, self._instances = layout, function.instances
+    super().__init__(function, dataclasses.replace(options, vmap=self._of_lanes))
+    self.lane_rule = self._of_lane
     self.no_derivatives = (
-      f"{label}: environments have no derivatives; expected actions that are constants to them: "
-      "env.step(jax.lax.stop_gradient(actions))"
+      f"{layout.label}: environments have no derivatives; expected actions that are constants to "
+      "them: env.step(jax.lax.stop_gradient(actions))"
     )
 
-  def _refuse_vmap(self, size: int, batched: Any, *_: Any, **__: Any) -> NoReturn:
-    del batched
-    raise GateDefinitionError(
-      f"{self._envs}: called under jax.vmap of {size} lanes; expected no vmap: one call steps all "
-      "environments, and callgate.envs(make, n=...) makes as many as there are lanes"
-    )
+  def _prepare(self, levels: Levels, size: int) -> None:
+    """Makes the environments of so many lanes around the levels, where this process has them."""
+    total = hosts.copies_of(levels) * size
+    if total * self._layout.count > hosts.MOST:
+      raise GateDefinitionError(
+        f"{self._layout.label}: under jax.vmap of {size} lanes: expected at most {hosts.MOST} "
+        f"environments, got {total} times {self._layout.count}"
+      )
+    if self.remote is None and self._layout.sharding is None:
+      self.place.run(lambda: self._instances.get().prepare(total))
+
+  def _of_lanes(
+    self, size: int, batched: Sequence[Any], lanes: Any, *args: Any, levels: Levels, **static: Any
+  ) -> tuple[Any, Any]:
+    """The rule of `jax.vmap`: one call of all lanes' environments, whose numbers the host tells."""
+    assert not batched[0]
+    axis = lanes.ndim - 1  # of the rows; on workers shares come before
+
+    def merged(x: Any, flag: bool) -> Any:
+      x = jnp.moveaxis(x, 0, axis + 1) if flag else jnp.expand_dims(x, axis + 1)
+      x = jnp.broadcast_to(x, (*x.shape[: axis + 1], size, *x.shape[axis + 2 :]))
+      shape = *x.shape[:axis], x.shape[axis] * size, *x.shape[axis + 2 :]
+      return self._layout.reshaped(x, *shape)
+
+    def parted(x: Any) -> Any:
+      rows = x.shape[axis] // size
+      x = self._layout.reshaped(x, *x.shape[:axis], rows, size, *x.shape[axis + 1 :])
+      return jnp.moveaxis(x, axis + 1, 0)
+
+    given = self._layout.split(jax.tree.map(merged, args, tuple(batched[1:])))
+    self._prepare(levels, size)
+    found = self(lanes, *given, levels=(*levels, (size, size)), **static)
+    found = jax.tree.map(parted, found)
+    return found, jax.tree.map(lambda _: True, found)
+
+  def _of_lane(
+    self, operands: Sequence[Any], call: BoundCall, lane: Any, size: int
+  ) -> Sequence[Any]:
+    """The call of one lane, where the program runs them one after the other."""
+    (lanes, *args), _ = jax.tree.unflatten(call.site.in_tree, operands)
+    static = dict(call.site.static)
+    levels: Levels = static.pop("levels")
+    self._prepare(levels, size)
+    numbers = lanes + lane * np.int32(self._layout.count * hosts.copies_of(levels))
+    return jax.tree.leaves(self(numbers, *args, levels=(*levels, (1, size)), **static))
 
   def bind(self, site: CallSite, leaves: Sequence[Any]) -> Any:
     if not isinstance(self.run_on, Workers):
@@ -63,22 +110,26 @@ class EnvLayout:
     count: how many environments there are.
     sharding: splits them over devices; None for one.
     workers: how many workers there are; 0 for none.
+    together: whether a device's environments are one vector environment, which a worker has whole.
   """
 
   label: str
   count: int
   sharding: jax.sharding.NamedSharding | None
   workers: int
+  together: bool = False
 
   @classmethod
-  def checked(cls, label: str, count: int, sharding: Any, workers: int) -> EnvLayout:
+  def checked(
+    cls, label: str, count: int, sharding: Any, workers: int, *, together: bool = False
+  ) -> EnvLayout:
     if sharding is not None:
       if not isinstance(sharding, jax.sharding.NamedSharding):
         raise GateDefinitionError(f"{label}: sharding: {SHARDING}, got {sharding!r}")
       if not sharding.spec or sharding.spec[0] is None or any(sharding.spec[1:]):
         raise GateDefinitionError(f"{label}: sharding: {SHARDING}, got {sharding}")
-    made = cls(label, count, sharding, workers)
-    if count % made.devices:
+    made = cls(label, count, sharding, workers, together)
+    if count % made.devices and not together:
       raise GateDefinitionError(
         f"{label}: sharding: expected n, the number of environments, to be a multiple of that of "
         f"devices, {made.devices}, got n={count}"
@@ -97,6 +148,11 @@ class EnvLayout:
     if self.sharding is None:
       return 1
     return int(np.prod([self.sharding.mesh.shape[axis] for axis in self.axes]))
+
+  @property
+  def rows(self) -> int:
+    """How many environments a call being traced is for."""
+    return self.count // self.devices if self.is_local() else self.count
 
   def is_local(self) -> bool:
     """True if a program is traced for one device of the mesh, in a `jax.shard_map`."""
@@ -121,23 +177,25 @@ class EnvLayout:
     shares, share = self._shares(rows)
 
     def grouped(x: Any, fill: int | None = None) -> Any:
-      x = self._reshaped(x, parts, rows, *x.shape[1:])
+      x = self.reshaped(x, parts, rows, *x.shape[1:])
       if more := shares * share - rows:
         last = x[:, :1] if fill is None else jnp.full_like(x[:, :1], fill)
         x = jnp.concatenate([x, *([last] * more)], axis=1)
-      return self._reshaped(x, parts * shares, share, *x.shape[2:])
+      return self.reshaped(x, parts * shares, share, *x.shape[2:])
 
     def flat(x: Any) -> Any:
-      x = self._reshaped(x, parts, shares * share, *x.shape[2:])[:, :rows]
-      return self._reshaped(x, parts * rows, *x.shape[2:])
+      x = self.reshaped(x, parts, shares * share, *x.shape[2:])[:, :rows]
+      return self.reshaped(x, parts * rows, *x.shape[2:])
 
     # A number that no environment has is for those that fill a share up.
     lanes, *rest = args
-    given = (grouped(lanes, self.count), *jax.tree.map(grouped, rest))
+    given = (grouped(lanes, hosts.NONE), *jax.tree.map(grouped, rest))
     return self.split(jax.tree.map(flat, there(*self.split(given), **static)))
 
   def _shares(self, rows: int) -> tuple[int, int]:
     """How many workers have a share of a device's environments, and how many each has at most."""
+    if self.together:
+      return 1, rows
     shares = self.workers if self.sharding is not None else min(self.workers, rows)
     return shares, -(-rows // shares)
 
@@ -167,8 +225,8 @@ class EnvLayout:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return any(kinds[axis] == jax.sharding.AxisType.Explicit for axis in self.axes)
 
-  def _reshaped(self, x: Any, *shape: int) -> Any:
-    """Rows of environments as rows of shares and back; each device keeps its own."""
+  def reshaped(self, x: Any, *shape: int) -> Any:
+    """Rows of environments in another form; each device keeps its own."""
     if not self._explicit or self.is_local():
       return x.reshape(shape)
     return jax.lax.reshape(self.split(x), shape, out_sharding=self._rows)

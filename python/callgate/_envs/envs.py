@@ -6,73 +6,31 @@
 import contextlib
 import dataclasses
 import functools
-import pickle
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from callgate._call.function import ArrayFunction
-from callgate._core import factories, registry
+from callgate._core import exact, factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.failures import raise_deferred
 from callgate._core.public import Closing
-from callgate._envs import infos, seeds, spaces
-from callgate._envs.calls import EnvGate, EnvLayout
-from callgate._envs.lanes import EnvLanes, EnvPlan, LanesMethod, plan_of
-from callgate._gate.options import GateOptions, place_of
+from callgate._envs import infos, plans, resets, seeds, spaces, wrappers
+from callgate._envs.calls import EnvLayout
+from callgate._envs.options import EnvsOptions, check_records, place_given
+from callgate._envs.programs import Programs
+from callgate._envs.videos import VideoPlan
+from callgate._gate.options import place_of
 from callgate._jax import tracing
-from callgate._places import objects
-from callgate._places.remote import LOADING_SECONDS
-from callgate._places.threads import Thread
-from callgate._places.workers import Workers, shared
+from callgate._places.workers import Workers
 from callgate._runtime import config
-from callgate._runtime.barrier import errors, wait_for_programs
-from callgate._tap.channel import Channel
-from callgate._tap.tap import tap
-
-RunOn = Literal["xla", "own", "processes"] | Workers | Thread
+from callgate._runtime.barrier import wait_for_programs
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class EnvsOptions:
-  """The options of `callgate.envs`.
-
-  Attributes:
-    n: how many environments there are.
-    run_on: where they are: "xla", on XLA's calling thread; "own", on a thread of callgate's;
-      on the one of `callgate.thread`, where they are also made, rendered and closed; "processes",
-      in as many worker processes as CPUs; or in those of `callgate.workers`, each of which has its
-      share of them and steps it in one message.
-    info: what of environments' infos programs get: names to anything with `.shape` and `.dtype`, to
-      dtypes, or to dictionaries of such. Default: nothing.
-    record: where episodes go when they end, as values with "return", "length" and "lane": a
-      function, a channel, or a channel's name, as `to` of `callgate.tap`.
-    record_steps: also send each step, all environments at once: "observation", "action",
-      "reward", "terminated" and "truncated".
-    sharding: a NamedSharding whose spec is the mesh's axis, or axes, over which the environments
-      are split: each device steps its own. In a `jax.shard_map` over these axes a call is for those
-      of its device.
-    timeout: seconds after which a step fails; a reset, which may have to make environments, has 30
-      at least. See `callgate.gate`.
-    name: what programs and messages call them; unique. Default: as for `callgate.gate`, of `make`.
-  """
-
-  n: int = check.option(1, check.count, least=1, most=2**31 - 2)
-  run_on: RunOn = "xla"
-  info: Mapping[str, Any] | None = None
-  record: Callable[..., Any] | Channel | str | None = None
-  record_steps: bool = check.option(False, check.boolean)
-  sharding: jax.sharding.NamedSharding | None = None
-  timeout: float | None = check.option(None, check.seconds)
-  name: str | None = None
-
-
+@wrappers.reachable
 @factories.of_one(EnvsOptions)
-def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
+def envs(make: Callable[..., Any], /, *, options: EnvsOptions) -> "Envs":
   """Makes environments with Gymnasium's interface that compiled programs reset and step.
 
   ```python
@@ -95,12 +53,16 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
 
   An episode that has ended begins anew with the next step, which ignores its action and returns
   that reset's observation, with reward 0: Gymnasium's `AutoresetMode.NEXT_STEP`. So what is
-  returned with `terminated` or `truncated` is the episode's final observation. With equal seeds the
-  trajectories are those of `gymnasium.vector.SyncVectorEnv`.
+  returned with `terminated` or `truncated` is the episode's final observation. `autoreset=` has the
+  other modes. With equal seeds the trajectories are those of `gymnasium.vector.SyncVectorEnv`.
+
+  Under `jax.vmap` each lane has n environments of its own. `callgate.envs.normalize_observation`,
+  `normalize_reward` and `episode_statistics` wrap what this returns.
 
   Args:
     make: returns an environment: `reset(seed=)`, `step(action)`, and Gymnasium's spaces. It is
-      called once here, for these, and once for each environment where that runs.
+      called once here, for these, and once for each environment where that runs. With `vector` it
+      returns a vector environment, and may have a parameter `seed`, for one that is seeded there.
 
   Returns:
     `Envs`, also a context manager.
@@ -115,118 +77,23 @@ def envs(make: Callable[[], Any], /, *, options: EnvsOptions) -> "Envs":
   )
   label = f"envs '{name}'"
   options = check.checked(label, options)
-  count, steps = options.n, options.record_steps
-  run_on: Any = options.run_on
-  if not isinstance(run_on, (Workers, Thread)):
-    places = "'xla', 'own', 'processes', callgate.workers(...) or callgate.thread(...)"
-    run_on = check.choice(label, "run_on", run_on, ("xla", "own", "processes"), what=places)
-    run_on = shared() if run_on == "processes" else run_on
-  to: Any = options.record
-  if to is not None and not callable(to) and not isinstance(to, Channel):
-    expected = "a function, a channel or a channel's name"
-    check.text(label, "record", to, expected)
-    if not to or "\n" in to:
-      check.refuse(label, "record", expected, to)
-  if steps and to is None:
+  run_on, to = place_given(label, options.run_on), options.record
+  check_records(label, to)
+  if options.record_steps and to is None:
     raise GateDefinitionError(f"{label}: record_steps=True: expected record=, got None")
   workers = run_on.count if isinstance(run_on, Workers) else 0
-  layout = EnvLayout.checked(label, count, options.sharding, workers)
-  info = infos.declared(label, options.info)
-  plan = place_of(run_on).run(functools.partial(plan_of, label, make, count, info, to is not None))
-  return Envs(name, _Programs(name, plan, layout, run_on, options.timeout, to, steps))
-
-
-class _Programs:
-  """The traced part: the gates and the arrays around their calls."""
-
-  def __init__(
-    self, name: str, plan: EnvPlan, layout: EnvLayout, run_on: Any, timeout: float | None, to: Any,
-    steps: bool,
-  ) -> None:  # fmt: skip
-    self.plan, self.layout, self.to, self.steps = plan, layout, to, steps
-    self.run_on, self.place = run_on, place_of(run_on)
-    self.instances = objects.Instances(functools.partial(EnvLanes, plan), by_lane=False)
-    outs: dict[str, Callable[..., Any]] = {
-      "reset": lambda lanes, given: plan.of_reset(lanes.shape[-1]),
-      "step": lambda lanes, actions: plan.of_step(lanes.shape[-1]),
-      "shut": lambda lanes: jax.ShapeDtypeStruct(lanes.shape[-1:], np.bool_),
-      "rendered": lambda lanes: jax.ShapeDtypeStruct((), np.int32),
-      "picture": lambda lanes, *, room: jax.ShapeDtypeStruct((room,), np.uint8),
-    }
-    limits = {"reset": timeout and max(timeout, LOADING_SECONDS), "step": timeout}
-
-    def gate(method: str, suffix: str = "", **more: Any) -> ArrayFunction:
-      function = LanesMethod(self.instances, method)
-      options = GateOptions(
-        out=outs[method], name=f"{name}.{method}{suffix}", style="inplace", effect="ordered",
-        timeout=limits.get(method), **more,
-      )  # fmt: skip
-      return ArrayFunction(EnvGate(function, options, plan.label))
-
-    self._there: dict[str, ArrayFunction] = {}
-    here: dict[str, Any] = {"sharding": "shard" if layout.sharding is not None else None}
-    if isinstance(run_on, Workers):
-      self._there = {method: gate(method, run_on=run_on, affinity="lane") for method in outs}
-      here["suffix"] = ".here"
-    else:
-      here["run_on"] = run_on
-    self._here = {method: gate(method, **here) for method in ("reset", "step")}
-
-  def call(self, method: str, *args: Any, **static: Any) -> Any:
-    there = self._there.get(method)
-    return self.layout.call(self._here[method], there, *args, **static)
-
-  def reset(self, given: Any, how: seeds.How) -> tuple[Any, Any]:
-    lanes = self.layout.lanes()
-    rows = lanes.shape[0]
-    if how == "none":
-      given = lanes
-    elif how == "lanes":
-      given = given[lanes] if self.layout.is_local() else given
-    else:
-      given = jnp.broadcast_to(given, (rows, *given.shape))
-    seen, info = self.call("reset", lanes, given, how=how)
-    if self.steps:
-      to: Any = self.to
-      tap({"observation": seen}, to, name="reset")
-    return seen, info
-
-  def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Any]:
-    plan = self.plan
-    lanes = self.layout.lanes()
-    actions = jax.tree.map(jnp.asarray, actions)
-    spaces.check_actions(plan.label, plan.action_space, plan.actions, actions, lanes.shape[0])
-    seen, reward, terminated, truncated, info, episodes = self.call("step", lanes, actions)
-    to: Any = self.to
-    if to is not None:
-      ended = {**episodes, "lane": self.layout.split(lanes)}
-      jax.vmap(lambda one, where: tap(one, to, name="episode", where=where))(
-        ended, terminated | truncated
-      )
-    if to is not None and self.steps:
-      values = {
-        "observation": seen, "action": actions, "reward": reward, "terminated": terminated,
-        "truncated": truncated,
-      }  # fmt: skip
-      tap(values, to, name="step")
-    return seen, reward, terminated, truncated, info
-
-  def shut(self) -> Any:
-    """Closes the environments of each worker."""
-    count = self.run_on.count
-    return self._there["shut"](jnp.zeros((count, 1), np.int32))
-
-  def render(self, number: int) -> Any:
-    """The picture of a worker's environment, which comes as a pickle."""
-    worker = self.layout.worker_of(number)
-    lanes = np.full((self.run_on.count, 1), self.plan.count, np.int32)  # of none
-    lanes[worker] = number
-    with errors():
-      size = int(jax.jit(self._there["rendered"])(lanes)[worker])
-      room = 1 << size.bit_length()  # few programs, whatever the sizes
-      picture = jax.jit(self._there["picture"], static_argnames="room")
-      rows = np.asarray(picture(lanes, room=room))
-    return pickle.loads(rows[worker, :size].tobytes())
+  layout = EnvLayout.checked(
+    label, options.n, options.sharding, workers, together=options.vector
+  )  # fmt: skip
+  plan = place_of(run_on).run(
+    functools.partial(
+      plans.plan_of, label, make, options.n, infos.declared(label, options.info),
+      devices=layout.devices, vector=options.vector, autoreset=options.autoreset,
+      episodes=to is not None, video=VideoPlan.checked(label, options.record_video),
+    )
+  )  # fmt: skip
+  layout = dataclasses.replace(layout, count=plan.count)
+  return Envs(name, Programs(name, plan, layout, run_on, options.timeout, to, options.record_steps))
 
 
 class Envs(Closing):
@@ -243,7 +110,7 @@ class Envs(Closing):
     observation_space, action_space: those of all.
   """
 
-  def __init__(self, name: str, programs: _Programs) -> None:
+  def __init__(self, name: str, programs: Programs) -> None:
     plan = programs.plan
     self.name, self.num_envs = name, plan.count
     self.single_observation_space = plan.observation_space
@@ -253,11 +120,13 @@ class Envs(Closing):
     self.action_space = batch(plan.action_space, plan.count)
     self._programs, self._closed, self._called = programs, False, False
     # Outside of programs a call is a program of its own.
-    self._reset = jax.jit(programs.reset, static_argnums=1)
+    self._reset = jax.jit(programs.reset, static_argnums=(3, 4))
     self._step = jax.jit(programs.step)
 
-  def reset(self, key: Any = None) -> tuple[Any, dict[str, Any]]:
-    """Resets all environments, and makes them the first time.
+  def reset(
+    self, key: Any = None, *, mask: Any = None, options: Any = None, info: Any = None
+  ) -> tuple[Any, dict[str, Any]]:
+    """Resets all environments, or those of a mask, and makes them the first time.
 
     Args:
       key: a PRNG key, typed or raw (a `jax.Array` uint32[2]); an integer, traced or not; or a seed
@@ -265,39 +134,56 @@ class Envs(Closing):
         environment i gets the i-th of `np.random.SeedSequence(integer).generate_state(n)`; a key's
         integer is that of its words, the first of most weight: of `jax.random.key(7)` it is 7. None
         leaves the environments' random generators as they are.
+      mask: bool[n], with autoreset="disabled": True for those to reset. The observations of the
+        others are what they were.
+      options: a dictionary, for the environments' `reset(options=)`. Its arrays may be traced.
+      info: ignored; wrapped environments have their state there.
 
     Returns:
       Observations, a pytree as `observation_space`, of JAX's canonical dtypes, with n rows each;
-      and the infos that `info=` names, with a mask `_name` beside each.
+      and the infos that `info=` names, with a mask `_name` beside each. With
+      autoreset="same_step" infos have the parts that a step's have, too.
 
     Raises:
-      GateDefinitionError: (while tracing) the key is none, or the call is under `jax.vmap`.
+      GateDefinitionError: (while tracing) the key, the mask or the options are none.
+      GateError: (fails the program) an environment out of the mask has not been reset.
       BaseException: (fails the program) what an environment raises, with a note of its number.
     """
+    del info
     programs = self._open()
-    how, given = seeds.operand(programs.plan.label, key, self.num_envs)
-    made = self._reset if tracing.in_no_trace() else programs.reset
-    return made(given, how)
+    plan = programs.plan
+    how, given = seeds.operand(plan.label, key, self.num_envs)
+    chosen = resets.mask_of(plan.label, mask, plan.autoreset, programs.layout.rows)
+    form, arrays = resets.form_of(plan.label, options)
+    if tracing.in_no_trace():
+      return self._reset(given, chosen, arrays, how, form and exact.exact(form))
+    return programs.reset(given, chosen, arrays, how, form and exact.exact(form))
 
-  def step(self, actions: Any) -> tuple[Any, jax.Array, jax.Array, jax.Array, dict[str, Any]]:
-    """Steps all environments, each with its action; one whose episode has ended is reset instead.
+  def step(
+    self, actions: Any, info: Any = None
+  ) -> tuple[Any, jax.Array, jax.Array, jax.Array, dict[str, Any]]:
+    """Steps all environments, each with its action; `autoreset=` says when episodes begin anew.
 
     Args:
       actions: a pytree as `action_space`, of JAX's canonical dtypes, with n rows each. Integers may
         have fewer bits.
+      info: ignored; wrapped environments have their state there.
 
     Returns:
       Observations and infos as `reset`; rewards, float32[n] (float64 with jax_enable_x64);
-      terminated and truncated, bool[n].
+      terminated and truncated, bool[n]. With autoreset="same_step" infos have "final_obs", the last
+      observations of the episodes that this step has ended, its mask "_final_obs" and, with
+      `info=`, "final_info" and "_final_info".
 
     Raises:
       GateDefinitionError: (while tracing) actions have another structure, shape or dtype, or the
-        call is under `jax.vmap` or differentiated.
+        call is differentiated.
       GateError: (fails the program) an environment has not been reset.
       BaseException: (fails the program) what an environment raises, with a note of its number.
       WorkerError: (fails the program) a worker has ended, and its environments with it: the next
         `reset` makes others.
     """
+    del info
     programs = self._open()
     return (self._step if tracing.in_no_trace() else programs.step)(actions)
 
@@ -335,7 +221,15 @@ class Envs(Closing):
   def __repr__(self) -> str:
     return f"<callgate.envs '{self.name}' of {self.num_envs}>"
 
-  def _open(self) -> _Programs:
+  @property
+  def _layout(self) -> EnvLayout:
+    return self._programs.layout
+
+  @property
+  def _plan(self) -> plans.EnvPlan:
+    return self._programs.plan
+
+  def _open(self) -> Programs:
     raise_deferred()
     if self._closed:
       raise GateError(f"{self._programs.plan.label}: the environments have been closed")

@@ -96,3 +96,19 @@ class Infos:
       if name in info:
         part.put(views[name], row, info[name])
         views[mask][row] = True
+
+  def put_rows(
+    self, views: Mapping[str, Any], rows: Any, info: Mapping[str, Any], only: Any
+  ) -> None:
+    """Stores the infos of a vector environment in rows, where its masks and `only` are True."""
+    for name, mask, part in self._parts:
+      if name not in info:
+        continue
+      has = np.array(info.get(mask, np.ones(len(rows), bool)), bool)
+      has = has if only is None else has & only
+      views[mask][rows] = has
+      if isinstance(part, Infos):
+        part.put_rows(views[name], rows, info[name], has)
+      else:
+        for index in np.flatnonzero(has):
+          part.put(views[name], int(rows[index]), info[name][index])

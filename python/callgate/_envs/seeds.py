@@ -110,9 +110,19 @@ def of_lanes(how: How, seeds: Any, lanes: Sequence[int], count: int) -> list[int
     return [None] * len(lanes)
   if how == "lanes":
     return [_joined(row) if seeds.ndim > 1 else _positive(row) for row in seeds]
-  entropy = _joined(seeds[0]) if how == "words" else _positive(seeds[0])
-  state = np.random.SeedSequence(entropy).generate_state(count).tolist()
-  return [state[lane] for lane in lanes]
+  states: dict[int, list[int]] = {}  # one for each lane of `jax.vmap`
+  found: list[int | None] = []
+  for row, lane in zip(seeds, lanes, strict=True):
+    entropy = integer_of(row)
+    if entropy not in states:
+      states[entropy] = np.random.SeedSequence(entropy).generate_state(count).tolist()
+    found.append(states[entropy][lane])
+  return found
+
+
+def integer_of(seed: Any) -> int:
+  """The integer that a key's words, or a number, are."""
+  return _joined(seed) if np.ndim(seed) else _positive(seed)
 
 
 def _joined(words: Any) -> int:

@@ -120,6 +120,16 @@ def rows(space: Any, value: Any) -> Sequence[Any]:
   return list(zip(*(rows(part, one) for part, one in zip(inner, value, strict=True)), strict=True))
 
 
+def batch(space: Any, value: Any, rows: Any) -> Any:
+  """The actions of several environments, as a vector environment takes them: copies."""
+  inner = getattr(space, "spaces", None)
+  if inner is None:
+    return np.array(value[rows], np.dtype(space.dtype))
+  if isinstance(inner, Mapping):
+    return {key: batch(part, value[key], rows) for key, part in inner.items()}
+  return tuple(batch(part, one, rows) for part, one in zip(inner, value, strict=True))
+
+
 # -- what environments give ------------------------------------------------------------------------
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
   """Each leaf of dictionaries and tuples, with the keys that lead to it."""
@@ -131,6 +141,19 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
       yield from leaves(one, (*path, index))
   else:
     yield path, tree
+
+
+def tree_of(found: Mapping[Path, Any]) -> Any:
+  """Values by their paths, as dictionaries that a `Store` takes its part of."""
+  if list(found) == [()]:
+    return found[()]
+  made: dict[Any, Any] = {}
+  for (*outer, last), value in found.items():
+    inner = made
+    for key in outer:
+      inner = inner.setdefault(key, {})
+    inner[last] = value
+  return made
 
 
 def at(tree: Any, path: Path) -> Any:
@@ -179,6 +202,19 @@ class Store:
     flat = view[: len(values)].reshape(len(values) * shape[0], *shape[1:])
     np.concatenate(values, out=flat)
     return True
+
+  def put_rows(self, view: Any, rows: Any, value: Any) -> None:
+    """Stores the values of several environments, an array with a row for each."""
+    given = np.asarray(value)
+    shape = (len(rows), *self.shape)
+    if given.shape == shape and given.dtype == self.dtype:
+      view[rows] = given
+      return
+    if given.shape != shape:
+      expected, got = type_text(self.dtype, shape), type_text(given.dtype, given.shape)
+      raise ResultError(f"{self.what}: expected {expected}, got {got}")
+    for row, one in zip(rows, given, strict=True):
+      self.put(view, int(row), one)
 
   def put(self, view: Any, row: int, value: Any) -> None:
     """Stores an environment's value, of this shape and of a dtype of this kind."""

@@ -35,6 +35,16 @@ def names_axis(jaxpr: Any) -> bool:
   )
 
 
+def always_batched(primitive: Any, rule: Callable[..., Any]) -> None:
+  """Has vmap ask `rule(operands, dims, size=..., **params)` also where no operand has its axis.
+
+  (0.10 to 0.12); JAX's public rules are asked only where one has.
+  """
+  _batching.fancy_primitive_batchers[primitive] = lambda axis_data, operands, dims, **params: rule(
+    operands, dims, size=axis_data.size, **params
+  )
+
+
 def lane_aval(axis_data: Any, value: Any, dim: int | None) -> Any:
   """The abstract value of a lane of an array (0.10 to 0.12); no public name."""
   aval = _core.typeof(value)

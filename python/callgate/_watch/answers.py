@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from callgate._core.png import png
 from callgate._watch.curves import Axis, Span, Window
-from callgate._watch.images import png
 from callgate._watch.model import COLUMNS, Key, Model, Panel, Series
 from callgate._watch.server import Query, RequestError
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays as pictures: what may be one, in few enough pixels, as a PNG."""
+"""Arrays as pictures: what may be one, in few enough pixels."""
 
 from __future__ import annotations
 
 import dataclasses
-import struct
-import zlib
 from typing import Any
 
 import numpy as np
@@ -50,17 +48,3 @@ def image_of(array: np.ndarray[Any, Any]) -> Image | None:
   places = np.linspace(0, 1, len(_COLORS))
   colored = [np.interp(part, places, _COLORS[:, channel]) for channel in range(3)]
   return Image(np.stack(colored, -1).round().astype(np.uint8), low, high)
-
-
-def png(pixels: np.ndarray[Any, Any]) -> bytes:
-  """A PNG of uint8[height, width, 3]: https://www.w3.org/TR/png-3/"""
-  height, width, _ = pixels.shape
-  lines = np.zeros((height, 1 + 3 * width), np.uint8)  # each begins with its filter, none
-  lines[:, 1:] = pixels.reshape(height, -1)
-
-  def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-  head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-  body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 6))
-  return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")

@@ -79,7 +79,7 @@ def test_a_worker_that_dies_takes_its_environments_along() -> None:
 def test_an_environment_that_hangs_is_ended_after_the_timeout(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  monkeypatch.setattr("callgate._envs.envs.LOADING_SECONDS", 1.0)  # what a reset has at least
+  monkeypatch.setattr("callgate._envs.programs.LOADING_SECONDS", 1.0)  # what a reset has at least
   make = functools.partial(Simple, environments.hang)
   with cg.workers(2) as workers, cg.envs(make, n=2, run_on=workers, timeout=5) as env:
     env.reset([3, 2])
@@ -172,16 +172,6 @@ def test_integers_of_fewer_bits_serve_as_actions() -> None:
     env.reset(0)
     for dtype in (jnp.int8, jnp.uint8, jnp.uint16, jnp.int32, bool):
       assert env.step(jnp.array([1, 0], dtype))[1].tolist() == [1, 0]
-
-
-@WHERE
-def test_vmap_is_refused_with_the_way(where: str, two: cg.Workers, engine: str) -> None:
-  with cg.envs(environments.simple, n=2, run_on=run_on(where, two)) as env:
-    env.reset(0)
-    with pytest.raises(cg.GateDefinitionError, match=r"under jax\.vmap of 5 lanes.*n=\.\.\."):
-      jax.jit(jax.vmap(env.step))(jnp.zeros((5, 2), jnp.int32))
-    with pytest.raises(cg.GateDefinitionError, match=r"under jax\.vmap of 3 lanes"):
-      jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 3))
 
 
 @WHERE

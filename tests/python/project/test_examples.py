@@ -371,6 +371,16 @@ def test_ppo_balances_the_pole_to_the_end(tmp_path):
   assert last >= 400  # the mean length of the last 100 episodes; 500 ends one
 
 
+def test_each_seed_of_a_training_under_vmap_learns(tmp_path):
+  pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+  lines = run("cartpole_seeds.py", cwd=tmp_path).splitlines()
+  first, last = (numbers(lines[i].partition(":")[2]) for i in (0, -1))
+  assert len(first) == len(last) == 4
+  assert max(first) < 150
+  assert min(last) > 170
+  assert max(last) > 400
+
+
 def test_the_mujoco_pendulum_comes_up_by_its_own_derivatives(tmp_path):
   pytest.importorskip("mujoco", reason="mujoco is not installed")
   angle, speed = numbers(line_with(run("mujoco_swing.py", cwd=tmp_path), "at the end"))

@@ -119,8 +119,8 @@ def test_names_within_modules_exist() -> None:
 
 # Options of other libraries and the old interfaces, and keywords of a call of `cg.torch`.
 OTHER_OPTIONS = {
-  "create_graph", "drop_remainder", "multiprocessing_context", "partitions", "requires_grad", "rng",
-  "start", "streaming",
+  "create_graph", "drop_remainder", "env_type", "multiprocessing_context", "num_envs", "partitions",
+  "render_mode", "requires_grad", "rng", "start", "streaming",
 }  # fmt: skip
 OF_JAX = (
   jax.jit, jax.grad, jax.vmap, jax.shard_map, jax.device_put, jax.make_mesh, jax.export.export,

@@ -495,7 +495,6 @@ ROWS: dict[str, Row] = {
   "envs": Row(
     _envs,
     refuses={
-      **_not_under_vmap("one call steps all environments"),
       "pickle": _OWN,
       "grad": "environments have no derivatives",
     },

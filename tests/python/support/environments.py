@@ -157,3 +157,59 @@ class Odd(Simple):
 
   def step(self, action: Any) -> Any:
     return (self.seen, *super().step(action)[1:])
+
+
+class Pool:
+  """EnvPool's interface over Gymnasium's CartPole: results come in an order of their own."""
+
+  def __init__(self, count: int, seed: int = 0) -> None:
+    self._envs = [cart_pole() for _ in range(count)]
+    self._ended = [False] * count
+    self.seed, self.closed = seed, False
+    self.config = {"num_envs": count, "batch_size": count}
+    self.spec = None
+    self.observation_space = self._envs[0].observation_space  # of one
+    self.action_space = self._envs[0].action_space
+    self._reset = False
+
+  def _results(self, numbers: list[int], parts: list[Any]) -> Any:
+    order = numbers[::-1]
+    rows = [np.stack([dict(zip(numbers, one, strict=True))[i] for i in order]) for one in parts]
+    return *rows, {"env_id": np.array(order, np.int32), "twice": np.array(order) * 2}
+
+  def reset(self, env_id: Any = None) -> Any:
+    numbers = list(range(len(self._envs))) if env_id is None else env_id.tolist()
+    seeds = [None if self._reset else self.seed + i for i in numbers]
+    seen = [self._envs[i].reset(seed=s)[0] for i, s in zip(numbers, seeds, strict=True)]
+    self._reset = True
+    return self._results(numbers, [seen])
+
+  def step(self, action: Any, env_id: Any = None) -> Any:
+    numbers = list(range(len(self._envs))) if env_id is None else env_id.tolist()
+    found: list[Any] = []
+    for i, one in zip(numbers, action, strict=True):
+      if self._ended[i]:
+        found.append((self._envs[i].reset()[0], np.float32(0), False, False))
+      else:
+        found.append(self._envs[i].step(one)[:4])
+      self._ended[i] = found[-1][2] or found[-1][3]
+    return self._results(numbers, list(zip(*found, strict=True)))
+
+  def close(self) -> None:
+    self.closed = True
+
+
+class Drawn(Simple):
+  """Draws its count of steps; an episode has three."""
+
+  render_mode = "rgb_array"
+  metadata: dict[str, Any] = {"render_fps": 10}  # noqa: RUF012
+
+  def step(self, action: Any) -> Any:
+    seen, reward, _, _, info = super().step(action)
+    return seen, reward, self.count == 3, False, info
+
+  def render(self) -> Any:
+    picture = np.zeros((16, 24, 3), np.uint8)
+    picture[:, : 6 * self.count + 1] = (255, 10 * max(self.seed, 0), 0)
+    return picture

@@ -28,9 +28,10 @@ from page_requests import get, request
 
 import callgate as cg
 from callgate import __main__ as cli
+from callgate._core.png import png
 from callgate._watch.answers import PageAnswers
 from callgate._watch.cli import names_of
-from callgate._watch.images import image_of, png
+from callgate._watch.images import image_of
 from callgate._watch.model import Model
 
 

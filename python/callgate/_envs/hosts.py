@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of environments, in the process where they are stepped, that has all kinds.
+
+A process has one host of each `callgate.envs`, with those environments that it was asked to reset.
+Calls for different ones may come from several threads.
+
+Environment i of lane l of `jax.vmap` is a copy, of the number l * count + i. A process keeps its
+environments in units, which reset and step by themselves: of one environment, or of a vector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+import threading
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from callgate._core import foreign
+from callgate._core.errors import GateError, ResultError
+from callgate._envs import infos, seeds, spaces
+from callgate._envs.plans import EnvPlan
+from callgate._envs.spaces import Store
+from callgate._envs.videos import Video
+from callgate._places import objects
+
+MOST = 2**31 - 1  # environments, copies included
+NONE = -(2**31)  # the number of an environment that fills a call up; a copy of it is below 0, too
+# Lanes of `jax.vmap` around a call, the innermost first: how many of them the call is for, all or
+# one, and how many there are.
+Levels = tuple[tuple[int, int], ...]
+
+
+def copies_of(levels: Levels) -> int:
+  """How many copies of each environment there are."""
+  return math.prod(extent for _, extent in levels)
+
+
+def rows_of(levels: Levels) -> int:
+  """How many rows a call has for each environment."""
+  return math.prod(size for size, _ in levels)
+
+
+class Unit:
+  """Environments that are reset and stepped together.
+
+  Attributes:
+    env: the environment, or the vector.
+    fresh: whether no reset came yet.
+  """
+
+  __slots__ = ("env", "fresh")
+
+  def __init__(self, env: Any) -> None:
+    self.env, self.fresh = env, True
+
+
+U = TypeVar("U", bound=Unit)
+
+
+class Host(Generic[U]):
+  """Environments of one process.
+
+  Results are written to rows of `out`, views of a program's memory: of what `EnvPlan` says.
+  """
+
+  def __init__(self, plan: EnvPlan) -> None:
+    self._plan = plan
+    self._units: dict[int, U] = {}
+    self._size = max(plan.width, 1)  # environments of a unit
+    self._seen = Store.all_of("observation", plan.observations)
+    self._infos = infos.Infos(plan.info)
+    self._final_seen = Store.all_of("final_obs", plan.observations)
+    self._final_infos = infos.Infos(plan.info, "final_info")
+    self._closed = False
+    self._picture = b""  # the pickle of what was rendered last, for `picture`
+    self._video = None if plan.video is None else Video(plan.video)
+    self._video_lane = -1 if plan.video is None else plan.video.lane
+    self._making = threading.RLock()
+
+  def new_unit(self, number: int) -> U:
+    """Makes the environments of a unit, with the spaces of the plan's."""
+    raise NotImplementedError
+
+  def prepare(self, copies: int) -> None:
+    """Makes so many copies of all environments, before a program that is traced needs them."""
+    self._check_open()
+    for number in range(self._plan.count * copies // self._size):
+      self._unit(number)
+
+  def _unit(self, number: int) -> U:
+    if (found := self._units.get(number)) is None:
+      with self._making:
+        if (found := self._units.get(number)) is None:
+          found = self._units[number] = self.new_unit(number)
+    return found
+
+  def _existing(self, number: int) -> U:
+    """A unit that has been reset."""
+    found = self._units.get(number)
+    if found is None or found.fresh:
+      raise self._missing(number * self._size)
+    return found
+
+  # -- pictures ------------------------------------------------------------------------------------
+  def picture_of(self, unit: U, lane: int) -> Any:
+    """Renders an environment of a unit."""
+    raise NotImplementedError
+
+  def _film(self, unit: U, *, begins: bool = False, ends: bool = False) -> None:
+    """Adds what the environment of `record_video=` renders."""
+    assert self._video is not None
+    if begins:
+      self._video.end()
+    self._video.add(self.picture_of(unit, self._video_lane % self._size))
+    if ends:
+      self._video.end()
+
+  def render(self, number: int) -> Any:
+    self._check_open()
+    return self.picture_of(self._existing(number // self._size), number % self._size)
+
+  def rendered(self, out: Any, lanes: Any) -> None:
+    """Renders the one environment of `lanes`, if any; gives how many bytes its pickle has."""
+    out[...] = 0
+    for number in self._real(lanes):
+      try:
+        self._picture = pickle.dumps(self.render(number), pickle.HIGHEST_PROTOCOL)
+      except Exception as error:
+        self._tell(error, number, "render")
+        raise
+      out[...] = len(self._picture)
+
+  def picture(self, out: Any, lanes: Any, *, room: int) -> None:
+    """Gives the pickle of what was rendered last, where `lanes` has an environment, and zeros."""
+    del room
+    out[...] = 0
+    if self._real(lanes):
+      out.reshape(-1)[: len(self._picture)] = np.frombuffer(self._picture, np.uint8)
+      self._picture = b""
+
+  # -- the end -------------------------------------------------------------------------------------
+  def shut(self, out: Any, lanes: Any) -> None:
+    """`close`, for programs."""
+    del lanes
+    out[...] = True
+    self.close()
+
+  def close(self) -> None:
+    """Closes the environments; calls fail from then on."""
+    self._closed = True
+    if self._video is not None:
+      with contextlib.suppress(Exception):
+        self._video.end()
+    for unit in self._units.values():
+      with contextlib.suppress(Exception):
+        unit.env.close()
+    self._units.clear()
+
+  # -- what steps and resets have in common --------------------------------------------------------
+  def _real(self, lanes: Any, levels: Levels = ()) -> list[int]:
+    """The numbers of the environments; those that fill a call up come last."""
+    stride = self._plan.count
+    for size, extent in levels:
+      lanes = (lanes[:, None] + np.arange(size, dtype=np.int32) * np.int32(stride)).reshape(-1)
+      stride *= extent
+    numbers: list[int] = lanes.tolist()
+    while numbers and numbers[-1] < 0:
+      numbers.pop()
+    return numbers
+
+  def _seeds(self, how: seeds.How, given: Any, numbers: Sequence[int]) -> list[int | None]:
+    count = self._plan.count
+    lanes = [number % count for number in numbers]
+    return seeds.of_lanes(how, given[: len(numbers)], lanes, count)
+
+  def _put(self, seen: Any, values: list[Any], numbers: Sequence[int], during: str) -> None:
+    """Stores what each environment showed."""
+    for one in self._seen:
+      view, parts = spaces.at(seen, one.path), values
+      row = 0
+      try:
+        if one.path:
+          parts = []
+          for row in range(len(values)):
+            parts.append(one.part(values[row]))
+        if not one.put_all(view, parts):
+          for row, part in enumerate(parts):
+            one.put(view, row, part)
+      except Exception as error:
+        self._tell(error, numbers[row], during)
+        raise
+      if len(parts) < len(view):
+        view[len(parts) :] = 0
+
+  def _clear_final(self, info: Any) -> None:
+    """No episode has ended yet."""
+    info["_final_obs"][...] = False
+    for one in self._final_seen:
+      spaces.at(info["final_obs"], one.path)[...] = 0
+    if self._plan.info:
+      info["_final_info"][...] = False
+      self._final_infos.clear(info["final_info"])
+
+  def _put_final(self, info: Any, row: int, value: Any, extra: Any) -> None:
+    """Stores what the last step of an episode gave."""
+    info["_final_obs"][row] = True
+    for one in self._final_seen:
+      one.put(spaces.at(info["final_obs"], one.path), row, one.part(value))
+    if self._plan.info:
+      info["_final_info"][row] = True
+      self._final_infos.put(info["final_info"], row, extra)
+
+  def _as_numbers(self, what: str, given: Any, numbers: Sequence[int]) -> Any:
+    try:
+      made = np.array(given, bool if what != "reward" else float)
+      if made.shape == (len(given),):
+        return made
+    except (TypeError, ValueError):
+      pass
+    for number, one in zip(numbers, given, strict=True):
+      if np.shape(one) != () or not isinstance(one, (bool, int, float, np.bool_, np.number)):
+        error = ResultError(f"{what}: expected a number, got {one!r}")
+        self._tell(error, number, "step")
+        raise error
+    raise ResultError(f"{what}: expected numbers, got {given!r}")
+
+  def _check_spaces(self, found: tuple[Any, Any]) -> None:
+    plan = self._plan
+    wanted = plan.observation_space, plan.action_space
+    names = "observation_space", "action_space"
+    for what, want, got in zip(names, wanted, found, strict=True):
+      if got != want:
+        raise GateError(f"{plan.label}: {what}: expected {want}, as the first's, got {got}")
+
+  def _missing(self, number: int) -> GateError:
+    count = self._plan.count
+    lane = f" in lane {number // count}" if number >= count else ""
+    return GateError(
+      f"{self._plan.label}: environment {number % count}{lane} has not been reset, or the worker "
+      "that had it has ended; expected a reset() before step()"
+    )
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise GateError(f"{self._plan.label}: the environments have been closed")
+
+  def _place(self, number: int, *, mapped: bool = True) -> str:
+    count = self._plan.count
+    lane = f", in lane {number // count}" if mapped or number >= count else ""
+    return f"environment {number % count} of {count} of {self._plan.label}{lane}"
+
+  def _tell(self, error: Exception, number: int, what: str, *, mapped: bool = False) -> None:
+    """Notes which environment raised an error; `mapped` is True in a `jax.vmap`."""
+    if number >= 0:
+      place = self._place(number, mapped=mapped)
+      foreign.add_note(error, f"callgate: {place} raised it in {what}()")
+
+
+def fill(view: Any, count: int, values: Any) -> None:
+  """Stores values in the first rows, and zeros in those that fill a call up."""
+  view[:count] = values
+  view[count:] = 0
+
+
+class LanesMethod(objects.MethodOf):
+  """A method of a process's `Host`, as a function that travels with the user's `make`."""
+
+  def __reduce__(self) -> Any:
+    return LanesMethod, (self.instances, self.name)
+
+  @property
+  def make(self) -> Any:
+    """The user's function, for who looks whether it can be imported."""
+    made: Any = self.instances.make
+    made = made.args[0].make
+    while hasattr(made, "func"):
+      made = made.func
+    return made

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions of environments, which all processes that step them get."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate._core import options as check
+from callgate._core.errors import GateDefinitionError
+from callgate._envs import infos, spaces, vectors
+from callgate._envs.options import Autoreset
+from callgate._envs.videos import VideoPlan
+from callgate._jax import tracing
+
+FINAL = ("final_obs", "final_info")  # Gymnasium's names for what an episode's last step gave
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvPlan:
+  """Describes the environments to all processes.
+
+  Attributes:
+    label: as messages begin.
+    make: gives one environment, or one vector environment.
+    count: how many environments there are, without the copies that lanes of `jax.vmap` have.
+    width: how many of them a vector environment has; 0 where each is by itself.
+    autoreset: as `callgate.envs` has it.
+    observation_space, action_space: of one.
+    observations, actions: those as pytrees of ShapeDtypeStructs.
+    info: what of infos programs get, likewise.
+    reward: its dtype.
+    episodes: whether programs get returns and lengths of episodes.
+    video: the environment whose pictures are kept, if any, and where.
+  """
+
+  label: str
+  make: Callable[..., Any]
+  count: int
+  width: int
+  autoreset: Autoreset
+  observation_space: Any
+  action_space: Any
+  observations: Any
+  actions: Any
+  info: Mapping[str, Any]
+  reward: np.dtype[Any]
+  episodes: bool
+  video: VideoPlan | None
+
+  def of_reset(self, count: int) -> tuple[Any, Any]:
+    """The types of a reset's results: observations and infos."""
+
+    def of_all(one: Any) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct((count, *one.shape), one.dtype)
+
+    seen, info = jax.tree.map(of_all, self.observations), infos.batched(self.info, count)
+    if self.autoreset == "same_step":
+      flag = jax.ShapeDtypeStruct((count,), np.bool_)
+      info |= {"final_obs": seen, "_final_obs": flag}
+      if self.info:
+        info |= {"final_info": infos.batched(self.info, count), "_final_info": flag}
+    return seen, info
+
+  def of_step(self, count: int) -> tuple[Any, ...]:
+    """The results of a step: observations, rewards, terminated, truncated, infos, episodes."""
+    seen, info = self.of_reset(count)
+    number = jax.ShapeDtypeStruct((count,), self.reward)
+    flag = jax.ShapeDtypeStruct((count,), np.bool_)
+    length = jax.ShapeDtypeStruct((count,), np.int32)
+    episodes = {"return": number, "length": length} if self.episodes else {}
+    return seen, number, flag, flag, info, episodes
+
+
+def plan_of(
+  label: str, make: Any, count: int, info: Any, *, devices: int, vector: bool,
+  autoreset: Autoreset, episodes: bool, video: VideoPlan | None,
+) -> EnvPlan:  # fmt: skip
+  """The spaces of an environment, which is closed again."""
+  spaces.gymnasium(label)
+  _check_make(label, make, vector=vector)
+  if autoreset == "same_step":
+    for name in FINAL:
+      if used := {name, f"_{name}"} & info.keys():
+        taken = f"which autoreset='same_step' gives itself, got {sorted(used)}"
+        raise GateDefinitionError(f"{label}: info: expected names other than '{name}', {taken}")
+  env = vectors.made(make) if vector else make()
+  width = vectors.width_of(label, env, autoreset) if vector else 0
+  if not vector:
+    _check_single(label, env, count)
+  elif count not in (1, width * devices):
+    raise GateDefinitionError(
+      f"{label}: n: expected none with vector=True, whose environment tells how many it has, "
+      f"{width}{f' on each of {devices} devices' if devices > 1 else ''}, got n={count}"
+    )
+  count = width * devices if vector else count
+  if video is not None:
+    video = video.of(label, env, count)
+  seen, done = vectors.spaces_of(env) if vector else (env.observation_space, env.action_space)
+  types = (
+    spaces.types(label, "observation_space", seen), spaces.types(label, "action_space", done)
+  )  # fmt: skip
+  if callable(getattr(env, "close", None)):
+    env.close()
+  reward = np.dtype(tracing.canonical_dtype(np.dtype(np.float64)))
+  return EnvPlan(
+    label, make, count, width, autoreset, seen, done, *types, info, reward, episodes, video
+  )
+
+
+def _check_make(label: str, make: Any, *, vector: bool) -> None:
+  try:
+    signature = inspect.signature(make)
+    seeded = vector and "seed" in signature.parameters
+    signature.bind(**({"seed": 0} if seeded else {}))
+  except ValueError:  # it tells no signature
+    pass
+  except TypeError:
+    kind = "a vector environment" if vector else "an environment"
+    given = "without arguments, or with seed=," if vector else "without arguments"
+    check.refuse(label, "make", f"a function {given} that returns {kind}", make)
+
+
+def _check_single(label: str, env: Any, count: int) -> None:
+  missing = [
+    name
+    for name in ("reset", "step", "observation_space", "action_space")
+    if not hasattr(env, name)
+  ]
+  if missing:
+    raise GateDefinitionError(
+      f"{label}: make: expected an environment with Gymnasium's interface, got {env!r} without "
+      f"{', '.join(missing)}"
+    )
+  if (lanes := getattr(env, "num_envs", None)) is not None:
+    raise GateDefinitionError(
+      f"{label}: make: expected one environment, of which callgate.envs makes n={count}, or "
+      f"vector=True, got a vector of {lanes}, {env!r}"
+    )

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vector environments, of Gymnasium's interface and of EnvPool's: what they tell of themselves.
+
+EnvPool (https://envpool.readthedocs.io) is seeded where it is made, resets and steps those of given
+numbers, `env_id`, and tells the spaces of one environment and the order of its results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from callgate._core.errors import GateDefinitionError
+from callgate._envs import spaces
+from callgate._envs.options import Autoreset
+
+_MOST_SEED = 2**31  # of EnvPool's seeds
+
+
+def takes(function: Any, name: str) -> bool:
+  """True if a function has a parameter of this name."""
+  try:
+    return name in inspect.signature(function).parameters
+  except (TypeError, ValueError):
+    return False
+
+
+def made(make: Any, seed: Any = None) -> Any:
+  """A vector environment; with `seed` if `make` takes one."""
+  if not takes(make, "seed"):
+    return make()
+  required = inspect.signature(make).parameters["seed"].default is inspect.Parameter.empty
+  if seed is None:
+    return make(seed=0) if required else make()
+  return make(seed=seed)
+
+
+def is_pool(env: Any) -> bool:
+  """True for EnvPool's interface."""
+  return takes(env.reset, "env_id")
+
+
+def seeded_by_make(env: Any, make: Any) -> bool:
+  """True if a seed goes to `make`, and a reset with one makes the environment anew."""
+  return takes(make, "seed") and (is_pool(env) or not takes(env.reset, "seed"))
+
+
+def spaces_of(env: Any) -> tuple[Any, Any]:
+  """The spaces of one of its environments."""
+  return tuple(
+    getattr(env, f"single_{name}", None) or getattr(env, name)
+    for name in ("observation_space", "action_space")
+  )  # type: ignore[return-value]
+
+
+def _width(env: Any) -> Any:
+  if (width := getattr(env, "num_envs", None)) is None:
+    config = getattr(env, "config", None)
+    width = config.get("num_envs") if isinstance(config, Mapping) else None  # pyright: ignore
+  return width
+
+
+def width_of(label: str, env: Any, autoreset: Autoreset) -> int:
+  """How many environments it has; raises unless it is a vector environment of this `autoreset`."""
+  width: Any = _width(env)
+  has_all = all(
+    hasattr(env, name) for name in ("reset", "step", "observation_space", "action_space")
+  )
+  if not has_all or not isinstance(width, (int, np.integer)):
+    hint = "of one environment callgate.envs(make, n=...) makes several"
+    raise GateDefinitionError(
+      f"{label}: make: expected a vector environment with vector=True, with num_envs, reset, step "
+      f"and spaces, as gymnasium.make_vec returns, got {env!r}; {hint}"
+    )
+  config = getattr(env, "config", None)
+  batch = config.get("batch_size", 0) if isinstance(config, Mapping) else 0  # pyright: ignore
+  if batch and batch != width:
+    raise GateDefinitionError(
+      f"{label}: make: expected an EnvPool that steps all of its environments at once, "
+      f"batch_size={width}, got batch_size={batch}"
+    )
+  mode = _mode_of(env)
+  if mode != autoreset:
+    way = f"make it with vector_kwargs={{'autoreset_mode': AutoresetMode.{autoreset.upper()}}}"
+    raise GateDefinitionError(
+      f"{label}: autoreset={autoreset!r}: expected a vector environment of that mode, got one of "
+      f"{mode!r}; {way}, or pass autoreset={mode!r}"
+    )
+  return int(width)
+
+
+def _mode_of(env: Any) -> str:
+  """Its mode, by Gymnasium's names in small letters; "next_step" where it tells none."""
+  mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+  return "next_step" if mode is None else str(getattr(mode, "name", mode)).lower()
+
+
+def reset(env: Any, *, seed: Any, options: dict[str, Any] | None, mask: Any) -> tuple[Any, Any]:
+  """Resets those of `mask`, a bool array, or all; results have a row for each of all, in order."""
+  more: dict[str, Any] = {}
+  if is_pool(env):
+    if mask is not None:
+      more["env_id"] = np.flatnonzero(mask).astype(np.int32)
+    if options:
+      more["options"] = options
+    seen, info = env.reset(**more)
+    return _in_order(seen, info, mask)
+  if seed is not None:
+    more["seed"] = seed
+  if mask is not None:
+    more["options"] = {**(options or {}), "reset_mask": mask}
+  elif options is not None:
+    more["options"] = dict(options)
+  return env.reset(**more)
+
+
+def step(env: Any, actions: Any) -> tuple[Any, ...]:
+  """Steps all; results have a row for each, in order."""
+  found = env.step(actions)
+  if not is_pool(env):
+    return found
+  order = _order(found[-1])
+  return found if order is None else tuple(rows_of(one, order) for one in found)
+
+
+def _in_order(seen: Any, info: Any, mask: Any) -> tuple[Any, Any]:
+  if (order := _order(info)) is not None:
+    seen, info = rows_of(seen, order), rows_of(info, order)
+  if mask is None:
+    return seen, info
+  # The rows of the others are never looked at.
+  places = np.maximum(np.cumsum(mask) - 1, 0)
+  return rows_of(seen, places), rows_of(info, places)
+
+
+def _order(info: Any) -> Any:
+  """The places of EnvPool's results by its environments' numbers, where it tells them."""
+  numbers = info.get("env_id") if isinstance(info, Mapping) else None  # pyright: ignore
+  return None if numbers is None else np.argsort(np.asarray(numbers), kind="stable")
+
+
+def rows_of(tree: Any, rows: Any) -> Any:
+  """Rows of all arrays in dictionaries and tuples."""
+  if isinstance(tree, Mapping):
+    return {key: rows_of(value, rows) for key, value in tree.items()}  # pyright: ignore
+  if isinstance(tree, tuple):
+    return tuple(rows_of(value, rows) for value in tree)  # pyright: ignore
+  return np.asarray(tree)[rows]
+
+
+def seed_of(env: Any, seeds: list[Any], whole: int | None) -> Any:
+  """The seed that a reset gets: one for each environment, or the one that all were made of.
+
+  Gymnasium's vectors of single environments take a list. An environment that is a vector by itself
+  has one random generator, and takes `whole`, where the caller gave one.
+  """
+  gymnasium: Any = spaces.gymnasium("envs")
+  single = (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv)
+  of_each = isinstance(getattr(env, "unwrapped", env), single) or whole is None
+  return seeds if of_each else whole
+
+
+def seed_of_make(seeds: list[Any], whole: int | None) -> int:
+  """The seed that `make` gets, of 31 bits."""
+  seed = seeds[0] if whole is None else whole
+  return seed if seed < _MOST_SEED else int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
+
+
+def final_row(values: Any, row: int) -> Any:
+  """One environment's part of "final_obs", an array of objects or of rows."""
+  if isinstance(values, Mapping):
+    return {key: final_row(value, row) for key, value in values.items()}  # pyright: ignore
+  if isinstance(values, tuple):
+    return tuple(final_row(value, row) for value in values)  # pyright: ignore
+  return values[row]
