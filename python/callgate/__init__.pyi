@@ -63,12 +63,14 @@ from callgate._replay.replay import Replay, replay
 from callgate._runtime.barrier import barrier, errors
 from callgate._runtime.config import config
 from callgate._runtime.targets import export_checks
+from callgate._runs.run import Run, run
 from callgate._serve.serve import Server, serve
 from callgate._steer.knob import Knob, knob
 from callgate._steer.stop import stop, stop_reason, stop_requested
 from callgate._stream.assemble import assemble
 from callgate._stream.reader import StreamReader, open_stream
 from callgate._stream.records import StreamRecord
+from callgate._tap.alert import Alert, AlertListener, alert, on_alert
 from callgate._tap.channel import Channel, channel
 from callgate._tap.print import print
 from callgate._tap.records import BatchInfo, Record, TapInfo
@@ -81,6 +83,8 @@ from callgate.compat._callbacks.install import install, uninstall
 __version__: str
 
 __all__ = [
+  "Alert",
+  "AlertListener",
   "BatchInfo",
   "Buffer",
   "CaptureError",
@@ -121,6 +125,7 @@ __all__ = [
   "Replay",
   "ReplayError",
   "ResultError",
+  "Run",
   "Server",
   "StreamReader",
   "StreamRecord",
@@ -134,6 +139,7 @@ __all__ = [
   "VerifyResult",
   "WorkerError",
   "Workers",
+  "alert",
   "assemble",
   "barrier",
   "breakpoint",
@@ -167,12 +173,14 @@ __all__ = [
   "load_kernels",
   "numba",
   "numba_cuda",
+  "on_alert",
   "open_stream",
   "print",
   "progress",
   "record",
   "replay",
   "root",
+  "run",
   "save_kernels",
   "scan",
   "serve",

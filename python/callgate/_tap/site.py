@@ -13,6 +13,7 @@ import numpy as np
 
 from callgate._core import attributes, encoding, exact
 from callgate._core.levels import Numbered
+from callgate._tap import kinds
 from callgate._tap.records import leaf_paths
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
@@ -45,6 +46,8 @@ class TapSite:
   sharding: Any = dataclasses.field(default="gather", compare=False)
   replicas: str = "once"
   on_device: bool = False  # consumers get jax.Arrays where the program ran
+  kind: str | None = None  # "image" or "text"
+  fields: kinds.Fields | None = None  # a text's format, of which the leaves are the values
   kept: Any = None  # programs keep it (`execution.Watcher`)
 
   same: exact.Exact = dataclasses.field(init=False, repr=False)  # as the tree and the function
@@ -109,4 +112,8 @@ def describe(site: TapSite, transforms: Transforms, *, portable: bool = False) -
     "spec": spec, "values": site.values,
     "dtypes": site.dtypes, "logical": site.logical, "transforms": transforms,
   } | ({"on_device": True} if site.on_device else {})  # fmt: skip
+  if site.kind is not None:
+    description |= {"kind": site.kind}
+  if site.fields is not None:
+    description |= {"fields": site.fields}
   return json.dumps(description, separators=(",", ":"))

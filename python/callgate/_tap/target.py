@@ -52,6 +52,13 @@ def of_channel(name: str) -> Tap:
   return shared(_taps, ("channel", name), lambda: Tap(f"channel:{name}", name))
 
 
+def channel_names() -> list[str]:
+  """The names of channels to which taps of live programs send."""
+  with _lock:
+    named = [key[1] for key in list(_taps.keys()) if key[0] == "channel"]
+  return list(dict.fromkeys([*named, *list(_found)]))
+
+
 # By channels that programs of other processes name. Under the GIL: single steps; never emptied: one
 # entry for each channel that a loaded program names, whose end nothing tells.
 _found: dict[str, Tap] = {}
