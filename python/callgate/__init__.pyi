@@ -60,10 +60,10 @@ from callgate._places.threads import Thread, thread
 from callgate._places.workers import Workers, workers
 from callgate._replay.record import Recording, record
 from callgate._replay.replay import Replay, replay
+from callgate._runs.run import Run, run
 from callgate._runtime.barrier import barrier, errors
 from callgate._runtime.config import config
 from callgate._runtime.targets import export_checks
-from callgate._runs.run import Run, run
 from callgate._serve.serve import Server, serve
 from callgate._steer.knob import Knob, knob
 from callgate._steer.stop import stop, stop_reason, stop_requested

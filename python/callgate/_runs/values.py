@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from callgate._core import foreign, masked
 from callgate._core.errors import GateDefinitionError
@@ -67,7 +69,7 @@ def plain(label: str, value: Any, key: str = "", depth: int = 0) -> Any:
 
 
 def _fields(value: Any) -> Any:
-  """The fields of a dataclass, a named tuple or argparse's namespace by name; others as they are."""
+  """The fields of a dataclass, a named tuple or argparse's namespace; other values as they are."""
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
   if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -76,12 +78,12 @@ def _fields(value: Any) -> Any:
 
 
 def _array(label: str, value: Any, key: str) -> Any:
-  if isinstance(value, jax.core.Tracer):
+  if isinstance(value, Tracer):
     raise _refused(label, key, "a traced array, whose value is known to the program alone")
-  if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+  if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
     value = jax.random.key_data(value)
   array = np.asarray(value)
-  if array.ndim == 0 and jax.dtypes.issubdtype(array.dtype, np.floating):
+  if array.ndim == 0 and jnp.issubdtype(array.dtype, np.floating):
     return plain(label, float(str(array[()])), key)  # 0.97 of a float32, not 0.9700000286
   if array.ndim == 0 and array.dtype.kind in "biuU":
     return plain(label, array.item(), key)

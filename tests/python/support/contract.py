@@ -293,6 +293,11 @@ def _with_bar(host: Host) -> F:
   return lambda x: cg.fori_loop(0, 1, lambda _, c: gate(c), x, progress=bar)
 
 
+def _alerted(host: Host) -> F:
+  del host
+  return lambda x: (cg.alert(x > 1e9, "large: {x}", x=x), x)[1]
+
+
 def _printed(host: Host) -> F:
   del host
   return lambda x: (cg.print("printed {}", x), x)[1]
@@ -518,6 +523,14 @@ ROWS: dict[str, Row] = {
   ),
   "loop with a bar": Row(_with_bar),
   "gate in a recording": Row(_gate(effect="io"), around=lambda: cg.record(_path())),
+  "gate in a run": Row(_gate(effect="io"), around=lambda: cg.run("contract", folder=_path())),
+  "alert": Row(
+    _alerted,
+    adds=0,
+    each=False,
+    tells=False,
+    refuses={"told": "no function of the user's runs", "fork": _CHANNELS},
+  ),
   "print": Row(
     _printed,
     adds=0,
