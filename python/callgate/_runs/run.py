@@ -184,7 +184,9 @@ class Run(Stays):
     self._traceback = foreign.traceback_of(error)[-_TRACEBACK:]
 
   # -- what belongs to it ------------------------------------------------------------------------
-  def _stream_of(self, name: str) -> Stream:
+  def _stream_of(self, name: str) -> Stream | None:
+    if name.startswith(target.CHECKPOINTS):  # whose files have all of it
+      return None
     several = group.known_index() if group.group() is not None else None
     sink = Stream(files.stream_path(self.folder, name, several))
     sink.open(name)

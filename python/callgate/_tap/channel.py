@@ -64,9 +64,8 @@ class Channel(Uncopied):
     self._stands_in = stands_in
     with _lock:
       old = _open.get(name)
-      again = old is not None and (
-        old._stands_in or (place is not None and place.redefines(old._place))
-      )
+      redefined = old is not None and place is not None and place.redefines(old._place)
+      again = redefined or (old is not None and old._stands_in)
       if name in _open and not again:
         another = "close it first, or give this one another name"
         raise ValueError(f"callgate: a channel named '{name}' is open already; {another}")
@@ -161,8 +160,9 @@ class Channel(Uncopied):
     with _lock:
       for make, made in _watchers.items():
         made[:] = [one for one in made if not one[0]._closed]
-        if not any(channel is self for channel, _ in made):
-          attached, native = self._adapt(make(self.name))
+        is_new = not any(channel is self for channel, _ in made)
+        if is_new and (sink := make(self.name)) is not None:
+          attached, native = self._adapt(sink)
           made.append((self, attached))
           added[attached] = native
     return added
@@ -210,8 +210,8 @@ class Channel(Uncopied):
     check_not_forked()
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not flushed(self, timeout):
-      pending = self.stats()["pending"]
-      raise TimeoutError(f"{self._label}: {pending} record(s) still wait after {timeout} s")
+      waiting = f"{self.stats()['pending']} record(s) still wait after {timeout} s"
+      raise TimeoutError(f"{self._label}: {waiting}")
     failures.raise_consumer_errors()
 
   def close(self, timeout: float | None = None) -> None:
@@ -345,7 +345,7 @@ def _named(name: str) -> Channel:
 def watch(make: Callable[[str], Any]) -> None:
   """Has a sink, `make(name)`, with every open and every later channel that has other consumers.
 
-  It comes opened.
+  It comes opened; None for a channel that is to have none.
   """
   with _lock:
     _watchers[make] = []

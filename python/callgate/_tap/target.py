@@ -16,6 +16,7 @@ from callgate._part import Part, joins
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
+CHECKPOINTS = "checkpoints: "  # so begin the names of channels that save carries
 # Takes a record that no program sends: (description, the arrays that are sent).
 Eager = Callable[[str, Sequence[Any]], None]
 T = TypeVar("T")
