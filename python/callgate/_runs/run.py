@@ -167,6 +167,7 @@ class Run(Stays):
       _part.off("alert", self._note_alert)
       _part.off("check failed", self._note_check)
       with self._lock:
+        self._write()  # knobs as they are now
         self.state = "finished"
         if error is not None and not _is_good_exit(error):
           self._crash(error)

@@ -233,7 +233,7 @@ async function work() {
   for (const run of [...state.runs].reverse()) if (chosen.has(run.id)) color(run.id);
   const laid = runs.filter((run) => chosen.has(run.id));
   updateHead(state, runs.length);
-  fill(byId("runs"), ...tableOf(runs, {all: byId("all").checked, order, on: chosen, color, told}));
+  fill(byId("runs"), ...tableOf(runs, {known: state.runs, all: byId("all").checked, order, on: chosen, color, told}));
   updateAlerts(runs);
   updateDifferences(laid);
   await updateAbout(runs);

@@ -90,8 +90,8 @@ function isNone(value) {
 }
 
 // -- the cells of `fill` --------------------------------------------------------------------------
-// `on` has the chosen runs, `color(id)` their colours; `told` what a click does.
-export function tableOf(runs, {all, order, on, color, told}) {
+// `known` are all runs; `on` has the chosen ones, `color(id)` their colours; `told` what a click does.
+export function tableOf(runs, {known, all, order, on, color, told}) {
   const columns = columnsOf(runs, all);
   const mark = (column) => (order && order.title === column.title && order.group === column.group ? (order.down ? " ▾" : " ▴") : "");
   const head = (column) => ({
@@ -105,7 +105,7 @@ export function tableOf(runs, {all, order, on, color, told}) {
     },
   });
   const name = {group: "", title: "run", of: (run) => run.name};
-  const called = (run) => (runs.some((one) => one !== run && one.name === run.name) ? run.id : run.name);
+  const called = (run) => (known.some((one) => one !== run && one.name === run.name) ? run.id : run.name);
   const rows = runs.map((run) => [
     {key: `${run.id}:${called(run)}:${on.has(run.id)}:${color(run.id)}`, make: () => nameOf(run, called(run), {on, color, told})},
     ...columns.map((column) => cellOf(run, column)),
