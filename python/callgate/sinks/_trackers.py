@@ -240,18 +240,15 @@ class WandB(Tracker):
       console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True,
       x_disable_meta=True, x_save_requirements=False,
     )  # fmt: skip
+    about: dict[str, Any] = {}
+    if (run := opened.run()) is not None:
+      about = {"config": run.config, "tags": list(run.tags) or None, "notes": run.notes or None}
     self._run: Any = self._module.init(
       project=self._target, dir=self._folder, name=name_of_run(self._run_name), id=self.run_id,
-      mode=self._mode, reinit="create_new", settings=settings,
+      mode=self._mode, reinit="create_new", settings=settings, **about,
     )  # fmt: skip
     self.run_id = str(self._run.id)
     self._run.define_metric("*", step_metric=self._STEP)
-
-  def _log_config(self, run: OpenRun) -> None:
-    self._run.config.update(run.config, allow_val_change=True)
-    self._run.tags = (*(self._run.tags or ()), *run.tags)
-    if run.notes:
-      self._run.notes = run.notes
 
   def _log_image(self, tag: str, pixels: np.ndarray, at: At) -> None:
     shown = pixels[..., 0] if pixels.shape[-1] == 1 else pixels

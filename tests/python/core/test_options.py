@@ -329,7 +329,9 @@ def _misspelt(name: str) -> str:
 HINTS = {"cfunc", "cpp", "cuda", "elementwise", "gate", "hold", "numba", "torch"}
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("alert", "breakpoint", "check")])
+@pytest.mark.parametrize(
+  "name", [name for name in CALLS if name not in ("alert", "breakpoint", "check")]
+)
 @pytest.mark.usefixtures("folder")
 def test_a_misspelt_option_is_refused_by_name(name: str) -> None:
   """`breakpoint`, `check` and `print` take values of any name."""

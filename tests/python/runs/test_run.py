@@ -215,7 +215,7 @@ def test_what_json_has_not_is_refused_by_its_key(tmp_path):
   ):
     with pytest.raises(cg.GateDefinitionError, match=words):
       cg.run("r", folder=tmp_path, config=config)
-  with pytest.raises(cg.GateDefinitionError, match="config: 'x': .*got a traced array"):
+  with pytest.raises(cg.GateDefinitionError, match=r"config: 'x': .*got a traced array"):
     jax.jit(lambda x: (cg.run("r", folder=tmp_path, config={"x": x}), x)[1])(1.0)
   assert list(tmp_path.iterdir()) == []
 
@@ -223,9 +223,15 @@ def test_what_json_has_not_is_refused_by_its_key(tmp_path):
 # -- how it ends -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3)])
 def test_an_exception_of_the_block_is_its_crash(error, tmp_path):
-  with pytest.raises(type(error)), cg.run("r", folder=tmp_path) as run:
-    step(1.0)
-    raise error
+  run = cg.run("r", folder=tmp_path)
+
+  def crash() -> None:
+    with run:
+      step(1.0)
+      raise error
+
+  with pytest.raises(type(error)):
+    crash()
   about = said(run)
   assert (run.state, about["state"]) == ("crashed", "crashed")
   assert about["error"].startswith(type(error).__name__)
@@ -410,6 +416,12 @@ def test_processes_share_a_folder(tmp_path):
   (folder,) = {one.reports["folder"] for one in ended}
   assert folder == str(tmp_path / "runs" / "r")
   names = sorted(path.name for path in Path(folder).iterdir())
-  assert names == ["own-0.jsonl", "own-1.jsonl", "run.json", "stream.own.p0.cgs", "stream.own.p1.cgs"]
+  assert names == [
+    "own-0.jsonl",
+    "own-1.jsonl",
+    "run.json",
+    "stream.own.p0.cgs",
+    "stream.own.p1.cgs",
+  ]
   assert files.read(Path(folder))["processes"] == 2
   assert values(Path(folder) / "stream.own.p1.cgs", "own") == [1]

@@ -43,6 +43,12 @@ def train(folder: Path, name: str, rate: float, steps: int = 20, **more: Any) ->
   return run
 
 
+def crash(folder: Path) -> None:
+  with cg.run("broken", folder=folder, config={"rate": 0.3}):
+    cg.tap(1.0, "loss")
+    raise ValueError("of the block")
+
+
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
   with tempfile.TemporaryDirectory() as made:
@@ -50,9 +56,8 @@ def folder() -> Iterator[Path]:
     train(folder, "slow", 0.1, tags=["sgd"], notes="the first")
     train(folder, "fast", 2.0, tags=["sgd", "doomed"])
     train(folder, "fast", 0.5, steps=10)
-    with pytest.raises(ValueError), cg.run("broken", folder=folder, config={"rate": 0.3}):
-      cg.tap(1.0, "loss")
-      raise ValueError("of the block")
+    with pytest.raises(ValueError, match="of the block"):
+      crash(folder)
     yield folder
 
 
@@ -231,8 +236,8 @@ def test_the_served_page_has_the_folders_runs_and_nothing_else(folder):
     assert "too fast" in get(address, "runs")["runs"][2]["alerts"][0]["text"]
     assert get(address, "run", run="broken")["folder"] == str(folder / "broken")
     assert "raise ValueError" in get(address, "run", run="broken")["traceback"]
-    for page, kind in (("", "text/html"), ("runs.js", "text/javascript"), ("runs.css", "text/css"),
-                       ("runs_table.js", "text/javascript"), ("common.js", "text/javascript")):  # fmt: skip
+    scripts = [(name, "text/javascript") for name in ("runs.js", "runs_table.js", "common.js")]
+    for page, kind in [("", "text/html"), ("runs.css", "text/css"), *scripts]:
       answer = request(address, page)
       assert (answer.status, answer.headers.get_content_type()) == (200, kind)
       assert not re.search(r"(https?:)?//[a-z]+\.|<script>|\son\w+=|style=", answer.text)
@@ -326,15 +331,18 @@ def test_a_browser_shows_filters_sorts_and_compares(folder, tmp_path):
       assert re.search(r"rate\s+0\.3\s+0\.5\s+2\s+0\.1", text)
 
       async def filtered(words: str) -> list[str]:
-        await tab.evaluate(f"{{document.body.dataset.runs = ''; const box = document.getElementById("
-                           f"'filter'); box.value = {json.dumps(words)};"
-                           "box.dispatchEvent(new Event('input', {bubbles: true}))}")  # fmt: skip
+        await tab.evaluate(
+          "{document.body.dataset.runs = ''; const box = document.getElementById('filter');"
+          f"box.value = {json.dumps(words)};"
+          "box.dispatchEvent(new Event('input', {bubbles: true}))}"
+        )
         await tab.wait_until("document.body.dataset.runs !== ''")
         return await tab.evaluate(NAMES)
 
       for words, left in (
-        ("rate<0.4", ["broken", "slow"]), ("state=crashed", ["broken"]), ("fast", ["fast-2", "fast"]),
-        ("tag=sgd rate>=2", ["fast"]), ("width=8 rate!=2", ["fast-2", "slow"]), ("nothing", []),
+        ("rate<0.4", ["broken", "slow"]), ("state=crashed", ["broken"]),
+        ("fast", ["fast-2", "fast"]), ("tag=sgd rate>=2", ["fast"]),
+        ("width=8 rate!=2", ["fast-2", "slow"]), ("nothing", []),
         ("accuracy>0.9", ["fast-2", "slow"]), ("first", ["slow"]), ("", None),
       ):  # fmt: skip
         found = await filtered(words)
@@ -352,12 +360,16 @@ def test_a_browser_shows_filters_sorts_and_compares(folder, tmp_path):
       assert await sorted_by("rate") == ["fast", "fast-2", "broken", "slow"]
       assert await sorted_by("rate") == ["broken", "fast-2", "fast", "slow"]
       await tab.evaluate("document.querySelector('#runs .run button').click()")
-      await tab.wait_until("document.getElementById('about').innerText.includes('raise ValueError')")
+      await tab.wait_until(
+        "document.getElementById('about').innerText.includes('raise ValueError')"
+      )
       await tab.evaluate("document.querySelectorAll('#runs .run input')[3].click()")
       await tab.wait_until("document.querySelectorAll('.medium').length === 4")
       slider = "const one = document.querySelector('.medium input'); one.value = 0;"
       await tab.evaluate(f"{slider} one.dispatchEvent(new Event('input'))")
-      await tab.wait_until("document.querySelector('.medium .note').textContent.includes('record 0')")
+      await tab.wait_until(
+        "document.querySelector('.medium .note').textContent.includes('record 0')"
+      )
       assert await tab.evaluate("document.querySelector('#head .lost').textContent") == "1 crashed"
 
   (tmp_path / "profile").mkdir()
@@ -390,6 +402,6 @@ def test_a_browser_runs_nothing_of_what_a_run_has_for_texts(tmp_path):
       assert await tab.evaluate(made) == 0
 
   (tmp_path / "profile").mkdir()
-  with watching(tmp_path / "runs") as (_, address):
-    with browser.chromium(tmp_path / "profile") as devtools:
-      asyncio.run(look(devtools, address))
+  profile = tmp_path / "profile"
+  with watching(tmp_path / "runs") as (_, address), browser.chromium(profile) as devtools:
+    asyncio.run(look(devtools, address))
