@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class OpenRun:
-  """What is fixed about a run when its block begins.
+  """The facts about a run that its block begins with.
 
   Attributes:
     folder: an absolute path.

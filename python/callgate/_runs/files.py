@@ -56,7 +56,7 @@ def write(folder: Path, about: dict[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-  """What `run.json` says, with the state that the run is in now.
+  """The object of `run.json`, with the state that the run is in now.
 
   Raises:
     OSError: there is none.
@@ -76,7 +76,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def this_process() -> dict[str, Any]:
-  """What tells this process from all others, as `run.json` has it."""
+  """The marks of this process that no other has, as `run.json` has them."""
   number = os.getpid()
   return {"host": socket.gethostname(), "boot": _boot(), "id": number, "began": _began(number)}
 

@@ -120,6 +120,15 @@ class Run(Stays):
       self._times["started_ns"] = time.time_ns()
       self._write()
       _open.append(self)
+    try:
+      self._begin()
+    except BaseException as error:
+      self._leave(error)
+      raise
+    return self
+
+  def _begin(self) -> None:
+    """Has streams for all channels, and hears of alerts and checks."""
     opened.begin(
       opened.OpenRun(self.name, str(self.folder), self.config, self.notes, self.tags)
     )  # fmt: skip
@@ -130,7 +139,6 @@ class Run(Stays):
     _part.on("channel named", _stand_in)
     for name in target.channel_names():
       _stand_in(name)
-    return self
 
   def __exit__(
     self,
@@ -254,7 +262,8 @@ def _is_good_exit(error: BaseException) -> bool:
 
 def _stand_in(name: str) -> None:
   """Opens a channel for a name to which taps send, unless its user has."""
-  if name not in channel.open_channels():
+  is_own = name.startswith(target.CHECKPOINTS)
+  if name not in channel.open_channels() and not is_own:
     with contextlib.suppress(ValueError):  # the user opens one now
       channel.Channel(name, "64MiB", "block", 100.0, (), None, stands_in=True)
 
@@ -273,11 +282,12 @@ def run(
   import callgate as cg, jax
 
   with cg.run("digits", config={"rate": 0.1, "layers": [64, 64]}, tags=["first"]) as run:
-    step = jax.jit(lambda loss: cg.tap(loss * 0.9, "loss"))
+    step = jax.jit(lambda loss: cg.tap(loss * 0.5, "digits.loss"))
     loss = step(1.0)
     run.summary["loss"] = loss
   assert run.state == "finished"
-  assert [float(r.leaves[""]) for r in cg.open_stream(run.folder / "stream.loss.cgs")] == [0.9]
+  with cg.open_stream(run.folder / "stream.digits.loss.cgs") as stream:
+    assert [float(record.leaves[""]) for record in stream] == [0.5]
   ```
 
   The folder has `run.json`, and a stream for each channel, `stream.NAME.cgs`: of channels that the

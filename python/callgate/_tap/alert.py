@@ -99,8 +99,8 @@ def on_alert(function: Callable[[Alert], Any]) -> AlertListener:
   ```
 
   Args:
-    function: called with the `Alert`, a `str` that has the values, too. What it raises is a
-      consumer's exception: `barrier()` raises it.
+    function: called with the `Alert`, a `str` that has the values, too. Its exception is a
+      consumer's: `barrier()` raises it.
 
   Returns:
     A context manager, at whose end the function is taken out, with `close()`, which does it, too.

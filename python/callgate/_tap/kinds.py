@@ -39,7 +39,7 @@ def option(label: str, kind: Any, effect: str, on_device: bool) -> None:
 
 
 def split_text(label: str, value: Any) -> tuple[Any, Fields | None]:
-  """What a tap with kind="text" sends: an array of bytes, or the values of a format's fields."""
+  """The value that a tap with kind="text" sends: bytes, or the values of a format's fields."""
   if isinstance(value, str):
     data = text_bytes(options.text(label, "value", value))
     room = -(-max(1, data.size) // _ROOM) * _ROOM

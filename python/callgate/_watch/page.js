@@ -117,7 +117,8 @@ function updateTables(state) {
     ...names.map((name) => leaf[name]),
   ]));
   drawDevices(byId("devices"), state.devices);
-  updateCounts("checks", state.checks && state.checks.length ? state.checks : null);
+  updateCounts("alerts", state.alerts);
+  updateCounts("checks", state.checks);
   updateCounts("channels", state.channels);
   updateCounts("gates", state.gates);
 }

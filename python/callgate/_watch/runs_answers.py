@@ -85,7 +85,7 @@ class RunsAnswers:
     return {"places": places, "at": at, **shown}
 
   def run(self, query: Query) -> dict[str, Any]:
-    """What the table has no room for."""
+    """The facts that the table has no room for."""
     run = self._find(_one(query, "run"))
     trace = run.about.get("traceback")
     return {"folder": str(run.folder), "traceback": trace if isinstance(trace, str) else ""}

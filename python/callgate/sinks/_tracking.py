@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sinks into trackers share: curves of records, and what a tracker gets of the open run.
+"""The common part of sinks into trackers: curves of records, and news of the open run.
 
 Records come on the channel's thread, alerts and results on whichever thread tells them: a lock
 makes each call of the library whole.

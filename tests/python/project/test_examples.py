@@ -47,7 +47,7 @@ def test_four_runs_are_four_folders_and_the_rate_that_is_too_high_crashes(tmp_pa
   assert all(number > 80 for number in numbers(text)[:3])
   abouts = {p.parent.name: json.loads(p.read_text()) for p in tmp_path.rglob("run.json")}
   states = {name: about["state"] for name, about in abouts.items()}
-  assert states == {name: "finished" for name in ("wide", "narrow", "slow")} | {
+  assert states == dict.fromkeys(("wide", "narrow", "slow"), "finished") | {
     "too-fast": "crashed"
   }
   assert "the loss is nan" in abouts["too-fast"]["alerts"][0]["text"]

@@ -388,8 +388,33 @@ def test_a_folder_that_can_not_be_made_is_an_error_and_no_run_is_open(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(OSError):
     cg.run("r", folder=tmp_path / "file").__enter__()
+  (tmp_path / "r").mkdir()
+  (tmp_path / "r-2").mkdir()
+  with cg.channel("loss", to=lambda loss: None):
+    run = cg.run("r", folder=tmp_path)
+    run._stream_of = lambda name: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+      run.__enter__()
+  assert (run.state, run.folder.name) == ("crashed", "r-3")
   with cg.run("r", folder=tmp_path):
     pass
+
+
+def test_a_channel_that_nobody_reads_holds_nothing_up(tmp_path):
+  with cg.run("r", folder=tmp_path) as run, cg.channel("unread") as unread:
+    cg.tap(1.0, "unread")
+    cg.barrier()
+    assert unread.stats()["pending"] == 1
+    seen = unread.records()
+    assert next(seen).value == 1
+    cg.tap(2.0, "unread")
+    assert next(seen).value == 2
+  assert values(run.folder / "stream.unread.cgs", "unread") == [1, 2]
+  waiting = cg.channel("unread")
+  with cg.run("r", folder=tmp_path):
+    cg.tap(1.0, "unread")
+  assert waiting.stats()["pending"] == 1
+  waiting.close()
 
 
 # -- several processes -----------------------------------------------------------------------------

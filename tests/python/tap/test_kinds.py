@@ -18,7 +18,7 @@ from callgate._tap import kinds
 
 
 def tapped(program: Any, *args: Any) -> list[Any]:
-  """What the consumer of the channel "t" gets of a program that runs twice, the second time's."""
+  """The second run's values of a program that runs twice, as the channel "t" has them."""
   seen: list[Any] = []
   with cg.channel("t", to=lambda value, info: seen.append((value, info))):
     program(*args)
