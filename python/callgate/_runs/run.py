@@ -28,6 +28,7 @@ from callgate._process import group
 from callgate._runs import files, values
 from callgate._runtime import barrier
 from callgate._steer import knob
+from callgate._stream.reader import open_stream
 from callgate._tap import channel, target
 from callgate._tap.alert import Alert
 from callgate.sinks import Stream
@@ -101,6 +102,7 @@ class Run(Stays):
     self._alerts: list[dict[str, Any]] = []
     self._checks: list[dict[str, Any]] = []
     self._knobs: dict[str, Any] = {}
+    self._streams: set[Path] = set()
 
   def __repr__(self) -> str:
     return f"<callgate.run {self.name!r}, {self.state}, in {str(self.folder)!r}>"
@@ -172,6 +174,7 @@ class Run(Stays):
           channel.flushed(one, None if error is None else _SECONDS)
     finally:
       channel.unwatch(self._stream_of, wait=True)
+      self._drop_empty()
       _part.off("alert", self._note_alert)
       _part.off("check failed", self._note_check)
       with self._lock:
@@ -197,9 +200,20 @@ class Run(Stays):
     if name.startswith(target.CHECKPOINTS):  # whose files have all of it
       return None
     several = group.known_index() if group.group() is not None else None
-    sink = Stream(files.stream_path(self.folder, name, several))
+    path = files.stream_path(self.folder, name, several)
+    self._streams.add(path)
+    sink = Stream(path)
     sink.open(name)
     return sink
+
+  def _drop_empty(self) -> None:
+    """Removes streams without a record: of names that older programs send to."""
+    for path in self._streams:
+      with contextlib.suppress(OSError, ValueError):
+        with open_stream(path) as stream:
+          is_empty = next(stream, None) is None
+        if is_empty:
+          path.unlink()
 
   def _shared_folder(self) -> Path:
     """A folder that is there; of several processes the one that process 0 has made."""
