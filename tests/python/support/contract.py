@@ -597,7 +597,7 @@ DEFINED_BY_USERS = (
   *("gate on a named thread", "gate on an executor", "call", "hold", "use", "start", "knob"),
   *("feed", "linear_solver", "root", "stoppable scan", "scan with until", "envs"),
   *("gate in a worker", "scan with checkpoints", "loop with a bar", "gate in a recording"),
-  *("cpp", "cfunc", "numba", "elementwise", "torch", "buffer_callback", "cuda"),
+  *("gate in a run", "cpp", "cfunc", "numba", "elementwise", "torch", "buffer_callback", "cuda"),
   *("cpp with CUDA", "elementwise on CUDA", "numba_cuda", "triton", "gate on CUDA"),
 )
 
