@@ -151,8 +151,8 @@ def serve(*, control: bool = False, port: int = 0, file: StrPath | None = None) 
   """Serves a live page of this process, on loopback.
 
   It shows the curves of every channel that has a consumer, counters of channels and gates, alerts,
-  and the checks that failed. With `control` it has a field for each `knob` and a button for `stop`, and so
-  has `python -m callgate knobs`, `set` and `stop`.
+  and the checks that failed. With `control` it has a field for each `knob` and a button for `stop`,
+  and so has `python -m callgate knobs`, `set` and `stop`.
 
   ```python
   import callgate as cg
