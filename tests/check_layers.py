@@ -106,8 +106,9 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_verify": "_jax _core _runtime _call _places _gate",
     "_replay": "_core _process _runtime _objects _stream",
     "sinks": "_core _process _tap",
+    "_runs": "_core _runtime _process _tap _steer _stream sinks",
     "executors": "_core",
-    "_watch": "_core _stream",
+    "_watch": "_core _stream _tap _runs",
     "_serve": "_core _runtime _gate _tap _steer _stream _watch",
     "compat": "_jax _core _sharding _runtime _call _gate _tap",
   }.items()

@@ -51,6 +51,7 @@ SECTIONS = {
   },
   "Values out and in": {
     "taps_training": "scikit-learn",
+    "four_runs": "scikit-learn",
     "follow_stream": "scikit-learn",
     "feed": "SciPy, scikit-learn",
     "duckdb_loop": "DuckDB",

@@ -61,6 +61,7 @@ from callgate._places.threads import Thread, thread
 from callgate._places.workers import Workers, workers
 from callgate._replay.record import Recording, record
 from callgate._replay.replay import Replay, replay
+from callgate._runs.run import Run, run
 from callgate._runtime.barrier import barrier, errors
 from callgate._runtime.config import config
 from callgate._runtime.targets import export_checks
@@ -70,6 +71,7 @@ from callgate._steer.stop import stop, stop_reason, stop_requested
 from callgate._stream.assemble import assemble
 from callgate._stream.reader import StreamReader, open_stream
 from callgate._stream.records import StreamRecord
+from callgate._tap.alert import Alert, AlertListener, alert, on_alert
 from callgate._tap.channel import Channel, channel
 from callgate._tap.print import print
 from callgate._tap.records import BatchInfo, Record, TapInfo
@@ -82,6 +84,8 @@ from callgate.compat._callbacks.install import install, uninstall
 __version__: str
 
 __all__ = [
+  "Alert",
+  "AlertListener",
   "BatchInfo",
   "Buffer",
   "CaptureError",
@@ -122,6 +126,7 @@ __all__ = [
   "Replay",
   "ReplayError",
   "ResultError",
+  "Run",
   "Server",
   "StreamReader",
   "StreamRecord",
@@ -135,6 +140,7 @@ __all__ = [
   "VerifyResult",
   "WorkerError",
   "Workers",
+  "alert",
   "assemble",
   "barrier",
   "bars",
@@ -169,12 +175,14 @@ __all__ = [
   "load_kernels",
   "numba",
   "numba_cuda",
+  "on_alert",
   "open_stream",
   "print",
   "progress",
   "record",
   "replay",
   "root",
+  "run",
   "save_kernels",
   "scan",
   "serve",

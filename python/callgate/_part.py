@@ -34,6 +34,7 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "processes": ("callgate._process.group",),
   "bars": ("callgate._loops.draw",),
   "checkpoints": ("callgate._checkpoints.saver",),
+  "runs": ("callgate._runs.run",),
   "channels": ("callgate._tap.channel", "channel:", "tap:"),
   "threads": ("callgate._places.threads",),
   "workers": ("callgate._places.workers",),
@@ -45,6 +46,7 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "scopes": ("callgate._objects.scopes", "callgate.scope."),
   "stops": ("callgate._steer.stop", "callgate.stop"),
   "prints": ("callgate._tap.print", "tap:callgate.print"),
+  "alerts": ("callgate._tap.alert", "tap:callgate.alert"),
   "taps": ("callgate._tap.target", "channel:", "tap:"),
   "libraries": ("callgate._kernel.library",),
   "recordings": ("callgate._replay.block",),
@@ -52,12 +54,16 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "verifications": ("callgate._verify.verify",),
 }
 Event = Literal[
+  "alert",  # (alert): a `callgate.Alert`, before the callbacks get it
+  "channel closed",  # (name)
   "check failed",  # (message, text of the error)
   "effects barrier",  # (): in `jax.effects_barrier()`, once its programs have ended
   "object dropped",  # (number): in a worker, of an object that its parent's programs hold no more
   "part loaded",  # (): by `load`
+  "channel named",  # (name): a tap is traced that sends to a channel by its name
   "program dispatched",  # (returning): True if JAX's C++ code is about to return its results
   "tap value",  # (name, value, lane): a tap's newest scalar, once a batch; the lane may be None
+  "summary",  # (name, value): of the open run, has been set; a value that JSON has
   "thread ends",  # (thread): on that `callgate.thread`
 ]
 

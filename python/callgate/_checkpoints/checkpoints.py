@@ -15,6 +15,7 @@ from callgate._checkpoints.parts import Saved
 from callgate._checkpoints.saver import CarrySaver
 from callgate._checkpoints.writer import leaves_of
 from callgate._core import options
+from callgate._core.opened import based
 from callgate._core.pickling import Stays
 from callgate._core.public import Closing, Public
 
@@ -53,7 +54,7 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
   program that saves with it is left.
 
   Args:
-    folder: where they go; it is made if it isn't there.
+    folder: where they go; it is made if it isn't there. A relative one is of the open `run`.
     every: steps from one to the next.
     keep: how many of the newest stay.
     resume: start from the newest one, if there is one. Steps that are skipped don't run, and their
@@ -77,7 +78,7 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
     format: Literal["npz", "orbax"] = "npz",
   ) -> None:  # fmt: skip
     label = "Checkpoints"
-    path = Path(options.path(label, "folder", folder)).absolute()
+    path = Path(based(options.path(label, "folder", folder))).absolute()
     if "\n" in str(path):  # programs and messages name it in one line
       options.refuse(label, "folder", "a path without a newline", str(path))
     every = options.count(label, "every", every, least=1, most=2**31 - 1)

@@ -25,7 +25,7 @@ from callgate._jax import tracing
 from callgate._objects.handle import Handle
 from callgate._part import Part, Phase, Wait, joins
 from callgate._runtime import barrier, lifecycle
-from callgate._tap import channel, tap
+from callgate._tap import channel, tap, target
 
 _LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
 
@@ -106,7 +106,7 @@ class CarrySaver(Uncopied):
     size = sum(int(np.prod(leaf.shape)) * 16 for leaf in leaves)
     with self._lock:
       if self._channel is None:
-        name = registry.free_name(f"checkpoints: {self.folder}")
+        name = registry.free_name(f"{target.CHECKPOINTS}{self.folder}")
         most = max(2 * size, _LEAST_CAPACITY)
         self._channel = channel.channel(name, capacity=most, to=self._writer)
         loading.channels[self._channel] = self.folder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures as PNG files."""
+"""PNG files of arrays: https://www.w3.org/TR/png-3/"""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
+_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # by channels: grey, RGB, RGBA
+
 
 def png(pixels: np.ndarray[Any, Any]) -> bytes:
-  """A PNG of uint8[height, width, 3]: https://www.w3.org/TR/png-3/"""
-  height, width, _ = pixels.shape
-  lines = np.zeros((height, 1 + 3 * width), np.uint8)  # each begins with its filter, none
+  """A PNG of uint8[height, width, 1, 3 or 4]."""
+  height, width, channels = pixels.shape
+  lines = np.zeros((height, 1 + channels * width), np.uint8)  # each begins with its filter, none
   lines[:, 1:] = pixels.reshape(height, -1)
 
   def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-  head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+  head = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
   body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 6))
   return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.dtypes import Value
+from callgate._core.opened import based
 from callgate._replay import calls
 from callgate._replay.block import Block, call_of
 from callgate._replay.writing import CallFile
@@ -110,7 +111,8 @@ def record(
   calls. Exceptions are kept as well. At its end the block waits for programs and started calls.
 
   Args:
-    path: a new file, "{process}" in it replaced by `jax.process_index()`.
+    path: a new file, "{process}" in it replaced by `jax.process_index()`. A relative one is of the
+      open `run`.
     operands: "arrays" keeps them: a call that differs is shown with its first differing element,
       and a replay can compare with a tolerance. "digest" keeps 16 bytes of each, where operands are
       large, or nobody is to read them.
@@ -129,4 +131,5 @@ def record(
   kinds = ("arrays", "digest")
   options.choice("record", "operands", operands, kinds)
   options.boolean("record", "overwrite", overwrite)
-  return Recording(options.path("record", "path", path), operands == "digest", bool(overwrite))
+  where = based(options.path("record", "path", path))
+  return Recording(where, operands == "digest", bool(overwrite))

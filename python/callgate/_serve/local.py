@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from callgate._stream.records import StreamRecord
-from callgate._tap import channel
+from callgate._tap import channel, kinds
 from callgate._tap.records import Record, is_part, leaf_paths
 from callgate._watch.model import Model
 
@@ -69,6 +69,8 @@ class Tapped:
     info = record.info
     leaves, tree = jax.tree.flatten(record.value)
     paths = [path for path, _ in leaf_paths(tree)]
+    if info.kind == "text":
+      leaves = [kinds.text_bytes(leaves[0])]
     arrays = dict(zip(paths, map(np.asarray, leaves), strict=True))
     shard = None
     if info.shard is not None:
@@ -76,7 +78,8 @@ class Tapped:
       shard = dict(zip(paths, parts, strict=False))
     return StreamRecord(
       info.name, info.seq, info.time_ns, info.device, info.run, info.role, self._lane(info.lane),
-      arrays, self._descriptions.setdefault(info.name, {}), info.repeated, info.process, shard,
+      arrays, self._descriptions.setdefault(info.name, {"kind": info.kind}), info.repeated,
+      info.process, shard,
     )  # fmt: skip
 
   def _lane(self, lane: tuple[int, ...]) -> int:

@@ -23,12 +23,13 @@ from callgate._serve.local import LocalFeed
 from callgate._steer import knob
 from callgate._steer.knob import Knob
 from callgate._steer.stop import stop, stop_reason
+from callgate._tap.alert import Alert
 from callgate._tap.tap import channel_stats
 from callgate._watch.answers import PageAnswers
 from callgate._watch.model import Model
 from callgate._watch.server import PageServer, Query, RequestError
 
-_MOST_CHECKS = 100
+_MOST_TOLD = 100  # messages
 _MOST_EXACT = 2**53  # JSON's numbers are read as float64 by browsers
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()  # under the GIL: single steps
 StrPath = str | os.PathLike[str]
@@ -46,7 +47,7 @@ class Server(Closing):
     self._process = os.getpid()
     self._lock = threading.Lock()
     self._closed = False
-    self._checks = _FailedChecks()
+    self._checks, self._alerts = _Told("check"), _Told("alert")
     self._feed: LocalFeed | None = None
     model = Model()
     self._answers = PageAnswers(model, lambda: [] if self._feed is None else self._feed.states())
@@ -58,6 +59,7 @@ class Server(Closing):
     try:
       self._write_file()
       _part.on("check failed", self._checks.note)
+      _part.on("alert", self._note_alert)
       self._feed = LocalFeed(model)
     except BaseException:
       self.close()
@@ -85,8 +87,12 @@ class Server(Closing):
         if self._file.read_text() == self._file_text():  # else it is another's by now
           self._file.unlink()
     _part.off("check failed", self._checks.note)
+    _part.off("alert", self._note_alert)
     if self._feed is not None:
       self._feed.stop(wait=wait)
+
+  def _note_alert(self, one: Alert) -> None:
+    self._alerts.note(one.message, str(one))
 
   def _file_text(self) -> str:
     return f"{self.url}\n"
@@ -110,7 +116,7 @@ class Server(Closing):
       for name, counts in stats().items()
     ]
     called = [one for one in gates if one["calls"] or one["errors"]]
-    mine = {"control": control, "checks": self._checks.rows()}
+    mine = {"control": control, "checks": self._checks.rows(), "alerts": self._alerts.rows()}
     return self._answers.state() | mine | {"channels": channels, "gates": called}
 
   def _get_knobs(self, query: Query) -> dict[str, Any]:
@@ -144,9 +150,9 @@ class Server(Closing):
 def serve(*, control: bool = False, port: int = 0, file: StrPath | None = None) -> Server:
   """Serves a live page of this process, on loopback.
 
-  It shows the curves of every channel that has a consumer, counters of channels and gates, and the
-  checks that failed. With `control` it has a field for each `knob` and a button for `stop`, and so
-  has `python -m callgate knobs`, `set` and `stop`.
+  It shows the curves of every channel that has a consumer, counters of channels and gates, alerts,
+  and the checks that failed. With `control` it has a field for each `knob` and a button for `stop`,
+  and so has `python -m callgate knobs`, `set` and `stop`.
 
   ```python
   import callgate as cg
@@ -205,23 +211,24 @@ def _as_sent(name: str, value: Any) -> Any:
   raise RequestError(400, f"knob {name!r}: value: expected a number, true or false, got {value!r}")
 
 
-class _FailedChecks:
-  """Checks that have failed since, by message: how often, when last, and with which text."""
+class _Told:
+  """Failed checks, or alerts, since then, by message: how often, when last, with which text."""
 
-  def __init__(self) -> None:
+  def __init__(self, title: str) -> None:
+    self._title = title
     self._lock = threading.Lock()
     self._held: dict[str, tuple[int, datetime.datetime, str]] = {}
 
   def note(self, message: str, text: str) -> None:
     with self._lock:
-      if message in self._held or len(self._held) < _MOST_CHECKS:
+      if message in self._held or len(self._held) < _MOST_TOLD:
         times, *_ = self._held.get(message, (0,))
         self._held[message] = times + 1, datetime.datetime.now(), text[:1000]
 
   def rows(self) -> list[dict[str, Any]]:
     with self._lock:
       held = list(self._held.values())
-    names = ("times", "last", "check")
+    names = ("times", "last", self._title)
     return [dict(zip(names, (n, f"{at:%H:%M:%S}", text), strict=True)) for n, at, text in held]
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._core import errors, exact, failures, foreign, options
 from callgate._core.public import Uncopied
 from callgate._core.where import Where, where
@@ -40,8 +40,9 @@ class Channel(Uncopied):
 
   def __init__(
     self, name: str, capacity: str | int, on_full: OnFull, rate: float, to: Any, batch: int | None,
-    place: Where | None = None,
+    place: Where | None = None, *, stands_in: bool = False,
   ) -> None:  # fmt: skip
+    """One that `stands_in` has watchers alone, until its user opens one of the name."""
     expected = "a line of text"
     name = options.name("channel", name) or options.refuse("channel", "name", expected, name)
     if name == target.DEFAULT:
@@ -49,10 +50,9 @@ class Channel(Uncopied):
     self.name = name
     self._label = label = f"channel '{name}'"
     self._batch = batch is not None and batch is not False
-    self._limit = None
-    if batch is not None and not isinstance(batch, bool):
-      what = "a number of rows or True"
-      self._limit = options.count(label, "batch", batch, least=1, what=what)
+    rows = None if isinstance(batch, bool) else batch
+    what = "a number of rows or True"
+    self._limit = options.or_none(options.count, label, "batch", rows, least=1, what=what)
     self._consumers: dict[delivery.Attached, _callgate.Consumer] = {}
     what = "'block', 'drop_new', 'drop_old' or 'sample'"
     options.choice(label, "on_full", on_full, get_args(OnFull), what=what)
@@ -61,9 +61,11 @@ class Channel(Uncopied):
     check_not_forked()
     self._closed = False
     self._place = place  # where it is defined
+    self._stands_in = stands_in
     with _lock:
       old = _open.get(name)
-      again = old is not None and place is not None and place.redefines(old._place)
+      redefined = old is not None and place is not None and place.redefines(old._place)
+      again = redefined or (old is not None and old._stands_in)
       if name in _open and not again:
         another = "close it first, or give this one another name"
         raise ValueError(f"callgate: a channel named '{name}' is open already; {another}")
@@ -147,7 +149,7 @@ class Channel(Uncopied):
 
   def _attach(self, consumers: dict[delivery.Attached, _callgate.Consumer]) -> None:
     """Adds consumers at once: all get the same records."""
-    if consumers:
+    if consumers or self._stands_in:
       consumers = consumers | self._watched_by()
       self._consumers |= consumers
       self._handle.add([*consumers.values()])
@@ -158,14 +160,15 @@ class Channel(Uncopied):
     with _lock:
       for make, made in _watchers.items():
         made[:] = [one for one in made if not one[0]._closed]
-        if not any(channel is self for channel, _ in made):
-          attached, native = self._adapt(make(self.name))
+        is_new = not any(channel is self for channel, _ in made)
+        if is_new and (sink := make(self.name)) is not None:
+          attached, native = self._adapt(sink)
           made.append((self, attached))
           added[attached] = native
     return added
 
   def _watch(self) -> None:
-    if self._consumers and not self._closed and (added := self._watched_by()):
+    if (self._consumers or self._stands_in) and not self._closed and (added := self._watched_by()):
       self._consumers |= added
       self._handle.add([*added.values()])
 
@@ -207,8 +210,8 @@ class Channel(Uncopied):
     check_not_forked()
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not flushed(self, timeout):
-      pending = self.stats()["pending"]
-      raise TimeoutError(f"{self._label}: {pending} record(s) still wait after {timeout} s")
+      waiting = f"{self.stats()['pending']} record(s) still wait after {timeout} s"
+      raise TimeoutError(f"{self._label}: {waiting}")
     failures.raise_consumer_errors()
 
   def close(self, timeout: float | None = None) -> None:
@@ -255,6 +258,7 @@ class Channel(Uncopied):
       for one in self._consumers:
         if one.runs_natively:  # the runtime has closed it
           getattr(one.given, "left", lambda: None)()
+      _part.tell("channel closed", self.name)
 
 
 def channel(
@@ -312,6 +316,11 @@ def has_stream(one: Channel) -> bool:
   return any(getattr(each.given, "is_stream", False) for each in consumers)
 
 
+def stands_in(one: Channel) -> bool:
+  """True if it gives way to one of its user's."""
+  return one._stands_in  # pyright: ignore[reportPrivateUsage]
+
+
 def tap_of(one: Channel) -> Any:
   """The runtime's callee for taps to the channel."""
   return one._tap  # pyright: ignore[reportPrivateUsage]
@@ -334,7 +343,10 @@ def _named(name: str) -> Channel:
 
 
 def watch(make: Callable[[str], Any]) -> None:
-  """Has a sink, `make(name)`, with every open and every later channel that has other consumers."""
+  """Has a sink, `make(name)`, with every open and every later channel that has other consumers.
+
+  It comes opened; None for a channel that is to have none.
+  """
   with _lock:
     _watchers[make] = []
   for one in open_channels().values():

@@ -28,6 +28,7 @@ from callgate._core import dtypes, encoding, errors, exact, failures, foreign, s
 from callgate._jax import dispatch, tracing
 from callgate._runtime import timeline
 from callgate._sharding.tiles import SHARD_BIT, ShardedArray, shard_of
+from callgate._tap import kinds
 from callgate._tap.records import BatchInfo, Record, TapInfo
 
 ROLES = ("primal", "tangent", "cotangent")
@@ -57,6 +58,8 @@ class TapDescription:
     self.logical: list[int] = code["logical"]
     self.transforms = tuple((name, dict(how)) for name, how in code["transforms"])
     self.on_device: bool = code.get("on_device", False)
+    self.kind: str | None = code.get("kind")
+    self._fields: kinds.Fields | None = code.get("fields")
     self._plain = not self.logical and not any(self.dtypes)
     shards = code.get("shards")
     self._parts = [ShardedArray(part) for part in shards["leaves"]] if shards else None
@@ -84,6 +87,8 @@ class TapDescription:
       for index, name in enumerate(self.dtypes):
         if name is not None:
           arrays[index] = dtypes.uncarried(arrays[index], name, keys=keys)
+    if self.kind == "text":
+      return kinds.texts(arrays, self._fields) if stacked else kinds.text(arrays, self._fields)
     return self._unflatten(arrays)
 
   def same_shapes(self, arrays: Sequence[Any], shard: np.ndarray) -> list[slice]:
@@ -345,7 +350,7 @@ def _info_of(source: _RawSource, row: _Row) -> TapInfo:
   return TapInfo(
     source[1], seq, time_ns, _process_index(), device, run, about.shard(shard),
     about.lane(lane, source[4], shard), ROLES[source[2]], about.transforms, bool(flags & REPEATED),
-    about.shapes if shard >= 0 else None, about.first(shard),
+    about.shapes if shard >= 0 else None, about.first(shard), about.kind,
   )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class TapInfo:
     global_shape: the shape of the global array, likewise; None where `shard` is.
     first: whether no device before, in the program's order, has the same part, likewise: of all
       processes' records of a replicated array one says so.
+    kind: as the tap was given it: "image", "text" or None.
   """
 
   name: str
@@ -51,6 +52,7 @@ class TapInfo:
   repeated: bool = False
   global_shape: Any = None
   first: Any = None
+  kind: str | None = None
 
 
 def is_part(shard: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 
 from callgate._core import attributes, encoding, exact
 from callgate._core.levels import Numbered
+from callgate._tap import kinds
 from callgate._tap.records import leaf_paths
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
@@ -46,6 +47,8 @@ class TapSite:
   replicas: str = "once"
   on_device: bool = False  # consumers get jax.Arrays where the program ran
   pmapped: bool = False  # in a `jax.pmap`
+  kind: str | None = None  # "image" or "text"
+  fields: kinds.Fields | None = None  # a text's format, of which the leaves are the values
   kept: Any = None  # programs keep it (`execution.Watcher`)
 
   same: exact.Exact = dataclasses.field(init=False, repr=False)  # as the tree and the function
@@ -130,4 +133,8 @@ def describe(
   } | ({"on_device": True} if site.on_device else {})  # fmt: skip
   if stacked is not None:
     description["stacked"] = stacked
+  if site.kind is not None:
+    description |= {"kind": site.kind}
+  if site.fields is not None:
+    description |= {"fields": site.fields}
   return json.dumps(description, separators=(",", ":"))

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _part
 from callgate._call import shapes
 from callgate._core import dtypes, failures, masked, options, spellings
 from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import refs, tracing
 from callgate._sharding import rules
-from callgate._tap import consumers, delivery, primitive
+from callgate._tap import consumers, delivery, kinds, primitive
 from callgate._tap import target as _target
 from callgate._tap.channel import Channel, tap_of
 from callgate._tap.site import Arrays, TapSite, Transforms
@@ -45,6 +45,7 @@ def tap(
   sharding: str | Callable[..., Any] = "shard",
   replicas: Literal["once", "all"] = "once",
   on_device: bool = False,
+  kind: kinds.Kind | None = None,
 ) -> T:
   """Sends a value out of a (compiled) program, and returns it.
 
@@ -95,6 +96,12 @@ def tap(
       thread runs JAX on the device: nothing that runs there may wait for it. On the CPU, and with
       `callgate.config(engine="jax")`, arrays are made from the record's copy. `batch=` and native
       sinks are refused, when the record comes. XLA leaves such taps out of its CUDA graphs.
+    kind: what pages and trackers show it as. "image": each leaf is `[height, width]`, or with 1, 3
+      or 4 channels, or a batch of these; uint8, or floats from 0 to 1. "text": the value is a
+      `str`; `uint8[bytes]` of UTF-8, whose end may be zeros; or a tuple of a text with fields and
+      their values, the last of which may be a dict of named ones, as `("{} at {rate:.2g}", loss,
+      {"rate": rate})`. Consumers in Python get a `str` then. With a kind `sharding` "shard" is
+      "gather".
 
   Raises:
     GateDefinitionError: an argument is wrong.
@@ -116,6 +123,7 @@ def tap(
   if ordered and effect == "dataflow":
     why = "False with effect='dataflow', whose order is that of the data"
     options.refuse(label, "ordered", why, ordered)
+  kinds.option(label, kind, effect, on_device)
   if every is not None:
     options.count(label, "every", every, least=1, most=_MOST, what="a positive int")
   given: Any = roles
@@ -133,8 +141,16 @@ def tap(
     expected = "'shard', 'gather' or a rule such as 'i [j]' or a function"
     options.refuse(label, "sharding", expected, sharding)
   options.choice(label, "replicas", replicas, ("once", "all"), what="'once' or 'all'")
+  given_value, fields = value, None
+  if kind is not None:
+    sharding = "gather" if isinstance(sharding, str) and sharding == "shard" else sharding
+  if kind == "text":
+    sent, fields = kinds.split_text(label, value)
+    value = cast("T", sent)
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, refs.read(leaf), index) for index, leaf in enumerate(leaves)]
+  if kind is not None:
+    kinds.check(label, kind, arrays, fields)
   carried = [dtypes.carried(x, keys=True) for x in arrays]
   operands = [x for x, _ in carried]
   if not operands and effect == "dataflow":
@@ -148,11 +164,11 @@ def tap(
     tree=tree, name=name, effect="ordered" if ordered else effect, every=int(every or 1),
     where=where is not None, roles=tuple(roles), dtypes=tuple(own for _, own in carried),
     logical=tuple(index for index, _ in sizes), sharding=sharding, replicas=replicas,
-    on_device=on_device, pmapped=tracing.in_pmap(),
+    on_device=on_device, kind=kind, fields=fields, pmapped=tracing.in_pmap(),
   )  # fmt: skip
   results = bind(target, site, operands, extra)
-  if effect == "io" and "cotangent" not in roles:
-    return value
+  if (effect == "io" and "cotangent" not in roles) or kind == "text":
+    return given_value
   return jax.tree.unflatten(tree, map(uncarried, arrays, results))
 
 
@@ -188,7 +204,9 @@ def _target_of(to: Any) -> Tap:
     options.refuse("tap", "to", "a function, a channel or a channel's name", to)
   if not to or "\n" in to or to == DEFAULT:
     options.refuse("tap", "to", "a channel's name", to)
-  return _target.of_channel(options.text("tap", "to", to))
+  found = _target.of_channel(options.text("tap", "to", to))
+  _part.tell("channel named", to)
+  return found
 
 
 def _as_array(label: str, leaf: Any, index: int) -> Any:

@@ -16,6 +16,7 @@ from callgate._part import Part, joins
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
+CHECKPOINTS = "checkpoints: "  # so begin the names of channels that save carries
 # Takes a record that no program sends: (description, the arrays that are sent).
 Eager = Callable[[str, Sequence[Any]], None]
 T = TypeVar("T")
@@ -50,6 +51,13 @@ _own_lock = threading.Lock()
 def of_channel(name: str) -> Tap:
   """The tap to a channel, by its name; one for all who want it."""
   return shared(_taps, ("channel", name), lambda: Tap(f"channel:{name}", name))
+
+
+def channel_names() -> list[str]:
+  """The names of channels to which taps of live programs send."""
+  with _lock:
+    named = [key[1] for key in list(_taps.keys()) if key[0] == "channel"]
+  return list(dict.fromkeys([*named, *list(_found)]))
 
 
 # By channels that programs of other processes name. Under the GIL: single steps; never emptied: one

@@ -16,6 +16,7 @@ import numpy as np
 
 from callgate._core.png import png
 from callgate._watch.curves import Axis, Span, Window
+from callgate._watch.images import Image
 from callgate._watch.model import COLUMNS, Key, Model, Panel, Series
 from callgate._watch.server import Query, RequestError
 
@@ -126,18 +127,28 @@ class PageAnswers:
 def _kind(panel: Panel) -> dict[str, Any]:
   """True if a leaf is an array, and what can be shown of it."""
   there = {"curves": True, "lanes": panel.lanes > 1, "histograms": bool(panel.distributions)}
-  there["latest"] = panel.latest.size > 1
+  there["latest"] = panel.latest.size > 1 or bool(panel.media)
+  if panel.media:  # nobody wants curves of pixels and letters
+    there = dict.fromkeys(there, False) | {"latest": True}
   return {"array": panel.is_array, "shows": [show for show, has in there.items() if has]}
 
 
 def _latest(panel: Panel) -> dict[str, Any]:
   made: dict[str, Any] = {"kind": panel.kind, "values": _plain(panel.latest)}
-  if (image := panel.image) is not None:
-    text = base64.b64encode(png(image.pixels)).decode()
-    height, width = image.pixels.shape[:2]
-    made["image"] = {"png": text, "height": height, "width": width}
-    made["image"] |= {"low": image.low, "high": image.high}
+  media = [one for each in panel.media.values() for one in each.all()[-1:]]
+  shown = max(media, key=lambda one: one.position).value if media else panel.image
+  if isinstance(shown, str):
+    made["text"] = shown
+  elif shown is not None:
+    made["image"] = image(shown)
   return made
+
+
+def image(shown: Image) -> dict[str, Any]:
+  """A picture for the page."""
+  height, width = shown.pixels.shape[:2]
+  made = {"png": base64.b64encode(png(shown.pixels)).decode(), "height": height, "width": width}
+  return made | {"low": shown.low, "high": shown.high}
 
 
 def _values_at(

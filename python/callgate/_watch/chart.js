@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Draws one plot into a canvas: curves with bands, histograms over time, values, a picture.
 
-const COLORS = ["#3b76d6", "#e07b28", "#2f9e56", "#d0404c", "#8a62c4", "#8d6a4f", "#d070b0",
+export const COLORS = ["#3b76d6", "#e07b28", "#2f9e56", "#d0404c", "#8a62c4", "#8d6a4f", "#d070b0",
                 "#7a8493", "#a2a32a", "#2aa6b8"];
 const LEFT = 58, RIGHT = 10, TOP = 8, BOTTOM = 30;
 
@@ -162,14 +162,14 @@ export class Chart {
   curves(series, {title, logX, logY, weight, left}) {
     this.again = () => this.curves(series, {title, logX, logY, weight, left});
     this.begin();
+    series.forEach((one, index) => { one.color ||= COLORS[index % COLORS.length]; });
     const lines = series.map((one) => (weight > 0 ? smoothed(one.mean, weight) : one.mean));
     const heights = series.flatMap((one) => [one.mean, one.low || [], one.high || []]);
     this.axes(series.map((one) => one.x), heights, logX, logY, title);
     this.clipped(() => series.forEach((one, index) => {
-      const color = COLORS[index % COLORS.length];
-      if (one.low) this.band(one, color);
-      if (weight > 0) this.path(one.x, one.mean, color, 0.25);
-      this.path(one.x, lines[index], color, 1);
+      if (one.low) this.band(one, one.color);
+      if (weight > 0) this.path(one.x, one.mean, one.color, 0.25);
+      this.path(one.x, lines[index], one.color, 1);
     }));
     this.plain = this.note.textContent = left ? `${left} curves more are left out` : "";
     this.legend(series);
@@ -228,7 +228,7 @@ export class Chart {
       const y = TOP + 12 + 14 * index;
       pen.fillStyle = this.text;
       pen.fillText(one.name, this.width - RIGHT - 18, y);
-      pen.fillStyle = COLORS[index % COLORS.length];
+      pen.fillStyle = one.color;
       pen.fillRect(this.width - RIGHT - 14, y - 6, 12, 4);
     });
   }
@@ -253,6 +253,16 @@ export class Chart {
       });
       pen.globalAlpha = 1;
     }));
+    this.plain = this.note.textContent = "";
+  }
+
+  words(text) {
+    this.again = () => {
+      this.begin();
+      this.pen.fillStyle = this.text;
+      text.split("\n").slice(0, 16).forEach((line, index) => this.pen.fillText(line, 4, 16 + 14 * index));
+    };
+    this.again();
     this.plain = this.note.textContent = "";
   }
 

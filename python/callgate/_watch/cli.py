@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m callgate watch`: serves a live page of streams on loopback.
+"""`python -m callgate watch`: serves a live page of streams, or of runs, on loopback.
 
 It reads streams as any other reader does: the program that writes them serves nothing for it.
 """
@@ -20,6 +20,8 @@ from callgate._stream.reader import is_address
 from callgate._watch.answers import PageAnswers
 from callgate._watch.feed import Follower
 from callgate._watch.model import Model
+from callgate._watch.runs import RunsFollower
+from callgate._watch.runs_answers import RunsAnswers
 from callgate._watch.server import PageServer
 
 
@@ -27,7 +29,8 @@ def command(name: str, parser: argparse.ArgumentParser) -> Command:
   del name
   add = parser.add_argument
   add("where", metavar="PATH_OR_ADDRESS", nargs="+",
-      help="a run: a file, a pattern of files, unix:PATH or tcp://HOST:PORT")  # fmt: skip
+      help="a stream: a file, a pattern of files, unix:PATH or tcp://HOST:PORT;"
+           " or a folder of runs")  # fmt: skip
   add("--port", type=integer("a port from 0 to 65535", most=65535), default=5007, metavar="N",
       help="port of the page; 0 is any free one (default: 5007)")  # fmt: skip
   add("--points", type=integer("2 to 20000 points", least=2, most=20_000), default=1000,
@@ -41,6 +44,31 @@ def command(name: str, parser: argparse.ArgumentParser) -> Command:
 
 def _watch(arguments: argparse.Namespace) -> int:
   """Serves the page until an interrupt or SIGTERM; returns the exit status."""
+  folders = [one for one in arguments.where if not is_address(one) and os.path.isdir(one)]
+  if folders and len(folders) < len(arguments.where):
+    other = next(one for one in arguments.where if one not in folders)
+    raise ValueError(f"expected folders of runs, or streams, got {folders[0]!r} and {other!r}")
+  return _watch_runs(arguments) if folders else _watch_streams(arguments)
+
+
+def _watch_runs(arguments: argparse.Namespace) -> int:
+  runs = RunsFollower(arguments.where)
+  runs.start()
+  try:
+    answers = RunsAnswers(runs, points=arguments.points, plots=arguments.plots)
+    server = PageServer(
+      answers.gets(), {}, port=arguments.port, option="--port", page="runs.html"
+    )  # fmt: skip
+    try:
+      _show_until_ended(server.url, browser=not arguments.no_browser)
+    finally:
+      server.close()
+  finally:
+    runs.stop()
+  return 0
+
+
+def _watch_streams(arguments: argparse.Namespace) -> int:
   model = Model(runs=names_of(arguments.where))
   feeds = [Follower(where, model, index) for index, where in enumerate(arguments.where)]
   for start in (Follower.start,) if arguments.wait else (Follower.connect, Follower.start):

@@ -17,7 +17,7 @@ _COLORS = np.array([(25, 20, 80), (45, 85, 140), (30, 140, 130), (105, 190, 85),
 class Image:
   """A picture of an array, and between which values its colours lie."""
 
-  pixels: np.ndarray[Any, Any]  # uint8[height, width, 3]
+  pixels: np.ndarray[Any, Any]  # uint8[height, width, 1, 3 or 4]
   low: float
   high: float
 
@@ -32,9 +32,9 @@ def image_of(array: np.ndarray[Any, Any]) -> Image | None:
   channels = array.shape[2] if array.ndim == 3 else 1
   if array.ndim not in (2, 3) or channels not in (1, 3, 4) or min(array.shape[:2]) < _LEAST:
     return None
-  steps = [-(-extent // _MOST) for extent in array.shape[:2]]
-  small = array[:: steps[0], :: steps[1]].reshape(-1, -(-array.shape[1] // steps[1]), channels)
-  values = (np.abs(small) if small.dtype.kind == "c" else small).astype(np.float64)
+  few = small(array)
+  few = few.reshape(*few.shape[:2], channels)
+  values = (np.abs(few) if few.dtype.kind == "c" else few).astype(np.float64)
   finite = values[np.isfinite(values)]
   low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
   values = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
@@ -48,3 +48,9 @@ def image_of(array: np.ndarray[Any, Any]) -> Image | None:
   places = np.linspace(0, 1, len(_COLORS))
   colored = [np.interp(part, places, _COLORS[:, channel]) for channel in range(3)]
   return Image(np.stack(colored, -1).round().astype(np.uint8), low, high)
+
+
+def small(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+  """The array without so many rows and columns that few enough pixels are left."""
+  steps = [-(-extent // _MOST) for extent in array.shape[:2]]
+  return array[:: steps[0], :: steps[1]]

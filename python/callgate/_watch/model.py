@@ -30,6 +30,7 @@ from callgate._watch.curves import (
   as_float,
 )
 from callgate._watch.images import Image, image_of
+from callgate._watch.media import Media, kind_of, leaves_of
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")  # of a path in a pytree
 _PATH = re.compile(rf"(?:{_PART.pattern})*")
@@ -92,6 +93,7 @@ class Panel:
       functools.partial(Curve, max(2, points // 8), recent)
     )
     self.distributions: dict[int, Distributions] = collections.defaultdict(Distributions)
+    self.media: dict[int, Media] = collections.defaultdict(Media)  # by stream
     self.latest = np.zeros(0)  # the latest value, flat, at most _LATEST elements of it
     self.image: Image | None = None  # the latest value, where it may be one
     self.is_array = False  # whether a record held more than one number, all lanes taken together
@@ -190,14 +192,17 @@ class Model:
       position = source.position(record)
       seconds = (record.time_ns - source.started_ns) * 1e-9
       times.setdefault(record.device, []).append(seconds)
-      for path, array in record.leaves.items():
+      kind = kind_of(record)
+      for path, array in leaves_of(record, kind).items():
         key = Key(record.name, record.role, path)
         panel = self._panel(key)
         row = (position, seconds, source.session, *_summary(array))
         rows.setdefault((key, record.device), []).append(row)
         lanes.setdefault((key, record.device), []).append(record.lane)
         arrays[key] = array
-        if array.size > 1:
+        if kind is not None:
+          panel.media[number].add(position, seconds, record.lane, kind, array)
+        elif array.size > 1:
           panel.distributions[number].add(position, seconds, array)
         if record.shard is not None:
           part = tuple((one.start, one.stop) for one in record.shard.get(path, ()))

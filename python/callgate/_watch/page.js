@@ -2,27 +2,14 @@
 // The live page: asks the server a few times a second what there is, draws what has changed.
 // Names come from a stream, whose writer may be anybody: they become text alone, never HTML.
 import {Chart, drawDevices} from "./chart.js";
+import {ask, byId, element, fill, keepFresh} from "./common.js";
 import {showControl} from "./controls.js";
 
 const PERIOD = 500;  // milliseconds between two looks
-const byId = (id) => document.getElementById(id);
 const cards = new Map();  // by the leaf's number
 let chosen = null;  // numbers of the leaves that are shown; null before the user chooses
 let last = null;  // the last state
-
-export async function ask(path, query = {}) {
-  const answer = await fetch(`api/${path}?${new URLSearchParams(query)}`);
-  const value = await answer.json();
-  if (!answer.ok) throw new Error(value.error);
-  return value;
-}
-
-function element(kind, text = "", name = "") {
-  const made = document.createElement(kind);
-  made.textContent = text;
-  if (name) made.className = name;
-  return made;
-}
+let refresh = () => {};
 
 // -- plots ----------------------------------------------------------------------------------------
 class Card {
@@ -53,7 +40,7 @@ class Card {
   // What is shown of it: not every leaf has all of it.
   kind() {
     const show = byId("show").value;
-    return this.leaf.shows.includes(show) ? show : "curves";
+    return this.leaf.shows.includes(show) ? show : this.leaf.shows[0];
   }
 
   async update(settings) {
@@ -76,6 +63,7 @@ class Card {
     const {logX, logY, weight} = settings;
     if (kind === "latest") {
       if (answer.image) return this.chart.image(answer.image);
+      if (answer.text !== undefined) return this.chart.words(answer.text);
       const x = answer.values.map((_, index) => index);
       const values = [{name: "", x, mean: answer.values}];
       return this.chart.curves(values, {title: "element", logX, logY, weight: 0});
@@ -121,26 +109,6 @@ function updateCards(state, settings) {
 }
 
 // -- tables ---------------------------------------------------------------------------------------
-// rows: lists of texts, numbers, or elements.
-function fill(table, titles, rows) {
-  const text = JSON.stringify([titles, rows.map((row) => row.map((cell) => cell.key || cell))]);
-  if (table.dataset.held === text) return;  // or a selection in it would be lost
-  table.dataset.held = text;
-  const head = element("tr");
-  head.append(...titles.map((title) => element("th", title)));
-  const body = rows.map((row) => {
-    const line = element("tr");
-    line.append(...row.map((cell) => {
-      if (cell.key === undefined) return element("td", String(cell), String(cell).length > 60 ? "text" : "");
-      const held = element("td");
-      held.append(cell.make());
-      return held;
-    }));
-    return line;
-  });
-  table.replaceChildren(head, ...body);
-}
-
 function updateTables(state) {
   const names = Object.keys(state.columns).filter((name) => state.leaves.some((leaf) => leaf[name]));
   const on = (leaf, index) => (chosen ? chosen.has(leaf.id) : index < state.plots);
@@ -149,7 +117,8 @@ function updateTables(state) {
     ...names.map((name) => leaf[name]),
   ]));
   drawDevices(byId("devices"), state.devices);
-  updateCounts("checks", state.checks && state.checks.length ? state.checks : null);
+  updateCounts("alerts", state.alerts);
+  updateCounts("checks", state.checks);
   updateCounts("channels", state.channels);
   updateCounts("gates", state.gates);
 }
@@ -196,60 +165,19 @@ function updateAxes(state) {
 }
 
 // -- the loop -------------------------------------------------------------------------------------
-let running = false, again = false;
-
-async function refresh() {
-  if (running) {
-    again = true;  // what is asked for now may have come too late for the one that runs
-    return;
-  }
-  running = true;
-  try {
-    const state = last = await ask("state");
-    updateHead(state);
-    updateAxes(state);
-    showControl(state.control);
-    updateTables(state);
-    const settings = {
-      x: byId("x").value, window: byId("window").value, weight: Number(byId("smooth").value),
-      logX: byId("logx").checked, logY: byId("logy").checked, theme: document.documentElement.dataset.theme,
-    };
-    await updateCards(state, settings);
-    document.body.dataset.records = state.totals.records;  // of what has been drawn
-  } catch (error) {
-    byId("head").replaceChildren(element("span", `no answer from the program: ${error.message}`, "lost"));
-  } finally {
-    running = false;
-    if (again) {
-      again = false;
-      setTimeout(refresh);
-    }
-  }
+async function work() {
+  const state = last = await ask("state");
+  updateHead(state);
+  updateAxes(state);
+  showControl(state.control);
+  updateTables(state);
+  const settings = {
+    x: byId("x").value, window: byId("window").value, weight: Number(byId("smooth").value),
+    logX: byId("logx").checked, logY: byId("logy").checked, theme: document.documentElement.dataset.theme,
+  };
+  await updateCards(state, settings);
+  document.body.dataset.records = state.totals.records;  // of what has been drawn
 }
 
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  try {
-    localStorage.setItem("theme", name);
-  } catch { /* a browser that keeps nothing */ }
-  refresh();
-}
-
-function begin() {
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  let kept = null;
-  try {
-    kept = localStorage.getItem("theme");
-  } catch { /* as above */ }
-  document.documentElement.dataset.theme = kept || (dark.matches ? "dark" : "light");
-  byId("theme").addEventListener("click", () =>
-    setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-  byId("tools").addEventListener("input", refresh);
-  byId("tools").addEventListener("submit", (event) => event.preventDefault());
-  byId("x").addEventListener("change", () => cards.forEach((card) => { card.part = null; card.whole.hidden = true; }));
-  window.addEventListener("resize", refresh);
-  setInterval(() => { if (!document.hidden) refresh(); }, PERIOD);
-  refresh();
-}
-
-begin();
+byId("x").addEventListener("change", () => cards.forEach((card) => { card.part = null; card.whole.hidden = true; }));
+refresh = keepFresh(work, PERIOD);

@@ -32,7 +32,10 @@ _MOST_REQUESTS = 32  # at once, of those who have the secret
 _MOST_STRANGERS = 32  # connections that have not shown it; one more ends the oldest
 _SECONDS = 10.0  # that a client may be silent
 _HEAD_SECONDS = 10.0  # in which a connection has to show the secret
-_FILES = {"": "page.html", "page.css": "", "page.js": "", "chart.js": "", "controls.js": ""}
+_FILES = frozenset({
+  "page.css", "runs.css", "page.js", "runs.js", "runs_table.js", "chart.js", "controls.js",
+  "common.js"
+})  # fmt: skip
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:;"
@@ -64,6 +67,7 @@ class PageServer:
     posts: likewise, from the object that was sent. These may change something.
     port: of 127.0.0.1; any free one for 0.
     option: what messages call the port's option.
+    page: the file of the page.
 
   Attributes:
     url: of the page, with the secret.
@@ -76,10 +80,11 @@ class PageServer:
     *,
     port: int,
     option: str,
+    page: str = "page.html",
   ) -> None:
     secret = secrets.token_urlsafe(24)
     try:
-      self._http = _Http(port, secret, gets, posts)
+      self._http = _Http(port, secret, gets, posts, page)
     except OSError as error:
       what = f"port {port} of 127.0.0.1: {error.strerror}: choose another {option}"
       raise OSError(what) from error
@@ -108,8 +113,8 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
   allow_reuse_address = True
   request_queue_size = 16
 
-  def __init__(self, port: int, secret: str, gets: Any, posts: Any) -> None:
-    self.secret, self.gets, self.posts = secret, gets, posts
+  def __init__(self, port: int, secret: str, gets: Any, posts: Any, page: str) -> None:
+    self.secret, self.gets, self.posts, self.page = secret, gets, posts, page
     self._lock = threading.Lock()
     self._open: set[Any] = set()
     self._strangers: dict[Any, float] = {}  # since when, the oldest first
@@ -228,8 +233,8 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
 
   # -- answers -----------------------------------------------------------------------------------
   def _get(self, path: str, query: Query) -> tuple[str, bytes]:
-    if path in _FILES:
-      file = Path(__file__).with_name(_FILES[path] or path)
+    if not path or path in _FILES:
+      file = Path(__file__).with_name(path or self.server.page)
       return f"{_TYPES[file.suffix]}; charset=utf-8", file.read_bytes()
     found = self.server.gets.get(path.removeprefix("api/")) if path.startswith("api/") else None
     if found is None:

@@ -15,16 +15,12 @@ import numpy as np
 
 from callgate._core import extras, foreign, options, signatures, spellings
 from callgate._core.errors import LossError
+from callgate._core.opened import resolved
 from callgate._process import group
 from callgate._tap.consumers import Choice
 from callgate._tap.records import Record, TapInfo
 
 StrPath = str | os.PathLike[str]
-
-
-def resolved(path: str) -> str:
-  """The path from the root, by the working directory as it is now; an address as it is."""
-  return path if "://" in path else os.path.abspath(path)
 
 
 class ChoiceOptions(TypedDict, total=False):

@@ -17,12 +17,13 @@ import numpy as np
 from callgate import _callgate
 from callgate._core import dtypes, masked, options
 from callgate._core.errors import GateDefinitionError
+from callgate._core.opened import resolved
 from callgate._core.where import where
 from callgate._process import group
-from callgate._tap import channel
+from callgate._tap import channel, kinds
 from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths, parts_of
-from callgate.sinks._base import ChoiceOptions, OwnedSink, StrPath, resolved
+from callgate.sinks._base import ChoiceOptions, OwnedSink, StrPath
 
 # By path. Under the GIL: single steps.
 _made: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()
@@ -197,6 +198,8 @@ def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
   """A leaf in the form that `RecordWriter.write` takes."""
   if masked.is_masked(leaf):
     raise ValueError(f"expected an array of the leaf {path!r}, got {masked.shown(leaf)}")
+  if isinstance(leaf, str):  # of a tap with kind="text"
+    leaf = kinds.text_bytes(leaf)
   try:
     code, shape, data = dtypes.value_of(leaf)
   except GateDefinitionError as error:

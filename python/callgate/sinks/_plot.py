@@ -13,8 +13,9 @@ from typing import Unpack
 import numpy as np
 
 from callgate._core import options, paths
+from callgate._core.opened import resolved
 from callgate._tap.records import Record, columns
-from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, lane_suffix, plain, resolved
+from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, lane_suffix, plain
 
 
 class Plot(LibrarySink):

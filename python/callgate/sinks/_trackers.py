@@ -1,54 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks into experiment trackers that live in a folder: TensorBoard, MLflow, W&B, ClearML."""
+"""Sinks into experiment trackers that live in a folder: TensorBoard, MLflow, W&B, ClearML.
+
+Each logs curves, images and texts of records, and of the open run the config, results and alerts.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import pathlib
-import re
+import tempfile
 from typing import Any, Literal, Unpack
 
 import numpy as np
 
-from callgate._core import options
-from callgate._tap.records import Record, columns
-from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, plain, resolved
+from callgate._core import opened, options
+from callgate._core.opened import OpenRun, based, resolved
+from callgate._core.png import png
+from callgate._tap.alert import Alert
+from callgate.sinks._base import ChoiceOptions, StrPath
+from callgate.sinks._tracking import At, Tracker, is_number, mlflow_name, name_of_run, summary
 
 
-def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.ndarray]]]:
-  """The step, of the record or a column; the other columns, by lanes and complex parts."""
-  named = {name: plain(value) for name, value in columns(record).items()}
-  step, lane = record.info.seq, record.info.lane
-  if leaf is not None:
-    name = next((name for name in named if leaf in (name, name.partition("/")[2])), None)
-    if name is None:
-      raise ValueError(f"expected a leaf {leaf!r} for the step, got {', '.join(named) or 'none'}")
-    array = named.pop(name)
-    if array.ndim != 0 or array.dtype.kind not in "iu":
-      got = f"{array.dtype}{list(array.shape)}"
-      raise ValueError(f"expected the step {name!r} to be an integer, got {got}")
-    step = int(array)
-  suffix = f"/lane_{'.'.join(map(str, lane))}" if lane else ""
-  curves: list[tuple[str, np.ndarray]] = []
-  for name, array in named.items():
-    complex_parts = {"/re": np.real(array), "/im": np.imag(array)}
-    parts = complex_parts if array.dtype.kind == "c" else {"": array}
-    curves += [(f"{name}{suffix}{part}", x) for part, x in parts.items()]
-  return step, curves
-
-
-def _summary(array: np.ndarray) -> dict[str, float]:
-  """The numbers of an array for a tracker, by endings of its name: of finite elements."""
-  values = np.asarray(array, np.float64)
-  values = values[np.isfinite(values)]
-  if not values.size:
-    return {"/nonfinite": float(array.size)}
-  found = {"/min": values.min(), "/mean": values.mean(), "/max": values.max(), "/std": values.std()}
-  found["/nonfinite"] = array.size - values.size
-  return {name: float(value) for name, value in found.items()}
-
-
-class TensorBoard(LibrarySink):
+class TensorBoard(Tracker):
   """Event files for TensorBoard, by tensorboardX: curves of scalars, histograms of arrays.
 
   Args:
@@ -57,28 +32,60 @@ class TensorBoard(LibrarySink):
       for the record's `seq`.
   """
 
-  _extra, _needs = "tensorboard", ("tensorboardX",)
+  _extra, _needs = "tensorboard", ("tensorboardX.proto.summary_pb2", "tensorboardX")
+  _alerts = 0
 
   def __init__(
     self, logdir: StrPath, *, step: str | None = None, **choice: Unpack[ChoiceOptions]
   ) -> None:
-    super().__init__(resolved(options.path("sinks.TensorBoard", "logdir", logdir)), **choice)
-    options.optional_texts("sinks.TensorBoard", step=step)
-    self._step = step
+    super().__init__(resolved(options.path("sinks.TensorBoard", "logdir", logdir)), step, **choice)
 
   def _start(self) -> None:
     self._writer: Any = self._module.SummaryWriter(self._target)
 
-  def _take(self, record: Record) -> None:
-    step, curves = _curves(record, self._step)
-    seconds = record.info.time_ns * 1e-9
+  def _log_config(self, run: OpenRun) -> None:
+    self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```", 0)
+    if run.notes:
+      self._writer.add_text("notes", run.notes, 0)
+    if run.tags:
+      self._writer.add_text("tags", ", ".join(run.tags), 0)
+    flat = opened.flat(run.config)
+    if flat:  # the page of hyperparameters
+      simple = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
+      for part in self._module.summary.hparams(simple, {}):
+        self._writer.file_writer.add_summary(part)
+
+  def _log_numbers(self, curves: list[tuple[str, np.ndarray]], at: At) -> None:
+    seconds = at.time_ns * 1e-9
     for tag, array in curves:
       values = np.asarray(array, np.float64)
       values = values[np.isfinite(values)]  # bins have no place for the others
       if array.ndim == 0:
-        self._writer.add_scalar(tag, float(array), step, walltime=seconds)
+        self._writer.add_scalar(tag, float(array), at.step, walltime=seconds)
       elif values.size:
-        self._writer.add_histogram(tag, values, step, walltime=seconds)
+        self._writer.add_histogram(tag, values, at.step, walltime=seconds)
+
+  def _log_image(self, tag: str, pixels: np.ndarray, at: At) -> None:
+    kind = self._module.proto.summary_pb2.Summary
+    height, width, channels = pixels.shape
+    image = kind.Image(
+      height=height, width=width, colorspace=channels, encoded_image_string=png(pixels)
+    )
+    held = kind(value=[kind.Value(tag=tag, image=image)])
+    self._writer.file_writer.add_summary(held, at.step, walltime=at.time_ns * 1e-9)
+
+  def _log_text(self, tag: str, text: str, at: At) -> None:
+    self._writer.add_text(tag, text, at.step, walltime=at.time_ns * 1e-9)
+
+  def _log_result(self, name: str, value: Any) -> None:
+    if is_number(value):
+      self._writer.add_scalar(f"summary/{name}", value)
+    else:
+      self._writer.add_text(f"summary/{name}", str(value))
+
+  def _log_alert(self, alert: Alert) -> None:
+    self._writer.add_text("alerts", str(alert), self._alerts, walltime=alert.time_ns * 1e-9)
+    self._alerts += 1
 
   def _flush(self) -> None:
     self._writer.flush()
@@ -87,7 +94,7 @@ class TensorBoard(LibrarySink):
     self._writer.close()
 
 
-class MLflow(LibrarySink):
+class MLflow(Tracker):
   """Metrics of an MLflow run, in a local folder: `mlflow ui --backend-store-uri PATH` shows them.
 
   An array is five metrics, of its finite elements `/min`, `/mean`, `/max` and `/std`, and
@@ -96,14 +103,15 @@ class MLflow(LibrarySink):
   Args:
     experiment: the experiment's name; made where it does not exist.
     tracking_uri: the folder of the store, or a URI that MLflow takes.
-    run_name: the run's name; None for one that MLflow makes up.
+    run_name: the run's name; None for that of the open `run`, else one that MLflow makes up.
     step: path of an integer leaf that holds the step; None for the record's `seq`.
 
   Attributes:
     run_id: MLflow's id of the run; None before the sink is opened.
   """
 
-  _BATCH = 1000  # the most metrics that MLflow takes at once
+  _BATCH, _PARAMS = 1000, 100  # the most metrics and parameters that MLflow takes at once
+  _LONGEST = 500  # characters of a parameter, in every version
   _extra, _needs = "mlflow", ("mlflow.entities", "mlflow.tracking", "mlflow")
 
   def __init__(
@@ -111,13 +119,13 @@ class MLflow(LibrarySink):
     run_name: str | None = None, step: str | None = None, **choice: Unpack[ChoiceOptions],
   ) -> None:  # fmt: skip
     options.path("sinks.MLflow", "tracking_uri", tracking_uri)
-    options.optional_texts("sinks.MLflow", run_name=run_name, step=step)
+    options.optional_texts("sinks.MLflow", run_name=run_name)
     # Read at import: a sink writes where it is told to and reports to nobody, unless one wants it.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    super().__init__(options.text("sinks.MLflow", "experiment", experiment), **choice)
+    super().__init__(options.text("sinks.MLflow", "experiment", experiment), step, **choice)
     uri = str(tracking_uri)
     if "://" not in uri:
-      uri = pathlib.Path(uri).absolute().as_uri()
+      uri = pathlib.Path(based(uri)).absolute().as_uri()
     # MLflow opens a store in a folder, which the sink is for, only where this is asked for.
     before = os.environ.get("MLFLOW_ALLOW_FILE_STORE")
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
@@ -127,8 +135,9 @@ class MLflow(LibrarySink):
       del os.environ["MLFLOW_ALLOW_FILE_STORE"]
       if before is not None:
         os.environ["MLFLOW_ALLOW_FILE_STORE"] = before
-    self._run_name, self._step = run_name, step
+    self._run_name = run_name
     self._waiting: list[Any] = []
+    self._alerts: list[str] = []
     self.run_id: str | None = None
 
   def _start(self) -> None:
@@ -137,18 +146,48 @@ class MLflow(LibrarySink):
       return
     found = self._client.get_experiment_by_name(self._target)
     experiment = found.experiment_id if found else self._client.create_experiment(self._target)
-    self.run_id = self._client.create_run(experiment, run_name=self._run_name).info.run_id
+    name = name_of_run(self._run_name)
+    self.run_id = self._client.create_run(experiment, run_name=name).info.run_id
 
-  def _take(self, record: Record) -> None:
-    step, curves = _curves(record, self._step)
-    milliseconds = record.info.time_ns // 1_000_000
+  def _log_config(self, run: OpenRun) -> None:
+    kinds = self._module.entities
+    flat = opened.flat(run.config).items()
+    params = [kinds.Param(mlflow_name(key), str(value)[: self._LONGEST]) for key, value in flat]
+    for start in range(0, len(params), self._PARAMS):
+      self._client.log_batch(self.run_id, params=params[start : start + self._PARAMS])
+    for tag in run.tags:
+      self._client.set_tag(self.run_id, mlflow_name(tag), "true")
+    if run.notes:
+      self._client.set_tag(self.run_id, "mlflow.note.content", run.notes)
+
+  def _log_numbers(self, curves: list[tuple[str, np.ndarray]], at: At) -> None:
+    milliseconds = at.time_ns // 1_000_000
     metrics: list[Any] = []
     for tag, array in curves:
-      name = re.sub(r"[^\w\-. :/]", "_", tag)  # MLflow's hold letters, digits and these marks
-      numbers = {"": float(array)} if array.ndim == 0 else _summary(array)
+      numbers = {"": float(array)} if array.ndim == 0 else summary(array)
       for part, value in numbers.items():
-        metrics.append(self._module.entities.Metric(name + part, value, milliseconds, step))
+        name = mlflow_name(tag) + part
+        metrics.append(self._module.entities.Metric(name, value, milliseconds, at.step))
     self._waiting += metrics
+
+  def _log_image(self, tag: str, pixels: np.ndarray, at: At) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+      path = pathlib.Path(folder) / f"{at.step:08}.png"
+      path.write_bytes(png(pixels))
+      self._client.log_artifact(self.run_id, str(path), f"images/{mlflow_name(tag)}")
+
+  def _log_text(self, tag: str, text: str, at: At) -> None:
+    self._client.log_text(self.run_id, text, f"texts/{mlflow_name(tag)}/{at.step:08}.txt")
+
+  def _log_result(self, name: str, value: Any) -> None:
+    if is_number(value):
+      self._client.log_metric(self.run_id, mlflow_name(f"summary/{name}"), value)
+    else:
+      self._client.set_tag(self.run_id, mlflow_name(f"summary/{name}"), str(value))
+
+  def _log_alert(self, alert: Alert) -> None:
+    self._alerts.append(str(alert))
+    self._client.log_text(self.run_id, "\n".join(self._alerts) + "\n", "alerts.txt")
 
   def _commit(self) -> None:
     waiting, self._waiting = self._waiting, []
@@ -159,7 +198,7 @@ class MLflow(LibrarySink):
     self._client.set_terminated(self.run_id)
 
 
-class WandB(LibrarySink):
+class WandB(Tracker):
   """A run of Weights & Biases, in a local folder unless told otherwise.
 
   Numbers are curves over the step, arrays are histograms of their finite elements, 64 counts each.
@@ -168,7 +207,7 @@ class WandB(LibrarySink):
   Args:
     project: the project's name.
     folder: in which wandb makes its own folder, `wandb`, with one for each run.
-    run_name: the run's name; None for one that wandb makes up.
+    run_name: the run's name; None for that of the open `run`, else one that wandb makes up.
     mode: "offline": `wandb sync` sends the folder later; "online": to wandb's server at once.
     step: path of an integer leaf that holds the step; None for the record's `seq`.
 
@@ -187,10 +226,10 @@ class WandB(LibrarySink):
   ) -> None:  # fmt: skip
     label = "sinks.WandB"
     self._folder = resolved(options.path(label, "folder", folder))
-    options.optional_texts(label, run_name=run_name, step=step)
+    options.optional_texts(label, run_name=run_name)
     self._mode = options.choice(label, "mode", mode, ("offline", "online"))
-    super().__init__(options.text(label, "project", project), **choice)
-    self._run_name, self._step = run_name, step
+    super().__init__(options.text(label, "project", project), step, **choice)
+    self._run_name = run_name
     self._rows: list[dict[str, Any]] = []
     self.run_id: str | None = None
 
@@ -201,16 +240,32 @@ class WandB(LibrarySink):
       console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True,
       x_disable_meta=True, x_save_requirements=False,
     )  # fmt: skip
+    about: dict[str, Any] = {}
+    if (run := opened.run()) is not None:
+      about = {"config": run.config, "tags": list(run.tags) or None, "notes": run.notes or None}
     self._run: Any = self._module.init(
-      project=self._target, dir=self._folder, name=self._run_name, id=self.run_id, mode=self._mode,
-      reinit="create_new", settings=settings,
+      project=self._target, dir=self._folder, name=name_of_run(self._run_name), id=self.run_id,
+      mode=self._mode, reinit="create_new", settings=settings, **about,
     )  # fmt: skip
     self.run_id = str(self._run.id)
     self._run.define_metric("*", step_metric=self._STEP)
 
-  def _take(self, record: Record) -> None:
-    step, curves = _curves(record, self._step)
-    row: dict[str, Any] = {self._STEP: step}
+  def _log_image(self, tag: str, pixels: np.ndarray, at: At) -> None:
+    shown = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    self._rows.append({self._STEP: at.step, tag: self._module.Image(shown)})
+
+  def _log_text(self, tag: str, text: str, at: At) -> None:
+    table = self._module.Table(columns=["step", "text"], data=[[at.step, text]])
+    self._rows.append({self._STEP: at.step, tag: table})
+
+  def _log_result(self, name: str, value: Any) -> None:
+    self._run.summary[name] = value
+
+  def _log_alert(self, alert: Alert) -> None:
+    self._run.alert(title=alert.message[:64], text=str(alert))
+
+  def _log_numbers(self, curves: list[tuple[str, np.ndarray]], at: At) -> None:
+    row: dict[str, Any] = {self._STEP: at.step}
     for tag, array in curves:
       if array.ndim == 0:
         row[tag] = float(array)
@@ -229,7 +284,7 @@ class WandB(LibrarySink):
     self._run.finish()
 
 
-class ClearML(LibrarySink):
+class ClearML(Tracker):
   """A task of ClearML, in a local folder unless told otherwise.
 
   Numbers are curves over the step, arrays are histograms of their finite elements, 64 counts each.
@@ -240,7 +295,7 @@ class ClearML(LibrarySink):
   Args:
     project: the project's name.
     folder: in which an offline task is `offline/ID.zip` once the sink is closed.
-    run_name: the task's name.
+    run_name: the task's name; None for the open `run`'s, else "callgate".
     mode: "offline": `clearml.Task.import_offline_session(zip)` sends it later; "online": to
       ClearML's server at once.
     step: path of an integer leaf that holds the step; None for the record's `seq`.
@@ -258,17 +313,16 @@ class ClearML(LibrarySink):
   _extra, _needs = "clearml", ("clearml",)
 
   def __init__(
-    self, project: str = "callgate", *, folder: StrPath = "clearml", run_name: str = "callgate",
+    self, project: str = "callgate", *, folder: StrPath = "clearml", run_name: str | None = None,
     mode: Literal["offline", "online"] = "offline", step: str | None = None,
     **choice: Unpack[ChoiceOptions],
   ) -> None:  # fmt: skip
     label = "sinks.ClearML"
     self._folder = resolved(options.path(label, "folder", folder))
-    self._run_name = options.text(label, "run_name", run_name)
-    options.optional_texts(label, step=step)
+    options.optional_texts(label, run_name=run_name)
+    self._run_name = run_name
     self._mode = options.choice(label, "mode", mode, ("offline", "online"))
-    super().__init__(options.text(label, "project", project), **choice)
-    self._step = step
+    super().__init__(options.text(label, "project", project), step, **choice)
     self._own = False  # whether the task is this sink's
     self.task_id: str | None = None
 
@@ -286,7 +340,8 @@ class ClearML(LibrarySink):
     try:
       kind.set_offline(self._mode == "offline")
       return kind.init(
-        project_name=self._target, task_name=self._run_name, reuse_last_task_id=False,
+        project_name=self._target, task_name=name_of_run(self._run_name) or "callgate",
+        reuse_last_task_id=False,
         auto_connect_arg_parser=False, auto_connect_streams=False, auto_resource_monitoring=False,
         auto_connect_frameworks=dict.fromkeys(self._WATCHED, False),
       )  # fmt: skip
@@ -295,17 +350,41 @@ class ClearML(LibrarySink):
       if before is not None:
         os.environ["CLEARML_CACHE_DIR"] = before
 
-  def _take(self, record: Record) -> None:
-    step, curves = _curves(record, self._step)
+  def _log_config(self, run: OpenRun) -> None:
+    self._task.connect(dict(run.config), name="config")
+    if run.tags:
+      self._task.add_tags(list(run.tags))
+    if run.notes:
+      self._task.set_comment(run.notes)
+
+  def _log_image(self, tag: str, pixels: np.ndarray, at: At) -> None:
+    shown = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    self._task.get_logger().report_image(tag, tag, at.step, image=shown)
+
+  def _log_text(self, tag: str, text: str, at: At) -> None:
+    self._task.get_logger().report_text(f"{tag} #{at.step}: {text}", print_console=False)
+
+  def _log_result(self, name: str, value: Any) -> None:
+    log = self._task.get_logger()
+    if is_number(value):
+      log.report_single_value(name, value)
+    else:
+      log.report_text(f"summary {name}: {value}", print_console=False)
+
+  def _log_alert(self, alert: Alert) -> None:
+    log = self._task.get_logger()
+    log.report_text(f"alert: {alert}", level=logging.WARNING, print_console=False)
+
+  def _log_numbers(self, curves: list[tuple[str, np.ndarray]], at: At) -> None:
     log = self._task.get_logger()
     for tag, array in curves:
       if array.ndim == 0:
-        log.report_scalar(tag, tag, float(array), step)
+        log.report_scalar(tag, tag, float(array), at.step)
         continue
       values = np.asarray(array, np.float64)
       if (values := values[np.isfinite(values)]).size:
         counts, edges = np.histogram(values, self._BINS)
-        log.report_histogram(tag, tag, counts, step, xlabels=[f"{x:.6g}" for x in edges[:-1]])
+        log.report_histogram(tag, tag, counts, at.step, xlabels=[f"{x:.6g}" for x in edges[:-1]])
 
   def _flush(self) -> None:
     self._task.flush(wait_for_uploads=True)

@@ -79,6 +79,7 @@ CUDA = 'extern "C" __global__ void f(const float* x, float* y) {}'
 # How each is called otherwise. No option holds a maker of a run's objects.
 NAME = object()  # for one that nobody has yet
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+  "alert": (cg.alert, {"predicate": False, "text": "m"}),
   "assemble": (cg.assemble, {"records": []}),
   "barrier": (cg.barrier, {}),
   "breakpoint": (cg.breakpoint, {"when": False}),
@@ -111,12 +112,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
   "linear_solver": (cg.linear_solver, {"factor": function, "solve": function, "name": NAME}),
   "load_kernels": (cg.load_kernels, {"path": "missing"}),
   "numba": (cg.numba, {"fn": function, "out": X, "name": NAME}),
+  "on_alert": (cg.on_alert, {"function": function}),
   "open_stream": (cg.open_stream, {"where": "missing"}),
   "print": (cg.print, {"fmt": "f"}),
   "progress": (cg.progress, {}),
   "record": (cg.record, {"path": "options.cgr"}),
   "replay": (cg.replay, {"path": "options.cgr"}),
   "root": (cg.root, {"residual": function, "solver": function, "name": NAME}),
+  "run": (cg.run, {"name": "fuzzed"}),
   "save_kernels": (cg.save_kernels, {"path": "saved"}),
   "scan": (cg.scan, {"f": lambda c, x: (c, x), "init": 0, "length": 1}),
   "serve": (cg.serve, {}),
@@ -248,7 +251,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield tmp_path
 
 
-TRACED = {"check", "fori_loop", "print", "scan", "tap", "while_loop"}
+TRACED = {"alert", "check", "fori_loop", "print", "scan", "tap", "while_loop"}
 
 
 def call(name: str, option: str, value: Any) -> None:
@@ -326,7 +329,9 @@ def _misspelt(name: str) -> str:
 HINTS = {"cfunc", "cpp", "cuda", "elementwise", "gate", "hold", "numba", "torch"}
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("breakpoint", "check")])
+@pytest.mark.parametrize(
+  "name", [name for name in CALLS if name not in ("alert", "breakpoint", "check")]
+)
 @pytest.mark.usefixtures("folder")
 def test_a_misspelt_option_is_refused_by_name(name: str) -> None:
   """`breakpoint`, `check` and `print` take values of any name."""

@@ -42,6 +42,17 @@ def test_examples_are_short():
     assert len(lines) <= 80, path.name
 
 
+def test_four_runs_are_four_folders_and_the_rate_that_is_too_high_crashes(tmp_path):
+  text = run("four_runs.py", "trainings", cwd=tmp_path)
+  assert all(number > 80 for number in numbers(text)[:3])
+  abouts = {p.parent.name: json.loads(p.read_text()) for p in tmp_path.rglob("run.json")}
+  states = {name: about["state"] for name, about in abouts.items()}
+  assert states == dict.fromkeys(("wide", "narrow", "slow"), "finished") | {"too-fast": "crashed"}
+  assert "the loss is nan" in abouts["too-fast"]["alerts"][0]["text"]
+  for about in (abouts[name] for name in ("wide", "narrow", "slow")):
+    assert line_with(text, about["name"]).split()[1] == f"{about['summary']['accuracy']:.1%}"
+
+
 @pytest.mark.limit(300)  # about 80 seconds of computing
 def test_the_demo_learns_digits_draws_them_and_agrees_with_jax_s_callbacks(tmp_path):
   pytest.importorskip("matplotlib")

@@ -298,6 +298,14 @@ def test_a_closed_page_gets_no_more_and_leaves_the_channels_as_they_were():
   assert token not in repr(server)
 
 
+def test_alerts_are_counted_by_their_messages(server):
+  for value in (2.0, 3.0):
+    cg.alert(True, "served alert of {x}", x=value)
+  cg.barrier()
+  (told,) = get(server.url, "state")["alerts"]
+  assert (told["times"], told["alert"]) == (2, "served alert of 3.0")
+
+
 def test_failed_checks_and_gates_are_counted(server):
   double = cg.gate(lambda x: 2 * x, out=lambda x: x, name="serve double")
 

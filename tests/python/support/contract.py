@@ -293,6 +293,11 @@ def _with_bar(host: Host) -> F:
   return lambda x: cg.fori_loop(0, 1, lambda _, c: gate(c), x, progress=bar)
 
 
+def _alerted(host: Host) -> F:
+  del host
+  return lambda x: (cg.alert(x > 1e9, "large: {x}", x=x), x)[1]
+
+
 def _printed(host: Host) -> F:
   del host
   return lambda x: (cg.print("printed {}", x), x)[1]
@@ -517,6 +522,14 @@ ROWS: dict[str, Row] = {
   ),
   "loop with a bar": Row(_with_bar),
   "gate in a recording": Row(_gate(effect="io"), around=lambda: cg.record(_path())),
+  "gate in a run": Row(_gate(effect="io"), around=lambda: cg.run("contract", folder=_path())),
+  "alert": Row(
+    _alerted,
+    adds=0,
+    each=False,
+    tells=False,
+    refuses={"told": "no function of the user's runs", "fork": _CHANNELS},
+  ),
   "print": Row(
     _printed,
     adds=0,
@@ -583,7 +596,7 @@ DEFINED_BY_USERS = (
   *("gate on a named thread", "gate on an executor", "call", "hold", "use", "start", "knob"),
   *("feed", "linear_solver", "root", "stoppable scan", "scan with until", "envs"),
   *("gate in a worker", "scan with checkpoints", "loop with a bar", "gate in a recording"),
-  *("cpp", "cfunc", "numba", "elementwise", "torch", "buffer_callback", "cuda"),
+  *("gate in a run", "cpp", "cfunc", "numba", "elementwise", "torch", "buffer_callback", "cuda"),
   *("cpp with CUDA", "elementwise on CUDA", "numba_cuda", "triton", "gate on CUDA"),
 )
 

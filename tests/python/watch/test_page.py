@@ -359,6 +359,7 @@ def test_the_page_loads_nothing_but_the_servers_files(tmp_path, serve):
   wait_for(address, says(20))
   for page, kind in (("", "text/html"), ("page.js", "text/javascript"), ("page.css", "text/css"),
                      ("chart.js", "text/javascript"), ("controls.js", "text/javascript"),
+                     ("common.js", "text/javascript"),
                      ("api/state", "application/json"), ("no", "application/json"),
                      ("api/no", "application/json"), ("../cli.py", "application/json"),
                      ):  # fmt: skip

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of records: images and texts, as taps send them and as consumers show them.
+
+An image travels as the array that it is. A text travels as UTF-8 in a uint8 array, whose end is
+filled with zeros; or as the values of its fields, and its format stands in the tap's description.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._core import foreign, options
+from callgate._core.encoding import is_open
+from callgate._core.errors import GateDefinitionError
+
+Kind = Literal["image", "text"]
+# A text's format, and of each value the name of its field; None for one without.
+Fields = tuple[str, tuple[str | None, ...]]
+_CHANNELS = (1, 3, 4)
+_ROOM = 64  # bytes by which texts of the host grow: those of similar lengths share a program
+_Array = np.ndarray[Any, Any]
+
+
+# -- while tracing ---------------------------------------------------------------------------------
+def option(label: str, kind: Any, effect: str, on_device: bool) -> None:
+  """Checks a tap's `kind`, and the options that a text can't have."""
+  if kind is not None:
+    options.choice(label, "kind", kind, get_args(Kind), what="'image' or 'text'")
+  if kind == "text" and effect == "dataflow":
+    options.refuse(label, "effect", "'io' with kind='text'", effect)
+  if kind == "text" and on_device:
+    options.refuse(label, "on_device", "False with kind='text'", on_device)
+
+
+def split_text(label: str, value: Any) -> tuple[Any, Fields | None]:
+  """The value that a tap with kind="text" sends: bytes, or the values of a format's fields."""
+  if isinstance(value, str):
+    data = text_bytes(options.text(label, "value", value))
+    room = -(-max(1, data.size) // _ROOM) * _ROOM
+    return np.pad(data, (0, room - data.size)), None
+  if not (isinstance(value, (tuple, list)) and value and isinstance(value[0], str)):
+    return value, None
+  template = options.template(label, "value", value[0])
+  rest: list[Any] = list(value[1:])
+  named: Mapping[str, Any] = rest.pop() if rest and isinstance(rest[-1], Mapping) else {}
+  check_fields(f"{label}: value", template, rest, named)
+  return (*rest, *named.values()), (template, (*(None for _ in rest), *map(str, named)))
+
+
+def check_fields(
+  label: str, template: str, values: Sequence[Any], named: Mapping[str, Any]
+) -> None:  # fmt: skip
+  """Raises where values of these types can't be formatted, whatever they hold, or lack a field."""
+
+  def example(x: Any) -> Any:
+    x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
+    return np.zeros([1 if is_open(extent) else extent for extent in x.shape], x.dtype)[()]
+
+  try:
+    examples = jax.tree.map(example, list(values)), jax.tree.map(example, dict(named))
+    template.format(*examples[0], **examples[1])
+  except Exception as error:
+    got = f"got {template!r}: {foreign.said_by(error)}"
+    what = f"{label}: expected a text and arrays for its fields, {got}"
+    raise GateDefinitionError(what) from error
+
+
+def check(label: str, kind: Kind, arrays: Sequence[Any], fields: Fields | None) -> None:
+  """Raises GateDefinitionError unless the arrays are of the kind."""
+  if fields is not None:
+    return
+  for index, array in enumerate(arrays):
+    found = jnp.result_type(array)
+    got = f"got {found}{list(array.shape)}"
+    if kind == "text" and (found != np.uint8 or array.ndim != 1):
+      expected = "a text, a text with its values, or uint8[bytes] of UTF-8, whose end are zeros"
+      raise GateDefinitionError(f"{label}: value: expected {expected}, {got}")
+    if kind == "image" and not _is_image(found, array.shape):
+      expected = "uint8, or floats from 0 to 1, of [height, width], [height, width, 1, 3 or 4]"
+      what = f"{label}: leaf {index}: expected an image, {expected} or a batch of these"
+      raise GateDefinitionError(f"{what}, {got}")
+  if kind == "text" and len(arrays) != 1:
+    raise GateDefinitionError(f"{label}: value: expected one text, got {len(arrays)} arrays")
+
+
+def _is_image(dtype: Any, shape: Sequence[Any]) -> bool:
+  if dtype != np.uint8 and not jnp.issubdtype(dtype, jnp.floating):
+    return False
+  channels = any(isinstance(shape[-1], int) and shape[-1] == n for n in _CHANNELS if shape)
+  return len(shape) in (2, 3) or (len(shape) == 4 and channels)
+
+
+# -- as consumers have them ------------------------------------------------------------------------
+def text_bytes(text: str) -> _Array:
+  return np.frombuffer(text.encode(errors="replace"), np.uint8)
+
+
+def text(arrays: Sequence[Any], fields: Fields | Sequence[Any] | None) -> str:
+  """The text of a record's leaves."""
+  if fields is None:
+    return np.asarray(arrays[0], np.uint8).tobytes().partition(b"\0")[0].decode(errors="replace")
+  template, names = fields
+  values = [x[()] if isinstance(x, np.ndarray) else x for x in arrays]
+  named = {name: x for name, x in zip(names, values, strict=True) if name is not None}
+  return template.format(*values[: len(values) - len(named)], **named)
+
+
+def texts(arrays: Sequence[Any], fields: Fields | None) -> list[str]:
+  """The texts of stacked records."""
+  return [text([x[row] for x in arrays], fields) for row in range(len(arrays[0]) if arrays else 0)]
+
+
+def images(array: Any) -> _Array:
+  """A record's leaf with kind="image" as uint8[images, height, width, 1, 3 or 4].
+
+  Floats are 0 to 1; what lies beyond is cut to these, and NaN is 0.
+  """
+  array = np.asarray(array)
+  if not (array.ndim >= 3 and array.shape[-1] in _CHANNELS):
+    array = array[..., None]
+  array = array.reshape(-1, *array.shape[-3:])
+  if array.dtype == np.uint8:
+    return array
+  with np.errstate(invalid="ignore"):
+    return (np.nan_to_num(np.clip(array.astype(np.float32), 0, 1)) * 255).round().astype(np.uint8)
+
+
+def sheet(array: Any, most: int = 16) -> _Array:
+  """The same as one image, uint8[height, width, channels]: the first of a batch side by side."""
+  batch = images(array)[:most]
+  count, height, width, channels = batch.shape
+  columns = max(1, math.ceil(math.sqrt(count)))
+  rows = -(-count // columns)
+  full = np.zeros((rows * columns, height, width, channels), np.uint8)
+  full[:count] = batch
+  grid = full.reshape(rows, columns, height, width, channels).swapaxes(1, 2)
+  return grid.reshape(rows * height, columns * width, channels)
