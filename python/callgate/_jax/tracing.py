@@ -226,6 +226,8 @@ canonical_dtype: Callable[[Any], Any] = _dtypes.canonicalize_dtype
 # A NumPy array in that dtype; TypeError for what no JAX array can hold. `jax.numpy.asarray` would
 # make a jax.Array of it (0.10 to 0.12).
 canonicalize_value: Callable[[Any], Any] = _dtypes.canonicalize_value
+
+
 def vary_as(aval: Any, value: Any) -> Any:
   """The value, which varies over the axes of the type `aval` alone; while lowering, as above."""
   axes = varying_axes([aval])

@@ -318,6 +318,22 @@ def test_a_jaxpr_runs_on_other_constants() -> None:
   np.testing.assert_array_equal(found, 3 * X)
 
 
+def test_a_rule_for_vmap_is_asked_without_lanes_among_the_operands() -> None:
+  primitive, seen = tracing.Primitive("test_lanes"), []
+  primitive.def_abstract_eval(lambda x: x)
+
+  def rule(operands: Any, dims: Any, *, size: int) -> Any:
+    seen.append((size, dims))
+    return operands[0], dims[0]
+
+  batching.always_batched(primitive, rule)
+  constant = jnp.asarray(X)
+  jax.make_jaxpr(jax.vmap(lambda x: (primitive.bind(constant), primitive.bind(x))))(
+    np.zeros((3, 2))
+  )
+  assert [(size, dims[0]) for size, dims in seen] == [(3, None), (3, 0)]
+
+
 def test_a_functions_layer_gets_the_calls_of_users() -> None:
   cell = jax.lax.fori_loop.__closure__[jax.lax.fori_loop.__code__.co_freevars.index("fun")]
   before, seen = cell.cell_contents, []
