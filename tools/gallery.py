@@ -29,6 +29,7 @@ SECTIONS = {
     "lynx": "SciPy",
     "hospital_ward": "Python in worker processes",
     "sparse_solver": "SciPy, SuperLU",
+    "cooling_plate": "SciPy, SuperLU",
     "overlapping_requests": "asyncio",
     "early_stopping": "scikit-learn",
     "export_forest": "scikit-learn",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option of the thread that gives loops bars of themselves, and the bar of such a loop."""
+"""The bar of a loop that has asked for none, where the thread's option gives it one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from callgate._jax import sources, tracing
+from callgate._jax import sources
 from callgate._loops.progress import Automatic, Progress
-
-OFF = -1
-# Set once: JAX holds its values, one for each thread.
-min_steps = tracing.define_int(
-  "callgate_bars", OFF, "Progress bars for JAX's loops of at least so many steps; -1 for none."
-)
+from callgate._runtime import config
 
 
 def bar_of(kind: str, given: Mapping[str, Any]) -> Progress | None:
@@ -30,9 +25,9 @@ def bar_of(kind: str, given: Mapping[str, Any]) -> Progress | None:
     kind: "scan", "fori_loop" or "while_loop".
     given: the loop's arguments by name.
   """
-  least = min_steps.value
-  steps = None if least == OFF else _steps(kind, given)
-  if least == OFF or (steps is not None and steps < least):
+  least = config.least_steps_of_bars.value
+  steps = None if least == config.NO_BARS else _steps(kind, given)
+  if least == config.NO_BARS or (steps is not None and steps < least):
     return None
   line = sources.users_line()
   name = kind if line is None else f"{line[2]} ({pathlib.PurePath(line[0]).name}:{line[1]})"

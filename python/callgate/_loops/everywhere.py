@@ -18,6 +18,7 @@ from callgate import _part
 from callgate._core import options
 from callgate._jax import loops as _jax_loops
 from callgate._loops import automatic, loops
+from callgate._runtime import config
 
 _LOOPS: dict[str, Callable[..., Any]] = {
   "scan": loops.scan, "fori_loop": loops.fori_loop, "while_loop": loops.while_loop,
@@ -57,7 +58,7 @@ class bars(ContextDecorator):
 
   def __enter__(self) -> bars:
     _wrap()
-    block = automatic.min_steps(self._min_steps)
+    block = config.least_steps_of_bars(self._min_steps)
     block.__enter__()
     self._entered.append(block)
     return self
@@ -76,7 +77,7 @@ def _layer(
   name: str, own: Callable[..., Any], original: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
   """A call of a function of JAX's by a user, or a library: by callgate's own where it has a bar."""
-  if automatic.min_steps.value == automatic.OFF:
+  if config.least_steps_of_bars.value == config.NO_BARS:
     return original(*args, **kwargs)
   try:
     given = inspect.signature(original).bind(*args, **kwargs).arguments

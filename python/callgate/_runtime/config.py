@@ -13,7 +13,8 @@ from callgate._core import options
 from callgate._core.effects import GateEffect, HandleEffect, ProgressEffect
 from callgate._jax import cpp_path, execution, tracing
 
-# Set once: JAX holds their values.
+# Set once: JAX holds their values. All are here, as a new option changes the keys of JAX's caches:
+# what was compiled before would be compiled once more.
 _engine = tracing.define_enum(
   "callgate_engine", ("callgate", "jax"), "callgate",
   "What runs gates: callgate's FFI runtime, or JAX's own callbacks.",
@@ -27,6 +28,11 @@ _installed = tracing.define_bool(
   "Run jax.pure_callback, io_callback and debug.callback on callgate's engine (callgate.install).",
 )
 _cast = tracing.define_bool("callgate_cast", False, "The default of `cast=` of gates.")
+NO_BARS = -1
+# Set once: JAX holds its values, one for each thread (`_loops/everywhere.py`).
+least_steps_of_bars = tracing.define_int(
+  "callgate_bars", NO_BARS, "Progress bars for JAX's loops of at least so many steps; -1: none."
+)
 _in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch, "cast": _cast}
 # The others, which `_callgate` has a setter for. Under the GIL: single steps; at most one entry for
 # each option.

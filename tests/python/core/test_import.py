@@ -283,3 +283,28 @@ def test_a_second_import_is_an_error_and_the_first_goes_on() -> None:
     "callgate is loaded in this process already",
     "1.0",
   ]
+
+
+def test_parts_that_come_later_compile_no_program_again() -> None:
+  """A new option of JAX's would change the keys of its caches."""
+  text = output_of(
+    """
+    import jax, callgate as cg
+    from callgate import _names, _part
+
+    seen = []
+    program = jax.jit(lambda x: seen.append(x) or x + 1)
+    cg.gate  # the core
+    program(1.0)
+    for name in _names.MODULES:
+      try:
+        getattr(cg, name)
+      except ImportError:
+        pass
+    for name in _part.PARTS:
+      _part.load(name)
+    program(1.0)
+    print(len(seen))
+    """
+  )
+  assert text == "1\n"

@@ -133,6 +133,13 @@ def test_the_conductivity_of_a_rod_is_found_with_one_factorisation_a_step(tmp_pa
   assert "truth: [ 0.3 -0.8  0.5]" in run("sparse_solver.py", cwd=tmp_path)
 
 
+def test_a_cooled_plate_is_followed_back_with_one_factorisation_a_gradient(tmp_path):
+  text = run("cooling_plate.py", cwd=tmp_path)
+  assert "heated at (0.300, 0.600)" in text
+  assert "100 steps, factorised 1 time\n" in text
+  assert "questions asked, 0 failed" in text
+
+
 def test_requests_are_on_their_way_at_once(tmp_path):
   assert " by 160 requests of 0.02 s in " in run("overlapping_requests.py", cwd=tmp_path)
 

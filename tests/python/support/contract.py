@@ -293,6 +293,12 @@ def _with_bar(host: Host) -> F:
   return lambda x: cg.fori_loop(0, 1, lambda _, c: gate(c), x, progress=bar)
 
 
+def _keyed(host: Host) -> F:
+  options: Any = {"like": lambda key, x: x + 1, "arrays": "jax", "effect": "io"}
+  gate = cg.gate(lambda key, x: host(x) if jax.random.key_data(key).shape == (2,) else x, **options)
+  return lambda x: gate(jax.random.key(0), x)
+
+
 def _alerted(host: Host) -> F:
   del host
   return lambda x: (cg.alert(x > 1e9, "large: {x}", x=x), x)[1]
@@ -521,6 +527,7 @@ ROWS: dict[str, Row] = {
     },
   ),
   "loop with a bar": Row(_with_bar),
+  "gate of a key": Row(_keyed),
   "gate in a recording": Row(_gate(effect="io"), around=lambda: cg.record(_path())),
   "gate in a run": Row(_gate(effect="io"), around=lambda: cg.run("contract", folder=_path())),
   "alert": Row(
@@ -596,7 +603,17 @@ DEFINED_BY_USERS = (
   *("gate on a named thread", "gate on an executor", "call", "hold", "use", "start", "knob"),
   *("feed", "linear_solver", "root", "stoppable scan", "scan with until", "envs"),
   *("gate in a worker", "scan with checkpoints", "loop with a bar", "gate in a recording"),
-  *("gate in a run", "cpp", "cfunc", "numba", "elementwise", "torch", "buffer_callback", "cuda"),
+  *(
+    "gate of a key",
+    "gate in a run",
+    "cpp",
+    "cfunc",
+    "numba",
+    "elementwise",
+    "torch",
+    "buffer_callback",
+    "cuda",
+  ),
   *("cpp with CUDA", "elementwise on CUDA", "numba_cuda", "triton", "gate on CUDA"),
 )
 
