@@ -23,7 +23,7 @@ import contract
 rows, said = %r, {}
 
 def ask(name):
-  found, begin = [None] * 8, threading.Barrier(8)
+  found, begin = [None] * 4, threading.Barrier(4)
 
   def run(n):
     try:
@@ -34,7 +34,7 @@ def ask(name):
       found[n] = f"{type(error).__name__}: {error}"
 
   with contract.ROWS[name].around():
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(8)]
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
     for thread in threads:
       thread.start()
     for thread in threads:
@@ -51,7 +51,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest) -> dict[str, Any]:
-  """By row, what each of eight threads got."""
+  """By row, what each of four threads got."""
   asked = {
     item.callspec.params["row"] for item in request.session.items if item.path == request.path
   }
@@ -63,4 +63,4 @@ def said(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", contract.rows("threads"))
 def test_threads_that_begin_at_once_get_what_one_gets(row: str, said: dict[str, Any]) -> None:
-  assert said[row] == [ROWS[row].adds] * 8
+  assert said[row] == [ROWS[row].adds] * 4
