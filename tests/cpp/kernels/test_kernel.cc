@@ -306,11 +306,10 @@ TEST(KernelSite, AFailureHasTheFirstMessageAndIsDescribed) {
   ASSERT_FALSE(outcome.ok());
   EXPECT_EQ(outcome.error().code, ErrorCode::kInternal);
   EXPECT_EQ(outcome.error().message, "kernel 'k': the first");
-  auto described = fake::kernel("k", &fail_twice, {}, {},
-                                [](const std::string& message, const std::string& site,
-                                   const std::string& lane) {
-                                  return site + lane + " said " + message;
-                                });
+  auto described =
+      fake::kernel("k", &fail_twice, {}, {},
+                   [](const std::string& message, const std::string& site,
+                      const std::string& lane) { return site + lane + " said " + message; });
   KernelSpec spec;
   spec.site = "a.py:3 (f)";
   EXPECT_EQ(message(fake::call(*described->bind(std::move(spec)), none, none)),
@@ -508,7 +507,8 @@ TEST(KernelLanes, TheFirstFailingLaneStopsThoseThatComeAfterIt) {
   std::vector<float> x(10, 1.0F), z(10);
   x[4] = -40;
   x[7] = -70;
-  EXPECT_EQ(message(run_watched(/*thread_safe=*/false, x, z, nullptr)), "kernel 'k' in lane 4: -40");
+  EXPECT_EQ(message(run_watched(/*thread_safe=*/false, x, z, nullptr)),
+            "kernel 'k' in lane 4: -40");
   EXPECT_EQ(z[3], 2);
   EXPECT_EQ(z[5], 0);
 }
