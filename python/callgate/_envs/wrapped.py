@@ -63,7 +63,9 @@ class WrappedEnvs(Closing):
     """Resets all environments, or those of a mask, as `Envs.reset` does.
 
     Args:
-      key, mask, options: as there.
+      key: as there.
+      mask: as there.
+      options: as there.
       info: the infos of the last call, whose statistics go on. None begins new ones; a mask needs
         them.
     """
