@@ -16,7 +16,7 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from callgate._core import extras, png
+from callgate._core import extras, opened, png
 from callgate._core import options as check
 from callgate._core.dtypes import type_text
 from callgate._core.errors import GateDefinitionError, GateError, ResultError
@@ -59,7 +59,7 @@ class VideoPlan:
     default = "gif" if importlib.util.find_spec("PIL") else "png"
     kind = check.choice(label, "record_video[2]", given[2], kinds) if len(given) > 2 else default
     _WRITERS[kind].library(label)
-    return cls(label, lane, os.path.abspath(folder), kind)
+    return cls(label, lane, opened.resolved(folder), kind)
 
   def of(self, label: str, env: Any, count: int) -> VideoPlan:
     """The plan for environments as `env`, of which there are so many."""

@@ -51,6 +51,6 @@ def image_of(array: np.ndarray[Any, Any]) -> Image | None:
 
 
 def small(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-  """The array without so many rows and columns that few enough pixels are left."""
-  steps = [-(-extent // _MOST) for extent in array.shape[:2]]
-  return array[:: steps[0], :: steps[1]]
+  """The array with each so many rows and columns, alike, that few enough pixels are left."""
+  step = max(1, -(-max(array.shape[:2]) // _MOST))
+  return array[::step, ::step]

@@ -43,7 +43,7 @@ function lasted(seconds) {
 // of the name, a tag, the notes or a value of its config.
 export function matches(run, text) {
   return text.trim().split(/\s+/).filter(Boolean).every((word) => {
-    const found = word.match(/^([^<>=!]+)(<=|>=|!=|<|>|=)(.*)$/);
+    const found = word.match(/^([^<>=!]+)(<=|>=|!=|==|<|>|=)(.*)$/);
     return found ? compares(run, found[1], found[2], found[3]) : contains(run, word.toLowerCase());
   });
 }
@@ -55,6 +55,7 @@ function contains(run, word) {
 }
 
 function compares(run, key, sign, text) {
+  if (sign === "==") return compares(run, key, "=", text);
   const own = {name: run.name, state: run.state, notes: run.notes, time: run.seconds, alerts: run.alert_count};
   const held = {...run.last, ...run.summary, ...run.config, ...own};
   if (key === "tag") {
@@ -63,7 +64,8 @@ function compares(run, key, sign, text) {
   }
   const names = Object.keys(held).filter((name) => name === key || name.endsWith(`.${key}`));
   if (!names.length) return sign === "!=";
-  const value = held[names[0]], number = Number(text);
+  // A name as it is written comes before names that end so: "loss" before "eval.loss".
+  const value = held[names.includes(key) ? key : names[0]], number = Number(text);
   if (typeof value === "number" && text !== "" && !Number.isNaN(number)) {
     return {"<": value < number, ">": value > number, "<=": value <= number, ">=": value >= number,
             "=": value === number, "!=": value !== number}[sign];

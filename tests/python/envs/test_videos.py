@@ -206,3 +206,11 @@ def test_environments_without_pictures_are_refused(tmp_path: pathlib.Path) -> No
       jax.block_until_ready(env.reset(0))
     assert "environment 0 of 1" in str(info.value.__notes__)
   assert os.listdir(tmp_path) == []
+
+
+def test_a_relative_folder_lies_in_the_run(tmp_path: pathlib.Path) -> None:
+  with cg.run("films", folder=tmp_path) as training:
+    with cg.envs(environments.Drawn, record_video=(0, "videos", "png")) as env:
+      run(env, 2)
+    cg.barrier()
+  assert files(training.folder / "videos")

@@ -18,6 +18,7 @@ from typing import Any
 
 import browser
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from interpreters import Module, same_path, start
@@ -25,7 +26,7 @@ from page_requests import get, request
 
 import callgate as cg
 from callgate import __main__ as cli
-from callgate._watch.media import Media
+from callgate._watch.media import Media, shown
 from callgate._watch.runs import RunsFollower
 from callgate._watch.runs_answers import RunsAnswers
 
@@ -135,6 +136,16 @@ def test_a_knob_that_several_streams_have_is_one_curve(tmp_path):
     assert run["knobs"]["watch.runs.rate"] == 0.5
     (one,) = asked(page.curves, leaf="knob:watch.runs.rate", run=["r"])["series"]
     assert one["mean"] == [0.5]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+def test_an_image_without_a_number_has_ends_all_the_same(dtype):
+  image = shown("image", np.full((8, 8), np.nan).astype(dtype))
+  assert (image.low, image.high) == (0, 0)
+
+
+def test_a_large_image_keeps_its_proportions():
+  assert shown("image", np.zeros((4000, 3000, 3), np.uint8)).pixels.shape == (250, 188, 3)
 
 
 def test_many_images_are_thinned_evenly_and_the_last_is_there():
