@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,9 +80,7 @@ class _Immutable:
 
 
 def _to_jax(buffer: Any) -> Any:
-  array = jax.dlpack.from_dlpack(_Immutable(buffer))
-  escape.jax_arrays[buffer] = weakref.ref(array)
-  return array
+  return escape.view_of(buffer, lambda: jax.dlpack.from_dlpack(_Immutable(buffer)))
 
 
 def _flat(

@@ -18,10 +18,11 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+import jax
 import numpy as np
 
 from callgate import _callgate
@@ -301,7 +302,44 @@ def _owner(item: Any) -> Any:
 # only deleted; and none can be told by its address, which the program's own input may share. Under
 # the GIL: single steps.
 jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# The same by their ids. Under the GIL: single steps; an array takes itself out as it dies.
+_views: dict[int, weakref.ref[Any]] = {}
+_making: set[int] = set()  # threads that make one. Under the GIL: single steps
 _XLA_SECONDS = 30.0
+
+
+def view_of(buffer: Any, make: Callable[[], jax.Array]) -> jax.Array:
+  """The array over a Buffer's memory that `make` makes, for its call."""
+  thread = threading.get_ident()
+  _making.add(thread)
+  try:
+    array = make()
+    key = id(array)
+    jax_arrays[buffer] = _views[key] = weakref.ref(array, lambda _: _views.pop(key, None))
+  finally:
+    _making.discard(thread)
+  return array
+
+
+def without_views(find: Callable[[], Iterable[jax.Array]]) -> list[jax.Array]:
+  """The arrays that `find` gives, but for those that gates have for a call, of XLA's memory.
+
+  Such an array is not waited for, nor kept for a moment: its memory goes with the call. A call that
+  ends meanwhile sees the references of this function, and waits until these are gone.
+  """
+  while True:
+    with reading_frames:
+      arrays = list(find())
+      # One that nobody has noted yet may be among them. A fork's child lacks its parent's threads.
+      if _making.isdisjoint(sys._current_frames()):  # pyright: ignore[reportPrivateUsage]
+        return [array for array in arrays if not _is_view(array)]
+      del arrays
+    time.sleep(0.0001)
+
+
+def _is_view(array: Any) -> bool:
+  noted = _views.get(id(array))
+  return noted is not None and noted() is array
 
 
 def _await_xla(buffer: Any, *, until_dropped: bool) -> None:

@@ -118,9 +118,36 @@ def raise_deferred(*, of_all_threads: bool = False) -> None:
   """
   if not _kept.deferred:  # asked on every call of a gate
     return
+  if (in_group := _gathers()) and not of_all_threads:
+    return  # until the block's end, where all are there
   if taken := take_deferred(of_all_threads=of_all_threads):
+    if in_group:
+      raise_group(taken)
     _name_others(taken[0], taken[1:])
     foreign.raise_unchained(taken[0])
+
+
+_gathering = threading.local()  # .blocks: those of `errors(all=True)` that the thread is in
+
+
+def gather(change: int) -> None:
+  """The thread enters (1) or leaves (-1) a block that raises all exceptions as a group."""
+  _gathering.blocks = getattr(_gathering, "blocks", 0) + change
+
+
+def _gathers() -> bool:
+  return getattr(_gathering, "blocks", 0) > 0
+
+
+def raise_group(found: list[BaseException]) -> None:
+  """Raises a group of the exceptions, each once, if there are any."""
+  each = list({id(one): one for one in found}.values())
+  calls = "1 call" if len(each) == 1 else f"{len(each)} calls"
+  try:
+    if each:
+      foreign.raise_unchained(BaseExceptionGroup(f"callgate: {calls} failed", each))
+  finally:
+    del found, each  # as in `foreign.raise_unchained`
 
 
 def take_deferred(*, of_all_threads: bool = False) -> list[BaseException]:

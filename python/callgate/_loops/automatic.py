@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from callgate._core.encoding import is_open
 from callgate._jax import sources
 from callgate._loops.progress import Automatic, Progress
 from callgate._runtime import config
@@ -40,6 +41,8 @@ def _steps(kind: str, given: Mapping[str, Any]) -> float | None:
     return None
   if kind == "fori_loop":
     bounds = given.get("lower"), given.get("upper")
+    if any(map(is_open, bounds)):
+      return -math.inf
     if any(isinstance(bound, Tracer) for bound in bounds):
       return None
     with contextlib.suppress(TypeError, ValueError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any
@@ -18,6 +19,7 @@ from callgate import _part
 from callgate._core import options
 from callgate._jax import loops as _jax_loops
 from callgate._loops import automatic, loops
+from callgate._loops.progress import has_bar
 from callgate._runtime import config
 
 _LOOPS: dict[str, Callable[..., Any]] = {
@@ -37,10 +39,12 @@ class bars(ContextDecorator):
   ```
 
   Each call of `jax.lax.scan`, `fori_loop` and `while_loop` has one, but for those of JAX's own
-  functions. Results and gradients are those without bars, bit for bit. A loop whose number of steps
-  the program alone knows has its bar from step `min_steps` on. A `while_loop` counts. A loop with
-  options of its own (`progress=`) has those; `progress=False` is none. Where a program can have no
-  bar, in a `jax.shard_map` over some axes of its mesh, say, it has none.
+  functions. The same steps run in the same order, and results and gradients are those without bars;
+  XLA may round `a * b + c` in another way, as it does beside any call in a loop. A loop whose
+  number of steps the program alone knows has its bar from step `min_steps` on. A `while_loop`
+  counts. A loop with options of its own (`progress=`, or a body under `cg.progress`) has those;
+  `progress=False` is none. Where a program can have no bar, in a `jax.shard_map` over some axes of
+  its mesh, say, it has none.
 
   A function that was compiled before the block has no bars, and one that was compiled in it is not
   used outside. The block is the thread's that enters it. It may be a decorator, too.
@@ -54,17 +58,20 @@ class bars(ContextDecorator):
 
   def __init__(self, min_steps: int = 100) -> None:
     self._min_steps = options.count("bars", "min_steps", min_steps, most=_MOST)
-    self._entered: list[AbstractContextManager[Any]] = []  # a decorated function may call itself
+    self._local = threading.local()  # .blocks: those that a thread is in, of this object
 
   def __enter__(self) -> bars:
     _wrap()
     block = config.least_steps_of_bars(self._min_steps)
     block.__enter__()
-    self._entered.append(block)
+    self._local.__dict__.setdefault("blocks", []).append(block)
     return self
 
   def __exit__(self, *error: Any) -> None:
-    self._entered.pop().__exit__(*error)
+    blocks: list[AbstractContextManager[Any]] = self._local.__dict__.get("blocks", [])
+    if not blocks:
+      raise RuntimeError("bars: expected the end of the block in the thread that began it")
+    blocks.pop().__exit__(*error)
 
 
 @_part.once
@@ -83,8 +90,9 @@ def _layer(
     given = inspect.signature(original).bind(*args, **kwargs).arguments
   except TypeError:  # JAX says what is wrong
     return original(*args, **kwargs)
-  bodies = (given.get(argument, own) for argument in ("f", "body_fun", "cond_fun"))
-  bar = automatic.bar_of(name, given) if all(map(callable, bodies)) else None
+  bodies = [given.get(argument, own) for argument in ("f", "body_fun", "cond_fun")]
+  is_plain = all(map(callable, bodies)) and not any(map(has_bar, bodies))
+  bar = automatic.bar_of(name, given) if is_plain else None
   if bar is None:
     return original(*args, **kwargs)
   return own(*args, **kwargs, progress=bar)

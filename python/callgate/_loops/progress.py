@@ -44,6 +44,7 @@ noted: dict[tuple[str, int | None], tuple[float, Any]] = {}
 Lanes = Literal["one", "bars"]
 Style = Literal["tqdm", "rich"]
 _MOST = 2**31 - 1
+_HAS_BAR = "__callgate_has_bar__"
 _nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
 
 
@@ -316,9 +317,17 @@ def progress(
     def body(*arguments: Any) -> Any:
       return wrapped(marked, function, Mark.of(options))(*arguments)
 
+    setattr(body, _HAS_BAR, True)
     return body
 
   return decorate(description) if callable(description) else decorate
+
+
+def has_bar(body: Any) -> bool:
+  """True if a loop's body is decorated, and so has a bar of its own."""
+  while isinstance(body, functools.partial):
+    body = body.func
+  return getattr(body, _HAS_BAR, False)
 
 
 _part.on("tap value", note)

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from callgate import _callgate, _part
+from callgate._arrays import escape
 from callgate._jax import dispatch
 from callgate._objects import table
 from callgate._part import Part, Wait
@@ -76,7 +77,7 @@ def collect(*, returning: bool = False, seconds: float = 0) -> bool:
     # In this order: a program that is dispatched meanwhile has its handles from these arrays, or
     # makes newer objects; one that was dispatched before has ended, and what it gave is there.
     before = min(_callgate.oldest_underway(returning), _callgate.new_number())
-    arrays = [array for array in dispatch.live_arrays() if _may_name(array)]
+    arrays = list(filter(_may_name, escape.without_views(dispatch.live_arrays)))
     if not Wait(seconds).poll(lambda: all(map(_is_there, arrays))):
       return False
     if not Wait(seconds).poll(dispatch.programs_have_ended):

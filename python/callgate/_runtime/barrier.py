@@ -13,6 +13,7 @@ import threading
 import jax
 
 from callgate import _callgate, _part
+from callgate._arrays import escape
 from callgate._core import failures, foreign, options
 from callgate._core import kept as _kept
 from callgate._core.errors import ProcessError
@@ -160,10 +161,12 @@ class errors:
     self._all = all
 
   def __enter__(self) -> errors:
+    failures.gather(self._all)
     self._first = _kept.enter_block()
     return self
 
   def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    failures.gather(-self._all)
     try:
       if error is None:
         failure = wait_for_programs(calls=False)
@@ -171,7 +174,7 @@ class errors:
         _callgate.flush_channels()
         if self._all:
           found = failures.take_deferred()
-          _raise_all([*found, *([] if found else self._unseen(failure))])
+          failures.raise_group([*found, *([] if found else self._unseen(failure))])
         failures.raise_deferred()
         for unseen in self._unseen(failure):
           foreign.raise_unchained(unseen)
@@ -180,7 +183,7 @@ class errors:
         kept = _kept.find(foreign.text_of(error))
         if kept is not None and self._all:
           wait_for_programs(calls=False)
-          _raise_all([kept.exception, *failures.take_deferred()])
+          failures.raise_group([kept.exception, *failures.take_deferred()])
         if kept is not None and kept.exception is not error:
           foreign.raise_unchained(kept.exception)
     finally:
@@ -206,17 +209,6 @@ class errors:
     return [] if found is None else [found]
 
 
-def _raise_all(found: list[BaseException]) -> None:
-  """Raises a group of the exceptions, each once, if there are any."""
-  each = list({id(one): one for one in found}.values())
-  calls = "1 call" if len(each) == 1 else f"{len(each)} calls"
-  try:
-    if each:
-      foreign.raise_unchained(BaseExceptionGroup(f"callgate: {calls} failed", each))
-  finally:
-    del found, each  # as in `raise_unchained`
-
-
 def wait_for_programs(wait: Wait | None = None, *, calls: bool = True) -> BaseException | None:
   """Waits until no program of any thread runs; returns the error of the first that failed.
 
@@ -232,7 +224,7 @@ def wait_for_programs(wait: Wait | None = None, *, calls: bool = True) -> BaseEx
   others_return = functools.partial(_others_return, _callgate.new_number())
   if calls and not wait.until(others_return):
     raise TimeoutError(late)
-  for array in list(dispatch.live_arrays()):
+  for array in escape.without_views(dispatch.live_arrays):
     try:
       if not wait.is_plain and not wait.poll(array.is_ready):
         raise TimeoutError(late)

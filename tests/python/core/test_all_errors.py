@@ -100,3 +100,29 @@ def test_a_group_is_freed() -> None:
   cg.last_error()
   gc.collect()
   assert alive() is None
+
+
+def test_of_several_programs_and_of_a_barrier_in_the_block(mesh: Mesh) -> None:
+  def fails(name: str) -> Any:
+    def fail(x: Any) -> Any:
+      raise ValueError(f"{name}{x[0]:g}")
+
+    return jax.jit(cg.gate(fail, out=lambda x: x, sharding="i -> i", effect="io"))
+
+  x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, SPEC))
+  first, second = fails("a"), fails("b")
+
+  def both() -> None:
+    jax.block_until_ready(first(x))
+    jax.block_until_ready(second(x))  # a call that would raise what the first one left
+
+  def with_a_barrier() -> None:
+    first(x)
+    cg.barrier()
+
+  for run, names in ((both, "ab"), (both, "ab"), (with_a_barrier, "a")):
+    with pytest.raises(ExceptionGroup) as caught, cg.errors(all=True):
+      run()
+    assert said(caught.value) == [f"{name}{n}" for name in names for n in range(4)]
+  with pytest.raises(ValueError, match="a"), cg.errors():
+    first(x)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from recorded_bars import XS, add, counts, recorded, same
 
 import callgate as cg
+from callgate._runtime import config
 
 
 def here(offset: int = 0) -> str:
@@ -233,6 +237,56 @@ def test_a_decorator() -> None:
     run(1.0).block_until_ready()
     cg.barrier()
   assert len(bars) == 1
+
+
+def test_a_decorated_function_in_two_threads() -> None:
+  inside, both = threading.Barrier(2), [0, 0]
+
+  @cg.bars()
+  def run(number: int) -> None:
+    inside.wait(30)
+    if number:
+      time.sleep(0.05)  # the other one leaves first
+
+  def work(number: int) -> None:
+    with recorded() if not number else contextlib.nullcontext():
+      run(number)
+    both[number] = int(config.least_steps_of_bars.value)
+
+  threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert both == [config.NO_BARS] * 2
+  block = cg.bars()
+  block.__enter__()
+  thread = threading.Thread(target=lambda: both.append(error_of(block)))
+  thread.start()
+  thread.join()
+  block.__exit__(None, None, None)
+  assert "expected the end of the block in the thread that began it" in str(both[-1])
+  assert config.least_steps_of_bars.value == config.NO_BARS
+
+
+def error_of(block: Any) -> Any:
+  with pytest.raises(RuntimeError) as caught:
+    block.__exit__(None, None, None)
+  return caught.value
+
+
+def test_a_decorated_body_has_its_own_bar() -> None:
+  own = cg.progress("own")(add)
+  for body in (own, functools.partial(own)):
+    assert drawn(lambda x, body=body: lax.scan(body, x, XS), 1.0) == [("own", 100, 100)]
+
+
+def test_a_number_of_steps_that_an_export_leaves_open() -> None:
+  (n,) = jax.export.symbolic_shape("n")
+  f = lambda v: lax.fori_loop(0, v.shape[0], lambda i, x: x + v[i], 0.0)
+  with cg.bars(min_steps=0):
+    exported = jax.export.export(jax.jit(f))(jax.ShapeDtypeStruct((n,), jnp.float32))
+  assert exported.call(jnp.ones(7)) == 7
 
 
 def test_outside_of_jit() -> None:
