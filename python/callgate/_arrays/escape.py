@@ -302,9 +302,9 @@ def _owner(item: Any) -> Any:
 # only deleted; and none can be told by its address, which the program's own input may share. Under
 # the GIL: single steps.
 jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# The same by their ids. Under the GIL: single steps; an array takes itself out as it dies.
+# The same by their ids. Under the GIL: single steps; emptied by the end of each array.
 _views: dict[int, weakref.ref[Any]] = {}
-_making: set[int] = set()  # threads that make one. Under the GIL: single steps
+_making: set[int] = set()  # threads that make one. Under the GIL: single steps; emptied by these
 _XLA_SECONDS = 30.0
 
 
@@ -321,7 +321,7 @@ def view_of(buffer: Any, make: Callable[[], jax.Array]) -> jax.Array:
   return array
 
 
-def without_views(find: Callable[[], Iterable[jax.Array]]) -> list[jax.Array]:
+def without_views(find: Callable[[], Iterable[Any]]) -> list[Any]:
   """The arrays that `find` gives, but for those that gates have for a call, of XLA's memory.
 
   Such an array is not waited for, nor kept for a moment: its memory goes with the call. A call that
