@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -19,9 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from callgate import _part
-from callgate._core import foreign, opened, options
+from callgate._core import failures, foreign, opened, options
 from callgate._core.errors import GateError
-from callgate._core.failures import original_of
 from callgate._core.pickling import Stays
 from callgate._part import Part, Phase, Wait
 from callgate._process import group
@@ -120,7 +120,6 @@ class Run(Stays):
       self.folder = self._shared_folder()
       self._process, self.state = files.this_process(), "running"
       self._times["started_ns"] = time.time_ns()
-      self._write()
       _open.append(self)
     try:
       self._begin()
@@ -131,6 +130,7 @@ class Run(Stays):
 
   def _begin(self) -> None:
     """Has streams for all channels, and hears of alerts and checks."""
+    self._write()
     opened.begin(
       opened.OpenRun(self.name, str(self.folder), self.config, self.notes, self.tags)
     )  # fmt: skip
@@ -163,7 +163,27 @@ class Run(Stays):
       self._leave(own or error)
 
   def _leave(self, error: BaseException | None) -> None:
-    """Takes the streams out, and says how the run ended."""
+    """Takes the streams out, and says how the run ended; the run is closed whatever fails.
+
+    An `error` that ends the block gets a failure as a note.
+
+    Raises:
+      BaseException: what failed, without such an error; Ctrl-C with one, too.
+    """
+    cause = error
+    for step in (self._let_go, self._end):
+      try:
+        step(cause)
+      except BaseException as late:
+        if cause is None or not foreign.is_a(late, Exception):
+          cause = late
+        else:
+          foreign.add_note(cause, f"callgate: {self!r}: {foreign.said_by(late)}")
+    if cause is not None and cause is not error:
+      raise cause
+
+  def _let_go(self, error: BaseException | None) -> None:
+    """Takes the streams and listeners out; delivers first what waits."""
     _part.off("channel closed", _stand_in)
     _part.off("channel named", _stand_in)
     try:
@@ -173,24 +193,32 @@ class Run(Stays):
         else:
           channel.flushed(one, None if error is None else _SECONDS)
     finally:
-      channel.unwatch(self._stream_of, wait=True)
-      self._drop_empty()
       _part.off("alert", self._note_alert)
       _part.off("check failed", self._note_check)
-      with self._lock:
-        self._write()  # knobs as they are now
-        self.state = "finished"
-        if error is not None and not _is_good_exit(error):
-          self._crash(error)
-        self._times["ended_ns"] = time.time_ns()
-      opened.begin(None)
-      with _opening:
-        _open.clear()
+      channel.unwatch(self._stream_of, wait=True)
+      self._drop_empty()
+
+  def _end(self, error: BaseException | None) -> None:
+    """Writes how the run ended; it is closed also where that fails, and has crashed by it."""
+    with self._lock:
+      self._knobs = _numbers_of_knobs()
+      self.state = "finished"
+      if error is not None and not _is_good_exit(error):
+        self._crash(error)
+      self._times["ended_ns"] = time.time_ns()
+    opened.begin(None)
+    with _opening:
+      _open.clear()
+    try:
       self._write()
+    except BaseException as late:
+      if self.state == "finished":
+        self._crash(late)
+      raise
 
   def _crash(self, error: BaseException) -> None:
     self.state = "crashed"
-    if (original := original_of(error)) is not error:  # a gate's, in JAX's
+    if (original := failures.original_of(error)) is not error:  # a gate's, in JAX's
       error = original
     self._error = foreign.said_by(error)
     self._traceback = foreign.traceback_of(error)[-_TRACEBACK:]
@@ -239,15 +267,24 @@ class Run(Stays):
     with self._lock:
       if len(kept) < _MOST:
         kept.append(about)
-        self._write()
+        try:
+          self._write()
+        except OSError as error:  # a barrier's: the other listeners hear of it all the same
+          failures.keep_consumer_error(error, f"callgate: raised in {self!r}")
 
   def _change(self, held: dict[str, Any], name: str, value: Any) -> None:
     if self._process and self._process["id"] != os.getpid():
       here = f"got process {os.getpid()}, which was forked from it"
       raise GateError(f"run: expected process {self._process['id']}, whose run it is, {here}")
     with self._lock:
+      before = dict(held)
       held[name] = value
-      self._write()
+      try:
+        self._write()
+      except BaseException:
+        held.clear()
+        held.update(before)  # what can't be written does not fail later writes, too
+        raise
     if self.state == "running":
       _part.tell("summary", name, value)
 
@@ -259,7 +296,7 @@ class Run(Stays):
       return
     with self._lock:
       if self.state == "running":
-        self._knobs = {name: values.plain("knob", one.value) for name, one in knob.live().items()}
+        self._knobs = _numbers_of_knobs()
       about = {
         "name": self.name, "state": self.state, "error": self._error, "traceback": self._traceback,
         **self._times, "config": self.config, "notes": self.notes, "tags": list(self.tags),
@@ -268,6 +305,10 @@ class Run(Stays):
         "processes": 1 if several is None else several.count,
       }  # fmt: skip
       files.write(self.folder, about)
+
+
+def _numbers_of_knobs() -> dict[str, Any]:
+  return {name: values.plain("knob", one.value) for name, one in knob.live().items()}
 
 
 def _is_good_exit(error: BaseException) -> bool:
@@ -345,7 +386,10 @@ class Runs(Part):
     del wait
     if phase == "deliver":
       for one in list(_open):
-        one._leave(GateError("the process ended within the block"))  # pyright: ignore[reportPrivateUsage]
+        error = GateError("the process ended within the block")
+        one._leave(error)  # pyright: ignore[reportPrivateUsage]
+        for note in foreign.notes_of(error):
+          print(note, file=sys.stderr)
 
   def forked(self) -> None:
     """The run is the parent's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -398,6 +399,73 @@ def test_a_folder_that_can_not_be_made_is_an_error_and_no_run_is_open(tmp_path):
   assert (run.state, run.folder.name) == ("crashed", "r-3")
   with cg.run("r", folder=tmp_path):
     pass
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("the block's"), SystemExit(0)])
+def test_a_run_whose_folder_is_gone_is_closed_all_the_same(error, tmp_path):
+  run = cg.run("r", folder=tmp_path)
+
+  def block() -> None:
+    with run:
+      step(1.0)
+      shutil.rmtree(run.folder)
+      if error is not None:
+        raise error
+
+  with pytest.raises(OSError if error is None else type(error)) as caught:
+    block()
+  if error is not None:
+    assert caught.value is error
+    assert "<callgate.run 'r', " in error.__notes__[0]
+    assert "FileNotFoundError" in error.__notes__[0]
+  assert run.state == "crashed"
+  with cg.run("next", folder=tmp_path) as run:
+    pass
+  assert said(run)["state"] == "finished"
+
+
+def test_a_result_that_can_not_be_written_is_refused_and_leaves_the_others(tmp_path):
+  with cg.run("r", folder=tmp_path) as run:
+    run.summary["a"] = 1
+    (run.folder / "run.json").rename(run.folder / "kept")
+    (run.folder / "run.json").mkdir()
+    with pytest.raises(OSError):
+      run.summary["b"] = 2
+    with pytest.raises(OSError):
+      run.summary["a"] = 3
+    (run.folder / "run.json").rmdir()
+    assert dict(run.summary) == {"a": 1}
+    run.summary["c"] = 4
+  assert (said(run)["state"], said(run)["summary"]) == ("finished", {"a": 1, "c": 4})
+
+
+def test_an_alert_that_can_not_be_written_is_told_and_is_the_barriers_error(tmp_path):
+  heard: list[Any] = []
+  with cg.on_alert(heard.append), cg.run("r", folder=tmp_path) as run:
+    (run.folder / "run.json").unlink()
+    (run.folder / "run.json").mkdir()
+    cg.alert(True, "look")
+    with pytest.raises(OSError):
+      cg.barrier()
+    (run.folder / "run.json").rmdir()
+  assert heard == ["look"]
+  assert [one["text"] for one in said(run)["alerts"]] == ["look"]
+
+
+GONE = """
+import shutil, sys
+import callgate as cg
+run = cg.run("r", folder=sys.argv[1]).__enter__()
+shutil.rmtree(run.folder)
+"""
+
+
+def test_a_folder_that_is_gone_at_the_end_of_the_process_is_a_line(tmp_path):
+  process = interpreters.start(GONE, tmp_path, environment={"JAX_PLATFORMS": "cpu"})
+  _, errors = process.communicate(timeout=60)
+  assert process.returncode == 0
+  assert errors.startswith("callgate: <callgate.run 'r', crashed, in ")
+  assert errors.count("\n") == 1
 
 
 def test_a_channel_that_nobody_reads_holds_nothing_up(tmp_path):
