@@ -29,8 +29,7 @@ from callgate._runs import files, values
 from callgate._runtime import barrier
 from callgate._steer import knob
 from callgate._stream.reader import open_stream
-from callgate._tap import channel, target
-from callgate._tap.alert import Alert
+from callgate._tap import alert, channel, target
 from callgate.sinks import Stream
 
 _MOST = 1000  # alerts, and failed checks, that run.json keeps: the first
@@ -174,7 +173,7 @@ class Run(Stays):
     for step in (self._let_go, self._end):
       try:
         step(cause)
-      except BaseException as late:
+      except BaseException as late:  # noqa: BLE001 - raised below, or a note
         if cause is None or not foreign.is_a(late, Exception):
           cause = late
         else:
@@ -186,12 +185,14 @@ class Run(Stays):
     """Takes the streams and listeners out; delivers first what waits."""
     _part.off("channel closed", _stand_in)
     _part.off("channel named", _stand_in)
+    seconds = None if error is None else _SECONDS
     try:
+      alert.deliver(Wait(seconds))
       for one in channel.open_channels().values():
         if channel.stands_in(one):
           one._close(None)  # pyright: ignore[reportPrivateUsage]
         else:
-          channel.flushed(one, None if error is None else _SECONDS)
+          channel.flushed(one, seconds)
     finally:
       _part.off("alert", self._note_alert)
       _part.off("check failed", self._note_check)
@@ -255,7 +256,7 @@ class Run(Stays):
         raise GateError("run: expected process 0 to make the folder, got none: it has ended")
     return Path(folder)
 
-  def _note_alert(self, one: Alert) -> None:
+  def _note_alert(self, one: alert.Alert) -> None:
     about = {"time_ns": one.time_ns, "text": str(one), "message": one.message}
     about |= {"lane": list(one.lane), "left_out": one.left_out}
     self._note(self._alerts, about)

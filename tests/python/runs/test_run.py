@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -149,6 +150,22 @@ def test_alerts_checks_and_knobs_are_in_its_file(tmp_path):
   assert [one["text"] for one in about["checks"]] == ["expected more than 0.0"]
   assert about["knobs"]["run.rate"] == 0.25
   assert said(run)["state"] == "finished"
+
+
+@pytest.mark.parametrize("error", [None, ValueError("the block's")])
+def test_alerts_that_were_left_out_are_told_at_the_end(error, tmp_path):
+  run = cg.run("r", folder=tmp_path)
+  text = f"left out of {error}"
+
+  def block() -> None:
+    with run:
+      jax.vmap(lambda x: cg.alert(x >= 0, text))(jnp.arange(130))
+      if error is not None:
+        raise error
+
+  with contextlib.nullcontext() if error is None else pytest.raises(ValueError):
+    block()
+  assert sum(1 + one["left_out"] for one in said(run)["alerts"]) == 130
 
 
 def test_a_knobs_changes_are_in_the_stream(tmp_path):

@@ -128,6 +128,33 @@ def test_alerts_of_one_text_that_come_too_fast_are_counted():
   assert len(counts._by_text) == 1024
 
 
+def repeated(count: int, text: str = "again {x}") -> None:
+  jax.jit(lambda: jax.lax.map(lambda x: cg.alert(x >= 0, text, x=x), jnp.arange(count)))()
+
+
+def test_a_barrier_tells_of_alerts_that_were_left_out(seen):
+  for text in ("again {x}", "others {x}"):
+    for rest in (150, 7):
+      seen.clear()
+      repeated(rest, text)
+      cg.barrier()
+      assert sum(1 + one.left_out for one in seen) == rest
+      assert seen[-1] == text.format(x=rest - 1)
+  seen.clear()
+  cg.barrier()
+  assert seen == []
+
+
+def test_a_text_that_is_forgotten_is_told_of_before():
+  counts = alert._Counts()
+  for number in range(150):
+    counts.left_out("a", 0, number)
+  assert (counts.waiting, counts.take(of_all=False)) == (50, [])
+  for number in range(1024):
+    counts.left_out(str(number), 0)
+  assert (counts.take(of_all=False), counts.waiting) == ([(149, 50)], 0)
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
   "a number": (lambda: cg.alert(1, "x"), "predicate: expected a bool of shape"),
   "an array": (lambda: cg.alert(jnp.ones(2) > 0, "x"), r"predicate: expected.*got bool\[2\]"),
