@@ -33,7 +33,7 @@ from callgate._tap import alert, channel, target
 from callgate.sinks import Stream
 
 _MOST = 1000  # alerts, and failed checks, that run.json keeps: the first
-_SECONDS = 30.0  # for records that wait, where an exception ends the block
+_SECONDS = 30.0  # for records that wait, where an exception ends the block; for earlier alerts
 _TRACEBACK = 20_000  # characters, of its end
 StrPath = str | os.PathLike[str]
 _open: list[Run] = []  # guarded by _opening, but for a fork's child; at most one entry
@@ -130,6 +130,7 @@ class Run(Stays):
   def _begin(self) -> None:
     """Has streams for all channels, and hears of alerts and checks."""
     self._write()
+    alert.deliver(Wait(_SECONDS), anew=True)  # what came before is not the run's
     opened.begin(
       opened.OpenRun(self.name, str(self.folder), self.config, self.notes, self.tags)
     )  # fmt: skip
@@ -187,7 +188,7 @@ class Run(Stays):
     _part.off("channel named", _stand_in)
     seconds = None if error is None else _SECONDS
     try:
-      alert.deliver(Wait(seconds))
+      alert.deliver(Wait(seconds), anew=True)
       for one in channel.open_channels().values():
         if channel.stands_in(one):
           one._close(None)  # pyright: ignore[reportPrivateUsage]

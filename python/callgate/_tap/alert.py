@@ -198,12 +198,19 @@ class _Counts:
     self.waiting -= sum(count for _, count in taken)
     return taken
 
+  def clear(self) -> None:
+    """Begins anew, once all are taken."""
+    self._by_text.clear()
+
 
 _counts = _Counts()  # one thread: that of taps to functions
 
 
 def _take(value: Any, info: TapInfo) -> None:
-  """Makes alerts of a record: one, if it does not come too fast; or of all that were left out."""
+  """Makes alerts of a record: one, if it does not come too fast; or of all that were left out.
+
+  The latter if a bool is sent: True if all counts begin anew.
+  """
   given = split.joined(value)
   is_report = isinstance(given, bool)
   if not is_report:
@@ -212,6 +219,8 @@ def _take(value: Any, info: TapInfo) -> None:
       _tell(given, info, left_out)
   for (last, about), count in _counts.take(of_all=is_report):
     _tell(last, about, count - 1)
+  if is_report and given:
+    _counts.clear()
 
 
 def _tell(given: Any, info: TapInfo, left_out: int) -> None:
@@ -236,17 +245,18 @@ def _tell(given: Any, info: TapInfo, left_out: int) -> None:
       failures.keep_consumer_error(error, where)
 
 
-def deliver(wait: Wait) -> None:
+def deliver(wait: Wait, *, anew: bool = False) -> None:
   """Tells of all alerts that programs have sent, also of those that were left out.
 
-  Not on a channel's thread, which would wait for itself.
+  With `anew` the limit of each text begins again. On a channel's thread, which would wait for
+  itself, it does nothing.
   """
   if not _tap.cache_info().currsize or _callgate.delivers_here() or _callgate.channels_abandoned():
     return
   records = target.start_channel(target.DEFAULT)
   there = wait.until(_callgate.drain_devices) and wait.until(records.flush)
-  if there and _counts.waiting:
-    tree = jax.tree.structure(split.Static(True))
+  if there and (_counts.waiting or anew):
+    tree = jax.tree.structure(split.Static(anew))
     send(_tap(), TapSite(tree=tree, name="alert", dtypes=()), [])  # `_take` makes alerts of it
     wait.until(records.flush)
 

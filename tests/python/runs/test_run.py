@@ -22,6 +22,7 @@ import pytest
 from waiting import until
 
 import callgate as cg
+from callgate._core import opened
 from callgate._runs import files
 
 
@@ -166,6 +167,35 @@ def test_alerts_that_were_left_out_are_told_at_the_end(error, tmp_path):
   with contextlib.nullcontext() if error is None else pytest.raises(ValueError):
     block()
   assert sum(1 + one["left_out"] for one in said(run)["alerts"]) == 130
+
+
+def test_each_run_counts_alerts_anew(tmp_path):
+  flood = jax.jit(jax.vmap(lambda x: cg.alert(x >= 0, "a flood")))
+  flood(jnp.arange(130))
+  for _ in range(2):
+    with cg.run("r", folder=tmp_path) as run:
+      flood(jnp.arange(130))
+    assert [one["left_out"] for one in said(run)["alerts"]] == [0] * 100 + [29]
+  heard: list[Any] = []
+  with cg.on_alert(heard.append):
+    flood(jnp.arange(3))
+    cg.barrier()
+  assert len(heard) == 3
+
+
+def test_alerts_from_before_the_block_are_not_the_runs(tmp_path):
+  heard: list[Any] = []
+
+  def hear(one: Any) -> None:
+    time.sleep(0.05)  # the others wait
+    heard.append((str(one), opened.run() is None))
+
+  with cg.on_alert(hear):
+    jax.vmap(lambda x: (cg.alert(x >= 0, "before"), x)[1])(jnp.arange(5)).block_until_ready()
+    with cg.run("r", folder=tmp_path) as run:
+      cg.alert(True, "within")
+  assert heard == [("before", True)] * 5 + [("within", False)]
+  assert [one["text"] for one in said(run)["alerts"]] == ["within"]
 
 
 def test_a_knobs_changes_are_in_the_stream(tmp_path):
