@@ -24,6 +24,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.public import Closing
 from callgate._jax import refs
 from callgate._part import Part, Wait
+from callgate._runtime import barrier
 from callgate._tap import delivery, kinds, tap, target
 from callgate._tap.records import TapInfo
 from callgate._tap.site import TapSite, send
@@ -79,11 +80,26 @@ class AlertListener(Closing):
     with _lock:
       _listeners.append(self)
 
+  def __exit__(self, kind: object, *exception: object) -> None:
+    self._close(waits=kind is None)  # programs may wait for what an exception has left out
+
   def close(self) -> None:
-    """The function gets no more alerts."""
-    with _lock:
-      if self in _listeners:
-        _listeners.remove(self)
+    """The function gets the alerts of all programs dispatched so far, and then no more.
+
+    In a consumer, which a program may wait for, it is taken out at once.
+    """
+    self._close(waits=True)
+
+  def _close(self, *, waits: bool) -> None:
+    try:
+      if self in _listeners and _may_deliver():
+        if waits:
+          barrier.wait_for_programs()
+        deliver(Wait(None))
+    finally:
+      with _lock:
+        if self in _listeners:
+          _listeners.remove(self)
 
 
 def on_alert(function: Callable[[Alert], Any]) -> AlertListener:
@@ -105,6 +121,7 @@ def on_alert(function: Callable[[Alert], Any]) -> AlertListener:
 
   Returns:
     A context manager, at whose end the function is taken out, with `close()`, which does it, too.
+    Both wait first for the programs dispatched so far, and the function gets their alerts.
   """
   options.function("on_alert", "function", function)
   signatures.refuse_unrun("on_alert: function: expected a function", function)
@@ -245,13 +262,19 @@ def _tell(given: Any, info: TapInfo, left_out: int) -> None:
       failures.keep_consumer_error(error, where)
 
 
+def _may_deliver() -> bool:
+  """True if there may be alerts, which this thread can wait for."""
+  here = _callgate.delivers_here() or _callgate.channels_abandoned()
+  return _tap.cache_info().currsize > 0 and not here
+
+
 def deliver(wait: Wait, *, anew: bool = False) -> None:
   """Tells of all alerts that programs have sent, also of those that were left out.
 
   With `anew` the limit of each text begins again. On a channel's thread, which would wait for
   itself, it does nothing.
   """
-  if not _tap.cache_info().currsize or _callgate.delivers_here() or _callgate.channels_abandoned():
+  if not _may_deliver():
     return
   records = target.start_channel(target.DEFAULT)
   there = wait.until(_callgate.drain_devices) and wait.until(records.flush)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +113,53 @@ def test_a_callback_is_taken_out_and_an_error_of_one_leaves_the_others(seen):
   cg.alert(True, "two")
   cg.barrier()
   assert (seen, others) == (["one", "two"], ["one"])
+
+
+@pytest.mark.parametrize("count", [3, 130])
+@pytest.mark.parametrize("ends", ["block", "close", "exception"])
+def test_its_end_delivers_the_alerts_so_far(ends, count):
+  heard: list[Any] = []
+  text = f"at the end: {ends}, {count}"
+
+  def slow(one: Any) -> None:
+    time.sleep(0.001)
+    heard.append(one)
+
+  @jax.jit
+  def flood() -> Any:
+    waited = cg.call(lambda: time.sleep(0.05) or np.int32(0), np.int32(0), effect="io")
+    jax.lax.map(lambda x: cg.alert(x >= waited, text), jnp.arange(count))
+    return waited
+
+  def block() -> None:
+    with cg.on_alert(slow) as listener:
+      out = flood()
+      if ends == "close":
+        listener.close()
+      elif ends == "exception":
+        out.block_until_ready()
+        raise ValueError("the block's")
+
+  with pytest.raises(ValueError) if ends == "exception" else contextlib.nullcontext():
+    block()
+  assert sum(1 + one.left_out for one in heard) == count
+  flood()
+  cg.barrier()
+  assert sum(1 + one.left_out for one in heard) == count
+
+
+def test_a_function_may_take_itself_out(seen):
+  heard: list[Any] = []
+
+  def once(one: Any) -> None:
+    heard.append(one)
+    listener.close()
+
+  listener = cg.on_alert(once)
+  for _ in range(2):
+    cg.alert(True, "once")
+    cg.barrier()
+  assert (heard, seen) == (["once"], ["once", "once"])
 
 
 def test_alerts_of_one_text_that_come_too_fast_are_counted():
