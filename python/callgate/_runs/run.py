@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +26,7 @@ from callgate._core.pickling import Stays
 from callgate._part import Part, Phase, Wait
 from callgate._process import group
 from callgate._runs import files, values
+from callgate._runs.summary import Result, Summary
 from callgate._runtime import barrier
 from callgate._steer import knob
 from callgate._stream.reader import open_stream
@@ -41,35 +42,6 @@ _opening = threading.Lock()
 _numbers = itertools.count()  # of runs, the same in every process. Guarded by _opening
 
 
-class Summary(MutableMapping[str, Any]):
-  """A run's results by name, as `run.summary["accuracy"] = 0.97`: in run.json at once."""
-
-  def __init__(self, run: Run) -> None:
-    self._run = run
-    self._held: dict[str, Any] = {}
-
-  def __getitem__(self, name: str) -> Any:
-    return self._held[name]
-
-  def __setitem__(self, name: str, value: Any) -> None:
-    options.text("run", "summary", name, "a text for each key")
-    made = values.plain("run: summary", value, name)
-    self._run._change(self._held, name, made)  # pyright: ignore[reportPrivateUsage]
-
-  def __delitem__(self, name: str) -> None:
-    del self._held[name]
-    self._run._write()  # pyright: ignore[reportPrivateUsage]
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(list(self._held))
-
-  def __len__(self) -> int:
-    return len(self._held)
-
-  def __repr__(self) -> str:
-    return repr(self._held)
-
-
 class Run(Stays):
   """A training with a folder of its own; made by `callgate.run`, whose block it is.
 
@@ -79,7 +51,7 @@ class Run(Stays):
     config: as given, as JSON has it.
     notes: as given.
     tags: as given.
-    summary: a mapping of results by name, which is in the folder at once.
+    summary: a mapping of results by name, which are in the folder at once, as JSON has them.
     state: "new", "running", "finished" or "crashed".
   """
 
@@ -89,7 +61,8 @@ class Run(Stays):
     self, name: str, folder: str, config: dict[str, Any], notes: str, tags: tuple[str, ...]
   ) -> None:
     self.name, self.config, self.notes, self.tags = name, config, notes, tags
-    self.summary: MutableMapping[str, Any] = Summary(self)
+    self._results: dict[str, Result] = {}
+    self.summary: MutableMapping[str, Any] = Summary(self._results, self._change)
     self.state = "new"
     self.folder: Path = Path(folder)
     self._above = folder
@@ -274,21 +247,25 @@ class Run(Stays):
         except OSError as error:  # a barrier's: the other listeners hear of it all the same
           failures.keep_consumer_error(error, f"callgate: raised in {self!r}")
 
-  def _change(self, held: dict[str, Any], name: str, value: Any) -> None:
+  def _change(self, name: str, result: Result | None) -> None:
+    """Puts a result in, or takes it out for None; nothing changes where that can't be written."""
     if self._process and self._process["id"] != os.getpid():
       here = f"got process {os.getpid()}, which was forked from it"
       raise GateError(f"run: expected process {self._process['id']}, whose run it is, {here}")
     with self._lock:
-      before = dict(held)
-      held[name] = value
+      before = dict(self._results)
+      if result is None:
+        del self._results[name]
+      else:
+        self._results[name] = result
       try:
         self._write()
       except BaseException:
-        held.clear()
-        held.update(before)  # what can't be written does not fail later writes, too
+        self._results.clear()
+        self._results.update(before)
         raise
-    if self.state == "running":
-      _part.tell("summary", name, value)
+    if result is not None and self.state == "running":
+      _part.tell("summary", name, result.plain)
 
   def _write(self) -> None:
     """Writes run.json; of several processes the first does."""
@@ -302,8 +279,9 @@ class Run(Stays):
       about = {
         "name": self.name, "state": self.state, "error": self._error, "traceback": self._traceback,
         **self._times, "config": self.config, "notes": self.notes, "tags": list(self.tags),
-        "summary": dict(self.summary), "alerts": self._alerts, "checks": self._checks,
-        "knobs": self._knobs, "process": self._process,
+        "summary": {name: one.plain for name, one in self._results.items()},
+        "alerts": self._alerts, "checks": self._checks, "knobs": self._knobs,
+        "process": self._process,
         "processes": 1 if several is None else several.count,
       }  # fmt: skip
       files.write(self.folder, about)

@@ -220,6 +220,21 @@ def test_a_summary_is_a_mapping(tmp_path):
   assert said(run)["summary"] == {"float32": 0.97, "best": {"step": 3}, "after": [1, 2]}
 
 
+def test_a_summary_reads_as_it_was_given(tmp_path):
+  given = {
+    "inf": float("inf"), "array": np.arange(3), "jax": jnp.float32(0.1), "path": Path("x"),
+    "pair": (1, {"a": float("nan")}), "set": {3},
+  }  # fmt: skip
+  with cg.run("r", folder=tmp_path) as run:
+    run.summary.update(given)
+  assert all(run.summary[name] is one for name, one in given.items())
+  assert repr(run.summary) == repr(given)
+  assert said(run)["summary"] == {
+    "inf": "Infinity", "array": "int64[3]: [0, 1, 2]", "jax": 0.1, "path": "x",
+    "pair": [1, {"a": "NaN"}], "set": [3],
+  }  # fmt: skip
+
+
 # -- its config ------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Model:
@@ -480,6 +495,8 @@ def test_a_result_that_can_not_be_written_is_refused_and_leaves_the_others(tmp_p
       run.summary["b"] = 2
     with pytest.raises(OSError):
       run.summary["a"] = 3
+    with pytest.raises(OSError):
+      del run.summary["a"]
     (run.folder / "run.json").rmdir()
     assert dict(run.summary) == {"a": 1}
     run.summary["c"] = 4
