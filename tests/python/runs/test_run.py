@@ -267,12 +267,23 @@ def test_a_config_is_what_json_has(tmp_path):
     assert run.config == {"width": 5, "kind": "dict"}
 
 
+def test_equal_sets_are_equal_configs(tmp_path):
+  one, other = {0, 8}, {8, 0}  # which share a place of the table, so the first to come is first
+  assert list(one) != list(other)
+  for numbers in (one, other):
+    config = {"a": numbers, "b": [frozenset(numbers), {"tanh", "relu"}]}
+    with cg.run("r", folder=tmp_path, config=config) as run:
+      assert run.config == {"a": [0, 8], "b": [[0, 8], ["relu", "tanh"]]}
+
+
 def test_what_json_has_not_is_refused_by_its_key(tmp_path):
   deep: list[Any] = []
   deep.append(deep)
   for config, words in (
     ({"a": {"b": [1, object()]}}, r"run: config: 'a.b\[1\]': expected numbers.*got <object"),
-    ({"a": {(1, 2): 3}}, r"run: config: 'a': .*got the key \(1, 2\), which is no text"),
+    ({"a": {(1, 2): 3}}, r"run: config: 'a': key \(1, 2\): expected a text for each key"),
+    ({None: 3}, r"run: config: key None: expected a text for each key"),
+    ({"1": 1, 1: 2}, r"run: config: key 1: expected one key of a text, got another '1'"),
     ({"deep": deep}, "more than 32 levels"),
     ([1], r"run: config: expected a mapping by name or a dataclass, got \[1\]"),
   ):
