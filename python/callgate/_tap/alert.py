@@ -80,8 +80,8 @@ class AlertListener(Closing):
     with _lock:
       _listeners.append(self)
 
-  def __exit__(self, kind: object, *exception: object) -> None:
-    self._close(waits=kind is None)  # programs may wait for what an exception has left out
+  def __exit__(self, *exception: object) -> None:
+    self._close(waits=exception[0] is None)  # programs may wait for what an exception has left out
 
   def close(self) -> None:
     """The function gets the alerts of all programs dispatched so far, and then no more.
