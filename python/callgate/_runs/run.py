@@ -11,64 +11,35 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from callgate import _part
-from callgate._core import foreign, opened, options
+from callgate._core import failures, foreign, opened, options
 from callgate._core.errors import GateError
-from callgate._core.failures import original_of
 from callgate._core.pickling import Stays
 from callgate._part import Part, Phase, Wait
 from callgate._process import group
 from callgate._runs import files, values
+from callgate._runs.summary import Result, Summary
 from callgate._runtime import barrier
 from callgate._steer import knob
 from callgate._stream.reader import open_stream
-from callgate._tap import channel, target
-from callgate._tap.alert import Alert
+from callgate._tap import alert, channel, target
 from callgate.sinks import Stream
 
 _MOST = 1000  # alerts, and failed checks, that run.json keeps: the first
-_SECONDS = 30.0  # for records that wait, where an exception ends the block
+_SECONDS = 30.0  # for records that wait, where an exception ends the block; for earlier alerts
 _TRACEBACK = 20_000  # characters, of its end
 StrPath = str | os.PathLike[str]
 _open: list[Run] = []  # guarded by _opening, but for a fork's child; at most one entry
 _opening = threading.Lock()
 _numbers = itertools.count()  # of runs, the same in every process. Guarded by _opening
-
-
-class Summary(MutableMapping[str, Any]):
-  """A run's results by name, as `run.summary["accuracy"] = 0.97`: in run.json at once."""
-
-  def __init__(self, run: Run) -> None:
-    self._run = run
-    self._held: dict[str, Any] = {}
-
-  def __getitem__(self, name: str) -> Any:
-    return self._held[name]
-
-  def __setitem__(self, name: str, value: Any) -> None:
-    options.text("run", "summary", name, "a text for each key")
-    made = values.plain("run: summary", value, name)
-    self._run._change(self._held, name, made)  # pyright: ignore[reportPrivateUsage]
-
-  def __delitem__(self, name: str) -> None:
-    del self._held[name]
-    self._run._write()  # pyright: ignore[reportPrivateUsage]
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(list(self._held))
-
-  def __len__(self) -> int:
-    return len(self._held)
-
-  def __repr__(self) -> str:
-    return repr(self._held)
 
 
 class Run(Stays):
@@ -80,7 +51,7 @@ class Run(Stays):
     config: as given, as JSON has it.
     notes: as given.
     tags: as given.
-    summary: a mapping of results by name, which is in the folder at once.
+    summary: a mapping of results by name, which are in the folder at once, as JSON has them.
     state: "new", "running", "finished" or "crashed".
   """
 
@@ -90,7 +61,8 @@ class Run(Stays):
     self, name: str, folder: str, config: dict[str, Any], notes: str, tags: tuple[str, ...]
   ) -> None:
     self.name, self.config, self.notes, self.tags = name, config, notes, tags
-    self.summary: MutableMapping[str, Any] = Summary(self)
+    self._results: dict[str, Result] = {}
+    self.summary: MutableMapping[str, Any] = Summary(self._results, self._change)
     self.state = "new"
     self.folder: Path = Path(folder)
     self._above = folder
@@ -120,7 +92,6 @@ class Run(Stays):
       self.folder = self._shared_folder()
       self._process, self.state = files.this_process(), "running"
       self._times["started_ns"] = time.time_ns()
-      self._write()
       _open.append(self)
     try:
       self._begin()
@@ -131,6 +102,8 @@ class Run(Stays):
 
   def _begin(self) -> None:
     """Has streams for all channels, and hears of alerts and checks."""
+    self._write()
+    alert.deliver(Wait(_SECONDS), anew=True)  # what came before is not the run's
     opened.begin(
       opened.OpenRun(self.name, str(self.folder), self.config, self.notes, self.tags)
     )  # fmt: skip
@@ -163,34 +136,64 @@ class Run(Stays):
       self._leave(own or error)
 
   def _leave(self, error: BaseException | None) -> None:
-    """Takes the streams out, and says how the run ended."""
+    """Takes the streams out, and says how the run ended; the run is closed whatever fails.
+
+    An `error` that ends the block gets a failure as a note.
+
+    Raises:
+      BaseException: what failed, without such an error; Ctrl-C with one, too.
+    """
+    cause = error
+    for step in (self._let_go, self._end):
+      try:
+        step(cause)
+      except BaseException as late:  # noqa: BLE001 - raised below, or a note
+        if cause is None or not foreign.is_a(late, Exception):
+          cause = late
+        else:
+          foreign.add_note(cause, f"callgate: {self!r}: {foreign.said_by(late)}")
+    if cause is not None and cause is not error:
+      raise cause
+
+  def _let_go(self, error: BaseException | None) -> None:
+    """Takes the streams and listeners out; delivers first what waits."""
     _part.off("channel closed", _stand_in)
     _part.off("channel named", _stand_in)
+    seconds = None if error is None else _SECONDS
     try:
+      alert.deliver(Wait(seconds), anew=True)
       for one in channel.open_channels().values():
         if channel.stands_in(one):
           one._close(None)  # pyright: ignore[reportPrivateUsage]
         else:
-          channel.flushed(one, None if error is None else _SECONDS)
+          channel.flushed(one, seconds)
     finally:
-      channel.unwatch(self._stream_of, wait=True)
-      self._drop_empty()
       _part.off("alert", self._note_alert)
       _part.off("check failed", self._note_check)
-      with self._lock:
-        self._write()  # knobs as they are now
-        self.state = "finished"
-        if error is not None and not _is_good_exit(error):
-          self._crash(error)
-        self._times["ended_ns"] = time.time_ns()
-      opened.begin(None)
-      with _opening:
-        _open.clear()
+      channel.unwatch(self._stream_of, wait=True)
+      self._drop_empty()
+
+  def _end(self, error: BaseException | None) -> None:
+    """Writes how the run ended; it is closed also where that fails, and has crashed by it."""
+    with self._lock:
+      self._knobs = _numbers_of_knobs()
+      self.state = "finished"
+      if error is not None and not _is_good_exit(error):
+        self._crash(error)
+      self._times["ended_ns"] = time.time_ns()
+    opened.begin(None)
+    with _opening:
+      _open.clear()
+    try:
       self._write()
+    except BaseException as late:
+      if self.state == "finished":
+        self._crash(late)
+      raise
 
   def _crash(self, error: BaseException) -> None:
     self.state = "crashed"
-    if (original := original_of(error)) is not error:  # a gate's, in JAX's
+    if (original := failures.original_of(error)) is not error:  # a gate's, in JAX's
       error = original
     self._error = foreign.said_by(error)
     self._traceback = foreign.traceback_of(error)[-_TRACEBACK:]
@@ -227,7 +230,7 @@ class Run(Stays):
         raise GateError("run: expected process 0 to make the folder, got none: it has ended")
     return Path(folder)
 
-  def _note_alert(self, one: Alert) -> None:
+  def _note_alert(self, one: alert.Alert) -> None:
     about = {"time_ns": one.time_ns, "text": str(one), "message": one.message}
     about |= {"lane": list(one.lane), "left_out": one.left_out}
     self._note(self._alerts, about)
@@ -239,17 +242,30 @@ class Run(Stays):
     with self._lock:
       if len(kept) < _MOST:
         kept.append(about)
-        self._write()
+        try:
+          self._write()
+        except OSError as error:  # a barrier's: the other listeners hear of it all the same
+          failures.keep_consumer_error(error, f"callgate: raised in {self!r}")
 
-  def _change(self, held: dict[str, Any], name: str, value: Any) -> None:
+  def _change(self, name: str, result: Result | None) -> None:
+    """Puts a result in, or takes it out for None; nothing changes where that can't be written."""
     if self._process and self._process["id"] != os.getpid():
       here = f"got process {os.getpid()}, which was forked from it"
       raise GateError(f"run: expected process {self._process['id']}, whose run it is, {here}")
     with self._lock:
-      held[name] = value
-      self._write()
-    if self.state == "running":
-      _part.tell("summary", name, value)
+      before = dict(self._results)
+      if result is None:
+        del self._results[name]
+      else:
+        self._results[name] = result
+      try:
+        self._write()
+      except BaseException:
+        self._results.clear()
+        self._results.update(before)
+        raise
+    if result is not None and self.state == "running":
+      _part.tell("summary", name, result.plain)
 
   def _write(self) -> None:
     """Writes run.json; of several processes the first does."""
@@ -259,15 +275,20 @@ class Run(Stays):
       return
     with self._lock:
       if self.state == "running":
-        self._knobs = {name: values.plain("knob", one.value) for name, one in knob.live().items()}
+        self._knobs = _numbers_of_knobs()
       about = {
         "name": self.name, "state": self.state, "error": self._error, "traceback": self._traceback,
         **self._times, "config": self.config, "notes": self.notes, "tags": list(self.tags),
-        "summary": dict(self.summary), "alerts": self._alerts, "checks": self._checks,
-        "knobs": self._knobs, "process": self._process,
+        "summary": {name: one.plain for name, one in self._results.items()},
+        "alerts": self._alerts, "checks": self._checks, "knobs": self._knobs,
+        "process": self._process,
         "processes": 1 if several is None else several.count,
       }  # fmt: skip
       files.write(self.folder, about)
+
+
+def _numbers_of_knobs() -> dict[str, Any]:
+  return {name: values.plain("knob", one.value) for name, one in knob.live().items()}
 
 
 def _is_good_exit(error: BaseException) -> bool:
@@ -345,7 +366,10 @@ class Runs(Part):
     del wait
     if phase == "deliver":
       for one in list(_open):
-        one._leave(GateError("the process ended within the block"))  # pyright: ignore[reportPrivateUsage]
+        error = GateError("the process ended within the block")
+        one._leave(error)  # pyright: ignore[reportPrivateUsage]
+        for note in foreign.notes_of(error):
+          print(note, file=sys.stderr)
 
   def forked(self) -> None:
     """The run is the parent's."""

@@ -54,18 +54,25 @@ def plain(label: str, value: Any, key: str = "", depth: int = 0) -> Any:
   if depth >= _DEEPEST:
     raise _refused(label, key, f"more than {_DEEPEST} levels")
   if isinstance(value, Mapping):
-    items = cast("Mapping[Any, Any]", value).items()
-    made: dict[str, Any] = {}
-    for name, one in items:
-      if not isinstance(name, (str, int, float)):
-        raise _refused(label, key, f"the key {foreign.repr_of(name)}, which is no text")
-      inner = f"{key}.{name}" if key else str(name)
-      made[str(name)] = plain(label, one, inner, depth + 1)
-    return made
+    return _mapping(label, cast("Mapping[Any, Any]", value), key, depth)
   if isinstance(value, (list, tuple, set, frozenset)):
     several = cast("list[Any]", list(value))
-    return [plain(label, one, f"{key}[{i}]", depth + 1) for i, one in enumerate(several)]
+    made = [plain(label, one, f"{key}[{i}]", depth + 1) for i, one in enumerate(several)]
+    return made if isinstance(value, (list, tuple)) else sorted(made, key=repr)
   raise _refused(label, key, foreign.repr_of(value))
+
+
+def _mapping(label: str, given: Mapping[Any, Any], key: str, depth: int) -> dict[str, Any]:
+  made: dict[str, Any] = {}
+  for name, one in given.items():
+    where = f"{label}: {f'{key!r}: ' if key else ''}key {foreign.repr_of(name)}"
+    if not isinstance(name, (str, int, float)):
+      raise GateDefinitionError(f"{where}: expected a text for each key")
+    if str(name) in made:
+      raise GateDefinitionError(f"{where}: expected one key of a text, got another {str(name)!r}")
+    inner = f"{key}.{name}" if key else str(name)
+    made[str(name)] = plain(label, one, inner, depth + 1)
+  return made
 
 
 def _fields(value: Any) -> Any:

@@ -18,7 +18,6 @@ from callgate import _callgate
 from callgate._call.function import ArrayFunction
 from callgate._core import options, registry
 from callgate._core.errors import GateDefinitionError
-from callgate._core.levels import encode_levels
 from callgate._core.public import Public, Uncopied, core
 from callgate._core.where import Where, where
 from callgate._jax import execution
@@ -250,9 +249,7 @@ def _put(knob: Knob, number: Any) -> None:
 def _send(channel: Channel, name: str, number: Any) -> None:
   """Sends what a knob holds to whoever reads the run, as `knob:NAME`."""
   site = _site.TapSite(tree=jax.tree.structure(0), name=f"knob:{name}", dtypes=(None,))
-  held = _site.encode(site, transforms=(), role="primal", repeated=False)
-  held["batch"] = encode_levels(())
-  tap_of(channel).handle.send(repr((held["spec"], held["tap"])), held, -1, [number])
+  _site.send(tap_of(channel), site, [number])
 
 
 def live() -> dict[str, Knob]:

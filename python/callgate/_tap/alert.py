@@ -23,10 +23,11 @@ from callgate._core import dtypes, failures, foreign, masked, opened, options, s
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import Closing
 from callgate._jax import refs
-from callgate._part import Part
+from callgate._part import Part, Wait
+from callgate._runtime import barrier
 from callgate._tap import delivery, kinds, tap, target
 from callgate._tap.records import TapInfo
-from callgate._tap.site import TapSite
+from callgate._tap.site import TapSite, send
 
 _BURST, _A_SECOND = 100, 1.0  # alerts of one text: so many at once, then so many a second
 _TEXTS = 1024  # of which the counts are kept
@@ -46,7 +47,8 @@ class Alert(str):
     time_ns: wall clock, in nanoseconds since the Unix epoch.
     lane: the index in each vmapped level, outermost first; () without vmap.
     device: global id of the device.
-    left_out: how many alerts of this message were left out before it, as they came too fast.
+    left_out: how many alerts of this message were left out before it, as they came too fast. If
+      none comes after them, the last of them comes where `barrier()` or a run's block waits.
   """
 
   message: str
@@ -78,11 +80,26 @@ class AlertListener(Closing):
     with _lock:
       _listeners.append(self)
 
+  def __exit__(self, *exception: object) -> None:
+    self._close(waits=exception[0] is None)  # programs may wait for what an exception has left out
+
   def close(self) -> None:
-    """The function gets no more alerts."""
-    with _lock:
-      if self in _listeners:
-        _listeners.remove(self)
+    """The function gets the alerts of all programs dispatched so far, and then no more.
+
+    In a consumer, which a program may wait for, it is taken out at once.
+    """
+    self._close(waits=True)
+
+  def _close(self, *, waits: bool) -> None:
+    try:
+      if self in _listeners and _may_deliver():
+        if waits:
+          barrier.wait_for_programs()
+        deliver(Wait(None))
+    finally:
+      with _lock:
+        if self in _listeners:
+          _listeners.remove(self)
 
 
 def on_alert(function: Callable[[Alert], Any]) -> AlertListener:
@@ -104,6 +121,7 @@ def on_alert(function: Callable[[Alert], Any]) -> AlertListener:
 
   Returns:
     A context manager, at whose end the function is taken out, with `close()`, which does it, too.
+    Both wait first for the programs dispatched so far, and the function gets their alerts.
   """
   options.function("on_alert", "function", function)
   signatures.refuse_unrun("on_alert: function: expected a function", function)
@@ -132,7 +150,8 @@ def alert(predicate: Any, text: str, /, **values: Any) -> None:
 
   Args:
     predicate: a traced bool of shape (); under vmap each lane's. Each time it is True is an alert;
-      of one text a hundred at once and then one a second, which says how many were left out.
+      of one text a hundred at once and then one a second, which says how many were left out before
+      it (`Alert.left_out`). A barrier tells of those that none has come after.
     text: what it says. Fields such as `{loss}` are filled from `values`.
     **values: arrays.
 
@@ -162,28 +181,68 @@ class _Counts:
   """How many alerts of each text may come yet, and how many were left out."""
 
   def __init__(self) -> None:
-    # By text: the room that is left, as of which time, and how many were left out.
-    self._by_text: collections.OrderedDict[str, tuple[float, int, int]] = collections.OrderedDict()
+    # By text: the room that is left, as of which time, how many were left out, the last of these.
+    self._by_text: collections.OrderedDict[str, tuple[float, int, int, Any]] = (
+      collections.OrderedDict()
+    )
+    self._evicted: list[tuple[Any, int]] = []
+    self.waiting = (
+      0  # that were left out, and for which no later one stands. Any thread may read it
+    )
 
-  def left_out(self, text: str, time_ns: int) -> int | None:
-    """How many were left out before this one; None if it is, too."""
-    room, before, count = self._by_text.pop(text, (float(_BURST), time_ns, 0))
+  def left_out(self, text: str, time_ns: int, given: Any = None) -> int | None:
+    """How many were left out before this one, `given`; None if it is, too."""
+    room, before, count, _ = self._by_text.pop(text, (float(_BURST), time_ns, 0, None))
     room = min(float(_BURST), room + max(0, time_ns - before) * 1e-9 * _A_SECOND)
     comes = room >= 1
-    self._by_text[text] = (room - 1, time_ns, 0) if comes else (room, time_ns, count + 1)
+    self.waiting += -count if comes else 1
+    self._by_text[text] = (
+      (room - 1, time_ns, 0, None) if comes else (room, time_ns, count + 1, given)
+    )
     if len(self._by_text) > _TEXTS:
-      self._by_text.popitem(last=False)
+      _, (_, _, waiting, last) = self._by_text.popitem(last=False)
+      if waiting:
+        self._evicted.append((last, waiting))
     return count if comes else None
+
+  def take(self, *, of_all: bool) -> list[tuple[Any, int]]:
+    """The last one that was left out of a text, and how many were: of texts that are forgotten."""
+    taken, self._evicted = self._evicted, []
+    for text, (room, before, count, last) in self._by_text.items() if of_all else ():
+      if count:
+        taken.append((last, count))
+        self._by_text[text] = room, before, 0, None
+    self.waiting -= sum(count for _, count in taken)
+    return taken
+
+  def clear(self) -> None:
+    """Begins anew, once all are taken."""
+    self._by_text.clear()
 
 
 _counts = _Counts()  # one thread: that of taps to functions
 
 
 def _take(value: Any, info: TapInfo) -> None:
-  """Makes an alert of a record, and hands it on."""
-  (message, shown), values = split.joined(value)
-  if (left_out := _counts.left_out(message, info.time_ns)) is None:
-    return
+  """Makes alerts of a record: one, if it does not come too fast; or of all that were left out.
+
+  The latter if a bool is sent: True if all counts begin anew.
+  """
+  given = split.joined(value)
+  is_report = isinstance(given, bool)
+  if not is_report:
+    left_out = _counts.left_out(given[0][0], info.time_ns, (given, info))
+    if left_out is not None:
+      _tell(given, info, left_out)
+  for (last, about), count in _counts.take(of_all=is_report):
+    _tell(last, about, count - 1)
+  if is_report and given:
+    _counts.clear()
+
+
+def _tell(given: Any, info: TapInfo, left_out: int) -> None:
+  """Hands an alert on."""
+  (message, shown), values = given
   try:
     with np.printoptions(**dict(shown)):
       text = message.format(**values)
@@ -203,6 +262,28 @@ def _take(value: Any, info: TapInfo) -> None:
       failures.keep_consumer_error(error, where)
 
 
+def _may_deliver() -> bool:
+  """True if there may be alerts, which this thread can wait for."""
+  here = _callgate.delivers_here() or _callgate.channels_abandoned()
+  return _tap.cache_info().currsize > 0 and not here
+
+
+def deliver(wait: Wait, *, anew: bool = False) -> None:
+  """Tells of all alerts that programs have sent, also of those that were left out.
+
+  With `anew` the limit of each text begins again. On a channel's thread, which would wait for
+  itself, it does nothing.
+  """
+  if not _may_deliver():
+    return
+  records = target.start_channel(target.DEFAULT)
+  there = wait.until(_callgate.drain_devices) and wait.until(records.flush)
+  if there and (_counts.waiting or anew):
+    tree = jax.tree.structure(split.Static(anew))
+    send(_tap(), TapSite(tree=tree, name="alert", dtypes=()), [])  # `_take` makes alerts of it
+    wait.until(records.flush)
+
+
 @functools.cache
 def _tap() -> target.Tap:
   _take.__name__ = _take.__qualname__ = "alert"  # in messages
@@ -217,3 +298,7 @@ class Alerts(Part):
 
   def define(self, name: str) -> Any:
     return _tap() if name == _NAME else None
+
+  def settle(self, wait: Wait) -> bool:
+    deliver(wait)
+    return True  # the barrier says whose records still wait

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from callgate._core import attributes, encoding, exact
-from callgate._core.levels import Numbered
+from callgate._core.levels import Numbered, encode_levels
 from callgate._tap import kinds
 from callgate._tap.records import leaf_paths
 
@@ -96,6 +96,13 @@ def encode(
     },
     "padded": attributes.listed({"leaf": np.int64(index)} for index in site.logical),
   }  # fmt: skip
+
+
+def send(tap: Any, site: TapSite, arrays: Arrays) -> None:
+  """Sends a record that no program sends."""
+  held = encode(site, transforms=(), role="primal", repeated=False)
+  held["batch"] = encode_levels(())
+  tap.handle.send(repr((held["spec"], held["tap"])), held, -1, [*arrays])
 
 
 def _arguments(site: TapSite) -> Any:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -20,6 +22,7 @@ import pytest
 from waiting import until
 
 import callgate as cg
+from callgate._core import opened
 from callgate._runs import files
 
 
@@ -150,6 +153,51 @@ def test_alerts_checks_and_knobs_are_in_its_file(tmp_path):
   assert said(run)["state"] == "finished"
 
 
+@pytest.mark.parametrize("error", [None, ValueError("the block's")])
+def test_alerts_that_were_left_out_are_told_at_the_end(error, tmp_path):
+  run = cg.run("r", folder=tmp_path)
+  text = f"left out of {error}"
+
+  def block() -> None:
+    with run:
+      jax.vmap(lambda x: cg.alert(x >= 0, text))(jnp.arange(130))
+      if error is not None:
+        raise error
+
+  with contextlib.nullcontext() if error is None else pytest.raises(ValueError):
+    block()
+  assert sum(1 + one["left_out"] for one in said(run)["alerts"]) == 130
+
+
+def test_each_run_counts_alerts_anew(tmp_path):
+  flood = jax.jit(jax.vmap(lambda x: cg.alert(x >= 0, "a flood")))
+  flood(jnp.arange(130))
+  for _ in range(2):
+    with cg.run("r", folder=tmp_path) as run:
+      flood(jnp.arange(130))
+    assert [one["left_out"] for one in said(run)["alerts"]] == [0] * 100 + [29]
+  heard: list[Any] = []
+  with cg.on_alert(heard.append):
+    flood(jnp.arange(3))
+    cg.barrier()
+  assert len(heard) == 3
+
+
+def test_alerts_from_before_the_block_are_not_the_runs(tmp_path):
+  heard: list[Any] = []
+
+  def hear(one: Any) -> None:
+    time.sleep(0.05)  # the others wait
+    heard.append((str(one), opened.run() is None))
+
+  with cg.on_alert(hear):
+    jax.vmap(lambda x: (cg.alert(x >= 0, "before"), x)[1])(jnp.arange(5)).block_until_ready()
+    with cg.run("r", folder=tmp_path) as run:
+      cg.alert(True, "within")
+  assert heard == [("before", True)] * 5 + [("within", False)]
+  assert [one["text"] for one in said(run)["alerts"]] == ["within"]
+
+
 def test_a_knobs_changes_are_in_the_stream(tmp_path):
   rate = cg.knob("run.changes", 0.5)
   with cg.run("r", folder=tmp_path) as run:
@@ -170,6 +218,21 @@ def test_a_summary_is_a_mapping(tmp_path):
       run.summary[3] = 0
   run.summary["after"] = [1, 2]
   assert said(run)["summary"] == {"float32": 0.97, "best": {"step": 3}, "after": [1, 2]}
+
+
+def test_a_summary_reads_as_it_was_given(tmp_path):
+  given = {
+    "inf": float("inf"), "array": np.arange(3), "jax": jnp.float32(0.1), "path": Path("x"),
+    "pair": (1, {"a": float("nan")}), "set": {3},
+  }  # fmt: skip
+  with cg.run("r", folder=tmp_path) as run:
+    run.summary.update(given)
+  assert all(run.summary[name] is one for name, one in given.items())
+  assert repr(run.summary) == repr(given)
+  assert said(run)["summary"] == {
+    "inf": "Infinity", "array": "int64[3]: [0, 1, 2]", "jax": 0.1, "path": "x",
+    "pair": [1, {"a": "NaN"}], "set": [3],
+  }  # fmt: skip
 
 
 # -- its config ------------------------------------------------------------------------------------
@@ -204,12 +267,23 @@ def test_a_config_is_what_json_has(tmp_path):
     assert run.config == {"width": 5, "kind": "dict"}
 
 
+def test_equal_sets_are_equal_configs(tmp_path):
+  one, other = {0, 8}, {8, 0}  # which share a place of the table, so the first to come is first
+  assert list(one) != list(other)
+  for numbers in (one, other):
+    config = {"a": numbers, "b": [frozenset(numbers), {"tanh", "relu"}]}
+    with cg.run("r", folder=tmp_path, config=config) as run:
+      assert run.config == {"a": [0, 8], "b": [[0, 8], ["relu", "tanh"]]}
+
+
 def test_what_json_has_not_is_refused_by_its_key(tmp_path):
   deep: list[Any] = []
   deep.append(deep)
   for config, words in (
     ({"a": {"b": [1, object()]}}, r"run: config: 'a.b\[1\]': expected numbers.*got <object"),
-    ({"a": {(1, 2): 3}}, r"run: config: 'a': .*got the key \(1, 2\), which is no text"),
+    ({"a": {(1, 2): 3}}, r"run: config: 'a': key \(1, 2\): expected a text for each key"),
+    ({None: 3}, r"run: config: key None: expected a text for each key"),
+    ({"1": 1, 1: 2}, r"run: config: key 1: expected one key of a text, got another '1'"),
     ({"deep": deep}, "more than 32 levels"),
     ([1], r"run: config: expected a mapping by name or a dataclass, got \[1\]"),
   ):
@@ -398,6 +472,75 @@ def test_a_folder_that_can_not_be_made_is_an_error_and_no_run_is_open(tmp_path):
   assert (run.state, run.folder.name) == ("crashed", "r-3")
   with cg.run("r", folder=tmp_path):
     pass
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("the block's"), SystemExit(0)])
+def test_a_run_whose_folder_is_gone_is_closed_all_the_same(error, tmp_path):
+  run = cg.run("r", folder=tmp_path)
+
+  def block() -> None:
+    with run:
+      step(1.0)
+      shutil.rmtree(run.folder)
+      if error is not None:
+        raise error
+
+  with pytest.raises(OSError if error is None else type(error)) as caught:
+    block()
+  if error is not None:
+    assert caught.value is error
+    assert "<callgate.run 'r', " in error.__notes__[0]
+    assert "FileNotFoundError" in error.__notes__[0]
+  assert run.state == "crashed"
+  with cg.run("next", folder=tmp_path) as run:
+    pass
+  assert said(run)["state"] == "finished"
+
+
+def test_a_result_that_can_not_be_written_is_refused_and_leaves_the_others(tmp_path):
+  with cg.run("r", folder=tmp_path) as run:
+    run.summary["a"] = 1
+    (run.folder / "run.json").rename(run.folder / "kept")
+    (run.folder / "run.json").mkdir()
+    with pytest.raises(OSError):
+      run.summary["b"] = 2
+    with pytest.raises(OSError):
+      run.summary["a"] = 3
+    with pytest.raises(OSError):
+      del run.summary["a"]
+    (run.folder / "run.json").rmdir()
+    assert dict(run.summary) == {"a": 1}
+    run.summary["c"] = 4
+  assert (said(run)["state"], said(run)["summary"]) == ("finished", {"a": 1, "c": 4})
+
+
+def test_an_alert_that_can_not_be_written_is_told_and_is_the_barriers_error(tmp_path):
+  heard: list[Any] = []
+  with cg.on_alert(heard.append), cg.run("r", folder=tmp_path) as run:
+    (run.folder / "run.json").unlink()
+    (run.folder / "run.json").mkdir()
+    cg.alert(True, "look")
+    with pytest.raises(OSError):
+      cg.barrier()
+    (run.folder / "run.json").rmdir()
+  assert heard == ["look"]
+  assert [one["text"] for one in said(run)["alerts"]] == ["look"]
+
+
+GONE = """
+import shutil, sys
+import callgate as cg
+run = cg.run("r", folder=sys.argv[1]).__enter__()
+shutil.rmtree(run.folder)
+"""
+
+
+def test_a_folder_that_is_gone_at_the_end_of_the_process_is_a_line(tmp_path):
+  process = interpreters.start(GONE, tmp_path, environment={"JAX_PLATFORMS": "cpu"})
+  _, errors = process.communicate(timeout=60)
+  assert process.returncode == 0
+  assert errors.startswith("callgate: <callgate.run 'r', crashed, in ")
+  assert errors.count("\n") == 1
 
 
 def test_a_channel_that_nobody_reads_holds_nothing_up(tmp_path):

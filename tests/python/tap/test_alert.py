@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,6 +115,53 @@ def test_a_callback_is_taken_out_and_an_error_of_one_leaves_the_others(seen):
   assert (seen, others) == (["one", "two"], ["one"])
 
 
+@pytest.mark.parametrize("count", [3, 130])
+@pytest.mark.parametrize("ends", ["block", "close", "exception"])
+def test_its_end_delivers_the_alerts_so_far(ends, count):
+  heard: list[Any] = []
+  text = f"at the end: {ends}, {count}"
+
+  def slow(one: Any) -> None:
+    time.sleep(0.001)
+    heard.append(one)
+
+  @jax.jit
+  def flood() -> Any:
+    waited = cg.call(lambda: time.sleep(0.05) or np.int32(0), np.int32(0), effect="io")
+    jax.lax.map(lambda x: cg.alert(x >= waited, text), jnp.arange(count))
+    return waited
+
+  def block() -> None:
+    with cg.on_alert(slow) as listener:
+      out = flood()
+      if ends == "close":
+        listener.close()
+      elif ends == "exception":
+        out.block_until_ready()
+        raise ValueError("the block's")
+
+  with pytest.raises(ValueError) if ends == "exception" else contextlib.nullcontext():
+    block()
+  assert sum(1 + one.left_out for one in heard) == count
+  flood()
+  cg.barrier()
+  assert sum(1 + one.left_out for one in heard) == count
+
+
+def test_a_function_may_take_itself_out(seen):
+  heard: list[Any] = []
+
+  def once(one: Any) -> None:
+    heard.append(one)
+    listener.close()
+
+  listener = cg.on_alert(once)
+  for _ in range(2):
+    cg.alert(True, "once")
+    cg.barrier()
+  assert (heard, seen) == (["once"], ["once", "once"])
+
+
 def test_alerts_of_one_text_that_come_too_fast_are_counted():
   counts = alert._Counts()
   second = 10**9
@@ -126,6 +175,33 @@ def test_alerts_of_one_text_that_come_too_fast_are_counted():
   for number in range(2000):
     counts.left_out(str(number), 0)
   assert len(counts._by_text) == 1024
+
+
+def repeated(count: int, text: str = "again {x}") -> None:
+  jax.jit(lambda: jax.lax.map(lambda x: cg.alert(x >= 0, text, x=x), jnp.arange(count)))()
+
+
+def test_a_barrier_tells_of_alerts_that_were_left_out(seen):
+  for text in ("again {x}", "others {x}"):
+    for rest in (150, 7):
+      seen.clear()
+      repeated(rest, text)
+      cg.barrier()
+      assert sum(1 + one.left_out for one in seen) == rest
+      assert seen[-1] == text.format(x=rest - 1)
+  seen.clear()
+  cg.barrier()
+  assert seen == []
+
+
+def test_a_text_that_is_forgotten_is_told_of_before():
+  counts = alert._Counts()
+  for number in range(150):
+    counts.left_out("a", 0, number)
+  assert (counts.waiting, counts.take(of_all=False)) == (50, [])
+  for number in range(1024):
+    counts.left_out(str(number), 0)
+  assert (counts.take(of_all=False), counts.waiting) == ([(149, 50)], 0)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
