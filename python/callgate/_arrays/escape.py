@@ -65,6 +65,8 @@ def settle(
   text = "What was kept now holds a private copy of the data"
   if any(rescue.released for rescue in rescues):
     text += "; a memoryview, which can't, was released"
+  if any(rescue.deleted for rescue in rescues):
+    text += "; a jax.Array, which can't, was deleted"
   text += "."
   if unsafe:
     holders = sorted({name for rescue in unsafe for name in rescue.holders()})
@@ -171,6 +173,7 @@ def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:
     array = jax_arrays.get(view, lambda: None)()
     if array is not None:
       array.delete()
+      rescue.deleted = True
       del array
       _await_xla(view, until_dropped=True)
     view._detach()
@@ -202,6 +205,7 @@ class _Rescue:
   on_gpu: bool = False
   remaining: bool = False  # whether somebody unknown still refers to the view or to an array of it
   released: bool = False  # whether memoryviews were
+  deleted: bool = False  # whether a jax.Array was
   arrays: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
   # How many references are known to be harmless, by what is referred to; which holders are not.
   harmless: Counter[int] = dataclasses.field(default_factory=Counter[int])

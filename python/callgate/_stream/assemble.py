@@ -109,6 +109,10 @@ class _Shard:
     self.leaves, self.tree = jax.tree.flatten(value)
     self.parts = None if parts is None else self.tree.flatten_up_to(parts)
     self.shapes: Sequence[Any] = () if parts is None else self.tree.flatten_up_to(shapes)
+    # Under `jax.pmap` the whole is the devices' values, stacked along an axis that these lack.
+    if parts is not None:
+      pairs = zip(self.leaves, self.shapes, strict=True)
+      self.leaves = [x[None] if len(shape) > np.ndim(x) else x for x, shape in pairs]
 
 
 def _check_alike(shards: Sequence[_Shard]) -> None:

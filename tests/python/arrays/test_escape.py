@@ -537,3 +537,17 @@ def test_a_call_within_a_call_of_its_own_site_has_views_of_its_own() -> None:
   )
   compiled = jax.jit(lambda x: gate(x)).lower(numbers(4)).compile()
   np.testing.assert_array_equal(compiled(numbers(4)), 5 * numbers(4) + 90)
+
+
+def test_a_jax_array_that_was_kept_is_deleted_and_the_message_says_so() -> None:
+  kept: list[Any] = []
+
+  def keep(x: Any) -> Any:
+    kept.append(x)
+    return x
+
+  gate = cg.gate(keep, out=lambda x: x, arrays="jax")
+  said = r"a jax\.Array, which can't, was deleted"
+  with pytest.raises(cg.EscapedViewError, match=said), cg.errors():
+    jax.jit(gate)(jnp.ones(3))
+  assert kept[0].is_deleted()

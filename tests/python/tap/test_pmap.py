@@ -66,6 +66,16 @@ def test_of_each_leaf_and_lane() -> None:
     np.testing.assert_array_equal(stacked(of_lane, lambda tree: tree["sum"]), XS[:, lane].sum(-1))
 
 
+def test_records_are_assembled_as_shards_are() -> None:
+  with cg.channel("pmap.whole") as channel:
+    records = channel.records()
+    jax.pmap(lambda x: cg.tap({"x": x, "sum": x.sum()}, channel))(XS)
+    cg.barrier()
+  whole = cg.assemble(records)
+  np.testing.assert_array_equal(whole["x"], XS)
+  np.testing.assert_array_equal(whole["sum"], XS.sum((1, 2)))
+
+
 def test_batches_have_the_numbers_of_shards() -> None:
   seen: Seen = []
   with cg.channel("pmap.batch", to=lambda value, info: seen.append((value, info)), batch=True):
