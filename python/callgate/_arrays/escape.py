@@ -10,6 +10,7 @@ then on. This is the slow path of a mistake (or of an exception whose frames hol
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import inspect
@@ -306,8 +307,12 @@ def _owner(item: Any) -> Any:
 # only deleted; and none can be told by its address, which the program's own input may share. Under
 # the GIL: single steps.
 jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# The same by their ids. Under the GIL: single steps; emptied by the end of each array.
-_views: dict[int, weakref.ref[Any]] = {}
+# The same by their ids. Under the GIL: single steps; the next view takes those out whose arrays have
+# died. They die into a list: a callback in Python might swallow the exception of a signal's handler.
+_views: dict[int, weakref.KeyedRef[int, Any]] = {}
+_dead: list[
+  weakref.KeyedRef[int, Any]
+] = []  # under the GIL: single steps; emptied by the next view
 _making: set[int] = set()  # threads that make one. Under the GIL: single steps; emptied by these
 _XLA_SECONDS = 30.0
 
@@ -318,8 +323,13 @@ def view_of(buffer: Any, make: Callable[[], jax.Array]) -> jax.Array:
   _making.add(thread)
   try:
     array = make()
-    key = id(array)
-    jax_arrays[buffer] = _views[key] = weakref.ref(array, lambda _: _views.pop(key, None))
+    with contextlib.suppress(IndexError):
+      while _dead:
+        dead = _dead.pop()
+        if _views.get(dead.key) is dead:
+          del _views[dead.key]
+    view = weakref.KeyedRef[int, Any](array, _dead.append, id(array))
+    jax_arrays[buffer] = _views[view.key] = view
   finally:
     _making.discard(thread)
   return array
