@@ -307,12 +307,11 @@ def _owner(item: Any) -> Any:
 # only deleted; and none can be told by its address, which the program's own input may share. Under
 # the GIL: single steps.
 jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# The same by their ids. Under the GIL: single steps; the next view takes those out whose arrays have
-# died. They die into a list: a callback in Python might swallow the exception of a signal's handler.
+# The same by their ids. Under the GIL: single steps; emptied by the next view of those that died. A
+# callback in Python's code might swallow the exception of a signal's handler.
 _views: dict[int, weakref.KeyedRef[int, Any]] = {}
-_dead: list[
-  weakref.KeyedRef[int, Any]
-] = []  # under the GIL: single steps; emptied by the next view
+# Views that died. Under the GIL: single steps; emptied by the next view.
+_dead: list[weakref.KeyedRef[int, Any]] = []
 _making: set[int] = set()  # threads that make one. Under the GIL: single steps; emptied by these
 _XLA_SECONDS = 30.0
 
