@@ -8,7 +8,6 @@ the open run, to trackers and pages (the event "alert"), and to the callbacks.
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from callgate._core.public import Closing
 from callgate._jax import refs
 from callgate._part import Part, Wait
 from callgate._runtime import barrier
-from callgate._tap import delivery, kinds, tap, target
+from callgate._tap import kinds, tap, target
 from callgate._tap.records import TapInfo
 from callgate._tap.site import TapSite, send
 
@@ -186,9 +185,8 @@ class _Counts:
       collections.OrderedDict()
     )
     self._evicted: list[tuple[Any, int]] = []
-    self.waiting = (
-      0  # that were left out, and for which no later one stands. Any thread may read it
-    )
+    # How many were left out, for which no later one stands. Any thread may read it.
+    self.waiting = 0
 
   def left_out(self, text: str, time_ns: int, given: Any = None) -> int | None:
     """How many were left out before this one, `given`; None if it is, too."""
@@ -265,7 +263,7 @@ def _tell(given: Any, info: TapInfo, left_out: int) -> None:
 def _may_deliver() -> bool:
   """True if there may be alerts, which this thread can wait for."""
   here = _callgate.delivers_here() or _callgate.channels_abandoned()
-  return _tap.cache_info().currsize > 0 and not here
+  return _callgate.is_registered(_NAME) and not here
 
 
 def deliver(wait: Wait, *, anew: bool = False) -> None:
@@ -284,12 +282,8 @@ def deliver(wait: Wait, *, anew: bool = False) -> None:
     wait.until(records.flush)
 
 
-@functools.cache
-def _tap() -> target.Tap:
-  _take.__name__ = _take.__qualname__ = "alert"  # in messages
-  consume = functools.partial(delivery.call_with_rows, delivery.Attached(_take))
-  target.start_channel(target.DEFAULT)
-  return target.Tap(_NAME, target.DEFAULT, _callgate.python_consumer(consume))
+# Locks itself: `_part.once`.
+_tap = target.own(_NAME, "alert", _take)
 
 
 @_part.joins("alerts")

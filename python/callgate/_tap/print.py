@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import string
@@ -13,12 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate import _callgate, _part
 from callgate._core import dtypes, errors, failures, options, split
 from callgate._core.encoding import is_open
 from callgate._jax import refs
 from callgate._part import Part, joins
-from callgate._tap import delivery, tap, target
+from callgate._tap import tap, target
 from callgate._tap.site import TapSite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -120,12 +118,8 @@ def _write(value: Any) -> None:
 _NAME = "tap:callgate.print"
 
 
-@_part.once
-def _tap() -> target.Tap:
-  _write.__name__ = _write.__qualname__ = "print"  # in messages
-  consume = functools.partial(delivery.call_with_rows, delivery.Attached(_write))
-  target.start_channel(target.DEFAULT)
-  return target.Tap(_NAME, target.DEFAULT, _callgate.python_consumer(consume))
+# Locks itself: `_part.once`.
+_tap = target.own(_NAME, "print", _write)
 
 
 class _Checker(string.Formatter):

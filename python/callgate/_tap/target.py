@@ -86,6 +86,18 @@ def of_function(function: Callable[..., Any]) -> Tap:
   return shared(_taps, ("function", *exact.identity(function)), make)
 
 
+def own(name: str, label: str, function: Callable[..., Any]) -> Callable[[], Tap]:
+  """A function that gives callgate's own tap of a name, made once; messages name it `label`."""
+
+  def make() -> Tap:
+    function.__name__ = function.__qualname__ = label
+    consume = functools.partial(delivery.call_with_rows, delivery.Attached(function))
+    start_channel(DEFAULT)
+    return Tap(name, DEFAULT, _callgate.python_consumer(consume))
+
+  return _part.once(make)
+
+
 def _why_not(function: Any) -> str:
   return (
     f"other processes don't have its function, {foreign.qualified_name(function)}. "
