@@ -343,7 +343,7 @@ def without_views(find: Callable[[], Iterable[Any]]) -> list[Any]:
   while True:
     with reading_frames:
       arrays = list(find())
-      # One that nobody has noted yet may be among them. A fork's child lacks its parent's threads.
+      # A view that is not noted yet may be among them. A fork's child lacks its parent's threads.
       if _making.isdisjoint(sys._current_frames()):  # pyright: ignore[reportPrivateUsage]
         return [array for array in arrays if not _is_view(array)]
       del arrays

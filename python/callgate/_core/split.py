@@ -92,12 +92,12 @@ class KeyNode:
   def of(cls, key: Any) -> KeyNode:
     """The node of a typed key, or of a ShapeDtypeStruct of one."""
     if not isinstance(key, jax.ShapeDtypeStruct):
-      return cls(_data(key), jax.random.key_impl(key))
+      return cls(jax.random.key_data(key), jax.random.key_impl(key))
     impls: list[Any] = []  # no tracer leaves the function
 
     def data(key: Any) -> Any:
       impls.append(jax.random.key_impl(key))
-      return _data(key)
+      return jax.random.key_data(key)
 
     return cls(jax.eval_shape(data, key), impls[0])
 
@@ -126,14 +126,13 @@ class KeyNode:
     return f"KeyNode({self.data!r}, {self.impl!r})"
 
 
-_data = jax.random.key_data
-
-
 def is_key(leaf: Any) -> bool:
   """True for a typed PRNG key, an array of them, or a ShapeDtypeStruct of one."""
-  if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or isinstance(leaf.dtype, np.dtype):
+  dtype = getattr(leaf, "dtype", None)
+  if dtype is None or isinstance(dtype, np.dtype):  # asked of each result of a call
     return False
-  return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  is_of_jax = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+  return is_of_jax and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_array(leaf: Any) -> bool:
@@ -263,7 +262,7 @@ def flatten_as(tree: Any, value: Any, label: str) -> list[Any] | None:
       if not isinstance(node, KeyNode) or impl != node.impl:
         expected = f"a key of {node.impl}" if isinstance(node, KeyNode) else "an array of numbers"
         raise ResultError(f"{label}: result {index}: expected {expected}, got a key of {impl}")
-      leaves[index] = _data(leaf)
+      leaves[index] = jax.random.key_data(leaf)
   return leaves
 
 

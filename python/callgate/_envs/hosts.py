@@ -161,6 +161,15 @@ class Host(Generic[U]):
     self._units.clear()
 
   # -- what steps and resets have in common --------------------------------------------------------
+  def _begun(self, info: Any, lanes: Any, levels: Levels) -> list[int]:
+    """The numbers of a call's environments, whose infos are empty so far."""
+    self._check_open()
+    if self._plan.info:
+      self._infos.clear(info)
+    if self._plan.autoreset == "same_step":
+      self._clear_final(info)
+    return self._real(lanes, levels)
+
   def _real(self, lanes: Any, levels: Levels = ()) -> list[int]:
     """The numbers of the environments; those that fill a call up come last."""
     stride = self._plan.count

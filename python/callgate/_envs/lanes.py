@@ -44,12 +44,8 @@ class EnvLanes(Host[_Lane]):
     levels: Levels,
   ) -> None:  # fmt: skip
     """Makes what is not there yet, and resets it with its seed."""
-    self._check_open()
     seen, info = out
-    numbers = self._real(lanes, levels)
-    self._infos.clear(info)
-    if self._plan.autoreset == "same_step":
-      self._clear_final(info)
+    numbers = self._begun(info, lanes, levels)
     values: list[Any] = []
     number = -1
     try:
@@ -72,16 +68,11 @@ class EnvLanes(Host[_Lane]):
 
   def step(self, out: Any, lanes: Any, actions: Any, *, levels: Levels) -> None:
     """Steps each environment; `EnvPlan.autoreset` says when one whose episode ends is reset."""
-    self._check_open()
     seen, *numeric, info, episodes = out
-    numbers = self._real(lanes, levels)
+    numbers = self._begun(info, lanes, levels)
     plan, have = self._plan, self._units
     stays = plan.autoreset == "disabled"
     notes = plan.episodes or plan.autoreset != "next_step" or self._video is not None
-    if plan.info:
-      self._infos.clear(info)
-    if plan.autoreset == "same_step":
-      self._clear_final(info)
     values: list[Any] = []
     rewards: list[Any] = []
     over: list[Any] = []

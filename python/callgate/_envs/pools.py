@@ -42,12 +42,8 @@ class EnvVectors(Host[_Vector]):
     levels: Levels,
   ) -> None:  # fmt: skip
     """Makes what is not there yet, and resets it with its seeds."""
-    self._check_open()
     seen, info = out
-    numbers = self._real(lanes, levels)
-    self._infos.clear(info)
-    if self._plan.autoreset == "same_step":
-      self._clear_final(info)
+    numbers = self._begun(info, lanes, levels)
     every = self._seeds(how, given, numbers)
     for number, rows in self._by_unit(numbers):
       which = None if mask is None else np.array(mask[rows])
@@ -97,14 +93,9 @@ class EnvVectors(Host[_Vector]):
 
   def step(self, out: Any, lanes: Any, actions: Any, *, levels: Levels) -> None:
     """Steps each vector environment, which resets its own where episodes end."""
-    self._check_open()
     seen, rewards, over, cut, info, episodes = out
-    numbers = self._real(lanes, levels)
+    numbers = self._begun(info, lanes, levels)
     plan = self._plan
-    if plan.info:
-      self._infos.clear(info)
-    if plan.autoreset == "same_step":
-      self._clear_final(info)
     for number, rows in self._by_unit(numbers):
       try:
         unit = self._existing(number)

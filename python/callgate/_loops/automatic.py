@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -35,6 +36,12 @@ def bar_of(kind: str, given: Mapping[str, Any]) -> Progress | None:
   return Automatic(desc=name, least=least)
 
 
+def lengths(xs: Any, length: Any) -> set[Any]:
+  """The numbers of steps that a `scan` is told by its arguments; they are to be one number."""
+  found = {jnp.shape(x)[0] for x in jax.tree.leaves(xs) if jnp.ndim(x)}
+  return found if length is None else found | {length}
+
+
 def _steps(kind: str, given: Mapping[str, Any]) -> float | None:
   """The number of a loop's steps; None where the program alone knows it, -inf for no bar."""
   if kind == "while_loop":
@@ -48,7 +55,6 @@ def _steps(kind: str, given: Mapping[str, Any]) -> float | None:
     with contextlib.suppress(TypeError, ValueError):
       return int(np.asarray(bounds[1])) - int(np.asarray(bounds[0]))
     return -math.inf
-  lengths = {np.shape(x)[0] for x in jax.tree.leaves(given.get("xs")) if np.ndim(x)}
-  lengths |= {given["length"]} if given.get("length") is not None else set()
-  only = lengths.pop() if len(lengths) == 1 else None
+  found = lengths(given.get("xs"), given.get("length"))
+  only = found.pop() if len(found) == 1 else None
   return int(only) if isinstance(only, (int, np.integer)) else -math.inf

@@ -277,8 +277,7 @@ def _scan_from(
 
 def _length(xs: Any, length: int | None) -> int:
   """The number of steps, as `jax.lax.scan` finds it."""
-  lengths = {jnp.shape(x)[0] for x in jax.tree.leaves(xs) if jnp.ndim(x)}
-  lengths |= {length} if length is not None else set()
+  lengths = automatic.lengths(xs, length)
   if len(lengths) != 1:
     raise GateDefinitionError(
       f"scan: expected one number of steps from xs and length, got {sorted(lengths)}"

@@ -248,9 +248,10 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
   Returns:
     The partition, for its last operand, and attributes; None where it is told otherwise.
   """
-  needs = gate.collective or gate.traits.by_lane
-  asks = gate.traits.by_lane or not lowering.is_partly_manual(context)  # others: `Sharded.ranked`
-  if not asks or not (needs or gate.traits.told_shard):
+  by_lane = gate.traits.by_lane
+  if not (by_lane or gate.collective or gate.traits.told_shard):
+    return None
+  if lowering.is_partly_manual(context) and not by_lane:  # there others are `Sharded.ranked`
     return None
   devices, mesh = lowering.device_count(context), lowering.mesh_axes(context)
   if lowering.is_partitioned(context) or devices == 1:

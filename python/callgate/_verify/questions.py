@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import dtypes
+from callgate._core import dtypes, split
 from callgate._core.errors import ResultError
 from callgate._runtime import config
 from callgate._verify.subject import (
@@ -22,7 +22,6 @@ from callgate._verify.subject import (
   Subject,
   count_text,
   difference,
-  is_key,
   said,
   tolerance,
 )
@@ -55,7 +54,7 @@ def _of_other_sizes(values: Sequence[Any]) -> Iterator[list[Any]]:
   """The arrays with all extents changed alike, filled with their own elements."""
   for change in (lambda n: n + 1 if n > 1 else n, lambda n: 2 * n):
     made = [tuple(change(n) for n in x.shape) for x in values]
-    if made != [x.shape for x in values] and not any(is_key(x) for x in values):
+    if made != [x.shape for x in values] and not any(split.is_key(x) for x in values):
       yield [np.resize(x, shape) for x, shape in zip(values, made, strict=True)]
 
 
@@ -100,7 +99,7 @@ def vmap(subject: Subject) -> str:
 def _stacked(row: Sequence[Any], axis: int | None) -> Any:
   if axis is None:
     return row[0]
-  return jnp.stack(row, axis) if is_key(row[0]) else np.stack(row, axis)
+  return jnp.stack(row, axis) if split.is_key(row[0]) else np.stack(row, axis)
 
 
 def _axes(subject: Subject) -> list[tuple[int | None, ...]]:
@@ -113,7 +112,7 @@ def _axes(subject: Subject) -> list[tuple[int | None, ...]]:
   found: list[tuple[int | None, ...]] = [
     tuple(0 if i in mask else None for i in range(count)) for mask in masks if mask
   ]
-  if not any(is_key(x) for x in values):
+  if not any(split.is_key(x) for x in values):
     found.append(tuple(x.ndim for x in values))
   return list(dict.fromkeys(found))
 

@@ -19,7 +19,7 @@ from callgate._call import derivatives, shapes
 from callgate._call.function import ArrayFunction
 from callgate._call.operation import Operation
 from callgate._call.site import CallSite
-from callgate._core import dtypes, foreign
+from callgate._core import dtypes, foreign, split
 from callgate._core.errors import EscapedViewError, InputWriteError, KernelError
 from callgate._core.public import core
 from callgate._gate.callee import GateCallee
@@ -66,7 +66,7 @@ class Subject:
     *given, self.static = self.core.given(self.args, dict(self.kwargs))
     leaves, self.tree = jax.tree.flatten(tuple(given))
     arrays = self._arrays(leaves)
-    kept = [x if is_key(x) else y for x, y in zip(leaves, arrays, strict=True)]
+    kept = [x if split.is_key(x) else y for x, y in zip(leaves, arrays, strict=True)]
     self._kept = [_on_host(x) for x in kept]
     with config(check_writes=True, check_memory=not self.is_gate):
       self.run(self.flat)
@@ -138,7 +138,10 @@ class Subject:
     """Arrays for each lane: the call's own, and others like them that the callable takes."""
     for kind in ("scaled", "same"):
       found = [[_lane(x, n, kind) for x in self._kept] for n in range(LANES)]
-      if not any(is_key(x) or dtypes.is_inexact(x.dtype) for x in found[0]) and kind == "scaled":
+      if (
+        not any(split.is_key(x) or dtypes.is_inexact(x.dtype) for x in found[0])
+        and kind == "scaled"
+      ):
         found = [[_rolled(x, n) for x in self._kept] for n in range(LANES)]
       try:
         for lane in found[1:]:
@@ -169,26 +172,21 @@ def said(error: BaseException) -> str:
   return foreign.said_by(error)
 
 
-def is_key(x: Any) -> bool:
-  """True for an array of PRNG keys."""
-  return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _on_host(x: Any) -> Any:
-  return x if is_key(x) else np.array(x)
+  return x if split.is_key(x) else np.array(x)
 
 
 def _on_device(x: Any) -> Any:
-  return x if is_key(x) else jnp.array(x)
+  return x if split.is_key(x) else jnp.array(x)
 
 
 def _has_nan(x: Any) -> bool:
-  return not is_key(x) and x.dtype.kind in "fc"
+  return not split.is_key(x) and x.dtype.kind in "fc"
 
 
 def _lane(x: Any, lane: int, kind: str) -> Any:
   """Scaled down, which keeps signs, order, definiteness and most ranges; whole numbers stay."""
-  if is_key(x) and kind == "scaled":
+  if split.is_key(x) and kind == "scaled":
     return jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), lane).reshape(x.shape) if lane else x
   if kind == "same" or not dtypes.is_inexact(x.dtype):
     return x

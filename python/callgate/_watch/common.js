@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the pages share: questions to the server, elements, tables, light and dark.
+// The parts that the pages share: questions to the server, elements, tables, light and dark.
 // Names come from a stream, whose writer may be anybody: they become text alone, never HTML.
 
 export const byId = (id) => document.getElementById(id);

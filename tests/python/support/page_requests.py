@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a live page, with whatever headers a test wants."""
+"""A live page, and requests to it with whatever headers a test wants."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import re
+import tempfile
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from interpreters import Module, Process, same_path, start
 
 
 class Answer(NamedTuple):
@@ -43,3 +49,25 @@ def get(url: str, path: str, **query: Any) -> Any:
   answer = request(url, f"api/{path}?{urllib.parse.urlencode(query)}")
   assert answer.status == 200, answer.text
   return answer.value
+
+
+@contextmanager
+def watching(*arguments: object) -> Iterator[tuple[Process, str]]:
+  """Runs `watch` in a process of its own; gives it, and the address of its page."""
+  with tempfile.TemporaryFile("w+b") as errors:
+    process = start(
+      Module("callgate"), "watch", "--port", "0", "--no-browser", *arguments, stderr=errors,
+      environment=same_path(),
+    )  # fmt: skip
+    try:
+      assert process.stdout is not None
+      line = process.stdout.readline()
+      found = re.search(r"http://127\.0\.0\.1:\d+/\S+/", line)
+      if found is None:
+        process.wait(60)
+        errors.seek(0)
+        raise AssertionError(line + errors.read().decode())
+      yield process, found[0]
+    finally:
+      process.kill()
+      process.communicate()

@@ -11,11 +11,10 @@ import json
 import re
 import signal
 import socket
-import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ import browser
 import numpy as np
 import pytest
 import stream_bytes as sb
-from interpreters import Module, Process, same_path, start
-from page_requests import get, request
+from page_requests import get, request, watching
 
 import callgate as cg
 from callgate import __main__ as cli
@@ -255,28 +253,6 @@ def hostile() -> bytes:
 
 
 # -- the server ------------------------------------------------------------------------------------
-@contextmanager
-def watching(*arguments: object) -> Iterator[tuple[Process, str]]:
-  """Runs `watch` in a process of its own; gives it, and the address of its page."""
-  with tempfile.TemporaryFile("w+b") as errors:
-    process = start(
-      Module("callgate"), "watch", "--port", "0", "--no-browser", *arguments, stderr=errors,
-      environment=same_path(),
-    )  # fmt: skip
-    try:
-      assert process.stdout is not None
-      line = process.stdout.readline()
-      found = re.search(r"http://127\.0\.0\.1:\d+/\S+/", line)
-      if found is None:
-        process.wait(60)
-        errors.seek(0)
-        raise AssertionError(line + errors.read().decode())
-      yield process, found[0]
-    finally:
-      process.kill()
-      process.communicate()
-
-
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
   """Starts servers, which end with the test; gives the addresses of their pages."""

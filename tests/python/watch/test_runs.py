@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from interpreters import Module, same_path, start
-from page_requests import get, request
+from interpreters import start
+from page_requests import get, request, watching
 
 import callgate as cg
 from callgate import __main__ as cli
@@ -214,23 +214,6 @@ def test_files_that_somebody_else_has_written_do_no_harm(tmp_path):
 
 
 # -- the server ------------------------------------------------------------------------------------
-@contextmanager
-def watching(*arguments: object) -> Iterator[tuple[Any, str]]:
-  with tempfile.TemporaryFile("w+b") as errors:
-    process = start(
-      Module("callgate"), "watch", "--port", "0", "--no-browser", *arguments, stderr=errors,
-      environment=same_path(),
-    )  # fmt: skip
-    try:
-      assert process.stdout is not None
-      found = re.search(r"http://127\.0\.0\.1:\d+/\S+/", process.stdout.readline())
-      assert found is not None
-      yield process, found[0]
-    finally:
-      process.kill()
-      process.communicate()
-
-
 def rows_of(address: str, holds: Callable[[Any], bool]) -> Any:
   deadline = time.monotonic() + 60
   while not holds(rows := get(address, "runs")["runs"]):
