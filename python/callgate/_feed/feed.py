@@ -263,7 +263,7 @@ def feed(iterable: Iterable[Any], *, options: FeedOptions) -> Feed:
 
   Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones there
   ahead of it, as far as `prefetch` goes: each takes its size in the GPU's memory and in pinned
-  memory. With several GPUs the one that asked last gets them (docs/gpu.md).
+  memory. With several GPUs the one that asked last gets them (docs/gpu_taps_feeds.md).
 
   Raises:
     GateDefinitionError: an option is wrong, or there is no item to take the types from.
