@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CONTRIBUTING.md's part: its steps, followed in a copy of the tree, give a part that works."""
+"""The steps of docs/contributing_parts.md, in a copy of the tree, give a part that works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from project_tools import load
 import callgate as cg
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "contributing_parts.md").read_text(encoding="utf-8")
 FILES = re.findall(r"^<!-- file: \./(\S+) -->\n```python\n(.*?)^```", PAGE, re.M | re.DOTALL)
 CHANGES = re.findall(r"^--- (\S+)\n(.*?)(?=^---|^```)", PAGE, re.M | re.DOTALL)
 COPIED = [
@@ -30,7 +30,7 @@ def changed(text: str, change: str) -> str:
   begins, dots, _ = lines[place][1:].partition("...")
   found = [x for x in text.splitlines() if x == begins or (dots and x.startswith(begins))]
   assert len(found) == 1, (
-    f"CONTRIBUTING.md shows {lines[place]!r}, which is there {len(found)} times"
+    f"contributing_parts.md shows {lines[place]!r}, which is there {len(found)} times"
   )
   lines[place] = "+" + found[0]
   return text.replace(found[0], "\n".join(line.removeprefix("+") for line in lines), 1)

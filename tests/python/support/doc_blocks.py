@@ -29,7 +29,8 @@ import textwrap
 from typing import Any
 
 _BLOCK = re.compile(
-  r"^(?P<indent>[ ]*)(?:<!-- (?:gpu|needs)(?P<modules>:[^\n]*)? -->\n\s*)?"
+  r"^(?P<indent>[ ]*)(?P<file><!-- file: [^\n]+ -->\n)?"
+  r"(?:<!-- (?:gpu|needs)(?P<modules>:[^\n]*)? -->\n\s*)?"
   r"```python\n(?P<code>.*?)^[ ]*```"
   r"(?:\n\n<!-- output -->\n```text\n(?P<output>.*?)^```)?",
   re.MULTILINE | re.DOTALL,
@@ -60,10 +61,10 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-  """The Python blocks of a page, in order; not those that are files of their own (`--8<--`)."""
+  """The Python blocks of a page, in order, without files (`--8<--`, and after `<!-- file: -->`)."""
   found: list[Block] = []
   for match in _BLOCK.finditer(text):
-    if match["code"].lstrip().startswith("--8<--"):
+    if match["file"] or match["code"].lstrip().startswith("--8<--"):
       continue
     named = (match["modules"] or "").removeprefix(":").split(",")
     found.append(
