@@ -28,6 +28,7 @@ from callgate._core.errors import (
 )
 from callgate._core.failures import last_error
 from callgate._envs.envs import Envs, envs
+from callgate._envs.wrapped import WrappedEnvs
 from callgate._explain.call import ExplainedCall
 from callgate._explain.explain import Explanation, explain
 from callgate._feed.feed import Feed, feed
@@ -41,9 +42,9 @@ from callgate._kernel.cuda.cuda import cuda
 from callgate._kernel.cuda.cupy import cupy
 from callgate._kernel.cuda.numba_cuda import numba_cuda
 from callgate._kernel.cuda.triton import triton
-from callgate._kernel.elementwise.elementwise import elementwise
+from callgate._kernel.elementwise.elementwise import ElementwiseKernel, elementwise
 from callgate._kernel.files import LoadedKernels, load_kernels, save_kernels
-from callgate._kernel.kernel import Kernel
+from callgate._kernel.kernel import BenchmarkResult, Kernel
 from callgate._kernel.library import Library, library
 from callgate._kernel.numba.numba import numba
 from callgate._kernel.peers.kernel import kernel
@@ -87,6 +88,7 @@ __all__ = [
   "Alert",
   "AlertListener",
   "BatchInfo",
+  "BenchmarkResult",
   "Buffer",
   "CaptureError",
   "Channel",
@@ -95,6 +97,7 @@ __all__ = [
   "CompileError",
   "ConsumerError",
   "Context",
+  "ElementwiseKernel",
   "EndOfFeed",
   "Envs",
   "EscapedViewError",
@@ -140,6 +143,7 @@ __all__ = [
   "VerifyResult",
   "WorkerError",
   "Workers",
+  "WrappedEnvs",
   "alert",
   "assemble",
   "barrier",

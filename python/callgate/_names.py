@@ -7,6 +7,8 @@ import importlib
 import sys
 from typing import Any
 
+from callgate._core import shown
+
 MODULES = {
   "breakpoint": "callgate._breakpoint.breakpoint",
   "Buffer": "callgate._callgate",
@@ -35,6 +37,7 @@ MODULES = {
   "last_error": "callgate._core.failures",
   "Envs": "callgate._envs.envs",
   "envs": "callgate._envs.envs",
+  "WrappedEnvs": "callgate._envs.wrapped",
   "ExplainedCall": "callgate._explain.call",
   "Explanation": "callgate._explain.explain",
   "explain": "callgate._explain.explain",
@@ -53,10 +56,12 @@ MODULES = {
   "cupy": "callgate._kernel.cuda.cupy",
   "numba_cuda": "callgate._kernel.cuda.numba_cuda",
   "triton": "callgate._kernel.cuda.triton",
+  "ElementwiseKernel": "callgate._kernel.elementwise.elementwise",
   "elementwise": "callgate._kernel.elementwise.elementwise",
   "LoadedKernels": "callgate._kernel.files",
   "load_kernels": "callgate._kernel.files",
   "save_kernels": "callgate._kernel.files",
+  "BenchmarkResult": "callgate._kernel.kernel",
   "Kernel": "callgate._kernel.kernel",
   "Library": "callgate._kernel.library",
   "library": "callgate._kernel.library",
@@ -132,10 +137,11 @@ def get(name: str) -> Any:
 
 
 def publish() -> dict[str, Any]:
-  """Has all names that were imported say that "callgate" is their module; returns them."""
+  """Returns the names that were imported; each says that "callgate" is its module."""
   modules = {name: sys.modules.get(module) for name, module in MODULES.items()}
   found = {name: getattr(module, name) for name, module in modules.items() if hasattr(module, name)}
   for value in found.values():
     if getattr(value, "__module__", "").startswith("callgate."):
+      shown.show(value)
       value.__module__ = "callgate"
   return found

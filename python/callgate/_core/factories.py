@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from callgate._core import registry, spellings
+from callgate._core import registry, shown, spellings
 from callgate._core.pickling import Origin, made_by
 from callgate._core.where import where
 
@@ -109,10 +109,13 @@ def _taking(declared: Any, written: Callable[..., Any], *, decorates: bool = Fal
 
     return made_of if decorates and (not args or args[0] is None) else made_of(*args)
 
-  take.__signature__ = signature  # type: ignore[attr-defined]
+  returned = written.__annotations__["return"]
+  take.__signature__ = shown.signature(  # type: ignore[attr-defined]
+    signature.replace(return_annotation=returned)
+  )
   take.__annotations__ = {
     **{name: p.annotation for name, p in signature.parameters.items()},
-    "return": written.__annotations__["return"],
+    "return": returned,
   }
   take.__doc__ = _documented(written.__doc__, declared, list(fields))
   return take

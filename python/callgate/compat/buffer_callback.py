@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from callgate._call.lowering import emit
 from callgate._call.site import RUNTIME_PLATFORMS
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
-from callgate._core import encoding, exact, options, registry
+from callgate._core import encoding, exact, options, registry, shown
 from callgate._core.effects import BufferCallbackEffect
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import callbacks, lowering, sources, tracing
@@ -250,3 +250,5 @@ ad.primitive_transposes[buffer_callback_p] = functools.partial(_refuse, "transpo
 batching.primitive_batchers[buffer_callback_p] = _batch
 tracing.weakly_cached.add(exact.Exact)
 mlir.register_lowering(buffer_callback_p, _lowering, cacheable=False)
+
+shown.show(*map(globals().get, __all__))

@@ -19,7 +19,7 @@ from jax.experimental import io_callback as _jax_io_callback
 from jax.interpreters import mlir
 
 from callgate import _callgate, _part
-from callgate._core import foreign, registry
+from callgate._core import foreign, registry, shown
 from callgate._core.failures import JAX_CALLBACK, keep_consumer_error, take_consumer_error
 from callgate._jax import callbacks, dispatch, lowering, tracing
 from callgate._runtime import config, targets
@@ -212,3 +212,5 @@ def register() -> None:
 
 
 register()
+
+shown.show(*map(globals().get, __all__))

@@ -34,7 +34,7 @@ from typing import Any
 import jax
 
 from callgate import _callgate
-from callgate._core import exact, options
+from callgate._core import exact, options, shown
 from callgate._core.signatures import accepted
 from callgate._jax import dispatch, loop_rules, walk
 from callgate._part import Wait
@@ -209,3 +209,6 @@ class outfeed_stream(contextlib.ContextDecorator):
     self._handle.flush(None)
     self._handle.remove(self._sink)
     self._sink.close()  # with the end marker
+
+
+shown.show(*map(globals().get, __all__))

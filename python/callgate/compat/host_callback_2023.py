@@ -38,7 +38,7 @@ import numpy as np
 
 from callgate import _part
 from callgate._callgate import Context
-from callgate._core import dtypes, exact, foreign, registry
+from callgate._core import dtypes, exact, foreign, registry, shown
 from callgate._core.errors import ResultError
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
@@ -307,3 +307,5 @@ def barrier_wait(logging_name: str | None = None) -> None:
 
 # `barrier_wait` raises the errors of taps' functions.
 _part.on("effects barrier", lambda: start_channel(tapped.CHANNEL).flush(None))
+
+shown.show(*map(globals().get, __all__))

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from callgate._core import shown
 from callgate._jax import tracing
 from callgate._jax.tracing import jaxpr_as_fun
 from callgate.compat import _sharded_jit as _parts
@@ -207,3 +208,6 @@ class _ShardedJit:
       return jax.tree.unflatten(tree, results)
 
     return run
+
+
+shown.show(*map(globals().get, __all__))

