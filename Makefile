@@ -44,7 +44,8 @@ PRESET ?= asan
 # `make examples` runs these; what shows callgate to readers takes a minute and a half.
 EXAMPLES := tests/python/project/test_examples.py tests/python/project/test_docs.py
 TYPES := tests/python/project/test_types.py  # of `make lint`
-PYTEST_ARGS ?= tests/python $(addprefix --ignore=,$(EXAMPLES) $(TYPES))
+SITE := tests/python/project/test_site.py  # of `make docs`
+PYTEST_ARGS ?= tests/python $(addprefix --ignore=,$(EXAMPLES) $(TYPES) $(SITE))
 # On every core. A process takes a run of neighbouring tests, since those of a file share expensive
 # programs, and one that has no more takes half of another's. In place of one that a test brought
 # down another runs the rest.
@@ -394,8 +395,9 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-package
 bench-check: $(VENV)/.stamp-bench $(VENV)/.stamp-package
 	$(PY) -m benchmarks --check $(BENCH_ARGS)
 
-docs: $(VENV)/.stamp-lint+docs $(STUB)
+docs: $(VENV)/.stamp-lint+docs environment $(STUB)
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+	$(PY) -m pytest -q $(SITE)
 
 # The versions that CI installs, for every Python, without JAX's, of which CI takes several.
 constraints: $(VENV)/.stamp-constraints

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reference shows of the package: an extension of griffe (mkdocs.yml).
+"""Completes the reference of the package: an extension of griffe (mkdocs.yml).
 
 griffe reads sources and runs none, so it does not see a signature that the package makes when it
 runs: the options of a dataclass (callgate/_core/factories.py). The extension asks the package for
@@ -55,17 +55,20 @@ def _walk(owner: griffe.Module | griffe.Class) -> None:
     elif isinstance(member, griffe.Function):
       member.overloads = None
       owner.overloads.pop(name, None)
-      _complete(member)
+      if name == "__init__" and "core" in [p.name for p in member.parameters]:
+        del owner.members[name]  # functions make these objects
+      else:
+        _complete(member)
 
 
 def _complete(function: griffe.Function) -> None:
-  if function.decorators and not function.module.path.startswith("callgate._callgate"):
+  made = function.decorators or any("Unpack" in str(p.annotation) for p in function.parameters)
+  if made and function.module.path != "callgate._callgate":
     within = function.path.removeprefix(f"{function.module.path}.").split(".")
     found: Any = functools.reduce(getattr, within, importlib.import_module(function.module.path))
     if "__signature__" in getattr(found, "__dict__", {}):
-      function.docstring = griffe.Docstring(
-        inspect.getdoc(found) or "", parent=function, parser=griffe.Parser.google
-      )
+      if doc := inspect.getdoc(found):
+        function.docstring = griffe.Docstring(doc, parent=function, parser=griffe.Parser.google)
       signature = inspect.signature(found)
       function.parameters = griffe.Parameters(*map(_parameter, signature.parameters.values()))
   shown = [p for p in function.parameters if not p.name.startswith("_")]

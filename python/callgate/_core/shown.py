@@ -58,14 +58,31 @@ def _show(function: Any) -> None:
   if not isinstance(function, types.FunctionType) or "__signature__" in vars(function):
     return
   annotations = function.__annotations__
-  if all(isinstance(given, str) for given in annotations.values()):
-    function.__annotations__ = {name: annotation(text) for name, text in annotations.items()}
-    _show(getattr(function, "__wrapped__", None))
-  else:  # they stay for `typing.get_type_hints`
+  if not all(isinstance(given, str) for given in annotations.values()):
+    # They stay for `typing.get_type_hints`.
     function.__signature__ = signature(inspect.signature(function))  # type: ignore[attr-defined]
+    return
+  function.__annotations__ = {name: annotation(text) for name, text in annotations.items()}
+  if any(text.startswith("Unpack[") for text in annotations.values()):
+    function.__signature__ = _unpacked(function)  # type: ignore[attr-defined]
+  _show(getattr(function, "__wrapped__", None))
 
 
 def signature(given: inspect.Signature) -> inspect.Signature:
   """A signature whose annotations are texts."""
   parameters = [p.replace(annotation=annotation(p.annotation)) for p in given.parameters.values()]
   return inspect.Signature(parameters, return_annotation=annotation(given.return_annotation))
+
+
+def _unpacked(function: types.FunctionType) -> inspect.Signature:
+  """The signature with the keywords of `**options: Unpack[Options]`; each is None by default."""
+  given = inspect.signature(function)
+  *own, last = given.parameters.values()
+  options = function.__globals__[last.annotation.removeprefix("Unpack[").removesuffix("]")]
+  keywords = [
+    inspect.Parameter(
+      name, last.KEYWORD_ONLY, default=None, annotation=annotation(text.__forward_arg__)
+    )
+    for name, text in options.__annotations__.items()
+  ]
+  return given.replace(parameters=[*own, *keywords])
