@@ -185,14 +185,15 @@ def test_make_targets_that_are_named_exist() -> None:
 
 
 # --- versions ----------------------------------------------------------------------------------
-def test_the_page_of_dependencies_has_the_ranges_of_pyproject() -> None:
+def test_the_pages_of_dependencies_have_the_ranges_of_pyproject() -> None:
   named = PROJECT["project"]["optional-dependencies"] | PROJECT["dependency-groups"]
   needed = [
     *PROJECT["build-system"]["requires"],
     *PROJECT["project"]["dependencies"],
     *itertools.chain(*named.values()),
   ]
-  page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+  pages = [ROOT / "docs" / name for name in ("dependencies.md", "dependencies_development.md")]
+  page = "\n".join(page.read_text(encoding="utf-8") for page in pages)
   said = SPAN.findall(page)  # a range in a sentence, with its name
   for row in re.findall(r"^\|(.*)\|$", page, re.MULTILINE):
     cells, _, span = row.partition("| `")
