@@ -39,8 +39,8 @@ def assemble(records: Iterable[Record | StreamRecord | Mapping[str, Any]]) -> An
   Args:
     records: those of one tap in one execution (`info.run`), in any order, as consumers get them or
       as `open_stream` reads them, of several processes, too; or rows of the files of sinks, as
-      dictionaries: lines of `JSONL`, `Table.to_pylist()` of Parquet (docs/sinks_files.md). Copies of a
-      shard may be among them.
+      dictionaries: lines of `JSONL`, `Table.to_pylist()` of Parquet (docs/sinks_files.md). Copies
+      of a shard may be among them.
 
   Returns:
     The pytree, with NumPy arrays of the global shapes, or of what counts of them by the tap's
