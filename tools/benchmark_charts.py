@@ -4,9 +4,10 @@
     python tools/benchmark_charts.py --write    # draws them
     python tools/benchmark_charts.py --check    # fails when one is not what the JSON says
 
-A chart has a bar for each row of a subject that it names, on a logarithmic axis: a bar's length is
-the row's least time. A chart of growth has a line for each contestant, on two such axes. Colours
-follow the reader's light or dark scheme.
+A bar chart has a bar for each row of a subject that it names, on a logarithmic axis: a bar's length
+is the row's least time. A chart of growth has a line for each contestant, on two such axes. All are
+as narrow as a phone, so that their text stays legible there. Each has a ground of its own, and its
+colors follow the reader's light or dark scheme.
 """
 
 from __future__ import annotations
@@ -15,18 +16,56 @@ import html
 import math
 import re
 import sys
+import textwrap
 from typing import NamedTuple
 
 from benchmark_table import ROOT, minimum, quantity, subject
 
 ASSETS = ROOT / "docs" / "assets"
-WIDTH, LABELS, NUMBERS, ROW, TOP = 720, 270, 80, 26, 34
-STYLE = (
-  "text{font:13px system-ui,sans-serif;fill:#222}.title{font-weight:600}"
-  ".scale{font-weight:400;opacity:.7}.ours{fill:#3f51b5}.other{fill:#9aa0a6}line{stroke:#ccc}"
-  "@media(prefers-color-scheme:dark){text{fill:#e2e4e9}.ours{fill:#8c9eff}.other{fill:#767c84}"
-  "line{stroke:#555}}"
+WIDTH, EDGE, NUMBERS, ROW, BAR = 440, 14, 74, 42, 14  # of a phone's 360 px: 15 px become 12
+SHADES = (  # of an element's class: in a light scheme, in a dark one
+  ("text", "fill", "#222", "#e6e8ee"),
+  ("text", "stroke", "#fff", "#1b1e27"),  # a rim, in the color of the ground
+  (".ground", "fill", "#fff", "#1b1e27"),
+  ("line", "stroke", "#d5d8dd", "#444a57"),
+  (".ours", "fill", "#3f51b5", "#8c9eff"),
+  (".other", "fill", "#80868b", "#9aa2ad"),
+  (".third", "fill", "#b8860b", "#e0b04a"),
+  (".ours-line", "stroke", "#3f51b5", "#8c9eff"),
+  (".other-line", "stroke", "#80868b", "#9aa2ad"),
+  (".third-line", "stroke", "#b8860b", "#e0b04a"),
 )
+STYLE = (
+  "text{font:15px system-ui,sans-serif;paint-order:stroke;stroke-width:4px;stroke-linejoin:round}"
+  ".title{font-weight:600}polyline{fill:none;stroke-width:2.5}.third-line{stroke-dasharray:7 5}"
+  + "".join(f"{what}{{{how}:{light}}}" for what, how, light, _ in SHADES)
+  + "@media(prefers-color-scheme:dark){"
+  + "".join(f"{what}{{{how}:{dark}}}" for what, how, _, dark in SHADES)
+  + "}"
+)
+
+
+def opened(title: str, scale: str, height: int) -> list[str]:
+  """A chart's first lines: its frame and, in two or three lines, its title and scale."""
+  lines = [
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
+    f' height="{height}" role="img">',
+    f"<title>{html.escape(title)}</title><style>{STYLE}</style>",
+    f'<rect class="ground" width="{WIDTH}" height="{height}" rx="6"/>',
+  ]
+  rows = textwrap.wrap(title, TITLE)
+  for k, row in enumerate(rows):
+    lines.append(f'<text class="title" x="{EDGE}" y="{24 + 20 * k}">{html.escape(row)}</text>')
+  lines.append(f'<text x="{EDGE}" y="{24 + 20 * len(rows)}">{html.escape(scale)}</text>')
+  return lines
+
+
+TITLE = 46  # characters in a line of a title
+
+
+def below(title: str) -> int:
+  """How far down a chart's title and scale reach."""
+  return 36 + 20 * len(textwrap.wrap(title, TITLE))
 
 
 class Chart(NamedTuple):
@@ -75,8 +114,8 @@ CHARTS = {
   "shards": Chart(
     "One call on a fixed array, split over 1 to 8 devices",
     tuple(
-      ("sharding", f"{row}, fixed array, {n} device{'s' * (n > 1)}", f"{who}, {n}")
-      for n in (1, 2, 4, 8)
+      ("sharding", f"{row}, fixed array, {devices}", f"{who}, {devices}")
+      for devices in ("1 device", "2 devices", "4 devices", "8 devices")
       for row, who in (
         ("callgate gate on shards", "callgate gate"),
         ("jax pure_callback", "jax pure_callback"),
@@ -94,26 +133,28 @@ def drawn(chart: Chart) -> str:
     if report is not None and (value := minimum(report, row)):
       entry = next(each for each in report["rows"] if each["name"] == row)
       found.append((label, value, entry.get("unit", report["unit"])))
-  least = min(value for _, value, _ in found)
-  low, high = math.log10(least) - 0.3, math.log10(max(value for _, value, _ in found))
-  height = TOP + ROW * len(found) + 8
-  lines = [
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
-    f"<title>{html.escape(chart.title)}</title><style>{STYLE}</style>",
-    f'<text class="title" x="0" y="18">{html.escape(chart.title)}'
-    ' <tspan class="scale">(logarithmic scale)</tspan></text>',
-    f'<line x1="{LABELS}" x2="{LABELS}" y1="{TOP - 6}" y2="{height - 4}"/>',
-  ]
-  for k, (label, value, unit) in enumerate(found):
-    y = TOP + ROW * k
-    room = WIDTH - LABELS - NUMBERS
-    length = room * (math.log10(value) - low) / (high - low)
-    kind = "ours" if "callgate" in label else "other"
-    at = f'x="{LABELS}" y="{y}" width="{length:.1f}" height="{ROW - 8}"'
+  least, most = min(value for _, value, _ in found), max(value for _, value, _ in found)
+  low, high = math.log10(least) - 0.3, math.log10(most)
+  top = below(chart.title)
+  height = top + ROW * len(found) + 28
+
+  def across(value: float) -> float:
+    return EDGE + (WIDTH - 2 * EDGE - NUMBERS) * (math.log10(value) - low) / (high - low)
+
+  lines = opened(chart.title, "Shorter is better. Logarithmic scale.", height)
+  for power in range(math.ceil(low), math.floor(high) + 1):
+    x, tick = across(10.0**power), quantity(10.0**power, found[0][2])
     lines.append(
-      f'<text x="{LABELS - 8}" y="{y + 14}" text-anchor="end">{html.escape(label)}</text>'
-      f'<rect class="{kind}" {at} rx="2"/>'
-      f'<text x="{LABELS + length + 6:.1f}" y="{y + 14}">{quantity(value, unit)}</text>'
+      f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - 24}"/>'
+      f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{tick}</text>'
+    )
+  for k, (label, value, unit) in enumerate(found):
+    y = top + ROW * k
+    kind = "ours" if "callgate" in label else "other"
+    at = f'x="{EDGE}" y="{y + 20}" width="{across(value) - EDGE:.1f}" height="{BAR}"'
+    lines.append(
+      f'<text x="{EDGE}" y="{y + 15}">{html.escape(label)}</text><rect class="{kind}" {at} rx="2"/>'
+      f'<text x="{across(value) + 6:.1f}" y="{y + 32}">{quantity(value, unit)}</text>'
     )
   return "\n".join([*lines, "</svg>"]) + "\n"
 
@@ -148,7 +189,7 @@ GROWTH = {
     ("callgate tap",),
   ),
 }  # fmt: skip
-HEIGHT, LEFT, RIGHT, BOTTOM = 260, 70, 150, 40
+PLOT, LEFT, BOTTOM = 210, 66, 48
 
 
 def grown(chart: Growth) -> str:
@@ -162,46 +203,44 @@ def grown(chart: Growth) -> str:
     (math.log10(min(values)), math.log10(max(values))) for values in zip(*both, strict=True)
   )
   y_low, y_high = math.floor(y_low), math.ceil(y_high)
+  top = below(chart.title) + 24
+  right, height = WIDTH - 36, top + PLOT + BOTTOM
 
   def place(size: float, value: float) -> tuple[float, float]:
     across = (math.log10(size) - x_low) / ((x_high - x_low) or 1)
     up = (math.log10(value) - y_low) / ((y_high - y_low) or 1)
-    return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - BOTTOM - TOP)
+    return LEFT + across * (right - LEFT), top + PLOT - up * PLOT
 
-  out = [
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-    f"<title>{html.escape(chart.title)}</title><style>{STYLE}{LINES}</style>",
-    f'<text class="title" x="0" y="18">{html.escape(chart.title)}'
-    f' <tspan class="scale">by {chart.axis} (both axes logarithmic)</tspan></text>',
-  ]
-  for power in range(int(y_low), int(y_high) + 1):
+  out = opened(chart.title, "Lower is better. Both axes are logarithmic.", height)
+  kinds = dict(zip(lines, ("ours", "other", "third"), strict=False))
+  at = EDGE
+  for who, kind in kinds.items():  # a legend in one line
+    out.append(
+      f'<rect class="{kind}" x="{at}" y="{top - 28}" width="12" height="12" rx="2"/>'
+      f'<text x="{at + 18}" y="{top - 17}">{html.escape(who)}</text>'
+    )
+    at += 30 + 7.5 * len(who)
+  every = 1 if y_high - y_low <= 5 else 2
+  for power in range(int(y_low), int(y_high) + 1, every):
     _, y = place(10**x_low, 10.0**power)
     out.append(
-      f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-      f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_short(10.0**power)}</text>'
+      f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+      f'<text x="{LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{_short(10.0**power)}</text>'
     )
   for size in sorted({size for size, _ in both}):
     x, _ = place(size, 10.0**y_low)
-    out.append(
-      f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{_of(size)}</text>'
-    )
+    out.append(f'<text x="{x:.1f}" y="{top + PLOT + 20}" text-anchor="middle">{_of(size)}</text>')
+  middle = (LEFT + right) / 2
+  out.append(
+    f'<text x="{middle:.1f}" y="{height - 8}" text-anchor="middle">{html.escape(chart.axis)}</text>'
+  )
   for who, points in lines.items():
-    kind = "ours" if "callgate" in who else "other"
+    kind = kinds[who]
     places = [place(*point) for point in points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dots = "".join(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places)
-    x, y = places[-1]
-    out.append(
-      f'<polyline class="{kind}-line" points="{path}"/>{dots}'
-      f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{html.escape(who)}</text>'
-    )
+    dots = "".join(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in places)
+    out.append(f'<polyline class="{kind}-line" points="{path}"/>{dots}')
   return "\n".join([*out, "</svg>"]) + "\n"
-
-
-LINES = (
-  "polyline{fill:none;stroke-width:2}.ours-line{stroke:#3f51b5}.other-line{stroke:#9aa0a6}"
-  "@media(prefers-color-scheme:dark){.ours-line{stroke:#8c9eff}.other-line{stroke:#767c84}}"
-)
 
 
 def _points(rows: dict[str, float | None], row: str) -> list[tuple[int, float]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the README, docs/performance.md and docs/costs.md, from benchmarks/results/*.json.
+"""The tables of times in the README and the documentation, from benchmarks/results/*.json.
 
     python tools/benchmark_table.py            # prints the README's table
     python tools/benchmark_table.py --write    # puts tables between the markers of the pages
@@ -25,7 +25,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 NEWEST = RESULTS / "newest"  # the ledger's subjects again, on the newest JAX
 PAGES = [
   ROOT / "README.md",
-  *(ROOT / "docs" / f"{name}.md" for name in ("performance", "costs", "gpu")),
+  *(ROOT / "docs" / f"{name}.md" for name in ("performance", "costs", "gpu", "ledger")),
+  *sorted((ROOT / "docs").glob("benchmarks*.md")),
 ]
 MARKED = re.compile(r"(<!-- benchmark: ([\w-]+) -->\n).*?(<!-- end of benchmark -->)", re.DOTALL)
 UNITS = {"us": "µs", "ms": "ms", "MiB": "MiB"}
@@ -152,7 +153,8 @@ def quantity(value: float | None, unit: str) -> str:
 
 def summary(rows: Sequence[tuple[str, str, str, str]] = SUMMARY, they: str = "JAX") -> str:
   """Before and after, a row for each of `rows`."""
-  lines = [f"| | {they} | callgate | ratio |", "|---|---:|---:|---:|"]
+  head = f"| time, lower is better | {they} | callgate | speedup, higher is better |"
+  lines = [head, "|---|---:|---:|---:|"]
   for what, name, theirs, ours in rows:
     report = subject(name)
     if report is None:
@@ -166,7 +168,7 @@ def summary(rows: Sequence[tuple[str, str, str, str]] = SUMMARY, they: str = "JA
 
 def costs() -> str:
   """A row for each of COSTS."""
-  lines = ["| | cost |", "|---|---:|"]
+  lines = ["| | cost, lower is better |", "|---|---:|"]
   for what, name, row in COSTS:
     if (report := subject(name)) is not None:
       unit = next((r.get("unit", report["unit"]) for r in report["rows"] if r["name"] == row), "")
@@ -179,7 +181,7 @@ def costs() -> str:
 
 def ledger(folder: Path = RESULTS) -> str:
   """A row for each of LEDGER: before, the target, what was reached, and that by its anchor."""
-  lines = ["| | before | target | now | scaled | |", "|---|---:|---:|---:|---:|---|"]
+  lines = ["| | better | before | target | now | scaled | |", "|---|---|---:|---:|---:|---:|---|"]
   for what, unit, before, name, claim, anchor in LEDGER:
     report = subject(name, folder)
     for target in report["targets"] if report is not None else ():
@@ -193,7 +195,8 @@ def ledger(folder: Path = RESULTS) -> str:
           verdict = "met, scaled"
         once = f"{before} {UNITS.get(unit, unit)}" if before else ""
         by_anchor = quantity(scaled, unit) if scaled is not None else ""
-        cells = [once, quantity(limit, unit), quantity(value, unit), by_anchor, verdict]
+        better = "lower" if target["at_most"] else "higher"
+        cells = [better, once, quantity(limit, unit), quantity(value, unit), by_anchor, verdict]
         lines.append(f"| {what} | {' | '.join(cells)} |")
   return "\n".join(lines) + "\n"
 
@@ -215,7 +218,8 @@ def full(name: str) -> str:
   report = subject(name)
   if report is None:
     return "Not measured yet.\n"
-  lines = [f"{report['title']}.", "", "| | minimum | median |", "|---|---:|---:|"]
+  head = "| lower is better | minimum | median |"
+  lines = [f"{report['title']}.", "", head, "|---|---:|---:|"]
   for row in report["rows"]:
     if row["status"] == "ok":
       unit = row.get("unit", report["unit"])
@@ -239,7 +243,7 @@ def sharding() -> str:
 
   gate, kernel, theirs = "callgate gate on shards", "callgate kernel on shards", "jax pure_callback"
   lines = [
-    "| | devices | gate: moved | time | `pure_callback`: moved | time |",
+    "| lower is better | devices | gate: moved | time | `pure_callback`: moved | time |",
     "|---|--:|--:|--:|--:|--:|",
   ]
   for what in ("fixed array", "fixed shard"):
@@ -250,7 +254,8 @@ def sharding() -> str:
         for also, unit in ((", moved", "MiB"), ("", "ms"))
       ]
       lines.append(f"| {what} | {count} | {' | '.join(cells)} |")
-  lines += ["", f"| devices | {' | '.join(map(str, counts))} |", "|---|" + "--:|" * len(counts)]
+  head = f"| lower is better; devices: | {' | '.join(map(str, counts))} |"
+  lines += ["", head, "|---|" + "--:|" * len(counts)]
   for what, unit, ways in (
     ("call", "us", (gate, kernel, theirs)),
     ("call, processor time", "us", (gate, kernel, theirs)),
