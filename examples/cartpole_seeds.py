@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains Gymnasium's CartPole from four seeds at once, by `jax.vmap` of the whole training.
+"""Trains Gymnasium's CartPole from four seeds at once, with `jax.vmap` over the whole training.
 
-Each seed has a vector environment of sixteen lanes. Wrappers in the program normalize observations
-and count episodes. The learner is an actor-critic with entropy, updated every sixteen steps.
+Each seed has its own vector environment of sixteen lanes. Wrappers in the program normalize the
+observations and count episodes. An actor-critic with an entropy bonus learns every sixteen steps.
 """
 
 import gymnasium

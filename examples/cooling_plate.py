@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds where a plate was heated from how it cooled: a hundred steps with one factorisation.
+"""Finds where a plate was heated from how it cooled: 100 implicit steps, one factorization.
 
-(I + dt A) u' = u is one sparse system for all steps. SciPy factorises it once, before the loop, and
-so does the gradient, whose adjoint steps go backwards through the same factors. How long the plate
-takes to cool is a loop that ends by itself.
+All steps solve the same sparse system, (I + dt A) u' = u. SciPy factorizes it once, before the
+loop. The gradient also needs only one factorization: its adjoint steps use the same factors
+backwards. A loop with a data-dependent end computes how long the plate takes to cool.
 """
 
 import jax

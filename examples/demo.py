@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a digit classifier in one compiled lax.scan that calls SciPy and scikit-learn.
+"""Trains a digit classifier in one compiled `lax.scan` that calls SciPy and scikit-learn.
 
-Every image of every batch goes through scipy.ndimage, in place in XLA's memory; scikit-learn scores
+scipy.ndimage transforms every image of every batch in place, in XLA's memory. scikit-learn scores
 the held-out set after every epoch. Taps send loss, gradient norm and score to a file, TensorBoard
-and a picture while the scan runs, with a bar. against_jax.py compares it with JAX's own callbacks.
+and a picture while the scan runs. against_jax.py compares the speed with JAX's own callbacks.
 """
 
 import functools

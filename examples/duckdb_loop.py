@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains on what a DuckDB query gives, and writes what it learns into the database.
+"""Trains on the rows of a DuckDB query, and writes the losses into the database.
 
-A feed reads batches of a query's result, one a step, ahead of the compiled loop. A tap's consumer
-inserts each loss. At the end SQL says how the training went.
+A feed reads one batch of the query's result per step, ahead of the compiled loop. A tap's consumer
+inserts each loss. At the end a SQL query summarizes the training.
 """
 
 import duckdb

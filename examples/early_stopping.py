@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compiled while_loop that stops by a scikit-learn metric.
+"""Early stopping: a compiled `while_loop` that stops by a scikit-learn metric.
 
-Logistic regression on scikit-learn's breast-cancer data. After every epoch a gate computes the area
-under the validation set's ROC curve, and the loop itself decides on it. Another gate keeps a log.
+It fits a logistic regression to scikit-learn's breast-cancer data. After every epoch a gate
+computes the area under the validation set's ROC curve, and the loop stops when it no longer
+improves.
 """
 
 import jax

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ships a program that calls a scikit-learn model: jax.export in one process, run in another.
+"""Exports a program that calls a scikit-learn model, and runs it in another process.
 
 A random forest classifies digits inside a JAX program that prepares the images and turns votes into
-a decision. The exported program holds the gate's name, not the forest: the process that loads it
-defines a gate of that name.
+a decision. The exported program contains the gate's name, not the forest. The process that loads
+the program defines a gate with that name.
 
     python examples/export_forest.py export forest.bin    # trains nothing, traces and writes
     python examples/export_forest.py run forest.bin       # loads, defines the gate, predicts

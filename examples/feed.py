@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epochs of training inside one compiled scan, fed by an augmenting host iterator.
+"""Trains for several epochs in one compiled scan, with data augmentation in a host iterator.
 
-A small network learns scikit-learn's digits. Another thread shuffles, rotates and shifts the images
-with SciPy while the program trains on those before.
+A small network learns scikit-learn's digits. Another thread shuffles, rotates and shifts the next
+images with SciPy while the program trains.
 """
 
 import jax

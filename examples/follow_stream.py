@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows a training run from another process: one writes a stream, the other reads along.
+"""Follows a training run from another process: one writes a stream, the other reads it live.
 
-The child trains a model of the breast-cancer data (scikit-learn's) in one compiled scan, whose taps
-append to a file. The parent reads the file while it grows and draws the curve as text; it needs
-nothing of the child's program, and the child doesn't know of it.
+The child process trains a model of scikit-learn's breast-cancer data in one compiled scan; its taps
+append to a file. The parent reads the file while it grows and draws the loss curve as text. It
+needs only the file, and the child doesn't know about its reader.
 
     python examples/follow_stream.py out/run.cgs
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four trainings of one classifier, a run each, for the page of runs.
+"""Trains a classifier four times, as four runs that the page of runs compares.
 
-A network reads scikit-learn's digits. Each run keeps its loss and accuracy, its first weights as
-pictures and a line about the test's digits. The last one's rate is too high: an alert says so, and
-a check ends it. `python -m callgate watch runs` shows all four.
+A network learns scikit-learn's digits. Each run keeps its loss and accuracy, its first weights as
+pictures and a text about the test set. The last run's learning rate is too high: an alert reports
+it and a check stops the run. `python -m callgate watch runs` shows all four.
 """
 
 import sys

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefix sum in CUDA source as a JAX function: any length and type, one launch under vmap.
 
-A block goes along its lane in steps of 1,024 elements: sums within warps by shuffles, then over the
-warps' sums, then on to the next step. Lanes of a vmap are the grid's z axis. The transpose of a
-prefix sum is one from the end, so derivatives are two reversals. Checked against `jnp.cumsum`.
+A block walks along its lane in steps of 1,024 elements. In each step it sums within warps by
+shuffles, then over the warps' sums. Lanes of a vmap are the grid's z axis. The transpose of a
+prefix sum starts from the end, so a derivative is two reversals. `jnp.cumsum` checks the results.
 """
 
 import jax

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharpens a blurred picture in a compiled JAX program whose blur is CuPy's, on the GPU.
+"""Sharpens a blurred picture on the GPU, in a compiled JAX program whose blur is CuPy's.
 
-The blur is a gate over `cupy.fft`: linear and its own transpose, which is all that JAX needs for
-its gradient. Two hundred steps of accelerated gradient descent run as one program, on XLA's stream,
-and no array leaves the device. The same blur by `jnp.fft` checks it.
+The blur is a gate over `cupy.fft`. It is linear and its own transpose, so JAX can differentiate it.
+Two hundred steps of accelerated gradient descent run as one program on XLA's stream, and no array
+leaves the device. The same blur by `jnp.fft` checks the result.
 """
 
 import jax

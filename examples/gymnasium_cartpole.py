@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learns to balance Gymnasium's CartPole inside one compiled program.
 
-Thirty-two environments step at once in one ordered gate. Roll-outs, policy gradient (REINFORCE with
-a baseline) and updates are a `lax.scan`; a tap tells how long the poles stay up.
+One ordered gate steps thirty-two environments at once. Rollouts, policy gradient (REINFORCE with a
+baseline) and updates are one `lax.scan`. A tap reports how long the poles stay up.
 """
 
 import gymnasium

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hospital's ward, simulated in pure Python in worker processes, and its best number of beds.
+"""Finds the best number of beds for a hospital ward, simulated in pure Python on workers.
 
-A discrete-event simulation has loops, heaps and branches: nothing for XLA. Here one runs for many
-seeds and numbers of beds at once, each a lane of one compiled program, spread over processes. The
-program does the rest: means over seeds, costs, and the cheapest number of beds.
+XLA can't run a discrete-event simulation with its loops, heaps and branches. Here each lane of a
+compiled program simulates one seed and one number of beds, and worker processes share the lanes.
+The program computes means over seeds, costs, and the cheapest number of beds.
 
     python examples/hospital_ward.py
 """

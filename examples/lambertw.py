@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The current through a solar cell: SciPy's Lambert W inside JAX, differentiable, fitted to data.
+"""Fits the current of a solar cell with SciPy's Lambert W function inside JAX.
 
 JAX has no Lambert W. A gate calls SciPy's, and one derivative rule makes it work under grad, vmap
 and scan. With it the single-diode equation has a closed form (Jain and Kapoor, 2004,
-doi:10.1016/j.solmat.2003.11.018), which is fitted to the 26 points that Easwarakhanthan et al.
+doi:10.1016/j.solmat.2003.11.018). The example fits it to the 26 points that Easwarakhanthan et al.
 (1986) measured on a 57 mm silicon cell (R.T.C. France, 33 °C).
 """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LAPACK routine that JAX lacks, with a derivative: least squares under equality constraints.
+"""Calls a LAPACK routine that JAX lacks, with a derivative: constrained least squares.
 
-`dgglse` finds the x of least |A x - c| with B x = d. SciPy exports it to other C code; `cg.cfunc`
-calls it from compiled programs, without Python. Here it fits a line to the populations that the
-US Census counted, exact for the last one and with older ones discounted. How fast they lose weight
-is found by gradient descent through LAPACK, so that such lines foresee the next census best.
+`dgglse` minimizes |A x - c| subject to B x = d. SciPy exports it to other C code, and `cg.cfunc`
+calls it from compiled programs without Python. Here it fits a line to the populations of the US
+Census, exact for the last census and with smaller weights for older ones. Gradient descent through
+LAPACK finds the decay of the weights with which the lines predict the next census best.
 """
 
 import jax

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training over several processes on this machine, with one stream for all of them.
+"""Trains over several processes on this machine, with one stream for all of them.
 
-The launcher starts processes with two simulated CPU devices each, which `jax.distributed` joins.
-Devices hold rows of the breast-cancer data (scikit-learn's), and one compiled loop averages their
-gradients. Taps write a file for each process; the launcher reads all as one stream.
+The launcher starts processes with two simulated CPU devices each, and `jax.distributed` joins them.
+Each device holds rows of scikit-learn's breast-cancer data. One compiled loop averages the devices'
+gradients. Taps write a file for each process; the launcher reads all files as one stream.
 
     python examples/launch_processes.py out
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits a predator-prey model to 21 years of hare and lynx furs with SciPy's stiff ODE solver.
 
-One gate integrates the equations with LSODA, another their sensitivities, which are the first one's
-derivative rule: so jax.jacfwd works through SciPy, and the whole Levenberg-Marquardt fit is one
-compiled scan. Data: thousands of furs of the Hudson's Bay Company, 1900 to 1920.
+One gate integrates the equations with LSODA. A second gate integrates their sensitivities and is
+the first one's derivative rule, so jax.jacfwd works through SciPy. The whole Levenberg-Marquardt
+fit is one compiled scan. Data: thousands of furs of the Hudson's Bay Company, 1900 to 1920.
 """
 
 import jax

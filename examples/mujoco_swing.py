@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Swings a MuJoCo pendulum up by gradient descent through the simulator.
 
-MuJoCo's step is a gate; `mjd_transitionFD`, MuJoCo's own Jacobian of a step, is its derivative. So
-`jax.grad` of a `lax.scan` over 60 steps gives the slope of the end state by every torque.
+MuJoCo's step is a gate, and MuJoCo's own Jacobian of a step, `mjd_transitionFD`, is its derivative.
+`jax.grad` of a `lax.scan` over 60 steps gives the derivative of the end state by every torque.
 """
 
 import jax

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two star clusters that meet: gravity between all pairs by one `cg.elementwise` kernel.
 
-The kernel is C++ for one pair of stars; broadcasting (n, 1) against (1, n) makes it one for all
-pairs, and with its derivative the forces follow from the potential energy by jax.grad. The
-potential is softened as Plummer's (1911); the leapfrog (Verlet, 1967) keeps the energy.
+The kernel is C++ for one pair of stars; broadcasting (n, 1) against (1, n) applies it to all pairs.
+The kernel has a derivative, so jax.grad of the potential energy gives the forces. The potential is
+softened as in Plummer (1911); the leapfrog method (Verlet, 1967) conserves the energy.
 """
 
 import jax

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows a disc that moves behind a pillar: OpenCV finds it, a Kalman filter in JAX bridges gaps.
+"""Tracks a disc that moves behind a pillar: OpenCV finds it, a Kalman filter bridges gaps.
 
-Each frame is drawn by JAX and read by OpenCV in a gate, without a copy: blur, Otsu's threshold,
-contours, the smallest circle around the largest. All of it is one compiled scan.
+JAX draws each frame, and OpenCV reads it in a gate without a copy: blur, Otsu's threshold,
+contours, the smallest circle around the largest contour. The whole pipeline is one compiled scan.
 """
 
 import cv2

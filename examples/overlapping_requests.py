@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Monte Carlo loop that asks a slow service for each batch, and works on the last meanwhile.
+"""A Monte Carlo loop that requests each batch from a slow service while it uses the last one.
 
-The service is a coroutine: all requests of a batch are on their way at once, on one thread.
+The service is a coroutine. All requests of a batch run concurrently on one thread.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When double pendulums flip: SymPy derives their motion, and one kernel computes 40,000 of them.
+"""When double pendulums flip: SymPy derives their motion, one kernel computes 40,000 of them.
 
-SymPy finds the accelerations from the Lagrangian and writes them as C; `cg.elementwise` makes a
-kernel of that, which JAX's scan calls in each step of a Runge-Kutta method. The picture shows for
-each pair of initial angles how long it takes until an arm goes over the top. Small swings have
-frequencies that are known exactly; they are the check.
+SymPy derives the accelerations from the Lagrangian and writes them as C. `cg.elementwise` makes a
+kernel from that C code, and a JAX scan calls it in each step of a Runge-Kutta method. The picture
+shows how long it takes until an arm goes over the top, for each pair of initial angles. Small
+swings have exactly known frequencies, which check the result.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains PPO on Gymnasium's CartPole in one compiled program, environments included.
 
-Roll-outs and updates are one `lax.scan`, in which `callgate.envs` steps 32 environments a call; a
-tap tells the episodes. Proximal policy optimization: Schulman et al., 2017, arXiv:1707.06347.
+Rollouts and updates are one `lax.scan`, in which `callgate.envs` steps 32 environments per call. A
+tap reports the episodes. Proximal policy optimization: Schulman et al., 2017, arXiv:1707.06347.
 """
 
 import gymnasium

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel training under plain `jit`: each device taps the loss and the gradient of its rows.
+"""Data-parallel training under plain `jit`: each device taps its own loss and gradient.
 
-The images are split over the devices, the weights are everybody's; XLA adds the gradients up. The
-taps run on the shards where they lie and move nothing; all go to one stream for each process.
+The images are split over the devices, and the weights are replicated. The taps run on the shards
+and move no data between devices. All records of a process go to one stream.
 
     python examples/sharded_training.py out                       # 4 simulated devices
     python examples/sharded_training.py out 2 127.0.0.1:1234 0    # process 0 of 2, with 2 each

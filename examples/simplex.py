@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on the simplex, by a projection in C++: how much of each spectrum is in a mixture.
+"""Unmixes spectra with weights on the simplex, by a projection written in C++.
 
-The projection onto {w : w >= 0, sum w = 1} sorts and then looks for a threshold (Held, Wolfe and
-Crowder, 1974, doi:10.1007/BF01580223): easy in C++, and its derivative is a short rule. It is the
-step of projected gradients that unmixes spectra here; its gradient (the layer sparsemax of
-Martins and Astudillo, 2016) is compared with that of the same in JAX's own words.
+The projection onto {w : w >= 0, sum w = 1} sorts its input and searches a threshold (Held, Wolfe
+and Crowder, 1974, doi:10.1007/BF01580223). That is easy in C++, and its derivative is a short rule.
+Projected gradient descent finds how much of each spectrum is in a mixture. The projection's
+gradient (the sparsemax layer of Martins and Astudillo, 2016) is checked against a version in JAX.
 """
 
 import jax

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Soft-DTW in Numba inside JAX, with its exact gradient, against the same recursion in `lax.scan`.
+"""Soft-DTW in Numba inside JAX, with its exact gradient, checked against `lax.scan`.
 
 Soft-DTW (Cuturi and Blondel, 2017, arXiv:1703.01541) fills a table cell by cell, and its gradient
-is such a loop, too, backwards. Numba compiles both; vmap splits pairs of series over XLA's threads.
+is a similar loop that runs backwards. Numba compiles both, and vmap uses XLA's threads.
 """
 
 import jax

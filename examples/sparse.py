@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heat in a plate: conjugate gradients on a sparse matrix, whose product with a vector is in C++.
+"""Solves for the heat in a plate: conjugate gradients with a sparse product in C++.
 
-The product of a matrix in compressed rows (CSR) is linear in the vector, and its transpose is a
-kernel as well. So JAX's solver differentiates through it. SciPy's solver is the check.
+The product of a matrix in compressed rows (CSR) with a vector is linear in the vector, and its
+transpose is also a kernel, so JAX's solver can be differentiated. SciPy checks the result.
 """
 
 import functools

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the conductivity of a rod from its temperatures: SuperLU inside jit, grad and scan.
 
--(k u')' = q is a tridiagonal system for each k. SciPy factorises it once a step of the descent, and
-the gradient's adjoint solve shares the factors.
+-(k u')' = q is a tridiagonal system for each k. SciPy factorizes it once per step of the
+Gauss-Newton method, and the derivatives reuse the factors.
 """
 
 import jax

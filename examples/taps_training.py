@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks into a network while it is trained in one compiled scan: taps to a file and to statistics.
+"""Watches a network while one compiled scan trains it: taps to a file and to statistics.
 
-Each step taps the loss and the norm of the gradient; every 25th step what each layer does: the
-spread of its weights, the share of units that are silent. Losses that jump (`where`) go apart.
+Each step taps the loss and the gradient's norm. Every 25th step also taps each layer's spread of
+weights and share of silent units. A tap with `where=` records only the losses that jump.
 
     python examples/taps_training.py out/taps.jsonl
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a PyTorch network inside a jitted JAX loop, and compares with PyTorch's own training.
+"""Trains a PyTorch network inside a jitted JAX loop, and compares with training in PyTorch.
 
-The network is a small CNN, as torch users write it, and `cg.torch` makes it a function of its
-parameters. The loss, momentum and the loop over minibatches are JAX, compiled as one program. Plain
-torch training with the same minibatches gives the same weights.
+The network is a small CNN written in PyTorch, and `cg.torch` makes it a function of its parameters.
+The loss, the momentum and the loop over minibatches are JAX, compiled as one program. Training in
+PyTorch with the same minibatches gives the same weights.
 """
 
 import copy

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Braess's paradox: NetworkX finds the shortest ways in a compiled program that balances traffic.
+"""Braess's paradox: a compiled program balances traffic with shortest paths from NetworkX.
 
-Drivers choose the quickest way, and each road gets slower with its cars. The Frank-Wolfe method
-finds the balance: NetworkX sends everybody the way that is shortest now, and some follow. A new
-road makes everyone slower (Braess, 1968). Flows are constant where ways don't change, so the
-gate's derivative is zero, and JAX's gradient says what widening a road would bring.
+Drivers choose the fastest path, and each road slows down with the number of its cars. The
+Frank-Wolfe method finds the equilibrium: NetworkX finds the path that is fastest now, and some
+drivers switch. A new road makes everyone slower (Braess, 1968). Small changes of the times don't
+change the path, so the gate's derivative is zero; JAX's gradient tells what a wider road saves.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches the best design under an XGBoost model, in one compiled evolution strategy.
+"""Finds the best design under an XGBoost model, in one compiled evolution strategy.
 
-The model learns from simulated experiments how strong concrete gets. Trees have no gradient, so a
-compiled `lax.scan` moves a population by its own scores; each generation is one call of XGBoost,
-for all restarts: `vmap="whole"` hands the lanes over together.
+The model learns the strength of concrete from simulated experiments. Trees have no gradient, so a
+compiled `lax.scan` moves a population by its scores. Each generation calls XGBoost once for all
+restarts, because `vmap="whole"` passes all lanes together.
 """
 
 import jax

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cleans noisy signals with kernels of a C++ library that the user's own CMake builds.
+"""Filters noisy signals with kernels of a C++ library that your own CMake project builds.
 
-`python run.py BUILD_FOLDER` builds the library there (cmake and a C++ compiler are needed), calls
-it from a compiled program over a batch of signals, and compares with the same filters in JAX.
+`python run.py BUILD_FOLDER` builds the library in that folder; it needs cmake and a C++ compiler.
+It calls the library from a compiled program over a batch of signals, and compares with JAX.
 """
 
 import subprocess

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation's code runs: each page's Python blocks, in order, in a fresh interpreter."""
 
+import html
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -101,3 +103,50 @@ def test_pages_that_tools_make_of_results_and_examples_are_fresh(tool):
     capture_output=True, text=True, timeout=60,
   )  # fmt: skip
   assert done.returncode == 0, done.stdout + done.stderr
+
+
+CHARTS = [*ROOT.glob("docs/assets/chart_*.svg"), *ROOT.glob("docs/gallery/*.svg")]
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.stem)
+def test_a_chart_is_legible_on_a_phone(chart):
+  """At a width of 360 px its text has 12 px or more, on a ground of its own in both schemes."""
+  text = chart.read_text(encoding="utf-8")
+  width = float(re.search(r'viewBox="0 0 (\d+) ', text)[1])
+  (size,) = map(float, re.findall(r"font:(\d+)px", text))
+  assert size * 360 / width >= 12
+  light, _, dark = text.partition("@media(prefers-color-scheme:dark)")
+  for scheme in (light, dark):
+    assert re.search(r"text\{fill:#", scheme)
+    assert re.search(r"\.ground\{fill:#", scheme)
+  for x, anchor, label in re.findall(
+    r'<text (?:class="title" )?x="([\d.]+)" y="[\d.]+"(?: text-anchor="(\w+)")?>([^<]*)', text
+  ):
+    after = {"": 1, "middle": 0.5, "end": 0}[anchor] * 0.58 * size * len(html.unescape(label))
+    assert float(x) + after <= width, label
+
+
+def test_a_card_of_the_gallery_leads_to_a_page_with_the_code_in_sight():
+  cards = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+  pages = re.findall(r"\*\*\[[^]]*\]\((gallery/\w+\.md)\)\*\*", cards)
+  assert sorted(pages) == sorted(f"gallery/{p.name}" for p in (ROOT / "docs/gallery").glob("*.md"))
+  for page in pages:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert re.search(r'^--8<-- "examples/[\w/]+\.py"$', text, re.MULTILINE), page
+    assert "\n## Output\n" in text
+
+
+def test_the_gallery_draws_what_an_example_computed(tmp_path):
+  pytest.importorskip("matplotlib")
+  pytest.importorskip("scipy")
+  picture = tmp_path / "lambertw.png"
+  drawn = interpreters.succeed(
+    ROOT / "tools" / "gallery_drawings.py",
+    "lambertw",
+    picture,
+    cwd=tmp_path,
+    environment=interpreters.same_path(),
+    timeout=300,
+  )
+  assert "root mean square error" in drawn
+  assert picture.read_bytes().startswith(b"\x89PNG")
