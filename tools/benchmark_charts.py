@@ -69,7 +69,7 @@ def below(title: str) -> int:
 
 
 class Chart(NamedTuple):
-  """A chart: its title, and its bars, (subject, row, what the reader is told)."""
+  """A chart: its title, and its bars: (subject, row, label)."""
 
   title: str
   bars: tuple[tuple[str, str, str], ...]

@@ -36,7 +36,7 @@ SOURCE = PROJECT["urls"]["Repository"] + "/blob/main/examples/"
 
 
 class Example(NamedTuple):
-  """What a card says: a short title, the libraries that are called, an icon of Material's."""
+  """The words on a card: a short title, the libraries that are called, an icon of Material's."""
 
   title: str
   libraries: str
@@ -153,7 +153,7 @@ def page(name: str) -> str:
   file = f"{name}.py"
   command = " ".join(["python", f"examples/{file}", *ARGUMENTS.get(name, [])])
   libraries = EXAMPLES[name].libraries
-  parts = [f"# {title}", about, f"Calls: {libraries}. Source: [examples/{file}]({SOURCE}{file})."]
+  parts = [f"# {title}", about, f"Uses: {libraries}. Source: [examples/{file}]({SOURCE}{file})."]
   parts += [f"![Made from the output of {file}]({picture})" for picture in pictures(name)]
   parts += ["## Code", code(file)]
   parts += ["## Output", f"```console\n$ {command}\n```"]

@@ -46,12 +46,12 @@ CURVES = {
   "hospital_ward": Curve(
     "Cost per day", "beds", r"(?m)^ +(?P<x>\d+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d.]+)$"
   ),
-  "launch_processes": Curve("Loss of four devices' rows", "step", LOSS),
+  "launch_processes": Curve("Loss, mean over four devices", "step", LOSS),
   "mujoco_swing": Curve("Cost of the end state", "step of descent", r"([\d.]+) at (?P<x>\d+)"),
   "ppo_cartpole": Curve(
     "Mean length of 100 episodes", "episode", r"to +(?P<x>\d+) of \d+: +([\d.]+)"
   ),
-  "sparse_solver": Curve("Misfit", "step of descent", r"(\d\.\d+e[-+]\d+)", logarithmic=True),
+  "sparse_solver": Curve("Misfit", "step of Gauss-Newton", r"(\d\.\d+e[-+]\d+)", logarithmic=True),
 }  # fmt: skip
 
 
