@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of arrays that compiled programs call, as users hold them: gates and kernels."""
+"""Array functions that compiled programs call: the public side of gates and kernels."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from callgate._core.failures import raise_deferred
 from callgate._core.pickling import Portable
 from callgate._jax import sources, tracing
 
-_MOST_PROGRAMS = 1024  # of calls outside of programs that one function keeps
+_MOST_PROGRAMS = 1024  # the compiled calls outside jit that a function keeps
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 class _EagerPrograms:
-  """The programs of calls outside of programs; live as long as the `ArrayFunction`."""
+  """The compiled programs of calls outside jit; they live as long as the `ArrayFunction`."""
 
   def __init__(self, core: Operation) -> None:
     self._core = core
@@ -42,7 +42,7 @@ class _EagerPrograms:
 
   @functools.cached_property
   def alone(self) -> Callable[..., Any]:
-    """A program of one call, for arrays alone: JAX dispatches it in C++ from the second time on."""
+    """A program of one call for arrays only; JAX dispatches it in C++ from the second call on."""
     core = self._core
 
     @sources.shared
@@ -56,8 +56,8 @@ class _EagerPrograms:
 class ArrayFunction(Portable[Any], Generic[P, R]):
   """A function of arrays that compiled programs call; see `Gate` and `Kernel`.
 
-  For type checkers it has the parameters of the function that it was made from, without those for
-  results, and returns what that returns, with jax.Arrays for the arrays of any library.
+  Type checkers see the parameters of the wrapped function, without the parameters for results. They
+  see its return type with `jax.Array` in place of other libraries' arrays.
   """
 
   __slots__ = ("_defined", "_programs")
@@ -67,7 +67,7 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
     self._programs = programs = _EagerPrograms(core)
     core.users_programs = weakref.ref(programs)
     if core.wraps is None:
-      self.__name__ = core.name  # that of jitted programs
+      self.__name__ = core.name  # the name of jitted programs
     else:
       functools.update_wrapper(self, core.wraps, updated=())
     if core.call_signature is not None:  # without parameters for results and the context
@@ -79,17 +79,17 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
 
   @property
   def name(self) -> str:
-    """The name in compiled programs; unique among the live ones of the process."""
+    """The name in compiled programs; unique among the live gates and kernels of the process."""
     return self._core.name
 
   @property
   def effect(self) -> Effect:
-    """As given: "pure", "io" or "ordered"."""
+    """The option `effect`: "pure", "io" or "ordered"."""
     return self._core.effect
 
   @property
   def vmap(self) -> Vmap:
-    """As given: how calls are batched; "each" beside a rule."""
+    """The option `vmap`: how calls are batched; "each" if a rule is set."""
     return self._core.vmap
 
   # -- calling -----------------------------------------------------------------------------------
@@ -112,19 +112,20 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
   @overload
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls it, inside or outside compiled code.
+    """Calls the function, inside or outside compiled code.
 
     Args:
-      *args: pytrees of arrays (or of Python scalars, which become arrays). Other content of one, as
-        a module's functions and strings, is static: the callable gets the same structure.
-      **kwargs: pytrees that hold an array are arguments too; anything else is static, must be
-        hashable, and reaches the function as it is.
+      *args: pytrees of arrays, or of Python scalars, which become arrays. Other leaves of such a
+        pytree, such as a module's functions and strings, are static: the callable gets a pytree of
+        the same structure.
+      **kwargs: a pytree with an array in it is an argument too. Any other value is static: it must
+        be hashable, and reaches the function unchanged.
 
-    Static values are the same if nothing tells them apart: numbers, text and frozen dataclasses of
-    these by type and content, any other object by its identity.
+    A call with other static values needs another program. Numbers, strings and frozen dataclasses
+    of these are equal if their types and contents are. Other objects are equal only to themselves.
 
     Returns:
-      The pytree that `out` (or `like`) declares, of jax.Arrays.
+      A pytree of jax.Arrays, as `out` (or `like`) declares.
     """
     raise_deferred()
     plain = not kwargs and tracing.in_no_trace() and all(map(tracing.is_plain_array, args))
@@ -136,8 +137,11 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
   def defjvp(self, rule: Rule) -> Rule:
     """Defines forward-mode derivatives: `rule(primals, tangents) -> (out, tangent_out)`.
 
-    As `jax.custom_jvp.defjvp`; the rule may call this function. Static keyword arguments are
-    passed on to a rule that has parameters for them. Returns the rule, for use as a decorator.
+    Works like `jax.custom_jvp.defjvp`. The rule may call this function. It gets the static keyword
+    arguments that it has parameters for.
+
+    Returns:
+      The rule, so that you can use this method as a decorator.
     """
     self._core.set_jvp(options.function(self._core.label, "defjvp: rule", rule))
     self._defined["defjvp"] = (rule,)
@@ -156,23 +160,25 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
     self._defined["defvjp"] = (fwd, bwd)
 
   def deftranspose(self, rule: Rule) -> Rule:
-    """Defines the transpose of what is linear (see `linear=`).
+    """Defines the transpose of a linear function (see the option `linear`).
+
+    If `linear` names no arguments, the function counts as linear in all of them from now on.
 
     Args:
-      rule: `rule(cotangent, *args)`, where linear arguments are ShapeDtypeStructs and the others
-        arrays; returns the cotangent of the linear argument, or a tuple of them in order.
-
-    Where `linear=` names no arguments, the function counts as linear in all of them from here on.
+      rule: `rule(cotangent, *args)`, where the linear arguments are ShapeDtypeStructs and the
+        others are arrays. It returns the cotangent of the linear argument, or a tuple with the
+        cotangents of all linear arguments in order.
     """
     self._core.set_transpose(options.function(self._core.label, "deftranspose: rule", rule))
     self._defined["deftranspose"] = (rule,)
     return rule
 
   def defvmap(self, rule: Rule) -> Rule:
-    """Overrides batching: `rule(axis_size, in_batched, *args) -> (out, out_batched)`.
+    """Defines how calls are batched: `rule(axis_size, in_batched, *args) -> (out, out_batched)`.
 
-    As `jax.custom_batching.custom_vmap.def_vmap`: batched leaves have a leading axis;
-    `in_batched` has the arguments' structure, `out_batched` the result's.
+    Works like `jax.custom_batching.custom_vmap.def_vmap`: batched leaves have a leading axis,
+    `in_batched` has the structure of the arguments, and `out_batched` has the structure of the
+    result.
     """
     self._core.vmap_rule = options.function(self._core.label, "defvmap: rule", rule)
     self._defined["defvmap"] = (rule,)
@@ -187,11 +193,17 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
         getattr(self, method)(*given)
 
   def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:
-    """Compares the results with those of `like`, the reference, on real values.
+    """Compares the results for these arguments with the results of `like`, the reference.
+
+    Args:
+      *args: the arguments of a call.
+      rtol: relative tolerance, as in `numpy.testing.assert_allclose`.
+      atol: absolute tolerance.
+      **kwargs: the keyword arguments of a call.
 
     Raises:
       AssertionError: a result differs; the message has NumPy's table of mismatches.
-      GateDefinitionError: there is no `like`, or it returns another structure, shape or dtype.
+      GateDefinitionError: `like` is missing, or returns another structure, shape or dtype.
     """
     label = self._core.label
     if self._core.like is None:
@@ -210,7 +222,7 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
       )
 
   def verify(self, *args: Any, seconds: float = 10, **kwargs: Any) -> Any:
-    """Asks everything about it, for one call, and returns a report.
+    """Tests shapes, values, batching, derivatives, shards, export and threads with one call.
 
     ```python
     import callgate as cg, jax.numpy as jnp, numpy as np
@@ -221,31 +233,36 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
     report.raise_for_failed()
     ```
 
-    The callable is called some hundred times, on these values and on others like them. So an io
-    gate's effects happen as often. The questions, in the order of the report:
+    `verify` calls the function some hundred times, with these values and with similar ones. The
+    effects of an io gate happen as often. The questions, in the order of the report, pass if:
 
-    - "shapes": results are as `out=` or `like=` says, for other sizes, too, where it allows these;
-    - "like": values are those of `like=`;
-    - "vmap": lanes are as calls lane by lane, whichever arguments have a batch axis;
-    - "jvp", "vjp", "second_order": forward mode is as finite differences, reverse mode as forward
-      mode, and derivatives of derivatives as finite differences;
-    - "linear": it is linear where `linear=` says so;
-    - "effects": programs call it as often as `effect=` and `vmap=` say;
-    - "shards": split arguments give the same, on four simulated devices, in another process;
-    - "export", "pickle": an exported program, and the function's pickle, give the same;
-    - "escape", "writes": it keeps no view of XLA's memory, and leaves its inputs as they are;
-    - "threads": two threads that call it at once get the same.
+    - "shapes": the results have the shapes of `out` or `like`, also for other sizes if these allow
+      them.
+    - "like": the values equal those of `like`.
+    - "vmap": batched calls equal calls lane by lane, for each choice of batched arguments.
+    - "jvp": forward mode agrees with finite differences.
+    - "vjp": reverse mode agrees with forward mode.
+    - "second_order": second derivatives agree with finite differences of the first.
+    - "linear": the function is linear in the arguments of `linear`.
+    - "effects": programs call the function as often as `effect` and `vmap` say.
+    - "shards": split arguments give the same results, on four simulated devices in another process.
+    - "export": an exported and reloaded program gives the same results.
+    - "pickle": a pickled and reloaded function gives the same results.
+    - "escape": the function keeps no view of XLA's memory.
+    - "writes": the function leaves its inputs unchanged.
+    - "threads": two threads that call the function at once get the same results.
 
     Args:
-      *args: those of a call, of any shapes that it takes.
-      seconds: no question begins after so many, but is skipped.
-      **kwargs: those of a call.
+      *args: the arguments of a call, of any shapes that the function accepts.
+      seconds: the time limit. `verify` starts no question after it, and reports the rest as
+        skipped.
+      **kwargs: the keyword arguments of a call.
 
     Returns:
-      A `VerifyReport`. An exception in a question is that question's failure, and a question that
-      does not apply is skipped, with the reason.
+      A `VerifyReport`. An exception in a question fails that question. Questions that don't apply
+      are skipped, with the reason.
 
     Raises:
-      GateDefinitionError: `seconds` is no number above 0.
+      GateDefinitionError: `seconds` is not a positive number.
     """
     return _part.load("verifications").verify(self, args, kwargs, seconds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations as type checkers see them: of which function they are, and what becomes an array."""
+"""Types of operations for type checkers: the wrapped function's parameters and arrays."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class AnyArray(Protocol):
   def dtype(self) -> Any: ...
 
 
-# The types that a call returns as a jax.Array.
+# A call returns these types as a jax.Array.
 OneArray: TypeAlias = AnyArray | complex
 
 
 class Method(Protocol[P, R]):
-  """An operation as an object has it.
+  """An operation as a method of an object.
 
-  It has no `check`, say: that is the operation's, and takes the object first.
+  It lacks `check`, for example: the operation has that, and takes the object first.
   """
 
   @property

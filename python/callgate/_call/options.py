@@ -18,7 +18,7 @@ _Options = TypeVar("_Options", bound="CallOptions")
 
 
 def check_vmap(label: str, option: str, value: Any, *, more: tuple[str, ...] = ()) -> Any:
-  """A rule, a method of all calls, or one of `more`."""
+  """Returns a batching rule, one of the common methods, or one of `more`; else raises."""
   spellings.answer_vmap(label, value)
   methods = ("each", "whole", "broadcast", *more)
   return value if callable(value) else check.choice(label, option, value, methods)
@@ -26,33 +26,38 @@ def check_vmap(label: str, option: str, value: Any, *, more: tuple[str, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CallOptions:
-  """Describes a call's results, and how transformations treat it.
+  """The options that gates and kernels share: their results, and how transformations treat them.
 
   Attributes:
-    out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
-      arguments' ShapeDtypeStructs to one. Default with effect="io" or "ordered": (), no results. A
-      gate's may be left to jaxtyping's annotations of its function.
-    like: a JAX-traceable reference of the same signature: gives the results' shapes when `out` is
-      not given, derivatives where there is no rule, and the truth of `check`.
-    name: what programs call it by; needed to call exported programs in another process. Default:
-      module, qualified name and order of creation.
-    effect: "pure" (may be removed, merged, repeated), "io" (runs exactly once per execution, in no
-      particular order) or "ordered" (as io, in program order, also across calls of the program).
-    aliases: flat input position to flat output position: both are one memory, in place.
-    vmap: "each" (one call a lane, looped over in C++, in lane order), "whole" (one call; batched
-      arguments have one leading batch axis, others none), "broadcast" (one call, all arguments
-      batched) or a rule as for `Gate.defvmap`. Nested vmaps reach "whole" and "broadcast" as one
-      folded axis.
-    sharding: which dimensions of the arrays may stay split in a program over several devices. None
-      or "gather": none, and one device calls for all. "shard": the leading ones that all arrays
-      share; each device calls with its part. A rule, as "i k, k j -> i j": dimensions of one name
-      are split alike; `[k]`, `_` and what is in no result are whole; `...` are leading dimensions.
-      Or a function of the mesh and the operands' ShapeDtypeStructs (with shardings) that returns
-      one of these or (PartitionSpecs of operands, of results). Lanes of a vmap are always split.
-    linear: True, a position or positions of arguments in which it is linear; see
-      `Gate.deftranspose`.
-    gradient: "finite-difference": derivatives by central differences, two calls for each input
-      element. For small inputs.
+    out: the results: a pytree of anything with `.shape` and `.dtype`, or a function that takes the
+      arguments' ShapeDtypeStructs and returns such a pytree. Default with effect="io" or "ordered":
+      (), no results. jaxtyping annotations of a gate's function can replace it.
+    like: a JAX function with the same signature, the reference. It gives the results' shapes if
+      `out` is not given, the derivatives if the function has none of its own, and the values that
+      `check` compares with.
+    name: the name in compiled programs. Set it if another process runs your exported programs.
+      Default: module, qualified name and order of creation.
+    effect: "pure" (XLA may remove, merge or repeat calls), "io" (each call runs exactly once per
+      execution, in any order) or "ordered" (as "io", in program order, also from one call of the
+      program to the next).
+    aliases: a dict from flat input positions to flat output positions: each pair shares memory, for
+      updates in place.
+    vmap: "each" (one call for each lane, in lane order, from a loop in C++), "whole" (one call; the
+      batched arguments have one leading batch axis, the others have none), "broadcast" (one call;
+      all arguments have the batch axis) or a rule as for `Gate.defvmap`. "whole" and "broadcast"
+      fold nested vmaps into one batch axis.
+    sharding: the dimensions that may stay split in a program over several devices. None or
+      "gather": no dimension; one device calls for all, with whole arrays. "shard": the leading
+      dimensions that all arrays share; each device calls with its shard. A rule such as "i k, k j
+      -> i j": dimensions of the same name are split alike; `[k]`, `_` and dimensions that are not
+      in every result are whole; `...` stands for leading dimensions. Or a function that takes the
+      mesh and the operands' ShapeDtypeStructs (with shardings) and returns one of these, or a tuple
+      (PartitionSpecs of the operands, PartitionSpecs of the results). The lanes of a vmap are
+      always split.
+    linear: True if the function is linear in all arguments, or the position or positions of the
+      arguments in which it is; see `Gate.deftranspose`.
+    gradient: "finite-difference" computes derivatives by central differences, with two calls for
+      each input element. Use it for small inputs.
   """
 
   out: Any = None
@@ -68,10 +73,10 @@ class CallOptions:
   )
 
   def checked(self: _Options, label: str) -> _Options:
-    """The options as plain values; `label` says whose.
+    """Returns the options as plain values; `label` names their owner in messages.
 
     Raises:
-      GateDefinitionError: one is none that it can be, or nothing tells the results' shapes.
+      GateDefinitionError: an option has a wrong value, or no option gives the results' shapes.
     """
     made = check.checked(label, self)
     if made.gradient is not None and made.effect != "pure":
@@ -91,7 +96,7 @@ class CallOptions:
 
 
 def _check_no_class(label: str, out: Any) -> None:
-  """Raises where `out` is a type of values; classes that serve as functions pass."""
+  """Raises if `out` is a type of values, such as float; other classes may be functions."""
   if not isinstance(out, type):
     return
   if out in _PLAIN or hasattr(out, "dtype") or hasattr(out, "dim_str"):
@@ -105,7 +110,7 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def shared(kind: type[_Options], options: CallOptions, **changes: Any) -> _Options:
-  """Options of `kind`: those that `options` has too, with changes."""
+  """Returns options of `kind` with the values that `options` has for its fields, and `changes`."""
   names = {f.name for f in dataclasses.fields(kind) if f.init}
   have = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   return kind(**{**{n: v for n, v in have.items() if n in names}, **changes})

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that a function's annotations declare, in jaxtyping's words.
+"""Declares a gate's results by jaxtyping annotations of its function.
 
-`def f(x: Float[Array, "n"]) -> Float[Array, "n 3"]` says what `out=` says otherwise. Arguments are
-checked against their annotations, and give the dimensions their sizes. jaxtyping itself is not
-needed for that: an annotation has `dtypes` and `dim_str`.
+`def f(x: Float[Array, "n"]) -> Float[Array, "n 3"]` replaces `out=`. Arguments are checked against
+their annotations, which also give the dimensions their sizes. The code needs no import of
+jaxtyping: it reads `dtypes` and `dim_str` of an annotation.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
-# The dtype of each kind that JAX makes of Python's numbers where it has 64 bits.
+# The dtype that JAX gives to Python numbers of each kind in 64-bit mode.
 _USUAL = tuple(map(np.dtype, ("float64", "int64", "complex128", "uint32", "bool")))
 
 
 def refuse_generators(label: str, function: Any) -> None:
-  """Raises for a function whose calls give no results."""
+  """Raises for generator functions: a call of one returns no results."""
   if signatures.is_generator_function(function):
     raise GateDefinitionError(
       f"{label}: fn: expected a function that returns its results, got a generator function; "
@@ -39,18 +39,19 @@ def refuse_generators(label: str, function: Any) -> None:
 
 
 def results(label: str, function: Callable[..., Any], skip: int) -> Annotated | None:
-  """The rule for results that the annotations give; None where they say nothing of them.
+  """Returns the function for `out=` that the annotations declare; None if they declare no results.
 
   Args:
-    label: whose they are, for messages.
-    function: the callable; its first `skip` parameters are none of the call's.
+    label: the gate, for messages.
+    function: the callable.
+    skip: the number of its first parameters that a call does not pass.
   """
   plain = getattr(function, "func", function)  # functools.partial
   if "return" not in getattr(plain, "__annotations__", {}):
     return None
   try:
     hints = typing.get_type_hints(plain)
-  except (NameError, TypeError, AttributeError):  # of names that only type checkers know
+  except (NameError, TypeError, AttributeError):  # names that only type checkers know
     return None
   result = hints.pop("return")
   parts = typing.get_args(result) if typing.get_origin(result) is tuple else (result,)
@@ -61,7 +62,7 @@ def results(label: str, function: Callable[..., Any], skip: int) -> Annotated | 
 
 
 class Annotated:
-  """A function for `out=`; it takes ShapeDtypeStructs and static values, and returns the former."""
+  """A function for `out=`: takes ShapeDtypeStructs and static values, returns ShapeDtypeStructs."""
 
   def __init__(
     self, label: str, names: Sequence[str], hints: Mapping[str, Any], result: Any
@@ -69,14 +70,14 @@ class Annotated:
     self._label, self._names, self._hints, self._result = label, names, hints, result
 
   def of_method(self) -> Annotated:
-    """The same for calls whose first argument, the object, is left out."""
+    """Returns the same for calls without the first argument, the object."""
     return Annotated(self._label, self._names[1:], self._hints, self._result)
 
   def __call__(self, *args: Any, **named: Any) -> Any:
     given = {**dict(zip(self._names, args, strict=False)), **named}
     sizes = {name: value for name, value in given.items() if type(value) is int}
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(list(given.values())) if shapes.is_type(leaf)]
-    for _ in range(2):  # the second time all names have their sizes
+    for _ in range(2):  # the second time all names have sizes
       for name, value in given.items():
         options = _arrays(self._hints.get(name))
         raw = any(map(_is_key, options)) and not _is_key_type(getattr(value, "dtype", None))
@@ -120,7 +121,7 @@ class Annotated:
     return jax.ShapeDtypeStruct(tuple(shape), self._dtype(option, dtypes))
 
   def _dtype(self, option: Any, dtypes: Sequence[Any]) -> Any:
-    """The one dtype of the annotation; else the arguments', where it allows that; else JAX's."""
+    """Returns the annotation's only dtype; else the arguments', if allowed; else JAX's default."""
     if _is_key(option):
       new = jax.eval_shape(jax.random.key, 0).dtype
       return next((dtype for dtype in dtypes if _is_key_type(dtype)), new)
@@ -139,7 +140,7 @@ class Annotated:
 
 
 def _arrays(annotation: Any) -> Sequence[Any]:
-  """jaxtyping's array types of an annotation: one, or those of a union; none of anything else."""
+  """Returns jaxtyping's array types in an annotation, also in a union; () for others."""
   if typing.get_origin(annotation) in (typing.Union, types.UnionType):
     found = [_arrays(part) for part in typing.get_args(annotation)]
     return [one for part in found for one in part] if all(found) else []
@@ -166,7 +167,7 @@ def _text(option: Any) -> str:
 
 
 def _matches(dims: Sequence[str], shape: Sequence[Any], sizes: dict[str, Any]) -> bool:
-  """True if a shape has these dimensions; `sizes` gets those of new names."""
+  """Returns True if a shape has these dimensions; adds the sizes of new names to `sizes`."""
   several = [i for i, dim in enumerate(dims) if dim.startswith(("*", "#*")) or dim == "..."]
   if not several:
     return len(dims) == len(shape) and all(
@@ -189,18 +190,18 @@ def _matches(dims: Sequence[str], shape: Sequence[Any], sizes: dict[str, Any]) -
 
 
 def _match(dim: str, size: Any, sizes: dict[str, Any]) -> bool:
-  """True if one dimension may have a size; `sizes` gets that of a new name."""
+  """Returns True if a dimension may have a size; adds the size of a new name to `sizes`."""
   name = dim.lstrip("#")
   if name.startswith("_") or ("#" in dim and size == 1):
     return True
   if _NAME.match(name):
     sizes.setdefault(name, size)
   known = _size(name, sizes)
-  return known is None or bool(known == size)  # an expression of names that come later
+  return known is None or bool(known == size)  # an expression of later names
 
 
 def _size(dim: str, sizes: Mapping[str, Any]) -> Any:
-  """The size of a dimension, a tuple for `*name`; None where names in it have none yet."""
+  """Returns a dimension's size, a tuple for `*name`; None if names in it have no size yet."""
   text = dim.lstrip("#*").rpartition("=")[2].replace("{", "(").replace("}", ")")
   if text == "...":
     return None

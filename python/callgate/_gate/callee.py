@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cores of gates: what programs, traces and rules know of them.
+"""Gates' cores: the objects that programs, traces and rules refer to.
 
-C++ has the run time of a gate (src/bindings/gate/gate.cc).
+src/bindings/gate/gate.cc has the C++ side, which runs the calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from callgate._places.place import RemoteGate
 from callgate._runtime import targets
 
 STARTED = ("start", "result")  # the members of a gate that starts calls
-_LEADING = {"return": 0, "inplace": 1, "context": 2}  # parameters that are none of a call's
+_LEADING = {"return": 0, "inplace": 1, "context": 2}  # parameters that a call does not pass
 
 
 class GateCallee(Operation):
@@ -38,9 +38,9 @@ class GateCallee(Operation):
 
   Attributes:
     function: the user's callable.
-    style, arrays, run_on, retries, affinity, in_flight: as given to `callgate.gate`.
-    place: where it runs, as `run_on` says.
-    remote: the answers about it where that is in other processes; else None.
+    style, arrays, run_on, retries, affinity, in_flight: the options of `callgate.gate`.
+    place: the place that `run_on` names.
+    remote: the gate's state in other processes; None if it runs in this one.
   """
 
   kind = "gate"
@@ -92,7 +92,7 @@ class GateCallee(Operation):
     self.wraps, self.call_signature = function, signatures.signature_of(function, leading)
     passes_on = self.traits.handles or isinstance(function, objects.MethodOf)
     users = getattr(function, "__wrapped__", function) if passes_on else function
-    if not hasattr(users, "__wrapped__"):  # a decorator may give it other arguments
+    if not hasattr(users, "__wrapped__"):  # a decorator may change its arguments
       self.binds = self.call_signature
     outer, _, self._defined_as = str(getattr(function, "__qualname__", "")).rpartition(".")
     in_class = bool(outer) and not outer.endswith("<locals>")
@@ -115,7 +115,7 @@ class GateCallee(Operation):
     )  # fmt: skip
 
   def bind_elsewhere(self) -> tuple[RemoteGate, Any] | None:
-    """Answers about it, and the runtime's handle, where its place is not this process."""
+    """Returns the remote gate and the runtime's handle if the place is not this process."""
     return self.place.bind(self)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
@@ -136,11 +136,11 @@ class GateCallee(Operation):
     return super().is_of_object(args)
 
   def look_for_owner(self, kind: type, *, is_object: bool = False) -> None:
-    """Learns a class whose method this is from one that may have inherited it.
+    """Finds the class that defines this method, from a class that may have inherited it.
 
-    Python tells a gate its class, but not a gate below another decorator, nor, before Python 3.13,
-    one in a NamedTuple. Where the decorator hides the gate, the class in which the function was
-    defined counts, if the call's first argument `is_object`: neither array nor pytree.
+    Python tells a gate its class. It does not tell a gate below another decorator, nor, before
+    Python 3.13, a gate in a NamedTuple. If the decorator hides the gate, the class that defines the
+    function counts, provided that the call's first argument `is_object`: neither array nor pytree.
     """
     for each in getattr(kind, "__mro__", ()):
       held = vars(each)
@@ -152,7 +152,7 @@ class GateCallee(Operation):
         self.add_owner(each)
 
   def add_owner(self, kind: type) -> None:
-    """Notes a class of which it is a method."""
+    """Adds a class that has this gate as a method."""
     if kind not in self.live_owners:
       self.owners = (*self.owners, weakref.ref(kind))
 
@@ -164,9 +164,9 @@ class GateCallee(Operation):
       registry.rename(member, f"{name}.{suffix}")
 
   def member(self, suffix: str) -> GateCallee | None:
-    """The gate `NAME.suffix` that is made for this one and lives as long; None if there is none.
+    """Returns the gate `NAME.suffix`, which lives as long as this one; None if there is none.
 
-    A started call has two: "start" begins it, "result" waits for it. A class's methods are others.
+    "start" starts a call and "result" waits for it. The other members are a class's methods.
     """
     if suffix not in self.members and (make := self._maker_of(suffix)):
       with registry.name_while_alive(f"{self.name}.{suffix}") as name:
@@ -177,7 +177,7 @@ class GateCallee(Operation):
     return self.members.get(suffix)
 
   def _maker_of(self, suffix: str) -> Callable[[str], GateCallee] | None:
-    """Makes a member of a name; None if there is no such member."""
+    """Returns the function that makes a member; None if there is no such member."""
     if suffix not in STARTED or self.traits.handles:
       return None
     return functools.partial(_part.load("futures").member, self, suffix)
@@ -211,10 +211,10 @@ _MOST_DECORATORS = 8
 
 
 def _beneath(value: Any) -> Any:
-  """The core of the gate below the decorators of a class's attribute; any other value as it is."""
+  """Returns the core of the gate below a class attribute's decorators; other values unchanged."""
   for _ in range(_MOST_DECORATORS):
     match value:
-      case Public() | staticmethod():  # which gets no object
+      case Public() | staticmethod():  # gets no object
         break
       case classmethod():
         value = cast("Any", value).__func__

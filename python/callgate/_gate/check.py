@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`callgate.check`: assertions in compiled programs.
 
-Decided in C++: a check that passes costs about a tenth of a microsecond. One that fails stops the
-program, by way of a gate that raises.
+C++ looks at the predicate, so a check that passes costs about a tenth of a microsecond. A check
+that fails calls a gate that raises, which stops the program.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from callgate._runtime import config
 
 
 class Guarded(GateCallee):
-  """A gate behind a callee that looks at the first operand, and calls it where that is False.
+  """A gate behind a callee that reads the first operand and calls the gate if that is False.
 
   Attributes:
-    guard: that callee, whose name programs hold.
+    guard: the callee; programs hold its name.
   """
 
   guard: _callgate.Check
@@ -47,12 +47,13 @@ class Guarded(GateCallee):
     return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
 
 
-# The static argument with the dtypes of values that travel as others; no value can have the name.
+# The static argument with the dtypes of values that travel as other dtypes. The name contains a
+# space, so that no value can have it.
 _DTYPES = "their dtypes"
 
 
 def _restored(ok: Any, values: dict[str, Any]) -> dict[str, Any]:
-  """The values in the dtypes that the user's arrays had: int4 travels as int8."""
+  """Returns the values in the dtypes of the user's arrays: int4 travels as int8."""
   names: Sequence[str | None] | None = values.pop(_DTYPES, None)
   if names is None:
     return values
@@ -65,11 +66,11 @@ def _restored(ok: Any, values: dict[str, Any]) -> dict[str, Any]:
 class Check(Guarded):
   """The gate behind the checks of one message; its callee looks at the predicate first."""
 
-  traits = Guarded.traits.but(taped=False)  # a replay decides it anew
+  traits = Guarded.traits.but(taped=False)  # a replay evaluates it again
 
   def __init__(self, message: str) -> None:
     def fail(ok: Any, /, **values: Any) -> tuple[()]:
-      if ok or not config.looks("checks"):  # of several lanes, one that has not failed
+      if ok or not config.looks("checks"):  # another lane failed
         return ()
       values = _restored(ok, values)
       try:
@@ -83,7 +84,7 @@ class Check(Guarded):
     unique = registry.free_name("check")
     super().__init__(fail, GateOptions(out=(), name=f"{unique}!failed", effect="io"))
     name = _NAMED + re.sub(r"[%#\[\]]", lambda mark: f"%{ord(mark[0]):02X}", message)
-    if _callgate.is_registered(name):  # of a program's that is still there
+    if _callgate.is_registered(name):  # a live program's
       name = registry.free_name(f"{name}#")
     self.guard = _callgate.Check(name, self.callee)
 
@@ -94,20 +95,20 @@ class Check(Guarded):
 
 @_part.once
 def _programs() -> Callable[..., Any]:
-  """The programs of checks outside of programs: messages may be made for one call each."""
+  """Returns the compiled checks outside jit; each call may make a new message."""
   return tracing.eager_programs(128)
 
 
-_NAMED = "check:"  # then comes the message, by which another process makes the check
+_NAMED = "check:"  # and the message, from which another process makes the check
 _checks: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()  # guarded by _lock
-# Checks of programs that were exported. Guarded by _lock; never emptied: one entry for each check
-# that a loaded program names, whose end nothing tells.
+# Checks of exported programs. Guarded by _lock; never emptied: one entry for each check that a
+# loaded program names, and nothing reports the end of a loaded program.
 _found: list[tuple[Check, _callgate.Check]] = []
 _lock = threading.Lock()
 
 
 def check(predicate: Any, message: str, /, **values: Any) -> None:
-  """Stops the (compiled) program with a `CheckError` where a predicate is False.
+  """Stops the program with a `CheckError` if a predicate is False, as an assertion.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -125,15 +126,15 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   ```
 
   Args:
-    predicate: a traced bool of shape (); under vmap each lane's.
-    message: what the error says. Fields such as `{x}` are filled from `values`.
-    **values: arrays that the error shows, and carries in `CheckError.values`.
+    predicate: a bool of shape (); under vmap each lane has its own.
+    message: the error's text. Fields such as `{x}` show the values of that name.
+    **values: arrays for the message; `CheckError.values` has them, too.
 
   Raises:
     GateDefinitionError: while tracing: the predicate is not a bool of shape (), or the message has
-      a field that is not among the values, or a format that arrays of their types don't have.
-    CheckError: from `callgate.errors()`, `barrier()` or `last_error()`, when the program has
-      stopped; by itself the program raises `jax.errors.JaxRuntimeError` with its text.
+      a field without a value, or a format that arrays of that type don't support.
+    CheckError: from `callgate.errors()`, `barrier()` or `last_error()` after the program has
+      stopped. Without these, the program raises a `jax.errors.JaxRuntimeError` with the same text.
   """
   raise_deferred()
   options.template("check", "message", message)
@@ -167,9 +168,9 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
 
 
 def _check_format(message: str, values: dict[str, Any]) -> None:
-  """Raises where arrays of these types can't be formatted, whatever they hold."""
+  """Raises if the message can't format arrays of these types, whatever their values."""
 
-  def example(x: Any) -> Any:  # zeros, of any size in no memory
+  def example(x: Any) -> Any:  # zeros of any size that use no memory
     shape = [1 if is_open(extent) else extent for extent in x.shape]
     return np.broadcast_to(np.zeros((), x.dtype), shape)
 
@@ -190,7 +191,7 @@ def _format(message: str, values: dict[str, Any]) -> str:
 
 @_part.joins("checks")
 class Checks(Part):
-  """Defines the checks of programs of other processes."""
+  """Defines the checks that programs from other processes name."""
 
   def define(self, name: str) -> Any:
     if not name.startswith(_NAMED):

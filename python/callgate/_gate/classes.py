@@ -17,7 +17,7 @@ from callgate._places.workers import Workers
 
 
 class ClassGateCallee(GateCallee):
-  """The core of a class's gate: calls an object's `__call__`, and has the gates of its methods."""
+  """The core of a class's gate: calls an object's `__call__`, and makes gates of the methods."""
 
   def __init__(self, made: Callable[..., Any], options: GateOptions) -> None:
     self._objects = objects.Instances(made, options.affinity == "lane")
@@ -46,13 +46,13 @@ class ClassGateCallee(GateCallee):
 
 
 def has_objects(function: Any, run_on: Any) -> bool:
-  """True for a class whose objects are to live in workers."""
+  """Returns True for a class whose objects live in workers."""
   on_workers = isinstance(run_on, Workers) or (isinstance(run_on, str) and run_on == "processes")
   return on_workers and objects.class_of(function) is not None
 
 
 def outs_by_method(kind: type, out: Any) -> dict[str, Any] | None:
-  """The results of each method, where `out` is a dictionary of them."""
+  """Returns each method's results if `out` is a dictionary of them; else None."""
   if type(out) is not dict or not out:
     return None
   given = cast("dict[Any, Any]", out)
@@ -61,7 +61,7 @@ def outs_by_method(kind: type, out: Any) -> dict[str, Any] | None:
 
 
 def refuse_hidden(made: Any, out: Any, own: set[str]) -> None:
-  """Raises where `out` names a method that a name of a gate's own hides."""
+  """Raises if `out` names a method that an attribute of gates hides."""
   kind: Any = objects.class_of(made)
   if hidden := sorted(own & (outs_by_method(kind, out) or {}).keys()):
     raise GateDefinitionError(
@@ -72,7 +72,7 @@ def refuse_hidden(made: Any, out: Any, own: set[str]) -> None:
 
 
 def no_results(kind: type, method: str, *_: Any, **__: Any) -> NoReturn:
-  """The results of a method that `out` does not name."""
+  """The `out` of a method that is missing in the user's `out`; raises."""
   raise GateDefinitionError(
     f"gate of {kind.__qualname__}: the results of '{method}' are not known; expected "
     f"out={{..., {method!r}: ...}}"

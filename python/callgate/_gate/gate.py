@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates: Python callables that compiled JAX programs call. This module has the user's side."""
+"""Gates: Python callables that compiled JAX programs call. This module has the public classes."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ T = TypeVar("T")
 
 
 class Gate(ArrayFunction[P, R]):
-  """A Python callable as a JAX function; made by `callgate.gate`, called like any JAX function."""
+  """A Python function that compiled programs call; `callgate.gate` makes one."""
 
   _makers = "callgate.gate"
 
   @property
   def function(self) -> Callable[..., Any]:
-    """The user's callable."""
+    """The wrapped Python callable."""
     return self._core.function
 
   @property
   def style(self) -> Style:
-    """As given: "return", "inplace" or "context"."""
+    """The option `style`: "return", "inplace" or "context"."""
     return self._core.style
 
   @property
   def arrays(self) -> Arrays:
-    """As given: the arrays that the callable gets."""
+    """The option `arrays`: the kind of arrays that the callable gets."""
     return self._core.arrays
 
   @property
   def thread(self) -> Thread:
-    """The thread that calls the callable: "xla" or "own"."""
+    """The thread that runs the callable: "xla" or "own"."""
     return "own" if self._core.run_on == "own" else "xla"
 
   @property
   def run_on(self) -> Any:
-    """As given: where the callable runs."""
+    """The option `run_on`: where the callable runs."""
     return self._core.run_on
 
   def __set_name__(self, owner: type, name: str) -> None:
@@ -77,7 +77,7 @@ class Gate(ArrayFunction[P, R]):
     self: Gate[Concatenate[Any, Q], T], instance: object, owner: type | None = None
   ) -> Method[Q, T]: ...
   def __get__(self, instance: Any, owner: type | None = None) -> Any:
-    """The method of an object, as of any function in a class: its first argument is the object."""
+    """Binds the gate to an object, as Python does for functions in a class."""
     if owner is not None and not issubclass(owner, self._core.live_owners):
       self._core.look_for_owner(owner)
     return self if instance is None else BoundMethod(self, instance)
@@ -95,41 +95,58 @@ class Gate(ArrayFunction[P, R]):
   check.__doc__ = ArrayFunction.check.__doc__
 
   def start(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-    """Starts a call, inside or outside compiled code, for the program to go on beside it.
+    """Starts an asynchronous call, inside or outside jit; the program doesn't wait for it.
 
-    The callable runs on a thread of callgate's, an `async def` on the one event loop, and that of a
-    gate with `run_on=` on its workers or executor; with private copies of the arguments. The call
-    is finished, once, and its result waited for once, in the program or, where the ticket is
-    dropped, at `callgate.barrier()`, which raises its error.
+    ```python
+    import callgate as cg, jax
+
+    slow = cg.gate(lambda x: x + 1, out=lambda x: x)
+
+    @jax.jit
+    def program(x):
+      first, second = slow.start(x), slow.start(2 * x)  # both run at the same time
+      return first.result() + second.result()
+
+    assert program(1.0) == 5.0
+    ```
+
+    The callable runs on a thread of callgate, on the workers or the executor of `run_on`, or, if it
+    is an `async def`, on callgate's event loop. It gets private copies of the arguments. Each call
+    runs exactly once, also if the program never asks for its result. `callgate.barrier()` then
+    waits for the call and raises its error.
 
     Args:
-      *args: those of a call.
-      **kwargs: those of a call.
+      *args: the arguments of a call.
+      **kwargs: the keyword arguments of a call.
 
     Returns:
-      A `Ticket`, a value of the program. Its `result()` waits, and returns what the call returns;
-      it has the call's derivatives.
+      A `Ticket`, a pytree. `ticket.result()` waits for the call and returns its result. It is
+      differentiable as the call is.
 
     Raises:
-      GateDefinitionError: style is not "return", or effect is "ordered".
+      GateDefinitionError: `style` is not "return", or `effect` is "ordered".
     """
     return _part.load("futures").start(self._core, args, kwargs)
 
   def result(self, ticket: Any) -> Any:
-    """`ticket.result()`, of a ticket of this gate's; another's is a GateDefinitionError."""
+    """Returns `ticket.result()`.
+
+    Raises:
+      GateDefinitionError: another gate started the call.
+    """
     return _part.load("futures").result(self._core, ticket)
 
   def stats(self) -> dict[str, int]:
-    """The runtime's counters of this gate; see `callgate.stats`."""
+    """Returns the runtime's counters of this gate; see `callgate.stats`."""
     return self._core.callee.stats()
 
 
 class ClassGate(Gate[P, R]):
-  """A class whose objects live in worker processes, as a gate: `g(x)` calls an object's `__call__`.
+  """A gate of a class whose objects live in worker processes; `g(x)` calls an object.
 
-  Its other methods are gates, too: `g.step(x)`. All share the objects: one in each worker, made
-  there when it is first needed; with affinity="lane" one for each lane. `out` may be a dictionary
-  by method.
+  The class's other methods are gates, too: `g.step(x)`. Each worker makes one object, on the first
+  call that needs it; with affinity="lane" there is one object for each lane. `out` may be a
+  dictionary by method.
   """
 
   def __getattr__(self, name: str) -> Gate:
@@ -143,7 +160,7 @@ class ClassGate(Gate[P, R]):
 
 
 class MakesGates(Protocol[A, B, C]):
-  """The type of `gate`: parameters that take results and the context are none of the gate's."""
+  """The type of `gate`: a gate lacks its callable's parameters for results and the context."""
 
   @overload
   def __call__(
@@ -178,45 +195,49 @@ def _decorator(
 
 @_decorator(InplaceOptions, ContextOptions, ReturnOptions)
 def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
-  """Makes a Python callable a JAX function: compiled programs call it, with XLA's memory in place.
+  """Wraps a Python function so that compiled JAX programs can call it, without copies of arguments.
 
   ```python
   import callgate as cg, jax.numpy as jnp, numpy as np
 
   @cg.gate(out=lambda x: x)
-  def sort(x):                       # x: read-only NumPy view of XLA's own memory
+  def sort(x):                       # x: read-only NumPy view of XLA's memory
     return np.sort(x)
 
   assert sort(jnp.array([3.0, 1.0, 2.0])).tolist() == [1.0, 2.0, 3.0]
   ```
 
-  On a CUDA GPU the callable is called while XLA enqueues the program, before the program runs. It
-  enqueues its own work on the same stream. The guide "On the GPU" says more:
+  In a program for a CUDA GPU the callable runs while XLA enqueues the program's work, so the device
+  may not have computed the arguments yet. The callable must enqueue its own work on the same
+  stream, and not wait for it. See the guide "Python on the GPU".
 
-  - "buffer", "cupy", "torch" and "numba" arrays are the GPU's own memory, without a copy; "cupy"
-    and "numba" exist there alone. CuPy's and PyTorch's current stream is XLA's. Numba has none: a
-    kernel takes `x.stream`, or runs on the default stream, which is ordered between XLA's work
-    before and after the call. With "buffer", consumers of DLPack and of CUDA's array interface wait
-    for XLA's stream, and that for CUDA's default streams when the call ends; for others it has to
-    be made to.
-  - Nobody waits for the GPU, and the callable need not. Do not write to inputs, which none of these
-    libraries prevents: `config(check_writes=True)` finds who does (not with `command_buffer`).
-  - style="return" takes anything with `__dlpack__` or `__cuda_array_interface__` on the program's
-    GPU, of the declared shape and dtype, dense and row-major (CuPy's and PyTorch's are made so),
-    and copies it on XLA's stream; or NumPy's arrays and scalars, which alone `cast` is for.
-  - An array that outlives the call is an error, and its memory is XLA's again: a Buffer then
-    refuses to be used, a torch tensor gets a copy, others must not be used any more.
-  - "numpy" and "jax" arrays (of "jax": on JAX's CPU device) are copies in the host's memory. XLA's
-    thread waits for the inputs and runs the callable; with thread="own" the stream waits instead,
-    and a failure is kept for `callgate.errors()`, while the results are NaN, or zero in integers.
-    With the GPU's own arrays the callable runs on XLA's thread, and has no timeout.
-  - With command_buffer=True the callable runs when XLA records its program's graph (once for each
-    set of addresses that the arrays get), not when the graph is replayed. So: launch the same work
-    whatever the arrays hold; read nothing on the host, wait for nothing, allocate from a pool that
-    works under capture alone; stay on XLA's stream, or fork from it and join it by events; keep
-    what the launches use alive as long as the program. An operation that breaks a recording raises
-    `CaptureError`. It needs arrays that stay on the GPU, style="inplace" or "context", and
-    effect="pure".
+  - arrays="buffer", "cupy", "torch" and "numba" are zero-copy views of the GPU's memory. "cupy" and
+    "numba" exist on GPUs only. XLA's stream is the current stream of CuPy and PyTorch. Numba has no
+    current stream: pass `x.stream` to each launch. Without it a launch runs on the default stream,
+    after XLA's earlier work and before its later work. Consumers of a Buffer that follow DLPack or
+    the CUDA array interface wait for XLA's stream, and XLA's stream then waits for the default
+    stream. Synchronize any other stream yourself.
+  - Don't write to inputs: these libraries don't enforce read-only arrays.
+    `config(check_writes=True)` detects such writes, except with `command_buffer=True`.
+  - With style="return" the callable may return any object with `__dlpack__` or
+    `__cuda_array_interface__` on the program's GPU. It must have the declared shape and dtype, and
+    be dense and row-major; callgate makes CuPy's and PyTorch's arrays contiguous. callgate copies
+    it on XLA's stream. NumPy arrays and scalars work too, and only they can be `cast`.
+  - An array that outlives the call raises an `EscapedViewError`, because XLA reuses its memory. A
+    Buffer then rejects further use and a torch tensor receives a copy; don't touch the arrays of
+    other libraries.
+  - arrays="numpy" and "jax" are copies in the host's memory ("jax" arrays are on JAX's CPU device).
+    XLA's thread waits for the inputs and runs the callable. With thread="own" the stream waits
+    instead. If the callable then fails, the results are NaN (zero for integers), and
+    `callgate.errors()` raises the exception. `thread` and `timeout` don't apply to the GPU's own
+    arrays.
+  - With command_buffer=True the callable runs when XLA records its program as a CUDA graph, once
+    for each set of array addresses, and not when the graph is replayed. Launch the same work
+    whatever the arrays hold. Read nothing on the host and wait for nothing. Allocate only from a
+    memory pool that supports capture. Stay on XLA's stream, or fork from it and join it by events.
+    Keep memory that the launches use alive as long as the program. An operation that breaks the
+    recording raises a `CaptureError`. The gate needs arrays on the GPU, style="inplace" or
+    "context", and effect="pure".
 
   Args:
     fn: the callable; leave it out to use the result as a decorator.
@@ -225,8 +246,8 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
     A `Gate`, or a decorator that makes one.
 
   Raises:
-    GateDefinitionError: an option is wrong, or shapes are not known.
-    ValueError: the name is taken by another live gate.
+    GateDefinitionError: an option is wrong, or no option gives the results' shapes.
+    ValueError: another live gate has the name.
   """
   return _gate(fn, options)
 
@@ -253,7 +274,7 @@ def call(
 @overload
 def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any: ...
 def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any:
-  """Calls a Python callable once from (compiled) JAX code: `gate(fn, out=out, **options)(*args)`.
+  """Calls a Python function once from JAX code: `gate(fn, out=out, **options)(*args)`.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp, numpy as np
@@ -264,9 +285,12 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
 
   Args:
     fn: the callable.
-    out: the results, which are returned: as for `gate`.
-    *args: the call's arguments.
-    **options: options of `gate`; the rest are static keyword arguments of the call.
+    out: the types of the results, as for `gate`.
+    *args: the arguments of the call.
+    **options: options of `gate`. Other keywords are static keyword arguments of the call.
+
+  Returns:
+    The results, as `out` declares.
   """
   gate_options = take_options("call", fn, options)
   if not callable(out) or shapes.is_type(out):
@@ -282,15 +306,15 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
   return _gate_for(known[0], tuple(leaves), *known[1:])(*args, **options)
 
 
-# Outside compiled code the same call comes again and again: one gate serves, so that JAX's caches
-# find its program. They are the latest ones, and not kept by their functions: which names are free
-# would depend on the collector. Emptied by `jax.clear_caches()`.
+# Equal calls outside compiled code share one gate, so that JAX's caches find its program. The cache
+# keeps the latest gates. Functions do not keep their gates, because the garbage collector would
+# then decide which names are free. `jax.clear_caches()` empties the cache.
 @tracing.clearable_cache(max_size=64)
 def _gate_for(fn: exact.Exact, leaves: Any, tree: exact.Exact, options: exact.Exact) -> Gate:
   return _gate_of_call(fn.value, jax.tree.unflatten(tree.value, leaves), options.value)
 
 
 def _gate_of_call(fn: Callable[..., Any], out: Any, options: tuple[tuple[str, Any], ...]) -> Gate:
-  """The gate of a `call`, whose line may run again with another function of the same name."""
+  """Makes the gate of a `call`, whose line may run again with another function of the same name."""
   with registry.defining(where()):
     return _gate(fn, GateOptions(out=out, **dict(options)))

@@ -31,38 +31,39 @@ class GateOptions(CallOptions):
   """The options of a gate.
 
   Attributes:
-    arrays: what the callable gets: "numpy" views, "buffer" (`callgate.Buffer`), "jax" or "torch"
-      arrays, all zero-copy on the CPU. Torch has no read-only tensors: do not write to inputs
-      (`config(check_writes=True)` finds who does). On a CUDA GPU see above.
-    run_on: where the callable runs. "xla": on XLA's calling thread: fastest. "own": on a thread of
-      callgate's; XLA's is free meanwhile, so the callable may itself run JAX programs of any size.
-      `callgate.thread`: the same, always on that one thread.
-      "processes": in worker processes, as many as CPUs; or those of `callgate.workers`. Or a
-      `concurrent.futures.Executor`. The lanes of vmap="each" are spread over workers, and run at
-      once. See the guide "Workers".
-    thread: "own" is another spelling of run_on="own".
-    timeout: seconds after which the program fails with a report. The callable keeps running; its
-      result is ignored. Implies run_on="own", and private copies of the arrays. A worker is ended
-      and replaced instead.
-    retries: how often lanes run again whose worker has ended; with effect="pure".
-    affinity: "lane": a lane always runs on the same worker; of a class, each lane has its own
-      object. Default: any worker.
-    in_flight: how many pieces of a call's lanes an executor has at a time. Default: two for each
-      of its workers.
-    cast: allow same-kind casts of results (float64 to float32, say). Default: as `config(cast=)`
-      says, which is False. Integers of another width, and Python's numbers to a kind that includes
-      theirs, are cast in any case; one that the result's dtype does not hold is an error.
-    copy: arguments are private copies, which the callable may keep, and of NumPy's may write to;
-      for arrays in the host's memory. Results' views (`out`) are still XLA's.
-    collective: every device makes its call, also where several have the same shard, and knows its
-      position: `context.rank`, `.size`, `.coordinates` on the mesh. For gates that talk to each
-      other.
-    command_buffer: on a CUDA GPU, lets XLA record what the callable launches into a CUDA graph and
-      replay that. Elsewhere it changes nothing. See above.
-    style: "return" (`fn(*args)` returns the results, checked strictly and copied once), "inplace"
-      (`fn(out, *args)` writes into views of XLA's result memory, and returns None or `out`) or
-      "context" (`fn(context, out, *args)`, with `context.stage`, `.stream`,
-      `.stream_as(library)`, `.device`, and `.rank`, `.size`, `.coordinates` of the shard).
+    arrays: the kind of arrays that the callable gets: "numpy" views, "buffer" (`callgate.Buffer`),
+      "jax" or "torch" arrays, all zero-copy on the CPU. PyTorch has no read-only tensors, so don't
+      write to inputs; `config(check_writes=True)` detects such writes. For CUDA GPUs see above.
+    run_on: where the callable runs. "xla": on XLA's calling thread, the fastest choice. "own": on a
+      thread of callgate, so that the callable may itself run JAX programs. A `callgate.thread`: on
+      that thread, one call at a time. "processes": in a shared pool with one worker process for
+      each CPU. A `callgate.workers`: in that pool. A `concurrent.futures.Executor`: in its threads
+      or processes. With vmap="each" the lanes run in parallel on the workers. See the guide
+      "Workers".
+    thread: "own" is the same as run_on="own".
+    timeout: seconds after which a call fails its program with a report. The callable keeps running,
+      and its result is ignored. Implies run_on="own" and private copies of the arrays. A worker
+      process that takes too long is killed and replaced.
+    retries: how often lanes run again if their worker process ends; needs effect="pure".
+    affinity: "lane" always runs a lane on the same worker; a class then has one object for each
+      lane. Default: any worker.
+    in_flight: the number of pieces of a call's lanes that an executor gets at a time. Default: two
+      for each of its workers.
+    cast: True allows casts of results within a kind, such as float64 to float32. Default:
+      `config(cast=)`, which is False. Integers of another width, and Python numbers that the
+      declared kind can hold, are always cast. A value outside the dtype's range raises an error.
+    copy: True passes private copies of the arguments, which the callable may keep. It may also
+      write to NumPy copies. Needs arrays in the host's memory. The views of results (`out`) still
+      belong to XLA.
+    collective: True makes every device call, also if several devices have the same shard. Each call
+      knows its position: `context.rank`, `.size` and `.coordinates` in the mesh. Use it for gates
+      that communicate with each other.
+    command_buffer: True lets XLA record the callable's launches as a CUDA graph and replay the
+      graph. Has no effect on other devices. See above.
+    style: "return" (`fn(*args)` returns the results, which callgate checks and copies once),
+      "inplace" (`fn(out, *args)` writes into views of XLA's result memory, and returns None or
+      `out`) or "context" (`fn(context, out, *args)` also gets a `callgate.Context`, with `stage`,
+      `stream`, `stream_as(library)`, `device`, and `rank`, `size` and `coordinates` of the shard).
   """
 
   arrays: Arrays = option("numpy", check.choice, allowed=get_args(Arrays))
@@ -100,14 +101,14 @@ class GateOptions(CallOptions):
 
 
 def place_of(run_on: Any) -> Place:
-  """The place of a checked `run_on=`."""
+  """Returns the place of a checked `run_on=`."""
   if isinstance(run_on, Public):
     return core(run_on)
   return XLA if isinstance(run_on, str) else ExecutorPlace(run_on)
 
 
 def _run_on(label: str, value: Any, thread: Thread) -> RunOn:
-  """`run_on=value`, checked: one of "xla" and "own", workers, a thread or an executor."""
+  """Returns a checked `run_on=`: "xla", "own", workers, a thread or an executor."""
   if isinstance(value, str) and value in ("xla", "own", "processes"):
     name = str(value)
     if thread == "own" and name == "processes":
@@ -126,7 +127,7 @@ def _run_on(label: str, value: Any, thread: Thread) -> RunOn:
   return value
 
 
-# The options that few places take, and which.
+# The options that only some places accept, with those places.
 _OF_PLACES = {
   "retries": "workers or an executor", "affinity": "'processes' or workers",
   "in_flight": "an executor",
@@ -134,7 +135,7 @@ _OF_PLACES = {
 
 
 def _check_place(label: str, made: "GateOptions") -> None:
-  """Raises for options that the place where a gate runs has no use for."""
+  """Raises for options that the gate's place does not support."""
   place, at = place_of(made.run_on), f"{label}: run_on={made.run_on!r}"
   for name, expected in _OF_PLACES.items():
     if getattr(made, name) and name not in place.takes:
@@ -157,7 +158,7 @@ def _check_place(label: str, made: "GateOptions") -> None:
     raise GateDefinitionError(f"{at}: expected collective=False")
 
 
-# Type checkers take the keywords of one style from these.
+# Type checkers get the keywords of each style from these classes.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class InplaceOptions(GateOptions):
   style: Literal["inplace"] = dataclasses.field()
@@ -183,7 +184,7 @@ def no_copy(label: str, arrays: str) -> GateDefinitionError:
 def take_options(
   caller: str, fn: Callable[..., Any], given: dict[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-  """Takes a gate's options out of what a call was given; the rest are its static keywords."""
+  """Removes a gate's options from a call's keywords; the others are its static keywords."""
   known = {field.name for field in dataclasses.fields(GateOptions)} & given.keys()
   others = {name: value for name, value in given.items() if name not in known}
   spellings.answer(caller, others, signatures.accepted(fn, others))

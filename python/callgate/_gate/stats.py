@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the cost of gates: counters of each gate, and a trace of calls."""
+"""Measures the costs of gates: counters for each gate, and traces of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from callgate._gate.callee import GateCallee
 
 
 def stats() -> dict[str, dict[str, float]]:
-  """Counters of every live gate, by name.
+  """Returns the counters of all live gates, by name.
 
   ```python
   import callgate as cg, jax, numpy as np
@@ -24,9 +24,11 @@ def stats() -> dict[str, dict[str, float]]:
   assert cg.stats()["stats.sort"]["calls"] == 1
   ```
 
-  They are `calls` (each lane counts), `errors`, `bytes` (operands and results seen), and, while
-  `callgate.config(timing=True)` or a trace is on, `python_seconds` (time with the GIL, the callable
-  included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
+  Returns:
+    A dict for each name, with `calls` (each lane counts), `errors`, `bytes` (operands and results),
+    `python_seconds` (with the GIL held, including the callable) and `gil_wait_seconds`. The two
+    times grow only while `callgate.config(timing=True)` or a `callgate.trace` is on. Counting is
+    always on and costs nanoseconds.
   """
   counted: dict[str, dict[str, float]] = {}
   for name, gate in sorted(registry.operations()):
@@ -38,20 +40,20 @@ def stats() -> dict[str, dict[str, float]]:
 
 
 class trace(contextlib.ContextDecorator):
-  """Writes a trace of what runs in the block, by thread, for Perfetto or chrome://tracing.
-
-  Its events are the calls of gates ("gate"; "workers" where these run), kernels ("kernel", on the
-  CPU), taps ("tap") and feeds ("feed"), and on other threads what consumers do with records
-  ("deliver") and feeds' iterators ("produce"). `jax.profiler` has the same spans under
-  `callgate/NAME`, beside XLA's.
+  """Writes a trace of the calls in a block, by thread, for Perfetto or chrome://tracing.
 
   ```python
   with cg.trace("calls.json"):
     program(x)
   ```
 
+  The events are calls of gates ("gate", or "workers" if they run there), kernels ("kernel", on the
+  CPU only), taps ("tap") and feeds ("feed"). Other threads show consumers of records ("deliver")
+  and the iterators of feeds ("produce"). `jax.profiler` shows the same spans as `callgate/NAME`,
+  beside XLA's.
+
   Args:
-    path: the JSON file to write, at the end of the block, also after an exception.
+    path: the JSON file. It is written at the end of the block, also after an exception.
 
   Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
   """
@@ -59,7 +61,7 @@ class trace(contextlib.ContextDecorator):
   def __init__(self, path: str | os.PathLike[str]) -> None:
     options.path("trace", "path", path)
     self._path = path
-    self._open: list[int] = []  # a decorator's block may be in another
+    self._open: list[int] = []  # a decorated function may call itself
 
   def __enter__(self) -> None:
     if not os.path.isdir(folder := os.path.dirname(os.path.abspath(self._path))):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels in files: `callgate.save_kernels` and `callgate.load_kernels`.
 
-A file is a zip archive. `manifest.json` holds the kernels' forms (`Kernel.saved_form`) as JSON; an
-object {"$bytes": digest} in it stands for the member `bytes/<digest>`, whose SHA-256 that is.
+A file is a zip archive. `manifest.json` holds the kernels' forms (`Kernel.saved_form`) as JSON. An
+object {"$bytes": digest} in it stands for the member `bytes/<digest>`; the digest is SHA-256.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from callgate._kernel.kernel import Kernel
 _FORMAT = "callgate kernels"
 _VERSION = 1
 _MANIFEST = "manifest.json"
-# The modules whose `restore` makes a kernel of its form, by the form's "kind".
+# The modules with a `restore` function that makes a kernel of its form, by the form's "kind".
 _KINDS = {"cpp": "callgate._kernel.cpp.cpp", "cuda": "callgate._kernel.cuda.cuda"}
 _open: set[LoadedKernels] = set()  # under the GIL: single steps; emptied by `LoadedKernels.close`
 
 
 def no_new_calls(name: str) -> Callable[..., NoReturn]:
-  """The `out` of a loaded kernel: programs know their results, and nothing else calls it."""
+  """The `out` of a loaded kernel: loaded programs have its results, and new code can't call it."""
 
   def out(*args: Any, **kwargs: Any) -> NoReturn:
     problem = "was loaded from a file; expected it to be defined here for new calls"
@@ -47,16 +47,16 @@ def no_new_calls(name: str) -> Callable[..., NoReturn]:
 
 
 def compiled_form(libraries: Mapping[str, Path], *, native: bool) -> dict[str, Any]:
-  """The form of a kernel's libraries by instance of its template; `native`: for this very CPU."""
+  """Returns a kernel's libraries by template instance; native: compiled for this CPU only."""
   contents: dict[str, bytes] = {}
   for instance, path in libraries.items():
-    with contextlib.suppress(OSError):  # gone, with a cache that was emptied
+    with contextlib.suppress(OSError):  # the cache was emptied
       contents[instance] = path.read_bytes()
   return {"libraries": contents, "machine": _machine(native), "abi": _callgate.KERNEL_ABI}
 
 
 def installed(compiled: Mapping[str, Any]) -> dict[str, Path]:
-  """The libraries of a `compiled_form` as files, by instance; none where they don't fit."""
+  """Writes a `compiled_form`'s libraries to files, by instance; {} if they don't fit here."""
   fits = compiled["machine"] in map(_machine, (True, False))
   if not fits or compiled["abi"] != _callgate.KERNEL_ABI:
     return {}
@@ -69,7 +69,7 @@ def _machine(native: bool) -> str:
 
 
 def _install(library: bytes) -> Path:
-  """The library as a file in the cache; in a folder of this process where there can't be one."""
+  """Writes a library to the cache, or to a folder of this process if the cache is not usable."""
   digest = hashlib.sha256(library).hexdigest()
   names, file = ("loaded", digest[:2]), f"{digest}.so"
   with contextlib.suppress(OSError):
@@ -89,7 +89,7 @@ def _install(library: bytes) -> Path:
 def save_kernels(
   path: str | os.PathLike[str], kernels: Iterable[Kernel] | Kernel | None = None
 ) -> None:
-  """Writes kernels to a file, for programs that `jax.export` takes to other processes.
+  """Writes kernels to a file, for exported programs that run in other processes.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -106,18 +106,17 @@ def save_kernels(
   cg.save_kernels("program.kernels", double)
   ```
 
-  A process that loads the file with `load_kernels` can call the program, without the code that
-  defined the kernels. It holds their sources and what has been compiled of them: where the CPU is
-  the same no compiler is needed. Derivative rules, `out` and the like stay behind.
+  A process that loads the file with `load_kernels` can call the program without the code that
+  defines the kernels. The file has their sources and their compiled code. A machine with the same
+  CPU needs no compiler. Derivative rules, `out` and other options are not in the file.
 
   Args:
-    path: of the file, which is replaced in one step.
-    kernels: a kernel or several, of `callgate.cpp` or `callgate.cuda`; None for all of these that
-      are alive.
+    path: the path of the file, which is replaced atomically.
+    kernels: one kernel or several, of `callgate.cpp` or `callgate.cuda`. None saves all live
+      kernels of these two.
 
   Raises:
-    GateDefinitionError: a kernel of another kind: a library of yours, a C function, a Numba
-      function, an expression of elements.
+    GateDefinitionError: a kernel is of another kind, such as a library's or a Numba kernel.
     OSError: the file can't be written.
   """
   path = options.path("save_kernels", "path", path)
@@ -127,7 +126,7 @@ def save_kernels(
     if isinstance(given, str):
       raise TypeError
     chosen: dict[Any, None] = dict.fromkeys([given] if isinstance(given, Kernel) else given)
-  except TypeError:  # no iterable, or one of something else
+  except TypeError:  # not an iterable of kernels
     options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
   forms = [(kernel, _saved_form(core_of(kernel))) for kernel in chosen]
   if not live and (other := [kernel for kernel, form in forms if form is None]):
@@ -138,7 +137,7 @@ def save_kernels(
   text, members = _packed({"format": _FORMAT, "version": _VERSION, "kernels": saved})
   with replaced(Path(path)) as made, zipfile.ZipFile(made, "x") as archive:
     for name, content in [(_MANIFEST, text), *members.items()]:
-      # A ZipInfo has a fixed date: the same kernels make the same file.
+      # A ZipInfo has a fixed date, so that equal kernels make equal files.
       archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
@@ -147,7 +146,7 @@ def _saved_form(live: Any) -> dict[str, Any] | None:
 
 
 def _packed(value: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
-  """The value as JSON, and its bytes, which go to the archive's members."""
+  """Returns the value as JSON, and the bytes in it, for the archive's members."""
   members: dict[str, bytes] = {}
 
   def member(content: bytes) -> dict[str, str]:
@@ -160,10 +159,10 @@ def _packed(value: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
 
 # --- Loading ----------------------------------------------------------------------------------
 class LoadedKernels(contextlib.AbstractContextManager["LoadedKernels"]):
-  """The kernels, of `names`, that `load_kernels` has loaded; a context manager.
+  """The kernels that `load_kernels` has loaded, with their `names`; a context manager.
 
-  They stay until `close()`, whether or not this object is kept; programs that were loaded before
-  keep what they call beyond that.
+  The kernels stay until `close()` or the end of the `with` block, even if you don't keep this
+  object. Programs that you loaded before then keep their kernels.
   """
 
   def __init__(self, kernels: list[KernelCallee]) -> None:
@@ -172,7 +171,7 @@ class LoadedKernels(contextlib.AbstractContextManager["LoadedKernels"]):
     _open.add(self)
 
   def close(self) -> None:
-    """Gives the names free for other kernels, once no program calls these any more."""
+    """Releases the kernels' names for other kernels, once no program calls the kernels anymore."""
     self._kernels.clear()
     _open.discard(self)
 
@@ -184,7 +183,7 @@ class LoadedKernels(contextlib.AbstractContextManager["LoadedKernels"]):
 
 
 def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
-  """Loads the kernels of a file that `save_kernels` wrote, for programs that name them.
+  """Loads the kernels of a file that `save_kernels` wrote, for programs that call them.
 
   ```python
   import callgate as cg, jax.numpy as jnp
@@ -196,27 +195,30 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
   program.call(jnp.ones(3))
   ```
 
-  Compiled code is used where the CPU is the same; the source is compiled otherwise, templates
-  when a program is loaded that names them. **Loading a file runs code that is in it**, as importing
-  a module does: load files that you trust. The checks find damage, not intent.
+  Compiled code is used on a machine with the same CPU. On other machines callgate compiles the
+  sources again; templates are compiled when you load a program that calls them.
+
+  **Loading a file runs code that is in it**, like importing a module. Load only files that you
+  trust. The checksums detect damage, not a malicious author.
 
   Args:
-    path: of the file.
+    path: the path of the file.
 
   Returns:
-    A `LoadedKernels`. The kernels stay until its `close()`; it need not be kept.
+    A `LoadedKernels`. You need not keep it: the kernels stay until its `close()`.
 
   Raises:
-    KernelFileError: the file is damaged, of another version, or no file of kernels.
-    ValueError: a name is taken by another gate or kernel. (The same kernel is used as it is.)
-    CompileError: the source had to be compiled, and there is no compiler or it refuses it.
+    KernelFileError: the file is damaged, of another version, or not a file of kernels.
+    ValueError: another gate or kernel has one of the names. An identical kernel is shared instead.
+    CompileError: the source had to be compiled, and there is no compiler, or the compiler rejects
+      it.
     FileNotFoundError: there is no such file.
   """
   forms = _read_archive(Path(options.path("load_kernels", "path", path)))
   known: list[Any] = [registry.get(form["name"]) for form in forms]
-  for form, live in zip(forms, known, strict=True):  # before any is made
+  for form, live in zip(forms, known, strict=True):  # before making any kernel
     own = _saved_form(live)
-    # This tells kernels apart, the same before and after one was in a file.
+    # Forms without "compiled" identify kernels, before and after a kernel was in a file.
     same = own is not None and _packed({**own, "compiled": 0}) == _packed({**form, "compiled": 0})
     if live is not None and not same:
       other = f"another live {getattr(live, 'kind', 'gate')} of this process has"
@@ -226,7 +228,7 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
 
 
 def _taken(path: Any, form: dict[str, Any], known: KernelCallee | None) -> KernelCallee:
-  """The kernel of a form. Failures of a form of the wrong shape are the file's fault."""
+  """Makes the kernel of a form. Reports a form of the wrong shape as damage of the file."""
   place = f"callgate.load_kernels: '{path}', kernel '{form['name']}'"
   if known is None and form["kind"] not in _KINDS:
     expected = f"a kind that this callgate knows ({', '.join(sorted(_KINDS))})"
@@ -272,7 +274,7 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
       return forms
   except KernelFileError:
     raise
-  except Exception as error:  # any bytes: each compression and each field has errors of its own
+  except Exception as error:  # damaged bytes may raise anything
     got = f"'{path}', which is damaged or something else: {error}"
     expected = "expected a file that callgate.save_kernels wrote"
     raise KernelFileError(f"callgate.load_kernels: {expected}, got {got}") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels: native functions that compiled JAX programs call, with no Python at run time."""
+"""Kernels: native functions that compiled JAX programs call without Python."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class BenchmarkResult:
   """The times that `Kernel.benchmark` measured.
 
   Attributes:
-    seconds: of one call of the jitted kernel, JAX's dispatch included.
-    bytes: of its operands and results.
-    like_seconds: of one call of the jitted reference; None without one.
+    seconds: the time of one call of the jitted kernel, including JAX's dispatch.
+    bytes: the size of the call's operands and results.
+    like_seconds: the time of one call of the jitted reference; None without `like`.
   """
 
   seconds: float
@@ -31,39 +31,39 @@ class BenchmarkResult:
 
   @property
   def gigabytes_per_second(self) -> float:
-    """Operands and results per time, 1e9 bytes a second."""
+    """Bytes of the operands and results divided by the time, in 1e9 bytes per second."""
     return self.bytes / self.seconds / 1e9
 
   @property
   def ratio(self) -> float | None:
-    """The reference's time by the kernel's: above 1 where the kernel is faster; None without."""
+    """The reference's time divided by the kernel's, or None; above 1 if the kernel is faster."""
     return None if self.like_seconds is None else self.like_seconds / self.seconds
 
 
 class Kernel(ArrayFunction[P, R]):
-  """A native function as a JAX function; called like any JAX function.
+  """A native function that compiled programs call without Python; call it like any JAX function.
 
-  Made by `callgate.cpp`, `callgate.cuda`, `callgate.library`, `callgate.cfunc`, `callgate.numba`,
-  `callgate.elementwise` and `callgate.kernel`.
+  `callgate.cpp`, `callgate.cuda`, `callgate.library`, `callgate.cfunc`, `callgate.numba`,
+  `callgate.elementwise` and other functions make kernels.
 
-  A call takes arrays (or Python scalars, which take the parameter's dtype), in the order of the
-  parameters, and a sequence of arrays for a variadic one. Static values have their place, too; both
-  may be given by the parameters' names.
+  A call takes the arguments in the order of the parameters, or by the parameters' names. A Python
+  scalar takes the parameter's dtype. A variadic parameter takes a sequence of arrays. Static values
+  are passed in the same way.
   """
 
   _makers = "callgate.cpp, .cuda, .library, .cfunc, .numba, .elementwise or .kernel"
 
   @property
   def parameters(self) -> tuple[str, ...]:
-    """The names of the arguments that are arrays."""
+    """The names of the array arguments."""
     return self._core.parameters
 
   @property
   def function(self) -> Any:
-    """The function that it was made from, of Python or by its name in a library.
+    """The wrapped Python function, or the function's name in a library.
 
     Raises:
-      AttributeError: it was made from source.
+      AttributeError: the kernel was made from source.
     """
     function = getattr(self._core, "function", None)
     if function is None:
@@ -72,11 +72,11 @@ class Kernel(ArrayFunction[P, R]):
 
   @property
   def thread_safe(self) -> bool:
-    """As given: True if calls may run at once."""
+    """The option `thread_safe`: True if calls may run at once."""
     return self._core.thread_safe
 
   def benchmark(self, *args: Any, seconds: float = 0.5, **kwargs: Any) -> BenchmarkResult:
-    """Measures calls on real values, prints time, GB/s and the ratio to `like`, if there is one.
+    """Measures calls with these arguments; prints the time, GB/s and the ratio to `like`.
 
     ```python
     import callgate as cg, jax.numpy as jnp
@@ -90,13 +90,16 @@ class Kernel(ArrayFunction[P, R]):
     assert measured.ratio > 0
     ```
 
-    A call is one of the jitted function, with JAX's dispatch (some microseconds); the kernel's and
-    the reference's calls take turns, and the fastest of each counts. Returned as numbers, too.
+    A measured call is a call of the jitted function, including JAX's dispatch (some microseconds).
+    Calls of the kernel and of the reference alternate, and the fastest call of each counts.
 
     Args:
-      *args: as for a call.
-      **kwargs: as for a call.
-      seconds: how long to measure, about.
+      *args: the arguments of a call.
+      seconds: the approximate duration of the measurement.
+      **kwargs: the keyword arguments of a call.
+
+    Returns:
+      A `BenchmarkResult`.
     """
     core = self._core
     operands, _, static = core.given(args, kwargs)
@@ -117,7 +120,7 @@ class Kernel(ArrayFunction[P, R]):
     fastest = [float("inf")] * len(jitted)
     end = time.perf_counter() + seconds
     while fastest[-1] == float("inf") or time.perf_counter() <= end:
-      for i, function in enumerate(jitted):  # in turns, so that a busy moment hits all
+      for i, function in enumerate(jitted):  # alternating, so that a busy moment affects both
         fastest[i] = min(fastest[i], measured(function, batches[i]))
     result = BenchmarkResult(fastest[0], moved, fastest[1] if len(fastest) > 1 else None)
     ratio = "" if result.ratio is None else f", {result.ratio:.2f} times as fast as like"

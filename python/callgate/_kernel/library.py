@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.library`: kernels from a user's own shared library, built with callgate/kernel.h.
+"""`callgate.library`: kernels of a user's shared library, built with callgate/kernel.h.
 
-A library stays loaded until the process ends; one that was built again meanwhile is loaded anew.
+A library stays loaded until the process ends. After a rebuild the new version is loaded besides.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from callgate._kernel.variants import Function, exported
 from callgate._part import Part
 
 _lock = threading.Lock()
-# By path, each version by its stamp. Guarded by _lock; never emptied: libraries stay loaded.
+# The versions of each path, by stamp. Guarded by _lock; never emptied: libraries stay loaded.
 _loaded: dict[str, dict[tuple[int, ...], ctypes.CDLL]] = {}
 # Guarded by _lock.
 _libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDictionary()
 
 
 def _inferred(label: str, function: str, parameters: Signature, *args: Any) -> Any:
-  """The results as far as the parameters tell them; see `library`."""
+  """Returns the result types that follow from the parameters; see `library`."""
   operands = parameters.of(OPERANDS)
   given = list(zip(operands, map(jax.tree.leaves, args), strict=False))
   fit = all(p.fits(x.dtype, len(x.shape)) for p, values in given for x in values)
 
   def result(wanted: Parameter) -> Any:
     if not fit or wanted.rank == 0:
-      # The call is refused for an argument in a moment; any result of the right type will do.
+      # The call raises for this argument later, so any result of the right type will do.
       return jax.ShapeDtypeStruct((0,) * max(wanted.rank, 0), wanted.dtype)
     if wanted.kind is Kind.INOUT:
       return dict(given)[wanted][0]
@@ -95,15 +95,15 @@ class LibraryKernel(CpuKernel):
 
 
 class Library:
-  """The kernels of a shared library; made by `callgate.library`.
+  """The kernels of a shared library; `callgate.library` opens one.
 
-  `library.saxpy`, or `library["saxpy"]`, is a `Kernel`: the same object each time. `kernel()` makes
-  one with options. Iterating gives the kernels' names.
+  `library.saxpy` or `library["saxpy"]` is a `Kernel`, the same object each time. `kernel()` makes a
+  kernel with options. Iterating gives the kernels' names.
 
   Attributes:
-    name: what the names of its kernels begin with in compiled programs.
-    path: of the file.
-    cdll: the file as ctypes has loaded it.
+    name: the prefix of its kernels' names in compiled programs.
+    path: the path of the file.
+    cdll: the library as a `ctypes.CDLL`.
   """
 
   def __init__(self, path: str, name: str, loaded: ctypes.CDLL) -> None:
@@ -137,25 +137,29 @@ class Library:
     ```
 
     Args:
-      function: its name in the library.
-      out: the results. Default: what the parameters tell; see `callgate.library`.
-      name: what programs call it by. Default: the library's name, a dot and the function's, with a
-        number from the second one on.
-      thread_safe: calls may run at once, on several devices and in several programs, and so may the
-        lanes of `vmap="each"`. By default they take turns, with those of all other kernels of the
-        library that are not thread-safe.
+      function: the function's name in the library.
+      out: the results, as for `callgate.gate`. Default: inferred from the C++ types; see
+        `callgate.library`.
+      name: the name in compiled programs. Default: the library's name, a dot and the function's
+        name, with a number if that name is taken.
+      thread_safe: True lets calls run at once, from several devices and programs, and the lanes of
+        vmap="each" in parallel. By default calls take turns with all other kernels of the library
+        that are not thread-safe.
+
+    Returns:
+      A `Kernel`.
 
     Raises:
       AttributeError: the library has no such kernel.
       GateDefinitionError: an option is wrong.
-      ValueError: the name is taken.
+      ValueError: another live kernel or gate has the name.
     """
     if function not in self:
       text = f"library '{self.path}' has no kernel '{function}'; it has {', '.join(self) or 'none'}"
       raise AttributeError(text, name=function, obj=self)
     name = options.name
     while name is None or (options.name is None and _is_live(name)):
-      name = registry.free_name(f"{self.name}.{function}")  # the next run gives the same ones
+      name = registry.free_name(f"{self.name}.{function}")  # the same names in the next run
     return Kernel(LibraryKernel(name, self, function, self._functions[function], options))
 
   def __getitem__(self, function: str) -> Kernel:
@@ -165,7 +169,7 @@ class Library:
     return self._kernels[function]
 
   def __getattr__(self, function: str) -> Kernel:
-    if function.startswith("__"):  # what copy, pickle and IPython look for
+    if function.startswith("__"):  # copy, pickle and IPython look for these
       raise AttributeError(function)
     return self[function]
 
@@ -195,7 +199,7 @@ class Library:
 
 
 def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library:
-  """Opens a shared library of kernels that was built with callgate/kernel.h.
+  """Opens a shared library of C++ kernels that was built with callgate/kernel.h.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -205,25 +209,31 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
   histogram = mine.kernel("histogram", out=lambda x: jax.ShapeDtypeStruct((16,), "int32"))
   ```
 
-  Each call is checked against the kernel's C++ types while it is traced. Results are inferred where
-  these tell them: an `InOut` is as its argument; a result of rank 0 has no extents; an `Out` has
-  the shape of the arguments whose parameters have its element type and rank, if they all have one
-  shape. For any other result, and where this is not what the kernel means, give `out`: see
-  `Library.kernel`. Opening a library again gives the same object while it is in use; one that was
-  built again meanwhile is loaded anew, and kernels made before go on with the code that they had.
+  callgate checks each call against the kernel's C++ types while it traces the call. It infers the
+  results from these types:
+
+  - An `InOut` has its argument's shape.
+  - An `Out` of rank 0 has shape ().
+  - Any other `Out` has the common shape of the array arguments with the same element type and rank.
+
+  If a result can't be inferred, or the inferred shape is wrong, pass `out` to `Library.kernel`.
+
+  Opening a library that is in use returns the same object. After a rebuild, opening it loads the
+  new version, and existing kernels keep the old code.
 
   Args:
-    path: the file. Its constructors run, as when any library is loaded.
-    name: what its kernels' names begin with in compiled programs. Default: the file's name without
-      "lib" and extensions, with a number where another library in use has it.
+    path: the path of the file. Loading runs the library's constructors, as for any library.
+    name: the prefix of its kernels' names in compiled programs. Default: the file's name without
+      "lib" and extensions, with a number if another library in use has that name.
 
   Returns:
     A `Library`, whose attributes are the kernels.
 
   Raises:
     FileNotFoundError: there is no such file.
-    OSError: the system's loader refuses it, with its message.
-    GateDefinitionError: it is no library of kernels, or of another binary interface than this.
+    OSError: the system's loader rejects the file; the error has its message.
+    GateDefinitionError: the library exports no kernels, or was built for another version of the
+      binary interface.
   """
   file = os.path.abspath(_options.path("callgate.library", "path", path))
   name = _options.name("callgate.library", name)
@@ -254,13 +264,13 @@ def _is_live(name: str) -> bool:
 
 
 def _load(file: str) -> ctypes.CDLL:
-  """The file as it is now: loading the same path twice would give what it was at first."""
+  """Loads the file as it is now; the loader itself would return the first version of a path."""
   status = os.stat(file)
   stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
   versions = _loaded.setdefault(os.path.realpath(file), {})
   if stamp not in versions:
-    # The loader compares paths before files, so each version gets a spelling of its own. A folder's
-    # name must not change: libraries look for others beside themselves.
+    # The loader compares paths before files, so each version is loaded by a path of a different
+    # spelling. The folder's name must not change, because libraries look for others next to them.
     folder, base = os.path.split(file)
     try:
       versions[stamp] = open_library(os.path.join(folder, *["."] * len(versions), base))
@@ -271,7 +281,7 @@ def _load(file: str) -> ctypes.CDLL:
 
 @_part.joins("libraries")
 class _Libraries(Part):
-  """Defines the kernels of open libraries in programs of other processes."""
+  """Defines the kernels of open libraries for programs from other processes."""
 
   def define(self, name: str) -> Any:
     base, _, function = name.rpartition(".")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that several kinds of kernels share."""
 
-# Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
+# `typing.get_type_hints` evaluates these annotations, so they must not be strings.
 
 import dataclasses
 import os
@@ -24,23 +24,24 @@ class KernelOptions(CallOptions):
   """The options of a kernel.
 
   Attributes:
-    vmap: "each" (a loop over the lanes in C++), "whole" (batched arguments have a leading axis),
-      "broadcast" (all have) or a rule, as for `callgate.gate`. "grid", where the kernel runs on
-      CUDA devices: one launch, with the lanes along the grid's z axis; on the CPU as "each".
-    thread_safe: calls may run at once, on several devices and in several programs, and so may the
-      lanes of `vmap="each"`. By default they take turns.
+    vmap: "each" (a loop over the lanes in C++), "whole" (the batched arguments have a leading batch
+      axis), "broadcast" (all arguments have it) or a rule, as for `callgate.gate`. "grid" makes one
+      launch for all lanes on CUDA devices, with the lanes along the grid's z axis; on the CPU it is
+      the same as "each".
+    thread_safe: True lets calls run at once, from several devices and programs, and the lanes of
+      vmap="each" in parallel. By default calls take turns.
   """
 
   vmap: Vmap | Callable[..., Any] = option("each", check_vmap, more=("grid",))
   thread_safe: bool = option(False, check.boolean)
 
   def label(self, maker: str) -> str:
-    """How messages name the kernel: by the name that it is given, else by what makes it."""
+    """Returns the kernel's name for messages: the option `name`, or the function that makes it."""
     name = check.name(maker, self.name)
     return f"kernel '{name}'" if name else maker
 
   def named(self, function: str) -> str:
-    """The kernel's name: the given one, or one of the user's module and the function's."""
+    """Returns the kernel's name: the option `name`, or the module and the function's name."""
     return self.name or registry.free_name(f"{where().module}.{function}")
 
 
@@ -49,16 +50,20 @@ class LaunchOptions:
   """Describes how a kernel is launched on CUDA devices.
 
   Attributes:
-    grid: blocks: an int, a tuple of up to three, or a function from the operands'
-      ShapeDtypeStructs (of one lane, under vmap) to one; a static argument that the function has a
-      parameter for is passed by name. A kernel of 0 blocks is not launched, nor one whose results
-      are all empty.
-    block: threads of a block, likewise; at most 1024.
-    shared: bytes of dynamic shared memory, likewise; more than 48 KiB is asked for from the driver.
-    cluster: blocks of a cluster (compute capability 9.0), likewise; None for none.
-    zeroed: flat positions of results that are set to zero first, for kernels that add to them.
-    scratch: bytes of the memory behind parameters `T*` by their names, likewise; not initialised.
-      With vmap="grid" there is as much for each lane.
+    grid: the number of blocks: an int, a tuple of up to three ints, or a function that takes the
+      operands' ShapeDtypeStructs (of one lane, under vmap) and returns one of these. The function
+      also gets the static arguments that it has parameters for, by name. callgate launches nothing
+      if there are 0 blocks or all results are empty.
+    block: the number of threads per block, at most 1024; same form as `grid`.
+    shared: bytes of dynamic shared memory, also above 48 KiB if the device supports it; an int or a
+      function as for `grid`.
+    cluster: the number of blocks per cluster (compute capability 9.0), same form as `grid`.
+      Default: no clusters.
+    zeroed: flat positions of the results that are set to zero before the launch, for kernels that
+      add to them.
+    scratch: a dict from names of parameters `T*` to bytes of memory that they get for the launch;
+      an int or a function as for `grid`. The memory is uninitialized. With vmap="grid" each lane
+      gets that much.
   """
 
   grid: Any = None
@@ -74,14 +79,14 @@ class DeviceOptions:
   """Describes the devices that a kernel is compiled for.
 
   Attributes:
-    arch: what to compile for, in programs for CUDA, where the process has no device: "sm_90", 90,
-      or several. Default there: PTX, which the driver compiles when the program is loaded.
+    arch: the devices to compile programs for CUDA for, if the process has no device: "sm_90", 90,
+      or several. Default: PTX, which the driver compiles when the program is loaded.
   """
 
   arch: Arch = None
 
   def capabilities(self, label: str) -> tuple[int, ...]:
-    """The compute capabilities of `arch`, as 90; none for PTX."""
+    """Returns the compute capabilities of `arch`, such as 90; none for PTX."""
     several: Any = self.arch if isinstance(self.arch, (list, tuple)) else [self.arch]
     found: set[int] = set()
     for each in several if self.arch is not None else ():
@@ -98,12 +103,13 @@ class CompilerOptions(DeviceOptions):
   """Describes how C++ is compiled on this machine.
 
   Attributes:
-    flags: for the compiler, after "-O3 -march=native -DNDEBUG": "-fopenmp" for OpenMP, say.
-    include_dirs: folders of headers.
+    flags: compiler flags after "-O3 -march=native -DNDEBUG", such as "-fopenmp".
+    include_dirs: folders with headers.
     libraries: names for `-l`, or paths of libraries.
-    library_dirs: folders where they are, now and at run time.
-    debug: "-O0 -g" and bounds checks of every index instead of the flags above.
-    cuda_options: for CUDA's run-time compiler, after callgate's own: "--use_fast_math", "-DN=4".
+    library_dirs: folders with these libraries, for the link and for run time.
+    debug: True compiles with "-O0 -g" instead, and checks the bounds of each index.
+    cuda_options: options of CUDA's run-time compiler after callgate's own, such as
+      "--use_fast_math" or "-DN=4".
   """
 
   flags: Sequence[str] = option((), check.strings)
@@ -114,7 +120,7 @@ class CompilerOptions(DeviceOptions):
   cuda_options: Sequence[str] = option((), check.strings)
 
   def building(self, *flags: str) -> dict[str, tuple[str, ...]]:
-    """Returns what `toolchain.build` takes, with more flags in front of the user's."""
+    """Returns the arguments of `toolchain.build`, with more flags before the user's."""
     defaults = toolchain.DEBUG_FLAGS if self.debug else toolchain.DEFAULT_FLAGS
     names = ("include_dirs", "libraries", "library_dirs")
     given = {name: tuple(getattr(self, name)) for name in names}

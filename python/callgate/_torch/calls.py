@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs for the gates of `callgate.torch`: a PyTorch function, its derivatives, its batches.
 
-A *run* is `run(functional, args, kwargs)`: it calls the function on tensors, or a transform of it.
-Transforms take runs to runs, so that they nest to any order. There are two ways to differentiate:
+A *run* is `run(functional, args, kwargs)`: it calls the function, or a transform of it, on tensors.
+A transform takes a run and returns a run, so transforms nest to any order. There are two ways to
+differentiate:
 
 - classical: `torch.autograd.grad`. Forward mode is the transpose of reverse mode.
-- functional: `torch.func`, which nests with its forward mode and with `torch.func.vmap`. It refuses
-  some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
+- functional: `torch.func`, which nests with its forward mode and with `torch.func.vmap`. It rejects
+  some functions: old-style `torch.autograd.Function`s, and calls of `torch.autograd.grad` inside.
 
-Torch's fake tensors, which have no values, tell a function's results, and if `torch.func.vmap`
-takes it. Imports torch, so it is imported when the first function is made.
+Runs on torch's fake tensors, which have no values, find the result types, and show if
+`torch.func.vmap` supports the function. This module imports torch, so it is imported when the first
+function is made.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ from callgate._torch.options import TorchOptions
 
 Tensor = Any
 Run = Callable[[bool, tuple[Any, ...], dict[str, Any]], Any]
-# ("jvp" | "vjp" | "vmap", positions): of the arguments that tangents or cotangents belong to, or
-# that have a batch axis.
+# ("jvp" | "vjp" | "vmap", positions): the positions are those of the arguments that tangents or
+# cotangents belong to, or that have a batch axis.
 Step = tuple[str, tuple[int, ...]]
 RNG = "rng"  # the keyword that carries the key of a function that draws random numbers
-# torch's generator of random numbers is one for all threads.
+# All threads share torch's random number generator.
 _generator_lock = threading.RLock()
-# So are the levels of its forward mode: those of two threads mixed up give zeros for tangents.
+# All threads share the levels of torch's forward mode; two threads at once would get zero tangents.
 _forward_lock = threading.RLock()
 
 
 def of_function(function: Callable[..., Any], options: TorchOptions) -> Run:
-  """The run of a user's function of pytrees of tensors."""
+  """Returns the run of a user's function of pytrees of tensors."""
 
   def run(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del functional
@@ -61,7 +63,7 @@ def of_function(function: Callable[..., Any], options: TorchOptions) -> Run:
 
 
 def _as_tensor(leaf: Any) -> Any:
-  """A result's leaf as a tensor; torch's own named tuples, which JAX does not know, as tuples."""
+  """Returns a result's leaf as a tensor; makes tuples of torch's named tuples, unknown to JAX."""
   if isinstance(leaf, torch.Tensor):
     return leaf
   if isinstance(leaf, tuple):
@@ -85,12 +87,12 @@ def _seeded(key: Tensor) -> Generator[None]:
 
 
 def is_abstract(tensor: Tensor) -> bool:
-  """True if the function runs for its types alone, on tensors without values."""
+  """Returns True if the function runs for its types only, on tensors without values."""
   return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
-  """The run with transforms around it, innermost first."""
+  """Returns the run with transforms around it, innermost first."""
   for kind, positions in steps:
     if kind == "vmap":
       run = _batched(run, positions, "same" if random else "error")
@@ -100,10 +102,10 @@ def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
 
 
 def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
-  """Makes the gate's function of a run: with autograd off, and in the way that suits it."""
+  """Makes the gate's function of a run, with autograd off, and chooses classical or functional."""
   kinds = [kind for kind, _ in steps]
   batched = "vmap" in kinds
-  # One step of reverse mode is quickest, and takes most, with autograd itself.
+  # A single step of reverse mode is fastest, and supports most, with autograd itself.
   classical = batched or kinds in ([], ["vjp"])
 
   def call(*args: Any, **kwargs: Any) -> Any:
@@ -113,9 +115,9 @@ def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
         return run(batched, args, kwargs)
       try:
         return run(True, args, kwargs)
-      except RuntimeError:  # or NotImplementedError, which is one
-        # torch.func refuses the function, or it has an operation without forward mode. An error
-        # of the function's own comes again here.
+      except RuntimeError:  # includes NotImplementedError
+        # torch.func rejects the function, or an operation lacks forward mode. If the error is the
+        # function's own, it is raised again here.
         result = run(False, args, kwargs)
         classical = True
         return result
@@ -123,13 +125,12 @@ def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
   return call
 
 
-# -- derivatives ---------------------------------------------------------------------------------
-# A run's function of the tensors to differentiate by, and whether torch.func is to take it.
+# A run's function of the tensors to differentiate by; its first argument selects torch.func.
 Inner = Callable[[bool, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def _derivative(kind: Callable[..., Any], run: Run, wanted: Sequence[int]) -> Run:
-  """The run of `(args, kwargs, vectors)`: static keywords are its own, arrays' are in its args."""
+  """Returns the run of `(args, kwargs, vectors)`; static keywords stay keywords of the run."""
 
   def derive(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     leaves, tree = jax.tree.flatten(args[:2])
@@ -147,16 +148,16 @@ def _derivative(kind: Callable[..., Any], run: Run, wanted: Sequence[int]) -> Ru
 def _vjp(
   functional: bool, inner: Inner, primals: Sequence[Tensor], vectors: Sequence[Tensor]
 ) -> Any:
-  """The primals' cotangents in JAX's convention: of complex values the conjugates of torch's."""
+  """Returns the primals' cotangents in JAX's convention: the conjugates of torch's if complex."""
 
   def cotangents(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # The dtypes differ where `cast` makes float32 results of float64 ones.
+    # The dtypes differ if `cast` makes float32 results of float64 ones.
     return tuple(_conj(ct).to(x.dtype) for x, ct in zip(results, vectors, strict=True))
 
   if functional:
     results, pullback = cast("Any", torch.func.vjp)(lambda *xs: inner(True, xs), *primals)
     return tuple(map(_conj, pullback(cotangents(results))))
-  again = torch.is_grad_enabled()  # a derivative of this one is being taken
+  again = torch.is_grad_enabled()  # True inside another derivative
   with torch.enable_grad():
     results = inner(False, primals := _tracked(primals))
     return tuple(map(_conj, _grad(results, primals, cotangents(results), again)))
@@ -179,7 +180,7 @@ def _jvp(
 
 @functools.cache
 def prepare_forward_mode() -> None:
-  """Has torch load its forward mode, which warns that it is compiled by deprecated means."""
+  """Makes torch load its forward mode, and ignores its deprecation warnings."""
   one = torch.ones(())
   with _forward_lock, warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -187,14 +188,14 @@ def prepare_forward_mode() -> None:
 
 
 def _tracked(tensors: Sequence[Tensor]) -> list[Tensor]:
-  """Tensors of their own to differentiate by; the graph that one is in goes on through it."""
+  """Returns new tensors to differentiate by, connected to the graph of the given ones."""
   return [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in tensors]
 
 
 def _grad(
   results: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], again: bool
 ) -> tuple[Tensor, ...]:
-  """`torch.autograd.grad`, with zeros where nothing depends on an input."""
+  """Calls `torch.autograd.grad`; returns zeros for inputs that no result depends on."""
   pairs = [(x, ct) for x, ct in zip(results, cotangents, strict=True) if x.requires_grad]
   if not pairs:
     return tuple(map(torch.zeros_like, inputs))
@@ -209,7 +210,7 @@ def _conj(x: Tensor) -> Tensor:
 
 
 def _batched(run: Run, mask: Sequence[int], randomness: str) -> Run:
-  """The run of all lanes at once; flat arguments in `mask` have a leading axis."""
+  """Returns the run of all lanes at once; the flat arguments in `mask` have a leading axis."""
 
   def whole(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del functional
@@ -237,20 +238,20 @@ def _filled(tree: Any, leaves: Sequence[Any], where: Sequence[int], tensors: Seq
 
 # -- without values ------------------------------------------------------------------------------
 def torch_dtype(dtype: np.dtype[Any]) -> Any:
-  """torch's dtype of the same name; None where it has none."""
+  """Returns torch's dtype of the same name; None if torch lacks it."""
   found = getattr(torch, dtype.name, None)
   return found if isinstance(found, torch.dtype) else None
 
 
-# Its batching rule takes memory as contiguous that is not, and gives zeros or what lies there
-# (torch 2.13: `torch.func.jacrev` of `torch.cdist`).
+# Its batching rule assumes contiguous memory without a check, and returns zeros or uninitialized
+# memory (torch 2.13: `torch.func.jacrev` of `torch.cdist`).
 _WRONG_UNDER_VMAP = "aten::_cdist_backward"
 
 
 def _run_abstract(
   run: Run, functional: bool, args: Any, kwargs: Any, look: Callable[[Any], None]
 ) -> Any:
-  """The run on tensors without values for ShapeDtypeStructs; `look` sees each operation first."""
+  """Runs on tensors without values for ShapeDtypeStructs; calls `look` before each operation."""
 
   class Watched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,7 +263,7 @@ def _run_abstract(
       return leaf
     return torch.empty(tuple(leaf.shape), dtype=torch_dtype(np.dtype(leaf.dtype)))
 
-  # torch logs errors of tensors without values, which the caller hears of anyway.
+  # torch logs errors of tensors without values, which the caller gets anyway.
   logger = logging.getLogger("torch._subclasses.fake_tensor")
   before, logger.disabled = logger.disabled, True
   try:
@@ -277,13 +278,13 @@ def _run_abstract(
 def result_types(
   label: str, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, str | None]:
-  """The results' types, and an operation that draws random numbers if there is one."""
+  """Returns the result types, and an operation that draws random numbers, or None."""
   seen: list[Any] = []
   try:
     result = _run_abstract(run, False, args, kwargs, seen.append)
   except GateDefinitionError:
     raise
-  except Exception as error:  # whatever the user's function raises
+  except Exception as error:  # the user's function may raise anything
     text = " ".join(foreign.text_of(error).split())
     advice = "If it needs values to know what it returns, say what that is with out="
     if "does not require grad" in text:
@@ -300,7 +301,7 @@ def result_types(
 
 
 def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-  """True if the run of all lanes works under `torch.func.vmap`, not as a loop in disguise."""
+  """Returns True if `torch.func.vmap` supports the run, without a hidden loop over the lanes."""
 
   def look(operation: Any) -> None:
     if operation.name().partition(".")[0] == _WRONG_UNDER_VMAP:
@@ -308,7 +309,7 @@ def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
   try:
     with warnings.catch_warnings():
-      # torch warns of an operation that it can't batch but in a loop of its own.
+      # torch warns of operations that it batches by a loop.
       warnings.filterwarnings("error", message="There is a performance drop")
       _run_abstract(batched, True, args, kwargs, look)
   except Exception:  # noqa: BLE001 - torch refuses in many ways, and the lanes then run in turn

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gates behind `callgate.torch`: a function and, as gates of their own, its transforms.
+"""The gates behind `callgate.torch`: a function's gate, and gates of its transforms.
 
-A gate's *path* are the transforms around the function (`calls.Step`), innermost first: none, or
-`(("vjp", (0,)),)` of its gradient. Each is a *part* of the function's gate, its root, and named
-`root[path]` in programs, so that a process that never traced the call can make it. A derivative's
-takes `(args, kwargs, vectors)`, returns a tuple, and is linear in the vectors.
+A gate's *path* is the transforms around the function (`calls.Step`), innermost first: empty for the
+function, `(("vjp", (0,)),)` for its gradient. Each gate is a *part* of the function's gate, the
+root, and has the name `root[path]` in programs. So a process can make it without having traced the
+call. A derivative's gate takes `(args, kwargs, vectors)`, returns a tuple, and is linear in the
+vectors.
 """
 
 from __future__ import annotations
@@ -30,34 +31,34 @@ from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 
 Path = tuple[tuple[str, tuple[int, ...]], ...]
-_STEP = re.compile(r"(?:jvp|vjp|vmap):\d+(?:,\d+)*")  # in names: "vjp:0,2/vmap:1"
+_STEP = re.compile(r"(?:jvp|vjp|vmap):\d+(?:,\d+)*")  # part of a name: "vjp:0,2/vmap:1"
 _lock = threading.RLock()  # two threads may trace the first derivative of a function at once
 _VECTORS = 2  # the position of a derivative's tangents or cotangents
 
 
 class TorchCallee(GateCallee):
-  """The gate of a PyTorch function (the root) or of a transform of it; see the module's text."""
+  """The gate of a PyTorch function (the root) or of a transform of it; see this module's text."""
 
   traits = GateCallee.traits.but(autograd=True, splits=False)  # derivatives are of all leaves
 
   def __init__(
     self, root: TorchCallee | None, path: Path, call: Callable[..., Any], options: GateOptions
   ) -> None:
-    self._parts: dict[Path, TorchCallee] = {}  # before other threads know the gate by its name
+    self._parts: dict[Path, TorchCallee] = {}  # set before other threads find the gate by its name
     super().__init__(call, options)
     self.root: TorchCallee = root if root is not None else self
     self.part_of = root
     self.path, self._options = path, options
-    self._batchings: dict[Any, bool] = {}  # whether lanes are taken at once
+    self._batchings: dict[Any, bool] = {}  # True if one call takes all lanes
 
-  # The root's knowledge of its function.
+  # The root has these.
   run: Any
   method = "auto"
   random = False
   drawn: str | None = None
 
   def frozen(self, args: Any) -> frozenset[int]:
-    """The leaves of the arguments, as flat positions, that have no derivative."""
+    """Returns the arguments' leaves without a derivative, as flat positions."""
     del args
     return frozenset()
 
@@ -77,7 +78,7 @@ class TorchCallee(GateCallee):
       key = _key(path)
       call = calls.caller(calls.transformed(root.run, path, random=root.random), path)
       call.__name__ = call.__qualname__ = key
-      options = dataclasses.replace(  # a vmap rule of the user's is for the function itself
+      options = dataclasses.replace(  # the user's vmap rule is for the function itself
         root._options, name=f"{root.name}[{key}]", out=_known, like=None, gradient=None,
         effect="pure" if any(kind != "vmap" for kind, _ in path) else root.effect,
         linear=_VECTORS if path[-1][0] != "vmap" else False, aliases=None, vmap="each",
@@ -86,7 +87,7 @@ class TorchCallee(GateCallee):
     return made
 
   def define_variant(self, key: str) -> bool:
-    """Makes the part that a program from elsewhere names; False where it isn't one of ours."""
+    """Makes the part that a program from another process names; False if the key is no path."""
     if not all(map(_STEP.fullmatch, key.split("/"))):
       return False
     steps = (text.split(":") for text in key.split("/"))
@@ -138,7 +139,7 @@ class TorchCallee(GateCallee):
 
     batched = _of_root(self.path, *jax.tree.unflatten(site.in_tree, mask))[1]
     if self.effect != "pure" or (self.root.random and batched.get(calls.RNG)):
-      return False  # once for each lane; each draws from a key of its own
+      return False  # one call for each lane, with its own key
     path = (*self.path, _vmap(mask))
     if any(kind == "jvp" for kind, _ in path):
       calls.prepare_forward_mode()  # not on tensors without values
@@ -154,7 +155,7 @@ class TorchCallee(GateCallee):
   def transpose_call(
     self, site: CallSite, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
   ) -> Sequence[Any]:
-    """Cotangents of the vectors at `linear`, of a derivative's flat arguments."""
+    """Returns cotangents of the vectors at positions `linear` of a derivative's flat arguments."""
     kind, wanted = self.path[-1]
     (args, kwargs, vectors), _ = jax.tree.unflatten(site.in_tree, range(len(flat)))
     first = len(flat) - len(vectors)
@@ -178,12 +179,12 @@ def _site_of_part(
 
 
 def _key(path: Path) -> str:
-  """A path in names."""
+  """Returns a path as part of a name."""
   return "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
 
 
 def _of_root(path: Path, args: Any, kwargs: Any) -> tuple[Any, Any]:
-  """The function's own arguments, of those of a derivative."""
+  """Returns the function's own arguments from a derivative's."""
   for kind, _ in path:
     if kind != "vmap":
       args, kwargs, _ = args

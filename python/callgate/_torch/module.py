@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `torch.nn.Module` as a function of its parameters; imported when the first one is made."""
+"""`torch.nn.Module`s as functions of their parameters; imported when the first one is made."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from torch.nn.modules import batchnorm  # pyright: ignore[reportMissingImports]
 from callgate._core.errors import GateDefinitionError
 from callgate._torch.calls import is_abstract
 
-# Batch and instance normalisation. They write their statistics in C++, unseen by `_version`.
+# Batch and instance normalization. They write their statistics in C++, without a new `_version`.
 _NormBase = batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
-_OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # in which a call of an RNN keeps its parameters
-# Under the GIL: single steps. All functions that are made of a module share its lock.
+_OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # a call of an RNN keeps its parameters here
+# Under the GIL: single steps. All functions of a module share its lock.
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class ModuleFunction:
   """`f(params, *args, **kwargs)`: the module's forward with these parameters and buffers.
 
-  Calls of one module run one after another: torch puts them in the place of its own meanwhile.
+  Calls of one module run one after another, because torch puts the parameters into the module
+  during a call.
   """
 
   def __init__(self, label: str, module: Any, mutable: bool) -> None:
@@ -42,7 +43,7 @@ class ModuleFunction:
   def _call(self, tensors: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     buffers = {name: tensors[name] for name, _ in self.module.named_buffers()}
     if self.mutable or self.module.training:
-      # The module may write into them, and the arguments are XLA's memory.
+      # The module may write to its buffers, and the arguments are XLA's memory.
       buffers = {name: value.clone() for name, value in buffers.items()}
       tensors.update(buffers)
     watched = not self.mutable and any(map(is_abstract, tensors.values()))
@@ -62,9 +63,10 @@ class ModuleFunction:
 
   @contextlib.contextmanager
   def _holding(self, tensors: Mapping[str, Any]) -> Generator[None]:
-    """Has the module hold these in the place of its own, by every name that they have there.
+    """Puts these tensors into the module, under all names of the tensors that they replace.
 
-    `torch.func.functional_call` leaves them in a part that is registered twice, and in RNNs.
+    `torch.func.functional_call` does not put the module's own tensors back into a submodule that is
+    registered twice, nor into RNNs.
     """
     names = {id(own): name for name, own in self._own().items()}
     held: list[tuple[dict[str, Any], str, Any]] = []
@@ -86,8 +88,8 @@ class ModuleFunction:
     return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
   def tensors(self) -> dict[str, Any]:
-    """Parameters and buffers by name; shared ones once."""
-    with self._lock:  # a call has others in their places
+    """Returns parameters and buffers by name, each shared tensor once."""
+    with self._lock:  # a call replaces them
       return self._own()
 
   def trainable(self) -> dict[str, bool]:
@@ -96,7 +98,7 @@ class ModuleFunction:
     return {name: wanted.get(name, False) for name in self.tensors()}
 
   def load(self, params: Mapping[str, Any]) -> None:
-    # Before the lock: the arrays may come from a program whose calls need it.
+    # Before taking the lock: the arrays may come from a program whose calls need it.
     values: dict[str, Any] = {}
     for name, value in params.items():
       array = np.asarray(value)  # NumPy lacks bfloat16 and the like

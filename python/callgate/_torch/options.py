@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of `callgate.torch`."""
 
-# Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
+# `typing.get_type_hints` evaluates these annotations, so they must not be strings.
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,25 +21,27 @@ class TorchOptions(CallOptions):
   """The options of `callgate.torch`.
 
   Attributes:
-    out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
-      arguments' ShapeDtypeStructs to one. Default: found by a run on tensors without values.
+    out: the results: a pytree of anything with `.shape` and `.dtype`, or a function that takes the
+      arguments' ShapeDtypeStructs and returns such a pytree. Default: found by a run on torch's
+      fake tensors, which have no values.
     effect: "pure", "io" or "ordered", as for `callgate.gate`. Derivatives are always pure.
-    aliases: flat input position to flat output position, with style="inplace": both are one memory.
-    vmap: "auto" ("whole" where torch takes the function, which is tried when the program is traced;
-      else "each"), "whole" (all lanes in one call through `torch.func.vmap`), "each" (lane by lane)
-      or a rule as for `callgate.gate`.
+    aliases: a dict from flat input positions to flat output positions: each pair shares memory.
+      Needs style="inplace".
+    vmap: "auto" ("whole" if torch can batch the function, which callgate tries during tracing;
+      otherwise "each"), "whole" (one call for all lanes, through `torch.func.vmap`), "each" (one
+      call for each lane) or a rule as for `callgate.gate`.
     thread: "xla" or "own", as for `callgate.gate`.
     timeout: seconds, as for `callgate.gate`.
-    cast: allow same-kind casts of results, as for `callgate.gate`: float64 to float32 where JAX has
-      no float64. Integers whose values fit are cast in any case.
-    gradient: "finite-difference": derivatives by central differences instead of torch's.
-    enable_grad: run the function with autograd on, for one that calls it itself.
-    mutable: for modules that write into their buffers (batch normalisation in training): calls
-      return `(result, buffers)`, the new values by name.
+    cast: True allows casts of results within a kind, as for `callgate.gate`, such as float64 to
+      float32 without `jax_enable_x64`. Integers whose values fit are always cast.
+    gradient: "finite-difference" computes derivatives by central differences instead of autograd.
+    enable_grad: True runs the function with autograd on, for a function that itself calls autograd.
+    mutable: True for modules that write to their buffers (batch normalization in training): calls
+      return `(result, buffers)`, with the new values by name.
     style: "return", or "inplace" for `fn(out, *args)`, which writes into tensors over XLA's result
-      memory, as torch's `out=` does; it needs `out` and has no derivative of its own.
-    random: the function draws random numbers; calls then take `rng=`, a JAX key that seeds torch's
-      generator, which the function does not get.
+      memory, as torch's `out=` does. "inplace" needs `out`, and has no derivative from autograd.
+    random: True for a function that draws random numbers. Calls then take `rng=`, a JAX key that
+      seeds torch's generator. The function does not get the key.
   """
 
   linear: bool | int | Sequence[int] = dataclasses.field(init=False, default=False)
@@ -53,7 +55,7 @@ class TorchOptions(CallOptions):
   random: bool = option(False, check.boolean)
 
 
-# Type checkers take the keywords from these: of functions with a parameter for the results, and of
+# Type checkers get the keywords from these: for functions with a parameter for the results, and for
 # those whose calls take a key.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TorchInplaceOptions(TorchOptions):

@@ -74,11 +74,11 @@ class FunctionCallee(TorchCallee):
 
     types, self.drawn = calls.result_types(self.label, self.run, args, kwargs)
     if self.random:
-      self.drawn = None  # both runs draw from the same key
+      self.drawn = None  # both runs use the same key
     leaves, tree = jax.tree.flatten(types)
     for index, struct in enumerate(leaves):
       dtype = tracing.canonical_dtype(struct.dtype)
-      integers = np.issubdtype(dtype, np.integer)  # cast where their values fit
+      integers = np.issubdtype(dtype, np.integer)  # cast if their values fit
       if dtype != struct.dtype and not (self.casts() or integers):
         expected = f"{dtype.name}: .to(torch.{dtype.name}) in the function, or cast=True"
         got = f"result {index} is {struct.dtype.name}, which needs jax_enable_x64"
@@ -91,7 +91,7 @@ class ModuleCallee(FunctionCallee):
   """The core of a `TorchModule`.
 
   Attributes:
-    module: the function of its parameters and buffers.
+    module: the module as a function of its parameters and buffers.
   """
 
   kind = "torch module"
@@ -129,12 +129,12 @@ class ModuleCallee(FunctionCallee):
 
 
 class TorchFunction(Gate[P, R]):
-  """A PyTorch function as a JAX function; made by `callgate.torch`.
+  """A PyTorch function as a JAX function; `callgate.torch` makes one.
 
-  A call takes pytrees of arrays; torch tensors are copied. Keyword arguments that hold an array are
-  arguments too, anything else is static, hashable, and reaches the function as it is; `rng` is the
-  key of a function with `random=True`. It returns what the function does, with jax.Arrays for
-  tensors.
+  A call takes pytrees of arrays; it copies torch tensors. Keyword arguments that contain an array
+  are arguments too. Other keyword arguments are static: they must be hashable, and reach the
+  function unchanged. With `random=True` a call also takes a key, `rng=`. It returns the function's
+  results with jax.Arrays in place of tensors.
   """
 
   _makers = "callgate.torch"
@@ -146,38 +146,42 @@ class TorchFunction(Gate[P, R]):
 
 
 class TorchModule(TorchFunction[..., Any]):
-  """A `torch.nn.Module` as a JAX function of its parameters; made by `callgate.torch`.
+  """A `torch.nn.Module` as a JAX function of its parameters; `callgate.torch` makes one.
 
-  It is called as `model(params, *args)`, with `params` as `TorchModule.params` gives them.
+  Call it as `model(params, *args)`, with a dict like `TorchModule.params`.
   """
 
   @property
   def params(self) -> dict[str, jax.Array]:
-    """The module's parameters and buffers now, by name, as new JAX arrays."""
+    """The module's current parameters and buffers by name, as new JAX arrays."""
     found: dict[str, jax.Array] = {}
     for name, tensor in self._core.module.tensors().items():
       array = _torch.to_numpy(tensor)
       dtype = tracing.canonical_dtype(array.dtype)
-      if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
+      if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may have fewer bits
         expected = f"{dtype.name} without it (module.float() converts a module)"
         got = f"parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64"
         raise GateDefinitionError(f"{self._core.label}: {got}; expected {expected}")
-      found[name] = jnp.array(array, dtype)  # the module's memory changes when it is loaded
+      found[name] = jnp.array(array, dtype)  # `load` overwrites the module's memory
     return found
 
   @property
   def trainable(self) -> dict[str, bool]:
-    """For each name in `params` whether it has a gradient, other than zero.
+    """A dict with True for each name in `params` that has a gradient, and False for the others.
 
-    Not buffers, nor parameters with `requires_grad=False`: an optimizer with weight decay should
-    leave them alone (`optax.masked(optimizer, model.trainable)`).
+    Buffers, and parameters with `requires_grad=False`, have a zero gradient. An optimizer with
+    weight decay should skip them: `optax.masked(optimizer, model.trainable)`.
     """
     return self._core.module.trainable()
 
   def load(self, params: Mapping[str, Any]) -> None:
-    """Writes arrays, a dict as `params` gives it, back into the module's parameters and buffers.
+    """Writes arrays into the module's parameters and buffers.
 
-    Raises GateDefinitionError where a name or a shape is not the module's.
+    Args:
+      params: a dict like `TorchModule.params`.
+
+    Raises:
+      GateDefinitionError: the module lacks a name, or has another shape there.
     """
     self._core.check_params(params)
     self._core.module.load(params)
@@ -186,11 +190,12 @@ class TorchModule(TorchFunction[..., Any]):
     """Calls the module's forward with these parameters and buffers; see `TorchFunction`.
 
     Args:
-      params: a dict as `params` gives it.
-      *args: with `**kwargs` those of the module's forward.
+      params: a dict like `TorchModule.params`.
+      *args: the arguments of forward.
+      **kwargs: the keyword arguments of forward.
 
     Returns:
-      What forward returns; with `mutable=True` a pair of that and the dict of the buffers then.
+      The result of forward; with `mutable=True` a pair of it and the dict of the new buffers.
     """
     self._core.check_params(params)
     return super().__call__(dict(params), *args, **kwargs)
@@ -202,7 +207,7 @@ def _from_torch(leaf: Any) -> Any:
 
 
 class Module(Protocol):
-  """A `torch.nn.Module`, as type checkers know it."""
+  """A `torch.nn.Module`, for type checkers."""
 
   def named_parameters(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -247,7 +252,7 @@ def _decorator(
 
 @_decorator(TorchInplaceOptions, RandomOptions, TorchReturnOptions)
 def torch(fn: Callable[..., Any], /, *, options: TorchOptions) -> Any:
-  """Makes a PyTorch function or module a JAX function, with its derivatives and batches.
+  """Makes a JAX function of a PyTorch function or module, with derivatives and vmap.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp, torch
@@ -261,20 +266,20 @@ def torch(fn: Callable[..., Any], /, *, options: TorchOptions) -> Any:
   assert jnp.allclose(jax.jit(jax.grad(distance))(x, y), jnp.array([0.6, 0.8]))
   ```
 
-  Derivatives of any order and in both modes are torch's own, from a second run of the function. A
-  module is called as `model(params, *args)`, with the pytree `model.params`.
+  torch's autograd gives derivatives of any order, in both modes, by running the function again.
+  Call a module as `model(params, *args)`, with `params` like `model.params`.
 
   Args:
-    fn: takes and returns pytrees of tensors, and does not write into its arguments; or a
-      `torch.nn.Module`. Leave it out to use the result as a decorator.
+    fn: a function of pytrees of tensors that returns such a pytree and doesn't write to its
+      arguments; or a `torch.nn.Module`. Leave it out to use the result as a decorator.
 
   Returns:
     A `TorchFunction`; for a module a `TorchModule`, with `params`, `trainable` and `load`.
 
   Raises:
-    GateDefinitionError: an option is wrong or PyTorch is not installed; when called, that the
-      results' types can't be found, or a parameter is missing.
-    ValueError: the name is taken by another live gate.
+    GateDefinitionError: an option is wrong, or PyTorch is not installed. In a call: the result
+      types can't be found, or a parameter is missing.
+    ValueError: another live gate has the name.
   """
   _options.name("torch", options.name)
   options = _options.checked("torch", options)

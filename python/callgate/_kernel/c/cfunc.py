@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.cfunc`: kernels from C functions of libraries that are there already."""
+"""`callgate.cfunc`: kernels from C functions of existing libraries."""
 
-# Annotations are evaluated here, for `typing.get_type_hints` of the function.
+# `typing.get_type_hints` evaluates these annotations, so they must not be strings.
 
 import ctypes
 import dataclasses
@@ -40,23 +40,23 @@ class COptions(KernelOptions):
   """The options of `callgate.cfunc`.
 
   Attributes:
-    args: what C's arguments are, see above. Left out for functions of single numbers.
-    loop: the function takes single numbers, and is called for each element of the arguments, which
-      are broadcast as NumPy does. Default: True for functions that take numbers by value and return
+    args: the C arguments, see above. Leave it out for functions of single numbers.
+    loop: True for a function of single numbers, which is called for each element of the arguments;
+      these broadcast as in NumPy. Default: True for functions that take numbers by value and return
       one, without `args`.
-    order: "F" for column-major arrays in C (as Fortran's libraries have them), for all or by name;
-      they are transposed on the way in and out.
-    cast: arguments that C takes by value may have another dtype of the same or a lesser kind, and
-      convert as in C. A loop's results then are no wider than its arguments.
-    errors: the message for a non-zero `info` or `status`, or messages by number, with ">0" and "<0"
-      for all others. `{info}` in it becomes the number.
-    pointers: addresses that C gets by name: integers, objects of ctypes or cffi, capsules. They
-      live as long as the kernel.
-    vmap: "each", "whole", "broadcast" or a rule, as for `callgate.gate`. Default: "each"; all lanes
-      in one call for a loop.
-    thread_safe: the function may run on several threads at once: for calls on several devices and
-      in several programs, for lanes and for elements. By default calls take turns, with those of
-      all other kernels of the same shared library that are not thread-safe.
+    order: "F" for column-major arrays in C (as in Fortran libraries), for all arrays or, as a dict,
+      by name. callgate transposes them on the way in and out.
+    cast: True converts arguments that C takes by value as C does, from a dtype of the same or a
+      lesser kind. A loop's results are then no wider than its arguments.
+    errors: the message for a non-zero `info` or `status`, or a dict of messages by number, with
+      ">0" and "<0" for all others. `{info}` in a message becomes the number.
+    pointers: a dict of addresses that `args` names: integers, objects of ctypes or cffi, capsules.
+      The kernel keeps them alive.
+    vmap: "each", "whole", "broadcast" or a rule, as for `callgate.gate`. Default: "each"; a loop
+      handles all lanes in one call.
+    thread_safe: True lets the function run on several threads at once, for calls of several devices
+      and programs, for lanes and for elements. By default calls take turns with all other kernels
+      of the same shared library that are not thread-safe.
   """
 
   signature: str | None = None
@@ -71,7 +71,7 @@ class COptions(KernelOptions):
 
 @factories.of_two(COptions)
 def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> Kernel:
-  """Makes a C function a JAX function: called from compiled code, no Python at run time.
+  """Makes a JAX function of an existing C function, which compiled programs call without Python.
 
   ```python
   import callgate as cg, jax.numpy as jnp, numpy as np
@@ -86,31 +86,36 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   np.testing.assert_allclose(j0(jnp.array([0.0, 2.4048])), [1.0, 0.0], atol=1e-4)
   ```
 
-  `args` has one item for each argument of C, in C's order:
+  `args` has one item for each C argument, in C's order:
 
-  - `x`: an operand, which C only reads: a pointer to its elements, or the value where C takes one.
-  - `out x`, `inout x`: a result; an operand and a result in one memory.
-  - `copy x`: an operand, of which C gets a copy that it may write into.
-  - `x[m, n]`, in all of these: with extents, which are checked. They are names, which stand for
-    what they are found to be, numbers, or expressions.
+  - `x`: an operand that C only reads: a pointer to its elements, or its value if C takes a value.
+  - `out x`: a pointer to a result.
+  - `inout x`: a pointer to an operand and a result in the same memory.
+  - `copy x`: a pointer to a copy of an operand, which C may overwrite.
   - `static k`: a number fixed when the program is traced.
-  - `n`, `max(1, 2 * n)`, `x.size`, `x.shape[0]`, `x.ndim`: integers of these.
-  - `1`, `0.5`, `'N'`: numbers and text. `NULL`: a null pointer.
-  - `scratch(3 * n)`: memory for so many elements, until the call returns.
-  - `info`, `status`: a number that C writes; another than 0 is an error.
-  - a name of `pointers`.
+  - `n`, `max(1, 2 * n)`, `x.size`, `x.shape[0]`, `x.ndim`: an integer computed from shapes or
+    static integers.
+  - `1`, `0.5`, `'N'`: a number, text.
+  - `NULL`, or a name in `pointers`: a null pointer, an address.
+  - `scratch(3 * n)`: memory for that many elements, until the call returns.
+  - `info`, `status`: a number that C writes; every number other than 0 raises an error.
 
-  `-> out x`, `-> status` or `-> ignored` at the end says what the return value is. Where C takes a
-  pointer to a number, it gets one.
+  An array may have its extents, as `x[m, n]`: names, numbers or expressions. A name stands for the
+  length that the call's array has, and callgate checks all lengths. If C takes a pointer to a
+  number, callgate passes one. `-> out x`, `-> status` or `-> ignored` at the end gives the use of
+  the return value.
 
   Args:
     function: a function of ctypes (with argtypes and restype) or cffi, a capsule of a Cython module
       (`__pyx_capi__`), or an address.
-    signature: the function's declaration in C, where it doesn't know its own or that one is wrong.
+    signature: the function's declaration in C; it overrides the function's own type.
+
+  Returns:
+    A `Kernel`.
 
   Raises:
     CompileError: there is no C++ compiler.
-    GateDefinitionError: the function's type is not known, or an option is wrong.
+    GateDefinitionError: the function's type is unknown, or an option is wrong.
   """
   check.optional_texts("cfunc", signature=signature)
   options = check.checked(options.label("cfunc"), options)
@@ -118,7 +123,7 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   found = functions.resolve(function, signature)
   name = options.named(found.declaration.name or "cfunc")
   label = f"kernel '{name}'"
-  if is_loop is None:  # one that takes numbers by value and returns one
+  if is_loop is None:  # True if it takes numbers by value and returns one
     types = [found.declaration.result, *(p.type for p in found.declaration.parameters)]
     by_value = types[0].dtype is not None and not any(kind.pointer for kind in types)
     is_loop = args is None and len(types) > 1 and by_value
@@ -152,7 +157,7 @@ def _columns_first(label: str, order: Any, arrays: Mapping[str, arguments.Array]
 
 
 def _messages(label: str, errors: Any) -> tuple[tuple[int | str, str], ...]:
-  """By number first, then by sign, then for all."""
+  """Returns the messages by number, then by sign, then for all numbers."""
   if isinstance(errors, str):
     return (("else", errors),)
   table: Any = {} if errors is None else errors
@@ -209,11 +214,11 @@ class CKernel(CpuKernel):
     return Parameter(name, kind, None if self._is_open(array) else array.type.dtype, rank, way=way)
 
   def _is_open(self, array: Array) -> bool:
-    """True if the dtype is the call's matter: void *, or converted as C does."""
+    """Returns True if the call decides the dtype: void *, or converted as in C."""
     return array.type.dtype is None or (self._cast_scalars and self._is_by_value(array))
 
   def _is_by_value(self, array: Array) -> bool:
-    """True for a number that C takes, or returns, as such."""
+    """Returns True for a number that C takes, or returns, by value."""
     returned = self._binding.returned
     if returned is not None and returned.role is Role.OUT and returned.name == array.name:
       return True
@@ -226,7 +231,7 @@ class CKernel(CpuKernel):
     return ",".join(found[array.name] for array in self._open if array.name in found)
 
   def compile(self, key: str) -> Function:
-    # The key has the dtypes that are the call's matter.
+    # The key has the dtypes that the call decides.
     dtypes: dict[str, Any] = {name: a.type.dtype for name, a in self._binding.arrays.items()}
     for array, name in zip(self._open, [*key.split(","), *[""] * len(self._open)], strict=False):
       try:
@@ -241,12 +246,12 @@ class CKernel(CpuKernel):
     return made._replace(keep=(made.keep, self._keep), user_data=address)
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
-    # The turn of the C function itself, which may be of a library with others.
+    # The C function's own turn, which other functions of its library share.
     return _callgate.KernelTurn.of_library(self._addresses[0] or 0) or super().turn(function)
 
   # -- results -----------------------------------------------------------------------------------
   def _infer(self, *args: Any, **static: Any) -> Any:
-    """The results' types, from `args=` and C's types."""
+    """Returns the result types, from `args=` and the C types."""
     structs = dict(zip(self.parameters, jax.tree.leaves(args), strict=True))
     shape = self._broadcast(structs) if self.loop else ()
     inexact = [s.dtype for s in structs.values() if is_inexact(s.dtype)]
@@ -283,7 +288,7 @@ class CKernel(CpuKernel):
   def _known(
     self, structs: Mapping[str, Any], static: Mapping[str, Any]
   ) -> tuple[dict[str, int], Callable[[Expression], int]]:
-    """A call's dimensions and static integers, and what tells expressions of `args=` in it."""
+    """Returns a call's dimensions and static integers, and an evaluator of `args=` expressions."""
     shapes = {name: tuple(struct.shape) for name, struct in structs.items()}
     given = {name: static_values.thaw(static.get(name)) for name in self._binding.statics}
     numbers = {n: int(value) for n, value in given.items() if isinstance(value, (int, np.integer))}
@@ -343,4 +348,4 @@ class CKernel(CpuKernel):
       limits = kind.limits if argument.role is Role.VALUE else None
       if limits is not None and not limits.min <= number <= limits.max:
         raise GateDefinitionError(f"{where} is {number}, more than C's '{kind.text}' holds")
-    return self.variant(self.variant_key(operands, results, site.static))  # compiled last
+    return self.variant(self.variant_key(operands, results, site.static))  # compiles last

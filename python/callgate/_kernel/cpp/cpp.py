@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.cpp`: kernels from C++ source, compiled by the system's compiler when they are made."""
+"""`callgate.cpp`: kernels from C++ source, compiled by the system's compiler on creation."""
 
-# Annotations are evaluated here, for `typing.get_type_hints` of the function.
+# `typing.get_type_hints` evaluates these annotations, so they must not be strings.
 
 import contextlib
 import dataclasses
@@ -27,8 +27,8 @@ from callgate._kernel.options import CompilerOptions, KernelOptions, LaunchOptio
 from callgate._kernel.parameters import OPERANDS, RESULTS
 from callgate._kernel.variants import Function, Static
 
-# Kernels of one source, which is one library, take turns by these; and kernels that link libraries,
-# which may be the same ones. Guarded by _turns_lock.
+# Kernels of one source share a turn, because they are one library. So do kernels that link
+# libraries, because these may be the same. Guarded by _turns_lock.
 _turns: weakref.WeakValueDictionary[str, _callgate.KernelTurn] = weakref.WeakValueDictionary()
 _turns_lock = threading.Lock()
 # Included before the user's source.
@@ -37,17 +37,16 @@ _HEADERS = ("algorithm", "cmath", "limits", "numeric", "vector")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CppOptions(CompilerOptions, LaunchOptions, KernelOptions):
-  """The options of `callgate.cpp`; those of a launch are for `cuda_source`.
+  """The options of `callgate.cpp`; the launch options are for `cuda_source`.
 
   Attributes:
-    thread_safe: calls may run at once, on several devices and in several programs, and so may the
-      lanes of `vmap="each"`. By default they take turns, with those of all such kernels of the same
-      source, or, with `libraries`, of all that link some.
-    cuda_source: CUDA C++ with the same kernel, which runs in programs for CUDA. Its arrays are
-      those of the C++ function, in the same order: pointers or views, `const T*` also where that
-      takes a number by value; its numbers by value are the C++ function's `cg::Attr` of the same
-      names.
-    cuda_kernel: which kernel of it, where it has several.
+    thread_safe: True lets calls run at once, from several devices and programs, and the lanes of
+      vmap="each" in parallel. By default calls take turns with all kernels of the same source that
+      are not thread-safe; with `libraries` also with other kernels that link libraries.
+    cuda_source: CUDA C++ with the same kernel, for programs for CUDA. Its arrays are the C++
+      function's, in the same order, as pointers or views. A number by value in C++ is a `const T*`
+      here. Its own numbers by value are the C++ function's `cg::Attr`s of the same names.
+    cuda_kernel: the kernel's name in `cuda_source`, if that has several.
   """
 
   cuda_source: str | None = option(None, check.text)
@@ -56,7 +55,7 @@ class CppOptions(CompilerOptions, LaunchOptions, KernelOptions):
 
 @factories.of_two(CppOptions)
 def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> Kernel:
-  """Makes a C++ function a JAX function: compiled once, cached on disk, no Python at run time.
+  """Makes a JAX function of a C++ function, compiled once and cached on disk.
 
   ```python
   import callgate as cg, jax.numpy as jnp
@@ -70,14 +69,18 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   ```
 
   Args:
-    source: C++20 with a function `void name(...)` of callgate's views (see callgate/kernel.h). A
-      template is compiled for the dtypes and ranks of each call; what these don't tell is given by
-      keyword. Included are kernel.h, <algorithm>, <cmath>, <limits>, <numeric> and <vector>.
-    function: which function, where the source has several.
+    source: C++20 source with a function `void name(...)` of callgate's views (see
+      callgate/kernel.h). A template is compiled for the dtypes and ranks of each call; pass
+      template parameters that don't follow from these by keyword. callgate includes kernel.h,
+      <algorithm>, <cmath>, <limits>, <numeric> and <vector>.
+    function: the function's name, if the source has several.
+
+  Returns:
+    A `Kernel`.
 
   Raises:
-    CompileError: the compiler refuses the source, with its message and your line numbers; or there
-      is no compiler.
+    CompileError: the compiler rejects the source (the message has your line numbers), or there is
+      no compiler.
     GateDefinitionError: an option is wrong.
   """
   what = options.label("cpp")
@@ -113,8 +116,8 @@ class CppKernel(CpuKernel):
     compiled: Any = None,
   ) -> None:
     self.source, self.build_options, self._given_function = source, build_options, function
-    self._libraries: dict[str, Path] = {}  # of the variants here
-    self._from_files: dict[str, Path] = {}  # that `load_kernels` has brought
+    self._libraries: dict[str, Path] = {}  # variants compiled here
+    self._from_files: dict[str, Path] = {}  # variants from `load_kernels`
     if compiled is not None:
       self.take_compiled(compiled)
     label = f"kernel '{name}'"
@@ -158,9 +161,9 @@ class CppKernel(CpuKernel):
     return function
 
   def _build(self, label: str, instance: str) -> Function:
-    """The function of one instance: as it came in a file, or compiled here."""
+    """Returns the function of one instance, from a loaded file or compiled here."""
     if library := self._from_files.get(instance):
-      with contextlib.suppress(CompileError):  # an older C library here, say: compiling may do
+      with contextlib.suppress(CompileError):  # such as an older C library here; compile instead
         loaded = toolchain.load(library, label)
         self._libraries[instance] = library
         return Function.built(library, loaded)
@@ -187,7 +190,7 @@ class CppKernel(CpuKernel):
     self._from_files.update(installed(compiled))
 
   def _unit(self, instance: str) -> str:
-    """The source with what makes a library of it; no part of it is the kernel's own name."""
+    """Returns the source plus the code of a library; without the kernel's own name."""
     function = self.cpp_function
     names = [p.name for p in function.parameters]
     complexes = "#include <complex>\n" if "complex" in instance + self.source else ""
@@ -203,7 +206,7 @@ class CppKernel(CpuKernel):
 
 
 def restore(form: dict[str, Any]) -> CppKernel:
-  """A kernel from its saved form: for programs, which hold all else that a call needs."""
+  """Makes a kernel of its saved form; loaded programs have everything else that a call needs."""
   kernel = CppKernel(
     form["name"],
     form["source"],

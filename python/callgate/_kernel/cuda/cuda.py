@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels in CUDA C++, compiled when they are first called."""
+"""`callgate.cuda`: kernels in CUDA C++, compiled when a call is lowered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CudaSourceKernel(CudaKernel):
 
 
 def restore(form: dict[str, Any]) -> CudaSourceKernel:
-  """A kernel from its saved form, for programs."""
+  """Makes a kernel of its saved form, for loaded programs."""
   part = _part.restored(f"kernel '{form['name']}'", form["cuda"])
   options = CudaOptions(out=no_new_calls(form["name"]), aliases=part.aliases, arch=part.arch)
   return CudaSourceKernel(form["name"], part, options)
@@ -47,7 +47,7 @@ def restore(form: dict[str, Any]) -> CudaSourceKernel:
 
 @factories.of_two(CudaSourceOptions)
 def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOptions) -> Kernel:
-  """Makes a kernel in CUDA C++ a JAX function: compiled once, launched on XLA's stream.
+  """Makes a JAX function of a CUDA C++ kernel, launched on XLA's stream without Python.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -66,37 +66,37 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
   # traced.lower(lowering_platforms=("cuda",))
   ```
 
-  A program launches the kernel from the runtime: no Python, no copy, no synchronisation; the launch
-  may become part of a CUDA graph. The `__global__` function's parameters say, in order, what a call
-  gives and gets:
+  callgate compiles the source once and keeps the result on disk. A launch makes no copies, doesn't
+  synchronize, and may become part of a CUDA graph. The parameters of the `__global__` function
+  define the arguments and results of a call, in order:
 
-  - `const T*`: the next operand, an array of any rank. `T*`: the next result; an operand and a
-    result in one memory where `aliases` says that the operand at its place is that result.
-  - `cg::In<T, Rank>`, `cg::Out<T, Rank>`, `cg::InOut<T, Rank>`: the same as views, which know their
-    extents (callgate/kernel_device.h, which is included).
-  - numbers by value (`float a`, `int n`): fixed when the program is traced, given by position or by
-    keyword. A value that a program computes is passed as an array, `const float*`.
-  - pointers that `scratch` names: memory for the launch alone.
+  - `const T*`: the next operand, an array of any rank.
+  - `T*`: the next result. With `aliases` it is an operand and a result in the same memory.
+  - `cg::In<T, Rank>`, `cg::Out<T, Rank>`, `cg::InOut<T, Rank>`: the same as views, with shapes.
+    callgate includes their header, callgate/kernel_device.h.
+  - A number by value (`float a`, `int n`): a static number, by position or by keyword, fixed when
+    the program is traced. Declare a value that the program computes as `const float*`.
+  - A pointer that `scratch` names: memory for the launch.
 
-  `T` may be a parameter of the kernel's template, which is compiled for the dtypes of a call.
-  `__half` and `__nv_bfloat16` are float16 and bfloat16, `float2` and `double2` complex64 and
-  complex128; their headers are included where the source names them. A pointer to another type,
-  `float4` or a struct, takes arrays of any dtype.
+  `T` may be a template parameter of the kernel; callgate compiles the template for the dtypes of a
+  call. `__half` and `__nv_bfloat16` are float16 and bfloat16; `float2` and `double2` are complex64
+  and complex128. callgate includes the headers of types that the source names. A pointer to another
+  type, such as `float4` or a struct, takes arrays of any dtype.
 
   Args:
-    source: CUDA C++17 with the kernel, for NVRTC (pip's nvidia-cuda-nvrtc, which the extra
-      callgate[cuda] brings, or CUDA's toolkit). Compiled kernels are kept on disk.
-    kernel: which kernel, where the source has several; with template arguments if the calls don't
-      tell them: "scale<float, 4>".
+    source: CUDA C++17 source with the kernel. It is compiled by NVRTC, from the extra
+      callgate[cuda], pip's nvidia-cuda-nvrtc or the CUDA toolkit.
+    kernel: the kernel's name, if the source has several. It has template arguments if the calls
+      don't determine them: "scale<float, 4>".
 
   Returns:
     A `Kernel`.
 
   Raises:
-    GateDefinitionError: an option or a parameter's type is wrong; or, when a call is lowered, grid
-      or block are outside CUDA's limits.
-    CompileError: when a call is lowered: NVRTC refuses the source, with its message and your line
-      numbers; or there is no NVRTC.
+    GateDefinitionError: an option or a parameter's type is wrong. When a call is lowered: `grid` or
+      `block` exceeds CUDA's limits.
+    CompileError: when a call is lowered: NVRTC rejects the source (the message has your line
+      numbers), or there is no NVRTC.
   """
   what = options.label("cuda")
   check.text("cuda", "source", source)
@@ -109,7 +109,7 @@ def made(
   what: str, source: str, kernel: str | None, options: CudaSourceOptions | CupyOptions,
   flags: Sequence[str], folders: Paths,
 ) -> Kernel:  # fmt: skip
-  """The kernel of a source, named after the user's module if `options` don't say."""
+  """Makes the kernel of a source, named after the user's module unless the options have a name."""
   name = options.named(_source.find(what, source, kernel).name)
   label = f"kernel '{name}'"
   building = _part.BuildOptions(tuple(flags), tuple(map(str, folders)), options.capabilities(label))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.cupy`: kernels that were written for CuPy, compiled and launched by callgate."""
+"""`callgate.cupy`: kernels written for CuPy, compiled and launched by callgate."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from callgate._kernel.elementwise.elementwise import elementwise
 from callgate._kernel.elementwise.params import is_letter
 from callgate._kernel.kernel import Kernel
 
-# As CuPy compiles: denormal numbers are zero, functions are the device's. Sources may have a `cg`
-# of their own.
+# CuPy's defaults: denormal numbers are zero, functions are device functions. Sources may define a
+# `cg` of their own.
 _OPTIONS = ("-ftz=true", "-default-device", "-DCALLGATE_NO_CG")
 _OLD_STANDARD = re.compile(r"^--?std=(?:c|gnu)\+\+(?:03|0x|11|14)$")
 _REFUSED = re.compile(r"^(?:-dc|-rdc|--relocatable-device-code|--device-c|-dlto|--dlink-time-opt)")
 _CUPY_HEADERS = re.compile(r"#\s*include\s*[<\"](?:cupy|cub|thrust|cuda)/")
-# Keywords of ElementwiseKernel that callgate has an equal for, and one that says nothing here.
+# ElementwiseKernel's keywords with an equivalent in callgate, and one that has no effect here.
 _ELEMENTWISE = {"loop_prep", "after_loop", "options", "reduce_dims"}
 
 
 def _source_of(what: str, kernel: Any, function: str | None) -> tuple[str, str]:
-  """The source of a RawKernel or RawModule, and the kernel's name in it."""
+  """Returns the source of a RawKernel or RawModule, and the kernel's name in it."""
   faults = {
     "a kernel with its source, got one without: pass a RawModule that was made of code=, with the "
     'function\'s name: callgate.cupy(module, "name", ...), rather than what module.get_function() '
@@ -58,7 +58,7 @@ def _params(label: str, parameters: Sequence[Any]) -> str:
 
 
 def _elementwise(kernel: Any, name: str, options: CupyOptions) -> Kernel:
-  """An ElementwiseKernel as one of callgate's, for the CPU too."""
+  """Makes a callgate.elementwise kernel of an ElementwiseKernel, for the CPU too."""
   label = f"kernel '{name}'"
   given = dict(kernel.kwargs)
   wrong = sorted(given.keys() - _ELEMENTWISE)
@@ -92,26 +92,27 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
   # jax.jit(lambda x: run(x, 2.0, x.size))
   ```
 
-  Source, options and name are CuPy's; callgate compiles with NVRTC, for this process's devices or
-  for `arch`, and the runtime launches on XLA's stream, without CuPy and Python. Options (with
-  `-ftz=true`) and CuPy's own headers (`#include <cupy/complex.cuh>`) are respected; standards older
-  than C++17 count as that. Cooperative launches, separate compilation, nvcc and jitify are refused.
+  - A `RawKernel`, or a `RawModule` with the name of its function ("scale" or "scale<float>"): the
+    kernel's parameters define the call, as in `callgate.cuda`. `const T*` is an operand, `T*` is a
+    result, and a number is static.
+  - An `ElementwiseKernel`: the same as a kernel of `callgate.elementwise`, for the CPU as well. It
+    takes no `grid`, `block` and `out`. Floating-point literals have the operands' precision, as in
+    JAX.
 
-  - A `RawKernel`, or a `RawModule` with the name of its function, `"scale"` or `"scale<float>"`: a
-    call gives and gets what the kernel's parameters say, as in `callgate.cuda`: `const T*` is an
-    operand, `T*` a result, a number is static.
-  - An `ElementwiseKernel`: a kernel of `callgate.elementwise`, for the CPU as well; it takes no
-    `grid`, `block` and `out`. Floating literals are of the operands' precision, as JAX has it.
+  callgate reads the source, the options and the name, compiles with NVRTC, and launches on XLA's
+  stream without CuPy and Python. It respects CuPy's options (with `-ftz=true`) and headers
+  (`#include <cupy/complex.cuh>`), and compiles older standards as C++17. It rejects cooperative
+  launches, separate compilation, nvcc and jitify.
 
   Args:
     kernel: a `cupy.RawKernel`, `cupy.RawModule` or `cupy.ElementwiseKernel`.
-    function: which function of a RawModule.
+    function: the function of a RawModule.
 
   Returns:
     A `Kernel`.
 
   Raises:
-    CompileError: the compiler refuses the source; at the first call.
+    CompileError: when a call is lowered: the compiler rejects the source.
     GateDefinitionError: an argument is wrong, or CuPy is not installed.
   """
   what = options.label("callgate.cupy")
@@ -140,7 +141,7 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
       raise GateDefinitionError(f"{what}: {fault}")
     if "CUPY_USE_JITIFY" in option:
       raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")
-  # C++17 has all that older standards have.
+  # C++17 includes the older standards.
   flags = (*_OPTIONS, *(option for option in given if not _OLD_STANDARD.match(option)))
   folders: list[Path] = []
   if _CUPY_HEADERS.search(source):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.numba_cuda`: kernels of Numba for CUDA, compiled when a call is lowered."""
+"""`callgate.numba_cuda`: Numba kernels for CUDA, compiled when a call is lowered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NumbaCudaKernel(NamedKernel):
 
   def __init__(self, function: Any, options: NumbaCudaOptions) -> None:
     what = options.label("callgate.numba_cuda")
-    # A module that Numba's own, older CUDA target lacks.
+    # Numba's own, older CUDA target lacks this module.
     extras.library("numba.cuda.np.numpy_support", "numba-cuda", "numba-cuda", by=what)
     from callgate._kernel.cuda import numba_cuda_compile as compiler
 
@@ -34,9 +34,9 @@ class NumbaCudaKernel(NamedKernel):
 
   def plan(self, call: launch.CudaCall) -> launch.LaunchPlan:
     bound, compiler, given = self.bound(call), self._compiler, self._launching
-    # The leading axis of arrays under vmap="grid", which a call without a batch has too.
+    # The leading axis of arrays with vmap="grid", also without a batch.
     lanes = (call.batch or 1,) if self.vmap == "grid" else ()
-    held = [  # what `compiler.type_of` takes
+    held = [  # arguments of `compiler.type_of`
       (name, str(compiler.scalar_type(self.label, name, value)), -1, 0) if of == "static"
       else (name, value.dtype.name, len(lanes) + len(value.shape),
             int(of == "result" or index in self.aliases))
@@ -67,7 +67,7 @@ class NumbaCudaKernel(NamedKernel):
     return tuple(image for _, _, image in self._built(key, capabilities)[1])
 
   def _built(self, key: str, capabilities: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-    """Numba's types of all parameters, and what it makes for them; see `compiler.compile_for`."""
+    """Returns Numba's types of all parameters and the compiled code; see `compiler.compile_for`."""
     compiler, label, function = self._compiler, self.label, self.function
     types = compiler.parameter_types(label, function, json.loads(key))
     compiled = functools.partial(compiler.compile_for, label, function, types)
@@ -76,7 +76,7 @@ class NumbaCudaKernel(NamedKernel):
 
 @factories.of_one(NumbaCudaOptions)
 def numba_cuda(dispatcher: Any, /, *, options: NumbaCudaOptions) -> Kernel:
-  """Makes a JAX function of a kernel of `@numba.cuda.jit`, for CUDA devices.
+  """Makes a JAX function of a `@numba.cuda.jit` kernel, for CUDA devices.
 
   ```python
   import callgate as cg
@@ -94,25 +94,26 @@ def numba_cuda(dispatcher: Any, /, *, options: NumbaCudaOptions) -> Kernel:
   # jax.jit(lambda x, y: run(2.0, x, y))
   ```
 
-  Numba compiles the kernel once for the dtypes and ranks of a call, when it is lowered, for this
-  process's devices, or for `arch`; the runtime launches it on XLA's stream. Arrays are C-contiguous
-  and operands read-only, unless `aliases` names them: a kernel that writes to one is refused when
-  it is compiled. A number is passed by value and fixed by the program: a Python int is an int64, a
-  float a float64, NumPy's scalars have their own type, and a signature of the decorator wins.
+  A call fills the kernel's parameters in order or by name. The remaining parameters receive the
+  results, in order: name them with `outputs` ("out" for a kernel `(out, x)`), or place them after
+  the arrays.
 
-  A call fills the kernel's parameters in order, or by name. Unfilled parameters receive the
-  results, in order: they come last, behind the arrays, or `outputs` names them ("out" for a kernel
-  `(out, x)` as `callgate.numba` takes them).
+  Numba compiles the kernel for the dtypes and ranks of a call when the call is lowered, for the
+  devices of this process or for `arch`. callgate launches it on XLA's stream without Python. Arrays
+  are C-contiguous. Operands are read-only unless `aliases` names them: a kernel that writes to an
+  operand fails to compile. A number is passed by value and fixed when the program is traced. A
+  Python int is an int64, a float is a float64, and a NumPy scalar has its own type. The decorator's
+  signature takes precedence.
 
   Args:
-    dispatcher: what the decorator made. Its options are respected (fastmath, lineinfo, opt,
-      launch_bounds, max_registers, link); debug and extensions are refused.
+    dispatcher: the decorated function. callgate respects its options (fastmath, lineinfo, opt,
+      launch_bounds, max_registers, link), and rejects debug and extensions.
 
   Returns:
     A `Kernel`.
 
   Raises:
-    CompileError: Numba refuses the kernel; at the first call.
+    CompileError: when a call is lowered: Numba rejects the kernel.
     GateDefinitionError: an argument is wrong, or numba-cuda is not installed.
   """
   return Kernel(NumbaCudaKernel(dispatcher, options))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of kernels for CUDA devices alone."""
+"""The options of kernels for CUDA devices only."""
 
-# Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
+# `typing.get_type_hints` evaluates these annotations, so they must not be strings.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ class CudaOptions(DeviceOptions, KernelOptions):
   """The options of a kernel for CUDA devices.
 
   Attributes:
-    vmap: "each" (a launch for each lane), "grid" (one launch, with the lanes along the grid's z
-      axis), "whole" (batched arguments have a leading axis), "broadcast" (all have) or a rule, as
-      for `callgate.gate`.
+    vmap: "each" (one launch for each lane), "grid" (one launch, with the lanes along the grid's z
+      axis), "whole" (the batched arguments have a leading batch axis), "broadcast" (all arguments
+      have it) or a rule, as for `callgate.gate`.
   """
 
   thread_safe: bool = dataclasses.field(init=False, default=False)  # the GPU's streams order calls
@@ -32,9 +32,9 @@ class CudaSourceOptions(LaunchOptions, CudaOptions):
   """The options of `callgate.cuda`.
 
   Attributes:
-    options: for NVRTC, after callgate's own: "--use_fast_math", "-DN=4", "-lineinfo"; one with
+    options: NVRTC options after callgate's own, such as "--use_fast_math", "-DN=4" or "-lineinfo".
       "--gpu-architecture=sm_90a" replaces callgate's choice.
-    include_dirs: folders of headers.
+    include_dirs: folders with headers.
   """
 
   grid: Any = dataclasses.field()
@@ -48,7 +48,7 @@ class CupyOptions(LaunchOptions, CudaOptions):
   """The options of `callgate.cupy`.
 
   Attributes:
-    jvp: of an ElementwiseKernel: its derivative's code, as for `callgate.elementwise`.
+    jvp: the derivative's code of an ElementwiseKernel, as for `callgate.elementwise`.
   """
 
   jvp: str | None = None
@@ -56,12 +56,12 @@ class CupyOptions(LaunchOptions, CudaOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NamedOptions(CudaOptions):
-  """The options of a kernel of named parameters.
+  """The options of kernels with named parameters.
 
   Attributes:
-    outputs: names of the parameters that take the results.
-    aliases: flat input position to flat output position: both are one memory. Such a result needs
-      no parameter of its own.
+    outputs: the names of the parameters that receive the results.
+    aliases: a dict from flat input positions to flat output positions: each pair shares memory.
+      Such a result needs no parameter of its own.
   """
 
   outputs: Sequence[str] | str | None = option(None, check.names)
@@ -72,13 +72,13 @@ class NumbaCudaOptions(NamedOptions):
   """The options of `callgate.numba_cuda`.
 
   Attributes:
-    griddim: blocks along x, y and z: a number, a tuple of up to three, or a function of the
-      operands' ShapeDtypeStructs, and of static arguments by name, that gives one of them.
-    blockdim: threads of a block, likewise.
-    sharedmem: bytes of dynamic shared memory; a number or such a function.
-    vmap: "each" is a launch for each lane. "grid" is one launch, with the lanes along the grid's z
-      axis: all arrays then have the lanes as their first axis, of extent 1 without a batch, and the
-      kernel takes its lane from `cuda.blockIdx.z`. "whole", "broadcast", or a rule.
+    griddim: blocks along x, y and z: a number, a tuple of up to three, or a function that takes the
+      operands' ShapeDtypeStructs, and static arguments by name, and returns one of these.
+    blockdim: threads per block; same form as `griddim`.
+    sharedmem: bytes of dynamic shared memory: a number, or a function as for `griddim`.
+    vmap: "each" (one launch for each lane), "grid" (one launch, with the lanes along the grid's z
+      axis), "whole", "broadcast" or a rule. With "grid" the first axis of each array is the lanes,
+      of length 1 without a batch, and the kernel finds its lane in `cuda.blockIdx.z`.
   """
 
   griddim: Any
@@ -91,17 +91,17 @@ class TritonOptions(NamedOptions):
   """The options of `callgate.triton`.
 
   Attributes:
-    grid: programs along x, y and z: a tuple of one to three, an int, or a function of the dict of
-      all arguments, constants and options (as Triton's); if it has two parameters, the second gets
-      the ShapeDtypeStructs of the operands and then of the results.
-    num_warps: of a program. Default: 4, or the configuration's.
-    num_stages: of software pipelines. Default: 3, or the configuration's.
-    num_ctas: blocks of a cluster, for compute capability 9.0 and newer. Default: 1.
-    zeroed_outputs: results that are set to zero before the launch: positions, names of their
-      parameters, or a function of the same dict as `grid` that gives them.
+    grid: programs along x, y and z: an int, a tuple of one to three, or a function of the dict of
+      all arguments, constants and options (as Triton's). If the function has a second parameter, it
+      gets the ShapeDtypeStructs of the operands and then of the results.
+    num_warps: warps per program. Default: 4, or the configuration's.
+    num_stages: stages of software pipelines. Default: 3, or the configuration's.
+    num_ctas: blocks per cluster, for compute capability 9.0 and newer. Default: 1.
+    zeroed_outputs: the results that are set to zero before the launch: positions, names of their
+      parameters, or a function of the same dict as `grid` that returns them.
     options: more options of Triton's compiler, such as `{"maxnreg": 128}`.
-    vmap: "each" is a launch for each lane; "grid" one launch, for kernels that take their lane
-      from `tl.program_id(2)` and step through the arrays by it; "whole", "broadcast", or a rule.
+    vmap: "each" (one launch for each lane), "grid" (one launch, for kernels that find their lane in
+      `tl.program_id(2)` and offset the arrays by it), "whole", "broadcast" or a rule.
   """
 
   grid: Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.triton`: kernels of Triton, compiled when a call is traced, launched without Python."""
+"""`callgate.triton`: Triton kernels, compiled when a call is lowered, launched without Python."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from callgate._kernel.kernel import Kernel
 
 # The types that a kernel's key holds by value.
 _PLAIN = (bool, int, float, str, type(None))
-_ALIGNMENT = 16  # bytes; Triton vectorises what it knows to be so aligned
+_ALIGNMENT = 16  # bytes; Triton vectorizes access to arrays with this alignment
 
 
 class TritonKernel(NamedKernel):
-  """A kernel of Triton; see `callgate.triton`."""
+  """A Triton kernel; see `callgate.triton`."""
 
   def __init__(
     self, kernel: Any, options: TritonOptions, constants: Mapping[str, Any] | None = None
@@ -62,11 +62,11 @@ class TritonKernel(NamedKernel):
       if of == "static":
         arguments.append(compiler.scalar(parameter, meta[parameter.name], label))
       else:
-        # XLA's buffers are aligned, and so are the lanes of a batch if one's size is a multiple.
+        # XLA aligns its buffers. A batch's lanes are aligned too if a lane's size is a multiple.
         aligned = value.size * value.dtype.itemsize % _ALIGNMENT == 0
         arguments.append(compiler.pointer(parameter, value.dtype, label, aligned))
     options = {k: v for k, v in settings.items() if k not in bound}
-    # The code doesn't depend on the value of what is passed.
+    # The code doesn't depend on a passed value.
     held = [[a.type, a.value if a.type == "constexpr" else None, a.divisible] for a in arguments]
     ordered = dict(sorted(options.items()))
     about: dict[str, Any] = {"args": held, "options": ordered}
@@ -92,7 +92,7 @@ class TritonKernel(NamedKernel):
     compiler, label = self._compiler, self.label
     constants = {n: v for n, v in known.items() if self.named[n].constant}
     arguments = {n: v for n, v in known.items() if n not in constants}
-    named = {n: getattr(self._options, n) for n in TRITON_DEFAULTS}  # of Triton's compiler
+    named = {n: getattr(self._options, n) for n in TRITON_DEFAULTS}  # options of Triton's compiler
     given = constants | {n: v for n, v in named.items() if v is not None}
     given |= self._options.options or {}
     several = compiler.candidates(label, self.decorated, arguments, given)
@@ -109,7 +109,7 @@ class TritonKernel(NamedKernel):
     )  # fmt: skip
 
   def _fixed(self, bound: Mapping[str, BoundLaunch], settings: Mapping[str, Any]) -> TritonKernel:
-    """The same kernel with all static values fixed, for a measurement."""
+    """Returns the kernel with all static values fixed, for a measurement."""
     static = {n: b.value for n, b in bound.items() if b.of == "static"}
     results = sorted((b.position, b.value) for b in bound.values() if b.of == "result")
     own = {n: v for n, v in settings.items() if n in bound}
@@ -126,7 +126,7 @@ class TritonKernel(NamedKernel):
     self, call: launch.CudaCall, key: str, built: Sequence[Any], passed: Sequence[Any],
     bound: Mapping[str, BoundLaunch], meta: Mapping[str, Any],
   ) -> launch.LaunchPlan:  # fmt: skip
-    """The launch of what was compiled; `meta` has all arguments, constants and options."""
+    """Returns the launch of compiled code; `meta` has all arguments, constants and options."""
     same = {(b.entry, b.threads, b.cluster, len(b.scratch)) for b in built}
     if len(same) != 1:
       fault = f"expected the same launch for all of arch=, got {sorted(same)}; give one"
@@ -189,30 +189,30 @@ def triton(kernel: Any, /, *, options: TritonOptions, **constexprs: Any) -> Kern
   # jax.jit(lambda x, y: add(x, y, x.size))
   ```
 
-  Triton compiles the kernel once for the types of a call, when it is lowered, for this process's
-  devices, or for `arch`; the runtime launches it on XLA's stream. An array becomes a pointer. A
-  number is passed by value, fixed by the program, and specialised as Triton's launcher does it: on
-  being 1, and on being divisible by 16; so are pointers, unless a batch's lanes may lie otherwise.
+  A call fills the kernel's parameters in order or by name. The remaining parameters receive the
+  results, in order: name them with `outputs`, or place them after the arrays. Numbers may follow by
+  name: `add(x, y, n=x.size)` calls a kernel `(x_ptr, y_ptr, out_ptr, n)`.
 
-  A call fills the kernel's parameters in order, or by name. Unfilled parameters receive the
-  results, in order: they come last, behind the arrays (numbers may follow, by name), or `outputs`
-  names them. `add(x, y, n=x.size)` is a call of a kernel `(x_ptr, y_ptr, out_ptr, n)`.
+  Triton compiles the kernel for the types of a call when the call is lowered, for the devices of
+  this process or for `arch`. callgate launches it on XLA's stream without Python. An array becomes
+  a pointer. A number is passed by value and fixed when the program is traced. callgate specializes
+  numbers as Triton's launcher does (equal to 1, divisible by 16), and pointers by their alignment.
 
-  A kernel under `@triton.autotune` is tuned where the process has a device, at the first lowering
-  for each of Triton's keys: every configuration that the pruning leaves is launched with zeros of
-  the call's shapes, and the choice is kept on disk. Without a device the first configuration is
-  taken, which the logger "callgate" warns of. Configurations have no `pre_hook`.
-  `@triton.heuristics` get the arguments with ShapeDtypeStructs for arrays.
+  A kernel with `@triton.autotune` is tuned when a call with a new key is first lowered, if the
+  process has a device. callgate launches each configuration with zeros of the call's shapes and
+  keeps the choice on disk. Without a device it takes the first configuration and logs a warning
+  (logger "callgate"). Configurations with a `pre_hook` are rejected. `@triton.heuristics` functions
+  get the arguments, with ShapeDtypeStructs in place of arrays.
 
   Args:
-    kernel: a function of `@triton.jit`, also under `@triton.autotune` and `@triton.heuristics`.
-    **constexprs: values of the kernel's parameters, above all of its constants.
+    kernel: a function with `@triton.jit`, also with `@triton.autotune` and `@triton.heuristics`.
+    **constexprs: values of the kernel's parameters, usually of its constants.
 
   Returns:
     A `Kernel`.
 
   Raises:
-    CompileError: Triton refuses the kernel; at the first call.
+    CompileError: when a call is lowered: Triton rejects the kernel.
     GateDefinitionError: an argument is wrong, or Triton is not installed.
   """
   return Kernel(TritonKernel(kernel, options, constexprs))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.elementwise`: pointwise kernels from one expression, broadcasting and derivatives."""
+"""`callgate.elementwise`: kernels from an expression, with broadcasting and derivatives."""
 
-# Annotations are evaluated here, for `typing.get_type_hints` of the function.
+# `typing.get_type_hints` evaluates these annotations, so they must not be strings.
 
 import contextlib
 import dataclasses
@@ -36,9 +36,9 @@ from callgate._kernel.variants import Function, Given, Static
 from callgate._sharding import rules
 from callgate._sharding.rules import Rule
 
-# Neither changes a number: errno and the flags of floating-point exceptions are not looked at.
+# These flags change no number: no code reads errno or the floating-point exception flags.
 _FLAGS = ("-fno-math-errno", "-fno-trapping-math")
-# Products and quotients of complex numbers by the plain formulas, as XLA has them.
+# Complex products and quotients use the plain formulas, as in XLA.
 _COMPLEX_FLAGS = ("-fcx-fortran-rules",)
 _LINEAR = (
   "\njvp= is compiled for tangents `dx` of a type that takes only what is linear: sums, "
@@ -49,20 +49,20 @@ _LINEAR = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ElementwiseOptions(CompilerOptions, CallOptions):
-  """The options of `callgate.elementwise`; what its code tells is none.
+  """The options of `callgate.elementwise`.
 
   Attributes:
-    preamble: C++ in front of the kernel: functions, types, includes.
-    loop_prep: statements in front of each run of elements, whose variables the operation sees.
-    after_loop: statements behind each run of elements.
-    jvp: the derivative: statements that give the tangent `dz` of each result `z` from the
-      arguments, the results and the arguments' tangents `dx`, in which they are linear.
-    like: a JAX-traceable reference of the same signature: gives derivatives where there is no
-      `jvp`, and those of higher order where there is; and `check`'s truth.
-    sharding: which dimensions of the arrays may stay split over devices. Default: all, as operands
-      broadcast. "gather", or a rule or function as for `callgate.gate`, for less.
-    gradient: "finite-difference": derivatives by central differences, element by element.
-    debug: "-O0 -g" and bounds checks of raw arguments; on the CPU.
+    preamble: C++ code in front of the kernel: functions, types, includes.
+    loop_prep: statements before each range of elements; the operation sees their variables.
+    after_loop: statements after each range of elements.
+    jvp: the derivative's code: statements that set the tangent `dz` of each result `z` from the
+      arguments, the results and the arguments' tangents `dx`. `dz` must be linear in these.
+    like: a JAX function with the same signature, the reference. It gives derivatives if there is no
+      `jvp`, derivatives of higher order in any case, and the values that `check` compares with.
+    sharding: the dimensions that may stay split over devices. Default: all, as the operands
+      broadcast. "gather", or a rule or function as for `callgate.gate`, splits fewer.
+    gradient: "finite-difference" computes derivatives by central differences of each element.
+    debug: True compiles for the CPU with "-O0 -g" and checks the bounds of raw arguments.
   """
 
   out: Any = dataclasses.field(init=False, default=None)
@@ -79,9 +79,7 @@ def elementwise(
   in_params: str, out_params: str, operation: str, name: str | None = None, *,
   options: ElementwiseOptions,
 ) -> "ElementwiseKernel":  # fmt: skip
-  """Makes a JAX function of the C++ for one element; arguments broadcast as NumPy's do.
-
-  The same code is compiled for the CPU, and by CUDA's run-time compiler for GPUs.
+  """Makes a JAX function of C++ code for one element; arguments broadcast as in NumPy.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -94,22 +92,24 @@ def elementwise(
   assert jax.grad(power)(3.0, 2.0) == 6.0
   ```
 
+  The same code is compiled for the CPU and, by CUDA's run-time compiler, for GPUs.
+
   Args:
-    in_params: the arguments, such as "T x, raw float32 y": a dtype's name, or a letter that stands
-      for one and is bound by each call; then a name. A `raw` argument is no element but the whole
-      array, which the code indexes itself.
-    out_params: the results, likewise; none is raw.
-    operation: C++ statements that give the results' elements. `i` is the element's index in the
-      result in row-major order, `n` and `_ind.size()` are their number.
-    name: what programs call the kernel by. Default: the calling module's name and "elementwise".
+    in_params: the arguments, such as "T x, raw float32 y": a type and a name each. The type is a
+      dtype's name, or a letter for any dtype; arguments of one letter have the same dtype. A `raw`
+      argument is the whole array, which the code indexes itself.
+    out_params: the results, in the same form, without `raw`.
+    operation: C++ statements that set the results' elements. `i` is the element's index in the
+      result in row-major order; `n` and `_ind.size()` are the number of elements.
+    name: the name in compiled programs. Default: the calling module's name and "elementwise".
 
   Returns:
-    A `Kernel`. Its calls take the arguments by position or name; `size=` where all are raw; and the
-    dtype of a letter by keyword (`T="float32"`) where no argument has it. They return an array, or
-    a tuple of them for several results.
+    A `Kernel`. Calls take the arguments by position or name, `size=` if all arguments are raw, and
+    a letter's dtype by keyword (`T="float32"`) if no argument has that letter. They return an
+    array, or a tuple for several results.
 
   Raises:
-    CompileError: the compiler refuses the code, at the first call with such dtypes; or there is no
+    CompileError: in a call: the compiler rejects the code for these dtypes, or there is no
       compiler.
     GateDefinitionError: a parameter or an option is wrong.
   """
@@ -140,12 +140,12 @@ class ElementwiseCallee(CpuKernel):
   """The core of an `ElementwiseKernel`.
 
   Attributes:
-    user_code: as given.
-    derivatives: for each argument that has one, by its position.
-    build_options: flags, include_dirs, libraries and library_dirs of its compilation.
+    user_code: the user's code.
+    derivatives: the derivative of each argument that has one, by position.
+    build_options: flags, include_dirs, libraries and library_dirs for the compiler.
   """
 
-  hint = ""  # behind what the compiler says
+  hint = ""  # added to the compiler's message
 
   def __init__(self, name: str, code: Code, options: ElementwiseOptions) -> None:
     self.user_code, self.made_with, label = code, options, f"kernel '{name}'"
@@ -156,7 +156,7 @@ class ElementwiseCallee(CpuKernel):
     super().__init__(name, signature, shared(KernelOptions, options, thread_safe=True, out=out))
     self.cuda = ElementwisePart(self, options.cuda_options, options.capabilities(label))
     if not code.knows_place:
-      kernel: Any = weakref.proxy(self)  # the program that is batched holds it
+      kernel: Any = weakref.proxy(self)  # the batched program holds a reference
       self.vmap_rule = functools.partial(CpuKernel.batch_loop, kernel)
     self.derivatives: dict[int, derivatives.Derivative] = {}
     if options.jvp is not None:
@@ -186,7 +186,7 @@ class ElementwiseCallee(CpuKernel):
     return tuple(arrays), tuple(sorted(static.items()))
 
   def source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The C++ that a call with these arguments runs."""
+    """Returns the C++ code that a call with these arguments runs."""
     operands, static = self._arguments(args, kwargs)
     results = jax.tree.leaves(self.out(*operands, **dict(static)))
     return self._source(self.variant_key(operands, results, static))
@@ -200,19 +200,20 @@ class ElementwiseCallee(CpuKernel):
     rule = rules.parse(self.label, f"{ins} -> {outs}", tuple(operands), tuple(results))
     if all(shape == results[0] for shape in operands):
       return rule
-    # The code is made for what varies along the innermost axis, which therefore must stay one.
+    # The code depends on which arrays vary along the innermost axis, so that axis must not change.
     inner = [f for f, extent in zip(rule.results[0], results[0], strict=True) if extent != 1]
     return dataclasses.replace(rule, least=frozenset(inner[-1:]))
 
   # -- variants ----------------------------------------------------------------------------------
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    # Compiles for the CPU, for which a machine whose programs run elsewhere may have no compiler.
+    # Compiles for the CPU only if programs run there; other machines may have no compiler.
     if jax.default_backend() == "cpu":
       super().check_call(site, structs)
 
   def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
     shapes = [x.shape for p, x in zip(self.user_code.inputs, operands, strict=True) if not p.raw]
-    # For each whether it varies along the result's innermost axis of more than one element.
+    # One flag for each array: "1" if it varies along the result's innermost axis of several
+    # elements.
     kinds, result = "1" * len(shapes), results[0].shape
     back = next((i for i, extent in enumerate(reversed(result), 1) if extent != 1), 0)
     if back and is_open(result[-back]):  # if that is 1, another axis is the innermost
@@ -223,7 +224,7 @@ class ElementwiseCallee(CpuKernel):
     return f"{self.letters_text(operands, dict(static))}:{kinds}"
 
   def letters_text(self, operands: Sequence[Any], static: Mapping[str, Any]) -> str:
-    """Returns what the letters stand for in a call, as the keys of variants begin."""
+    """Returns the dtypes of a call's letters as text, which begins the keys of variants."""
     bindings = self.user_code.bindings(self.label, operands, static)
     return ",".join(f"{letter}={bindings[letter].name}" for letter in sorted(bindings))
 
@@ -231,19 +232,19 @@ class ElementwiseCallee(CpuKernel):
     return (key.startswith(PREFIX) or self.has_key(key)) and super().define_variant(key)
 
   def has_key(self, key: str) -> bool:
-    """True if a program from elsewhere may mean a variant of this kernel's."""
+    """Returns True if a program from another process may mean a variant of this kernel."""
     _, kinds, *_ = f"{key}:".split(":")
     code = self.user_code
     return tuple(_letters(key)) == code.letters and len(kinds) == len(code.mapped)
 
   def bound(self, key: str, spelled: Callable[[str], str] = str) -> BoundCode:
-    """The code of a variant, by its key: "T=float32,S=int8:..."."""
+    """Returns the code of a variant, by its key: "T=float32,S=int8:..."."""
     bindings = {name: dtype_named(dtype) for name, dtype in _letters(key).items()}
     return BoundCode(self.user_code, bindings, spelled)
 
   @contextlib.contextmanager
   def explaining(self) -> Generator[None]:
-    """Adds to what the compiler says what the user should know of it."""
+    """Adds a hint for the user to the compiler's message."""
     try:
       yield
     except CompileError as error:
@@ -263,10 +264,10 @@ class ElementwiseCallee(CpuKernel):
 
 
 class ElementwiseKernel(Kernel):
-  """A kernel from the code of one element; see `callgate.elementwise`."""
+  """A kernel from code for one element; see `callgate.elementwise`."""
 
   def code(self, *args: Any, **kwargs: Any) -> str:
-    """The C++ that a call with these arguments runs.
+    """Returns the C++ code that a call with these arguments runs.
 
     ```python
     import callgate as cg, jax.numpy as jnp
@@ -276,11 +277,11 @@ class ElementwiseKernel(Kernel):
     ```
 
     Args:
-      *args: as for a call; jax.ShapeDtypeStructs do as well.
-      **kwargs: likewise.
+      *args: the arguments of a call, as arrays or jax.ShapeDtypeStructs.
+      **kwargs: the keyword arguments of a call.
 
     Returns:
-      The source: the function that says what happens to an element, and the loops around it.
+      The source: the function for one element, and the loops around it.
 
     Raises:
       GateDefinitionError: a call with these arguments would raise it.
@@ -291,7 +292,7 @@ class ElementwiseKernel(Kernel):
 def _coefficients(
   of: ElementwiseCallee, suffix: str, code: Code, like: Callable[..., Any] | None
 ) -> ElementwiseCallee:
-  """A kernel of a derivative's coefficients, compiled as the kernel that it is of."""
+  """Makes the kernel of a derivative's coefficients, compiled with the same options as `of`."""
   compiler = {f.name: getattr(of.made_with, f.name) for f in dataclasses.fields(CompilerOptions)}
   options = ElementwiseOptions(**compiler, like=like)
   made = ElementwiseCallee(f"{of.name}.{suffix}", code, options)
@@ -315,7 +316,7 @@ def _letters(key: str) -> dict[str, str]:
 
 
 def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
-  """The results' shape, to which the arguments broadcast, and dtypes."""
+  """Returns the dtypes of the results and their shape, to which the arguments broadcast."""
   bound = code.bindings(label, operands, static)
   shapes = [x.shape for p, x in zip(code.inputs, operands, strict=True) if not p.raw]
   try:

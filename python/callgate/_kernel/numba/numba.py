@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.numba`: kernels from Python functions that Numba compiles when a call is traced."""
+"""`callgate.numba`: Python functions that Numba compiles when a call is traced."""
 
-# Annotations are evaluated here, for `typing.get_type_hints` of the function.
+# `typing.get_type_hints` evaluates these annotations, so they must not be strings.
 
 import dataclasses
 import dis
@@ -54,12 +54,13 @@ class NumbaOptions(KernelOptions):
   """The options of `callgate.numba`.
 
   Attributes:
-    style: "inplace" (`fn(out, *args)`) or "return" (`fn(*args)`). Default: what the number of
-      parameters says, and where defaults leave that open, whether the function returns a value.
-    cast: allow same-kind casts of what the function returns (float64 to float32, say).
-    parallel: loops over `numba.prange`, and array expressions, run on Numba's threads.
+    style: "inplace" (`fn(out, *args)`) or "return" (`fn(*args)`). Default: selected by the number
+      of parameters; if default values make that ambiguous, "return" for a function that returns a
+      value.
+    cast: True allows casts of returned values within a kind, such as float64 to float32.
+    parallel: True runs loops over `numba.prange`, and array expressions, on Numba's threads.
     fastmath: as for `numba.njit`.
-    boundscheck: an index outside an array raises IndexError.
+    boundscheck: True raises IndexError for an index outside an array.
     error_model: "python" (a division by zero raises) or "numpy" (it gives inf or nan).
   """
 
@@ -74,7 +75,7 @@ class NumbaOptions(KernelOptions):
 
 
 class MakesKernel(Protocol):
-  """A decorator: a function that returns nothing takes its result as a first parameter more."""
+  """A decorator; a function that returns nothing has a first parameter for its result."""
 
   @overload
   def __call__(self, fn: Callable[Q, T], /) -> Kernel[Q, T]: ...
@@ -103,7 +104,7 @@ def _decorator(
 
 @_decorator(NumbaOptions)
 def numba(fn: "Callable[..., Any]", /, *, options: NumbaOptions) -> Kernel:
-  """Makes a Python function a JAX function that Numba compiles: no interpreter at run time.
+  """Makes a JAX function of a Python function that Numba compiles to native code.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -118,20 +119,21 @@ def numba(fn: "Callable[..., Any]", /, *, options: NumbaOptions) -> Kernel:
   assert jax.jit(running_maximum)(jnp.array([1.0, 3.0, 2.0])).tolist() == [1.0, 3.0, 3.0]
   ```
 
-  It is compiled once for the dtypes and ranks of a call, and kept on disk for the next process.
+  Numba compiles the function once for the dtypes and ranks of a call. callgate keeps the result on
+  disk for the next process.
 
   Args:
-    fn: a function in Numba's subset of Python, or one that Numba's `@njit` or `@cfunc` has made;
-      leave it out to use the result as a decorator. It gets read-only arrays (numbers for arguments
-      of rank 0), and writes its result into a first parameter more, or returns it. Several results
-      are a tuple. Keyword arguments that are no arrays are constants of the compilation.
+    fn: a function in Numba's subset of Python, also with `@njit` or `@cfunc`; leave it out to use
+      the result as a decorator. The function gets read-only arrays, and numbers for arguments of
+      rank 0. It writes its result into an additional first parameter, or returns it. Several
+      results are a tuple. Keyword arguments without arrays are compile-time constants.
 
   Returns:
     A `Kernel`, or a decorator that makes one.
 
   Raises:
-    GateDefinitionError: an option is wrong; Numba is not installed; or, when a call is traced,
-      Numba refuses the function for the call's types.
+    GateDefinitionError: an option is wrong, or Numba is not installed. When a call is traced: Numba
+      rejects the function for the call's types.
   """
   return Kernel(NumbaKernel(fn, options))
 
@@ -156,7 +158,7 @@ class NumbaKernel(CpuKernel):
       fault = f"got {', '.join(sorted(given))} for a function that Numba's decorator has made"
       raise GateDefinitionError(f"{label}: {fault}; expected them there")
     self.function, self._style, self._cast = source, options.style, options.cast
-    self.options, self._pointers = made or (given, None)  # of Numba's compilation
+    self.options, self._pointers = made or (given, None)  # options of Numba's compiler
     self._given = list(inspect.signature(source).parameters.values())
     super().__init__(options.name or registry.unique_name(source), None, options)
     if self._pointers is not None and self._style == "return":
@@ -165,18 +167,18 @@ class NumbaKernel(CpuKernel):
     if any(p.kind is p.VAR_KEYWORD for p in self._given):
       fault = "expected named parameters, got **keywords, which Numba doesn't have"
       raise GateDefinitionError(f"{self.label}: {fault}")
-    # How many leading parameters take results, before any call has told.
+    # The number of leading parameters for results is unknown before the first call.
     open_ = self._pointers is None and self._style is None
     returns = _returns_value(source.__code__) if open_ else self._style == "return"
     self._guessed_lead = int(not returns)
     self.parameters = tuple(p.name for p in self._positional(())[self._guessed_lead :])
 
-  # -- what a call gives which parameter ---------------------------------------------------------
+  # -- the parameters that a call fills ------------------------------------------------------------
   def _positional(self, static: Collection[str]) -> list[inspect.Parameter]:
     return [p for p in self._given if p.kind in _POSITIONAL and p.name not in static]
 
   def _lead(self, types: CallTypes) -> int:
-    """Returns how many leading parameters take results: 0 for a function that returns them."""
+    """Returns the number of leading parameters for results: 0 for a function that returns them."""
     positional, operands = self._positional(dict(types.static)), len(types.operands)
     required = sum(p.default is p.empty for p in positional)
     leads = {"return": [0], "inplace": [1], None: [0, 1]}[self._style]
@@ -231,7 +233,7 @@ class NumbaKernel(CpuKernel):
         to_json(value)
       except TypeError:
         _options.refuse(self.label, f"static value '{name}'", _STATIC, value)
-    # Arrays given by keyword, in their places, which are counted from the results' parameters on.
+    # Places arrays passed by keyword; positions count from after the results' parameters.
     names = [p.name for p in self._positional(dict(frozen))][self._guessed_lead :]
     operands = list(args)
     for name in names[len(args) :]:
@@ -268,7 +270,7 @@ class NumbaKernel(CpuKernel):
     return "->".join(sides) + (";" + json.dumps(held) if held else "")
 
   def types_of_key(self, key: str) -> CallTypes:
-    """The types and static values that `variant_key` was given."""
+    """Returns the types and static values in a `variant_key`."""
 
     def types(text: str) -> tuple[Type, ...]:  # from "float32:2,bool:0"
       pairs = (part.split(":") for part in text.split(",") if part)
@@ -289,7 +291,7 @@ class NumbaKernel(CpuKernel):
         for place, operand in enumerate(slot.indices):
           name = f"{parameter.name}[{place}]" if slot.kind == "rest" else parameter.name
           parameters.append(Parameter(name, Kind.IN, *types.operands[operand]))
-      if pointers is not None and slot.kind in ("operand", "result"):  # as a cfunc declares it
+      if pointers is not None and slot.kind in ("operand", "result"):  # pointers, as in a cfunc
         have = (types.results if slot.kind == "result" else types.operands)[slot.indices[0]]
         expected = self._compiler.pointer_text(pointers[i], have)
         if expected is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.kernel`: kernels from what other libraries have compiled, by what they are."""
+"""`callgate.kernel`: kernels from compiled functions of other libraries, by their type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from callgate._kernel.peers.options import PeerOptions
 from callgate._kernel.peers.tvm_ffi import TvmFfiKernel
 from callgate._kernel.peers.warp import WarpKernel
 
-# The makers of kernels of other libraries, by the module of these kernels' types.
+# The makers of kernels, by the module of the other library's type.
 _OTHERS = {
   "triton": "callgate.triton", "numba": "callgate.numba_cuda or callgate.numba",
   "cupy": "callgate.cupy", "ctypes": "callgate.cfunc",
@@ -24,7 +24,7 @@ _OTHERS = {
 
 @factories.of_one(PeerOptions)
 def kernel(function: Any, /, *, options: PeerOptions) -> Kernel:
-  """Makes a JAX function of a function of tvm_ffi or a kernel of Warp: no Python at run time.
+  """Makes a JAX function of a tvm_ffi function or a Warp kernel, called without Python.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -39,31 +39,31 @@ def kernel(function: Any, /, *, options: PeerOptions) -> Kernel:
   # jax.jit(jax.grad(lambda x: run(x, 2.0).sum()))(jnp.ones(3))
   ```
 
-  - A `tvm_ffi.Function` is called with DLPack tensors over XLA's memory, contiguous: those of the
-    call's arrays, then those of the results, which it writes (`arg_spec` says it otherwise). It
-    returns nothing, and must not write to its operands or keep them. In programs for CUDA the
-    tensors are the device's, and XLA's stream is the one that tvm_ffi gives the function.
-  - A `warp.Kernel`: arrays are operands and results, of one memory for `inouts`; a number is fixed
-    when the program is traced. An array of vectors or matrices has their extents as its last ones:
-    `wp.array(dtype=wp.vec3)` is float32[n, 3]. Warp compiles for the CPU, and for CUDA.
+  - A `tvm_ffi.Function` gets contiguous DLPack tensors over XLA's memory: the arrays of the call,
+    then the results, which it fills. `arg_spec` gives another order. The function returns nothing;
+    it must not write to its operands or keep them. In programs for CUDA the tensors are device
+    arrays, and tvm_ffi's current stream is XLA's.
+  - A `warp.Kernel` gets arrays as operands and results; with `inouts` both share memory. A number
+    is fixed when the program is traced. An array of vectors or matrices has their dimensions as its
+    last axes: `wp.array(dtype=wp.vec3)` is float32[n, 3]. Warp compiles for the CPU and for CUDA.
 
   Args:
-    function: a `tvm_ffi.Function`, or a kernel of `@wp.kernel` without generic types.
+    function: a `tvm_ffi.Function`, or a `@wp.kernel` without generic types.
 
   Returns:
     A `Kernel`.
 
   Raises:
-    CompileError: Warp refuses the kernel; when a call is lowered.
-    GateDefinitionError: an argument is wrong, or the installed version of the library is another
-      than callgate knows.
+    CompileError: when a call is lowered: Warp rejects the kernel.
+    GateDefinitionError: an argument is wrong, or callgate doesn't support the installed version of
+      the library.
   """
   label = options.label("callgate.kernel")
   for module, kind, made, other in (
     ("tvm_ffi", "Function", TvmFfiKernel, _options.WARP),
     ("warp", "Kernel", WarpKernel, _options.TVM_FFI),
   ):
-    # Whoever has an object of a library has imported it.
+    # An object of a library exists only if the library was imported.
     library = sys.modules.get(module)
     if library is None or not isinstance(function, getattr(library, kind)):
       continue
