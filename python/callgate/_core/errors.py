@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception class of callgate's, and nothing else."""
+"""Every exception class of callgate, and the note that leads to their page."""
 
 from __future__ import annotations
 
@@ -20,11 +20,22 @@ def _made(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
   return made
 
 
+PAGE = "callgate: causes and remedies: https://callgate.github.io/callgate/messages/"
+
+
 class GateError(Exception):
-  """Something that callgate itself has to say about a call; the base of the errors below."""
+  """The base of callgate's exceptions; a note, `PAGE`, leads to the page of their messages."""
 
   def __reduce__(self) -> tuple[Any, ...]:
     return reduced(self)
+
+
+class _DefinitionError(GateError):
+  """The base of errors that are raised while the program is traced."""
+
+  def __init__(self, *args: Any) -> None:
+    super().__init__(*args)
+    self.__notes__ = [PAGE]
 
 
 class ResultError(GateError, TypeError):
@@ -64,7 +75,7 @@ class EndOfFeed(GateError):
   """A program asked a feed for an item after the last one; see `callgate.feed`."""
 
 
-class GateDefinitionError(GateError, TypeError):
+class GateDefinitionError(_DefinitionError, TypeError):
   """A gate was defined or called in a way that can't work; raised while tracing."""
 
 
@@ -205,7 +216,7 @@ class WorkerError(GateError, RuntimeError):
     self.exit_code, self.signal, self.stderr = exit_code, signal, stderr
 
 
-class CompileError(GateError, ValueError):
+class CompileError(_DefinitionError, ValueError):
   """The C++ compiler refused a kernel's source, or there is no compiler.
 
   Attributes:
@@ -217,7 +228,7 @@ class CompileError(GateError, ValueError):
     self.output = output
 
 
-class KernelFileError(GateError, ValueError):
+class KernelFileError(_DefinitionError, ValueError):
   """A file of kernels is damaged, is of another version, or isn't one."""
 
 
@@ -226,3 +237,7 @@ class ResultShapeError(ResultError):
 
   def __init__(self, index: int, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
     super().__init__(f"result {index}: expected the shape {expected}, got {got}")
+
+
+# Their messages are the user's own: no page explains them.
+OWN_WORDS = (CheckError, EndOfFeed, RecordedError, VerifyError)

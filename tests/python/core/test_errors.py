@@ -41,7 +41,7 @@ def test_an_exception_is_the_same_in_a_pickle_and_a_copy(kind: Any, copied: Any)
   again = copied(error)
   assert (type(again), str(again), again.args) == (kind, str(error), error.args)
   assert repr(again.__dict__) == repr(error.__dict__)
-  assert again.__notes__ == ["where"]
+  assert again.__notes__[-1] == "where"
 
 
 def test_a_copy_of_an_error_can_be_told_its_site() -> None:
@@ -98,3 +98,25 @@ def test_a_failure_elsewhere_names_the_lane(place: str, tmp_path: Path) -> None:
           (note,) = (n for n in notes if n.startswith("callgate: raised in"))
           assert which in note
           assert note.count(" in lane ") == bool(levels)
+
+
+ADDRESS = "https://callgate.github.io/callgate/messages/"
+
+
+def test_the_notes_of_an_error_lead_to_the_page_of_messages() -> None:
+  with pytest.raises(cg.GateDefinitionError) as caught:
+    cg.gate(np.sort)(1.0)
+  assert ADDRESS in caught.value.__notes__[0]
+  gate = cg.gate(lambda x: x[:1], out=lambda x: x)
+  for _ in range(2):
+    with pytest.raises(cg.ResultError) as caught_later, cg.errors():
+      jax.jit(gate)(np.ones(2, np.float32)).block_until_ready()
+    called, page = caught_later.value.__notes__
+    assert ", called at " in called
+    assert ADDRESS in page
+
+
+def test_the_user_s_own_words_need_no_page() -> None:
+  with pytest.raises(cg.CheckError) as caught, cg.errors():
+    jax.jit(lambda x: cg.check(x < 0, "no"))(1.0)
+  assert ADDRESS not in "".join(caught.value.__notes__)
