@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m callgate attach`: a terminal for a breakpoint of a process that has none.
+"""`python -m callgate attach`: a terminal for a breakpoint of a process without a terminal.
 
-A process that stops listens at a socket of the file system, in a folder that its user alone may
-enter. Text goes both ways, as through a terminal.
+The process listens at a Unix socket in a folder that only its user may enter. Text goes both ways,
+as through a terminal.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from callgate._core.terminal import Command
 
 
 def folder() -> Path:
-  """Where processes of this user wait: `$XDG_RUNTIME_DIR/callgate`, or one in the temporary folder.
+  """Returns the folder of sockets: `$XDG_RUNTIME_DIR/callgate`, or one in the temporary folder.
 
   Raises:
-    OSError: it is somebody else's, or others may write there.
+    OSError: another user owns the folder, or may write to it.
   """
   home = os.environ.get("XDG_RUNTIME_DIR")
-  # The system makes that folder when a user logs in.
+  # The system creates that folder when a user logs in.
   path = Path(tempfile.gettempdir()) / f"callgate-{os.getuid()}"
   if home and os.path.isdir(home):
     path = Path(home) / "callgate"
@@ -47,21 +47,21 @@ def folder() -> Path:
   return path
 
 
-# Pipes on stdin that debuggers have been told something through. Guarded by session._one_at_a_time;
-# never emptied: the numbers of pipes, which are few.
+# Pipes on stdin through which debuggers got input. Guarded by session._one_at_a_time; never
+# emptied: the numbers of pipes, which are few.
 taken: set[int] = set()
 
 
 @contextlib.contextmanager
 def waiting(stdin: int | None) -> Generator[tuple[IO[str], socket.socket] | None]:
-  """Waits for `python -m callgate attach`; gives what its user types, and takes what they see.
+  """Waits for `python -m callgate attach`; yields a file of its user's input and output.
 
-  Where `stdin` is the number of a pipe, and something comes through it before, it gives None.
+  If `stdin` is the number of a pipe and the pipe gets input before, it yields None.
   """
   path = folder() / f"{os.getpid()}.sock"
   with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listening:
-    unheard = path.with_suffix(".new")  # a socket refuses whoever comes before it listens
-    unheard.unlink(missing_ok=True)  # of a process of the same number
+    unheard = path.with_suffix(".new")  # a socket refuses connections before it listens
+    unheard.unlink(missing_ok=True)  # left by an earlier process of the same number
     listening.bind(str(unheard))
     listening.listen(1)
     unheard.replace(path)
@@ -80,19 +80,19 @@ def waiting(stdin: int | None) -> Generator[tuple[IO[str], socket.socket] | None
     try:
       yield file, connection
     finally:
-      with contextlib.suppress(OSError):  # nobody reads what is left
+      with contextlib.suppress(OSError):  # the reader may be gone
         file.close()
 
 
 def has_hung_up(connection: socket.socket) -> bool:
-  """True if nobody is at the other end any more; who has typed Ctrl-D still reads."""
+  """Returns True if the other end is closed; after Ctrl-D it still reads."""
   look = select.poll()
-  look.register(connection, 0)  # a hang-up is always told
+  look.register(connection, 0)  # poll always reports a hang-up
   return bool(look.poll(0))
 
 
 def _first(listening: socket.socket, stdin: int | None) -> socket.socket | None:
-  """The first connection; None for stdin. Ctrl-C ends the wait, whatever the main thread does."""
+  """Returns the first connection, or None for stdin. Ctrl-C ends the wait on any thread."""
   sources: list[Any] = [listening] if stdin is None else [listening, stdin]
   interrupted = _interrupts()
   while not interrupted():
@@ -109,7 +109,7 @@ def _first(listening: socket.socket, stdin: int | None) -> socket.socket | None:
 
 
 def _interrupts() -> Callable[[], bool]:
-  """True if Ctrl-C has come from here on; of one the runtime knows for a second that it came."""
+  """Returns a function that is True after a new Ctrl-C; the runtime reports one for a second."""
   earlier, end = _callgate.interrupted_recently(), time.monotonic() + 1
 
   def interrupted() -> bool:
@@ -150,7 +150,7 @@ def _attach(arguments: argparse.Namespace) -> int:
 
 
 def _talk(connection: socket.socket) -> int:
-  """Sends lines of stdin, shows what comes, until the program goes on."""
+  """Sends lines of stdin, and shows the answers, until the program continues."""
   sources: list[Any] = [connection, sys.stdin]
   while True:
     ready, _, _ = select.select(sources, [], [])
@@ -164,6 +164,6 @@ def _talk(connection: socket.socket) -> int:
       line = sys.stdin.readline()
       if line:
         connection.sendall(line.encode())
-      else:  # the end of what is typed: pdb takes it for `q`
+      else:  # end of input: pdb reads it as `q`
         sources.remove(sys.stdin)
         connection.shutdown(socket.SHUT_WR)

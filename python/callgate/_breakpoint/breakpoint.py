@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`callgate.breakpoint`: a compiled program that waits for a debugger.
 
-As a check, it is decided in C++ (src/cells/check.h): where a program goes on, Python isn't called.
+C++ evaluates the predicate, as for a check (src/cells/check.h). If the program continues, no Python
+runs.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _NAME = "callgate.breakpoint"
 
 
 class _Breakpoint(Guarded):
-  """The gate behind all breakpoints; its callee looks at the predicate first.
+  """The gate behind all breakpoints; its callee evaluates the predicate first.
 
-  The first arguments, behind the predicate, are the values that come back: the runtime hands
-  them on where nobody stops.
+  The first arguments after the predicate are the values that the call returns; the runtime passes
+  them on if no debugger opens.
   """
 
-  # Nobody stops in a replay for another reason than in the run.
+  # A replay stops for the same reasons as the recorded run.
   traits = Guarded.traits.but(located=True, told_shard=True, taped=False)
 
   def __init__(self) -> None:
@@ -54,9 +55,9 @@ def _first(going_on: Any, returned: Any, values: Any, **static: Any) -> Any:
 
 
 def _hit(going_on: Any, returned: Any, values: Any, /, *, stack: Stack) -> Any:
-  if going_on or not config.looks("breakpoints"):  # of several lanes, one that does not stop
+  if going_on or not config.looks("breakpoints"):  # another lane stops
     return returned
-  session = importlib.import_module("callgate._breakpoint.session")  # pdb is for who stops
+  session = importlib.import_module("callgate._breakpoint.session")  # imports pdb only here
   given = jax.tree.map(np.array, {**returned, **values})
   return session.stop(stack, given, _callgate.current_place(), tuple(returned))
 
@@ -73,7 +74,7 @@ def _gate() -> _Breakpoint:
 
 
 def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **values: Any) -> Any:
-  """Has the (compiled) program wait, where a condition is true, and opens a debugger.
+  """Stops a compiled program if a condition is true, and opens a debugger at this line.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -84,41 +85,42 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
     y = cg.breakpoint(~jnp.isfinite(y).all(), out="y", x=x, y=y)
     return y.sum()
 
-  step(jnp.ones(3))             # goes on: a look at the condition is all it takes
-  cg.config(breakpoints=False)  # none stops from here on, without a new compilation
+  step(jnp.ones(3))             # continues: the condition is false
+  cg.config(breakpoints=False)  # switches off all breakpoints, without a new compilation
   step(jnp.zeros(3))
   cg.config(breakpoints=True)
   ```
 
-  pdb opens at the line of the call. There the values are NumPy arrays under their names, `lane` is
-  the lane under vmap (a tuple of several vmaps; None without) and `shard` the device's number in
-  a program over several (None in a `jax.shard_map` over some axes of its mesh), if none of the
-  values has that name; `w`, `u` and `d` go through the stack of the code that traced the call. `c`
-  goes on. `q` ends the program with KeyboardInterrupt.
+  **In the debugger** the values are NumPy arrays under their names. `lane` is the lane under vmap
+  (a tuple for several vmaps, None without vmap). `shard` is the device's number in a program over
+  several devices (None in a `jax.shard_map` over some axes of its mesh). A value of the same name
+  hides them. `w`, `u` and `d` show the stack of the code that traced the call. `c` continues. `q`
+  ends the program with KeyboardInterrupt.
 
-  The debugger is what Python's own `breakpoint()` runs, where PYTHONBREAKPOINT or
-  `sys.breakpointhook` says so (ipdb, pytest's); PYTHONBREAKPOINT=0 has the program go on. Else it
-  is pdb at the terminal or in the notebook's cell. A process that has neither says on stderr that
-  it waits for `python -m callgate attach`. Programs that come to breakpoints at once stop one after
+  **Which debugger opens** follows Python's `breakpoint()`: PYTHONBREAKPOINT or `sys.breakpointhook`
+  (ipdb, pytest), else pdb at the terminal or in the notebook's cell. PYTHONBREAKPOINT=0 switches
+  breakpoints off. A process without terminal and notebook prints to stderr that it waits for
+  `python -m callgate attach`. Programs that reach breakpoints at the same time stop one after
   another.
 
-  An operation that doesn't need the result is in no order with the breakpoint, and may fail before
-  the program gets there; with `out` operations on the returned value come after it. Under vmap each
-  lane stops by itself. On a GPU the program waits for every look, 20 to 40 µs.
+  **Order.** An operation that doesn't need the result has no fixed order with the breakpoint, and
+  may fail before the program stops. Operations on a value returned through `out` run after it.
+  Under vmap each lane stops by itself. On a GPU the program waits 20 to 40 µs for each check of the
+  condition.
 
   Args:
-    when: a traced bool of shape (); under vmap each lane's.
-    out: names among `values`; what they are when the program goes on is returned.
-    **values: pytrees of arrays, by the names that they have in the debugger.
+    when: a bool of shape (); under vmap each lane has its own.
+    out: the name or names of `values` to return, as they are when the program continues.
+    **values: pytrees of arrays, by their names in the debugger.
 
   Returns:
-    None; with `out` the value of that name, or a tuple of the values. Derivatives are as if nobody
-    changed it.
+    None; with `out` the value of that name, or a tuple of the values. Derivatives ignore changes
+    made in the debugger.
 
   Raises:
     GateDefinitionError: while tracing: an argument is wrong.
     KeyboardInterrupt: from `callgate.errors()` or `barrier()`, after `q`, as after Ctrl-C.
-    ResultError: likewise, after a `sys.breakpointhook` that left a wrong value ten times in a row.
+    ResultError: from the same, if a `sys.breakpointhook` left a wrong value ten times in a row.
   """
   raise_deferred()
   names, values = _names(out, values), refs.read(values)
@@ -129,7 +131,7 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   tree = jax.tree.structure(((stops, returned, others), {}))
   own = [_as_array(name, x) for name, value in returned.items() for x in jax.tree.leaves(value)]
   rest = [_as_array(name, x) for name, value in others.items() for x in jax.tree.leaves(value)]
-  # A Python number that is differentiated leaves a number.
+  # A differentiated Python number stays a number.
   arrays = [jnp.asarray(jax.lax.stop_gradient(dtypes.carried(x)[0])) for x in (~stops, *own, *rest)]
   first = arrays[1 : 1 + len(own)]
   site = CallSite(
@@ -141,7 +143,7 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
   if not names:
     return None
   changed = [uncarried(x, y) for x, y in zip(own, given, strict=True)]
-  changed = with_derivative(lambda _, own: own, changed, own)  # as if they were the same
+  changed = with_derivative(lambda _, own: own, changed, own)  # derivatives of the identity
   after = jax.tree.unflatten(jax.tree.structure(returned), changed)
   return after[out] if isinstance(out, str) else tuple(after[name] for name in names)
 
@@ -167,7 +169,7 @@ def _as_array(name: str, leaf: Any) -> Any:
 
 @joins("breakpoints")
 class Breakpoints(Part):
-  """Defines the breakpoint of programs of other processes."""
+  """Defines the breakpoint for programs from other processes."""
 
   def define(self, name: str) -> Any:
     return _gate() if name == _NAME else None

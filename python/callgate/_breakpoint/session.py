@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stop of a program: a debugger in frames that stand for those of the code that traced it."""
+"""One stop of a program: a debugger in frames that imitate those of the code that traced it."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from callgate._sharding import tiles
 # The form of `_callgate.current_place`: extents of batch levels, lane, device, shard, layout.
 Place = tuple[list[int], int, int, int, str] | None
 _one_at_a_time = threading.RLock()
-_MOST_REFUSED = 10  # values in a row, of a debugger that may be a function
+_MOST_REFUSED = 10  # wrong values in a row; the debugger may be a function
 
 
 def stop(stack: Stack, values: Mapping[str, Any], place: Place, out: tuple[str, ...]) -> Any:
   """Opens the debugger, and waits for its end.
 
   Args:
-    stack: of the code that traced the call, outermost first.
-    values: pytrees of arrays, which the user may change, by their names.
+    stack: the stack of the code that traced the call, outermost first.
+    values: pytrees of arrays by name, which the user may change.
     place: the lane and device of the call.
-    out: the names of those that the program goes on with.
+    out: the names of the values to return.
 
   Returns:
-    What those names are then, in the dtypes that they had.
+    The values of these names after the stop, in their original dtypes.
 
   Raises:
-    KeyboardInterrupt: the user has left the debugger.
-    ResultError: a debugger in pdb's place has left a wrong value ten times in a row.
+    KeyboardInterrupt: the user quit the debugger.
+    ResultError: a debugger in pdb's place left a wrong value ten times in a row.
   """
   debugger = os.environ.get("PYTHONBREAKPOINT", "")
   if debugger == "0":
@@ -61,7 +61,7 @@ def stop(stack: Stack, values: Mapping[str, Any], place: Place, out: tuple[str, 
         return {name: _taken(name, values[name], names) for name in out}
       except ResultError as error:
         refused += 1
-        if hooked and refused == _MOST_REFUSED:  # nobody may be there
+        if hooked and refused == _MOST_REFUSED:  # no user may be there
           said = f"breakpoint: {error} (the debugger has left such a value {refused} times)"
           raise ResultError(said) from None
         said = f"callgate: breakpoint: {error}; give it such a value, and go on"
@@ -93,10 +93,10 @@ def _heading(stack: Stack, place: Place) -> str:
 
 
 def _taken(name: str, given: Any, names: Mapping[str, Any]) -> Any:
-  """The value that the program is to go on with, in the dtypes of the one that it gave.
+  """Returns the value to continue with, in the dtypes of the program's value.
 
   Raises:
-    ResultError: it is none that they can hold.
+    ResultError: these dtypes can't hold it.
   """
   import jax
 
@@ -111,7 +111,7 @@ def _taken(name: str, given: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _converted(name: str, leaf: Any, own: np.ndarray[Any, Any]) -> Any:
-  """The array in the other's dtype: of the same kind or a lower one, and integers that it holds."""
+  """Returns the array in the other's dtype, if it is of the same kind or a lower one and fits."""
   array = np.asarray(leaf)
   expected, came = (dtypes.type_text(x.dtype, x.shape) for x in (own, array))
   if array.shape != own.shape or not 0 <= _kind(array.dtype) <= _kind(own.dtype):
@@ -129,7 +129,7 @@ _INTEGER = 1
 
 
 def _kind(dtype: np.dtype[Any]) -> int:
-  """A number: of two kinds the greater one holds what the other does; -1 for what is no number."""
+  """Returns a rank: a kind of higher rank can hold the lower ones; -1 for no number."""
   import jax.numpy as jnp
 
   return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
@@ -137,7 +137,7 @@ def _kind(dtype: np.dtype[Any]) -> int:
 
 # -- frames ------------------------------------------------------------------------------------
 def _run(stack: Stack, names: dict[str, Any], code: str, given: dict[str, Any]) -> None:
-  """Runs `code` as if the innermost line of the stack said it, with `names` as its variables.
+  """Runs `code` as if it were the innermost line of the stack, with `names` as variables.
 
   Each outer line of the stack calls the next one.
   """
@@ -160,11 +160,11 @@ def _code(text: str, file: str, line: int, function: str) -> CodeType:
 
 
 def _globals_of(file: str) -> dict[str, Any]:
-  """The names of the module that a file is."""
+  """Returns the globals of the module with this file."""
   for module in list(sys.modules.values()):
     if getattr(module, "__file__", None) == file:
       return vars(module)
-  return vars(sys.modules["__main__"])  # of a notebook's cell, say
+  return vars(sys.modules["__main__"])  # such as a notebook's cell
 
 
 # -- pdb ---------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class _Pdb(pdb.Pdb):
     self.reset()
 
   def get_stack(self, f: FrameType | None, t: Any) -> tuple[list[tuple[FrameType, int]], int]:
-    """The frames that `_run` made."""
+    """Returns the frames that `_run` made."""
     stack: list[tuple[FrameType, int]] = []
     while f is not None:
       if f.f_code.co_filename != __file__ and (f.f_locals.get("__callgate__") or not stack):
@@ -196,11 +196,11 @@ class _Pdb(pdb.Pdb):
     self.lost = True
     return super().do_EOF(arg)
 
-  lost = False  # nothing more comes: Ctrl-D, or a terminal that is gone
+  lost = False  # end of input: Ctrl-D, or a closed terminal
 
 
 def _stop_in_pdb(stack: Stack, names: dict[str, Any]) -> None:
-  """Waits for a debugger to end; for another one where a terminal went away without a word."""
+  """Waits for a debugger to end; opens another one if its terminal disconnected."""
   while _hung_up(stack, names):
     print("callgate: breakpoint: the debugger has hung up", file=sys.stderr, flush=True)
 
@@ -217,7 +217,7 @@ def _hung_up(stack: Stack, names: dict[str, Any]) -> bool:
     try:
       _run(stack, names, "__callgate__()", {"__callgate__": interact})
       gone = debugger.lost and connection is not None and attach.has_hung_up(connection)
-    except (BrokenPipeError, ConnectionResetError):  # written to, or read from, a closed socket
+    except (BrokenPipeError, ConnectionResetError):  # the socket is closed
       if connection is None:
         raise
       gone = True
@@ -229,7 +229,7 @@ def _hung_up(stack: Stack, names: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _terminal() -> Generator[tuple[IO[str], socket.socket] | None]:
-  """The file that a debugger talks through, and its socket; None for the process's own."""
+  """Yields the file that a debugger talks through, and its socket; None for the process's own."""
   who = _stdin()
   if who == "user":
     yield None
@@ -239,13 +239,13 @@ def _terminal() -> Generator[tuple[IO[str], socket.socket] | None]:
 
 
 def _stdin() -> Literal["user", "pipe", "nobody"]:
-  """Names the process's stdin; a pipe may be somebody's."""
+  """Returns the kind of the process's stdin; a pipe may have a user at its other end."""
   stdin = sys.stdin
   if stdin is None or stdin.closed:  # pyright: ignore[reportUnnecessaryComparison]
     return "nobody"
   try:
     number = stdin.fileno()
-  except (OSError, ValueError):  # a file of Python's alone
+  except (OSError, ValueError):  # a Python object without a file descriptor
     return "user"
   if stdin.isatty() or _in_notebook() or number in attach.taken:
     return "user"

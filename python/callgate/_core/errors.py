@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception class of callgate, and the note that leads to their page."""
+"""All exception classes of callgate, and the note that links to their page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def reduced(error: BaseException) -> tuple[Any, ...]:
-  """Returns the answer of `__reduce__`: a pickle makes the exception without its `__init__`.
+  """Returns the result of `__reduce__`, so that a pickle skips the exception's `__init__`.
 
-  An exception's own way calls the class with `args`, the text, which is not what `__init__` takes.
+  The default calls the class with `args`, the text, but `__init__` takes other arguments.
   """
   return _made, (type(error), error.args), error.__dict__
 
@@ -24,14 +24,14 @@ PAGE = "callgate: causes and remedies: https://callgate.github.io/callgate/messa
 
 
 class GateError(Exception):
-  """The base of callgate's exceptions; a note, `PAGE`, leads to the page of their messages."""
+  """The base class of callgate's exceptions; a note links to the page of messages."""
 
   def __reduce__(self) -> tuple[Any, ...]:
     return reduced(self)
 
 
 class _DefinitionError(GateError):
-  """The base of errors that are raised while the program is traced."""
+  """The base of errors that are raised before the program runs."""
 
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)
@@ -39,56 +39,56 @@ class _DefinitionError(GateError):
 
 
 class ResultError(GateError, TypeError):
-  """A gate returned something other than its declared results: structure, shape or dtype."""
+  """A gate returned a result of another structure, shape, dtype or range than it declares."""
 
 
 class EscapedViewError(GateError, ValueError):
-  """A view of XLA's memory was kept beyond the call that it belonged to.
+  """A gate kept a view of XLA's memory after its call.
 
-  The kept view has been given a private copy of the data, so reading it stays safe. On a GPU it is
-  not: `callgate.Buffer`s refuse to be used, jax.Arrays are deleted and torch tensors copied, but
-  nothing can be done about arrays of other libraries. They must not be used any more.
+  On the CPU the kept view now has a private copy of the data, so reading it is safe. On a GPU a
+  `callgate.Buffer` rejects further use, a jax.Array is deleted and a torch tensor gets a copy.
+  Don't touch arrays of other libraries: their memory is XLA's.
   """
 
 
 class InputWriteError(GateError, ValueError):
-  """A gate wrote into an input (found by `callgate.config(check_writes=True)`)."""
+  """A gate wrote to an input; `callgate.config(check_writes=True)` detected it."""
 
 
 class GateTimeoutError(GateError, TimeoutError):
-  """A gate ran longer than its `timeout`."""
+  """A call took longer than the gate's `timeout`."""
 
 
 class CaptureError(GateError, RuntimeError):
-  """A gate with command_buffer=True did something that a CUDA graph can't hold."""
+  """A gate with command_buffer=True did something that a CUDA graph can't record."""
 
 
 class Interruption(BaseException):
-  """A call that Ctrl-C has ended; the program's caller gets the main thread's KeyboardInterrupt."""
+  """Raised in a call that Ctrl-C ended; the program's caller gets a KeyboardInterrupt."""
 
 
 class HandleError(GateError, ValueError):
-  """A handle stands for no live object of this process; see `callgate.hold`."""
+  """A handle refers to no live object of this process; see `callgate.hold`."""
 
 
 class EndOfFeed(GateError):
-  """A program asked a feed for an item after the last one; see `callgate.feed`."""
+  """A program read a feed after its last item; see `callgate.feed`."""
 
 
 class GateDefinitionError(_DefinitionError, TypeError):
-  """A gate was defined or called in a way that can't work; raised while tracing."""
+  """A gate, an option or a call is wrong; raised before the program runs."""
 
 
 class ReplayError(GateError, ValueError):
-  """A call in a block of `callgate.replay` is none of the recording's, or that can't be read."""
+  """A replayed call isn't in the recording, or that is unreadable; see `callgate.replay`."""
 
 
 class RecordedError(GateError):
-  """A recorded call raised an exception whose class a replay doesn't make; see `callgate.replay`.
+  """A recorded call raised an exception that a replay can't create; see `callgate.replay`.
 
   Attributes:
-    kind: the class's name, with its module's.
-    message: what the exception said.
+    kind: the name of the exception's class, with its module.
+    message: the exception's text.
   """
 
   def __init__(self, kind: str, message: str) -> None:
@@ -98,12 +98,12 @@ class RecordedError(GateError):
 
 
 class CheckError(GateError, AssertionError):
-  """A `callgate.check` in a compiled program found its predicate False.
+  """The predicate of a `callgate.check` was False.
 
   Attributes:
-    message: the text given to `check`, formatted.
-    values: the values given to `check`, by name, as NumPy arrays.
-    site: where the check was traced.
+    message: the check's formatted message.
+    values: the check's values by name, as NumPy arrays.
+    site: the place where the check was traced.
   """
 
   def __init__(self, message: str, values: dict[str, Any], site: str = "") -> None:
@@ -112,22 +112,22 @@ class CheckError(GateError, AssertionError):
     self.at(site)
 
   def at_first(self, site: str) -> None:
-    """Says where the check was traced, unless that has been said."""
+    """Sets where the check was traced, unless that is known."""
     if not self.site:
       self.at(site)
 
   def at(self, site: str) -> None:
-    """Says where the check was traced."""
+    """Sets where the check was traced."""
     self.site = site
     shown = "".join(f"\n  {name} = {value}" for name, value in self.values.items())
     self.args = (f"{self.message}{shown}" + (f"\n  checked at {site}" if site else ""),)
 
 
 class VerifyError(GateError, AssertionError):
-  """Questions of `Gate.verify` failed; raised by `VerifyReport.raise_for_failed`.
+  """Questions of `Gate.verify` failed; `VerifyReport.raise_for_failed` raises it.
 
   Attributes:
-    failed: their names.
+    failed: the names of the failed questions.
   """
 
   def __init__(self, message: str, failed: tuple[str, ...] = ()) -> None:
@@ -136,12 +136,12 @@ class VerifyError(GateError, AssertionError):
 
 
 class KernelError(GateError, RuntimeError):
-  """A kernel failed: what its code said, an exception's text in C++, say.
+  """A kernel failed, for example by a C++ exception.
 
   Attributes:
     kernel: the kernel's name.
-    message: what it said.
-    lane: of a vmap: "lane 3", or "lane (1, 2)" of two levels; "" without one.
+    message: the text of the kernel's error.
+    lane: the lane of a vmap: "lane 3", or "lane (1, 2)" for two levels; "" without vmap.
   """
 
   def __init__(self, kernel: str, message: str, lane: str = "") -> None:
@@ -152,21 +152,21 @@ class KernelError(GateError, RuntimeError):
 
 
 class LossError(Exception):
-  """The base of errors that say how many records they stand for: `lost`."""
+  """The base of errors that count the records lost by a failure in `lost`."""
 
   lost: int
 
   def takes(self, later: BaseException) -> bool:
-    """True if it stands for a later error from here on, which says the same."""
+    """Returns True if this error also counts a later one with the same text."""
     raise NotImplementedError
 
 
 class ConsumerError(GateError):
-  """A native consumer of a channel failed, or a sink's file did.
+  """A native consumer of a channel, or a sink's file, failed.
 
   Attributes:
-    said: what it said.
-    lost: records, lanes counted each, that it could not take until then.
+    said: the failure's text.
+    lost: the number of records lost so far; each lane counts.
   """
 
   def __init__(self, said: str, lost: int = 0) -> None:
@@ -174,18 +174,18 @@ class ConsumerError(GateError):
     self.count(lost)
 
   def count(self, lost: int) -> None:
-    """Puts the number of lost records into the message."""
+    """Sets the number of lost records in the message."""
     self.lost = lost
     self.args = (self.said + (f"; {lost} record(s) lost so far" if lost else ""),)
 
 
 class ProcessError(GateError, RuntimeError):
-  """Another process failed, ended or died, while this one was in `barrier(all_processes=True)`.
+  """Another process failed, ended or died while this one was in `barrier(all_processes=True)`.
 
   Attributes:
-    process: index of that process (`jax.process_index()`).
-    kind: name of the exception's type there; "" where there was none: it ended, or died.
-    message: the exception's text, or what is known otherwise.
+    process: the index of that process (`jax.process_index()`).
+    kind: the name of the exception's class in that process; "" if it ended or died without one.
+    message: the exception's text, or a description of the end.
   """
 
   def __init__(self, process: int, kind: str, message: str) -> None:
@@ -197,14 +197,14 @@ class ProcessError(GateError, RuntimeError):
 
 
 class WorkerError(GateError, RuntimeError):
-  """A worker process ended in a call, could not start, or is closed; see `callgate.workers`.
+  """A worker process ended during a call, could not start, or is closed; see `callgate.workers`.
 
   Attributes:
-    worker: which one, from 0; -1 where it is about none.
-    pid: its process id; -1 where there was none.
-    exit_code: what it ended with; None where a signal ended it, or it did not end.
+    worker: the worker's index, from 0; -1 if the error is about no single worker.
+    pid: the worker's process id; -1 if there is none.
+    exit_code: the worker's exit code; None if a signal ended it, or it has not ended.
     signal: the name of that signal, such as "SIGSEGV"; "" for none.
-    stderr: the last of what it wrote there, at most 4096 bytes.
+    stderr: the end of the worker's stderr, at most 4096 bytes.
   """
 
   def __init__(
@@ -217,10 +217,10 @@ class WorkerError(GateError, RuntimeError):
 
 
 class CompileError(_DefinitionError, ValueError):
-  """The C++ compiler refused a kernel's source, or there is no compiler.
+  """The compiler rejected a kernel's source, or there is no compiler.
 
   Attributes:
-    output: what the compiler printed; line numbers are those of the source given.
+    output: the compiler's output, with the line numbers of your source.
   """
 
   def __init__(self, message: str, output: str = "") -> None:
@@ -229,7 +229,7 @@ class CompileError(_DefinitionError, ValueError):
 
 
 class KernelFileError(_DefinitionError, ValueError):
-  """A file of kernels is damaged, is of another version, or isn't one."""
+  """A file of kernels is damaged, of another version, or not a file of kernels."""
 
 
 class ResultShapeError(ResultError):

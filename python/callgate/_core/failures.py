@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions on their way back: described for XLA, kept, deferred, claimed.
+"""Exceptions on their way to the user: described for XLA, kept, deferred, claimed.
 
-A failing gate fails the program, and JAX raises `jax.errors.JaxRuntimeError` with text. The
-original exception object is kept (`kept.py`), under the id that the text carries; `errors()`,
-`barrier()` and `last_error()` give it back. All functions run under the GIL, on any thread.
+A failing gate fails the program, and JAX raises `jax.errors.JaxRuntimeError` with a text. The store
+(`kept.py`) keeps the original exception under an id in this text; `errors()`, `barrier()` and
+`last_error()` return it. All functions run under the GIL, on any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from callgate._core.errors import (
   LossError,
 )
 
-# The names of callees that stand for JAX's own callbacks (callgate.install) start so.
+# The prefix of callees of JAX's own callbacks (callgate.install).
 JAX_CALLBACK = "jax:"
 
 
@@ -39,12 +39,12 @@ def describe_failure(
 ) -> str:
   """The runtime's `failed` hook: keeps the exception, returns the text for XLA's error.
 
-  `site` is where the call was traced, `shard` which part of its arrays it was on ("" for unknown,
-  and for whole ones), `run` XLA's number of the program's run, and `thread` the one that gave the
-  call to XLA, or that XLA made it on; `lane` is that of a `vmap` ("" for none), of its shard's.
+  `site` is where the call was traced. `shard` is the part of its arrays ("" if unknown or whole).
+  `run` is XLA's number of the program's run. `thread` is the thread that dispatched the call, or
+  that runs it. `lane` is the lane of a `vmap` in its shard ("" for none).
   """
   if gate.startswith(JAX_CALLBACK):
-    # The text of JAX's own callbacks, for programs that look at it.
+    # The text of JAX's own callbacks, for programs that match it.
     number = _kept.keep(exception, run, thread)
     text = foreign.traceback_of(exception)
     return f"CpuCallback error calling callback: {text}\n[callgate error #{number}]"
@@ -59,7 +59,7 @@ def describe_failure(
 def _describe(
   exception: BaseException, what: str, site: str, *origin: int, once: bool = False
 ) -> str:
-  """With `once` the first call's place is noted alone: a feed fails once, and keeps saying so."""
+  """With `once` it notes the place of the first call only, as a failed feed fails in each call."""
   raised = f"callgate: raised in {what}"
   where = raised + (f", called at {site}" if site else "")
   number = _kept.keep(exception, *origin)
@@ -75,7 +75,7 @@ def _note(error: BaseException, where: str) -> None:
 
 
 def describe_handled(exception: BaseException) -> str:
-  """The runtime's `handled` hook, for what a signal's handler raised in a call of a program."""
+  """The runtime's `handled` hook, for an exception of a signal handler in a program's call."""
   where = "callgate: a signal's handler raised while the program ran"
   return (
     f"[callgate error #{_kept.keep_for_main(exception)}] {where}\n{foreign.traceback_of(exception)}"
@@ -83,7 +83,7 @@ def describe_handled(exception: BaseException) -> str:
 
 
 def keep_unheard(exception: BaseException) -> bool:
-  """The runtime's `unheard` hook, for what nobody would get: true if the main thread will."""
+  """The runtime's `unheard` hook, for an exception without a caller; True if the main thread's."""
   if not handlers.has_raised(exception):
     return False
   _kept.keep_for_main(exception)
@@ -91,20 +91,20 @@ def keep_unheard(exception: BaseException) -> bool:
 
 
 def kernel_raised(exception: BaseException | None) -> str:
-  """The runtime's hook for code that has raised: a message that stands for the exception."""
+  """The runtime's hook for code that raised: returns a message that stands for the exception."""
   if exception is None:
     return "it failed without an exception"
   return f"[callgate error #{_kept.set_aside(exception)}]"
 
 
 def kernel_failed(kernel: str, message: str, site: str, lane: str) -> str:
-  """The runtime's hook for failing kernels: keeps the exception, returns text for XLA's error."""
+  """The runtime's hook for failing kernels: keeps the exception, returns XLA's error text."""
   exception = _kept.take_back(message) or KernelError(kernel, message, lane)
   return _describe(exception, f"kernel '{kernel}'" + (f" in {lane}" if lane else ""), site)
 
 
 def raise_kept(error: BaseException) -> None:
-  """Raises the exception that an error's text stands for, if it is still here."""
+  """Raises the exception that an error's text stands for, if it is still kept."""
   if (kept := _kept.find(foreign.text_of(error))) is not None:
     raise kept.exception from None
 
@@ -116,24 +116,24 @@ _POISONED = (
 
 
 def defer(text: str) -> None:
-  """The runtime's `deferred` hook: a failure that its program could not be told of.
+  """The runtime's `deferred` hook, for a failure that its program can't report.
 
   In a program over several devices the failing call's results are poisoned instead (NaN, or zero
-  for integers), and the exception waits for `errors()`, `barrier()`, the next call of a gate or the
-  end of the process.
+  for integers). The exception waits for `errors()`, `barrier()`, the next call of a gate or the end
+  of the process.
   """
   foreign.add_note(_kept.defer(text), _POISONED)
 
 
 def raise_deferred(*, of_all_threads: bool = False) -> None:
-  """Raises the oldest deferred exception, if there is one, with the others named in its notes.
+  """Raises the oldest deferred exception, if there is one, with notes about the others.
 
   Exceptions of another Python thread's programs wait for that thread, or for `barrier()`.
   """
-  if not _kept.deferred:  # asked on every call of a gate
+  if not _kept.deferred:  # each call of a gate checks this
     return
   if (in_group := _gathers()) and not of_all_threads:
-    return  # until the block's end, where all are there
+    return  # the end of the block raises all
   if taken := take_deferred(of_all_threads=of_all_threads):
     if in_group:
       raise_group(taken)
@@ -141,11 +141,11 @@ def raise_deferred(*, of_all_threads: bool = False) -> None:
     foreign.raise_unchained(taken[0])
 
 
-_gathering = threading.local()  # .blocks: those of `errors(all=True)` that the thread is in
+_gathering = threading.local()  # .blocks: the thread's open `errors(all=True)`
 
 
 def gather(change: int) -> None:
-  """The thread enters (1) or leaves (-1) a block that raises all exceptions as a group."""
+  """Counts the thread's blocks that raise all exceptions as a group: 1 to enter, -1 to leave."""
   _gathering.blocks = getattr(_gathering, "blocks", 0) + change
 
 
@@ -154,7 +154,7 @@ def _gathers() -> bool:
 
 
 def raise_group(found: list[BaseException]) -> None:
-  """Raises a group of the exceptions, each once, if there are any."""
+  """Raises a group of the exceptions without duplicates, if there are any."""
   each = list({id(one): one for one in found}.values())
   calls = "1 call" if len(each) == 1 else f"{len(each)} calls"
   try:
@@ -165,13 +165,13 @@ def raise_group(found: list[BaseException]) -> None:
 
 
 def take_deferred(*, of_all_threads: bool = False) -> list[BaseException]:
-  """Takes the deferred exceptions, oldest first; those of another Python thread's programs stay."""
+  """Removes and returns the deferred exceptions, oldest first; other Python threads' ones stay."""
   others = set[int | None]() if of_all_threads else threads_of_python() - {threading.get_ident()}
   return _kept.take_deferred(others)
 
 
 def print_deferred() -> bool:
-  """At the end of the process: shows the deferred exceptions; whether there were any."""
+  """Prints the deferred exceptions at the end of the process; returns True if there were any."""
   if taken := _kept.take_deferred(set()):
     print("callgate: failures that no program's caller was told of:", file=sys.stderr)
   for exception in taken[:_SHOWN]:
@@ -185,7 +185,7 @@ _SHOWN = 10
 
 
 def _name_others(first: BaseException, others: Sequence[BaseException], more: int = 0) -> None:
-  """Notes on an exception those that came with it; there are `more` that were not kept."""
+  """Adds notes about the other exceptions to one; `more` is the number of those not kept."""
   others = [other for other in others if other is not first]
   for other in others[:_SHOWN]:
     foreign.add_note(first, f"callgate: then {foreign.said_by(other)}")
@@ -194,10 +194,10 @@ def _name_others(first: BaseException, others: Sequence[BaseException], more: in
 
 
 def keep_consumer_error(error: BaseException, where: str) -> None:
-  """Keeps what a consumer raised; `where` names the consumer, the tap and the record.
+  """Keeps a consumer's exception; `where` names the consumer, the tap and the record.
 
-  Past the store's bound it is counted alone, so an exception that is raised again and again takes
-  no more notes either.
+  Beyond the store's limit it only counts them, so that an exception that is raised again and again
+  doesn't collect notes.
   """
 
   def takes(one: _kept.KeptError) -> bool:
@@ -205,13 +205,13 @@ def keep_consumer_error(error: BaseException, where: str) -> None:
     return kept is not error and foreign.is_a(kept, LossError) and kept.takes(error)
 
   if _kept.find_consumers(takes) is None and _kept.keep_consumers(error, where):
-    _note(error, where)  # without a lock: its class may run any code
+    _note(error, where)  # without a lock: the class may run any code
 
 
 def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) -> None:
-  """The runtime's hook for native consumers: what they said, and what they have lost so far.
+  """The runtime's hook for native consumers: the error's text, and the number of lost records.
 
-  A full disk fails batch after batch: that is one error, with the newest count.
+  A full disk fails every batch: that is one error, with the latest count.
   """
   where = f"callgate: raised in {consumer} of '{channel}'"
 
@@ -227,14 +227,14 @@ def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) 
 
 
 def take_consumer_error(where: str) -> BaseException | None:
-  """The oldest exception that was kept with just this note, taken out; or None."""
+  """Removes and returns the oldest exception with this note; None if there is none."""
   return _kept.find_consumers(lambda one: one.consumer == where, take=True)
 
 
 def raise_consumer_errors() -> None:
   """Raises the oldest exception of a consumer, with the others attached, and forgets them.
 
-  The others are in its `callgate_others`, a tuple, and named in its notes.
+  The others are in its `callgate_others`, a tuple, and in its notes.
   """
   errors, more = _kept.take_consumers()
   if not errors:
@@ -246,19 +246,19 @@ def raise_consumer_errors() -> None:
 
 
 def original_of(error: BaseException) -> BaseException:
-  """The gate's exception that JAX's error stands for, where it is still here; else the error."""
+  """Returns the gate's exception for JAX's error, if it is still kept; else the error."""
   kept = _kept.find(foreign.text_of(error), claim=False)
   return error if kept is None else kept.exception
 
 
 def threads_of_python() -> set[int | None]:
-  """Threads that Python started. XLA's have an entry, too, once Python code asked for it there."""
+  """Returns threads that Python started, and XLA's threads on which Python code asked for it."""
   dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue, reportUnknownMemberType]
   return {t.ident for t in threading.enumerate() if not isinstance(t, dummy)}
 
 
 def last_error() -> BaseException | None:
-  """The newest exception that a gate raised, or None.
+  """Returns the newest exception that a gate raised, or None.
 
   ```python
   import callgate as cg, jax
@@ -273,8 +273,8 @@ def last_error() -> BaseException | None:
     assert str(cg.last_error()) == "no"
   ```
 
-  In a process with several threads: the newest of this thread, or of a thread of XLA's own.
-  The object is the one that was raised, with its traceback.
+  It returns the original object with its traceback. In a process with several threads it returns
+  the newest exception of this thread's programs, or of one of XLA's threads.
   """
   others = threads_of_python() - {threading.get_ident()}
   for kept in _kept.newest_first():

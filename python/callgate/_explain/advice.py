@@ -9,12 +9,12 @@ from typing import Any
 from callgate._explain.call import ExplainedCall
 from callgate._runtime import config
 
-_LARGE = 64 << 10  # bytes of copies that are worth a word
+_LARGE = 64 << 10  # bytes: smaller copies get no advice
 _MANY = 16  # lanes
 
 
 def of(call: ExplainedCall, gate: Any) -> Iterator[str]:
-  """Advice for a call; `gate` is what it calls: a gate or kernel, a tap's site, JAX's primitive."""
+  """Yields advice for a call; `gate` is its gate or kernel, its tap site, or JAX's primitive."""
   if call.kind == "JAX callback":
     yield from _of_callback(call)
   elif call.kind == "tap":

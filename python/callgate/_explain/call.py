@@ -11,17 +11,19 @@ class ExplainedCall:
   """A call in a program.
 
   Attributes:
-    kind: "gate", "kernel", "tap", "feed", "check", "breakpoint", or "JAX callback".
-    name: what programs call it by.
-    source: "file:line (function)" of the code that traced it; "" where it is not known.
+    kind: "gate", "kernel", "tap", "feed", "check", "breakpoint" or "JAX callback".
+    name: the name in the program.
+    source: "file:line (function)" of the code that traced the call; "" if unknown.
     effect: "pure", "io", "ordered" or "dataflow".
-    loops: the steps of the loops around it, outermost first; None for those of a `while_loop`.
-    lanes: for how many lanes of `vmap` it is called, one after another.
-    copies: bytes that are copied for one call, all lanes, beside the function's own work.
-    gathers: bytes that collectives make on each device for one call; None for one device.
-    waits: whether the program waits for it.
-    gil: whether it holds the GIL of this process.
-    advice: what would make it faster.
+    loops: the number of steps of each loop around the call, outermost first; None for a
+      `while_loop`.
+    lanes: the number of `vmap` lanes, for which the call runs one after another.
+    copies: bytes that callgate copies for one call with all lanes, not counting the function's
+      work.
+    gathers: bytes that collectives produce on each device for one call; None for one device.
+    waits: True if the program waits for the call.
+    gil: True if the call holds the GIL of this process.
+    advice: suggestions that make the call faster.
   """
 
   kind: str

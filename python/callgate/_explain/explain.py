@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.explain`: a table of a program's calls, and what would make them faster."""
+"""`callgate.explain`: a table of a program's calls, with suggestions to make them faster."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _JAX_CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """The answer of `explain` about a program; `str()` makes a table of it.
+  """The result of `explain` for a program; `str()` formats it as a table.
 
   Attributes:
-    calls: in the program's order.
-    devices: how many run it.
-    platform: of the devices.
-    dispatch: how JAX dispatches the program, and what that is due to.
+    calls: the calls, in program order.
+    devices: the number of devices that run the program.
+    platform: the platform of the devices.
+    dispatch: how JAX dispatches the program, and the reason.
   """
 
   calls: tuple[ExplainedCall, ...]
@@ -39,7 +39,7 @@ class Explanation:
   dispatch: str
 
   def to_dict(self) -> dict[str, Any]:
-    """The same as plain containers, for JSON."""
+    """Returns the same as dicts, lists and plain values, for JSON."""
     return dataclasses.asdict(self)
 
   def __str__(self) -> str:
@@ -73,7 +73,7 @@ def _size(count: int) -> str:
 
 
 def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-  """Says what each call in a program costs, without running it.
+  """Reports the cost of each call in a program, without running the program.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp, numpy as np
@@ -85,14 +85,14 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
   print(report)
   ```
 
-  For gates, kernels, taps, feeds and JAX's own callbacks: what is copied and gathered for a call,
-  whether the program waits for it, whether it holds the GIL, and what would make it faster. The
-  program is traced and compiled for these arguments.
+  For each gate, kernel, tap, feed and JAX callback the report has the bytes that are copied and
+  gathered, whether the program waits, whether the call holds the GIL, and how to make it faster.
+  The program is traced and compiled for these arguments.
 
   Args:
-    f: a function; jitted, if its options matter.
-    *args: those of a call, or their types (`jax.ShapeDtypeStruct`).
-    **kwargs: those of a call.
+    f: a function; pass the jitted function if its `jit` options matter.
+    *args: the arguments of a call, or their types (`jax.ShapeDtypeStruct`).
+    **kwargs: the keyword arguments of a call.
 
   Returns:
     An `Explanation`.
@@ -128,7 +128,7 @@ def _devices(compiled: Any, *values: Any) -> set[Any]:
 
 
 # -- a walk over the program -----------------------------------------------------------------------
-_Found = tuple[ExplainedCall, Any]  # and what it calls
+_Found = tuple[ExplainedCall, Any]  # and its callee
 
 
 def _calls(jaxpr: Any, platform: str) -> Iterator[_Found]:
@@ -162,7 +162,8 @@ def _of_gate(eqn: Any, call: BoundCall, loops: tuple[int | None, ...], platform:
   if platform != "cpu" and not by_jax and not gate.traits.on_device:
     copies += ins + outs  # to the host and back
   kind, name = gate.kind, gate.name
-  # The guard looks first, in C++: the gate is called where a check fails, or a breakpoint stops.
+  # The guard evaluates the predicate in C++. It calls the gate if a check fails or a breakpoint
+  # stops.
   guard: str = getattr(getattr(gate, "guard", None), "name", "")
   if guard:
     kind, _, name = (
@@ -213,7 +214,7 @@ def _bytes(atoms: Sequence[Any]) -> int:
 
 
 def _with_gathers(found: list[_Found], moved: Mapping[str, int]) -> list[_Found]:
-  """With what collectives make for each, by its name."""
+  """Adds the bytes of collectives to each call, by its name."""
 
   def of(call: ExplainedCall, gate: Any) -> int:
     name = gate if call.kind == "JAX callback" else f"callgate/{call.name}"

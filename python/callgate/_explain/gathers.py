@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that XLA's collectives make for calls of a compiled program, read from its HLO text."""
+"""Reads the arrays that XLA's collectives produce for calls from a compiled program's HLO text."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PASSED_ON = {"bitcast", "copy", "get-tuple-element", "reshape", "transpose"}
 
 
 def by_operation(hlo: str) -> dict[str, int]:
-  """Bytes on each device for one call, by the operation as JAX and callgate name it.
+  """Returns bytes on each device for one call, by the operation's name in JAX and callgate.
 
-  That is, "jit(f)/while/body/callgate/NAME". Where several calls have a name, it is what they have
-  on average. A collective is made for the call whose name it has, or else whose operand it gives.
+  A name is such as "jit(f)/while/body/callgate/NAME". Several calls of one name get their average.
+  A collective belongs to the call whose name it has, or else to the call whose operand it produces.
   """
   lines = {match["name"]: match for match in filter(None, map(_LINE.match, hlo.splitlines()))}
   calls = [line for line in lines.values() if line["opcode"] == "custom-call" and line["op"]]
@@ -45,7 +45,7 @@ def by_operation(hlo: str) -> dict[str, int]:
 
 
 def _sources(line: re.Match[str], lines: Mapping[str, re.Match[str]]) -> Iterator[str]:
-  """The names of the operations that make an operation's operands."""
+  """Yields the names of the operations that produce an operation's operands."""
   for name in re.findall(r"%([\w.\-]+)", line["operands"]):
     if name in lines:
       yield name
@@ -54,7 +54,7 @@ def _sources(line: re.Match[str], lines: Mapping[str, re.Match[str]]) -> Iterato
 
 
 def _nbytes(text: str) -> int:
-  """The bytes of the arrays of an HLO type."""
+  """Returns the bytes of the arrays of an HLO type."""
   arrays = (
     (math.prod(map(int, filter(None, m["dims"].split(",")))), m["dtype"])
     for m in _ARRAY.finditer(text)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a program makes its first NaN or infinity."""
+"""`find_nan`: the first NaN or infinity of a program."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.find_nan`: the first equation of a program that makes a NaN or an infinity."""
+"""`callgate.find_nan`: finds the first equation of a program that makes a NaN or an infinity."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from callgate._core import options, signatures
 from callgate._core.dtypes import type_text
 from callgate._nan import findings, lanes, watched
 
-_MOST = 100  # reports
+_MOST = 100  # reports at most
 
 
 @dataclasses.dataclass(frozen=True)
 class NanReport:
-  """The first finding of `find_nan`; `str()` says it in words.
+  """The first finding of `find_nan`; `str()` formats it as text.
 
   Attributes:
     kind: "nan" or "inf".
-    primitive: the operation that made it, as JAX calls it; "input" for a NaN that f was given.
-    source: "file:line (function)" of the code that traced it, or that called JAX's own function
-      with it; "" where it is not known. For an "input" the argument's name: "params['w']".
-    step: the number of the loop's step, from 0; a tuple, outermost first, in loops within each
-      other; None outside of loops.
-    lane: of `jax.vmap`, likewise: of the levels over which the result differs.
-    index: of the first such element of the result, as vmap has it, lanes included.
-    shard: in a `jax.shard_map` the number of the device's part, which has the result; None outside.
-    operands: type and range of each operand, as text.
+    primitive: JAX's name of the operation that made it; "input" for a NaN in an argument of f.
+    source: "file:line (function)" of the code that traced the operation, outside JAX; "" if
+      unknown. For an "input" the argument's name: "params['w']".
+    step: the loop's step, counted from 0; a tuple for nested loops, outermost first; None outside
+      loops.
+    lane: the lane of a `jax.vmap`, in the same form, of the levels over which the result differs.
+    index: the index of the first such element in the result, with the axes of vmap.
+    shard: the number of the device's part in a `jax.shard_map`; None outside.
+    operands: the type and range of each operand, as text.
     result: the result's type, as text.
-    argument: for an "input" the argument's name, as in source; else None.
-    callee: of a gate or kernel, its kind and name: "gate 'score'"; else None.
-    all: the reports of all places, this one the first, in the program's order, behind them those of
-      inputs, at most 100. An operation in a loop is one place, with the step that made the first.
-      Empty in the reports of the list.
+    argument: the argument's name for an "input"; else None.
+    callee: the kind and name of a gate or kernel: "gate 'score'"; else None.
+    all: the reports of all places in program order, starting with this one, at most 100; inputs
+      come last. An operation in a loop is one place, with the first step that made a NaN or
+      infinity. Empty in the reports of this list.
   """
 
   kind: Literal["nan", "inf"]
@@ -73,7 +73,7 @@ class NanReport:
 
 
 def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., NanReport | None]:
-  """Finds the first operation of a program that makes a NaN or an infinity.
+  """Finds the first operation of a compiled program that makes a NaN or an infinity.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -86,25 +86,26 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
   print(report)
   ```
 
-  The program runs compiled, as one: in loops, branches, inner jits, under vmap and in gradients
-  (`find_nan(jax.grad(f))`) each operation's results are looked at. An operation *makes* a NaN that
-  has one among its results and none among its operands; an infinity, where its operands are all
-  finite. If none makes any, a NaN in f's arguments is reported, as "input". Under vmap a lane
-  counts in the branches that it takes, and in a loop until it has ended.
-  `jax_debug_nans` runs a program once more op by op, and tells no step and no lane.
+  It works in loops, branches, inner jits, under vmap and in gradients: `find_nan(jax.grad(f))`. An
+  operation makes a NaN if a result has one and no operand has one. It makes an infinity if a result
+  has one and all operands are finite. If no operation makes a NaN, a NaN in f's arguments is
+  reported as "input". Lanes of a vmap count only in the branches that they take, and in loops until
+  they end. `jax_debug_nans` instead runs a program again op by op, and reports neither step nor
+  lane.
 
   Args:
-    f: a function that `jax.jit` takes.
-    reaching: True reports only a NaN or infinity that gets into a result of f: from the operation
-      to the result leads a path of values that each have one. `jnp.where` hands on what it chooses.
-      A value counts as a whole: index and lane are those of its first.
+    f: a function that `jax.jit` accepts.
+    reaching: True reports only a NaN or infinity that reaches a result of f: each value on a path
+      from the operation to the result contains one. `jnp.where` passes on only the elements that it
+      selects. All other values count as a whole: index and lane are those of the first NaN or
+      infinity in them.
 
   Returns:
-    A function of f's arguments that runs it, and returns a `NanReport`, or None if there is
-    nothing to report. f's own results are dropped; gates and taps in it run as they do in f.
+    A function with f's arguments that runs f and returns a `NanReport`, or None if there is nothing
+    to report. It drops f's results. Gates and taps in f run as usual.
 
   Raises:
-    GateDefinitionError: f is not callable, or reaching is no bool.
+    GateDefinitionError: f is not callable, or `reaching` is not a bool.
   """
   options.function("find_nan", "f", f)
   options.boolean("find_nan", "reaching", reaching)
@@ -141,7 +142,7 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
 
 
 def _names(f: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
-  """The names of the leaves of f's arguments."""
+  """Returns the names of the leaves of f's arguments."""
   names, _ = signatures.places(f, 0, {})
   names += [f"argument {i}" for i in range(len(names), len(args))]
   named = [*zip(names, args, strict=False), *((name, kwargs[name]) for name in sorted(kwargs))]
@@ -153,7 +154,7 @@ def _names(f: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
 
 
 def _reports_of_inputs(named: list[tuple[str, Any]]) -> list[NanReport]:
-  """The arguments with a NaN, which no operation has made."""
+  """Returns reports of the arguments with a NaN."""
   reports: list[NanReport] = []
   for name, leaf in named:
     if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
@@ -167,7 +168,7 @@ def _reports_of_inputs(named: list[tuple[str, Any]]) -> list[NanReport]:
 
 
 def _order(equation: findings.Equation, row: findings.Rows) -> tuple[int, ...]:
-  """Orders findings as the program comes to them."""
+  """Returns a key that sorts findings in program order."""
   looped = zip(equation.around, row.steps[: equation.loops].tolist(), strict=True)
   numbers = [number for pair in looped for number in pair]
   return *numbers, equation.number
@@ -180,7 +181,7 @@ def _is_array(leaf: Any) -> bool:
 def _report(found: findings.Equation, row: findings.Rows) -> NanReport:
   result = found.results[int(row.result)]
   index = tuple(map(int, np.unravel_index(int(row.place), result.shape)))
-  # Lanes that ran one after another: vmap batches from the innermost level on.
+  # The lanes of loops over lanes; vmap batches from the innermost level on.
   apart, counts = row.lanes[: len(found.lane_counts)].tolist()[::-1], found.lane_counts[::-1]
   operands = zip(found.operands, row.operands, strict=False)
   return NanReport(

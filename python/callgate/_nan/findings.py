@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of a program's equations, and rows for what each of them has found."""
+"""Descriptions of a program's equations, and rows with the first finding of each."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NONE, NAN, INF = 0, 1, 2
 
 
 class Rows(NamedTuple):
-  """A row for each equation that is looked at: its first finding.
+  """A row for each watched equation, with its first finding.
 
-  A finding that reaches no value that is still in use makes room for the equation's next one, where
-  values are followed.
+  If values are followed, the equation's next finding replaces one that reaches no value still in
+  use.
 
   Attributes:
     numbers: the integers of the properties, in their order.
-    operands: least and greatest number of each operand; NaN for those that are no numbers.
+    operands: the least and the greatest number of each operand; NaN for operands without numbers.
   """
 
   numbers: Any
@@ -32,12 +32,12 @@ class Rows(NamedTuple):
 
   @property
   def kind(self) -> Any:
-    """NONE, NAN or INF."""
+    """The kind of finding: NONE, NAN or INF."""
     return self.numbers[..., 0]
 
   @property
   def result(self) -> Any:
-    """The number of the result among the equation's."""
+    """The index of the result among the equation's results."""
     return self.numbers[..., 1]
 
   @property
@@ -47,35 +47,35 @@ class Rows(NamedTuple):
 
   @property
   def shard(self) -> Any:
-    """The number of the device's part in a `jax.shard_map`; -1 outside of one."""
+    """The number of the device's part in a `jax.shard_map`; -1 outside."""
     return self.numbers[..., 3]
 
   @property
   def steps(self) -> Any:
-    """The steps of the loops around it, outermost first; -1 where there are fewer."""
+    """The steps of the loops around the equation, outermost first; -1 for missing loops."""
     return self.numbers[..., 4 : 4 + (self.numbers.shape[-1] - 4) // 2]
 
   @property
   def lanes(self) -> Any:
-    """Likewise, of loops whose steps are lanes."""
+    """The steps of the loops over lanes, in the same form."""
     return self.numbers[..., 4 + (self.numbers.shape[-1] - 4) // 2 :]
 
 
 def no_rows(count: int, depth: int, operands: int) -> Rows:
-  """Rows without a finding."""
+  """Returns rows without findings."""
   numbers = np.full((count, 4 + 2 * depth), -1, np.int32)
   numbers[:, 0] = NONE
   return Rows(jnp.asarray(numbers), jnp.zeros((count, operands, 2), jnp.result_type(float)))
 
 
 class State(NamedTuple):
-  """All that is found so far.
+  """All findings so far.
 
   Attributes:
     rows: the findings.
-    in_refs: the origins of what Refs hold; None if values are not followed.
-    new: rows by their equations' numbers, which `rows` gets at the end of a loop's body or a
-      branch: XLA compiles many small values faster than many updates of a table.
+    in_refs: the origins of the values in Refs; None if values are not followed.
+    new: new rows by equation number. They enter `rows` at the end of a loop's body or a branch,
+      because XLA compiles many small values faster than many updates of a table.
   """
 
   rows: Rows
@@ -83,7 +83,7 @@ class State(NamedTuple):
   new: dict[int, Rows]
 
   def settled(self) -> State:
-    """The same with all rows in the table."""
+    """Returns the state with all rows in the table."""
     if not self.new:
       return self
     places = np.array(list(self.new), np.int32)
@@ -99,11 +99,11 @@ class Equation(NamedTuple):
 
   number: int  # in the program's order
   primitive: str
-  callee: str | None  # "gate 'score'", of a call of callgate's
+  callee: str | None  # "gate 'score'", for callgate's calls
   source: str
-  loops: int  # around it
-  lane_counts: tuple[int, ...]  # of the loops around it whose steps are lanes
-  lanes: tuple[lanes.Axes, ...]  # of each result, the axes of vmap's
+  loops: int  # the number of loops around it
+  lane_counts: tuple[int, ...]  # the lanes of the loops over lanes around it
+  lanes: tuple[lanes.Axes, ...]  # the vmap axes of each result
   operands: tuple[Any, ...]  # abstract values
   results: tuple[Any, ...]
   around: tuple[int, ...]  # the numbers of the first equations of the loops around it
@@ -111,21 +111,21 @@ class Equation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EqnPlace:
-  """Where an equation stands, and the indices of the loops around it."""
+  """An equation's place, and the indices of the loops around it."""
 
-  path: tuple[int, ...] = ()  # ids of the equations around it
+  path: tuple[int, ...] = ()  # the ids of the equations around it
   loops: tuple[Any, ...] = ()
-  lanes: tuple[Any, ...] = ()  # indices of loops whose steps are lanes
+  lanes: tuple[Any, ...] = ()  # the indices of loops over lanes
   lane_counts: tuple[int, ...] = ()
   around: tuple[int, ...] = ()  # the numbers of their first equations
-  source: str = ""  # of the innermost equation around it that has one
+  source: str = ""  # the innermost known source around it
   shard: Any = -1
-  used: Any = None  # origins of what the steps before this one have left
+  used: Any = None  # the origins of values from earlier steps
 
   def inside(self, eqn: Any) -> EqnPlace:
     source = sources.source_of(eqn) or self.source
     return dataclasses.replace(self, path=(*self.path, id(eqn)), source=source)
 
   def after(self, state: State, origins: Sequence[Any]) -> EqnPlace:
-    """The place in a step of a loop that the steps before have left values with these origins."""
+    """Returns the place in a step of a loop, whose earlier steps left values with these origins."""
     return dataclasses.replace(self, used=reach.union([self.used, state.in_refs, *origins]))

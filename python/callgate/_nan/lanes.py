@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the lanes of a program's values are: marks that vmap leaves while it is traced.
+"""Finds the lanes of a program's values by marks that vmap leaves during tracing.
 
-A mark is an identity on a value, with the axes of `jax.vmap`'s that the value has, the outermost
-first. It goes through further transformations as the value does.
+A mark is an identity on a value, with the value's axes from `jax.vmap`, the outermost first.
+Further transformations carry it along.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ lanes_p = tracing.Primitive("callgate_lanes")
 
 
 def has_step_for_each(eqn: Any) -> bool:
-  """True for a `scan` whose steps are lanes, each with branches and loops of its own."""
+  """Returns True for a `scan` whose steps are lanes, with branches and loops of their own."""
   return any(inner.primitive is _batching.lane_p for inner in eqn.params["jaxpr"].eqns)
 
 
 def marking() -> contextlib.AbstractContextManager[None]:
-  """Operations that the block traces have marks."""
+  """Marks the operations that the block traces."""
   return _batching.marking(_mark)
 
 
@@ -38,14 +38,14 @@ def _mark(value: Any, axis: int) -> Any:
 
 
 def axes_of(jaxpr: Any) -> dict[Any, Axes]:
-  """The axes of the lanes of a jaxpr's variables, as far as they are known.
+  """Returns the lane axes of a jaxpr's variables, as far as they are known.
 
-  A variable without a mark of its own, as within the batching rule of an operation, has the axes of
-  an operand of its shape.
+  A variable without a mark, such as in the batching rule of an operation, has the axes of an
+  operand of the same shape.
   """
   known: dict[Any, Axes] = {}
   for eqn in reversed(jaxpr.eqns):
-    if eqn.primitive is lanes_p:  # of several marks on a value the last one knows most
+    if eqn.primitive is lanes_p:  # the last mark of a value has most axes
       (given,), (made,) = eqn.invars, eqn.outvars
       known[made] = max(known.get(made, ()), eqn.params["axes"], key=len)
       if not isinstance(given, tracing.Literal):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings that reach a program's results: a set of them goes beside each value.
+"""Finds which findings reach a program's results, by a set of findings for each value.
 
 A value's `origins` are the findings from which a path of values with a NaN or an infinity leads to
-it; a value without either has none. A value counts as a whole, but for what `select_n` chooses.
+it. A value without NaN and infinity has none. A value counts as a whole, except for the elements
+that `select_n` selects.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from callgate._jax import refs, tracing
 
 
 class Followed(NamedTuple):
-  """A value of a program that is run.
+  """A value of a running program.
 
   Attributes:
     value: an array or a Ref.
-    origins: a flag for each finding; None where nobody asks for them.
+    origins: a flag for each finding; None if origins are not needed.
   """
 
   value: Any
@@ -35,17 +36,17 @@ def values_of(followed: Sequence[Any]) -> list[Any]:
 
 
 def origins_of(followed: Sequence[Any]) -> list[Any]:
-  """Literals of JAX have none."""
+  """Returns the values' origins; literals of JAX have none."""
   return [x.origins if isinstance(x, Followed) else None for x in followed]
 
 
 def follow(values: Sequence[Any], origins: Sequence[Any]) -> list[Followed]:
-  """The values, each with those of its origins that its elements show."""
+  """Returns the values, each with those of its origins that its elements show."""
   return [Followed(x, here(found, x)) for x, found in zip(values, origins, strict=True)]
 
 
 def here(origins: Any, value: Any) -> Any:
-  """The origins of a value with a NaN or an infinity; no origins for any other."""
+  """Returns the origins of a value with a NaN or an infinity; no origins for other values."""
   if origins is None:
     return None
   if refs.is_ref(jax.typeof(value)) or not is_real(value):
@@ -54,7 +55,7 @@ def here(origins: Any, value: Any) -> Any:
 
 
 def of_nan(origins: Any, value: Any) -> Any:
-  """The origins of an argument with a NaN, whose infinities nobody has made."""
+  """Returns the origins of an argument with a NaN; infinities of arguments are not reported."""
   return here(origins & jnp.isnan(wide(value)).any() if is_real(value) else origins, value)
 
 
@@ -64,7 +65,7 @@ def union(sets: Sequence[Any]) -> Any:
 
 
 def operands_origins(eqn: Any, ins: Sequence[Any], origins: Sequence[Any]) -> Any:
-  """The origins that an equation may hand on."""
+  """Returns the origins that an equation may pass on."""
   origins = list(origins)
   if eqn.primitive.name == "select_n" and is_real(ins[1]):
     which, *cases = ins
@@ -76,7 +77,7 @@ def operands_origins(eqn: Any, ins: Sequence[Any], origins: Sequence[Any]) -> An
 
 
 def on_any_device(eqn: Any, flags: Any) -> Any:
-  """Flags of a collective's operands: those of all devices whose operands it brings together."""
+  """Combines the flags of a collective's operands over all devices that it connects."""
   named = eqn.params.get("axis_name", eqn.params.get("axes", ()))
   named = named if isinstance(named, (tuple, list)) else (named,)
   names = [name for name in named if name in tracing.region_axes()]
@@ -92,5 +93,5 @@ def is_real(x: Any) -> bool:
 
 
 def wide(x: Any) -> Any:
-  """The array in a dtype that all of NumPy's functions take."""
+  """Returns the array in a dtype that all NumPy functions support."""
   return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 16 else x

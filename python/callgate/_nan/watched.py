@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that watches itself: each equation's results are looked at for the first NaN or Inf.
+"""Runs a program that checks the results of each of its equations for the first NaN or infinity.
 
-The program's equations are evaluated one by one, in loops, branches and inner jits too, with a
-`State` beside their values: what each has found first. Nothing leaves the program before its end.
+The program's equations are evaluated one by one, also in loops, branches and inner jits. A `State`
+beside the values holds each equation's first finding. It leaves the program only at its end.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Values = Sequence[Any]
 
 
 class Watch:
-  """Evaluates a closed jaxpr and looks at what its equations give."""
+  """Evaluates a closed jaxpr and checks the results of its equations."""
 
   def __init__(self, closed: Any, reaching: bool) -> None:
     self.closed = closed
     self.equations: list[Equation] = []
     self._reaching = reaching
     self._numbers: dict[tuple[int, ...], int] = {}  # by path: bodies may be traced again
-    self._loops: dict[tuple[int, ...], int] = {}  # likewise, of loops' first equations
-    self._axes: dict[int, dict[Any, lanes.Axes]] = {}  # of jaxprs' variables, by the jaxpr's id
+    self._loops: dict[tuple[int, ...], int] = {}  # the same for loops' first equations
+    self._axes: dict[int, dict[Any, lanes.Axes]] = {}  # axes of variables, by the jaxpr's id
     self._rows, depth, self._operands = _extents(closed)
     self._depth = max(depth, 1)  # XLA of JAX 0.11 crashes where arrays without elements are split
 
   def run(self, *args: Any) -> tuple[Rows, Any]:
-    """Runs the program, for `jax.jit`.
+    """Runs the program; for `jax.jit`.
 
     Returns:
-      The findings, and for each equation and argument, if values are followed, a flag: True if its
-      NaN or infinity gets into a result.
+      The findings. If values are followed, also a flag for each equation and argument: True if its
+      NaN or infinity reaches a result.
     """
     rows = findings.no_rows(self._rows, self._depth, self._operands)
     if not self._reaching:
@@ -94,7 +94,9 @@ class Watch:
   ) -> tuple[Sequence[Any], State]:  # fmt: skip
     ins, origins = _split(followed, state)
     outs = walk.bind_equation(eqn, ins)
-    if any(refs.is_ref(jax.typeof(x)) for x in (*ins, *outs)):  # holds what others have made
+    if any(
+      refs.is_ref(jax.typeof(x)) for x in (*ins, *outs)
+    ):  # a Ref holds other equations' values
       state = state._replace(in_refs=reach.union([state.in_refs, *origins]))
       return reach.follow(outs, [state.in_refs] * len(outs)), state
     watched = [i for i, out in enumerate(outs) if reach.is_real(out)]
@@ -116,7 +118,7 @@ class Watch:
     return reach.follow(outs, found), state
 
   def _kinds(self, eqn: Any, ins: Values, outs: Values) -> list[Any]:
-    """The kind that an equation makes in each result: NONE, NAN or INF."""
+    """Returns the kind of finding in each result of an equation: NONE, NAN or INF."""
     reals = [reach.wide(x) for x in ins if reach.is_real(x)]
     had_nan = reach.on_any_device(eqn, _any(jnp.isnan(x) for x in reals))
     had_any = had_nan | reach.on_any_device(eqn, _any(jnp.isinf(x) for x in reals))
@@ -131,7 +133,7 @@ class Watch:
     self, rows: Rows, number: int, place: EqnPlace, ins: Values, outs: Values,
     kinds: Mapping[int, Any],
   ) -> Rows:  # fmt: skip
-    """The row of an equation: a new one if it has found something that its row lacks."""
+    """Returns the row of an equation: a new row for a finding that the old one lacks."""
     steps, lane = self._padded(place.loops), self._padded(place.lanes)
     old = Rows(*(table[number] for table in rows))
     keeps: Any = False
@@ -139,7 +141,7 @@ class Watch:
       keeps = old.kind != NONE
       if self._reaching:
         keeps &= place.used[number]
-      if place.lanes:  # which run one after the other, whatever their steps
+      if place.lanes:  # lanes run one after another, whatever their steps
         keeps &= ~_is_before(steps, old.steps)
     row = old
     for index, kind in kinds.items():
@@ -147,7 +149,7 @@ class Watch:
       def found(kind: Any = kind, index: int = index) -> Rows:
         out = reach.wide(outs[index])
         flags = jnp.where(kind == NAN, jnp.isnan(out), jnp.isinf(out))
-        if tracing.lies_explicitly([flags]):  # JAX flattens no value whose type has a split
+        if tracing.lies_explicitly([flags]):  # JAX can't flatten a value with an explicit sharding
           mesh: Any = jax.typeof(flags).sharding.mesh
           flags = jax.sharding.reshard(flags, jax.sharding.NamedSharding(mesh, jax.P()))
         where = jnp.argmax(flags.reshape(-1)).astype(np.int32)
@@ -187,12 +189,12 @@ class Watch:
     return self._numbers[path]
 
   def _lane(self, eqn: Any, place: EqnPlace, number: Any) -> EqnPlace:
-    """The place of the equations of a lane."""
+    """Returns the place of a lane's equations."""
     counts = (*place.lane_counts, eqn.params["length"])
     return dataclasses.replace(place.inside(eqn), lanes=(*place.lanes, number), lane_counts=counts)
 
   def _loop(self, eqn: Any, place: EqnPlace, step: Any) -> EqnPlace:
-    """The place of what runs in a step of a loop."""
+    """Returns the place of the equations in a step of a loop."""
     inside = place.inside(eqn)
     number = self._loops.setdefault(inside.path, len(self.equations))
     loops, around = (*place.loops, step), (*place.around, number)
@@ -221,7 +223,7 @@ class Watch:
     return reach.follow(outs, found), state
 
   def _scan(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
-    """A loop, also one whose steps are lanes."""
+    """Evaluates a loop, also a loop over lanes."""
     params = eqn.params
     of_lanes = lanes.has_step_for_each(eqn)
     values, origins = _split(ins, state)
@@ -269,7 +271,7 @@ class Watch:
       args = reach.follow((*held, *values), (*of_held, *of_values))
       outs, state = self._block(params["body_jaxpr"], args, state, inside)
       outs, found = _split(outs, state)
-      if go.ndim:  # under vmap: lanes that have ended keep what they have
+      if go.ndim:  # under vmap: lanes that have ended keep their values
         found = [reach.union(pair) for pair in zip(found, of_values, strict=True)]
         outs = loops.chosen(go, outs, values)
         _, found = _split(reach.follow(outs, found), state)
@@ -284,7 +286,7 @@ class Watch:
   def _shard_map(
     self, eqn: Any, ins: Values, state: State, place: EqnPlace
   ) -> tuple[Values, State]:
-    """Each device looks by itself; of what they find the first in the program's order counts."""
+    """Each device checks its own values; the first finding in program order counts."""
     params = eqn.params
     names = tuple(name for name in params["mesh"].axis_names if name in params["newly_manual_axes"])
     values, origins = _split(ins, state)
@@ -310,14 +312,14 @@ class Watch:
 
 
 def _split(followed: Values, state: State) -> tuple[list[Any], list[Any]]:
-  """Values, and the origins of each, None if no values are followed."""
+  """Returns the values, and the origins of each, or None if values are not followed."""
   none = None if state.in_refs is None else jnp.zeros_like(state.in_refs)
   origins = [none if has is None else has for has in reach.origins_of(followed)]
   return reach.values_of(followed), origins
 
 
 def _is_before(steps: Any, others: Any) -> Any:
-  """True if a step of loops within each other comes before another of these."""
+  """Returns True if one step of nested loops comes before another."""
   before, equal = jnp.bool_(False), jnp.bool_(True)
   for step, other in zip(steps, others, strict=True):
     before |= equal & (step < other)
@@ -326,10 +328,10 @@ def _is_before(steps: Any, others: Any) -> Any:
 
 
 def _first(rows: Rows, used: Any) -> Rows:
-  """The rows of several devices, of each equation the one to which the program comes first.
+  """Combines the rows of several devices: for each equation the first in program order.
 
-  Rows whose findings are used come before others. `used` has the origins of what each device's part
-  gave; None if values are not followed.
+  Rows with used findings come before others. `used` has the origins of each device's results; None
+  if values are not followed.
   """
   alive = rows.kind != NONE
   if used is not None:
@@ -348,7 +350,7 @@ def _first(rows: Rows, used: Any) -> Rows:
 
 
 def _extents(jaxpr: Any) -> tuple[int, int, int]:
-  """At least the equations, the most loops within each other, the most operands, at most 8."""
+  """Returns the number of equations, of nested loops, and of operands (at most 8)."""
   paths = list(walk.paths(jaxpr))
   depths = [sum(eqn.primitive.name in ("scan", "while") for eqn in path) for path in paths]
   operands = [min(len(path[-1].invars), 8) for path in paths]
@@ -356,7 +358,7 @@ def _extents(jaxpr: Any) -> tuple[int, int, int]:
 
 
 def _alike(new: Any, old: Any) -> Any:
-  """A value of a state, in a `jax.shard_map` over the axes that the one before it varies over."""
+  """Returns a value of a state with the varying axes of the old one, in a `jax.shard_map`."""
   return tracing.vary_over(tracing.varying_axes([old]), new)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.errors` and `callgate.barrier`: where a program waits for what it has sent off.
+"""`callgate.errors` and `callgate.barrier`: waits for programs, calls and records.
 
-Here and in other processes. Runs on the thread that calls it. Across processes it is a meeting
-(`_process/meeting.py`): each first does its own part, then says so, and all agree on how it ended.
+Both run on the calling thread. A barrier across processes is a meeting (`_process/meeting.py`):
+each process first does its own part and reports it, and all agree on the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from callgate._runtime import fence
 
 
 def barrier(timeout: float | None = None, *, all_processes: bool = False) -> None:
-  """Waits until every program dispatched so far has run, and every tap's record is delivered.
+  """Waits for all programs dispatched so far, all started calls and all records of taps.
 
   ```python
   import callgate as cg, jax
@@ -36,23 +36,23 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
   assert seen == [2.0]
   ```
 
-  Programs of all threads count. So do those whose results were dropped, but for programs without
-  effects on one CPU device: nothing tells of their end.
+  The barrier waits for programs of all threads, also if their results were dropped. The exception:
+  on one CPU device it can't wait for dropped programs without effects.
 
-  With `all_processes` every process of `jax.distributed` has to call it, equally often, from one
-  thread. A process that failed raises its own exception. The others get a `ProcessError` that names
-  it within a fraction of a second, even if it ended without calling `barrier`. A process that died
-  silently is noticed after `CALLGATE_SILENT_SECONDS` (60).
+  With `all_processes=True` each process of `jax.distributed` has to call it, equally often, from
+  one thread. A process that fails raises its own exception. The others raise a `ProcessError` with
+  its name within a fraction of a second, even if it ended without calling `barrier`. A process that
+  dies without a message counts as dead after `CALLGATE_SILENT_SECONDS` (60).
 
   Args:
-    timeout: seconds to wait at most; None for no limit, as long as all processes live.
-    all_processes: wait for all processes, and learn of their failures.
+    timeout: the longest wait in seconds. Default: no limit, as long as all processes live.
+    all_processes: True waits for all processes, and raises their failures.
 
   Raises:
-    TimeoutError: programs still ran, records still waited, or processes were not here in time.
+    TimeoutError: programs still ran, records still waited, or processes had not arrived in time.
     ProcessError: another process failed, ended or died.
     BaseException: the exception of a gate whose program failed during the wait, or of a consumer;
-      those of other consumers are attached (`callgate_others`).
+      it has other consumers' exceptions in `callgate_others`.
   """
   options.or_none(options.seconds, "barrier", "timeout", timeout, zero=True)
   options.boolean("barrier", "all_processes", all_processes)
@@ -67,7 +67,7 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
 
 
 def _settle(wait: Wait) -> None:
-  """Waits for this process."""
+  """Waits for the programs, calls and records of this process."""
   if _callgate.channels_abandoned():
     was = "was forked from one that had channels, whose threads are not here"
     expected = "expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
@@ -94,9 +94,10 @@ def _settle(wait: Wait) -> None:
 
 
 def _others_return(number: int, seconds: float) -> bool:
-  """Waits for other threads' calls that began before `number`, and so for what JAX runs in them.
+  """Waits for other threads' calls that began before `number`, including JAX programs in them.
 
-  A consumer doesn't: a call may wait for it. Nor does a call on a thread of the runtime's own.
+  A consumer's thread returns at once, because a call may wait for the consumer. So does a thread of
+  the runtime.
   """
   if _callgate.delivers_here() or _is_of_runtime():
     return True
@@ -104,14 +105,14 @@ def _others_return(number: int, seconds: float) -> bool:
 
 
 def _is_of_runtime() -> bool:
-  """True on a thread that Python has not started."""
+  """Returns True on a thread that Python has not started."""
   return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
 
 
 def _is_stale(failure: BaseException, first: int) -> bool:
-  """True if it failed before the id `first`, or has been raised: JAX's barrier repeats itself.
+  """Returns True if it failed before the id `first` or was raised before; JAX repeats its errors.
 
-  The main thread has had the exception of a signal's handler that ended a program.
+  The main thread already got the exception of a signal handler that ended a program.
   """
   of_main = threading.current_thread() is threading.main_thread()
   if of_main and "callgate: Ctrl-C ended the program" in str(failure):
@@ -120,28 +121,28 @@ def _is_stale(failure: BaseException, first: int) -> bool:
   return number is not None and (number < first or _kept.is_claimed(number))
 
 
-# JAX raises these for a failed program: JaxRuntimeError, or ValueError where its C++ dispatch ran a
-# program that had run before, and it failed at once.
+# JAX raises these for a failed program: JaxRuntimeError, or ValueError from its C++ dispatch if the
+# program had run before and fails at once.
 _PROGRAM_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 
 
 class errors:
-  """A context in which a gate's exception is raised as itself.
+  """A context manager that raises a gate's original exception in place of JAX's error.
 
   ```python
   with cg.errors():
     program(x)           # raises the gate's own ValueError, not JaxRuntimeError
   ```
 
-  When JAX's error for a gate (`jax.errors.JaxRuntimeError`, or ValueError) leaves the block, the
-  block raises the original object in its place. At its end the block waits for all arrays. So it
-  also raises the error of a program whose result nobody looked at; of a pure program on one device
-  only if its result still exists. A thread never gets another thread's error, so this does not
-  happen while other threads are in such blocks. The error of a program over several devices goes
-  to the first block that ends.
+  If JAX's error for a gate (`jax.errors.JaxRuntimeError` or ValueError) leaves the block, the block
+  raises the original exception instead. At its end the block waits for all arrays and raises the
+  exception of a program whose result you never used. For a pure program on one device this needs
+  the result to exist still. A thread never gets another thread's exception, so the block does not
+  raise such exceptions while other threads are in blocks of their own. The exception of a program
+  over several devices goes to the first block that ends.
 
-  Where several shards of such a program fail, the block raises the first one's exception, whose
-  notes name the others'. With `all` it raises an ExceptionGroup of all of them, also of one:
+  If several shards of such a program fail, the block raises the first exception, with notes about
+  the others. With `all=True` it always raises an ExceptionGroup:
 
   ```python
   try:
@@ -152,8 +153,8 @@ class errors:
   ```
 
   Args:
-    all: raise an ExceptionGroup (a BaseExceptionGroup where an exception is no `Exception`) of what
-      all calls raised, in the order in which they failed.
+    all: True raises an ExceptionGroup of the exceptions of all calls, in the order in which they
+      failed; a BaseExceptionGroup if one is not an `Exception`.
   """
 
   def __init__(self, *, all: bool = False) -> None:
@@ -187,13 +188,13 @@ class errors:
         if kept is not None and kept.exception is not error:
           foreign.raise_unchained(kept.exception)
     finally:
-      # No cycle through this frame, see `raise_unchained`.
+      # Breaks the reference cycle through this frame, see `raise_unchained`.
       error = kept = failure = found = unseen = None
       dispatch.forget_failed_tokens()
       _kept.blocks.remove(self._first)
 
   def _unseen(self, failure: BaseException | None) -> list[BaseException]:
-    """The exception of a program whose result nobody looked at; none, or one."""
+    """Returns the exception of a program whose result was never used: a list of one, or empty."""
     if failure is not None and _is_stale(failure, self._first):
       failure = None
     kept = _kept.find(str(failure)) if failure is not None else None
@@ -210,13 +211,14 @@ class errors:
 
 
 def wait_for_programs(wait: Wait | None = None, *, calls: bool = True) -> BaseException | None:
-  """Waits until no program of any thread runs; returns the error of the first that failed.
+  """Waits until no program of any thread runs; returns the first failed program's error.
 
-  With `calls` False it waits for dispatched programs, not for those that another thread calls now.
+  With calls=False it waits for dispatched programs only, not for calls of programs that have not
+  returned yet on other threads.
 
   Raises:
     TimeoutError: the time ran out.
-    ProcessError: the look of `wait` raised it.
+    ProcessError: another process failed, as `wait` found.
   """
   wait = wait or Wait(None)
   late = f"callgate.barrier: programs still run after {wait.seconds} s"
@@ -233,7 +235,7 @@ def wait_for_programs(wait: Wait | None = None, *, calls: bool = True) -> BaseEx
     except (TimeoutError, ProcessError):
       raise
     except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
-      if not array.is_deleted():  # donated by another thread meanwhile
+      if not array.is_deleted():  # another thread may donate it
         failure = failure or error
   if not fence.pass_by(wait):
     raise TimeoutError(late)

@@ -13,8 +13,8 @@ from callgate._core import options
 from callgate._core.effects import GateEffect, HandleEffect, ProgressEffect
 from callgate._jax import cpp_path, execution, tracing
 
-# Set once: JAX holds their values. All are here, as a new option changes the keys of JAX's caches:
-# what was compiled before would be compiled once more.
+# Set once: JAX holds their values. They are defined together, because a new option changes the keys
+# of JAX's caches, and programs compiled before would be compiled again.
 _engine = tracing.define_enum(
   "callgate_engine", ("callgate", "jax"), "callgate",
   "What runs gates: callgate's FFI runtime, or JAX's own callbacks.",
@@ -34,50 +34,52 @@ least_steps_of_bars = tracing.define_int(
   "callgate_bars", NO_BARS, "Progress bars for JAX's loops of at least so many steps; -1: none."
 )
 _in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch, "cast": _cast}
-# The others, which `_callgate` has a setter for. Under the GIL: single steps; at most one entry for
-# each option.
+# The other options, which `_callgate` sets. Under the GIL: single steps; at most one entry for each
+# option.
 _values: dict[str, Any] = dict.fromkeys(("check_writes", "check_memory", "crash_report"), False)
 _values |= {"timing": False, "stall_seconds": 0.0, "checks": True, "breakpoints": True}
-_lock = threading.RLock()  # a signal's handler may set options, too
-_open: list[_Block] = []  # entered, oldest first. Guarded by _lock; emptied by the ends of blocks
-_checks: dict[str, Callable[..., Any]] = {  # of what is no bool
+_lock = threading.RLock()  # a signal handler may set options, too
+_open: list[
+  _Block
+] = []  # open blocks, oldest first. Guarded by _lock; emptied by the ends of blocks
+_checks: dict[str, Callable[..., Any]] = {  # for options that are not bool
   "engine": functools.partial(options.choice, allowed=("callgate", "jax")),
   "stall_seconds": functools.partial(options.seconds, zero=True),
 }
 
 
 def engine() -> str:
-  """The engine that calls traced now are bound to."""
+  """Returns the engine of calls traced now."""
   return _engine.value
 
 
 def cast() -> bool:
-  """True if gates without `cast=` that are traced now cast their results."""
+  """Returns True if gates without `cast=` that are traced now cast their results."""
   return bool(_cast.value)
 
 
 def fast_dispatch() -> bool:
-  """True if programs that are compiled now take JAX's C++ path where they can."""
+  """Returns True if programs compiled now may use JAX's C++ dispatch."""
   return bool(_fast_dispatch.value)
 
 
 def installed() -> bool:
-  """True if JAX's own callbacks, where they are traced now, run on callgate's engine."""
+  """Returns True if JAX's own callbacks traced now run on callgate's engine."""
   return bool(_installed.value)
 
 
 def looks(kind: Literal["checks", "breakpoints"]) -> bool:
-  """True if such calls look at their predicates."""
+  """Returns True if such calls evaluate their predicates."""
   return bool(_values[kind])
 
 
 def switch_installed(on: bool) -> None:
-  """For what is traced from now on."""
+  """Sets the engine of JAX's own callbacks for programs traced from now on."""
   tracing.update_option("callgate_install", on)
 
 
 class config:
-  """Sets options now; as a context manager, puts them back at the end of the block.
+  """Sets options of the process, globally or for a block.
 
   ```python
   cg.config(engine="jax")              # from here on
@@ -85,27 +87,34 @@ class config:
     step(x)
   ```
 
+  A change of `engine`, `fast_dispatch` or `cast` makes JAX trace programs again.
+
   Args:
-    engine: `"callgate"`, or `"jax"` to run every gate through JAX's own callbacks: an oracle for
-      tests, and the way to run on platforms without FFI. Programs are traced again after a change.
-    fast_dispatch: False to leave the dispatch of programs with effects to JAX. By default those
-      for the CPU whose effects are callgate's take JAX's C++ path (5 µs a call instead of 50 µs),
-      ordered ones where the process has one device. Programs are traced again after a change.
-    cast: the default of `cast=` of gates: allow casts of results of the same kind, as of NumPy's
-      float64 to float32. Programs are traced again after a change.
-    check_writes: checksum every input before and after each call, and raise `InputWriteError` when
-      a gate wrote to one through a library without read-only arrays. Slow; for debugging.
-    check_memory: run kernels on guarded copies of their arrays, and raise `KernelError` where one
-      writes outside of an array or into an input, leaves elements of a result unwritten, or reads
-      memory that nobody has written. Pure kernels run two or three times. Slow; for debugging.
-    crash_report: on SIGSEGV, SIGBUS, SIGFPE, SIGILL or SIGABRT in a kernel, print its name and its
-      arrays' shapes, dtypes and addresses on stderr, before other handlers (`faulthandler`'s).
-    checks: False to have every `callgate.check` hold, also in programs that are compiled already.
-    breakpoints: False to have programs go on at every `callgate.breakpoint`, likewise.
-    timing: measure time in Python and time waiting for the GIL (`callgate.stats()`).
-    stall_seconds: print a report on stderr (gate or kernel, argument shapes, every Python thread's
-      stack) when a call takes longer, but for CUDA kernels', which only enqueue work; 0 for never.
-      Also `CALLGATE_STALL_SECONDS`.
+    engine: "callgate", or "jax" to run every gate through JAX's own callbacks: a reference for
+      tests, and the way to run on platforms without FFI.
+    fast_dispatch: False leaves the dispatch of programs with effects to JAX. By default CPU
+      programs whose effects are all callgate's use JAX's C++ dispatch (5 µs a call instead of 50
+      µs). Programs with ordered effects use it in processes with one device.
+    cast: the default of `cast` for gates: True allows casts of results within a kind, such as
+      NumPy's float64 to float32.
+    check_writes: True checks each input before and after each call, and raises `InputWriteError` if
+      a gate wrote to it through a library without read-only arrays. Slow; for debugging.
+    check_memory: True runs kernels on guarded copies of their arrays. It raises `KernelError` if a
+      kernel writes outside an array or to an input, leaves elements of a result unwritten, or reads
+      uninitialized memory. Pure kernels run two or three times. Slow; for debugging.
+    crash_report: True prints the name of a kernel that crashes (SIGSEGV, SIGBUS, SIGFPE, SIGILL or
+      SIGABRT), and its arrays' shapes, dtypes and addresses, to stderr. Other handlers, such as
+      `faulthandler`'s, run afterwards.
+    checks: False makes every `callgate.check` pass, also in compiled programs.
+    breakpoints: False makes programs skip every `callgate.breakpoint`, also in compiled programs.
+    timing: True measures the time in Python and the time waiting for the GIL; see `callgate.stats`.
+    stall_seconds: prints a report to stderr if a call takes longer than this: the gate or kernel,
+      the argument shapes, and the stack of every Python thread. 0 turns it off. CUDA kernels have
+      no report, because their calls only enqueue work. The environment variable
+      `CALLGATE_STALL_SECONDS` sets it too.
+
+  Raises:
+    GateDefinitionError: an option has a wrong value.
   """
 
   def __init__(
@@ -119,7 +128,7 @@ class config:
     self._given, self._begun, self._is_entered = given, [_Block(given)], False
 
   def __enter__(self) -> config:
-    if self._is_entered:  # once before
+    if self._is_entered:  # entered before
       self._begun.append(_Block(self._given))
     self._is_entered = True
     self._begun[-1].enter()
@@ -130,7 +139,7 @@ class config:
 
 
 class _Block:
-  """Options that are set, and their values before; blocks of several threads may overlap."""
+  """The options that a block sets, and their previous values; blocks of threads may overlap."""
 
   def __init__(self, given: dict[str, Any]) -> None:
     with _lock:
@@ -142,7 +151,7 @@ class _Block:
       _open.append(self)
 
   def end(self) -> None:
-    """Puts each option back; where a later block has set it too, that block will do so."""
+    """Restores each option, unless a later block has set it too; that block then restores it."""
     with _lock:
       later = _open[_open.index(self) + 1 :]
       _open.remove(self)
@@ -164,7 +173,7 @@ def _apply(changes: dict[str, Any]) -> None:
 
 
 def start() -> None:
-  """Has programs with gates' and taps' effects take JAX's C++ dispatch path."""
+  """Lets programs with the effects of gates and taps use JAX's C++ dispatch."""
   cpp_path.start(
     is_free=lambda effect: isinstance(effect, ProgressEffect),
     is_waited_for=lambda effect: isinstance(effect, (GateEffect, HandleEffect)),

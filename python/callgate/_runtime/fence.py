@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program over all devices of a platform that ends after those that were dispatched before it.
+"""A program over all devices of a platform that ends after all programs dispatched before it.
 
-A pure program whose results nobody keeps leaves nothing to wait for. XLA starts a program over
-several CPU devices only when the one before it has ended (0.10 to 0.12), and a GPU's stream runs
-one after the other, so a small program of our own tells.
+A pure program whose results were dropped leaves nothing to wait for. XLA starts a program over
+several CPU devices only when the previous one has ended (0.10 to 0.12), and a GPU's stream runs
+programs in order. So a small program that is dispatched now ends after all others.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from callgate._jax import dispatch
 from callgate._part import Wait
 
-# By platform: devices, program, its operand. Under the GIL: single steps, and a program that is
-# made twice does no harm; at most one entry for each platform.
+# By platform: devices, program, its operand. Under the GIL: single steps, and making a program
+# twice does no harm; at most one entry for each platform.
 _made: dict[str, tuple[list[Any], Any, Any]] = {}
-# From how many devices on a platform's programs may go on after their dispatch with nothing to wait
-# for. On one CPU device they can't defer what they raise.
+# The least number of devices with which a platform's programs may run after their dispatch without
+# a result to wait for. On one CPU device such programs can't defer errors.
 _FEWEST = {"cpu": 2, "gpu": 1, "cuda": 1}
-# The newest; it may have ended. Under the GIL: one assignment.
+# The newest thread; it may have ended. Under the GIL: one assignment.
 _running: threading.Thread | None = None
-# True in a fork's child, where XLA has no threads: nothing runs there, nor could it. One thread: a
-# fork's child has no other.
+# True in a forked child, where XLA has no threads, so no program runs. One thread: a forked child
+# has no other.
 _without_threads = False
 
 
@@ -38,22 +38,22 @@ def after_fork() -> None:
 
 
 def pass_by(wait: Wait) -> bool:
-  """Waits for all that several CPU devices or GPUs got before. False if the time ran out."""
+  """Waits for all earlier programs of several CPU devices or of GPUs; False if the time ran out."""
   global _running
   found = {} if _without_threads else dispatch.local_devices()
   fenced = {p: devices for p, devices in found.items() if len(devices) >= _FEWEST.get(p, 1 << 30)}
   if not fenced:
     return True
-  # On a thread of its own: XLA may hold up the dispatch, where no signal would reach the caller,
-  # and the caller may be in a trace or have chosen a mesh, which are its thread's alone. One at a
-  # time, however often somebody gives up.
+  # On a separate thread. XLA may block the dispatch, where no signal would reach the caller. The
+  # caller may also be in a trace or have set a mesh, which belong to its thread. At most one such
+  # thread exists, however often a caller gives up.
   if _running is not None and not _ended(_running, wait):
     return False
   thread = threading.Thread(target=_run, args=(fenced,), name="callgate-fence", daemon=True)
   _running = thread
   try:
     thread.start()
-  except RuntimeError:  # at the end of the process Python 3.12 starts no thread
+  except RuntimeError:  # Python 3.12 starts no threads at exit
     _running = None
     return wait.poll(_started(fenced))
   return _ended(thread, wait)
@@ -61,7 +61,7 @@ def pass_by(wait: Wait) -> bool:
 
 def _ended(thread: threading.Thread, wait: Wait) -> bool:
   def joined(seconds: float) -> bool:
-    if thread.is_alive():  # else it may be one that another thread is about to start
+    if thread.is_alive():  # another thread may be about to start it
       thread.join(seconds)
     return not thread.is_alive()
 
@@ -72,12 +72,12 @@ def _run(fenced: dict[str, list[Any]]) -> None:
   has_ended = _started(fenced)
   pause = 1e-5
   while not has_ended():
-    time.sleep(pause)  # in Python: a thread that the exit ends in C++ would abort it
+    time.sleep(pause)  # in Python: an exit during a C++ wait would abort the process
     pause = min(2 * pause, 1e-3)
 
 
 def _started(fenced: dict[str, list[Any]]) -> Callable[[], bool]:
-  """Starts the programs; returns a function that is true once they have ended."""
+  """Dispatches the programs; returns a function that returns True once they have ended."""
   for platform, devices in fenced.items():
     if platform not in _made or _made[platform][0] != devices:
       mesh = jax.sharding.Mesh(np.array(devices), ("device",))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime's life in this process: registered at import, ended in phases before Python ends.
+"""The runtime's life in this process: registered at import, shut down in phases before Python ends.
 
 Nothing here starts a JAX backend.
 """
@@ -35,7 +35,7 @@ from callgate._sharding import tiles
 
 _process = os.getpid()
 _started = False  # guarded by _attach._loading
-# For what comes when others have used the time up: a channel's consumers' close(), a last call.
+# For steps that come after the time is used up: a consumer's close(), a last call.
 LAST_SECONDS = 0.05
 
 
@@ -90,9 +90,9 @@ _worker = threading.local()
 
 
 def _device_worker(begin: bool) -> None:
-  """Has JAX use the CPU on this thread, unless told otherwise, until it serves CPU programs."""
-  # A GPU's stream waits for the call that the thread is about to make: what the call gave the same
-  # GPU to do would wait for the call.
+  """Makes JAX use the CPU on this thread by default, while it serves a GPU's call."""
+  # The GPU's stream waits for the call that this thread is about to make. Work that the call gives
+  # to the same GPU would wait for the call, which is a deadlock.
   if begin:
     _worker.scope = contextlib.ExitStack()
     for cpu in dispatch.cpu_devices()[:1]:
@@ -102,7 +102,7 @@ def _device_worker(begin: bool) -> None:
 
 
 def end() -> None:
-  """Before Python ends; a fork's child and an embedder's thread leave the runtime alone."""
+  """Shuts the runtime down before Python ends; not in a forked child or on an embedder's thread."""
   interrupted = is_interrupted()
   seconds = environment.seconds("CALLGATE_EXIT_SECONDS", 1 if interrupted else 5)
   _run(_ends("hurry"), seconds)
@@ -119,17 +119,17 @@ def end() -> None:
 
 
 def is_interrupted() -> bool:
-  """At the end of the process: after Ctrl-C nobody waits for it as for its normal end."""
+  """Returns True at the end of the process after Ctrl-C, when waits are shorter."""
   return isinstance(_uncaught(), KeyboardInterrupt) or bool(_callgate.interrupted_recently())
 
 
 def _uncaught() -> BaseException | None:
-  """The exception by which the main module was left."""
+  """Returns the exception that ended the main module."""
   return getattr(sys, "last_exc", getattr(sys, "last_value", None))
 
 
 def _run(ends: list[Callable[[Wait], object]], seconds: float) -> None:
-  """Each may take so long."""
+  """Runs the functions; each may take `seconds`."""
   for end in ends:
     try:
       end(Wait(seconds))
@@ -138,7 +138,7 @@ def _run(ends: list[Callable[[Wait], object]], seconds: float) -> None:
 
 
 def _let_effects_finish(interrupted: bool, wait: Wait) -> None:
-  if interrupted:  # programs end at their next call; those that make none are given up
+  if interrupted:  # programs end at their next call; others are abandoned
     _callgate.end_programs(True)
     try:
       dispatch.wait_for_effects(wait)
@@ -150,21 +150,21 @@ def _let_effects_finish(interrupted: bool, wait: Wait) -> None:
     try:
       dispatch.effects_barrier_alone()
     except Exception as error:
-      if str(error) != str(_uncaught()):  # which Python has printed
-        if failures.original_of(error) is not error:  # JAX's own keep JAX's exit status
+      if str(error) != str(_uncaught()):  # Python has printed that one
+        if failures.original_of(error) is not error:  # JAX's own errors keep JAX's exit status
           _callgate.fail_exit()
         raise
     finally:
-      dispatch.forget_effects()  # JAX's own exit would raise the errors again
-      # XLA's client, which Python's end destroys, runs no device of a program that has not begun
-      # there: the others would wait for it in a collective.
+      dispatch.forget_effects()  # JAX's exit handler would raise the errors again
+      # Python's end destroys XLA's client, which then starts no further device of a program. The
+      # other devices would wait for it in a collective.
       fence.pass_by(wait)
   if not _callgate.drain_devices(max(wait.left, LAST_SECONDS)):
     print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
 
 
 def _raise_consumer_errors(wait: Wait) -> None:
-  """The process ends with status 1 for them, as for a gate's failure that nobody asked for."""
+  """Raises consumers' errors, so that the process exits with status 1, as for a gate's failure."""
   del wait
   try:
     failures.raise_consumer_errors()
@@ -174,11 +174,11 @@ def _raise_consumer_errors(wait: Wait) -> None:
 
 
 def _refuse_calls(wait: Wait) -> None:
-  """From here on handlers return without touching Python; waits for the calls that still run."""
-  _callgate.watch_exit()  # what comes now comes too late, and is counted
+  """Makes handlers return without touching Python from now on; waits for running calls."""
+  _callgate.watch_exit()  # counts later records as too late
   if failures.print_deferred():
     _callgate.fail_exit()
-  # A call that hangs may be a consumer's, which has had its time.
+  # A hanging call may be a consumer's, whose time is over.
   if not _callgate.shut_down(max(wait.left, LAST_SECONDS)):
     late = f"still ran {wait.seconds:g} s after the end of the program and were abandoned"
     print(f"callgate: {_callgate.active_calls()} call(s) {late}", file=sys.stderr)
@@ -190,7 +190,7 @@ def _ends(phase: Phase) -> list[Callable[[Wait], object]]:
 
 
 def _set_main_thread() -> None:
-  """At import, and in a fork's child, where the thread that forked is it."""
+  """Sets the main thread: at import, and in a forked child to the thread that forked."""
   _callgate.set_main_thread(threading.main_thread().ident or 0)
 
 
@@ -200,10 +200,10 @@ def _forked() -> None:
 
 
 def start() -> None:
-  """Sets the hooks, and what happens in forks and at the end; called once by `_start.py`.
+  """Sets the hooks for calls, forks and exit; called once by `_start.py`.
 
   Raises:
-    ImportError: what followed an earlier call did not come to its end, and can't be done twice.
+    ImportError: an earlier call stopped halfway, and can't be repeated.
   """
   global _started
   if _started:

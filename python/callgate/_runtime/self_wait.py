@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates on threads of their own that wait for themselves.
+"""Detects gates with `thread="own"` that wait for themselves.
 
-While JAX calls a jitted function for the first time, other threads that call it wait until that
-call has ended, so a gate in it, with `thread="own"`, that calls it would wait for ever. It gets
-JAX's RecursionError: the runtime asks in a program's first run, every second (xla/call_site.h).
+During the first call of a jitted function, JAX makes other threads that call it wait for the end of
+that call. A gate with `thread="own"` in this function that calls the function would wait forever.
+It gets JAX's RecursionError: the runtime calls `report` every second of a program's first run
+(xla/call_site.h).
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from callgate._jax import dispatch
 
 
 class Ended(RecursionError):
-  """The callable gets this when its call has failed by `report`; nobody asks for it again."""
+  """Raised in the callable after its call has failed by `report`; its result is ignored."""
 
   def __init__(self) -> None:
     super().__init__("the jitted function that is called here waited for this gate")
 
 
 _lock = threading.Lock()
-# Where each thread stood when it was last asked for, and its seconds of processor time. Guarded by
+# Each thread's position and its seconds of processor time at the last call of `report`. Guarded by
 # _lock; at most one entry for each thread's number.
 _seen: dict[int, tuple[tuple[object, int], float]] = {}
-_AT_REST = 0.01  # seconds of processor time, at most, between two looks at a thread that waits
+_AT_REST = 0.01  # seconds of processor time: a waiting thread uses less between two reports
 
 
 def report(gate: str, thread: int) -> str:
-  """Why the thread, which runs the gate, will never go on, as the text of its failure; else "".
+  """Returns why a thread that runs a gate will never continue, as an error's text; else "".
 
-  It has stood at one place twice, without working meanwhile, and uses a function there whose first
-  call, elsewhere, executes a program with the gate. The exception follows in the thread when the
-  first call has ended.
+  The thread was at the same place twice, without working in between. There it uses a function whose
+  first call, on another thread, executes a program with the gate. The exception is raised in the
+  thread when the first call has ended.
   """
   frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
   frame = frames.pop(thread, None)
-  if frame is None:  # it has ended
+  if frame is None:  # the thread has ended
     with _lock:
       _seen.pop(thread, None)
     return ""
@@ -72,14 +73,14 @@ def report(gate: str, thread: int) -> str:
 
 
 def _processor_time(thread: int) -> float:
-  """Seconds that a thread has worked, which has a frame, and so lives; 0 where nobody tells."""
+  """Returns a live thread's processor time in seconds; 0 if the system doesn't report it."""
   if not hasattr(time, "pthread_getcpuclockid"):
     return 0.0
   return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _jitted(frame: FrameType) -> list[Any]:
-  """The functions behind what a frame calls now: by name, of something, or in one."""
+  """Returns the jitted functions that a frame's call may mean: by name, attribute or container."""
   names = _callee(frame)
   values: list[Any] = []
   for held in (frame.f_locals, frame.f_globals):
@@ -96,14 +97,14 @@ def _jitted(frame: FrameType) -> list[Any]:
 
 
 def _callee(frame: FrameType) -> set[str]:
-  """The names in the callee of the call that a frame is in, `a` and `b` for `a.b(c)`."""
+  """Returns the names in the callee of a frame's current call: `a` and `b` for `a.b(c)`."""
   instructions = list(dis.get_instructions(frame.f_code))
   call = next((one.positions for one in instructions if one.offset == frame.f_lasti), None)
   begin = (call.lineno, call.col_offset) if call else (None, None)
   if None in begin:  # compiled without positions (`python -X no_debug_ranges`)
     code = frame.f_code
     return {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
-  # The first part of an expression begins where the expression does.
+  # An expression begins where its first part begins.
   return {
     name
     for one in instructions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of callgate's targets in programs, source lines of calls, and what exports check."""
+"""The names of callgate's targets in programs, source lines of calls, and export checks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from callgate import _callgate
 GATE_TARGET = "callgate.gate"
 TAP_TARGET = "callgate.tap"
 KERNEL_TARGET = "callgate.kernel"
-# On CUDA, a kernel with scratch memory, which a graph's replays would not have: never captured.
+# On CUDA, for kernels with scratch memory. Such calls are never captured, because replays of a
+# graph would not have the memory.
 KERNEL_SCRATCH_TARGET = "callgate.kernel.scratch"
-# A call that XLA's partitioner is still to make one of each device has this behind its target.
+# The suffix of a target before XLA's partitioner makes one call for each device.
 PARTITIONED = ".partitioned"
-GRAPH_TARGET = "callgate.gate.graph"  # on CUDA alone
+GRAPH_TARGET = "callgate.gate.graph"  # on CUDA only
 OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET, GRAPH_TARGET)
 TARGETS: tuple[str, ...] = (*OWN, *(target + PARTITIONED for target in OWN))
 _RECORDED = 64 << 10  # bytes, as kCopiedInStream in src/xla/cuda_deferred.cc
-# The lines of tracebacks, by what programs hold of them, for messages. The oldest goes when there
-# are too many: cells of notebooks and generated code make new ones without end. Guarded by
+# Traceback lines for messages, by the text that programs hold. The oldest entry is removed at the
+# limit, because notebook cells and generated code make new ones without end. Guarded by
 # _sites_lock; at most _MOST_SITES entries.
 _sites: collections.OrderedDict[str, str] = collections.OrderedDict()
 _MOST_SITES = 10_000
@@ -35,9 +36,9 @@ _sites_lock = threading.Lock()
 
 
 def remember_site(site: tuple[str, int, str] | None) -> str:
-  """A call site as programs hold it: without the directory, so that it is the same everywhere.
+  """Returns a call site as programs hold it: without its directory, to be the same everywhere.
 
-  If two files have one name, the second one's has the folder, too, or as many as tell them apart.
+  If two files have one name, the second one's text has as many folders as distinguish them.
   """
   if site is None:
     return ""
@@ -55,15 +56,15 @@ def remember_site(site: tuple[str, int, str] | None) -> str:
 
 
 def traceback_line(site: str) -> str:
-  """The line of a traceback for what a program holds of a call site; that itself, if unknown."""
+  """Returns the traceback line for a program's text of a call site; the text itself if unknown."""
   return _sites.get(site, site)
 
 
 def tap_target(avals: Sequence[Any]) -> str:
-  """The target of a call that sends arrays of these types.
+  """Returns the target of a call that sends arrays of these types.
 
-  The program's own stream copies what XLA records into a CUDA graph, and a replay waits until
-  the host has copied it once more. So large arrays stay out of graphs.
+  If XLA records a call into a CUDA graph, the program's own stream makes the copy, and a replay
+  waits until the host has copied the data again. So large arrays stay out of graphs.
   """
   arrays = [x for x in avals if all(isinstance(extent, int) for extent in x.shape)]
   sent = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
@@ -71,19 +72,19 @@ def tap_target(avals: Sequence[Any]) -> str:
 
 
 def name_gpus() -> None:
-  """Tells the runtime the GPUs' ids, where these are not CUDA's own numbers: over processes."""
+  """Reports the GPUs' ids to the runtime if they are not CUDA's numbers (several processes)."""
   if not jax.distributed.is_initialized():
     return
   try:
     gpus = jax.local_devices(backend="cuda")
-  except RuntimeError:  # lowered for another machine
+  except RuntimeError:  # the program is for another machine
     return
   for gpu in gpus:
     _callgate.set_device_id(gpu.local_hardware_id, gpu.id)
 
 
 def export_checks() -> list[Any]:
-  """The safety checks to disable when exporting a program that calls gates.
+  """Returns the safety checks that `jax.export` must disable for programs with gates.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp, numpy as np
@@ -96,7 +97,7 @@ def export_checks() -> list[Any]:
   exported = export.export(jax.jit(sort), disabled_checks=cg.export_checks())(jnp.ones(3))
   ```
 
-  The exported program holds the gates' names: give `name=` to gates that are to be called in
-  another process, and define them there before the program runs.
+  An exported program refers to gates by name. Give `name=` to its gates, and define them in the
+  other process before the program runs.
   """
   return [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]

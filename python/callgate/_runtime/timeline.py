@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of callgate's own work on the host: in JAX's profiles, and in `callgate.trace`.
+"""Spans of callgate's own work on the host, in JAX's profiles and in `callgate.trace`.
 
-The calls of programs are in JAX's profiles as XLA's operations, under `callgate/NAME`. The run of a
-gate's function is a span within its call, and so is work on other threads.
+JAX's profiles show the calls of programs as XLA's operations, as `callgate/NAME`. The run of a
+gate's function is a span within its call. Work on other threads has spans of its own.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _NOTHING = contextlib.nullcontext()
 
 
 def span(kind: str, name: str) -> contextlib.AbstractContextManager[object]:
-  """A block on the timelines that are being recorded; nothing where none is."""
+  """Returns a context manager that adds the block to the active timelines, if there are any."""
   return _Recorded(kind, name) if is_on() else _NOTHING
 
 
 def is_on() -> bool:
-  """True while a timeline is being recorded."""
+  """Returns True while a timeline is recorded."""
   return _callgate.tracing() or profiling.is_running()
 
 
 class _Recorded:
-  """No `contextlib.contextmanager`: that sets an attribute of an exception that passes."""
+  """A span. `contextlib.contextmanager` would set an attribute of exceptions that pass through."""
 
   def __init__(self, kind: str, name: str) -> None:
     self._kind, self._name = kind, name
@@ -43,7 +43,7 @@ class _Recorded:
 
 
 def profiled(gate: str, gil_wait_ns: int) -> Any:
-  """The runtime's hook in a gate's call: an entered span, where a profile is being taken."""
+  """The runtime's hook in a gate's call: returns an entered span while a profile is taken."""
   if not profiling.is_running():
     _callgate.set_profiling(False)
     return None
@@ -53,6 +53,6 @@ def profiled(gate: str, gil_wait_ns: int) -> Any:
 
 
 def start() -> None:
-  """Called once by `_start.py`."""
+  """Sets the runtime's hook; called once by `_start.py`."""
   profiling.at_start(lambda: _callgate.set_profiling(True))
   _callgate.set_profiling(profiling.is_running())

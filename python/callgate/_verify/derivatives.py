@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about derivatives: forward mode, reverse mode, the second order, linearity.
+"""Questions about derivatives: forward mode, reverse mode, second order, linearity.
 
-Tangents are as large as the arguments they belong to, element by element, so that a step keeps
-the sign of each. Elements at which a function has a kink, or whose steps leave its domain, are
-left out: differences from both sides tell.
+Each tangent element is as large as its argument's element, so that a step keeps the sign. Elements
+at a kink, or whose steps leave the function's domain, are left out: there the differences to both
+sides disagree.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from callgate._call import derivatives
 from callgate._core.errors import GateDefinitionError
 from callgate._verify.subject import Fault, NotAsked, Subject, difference, is_fine, said, wide
 
-# Parts of the messages that say that there is no such derivative, which is no fault.
+# Parts of messages that report a missing derivative, which is no fault.
 _MISSING = (
   "has no derivative", "has no forward mode", "has no transpose", "expected solve_transposed=",
   "draws random numbers", "expected matvec=",
 )  # fmt: skip
-_STEPS = (4.0, 1.0, 0.25)  # times the cube root of epsilon
-_HIDDEN = 0.3  # the part of a slope that rounding may make
-_AGREE = 1e-2  # the relative difference of a derivative from its finite difference
+_STEPS = (4.0, 1.0, 0.25)  # in units of the cube root of epsilon
+_HIDDEN = 0.3  # the largest share of rounding in a slope
+_AGREE = 1e-2  # the largest relative difference of a derivative from its finite difference
 
 
 def linear(subject: Subject) -> str:
-  """Compares calls of sums and multiples, in the arguments of `linear=`."""
+  """Compares calls on sums and multiples, in the arguments of `linear=`."""
   core = subject.core
   if core.linear is False:
     raise NotAsked("not declared linear")
@@ -66,7 +66,7 @@ def jvp(subject: Subject) -> str:
 
 
 def vjp(subject: Subject) -> str:
-  """Compares cotangents with tangents; with finite differences where there is no forward mode."""
+  """Compares cotangents with tangents, or with finite differences if there is no forward mode."""
   one = _Differentiable.of(subject)
   back = _possible(one.vjp, "reverse mode")
   try:
@@ -80,7 +80,7 @@ def vjp(subject: Subject) -> str:
 
 
 def second_order(subject: Subject) -> str:
-  """Compares derivatives of derivatives with finite differences of derivatives."""
+  """Compares second derivatives with finite differences of first derivatives."""
   core = subject.core
   if core.gradient is not None and core.jvp_rule is None and core.vjp_rules is None:
     raise NotAsked("gradient='finite-difference': differences of differences are too coarse")
@@ -101,13 +101,13 @@ def second_order(subject: Subject) -> str:
 # -- the function ----------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Differentiable:
-  """The call as a function of the arrays that have tangents, to the results that do.
+  """The call as a function of its differentiable arrays, with its differentiable results.
 
   Attributes:
     subject: the call.
-    function: from a list of arrays to a list of arrays.
+    function: a function from a list of arrays to a list of arrays.
     xs: the arrays.
-    vs: a tangent of each.
+    vs: a tangent for each array.
   """
 
   subject: Subject
@@ -147,7 +147,7 @@ class _Differentiable:
     return cls(subject, function, [values[i] for i in moved], list(moved.values()))
 
   def but(self, function: Callable[[Sequence[Any]], Sequence[Any]]) -> _Differentiable:
-    """Another function of the same arrays."""
+    """Returns another function of the same arrays."""
     return dataclasses.replace(self, function=function)
 
   @functools.cached_property
@@ -156,14 +156,14 @@ class _Differentiable:
 
   @functools.cached_property
   def jvp(self) -> tuple[Any, Sequence[Any]]:
-    """Tangents of the results, of arrays and their tangents; and such arguments."""
+    """Returns a function from arrays and tangents to the results' tangents, and its arguments."""
     count = len(self.xs)
     moved = jax.jit(lambda *given: self.pushed(given[:count], given[count:]))
     return moved, (*self.xs, *self.vs)
 
   @functools.cached_property
   def vjp(self) -> tuple[Any, Sequence[Any]]:
-    """Cotangents of the arrays, of arrays and cotangents of the results; and such arguments."""
+    """Returns a function from arrays and cotangents to arrays' cotangents, and its arguments."""
     count = len(self.xs)
     moved = jax.jit(lambda *given: self.pulled(given[:count], given[count:]))
     return moved, (*self.xs, *jax.eval_shape(self.call, *self.xs))
@@ -178,10 +178,10 @@ class _Differentiable:
 
 
 def _possible(made: tuple[Any, Sequence[Any]], what: str) -> Callable[..., Any]:
-  """The function, if it can be lowered; NotAsked if there is no such derivative."""
+  """Returns the function if it can be lowered; raises NotAsked if there is no such derivative."""
   function, given = made
   try:
-    function.lower(*given)  # a program without forward mode says so when it is lowered
+    function.lower(*given)  # raises here if there is no forward mode
   except GateDefinitionError as error:
     if any(part in str(error) for part in _MISSING):
       raise NotAsked(f"no {what}: {said(error).removeprefix('GateDefinitionError: ')}") from error
@@ -191,7 +191,7 @@ def _possible(made: tuple[Any, Sequence[Any]], what: str) -> Callable[..., Any]:
 
 # -- numbers ---------------------------------------------------------------------------------------
 def _random(x: Any, rng: np.random.Generator) -> Any:
-  """Numbers between 0.5 and 1 of either sign, of an array's type."""
+  """Returns random numbers of magnitude 0.5 to 1 and either sign, in an array's type."""
   made = rng.uniform(0.5, 1, x.shape) * rng.choice((-1, 1), x.shape)
   if x.dtype.kind == "c":
     made = made + 1j * rng.uniform(0.5, 1, x.shape) * rng.choice((-1, 1), x.shape)
@@ -199,7 +199,7 @@ def _random(x: Any, rng: np.random.Generator) -> Any:
 
 
 def _along(tangent: Any, dtype: Any) -> Any:
-  """A cotangent whose products with a tangent's elements are positive, so that none cancel."""
+  """Returns a cotangent whose elements have a tangent's signs, so that no products cancel."""
   made = np.random.default_rng(3).uniform(0.5, 1, tangent.shape)
   sizes = np.abs(wide(tangent))
   turned = np.conj(wide(tangent)) / np.where(sizes > 0, sizes, 1)
@@ -207,7 +207,7 @@ def _along(tangent: Any, dtype: Any) -> Any:
 
 
 def _tangent(x: Any, rng: np.random.Generator) -> Any:
-  """A tangent as large as each element; None for arrays without elements or without tangents."""
+  """Returns a tangent as large as each element; None for empty or integer arrays."""
   if not is_fine(x.dtype) or x.size == 0:
     return None
   sizes = np.abs(wide(x))
@@ -218,7 +218,7 @@ def _tangent(x: Any, rng: np.random.Generator) -> Any:
 
 
 def _alike(x: Any, v: Any) -> Any:
-  """A tangent of the structure of a square matrix: symmetric, hermitian or triangular."""
+  """Returns a tangent with the structure of a square matrix: symmetric, hermitian or triangular."""
   if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
     return v
   turned = np.swapaxes(x, -1, -2)
@@ -237,9 +237,9 @@ class _Slope:
   """The finite difference of one result.
 
   Attributes:
-    central: of a step to both sides, by element.
+    central: the central difference of each element.
     smooth: True for elements whose differences to both sides agree.
-    noise: the error of `central` that rounding makes.
+    noise: the rounding error of `central`.
   """
 
   central: Any
@@ -248,7 +248,7 @@ class _Slope:
 
 
 def _slopes(one: _Differentiable, vs: Sequence[Any]) -> list[list[_Slope]]:
-  """The finite differences of all results, for each of the steps."""
+  """Returns the finite differences of all results, for each step size."""
   kinds = [x.dtype for x in (*one.xs, *one.subject.results) if is_fine(x.dtype)]
   epsilon = max(float(jnp.finfo(kind).eps) for kind in kinds)
 
@@ -263,7 +263,7 @@ def _slopes(one: _Differentiable, vs: Sequence[Any]) -> list[list[_Slope]]:
     for step in (factor * epsilon ** (1 / 3) for factor in _STEPS):
       results = zip(at(step), here, at(-step), strict=True)
       found.append([_slope(*of_one, step, epsilon) for of_one in results])
-    # A jump has the same difference for each step, so its slope grows as these get smaller.
+    # At a jump the difference stays the same for smaller steps, so the slope grows.
     for wider, narrower in itertools.pairwise(found):
       for a, b in zip(wider, narrower, strict=True):
         apart = np.abs(a.central - b.central)
@@ -286,8 +286,8 @@ def _slope(up: Any, here: Any, down: Any, step: float, epsilon: float) -> _Slope
 def _near(one: _Differentiable, tangents: Callable[[Any], list[Any]]) -> str:
   """Compares tangents with finite differences of a function, in one direction.
 
-  Where they disagree, and the arguments are symmetric or triangular matrices, it takes a direction
-  that leaves them so: a callable may read a part of such a matrix alone.
+  If they disagree and the arguments are symmetric or triangular matrices, it tries a direction that
+  keeps this structure, because the callable may read only a part of such a matrix.
   """
   faults: list[str] = []
   structured = [_alike(x, v) for x, v in zip(one.xs, one.vs, strict=True)]
@@ -305,9 +305,10 @@ def _near(one: _Differentiable, tangents: Callable[[Any], list[Any]]) -> str:
 
 
 def _apart(steps: Sequence[_Slope], got: Any) -> str | None:
-  """The first element of a tangent that is no slope; "" for none, None if nothing has a slope.
+  """Returns the first element of a tangent that is no slope; "" if none, None if no slope is known.
 
-  A step whose rounding hides the slope tells nothing. The widest, which has the least, counts.
+  A step is skipped if rounding hides its slope. The widest remaining step, with the least rounding,
+  counts.
   """
   asked, agreed = np.zeros(got.shape, bool), np.zeros(got.shape, bool)
   for slope in steps:
@@ -330,7 +331,7 @@ def _apart(steps: Sequence[_Slope], got: Any) -> str | None:
 
 
 def _near_back(one: _Differentiable, back: Callable[..., Any]) -> str:
-  """Compares cotangents with finite differences: <ct, J v> is <J^T ct, v>."""
+  """Compares cotangents with finite differences: <ct, J v> equals <J^T ct, v>."""
   fault = ""
   kinds = [y.dtype for y in one.subject.run(one.call, one.xs)]
   for slopes in _slopes(one, one.vs):
@@ -357,7 +358,7 @@ def _same_product(
   cts: Sequence[Any], tangents: Sequence[Any], found: Sequence[Any], vs: Sequence[Any],
   noise: float = 0.0,
 ) -> None:  # fmt: skip
-  """Raises where the real part of <ct, tangent> is not that of <cotangent, v>."""
+  """Raises if the real parts of <ct, tangent> and <cotangent, v> differ."""
   terms = [
     [np.real(wide(x) * wide(y)) for x, y in zip(a, b, strict=True)]
     for a, b in ((cts, tangents), (found, vs))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about calls in this process: shapes, values, lanes, how often, memory, threads."""
+"""Questions about calls in this process: shapes, values, lanes, effects, memory, threads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from callgate._verify.subject import (
 )
 
 _ROUNDS = 10  # calls of each thread
-_HANGS = 60.0  # seconds after which threads count as hanging
+_HANGS = 60.0  # seconds until threads count as hanging
 
 
 # -- results ---------------------------------------------------------------------------------------
 def shapes(subject: Subject) -> str:
-  """Calls with arguments of this and of other sizes, where `out=` or `like=` take these."""
+  """Calls with arguments of this size and of other sizes that `out=` or `like=` allow."""
   core = subject.core
   declared = callable(core.out) or core.out is None
   if not subject.is_gate or not declared:
@@ -51,7 +51,7 @@ def shapes(subject: Subject) -> str:
 
 
 def _of_other_sizes(values: Sequence[Any]) -> Iterator[list[Any]]:
-  """The arrays with all extents changed alike, filled with their own elements."""
+  """Yields the arrays with all extents changed in the same way, filled with their own elements."""
   for change in (lambda n: n + 1 if n > 1 else n, lambda n: 2 * n):
     made = [tuple(change(n) for n in x.shape) for x in values]
     if made != [x.shape for x in values] and not any(split.is_key(x) for x in values):
@@ -74,7 +74,7 @@ def like(subject: Subject) -> str:
 
 # -- lanes -----------------------------------------------------------------------------------------
 def vmap(subject: Subject) -> str:
-  """Compares lanes with calls, for arguments with and without a batch axis."""
+  """Compares lanes with single calls, for arguments with and without a batch axis."""
   subject.compared()
   rows = list(zip(*subject.lanes, strict=True))  # by argument
   if not rows:
@@ -103,7 +103,7 @@ def _stacked(row: Sequence[Any], axis: int | None) -> Any:
 
 
 def _axes(subject: Subject) -> list[tuple[int | None, ...]]:
-  """All arguments, each alone, all but each; and all with the last axis."""
+  """Returns in_axes: all arguments, each alone, all but each, and all with the last axis."""
   values = subject.values()
   count = len(values)
   masks = [{*range(count)}]
@@ -119,7 +119,7 @@ def _axes(subject: Subject) -> list[tuple[int | None, ...]]:
 
 # -- how often -------------------------------------------------------------------------------------
 def effects(subject: Subject) -> str:
-  """Counts the calls of programs; other threads that call the gate meanwhile count, too."""
+  """Counts the calls of programs, including calls by other threads."""
   core = subject.core
   if subject.varies and core.effect == "pure":
     raise Fault(
@@ -168,7 +168,7 @@ def _counted(
 
 
 def _with_gradient(subject: Subject) -> Callable[..., Any]:
-  """The call with cotangents of its arguments."""
+  """Returns the call with its gradient."""
   places = [i for i, x in enumerate(subject.values()) if dtypes.is_inexact(x.dtype)]
 
   def program(*leaves: Any) -> Any:
@@ -186,7 +186,7 @@ def _with_gradient(subject: Subject) -> Callable[..., Any]:
 
 # -- memory ----------------------------------------------------------------------------------------
 def escape(subject: Subject) -> str:
-  """Tells whether a call of any question before found a view that was kept."""
+  """Fails if the calls of an earlier question found a kept view."""
   if not subject.is_gate:
     raise NotAsked("native code gets pointers, which nothing follows")
   subject.run(subject.jitted)
@@ -197,7 +197,7 @@ def escape(subject: Subject) -> str:
 
 
 def writes(subject: Subject) -> str:
-  """The first call of all ran under `check_writes`, kernels' under `check_memory`; see Subject."""
+  """Fails if the first call, under `check_writes` or `check_memory`, wrote to an input."""
   if not subject.values():
     raise NotAsked("no argument is an array")
   return "inputs are as before" if subject.is_gate else "inputs and memory around arrays as before"
@@ -205,7 +205,7 @@ def writes(subject: Subject) -> str:
 
 # -- threads ---------------------------------------------------------------------------------------
 def threads(subject: Subject) -> str:
-  """Compares calls of two threads at once, with different arguments, with calls of one."""
+  """Compares calls of two threads at once, with different arguments, with calls of one thread."""
   subject.compared()
   given = subject.lanes[:2]
   want = [subject.run(subject.jitted, lane) for lane in given]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers to the questions about one gate or kernel."""
+"""The report of `verify` about one gate or kernel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class VerifyResult:
   """The answer to one question of `verify`.
 
   Attributes:
-    name: the question, as "vmap".
-    ok: False if the answer was wrong; a question that was skipped has True.
-    message: what was compared or, of a failure, what was expected and what came.
-    skipped: why it was not asked; "" if it was.
+    name: the question, such as "vmap".
+    ok: False if the question failed; True if it passed or was skipped.
+    message: the comparison that was made; after a failure the expected and the actual value.
+    skipped: the reason why the question was skipped; "" if it was not.
   """
 
   name: str
@@ -27,7 +27,7 @@ class VerifyResult:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-  """The answers of `verify` about one gate or kernel; `str()` makes a table of them.
+  """The answers of `verify` about one gate or kernel; `str()` formats them as a table.
 
   Attributes:
     label: the kind and name of the gate or kernel: "gate 'score'".
@@ -39,7 +39,7 @@ class VerifyReport:
 
   @property
   def ok(self) -> bool:
-    """True if no question that was asked failed."""
+    """True if no question failed."""
     return not self.failed
 
   @property
@@ -48,10 +48,10 @@ class VerifyReport:
     return tuple(one.name for one in self.results if not one.ok)
 
   def raise_for_failed(self) -> None:
-    """Does nothing if the report is ok.
+    """Raises an exception if a question failed.
 
     Raises:
-      VerifyError: a question failed; its text has each that did, with its message.
+      VerifyError: a question failed; the text has the message of each failed question.
     """
     wrong = [one for one in self.results if not one.ok]
     if wrong:

@@ -17,7 +17,7 @@ from callgate._verify.subject import Fault, NotAsked, Subject, difference, said
 
 
 def answer(folder: str) -> None:
-  """Reads a request from a folder, and writes the answer there."""
+  """Reads a request from a folder, and writes the answer to it."""
   path = pathlib.Path(folder)
   found: dict[str, str]
   try:
@@ -33,7 +33,7 @@ def answer(folder: str) -> None:
 
 
 def compare(subject: Subject) -> str:
-  """Compares each way to split the arguments that the rule allows with whole ones."""
+  """Compares split arguments with whole ones, for each split that the rule allows."""
   if subject.blocked:
     raise Fault(subject.blocked[1])
   devices = jax.devices()
@@ -59,9 +59,9 @@ def compare(subject: Subject) -> str:
 
 
 def _dimensions(subject: Subject) -> Iterator[list[list[int]]]:
-  """The dimensions of each array that are split at once, for each way to split."""
+  """Yields the dimensions of each array that are split at once, for each way to split."""
   core, values = subject.core, subject.values()
-  if callable(core.sharding):  # it answers for the shardings that it gets: the leading dimensions
+  if callable(core.sharding):  # its result depends on the shardings: try the leading dimensions
     yield [[0] if x.ndim else [] for x in values]
     return
   results = [shape for shape, _ in subject.site.results]
@@ -75,7 +75,7 @@ def _spec(rank: int, dims: Sequence[int]) -> list[str | None]:
 
 
 def _divisible(x: Any, dims: Sequence[int], count: int) -> Any:
-  """The array, repeated along dimensions whose extent does not divide by `count`."""
+  """Returns the array, repeated along dimensions whose extent is not a multiple of `count`."""
   for d in dims:
     if x.shape[d] % count:
       x = np.concatenate([x] * count, d)

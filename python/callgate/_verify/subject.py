@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate or kernel that is asked about, as a function of flat arrays, and what questions share.
+"""The gate or kernel under test as a function of flat arrays, and helpers for the questions.
 
-Each call gets fresh copies of the arguments: a callable that writes to its inputs changes neither
-the user's arrays nor those of the next question.
+Each call gets fresh copies of the arguments. So a callable that writes to its inputs changes
+neither the user's arrays nor those of the next question.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ LANES = 3
 
 
 class Fault(Exception):
-  """The answer to a question is wrong; the text says what was expected and what came."""
+  """A question failed; the text has the expected and the actual value."""
 
 
 class NotAsked(Exception):
-  """A question does not apply; the text says why."""
+  """A question does not apply; the text has the reason."""
 
 
 class Subject:
   """A call of a gate or kernel.
 
   Attributes:
-    function: what the user holds.
-    args, kwargs: those of the user's call.
-    core: of the function.
-    tree: the structure of the call's arguments, whose arrays are the leaves.
+    function: the public object, such as a `Gate`.
+    args, kwargs: the arguments of the user's call.
+    core: the function's core.
+    tree: the structure of the call's arguments, with arrays as leaves.
     blocked: the question that the plain call fails, and its message; else None.
     varies: True if two calls with the same arguments give different results.
     escaped: the message of the first error about a kept view; "" without one.
@@ -76,7 +76,7 @@ class Subject:
     self.varies = bool(difference(self.results, self.run(self.flat)))
 
   def _check_reference(self) -> None:
-    """Raises where the types that `like` returns are not those that `out` says."""
+    """Raises if the result types of `like` differ from those of `out`."""
     args, kwargs = jax.tree.unflatten(self.tree, self.leaves())
     found = jax.eval_shape(
       lambda: self.core.call_rule(self.core.like, (), args, kwargs, self.static)  # pyright: ignore
@@ -86,12 +86,12 @@ class Subject:
     derivatives.check_reference(self.core.label, results, found)
 
   def _arrays(self, leaves: Sequence[Any]) -> list[Any]:
-    """The arrays that the callable gets: keys as their words."""
+    """Returns the arrays that the callable gets: PRNG keys as their data."""
     return [shapes.as_array(self.core, x, i, self.tree) for i, x in enumerate(leaves)]
 
   @property
   def is_gate(self) -> bool:
-    """True if Python runs in its calls."""
+    """True if calls run Python."""
     return isinstance(self.core, GateCallee)
 
   @functools.cached_property
@@ -102,15 +102,15 @@ class Subject:
 
   # -- calls -------------------------------------------------------------------------------------
   def leaves(self) -> list[Any]:
-    """Copies of the call's arrays."""
+    """Returns copies of the call's arrays."""
     return [_on_device(x) for x in self._kept]
 
   def values(self) -> list[Any]:
-    """The call's arrays, of the host."""
+    """The call's arrays, as NumPy arrays."""
     return list(self._kept)
 
   def flat(self, *leaves: Any) -> list[Any]:
-    """The call as a JAX function of its arrays; returns those of its results."""
+    """The call as a JAX function of its arrays; returns the arrays of its results."""
     args, kwargs = jax.tree.unflatten(self.tree, leaves)
     return jax.tree.leaves(derivatives.apply(self.core, args, kwargs, self.static))
 
@@ -119,9 +119,9 @@ class Subject:
     return jax.jit(self.flat)
 
   def run(self, function: Callable[..., Any], leaves: Sequence[Any] | None = None) -> list[Any]:
-    """Calls a function of arrays, waits for it, and returns its results' arrays, of the host.
+    """Calls a function of arrays, waits for it, and returns its results as NumPy arrays.
 
-    Raises what the callable raised, as itself.
+    Raises the callable's exception unchanged.
     """
     given = self.leaves() if leaves is None else [_on_device(x) for x in leaves]
     try:
@@ -135,7 +135,7 @@ class Subject:
   # -- values ------------------------------------------------------------------------------------
   @functools.cached_property
   def lanes(self) -> list[list[Any]]:
-    """Arrays for each lane: the call's own, and others like them that the callable takes."""
+    """Arrays for each lane: the call's own, and similar ones that the callable accepts."""
     for kind in ("scaled", "same"):
       found = [[_lane(x, n, kind) for x in self._kept] for n in range(LANES)]
       if (
@@ -153,7 +153,7 @@ class Subject:
     return [list(self._kept) for _ in range(LANES)]
 
   def compared(self) -> None:
-    """Raises NotAsked if calls with the same arguments can't be compared."""
+    """Raises NotAsked if results of equal calls can't be compared."""
     if self.varies:
       raise NotAsked("two calls with the same arguments give different results")
     if not self.site.results:
@@ -161,7 +161,7 @@ class Subject:
 
 
 def _question_of(error: BaseException) -> str:
-  """The question that a call's exception answers."""
+  """Returns the question that a call's exception belongs to."""
   if isinstance(error, EscapedViewError):
     return "escape"
   writes = isinstance(error, ValueError) and "read-only" in str(error)
@@ -185,7 +185,7 @@ def _has_nan(x: Any) -> bool:
 
 
 def _lane(x: Any, lane: int, kind: str) -> Any:
-  """Scaled down, which keeps signs, order, definiteness and most ranges; whole numbers stay."""
+  """Returns a scaled-down array, which keeps signs, order and definiteness; integers stay."""
   if split.is_key(x) and kind == "scaled":
     return jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), lane).reshape(x.shape) if lane else x
   if kind == "same" or not dtypes.is_inexact(x.dtype):
@@ -194,25 +194,25 @@ def _lane(x: Any, lane: int, kind: str) -> Any:
 
 
 def _rolled(x: Any, lane: int) -> Any:
-  """Other elements in each place, of the same range."""
+  """Returns the array with its elements moved to other places."""
   return np.roll(x, lane)
 
 
 # -- comparisons -----------------------------------------------------------------------------------
 def tolerance(dtype: Any) -> float:
-  """The relative difference that another order of the same sums may make."""
+  """Returns the relative difference that another order of summation may make."""
   if not dtypes.is_inexact(dtype):
     return 0.0
   return min(0.5, 1e3 * float(jnp.finfo(dtype).eps)) if dtype.itemsize > 2 else 0.1
 
 
 def wide(x: Any) -> Any:
-  """An array of inexact numbers in the widest type of its kind."""
+  """Returns an array of inexact numbers in the widest type of its kind."""
   return x.astype(np.complex128 if dtypes.is_complex(x.dtype) else np.float64)
 
 
 def difference(want: Sequence[Any], got: Sequence[Any]) -> str:
-  """The first result that differs, with what was expected and what came; "" for none."""
+  """Returns the first result that differs, as expected and actual value; "" if none differs."""
   if len(want) != len(got):
     return f"expected {len(want)} results, got {len(got)}"
   for index, (a, b) in enumerate(zip(want, got, strict=True)):
@@ -239,5 +239,5 @@ def count_text(count: int, what: str) -> str:
 
 
 def is_fine(dtype: Any) -> bool:
-  """True if numbers are fine enough for finite differences."""
+  """Returns True if a dtype is precise enough for finite differences."""
   return dtypes.is_inexact(dtype) and float(jnp.finfo(dtype).eps) < 1e-6

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions about other processes: exports, pickles, and shards on four devices.
 
-Shards need devices that this process may not have: a process of its own simulates four.
+Shards need devices that this process may lack, so another process simulates four.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from callgate._runtime import config, targets
 from callgate._verify.subject import Fault, NotAsked, Subject, difference
 
 DEVICES = 4
-_LONGEST = 120.0  # seconds until the process of the shards counts as hanging
+_LONGEST = 120.0  # seconds until that process counts as hanging
 # Processes of `shards`. Under the GIL: single steps; emptied by the end of each.
 _running: set[subprocess.Popen[bytes]] = set()
 
 
 def export(subject: Subject) -> str:
-  """Exports a program with the call, reads it back, and runs it."""
+  """Exports a program with the call, reloads it, and runs it."""
   subject.compared()
   if config.engine() == "jax":
     raise NotAsked("config(engine='jax'): JAX exports no callbacks")
@@ -45,7 +45,7 @@ def export(subject: Subject) -> str:
 
 
 def pickled(subject: Subject) -> str:
-  """Pickles the function, reads it back, and calls it."""
+  """Pickles the function, reloads it, and calls it."""
   how = ""
   if isinstance(getattr(subject.core, "run_on", None), concurrent.futures.Executor):
     raise NotAsked("its executor belongs to this process")
@@ -68,7 +68,7 @@ def pickled(subject: Subject) -> str:
 
 
 def shards(subject: Subject) -> str:
-  """Compares results of split arguments with those of whole ones, in a process of its own."""
+  """Compares results of split arguments with results of whole ones, in another process."""
   rule = subject.core.sharding
   if rule is None or rule == "gather":
     raise NotAsked("no sharding rule")
@@ -91,7 +91,7 @@ def shards(subject: Subject) -> str:
 
 
 def _run(folder: pathlib.Path) -> dict[str, str]:
-  """The answer of `shards.py` in a process with simulated devices."""
+  """Returns the answer of `shards.py` in a process with simulated devices."""
   env = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",

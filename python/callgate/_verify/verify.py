@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify` of gates and kernels, and `callgate.verify_all` of a module's."""
+"""`verify` of gates and kernels, and `callgate.verify_all` for a module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from callgate._verify import derivatives, questions, travel
 from callgate._verify.report import VerifyReport, VerifyResult
 from callgate._verify.subject import Fault, NotAsked, Subject, said
 
-# Each question by its name, in the order of a report.
+# The questions by name, in the order of a report.
 QUESTIONS: dict[str, Callable[[Subject], str]] = {
   "shapes": questions.shapes,
   "like": questions.like,
@@ -41,7 +41,7 @@ _ASYNC = "an async function is started, not called"
 def verify(
   function: ArrayFunction[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float
 ) -> VerifyReport:
-  """Asks all questions about a call; see `ArrayFunction.verify`."""
+  """Runs all questions on a call; see `ArrayFunction.verify`."""
   label = core(function).label
   wait = Wait(options.seconds(f"{label}: verify", "seconds", seconds))
   if core(function).traits.handles:
@@ -82,7 +82,7 @@ def _skipped(label: str, reason: str) -> VerifyReport:
 
 
 def verify_all(module: Any, seconds: float = 10, /, **arguments: Any) -> dict[str, VerifyReport]:
-  """Verifies each gate, kernel and solver of a module, on the arguments given for it.
+  """Verifies each gate, kernel and solver of a module, with the arguments that you give for it.
 
   ```python
   import types
@@ -99,17 +99,17 @@ def verify_all(module: Any, seconds: float = 10, /, **arguments: Any) -> dict[st
 
   Args:
     module: a module, or any object with gates and kernels as attributes. Attributes whose names
-      begin with "_" count where arguments are given for them.
-    seconds: of each gate or kernel; see `Gate.verify`.
-    **arguments: a tuple of a call's positional arguments for each name, as `sort=(x,)`.
+      begin with "_" are verified only if you give arguments for them.
+    seconds: the time limit for each gate or kernel; see `Gate.verify`.
+    **arguments: for each name, a tuple of a call's positional arguments, as `sort=(x,)`.
 
   Returns:
-    A `VerifyReport` by name, in the order of the names. A gate without arguments has one in which
-    all questions are skipped.
+    A dict of `VerifyReport`s, sorted by name. Without arguments all questions of a gate are
+    skipped.
 
   Raises:
-    GateDefinitionError: arguments are given for a name that is no gate or kernel of the module, or
-      are no tuple.
+    GateDefinitionError: a name is no gate or kernel of the module, or its arguments are not a
+      tuple.
   """
   found = {
     name: value
@@ -137,7 +137,7 @@ def _name_of(module: Any) -> str:
 
 @_part.joins("verifications")
 class Verifications(Part):
-  """Ends the processes of questions that another thread still asks."""
+  """Ends the processes of questions that still run at the end of the process."""
 
   def end(self, phase: Phase, wait: Wait) -> None:
     del wait

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by both forms of `host_callback`: from a pytree to a tap, and the receivers of 2020.
+"""Shared by both forms of `host_callback`: taps of pytrees, and the receivers of 2020.
 
-Equal calls share a tap, so that JAX's caches hit. Records go through a channel of their own,
-`CHANNEL`, and are unpacked on that channel's thread, under the GIL; consumers report there what
-they raise. Programs with taps ask for a receiver before each execution, in their caller's thread.
+Equal calls share a tap, so that JAX's caches hit. Records go through their own channel, `CHANNEL`.
+They are unpacked on that channel's thread, under the GIL, where consumers report their exceptions.
+Programs with taps check for a receiver before each execution, in their caller's thread.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from callgate._tap.tap import bind, uncarried
 from callgate._tap.target import of_rows, start_channel
 
 CHANNEL = "host_callback"
-# (name, parameters) of each transformation that a tap met, as they were applied.
+# The (name, parameters) of each transformation of a tap, in order of application.
 Transforms = tuple[tuple[str, dict[str, Any]], ...]
 
 
 class Arrays:
-  """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together."""
+  """A pytree for a tap: the leaves to send, and the information to rebuild the pytree."""
 
   def __init__(self, api: str, value: Any, *, copied: bool = False) -> None:
     leaves, self.tree = jax.tree.flatten(value)
@@ -44,7 +44,7 @@ class Arrays:
     self.dtypes = tuple(name for _, name in carried)
 
   def rebuild(self, results: Sequence[Any]) -> Any:
-    """The pytree of a tap's results, in the dtypes that the user gave."""
+    """Returns the pytree of a tap's results, in the user's dtypes."""
     return jax.tree.unflatten(self.tree, map(uncarried, self.arrays, results))
 
 
@@ -53,11 +53,11 @@ def bind_tap(
   consume: Callable[[Any, Transforms, int | None], None], *, extra: Sequence[Any] = (),
   masked: bool = False, eager: bool = False, **options: Any,
 ) -> Sequence[Any]:  # fmt: skip
-  """The results of a tap of `given` to `consume`, which is shared by equal keys and structures.
+  """Taps `given` to `consume`, which equal keys and structures share; returns the tap's results.
 
-  `consume` gets each record's value (arrays of its own), transformations and device's global id
-  (-1: not known) on the channel's thread, where it must not raise; with `eager`, where nothing is
-  compiled, in the caller's, with None for the device. `function` is the user's own.
+  `consume` gets each record's value (arrays of its own), transformations and device's global id (-1
+  if unknown) on the channel's thread, where it must not raise. With `eager`, outside compiled code,
+  it runs in the caller's thread and gets None for the device. `function` is the user's function.
   """
   check_not_forked()
   tree = given.tree
@@ -87,14 +87,14 @@ def bind_tap(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-  """A callable's name, for messages and records: one line."""
+  """Returns a callable's name for messages and records, as one line."""
   function = getattr(function, "func", function)  # functools.partial
   name = getattr(function, "__qualname__", None) or type(function).__qualname__
   return str(name).replace("\n", " ") or "tap"
 
 
 def exact_items(kwargs: dict[str, Any]) -> Any:
-  """A key of keywords, for as long as these live."""
+  """Returns a key of keywords, valid while they live."""
   return exact.exact(tuple(sorted(kwargs.items(), key=lambda item: item[0]))).key
 
 
@@ -107,7 +107,7 @@ def _as_tuple(value: Any) -> Any:
 def _logical_shapes(
   about: delivery.TapDescription, arrays: Sequence[np.ndarray]
 ) -> tuple[Any, ...]:
-  """For each leaf its logical shape; sizes that differ from lane to lane are arrays."""
+  """Returns each leaf's logical shape; sizes that differ between lanes are arrays."""
   shapes: list[Any] = [array.shape for array in arrays[: about.values]]
   for index, sizes in zip(about.logical, arrays[about.values :], strict=True):
     of_axes = np.moveaxis(sizes, -1, 0)
@@ -119,14 +119,14 @@ def _as_array(api: str, leaf: Any, index: int, copied: bool) -> Any:
   if isinstance(leaf, jax.Array):
     return leaf
   try:
-    if copied and type(leaf) is np.ndarray and tracing.in_no_trace():  # else a compilation
-      return jax.device_put(leaf.copy())  # the array may change, what is put may be shared
+    if copied and type(leaf) is np.ndarray and tracing.in_no_trace():  # otherwise it would compile
+      return jax.device_put(leaf.copy())  # the array may change, and `device_put` may share it
     return jnp.asarray(leaf)
   except (TypeError, ValueError) as error:
     raise TypeError(f"{api}: leaf {index}: expected an array, got {shown(leaf)}") from error
 
 
-# -- what id_print prints ------------------------------------------------------------------------
+# -- id_print's text -----------------------------------------------------------------------------
 def write(output_stream: Any, entries: Mapping[str, Any], body: str) -> None:
   """Writes a line of sorted `key: value`, if there are entries, then the body."""
   first = " ".join(f"{key}: {value}" for key, value in sorted(entries.items()))
@@ -138,7 +138,7 @@ def write(output_stream: Any, entries: Mapping[str, Any], body: str) -> None:
 
 
 def text_of(value: Any, threshold: int, width: int = 0, column: int = 0) -> str:
-  """2020's form, an element a line; with a width 2023's, on one line from `column` if it fits."""
+  """Formats a value: 2020's lines, an element each; with a width 2023's, on one line if it fits."""
   if isinstance(value, (tuple, list)):
     start, end = ("( ", " )") if width and isinstance(value, tuple) else ("[ ", " ]")
     items: list[tuple[str, Any]] = [("", one) for one in value]  # pyright: ignore[reportUnknownVariableType]
@@ -158,7 +158,7 @@ def text_of(value: Any, threshold: int, width: int = 0, column: int = 0) -> str:
 
 
 def _hang(label: str, text: str) -> str:
-  """`text` after `label`, its further lines under its first."""
+  """Returns `text` after `label`, with its further lines aligned to its first."""
   return label + text.replace("\n", "\n" + " " * len(label))
 
 
@@ -166,7 +166,7 @@ def _hang(label: str, text: str) -> str:
 _lock = threading.Lock()
 # By the device's id. Guarded by _lock; emptied by the end of each receiver.
 _started: dict[int, Receiver] = {}
-# The consumer that is being called. Under the GIL: single steps; emptied by the end of each call.
+# The running consumer. Under the GIL: single steps; emptied by the end of each call.
 _calling: list[str] = []
 
 
@@ -174,7 +174,7 @@ class TapFunctionException(Exception):
   """Functions of taps raised.
 
   Attributes:
-    exceptions: what they raised, all of it, in order.
+    exceptions: all their exceptions, in order.
   """
 
   def __init__(self, message: str, exceptions: Sequence[BaseException]) -> None:
@@ -186,11 +186,11 @@ class TapFunctionException(Exception):
 
 
 class Receiver:
-  """Receives what the taps on some devices send; a context manager."""
+  """Receives the taps of some devices; a context manager."""
 
   def __init__(self, name: str, timeout: float, devices: Sequence[Any]) -> None:
     self._name, self.timeout, self._devices = name, timeout, tuple(devices)
-    self.raised: list[BaseException] = []  # what consumers raised, until the end of the block
+    self.raised: list[BaseException] = []  # consumers' exceptions, until the end of the block
 
   def __repr__(self) -> str:
     return f"<outfeed receiver '{self._name}' of {_names(self._devices)}>"
@@ -216,7 +216,7 @@ class Receiver:
       more = f"\n  and {len(raised) - 10} more" if len(raised) > 10 else ""
       text = f"functions of {len(raised)} tap(s) raised:{shown}{more}"
       failure = TapFunctionException(text, raised)
-    if error is not None:  # the block's own exception must not be hidden
+    if error is not None:  # don't hide the block's own exception
       for what in filter(None, (outstanding, failure)):
         foreign.add_note(error, f"callgate: {what}")
     elif outstanding:
@@ -225,7 +225,7 @@ class Receiver:
       raise failure from raised[0]
 
   def _end(self) -> str:
-    """Lets programs and consumers finish; says what was left when the time ran out, or ""."""
+    """Waits for programs and consumers; returns what is unfinished after the time, or ""."""
     whose = f"{self!r}: after {self.timeout:g} s"
     try:
       if finish(self.timeout):
@@ -238,20 +238,20 @@ class Receiver:
 
 
 def finish(timeout: float | None) -> bool:
-  """Waits for all programs and taps, those that functions start too; whether taps ended in time."""
+  """Waits for all programs and taps, including those that functions start; False if late."""
   wait, handle, before = Wait(timeout), start_channel(CHANNEL), -1
   while True:
     wait_for_programs(wait)  # or TimeoutError
     if (sent := handle.stats()["sent"]) == before:
       return True
-    # The marker behind all that was sent: the channel says when it is through.
+    # A marker after all records: the channel reports when it has passed.
     if not handle.flush(wait.left):
       return False
     before = sent
 
 
 class NeedsReceiver(execution.Watcher):
-  """Kept by programs with taps: refuses an execution on devices without a receiver."""
+  """Kept by programs with taps: rejects an execution on devices without a receiver."""
 
   def before(self, devices: Sequence[Any]) -> None:
     if missing := [device for device in devices if device.id not in _started]:
@@ -265,12 +265,12 @@ NEEDS_RECEIVER = NeedsReceiver()
 
 
 def run(consumer: Callable[[], None], name: str, device: int | None) -> None:
-  """Calls a record's consumer and keeps what it raises; without a device its caller gets that."""
+  """Calls a record's consumer and keeps its exception; without a device it raises the exception."""
   if device is None:
     with _lock:
       receiver = next(iter(_started.values()), None)
     handle = start_channel(CHANNEL)
-    if receiver is not None and handle.stats()["pending"]:  # it may depend on what they sent
+    if receiver is not None and handle.stats()["pending"]:  # it may depend on earlier records
       handle.flush(receiver.timeout)  # a function may itself wait for the caller
     try:
       return consumer()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns counts of parts into specs, devices and shardings, and the part of each process.
+"""Turns counts of parts into specs, devices and shardings, and finds each process's part.
 
-In one process a `sharded_jit` function has the first devices. In several, a program on few devices
-runs in each process by itself; one on more devices is one program of all processes, on all devices.
-Each passes and gets its own tiles, which become shards of the program's arrays without moving.
+In one process a `sharded_jit` function uses the first devices. With several processes, a program on
+few devices runs in each process by itself; a program on more devices runs once, on all devices of
+all processes. Each process passes and gets its own tiles, which become shards of the program's
+arrays without copies.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from callgate._jax.tracing import Primitive
 
 
 class PartitionSpec(tuple[int, ...]):
-  """Into how many parts each dimension is split: `PartitionSpec(2, 1)` halves the rows.
+  """The number of parts of each dimension: `PartitionSpec(2, 1)` halves the rows.
 
-  The parts are numbered in row-major order, and the device of that number holds each: an array of
-  shape (8, 6) has two tiles, of shape (4, 6). The product of the counts is the number of devices.
+  The parts are numbered in row-major order, and part k is on device k: an array of shape (8, 6) has
+  two tiles, of shape (4, 6). The product of the counts is the number of devices.
 
   Raises:
-    ValueError: a count that is not an integer of at least 1.
+    ValueError: a count is not an integer of at least 1.
   """
 
   __slots__ = ()
@@ -44,27 +45,27 @@ class PartitionSpec(tuple[int, ...]):
     return tuple.__new__(cls, map(int, partitions))
 
   def __getnewargs__(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-    return tuple(self)  # for pickle and copy, which would pass one tuple otherwise
+    return tuple(self)  # pickle and copy would pass one tuple
 
   def __repr__(self) -> str:
     return f"PartitionSpec{tuple.__repr__(self)}"
 
 
-Parts = PartitionSpec | None  # how one array is split; None is a copy on every device
+Parts = PartitionSpec | None  # the split of one array; None is a copy on every device
 
 
 def is_count(value: object) -> bool:
-  """True if `value` is an integer of at least 1."""
+  """Returns True if `value` is an integer of at least 1."""
   return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
 def is_parts(value: object) -> bool:
-  """True if `value` is a leaf of `in_parts` and `out_parts`."""
+  """Returns True if `value` is a leaf of `in_parts` and `out_parts`."""
   return value is None or isinstance(value, PartitionSpec)
 
 
 def _primes(number: int) -> Iterator[int]:
-  """The prime factors of a number, in order."""
+  """Yields the prime factors of a number, in order."""
   prime = 2
   while number > 1:
     if number % prime:
@@ -76,7 +77,7 @@ def _primes(number: int) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=1024)
 def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
-  """Tile k, in row-major order, is on device k; axes are prime factors, so specs share a mesh."""
+  """Returns a sharding with tile k on device k; its axes are prime factors, to share a mesh."""
   counts = [tuple(_primes(count)) for count in parts or ()]
   split = list(itertools.chain.from_iterable(counts))
   shape = (*split, *_primes(len(devices) // math.prod(split)))
@@ -86,7 +87,7 @@ def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
 
 
 def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
-  """The spec of each leaf of `tree`, of which `parts`, called `what` in messages, is a prefix."""
+  """Returns the spec of each leaf of `tree`; `parts`, `what` in messages, is a prefix of it."""
   specs(parts, what)
   flat: list[Parts] = []
 
@@ -102,7 +103,7 @@ def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
 
 
 def specs(parts: Any, what: str) -> list[PartitionSpec]:
-  """The leaves of a tree of specs that aren't None; `what` is its name in messages."""
+  """Returns the leaves of a tree of specs that aren't None; `what` is its name in messages."""
   leaves = jax.tree.leaves(parts, is_leaf=is_parts)
   for leaf in leaves:
     if not is_parts(leaf):
@@ -114,7 +115,7 @@ def specs(parts: Any, what: str) -> list[PartitionSpec]:
 def check(
   parts: Sequence[Parts], shapes: Sequence[tuple[int, ...]], what: str, *, padded: bool = False
 ) -> None:
-  """Raises unless each spec has a count for each dimension and, if not `padded`, divides it."""
+  """Raises unless each spec has a count for each dimension that divides it (if not `padded`)."""
   for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
     head, tail = f"sharded_jit: {what}: {part}", f"shape {list(shape)}"
     if part is not None and len(part) != len(shape):
@@ -128,13 +129,13 @@ def check(
 
 # -- several processes -----------------------------------------------------------------------------
 class Stated:
-  """The caller's words on the program's partitions or, with "local_", on its process's part."""
+  """The caller's arguments about the program's partitions or, with "local_", its process's part."""
 
   def __init__(self, in_parts: Any, out_parts: Any, count: int | None, local: str = "") -> None:
     name = f"{local}num_partitions"
     if count is not None and not is_count(count):
       raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
-    # A list of parts is a tuple, as the arguments are.
+    # Arguments are a tuple, so a list of parts counts as a tuple, too.
     self.in_parts = tuple(in_parts) if isinstance(in_parts, list) else in_parts
     self.out_parts = out_parts
     counts = {} if count is None else {int(count): f"{name}={count}"}
@@ -144,17 +145,17 @@ class Stated:
         by_specs.add(math.prod(spec))
         counts.setdefault(math.prod(spec), f"{spec} in {name}")
     if len(counts) > 1:
-      # The first words of the old module, for specs that disagree.
+      # The old module's words for specs that disagree.
       old = "All partition specs must use the same number of total partitions: "
       got = " and ".join(f"{count} ({who})" for count, who in counts.items())
       expected = f"expected one number of {local.replace('_', ' ')}partitions everywhere"
       raise ValueError(f"sharded_jit: {old if len(by_specs) > 1 else ''}{expected}, got {got}")
-    self.said = next(iter(counts), None)  # the number of partitions, where something says it
-    self.split = bool(by_specs)  # whether an array is split
+    self.said = next(iter(counts), None)  # the number of partitions, if known
+    self.split = bool(by_specs)  # True if an array is split
 
 
 def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
-  """The devices of `count` partitions: this process's first, or all; `split` arrays say more."""
+  """Returns the devices of `count` partitions: this process's first, or those of all processes."""
   own, everyone = jax.local_devices(), jax.devices()
   for wanted, there, kind in ((count, everyone, ""), (local.said, own, "local ")):
     if wanted is not None and wanted > len(there):
@@ -187,7 +188,7 @@ def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
 
 
 def is_shared(devices: Sequence[Any]) -> bool:
-  """True if devices belong to several processes."""
+  """Returns True if the devices belong to several processes."""
   return any(device.process_index != jax.process_index() for device in devices)
 
 
@@ -195,13 +196,13 @@ def is_shared(devices: Sequence[Any]) -> bool:
 class LocalPart:
   """Describes how one array is split among the processes."""
 
-  whole: NamedSharding  # of the program's array
-  own: NamedSharding  # of this process's part
-  parts: Parts  # of the program's array
-  block: Parts  # of this process's part
+  whole: NamedSharding  # the sharding of the program's array
+  own: NamedSharding  # the sharding of this process's part
+  parts: Parts  # the split of the program's array
+  block: Parts  # the split of this process's part
 
   def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the program's array, of which this process has a part of `shape`."""
+    """Returns the program's shape of an array; `shape` is this process's part."""
     if not self.parts or not self.block:
       return shape
     if any(size % own for size, own in zip(shape, self.block, strict=False)):
@@ -211,7 +212,7 @@ class LocalPart:
     return tuple(size // own * total for size, own, total in counts)
 
   def to_program(self, leaf: Any) -> Any:
-    """The program's array of which `leaf` is this process's part; what lies right isn't moved."""
+    """Returns the program's array with `leaf` as this process's part; copies only if misplaced."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       where = f"{len(leaf.sharding.device_set)} devices of several processes"
       got = f"an array over {where}: shape {list(leaf.shape)}"
@@ -220,7 +221,7 @@ class LocalPart:
     return _rewrapped(mine, self.whole, self.whole_shape(mine.shape))
 
   def to_process(self, whole: Any) -> Any:
-    """This process's part of a result: its shards, not copied."""
+    """Returns this process's part of a result: its shards, not copied."""
     shape = whole.shape
     if self.parts and self.block:
       counts = zip(shape, self.parts, self.block, strict=True)
@@ -230,7 +231,7 @@ class LocalPart:
 
 @functools.lru_cache(maxsize=1024)
 def part_of(devices: tuple[Any, ...], parts: Parts) -> LocalPart:
-  """The part of this process, on its own ones of the program's devices, in an array."""
+  """Returns this process's part of an array, on its own devices of the program."""
   own = [k for k, device in enumerate(devices) if device.process_index == jax.process_index()]
   block = [len(set(at.tolist())) for at in np.unravel_index(own, parts)] if parts else []
   if parts and math.prod(block) != len(own):
@@ -243,7 +244,7 @@ def part_of(devices: tuple[Any, ...], parts: Parts) -> LocalPart:
 
 
 def check_stated(parts: Sequence[LocalPart], stated: Any, tree: Any, what: str) -> None:
-  """Raises unless what the caller said of its process's parts, in `what`, is how devices lie."""
+  """Raises unless the caller's arguments about its process's parts, `what`, match the devices."""
   if stated is None:
     return
   flat = flat_parts(stated, tree, what)
@@ -256,14 +257,14 @@ def check_stated(parts: Sequence[LocalPart], stated: Any, tree: Any, what: str) 
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
-  """`leaf` with the sharding; the array itself where it has it already."""
+  """Returns `leaf` with the sharding; the array itself if it has it already."""
   if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
     return leaf
   return jax.device_put(leaf, sharding)
 
 
 def _rewrapped(array: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
-  """The same shards under another name: of an array of `shape` with `sharding`."""
+  """Returns an array of `shape` with `sharding` and the same shards."""
   held = {shard.device: shard.data for shard in array.addressable_shards}
   shards = [held[device] for device in sharding.addressable_devices_indices_map(shape)]
   return jax.make_array_from_single_device_arrays(shape, sharding, shards)
@@ -274,21 +275,22 @@ _constraint_p = Primitive("with_sharding_constraint_of_counts")
 
 
 def with_sharding_constraint(x: Any, parts: Any) -> Any:
-  """The identity, which fixes how a value is split inside a `sharded_jit` function.
+  """Fixes how a value is split inside a `sharded_jit` function; returns the value.
 
-  The constraint counts for the number of devices: where everything else is replicated, it decides.
+  The constraint also determines the number of devices, if everything else is replicated.
 
   Args:
     x: a pytree of arrays.
-    parts: a `PartitionSpec`, None (a copy on every device), or a pytree of them that is a prefix of
-      `x`. A spec has a count a dimension. A dimension that a count doesn't divide is padded.
+    parts: a `PartitionSpec`, None (a copy on every device), or a pytree of these that is a prefix
+      of `x`. A spec has a count for each dimension. If a count doesn't divide its dimension, the
+      dimension is padded.
 
   Returns:
-    `x`, with its shapes. Its gradient is split in the same way.
+    `x`, with the same shapes. Its gradient is split in the same way.
 
   Raises:
-    NotImplementedError: outside of a sharded_jit function.
-    ValueError: a spec whose length is not the array's rank, or no prefix of `x`.
+    NotImplementedError: outside a sharded_jit function.
+    ValueError: a spec has another length than the array's rank, or `parts` is no prefix of `x`.
   """
   (leaves, tree), what = jax.tree.flatten(x), "with_sharding_constraint"
   flat = flat_parts(parts, x, what)
@@ -298,7 +300,7 @@ def with_sharding_constraint(x: Any, parts: Any) -> Any:
 
 
 def counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
-  """Finds the number of partitions that constraints and nested functions ask for, and who does."""
+  """Yields the number of partitions of each constraint and nested function, and its name."""
   for eqn in walk.equations(jaxpr):
     if eqn.primitive is _constraint_p and (parts := eqn.params["parts"]) is not None:
       yield math.prod(parts), f"with_sharding_constraint with partitions={parts}"
@@ -315,7 +317,7 @@ def _outside(*_: Any, parts: Parts) -> Any:
 
 def _lower(context: Any, x: Any, *, parts: Parts) -> Sequence[Any]:
   devices = lowering.program_devices(context)
-  if devices is None:  # each device has a part of its own already: inside pmap or shard_map
+  if devices is None:  # inside pmap or shard_map each device already has its own part
     return [x]
   if parts is not None and math.prod(parts) != len(devices):
     _outside(parts=parts)  # sharded_jit has checked its own constraints

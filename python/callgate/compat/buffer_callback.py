@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax.experimental.buffer_callback`, the interface of 2025, on callgate's engine.
+"""`jax.experimental.buffer_callback` as of 2025, on callgate's engine.
 
-The same names, semantics and error texts. On the CPU and on CUDA GPUs callgate's gate serves the
-calls, elsewhere JAX's lowering, while there is one. New code is better off with
-`callgate.gate(style="context", arrays="buffer")`: it has derivatives and the original exceptions.
+The names, the semantics and the error texts are JAX's. On the CPU and on CUDA GPUs callgate's gate
+runs the calls, on other platforms JAX's lowering, while JAX has it. In new code prefer
+`callgate.gate(style="context", arrays="buffer")`, which has derivatives and the original
+exceptions.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
 
 
 class ExecutionContext:
-  """Tells a callback where it runs: its first argument, valid during the call.
+  """The first argument of a callback, which describes the running call; valid during the call.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -54,12 +55,12 @@ class ExecutionContext:
 
   @property
   def stage(self) -> ExecutionStage:
-    """The stage of XLA's that runs: always `ExecutionStage.EXECUTE` here."""
+    """XLA's stage: always `ExecutionStage.EXECUTE` here."""
     return self._context.stage
 
   @property
   def stream(self) -> int:
-    """The GPU stream, for the callback's work, as an integer; JaxRuntimeError on the CPU."""
+    """The GPU stream for the callback's work, as an integer; raises JaxRuntimeError on the CPU."""
     if not self._context.stream:
       raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: XLA FFI GPU context is not available")
     return self._context.stream
@@ -70,34 +71,35 @@ def buffer_callback(
   vmap_method: str | None = None, input_output_aliases: dict[int, int] | None = None,
   command_buffer_compatible: bool = False, sharding: str | None = None, name: str | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-  """A callable that runs `callback` on XLA's own memory, in place.
+  """Makes a JAX function that runs `callback` on XLA's own memory, in place.
 
   Args:
-    callback: `callback(ctx, out, *args, **kwargs)` gets an ExecutionContext, a pytree of writable
-      Buffers like `result_shape_dtypes`, and the arguments with a read-only Buffer for every array.
-      It writes its results into `out` and returns None. Hashable.
+    callback: a hashable function `callback(ctx, out, *args, **kwargs)`. It gets an
+      ExecutionContext, a pytree of writable Buffers like `result_shape_dtypes`, and the arguments
+      with a read-only Buffer for each array. It writes its results into `out` and returns None.
     result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`.
-    has_side_effect: keeps the call when its results are not used.
-    vmap_method: as for `jax.pure_callback`; None makes `jax.vmap` an error.
-    input_output_aliases: pairs of flat input and flat output that share their memory.
-    command_buffer_compatible: on GPUs, XLA may record what the callback gives to `ctx.stream` into
-      a CUDA graph, once, and replay that: the rules of `command_buffer` in `callgate.gate` apply.
-    sharding: in a program that XLA splits over several devices: None or "gather" calls once, with
-      whole arrays; "shard" calls on each device with its part of the leading dimensions; or a rule,
-      as for `callgate.gate`. JAX has no such option.
-    name: what programs call the callback by, which JAX hasn't either. A process that runs a program
-      of `jax.export` (with `callgate.export_checks()`) has to make, and keep, the callable of that
-      name first. Without a name the program runs in this process alone.
+    has_side_effect: True keeps the call if its results are unused.
+    vmap_method: as for `jax.pure_callback`; with None `jax.vmap` raises an error.
+    input_output_aliases: a dict from flat input positions to flat output positions: each pair
+      shares memory.
+    command_buffer_compatible: True lets XLA record the callback's work on `ctx.stream` as a CUDA
+      graph and replay it. The rules of `command_buffer` in `callgate.gate` apply.
+    sharding: for programs over several devices, not in JAX. None or "gather" makes one call with
+      whole arrays. "shard" makes a call on each device with its part of the leading dimensions. Or
+      a rule, as for `callgate.gate`.
+    name: the name in programs, not in JAX. Set it to run a program of `jax.export` (with
+      `callgate.export_checks()`) in another process, which must first make a callback of that name
+      and keep it. Without a name the program runs in this process only.
 
   Returns:
     A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.
     Elements that the callback doesn't write are undefined.
 
   Raises:
-    ValueError: another gate or callback has the name. From the function: aliases are out of range,
-      of different shapes or dtypes, or two of one output; or it is differentiated.
-    GateDefinitionError: `sharding` is not one of these, or doesn't fit the arrays.
-    jax.errors.JaxRuntimeError: from the program, when the callback raises or returns a value.
+    ValueError: another gate or callback has the name. In a call: an alias is out of range, pairs
+      different shapes or dtypes, or uses an output twice; or the call is differentiated.
+    GateDefinitionError: `sharding` has a wrong value, or doesn't fit the arrays.
+    jax.errors.JaxRuntimeError: in the program: the callback raised or returned a value.
 
   Example:
     >>> import jax, jax.numpy as jnp, numpy as np
@@ -112,7 +114,7 @@ def buffer_callback(
   if callable(options.sharding(label, "sharding", sharding)):
     raise GateDefinitionError(f"{label}: sharding: expected a str or None, got a function")
   named = None
-  if (name := options.name(label, name)) is not None:  # that of the name, for the same callback
+  if (name := options.name(label, name)) is not None:  # shared by equal callbacks of one name
     key = (name, *exact.identity(callback), graph)
     named = shared(_named, key, lambda: _callee(name, callback, graph))
   results, out_tree = jax.tree.flatten(result_shape_dtypes)
@@ -159,16 +161,15 @@ def _label(callback: Callable[..., None]) -> str:
 _effect = BufferCallbackEffect()  # constant: it has no attributes
 # Guarded by target._lock.
 _named: weakref.WeakValueDictionary[Any, Callee] = weakref.WeakValueDictionary()
-# Under the GIL: single steps; never emptied: nothing tells when the last copy of the program is
-# gone.
+# Under the GIL: single steps; never emptied: nothing reports the end of a program's last copy.
 _exported: list[Callee] = []
-# The name is part of vmap's error text.
+# vmap's error text contains the name.
 buffer_callback_p = Primitive("buffer_callback")
 buffer_callback_p.multiple_results = True
 
 
 def _bind_primitive(*args: Any, **params: Any) -> Any:
-  """Binds the primitive. A callable's pickle names this function, and takes no primitive along."""
+  """Binds the primitive. A callable's pickle refers to this function and not to the primitive."""
   return buffer_callback_p.bind(*args, **params)
 
 
@@ -185,12 +186,12 @@ def _refuse(what: str, instead: str, *_args: Any, **_params: Any) -> Any:
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-  """As JAX's; an operand that shares its memory with a result needs memory for every lane."""
+  """Batches as JAX does; an operand that shares memory with a result gets memory for each lane."""
   size: int = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
   operands, dims = list(operands), list(dims)
   for i in (i for i, _ in params["input_output_aliases"] if dims[i] is None):
     operands[i], dims[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape)), 0
-  with sources.traced_here():  # it may be a loop
+  with sources.traced_here():  # it may make a loop
     return callbacks.ffi_batching_rule(buffer_callback_p, operands, dims, **params)
 
 
@@ -229,7 +230,7 @@ def _callee(name: str, callback: Callable[..., None], graph: bool) -> Callee:
 
 
 def _bind(callback: Callable[..., None], spec: str) -> tuple[Callable[..., None], bool]:
-  """`callback` as the runtime calls it: the context, a tuple of results, then flat inputs."""
+  """Returns `callback` as the runtime calls it: with the context, results and flat inputs."""
   trees = None if spec in ("", "*") else encoding.signature(spec)
 
   def call(context: Context, outputs: tuple[Buffer, ...], *inputs: Buffer) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's own callbacks on callgate's engine: pure, io and debug callbacks.
 
-JAX's own primitives keep all their rules. Replaced is only what a program for a CPU or a CUDA GPU
-holds for them: a call of callgate's gate or, for the debug callbacks, a tap, so that the program
-doesn't wait. `callgate.install()` does that for every callback of the process; the functions here
-for their own calls. JAX's own lowering serves on other platforms, and in programs that XLA
-partitions over several devices (not inside `jax.shard_map`).
+JAX's primitives keep all their rules. Only their call in a program for the CPU or a CUDA GPU
+changes: it becomes a call of callgate's gate or, for debug callbacks, a tap, so that the program
+doesn't wait. `callgate.install()` does that for all callbacks of the process, the functions of this
+module for their own calls. JAX's own lowering remains on other platforms, and in programs that XLA
+partitions over several devices (except inside `jax.shard_map`).
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ def pure_callback(
   callback: Callable[..., Any], result_shape_dtypes: Any, *args: Any,
   sharding: jax.sharding.Sharding | None = None, vmap_method: str | None = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
-  """`jax.pure_callback` on callgate's engine, whether or not `callgate.install()` was called.
+  """`jax.pure_callback` on callgate's engine, with or without `callgate.install()`.
 
   Args:
-    callback: a function of pytrees of jax.Arrays (committed to the first local CPU device), without
-      side effects; hashable. It returns a pytree of arrays like `result_shape_dtypes`.
+    callback: a hashable function of pytrees of jax.Arrays (committed to the first local CPU device)
+      without side effects. It returns a pytree of arrays like `result_shape_dtypes`.
     result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`.
-    *args: with `**kwargs` pytrees of arrays for the callback.
-    sharding: a SingleDeviceSharding: the device that calls.
-    vmap_method: as JAX has it; None makes `jax.vmap` an error.
+    *args: pytrees of arrays for the callback.
+    sharding: a SingleDeviceSharding with the device that calls.
+    vmap_method: as in JAX; with None `jax.vmap` raises an error.
+    **kwargs: pytrees of arrays for the callback, by keyword.
 
   Returns:
     A pytree of jax.Arrays like `result_shape_dtypes`.
 
   Raises:
-    ValueError: for an unknown `vmap_method`, a 64-bit result without `jax_enable_x64`, or when
-      differentiated.
-    jax.errors.JaxRuntimeError: when the callback raises, or its results don't fit.
+    ValueError: for an unknown `vmap_method`, a 64-bit result without `jax_enable_x64`, or a
+      derivative.
+    jax.errors.JaxRuntimeError: the callback raised, or its results have another shape or dtype.
 
   Example:
     >>> import jax, jax.numpy as jnp, numpy as np
@@ -70,15 +71,15 @@ def io_callback(
   callback: Callable[..., Any], result_shape_dtypes: Any, *args: Any,
   sharding: jax.sharding.Sharding | None = None, ordered: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
-  """`jax.experimental.io_callback` on callgate's engine, installed or not.
+  """`jax.experimental.io_callback` on callgate's engine, with or without `callgate.install()`.
 
-  As `pure_callback`, but for what is said here.
+  Other arguments, results and errors are as for `pure_callback`.
 
   Args:
-    callback: may have side effects.
-    result_shape_dtypes: None for no result.
-    ordered: keeps calls in program order, also from one program to the next; `jax.vmap` is then a
-      ValueError.
+    callback: a function as for `pure_callback`, which may have side effects.
+    result_shape_dtypes: as for `pure_callback`; None for no result.
+    ordered: True keeps calls in program order, also from one program to the next. `jax.vmap` then
+      raises a ValueError.
 
   Example:
     >>> import jax
@@ -97,17 +98,19 @@ def debug_callback(
   callback: Callable[..., None] | None = None, *args: Any, ordered: bool = False,
   partitioned: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
-  """`jax.debug.callback` on callgate's engine, installed or not: the program does not wait for it.
+  """`jax.debug.callback` on callgate's engine; the program does not wait for the callback.
 
-  The callback's exception is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by
-  `callgate.barrier()`, as it is.
+  If the callback raises, `jax.effects_barrier()` raises a JaxRuntimeError, and `callgate.barrier()`
+  raises the original exception.
 
   Args:
-    callback: a function of pytrees of jax.Arrays (committed to the first local CPU device), called
-      on callgate's thread. Left out: the result takes the callback and its arguments.
-    *args: with `**kwargs` pytrees for the callback; what is no array goes to it as it is.
-    ordered: keeps calls in program order, also from one program to the next.
-    partitioned: in a program over several devices: call with each device's part.
+    callback: a function of pytrees of jax.Arrays (committed to the first local CPU device), which
+      runs on callgate's thread. Leave it out to get a function that takes the callback and its
+      arguments.
+    *args: pytrees for the callback. Leaves that are not arrays are passed unchanged.
+    ordered: True keeps calls in program order, also from one program to the next.
+    partitioned: True calls with each device's part in a program over several devices.
+    **kwargs: pytrees for the callback, by keyword.
 
   Raises:
     TypeError: the callback is not callable.
@@ -130,7 +133,7 @@ def debug_callback(
 
 
 def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-  """Emits the call of a new callee around the callback, if it is ours."""
+  """Emits the call of a new callee around the callback, if callgate's engine runs it."""
   callback, is_io, ordered = params["callback"], api == "io_callback", params.get("ordered")
   function = callback.callback_func
   is_marked = isinstance(function, OnCallgate)
@@ -143,7 +146,7 @@ def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any
   if is_io:
     engine.end_before_dispatch_returns(ctx)
   elif "cpu" not in ctx.module_context.platforms:
-    # On a GPU the call runs after its dispatch: only the barrier can raise for a dropped result.
+    # On a GPU the call runs after its dispatch, so only the barrier can raise for a dropped result.
     dispatch.mark_host_callbacks(ctx)
   run = engine.host_function(ctx, function, callback.in_tree, api)
   with registry.name_while_alive(JAX_CALLBACK + registry.name_of(function)) as name:
@@ -156,7 +159,7 @@ def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any
 
 
 def _debug_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-  """Emits a tap to the callback, or to what prints, if it is ours."""
+  """Emits a tap to the callback, or to the printing function, if callgate's engine runs it."""
   printed = "fmt" in params
   given = params["fmt" if printed else "callback"]
   served = engine.can_serve(ctx) and len(ctx.module_context.platforms) == 1
@@ -189,7 +192,7 @@ def _debug_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _after_barrier() -> None:
-  """Ends `jax.effects_barrier()`, once its programs are done, as if they had waited."""
+  """Ends `jax.effects_barrier()`: waits for debug callbacks and raises their errors."""
   _callgate.flush_channels(None)
   if (error := take_consumer_error(_NOTE)) is not None:
     message = f"INTERNAL: CpuCallback error calling callback: {foreign.traceback_of(error)}"
@@ -198,14 +201,14 @@ def _after_barrier() -> None:
 
 @_part.once
 def register() -> None:
-  """Puts our lowerings before JAX's, once."""
+  """Registers callgate's lowerings in place of JAX's, once."""
   for primitive, rule in (
     (callbacks.pure_callback_p, functools.partial(_lowering, "pure_callback")),
     (callbacks.io_callback_p, functools.partial(_lowering, "io_callback")),
     (callbacks.debug_callback_p, _debug_lowering),
     (callbacks.debug_print_p, _debug_lowering),
   ):
-    # Not cached, as JAX's is not: each call site has its own callback.
+    # Not cached, as in JAX, because each call site has its own callback.
     for platform in ("cpu", "cuda"):
       mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
   _part.on("effects barrier", _after_barrier)

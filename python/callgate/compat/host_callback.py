@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API of `jax.experimental.host_callback` in 2020, on callgate's taps.
+"""`jax.experimental.host_callback` as of 2020, on callgate's taps.
 
-`id_tap` is a tap in the flow of data: it lives as long as what it returns is used (in a loop, a
-branch or an inner jit: by one of its results). Outside compiled code it calls at once, in the
-caller's thread; inside, the program goes on and the function is called on callgate's thread, while
-an `outfeed_receiver` is started for the device.
+`id_tap` is part of the data flow: it runs if its result is used (in a loop, a branch or an inner
+jit: if one of their results is used). Outside compiled code it calls the function at once, in the
+caller's thread. In compiled code the program doesn't wait; the function runs on callgate's thread,
+and an `outfeed_receiver` must be active for the device.
 
 ```python
 import jax, jax.numpy as jnp
-from callgate._part import Wait
 from callgate.compat import host_callback as hcb
 
 seen = []
@@ -49,7 +48,7 @@ loop_rules.keep_results(lambda eqn: primitive.dataflow_taps_in(walk.subjaxprs(eq
 
 
 class Transform(str):
-  """The name of a transformation that a tap met, with `["name"]` and its parameters by name."""
+  """The name of a transformation of a tap, with `["name"]` and its parameters by name."""
 
   parameters: dict[str, Any]
 
@@ -75,22 +74,22 @@ def id_tap(
   """Calls `func(arg, **kwargs)` on the host, and returns `arg`, or `result` if given.
 
   Args:
-    func: called with the pytree of NumPy arrays, and under transformations with more keywords:
-      `transforms`, the names in order of application, 'batch', 'jvp', 'transpose' and 'mask'; and
-      if `func` takes them, with 'batch' `batch_dims`, the batched axis of each leaf of `arg` and of
-      `result` (None: unbatched), and with 'mask' `logical_shapes`, a shape for each leaf of `arg`:
-      the outermost's; each of `transforms` has its own, as in `transforms[0]["batch_dims"]`.
+    func: a function that gets the pytree as NumPy arrays. Under transformations it also gets
+      `transforms`, the names in order of application: 'batch', 'jvp', 'transpose' and 'mask'. If it
+      has such parameters, it also gets `batch_dims` (with 'batch': the batched axis of each leaf of
+      `arg` and of `result`, or None) and `logical_shapes` (with 'mask': the outermost shape of each
+      leaf of `arg`). Each of `transforms` has its own, as in `transforms[0]["batch_dims"]`.
     arg: a pytree of arrays.
-    result: what to return instead: a pytree of arrays.
-    logical_shape: sizes of the part of padded arrays that counts, as in `callgate.tap`: `func` gets
+    result: the pytree of arrays to return. Default: `arg`.
+    logical_shape: the sizes of the valid part of padded arrays, as in `callgate.tap`. `func` gets
       that part, and the transformation 'mask'.
-    **kwargs: passed to `func` as they are; they never enter the program.
+    **kwargs: passed to `func` unchanged; they never enter the program.
 
   Returns:
-    `arg` or `result`. Use it: a compiled program leaves the call out where nothing of it is used.
+    `arg` or `result`. Use it: a compiled program drops the call if it uses no part of it.
 
   Raises:
-    TapFunctionException: outside compiled code, from what `func` raised.
+    TapFunctionException: outside compiled code: `func` raised.
     ValueError: a compiled program runs on a device without an outfeed receiver.
     TypeError: `func` is not callable, or a leaf is not an array.
   """
@@ -113,7 +112,7 @@ def _consume(
   function: Callable[..., Any], kwargs: dict[str, Any], value: Any, transforms: tapped.Transforms,
   device: int | None,
 ) -> None:  # fmt: skip
-  """Calls the function of a tap: at once in the caller's thread, or on the channel's."""
+  """Calls a tap's function: at once in the caller's thread, or on the channel's."""
 
   def call() -> None:
     keywords = dict(kwargs)
@@ -127,26 +126,27 @@ def _consume(
 
 
 def _unknown_testing_consumer(*_: Any, **__: Any) -> None:
-  """Stands for a function that the receiver doesn't know; for tests."""
+  """Represents a function unknown to the receiver; for tests."""
   raise LookupError("host_callback: a record came for a tap function that is not known here")
 
 
-_unknown_consumer = _unknown_testing_consumer  # its first name
+_unknown_consumer = _unknown_testing_consumer  # its older name
 
 
 def id_print(
   arg: Any, *, result: Any = None, output_stream: Any = None, threshold: int = 1024, **kwargs: Any
 ) -> Any:
-  """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
+  """Prints `arg` on the host; returns `arg`, or `result` if given.
 
-  First comes a line of sorted `key: value`, of keywords and transformations, then the value.
+  The first line has sorted `key: value` pairs of keywords and transformations; then comes the
+  value.
 
   Args:
     arg: a pytree of arrays.
-    result: what to return instead.
-    output_stream: where to `write`; None for standard output.
-    threshold: elements above which `numpy.array2string` summarises an array.
-    **kwargs: printed as they are.
+    result: the pytree to return. Default: `arg`.
+    output_stream: an object with `write`. Default: standard output.
+    threshold: the number of elements above which `numpy.array2string` summarizes an array.
+    **kwargs: printed unchanged.
   """
   kwargs |= {"output_stream": output_stream, "threshold": threshold}
   return id_tap(_print_consumer, arg, result=result, **kwargs)
@@ -160,19 +160,19 @@ def outfeed_receiver(
   *, receiver_name: str = "", timeout_sec: float = 10, backends: Sequence[str] | None = None,
   devices: Sequence[Any] | None = None,
 ) -> tapped.Receiver:  # fmt: skip
-  """A context in which compiled programs may run taps; leaving it waits for them and their taps.
+  """Returns a context manager in which compiled programs may run taps; its end waits for them.
 
   Args:
-    receiver_name: for messages.
-    timeout_sec: seconds to wait at most when the block ends.
-    backends: names of platforms whose local devices are meant.
-    devices: the devices that are meant. Default: all local ones.
+    receiver_name: a name for messages.
+    timeout_sec: the longest wait at the end of the block, in seconds.
+    backends: names of platforms, to receive from their local devices.
+    devices: the devices to receive from. Default: all local ones.
 
   Raises:
-    ValueError: both `backends` and `devices` are given; or, where the block begins, a device has a
-      receiver already.
-    TapFunctionException: where the block ends: functions raised. `exceptions` has all of it.
-    TimeoutError: where the block ends: the time ran out; the message says what was outstanding.
+    ValueError: both `backends` and `devices` are given. At the start of the block: a device already
+      has a receiver.
+    TapFunctionException: at the end of the block: functions raised; see its `exceptions`.
+    TimeoutError: at the end of the block: the time ran out; the message lists what is unfinished.
   """
   label, what = "outfeed_receiver", "names of platforms"
   if backends is not None and devices is not None:
@@ -188,12 +188,13 @@ def outfeed_receiver(
 
 
 class outfeed_stream(contextlib.ContextDecorator):
-  """Writes what taps send to a file, in the framing of the outfeed of 2020.
+  """Writes tapped values to a file, in the format of the outfeed of 2020.
 
-  All that compiled programs tap inside the block is in the file when it ends, and an end marker.
+  At the end of the block the file has all values of compiled programs in the block, and an end
+  marker.
 
   Args:
-    path: the file; it is replaced.
+    path: the file, which is replaced.
   """
 
   def __init__(self, path: str | os.PathLike[str]) -> None:

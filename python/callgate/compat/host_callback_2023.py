@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API of `jax.experimental.host_callback` in its last form (2021 to 2024), on callgate.
+"""`jax.experimental.host_callback` in its last form (2021 to 2024), on callgate.
 
 `id_tap` is a tap with an effect: it runs even if its result is unused, in program order on each
-device, and the program goes on meanwhile. Functions are called on callgate's thread; what they
-raise is kept for `barrier_wait`. `call` is a gate: the program waits for its result.
+device, and the program doesn't wait. Functions run on callgate's thread; `barrier_wait` raises
+their exceptions. `call` is a gate: the program waits for its result.
 
 ```python
 import jax
@@ -58,19 +58,19 @@ _gates: weakref.WeakValueDictionary[Any, GateCallee] = weakref.WeakValueDictiona
 
 
 class CallbackException(Exception):
-  """Functions of taps or calls raised; the text ends with the last one's traceback."""
+  """Functions of taps or calls raised; the text ends with the last traceback."""
 
 
-TapFunctionException = CallbackException  # its name in the forms of 2020
+TapFunctionException = CallbackException  # its name of 2020
 
 
 class CallbackFlavor(enum.Enum):
-  """Names the callback of JAX's that a program asked for: all are alike here."""
+  """The kind of JAX callback that a program asked for; all have the same effect here."""
 
   IO_CALLBACK, PURE, DEBUG = 1, 2, 3
 
 
-# Since the last barrier: how many exceptions were raised, and the last one with its traceback.
+# The number of exceptions since the last barrier, and the last one with its traceback.
 _raised: tuple[int, BaseException | None, str] = (0, None, "")  # guarded by _lock
 
 
@@ -81,23 +81,23 @@ def id_tap(
 ) -> Any:  # fmt: skip
   """Calls `tap_func(arg, transforms)` on the host, and returns `arg`, or `result` if given.
 
-  Under differentiation the primal values are sent, once; under `jax.checkpoint` in both passes. A
-  tap of a tangent sends the cotangent under reverse mode, with 'transpose'.
+  Differentiation sends the primal values once; `jax.checkpoint` sends them in both passes. Reverse
+  mode sends the cotangent for a tap of a tangent, with 'transpose'.
 
   Args:
-    tap_func: called with the pytree of NumPy arrays and the transformations that were applied: a
+    tap_func: a function that gets the pytree as NumPy arrays, and the applied transformations: a
       tuple of `(name, parameters)`, such as `("batch", {"batch_dims": (0,)})`.
     arg: a pytree of arrays.
-    result: what to return instead.
-    tap_with_device: also pass `device=`, the jax.Device that the value comes from.
-    device_index: index among `jax.devices()` of the device that is named for an array that is
+    result: the pytree to return. Default: `arg`.
+    tap_with_device: True also passes `device=`, the jax.Device of the value.
+    device_index: the index in `jax.devices()` of the device to report for an array that is
       partitioned over several.
-    callback_flavor: for JAX's own callbacks; see CallbackFlavor.
-    **kwargs: an error, which says what stands for them.
+    callback_flavor: selects JAX's callback; has no effect here.
+    **kwargs: raise an error that names the replacement.
 
   Raises:
     TypeError: for further keywords, if `tap_func` is not callable, if a leaf is not an array, or
-      for a `callback_flavor` that is none.
+      for a wrong `callback_flavor`.
   """
   if kwargs:
     ended = "Support for **kwargs in ``id_tap`` ended with the form of 2020"
@@ -116,7 +116,7 @@ def _check(api: str, parameter: str, function: object, flavor: object) -> None:
 
 
 def _tap(function: Callable[..., Any], key: Any, arg: Any, result: Any, index: int | None) -> Any:
-  """One tap for equal keys, to the function; with a device's `index` it gets `device=`, too."""
+  """Taps `arg` to the function; equal keys share a tap. With `index` it passes `device=`."""
   name = tapped.name_of(function)
 
   def consume(value: Any, transforms: tapped.Transforms, device: int | None) -> None:
@@ -145,16 +145,16 @@ def id_print(
   output_stream: Any = None, threshold: int = 1024,
   callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK, **kwargs: Any,
 ) -> Any:  # fmt: skip
-  """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
+  """Prints `arg` on the host; returns `arg`, or `result` if given.
 
-  First comes a line of sorted `key: value`, of keywords, device and transformations, then the
-  value: on one line where it fits. Arguments are as for `id_tap`, and:
+  The first line has sorted `key: value` pairs of keywords, device and transformations; then comes
+  the value, on the same line if it fits. Other arguments are as for `id_tap`.
 
   Args:
-    tap_with_device: also print the device that the value comes from.
-    output_stream: where to `write`; None for standard output.
-    threshold: elements above which `numpy.array2string` summarises an array.
-    **kwargs: printed as they are.
+    tap_with_device: True also prints the device of the value.
+    output_stream: an object with `write`. Default: standard output.
+    threshold: the number of elements above which `numpy.array2string` summarizes an array.
+    **kwargs: printed unchanged.
   """
   _check("id_tap", "tap_func", _print, callback_flavor)
   function = functools.partial(_print, output_stream, threshold, kwargs)
@@ -178,24 +178,27 @@ def call(
   call_with_device: bool = False, device_index: int = 0,
   callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
 ) -> Any:  # fmt: skip
-  """Calls `callback_func(arg)` on the host, and returns what it returns, as jax.Arrays.
+  """Calls `callback_func(arg)` on the host, and returns its result as jax.Arrays.
 
-  The program waits. The function runs on a thread of callgate's: it may itself run JAX programs.
+  The program waits for the result. The function runs on a thread of callgate, and may itself run
+  JAX programs.
 
   Args:
-    callback_func: called with the pytree of NumPy arrays; returns a pytree like `result_shape`.
+    callback_func: a function that gets the pytree as NumPy arrays and returns a pytree like
+      `result_shape`.
     arg: a pytree of arrays.
-    result_shape: the result: a pytree of anything with `.shape` and `.dtype`, or of scalars; None
-      for no result.
-    call_with_device: also pass `device=`, the jax.Device that calls.
-    device_index: with `callback_flavor` as for `id_tap`.
+    result_shape: the types of the result: a pytree of scalars, or of anything with `.shape` and
+      `.dtype`; None for no result.
+    call_with_device: True also passes `device=`, the jax.Device that calls.
+    device_index: as for `id_tap`.
+    callback_flavor: as for `id_tap`.
 
   Raises:
-    TypeError: `callback_func` is not callable, or `callback_flavor` is none.
+    TypeError: `callback_func` is not callable, or `callback_flavor` has a wrong value.
     ValueError: `result_shape` is not such a pytree.
-    NotImplementedError: under `jax.vmap`, or when differentiated (use `jax.custom_vjp`).
-    jax.errors.JaxRuntimeError: where the program's results are looked at: `callback_func` raised or
-      returned something else; `barrier_wait` says what.
+    NotImplementedError: under `jax.vmap`, or for a derivative (use `jax.custom_vjp`).
+    jax.errors.JaxRuntimeError: when you use the program's results: `callback_func` raised or
+      returned something else; `barrier_wait` raises the exception.
   """
   _check("call", "callback_func", callback_func, callback_flavor)
   given = tapped.Arrays("call: arg", arg, copied=True)
@@ -210,7 +213,7 @@ def call(
 
 
 def _device_of(device: int | None, index: int) -> Any:
-  """The jax.Device of an id; where it is not known, the one at `index`."""
+  """Returns the jax.Device of an id, or the one at `index` if the id is unknown."""
   known = (one for one in dispatch.cpu_devices() if one.id == device)
   return next(known, None) or jax.devices()[index]
 
@@ -219,13 +222,13 @@ def _gate(
   function: Callable[..., Any], given: Any, dtype_names: tuple[str | None, ...], tree: Any,
   structs: tuple[jax.ShapeDtypeStruct, ...], index: int | None,
 ) -> GateCallee:  # fmt: skip
-  """The gate of flat arguments and results: the function has pytrees, and its result is checked."""
+  """Makes the gate of flat arguments and results; the function gets pytrees."""
   name = tapped.name_of(function)
 
   def checked(result: Any) -> list[np.ndarray]:
     leaves, got = jax.tree.flatten(result)
     if got != tree:
-      old = f"Callback func {name} should have returned a result with pytree {tree}"  # its words
+      old = f"Callback func {name} should have returned a result with pytree {tree}"  # JAX's words
       raise ResultError(f"call: {old}: expected a result of structure {tree}, got {got}")
     arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
     for array, struct, (path, _) in zip(arrays, structs, leaf_paths(tree), strict=True):
@@ -235,11 +238,11 @@ def _gate(
     return arrays
 
   def run(context: Any, out: Sequence[Any], *leaves: Any) -> None:
-    # JAX's own callback doesn't say which device calls; and one calls for all that share a
+    # JAX's own callback doesn't report the calling device, and one device calls for all in a
     # partitioned program.
     alone = isinstance(context, Context) and context.size == 1
     try:
-      # The function may keep its argument: the views are XLA's.
+      # The function may keep its argument, but the views are XLA's memory.
       pairs = zip(leaves, dtype_names, strict=True)
       arrays = [np.array(leaf, dtype and jnp.dtype(dtype)) for leaf, dtype in pairs]
       device = context.device if alone else None
@@ -285,13 +288,14 @@ def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], 
 
 
 def barrier_wait(logging_name: str | None = None) -> None:
-  """Waits until every program started so far, by any thread, has run, and its taps are through.
+  """Waits until all programs started so far, by any thread, have run and their taps are delivered.
 
   Args:
-    logging_name: for the message.
+    logging_name: a name for the message.
 
   Raises:
-    CallbackException: functions raised since the last barrier; of threads that wait, one gets it.
+    CallbackException: functions raised since the last barrier. If several threads wait, one gets
+      it.
   """
   global _raised
   check_not_forked()
@@ -300,7 +304,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
     (count, error, text), _raised = _raised, (0, None, "")
   if error is not None:
     where = f"barrier_wait({logging_name!r})" if logging_name is not None else "barrier_wait"
-    begin = "There were exceptions during callback processing."  # programs match it
+    begin = "There were exceptions during callback processing."  # users match this text
     last = f"[{where}; the last of ({count})] {text}"
     raise CallbackException(f"{begin} Last one was: {last}") from error
 

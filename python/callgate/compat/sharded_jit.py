@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax.experimental.sharded_jit` of 2020-21: a jit whose arguments and results are split by counts.
+"""`jax.experimental.sharded_jit` of 2020-21: a jit that splits its arguments by counts.
 
 ```python
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ add = sharded_jit(lambda x, y: x + y, in_parts=(PartitionSpec(1), None), out_par
 assert add(jnp.ones(4), jnp.ones(4)).tolist() == [2.0] * 4
 ```
 
-This one is `jax.jit` with shardings underneath, so it runs on every platform. A function is traced
-and compiled once for each kind of arguments; any thread may call.
+This implementation uses `jax.jit` with shardings, so it runs on every platform. It traces and
+compiles a function once for each kind of arguments. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from callgate.compat import _sharded_jit as _parts
 from callgate.compat._sharded_jit import PartitionSpec, Stated, part_of, with_sharding_constraint
 
 __all__ = ["PartitionSpec", "sharded_jit", "with_sharding_constraint"]
-_Run = Callable[[list[Any]], Any]  # a program, of flat arguments
+_Run = Callable[[list[Any]], Any]  # a program with flat arguments
 
 
 def sharded_jit(
@@ -37,35 +37,36 @@ def sharded_jit(
   local_in_parts: Any = None, local_out_parts: Any = None, local_num_partitions: int | None = None,
   static_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:  # fmt: skip
-  """Like `jax.jit`, with arguments and results split over several devices.
+  """Compiles a function like `jax.jit`, with arguments and results split over several devices.
 
-  The number of devices is that of the partitions: of `num_partitions`, of the specs, and of the
-  constraints inside, which must all agree. They are the first ones of this process or, with several
-  processes and more partitions than a process has devices, all of all processes; then each process
-  passes its part of every argument and gets its part of every result, on its own devices. The
-  function itself sees whole arrays, as does a program around (`jit`, `grad`, `vmap`, loops).
+  The number of partitions comes from `num_partitions`, the specs and the constraints inside the
+  function, which must agree. The program runs on the first devices of this process. If a process
+  has fewer devices than there are partitions, it runs on all devices of all processes. Each process
+  then passes its part of each argument, and gets its part of each result, on its own devices. The
+  function itself sees whole arrays, as does a surrounding program (`jit`, `grad`, `vmap`, loops).
 
   Args:
     fun: a function of arrays and pytrees of arrays.
-    in_parts: how the arguments are split: a `PartitionSpec` for all, None (replicated), or a tuple
-      with an entry an argument, each a pytree prefix of it. Without the static arguments. A spec
-      has a count for each dimension of its arrays.
-    out_parts: the same for the results.
-    num_partitions: the number of devices, where nothing else says it.
-    local_in_parts: with several processes, how the part of the arguments that a process passes is
-      split over its own devices: follows from the devices, and is checked if given.
-    local_out_parts: the same for the part of the results that it gets.
-    local_num_partitions: the number of devices of each process; needed across processes where all
+    in_parts: the split of the arguments: a `PartitionSpec` for all, None (replicated), or a tuple
+      with an entry for each non-static argument, each a pytree prefix of it. A spec has a count for
+      each dimension of its arrays.
+    out_parts: the split of the results, in the same form.
+    num_partitions: the number of devices, if nothing else determines it.
+    local_in_parts: with several processes, how a process's part of the arguments is split over its
+      own devices. It follows from the devices, and is checked if given.
+    local_out_parts: the same for the results.
+    local_num_partitions: the number of devices of each process. Needed across processes if all
       arguments and results are replicated.
-    static_argnums: positions of arguments that are hashable values, not arrays.
+    static_argnums: positions of static arguments: hashable values instead of arrays.
 
   Returns:
-    The function. Its results are `jax.Array`s, split as `out_parts` says; across processes, the
-    process's tiles of them.
+    The compiled function. Its results are `jax.Array`s, split as `out_parts` says; across
+    processes, the process's tiles of them.
 
   Raises:
-    ValueError: here or in a call: partitions that disagree with each other, with the arrays or with
-      the devices; too few arguments for `static_argnums`, or a static one that can't be hashed.
+    ValueError: here or in a call: partitions disagree with each other, with the arrays or with the
+      devices; there are too few arguments for `static_argnums`; or a static argument is not
+      hashable.
     NotImplementedError: in a call with keyword arguments.
   """
   static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
@@ -83,7 +84,7 @@ def sharded_jit(
 
 
 class _ShardedJit:
-  """Holds what one call of `sharded_jit` made: the function, its parts and its programs."""
+  """The function, the parts and the programs of one `sharded_jit`."""
 
   def __init__(
     self, fun: Callable[..., Any], whole: Stated, local: Stated, static: tuple[int, ...]
@@ -97,7 +98,7 @@ class _ShardedJit:
     given = tuple(arg for i, arg in enumerate(args) if i not in fixed)
     leaves, tree = jax.tree.flatten(given)
     types = [jax.typeof(leaf) for leaf in leaves]
-    # In a program around, arrays are whole even across processes, and its mesh may decide.
+    # In a surrounding program arrays are whole even across processes, and its mesh may decide.
     inside = any(isinstance(leaf, Tracer) for leaf in leaves)
     static = tuple((i, type(value), value) for i, value in sorted(fixed.items()))
     total = len(args)
@@ -114,7 +115,7 @@ class _ShardedJit:
     return run(leaves)
 
   def _fixed(self, args: tuple[Any, ...]) -> dict[int, Any]:
-    """The static arguments by position."""
+    """Returns the static arguments by position."""
     if not all(-len(args) <= i < len(args) for i in self.static):
       only = f"{self.name} was called with only {len(args)} positional arguments"
       raise ValueError(f"sharded_jit: static_argnums={self.static}, but {only}")
@@ -130,12 +131,12 @@ class _ShardedJit:
   def _program(
     self, flat: Callable[..., Any], given: tuple[Any, ...], types: Sequence[Any], inside: bool
   ) -> tuple[_Run, bool]:
-    """Makes a runner of `flat` for such arguments; True if it lasts: it closes over no tracer."""
+    """Makes a runner of `flat` for such arguments; True if reusable: it closes over no tracer."""
     whole, local = self.whole, self.local
     parts = _parts.flat_parts(whole.in_parts, given, "in_parts")
     shapes = [t.shape for t in types]
     _parts.check(parts, shapes, "in_parts", padded=True)
-    if whole.said is not None and not inside:  # else nothing is split, or nothing is a part
+    if whole.said is not None and not inside:  # otherwise arrays are whole
       devices = _parts.devices_of(whole.said, local, whole.split)
       if _parts.is_shared(devices):
         shapes = [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
@@ -151,7 +152,7 @@ class _ShardedJit:
     count = self._count(closed.jaxpr)
     lasting = not any(isinstance(const, Tracer) for const in closed.consts)
     if count is None or tracing.in_manual_region():
-      # Replicated on as many devices as the program around has; parts of parts aren't split again.
+      # Replicated on the devices of the surrounding program. Parts aren't split again.
       return self._runner(closed, info, None, inside, False), lasting
     devices = _parts.devices_of(count, local, whole.split)
     ins, outs = (
@@ -168,7 +169,7 @@ class _ShardedJit:
     return self._runner(closed, info, (ins, outs), inside, shared), lasting
 
   def _count(self, jaxpr: Any) -> int | None:
-    """The number of partitions; None where nothing says it and the program around may."""
+    """Returns the number of partitions; None if only a surrounding program may determine it."""
     count = self.whole.said
     for inside, who in _parts.counts_inside(jaxpr):
       if count is not None and inside != count:
@@ -182,13 +183,13 @@ class _ShardedJit:
     self, closed: Any, info: Any, parts: tuple[Sequence[_parts.LocalPart], ...] | None,
     inside: bool, shared: bool,
   ) -> _Run:  # fmt: skip
-    """Returns a runner of the traced program; without `parts` arguments stay where they are."""
+    """Returns a runner of the traced program; without `parts` arguments keep their places."""
     program, tree = jaxpr_as_fun(closed), jax.tree.structure(info)
 
     def flat(*leaves: Any) -> list[Any]:
       return program(*leaves)
 
-    flat.__name__ = flat.__qualname__ = self.name  # in profiles and texts
+    flat.__name__ = flat.__qualname__ = self.name  # for profiles and texts
     if parts is None:
       compiled = jax.jit(flat)
       return lambda leaves: jax.tree.unflatten(tree, compiled(*leaves))

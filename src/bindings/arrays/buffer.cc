@@ -332,37 +332,39 @@ PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buf
 void bind_buffer(nb::module_& module) {
   nb::class_<Buffer>(
       module, "Buffer", nb::type_slots(buffer_slots), nb::is_weak_referenceable(),
-      "An array of the running call: XLA's own memory, for the length of the call.\n\n"
-      "On the CPU NumPy reads it (`__array__`, the buffer protocol), on a GPU libraries of arrays "
-      "do\n(`__cuda_array_interface__` version 3), and both exchange it by DLPack. Inputs are "
-      "read-only. On\na GPU work on the array belongs on XLA's stream, `stream`; what a library "
-      "enqueues on one of\nCUDA's default streams, after it asked for the array by a protocol, is "
-      "ordered before what XLA\ndoes next; of work on any other stream XLA's own has to wait by "
-      "the callable's doing.")
+      "An array of the running call, over XLA's own memory; valid during the call.\n\n"
+      "On the CPU, NumPy reads it through `__array__` or the buffer protocol. On a GPU, array "
+      "libraries\nread it through `__cuda_array_interface__` (version 3). DLPack works on both. "
+      "Inputs are\nread-only.\n\n"
+      "On a GPU, enqueue work on the array on XLA's stream, `stream`. Work on CUDA's default "
+      "streams runs\nbefore XLA's next work if the library requested the array through one of "
+      "these protocols.\nSynchronize any other stream with XLA's yourself.")
       .def_prop_ro(
           "shape", [](const Buffer& b) { return tuple_of(b.dims); },
-          "Extents, outermost first; the layout is dense and row-major.")
-      .def_prop_ro("dtype", &dtype_of, "The NumPy (or ml_dtypes) dtype.")
+          "The shape; the memory layout is dense and row-major.")
+      .def_prop_ro("dtype", &dtype_of, "The NumPy or ml_dtypes dtype.")
       .def_prop_ro("ndim", [](const Buffer& b) { return b.dims.size(); })
       .def_prop_ro("size", [](const Buffer& b) { return b.view.size(); })
       .def_prop_ro(
           "nbytes", [](const Buffer& b) { return b.view.nbytes(); },
-          "Bytes of XLA's memory; sub-byte types count whole bytes.")
+          "The size in XLA's memory in bytes; packed sub-byte types round up to a whole byte.")
       .def_prop_ro("device", &device_text,
-                   "'cpu:' and the device's global id, or 'cuda:' and the GPU's number.")
+                   "\"cpu:\" and the device's global id, or \"cuda:\" and the GPU's number.")
       .def_prop_ro(
           "stream", [](const Buffer& b) { return b.gpu ? b.gpu->number() : 0; },
-          "XLA's CUDA stream as an integer, as the exchange protocols number it; 0 on the CPU.")
+          "XLA's CUDA stream as an integer, numbered as in `__cuda_array_interface__`; 0 on the "
+          "CPU.")
       .def_ro("readonly", &Buffer::readonly, "True for inputs, False for results.")
       .def_prop_ro("writeable", [](const Buffer& b) { return !b.readonly; })
       .def("__array__", &array, nb::arg("dtype") = nb::none(), nb::arg("copy") = nb::none())
       .def_ro("_exports", &Buffer::exports)
       .def("_detach", [](Buffer& b) { return number_of(b.detach()); })
       .def_prop_ro("_data", [](const Buffer& b) { return number_of(b.view.data); })
-      .def("unpack", &unpack,
-           "A new array with one element a byte: for int4 and the other sub-byte types.")
+      .def(
+          "unpack", &unpack,
+          "Returns a new NumPy array with one element per byte, for int4 and other sub-byte types.")
       .def("pack", &pack, nb::arg("values"),
-           "Writes an array of the buffer's shape and dtype, packed as XLA has it.")
+           "Writes an array of the buffer's shape and dtype in XLA's packed form.")
       .def("__repr__",
            [](const Buffer& b) {
              return "Buffer(" + to_string(b.view) + ", device=" + device_text(b) +
@@ -384,8 +386,8 @@ void bind_buffer(nb::module_& module) {
              return export_as<dlpack::ManagedTensor>(std::move(self), /*copied=*/false);
            })
       .def_prop_ro("__cuda_array_interface__", &cuda_array_interface,
-                   "CUDA's array interface, version 3; an AttributeError on the CPU and for types "
-                   "that it can't name.");
+                   "The CUDA array interface, version 3. Raises AttributeError on the CPU, and for "
+                   "dtypes that the interface lacks.");
   // Points `array`, a view of `old_data`'s memory that may outlive it, to the same offset in
   // `new_data`. With `base`, the array holds it from now on.
   module.def(

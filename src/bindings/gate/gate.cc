@@ -186,12 +186,15 @@ nb::dict coordinates_of(const Context& context) {
 enum class Stage { kInstantiate, kPrepare, kInitialize, kExecute };
 
 void bind_context(nb::module_& module) {
-  nb::enum_<Stage>(module, "ExecutionStage", "XLA's stages of a call; callables run in EXECUTE.")
+  nb::enum_<Stage>(module, "ExecutionStage",
+                   "The stages of a call in XLA; callables run in EXECUTE.")
       .value("INSTANTIATE", Stage::kInstantiate)
       .value("PREPARE", Stage::kPrepare)
       .value("INITIALIZE", Stage::kInitialize)
       .value("EXECUTE", Stage::kExecute);
-  nb::class_<Context>(module, "Context", "Where and when a style=\"context\" gate runs.")
+  nb::class_<Context>(module, "Context",
+                      "The first argument of a style=\"context\" gate: the device, the stream and "
+                      "the shard of a call.")
       .def_prop_ro("stage", [](const Context&) { return Stage::kExecute; })
       .def_prop_ro("stream", &stream_number,
                    "XLA's CUDA stream as an integer (a CUstream); 0 on the CPU.")
@@ -201,20 +204,23 @@ void bind_context(nb::module_& module) {
             return nb::handle(hooks.stream_as)(library, stream_number(c), ordinal_of(c));
           },
           nb::arg("library"),
-          "XLA's stream as an object of \"cupy\", \"torch\", \"numba\" or \"cuda\" "
-          "(cuda.bindings'\nCUstream). An error on the CPU, and where the library is missing.")
+          "Returns XLA's stream as an object of a library.\n\n"
+          "Args:\n  library: \"cupy\", \"torch\", \"numba\" or \"cuda\" (a CUstream of "
+          "cuda.bindings).\n\n"
+          "Raises:\n  GateDefinitionError: the call runs on the CPU, or the library is missing.")
       .def_prop_ro("ordinal", &ordinal_of,
-                   "The GPU's number for CUDA in this process; -1 on the CPU.")
-      .def_ro("device", &Context::device, "The device's global id (jax.Device.id).")
-      .def_ro("run", &Context::run, "XLA's id of this run, the same on all its devices.")
+                   "CUDA's number of the GPU in this process; -1 on the CPU.")
+      .def_ro("device", &Context::device, "The device's global id (`jax.Device.id`).")
+      .def_ro("run", &Context::run,
+              "XLA's id of this run of the program, the same on all its devices.")
       .def_prop_ro("rank", &rank_of,
-                   "The device's position among those that run the program: 0 to size - 1.")
+                   "The device's index among the devices of the program: 0 to size - 1.")
       .def_prop_ro(
           "size", [](const Context& c) { return c.mesh->devices; },
-          "How many devices run the program; 1 for a program of one device.")
+          "The number of devices that run the program.")
       .def_prop_ro("coordinates", &coordinates_of,
                    "The device's index along each axis of the program's mesh, by the axis's name; "
-                   "empty where the mesh is not known.");
+                   "empty if the mesh is unknown.");
 }
 
 // Settings of the process that watch calls, and traces.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls a JAX callback on callgate's engine: its arguments, its results.
+"""Runs a JAX callback on callgate's engine: its arguments and its results.
 
-This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it, without the 30 µs of
-`jax.device_put`'s Python. The functions made here run on whatever thread XLA calls from, with the
-GIL held, several at once. Every tenth of a microsecond in them is seen in `benchmarks/`.
+The functions made here behave as `pure_callback_impl` of `jax/_src/callback.py`, without the 30 µs
+of `jax.device_put`'s Python code. They run on any of XLA's threads, with the GIL held, several at
+once. `benchmarks/` shows every tenth of a microsecond in them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from callgate._jax import callbacks, dispatch, execution, lowering, tracing
 from callgate._runtime import config
 
 Array = np.ndarray[Any, Any]
-# JAX's own logger: what users have configured for its callbacks holds for these.
+# JAX's own logger, so that the user's configuration of it applies.
 _logger = logging.getLogger("jax._src.callback")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnCallgate:
-  """Marks a callback for callgate's engine. Equal for equal functions, so that JAX's caches hit."""
+  """Marks a callback for callgate's engine; equal functions have equal marks, for JAX's caches."""
 
   function: Callable[..., Any]
 
@@ -39,21 +39,21 @@ class OnCallgate:
 
 
 def can_serve(ctx: Any) -> bool:
-  # Where XLA partitions, it calls JAX's own targets alone once: any other on every device.
+  # A partitioned program calls only JAX's own targets once; any other target runs on every device.
   return config.engine() != "jax" and not lowering.is_automatic(ctx)
 
 
 class Carrier(NamedTuple):
-  """Describes how one array crosses between program and Python."""
+  """Describes how one array crosses between the program and Python."""
 
-  aval: Any  # its type in the program's call
+  aval: Any  # the type in the program's call
   shape: tuple[int, ...]
-  dtype: np.dtype[Any]  # what the callback sees
-  is_wider: bool  # for sub-byte types, which XLA packs: the program hands them over as wider ones
+  dtype: np.dtype[Any]  # the dtype that the callback sees
+  is_wider: bool  # for packed sub-byte types: the program passes a wider type
 
 
 def carrier(aval: Any) -> Carrier:
-  """The carrier of `aval`: keys as their words, float0 as bool, sub-byte types as wider ones."""
+  """Returns the carrier of `aval`: keys as data, float0 as bool, sub-byte types as wider ones."""
   if aval.dtype == jax.dtypes.float0:
     aval = aval.update(dtype=np.dtype(bool))
   aval = tracing.physical_aval(aval)
@@ -62,7 +62,7 @@ def carrier(aval: Any) -> Carrier:
 
 
 def emit_carried(ctx: Any, operands: Sequence[Any], effect: Any, **options: Any) -> list[Any]:
-  """Emits a call whose arrays are carried, in order where there is an `effect`."""
+  """Emits a call with carried arrays, in order if there is an `effect`."""
 
   def convert(value: Any, aval: Any) -> Any:
     target = mlir.aval_to_ir_type(ctx.module_context, aval)
@@ -77,7 +77,7 @@ def emit_carried(ctx: Any, operands: Sequence[Any], effect: Any, **options: Any)
 def host_function(
   ctx: Any, callback: Callable[..., Any], in_tree: Any, api: str
 ) -> Callable[..., list[Array]]:
-  """Runs `callback` on the program's arrays as JAX would; `in_tree` is of `(args, kwargs)`."""
+  """Returns a function that runs `callback` on program arrays; `in_tree` is `(args, kwargs)`."""
   operands, results = (list(map(carrier, avals)) for avals in (ctx.avals_in, ctx.avals_out))
 
   def unflattened(*arrays: Any) -> Any:
@@ -89,19 +89,19 @@ def host_function(
   device = dispatch.cpu_devices("a callback of JAX's")[0]
   to_jax, check = _argument_maker(operands, device), _result_checker(results)
   enter, leave = callbacks.callback_scope(device)
-  # The loop's names are looked up once here, not once a call.
+  # Looks these names up once here, not once a call.
   array_type, numpy_type = type(jax.device_put(0.0, device)), np.ndarray
   leaves, as_numpy = jax.tree.leaves, np.asarray
 
   def call(*inputs: Array) -> list[Array]:
     arrays = to_jax(inputs)
     before = enter()
-    _running.append(None)  # in one step each, for the threads' sake
+    _running.append(None)  # atomic, for other threads
     try:
       value = function(*arrays)
       one = type(value) is array_type or type(value) is numpy_type
       values = [as_numpy(value)] if one else [as_numpy(leaf) for leaf in leaves(value)]
-    except KeyboardInterrupt:  # the user's own
+    except KeyboardInterrupt:  # the user's
       raise
     except BaseException:
       _logger.exception("jax.%s failed", api)
@@ -114,7 +114,7 @@ def host_function(
   return call
 
 
-# An item for each callback that runs. Under the GIL: single steps; emptied by the end of each
+# An item for each running callback. Under the GIL: single steps; emptied by the end of each
 # callback.
 _running: list[None] = []
 
@@ -126,8 +126,8 @@ class _Waits(execution.Watcher):
 
 
 def end_before_dispatch_returns(context: Any) -> None:
-  """To be told of each io_callback: its program has ended when its dispatch returns, as in JAX."""
-  if _running:  # XLA's own threads may all be waiting for this program: it runs on the caller's
+  """Records an io_callback: its program ends before its dispatch returns, as in JAX."""
+  if _running:  # XLA's threads may all wait for this program: it runs on the caller's
     dispatch.mark_host_callbacks(context)
   lowering.add_keepalive(context, _Waits())
 
@@ -135,14 +135,14 @@ def end_before_dispatch_returns(context: Any) -> None:
 def _argument_maker(
   operands: Sequence[Carrier], device: Any
 ) -> Callable[[Sequence[Array]], list[Any]]:
-  """From NumPy arrays to jax.Arrays on the CPU, as `jax.device_put` decided in the first call."""
+  """Makes jax.Arrays on the CPU of NumPy arrays, as `jax.device_put` did in the first call."""
   put = dispatch.fast_device_put(device)
-  targets: list[tuple[Any, Any]] = []  # one an operand, once known
+  targets: list[tuple[Any, Any]] = []  # one for each operand, once known
   is_wider = any(operand.is_wider for operand in operands)
 
   def decide(inputs: Sequence[Array]) -> list[Any]:
     arrays = [jax.device_put(x, device) for x in inputs]
-    # Not where the thread's `jax_enable_x64` changes a dtype: then it decides every time.
+    # Except if the thread's `jax_enable_x64` changes a dtype; then `device_put` decides every time.
     if all(x.dtype == operand.dtype for x, operand in zip(arrays, operands, strict=True)):
       targets[:] = [(x.aval, x.sharding) for x in arrays]
     return arrays
@@ -161,7 +161,7 @@ def _argument_maker(
 
 
 def _result_checker(results: Sequence[Carrier]) -> Callable[[list[Array]], list[Array]]:
-  """A function that gives its list of arrays as the program takes them, or raises JAX's errors."""
+  """Returns a function that converts a list of results for the program, or raises JAX's errors."""
 
   def check(values: list[Array]) -> list[Array]:
     if len(values) != len(results):

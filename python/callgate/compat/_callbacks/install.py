@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.install()`: JAX's own callbacks and debug callbacks on callgate's engine.
+"""`callgate.install()`: JAX's callbacks and debug callbacks on callgate's engine.
 
-One option of the process decides how programs are lowered (`compat.callbacks`). It is part of the
-key of JAX's caches, so nothing compiled is lost. Any thread may call these.
+One option of the process selects the lowering of programs (`compat.callbacks`). It is part of the
+key of JAX's caches, so compiled programs are kept. Any thread may call these functions.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from callgate._runtime import config
 def install() -> None:
   """Runs JAX's own callbacks on callgate's engine from now on.
 
-  They are `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback` and
-  `jax.debug.print`. Their arguments, results and exceptions stay JAX's. For the two debug callbacks
-  the program no longer waits: `jax.effects_barrier()` waits for them and raises what they raised.
+  It affects `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback` and
+  `jax.debug.print` in the whole process, on the CPU and on CUDA GPUs. Arguments, results and
+  exceptions stay as in JAX. Programs no longer wait for the two debug callbacks;
+  `jax.effects_barrier()` waits for them and raises their errors.
 
-  It counts for the whole process, on the CPU and on CUDA GPUs (there through pinned memory).
-  Functions that were jitted before are compiled again when next called; compiled objects that you
-  hold (`jit(f).lower(x).compile()`) and programs that another thread is compiling keep their
-  engine. Installing twice does nothing more.
+  JAX compiles functions that were jitted before again when you next call them. Compiled objects
+  that you hold (`jit(f).lower(x).compile()`), and programs that another thread is compiling, keep
+  their engine. Calling it again has no effect.
 
   Example:
     >>> import callgate as cg, jax, numpy as np
@@ -36,9 +36,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-  """Puts JAX's own engine back for its callbacks.
+  """Restores JAX's own engine for its callbacks.
 
-  Programs from before `install` serve again. Without a preceding `install`, does nothing.
+  JAX uses the programs from before `install` again. Without `install` it has no effect.
 
   Example:
     >>> import callgate as cg
