@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs with effects on JAX's C++ dispatch path (docs/design.md, Dispatch).
+"""Programs with effects on JAX's C++ dispatch path (docs/design_programs.md, Dispatch).
 
 JAX leaves that path when an executable reports an effect, for two reasons (0.10 to 0.12; there is
 no public API). Its C++ code keeps no token of a program for `jax.effects_barrier` to wait for: here
