@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the site the version of the package: a hook of MkDocs (mkdocs.yml)."""
+"""Completes the site: a hook of MkDocs (mkdocs.yml).
+
+Each page gets the package's version. The search puts pages about the project below the guides.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,29 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+# Pages of the navigation's parts that answer questions about the project: state.md, roadmap.md ...
+_BEHIND = ("Explanation", "Project")
+_KEPT = (
+  "benchmarks.md",
+  "comparison.md",
+  "faq.md",
+  "glossary.md",
+  "limitations.md",
+  "performance.md",
+)
 
 
 def on_config(config: Any) -> Any:
   project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
   config.extra["release"] = project["version"]
   return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+  del config, files
+  parts = [parent.title for parent in page.ancestors]
+  if any(part in _BEHIND for part in parts) and page.file.src_uri not in _KEPT:
+    page.meta.setdefault("search", {"boost": 0.1})
+  elif page.file.src_uri.startswith("gallery/"):  # code has every word
+    page.meta.setdefault("search", {"boost": 0.5})
+  return markdown

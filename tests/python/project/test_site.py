@@ -12,7 +12,9 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -153,8 +155,6 @@ def test_no_page_asks_another_host() -> None:
 
 
 def test_a_page_has_a_switch_the_version_an_edit_link_and_neighbours() -> None:
-  import tomllib
-
   version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
   page = (SITE / "taps" / "index.html").read_text("utf-8")
   for scheme in ("default", "slate"):
@@ -164,6 +164,112 @@ def test_a_page_has_a_switch_the_version_an_edit_link_and_neighbours() -> None:
   assert f'href="{REPOSITORY}/edit/main/docs/taps.md"' in page
   assert "md-footer__link--prev" in page
   assert "md-footer__link--next" in page
+
+
+# Words that a user types, and pages that answer.
+WORDS = {
+  "sparse": "gates_arrays solvers",
+  "retry": "errors workers",
+  "logging": "taps",
+  "metrics": "sinks channels runs",
+  "dashboard": "watch",
+  "dataset": "feeds_loaders feeds",
+  "dataloader": "feeds_loaders feeds",
+  "data loader": "feeds feeds_loaders",
+  "multi host": "processes",
+  "memory leak": "faq host_objects",
+  "out of memory": "gpu",
+  "unsigned long": "kernels_c",
+  "callback": "compat migrating",
+  "sqlite": "host_objects sinks",
+  "EnvPool": "environments",
+  "read while running": "sinks_files",
+  "pure_callback": "migrating tutorials/replacing_callbacks",
+  "io_callback": "migrating compat",
+  "debug.print": "debugging",
+  "early stopping": "steering",
+  "progress bar": "progress",
+  "tqdm": "progress",
+  "TensorBoard": "sinks",
+  "wandb": "sinks",
+  "mlflow": "sinks",
+  "csv": "sinks reference/sinks",
+  "parquet": "sinks reference/sinks",
+  "checkpoint": "checkpoints",
+  "resume": "checkpoints feeds",
+  "preemption": "checkpoints",
+  "NaN": "debugging",
+  "debugger": "breakpoints",
+  "pdb": "breakpoints",
+  "breakpoint": "breakpoints",
+  "profiling": "timeline",
+  "timeout": "gates_threads",
+  "thread safe": "kernels gates_threads",
+  "GIL": "gates_threads",
+  "multiprocessing": "workers",
+  "process pool": "workers",
+  "Ray": "reference/workers workers",
+  "Dask": "workers",
+  "MPI": "processes",
+  "reinforcement learning": "environments",
+  "Gymnasium": "environments gallery/gymnasium_cartpole",
+  "PyTorch": "kernels_torch",
+  "Numba": "kernels_numba",
+  "CUDA": "gpu_kernels",
+  "Triton": "gpu_kernels",
+  "CuPy": "gpu_gates gpu_kernels",
+  "custom call": "kernels_cpp",
+  "C function": "kernels_c",
+  "shared library": "kernels_library kernels_c",
+  "OpenMP": "kernels_cpp",
+  "export": "gates_names",
+  "serialization": "gates_names",
+  "shard_map": "sharding_programs",
+  "pmap": "sharding_programs",
+  "distributed": "processes",
+  "finite difference": "gates_derivatives",
+  "linear solver": "solvers",
+  "factor once": "solvers",
+  "root finding": "solvers",
+  "async": "futures",
+  "cache": "gates_names replay",
+  "record and replay": "replay",
+  "experiment tracking": "runs",
+  "knob": "steering",
+  "environment variable": "environment",
+  "install": "install",
+  "exception": "errors",
+  "error message": "messages",
+  "segfault": "kernels_debugging",
+  "hang": "debugging",
+  "PRNG key": "gates_arguments",
+  "images": "runs",
+  "video": "environments_wrappers",
+  "alert": "runs reference/runs",
+  "host_callback": "host_callback",
+  "id_tap": "host_callback",
+  "performance": "performance",
+  "benchmark": "benchmarks performance",
+}
+
+
+def test_the_search_finds_a_page_for_what_users_type() -> None:
+  """Among the first three hits, which a reader sees without scrolling."""
+  runtime = node()
+  if runtime is None:
+    pytest.skip("no Node.js: it comes with the group `lint`")
+  (worker,) = SITE.glob("assets/javascripts/workers/search.*.min.js")
+  script = Path(__file__).parents[1] / "support" / "site_search.cjs"
+  answer = subprocess.run(
+    [runtime, script, worker, SITE / "search" / "search_index.json"],
+    input="\n".join(WORDS), capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  missed = {}
+  for word, hits in json.loads(answer.stdout).items():
+    first = [found[0].partition("#")[0].rstrip("/") for found in hits[:3]]
+    if not {*WORDS[word].split()} & {*first}:
+      missed[word] = first
+  assert not missed
 
 
 def index() -> dict[str, Any]:
