@@ -359,17 +359,19 @@ def _guard_kind(row: State) -> str:
 HEAD = """\
 # State of the modules
 
-The package's modules hold these names and change them while a process runs. A name has one owner,
-its module. `python tools/module_state.py` makes this page from the code and from the comment at
-each name; the tool's first lines tell the comment's form. A test fails if a name has no comment, if
-the page is not what the code says, or if a loop goes through a table that the GIL alone guards.
+This page lists the module-level names of the package whose values change while a process runs. Read
+it before you add state, or debug a race. A name belongs to its module. `python
+tools/module_state.py` generates the page from the code and from the comment at each name; the
+tool's docstring describes these comments. A test fails if a name has no comment, if the page is
+outdated, or if code iterates over a table that only the GIL guards.
 
-- A *cell* is a name that a `global` statement assigns anew.
-- A *module's lock* is held for each change, and for each look that takes more than one step.
-- *The GIL* guards a name whose changes and looks are single steps. Python without the GIL needs a
-  lock there, or a container that takes such steps whole.
-- *Set once*: nobody changes the name later. *One thread* alone reads and changes the name.
-- Caches, events and a few objects lock themselves.
+- A *cell* is a name that a `global` statement reassigns.
+- *A module's lock* is held for each change, and for each access of more than one step.
+- *The GIL* guards a name if each change and each access is a single step. Free-threaded
+  Python needs a lock there, or a container whose steps are atomic.
+- *Set once* names don't change later. A *one thread* name is only read and changed by that thread.
+- Caches, events and a few objects have a lock of their own.
+
 """
 
 
@@ -382,7 +384,7 @@ def main(options: list[str]) -> int:
   if "--check" not in options:
     (root / PAGE).write_text(page(rows), "utf-8")
   elif not (root / PAGE).exists() or (root / PAGE).read_text("utf-8") != page(rows):
-    print(f"{PAGE} is not what the code says; python tools/module_state.py writes it anew")
+    print(f"{PAGE} is outdated; run python tools/module_state.py")
     return 1
   return bool(faults)
 

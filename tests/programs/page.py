@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of random programs in the documentation, made of `counts.json`."""
+"""The tables of random programs in the documentation, made from `counts.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from counts import Counts, Refusal
 from refusals import REFUSALS
 
-# A row, and the names of parts that it counts, without their effect.
+# Each row with a pattern of the part names that it counts, without their effect.
 ROWS = {
   "`gate`": "gate",
   "`gate`, `style='inplace'`": "gate inplace.*",
@@ -41,7 +41,7 @@ ROWS = {
   "JAX's callbacks under `install`": "install.*",
   "`buffer_callback`, `host_callback`": "buffer_callback|id_tap|call of 2023",
 }
-# A column, and the transformations around a part, or the ways to run it, that it counts.
+# Each column with a pattern of the transformations around a part, or ways to run it.
 COLUMNS = {
   "`jit`": "jit.*|way: (jit|ahead of time|donated|caches cleared|tracer leaks|check_writes)",
   "no `jit`": "way: (without jit|disable_jit)",
@@ -69,17 +69,17 @@ COLUMNS = {
 HEAD = """
 ## Random programs
 
-`make programs` draws whole programs of these parts and of JAX's transformations, and compares each
-with an interpreter in NumPy: values, derivatives, which function runs how often in which order, and
-what is left afterwards. A cell counts the programs that were right with the part inside of the
-transformation (or run in that way): on one device, and after `+` over several. {programs}
-programs were right: {versions}. No program counts that was refused; the refusals are below.
+`make programs` generates random programs from these parts and JAX's transformations. It compares
+values, derivatives, the number and order of calls, and leftover objects with an interpreter in
+NumPy. A cell counts the correct programs with the part inside the transformation, or run in that
+way: on one device, and after `+` on several devices. {programs} programs were correct: {versions}.
+Refused programs don't count; the next table lists the refusals.
 
 """
 REFUSED = """
-Programs that combine the following are refused, by these words:
+callgate or JAX refused some programs, with these messages:
 
-| words | the reason | programs | all of them have |
+| message | reason | programs | common to all of them |
 |---|---|---|---|
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page "What works with what": the contract's table and the counts of random programs.
 
-`CONTRACT_WRITE=1` writes it.
+The environment variable `CONTRACT_WRITE=1` writes the page.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import counts
 import page
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "what_works.md"
-# A column, and the questions whose refusals it tells.
+# Each column of the page with the questions whose refusals it shows.
 COLUMNS = {
   "under `vmap`, in loops and over devices": [
     f"values {way}" for way in ("vmap", "split lanes", "scan", "shard_map")
   ],
   "derivatives": ["grad", "grad calls"],
-  "by JAX's own callbacks": ["engine", "engine scan", "engine vmap"],
-  "an error is the user's, and names the line": ["error", "line", "error vmap of cond", "told"],
-  "and the lane": ["error", "line", "lane", "error vmap", "error vmap of scan"],
-  "is freed with its programs": ["kept", "cycle", "dropped"],
+  "`config(engine='jax')`": ["engine", "engine scan", "engine vmap"],
+  "the user's exception, with the line": ["error", "line", "error vmap of cond", "told"],
+  "with the lane": ["error", "line", "lane", "error vmap", "error vmap of scan"],
+  "freed with its programs": ["kept", "cycle", "dropped"],
   "`jax.export`": ["export"],
-  "an export in another process, once its gates are defined there": ["export", "export elsewhere"],
-  "copies and pickles": ["pickle", "pickle elsewhere"],
+  "an export in another process that defines its gates": ["export", "export elsewhere"],
+  "copy, pickle": ["pickle", "pickle elsewhere"],
   "a fork's child": ["fork"],
-  "Ctrl-C ends a program, and the next is right": ["interrupt", "silence"],
-  "equal functions are two": ["equal"],
+  "Ctrl-C, then the next program": ["interrupt", "silence"],
+  "equal functions stay apart": ["equal"],
 }
-# Folders whose functions no program calls, or whose rows call them by other names: `gate.start`.
+# Folders without functions that programs call, or whose rows use other names, as `gate.start`.
 NOT_NAMED = {
   "_callgate",
   "_core",
@@ -51,24 +51,35 @@ NOT_NAMED = {
   "_verify",
   "compat",
 }
+# The questions whose refusals are messages, with which the tests compare.
+QUOTED = {"grad", "export", "export elsewhere", "pickle", "pickle elsewhere", "fork"}
 HEAD = """\
 # What works with what
 
-The tests ask each part below the same questions (`tests/python/contract`). All of them give the
-right value and make the right number of calls outside of `jit`, in `cond`, `jit` in `jit`, ahead of
-time, in threads and with 40 executions under way; so do functions that were jitted before the
-import, functions that are defined again, and programs under way at the end of the process, which
-ends in silence or by the error that nobody caught; and the next process finds the program in JAX's
-persistent cache. Where the answer to another question is no, the
-table says why.
+This page lists which combinations of callgate's parts, JAX's transformations and process boundaries
+work. The tests (`tests/python/contract`) ask the same questions about every part and generate this
+table. A cell is "yes", or the reason for a "no". A reason after "raises" quotes the error message.
+
+Every part gives correct values and the correct number of calls in these cases, which the table
+leaves out:
+
+- outside `jit`, in `cond`, with `jit` in `jit`, and compiled ahead of time;
+- in several threads, and with 40 executions in flight;
+- in functions that were jitted before callgate was imported, and in functions that are redefined;
+- at the end of the process: programs in flight finish silently, or by their uncaught error;
+- in the next process, which finds the program in JAX's persistent cache.
 
 """
 
 
 def _cell(row: Row, questions: list[str]) -> str:
   if not row.tells and "error" in questions:
-    return row.refuses.get("told", "the program goes on; `cg.errors()` raises")
-  said = dict.fromkeys(row.refuses[q] for q in questions if q in row.refuses)
+    return row.refuses.get("told", "the program continues; `cg.errors()` raises")
+  said = dict.fromkeys(
+    f"raises `{row.refuses[q]}`" if q in QUOTED else row.refuses[q]
+    for q in questions
+    if q in row.refuses
+  )
   return "; ".join(said) or "yes"
 
 

@@ -414,12 +414,12 @@ _THREADS = "this process was forked from one that ran gates on threads of their 
 _OWN = "callgate made it for a purpose of its own"
 _FUNCTION = "other processes don't have its function"
 _OF_TAPS = {"export": _FUNCTION, "fork": _CHANNELS}
-_RECENT = "the last 64 functions of cg.call and cg.use are kept for calls to come"
+_RECENT = "callgate keeps the last 64 functions of `cg.call` and `cg.use`"
 DEFINE = "Define it before the program is loaded"  # and a trace alone does
-_OPEN = "an open channel keeps its consumers"
+_OPEN = "an open channel keeps its consumers alive"
 _NO_RULE = {"grad": "has no derivative. Define one"}
 _NO_JVP = {"grad": "do not support JVP"}
-_COMPILED = "compiled code raises by a check alone"
+_COMPILED = "only checks raise from compiled code"
 _NO_FORK = {"fork": "CUDA's driver works in no fork's child"}
 _OF_CUDA = {"error": _COMPILED, **_NO_RULE, **_NO_FORK}
 _ON_CUDA_ALONE = {**_OF_CUDA, "engine": "expected a program for platform cuda"}
@@ -428,12 +428,12 @@ _OF_TRITON = {
   "pickle": "cannot pickle '_thread.RLock' object",
   "silence": "Triton reports objects of its own at the end of the process",
 }
-_JAX = "what the callback raises is told in JAX's own words"
+_JAX = "JAX reports the callback's exception in its own words"
 _OF_CALLBACKS = {
   **_NO_JVP,
   "line": _JAX,
   "export": "serialization of host_callbacks",
-  "equal": "JAX hashes the function, and calls the first of equal ones outside of `jit`",
+  "equal": "outside `jit`, JAX calls the first of several equal functions",
 }
 
 
@@ -447,7 +447,7 @@ ROWS: dict[str, Row] = {
   "gate": Row(_gate(), each=False),
   "gate io": Row(_gate(effect="io")),
   "gate ordered": Row(_gate(effect="ordered")),
-  "gate whole": Row(_gate(effect="io", vmap="whole"), refuses={"lane": "one call has all lanes"}),
+  "gate whole": Row(_gate(effect="io", vmap="whole"), refuses={"lane": "one call gets all lanes"}),
   "gate inplace": Row(_into, refuses=_NO_RULE),
   "gate on its own thread": Row(_gate(effect="io", thread="own"), refuses={"fork": _THREADS}),
   "gate on a named thread": Row(_on_thread),
@@ -469,14 +469,14 @@ ROWS: dict[str, Row] = {
   "knob": Row(
     _knob,
     each=False,
-    refuses={"error": "no function of the user's runs", "pickle elsewhere": "define it first"},
+    refuses={"error": "runs no user function", "pickle elsewhere": "define it first"},
   ),
   "feed": Row(
     _feed,
     each=False,
     refuses={
-      "cycle": "its thread runs the iterator",
-      "error": "an item fails where it is made, before a program asks for it",
+      "cycle": "the feed's thread keeps the iterator alive",
+      "error": "the iterator raises before a program requests the item",
       "fork": "expected a feed that is made after the fork",
       "pickle": "its iterator runs in this process",
     },
@@ -485,17 +485,15 @@ ROWS: dict[str, Row] = {
     _solver, refuses={"pickle": _OWN, "grad": "reverse mode solves with the transposed matrix"}
   ),
   "root": Row(_root, each=False, refuses={"pickle": _OWN}),
-  "breakpoint": Row(
-    _breakpoint, adds=0, each=False, refuses={"error": "no function of the user's runs"}
-  ),
+  "breakpoint": Row(_breakpoint, adds=0, each=False, refuses={"error": "runs no user function"}),
   "stoppable scan": Row(
     _stoppable,
     refuses={
-      "engine vmap": "JAX's callbacks with effects are in no cond under vmap",
+      "engine vmap": "JAX refuses callbacks with effects in a cond under vmap",
     },
   ),
   "scan with until": Row(
-    _until, refuses={"engine vmap": "JAX's callbacks with effects are in no cond under vmap"}
+    _until, refuses={"engine vmap": "JAX refuses callbacks with effects in a cond under vmap"}
   ),
   "gate in a worker": Row(
     _in_worker,
@@ -518,9 +516,9 @@ ROWS: dict[str, Row] = {
       **_not_under_vmap("put the `vmap` or `shard_map` into the loop's body"),
       "values shard_map": "put the `vmap` or `shard_map` into the loop's body",
       "error vmap of cond": "put the `vmap` or `shard_map` into the loop's body",
-      "values scan": "of a loop in a loop save the outer one",
-      "interrupt": "of a loop in a loop save the outer one",
-      "engine scan": "of a loop in a loop save the outer one",
+      "values scan": "in nested loops, save the outer one",
+      "interrupt": "in nested loops, save the outer one",
+      "engine scan": "in nested loops, save the outer one",
       "pickle": "its thread writes for this process",
       "fork": _CHANNELS,
       "dropped": _RECENT,
@@ -535,14 +533,14 @@ ROWS: dict[str, Row] = {
     adds=0,
     each=False,
     tells=False,
-    refuses={"told": "no function of the user's runs", "fork": _CHANNELS},
+    refuses={"told": "runs no user function", "fork": _CHANNELS},
   ),
   "print": Row(
     _printed,
     adds=0,
     each=False,
     tells=False,
-    refuses={"told": "no function of the user's runs", "fork": _CHANNELS},
+    refuses={"told": "runs no user function", "fork": _CHANNELS},
   ),
   "channel with a sink": Row(
     _sink, adds=0, tells=False, refuses={"kept": _OPEN, "cycle": _OPEN, "fork": _CHANNELS}
@@ -575,7 +573,7 @@ ROWS: dict[str, Row] = {
     _io_callback,
     refuses={
       **_OF_CALLBACKS,
-      "error vmap of cond": "JAX refuses its effect in a cond under vmap",
+      "error vmap of cond": "JAX refuses the effect in a cond under vmap",
     },
   ),
   "buffer_callback": Row(
@@ -586,14 +584,14 @@ ROWS: dict[str, Row] = {
     _id_tap,
     adds=0,
     tells=False,
-    refuses={**_OF_TAPS, "grad calls": "the tap sends the tangent out, too"},
+    refuses={**_OF_TAPS, "grad calls": "the tap also sends the tangent"},
     around=_outfeed_receiver,
   ),
   "id_tap of 2023": Row(
     _id_tap_2023,
     adds=0,
     tells=False,
-    refuses={**_OF_TAPS, "told": "the program goes on; `barrier_wait()` raises"},
+    refuses={**_OF_TAPS, "told": "the program continues; `barrier_wait()` raises"},
   ),
 }
 
