@@ -371,7 +371,6 @@ outdated, or if code iterates over a table that only the GIL guards.
   Python needs a lock there, or a container whose steps are atomic.
 - *Set once* names don't change later. A *one thread* name is only read and changed by that thread.
 - Caches, events and a few objects have a lock of their own.
-
 """
 
 

@@ -20,7 +20,7 @@ REFUSALS = {
   "serialization of host_callbacks": "JAX can't export its callbacks",
   "IO effect not supported in vmap-of-cond": "JAX refuses its callbacks in a branch under `vmap`",
   "Buffer callbacks do not support JVP": "`buffer_callback` has no JVP, also in the old interface",
-  "ordered=True works in programs for one device": "ordered taps with `engine='jax'` need one device",
+  "ordered=True works in programs for one device": "`engine='jax'`, on several devices",
   "leaves some of them to XLA": "ordered calls and bars in a shard_map over some axes only",
   "slicing on sharded dims where": "JAX refuses such slices of explicitly sharded arrays",
   r"no gate or kernel named .((call:)?program_\d+\.|checkpoints )": "the other process lacks it",
