@@ -160,7 +160,7 @@ def test_a_page_has_a_switch_the_version_an_edit_link_and_neighbours() -> None:
   for scheme in ("default", "slate"):
     assert f'data-md-color-scheme="{scheme}"' in page
   assert 'title="Switch to dark mode"' in page
-  assert f'<li class="md-source__fact">{version}</li>' in page
+  assert f'md-source__fact--version">{version}</li>' in page
   assert f'href="{REPOSITORY}/edit/main/docs/taps.md"' in page
   assert "md-footer__link--prev" in page
   assert "md-footer__link--next" in page
