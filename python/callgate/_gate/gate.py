@@ -207,37 +207,8 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
   assert sort(jnp.array([3.0, 1.0, 2.0])).tolist() == [1.0, 2.0, 3.0]
   ```
 
-  In a program for a CUDA GPU the callable runs while XLA enqueues the program's work, so the device
-  may not have computed the arguments yet. The callable must enqueue its own work on the same
-  stream, and not wait for it. See the guide "Python on the GPU".
-
-  - arrays="buffer", "cupy", "torch" and "numba" are zero-copy views of the GPU's memory. "cupy" and
-    "numba" exist on GPUs only. XLA's stream is the current stream of CuPy and PyTorch. Numba has no
-    current stream: pass `x.stream` to each launch. Without it a launch runs on the default stream,
-    after XLA's earlier work and before its later work. Consumers of a Buffer that follow DLPack or
-    the CUDA array interface wait for XLA's stream, and XLA's stream then waits for the default
-    stream. Synchronize any other stream yourself.
-  - Don't write to inputs: these libraries don't enforce read-only arrays.
-    `config(check_writes=True)` detects such writes, except with `command_buffer=True`.
-  - With style="return" the callable may return any object with `__dlpack__` or
-    `__cuda_array_interface__` on the program's GPU. It must have the declared shape and dtype, and
-    be dense and row-major; callgate makes CuPy's and PyTorch's arrays contiguous. callgate copies
-    it on XLA's stream. NumPy arrays and scalars work too, and only they can be `cast`.
-  - An array that outlives the call raises an `EscapedViewError`, because XLA reuses its memory. A
-    Buffer then rejects further use and a torch tensor receives a copy; don't touch the arrays of
-    other libraries.
-  - arrays="numpy" and "jax" are copies in the host's memory ("jax" arrays are on JAX's CPU device).
-    XLA's thread waits for the inputs and runs the callable. With thread="own" the stream waits
-    instead. If the callable then fails, the results are NaN (zero for integers), and
-    `callgate.errors()` raises the exception. `thread` and `timeout` don't apply to the GPU's own
-    arrays.
-  - With command_buffer=True the callable runs when XLA records its program as a CUDA graph, once
-    for each set of array addresses, and not when the graph is replayed. Launch the same work
-    whatever the arrays hold. Read nothing on the host and wait for nothing. Allocate only from a
-    memory pool that supports capture. Stay on XLA's stream, or fork from it and join it by events.
-    Keep memory that the launches use alive as long as the program. An operation that breaks the
-    recording raises a `CaptureError`. The gate needs arrays on the GPU, style="inplace" or
-    "context", and effect="pure".
+  On a CUDA GPU the callable runs while XLA enqueues the program's work. It enqueues its own work on
+  the same stream, and doesn't wait for it: see the guide "Python on the GPU".
 
   Args:
     fn: the callable; leave it out to use the result as a decorator.

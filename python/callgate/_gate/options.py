@@ -33,7 +33,8 @@ class GateOptions(CallOptions):
   Attributes:
     arrays: the kind of arrays that the callable gets: "numpy" views, "buffer" (`callgate.Buffer`),
       "jax" or "torch" arrays, all zero-copy on the CPU. PyTorch has no read-only tensors, so don't
-      write to inputs; `config(check_writes=True)` detects such writes. For CUDA GPUs see above.
+      write to inputs; `config(check_writes=True)` detects such writes. Guide: "Python on
+      the GPU".
     run_on: where the callable runs. "xla": on XLA's calling thread, the fastest choice. "own": on a
       thread of callgate, so that the callable may itself run JAX programs. A `callgate.thread`: on
       that thread, one call at a time. "processes": in a shared pool with one worker process for
@@ -59,7 +60,7 @@ class GateOptions(CallOptions):
       knows its position: `context.rank`, `.size` and `.coordinates` in the mesh. Use it for gates
       that communicate with each other.
     command_buffer: True lets XLA record the callable's launches as a CUDA graph and replay the
-      graph. Has no effect on other devices. See above.
+      graph. Has no effect on other devices. Guide: "Python on the GPU".
     style: "return" (`fn(*args)` returns the results, which callgate checks and copies once),
       "inplace" (`fn(out, *args)` writes into views of XLA's result memory, and returns None or
       `out`) or "context" (`fn(context, out, *args)` also gets a `callgate.Context`, with `stage`,
