@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.Checkpoints`: a loop's carry saved while the loop runs, and taken up again."""
+"""`callgate.Checkpoints`: saves a loop's carry while the loop runs, and resumes from it."""
 
 from __future__ import annotations
 
@@ -35,38 +35,39 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
     return jax.jit(lambda x: cg.scan(step, x, length=100, save=saves))(0)
 
   run(cg.Checkpoints(folder, every=30))
-  cg.barrier()                                  # what is on its way is on the disk then
+  cg.barrier()                                  # all checkpoints are on the disk now
   assert cg.Checkpoints(folder).steps() == (60, 90, 100)
-  x, xs = run(cg.Checkpoints(folder, resume=True))  # nothing is left to do
+  x, xs = run(cg.Checkpoints(folder, resume=True))  # no steps are left
   assert x == 100 and not xs.any()
   ```
 
-  A tap sends the carry after each so many steps, and after the last one that runs. The channel's
-  thread writes it: the program waits for the copy alone, or for the disk where that is slower than
-  the loop for long. A checkpoint is there whole, by its name, or not at all, also after kill -9.
-  Over several devices and processes, which share the folder, each part of an array is written by
-  the first that has it, and whoever writes the last part makes the checkpoint whole; any other
-  number of devices and processes can go on with it.
-
-  `callgate.barrier()` raises the error of a checkpoint that can't be written; the loop goes on.
-  Over processes the newest one is there after `callgate.barrier(all_processes=True)`. As a context
-  manager it waits for the disk at the end of the block. Its thread ends when neither this nor a
-  program that saves with it is left.
+  - A tap sends the carry after every `every` steps and after the last step that runs. Another
+    thread writes it. The program waits for the copy only, unless the disk is slower than the loop
+    for long.
+  - An incomplete checkpoint is never visible, even after `kill -9`.
+  - The processes of a multi-host program share the folder. Each part of an array is written once,
+    by the first device that has it. You may resume with another number of devices and processes.
+    The newest checkpoint is complete after `callgate.barrier(all_processes=True)`.
+  - If a checkpoint can't be written, the loop continues, and `callgate.barrier()` raises the error.
+  - As a context manager it waits for the disk at the end of the block. Its thread ends when neither
+    your code nor a program refers to it.
 
   Args:
-    folder: where they go; it is made if it isn't there. A relative one is of the open `run`.
-    every: steps from one to the next.
-    keep: how many of the newest stay.
-    resume: start from the newest one, if there is one. Steps that are skipped don't run, and their
-      ys are zeros; such a loop has no reverse derivative. Without it a folder with checkpoints of
-      another `Checkpoints` is refused when the loop begins.
-    format: "npz": files of NumPy's, one for each device with a part. "orbax": what Orbax restores;
-      one process puts the parts together, in its memory. Either is gone on with.
+    folder: the folder of the checkpoints, which is made if needed. A relative path is relative to
+      the open `run`'s folder.
+    every: the number of steps between two checkpoints.
+    keep: the number of newest checkpoints to keep.
+    resume: starts from the newest checkpoint, if there is one. Skipped steps don't run, and their
+      ys are zeros. Such a loop has no reverse-mode derivative. Without `resume`, a loop refuses a
+      folder with checkpoints of an earlier run.
+    format: "npz": NumPy files, one for each device with a part. "orbax": a checkpoint that Orbax
+      restores; one process gathers the parts in its memory. You can resume from both.
 
   Raises:
     GateDefinitionError: an option is wrong, or Orbax is not installed.
-    FileExistsError: from the program, without `resume`: the folder has checkpoints.
-    GateError: from the program: the newest one is of another carry, or of a longer loop.
+    FileExistsError: (fails the program) without `resume`, the folder has checkpoints.
+    GateError: (fails the program) the newest checkpoint has another carry, or more steps than the
+      loop.
   """
 
   _stays = (
@@ -96,44 +97,44 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
 
   @property
   def every(self) -> int:
-    """As given: steps from one checkpoint to the next."""
+    """The number of steps between two checkpoints."""
     return self._core.every
 
   @property
   def keep(self) -> int:
-    """As given: how many of the newest stay."""
+    """The number of newest checkpoints to keep."""
     return self._core.keep
 
   @property
   def resume(self) -> bool:
-    """As given."""
+    """The option `resume`."""
     return self._core.resume
 
   @property
   def format(self) -> str:
-    """As given: "npz" or "orbax"."""
+    """The option `format`: "npz" or "orbax"."""
     return self._core.format
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self.folder}>"
 
   def steps(self) -> tuple[int, ...]:
-    """The numbers of steps after which the checkpoints are that are there, the newest last."""
+    """Returns the steps of the complete checkpoints in the folder, the newest last."""
     return tuple(saved.step for saved in files.whole(self.folder))
 
   def load(self, like: Any, step: int | None = None) -> Any:
-    """A saved carry, outside of programs.
+    """Reads a checkpoint outside of programs.
 
     Args:
       like: a pytree with the carry's arrays, or their types.
-      step: which one; default: the newest.
+      step: the checkpoint's step. Default: the newest checkpoint.
 
     Returns:
-      The pytree, of NumPy arrays (of random keys, their bits).
+      The carry as a pytree of NumPy arrays. A random key is the array of its bits.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is of another carry, or damaged.
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: the checkpoint has another carry, or is damaged.
     """
     saved = self._chosen(step)
     given, tree = jax.tree.flatten(like)
@@ -147,7 +148,7 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
     return jax.tree.unflatten(tree, map(_in_its_dtype, arrays, given))
 
   def _chosen(self, step: int | None) -> Saved:
-    """The checkpoint of a step, or the newest one."""
+    """Returns the checkpoint of a step, or the newest one."""
     found = files.whole(self.folder)
     newest = found[-1].step if found else -1
     chosen = [saved for saved in found if step in (None, saved.step)]
@@ -161,18 +162,18 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
     return chosen[-1]
 
   def close(self) -> None:
-    """Waits until what programs have sent is on the disk; the end of the process does so, too.
+    """Waits until the checkpoints of all programs so far are on the disk.
 
-    A program that is called again later saves again.
+    The end of the process waits for them, too. A program that you call later saves again.
 
     Raises:
-      OSError: something could not be written.
+      OSError: a file could not be written.
     """
     self._core.flush()
 
 
 def _in_its_dtype(array: Any, given: Any) -> Any:
-  """The saved array, perhaps of a wider dtype, in that of the carry; of random keys their bits."""
+  """Converts a saved array to the carry's dtype; a random key to its bits."""
   dtype = getattr(given, "dtype", array.dtype)
   is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
   return array if is_key else array.astype(dtype, copy=False)

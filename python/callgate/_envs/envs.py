@@ -31,7 +31,7 @@ from callgate._runtime.barrier import wait_for_programs
 @wrappers.reachable
 @factories.of_one(EnvsOptions)
 def envs(make: Callable[..., Any], /, *, options: EnvsOptions) -> "Envs":
-  """Makes environments with Gymnasium's interface that compiled programs reset and step.
+  """Makes Gymnasium environments that compiled programs can reset and step.
 
   ```python
   import callgate as cg, gymnasium, jax, jax.numpy as jnp
@@ -41,7 +41,7 @@ def envs(make: Callable[..., Any], /, *, options: EnvsOptions) -> "Envs":
     @jax.jit
     def rollout(key):
       def step(observation, _):
-        actions = (observation[:, 2] > 0).astype(jnp.int32)  # towards where the pole leans
+        actions = (observation[:, 2] > 0).astype(jnp.int32)  # push to where the pole leans
         observation, reward, terminated, truncated, info = env.step(actions)
         return observation, reward
 
@@ -51,18 +51,20 @@ def envs(make: Callable[..., Any], /, *, options: EnvsOptions) -> "Envs":
     assert rollout(jax.random.key(0)).shape == (100, 8)
   ```
 
-  An episode that has ended begins anew with the next step, which ignores its action and returns
-  that reset's observation, with reward 0: Gymnasium's `AutoresetMode.NEXT_STEP`. So what is
-  returned with `terminated` or `truncated` is the episode's final observation. `autoreset=` has the
-  other modes. With equal seeds the trajectories are those of `gymnasium.vector.SyncVectorEnv`.
+  By default, the step after the end of an episode starts the next one, as Gymnasium's
+  `AutoresetMode.NEXT_STEP` does. This step ignores its action and returns the new episode's first
+  observation, with reward 0. The observation that comes with `terminated` or `truncated` is the
+  final one of its episode. `autoreset=` has the other modes. With equal seeds the trajectories
+  equal those of `gymnasium.vector.SyncVectorEnv`.
 
   Under `jax.vmap` each lane has n environments of its own. `callgate.envs.normalize_observation`,
-  `normalize_reward` and `episode_statistics` wrap what this returns.
+  `normalize_reward` and `episode_statistics` wrap environments.
 
   Args:
-    make: returns an environment: `reset(seed=)`, `step(action)`, and Gymnasium's spaces. It is
-      called once here, for these, and once for each environment where that runs. With `vector` it
-      returns a vector environment, and may have a parameter `seed`, for one that is seeded there.
+    make: a function that returns an environment with `reset(seed=)`, `step(action)`, and
+      Gymnasium's spaces. `envs` calls it once to read the spaces, and once for each environment,
+      where that runs. With `vector` it returns a vector environment, and may have a parameter
+      `seed`, for vector environments that are seeded when they are made.
 
   Returns:
     `Envs`, also a context manager.
@@ -70,7 +72,7 @@ def envs(make: Callable[..., Any], /, *, options: EnvsOptions) -> "Envs":
   Raises:
     GateDefinitionError: an option is wrong, Gymnasium is not installed, or a space has no fixed
       shape and dtype.
-    ValueError: the name is taken.
+    ValueError: another live gate or environment has the name.
   """
   name = check.name("envs", options.name) or registry.unique_name(
     check.function("envs", "make", make)
@@ -99,15 +101,14 @@ def envs(make: Callable[..., Any], /, *, options: EnvsOptions) -> "Envs":
 class Envs(Closing):
   """Environments that compiled programs reset and step; made by `callgate.envs`.
 
-  Calls are ordered: in a program, and from program to program, each device's come in the order in
-  which they were traced and dispatched, whatever their data say. A program that runs again goes on
-  with the environments as the last one left them.
+  Calls run in program order on each device, also from one program to the next. The environments
+  keep their state between programs.
 
   Attributes:
-    name: as programs and messages call them.
-    num_envs: how many there are.
-    single_observation_space, single_action_space: Gymnasium's spaces of one.
-    observation_space, action_space: those of all.
+    name: the name in programs and messages.
+    num_envs: the number of environments.
+    single_observation_space, single_action_space: Gymnasium's spaces of one environment.
+    observation_space, action_space: Gymnasium's spaces of all environments.
   """
 
   def __init__(self, name: str, programs: Programs) -> None:
@@ -126,28 +127,30 @@ class Envs(Closing):
   def reset(
     self, key: Any = None, *, mask: Any = None, options: Any = None, info: Any = None
   ) -> tuple[Any, dict[str, Any]]:
-    """Resets all environments, or those of a mask, and makes them the first time.
+    """Resets all environments, or those of a mask. The first reset makes them.
 
     Args:
-      key: a PRNG key, typed or raw (a `jax.Array` uint32[2]); an integer, traced or not; or a seed
-        for each environment, a list or an integer array of shape (n,). With a key or an integer,
-        environment i gets the i-th of `np.random.SeedSequence(integer).generate_state(n)`; a key's
-        integer is that of its words, the first of most weight: of `jax.random.key(7)` it is 7. None
-        leaves the environments' random generators as they are.
-      mask: bool[n], with autoreset="disabled": True for those to reset. The observations of the
-        others are what they were.
-      options: a dictionary, for the environments' `reset(options=)`. Its arrays may be traced.
-      info: ignored; wrapped environments have their state there.
+      key: the source of seeds: a PRNG key, typed or raw (a `jax.Array` uint32[2]); an integer,
+        which may be traced; or n seeds, as a list or an integer array of shape (n,). With a key or
+        an integer, environment i gets the i-th number of
+        `np.random.SeedSequence(integer).generate_state(n)`. A key's integer consists of its words,
+        the most significant word first: 7 for `jax.random.key(7)`. None keeps the environments'
+        random generators.
+      mask: bool[n], for autoreset="disabled": True for the environments to reset. The observations
+        of the others stay as they were.
+      options: a dictionary for the environments' `reset(options=)`. Its arrays may be traced.
+      info: ignored. Wrapped environments keep their state there.
 
     Returns:
-      Observations, a pytree as `observation_space`, of JAX's canonical dtypes, with n rows each;
-      and the infos that `info=` names, with a mask `_name` beside each. With
-      autoreset="same_step" infos have the parts that a step's have, too.
+      (observations, infos). Observations are a pytree like `observation_space`, of JAX's canonical
+      dtypes, with n rows. Infos have the entries of `info=`, with a mask `_name` for each. With
+      autoreset="same_step" they also have the entries of a step's infos.
 
     Raises:
-      GateDefinitionError: (while tracing) the key, the mask or the options are none.
-      GateError: (fails the program) an environment out of the mask has not been reset.
-      BaseException: (fails the program) what an environment raises, with a note of its number.
+      GateDefinitionError: while tracing: the key, the mask or the options are wrong.
+      GateError: (fails the program) an environment outside the mask has not been reset before.
+      BaseException: (fails the program) an environment raised it; a note has the environment's
+        number.
     """
     del info
     programs = self._open()
@@ -162,40 +165,42 @@ class Envs(Closing):
   def step(
     self, actions: Any, info: Any = None
   ) -> tuple[Any, jax.Array, jax.Array, jax.Array, dict[str, Any]]:
-    """Steps all environments, each with its action; `autoreset=` says when episodes begin anew.
+    """Steps all environments, each with its action.
 
     Args:
-      actions: a pytree as `action_space`, of JAX's canonical dtypes, with n rows each. Integers may
+      actions: a pytree like `action_space`, of JAX's canonical dtypes, with n rows. Integers may
         have fewer bits.
-      info: ignored; wrapped environments have their state there.
+      info: ignored. Wrapped environments keep their state there.
 
     Returns:
-      Observations and infos as `reset`; rewards, float32[n] (float64 with jax_enable_x64);
-      terminated and truncated, bool[n]. With autoreset="same_step" infos have "final_obs", the last
-      observations of the episodes that this step has ended, its mask "_final_obs" and, with
-      `info=`, "final_info" and "_final_info".
+      (observations, rewards, terminated, truncated, infos). Observations and infos are as for
+      `reset`. Rewards are float32[n] (float64 with jax_enable_x64); terminated and truncated are
+      bool[n]. With autoreset="same_step" the infos have "final_obs", the final observations of the
+      episodes that this step ended, with the mask "_final_obs"; and, with `info=`, "final_info" and
+      "_final_info".
 
     Raises:
-      GateDefinitionError: (while tracing) actions have another structure, shape or dtype, or the
+      GateDefinitionError: while tracing: the actions have another structure, shape or dtype, or the
         call is differentiated.
       GateError: (fails the program) an environment has not been reset.
-      BaseException: (fails the program) what an environment raises, with a note of its number.
-      WorkerError: (fails the program) a worker has ended, and its environments with it: the next
-        `reset` makes others.
+      BaseException: (fails the program) an environment raised it; a note has the environment's
+        number.
+      WorkerError: (fails the program) a worker has ended, with its environments. The next `reset`
+        makes new ones.
     """
     del info
     programs = self._open()
     return (self._step if tracing.in_no_trace() else programs.step)(actions)
 
   def render(self, lane: int = 0) -> Any:
-    """Waits for programs, and returns what environment `lane` renders, as its `render()` does.
+    """Waits for programs, and returns the result of `render()` of environment `lane`.
 
-    The picture of one in a worker comes as a copy, by pickle.
+    A picture from a worker is copied by pickle.
 
     Raises:
-      GateError: it has not been reset.
-      BaseException: what the environment raises.
-      WorkerError: its worker ends meanwhile.
+      GateError: the environment has not been reset.
+      BaseException: the environment raised it.
+      WorkerError: the environment's worker has ended.
     """
     programs = self._open()
     label = programs.plan.label
@@ -206,7 +211,7 @@ class Envs(Closing):
     return programs.place.run(lambda: programs.instances.get().render(number))
 
   def close(self) -> None:
-    """Waits for programs, and closes the environments, also in workers. Calls fail from then on."""
+    """Waits for programs and closes all environments, also in workers. Later calls fail."""
     if self._closed:
       return
     self._closed = True

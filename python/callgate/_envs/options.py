@@ -26,32 +26,32 @@ class EnvsOptions:
   """The options of `callgate.envs`.
 
   Attributes:
-    n: how many environments there are. A vector environment tells it itself.
-    vector: `make` returns one vector environment, whose lanes are the environments: with the
-      interface of `gymnasium.make_vec`, or EnvPool's. With `sharding` each device has one.
-    autoreset: when an episode that has ended begins anew. "next_step": with the next step, which
-      ignores its action. "same_step": in the step that ends it, whose infos have the last
-      observation as "final_obs". "disabled": by `reset(mask=)` alone. A vector environment has to
-      be made with the same.
-    run_on: where they are: "xla", on XLA's calling thread; "own", on a thread of callgate's; on
-      the one of `callgate.thread`, where they are also made, rendered and closed; "processes",
-      in as many worker processes as CPUs; or in those of `callgate.workers`, each of which has its
-      share of them and steps it in one message.
-    info: what of environments' infos programs get: names to anything with `.shape` and `.dtype`, to
-      dtypes, or to dictionaries of such. Default: nothing.
-    record: where episodes go when they end, as values with "return", "length" and "lane": a
-      function, a channel, or a channel's name, as `to` of `callgate.tap`.
-    record_steps: also send each step, all environments at once: "observation", "action",
+    n: the number of environments. A vector environment has its own number.
+    vector: `make` returns one vector environment, as `gymnasium.make_vec` or EnvPool does. Its
+      environments are the lanes. With `sharding` each device has one vector environment.
+    autoreset: when an ended episode starts anew. "next_step": with the next step, which ignores its
+      action. "same_step": in the step that ends it; its infos have the final observation as
+      "final_obs". "disabled": only by `reset(mask=)`. A vector environment must be made with the
+      same mode.
+    run_on: where the environments run. "xla": on XLA's calling thread; "own": on a thread of
+      callgate; a `callgate.thread`, which also makes, renders and closes them; "processes": in a
+      pool with one worker process for each CPU; `callgate.workers`. Each worker process has a share
+      of the environments and steps it by one message.
+    info: the entries of the environments' infos that programs get: a dictionary from names to
+      objects with `.shape` and `.dtype`, to dtypes, or to such dictionaries. Default: none.
+    record: a function, a channel, or a channel's name, as `to` of `callgate.tap`. It gets each
+      episode at its end, as a value with "return", "length" and "lane".
+    record_steps: sends each step, too, of all environments together: "observation", "action",
       "reward", "terminated" and "truncated".
-    record_video: (lane, folder), or (lane, folder, format): what this environment renders goes to
-      a file an episode there. The format is "gif", which needs Pillow and is the default with it,
-      "png", the default without, or "mp4", which needs the extra "video".
-    sharding: a NamedSharding whose spec is the mesh's axis, or axes, over which the environments
-      are split: each device steps its own. In a `jax.shard_map` over these axes a call is for those
-      of its device.
-    timeout: seconds after which a step fails; a reset, which may have to make environments, has 30
-      at least. See `callgate.gate`.
-    name: what programs and messages call them; unique. Default: as for `callgate.gate`, of `make`.
+    record_video: (lane, folder), or (lane, folder, format): writes this environment's pictures into
+      a file for each episode. The format is "gif" (needs Pillow; the default with Pillow), "png"
+      (the default without), or "mp4" (needs the extra "video").
+    sharding: a NamedSharding whose spec is the mesh axis, or axes, over which the environments are
+      split. Each device steps its own environments. In a `jax.shard_map` over these axes, a call
+      applies to the environments of its device.
+    timeout: seconds after which a step fails. A reset, which may have to make environments, has at
+      least 30. See `callgate.gate`.
+    name: the unique name in programs and messages. Default: as for `callgate.gate`, of `make`.
   """
 
   n: int = check.option(1, check.count, least=1, most=2**31 - 2)
@@ -68,7 +68,7 @@ class EnvsOptions:
 
 
 def place_given(label: str, run_on: Any) -> Any:
-  """`run_on=`, checked."""
+  """Checks `run_on=` and returns its place."""
   if isinstance(run_on, (Workers, Thread)):
     return run_on
   places = "'xla', 'own', 'processes', callgate.workers(...) or callgate.thread(...)"
@@ -77,7 +77,7 @@ def place_given(label: str, run_on: Any) -> Any:
 
 
 def check_records(label: str, to: Any) -> None:
-  """Raises unless `record=` is something that a tap sends to."""
+  """Raises unless a tap can send to `record=`."""
   if to is None or callable(to) or isinstance(to, Channel):
     return
   expected = "a function, a channel or a channel's name"

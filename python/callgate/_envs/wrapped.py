@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrappers of environments that programs run themselves, without the host.
 
-A wrapper has its state in the infos, which the caller's loop carries: `reset` begins it, and `step`
-takes the infos of the last call and gives the next. Statistics are of all environments, those of
-other devices included: in a `jax.shard_map` they are summed over the mesh's axes.
+A wrapper keeps its state in the infos, which the user's loop carries: `reset` starts the state, and
+`step` takes the infos of the last call and returns the next ones. Statistics are those of all
+environments, also on other devices: in a `jax.shard_map` they are summed over the mesh's axes.
 
 Running means and variances: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm
-for computing sample variances", 1979. The numbers are those of Gymnasium's wrappers.
+for computing sample variances", 1979. The numbers equal those of Gymnasium's wrappers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _FIRST_COUNT = 1e-4  # of values before the first, with mean 0 and variance 1, a
 
 
 class WrappedEnvs(Closing):
-  """Environments with a wrapper around them, which is used as these are.
+  """Environments with a wrapper; use them like the environments inside.
 
-  Its state is in the infos, by the wrapper's name: `step` takes those of the call before it.
+  The wrapper keeps its state in the infos, under its name. So pass the infos of each call to the
+  next `step`.
 
   Attributes:
-    name: as programs and messages call the environments.
-    num_envs: how many there are.
-    single_observation_space, single_action_space: Gymnasium's spaces of one.
-    observation_space, action_space: those of all.
+    name: the environments' name in programs and messages.
+    num_envs: the number of environments.
+    single_observation_space, single_action_space: Gymnasium's spaces of one environment.
+    observation_space, action_space: Gymnasium's spaces of all environments.
   """
 
   _wrapper = ""  # the function that makes one, and the name of its state
@@ -63,11 +64,11 @@ class WrappedEnvs(Closing):
     """Resets all environments, or those of a mask, as `Envs.reset` does.
 
     Args:
-      key: as there.
-      mask: as there.
-      options: as there.
-      info: the infos of the last call, whose statistics go on. None begins new ones; a mask needs
-        them.
+      key: as for `Envs.reset`.
+      mask: as for `Envs.reset`.
+      options: as for `Envs.reset`.
+      info: the infos of the last call, whose statistics continue. None starts new statistics. A
+        mask needs the infos.
     """
     if mask is not None and info is None:
       raise GateDefinitionError(
@@ -84,14 +85,14 @@ class WrappedEnvs(Closing):
     """Steps all environments, as `Envs.step` does.
 
     Args:
-      actions: as there.
+      actions: as for `Envs.step`.
       info: the infos of the last `reset` or `step`, with the state.
 
     Returns:
-      As there, as the wrapper changes it; the infos have the next state.
+      The results of `Envs.step`, changed by the wrapper. The infos have the next state.
 
     Raises:
-      GateDefinitionError: (while tracing) the infos have no state of this wrapper.
+      GateDefinitionError: while tracing: the infos have no state of this wrapper.
     """
     state = self._state(info)
     seen, reward, terminated, truncated, found = self._env.step(actions, info)
@@ -116,17 +117,17 @@ class WrappedEnvs(Closing):
     return {self._wrapper}
 
   def _begun(self) -> State:
-    """The state before the first reset."""
+    """Returns the state before the first reset."""
     raise NotImplementedError
 
   def _after_reset(self, state: State, seen: Any, info: Any, mask: Any) -> tuple[Any, State, Any]:
-    """Observations, the next state, and more infos."""
+    """Returns the observations, the next state, and additional infos."""
     raise NotImplementedError
 
   def _after_step(
     self, state: State, seen: Any, reward: Any, terminated: Any, truncated: Any, info: Any
   ) -> tuple[Any, Any, State, Any]:
-    """Observations, rewards, the next state, and more infos."""
+    """Returns the observations, the rewards, the next state, and additional infos."""
     raise NotImplementedError
 
   # ------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class WrappedEnvs(Closing):
     return self._env._plan
 
   def _flags(self) -> Any:
-    """False for each environment, split over devices as results are."""
+    """Returns False for each environment, split over devices as results are."""
     return self._layout.split(self._layout.lanes() < 0)
 
   def _zeros(self, dtype: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that wrap environments, which `callgate.envs` has as attributes."""
+"""The functions that wrap environments; they are attributes of `callgate.envs`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Made = TypeVar("Made", covariant=True)
 
 
 def normalize_observation(env: Any, epsilon: float = 1e-8) -> WrappedEnvs:
-  """Wraps environments so that each element of observations has a mean of 0 and a variance of 1.
+  """Normalizes each element of observations to mean 0 and variance 1, by running statistics.
 
-  As `gymnasium.wrappers.vector.NormalizeObservation`: mean and variance are running ones, of all
+  It does as `gymnasium.wrappers.vector.NormalizeObservation`: mean and variance are those of all
   observations of all environments so far.
 
   ```python
@@ -44,12 +44,12 @@ def normalize_observation(env: Any, epsilon: float = 1e-8) -> WrappedEnvs:
   ```
 
   Args:
-    env: what `callgate.envs` or a wrapper returns. Its observation space is a Box, or a Dict or
-      Tuple of such.
-    epsilon: what is added to the variance.
+    env: environments of `callgate.envs` or of a wrapper. Their observation space is a Box, or a
+      Dict or Tuple of Boxes.
+    epsilon: the number that is added to the variance.
 
   Returns:
-    Environments whose observations are float32. The state is `info["normalize_observation"]`.
+    Environments with float32 observations. The state is `info["normalize_observation"]`.
 
   Raises:
     GateDefinitionError: an argument is wrong, or the space has other parts.
@@ -58,18 +58,18 @@ def normalize_observation(env: Any, epsilon: float = 1e-8) -> WrappedEnvs:
 
 
 def normalize_reward(env: Any, gamma: float = 0.99, epsilon: float = 1e-8) -> WrappedEnvs:
-  """Wraps environments so that the discounted sum of their rewards has a variance of about 1.
+  """Scales rewards so that their discounted sum has a variance of about 1.
 
-  As `gymnasium.wrappers.vector.NormalizeReward`: rewards are divided by the running standard
-  deviation of all environments' discounted sums.
+  It does as `gymnasium.wrappers.vector.NormalizeReward`: it divides rewards by the running standard
+  deviation of the discounted sums of all environments.
 
   Args:
-    env: what `callgate.envs` or a wrapper returns.
-    gamma: the discount, from 0 to 1.
-    epsilon: what is added to the variance.
+    env: environments of `callgate.envs` or of a wrapper.
+    gamma: the discount factor, from 0 to 1.
+    epsilon: the number that is added to the variance.
 
   Returns:
-    Environments with such rewards. The state is `info["normalize_reward"]`.
+    Environments with scaled rewards. The state is `info["normalize_reward"]`.
 
   Raises:
     GateDefinitionError: an argument is wrong.
@@ -78,19 +78,19 @@ def normalize_reward(env: Any, gamma: float = 0.99, epsilon: float = 1e-8) -> Wr
 
 
 def episode_statistics(env: Any) -> WrappedEnvs:
-  """Wraps environments so that infos tell the return and the length of episodes that end.
+  """Adds the return and the length of each ended episode to the infos.
 
-  As `gymnasium.wrappers.vector.RecordEpisodeStatistics`: `info["episode"]` has "r", the sum of
-  rewards, and "l", the number of steps, where `info["_episode"]` is True, and zeros elsewhere.
+  It does as `gymnasium.wrappers.vector.RecordEpisodeStatistics`: `info["episode"]` has "r", the sum
+  of rewards, and "l", the number of steps, where `info["_episode"]` is True, and zeros elsewhere.
 
   Args:
-    env: what `callgate.envs` or a wrapper returns.
+    env: environments of `callgate.envs` or of a wrapper.
 
   Returns:
-    Environments with such infos. The state is `info["episode_statistics"]`.
+    Environments with these infos. The state is `info["episode_statistics"]`.
 
   Raises:
-    GateDefinitionError: `env` is none, or its infos have these names already.
+    GateDefinitionError: `env` isn't such environments, or its infos have these names already.
   """
   return EpisodeStatistics(env)
 
@@ -118,7 +118,7 @@ class _NormalizeReward(Protocol):
 def reachable(
   function: Callable[Concatenate[Make, P], Made],
 ) -> _Reachable[Make, P, Made]:
-  """The function with the wrappers as its attributes."""
+  """Returns the function with the wrappers as its attributes."""
   for wrapper in (normalize_observation, normalize_reward, episode_statistics):
     setattr(function, wrapper.__name__, wrapper)
   return cast("_Reachable[Make, P, Made]", function)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feeds: host iterators that compiled JAX programs read from.
+"""Feeds: host iterators that compiled JAX programs read.
 
-`Feed.next()` is an ordered gate that takes the next item from a producer's queue. Its function
-holds the producer, whose thread holds neither: once no Feed and no program is left that could take
-an item, the function dies and its finalizer ends the thread.
+`Feed.next()` is an ordered gate that takes the next item from a producer's queue. The gate's
+function holds the producer; the producer's thread holds neither. When no Feed and no program is
+left that could take an item, the function dies, and its finalizer ends the thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from callgate._runtime import config
 
 
 class _Missing:
-  """Stands for an option that was not given, where None is an item like any other."""
+  """The default of options for which None is a valid value."""
 
   def __repr__(self) -> str:
     return "<none>"
@@ -51,23 +51,23 @@ class FeedOptions:
   """The options of `callgate.feed`.
 
   Attributes:
-    prefetch: how many items the iterator may be ahead of the programs.
-    shape: the item's types, a pytree of anything with `.shape` and `.dtype`. None: those of the
-      first item, which is waited for here.
-    default: an item, or a prefix of one that broadcasts to it, to serve for ever after the last
-      one. Without it the end of the data is an error, `EndOfFeed`.
-    epochs: how often to iterate over the iterable; None for ever. More than once takes a list or a
-      data loader, say, which begins anew; a generator doesn't.
-    cast: other dtypes of the same kind are cast to the feed's, which are of 32 bits without
-      `jax_enable_x64`. Default: as `config(cast=)` says, which is False: an error.
+    prefetch: the most items that the iterator is ahead of the programs.
+    shape: the types of an item, a pytree of objects with `.shape` and `.dtype`. Default: those of
+      the first item, for which `feed` waits.
+    default: the item for reads after the last item, or a prefix that broadcasts to an item. Without
+      it such a read raises `EndOfFeed`.
+    epochs: the number of iterations over the iterable; None for no end. More than one needs an
+      iterable that starts anew, such as a list or a data loader, and not a generator.
+    cast: casts other dtypes of the same kind to the feed's dtypes, which have 32 bits without
+      `jax_enable_x64`. Default: `config(cast=)`, which is False; then such an item raises an error.
     sharding: how items lie on the devices of programs: a `jax.sharding.NamedSharding`, or a pytree
-      of them that is a prefix of an item, all of one mesh. Each device takes its share alone. Over
-      several processes the iterator of each gives whole items, of which its devices take theirs.
-      Default: one device takes the item for all.
-    resumable: a `callgate.scan` with `save=` whose body reads the feed saves how many items it has
-      given, and one that is resumed skips so many. False: the iterator goes on by itself where the
-      loop does, and nothing is skipped.
-    name: for messages and threads. Default: the iterable's qualified name, numbered if not alone.
+      of them that is a prefix of an item, all of one mesh. Each device takes only its share. In a
+      multi-host program the iterator of each process must give the same whole items. Default: one
+      device takes the item and sends it to all.
+    resumable: a `callgate.scan` with `save=` stores how many items its body has read, and a resumed
+      loop skips that many. Use False if the iterator itself continues at the right item.
+    name: the name in messages and of the thread. Default: the iterable's qualified name, numbered
+      if it is taken.
   """
 
   prefetch: int = option(2, check.count, **_NUMBER)
@@ -81,7 +81,7 @@ class FeedOptions:
 
 
 class _FeedIdentity(Identity):
-  """A feed as pickles see it."""
+  """A feed as pickles store it."""
 
   travels = False
   why_not = "its iterator runs in this process"
@@ -91,15 +91,15 @@ class _FeedIdentity(Identity):
 
 
 class Feed(Portable[_FeedIdentity], Closing):
-  """A host iterator as a source of items for compiled programs; made by `callgate.feed`.
+  """A host iterator that compiled programs read; made by `callgate.feed`.
 
-  A context manager, which closes the feed at the end of its block, and outside of compiled code an
-  iterator over the items that are left.
+  A feed is a context manager that closes it. Outside compiled code it is an iterator over the
+  remaining items.
 
   Attributes:
-    name: what messages and threads call it.
-    shape: the items' types, as a pytree of ShapeDtypeStructs.
-    prefetch: how many items the iterator may be ahead of the programs.
+    name: the name in messages and of the thread.
+    shape: the types of an item, as a pytree of ShapeDtypeStructs.
+    prefetch: the most items that the iterator is ahead of the programs.
   """
 
   def __init__(self, iterable: Iterable[Any], options: FeedOptions) -> None:
@@ -159,20 +159,24 @@ class Feed(Portable[_FeedIdentity], Closing):
     return f"<feed '{self.name}'>"
 
   def next(self) -> Any:
-    """The next item, inside or outside compiled code: a pytree of jax.Arrays as `shape` says.
+    """Takes the next item, inside or outside compiled code.
 
-    Outside, `next(feed)` and `for item in feed` take items, too, and end with the data.
+    Each execution takes one item, in program order, also across calls of the program. Under
+    `jax.vmap` each lane takes an item of its own, in lane order, even if nothing else is mapped.
+    Items are constants to derivatives. In a program over several devices, one device takes the item
+    for all (docs/feeds.md). With `sharding` each device takes its share, and `jax.vmap` isn't
+    supported. Outside compiled code `next(feed)` and `for item in feed` take items, too, and end
+    with the data.
 
-    Each execution takes the next item, in program order, also across calls of the program; under
-    `jax.vmap` each lane one of its own, in lane order, whether or not anything else is mapped.
-    Items are constants to derivatives. Over several devices one takes the item for all
-    (docs/feeds.md); with `sharding` each takes its share, and there is no `jax.vmap`.
+    Returns:
+      A pytree of jax.Arrays of the types in `shape`.
 
     Raises:
-      EndOfFeed: there are no more items, and no default.
-      GateError: the feed is closed, or was made in another process.
-      BaseException: what the iterator raised instead of this item. All of these fail the
-        program (`jax.errors.JaxRuntimeError`), and are raised as themselves by `callgate.errors()`.
+      EndOfFeed: (fails the program) there is no further item and no default.
+      GateError: (fails the program) the feed is closed, or belongs to another process.
+      BaseException: (fails the program) the iterator raised it in the place of this item. A failed
+        program raises `jax.errors.JaxRuntimeError`; `callgate.errors()` raises these exceptions
+        themselves.
     """
     failures.raise_deferred()
     self._producer.check()
@@ -184,7 +188,7 @@ class Feed(Portable[_FeedIdentity], Closing):
     return jax.tree.unflatten(self._tree, flat)
 
   def _check_whole_program(self) -> None:
-    """Raises where no program over the mesh can take an item."""
+    """Raises if no program over the mesh can take an item here."""
     if (manual := tracing.in_manual_region()) or tracing.in_vmap():
       where = "jax.shard_map" if manual else "jax.vmap"
       expected = f"expected a call of next() outside of {where}; its result may go in"
@@ -199,14 +203,15 @@ class Feed(Portable[_FeedIdentity], Closing):
     return self
 
   def __next__(self) -> Any:
-    """The next item outside of compiled code, after those of the programs that this thread called.
+    """Takes the next item outside compiled code, after the programs that this thread has called.
 
-    A pytree of jax.Arrays as `next()` gives. Each of several threads gets items of its own.
+    It returns a pytree of jax.Arrays like `next()`. The call is thread-safe: each thread gets items
+    of its own.
 
     Raises:
-      StopIteration: there are no more items, and no default.
-      GateError: as `next()`; or JAX is tracing, and would take one item for all executions.
-      BaseException: what the iterator raised instead of this item.
+      StopIteration: there is no further item and no default.
+      GateError: as for `next()`; or JAX is tracing, so that all executions would get the same item.
+      BaseException: the iterator raised it in the place of this item.
     """
     if not tracing.in_no_trace():
       why = "a program that is being traced can't iterate over it: it would hold one item for ever"
@@ -227,18 +232,23 @@ class Feed(Portable[_FeedIdentity], Closing):
     return jax.tree.unflatten(self._tree, put(list(arrays)))
 
   def stats(self) -> dict[str, int]:
-    """Returns what has happened so far.
+    """Returns counters.
 
-    "produced": items that the iterator gave. "served": that programs took, defaults included.
-    "waited": times that a program had to wait for one. "queued": items that wait in the queue.
+    - `produced`: items that the iterator has given.
+    - `served`: items that programs have taken, with defaults.
+    - `waited`: how often a program had to wait for an item.
+    - `queued`: items that wait in the queue.
     """
     return self._producer.stats()
 
   def close(self, timeout: float = CLOSE_SECONDS) -> bool:
-    """Stops the iterator's thread; a program that asks for an item from here on fails.
+    """Stops the iterator's thread; programs that ask for an item from now on fail.
 
-    Waits `timeout` seconds at most for an iterator that is busy, and returns whether the thread has
-    ended. If not, it ends when its iterator returns.
+    Args:
+      timeout: the most seconds to wait for a busy iterator.
+
+    Returns:
+      True if the thread has ended. If not, it ends when the iterator returns.
     """
     seconds = check.seconds(f"feed '{self.name}'", "timeout", timeout, zero=True)
     return self._producer.close(seconds)
@@ -246,7 +256,7 @@ class Feed(Portable[_FeedIdentity], Closing):
 
 @factories.of_one(FeedOptions)
 def feed(iterable: Iterable[Any], *, options: FeedOptions) -> Feed:
-  """A `Feed`: compiled programs read a host iterator, which runs ahead on a thread of its own.
+  """Lets compiled programs read a host iterator, which prefetches on a thread of its own.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp, numpy as np
@@ -256,20 +266,23 @@ def feed(iterable: Iterable[Any], *, options: FeedOptions) -> Feed:
     assert total == 45
   ```
 
-  Args:
-    iterable: gives the items: pytrees of NumPy or jax arrays, torch tensors or Python scalars, all
-      of the same structure, shapes and dtypes. Items are checked. Python scalars get JAX's default
-      dtypes; integers of another width are converted, where they fit.
+  After a program on a CUDA GPU has read an item, the feed's thread copies the next items to that
+  GPU ahead of time, up to `prefetch`. Each takes its size in GPU memory and in pinned memory. With
+  several GPUs, the items go to the GPU that read last (docs/gpu_taps_feeds.md).
 
-  Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones there
-  ahead of it, as far as `prefetch` goes: each takes its size in the GPU's memory and in pinned
-  memory. With several GPUs the one that asked last gets them (docs/gpu_taps_feeds.md).
+  Args:
+    iterable: gives the items: pytrees of NumPy or JAX arrays, torch tensors or Python scalars. All
+      must have the same structure, shapes and dtypes, which callgate checks. Python scalars get
+      JAX's default dtypes; integers of another width are converted if they fit.
+
+  Returns:
+    A `Feed`, also a context manager.
 
   Raises:
-    GateDefinitionError: an option is wrong, or there is no item to take the types from.
-    ResultError: the first item holds something other than arrays and numbers.
-    ValueError: the name is taken by another live feed or gate.
-    BaseException: what the iterator raised instead of its first item, if `shape` is None.
+    GateDefinitionError: an option is wrong, or there is no first item to take the types from.
+    ResultError: the first item has a leaf that is neither an array nor a number.
+    ValueError: another live feed or gate has the name.
+    BaseException: the iterator raised it in the place of the first item, if `shape` is None.
   """
   return Feed(iterable, options)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Gate.start` and tickets: a program starts a call, and waits for its result later.
 
-A ticket is the handle of a `Job`, with the call's arguments beside it, by which its result has the
-derivatives of the call. To start is to make an object (`hold`), to wait is to use it. A wait takes
-the tickets of all starts that were traced before it in the same trace: XLA runs these first.
+A ticket is the handle of a `Job` and the call's arguments, which give its result the call's
+derivatives. Starting makes an object (`hold`), waiting uses it. A wait takes the tickets of all
+earlier starts of the same trace as operands, so that XLA runs these first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from callgate._runtime import config
 
 
 class _StartedCall(NamedTuple):
-  """Holds what is fixed about a started call when it is traced."""
+  """The properties of a started call that are fixed when it is traced."""
 
   gate: Any  # the core
   static: Any
@@ -48,10 +48,11 @@ class _StartedCall(NamedTuple):
 
 
 class Ticket(Stays):
-  """A call that a program has started; made by `Gate.start`.
+  """A call that a program has started; made by `callgate.Gate.start`.
 
-  A value of the program: loops carry it, branches return it, `jax.vmap` starts a call a lane. It is
-  waited for once, by `result()` or by the gate's; that of lanes outside of their vmap, too.
+  A ticket is a pytree: loops carry it, branches and programs return it. Under `jax.vmap` each lane
+  starts a call. You can wait for a call once, by `ticket.result()` or `gate.result(ticket)`.
+  Outside of the `vmap` a ticket stands for the calls of all lanes.
   """
 
   __slots__ = ("_among", "_args", "_call", "_handle")
@@ -62,12 +63,13 @@ class Ticket(Stays):
     self._among = _started(core(handle).words)
 
   def result(self) -> Any:
-    """Waits for the call, inside or outside compiled code; returns what the call would have.
+    """Waits for the call, inside or outside compiled code, and returns its result.
 
     Raises:
-      GateError: (fails the program) the ticket was waited for before; both places are named.
+      GateError: (fails the program) the program has already waited for this call; the error names
+        both places.
       GateTimeoutError: (fails the program) the call ran longer than the gate's timeout.
-      BaseException: (fails the program) what the call raised.
+      BaseException: (fails the program) the call raised it.
     """
     return split.joined(_wait(self, _all_started()))
 
@@ -169,7 +171,7 @@ def _begin(gate: GateCallee, name: str) -> GateCallee:
 
 
 class _Begin(HoldCallee):
-  """Starts calls elsewhere; here with JAX's own callbacks."""
+  """Starts calls elsewhere; with JAX's own callbacks, here."""
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
     _by_jax.on = True
@@ -187,7 +189,7 @@ _by_jax = threading.local()
 
 
 def _begin_elsewhere(gate: GateCallee, name: str) -> GateCallee:
-  """Starts calls that a thread here waits for, without the GIL; each is a lane of its own."""
+  """Starts calls that a thread here waits for without the GIL; each is a separate lane."""
   assert gate.remote is not None
   run, line = gate.remote.runner(gate.callee), Line(gate.remote.most)
   function, label, by_lane = gate.function, gate.label, gate.traits.by_lane
@@ -229,7 +231,7 @@ def result(gate: GateCallee, ticket: Any) -> Any:
 
 # -- result ----------------------------------------------------------------------------------------
 def _wait(ticket: Ticket, started: list[Any]) -> Any:
-  """The result of a ticket, after all that were `started`."""
+  """Returns the result of a ticket, after all calls in `started`."""
   call: _StartedCall = ticket._call  # pyright: ignore[reportPrivateUsage]
   handle, args = ticket._handle, ticket._args  # pyright: ignore[reportPrivateUsage]
   if core(handle).words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
@@ -261,7 +263,7 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
 
 
 def _call_again(call: _StartedCall, results: Any, given: Any) -> Any:
-  """The call as its rule has it, for its derivative; its results are there."""
+  """Applies the call's derivative rule; the call's results are known."""
   args, kwargs = given
   return derivatives.apply(call.gate, args, kwargs, call.static, results)
 
@@ -290,14 +292,14 @@ class _Taker(Use):
   waits = True  # for a call that another gate has started: recordings count that one
 
   def take(self, call: _StartedCall, place: str, handle: Handle, earlier: list[Any]) -> Any:
-    """The results of a started call, in a call of this gate at `place`."""
+    """Returns the results of a started call, in a call of this gate at `place`."""
     leaves, in_tree = jax.tree.flatten(((handle, earlier), {}))
     return self.bind(CallSite(in_tree, call.out_tree, ((_PLACE, place),), call.results), leaves)
 
 
 # -- starts that were traced before ----------------------------------------------------------------
 class _Among(list[Any]):
-  """The words of the calls that a trace has started; lives as long as a ticket of these."""
+  """The words of the calls that a trace has started; lives as long as one of their tickets."""
 
   __slots__ = ("__weakref__",)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bars`: a progress bar for each of JAX's loops that is traced in a block, whoever's loop it is.
+"""`bars`: a progress bar for each of JAX's loops that is traced in a block, also in libraries.
 
-JAX's three functions for loops get a layer at the first block, which asks the thread's option: it
-is a part of the keys of JAX's caches, so what is traced in a block is not used outside of it. Loops
-of JAX's own functions, and those that callgate's loops are made of, are left alone.
+The first block wraps JAX's three loop functions in a layer that checks the thread's option. The
+option is part of the keys of JAX's caches, so a function traced in a block isn't reused outside.
+Loops inside JAX's own functions, and loops inside callgate's loops, have no bar.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ _MOST = 2**31 - 1
 
 
 class bars(ContextDecorator):
-  """Gives each loop of JAX's that is traced in the block a progress bar, named by its place.
+  """Gives each JAX loop that is traced in the block a progress bar, named by its source line.
 
-  For loops that somebody else has written, as those of NumPyro, BlackJAX or Diffrax:
+  Use it for loops of libraries, such as NumPyro, BlackJAX or Diffrax:
 
   ```python
   with cg.bars(min_steps=100):
     mcmc.run(key)  # fori_collect (util.py:369):  41%
   ```
 
-  Each call of `jax.lax.scan`, `fori_loop` and `while_loop` has one, but for those of JAX's own
-  functions. The same steps run in the same order, and results and gradients are those without bars;
-  XLA may round `a * b + c` in another way, as it does beside any call in a loop. A loop whose
-  number of steps the program alone knows has its bar from step `min_steps` on. A `while_loop`
-  counts. A loop with options of its own (`progress=`, or a body under `cg.progress`) has those;
-  `progress=False` is none. Where a program can have no bar, in a `jax.shard_map` over some axes of
-  its mesh, say, it has none.
-
-  A function that was compiled before the block has no bars, and one that was compiled in it is not
-  used outside. The block is the thread's that enters it. It may be a decorator, too.
+  - Each call of `jax.lax.scan`, `fori_loop` and `while_loop` gets a bar, except in JAX's own
+    functions. A `while_loop` shows a count. If only the running program knows the number of steps,
+    the bar appears after `min_steps` steps.
+  - A loop with its own options (`progress=`, or a body under `cg.progress`) keeps them;
+    `progress=False` means no bar.
+  - The loops run the same steps in the same order, with the same results and gradients. XLA may
+    round `a * b + c` differently, as it does beside any call in a loop.
+  - Programs that can't have a bar run without one, such as a `jax.shard_map` over some axes of its
+    mesh.
+  - JAX compiles a function again inside the block, and doesn't use that program outside. The block
+    applies to the thread that enters it. `bars()` also works as a decorator.
 
   Args:
-    min_steps: loops with fewer steps have none.
+    min_steps: loops with fewer steps have no bar.
 
   Raises:
-    GateDefinitionError: `min_steps` is no integer from 0 on.
+    GateDefinitionError: `min_steps` is not an integer of at least 0.
   """
 
   def __init__(self, min_steps: int = 100) -> None:
     self._min_steps = options.count("bars", "min_steps", min_steps, most=_MOST)
-    self._local = threading.local()  # .blocks: those that a thread is in, of this object
+    self._local = threading.local()  # .blocks: this object's blocks that the thread is in
 
   def __enter__(self) -> bars:
     _wrap()
@@ -83,7 +84,7 @@ def _wrap() -> None:
 def _layer(
   name: str, own: Callable[..., Any], original: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-  """A call of a function of JAX's by a user, or a library: by callgate's own where it has a bar."""
+  """Runs a loop that a user or a library calls: as callgate's own loop if it has a bar."""
   if config.least_steps_of_bars.value == config.NO_BARS:
     return original(*args, **kwargs)
   try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`scan`, `fori_loop` and `while_loop`: JAX's loops, with bars, stops and checkpoints.
 
-Without these they are JAX's own calls, and nothing else. With a progress bar the loop's body gets a
-mark (`_loops/progress.py`); results stay those of JAX's loops, bit by bit.
+Without these features they call JAX's loops and do nothing else. With a progress bar, the loop's
+body gets a mark (`_loops/progress.py`); the results stay those of JAX's loops, bit by bit.
 
-A scan that is saved sends its carry after a step, and one that is resumed begins with a later step.
+A scan with `save` sends its carry after a step. A resumed scan begins with a later step.
 `_loops/steps.py` has the steps.
 """
 
@@ -59,7 +59,7 @@ def scan(
   until: Callable[[_Carry], Any] | None = None,
   checkpoint: bool = True,
 ) -> Any:
-  """`jax.lax.scan`, with a progress bar, checkpoints, and early ends.
+  """`jax.lax.scan` with a progress bar, checkpoints and early stopping.
 
   ```python
   state, losses = cg.scan(step, state, batches, progress="training")
@@ -71,27 +71,28 @@ def scan(
   Args:
     f: the body: (carry, x) to (carry, y).
     init: the first carry.
-    xs: what is scanned over, along the leading axes.
-    length: the number of steps, where `xs` doesn't give it.
-    reverse: from the last step to the first.
-    unroll: steps in one round of the loop.
-    _split_transpose: as JAX has it.
-    progress: True, a description, or `Progress` with all options; None or False for no bar.
-    stoppable: after `callgate.stop` no further step runs. The ys of such steps are zeros.
-    save: where the carry is saved while the loop runs, and taken up again.
-    until: of the carry after a step: a bool of shape (), True to let no further step run. At least
-      one step runs. Under `jax.vmap` each lane ends by itself, and the loop with the last of them.
-    checkpoint: with `until`, the loop runs in chunks of sqrt(n) of its n steps. Reverse derivatives
-      keep the first carry of each chunk and compute each step once more; a bar moves with each
-      chunk. False keeps what each step needs. A scan with `save` does so, too.
+    xs: the pytree of arrays to scan over, along their leading axes.
+    length: the number of steps, if `xs` has no arrays.
+    reverse: runs from the last step to the first.
+    unroll: the number of steps in one iteration of the compiled loop.
+    _split_transpose: as for `jax.lax.scan`.
+    progress: True, a description, or a `Progress` with all options; None or False for no bar.
+    stoppable: after `callgate.stop` no further step runs.
+    save: `Checkpoints`, which save the carry while the loop runs, and resume from it.
+    until: a function of the carry after a step that returns a bool of shape (). The loop ends after
+      the first step for which it is True, so at least one step runs. Under `jax.vmap` each lane
+      ends by itself, and the loop ends with the last lane.
+    checkpoint: with `until`, runs the n steps in chunks of sqrt(n). Reverse mode keeps the carry of
+      each chunk and computes each step once more; a bar moves once for each chunk. False keeps the
+      residuals of each step. With `save` the loop behaves as with False.
 
   Returns:
-    (the last carry, the stacked ys), as `jax.lax.scan` gives them; with `stoppable` or `until` (the
-    carry that was reached, the ys, the number of steps that have run, an int32 of shape ()). The ys
-    of steps that have not run are zeros.
+    (the last carry, the stacked ys), as `jax.lax.scan` does. With `stoppable` or `until` it is (the
+    last carry, the ys, the number of steps that ran, an int32 of shape ()). The ys of steps that
+    didn't run are zeros.
 
   Raises:
-    TypeError: `f` or `until` is no function, or gives something else than it has to.
+    TypeError: `f` or `until` isn't a function, or returns a wrong type.
   """
   rest = (_split_transpose,) if _split_transpose else ()
   given = {"xs": xs, "length": length}
@@ -127,7 +128,7 @@ def fori_loop(
   unroll: int | bool | None = None,
   progress: bool | str | Progress | None = None,
 ) -> _Carry:
-  """`jax.lax.fori_loop`, with a progress bar.
+  """`jax.lax.fori_loop` with a progress bar.
 
   ```python
   import callgate as cg
@@ -140,7 +141,8 @@ def fori_loop(
     upper: the index after the last.
     body_fun: the body: (index, value) to value.
     init_val: the first value.
-    unroll: steps in one round of the loop, where both bounds are known when it is traced.
+    unroll: the number of steps in one iteration of the compiled loop, if both bounds are known
+      while tracing.
     progress: as for `scan`.
 
   Returns:
@@ -165,7 +167,7 @@ def while_loop(
   *,
   progress: bool | str | Progress | None = None,
 ) -> _Carry:
-  """`jax.lax.while_loop`, with a progress bar: a count, and a bar for `Progress(total=...)`.
+  """`jax.lax.while_loop` with a progress bar: a count, or a bar for `Progress(total=...)`.
 
   ```python
   import callgate as cg
@@ -175,7 +177,7 @@ def while_loop(
   ```
 
   Args:
-    cond_fun: whether there is another step.
+    cond_fun: the condition: value to bool; the loop continues while it is True.
     body_fun: the body: value to value.
     init_val: the first value.
     progress: as for `scan`.
@@ -215,7 +217,7 @@ def _saved_scan(
   save: object, f: Callable[..., Any], init: Any, xs: Any, length: int | None, reverse: bool,
   *rest: Any, bar: Progress | None, ends: Ends,
 ) -> tuple[LoopState, Any]:  # fmt: skip
-  """The last state and the ys; `rest` are arguments of `jax.lax.scan` behind `reverse`."""
+  """Returns the last state and the ys; `rest` are arguments of `jax.lax.scan`, from `unroll` on."""
   if not isinstance(save, Checkpoints):
     _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
   body = jax.jit(lambda carry, x: f(carry, x), inline=True)  # traced once
@@ -250,7 +252,7 @@ def _saved_scan(
 
 
 def _prepared(body: Any, init: Any, xs: Any, length: int) -> tuple[Any, Any, Sequence[FeedGate]]:
-  """The first carry in the types that the loop gives it, the ys' types, and the feeds it reads."""
+  """Returns the first carry in the loop's types, the types of the ys, and the feeds of the body."""
   traced = jax.jit(lambda init, xs: jax.lax.scan(body, init, xs, length)).trace(init, xs)
   last, ys = jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
   init = jax.tree.map(lambda x, of: x if x.dtype == of.dtype else x.astype(of.dtype), init, last)
@@ -260,7 +262,7 @@ def _prepared(body: Any, init: Any, xs: Any, length: int) -> tuple[Any, Any, Seq
 def _scan_from(
   start: Any, step: Step, init: LoopState, xs: Any, length: int, types: Any, reverse: bool
 ) -> tuple[LoopState, Any]:
-  """`scan` from step `start` on, with ys of these types; those of the steps before are zeros."""
+  """Scans from step `start` on; the ys, of these types, are zeros for the earlier steps."""
 
   def body(index: Any, both: Any) -> Any:
     state, ys = both
@@ -276,7 +278,7 @@ def _scan_from(
 
 
 def _length(xs: Any, length: int | None) -> int:
-  """The number of steps, as `jax.lax.scan` finds it."""
+  """Returns the number of steps, as `jax.lax.scan` does."""
   lengths = automatic.lengths(xs, length)
   if len(lengths) != 1:
     raise GateDefinitionError(

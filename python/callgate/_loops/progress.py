@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a progress bar, and the marks that loops get for it.
 
-A mark is bound into the loop's body (`_loops/primitive.py`), holding the bar's description as text.
-A file can't be text: it has a name there (`_core/names.py`). The bar keeps it, and a program keeps
-its bars.
+A mark is bound into the loop's body (`_loops/primitive.py`) and has the bar's description as text.
+Text can't hold a file, so the file has a name there (`_core/names.py`). The bar keeps the file
+alive, and a program keeps its bars alive.
 """
 
 from __future__ import annotations
@@ -50,24 +50,25 @@ _nesting = threading.local()  # .depth: bodies with bars that are being traced i
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-  """Describes how a loop's progress bar looks.
+  """The options of a loop's progress bar.
 
   Args:
-    desc: what stands before the bar.
-    total: the number of steps; by default that of the loop, where it is known before it runs. With
-      `at`, where its value ends: a number, or a traced one.
-    at: a function of the loop's carry (of a decorated body: of its first argument) that says how
-      far the loop is, as a real number: the time of an ODE, say. The bar, and the time that is
-      left, follow that value instead of the steps.
-    lanes: under `jax.vmap`, "one" bar for all lanes, as far as the last of them is, or "bars", one
-      for each, at most 100.
-    style: "tqdm" or "rich", which draws with the library of that name.
-    every: steps between updates; by default as many as take a few milliseconds.
-    show: names of values to show behind the bar, of those last noted; by default all of them.
-    file: where to write; by default `sys.stderr` as it is when the loop runs.
-    position: the line below the cursor; by default the first free one.
-    leave: keep the bar on the screen when the loop has ended. A nested loop's bar is never kept.
-    mininterval: seconds between two redraws, at least.
+    desc: the text before the bar.
+    total: the number of steps. Default: the loop's own number, if it is known before the loop runs.
+      With `at`, the value at the end: a number, which may be traced.
+    at: a function of the loop's carry (for a decorated body, of its first argument) that returns
+      the progress as a real number, such as the time of an ODE solver. The bar and the remaining
+      time follow this value instead of the steps.
+    lanes: under `jax.vmap`, "one" bar for all lanes, as far as the last lane; or "bars", one for
+      each lane, at most 100.
+    style: "tqdm", or "rich", which draws by the library Rich.
+    every: the number of steps between two updates. Default: the steps of a few milliseconds.
+    show: the names of tapped values to show behind the bar. Default: all that were tapped since the
+      bar began.
+    file: the file to write to. Default: `sys.stderr` at the time when the loop runs.
+    position: the number of the line below the cursor. Default: the first free line.
+    leave: keeps the bar on the screen after the loop. The bar of a nested loop is never kept.
+    mininterval: the least seconds between two redraws.
   """
 
   desc: str | None = option(None, _options.text)
@@ -92,23 +93,23 @@ class Progress:
       extras.library("rich", "rich", "rich", by="Progress: style='rich'")
 
   def of_steps(self, steps: int) -> Progress:
-    """The options with a total that is known, unless they have one."""
+    """Returns the options with a known total, unless they have one."""
     return self if self.total is not None or self.at else dataclasses.replace(self, total=steps)
 
 
 @dataclasses.dataclass(frozen=True)
 class Automatic(Progress):
-  """The bar of a loop that has asked for none, see `callgate.bars`.
+  """The bar of a loop without `progress=`, see `callgate.bars`.
 
   Args:
-    least: no bar is drawn of fewer steps.
+    least: the number of steps below which no bar is drawn.
   """
 
   least: int = 0
 
 
 def _check_goal(total: Any) -> None:
-  """Raises unless a bar by value may end there."""
+  """Raises unless a bar by value may end at `total`."""
   if not isinstance(total, (jax.Array, np.ndarray)):
     _options.number("Progress", "total", total, what="where the value of `at` ends, a number")
   elif jnp.shape(total) or not jnp.issubdtype(total.dtype, np.number):
@@ -117,7 +118,7 @@ def _check_goal(total: Any) -> None:
 
 
 def options_of(progress: object) -> Progress | None:
-  """The options that `progress=` of a loop stands for; None for no bar."""
+  """Returns the options for a loop's `progress=`; None for no bar."""
   if progress is None or progress is False:
     return None
   if isinstance(progress, Progress):
@@ -130,7 +131,7 @@ def options_of(progress: object) -> Progress | None:
 
 
 def _text_of(options: Progress, file: str | None) -> str:
-  """The text that a program has of a bar, at the present depth of nested loops, for its drawer."""
+  """Returns the text of a bar in a program, at the present depth of nested loops."""
   plain = ("desc", "position", "leave", "mininterval", "style")
   text = {name: getattr(options, name) for name in plain}
   text |= {
@@ -143,16 +144,16 @@ def _text_of(options: Progress, file: str | None) -> str:
 
 
 def note(name: str, value: Any, lane: int | None = None) -> None:
-  """Keeps a scalar as the latest of its name; bars show it. For whoever consumes taps."""
+  """Stores a scalar as the latest of its name, for bars to show; called by consumers of taps."""
   noted[name, lane] = (time.monotonic(), value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-  """A bar, and what it reads of a loop's carry while the body is traced.
+  """A bar, and the values that it reads of a loop's carry while the body is traced.
 
   Attributes:
-    total: where `at` ends, or the number of steps, for a bar that reads one of them.
+    total: the value of `at` at the end, or the number of steps, for a bar that reads one of them.
   """
 
   bar: Bar
@@ -161,7 +162,7 @@ class Mark:
 
   @classmethod
   def of(cls, options: Progress | None, steps: Any = None) -> Mark | None:
-    """The mark of a loop with so many steps, where only a traced number says how many."""
+    """Returns the mark of a loop, whose number of steps may be a traced value."""
     if options is None:
       return None
     by_value = options.at is not None
@@ -208,7 +209,7 @@ class Mark:
 
 @contextmanager
 def deeper(has_bar: bool = True) -> Generator[None]:
-  """Loops that are traced in the block stand in a loop, which may have a bar."""
+  """Loops that are traced in the block are nested in a loop, which may have a bar."""
   _nesting.depth = getattr(_nesting, "depth", 0) + has_bar
   try:
     yield
@@ -217,7 +218,7 @@ def deeper(has_bar: bool = True) -> Generator[None]:
 
 
 def _changing(arguments: Any) -> list[Any]:
-  """The arrays of a body's arguments that change in each step: counters where there are any."""
+  """Returns the arguments' arrays that change in each step: counters if there are any."""
   numbers = _numbers_in(arguments)
   counters = [x for x in numbers if not jnp.shape(x) and jnp.issubdtype(x.dtype, np.integer)]
   return counters or numbers
@@ -234,7 +235,7 @@ def _cached(function: exact.Exact, make: Callable[..., Any], more: exact.Exact) 
 
 
 def wrapped(make: Callable[..., Any], function: Callable[..., Any], *more: Any) -> Any:
-  """Returns what `make` makes of a body: one for each, so that JAX's caches know it again."""
+  """Returns `make(function, *more)`, one for each function, so that JAX's caches recognize it."""
   try:
     hash(more)
   except TypeError:  # an array among them
@@ -249,7 +250,7 @@ def _parts(*arguments: Any) -> tuple[Any, list[Any]]:
 def marked(
   function: Callable[..., Any], mark: Mark | None, parts: Callable[..., Any] = _parts
 ) -> Callable[..., Any]:
-  """A body with the mark, if there is one; of its arguments `parts` gives what `around` takes."""
+  """Returns a body with the mark, if there is one; `parts` selects the arguments of `around`."""
   if mark is None:
     return function
 
@@ -280,7 +281,7 @@ def progress(
   leave: bool = True, mininterval: float = 0.1, at: Callable[[Any], Any] | None = None,
   lanes: Lanes = "one", style: Style = "tqdm",
 ) -> Any:  # fmt: skip
-  """Gives a loop a progress bar by its body, for loops that JAX or a library runs.
+  """Gives a progress bar to a loop that JAX or a library runs, by its body.
 
   ```python
   @cg.progress("training")
@@ -290,12 +291,12 @@ def progress(
   jax.lax.scan(step, state, batches)
   ```
 
-  The body may be one of `scan`, `fori_loop`, `while_loop` or `map`. The number of steps is that of
-  the scan, or `total`. All other arguments are those of `Progress`.
+  The body may be that of a `scan`, `fori_loop`, `while_loop` or `map`. The number of steps is the
+  scan's, or `total`. All other arguments are those of `Progress`.
 
   Args:
-    description: what stands before the bar, or a `Progress` with all options. `@cg.progress` may
-      stand without parentheses.
+    description: the text before the bar, or a `Progress` with all options. `@cg.progress` works
+      without parentheses, too.
 
   Returns:
     A decorator; without parentheses the decorated body.

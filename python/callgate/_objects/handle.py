@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Handle`: a value of a program that stands for an object of the host."""
+"""`Handle`: a value of a program that refers to a Python object on the host."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ TYPE = jax.ShapeDtypeStruct((WORDS,), np.uint32)
 
 
 class HandleWords(NamedTuple):
-  """The core of a handle: the leaf, and the place where the object lives as programs hold it."""
+  """The core of a handle: the leaf, and the object's place as programs hold it."""
 
   words: Any
   place: str | None
 
 
 class Handle(Public[HandleWords]):
-  """A value of a program that stands for an object of the host; made by `callgate.hold`.
+  """A value of a program that refers to a Python object on the host; made by `callgate.hold`.
 
-  A pytree with one leaf, uint32[..., 2], which means nothing to anybody else: to be carried by
-  loops, returned, mapped over and given to `callgate.use`. Under `jax.vmap` it stands for an object
-  a lane. Its tangents are of type float0.
-
-  Handles of objects that live in two places are of two types for loops and branches.
+  A handle is a pytree with one leaf, uint32[..., 2]. Loops can carry it, programs can return it,
+  and `callgate.use` takes it; its numbers have no other use. Under `jax.vmap` it refers to one
+  object for each lane. Its tangents have the type float0. Handles of objects in different places
+  are different types for loops and branches.
   """
 
   __slots__ = ()
@@ -51,10 +50,10 @@ class Handle(Public[HandleWords]):
 
   @property
   def place(self) -> Workers | Thread | None:
-    """The workers or the thread where the object lives; None for this process's default.
+    """The workers or the thread where the object lives; None for this process's default thread.
 
     Raises:
-      HandleError: nothing is left of them.
+      HandleError: these workers, or this thread, no longer exist.
     """
     name = self._core.place
     if name is None:
@@ -77,7 +76,7 @@ jax.tree_util.register_pytree_node(
 
 @functools.lru_cache(256)
 def places(spec: str) -> tuple[int, ...]:
-  """The flat places of handles among the arguments of a call site."""
+  """Returns the flat places of handles among the arguments of a call site."""
   if spec in ("", "*"):
     return ()
   tree = encoding.signature(spec).in_tree

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.hold`: gates that make objects of the host."""
+"""`callgate.hold`: gates that make Python objects on the host."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
@@ -41,20 +41,21 @@ _NO_SCOPE = np.zeros(TYPE.shape, TYPE.dtype)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class HoldOptions:
-  """The options of `callgate.hold`: those of a gate that make sense where the result is an object.
+  """The options of `callgate.hold`: the options of a gate that fit a result that is an object.
 
   Attributes:
-    name: what programs and messages call it; unique. Default: as for `callgate.gate`.
-    effect: "pure" (a call whose handle is not used may be left out), "io" or "ordered", as for
-      `callgate.gate`.
-    arrays: what the callable gets: see `callgate.gate`.
-    run_on: where the object is made, used and dropped. Default: on `callgate.thread("objects")`,
-      and so with "own". Or another `callgate.thread`; or "processes" or `callgate.workers`, where
-      it lives in the worker that makes it. "xla": it is made on XLA's thread, and belongs to none.
-    thread: "own" is another spelling of the default.
+    name: the unique name in programs and messages. Default: as for `callgate.gate`.
+    effect: "pure", "io" or "ordered", as for `callgate.gate`. XLA may leave out a "pure" call if
+      the program doesn't use its handle.
+    arrays: the kind of arrays that the callable gets: see `callgate.gate`.
+    run_on: where the object is made, used and dropped. Default: `callgate.thread("objects")`; "own"
+      means the same. Or another `callgate.thread`; or "processes" or `callgate.workers`, where the
+      object lives in the worker that makes it; or "xla", XLA's thread, where the object belongs to
+      no thread.
+    thread: "own" is another spelling of the default of `run_on`.
     timeout: seconds after which the program fails: see `callgate.gate`.
-    copy: arguments are private copies, which the object may keep; without it they are XLA's memory,
-      and an object that keeps one is an error. Default True.
+    copy: True passes private copies of the arguments, which the object may keep. False passes XLA's
+      memory (zero-copy); an object that keeps such an array raises an error. Default True.
   """
 
   name: str | None = None
@@ -87,7 +88,7 @@ def holding(
   make: Callable[..., Any], options: GateOptions, named: Callable[[str], str] = str,
   kind: type[HoldCallee] = HoldCallee,
 ) -> HoldCallee:  # fmt: skip
-  """The gate that makes objects; `named` gives the maker's name in messages of the gate's."""
+  """Makes the gate that makes objects; `named` returns the maker's name for the gate's messages."""
   _part.load("scopes")  # a loop may hold them
   maker, name = list[Maker](), list[str]()  # not the gate, which holds the function below
   runs_on = home_of(options.run_on)
@@ -118,21 +119,21 @@ def holding(
 
 
 def home_of(run_on: Any) -> Workers | OneThread | None:
-  """The workers or the thread where objects live that are made there; None for neither."""
+  """Returns the workers or the thread where objects made there live; None for neither."""
   if _says(run_on, "processes"):
     return shared()
   return run_on if isinstance(run_on, (Workers, OneThread)) else None
 
 
 def _name_of(runs_on: Workers | OneThread | None) -> str | None:
-  """The place, as handles of its objects hold it."""
+  """Returns the place's name in the handles of its objects."""
   if isinstance(runs_on, Workers):
     return name_of(runs_on)
   return None if runs_on is None else core(runs_on).as_held
 
 
 def on_thread(options: dict[str, Any], thread: OneThread) -> dict[str, Any]:
-  """Options with a thread where none, or any of callgate's, was chosen."""
+  """Returns the options, with a thread instead of no place or any thread of callgate."""
   own = _says(options.get("thread"), "own")
   asked = options.get("run_on")
   if asked is None or _says(asked, "own") or (own and _says(asked, "xla")):
@@ -145,7 +146,7 @@ def _says(value: Any, text: str) -> bool:
 
 
 class Making:
-  """Makes an object in a worker: a function of the handle's words, and of the call's arguments."""
+  """Makes an object in a worker: a function of the handle's words and the call's arguments."""
 
   def __init__(self, make: Callable[..., Any], maker: Maker | None = None) -> None:
     self.make = make
@@ -162,7 +163,7 @@ class Making:
 
 
 def _operands(given: Any) -> list[dtypes.Value]:
-  """A call's arrays, with the numbers of the recorded calls that made its objects."""
+  """Returns a call's arrays; recorded calls' numbers replace the handles of their objects."""
   found: list[dtypes.Value] = []
   for leaf in map(to_numpy, jax.tree.leaves(given, is_leaf=is_handle)):
     if isinstance(leaf, Handle):
@@ -173,7 +174,7 @@ def _operands(given: Any) -> list[dtypes.Value]:
 
 
 def of_objects(words: dtypes.Value) -> dtypes.Value:
-  """In the place of handles: the numbers of the recorded calls that made their objects."""
+  """Replaces handles by the numbers of the recorded calls that made their objects."""
   _, shape, data = words
   each = (data[i : i + _BYTES] for i in range(0, len(data), _BYTES))
   numbers = [tape.objects.get(one, tape.UNKNOWN) for one in each]
@@ -185,14 +186,14 @@ def _without_tangent(leaf: Any) -> Any:
 
 
 class Hold(Gate[..., Any]):
-  """A gate that makes objects of the host; made by `callgate.hold`. A call returns a `Handle`."""
+  """A gate that makes host objects; made by `callgate.hold`. A call returns a `Handle`."""
 
   _makers = "callgate.hold"
 
 
 @factories.of_one(HoldOptions)
 def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
-  """Makes a Python callable one that gives compiled programs objects of the host, by handles.
+  """Wraps a function that makes Python objects, to which compiled programs refer by handles.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -200,7 +201,7 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
 
   @jax.jit
   def twice(a, b):
-    lu = cg.hold(lu_factor)(a)                # factorised once
+    lu = cg.hold(lu_factor)(a)                # factorized once
     x = cg.use(lu_solve, lu, b, out=b)        # used twice
     return cg.use(lu_solve, lu, x, out=b)
 
@@ -208,19 +209,19 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   ```
 
   A handle (`callgate.Handle`) is a value of the program: loops carry it, branches and programs
-  return it, `jax.vmap` makes an object a lane, residuals of a `jax.custom_vjp` hold it. Its object
-  lives as long as some program or array may name it, and no longer; the guide says how that is
-  known. Arguments are constants to derivatives.
+  return it, and a `jax.custom_vjp` can keep it as a residual. Under `jax.vmap` each lane makes an
+  object. callgate keeps the object as long as a program or an array may refer to it. Arguments are
+  constants to derivatives.
 
   Args:
-    make: called as a gate's callable; returns any object.
+    make: a gate's callable that returns any object.
 
   Returns:
-    A gate: called with pytrees of arrays, inside or outside compiled code, it returns a `Handle`.
+    A gate: call it with pytrees of arrays, inside or outside compiled code; it returns a `Handle`.
 
   Raises:
     GateDefinitionError: an option is wrong.
-    ValueError: the name is taken by another live gate.
+    ValueError: another live gate has the name.
   """
   given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"

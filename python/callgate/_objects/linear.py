@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.linear_solver`: linear solvers of the host, with derivatives, that factorise once."""
+"""`callgate.linear_solver`: differentiable linear solvers on the host, which factorize once."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
@@ -40,7 +40,7 @@ def linear_solver(
   run_on: Place = None, thread: Thread = "xla",
   timeout: float | None = None, vmap: Columns = "each", name: str | None = None,
 ) -> "LinearSolver":  # fmt: skip
-  """A linear solver of the host as a JAX function with derivatives: `x = solver(a, b)`, `a x = b`.
+  """Wraps a Python linear solver as a differentiable JAX function: `x = solver(a, b)`, `a x = b`.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -51,39 +51,39 @@ def linear_solver(
   )
   a, b = jnp.array([[2.0, 1.0], [0.0, 4.0]]), jnp.array([4.0, 4.0])
   assert jnp.allclose(solver(a, b), jnp.array([1.5, 1.0]))
-  gradient = jax.jit(jax.grad(lambda a: solver(a, b).sum()))(a)  # one factorisation
+  gradient = jax.jit(jax.grad(lambda a: solver(a, b).sum()))(a)  # one factorization
   ```
 
-  With A the matrix that `a` describes, d x = A^-1 (d b - (d A) x), and the cotangent of b is
-  A^-T times that of x: so a solve and all of its derivatives, of any order, in forward and reverse
-  mode, share one object, which `factor` makes once for each `a` that is differentiated at.
-  Derivatives in `a` need A x as a JAX function: `a @ x` where `a` is one array, else `matvec`.
+  A solve and all its derivatives, of any order and in both modes, share one object, which `factor`
+  makes once for each value of `a`. Let A be the matrix of `a`. Then d x = A^-1 (d b - (d A) x), and
+  reverse mode multiplies the cotangent of x by A^-T. Derivatives in `a` need A x as a JAX function:
+  `a @ x` if `a` is one array, else `matvec`.
 
   Args:
-    factor: `factor(a) -> object`: a factorisation, a preconditioner, anything. Arrays in `a` are
-      copies of its own.
-    solve: `solve(object, b) -> x`, of the shape and dtype of `b`, which are no integers.
-    solve_transposed: `solve_transposed(object, b) -> x` with A^T x = b, for reverse mode: the
-      transposed matrix, not conjugated.
-    matvec: `matvec(a, x) -> A x`, a JAX function, for derivatives in `a`.
-    symmetric: A^T is A: `solve` serves for both.
-    cast: allow same-kind casts of what `solve` returns; see `callgate.gate`.
-    run_on: where both run: see `callgate.hold`. By default that is the thread of objects where
-      derivatives share an object, and XLA's where one call factorises and solves.
+    factor: `factor(a) -> object`, any object: a factorization, a preconditioner. Its arrays are
+      private copies.
+    solve: `solve(object, b) -> x`, with the shape and dtype of `b`, a float or complex array.
+    solve_transposed: `solve_transposed(object, b) -> x` with A^T x = b (not conjugated); reverse
+      mode needs it.
+    matvec: `matvec(a, x) -> A x`, a JAX function; derivatives in `a` need it.
+    symmetric: A^T is A, so `solve` also serves as `solve_transposed`.
+    cast: allows same-kind casts of the results of `solve`; see `callgate.gate`.
+    run_on: where `factor` and `solve` run: see `callgate.hold`. Default: the thread of objects if
+      derivatives share an object; XLA's thread if one call factorizes and solves.
     thread: see `callgate.hold`.
     timeout: see `callgate.gate`.
-    vmap: for lanes that share an `a`. "each" calls `solve` for each lane; "whole" calls it once,
-      with the lanes' right-hand sides as columns: float[n, lanes].
-    name: what programs and messages call it. Default: as for `callgate.gate`, of `solve`.
+    vmap: for lanes that share `a`: "each" calls `solve` for each lane; "whole" calls it once, with
+      the lanes' right-hand sides as columns, float[n, lanes].
+    name: the name in programs and messages. Default: as for `callgate.gate`, of `solve`.
 
   Returns:
-    A gate that is called as `solver(a, b)`: `a` an array or a pytree of them, `b` an array.
-    Under `jax.vmap` an `a` that is not mapped over is factorised once for all.
-    `f = solver.factor(a)` and `solver(a, b, factor=f)` factorise once for several calls.
+    A gate that you call as `solver(a, b)`, with an array or a pytree of arrays `a`, and an array
+    `b`. Under `jax.vmap` an `a` that isn't mapped is factorized once for all lanes. To factorize
+    once for several calls, pass `f = solver.factor(a)` as `solver(a, b, factor=f)`.
 
   Raises:
-    GateDefinitionError: an option is wrong; or, while tracing, arguments don't fit each other, or
-      a derivative needs `matvec` or `solve_transposed`, and there is none.
+    GateDefinitionError: an option is wrong; or, while tracing, the arguments don't fit each other,
+      or a derivative needs `matvec` or `solve_transposed`, which is missing.
   """
   label = f"linear solver '{name}'" if isinstance(name, str) else "linear solver"
   for what, function in (("factor", factor), ("solve", solve)):
@@ -103,12 +103,12 @@ def linear_solver(
 
 
 class LinearSolver(Gate[..., Any]):
-  """A linear solver as a JAX function; made by `callgate.linear_solver`."""
+  """A differentiable linear solver; made by `callgate.linear_solver`."""
 
   _makers = "callgate.linear_solver"
 
   def factor(self, a: Any, /) -> Handle:
-    """The factorisation of `a`, for `solver(a, b, factor=...)`.
+    """Factorizes `a` once, for `solver(a, b, factor=...)`.
 
     ```python
     import callgate as cg, jax, jax.numpy as jnp
@@ -119,7 +119,7 @@ class LinearSolver(Gate[..., Any]):
     )
 
     @jax.jit
-    def steps(a, u):  # of an implicit Euler method: one factorisation
+    def steps(a, u):  # implicit Euler steps with one factorization
       lu = solver.factor(a)
       return jax.lax.scan(lambda u, _: (solver(a, u, factor=lu), None), u, length=100)[0]
 
@@ -127,10 +127,10 @@ class LinearSolver(Gate[..., Any]):
     ```
 
     Args:
-      a: as the solver takes it. Derivatives of a solve in `a` are those without `factor=`.
+      a: as for the solver. Derivatives in `a` are the same as without `factor=`.
 
     Returns:
-      A handle, which goes through `jit`, loops, branches and `vmap` as an array does.
+      A `Handle`, which goes through `jit`, loops, branches and `vmap` as an array does.
     """
     return core(self).make(a)
 
@@ -153,7 +153,7 @@ class _SolverFunctions:
 
 
 class _Solver(TwoArguments):
-  """Factorises and solves in one call, where no derivative is asked for."""
+  """Factorizes and solves in one call, if there is no derivative."""
 
   kind = "linear solver"
   names = ("a", "b")
@@ -188,13 +188,13 @@ class _Solver(TwoArguments):
     return solver.with_object(factor, a, b)
 
   def with_object(self, handle: Handle, a: Any, b: Any) -> Any:
-    """A solve by the object that `make` has made of `a`."""
+    """Solves by the object that `make` has made of `a`."""
     return self._solve(handle, a, b)
 
   def _with_object(self, axes: int) -> tuple[Any, Any]:
-    """The calls `solve(object, a, b)` and the transposed one, of a b with so many axes of lanes.
+    """Returns the calls `solve(object, a, b)` and its transpose, for a b with `axes` axes of lanes.
 
-    The axes come behind that of the rows. `a` is there for the derivatives.
+    These axes come after the axis of the rows. `a` is there for the derivatives.
     """
     if axes not in self._uses:
       parts = self.parts
@@ -238,7 +238,7 @@ class _Solver(TwoArguments):
   def _as_columns(
     self, made: Any, index: int, axes: int, _: int, batched: Any, handle: Any, a: Any, b: Any
   ) -> Any:
-    """Lanes that share an object are one call; others come one after another."""
+    """Solves for lanes that share an object in one call; for others in one call each."""
     if any(jax.tree.leaves((batched[0], batched[1]))):
       leaves, tree = jax.tree.flatten((handle, a, b))
 
@@ -297,7 +297,10 @@ class _Solver(TwoArguments):
     return made(a, second)
 
   def _closed(self, first: Any, second: Any) -> "tuple[_Solver, Any] | None":
-    """A solver that gets what `matvec` closes over with its `a`, and that; None for no closure."""
+    """Returns a solver that gets the values which `matvec` closes over, with its `a`, and that `a`.
+
+    It is None if there are no such values.
+    """
     parts = self.parts
     if tracing.in_no_trace():
       return None
@@ -333,7 +336,7 @@ class _Solver(TwoArguments):
     da: Any,
     db: Any,
   ) -> Any:
-    """d x = A^-1 (d b - (d A) x); a tangent may be a symbolic zero."""
+    """Returns d x = A^-1 (d b - (d A) x); a tangent may be a symbolic zero."""
     rhs = jnp.zeros_like(x) if arguments.is_zero(db) else db
     if not all(map(arguments.is_zero, jax.tree.leaves(da, is_leaf=arguments.is_zero))):
       rhs = rhs - matvec(a, arguments.instantiated(a, da), x)
@@ -342,11 +345,11 @@ class _Solver(TwoArguments):
     return solve(handle, a, rhs)
 
   def _matvec(self, a: Any, da: Any, x: Any) -> Any:
-    """(d A) x."""
+    """Returns (d A) x."""
     return jax.jvp(lambda a: self._product(a, x), (a,), (da,))[1]
 
   def _transposed_matvec(self, a: Any, da: Any, x: Any) -> Any:
-    """(d A)^T x."""
+    """Returns (d A)^T x."""
 
     def product(a: Any) -> Any:
       (result,) = jax.linear_transpose(lambda y: self._product(a, y), x)(x)
@@ -368,7 +371,7 @@ class _Solver(TwoArguments):
 
   # -- vmap ----------------------------------------------------------------------------------------
   def _mapped(self, size: int, batched: Any, a: Any, b: Any) -> Any:
-    """An `a` for all lanes is factorised once."""
+    """Factorizes once an `a` that all lanes share."""
 
     def lane(a: Any, b: Any) -> Any:
       return self._solve(self.make(a), a, b)

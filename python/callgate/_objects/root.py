@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.root`: solvers of equations of the host, with implicit derivatives."""
+"""`callgate.root`: solvers of equations on the host, with implicit derivatives."""
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
@@ -29,7 +29,7 @@ def root(
   run_on: Literal["xla", "own"] | OneThread = "xla", thread: Thread = "xla",
   timeout: float | None = None, name: str | None = None,
 ) -> Gate:  # fmt: skip
-  """A solver of `residual(x, theta) = 0` on the host as a JAX function: `x = f(theta, x0)`.
+  """Wraps a Python solver of `residual(x, theta) = 0` as a JAX function: `x = f(theta, x0)`.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -47,24 +47,25 @@ def root(
   assert jnp.allclose(x, 2, rtol=1e-4) and jnp.allclose(slope, 1 / 12, rtol=1e-3)
   ```
 
-  By the implicit function theorem d x = -(dF/dx)^-1 (dF/d theta) d theta, F the residual: forward
-  and reverse mode, of any order, whatever the solver does. It runs once. They hold as well as x is
-  a root, and where dF/dx is regular. The start `x0` is a constant to derivatives.
+  The implicit function theorem gives the derivatives in `theta`: d x = -(dF/dx)^-1 (dF/d theta) d
+  theta, where F is the residual. They have any order and both modes. They are as accurate as the
+  root, and need a regular dF/dx. The solver itself is called once and isn't differentiated. The
+  start `x0` is a constant to derivatives.
 
   Args:
-    residual: a JAX function; its result has as many elements as `x`.
-    solver: `solver(theta, x0) -> x`, a gate's callable, of the structure and types of `x0`.
-    tangent_solve: `tangent_solve(matvec, b) -> y` with matvec(y) = b, a JAX function, for systems
-      too large for the default, which makes the Jacobian matrix and calls `jax.numpy.linalg.solve`.
-      Reverse mode calls it with the transposed matvec.
-    cast: allow same-kind casts of what `solver` returns; see `callgate.gate`.
+    residual: a JAX function, whose result has as many elements as `x`.
+    solver: `solver(theta, x0) -> x`, a gate's callable; x has the structure and types of `x0`.
+    tangent_solve: `tangent_solve(matvec, b) -> y` with matvec(y) = b, a JAX function, for large
+      systems. Reverse mode calls it with the transposed matvec. Default: makes the Jacobian matrix
+      and calls `jax.numpy.linalg.solve`.
+    cast: allows same-kind casts of the results of `solver`; see `callgate.gate`.
     run_on: "xla", "own" or `callgate.thread`: see `callgate.gate`.
     thread: see `callgate.gate`.
     timeout: see `callgate.gate`.
-    name: what programs and messages call it. Default: as for `callgate.gate`, of `solver`.
+    name: the name in programs and messages. Default: as for `callgate.gate`, of `solver`.
 
   Returns:
-    A gate that is called as `f(theta, x0)`, both pytrees of arrays.
+    A gate that you call as `f(theta, x0)`; both are pytrees of arrays.
 
   Raises:
     GateDefinitionError: an option is wrong; or, while tracing, `residual` has another number of
@@ -142,7 +143,7 @@ def _as_x0(theta: Any, x0: Any) -> Any:
 
 
 def _dense(product: Callable[..., Any], right: Any) -> Any:
-  """Solves with the matrix of a linear function, a product for each column."""
+  """Solves with the matrix of a linear function, which takes one product for each column."""
   units = tracing.vary_over(tracing.varying_axes([right]), jnp.eye(right.size, dtype=right.dtype))
   columns = jax.vmap(product)(units)
   return jnp.linalg.solve(columns.T, right)

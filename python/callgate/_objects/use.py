@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.use`: calls of Python callables with the objects that handles stand for."""
+"""`callgate.use`: calls of Python callables with the objects that handles refer to."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Use(GateCallee):
 
 
 def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
-  """Calls a Python callable from (compiled) JAX code with the objects that handles stand for.
+  """Calls a Python function from JAX code, with objects in the place of their handles.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -74,20 +74,25 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
   assert look_up(2) == 20
   ```
 
-  Derivatives: forward mode with `linear=` (positions of arguments, handles included), and any by
-  `jax.custom_jvp` and `jax.custom_vjp`, of which a handle may be an argument or a residual.
+  For forward-mode derivatives pass `linear=` with the positions of the arguments in which the call
+  is linear (handles count). For all other derivatives use `jax.custom_jvp` or `jax.custom_vjp`,
+  which take handles as arguments and residuals.
 
   Args:
-    fn: gets each handle's object and the other arguments as a gate's callable does. With
-      vmap="whole" a batched handle is a list of objects. It runs where they live.
+    fn: the callable. It runs where the objects live. It gets each handle's object, and the other
+      arguments as a gate's callable does. With vmap="whole" a batched handle becomes a list of
+      objects.
     *args: pytrees of handles and arrays.
-    out: the results, which are returned: as for `callgate.gate`.
-    **options: options of `callgate.gate`; the rest are static keyword arguments of the call.
+    out: the types of the results, as for `callgate.gate`.
+    **options: options of `callgate.gate`. Other keywords are static keyword arguments of the call.
+
+  Returns:
+    The results, as `out` declares.
 
   Raises:
-    GateDefinitionError: an option is wrong, or `out` is.
-    HandleError: (fails the program) a handle is not that of a live object of this process.
-    BaseException: what `fn` raises, with a note that says which objects it was given.
+    GateDefinitionError: an option or `out` is wrong.
+    HandleError: (fails the program) a handle doesn't refer to a live object of this process.
+    BaseException: (fails the program) `fn` raised it; a note names the objects.
   """
   check.function("use", "fn", fn)
   chosen = take_options("use", fn, options)
@@ -108,7 +113,7 @@ def use(fn: Callable[..., Any], /, *args: Any, out: Any, **options: Any) -> Any:
 
 
 def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, Any], ...]:
-  """The options of a use, with the place of its handles' objects."""
+  """Returns the options of a use, with the place of its handles' objects."""
   handles = [h for h in jax.tree.leaves(given, is_leaf=is_handle) if is_handle(h)]
   if not handles:
     raise GateDefinitionError(
@@ -145,7 +150,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _known(fn: Any, args: Any) -> tuple[Held, ...]:
-  """Objects that a program being traced knows as constants, which it has to keep."""
+  """Returns objects that the traced program has as constants, and must keep alive."""
   if not tracing.is_staged():
     return ()
   handles = [h for h in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(h)]
@@ -181,9 +186,9 @@ def _use(
 
 
 def _portable_name(text: str, options: dict[str, Any]) -> str | None:
-  """A name that says which callable a use calls, and how; None if no name can.
+  """Returns a name that identifies a use's callable and options; None if no name can.
 
-  The text tells the callable, and the objects live where they do by default.
+  `text` names the callable. The objects live in the default place.
   """
   chosen = {name: value for name, value in options.items() if value is not None}
   if chosen.get("run_on") is threads.objects():

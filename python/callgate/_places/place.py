@@ -14,30 +14,30 @@ RunLane = Callable[[str, bool, Sequence[Any], Types, int, int], list[Any]]
 
 
 class RemoteGate:
-  """A gate whose function runs in other processes: answers the runtime about it.
+  """A gate whose function runs in other processes, as the runtime sees it.
 
   Attributes:
-    most: how many started calls are to be on their way at once.
+    most: the most started calls that run at a time.
   """
 
   most = 1
 
   def prepare(self) -> None:
-    """Finds out, while a call is traced, whether the place will be able to make it."""
+    """Checks, while a call is traced, that the place can make it."""
 
   def runner(self, callee: Any) -> RunLane:
-    """The function that makes one lane's call; `callee` is the runtime's handle on the gate."""
+    """Returns the function that makes one lane's call; `callee` is the runtime's handle on it."""
     raise NotImplementedError
 
 
 class Place:
-  """XLA's calling thread, or one of callgate's; the base of all other places.
+  """XLA's calling thread, or callgate's threads; the base of all other places.
 
   Attributes:
     is_here: True if functions run in this process.
-    takes: the options of a gate that this place has a use for, of those that few have.
-    arrays: the kinds of arrays that functions get; empty for all.
-    thread: the runtime's thread that makes all calls; None where any may.
+    takes: the place's names of gate options that only some places support.
+    arrays: the kinds of arrays that functions may get; empty for all.
+    thread: the runtime's thread that makes all calls; None if any thread may.
   """
 
   is_here = True
@@ -46,11 +46,11 @@ class Place:
   thread: Any = None
 
   def run(self, function: Callable[[], T]) -> T:
-    """Calls a function in this process, where its gates run; returns or raises what it does."""
+    """Calls a function in this process, where its gates run; returns or raises its outcome."""
     return function()
 
   def bind(self, gate: Any) -> tuple[RemoteGate, Any] | None:
-    """Answers about a gate that runs elsewhere, and the runtime's handle; None for one here."""
+    """Returns the interface to a gate that runs elsewhere, and the runtime's handle; else None."""
     del gate
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.thread`: threads that gates run on, one call after the other.
+"""`callgate.thread`: threads that run the calls of gates one after the other.
 
-The queue is the runtime's (src/core/named_thread.h). A function that runs on a thread may dispatch
-a program whose calls are for the same thread. The dispatch then ends with the program, and the
-thread runs what the program calls meanwhile (`after_dispatch`).
+The runtime has the queue (src/core/named_thread.h). A function on a thread may dispatch a program
+with calls for the same thread. Then the dispatch ends with the program, and the thread runs the
+program's calls meanwhile (`after_dispatch`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ OBJECTS = "objects"
 
 
 class ThreadPlace(Uncopied, Place):
-  """The core of a `Thread`: the runtime's queue, and what waits to be dropped there.
+  """The core of a `Thread`: the runtime's queue, and the objects to be dropped there.
 
   Attributes:
-    name: what messages and programs call the thread.
-    as_held: the same, as handles of objects hold it; None for the thread that is the default.
+    name: the thread's name in messages and programs.
+    as_held: the name in objects' handles; None for the default thread.
   """
 
   def __init__(self, name: str) -> None:
@@ -60,14 +60,14 @@ class ThreadPlace(Uncopied, Place):
     return self.thread.is_here()
 
   def submit(self, job: Callable[[], object]) -> bool:
-    """Has the thread call `job()`, which raises nothing, in its turn; False once it is closed."""
+    """Queues `job()`, which must not raise, for the thread; False once the thread is closed."""
     return self.thread.submit(job)
 
   def refuse(self) -> NoReturn:
     raise GateError(f"{self!r}: the thread has been closed")
 
   def run(self, function: Callable[[], T]) -> T:
-    """Calls a function on the thread and waits for it; returns or raises what it does."""
+    """Calls a function on the thread and waits for it; returns or raises its outcome."""
     if self.runs_this():
       return function()
     results: list[T] = []
@@ -89,7 +89,7 @@ class ThreadPlace(Uncopied, Place):
     return results.pop()
 
   def drop(self, values: list[Any]) -> None:
-    """Takes values out of a list, and drops them on the thread, which need not be waited for."""
+    """Empties a list of values, and drops them on the thread, without a wait."""
     self._drops.clear()
     self._dropped.extend(values)
     values.clear()
@@ -102,11 +102,11 @@ class ThreadPlace(Uncopied, Place):
     self._drops.set()
 
   def has_dropped(self, wait: Wait) -> bool:
-    """Waits until all that was given to `drop` is gone. False if the time ran out."""
+    """Waits until all values given to `drop` are dropped. False if the time ran out."""
     return self.runs_this() or wait.until(self._drops.wait)
 
   def end(self) -> None:
-    """Has the thread end with what it has been given so far."""
+    """Makes the thread end after the jobs so far."""
     with _lock:
       known = _threads.get(self.name)
       if known is not None and core(known) is self:
@@ -119,15 +119,15 @@ class ThreadPlace(Uncopied, Place):
     _part.tell("thread ends", self)
 
   def has_ended(self, wait: Wait) -> bool:
-    """After `end()`: waits for its end. False if the time ran out."""
+    """Waits for the thread's end, after `end()`. False if the time ran out."""
     return wait.until(self.thread.has_ended, _NAP)
 
 
 class Thread(Public[ThreadPlace], Closing):
-  """A thread that gates run on, and that objects belong to; made by `callgate.thread`.
+  """A thread on which gates run and objects live; made by `callgate.thread`.
 
-  It starts with the first call, or by `start()`, and ends with `close()`, at the end of a `with`
-  block, or with this process.
+  It starts with the first call or by `start()`, and ends with `close()`, with a `with` block, or
+  with this process.
   """
 
   _makers = "callgate.thread"
@@ -144,22 +144,22 @@ class Thread(Public[ThreadPlace], Closing):
     return repr(self._core)
 
   def start(self) -> Self:
-    """Starts the thread, where it doesn't run yet.
+    """Starts the thread, unless it runs already.
 
     Raises:
-      GateError: it has been closed.
+      GateError: the thread has been closed.
     """
     if not self._core.submit(_nothing):
       self._core.refuse()
     return self
 
   def close(self) -> None:
-    """Ends the thread; what it runs has 5 seconds to end by itself. Calls fail from then on.
+    """Ends the thread; the running call has 5 seconds to finish. Later calls fail.
 
-    The objects that live there end with it, on it.
+    The thread first drops the objects that live there.
 
     Raises:
-      GateError: it is called on the thread.
+      GateError: the call comes from the thread itself.
     """
     if self._core.runs_this():
       raise GateError(f"{self!r}: a function that runs on the thread can't close it")
@@ -175,13 +175,13 @@ def _nothing() -> None:
 
 
 def thread(name: str) -> Thread:
-  """A thread for gates to run on, and for objects to live on: `cg.hold(f, run_on=thread)`.
+  """Returns a thread on which gates run and objects live: `cg.hold(f, run_on=thread)`.
 
   ```python
   import sqlite3
   import callgate as cg, jax, jax.numpy as jnp
 
-  class Database:  # a connection is for the thread that made it
+  class Database:  # a connection works only on the thread that made it
     def __init__(self):
       self.connection = sqlite3.connect(":memory:")
       self.connection.execute("create table t (x real)")
@@ -199,19 +199,19 @@ def thread(name: str) -> Thread:
     assert [int(insert(x)) for x in (1.0, 2.0)] == [1, 2]
   ```
 
-  Its calls run one after the other, in the order in which programs come to them. XLA's threads are
-  free meanwhile, as with `run_on="own"`, so the functions may run JAX programs, also such with
-  calls for the same thread.
+  The thread runs one call at a time, in the order in which the calls arrive. XLA's threads are free
+  meanwhile, as with `run_on="own"`. So the functions may run JAX programs, also programs with calls
+  for the same thread.
 
   Args:
-    name: calls of one name give the same thread, until it is closed. "objects" is the thread of
-      objects for which no other place was chosen.
+    name: the name in messages and programs, without quotes and newlines. All open threads of one
+      name are the same thread. "objects" is the default thread of host objects.
 
   Returns:
     A `Thread`, also a context manager.
 
   Raises:
-    GateDefinitionError: the name is none.
+    GateDefinitionError: the name is wrong.
   """
   text = options.text("thread", "name", name)
   if not text or "\n" in text or "'" in text:
@@ -224,24 +224,24 @@ def thread(name: str) -> Thread:
 
 
 def objects() -> Thread:
-  """The thread of objects for which no other place was chosen."""
+  """Returns the default thread of host objects."""
   return thread(OBJECTS)
 
 
 def current() -> ThreadPlace | None:
-  """The thread that runs this, if it is one of `callgate.thread`."""
+  """Returns the thread of `callgate.thread` that runs this, or None."""
   number = _callgate.current_thread()
   return _numbers.get(number) if number else None
 
 
 def at_place(place: str) -> Thread | None:
-  """The open thread that handles call so."""
+  """Returns the open thread of a name in handles, or None."""
   with _lock:
     return next((one for one in _threads.values() if core(one).as_held == place), None)
 
 
 def after_dispatch(returning: bool) -> None:
-  """After the dispatch of a program with effects, on a thread: runs what the program calls."""
+  """Runs the calls of a program with effects that was dispatched on a thread."""
   del returning
   if (here := current()) is None or not (programs := running.own_programs()):
     return
@@ -259,7 +259,7 @@ def after_dispatch(returning: bool) -> None:
 
 
 def has_dropped(wait: Wait) -> bool:
-  """Waits until no thread has anything to drop. False if the time ran out."""
+  """Waits until no thread has objects to drop. False if the time ran out."""
   with _lock:
     all_of_them = list(_threads.values())
   return all(core(one).has_dropped(wait) for one in all_of_them)
@@ -267,7 +267,7 @@ def has_dropped(wait: Wait) -> bool:
 
 @_part.joins("threads")
 class Threads(Part):
-  """Has threads drop what lives on them, and end, before the process does."""
+  """Makes the threads drop their objects and end, before the process ends."""
 
   def end(self, phase: Phase, wait: Wait) -> None:
     if phase != "deliver":

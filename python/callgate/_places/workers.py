@@ -39,8 +39,8 @@ class WorkerPlace(Uncopied, Place):
   """The core of `Workers`: the runtime's pool of processes, made at its first use.
 
   Attributes:
-    count: how many processes there are.
-    key: what tells them from all others, in any process.
+    count: the number of processes.
+    key: a key that is unique over all processes.
   """
 
   is_here, takes = False, ("retries", "affinity")
@@ -110,10 +110,10 @@ class WorkerPlace(Uncopied, Place):
 
 
 class Workers(Public[WorkerPlace], Closing):
-  """Python processes that gates run in; made by `callgate.workers`.
+  """A pool of worker processes for gates; made by `callgate.workers`.
 
-  They start with the first call that is traced, or by `start()`, and end with `close()`, at the end
-  of a `with` block, or with this process, in whatever way that ends.
+  The processes start when the first call is traced, or by `start()` or a `with` block. They end
+  with `close()`, with the block, or with this process, even if it is killed.
   """
 
   _makers = "callgate.workers"
@@ -124,7 +124,7 @@ class Workers(Public[WorkerPlace], Closing):
 
   @property
   def count(self) -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return self._core.count
 
   def __reduce__(self) -> Any:
@@ -135,22 +135,22 @@ class Workers(Public[WorkerPlace], Closing):
     return repr(self._core)
 
   def start(self) -> Self:
-    """Starts the processes, where they don't run yet, without waiting for them."""
+    """Starts the processes, unless they run already, without waiting for them."""
     self._core.pool()
     return self
 
   def close(self) -> None:
-    """Ends the processes; what they run has 5 seconds to end by itself. Calls fail from then on."""
+    """Ends the processes; running calls have 5 seconds to finish. Later calls fail."""
     self._core.end(_SECONDS)
 
   @property
   def pids(self) -> list[int]:
-    """The process ids, by worker; of those that run."""
+    """The process ids of the running workers, in the workers' order."""
     return [] if self._core.running is None else self._core.running.pids()
 
   @property
   def replaced(self) -> int:
-    """How many workers have ended and been replaced by others."""
+    """The number of workers that have ended and been replaced."""
     return 0 if self._core.running is None else self._core.running.replaced()
 
   def __enter__(self) -> Self:
@@ -158,16 +158,16 @@ class Workers(Public[WorkerPlace], Closing):
 
 
 def _in_another(key: str, count: int, initializer: Any, env: Mapping[str, str]) -> Workers:
-  """Such workers in a process to which a gate of theirs came: they start if it is called there."""
+  """Makes such workers in a process that got one of their gates; a call there starts them."""
   with _placing:
     return _live.get(key) or Workers(WorkerPlace(count, initializer, env, key))
 
 
 def name_of(held: Workers) -> str:
-  """The name by which programs call workers, if these hold objects that live there.
+  """Returns the name by which programs refer to workers with objects.
 
-  No others of this process have the name, earlier or later. In the next process it is that of the
-  workers that come there as these do here.
+  The name is unique in this process. The next process gives it to the workers that it makes in the
+  same order.
   """
   with _placing:
     identity = core(held)
@@ -178,7 +178,7 @@ def name_of(held: Workers) -> str:
 
 
 def at_place(place: str) -> Workers | None:
-  """Workers of this process by what programs call them, as long as somebody has them."""
+  """Returns the live workers of a name in programs, or None."""
   return _places.get(place)
 
 
@@ -188,7 +188,7 @@ def workers(
   initializer: Callable[[], Any] | None = None,
   env: Mapping[str, str] | None = None,
 ) -> Workers:
-  """Python processes for gates to run in: `cg.gate(f, run_on=workers)`.
+  """Makes a pool of Python processes for gates: `cg.gate(f, run_on=workers)`.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp, numpy as np
@@ -199,14 +199,15 @@ def workers(
     assert jax.jit(jax.vmap(norm))(jnp.eye(4)).tolist() == [1.0] * 4
   ```
 
-  They are started anew, never forked from this process, and then stay: several gates may share
-  them. Arrays go there and back through shared memory, and this process's GIL is not taken.
+  The processes are spawned, never forked, and stay for all later calls. Several gates may share
+  them. Arrays go through shared memory, without this process's GIL.
 
   Args:
-    count: how many processes; default: as many as this process may use CPUs.
-    initializer: called in each before anything else; travels as functions of gates do.
-    env: environment variables for them, beside this process's. Unless told otherwise, their JAX
-      uses the CPU alone.
+    count: the number of processes. Default: the number of CPUs that this process may use.
+    initializer: a function that each process calls before anything else. It is sent like the
+      functions of gates.
+    env: environment variables of the processes, in addition to this process's. JAX in the processes
+      uses the CPU only, unless `env` says otherwise.
 
   Returns:
     `Workers`, also a context manager.
@@ -229,7 +230,7 @@ def workers(
 
 
 def usable_cpus() -> int:
-  """How many CPUs this process may use."""
+  """Returns the number of CPUs that this process may use."""
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -237,7 +238,7 @@ _shared: Workers | None = None  # guarded by _placing
 
 
 def shared() -> Workers:
-  """The workers of `run_on="processes"`."""
+  """Returns the workers of `run_on="processes"`."""
   global _shared
   with _placing:
     if _shared is None:

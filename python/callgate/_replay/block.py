@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of blocks of `callgate.record` and `callgate.replay`: one is open at a time."""
+"""The common part of the blocks of `callgate.record` and `callgate.replay`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _opening = threading.Lock()
 
 
 class Block(Stays):
-  """A block of one process, whose calls on all threads it is told of by `_tell`."""
+  """A block of one process; the runtime reports the calls of all threads to `_tell`."""
 
   _what = ""  # "record" or "replay"
   _replays = False
@@ -71,7 +71,7 @@ class Block(Stays):
       self._end(late, error)
 
   def _wait_for_rest(self, seconds: float) -> list[str]:
-    """The gates whose calls still run after so long."""
+    """Waits up to `seconds`, and returns the gates whose calls still run."""
     gates: set[str] = set()
 
     def are_over() -> bool:
@@ -83,16 +83,19 @@ class Block(Stays):
     return sorted(gates)
 
   def _begin(self) -> None:
-    """The block begins: opens its file."""
+    """Opens the file, at the start of the block."""
 
   def _end(self, late: list[str], error: BaseException | None) -> None:
-    """No call follows. `late`: gates whose calls still run; `error`: what leaves the block."""
+    """Ends the block, after its last call.
+
+    `late` are gates whose calls still run; `error` is the exception that leaves the block.
+    """
 
   def _tell(
     self, gate: str, site: str, spec: str, lane: int, shard: int, device: int, run: int,
     operands: Any, types: Any,
   ) -> Any:  # fmt: skip
-    """A call is about to be made: see src/bindings/gate/tape.h."""
+    """Handles a call before it is made: see src/bindings/gate/tape.h."""
     raise NotImplementedError
 
 
@@ -100,7 +103,7 @@ def call_of(
   gate: str, site: str, spec: str, lane: int, shard: int, device: int,
   operands: tuple[Value, ...], number: int,
 ) -> Recorded:  # fmt: skip
-  """A call that is about to be made; `number` is its place in a recording."""
+  """Returns a call before it is made; `number` is its place in a recording."""
   made = registry.get(gate)
   operands = _without_handles(gate, spec, operands)
   return Recorded(
@@ -112,9 +115,9 @@ def call_of(
 
 
 def _without_handles(gate: str, spec: str, operands: tuple[Value, ...]) -> tuple[Value, ...]:
-  """The operands, with the numbers of the recorded calls that made their objects for handles.
+  """Replaces handles by the numbers of the recorded calls that made their objects.
 
-  Each run has other handles.
+  Handles differ from run to run.
   """
   handles = getattr(getattr(registry.get(gate), "traits", None), "handles", "")  # a feed has none
   if not handles:
@@ -124,7 +127,7 @@ def _without_handles(gate: str, spec: str, operands: tuple[Value, ...]) -> tuple
 
 
 def _wait_for_calls() -> None:
-  """Waits for programs and for started calls; their failures are told of elsewhere."""
+  """Waits for programs and for started calls; other functions report their failures."""
   barrier.wait_for_programs()
   for part in _part.parts():
     part.settle(Wait(None))
@@ -132,7 +135,7 @@ def _wait_for_calls() -> None:
 
 @_part.joins("recordings")
 class _Blocks(Part):
-  """Forgets the block in a fork's child: it is the parent's, and so is its file."""
+  """Forgets the block in a fork's child, since the block and its file belong to the parent."""
 
   def forked(self) -> None:
     _open.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call differs from a recorded one, in words."""
+"""Describes how a call differs from a recorded one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callgate._replay.calls import Recorded, digest, text_of
 
 
 def is_close(recorded: Recorded, operands: Sequence[Value], rtol: float, atol: float) -> bool:
-  """True if the operands are those of a recorded call, within a tolerance."""
+  """True if the operands equal those of a recorded call, within a tolerance."""
   if recorded.types != tuple((code, shape) for code, shape, _ in operands):
     return False
   digests = zip(recorded.digests, operands, strict=True)
@@ -27,12 +27,12 @@ def is_close(recorded: Recorded, operands: Sequence[Value], rtol: float, atol: f
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
-  """The array in a type in which NumPy can compare."""
+  """Returns the array in a dtype in which NumPy can compare."""
   return array if array.dtype.kind in "fc" else array.astype(np.float64)
 
 
 def difference(recorded: Recorded, came: Recorded) -> str:
-  """The first difference: "argument 'x': expected float32[3] with 1.0 at [0], got 2.0"."""
+  """Returns the first difference: "argument 'x': expected float32[3] with 1.0 at [0], got 2.0"."""
   if len(recorded.types) != len(came.types):
     return f"expected {len(recorded.types)} arrays, got {len(came.types)}"
   for index, type in enumerate(came.types):
@@ -49,7 +49,7 @@ def difference(recorded: Recorded, came: Recorded) -> str:
 
 
 def of_results(recorded: Sequence[Value], came: Sequence[Value]) -> str:
-  """The first difference of what two calls gave; "" where there is none."""
+  """Returns the first difference between the results of two calls; "" if there is none."""
   if len(recorded) != len(came):
     return f"expected {len(recorded)} results, got {len(came)}"
   for index, (one, other) in enumerate(zip(recorded, came, strict=True)):
@@ -61,7 +61,7 @@ def of_results(recorded: Sequence[Value], came: Sequence[Value]) -> str:
 
 
 def _elements(expected: np.ndarray, came: np.ndarray) -> str:
-  """Where two arrays of one type differ, bit by bit."""
+  """Describes where two arrays of one type differ, bit by bit."""
   size = max(1, expected.dtype.itemsize)
   one, other = (x.reshape(-1, 1).view(np.uint8).reshape(-1, size) for x in (expected, came))
   differ = (one != other).any(axis=1)

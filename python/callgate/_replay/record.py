@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.record`: a file of what the gates and feeds of a block were given and gave."""
+"""`callgate.record`: a file of the operands and results of a block's gates and feeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Recording(Block):
 
   Attributes:
     path: the file.
-    count: how many calls it holds so far; a wait for a started one is none.
+    count: the number of recorded calls so far. A wait for a started call doesn't count.
   """
 
   _what = "record"
@@ -63,7 +63,7 @@ class Recording(Block):
 
 
 def _make_room(path: str, overwrite: bool) -> None:
-  """Raises unless a new file may be made there; removes a stream where that is asked for."""
+  """Raises unless a new file may be made; with `overwrite` removes a recording."""
   if not os.path.lexists(path):
     return
   if not overwrite:
@@ -76,7 +76,7 @@ def _make_room(path: str, overwrite: bool) -> None:
 
 
 def _is_recording(path: str) -> bool:
-  """True also for one without calls, and for an empty file."""
+  """True for a recording, also without calls, and for an empty file."""
   with open(path, "rb") as file:
     begins = file.read(len(_MAGIC))
   if begins != _MAGIC:
@@ -95,7 +95,7 @@ def record(
   path: str | os.PathLike[str], *, operands: Literal["arrays", "digest"] = "arrays",
   overwrite: bool = False,
 ) -> Recording:  # fmt: skip
-  """A block that keeps what each gate and feed is given and gives, for `callgate.replay`.
+  """Records the calls of gates and feeds in a file, for `callgate.replay`.
 
   ```python
   import callgate as cg, jax, numpy as np
@@ -106,27 +106,27 @@ def record(
   assert recording.count == 1
   ```
 
-  Programs need not be traced anew; those of all threads count. A call is in the file, a stream of
-  `docs/stream.md`, before its program goes on, so that a process which is killed leaves all whole
-  calls. Exceptions are kept as well. At its end the block waits for programs and started calls.
+  The block records the programs of all threads, without tracing them again. It writes each call, or
+  its exception, before the program continues. So if the process is killed, the file has all
+  complete calls. The file is a stream (docs/stream.md). The end of the block waits for programs and
+  started calls.
 
   Args:
-    path: a new file, "{process}" in it replaced by `jax.process_index()`. A relative one is of the
-      open `run`.
-    operands: "arrays" keeps them: a call that differs is shown with its first differing element,
-      and a replay can compare with a tolerance. "digest" keeps 16 bytes of each, where operands are
-      large, or nobody is to read them.
-    overwrite: replace a recording that is there.
+    path: a new file; "{process}" in it is replaced by `jax.process_index()`. A relative path is
+      relative to the open `run`'s folder.
+    operands: "arrays" stores operands whole. Then a replay can show the first different element,
+      and compare with a tolerance. "digest" stores 16 bytes of each, for large or private data.
+    overwrite: replaces an existing recording.
 
   Returns:
     A context manager, with `path` and `count`, the number of calls so far.
 
   Raises:
     GateDefinitionError: an option is wrong.
-    FileExistsError: (entering) there is a file; with `overwrite`, one that is no recording.
-    ValueError: (entering) the file can't be made.
-    GateError: (entering) another recording or replay is open. (leaving, and in the call) the file
-      does not take a call, on a full disk, say; or a call that timed out still runs.
+    FileExistsError: at the start: the file exists; with `overwrite`, it isn't a recording.
+    ValueError: at the start: the file can't be made.
+    GateError: at the start: another recording or replay is open. In a call and at the end: the file
+      can't store a call, for example on a full disk; or a call that timed out is still running.
   """
   kinds = ("arrays", "digest")
   options.choice("record", "operands", operands, kinds)

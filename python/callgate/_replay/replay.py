@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.replay`: a block whose gates and feeds are answered from a recording."""
+"""`callgate.replay`: answers the gates and feeds of a block from a recording."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Replay(Block):
 
   Attributes:
     path: the file.
-    answered: how many calls it has answered.
-    called: how many calls were made, by partial=True or record_new=True.
-    left: how many of the recording's calls nobody has asked for.
+    answered: the number of calls that the recording has answered.
+    called: the number of calls that were made, by partial=True or record_new=True.
+    left: the number of recorded calls that no call has asked for.
   """
 
   _what = "replay"
@@ -143,7 +143,7 @@ class Replay(Block):
 
 
 def read_recording(label: str, path: str) -> list[Recorded]:
-  """The calls of a file; `label` begins the messages of errors."""
+  """Returns the calls of a file; `label` begins the messages of errors."""
   if is_address(path):
     raise ReplayError(f"{label}: path: expected a file of callgate.record's, got {path!r}")
   try:
@@ -168,7 +168,7 @@ def replay(
   rtol: float = 0.0, atol: float = 0.0, ignore: Iterable[str] = (),
   match: Callable[[Any, Any], bool] | None = None, trust: bool = False,
 ) -> Replay:  # fmt: skip
-  """A block in which a recording answers the calls of gates and feeds; no function is called.
+  """Answers the calls of gates and feeds from a recording, without calling their functions.
 
   ```python
   import callgate as cg, jax, numpy as np
@@ -176,7 +176,7 @@ def replay(
   asked = []
 
   @cg.gate(out=np.float32(0), name="replay.price")
-  def price(day):                    # of a service, say
+  def price(day):                    # asks a service, for example
     asked.append(int(day))
     return np.float32(day + 0.5)
 
@@ -188,11 +188,11 @@ def replay(
   assert len(asked) == 1 and (replay.answered, replay.left) == (1, 0)
   ```
 
-  Programs need not be traced anew; those of all threads count. Calls are told apart by gate, source
-  line, device, lane and operands (docs/replay.md). An exception that was recorded is
-  raised again: Python's own and callgate's as they were, others as `RecordedError`.
+  The block answers the programs of all threads, without tracing them again. It finds a call by its
+  gate, source line, device, lane and operands (docs/replay.md). A recorded exception is raised
+  again: Python's and callgate's own with their type, others as a `RecordedError`.
 
-  `match` decides which recorded call answers, where equality says too little:
+  If equal operands are too strict, `ignore` and `match` choose the recorded call:
 
   ```python
   import callgate as cg, jax, numpy as np
@@ -207,32 +207,34 @@ def replay(
   ```
 
   Args:
-    path: a file of `callgate.record`'s, "{process}" in it replaced by `jax.process_index()`. If its
-      writer was killed, the records that are whole count.
-    partial: call the function where the recording has no such call.
-    record_new: call the function as well, and add the call to the file, so that the next replay has
-      it; makes a file that is not there. An ordered gate's call is added behind its recorded ones.
-    rtol: operands of floating types may differ so far, as by `numpy.allclose`: from another
-      machine, say. Without tolerances each bit counts. Not for recordings of digests.
-    atol: the same, absolute.
-    ignore: names of parameters whose arguments are not compared, passed by position or by name.
-    match: `match(call, recorded)` says whether a recorded call answers, in the place of equality.
-      Both have `gate` (or `name`), `args`, the arrays in their order, and `kwargs`, the arrays by
-      their names, passed by name or not: "day", "params['w']". It runs no JAX program. Not for
-      recordings of digests; with it, no `rtol`, `atol` or `ignore`.
-    trust: unpickle exceptions, which may run any code: of a file that you made yourself.
+    path: a file of `callgate.record`; "{process}" in it is replaced by `jax.process_index()`. If
+      the writer was killed, the replay uses the complete records.
+    partial: calls the function if the recording has no such call.
+    record_new: calls the function in that case, and adds the call to the file for the next replay.
+      A missing file is made. Calls of an ordered gate are added after its recorded calls.
+    rtol: relative tolerance for floating operands, as in `numpy.allclose`, for example for
+      recordings of another machine. Without tolerances operands must be equal bit by bit. Digests
+      have no tolerance.
+    atol: absolute tolerance, likewise.
+    ignore: names of parameters whose arguments aren't compared, passed by position or by name.
+    match: `match(call, recorded)` returns True if the recorded call answers; it replaces the
+      comparison of operands. Both arguments have `gate` (or `name`); `args`, the arrays in order;
+      and `kwargs`, the arrays by name, also those passed by position: "day", "params['w']". The
+      function must not run JAX programs. It doesn't work with digests, `rtol`, `atol` and `ignore`.
+    trust: unpickles exceptions, which can run any code. Use it only for files that you made
+      yourself.
 
   Returns:
     A context manager, with `path`, `answered`, `called` and `left`.
 
   Raises:
     GateDefinitionError: an option is wrong.
-    FileNotFoundError: (entering) there is no such file.
-    ReplayError: (entering) it is damaged, or no recording, or of a later version, or its gates have
-      no parameter of a name in `ignore`. (fails the program) a call is none of the recording's: the
-      message shows the first difference.
-    GateError: (entering) another recording or replay is open. (leaving, and in the call) with
-      `record_new` as for `record`: the file does not take a call.
+    FileNotFoundError: at the start: there is no such file.
+    ReplayError: at the start: the file is damaged, isn't a recording, or has a later version; or
+      its gates have no parameter of a name in `ignore`. In a program: the recording has no such
+      call; the message shows the first difference.
+    GateError: at the start: another recording or replay is open. In a call and at the end, with
+      `record_new`: the file can't store a call, as for `record`.
   """
   checked = options.path("replay", "path", path)
   flags = options.booleans("replay", partial=partial, record_new=record_new, trust=trust)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.run`: a folder for a training, to which all belongs that its block makes.
+"""`callgate.run`: a folder for a training, with everything that its block makes.
 
-A process has one open run. Every channel gets a stream in the folder beside its own consumers, and
-a name that taps send to without a channel gets one that gives way to its user's. Paths are of the
-folder by `_core/opened.py`. `run.json` is written by whichever thread changes something.
+A process has at most one open run. Every channel gets a stream in the folder beside its own
+consumers. A name that taps send to without a channel gets a channel that gives way to the user's.
+`_core/opened.py` makes relative paths relative to the folder. The thread that changes something
+writes `run.json`.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ _numbers = itertools.count()  # of runs, the same in every process. Guarded by _
 
 
 class Run(Stays):
-  """A training with a folder of its own; made by `callgate.run`, whose block it is.
+  """A training with a folder of its own; `callgate.run` returns it, as a context manager.
 
   Attributes:
-    name: as given.
-    folder: its own folder, an absolute `pathlib.Path`, from the block's beginning on.
-    config: as given, as JSON has it.
-    notes: as given.
-    tags: as given.
-    summary: a mapping of results by name, which are in the folder at once, as JSON has them.
+    name: the run's name.
+    folder: its folder, an absolute `pathlib.Path`, from the start of the block.
+    config: the config, as JSON has it.
+    notes: the notes.
+    tags: the tags.
+    summary: a mapping of results by name; each change is written to the folder at once, as JSON.
     state: "new", "running", "finished" or "crashed".
   """
 
@@ -101,7 +102,7 @@ class Run(Stays):
     return self
 
   def _begin(self) -> None:
-    """Has streams for all channels, and hears of alerts and checks."""
+    """Adds streams to all channels, and listens to alerts and failed checks."""
     self._write()
     alert.deliver(Wait(_SECONDS), anew=True)  # what came before is not the run's
     opened.begin(
@@ -136,12 +137,12 @@ class Run(Stays):
       self._leave(own or error)
 
   def _leave(self, error: BaseException | None) -> None:
-    """Takes the streams out, and says how the run ended; the run is closed whatever fails.
+    """Removes the streams and writes how the run ended; the run is closed even if this fails.
 
-    An `error` that ends the block gets a failure as a note.
+    If an `error` ends the block, a failure becomes its note.
 
     Raises:
-      BaseException: what failed, without such an error; Ctrl-C with one, too.
+      BaseException: the failure, if there is no such error; also Ctrl-C.
     """
     cause = error
     for step in (self._let_go, self._end):
@@ -156,7 +157,7 @@ class Run(Stays):
       raise cause
 
   def _let_go(self, error: BaseException | None) -> None:
-    """Takes the streams and listeners out; delivers first what waits."""
+    """Delivers waiting records, then removes the streams and listeners."""
     _part.off("channel closed", _stand_in)
     _part.off("channel named", _stand_in)
     seconds = None if error is None else _SECONDS
@@ -174,7 +175,7 @@ class Run(Stays):
       self._drop_empty()
 
   def _end(self, error: BaseException | None) -> None:
-    """Writes how the run ended; it is closed also where that fails, and has crashed by it."""
+    """Writes how the run ended. If that fails, the run is closed all the same, and has crashed."""
     with self._lock:
       self._knobs = _numbers_of_knobs()
       self.state = "finished"
@@ -210,7 +211,7 @@ class Run(Stays):
     return sink
 
   def _drop_empty(self) -> None:
-    """Removes streams without a record: of names that older programs send to."""
+    """Removes streams without a record, for names that older programs send to."""
     for path in self._streams:
       with contextlib.suppress(OSError, ValueError):
         with open_stream(path) as stream:
@@ -219,7 +220,7 @@ class Run(Stays):
           path.unlink()
 
   def _shared_folder(self) -> Path:
-    """A folder that is there; of several processes the one that process 0 has made."""
+    """Makes the folder; in a multi-host program, process 0 makes it for all."""
     if (several := group.group()) is None:
       return files.make_folder(self._above, self.name)
     key = f"callgate/run/{next(_numbers)}"
@@ -248,7 +249,7 @@ class Run(Stays):
           failures.keep_consumer_error(error, f"callgate: raised in {self!r}")
 
   def _change(self, name: str, result: Result | None) -> None:
-    """Puts a result in, or takes it out for None; nothing changes where that can't be written."""
+    """Sets a result, or removes it for None. If it can't be written, nothing changes."""
     if self._process and self._process["id"] != os.getpid():
       here = f"got process {os.getpid()}, which was forked from it"
       raise GateError(f"run: expected process {self._process['id']}, whose run it is, {here}")
@@ -268,7 +269,7 @@ class Run(Stays):
       _part.tell("summary", name, result.plain)
 
   def _write(self) -> None:
-    """Writes run.json; of several processes the first does."""
+    """Writes run.json; in a multi-host program, process 0 does."""
     several = group.group()
     not_first = several is not None and several.index != 0
     if self.state == "new" or not_first or self._process["id"] != os.getpid():
@@ -296,7 +297,7 @@ def _is_good_exit(error: BaseException) -> bool:
 
 
 def _stand_in(name: str) -> None:
-  """Opens a channel for a name to which taps send, unless its user has."""
+  """Opens a channel for a name to which taps send, unless the user has."""
   is_own = name.startswith(target.CHECKPOINTS)
   if name not in channel.open_channels() and not is_own:
     with contextlib.suppress(ValueError):  # the user opens one now
@@ -311,7 +312,7 @@ def run(
   notes: str = "",
   tags: Sequence[str] = (),
 ) -> Run:
-  """A block around a training: what it makes belongs to the run, and lies in a folder of its own.
+  """Opens a run: a training with a folder for its config, metrics, files and results.
 
   ```python
   import callgate as cg, jax
@@ -325,31 +326,37 @@ def run(
     assert [float(record.leaves[""]) for record in stream] == [0.5]
   ```
 
-  The folder has `run.json`, and a stream for each channel, `stream.NAME.cgs`: of channels that the
-  program opens, and of names that taps send to without one. Relative paths of sinks, recordings and
-  checkpoints that the block makes lie in it. `run.json` has the config, notes and tags, the state,
-  the summary, alerts, failed checks and knobs; each change replaces it whole. Trackers that the
-  block opens get these, too. `python -m callgate watch runs` shows all runs of a folder.
+  The folder gets
 
-  At its end the block waits for all programs and records, and raises their errors as `barrier()`
-  does. A run that an exception ends has "crashed", with its text; so has one whose process is
-  killed. Both keep what came before.
+  - `run.json`: the config, notes and tags, the state, the summary, alerts, failed checks and knobs.
+    Each change replaces the file as a whole.
+  - `stream.NAME.cgs` for each channel that the program opens, and for each name that taps send to
+    without a channel.
+  - the files of sinks, recordings and checkpoints that the block makes with relative paths.
+
+  Trackers that the block opens log the run, too. `python -m callgate watch runs` shows all runs of
+  a folder.
+
+  The end of the block waits for all programs and records, and raises their errors as `barrier()`
+  does. If an exception ends the block, the run has "crashed", and `run.json` has the exception's
+  text. A run whose process is killed has crashed, too. Both keep everything written before.
 
   Args:
-    name: the run's name. Its folder has it, and a number where there is such a folder already.
-    folder: where the runs' folders are.
-    config: a mapping by name, or a dataclass, of numbers, texts, paths, arrays (of which the type
-      is kept, and up to 8 elements), and lists, mappings and dataclasses of these.
-    notes: a text for people.
+    name: the run's name, and its folder's. If the folder exists, the new one gets a number.
+    folder: the parent folder of the runs' folders.
+    config: a mapping or a dataclass of numbers, texts, paths, arrays, and lists, mappings and
+      dataclasses of these. An array is stored as its type, with its elements if there are at most
+      8.
+    notes: any text.
     tags: words to find the run by.
 
   Returns:
-    A context manager, with `folder`, `summary` and `state`. One run of a process is open at a time.
+    A `Run`, a context manager. A process may have one open run at a time.
 
   Raises:
-    GateDefinitionError: an option is wrong; of a config's value it has the key.
-    GateError: (entering) another run is open, or this one was.
-    OSError: (entering) the folder can't be made.
+    GateDefinitionError: an option is wrong. For a value of the config the message has its key.
+    GateError: at the start: another run is open, or this one was open before.
+    OSError: at the start: the folder can't be made.
   """
   options.name("run", options.text("run", "name", name, "a line of text"))
   above = os.path.abspath(options.path("run", "folder", folder))
@@ -372,6 +379,6 @@ class Runs(Part):
           print(note, file=sys.stderr)
 
   def forked(self) -> None:
-    """The run is the parent's."""
+    """Forgets the run in a fork's child, since it belongs to the parent."""
     _open.clear()
     opened.begin(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run.summary`: a run's results by name, which `run.json` has at once."""
+"""`run.summary`: a run's results by name, which are written to `run.json` at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from callgate._runs import values
 
 
 class Result(NamedTuple):
-  """A value as it was given, and as JSON has it."""
+  """A value as it was set, and as JSON has it."""
 
   given: Any
   plain: Any
 
 
 class Summary(MutableMapping[str, Any]):
-  """A run's results by name, as `run.summary["accuracy"] = 0.97`; each reads as it was given."""
+  """A run's results by name: `run.summary["accuracy"] = 0.97`; reading returns the value as set."""
 
   def __init__(
     self, held: dict[str, Result], change: Callable[[str, Result | None], None]

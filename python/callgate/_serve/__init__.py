@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page that a program serves of itself, its controls, and commands for these."""
+"""The live page that a program serves, its controls, and the commands for them."""

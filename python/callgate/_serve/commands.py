@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m callgate knobs`, `set` and `stop`: what a program's page offers, from a terminal."""
+"""`python -m callgate knobs`, `set` and `stop`: the controls of a program's page, in a terminal."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _line(knob: dict[str, Any]) -> str:
 
 
 def _ask(address: str, method: str, name: str, sent: Any = None) -> dict[str, Any]:
-  """Sends one request. Raises OSError where nobody answers, ValueError for what is refused."""
+  """Sends one request. Raises OSError if there is no answer, ValueError if the program refuses."""
   url = urllib.parse.urlsplit(_read(address))
   try:
     port = url.port
@@ -104,7 +104,7 @@ def _ask(address: str, method: str, name: str, sent: Any = None) -> dict[str, An
 
 
 def _read(address: str) -> str:
-  """The address itself, or what stands in the file."""
+  """Returns the address, or the address in the file of that name."""
   if re.match(r"[a-z]+://", address):
     return address
   with open(address, encoding="utf-8", errors="replace") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the records of this process's channels to the live page's model."""
+"""Passes the records of this process's channels to the live page's model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from callgate._watch.model import Model
 
 
 class LocalFeed:
-  """Has the model follow all channels of the process that have consumers, until it is stopped."""
+  """Makes the model follow all channels of the process that have consumers, until it is stopped."""
 
   def __init__(self, model: Model) -> None:
     self._model = model
@@ -29,7 +29,7 @@ class LocalFeed:
     channel.unwatch(self._make, wait=wait)
 
   def states(self) -> list[str]:
-    """The name and state of each channel."""
+    """Returns the name and state of each channel."""
     return [f"{name}: {one.state}" for name, one in dict(self._channels).items()]
 
   def _make(self, name: str) -> Tapped:
@@ -39,7 +39,7 @@ class LocalFeed:
 
 
 class Tapped:
-  """A sink that gives a channel's records to the model."""
+  """A sink that passes a channel's records to the model."""
 
   def __init__(self, model: Model, source: int) -> None:
     self._model, self._source = model, source
@@ -48,19 +48,19 @@ class Tapped:
     self.state = "open"
 
   def open(self, channel: str) -> None:
-    """Nothing to open."""
+    """There is nothing to open."""
     del channel
     self.state = "open"
 
   def write(self, records: Sequence[Record]) -> None:
-    """Never raises: what the page can't show is no fault of the program's."""
+    """Never raises: a record that the page can't show must not fail the program."""
     try:
       self._model.add([self._as_in_stream(one) for one in records], self._source)
     except Exception as error:  # noqa: BLE001 - shown on the page
       self.state = f"records that can't be shown: {type(error).__name__}: {error}"
 
   def flush(self) -> None:
-    """Nothing is kept back."""
+    """There is nothing to write out."""
 
   def close(self) -> None:
     self.state = "closed"

@@ -36,10 +36,10 @@ StrPath = str | os.PathLike[str]
 
 
 class Server(Closing):
-  """A live page that this process serves; made by `callgate.serve`. A context manager.
+  """A live page of this process; made by `callgate.serve`. A context manager that closes it.
 
   Attributes:
-    url: of the page, with the secret that lets in.
+    url: the page's address, which contains the secret that gives access.
   """
 
   def __init__(self, control: bool, port: int, file: str | None) -> None:
@@ -70,9 +70,9 @@ class Server(Closing):
     return f"<callgate server at 127.0.0.1:{self._page.port}, {what}>"
 
   def close(self) -> None:
-    """Ends the page and frees the port; waits for consumers as `Channel.remove` does.
+    """Closes the page and frees the port; waits for consumers as `Channel.remove` does.
 
-    In a fork's child it does nothing: the page is the parent's.
+    In a fork's child it does nothing, since the page belongs to the parent.
     """
     self._end(wait=True)
 
@@ -148,11 +148,7 @@ class Server(Closing):
 
 
 def serve(*, control: bool = False, port: int = 0, file: StrPath | None = None) -> Server:
-  """Serves a live page of this process, on loopback.
-
-  It shows the curves of every channel that has a consumer, counters of channels and gates, alerts,
-  and the checks that failed. With `control` it has a field for each `knob` and a button for `stop`,
-  and so has `python -m callgate knobs`, `set` and `stop`.
+  """Serves a live page of this process, on the loopback interface.
 
   ```python
   import callgate as cg
@@ -162,13 +158,20 @@ def serve(*, control: bool = False, port: int = 0, file: StrPath | None = None) 
     assert server.url.startswith("http://127.0.0.1:")
   ```
 
-  The address gives the page, and with `control` the knobs: it holds a random secret. Requests
-  of other web pages are refused.
+  The page shows the curves of every channel with a consumer, the counters of channels and gates,
+  alerts and failed checks. With `control` it has a field for each `knob` and a button for `stop`;
+  the commands `python -m callgate knobs`, `set` and `stop` do the same.
+
+  The address contains a random secret. Everybody who has it can see the page and, with `control`,
+  change the program. The server refuses requests of other web pages.
 
   Args:
-    control: whether the page and the commands may set knobs and stop programs.
-    port: of 127.0.0.1; 0 for any free one.
-    file: gets the address, readable by the user alone, until the server is closed.
+    control: lets the page and the commands set knobs and stop programs.
+    port: the port of 127.0.0.1; 0 for any free one.
+    file: a file that contains the address until the server is closed; only you can read it.
+
+  Returns:
+    A `Server`, also a context manager.
 
   Raises:
     GateDefinitionError: an option is wrong.
@@ -190,14 +193,14 @@ def _described(one: Knob) -> dict[str, Any]:
 
 
 def _plain(number: Any) -> Any:
-  """A number as JSON has it, or as text: NaN, infinities, and what float64 does not hold."""
+  """Converts a number to JSON; NaN, infinities and numbers beyond float64 become text."""
   if isinstance(number, float) and not abs(number) < float("inf"):
     return str(number)
   return str(number) if isinstance(number, int) and abs(number) > _MOST_EXACT else number
 
 
 def _as_sent(name: str, value: Any) -> Any:
-  """A knob's value from JSON; of text, the number or bool that it says."""
+  """Returns a knob's value from JSON; a text becomes the number or bool that it stands for."""
   if isinstance(value, float) and math.isnan(value):  # as Python reads JSON
     value = "NaN"
   if not isinstance(value, str):
@@ -212,7 +215,7 @@ def _as_sent(name: str, value: Any) -> Any:
 
 
 class _Told:
-  """Failed checks, or alerts, since then, by message: how often, when last, with which text."""
+  """Failed checks or alerts by message: their number, the time of the last one, and its text."""
 
   def __init__(self, title: str) -> None:
     self._title = title
@@ -234,7 +237,7 @@ class _Told:
 
 @_part.joins("serve")
 class _ServedPages(Part):
-  """Closes the pages: they are there until programs have ended, so that these can be stopped."""
+  """Closes the pages, after programs have ended, so that they can be stopped until then."""
 
   def end(self, phase: Phase, wait: Wait) -> None:
     del wait

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates whose one result is a cell of the runtime's, which programs read without the GIL."""
+"""Gates whose only result is a cell of the runtime, which programs read without the GIL."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from callgate._runtime import config
 
 
 class CellGate(GateCallee):
-  """Reads a cell; its function does so for JAX's own callbacks, the oracle's.
+  """Reads a cell. Its Python function does the same for JAX's own callbacks, the oracle's.
 
   In a program over several devices each reads by itself, and all get the same value at the same
-  read (src/cells/steer.h). Processes share no memory: process 0 reads for all.
+  read (src/cells/steer.h). Processes share no memory, so process 0 reads for all.
   """
 
   # A knob is the host's, and a replay's host has one.
@@ -34,7 +34,7 @@ class CellGate(GateCallee):
     super().__init__(function, GateOptions(out=result, name=name, effect="io"))
 
   def cell(self) -> Any:
-    """The runtime's handle on what a call reads, which is being lowered."""
+    """Returns the runtime's handle on the cell that the call being lowered reads."""
     raise NotImplementedError
 
   def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
@@ -46,10 +46,9 @@ class CellGate(GateCallee):
 
 
 def agreed(value: jax.Array, *, always: bool = False) -> jax.Array:
-  """The value that was read; on all devices of a `jax.shard_map` that of the first one.
+  """Returns the value that was read; on all devices of a `jax.shard_map` that of the first one.
 
-  With callgate's engine the runtime sees to that, unless it is said `always`; with JAX's own a
-  collective must.
+  callgate's engine does so in the runtime, unless `always` is set. JAX's engine needs a collective.
   """
   axes = tuple(tracing.region_axes())
   if not axes or not (always or config.engine() == "jax"):

@@ -35,8 +35,8 @@ class KnobNumber(Uncopied):
   """The core of a knob: the number, its options, and the runtime's cell that programs read.
 
   Attributes:
-    cell: the runtime's.
-    place, line: where it is defined.
+    cell: the runtime's cell.
+    place, line: where the knob is defined.
   """
 
   def __init__(
@@ -57,7 +57,7 @@ class KnobNumber(Uncopied):
     self.defined_at, self.line = registry.current_place(), ""
 
   def take(self, value: Any, range: Any, scale: Any) -> None:
-    """Takes all of it, or raises and takes none."""
+    """Takes all three values, or raises and takes none."""
     label = f"knob '{self.name}'"
     chosen: Scale = options.choice(label, "scale", scale, ("linear", "log"))
     limits: tuple[Any, Any] | None = None
@@ -87,7 +87,7 @@ class KnobNumber(Uncopied):
     return min(max(number, limits[0]), limits[1])
 
   def _held(self, what: str, value: Any) -> Any:
-    """The value as a number of Python's that the knob may hold."""
+    """Returns the value as a Python number that the knob may hold."""
     label, kind = f"knob '{self.name}'", self.dtype.kind
     wanted = {"b": "a bool", "i": "an integer", "u": "an integer"}.get(kind, "a number")
     expected = f"{wanted} for {self.dtype.name}"
@@ -109,7 +109,7 @@ class KnobNumber(Uncopied):
     return number
 
   def as_array(self) -> Any:
-    """The value that programs read now, in its dtype."""
+    """Returns the current value in the knob's dtype."""
     return np.asarray(self.value, self.dtype)
 
   def put(self, number: Any) -> None:
@@ -119,7 +119,7 @@ class KnobNumber(Uncopied):
 
 
 class _Execution(execution.Watcher):
-  """The value that all reads of one execution get, in a program through JAX's own callbacks."""
+  """The value that all reads of one execution get, in a program that uses JAX's callbacks."""
 
   def __init__(self) -> None:
     self._number: Any = None
@@ -154,7 +154,7 @@ class _Read(CellGate):
 
 
 class Knob(Public[KnobNumber]):
-  """A number that compiled programs read and the host sets while they run; made by `knob`."""
+  """A number that compiled programs read, and that you set while they run; made by `knob`."""
 
   _makers = "callgate.knob"
 
@@ -171,7 +171,7 @@ class Knob(Public[KnobNumber]):
 
   @property
   def name(self) -> str:
-    """As given."""
+    """The knob's name."""
     return self._core.name
 
   @property
@@ -186,41 +186,42 @@ class Knob(Public[KnobNumber]):
 
   @property
   def scale(self) -> Scale:
-    """As given, "linear" or "log": how a slider divides the range."""
+    """The slider's scale: "linear" or "log"."""
     return self._core.scale
 
   @property
   def value(self) -> Any:
-    """The value that programs read now, as a number of Python's."""
+    """The current value, as a Python number."""
     return self._core.value
 
   def set(self, value: Any) -> None:
-    """Gives programs another number, from their next read on; for any thread.
+    """Sets the number, which programs get from their next read on; thread-safe.
 
     Each change is a record named `knob:NAME` in every open channel that has a stream.
 
     Args:
-      value: of the knob's kind and in its range.
+      value: a number of the knob's kind and in its range.
 
     Raises:
-      GateDefinitionError: it is another kind of number, or out of the range.
+      GateDefinitionError: the number has another kind, or is out of the range.
     """
     _put(self, self._core.within(self.range, value))
 
   def read(self, *, per: Per = "read", consistent: bool = False) -> jax.Array:
-    """The number, in compiled code, where it takes a fraction of a microsecond, or outside.
+    """Reads the number, in compiled code (in a fraction of a microsecond) or outside.
 
-    On several devices all get the same number at the same read. Over several processes that is
-    process 0's, in a program that XLA partitions; inside `jax.shard_map` it is each process's own
-    number, but with `consistent=True`.
+    On several devices all get the same number at the same read. In a multi-host program that XLA
+    partitions, all processes get process 0's number. Inside `jax.shard_map` each process reads its
+    own number, unless you pass `consistent=True`.
 
     Args:
-      per: "read": each read gets the number as it is then. "execution": all reads of one
-        execution get what the first of them got.
-      consistent: inside `jax.shard_map`, all get the number of the first device, by a collective.
+      per: "read": each read gets the current number. "execution": all reads of one execution get
+        the number of its first read.
+      consistent: inside `jax.shard_map`, all devices get the number of the first device, by a
+        collective.
 
     Returns:
-      An array of shape () and the knob's dtype.
+      An array of shape () and of the knob's dtype.
 
     Raises:
       GateDefinitionError: an option is wrong.
@@ -247,22 +248,22 @@ def _put(knob: Knob, number: Any) -> None:
 
 
 def _send(channel: Channel, name: str, number: Any) -> None:
-  """Sends what a knob holds to whoever reads the run, as `knob:NAME`."""
+  """Sends a knob's value to the readers of the run, as `knob:NAME`."""
   site = _site.TapSite(tree=jax.tree.structure(0), name=f"knob:{name}", dtypes=(None,))
   _site.send(tap_of(channel), site, [number])
 
 
 def live() -> dict[str, Knob]:
-  """The knobs that there are, by name."""
+  """Returns the live knobs by name."""
   with _lock:
     return dict(sorted(_knobs.items()))
 
 
 def set_all(values: Mapping[str, Any]) -> None:
-  """Sets several knobs by name: all of them, or none where one is refused.
+  """Sets several knobs by name: all of them, or none if a value is wrong.
 
   Raises:
-    GateDefinitionError: as `Knob.set`; or there is no knob of a name.
+    GateDefinitionError: as for `Knob.set`; or there is no knob of a name.
   """
   known, numbers = live(), list[tuple[Knob, Any]]()
   for name, value in values.items():
@@ -284,7 +285,7 @@ def _bits(array: Any) -> int:
 
 
 def _named(name: str) -> Knob:
-  """Finds the knob of a pickle: the one of its name here."""
+  """Returns the knob of a pickled knob's name."""
   if (found := _knobs.get(name)) is not None:
     return found
   raise pickle.UnpicklingError(
@@ -300,7 +301,7 @@ def knob(
   range: tuple[Any, Any] | None = None,
   scale: Scale = "linear",
 ) -> Knob:
-  """Makes a knob: a number that compiled programs read, and that is set while they run.
+  """Makes a knob: a number that compiled programs read, and that you set while they run.
 
   ```python
   import callgate as cg, jax
@@ -316,19 +317,22 @@ def knob(
   assert step(1.0) == 0.5
   ```
 
-  A definition that runs again, in a notebook's cell or a function, gives the same knob, with the
-  new number: programs that read it go on doing so. One with a number of another kind (1.5 where it
-  was 1) gives a new knob of the name, which later programs read.
+  If a definition runs again, in a notebook's cell or a function, it returns the same knob with the
+  new number, and existing programs read that number. If the number has another kind (1.5 instead of
+  1), it returns a new knob of that name, which later programs read.
 
   Args:
-    name: what programs, streams and the live page call it by.
-    value: a number or bool; its dtype, as JAX has it, is that of the knob for good.
+    name: the name in programs, streams and the live page.
+    value: a number or bool. Its JAX dtype becomes the knob's dtype.
     range: the least and the greatest value.
-    scale: how a slider divides the range: "linear" or "log".
+    scale: the slider's scale: "linear" or "log".
+
+  Returns:
+    A `Knob`.
 
   Raises:
     GateDefinitionError: an option is wrong.
-    ValueError: a live knob that is defined elsewhere has the name.
+    ValueError: a live knob with another definition has the name.
   """
   options.name("knob", options.text("knob", "name", name, "a line of text"))
   if np.ndim(value) != 0 or np.asarray(value).dtype.kind not in "biuf":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`callgate.stop`, `stop_requested` and `stop_reason`: programs that end early.
 
-A program that asks counts the requests from its dispatch on: it stops at those that came since. So
-each has a callee of its own in the runtime, which is told of each dispatch.
+A program that checks for requests counts them from its dispatch on, and stops at later ones. So
+each such program has a callee of its own in the runtime, which gets notified of each dispatch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 class _Dispatches(execution.Watcher):
-  """Tells a program's stop, or a program through JAX's own callbacks, of its executions."""
+  """Tells a program's stop, or a program that uses JAX's callbacks, of its executions."""
 
   def __init__(self, stop: _callgate.Stop | None = None) -> None:
     self.stop, self.requests = stop, 0
@@ -65,10 +65,11 @@ def _asking() -> ArrayFunction[..., Any]:
 
 
 def stop(reason: str = "") -> None:
-  """Asks all compiled programs that have been dispatched, and ask for it, to stop.
+  """Asks all running and waiting programs that check for it to stop.
 
-  For any thread, a tap's consumer, or a signal's handler. A program asks by `stop_requested`, or by
-  a loop that is `stoppable` (`scan`). Programs that are dispatched later begin unasked.
+  Call it in any thread, in a tap's consumer, or in a signal handler. A program checks by
+  `stop_requested`, or by a `scan` with `stoppable=True`. It stops programs that were dispatched
+  before the call; later programs aren't affected.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -88,13 +89,13 @@ def stop(reason: str = "") -> None:
   assert cg.stop_reason() == "the loss is small enough"
   ```
 
-  Over several processes the requests in process 0 count.
+  In a multi-host program the calls in process 0 count.
 
   Args:
-    reason: what `stop_reason` returns from then on.
+    reason: the text that `stop_reason` returns from then on.
 
   Raises:
-    GateDefinitionError: the reason is no string.
+    GateDefinitionError: the reason isn't a string.
   """
   global _reason
   _reason = options.text("stop", "reason", reason)
@@ -102,7 +103,7 @@ def stop(reason: str = "") -> None:
 
 
 def stop_reason() -> str | None:
-  """The reason that the last `stop` gave; None before the first.
+  """Returns the reason of the last `stop`; None before the first.
 
   ```python
   import callgate as cg
@@ -115,7 +116,7 @@ def stop_reason() -> str | None:
 
 
 def stop_requested() -> jax.Array:
-  """True if the program has been asked to stop (`stop`) since it was dispatched.
+  """True if `stop` has been called since the program was dispatched.
 
   ```python
   import callgate as cg, jax
@@ -127,8 +128,8 @@ def stop_requested() -> jax.Array:
   assert wait(10) == 10
   ```
 
-  A look takes a fraction of a microsecond. On several devices all get the same answer at the
-  same look, so that their loops end together. Outside of programs it is always False.
+  A check takes a fraction of a microsecond. On several devices all get the same answer at the same
+  check, so their loops end together. Outside compiled code the result is always False.
 
   Returns:
     A bool of shape ().

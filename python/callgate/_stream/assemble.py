@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.assemble`: whole arrays from records of their shards."""
+"""`callgate.assemble`: whole arrays from the records of their shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from callgate._tap.records import Record
 
 
 def assemble(records: Iterable[Record | StreamRecord | Mapping[str, Any]]) -> Any:
-  """The whole value of a tap in a program over several devices, from the records of its shards.
+  """Assembles the whole value of a tap in a program over several devices from its shards' records.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -37,19 +37,18 @@ def assemble(records: Iterable[Record | StreamRecord | Mapping[str, Any]]) -> An
   ```
 
   Args:
-    records: those of one tap in one execution (`info.run`), in any order, as consumers get them or
-      as `open_stream` reads them, of several processes, too; or rows of the files of sinks, as
-      dictionaries: lines of `JSONL`, `Table.to_pylist()` of Parquet (docs/sinks_files.md). Copies
-      of a shard may be among them.
+    records: the records of one tap in one execution (`info.run`), in any order and from all
+      processes. They may be `Record`s, `StreamRecord`s of `open_stream`, or rows of sinks' files as
+      dictionaries: lines of `JSONL`, or `Table.to_pylist()` of Parquet (docs/sinks_files.md).
+      Copies of a shard are allowed.
 
   Returns:
-    The pytree, with NumPy arrays of the global shapes, or of what counts of them by the tap's
-    `logical_shape`; from a stream or a file a lone array, or a dictionary of arrays by their
-    paths.
+    The pytree, with NumPy arrays of the global shapes, or of the tap's `logical_shape`. For a
+    stream or a file it is a single array, or a dictionary of arrays by path.
 
   Raises:
-    ValueError: there is none, they are of several taps, lanes, shapes, executions or steps of a
-      loop, or shards are missing.
+    ValueError: there are no records, shards are missing, or the records differ in tap, lane, shape,
+      execution or step of a loop.
   """
   expected = "an iterable of records"
   if not isinstance(records, Iterable) or isinstance(records, (str, bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -93,7 +92,7 @@ def assemble(records: Iterable[Record | StreamRecord | Mapping[str, Any]]) -> An
 
 
 class _Shard:
-  """One record's leaves, where they belong, and the shapes of the whole ones."""
+  """One record's leaves, their places, and the shapes of the whole leaves."""
 
   def __init__(self, record: Record | StreamRecord) -> None:
     streamed = isinstance(record, StreamRecord)

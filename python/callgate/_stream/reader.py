@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads streams of tapped values: from files, and from processes that serve one on a socket.
 
-The format is that of include/callgate/stream.h, read in C++ without the GIL. One thread reads a
-`StreamReader` at a time; another may close it, which ends the wait of the first.
+C++ reads the format of include/callgate/stream.h without the GIL. One thread at a time reads a
+`StreamReader`. Another thread may close it, which ends the wait of the first.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ORDER = operator.attrgetter("time_ns", "process", "device", "seq")
 
 
 def is_address(where: str) -> bool:
-  """True if it is a process that serves a stream, not a file."""
+  """True for the address of a process that serves a stream, False for a file."""
   return where.startswith(("unix:", "tcp://"))
 
 
 class _Input:
-  """One file or connection, and the records that have been read but not been asked for."""
+  """One file or connection, and the records that have been read and not yet returned."""
 
   def __init__(self, address: str) -> None:
     self.address = address
@@ -60,7 +60,7 @@ class _Input:
     return True
 
   def over(self, follow: bool) -> bool:
-    """True if no record will follow, for all that this reader is to wait."""
+    """True if this reader need not wait for further records."""
     if self.native.ended and not (self.is_file or self.native.closed):
       why = "its writer is gone, or it disconnected this reader for being slow"
       ended = f"{self.address}: the connection ended before the stream did: {why}"
@@ -69,7 +69,7 @@ class _Input:
 
 
 class StreamReader(Closing):
-  """The records of a stream, as `open_stream` gives it: an iterator and a context manager."""
+  """An iterator over the records of a stream, and a context manager; `open_stream` returns one."""
 
   def __init__(self, addresses: Sequence[str], *, follow: bool) -> None:
     self._addresses, self._follow = tuple(addresses), follow
@@ -84,14 +84,14 @@ class StreamReader(Closing):
     return record
 
   def read(self, timeout: float | None = 0.0) -> StreamRecord | None:
-    """The next record; None at the end of the stream, or when none came in time.
+    """Returns the next record; None at the end of the stream, or after `timeout` seconds.
 
     Args:
-      timeout: seconds to wait for a record that may still come; None for no limit. Files are
-        waited for only with `follow=True`.
+      timeout: seconds to wait for a record; None for no limit. Files are waited for only with
+        `follow=True`.
 
     Returns:
-      Of the next records of all inputs that are there, the first by time, process, device, `seq`.
+      The first of the inputs' next records, by time, process, device and `seq`.
     """
     seconds = options.or_none(options.seconds, "StreamReader.read", "timeout", timeout, zero=True)
     wait = Wait(seconds)
@@ -107,7 +107,7 @@ class StreamReader(Closing):
           break
 
   def names(self) -> list[str]:
-    """The names of the taps in the stream, sorted: of a connection, those described so far."""
+    """Returns the sorted names of the taps; for a connection, of those described so far."""
     found: set[str] = set()
     for one in self._inputs:
       native = _callgate.StreamReader(one.address) if one.is_file else one.native
@@ -118,19 +118,20 @@ class StreamReader(Closing):
 
   @property
   def ended(self) -> bool:
-    """True if all writers have closed the stream, as far as was read; files may be continued."""
+    """True if all writers have closed the stream, as far as it was read."""
     return all(one.native.closed and not one.ready for one in self._inputs)
 
   def columns(self, name: str | None = None) -> dict[str, np.ndarray]:
-    """The records of one tap as columns.
+    """Returns the records of one tap as columns.
 
     Args:
-      name: the tap's name; None when the stream has only one.
+      name: the tap's name. Default: the stream's only tap.
 
     Returns:
-      Arrays with one entry a record: `seq`, `time_ns`, `process`, `device`, `lane`, and each leaf
-      by its path ("value" for a lone array), stacked along a new first axis. Files give all
-      records, wherever the iteration stands; a connection gives the rest until it ends.
+      A dictionary of arrays with one entry for each record: `seq`, `time_ns`, `process`, `device`,
+      `lane`, and each leaf by its path ("value" for a single array), stacked along a new first
+      axis. A file gives all its records, regardless of the iteration; a connection gives the
+      remaining ones, until it ends.
 
     Raises:
       ValueError: the stream has no such tap, or the shapes of a leaf differ among its records.
@@ -147,22 +148,22 @@ class StreamReader(Closing):
     return columns_of(records)
 
   def table(self, name: str | None = None) -> Any:
-    """The records of one tap as an Arrow table, with the columns of `columns`.
+    """Returns the records of one tap as an Arrow table, with the columns of `columns`.
 
     Args:
-      name: as for `columns`.
+      name: the tap's name. Default: the stream's only tap.
 
     Returns:
-      A `pyarrow.Table`; arrays become columns of fixed-size lists, nested for more than one dim.
+      A `pyarrow.Table`. Arrays are columns of fixed-size lists, nested for several dimensions.
 
     Raises:
       ImportError: pyarrow is not installed.
-      ValueError: as for `columns`; or a dtype that Arrow lacks.
+      ValueError: as for `columns`, or Arrow lacks a dtype.
     """
     return table_of(self.columns(name))
 
   def close(self) -> None:
-    """Closes the files and connections; reading on is an error, also for a thread that waits."""
+    """Closes the files and connections. Later reads, and a read that waits, raise an error."""
     for one in self._inputs:
       one.native.close()
 
@@ -192,7 +193,7 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
 
 
 def open_stream(where: Address | Iterable[Address], *, follow: bool = False) -> StreamReader:
-  """Opens a stream of tapped values, or several as one.
+  """Opens a stream of tapped values for reading, or several as one.
 
   ```python
   import callgate as cg, jax
@@ -203,21 +204,23 @@ def open_stream(where: Address | Iterable[Address], *, follow: bool = False) -> 
     assert [float(record.leaves[""]) for record in stream] == [2.0]
   ```
 
-  Records of one file or connection keep their order, which on each device is that of `seq`. Records
-  of several are ordered by `time_ns`, then process, device and `seq`, as far as they are there.
+  Records of one file or connection keep their order. On each device this is the order of `seq`.
+  Records of several inputs are merged by `time_ns`, process, device and `seq`, as far as they are
+  there.
 
   Args:
-    where: a file, a pattern of files ("run-*.cgs", or "run-{process}.cgs" as it was written),
-      `unix:PATH`, `tcp://HOST:PORT`, or several of these, whose records are merged.
-    follow: wait at the end of a file for more records, until its writer closes the stream.
-      Connections are always followed until then.
+    where: a file; a pattern of files, such as "run-*.cgs" or "run-{process}.cgs"; `unix:PATH`;
+      `tcp://HOST:PORT`; or a list of these, whose records are merged.
+    follow: waits at the end of a file for more records, until its writer closes the stream.
+      Connections always wait.
 
   Returns:
-    An iterator of `StreamRecord`, a context manager, with `columns()`, `table()` and `names()`.
+    A `StreamReader`: an iterator of `StreamRecord`s and a context manager, with `columns()`,
+    `table()` and `names()`.
 
   Raises:
     FileNotFoundError: no such file.
-    ValueError: not a stream, or a damaged one: then when its records are read, with the offset.
+    ValueError: it isn't a stream; or, while reading, it is damaged (with the offset).
     ConnectionError: while reading: the connection ended before the stream did.
   """
   options.boolean("open_stream", "follow", follow)

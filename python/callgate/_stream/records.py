@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a stream as Python has them: one for each lane of a tap, or columns of them."""
+"""The records of a stream in Python: one for each lane of a tap, or columns of them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from callgate._tap.delivery import REPEATED, ROLES, SizeError, cut
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamRecord:
-  """One tapped value: what one lane of one execution of a tap sent.
+  """One tapped value of a stream: one lane of one execution of a tap.
 
   Attributes:
     name: the tap's name.
-    seq: number of the record on its device in its channel, from 0, dropped ones included.
+    seq: number of the record on its device and channel, from 0; dropped records count.
     time_ns: wall clock, in nanoseconds since the Unix epoch.
     device: global id of the device.
     run: XLA's id of the execution.
     role: "primal", "tangent" or "cotangent".
-    lane: index of the lane in row-major order of the levels of vmap; 0 without vmap.
-    leaves: the value's arrays, by their path in its pytree; "" for a lone array.
-    description: what else the writer said of the tap.
-    repeated: whether the tap ran before in this execution, as under `jax.checkpoint`.
-    process: index of the process that wrote it (`jax.process_index()`); 0 where that is not known.
-    shard: slices of the global array that each leaf is, by its path; None for whole values.
-    global_shape: the shapes of the global arrays, likewise.
+    lane: index of the lane in row-major order of the vmapped levels; 0 without vmap.
+    leaves: the value's arrays, by their path in its pytree; "" for a single array.
+    description: further data of the writer about the tap.
+    repeated: True if the tap sent this value before in this execution, as under `jax.checkpoint`.
+    process: index of the writer's process (`jax.process_index()`); 0 if unknown.
+    shard: slices of the global array for each leaf, by its path; None for whole values.
+    global_shape: the shapes of the global arrays, by path; None for whole values.
   """
 
   name: str
@@ -64,7 +64,7 @@ class _Leaf:
   levels: tuple[int, ...]  # those that it has as leading axes
 
   def array(self, stored: np.ndarray) -> np.ndarray:
-    """The stored elements as an array: packed ones come as their bytes."""
+    """Returns the stored elements as an array; packed elements stay bytes."""
     if self.bits >= 8 or stored.dtype != np.uint8:
       return stored
     shifts = np.arange(8 // self.bits, dtype=np.uint8) * self.bits
@@ -78,10 +78,10 @@ class _Leaf:
 
 
 class TapSource:
-  """Records of one tap: what they share, and how a whole record becomes those of its lanes.
+  """The common data of one tap's records, and the split of a record into lanes.
 
-  The native reader has checked all but the description: the lanes, say, are no more than the leaves
-  hold.
+  The native reader has checked everything except the description. For example, there are no more
+  lanes than the leaves have.
   """
 
   def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ class TapSource:
 
   @contextlib.contextmanager
   def _sensible(self, what: str) -> Generator[None]:
-    """The words of a stream on a tap are the writer's: anything may stand there."""
+    """Raises ValueError for a description that makes no sense: the writer may write anything."""
     try:
       yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -126,7 +126,7 @@ class TapSource:
       ) from error
 
   def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
-    """The records of the lanes that were sent, from what the native reader gives."""
+    """Returns the records of the lanes that were sent, from the native reader's data."""
     _, seq, time_ns, run, device, flags, arrays = whole
     with self._sensible("its shards and lanes"):
       number = shard_of(flags)
@@ -142,7 +142,7 @@ class TapSource:
       return [StreamRecord(*head, lane, leaves, *about) for lane, leaves in each]
 
   def _ranges(self, arrays: list[Any]) -> list[range]:
-    """The indices of a record's lanes in each level: in a numbered one the record's own."""
+    """Returns the indices of the lanes in each level; a numbered level has the record's own."""
     if self._number is None:
       return [range(size) for size in self.sizes]
     levels = list(zip(self.sizes, self.numbered, strict=True))
@@ -154,7 +154,7 @@ class TapSource:
     ]
 
   def _lanes(self, arrays: list[Any], shard: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number and the value leaves of each lane that was sent."""
+    """Yields the number and the leaves of each lane that was sent."""
     if self.has_packed:
       arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
     starts = [level[shard] for level in self.lane_starts] if shard >= 0 else []
@@ -188,7 +188,7 @@ _NUMBERS: Mapping[str, Any] = {
 
 
 def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray]:
-  """The records of one tap as arrays with one entry a record: numbers, then each leaf."""
+  """Returns the records of one tap as arrays with one entry for each: numbers, then each leaf."""
   columns: dict[str, np.ndarray] = {}
   for key, dtype in _NUMBERS.items():
     columns[key] = np.asarray([getattr(record, key) for record in records], dtype)
@@ -207,7 +207,7 @@ def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray]:
 
 
 def table_of(columns: Mapping[str, np.ndarray]) -> Any:
-  """The columns as a `pyarrow.Table`."""
+  """Returns the columns as a `pyarrow.Table`."""
   by = "callgate: StreamReader.table"
   pyarrow = extras.library("pyarrow", "pyarrow", "arrow", by=by, error=ImportError)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the files that sinks write, as records: of JSONL, CSV, Parquet, Zarr, HDF5 and Npy.
+"""Converts rows of sinks' files (JSONL, CSV, Parquet, Zarr, HDF5, Npy) to records.
 
-A row is a dictionary, as the file's own library reads it. It has `shard` and `global_shape` in one
-of three forms: of a lone array, an object from paths to those of leaves, or members of their own,
-"shard/w/0". The value is in `value`, in an object there, or in members "w/0" or "value/w/0".
+A row is a dictionary, as the file's own library reads it. `shard` and `global_shape` have one of
+three forms: the value of a single array, an object from paths to the leaves' values, or separate
+members such as "shard/w/0". The value is in `value`, in an object there, or in members "w/0" or
+"value/w/0".
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _OF_PARTS = ("shard", "global_shape")
 
 
 def of_row(row: Mapping[str, Any]) -> StreamRecord:
-  """The record that a row is of.
+  """Returns the record of a row.
 
   Raises:
-    ValueError: the row is none of a sink's.
+    ValueError: no sink writes such a row.
   """
   try:
     return _record(row)
@@ -59,7 +60,7 @@ def _by_path(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _paths(row: Mapping[str, Any]) -> list[str]:
-  """The paths of a whole value's leaves."""
+  """Returns the paths of a whole value's leaves."""
   value = row.get("value")
   if value is not None:
     return list(value) if isinstance(value, Mapping) else [""]
@@ -76,7 +77,7 @@ def _leaf(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _only(row: Mapping[str, Any]) -> Any:
-  """The value of a row of CSV, which is called as the tap is: the last one."""
+  """Returns the value of a CSV row, whose column has the tap's name: the last column."""
   name = list(row)[-1]
   if name in (*_OF_PARTS, "seq", "time_ns", "device", "lane", "run", "process"):
     raise LookupError("no value")
@@ -84,7 +85,7 @@ def _only(row: Mapping[str, Any]) -> Any:
 
 
 def _number(value: Any) -> Any:
-  """A complex number of Parquet's, or one that CSV has as text."""
+  """Returns a complex number from Parquet's form, or from CSV's text."""
   if isinstance(value, Mapping):
     return value["re"] + 1j * value["im"]
   return float(value) if isinstance(value, str) else value

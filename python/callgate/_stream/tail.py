@@ -19,7 +19,7 @@ from callgate._stream.records import StreamRecord
 
 
 def command(name: str, parser: argparse.ArgumentParser) -> Command:
-  """`tail`: prints the last records of a stream, and those that follow."""
+  """Adds `tail`, which prints the last records of a stream, and later ones with `-f`."""
   del name
   add = parser.add_argument
   add("where", metavar="PATH_OR_ADDRESS", nargs="+",
@@ -57,7 +57,7 @@ def _tail(arguments: argparse.Namespace) -> int:
 
 
 def text_line(record: StreamRecord) -> str:
-  """One line for a person: time, device, name, number, what is special about it, values."""
+  """Returns one readable line: time, device, name, number, flags, values."""
   moment = datetime.datetime.fromtimestamp(record.time_ns // 10**9)
   clock = f"{moment:%H:%M:%S}.{record.time_ns % 10**9 // 10**6:03d}"
   process = f" process {record.process}" if record.process else ""
@@ -79,14 +79,14 @@ def _short(array: np.ndarray[Any, Any]) -> str:
 
 
 def json_line(record: StreamRecord) -> str:
-  """One JSON object: the record's fields, its arrays as (nested lists of) numbers."""
+  """Returns one JSON object: the record's fields, its arrays as (nested lists of) numbers."""
   names = ("name", "seq", "time_ns", "process", "device", "run", "role", "lane", "repeated")
   leaves = {path: _plain(array) for path, array in record.leaves.items()}
   return json.dumps({**{name: getattr(record, name) for name in names}, "leaves": leaves})
 
 
 def _plain(array: np.ndarray[Any, Any]) -> Any:
-  """Numbers that JSON has: complex ones as [real, imaginary], others by way of float64."""
+  """Converts to JSON's numbers: complex ones to [real, imaginary], others by way of float64."""
   if array.dtype.kind == "c":
     return np.stack([array.real, array.imag], axis=-1).tolist()
   return (array if array.dtype.kind in "biuf" else array.astype(np.float64)).tolist()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.alert`: a text for people, from a (compiled) program, where a predicate holds.
+"""`callgate.alert`: messages from compiled programs, sent when a predicate is True.
 
-A tap sends the values; its consumer, on callgate's thread, makes the text and hands the alert to
-the open run, to trackers and pages (the event "alert"), and to the callbacks.
+A tap sends the values. Its consumer, on callgate's thread, formats the text and passes the alert to
+the open run, to trackers and pages (the event "alert"), and to the callbacks of `on_alert`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ _logger = logging.getLogger("callgate")
 
 
 class Alert(str):
-  """The text of an alert, and what is known of it; `callgate.on_alert` functions get it.
+  """The text of an alert, with its values; functions of `callgate.on_alert` get one.
 
   Attributes:
-    message: the text as `callgate.alert` was given it, with its fields.
+    message: the format string that `callgate.alert` got.
     values: the values by name, as NumPy arrays.
     time_ns: wall clock, in nanoseconds since the Unix epoch.
     lane: the index in each vmapped level, outermost first; () without vmap.
     device: global id of the device.
-    left_out: how many alerts of this message were left out before it, as they came too fast. If
-      none comes after them, the last of them comes where `barrier()` or a run's block waits.
+    left_out: the number of earlier alerts of this message that the rate limit suppressed. If no
+      alert follows suppressed ones, the next `barrier()` or the end of the run's block delivers the
+      last of them.
   """
 
   message: str
@@ -72,7 +73,7 @@ class Alert(str):
 
 
 class AlertListener(Closing):
-  """A function that gets all alerts until this is closed, or its block ends."""
+  """A registered function of `on_alert`; a context manager that removes it."""
 
   def __init__(self, function: Callable[[Alert], Any]) -> None:
     self.function = function
@@ -83,9 +84,10 @@ class AlertListener(Closing):
     self._close(waits=exception[0] is None)  # programs may wait for what an exception has left out
 
   def close(self) -> None:
-    """The function gets the alerts of all programs dispatched so far, and then no more.
+    """Waits for the alerts of all programs dispatched so far, and then removes the function.
 
-    In a consumer, which a program may wait for, it is taken out at once.
+    Called in a consumer, it removes the function at once, because a program may wait for the
+    consumer.
     """
     self._close(waits=True)
 
@@ -102,7 +104,7 @@ class AlertListener(Closing):
 
 
 def on_alert(function: Callable[[Alert], Any]) -> AlertListener:
-  """Has a function called with each `alert` of this process, on callgate's thread.
+  """Registers a function that callgate calls with each `alert` of this process, on its own thread.
 
   ```python
   import callgate as cg, jax
@@ -115,12 +117,12 @@ def on_alert(function: Callable[[Alert], Any]) -> AlertListener:
   ```
 
   Args:
-    function: called with the `Alert`, a `str` that has the values, too. Its exception is a
-      consumer's: `barrier()` raises it.
+    function: called with an `Alert`, a `str` that also has the values. `barrier()` raises its
+      exceptions.
 
   Returns:
-    A context manager, at whose end the function is taken out, with `close()`, which does it, too.
-    Both wait first for the programs dispatched so far, and the function gets their alerts.
+    An `AlertListener`, a context manager. The end of the block, or `close()`, removes the function,
+    after it has got the alerts of all programs dispatched so far.
   """
   options.function("on_alert", "function", function)
   signatures.refuse_unrun("on_alert: function: expected a function", function)
@@ -128,7 +130,7 @@ def on_alert(function: Callable[[Alert], Any]) -> AlertListener:
 
 
 def alert(predicate: Any, text: str, /, **values: Any) -> None:
-  """Tells people where a predicate is True, from (compiled) code; the program goes on.
+  """Sends a message from a compiled program whenever a predicate is True; the program continues.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -143,20 +145,25 @@ def alert(predicate: Any, text: str, /, **values: Any) -> None:
     cg.barrier()                     # the loss is inf
   ```
 
-  An alert goes to the functions of `on_alert`, to the open `run` and so to the page of
-  `python -m callgate watch`, and to the run's trackers, to W&B as its own kind of alert. Outside of
-  a run it is a warning of the logger "callgate", too.
+  An alert goes to
+
+  - the functions of `on_alert`;
+  - the open `run`, and so to the page of `python -m callgate watch`;
+  - the run's trackers (W&B shows it as a W&B alert);
+  - without a run, the logger "callgate", as a warning.
+
+  Alerts have a rate limit: of each text, one hundred at once, and then one a second. The next alert
+  has the number of suppressed ones in `Alert.left_out`. If none follows, `barrier()` delivers the
+  last suppressed alert.
 
   Args:
-    predicate: a traced bool of shape (); under vmap each lane's. Each time it is True is an alert;
-      of one text a hundred at once and then one a second, which says how many were left out before
-      it (`Alert.left_out`). A barrier tells of those that none has come after.
-    text: what it says. Fields such as `{loss}` are filled from `values`.
+    predicate: a traced bool of shape (). Under `jax.vmap` each lane has its own.
+    text: a format string. Fields such as `{loss}` are filled from `values`.
     **values: arrays.
 
   Raises:
-    GateDefinitionError: while tracing: the predicate is not a bool of shape (), or the text has a
-      field that is not among the values, or a format that arrays of their types don't have.
+    GateDefinitionError: while tracing: the predicate is not a bool of shape (), a field is not
+      among the values, or a format doesn't fit the type of its array.
   """
   failures.raise_deferred()
   options.template("alert", "text", text)
@@ -177,7 +184,7 @@ def alert(predicate: Any, text: str, /, **values: Any) -> None:
 
 
 class _Counts:
-  """How many alerts of each text may come yet, and how many were left out."""
+  """Limits the rate of alerts of each text, and counts the suppressed ones."""
 
   def __init__(self) -> None:
     # By text: the room that is left, as of which time, how many were left out, the last of these.
@@ -189,7 +196,7 @@ class _Counts:
     self.waiting = 0
 
   def left_out(self, text: str, time_ns: int, given: Any = None) -> int | None:
-    """How many were left out before this one, `given`; None if it is, too."""
+    """Returns how many alerts were suppressed before this one; None if it is suppressed, too."""
     room, before, count, _ = self._by_text.pop(text, (float(_BURST), time_ns, 0, None))
     room = min(float(_BURST), room + max(0, time_ns - before) * 1e-9 * _A_SECOND)
     comes = room >= 1
@@ -204,7 +211,10 @@ class _Counts:
     return count if comes else None
 
   def take(self, *, of_all: bool) -> list[tuple[Any, int]]:
-    """The last one that was left out of a text, and how many were: of texts that are forgotten."""
+    """Returns (last suppressed alert, number of suppressed ones) of each evicted text.
+
+    With `of_all` also those of the other texts. Resets the returned counts.
+    """
     taken, self._evicted = self._evicted, []
     for text, (room, before, count, last) in self._by_text.items() if of_all else ():
       if count:
@@ -214,7 +224,7 @@ class _Counts:
     return taken
 
   def clear(self) -> None:
-    """Begins anew, once all are taken."""
+    """Resets all limits, after `take`."""
     self._by_text.clear()
 
 
@@ -222,9 +232,10 @@ _counts = _Counts()  # one thread: that of taps to functions
 
 
 def _take(value: Any, info: TapInfo) -> None:
-  """Makes alerts of a record: one, if it does not come too fast; or of all that were left out.
+  """Delivers the alert of a record, unless the rate limit suppresses it.
 
-  The latter if a bool is sent: True if all counts begin anew.
+  A record that holds a bool instead delivers the suppressed alerts of all texts; True also resets
+  the limits.
   """
   given = split.joined(value)
   is_report = isinstance(given, bool)
@@ -239,7 +250,7 @@ def _take(value: Any, info: TapInfo) -> None:
 
 
 def _tell(given: Any, info: TapInfo, left_out: int) -> None:
-  """Hands an alert on."""
+  """Passes an alert to the log, the run and the functions."""
   (message, shown), values = given
   try:
     with np.printoptions(**dict(shown)):
@@ -261,16 +272,16 @@ def _tell(given: Any, info: TapInfo, left_out: int) -> None:
 
 
 def _may_deliver() -> bool:
-  """True if there may be alerts, which this thread can wait for."""
+  """True if there may be alerts, and this thread can wait for them."""
   here = _callgate.delivers_here() or _callgate.channels_abandoned()
   return _callgate.is_registered(_NAME) and not here
 
 
 def deliver(wait: Wait, *, anew: bool = False) -> None:
-  """Tells of all alerts that programs have sent, also of those that were left out.
+  """Delivers all alerts that programs have sent, and the suppressed ones.
 
-  With `anew` the limit of each text begins again. On a channel's thread, which would wait for
-  itself, it does nothing.
+  With `anew` it also resets the rate limits. On a channel's thread, which would wait for itself, it
+  does nothing.
   """
   if not _may_deliver():
     return

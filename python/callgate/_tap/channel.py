@@ -32,17 +32,17 @@ _watchers: dict[Callable[[str], Any], list[tuple[Channel, delivery.Attached]]] =
 
 
 class Channel(Uncopied):
-  """An open channel; made by `callgate.channel`. A context manager that closes it.
+  """An open channel, which `callgate.channel` returns; a context manager that closes it.
 
   Attributes:
-    name: what taps send to it by.
+    name: the name that taps send to.
   """
 
   def __init__(
     self, name: str, capacity: str | int, on_full: OnFull, rate: float, to: Any, batch: int | None,
     place: Where | None = None, *, stands_in: bool = False,
   ) -> None:  # fmt: skip
-    """One that `stands_in` has watchers alone, until its user opens one of the name."""
+    """Opens it. A channel that `stands_in` has only watchers, until the user opens its name."""
     expected = "a line of text"
     name = options.name("channel", name) or options.refuse("channel", "name", expected, name)
     if name == target.DEFAULT:
@@ -115,7 +115,7 @@ class Channel(Uncopied):
 
   # -- consumers ---------------------------------------------------------------------------------
   def add(self, consumer: Any) -> None:
-    """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
+    """Adds a consumer, a function or a sink, which gets the records delivered from now on."""
     check_not_forked()
     if self._closed:
       raise ValueError(f"{self._label}: add: expected an open channel, got a closed one")
@@ -125,12 +125,13 @@ class Channel(Uncopied):
     self._attach({attached: native})
 
   def remove(self, consumer: Any) -> None:
-    """Takes a consumer out, and closes it if it is a sink; waits for the call it may be in.
+    """Removes a consumer, and closes it if it is a sink; waits for the end of the call it is in.
 
-    It is not called any more, not even for records that are with it, also where it called this.
+    A consumer may remove itself. callgate doesn't call it again, not even with records it already
+    has.
 
     Raises:
-      GateDefinitionError: it is not a consumer of this channel.
+      GateDefinitionError: the channel has no such consumer.
     """
     check_not_forked()
     for attached in self._consumers:
@@ -148,14 +149,14 @@ class Channel(Uncopied):
     return _consumers.adapt(consumer, self._label, batch=self._batch, limit=self._limit)
 
   def _attach(self, consumers: dict[delivery.Attached, _callgate.Consumer]) -> None:
-    """Adds consumers at once: all get the same records."""
+    """Adds consumers at once, so that all get the same records."""
     if consumers or self._stands_in:
       consumers = consumers | self._watched_by()
       self._consumers |= consumers
       self._handle.add([*consumers.values()])
 
   def _watched_by(self) -> dict[delivery.Attached, _callgate.Consumer]:
-    """The watchers' consumers, but for those that it has: without its own, records wait."""
+    """Makes consumers for the watchers that have none here yet."""
     added: dict[delivery.Attached, _callgate.Consumer] = {}
     with _lock:
       for make, made in _watchers.items():
@@ -173,9 +174,9 @@ class Channel(Uncopied):
       self._handle.add([*added.values()])
 
   def records(self) -> Iterator[Record]:
-    """Iterates over the records, from those that wait on; ends when the channel is closed.
+    """Iterates over the records, beginning with waiting ones; ends when the channel is closed.
 
-    Each call is a consumer of its own; one that is not iterated holds the channel up, as slow ones.
+    Each call adds a consumer. An iterator that isn't read delays the channel, as slow consumers do.
     """
     records = _consumers.Records()
     if self._closed:
@@ -186,26 +187,25 @@ class Channel(Uncopied):
 
   # -- state -------------------------------------------------------------------------------------
   def stats(self) -> dict[str, int]:
-    """Counters: at any time `sent == delivered + dropped + pending`.
+    """Returns counters; `sent == delivered + dropped + pending` at any time.
 
-    Returns:
-      `sent`, `delivered`, `dropped`, `pending`: records (all lanes of a vmap are one). `bytes`:
-      payload sent. `high_water`: most bytes that waited at once. `lost`: of the delivered, what
-      consumers could not take, a full disk's sink, say (lanes count each, and each consumer).
+    - `sent`, `delivered`, `dropped`, `pending`: records; all lanes of a `vmap` count as one.
+    - `bytes`: bytes sent. `high_water`: the most bytes that have waited at once.
+    - `lost`: delivered records on which a consumer failed, for each lane and consumer.
     """
     return self._handle.stats()
 
   def flush(self, timeout: float | None = None) -> None:
-    """Waits until every record sent so far is with the consumers, and in the sinks' files.
+    """Waits until the consumers have every record sent so far, and sinks have written them.
 
-    Records of programs on a GPU are on their way until the programs have run.
+    Programs on a GPU send their records when they have run.
 
     Args:
-      timeout: seconds to wait at most; None for no limit.
+      timeout: the most seconds to wait; None for no limit.
 
     Raises:
-      TimeoutError: the consumers were not done in time.
-      BaseException: what a consumer raised.
+      TimeoutError: the consumers needed longer.
+      BaseException: a consumer's exception.
     """
     check_not_forked()
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
@@ -215,17 +215,16 @@ class Channel(Uncopied):
     failures.raise_consumer_errors()
 
   def close(self, timeout: float | None = None) -> None:
-    """Delivers what is there, then closes the consumers. Later records wait for a new channel.
+    """Delivers the waiting records and closes the consumers. In a fork's child it does nothing.
 
-    Records of programs on a GPU are there once the programs have run. In a fork's child it does
-    nothing: the channel is open in the parent.
+    Programs on a GPU send their records when they have run. Later records wait for a new channel.
 
     Args:
-      timeout: seconds to wait at most; None for no limit.
+      timeout: the most seconds to wait; None for no limit.
 
     Raises:
-      TimeoutError: a consumer did not end in time; the message counts what it holds up.
-      BaseException: what a consumer raised.
+      TimeoutError: a consumer needed longer; the message has the number of undelivered records.
+      BaseException: a consumer's exception.
     """
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._close(timeout if self._closed else self._drain(timeout)):
@@ -234,7 +233,7 @@ class Channel(Uncopied):
     failures.raise_consumer_errors()
 
   def _drain(self, timeout: float | None) -> float | None:
-    """Waits for what programs on GPUs have sent; returns the time that is left."""
+    """Waits for the values that programs on GPUs have sent; returns the remaining time."""
     wait = Wait(timeout, look=lambda: None)  # Ctrl-C comes in between
     if not _callgate.delivers_here():  # the copies may wait for room that a consumer makes
       wait.until(_callgate.drain_devices)
@@ -270,7 +269,7 @@ def channel(
   to: Any = (),
   batch: int | bool | None = None,
 ) -> Channel:
-  """Opens a `Channel`: taps to `name` send their records to its consumers.
+  """Opens a `Channel`, which passes the records of taps to its consumers.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -281,59 +280,59 @@ def channel(
   assert seen == [6.0] and losses.stats()["delivered"] == 1
   ```
 
-  Leaving the block waits for the programs that run, delivers every record and closes the consumers.
-  While no channel of a name is open, its records wait for the next one (up to 1 MiB of them).
+  The end of the block waits for running programs, delivers every record and closes the consumers.
+  While no channel of a name is open, up to 1 MiB of records wait for the next one.
 
   Args:
-    name: the name that taps send to. One channel of a name may be open.
-    capacity: bytes that may wait, as a number or as "64MiB", "1GB". Larger records go one by one.
-    on_full: what happens if a tap finds no room: "block" (the program waits), "drop_new" (the tap's
-      record is dropped), "drop_old" (the oldest records are), "sample" (each tap sends at most
-      `rate` records a second).
+    name: the name that taps send to. Only one channel of a name may be open.
+    capacity: the most bytes that may wait: a number, "64MiB" or "1GB". A larger record goes alone.
+    on_full: a tap that finds no room waits ("block"), drops its record ("drop_new") or drops the
+      oldest ones ("drop_old"). "sample" is "drop_new" with at most `rate` records a second of each
+      tap.
     rate: records a second, for "sample".
-    to: one consumer or several: functions `fn(value)` or `fn(value, info)`, called for each record
-      (each lane of a vmap) with NumPy arrays and a `TapInfo`; sinks (`callgate.sinks`). Without
-      any, records wait for `Channel.add` or `Channel.records`.
-    batch: functions get many records at once, as stacked arrays with a row a record, and a
-      `BatchInfo`: at most so many rows, or True for all that are there.
+    to: a consumer or a list of consumers: functions `fn(value)` or `fn(value, info)`, which get
+      NumPy arrays and a `TapInfo` for each record (each lane of a vmap), or sinks
+      (`callgate.sinks`). Without consumers, records wait for `Channel.add` or `Channel.records`.
+    batch: functions get many records in one call, as stacked arrays with a row for each record, and
+      a `BatchInfo`. A number is the most rows in a call; True sets no limit.
 
   Raises:
     GateDefinitionError: an option is wrong.
-    ValueError: a channel of that name is open already. (One that a notebook's cell, or a module
-      that is loaded again, has opened before is closed instead.)
+    ValueError: a channel of that name is open. If the same notebook cell or a reloaded module had
+      opened it, callgate closes the old channel instead.
   """
   return Channel(name, capacity, on_full, rate, to, batch, where().definition())
 
 
 def flushed(one: Channel, timeout: float | None) -> bool:
-  """As `Channel.flush`, but False if the time ran out; errors stay for the next that asks."""
+  """Does as `Channel.flush`, but returns False if the time ran out and keeps consumers' errors."""
   return one._closed or one._handle.flush(one._drain(timeout))  # pyright: ignore[reportPrivateUsage]
 
 
 def has_stream(one: Channel) -> bool:
-  """True if one of its consumers is `sinks.Stream`, which others read a run by."""
+  """True if one of its consumers is a `sinks.Stream`, by which other processes read the run."""
   consumers = list(one._consumers)  # pyright: ignore[reportPrivateUsage]
   return any(getattr(each.given, "is_stream", False) for each in consumers)
 
 
 def stands_in(one: Channel) -> bool:
-  """True if it gives way to one of its user's."""
+  """True if a channel that the user opens replaces it."""
   return one._stands_in  # pyright: ignore[reportPrivateUsage]
 
 
 def tap_of(one: Channel) -> Any:
-  """The runtime's callee for taps to the channel."""
+  """Returns the runtime's callee for taps to the channel."""
   return one._tap  # pyright: ignore[reportPrivateUsage]
 
 
 def retire(one: Channel) -> None:
-  """Closes a channel for what takes its place; consumers' exceptions are kept for a barrier."""
+  """Closes a channel that another one replaces; a barrier raises the consumers' exceptions."""
   one._settle()  # pyright: ignore[reportPrivateUsage]
   one._close(None)  # pyright: ignore[reportPrivateUsage]
 
 
 def _named(name: str) -> Channel:
-  """Finds the channel of a pickle: the one of its name here."""
+  """Returns the open channel of a pickled channel's name."""
   if (found := _open.get(name)) is not None:
     return found
   raise pickle.UnpicklingError(
@@ -343,10 +342,7 @@ def _named(name: str) -> Channel:
 
 
 def watch(make: Callable[[str], Any]) -> None:
-  """Has a sink, `make(name)`, with every open and every later channel that has other consumers.
-
-  It comes opened; None for a channel that is to have none.
-  """
+  """Adds a sink, `make(name)`, to all channels with other consumers, also later; None skips one."""
   with _lock:
     _watchers[make] = []
   for one in open_channels().values():
@@ -354,7 +350,7 @@ def watch(make: Callable[[str], Any]) -> None:
 
 
 def unwatch(make: Callable[[str], Any], *, wait: bool) -> None:
-  """Takes the sinks of `watch` out; they get nothing more. Waits for the calls they may be in."""
+  """Removes the sinks of `watch`, which get no more calls; with `wait` waits for current calls."""
   with _lock:
     made = _watchers.pop(make, [])
   for _, attached in made:
@@ -365,14 +361,14 @@ def unwatch(make: Callable[[str], Any], *, wait: bool) -> None:
 
 
 def open_channels() -> dict[str, Channel]:
-  """The channels that are open now, by name."""
+  """Returns the open channels by name."""
   return {name: one for name, one in dict(_open).items() if one is not None}
 
 
 def close_all(wait: Wait) -> None:
-  """At the end of the process: closes every channel, and says what could not be delivered.
+  """Closes every channel at the end of the process, and reports undelivered records.
 
-  The time is for all of them, which deliver side by side.
+  All channels share the time, and deliver concurrently.
   """
   least = min(wait.seconds or 0.0, lifecycle.LAST_SECONDS)  # for each, however late
   ends = [(f"channel '{one.name}'", one._close, one.stats) for one in open_channels().values()]  # pyright: ignore[reportPrivateUsage]

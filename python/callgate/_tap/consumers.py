@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what a channel can be given to deliver to into what the runtime calls."""
+"""Turns the consumers of a channel into the runtime's consumers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from callgate._tap.records import Record
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """Which of a channel's records a sink gets: of each tap on each device.
+  """Chooses the records that a sink gets, of each tap on each device.
 
   Attributes:
-    every: each n-th record.
-    rate: at most so many a second, of those; None for no limit.
-    where: those of these for which it says true; None for all.
+    every: takes each n-th record.
+    rate: takes at most so many of them a second; None for no limit.
+    where: takes those of them for which it returns True; None for all.
   """
 
   every: int = 1
@@ -34,7 +34,7 @@ class Choice:
 def adapt(
   consumer: Any, where: str, *, batch: bool, limit: int | None
 ) -> tuple[delivery.Attached, _callgate.Consumer]:
-  """A consumer of `where`; with `batch` functions get stacks of at most `limit` rows a call."""
+  """Makes a consumer of `where`; with `batch` functions get stacks of at most `limit` rows."""
   choice = getattr(consumer, "choice", None)
   if not isinstance(choice, Choice):
     return _adapt(consumer, where, batch=batch, limit=limit)
@@ -87,7 +87,7 @@ def _adapt(
 
 
 class Records(Iterator[Record]):
-  """An iterator that is a consumer: the channel's thread puts, the user's takes."""
+  """An iterator that is a consumer: the channel's thread puts records, the user takes them."""
 
   _LIMIT = 1024
 
@@ -97,7 +97,7 @@ class Records(Iterator[Record]):
     self._ending = self._ended = False
 
   def open(self, channel: str) -> None:
-    """Nothing to open."""
+    """There is nothing to open."""
 
   def write(self, records: Sequence[Record]) -> None:
     with self._changed:
@@ -106,7 +106,7 @@ class Records(Iterator[Record]):
       self._changed.notify_all()
 
   def close(self, *, ended: bool = True) -> None:
-    """No record follows; or, if that has not `ended`, what is left comes at once."""
+    """Ends the iteration after the last record. With `ended` False no call waits any longer."""
     with self._changed:
       self._ending = True
       self._ended = self._ended or ended
@@ -124,7 +124,7 @@ class Records(Iterator[Record]):
 
 
 def check_not_forked() -> None:
-  """Channels have no thread in a fork's child: a clear error instead of a hang."""
+  """Raises in a fork's child, which lacks the channels' threads and would hang."""
   if _callgate.channels_abandoned():
     raise RuntimeError(
       "callgate: this process was forked from one that had channels, whose threads are not here; "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of records: images and texts, as taps send them and as consumers show them.
 
-An image travels as the array that it is. A text travels as UTF-8 in a uint8 array, whose end is
-filled with zeros; or as the values of its fields, and its format stands in the tap's description.
+An image is sent as it is. A text is sent as UTF-8 in a uint8 array, padded with zeros; or as the
+values of its fields, and then the tap's description has the format string.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def option(label: str, kind: Any, effect: str, on_device: bool) -> None:
 
 
 def split_text(label: str, value: Any) -> tuple[Any, Fields | None]:
-  """The value that a tap with kind="text" sends: bytes, or the values of a format's fields."""
+  """Returns the arrays that a tap with kind="text" sends: bytes, or the values of the fields."""
   if isinstance(value, str):
     data = text_bytes(options.text(label, "value", value))
     room = -(-max(1, data.size) // _ROOM) * _ROOM
@@ -56,7 +56,7 @@ def split_text(label: str, value: Any) -> tuple[Any, Fields | None]:
 def check_fields(
   label: str, template: str, values: Sequence[Any], named: Mapping[str, Any]
 ) -> None:  # fmt: skip
-  """Raises where values of these types can't be formatted, whatever they hold, or lack a field."""
+  """Raises if the format lacks a field's value, or can't format arrays of these types."""
 
   def example(x: Any) -> Any:
     x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
@@ -102,7 +102,7 @@ def text_bytes(text: str) -> _Array:
 
 
 def text(arrays: Sequence[Any], fields: Fields | Sequence[Any] | None) -> str:
-  """The text of a record's leaves."""
+  """Returns the text of a record's leaves."""
   if fields is None:
     return np.asarray(arrays[0], np.uint8).tobytes().partition(b"\0")[0].decode(errors="replace")
   template, names = fields
@@ -112,14 +112,14 @@ def text(arrays: Sequence[Any], fields: Fields | Sequence[Any] | None) -> str:
 
 
 def texts(arrays: Sequence[Any], fields: Fields | None) -> list[str]:
-  """The texts of stacked records."""
+  """Returns the texts of stacked records."""
   return [text([x[row] for x in arrays], fields) for row in range(len(arrays[0]) if arrays else 0)]
 
 
 def images(array: Any) -> _Array:
-  """A record's leaf with kind="image" as uint8[images, height, width, 1, 3 or 4].
+  """Returns a leaf with kind="image" as uint8[images, height, width, 1, 3 or 4].
 
-  Floats are 0 to 1; what lies beyond is cut to these, and NaN is 0.
+  Floats are clipped to the range 0 to 1; NaN becomes 0.
   """
   array = np.asarray(array)
   if not (array.ndim >= 3 and array.shape[-1] in _CHANNELS):
@@ -132,7 +132,7 @@ def images(array: Any) -> _Array:
 
 
 def sheet(array: Any, most: int = 16) -> _Array:
-  """The same as one image, uint8[height, width, channels]: the first of a batch side by side."""
+  """Returns a batch's first `most` images in a grid, as one uint8[height, width, channels]."""
   batch = images(array)[:most]
   count, height, width, channels = batch.shape
   columns = max(1, math.ceil(math.sqrt(count)))

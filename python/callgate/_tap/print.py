@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`callgate.print`: `jax.debug.print` that does not make the program wait."""
+"""`callgate.print`: `jax.debug.print` without a wait in the program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def print(
   skip_format_check: bool = False,
   **kwargs: Any,
 ) -> None:
-  """Prints values from (compiled) code, on callgate's thread.
+  """Prints values from a compiled program, on callgate's thread; the program doesn't wait.
 
   ```python
   import callgate as cg, jax
@@ -41,19 +41,20 @@ def print(
   cg.barrier()                       # x = 1.5, twice 3.0
   ```
 
-  Args:
-    fmt: text with fields, as `str.format`; without any, and with `skip_format_check`, the values
-      follow it.
-    *args: values: pytrees of arrays, or anything else that can be formatted.
-    name: the print's name, in `explain`, the timeline and messages. A field {name} in the text
-      takes its value by position.
-    ordered: keeps program order with other ordered prints, taps and gates of the device.
-    partitioned: as of `jax.debug.print`. So far a program that XLA partitions prints the whole
-      value in both cases.
-    skip_format_check: do not check while tracing that every value has its field.
-    **kwargs: values by name.
+  Values are formatted with NumPy's print options at the time of tracing. Under `jax.vmap` each lane
+  prints a line.
 
-  NumPy's print options are those that hold while tracing. Under vmap each lane prints.
+  Args:
+    fmt: a format string, as for `str.format`. If it has no fields, and with `skip_format_check`,
+      the values follow it.
+    *args: values: pytrees of arrays, or any other objects that can be formatted.
+    name: the name of the print in `explain`, the timeline and messages. To fill a field {name},
+      pass the value by position.
+    ordered: keeps the program order of all ordered prints, taps and gates on a device.
+    partitioned: accepted as by `jax.debug.print`; a program over several devices prints the whole
+      value in both cases.
+    skip_format_check: skips the check, while tracing, that every value has a field.
+    **kwargs: values by name.
   """
   failures.raise_deferred()
   options.text("print", "fmt", fmt, "text")
@@ -86,7 +87,7 @@ def print(
 
 
 def _by_position(fmt: str) -> str:
-  """The text with a numbered field for each {name}, and each without a number."""
+  """Returns the format with numbers for each {name} and for each field without a number."""
   parts = list(string.Formatter().parse(fmt))
   if not any(re.match(r"name\b", field or "") for _, field, _, _ in parts):
     return fmt
@@ -139,7 +140,7 @@ class _Checker(string.Formatter):
 
 
 def _shown(value: Any, fmt: str) -> Any:
-  """Arrays whose dtype shows, in containers or by `!r`, are jax.Arrays, as in jax.debug.print."""
+  """Converts arrays in containers, or formatted by `!r`, to jax.Arrays, as jax.debug.print does."""
   if isinstance(value, (np.ndarray, np.generic)) and "!r" not in fmt:
     return value
   as_jax = jax.numpy.asarray

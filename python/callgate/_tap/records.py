@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records, as consumers of a channel see them, and what is known of each."""
+"""Records as the consumers of a channel see them, and their metadata."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from callgate._jax import tracing
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TapInfo:
-  """Tells where, when and how a tapped value came about.
+  """The metadata of a tapped value: where, when and how the program computed it.
 
   Attributes:
     name: the tap's name.
     seq: number of the record on its device and channel, from 0. Dropped records leave gaps.
     time_ns: wall clock, in nanoseconds since the Unix epoch, when the value left the program.
     process: index of the process (`jax.process_index()`).
-    device: global id of the device (`jax.Device.id`); -1 when unknown.
-    run: XLA's id of the execution; the same on all its devices. -1 in the replay of a CUDA graph,
-      and where a tap outside of programs sends without one.
-    shard: for each leaf of the value a tuple of slices: which part of the global array it is. None
-      in programs that are not partitioned over several devices, and inside `jax.shard_map`. Under
-      `jax.pmap` the global array is the devices' values, stacked along a first axis.
+    device: global id of the device (`jax.Device.id`); -1 if unknown.
+    run: XLA's id of the execution, the same on all its devices. -1 in the replay of a CUDA graph,
+      and if a tap outside of compiled code sends without a program.
+    shard: a tuple of slices for each leaf of the value: its part of the global array. None in
+      programs that XLA doesn't partition over several devices, and inside `jax.shard_map`. Under
+      `jax.pmap` the global array has the devices' values stacked along a first axis.
     lane: the value's index in each vmapped level, outermost first; () without vmap.
     role: "primal", "tangent" or "cotangent".
-    transforms: transformations that the tap met, in order of application, as (name, parameters).
-    repeated: True if the tap has sent this value before: the second pass of `jax.checkpoint`, and a
-      `while_loop` that `jax.linearize` runs again for each tangent.
-    global_shape: the shape of the global array, likewise; None where `shard` is.
-    first: whether no device before, in the program's order, has the same part, likewise: of all
-      processes' records of a replicated array one says so.
-    kind: as the tap was given it: "image", "text" or None.
+    transforms: the transformations of the tap in order of application, as (name, parameters).
+    repeated: True if the tap has sent this value before, in the first pass of a `jax.checkpoint`,
+      or in a `while_loop` that `jax.linearize` runs again for each tangent.
+    global_shape: the shape of the global array for each leaf; None if `shard` is None.
+    first: a bool for each leaf; None if `shard` is None. True if no earlier device has the same
+      part. So exactly one record of a replicated array, over all processes, has True.
+    kind: the tap's option `kind`: "image", "text" or None.
   """
 
   name: str
@@ -56,7 +56,7 @@ class TapInfo:
 
 
 def is_part(shard: Any) -> bool:
-  """True for what `TapInfo.shard` has for a leaf: a slice of each dimension."""
+  """True for an entry of `TapInfo.shard` for one leaf: a slice for each dimension."""
   return isinstance(shard, tuple) and all(isinstance(one, slice) for one in shard)
 
 
@@ -65,7 +65,7 @@ class Record:
   """One value that left a program.
 
   Attributes:
-    value: the tapped pytree, with NumPy arrays that are the consumer's own.
+    value: the tapped pytree, with NumPy arrays that the consumer may keep.
     info: its `TapInfo`.
   """
 
@@ -75,20 +75,20 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchInfo:
-  """Tells the same of many records of one tap, as arrays with a row a record.
+  """The metadata of many records of one tap, as arrays with a row for each record.
 
   Attributes:
     name: the tap's name.
     role: "primal", "tangent" or "cotangent".
     transforms: as in `TapInfo`.
-    seq: uint64, as in `TapInfo`; so are the next three, int64.
-    time_ns: wall clock in nanoseconds.
-    device: global ids of devices.
-    run: XLA's ids of executions.
-    lane: int64, rows of indices: one column a vmapped level, outermost first.
+    seq: uint64, as in `TapInfo`.
+    time_ns: int64, wall clock in nanoseconds since the Unix epoch.
+    device: int64, global ids of devices.
+    run: int64, XLA's ids of executions.
+    lane: int64, rows of indices: one column for each vmapped level, outermost first.
     repeated: bool.
     process: index of the process.
-    shard: int64, the number of each record's shard, -1 for whole values.
+    shard: int64, the number of each record's shard; -1 for whole values.
   """
 
   name: str
@@ -105,14 +105,15 @@ class BatchInfo:
 
 
 def columns(record: Record) -> dict[str, np.ndarray]:
-  """The leaves of a record by name: what sinks call the columns of their files.
+  """Returns the leaves of a record by name; these are the columns of sinks' files.
 
   Args:
     record: any record.
 
   Returns:
-    For a lone leaf of the tap "loss" one entry, "loss"; else one a leaf, named by its path, as
-    "loss/w/0" of `{"w": [x]}`. Tangents and cotangents are apart: "loss:cotangent/w/0".
+    A dictionary. A single array of the tap "loss" has the name "loss"; a leaf of a pytree is named
+    by its path, such as "loss/w/0" for `{"w": [x]}`. Tangents and cotangents have names of their
+    own: "loss:cotangent/w/0".
 
   Raises:
     ValueError: two leaves have the same name, as in `{"a": {"b": x}, "a/b": y}`.
@@ -122,12 +123,12 @@ def columns(record: Record) -> dict[str, np.ndarray]:
 
 
 def tap_key(info: TapInfo) -> str:
-  """The tap's name, with the role of what is no primal: "loss", "loss:cotangent"."""
+  """Returns the tap's name, with the role unless it is "primal": "loss", "loss:cotangent"."""
   return info.name if info.role == "primal" else f"{info.name}:{info.role}"
 
 
 def parts_of(record: Record) -> list[tuple[tuple[slice, ...], tuple[int, ...]]]:
-  """The part that each leaf is, and the whole array's shape; nothing where that is not known."""
+  """Returns (slices, shape of the whole array) for each leaf; nothing if these are not known."""
   info = record.info
   if info.shard is None:
     return []
@@ -138,7 +139,7 @@ def parts_of(record: Record) -> list[tuple[tuple[slice, ...], tuple[int, ...]]]:
 
 @tracing.clearable_cache(max_size=1024)  # structures may keep the user's objects
 def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
-  """The path of each leaf as `jax.tree_util.keystr` writes it, and in the plain form "w/0"."""
+  """Returns the path of each leaf in the form of `jax.tree_util.keystr`, and in the form "w/0"."""
   keystr = jax.tree_util.keystr
   indexed = jax.tree.unflatten(tree, range(tree.num_leaves))
   paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(indexed))
@@ -146,13 +147,13 @@ def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
 
 
 def named_leaves(value: Any) -> list[tuple[str, Any]]:
-  """The leaves of a value, each with its path in the plain form."""
+  """Returns (path, leaf) for the leaves of a value; the path is in the form "w/0"."""
   leaves, tree = jax.tree.flatten(value)
   return [(path, leaf) for (_, path), leaf in zip(leaf_paths(tree), leaves, strict=True)]
 
 
 def leaves_under(root: str, value: Any) -> dict[str, Any]:
-  """The leaves by names of their own, which begin with `root`."""
+  """Returns the leaves by unique names, which begin with `root`."""
   leaves = named_leaves(value)
   named = {f"{root}/{path}" if path else root: leaf for path, leaf in leaves}
   if len(named) < len(leaves):

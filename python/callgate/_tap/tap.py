@@ -47,9 +47,9 @@ def tap(
   on_device: bool = False,
   kind: kinds.Kind | None = None,
 ) -> T:
-  """Sends a value out of a (compiled) program, and returns it.
+  """Sends a value out of a compiled program while it runs, and returns the value.
 
-  The program goes on at once: it copies the value into the channel's ring. Consumers run on the
+  The program copies the value into the channel's ring buffer and continues. Consumers run on the
   channel's thread.
 
   ```python
@@ -66,49 +66,54 @@ def tap(
   assert seen == [5.0]
   ```
 
+  Under `jax.vmap` consumers get each lane separately, with its index in `info.lane`. Two cases send
+  a value again, with `info.repeated` set: the second forward pass of `jax.checkpoint`, and a
+  `while_loop` that `jax.linearize` runs again for each tangent.
+
   Args:
-    value: a pytree of arrays; of a `jax.Ref` what it holds is sent.
-    to: a function `fn(value)` or `fn(value, info)`, called on callgate's thread with NumPy arrays
-      of its own and a `TapInfo`; or a channel; or a channel's name.
-    name: the records' name. Default: the function's, or the channel's.
-    where: a traced bool: False sends nothing. Under vmap it is asked for each lane.
-    every: sends the first of each so many executions of this call site, of those alone
-      for which `where` holds.
-    ordered: keeps the program order of all ordered taps and gates of a device, also from one
-      program to the next. Without it records have the order of execution.
-    effect: "io": runs once per execution and is never removed. "dataflow": lives as long as the
-      returned value is used, has no JAX effect and costs no dispatch time.
-    roles: what else to send under differentiation: "tangent", "cotangent" of the value.
-    logical_shape: sizes of the part of a padded array that counts, which consumers get: a tuple for
-      a lone array, else a pytree like `value` with tuples (or None); of integers, traced or not. A
-      traced one that is negative, or more than the array has, is the consumer's error: the record
-      is lost, and `barrier()` raises it.
-    sharding: in a program over several devices "shard" sends a record of each device's part, with
-      `info.shard`; "gather" one of the whole; a rule such as "i [j]", with a term for each leaf,
-      gathers the dimensions in brackets alone; a function of the mesh and the leaves (each a
-      ShapeDtypeStruct with its sharding) returns one of these, or a PartitionSpec for each leaf and
-      gathers what that leaves whole.
-    replicas: "once": of devices with copies of the same part one sends; "all": each does.
-    on_device: consumers get jax.Arrays on the device where the program ran, to compute with there.
-      On a GPU the program's stream makes a copy in callgate's memory, without the host, and nobody
-      waits for it; the memory goes back with the arrays. Records that wait take as much of it as
-      their channel's `capacity` says, besides those that the stream has not come to. The consumers'
-      thread runs JAX on the device: nothing that runs there may wait for it. On the CPU, and with
-      `callgate.config(engine="jax")`, arrays are made from the record's copy. `batch=` and native
-      sinks are refused, when the record comes. XLA leaves such taps out of its CUDA graphs.
-    kind: what pages and trackers show it as. "image": each leaf is `[height, width]`, or with 1, 3
-      or 4 channels, or a batch of these; uint8, or floats from 0 to 1. "text": the value is a
-      `str`; `uint8[bytes]` of UTF-8, whose end may be zeros; or a tuple of a text with fields and
-      their values, the last of which may be a dict of named ones, as `("{} at {rate:.2g}", loss,
-      {"rate": rate})`. Consumers in Python get a `str` then. With a kind `sharding` "shard" is
-      "gather".
+    value: a pytree of arrays. For a `jax.Ref` the tap sends its contents.
+    to: a function `fn(value)` or `fn(value, info)`, a channel, or a channel's name. The function
+      runs on callgate's thread; it gets NumPy arrays that it may keep, and a `TapInfo`.
+    name: the name of the records. Default: the name of the function or of the channel.
+    where: a traced bool; if it is False, the tap sends nothing. Under `jax.vmap` each lane has its
+      own.
+    every: sends one of every `every` executions of this call site, beginning with the first. With
+      `where` it counts only executions for which `where` is True.
+    ordered: keeps the program order of all ordered taps and gates on a device, also from one
+      program to the next. Without it records arrive in the order of execution.
+    effect: "io": the tap runs exactly once per execution and is never removed. "dataflow": it runs
+      only if the program uses the returned value; it has no JAX effect and costs no dispatch time.
+    roles: sends "tangent" or "cotangent" of the value too, under differentiation.
+    logical_shape: the sizes of the part of a padded array that consumers get. It is a tuple for a
+      single array, else a pytree like `value` of tuples (or None). Sizes are integers and may be
+      traced. A traced size that is negative or too large loses the record, and `barrier()` raises
+      an error.
+    sharding: the records of a program over several devices. "shard" sends one record for each
+      device's part, with `info.shard`. "gather" sends one record of the whole value. A rule such as
+      "i [j]", with one term for each leaf, gathers the dimensions in brackets only. A function of
+      the mesh and the leaves (ShapeDtypeStructs with shardings) returns one of these, or a
+      PartitionSpec for each leaf; dimensions that a PartitionSpec doesn't split are gathered.
+    replicas: "once": one of the devices with copies of the same part sends it. "all": each does.
+    on_device: consumers get jax.Arrays on the program's device, and may compute with them there. On
+      a GPU the program's stream copies the value into memory of callgate, without the host and
+      without a wait. The arrays own that memory. Waiting records take up to the channel's
+      `capacity` of it, plus the records that the stream has yet to reach. The consumers' thread
+      runs JAX on the device, so nothing that runs there may wait for that thread. On the CPU, and
+      with `callgate.config(engine="jax")`, callgate makes the arrays from the record's copy.
+      Channels with `batch=` or native sinks reject such records. XLA excludes these taps from its
+      CUDA graphs.
+    kind: how dashboards and trackers show the value. "image": each leaf is `[height, width]`,
+      optionally with 1, 3 or 4 channels, or a batch of these; uint8, or floats from 0 to 1. "text":
+      the value is a `str`, or `uint8[bytes]` of UTF-8 with optional zeros at the end, or a tuple of
+      a format string and its values, such as `("{} at {rate:.2g}", loss, {"rate": rate})`; the last
+      value may be a dict of named values. Python consumers get a `str`. With a kind,
+      sharding="shard" acts as "gather".
+
+  Returns:
+    The value. Use it in the place of the argument with effect="dataflow" and with `roles`.
 
   Raises:
     GateDefinitionError: an argument is wrong.
-
-  Under vmap consumers get each lane by itself (`info.lane`). Two passes send again, marked
-  `info.repeated`: the second one of `jax.checkpoint`, and a `while_loop` that `jax.linearize` runs
-  for each tangent.
   """
   failures.raise_deferred()
   consumers.check_not_forked()
@@ -175,10 +180,11 @@ def tap(
 def bind(
   target: Tap, site: TapSite, operands: Arrays, extra: Arrays = (), transforms: Transforms = ()
 ) -> Arrays:
-  """Binds a tap; returns its values, and what passes through it, to be used from here on.
+  """Binds a tap; returns its values and the untapped arrays, for use in the rest of the trace.
 
-  `extra` are sizes, predicate and untapped arrays (`TapSite`); `transforms` are met before others.
-  Raises GateDefinitionError for an array that no consumer in Python could get.
+  `extra` are the sizes, the predicate and the untapped arrays (see `TapSite`). `transforms` are the
+  transformations that the tap has already met. Raises GateDefinitionError for an array of a dtype
+  that no Python consumer could get.
   """
   for index, operand in enumerate(operands):
     dtypes.check_rank(f"tap '{site.name}': leaf {index}", jnp.shape(operand))
@@ -220,7 +226,7 @@ def _as_array(label: str, leaf: Any, index: int) -> Any:
 def logical_sizes(
   label: str, logical_shape: Any, value: Any, arrays: Sequence[Any]
 ) -> list[tuple[int, Any]]:
-  """(leaf index, vector of sizes) of each leaf that has logical sizes."""
+  """Returns (leaf index, vector of sizes) for each leaf that has logical sizes."""
   if logical_shape is None:
     return []
   tree = jax.tree.structure(value)
@@ -261,7 +267,7 @@ def logical_sizes(
 
 
 def _as_size(size: Any) -> Any:
-  """As int32; what that can't hold is no size of an array, and stays none."""
+  """Converts to int32; a value out of int32's range becomes an invalid size, and stays invalid."""
   if not isinstance(size, int):
     size = jnp.asarray(size)
     limits = jnp.iinfo(size.dtype)
@@ -279,14 +285,14 @@ def _is_size(value: Any) -> bool:
 
 
 def uncarried(array: Any, result: Any) -> Any:
-  """A tap's result in the dtype of the array that the user gave: the inverse of `carried`."""
+  """Converts a tap's result back to the dtype of the user's array: the inverse of `carried`."""
   if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
     return jax.random.wrap_key_data(result, impl=jax.random.key_impl(array))
   return result if result.dtype == array.dtype else result.astype(array.dtype)
 
 
 def channel_stats() -> dict[str, dict[str, int]]:
-  """Counters of every channel of the process, by name; see `Channel.stats`.
+  """Returns the counters of every channel of the process by name; see `Channel.stats`.
 
   ```python
   import callgate as cg, jax
@@ -297,7 +303,7 @@ def channel_stats() -> dict[str, dict[str, int]]:
     assert cg.channel_stats()["stats.loss"]["delivered"] == 1
   ```
 
-  "default" is that of taps to functions. A name that no channel is open under has the counters of
-  the records that wait for one.
+  "default" is the channel of taps to functions. If no channel of a name is open, the counters are
+  those of the records that wait for one.
   """
   return _callgate.channel_stats()

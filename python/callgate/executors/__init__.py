@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors for `callgate.gate(run_on=)` over engines that have none of their own.
+"""Executors for `callgate.gate(run_on=)`, for engines that have no executor of their own.
 
-`concurrent.futures`, Dask, loky and mpi4py have executors, which `run_on=` takes as they are.
+`run_on=` takes the executors of `concurrent.futures`, Dask, loky and mpi4py directly.
 """
 
 from __future__ import annotations

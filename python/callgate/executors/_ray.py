@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An executor over actors of Ray (https://docs.ray.io).
 
-A function goes to Ray's object store once, and each actor has it from there; arguments and results
-that are large go the same way, and arrays among them are views of the store's memory.
+A function is stored once in Ray's object store, from which each actor loads it. Large arguments and
+results use the store, too, and their arrays are views of the store's memory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MOST_FUNCTIONS = 64  # that are kept in the store
 
 
 class RayExecutor(concurrent.futures.Executor):
-  """Runs functions in actors of Ray; made by `callgate.executors.ray`.
+  """An executor that runs functions in actors of Ray; made by `callgate.executors.ray`.
 
   Attributes:
-    actors: how many there are.
+    actors: the number of actors.
   """
 
   def __init__(self, library: Any, actors: int, started: bool, each: Mapping[str, Any]) -> None:
@@ -41,11 +41,11 @@ class RayExecutor(concurrent.futures.Executor):
   def submit(
     self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
   ) -> concurrent.futures.Future[Any]:
-    """Has the actor with the least to do call the function.
+    """Calls the function in the actor with the fewest pending calls.
 
-    Raises (by the future):
-      ray.exceptions.RayActorError: the actor, or the machine that it was on, has ended; another
-        takes its place.
+    Raises:
+      ray.exceptions.RayActorError: (by the future) the actor or its machine has ended; a new actor
+        replaces it.
     """
     future = concurrent.futures.Future[Any]()
     with self._submitting:
@@ -84,7 +84,7 @@ class RayExecutor(concurrent.futures.Executor):
     self, index: int, actor: Any, done: concurrent.futures.Future[Any],
     future: concurrent.futures.Future[Any],
   ) -> None:  # fmt: skip
-    """On a thread of Ray's, which must not wait for Ray."""
+    """Completes the future, on a thread of Ray, which must not wait for Ray."""
     error = done.exception()
     with self._lock:
       self._running[index] -= 1
@@ -99,11 +99,11 @@ class RayExecutor(concurrent.futures.Executor):
       future.set_exception(error)
 
   def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-    """Ends the actors, and Ray where this has started it.
+    """Ends the actors, and Ray itself if this executor has initialized it.
 
     Args:
-      wait: for what runs, first; without, the actors end with the last of it.
-      cancel_futures: what runs is not waited for, and fails.
+      wait: waits for running calls first. With False, the actors end after the last call.
+      cancel_futures: does not wait for running calls, which fail.
     """
     with self._submitting, self._lock:
       if self._closed:
@@ -140,7 +140,7 @@ def ray(
   address: str | None = None,
   each: Mapping[str, Any] | None = None,
 ) -> RayExecutor:
-  """Actors of Ray for gates to run in: `cg.gate(f, run_on=cg.executors.ray(8))`.
+  """Makes an executor of Ray actors for gates: `cg.gate(f, run_on=cg.executors.ray(8))`.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -150,14 +150,15 @@ def ray(
     assert jax.jit(jax.vmap(square))(jnp.arange(4.0)).tolist() == [0, 1, 4, 9]
   ```
 
-  An actor that ends is replaced; what it ran fails with Ray's error, after the gate's
-  `retries=`. Ray itself is initialized where it is not yet, and shut down again with the executor.
+  A new actor replaces one that ends. Its calls run again, as often as the gate's `retries=` allows,
+  and then fail with Ray's error. If Ray isn't initialized, this function initializes it, and the
+  executor shuts it down.
 
   Args:
-    actors: how many; default: as many as the cluster has CPUs.
-    address: of the cluster, where Ray is not initialized: see `ray.init`. Default: one of this
-      machine's own.
-    each: options of each actor: `{"num_cpus": 1, "num_gpus": 0.5, "runtime_env": ...}`; see
+    actors: the number of actors. Default: the number of CPUs of the cluster.
+    address: the cluster's address, if Ray isn't initialized: see `ray.init`. Default: a new cluster
+      on this machine.
+    each: the options of each actor: `{"num_cpus": 1, "num_gpus": 0.5, "runtime_env": ...}`; see
       `ray.remote`.
 
   Returns:

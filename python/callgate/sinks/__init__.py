@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks, to which a channel's records go: files, trackers, plots, statistics.
+"""Sinks write a channel's records to files, experiment trackers, plots and statistics.
 
-`JSONL`, `Npy`, `Stats` and `Stream` are native: the channel hands them records without Python. The
-others are thin layers over libraries, which are imported when a sink is made; each has an extra of
-its name, and `pip install 'callgate[sinks]'` brings them all. A sink of your own is a subclass of
-`Sink`.
+`JSONL`, `Npy`, `Stats` and `Stream` are native: they need no Python for a record. The other sinks
+are thin layers over libraries, which they import when you make one. Each has an extra of its name;
+`pip install 'callgate[sinks]'` installs all of them. To write your own sink, subclass `Sink`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of sinks, and what the ones over libraries share: state, errors, lazy imports."""
+"""The interface of sinks, and what sinks over libraries share: state, errors, lazy imports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StrPath = str | os.PathLike[str]
 
 
 class ChoiceOptions(TypedDict, total=False):
-  """The options of `Sink`, which every sink takes and hands on."""
+  """The options of `Sink`, which every sink takes and passes on."""
 
   every: int | None
   rate: float | None
@@ -32,10 +32,10 @@ class ChoiceOptions(TypedDict, total=False):
 
 
 class SinkError(LossError, RuntimeError):
-  """A sink cannot write a record; the message names the sink, the tap and what was expected.
+  """A sink can't write a record; the message names the sink, the tap and the expected value.
 
   Attributes:
-    lost: how many records it stands for.
+    lost: the number of records that this error stands for.
   """
 
   def __init__(self, message: str, *, lost: int = 0) -> None:
@@ -43,12 +43,12 @@ class SinkError(LossError, RuntimeError):
     self.lost, self._said = lost, message
 
   def count(self, lost: int, so_far: int) -> None:
-    """Says how many records it stands for, and in the message how many the sink has lost so far."""
+    """Sets the number of its records; the message also gets how many the sink has lost so far."""
     self.lost = lost
     self.args = (self._said + (f"; {so_far} record(s) lost so far" if so_far else ""),)
 
   def takes(self, later: BaseException) -> bool:
-    """A full disk's error comes batch after batch; the first one counts for all."""
+    """True if a later error repeats this one, as a full disk's does for batch after batch."""
     if not isinstance(later, SinkError) or later._said != self._said:
       return False
     self.lost += later.lost
@@ -57,17 +57,19 @@ class SinkError(LossError, RuntimeError):
 
 
 class Sink:
-  """A consumer of records that a channel opens, feeds, flushes and closes, on its own thread.
+  """The base class of sinks: a consumer that a channel opens, writes to, flushes and closes.
 
-  Subclass it and override `write`; the other methods do nothing here. `with sink:` opens and closes
-  it where there is no channel. Every sink takes these options, which say what it gets of a
-  channel's records; what is written to it by hand is written.
+  Subclass it and override `write`, which the channel calls on its own thread; the other methods do
+  nothing by default. Without a channel, `with sink:` opens and closes the sink.
+
+  Every sink takes these options, which choose among a channel's records. They don't apply to your
+  own calls of `write`.
 
   Args:
-    every: of each tap on each device each n-th record; the lanes of a `vmap` are one.
-    rate: of these at most so many a second, by when the records were sent, on the steady clock.
-    where: of these the ones for which `where(record)` is true; each lane is a record. It is called
-      on the channel's thread, in Python, for native sinks, too.
+    every: takes each n-th record of each tap on each device. The lanes of a `vmap` count as one.
+    rate: takes at most so many of these records a second, by the time at which they were sent.
+    where: takes those of these records for which `where(record)` is True; each lane is a record. It
+      is a Python function on the channel's thread, for native sinks too.
   """
 
   choice: Choice = Choice()
@@ -94,17 +96,17 @@ class Sink:
     )
 
   def open(self, channel: str) -> None:
-    """Called before the first records, and anew where it was closed; `channel` is a name."""
+    """Opens the sink before the first records, and again after `close`; `channel` is a name."""
 
   def write(self, records: Sequence[Record]) -> None:
-    """Takes records, in the order in which the channel got them; of a `vmap` one for each lane."""
+    """Writes records, in the order of the channel; a `vmap` sends one for each lane."""
     raise NotImplementedError(f"{type(self).__name__}.write")
 
   def flush(self) -> None:
-    """Makes what was written visible to others."""
+    """Makes the written records visible to other readers."""
 
   def close(self) -> None:
-    """Writes out and releases everything, also after an error. May be called again."""
+    """Writes everything out and releases resources, also after an error. It may be called again."""
 
   def __enter__(self) -> Sink:
     self.open("")
@@ -118,13 +120,13 @@ class Sink:
 
 
 def _options(kind: type[Sink]) -> list[str]:
-  """The names of all options of a sink."""
+  """Returns the names of all options of a sink."""
   inits = [inspect.signature(base.__init__) for base in kind.__mro__ if issubclass(base, Sink)]
   return [name for init in inits for name in init.parameters]
 
 
 class OwnedSink(Sink):
-  """A sink that one channel of one process has open at a time."""
+  """A sink that only one channel of one process may have open at a time."""
 
   def __init__(self, target: str, **choice: Unpack[ChoiceOptions]) -> None:
     super().__init__(**choice)
@@ -148,7 +150,7 @@ class OwnedSink(Sink):
     self._channel = channel
 
   def _check(self, records: Sequence[Any]) -> None:
-    """Raises SinkError in a fork's child of the opening process, and for what is no record."""
+    """Raises SinkError in a fork's child of the opening process, and unless all are records."""
     if (here := os.getpid()) != self._process:
       by = f"expected to be written to by process {self._process}, which has it open"
       raise self._error(f"{by}, got process {here}, which was forked from it")
@@ -158,10 +160,10 @@ class OwnedSink(Sink):
 
 
 class LibrarySink(OwnedSink):
-  """A sink with a state: subclasses say how to start, take one record, write out and stop.
+  """A sink with a state: subclasses implement start, one record, write out and stop.
 
-  "{process}" in the target becomes this process's index when the sink is opened. Where a record
-  can't be written the others of its batch are, then the first error is raised.
+  "{process}" in the target becomes this process's index when the sink is opened. If a record can't
+  be written, the sink writes the others of its batch and then raises the first error.
   """
 
   _extra = ""  # of callgate, that brings
@@ -219,7 +221,7 @@ class LibrarySink(OwnedSink):
 
   @contextlib.contextmanager
   def _naming(self, what: str, kept: list[SinkError] | None = None) -> Generator[None]:
-    """Errors of the block become SinkErrors that begin with a place, which are raised or kept."""
+    """Turns errors of the block into SinkErrors that begin with a place; raises or keeps them."""
     try:
       try:
         yield
@@ -234,7 +236,7 @@ class LibrarySink(OwnedSink):
 
 
 class FilesSink(LibrarySink):
-  """A sink of a file, or of several that are opened as their first records come."""
+  """A sink of one file, or of several that it opens when their first records arrive."""
 
   def __init__(
     self, path: StrPath, *, append: bool = False, **choice: Unpack[ChoiceOptions]
@@ -246,7 +248,7 @@ class FilesSink(LibrarySink):
     self._begun: dict[pathlib.Path, bool] = {}  # False where another sink had the file
 
   def _open_table(self, path: pathlib.Path, make: Callable[[bool], Any]) -> Any:
-    """The open file of a path, by `make(keep)`; what another sink had once stays that one's."""
+    """Returns the open file of a path, made by `make(keep)`; refuses another sink's path."""
     if path in self._tables:
       return self._tables[path]
     if self._begun.get(path) is False:
@@ -274,7 +276,7 @@ class FilesSink(LibrarySink):
 
 
 def plain(leaf: Any) -> np.ndarray:
-  """A leaf in a dtype that NumPy has, exactly: bfloat16 as float32, int4 as int8, and so on."""
+  """Converts a leaf exactly to a dtype of NumPy's own: bfloat16 to float32, int4 to int8, ..."""
   array = np.asarray(leaf)
   if array.dtype.isbuiltin == 1 or array.dtype.kind in "SU":
     return array
@@ -284,19 +286,19 @@ def plain(leaf: Any) -> np.ndarray:
 
 
 def scalar(name: str, array: np.ndarray) -> np.ndarray:
-  """The array of a column, which must be a scalar."""
+  """Returns the array of a column, which must be a scalar."""
   if array.ndim != 0:
     raise ValueError(f"expected scalars, got {name!r} of shape {array.shape}")
   return array
 
 
 def lane_suffix(lane: tuple[int, ...]) -> str:
-  """Returns what tells the lanes of a tap apart in names: "[2,0]"; nothing without `vmap`."""
+  """Returns a suffix for the names of a tap's lanes, such as "[2,0]"; empty without `vmap`."""
   return f"[{','.join(map(str, lane))}]" if lane else ""
 
 
 def file_for(path: str, name: str) -> pathlib.Path:
-  """The file of a tap, whose name replaces "{name}" in the path; its folder is made."""
+  """Replaces "{name}" in the path by the tap's name, and makes the folder."""
   part = re.sub(r'[/\\:*?"<>|\x00-\x1f]|^\.', "_", name)
   file = pathlib.Path(path.replace("{name}", part))  # without characters that no file's name has
   file.parent.mkdir(parents=True, exist_ok=True)

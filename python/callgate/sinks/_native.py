@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native sinks: their consumers are C++ (src/channel) and run without the GIL.
 
-A channel takes `native`; `write` is for records made in Python, and may be called beside it.
+A channel uses `native`. `write` is for records made in Python, and may be called at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
 
 
 class NativeSink(OwnedSink):
-  """A sink in C++; a channel takes its `native`."""
+  """A sink in C++; a channel uses its `native`."""
 
   def __init__(
     self, native: _callgate.Consumer, target: str, **choice: Unpack[ChoiceOptions]
@@ -70,7 +70,7 @@ class NativeSink(OwnedSink):
       raise self._error(str(error)) from None
 
   def left(self) -> None:
-    """The channel has closed `native`; the sink is free for another."""
+    """The channel has closed `native`: another channel may open the sink."""
     self._channel = None
 
   def flush(self) -> None:
@@ -84,7 +84,7 @@ class NativeSink(OwnedSink):
 
 
 class FileSink(NativeSink):
-  """A sink of a file, or of one for each leaf; made again, it closes the old one's channel."""
+  """A sink of a file, or of one for each leaf. A redefined sink closes the old one's channel."""
 
   _make: Callable[[str, bool, int], _callgate.Consumer]
 
@@ -104,46 +104,51 @@ class FileSink(NativeSink):
 
 
 class JSONL(FileSink):
-  """A line of JSON for each record: https://jsonlines.org
+  """Writes a line of JSON for each record: https://jsonlines.org
 
-  A line has `name`, `seq`, `time_ns`, `device`, `run`, `role`, `lane` under `vmap`, `repeated`
-  where it is true, and `value`: a number or nested lists for a lone leaf, else an object from paths
-  ("w/0") to these. In a program over several devices it has `process`, `global_shape`, and `shard`,
-  the [begin, end) of each dimension that the value is of the whole array. NaN and infinities are
-  the strings "NaN", "Infinity" and "-Infinity"; a complex number is `[real, imaginary]`. Lines are
-  in the file as soon as the channel has delivered them.
+  A line is visible in the file as soon as the channel has delivered the record. It has
+
+  - `name`, `seq`, `time_ns`, `device`, `run` and `role`; under `vmap` also `lane`;
+  - `repeated`, if it is true;
+  - `value`: a number or nested lists for a single array, else an object with an entry for each path
+    ("w/0");
+  - in a program over several devices also `process`, `global_shape`, and `shard`: [begin, end) of
+    the value's part of the global array, for each dimension.
+
+  NaN and infinities are the strings "NaN", "Infinity" and "-Infinity"; a complex number is `[real,
+  imaginary]`.
 
   Args:
-    path: the file; its folder is made. It is emptied now, unless `append`.
-    append: continue an existing file, to which other processes may append at the same time; a last
-      line that a crash left unfinished is cut off. Without it nobody else may write to the file.
+    path: the file. Its folder is made, and the file is emptied at once, unless `append`.
+    append: continues an existing file, and removes an incomplete last line. Several processes may
+      append at the same time. Without `append` no other process may write to the file.
   """
 
   _make = staticmethod(_callgate.jsonl_sink)
 
 
 class Npy(FileSink):
-  """A `.npy` file for each leaf, with a row for each record: `np.load` reads it at any time.
+  """Writes a `.npy` file for each leaf, with a row for each record; readable at any time.
 
-  In a program over several devices "loss.shard.npy" stands beside "loss.npy", with a row for each
-  record: fields `seq`, `time_ns`, `run`, `process`, `device`, `global_shape` and `shard`, the
-  [begin, end) of each dimension.
+  In a program over several devices there is another file, "loss.shard.npy" beside "loss.npy". Its
+  rows have the fields `seq`, `time_ns`, `run`, `process`, `device`, `global_shape`, and `shard`:
+  [begin, end) of the record's part of the global array, for each dimension.
 
-  bfloat16 and smaller floats are stored as float32, int4 and its like as int8 or uint8. A change of
-  shape or dtype is an error, and the file stays as it is.
+  bfloat16 and smaller floats are stored as float32, int4 and similar types as int8 or uint8. A
+  record with another shape or dtype raises an error and isn't written.
 
   Args:
-    path: the file, "{name}" in it replaced by the leaf's name ("loss", "grad_w_0"); needed where
-      there is more than one leaf. Folders are made.
-    append: continue existing files; a last row that a crash left unfinished is cut off. One process
-      at a time writes to a file.
+    path: the file; "{name}" in it is replaced by the leaf's name ("loss", "grad_w_0"). Several
+      leaves need "{name}". Folders are made.
+    append: continues existing files, and removes an incomplete last row. Only one process at a time
+      may write to a file.
   """
 
   _make = staticmethod(_callgate.npy_sink)
 
 
 class Stats(NativeSink):
-  """Running statistics of each leaf, in constant memory, to be read at any time with `result`.
+  """Computes running statistics of each leaf in constant memory; `result` reads them at any time.
 
   Args:
     bins: increasing edges of the histograms' bins; None for powers of two.
@@ -165,17 +170,19 @@ class Stats(NativeSink):
     super().__init__(native, "", **choice)
 
   def result(self) -> dict[str, dict[str, Any]]:
-    """Returns what has been counted, by column (`callgate.sinks.columns`); from any thread.
+    """Returns the statistics so far; thread-safe.
 
-    For each column: `records`; of their elements `count` (finite ones), `nan`, `inf`, and of the
-    finite ones `mean`, `variance` (as `np.var`), `min`, `max` (NaN without any), and `histogram`, a
-    dict of `edges`, `counts`, and how many are `below` and `above`; and `last`, the value of the
-    last record as float64. A complex element counts with its absolute value.
+    Returns:
+      A dictionary of dictionaries, by column (`callgate.sinks.columns`). Each has `records`; the
+      numbers of elements that are finite (`count`), `nan` and `inf`; for the finite elements
+      `mean`, `variance` (as `np.var`), `min`, `max` (NaN if there are none), and `histogram`, a
+      dict of `edges`, `counts`, and the numbers of elements `below` and `above`; and `last`, the
+      last record's value as float64. A complex element counts with its absolute value.
     """
     return {name: self._readable(summary) for name, summary in self._reader.read().items()}
 
   def clear(self) -> None:
-    """Forgets everything."""
+    """Resets all statistics."""
     self._reader.clear()
 
   def _readable(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +202,7 @@ class Stats(NativeSink):
 
 
 def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
-  """A leaf in the form that `RecordWriter.write` takes."""
+  """Returns a leaf in the form that `RecordWriter.write` takes."""
   if masked.is_masked(leaf):
     raise ValueError(f"expected an array of the leaf {path!r}, got {masked.shown(leaf)}")
   if isinstance(leaf, str):  # of a tap with kind="text"
@@ -208,7 +215,7 @@ def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
 
 
 class Stream(NativeSink):
-  """A stream: self-describing, checksummed, readable while it is written (`callgate.open_stream`).
+  """Writes a checksummed stream that other processes read while it grows (`callgate.open_stream`).
 
   ```python
   import callgate as cg, jax
@@ -219,9 +226,9 @@ class Stream(NativeSink):
   ```
 
   Args:
-    destination: a file, which is appended to; `unix:PATH` or `tcp://HOST:PORT`, which readers
-      connect to. The host is this machine unless it is named, and port 0 is any free one. With
-      "{process}" in it, this process's index stands there: "run-{process}.cgs".
+    destination: a file, to which the sink appends; or `unix:PATH` or `tcp://HOST:PORT`, to which
+      readers connect. HOST defaults to this machine's loopback; port 0 is any free one. "{process}"
+      is replaced by this process's index: "run-{process}.cgs".
   """
 
   is_stream = True
@@ -235,5 +242,5 @@ class Stream(NativeSink):
 
   @property
   def address(self) -> str:
-    """Returns where readers find the stream: the destination, with the port that was chosen."""
+    """Returns the address for readers: the destination, with the port that was chosen."""
     return self._sink.address

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sink Plot: learning curves as a picture that is drawn anew as they grow.
+"""The sink Plot: learning curves as a picture that is redrawn while they grow.
 
-Without pyplot's state, a display and the backend that the program has chosen.
+It needs no display, and leaves pyplot's state and the program's backend alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from callgate.sinks._base import ChoiceOptions, LibrarySink, StrPath, lane_suffi
 
 
 class Plot(LibrarySink):
-  """Curves of all scalar taps against `seq`, one picture.
+  """Draws curves of all scalar taps against `seq`, in one picture.
 
-  Leaves that are arrays are left out; a complex one is drawn by its absolute value. Beyond
-  `max_points` every second point of a curve is dropped, and so on.
+  Arrays are skipped; a complex number is drawn by its absolute value. When a curve has more than
+  `max_points` points, every second one is dropped.
 
   Args:
-    path: the picture, of a suffix that matplotlib can write: .png, .svg, .pdf. Folders are made.
-    every_seconds: the least time between two drawings; `flush` and `close` draw at once.
-    title: above the curves.
-    log: a logarithmic vertical axis.
+    path: the picture, with a suffix that matplotlib can write: .png, .svg, .pdf. Folders are made.
+    every_seconds: the least seconds between two drawings. `flush` and `close` draw at once.
+    title: the text above the curves.
+    log: uses a logarithmic vertical axis.
     size: width and height in inches.
-    max_points: of each curve.
+    max_points: the most points of each curve.
   """
 
   _extra, _needs = "plot", ("matplotlib.figure",)
@@ -90,7 +90,7 @@ class Plot(LibrarySink):
 
 
 class _Curve:
-  """Points of a curve in bounded memory: of those that came each `_stride`-th, and the last."""
+  """Points of a curve in bounded memory: each `_stride`-th point, and the last one."""
 
   def __init__(self, max_points: int) -> None:
     self._max_points = max_points
@@ -109,5 +109,5 @@ class _Curve:
 
   @property
   def line(self) -> np.ndarray:
-    """The steps, and the values there."""
+    """Returns the steps and their values."""
     return np.array([*self._points, self._last]).T

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks of columns: Zarr and HDF5, where arrays grow, and Parquet, over pyarrow.
+"""Sinks of columns: Zarr and HDF5 with growing arrays, and Parquet by pyarrow.
 
-A tap has an array or a column for each field, which are in step: `loss/seq`, `loss/value` and so on
-of the tap "loss", `grad/value/w/0` of a pytree's. Each batch of a channel is one append to each.
+A tap has an array or a column for each field: `loss/seq`, `loss/value` and so on for the tap
+"loss", `grad/value/w/0` for a pytree's leaf. All of them have the same number of rows. Each batch
+of a channel is one append to each.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Rows:
     self.nbytes += sum(array.nbytes for array in row.values())
 
   def take(self) -> dict[str, np.ndarray]:
-    """All rows since the last call, a stacked array for each field."""
+    """Removes all rows and returns them, as a stacked array for each field."""
     taken, self._taken, self.nbytes = self._taken, [], 0
     return {
       name: np.asarray([row[name] for row in taken], dtype).reshape(len(taken), *shape)
@@ -62,7 +63,7 @@ class _Rows:
 
 
 def _row(record: Record) -> dict[str, np.ndarray]:
-  """A record by field: numbers, `lane` under `vmap`, `value` or "value/w/0" for each leaf."""
+  """Returns a record by field: numbers, `lane` under `vmap`, "value" or "value/w/0" for a leaf."""
   row = {name: np.asarray(getattr(record.info, name), dtype) for name, dtype in _META.items()}
   row |= parts_row(record)
   if record.info.lane:
@@ -75,7 +76,7 @@ def _row(record: Record) -> dict[str, np.ndarray]:
 
 
 def parts_row(record: Record) -> dict[str, np.ndarray]:
-  """A shard's record's execution, and by leaf the whole shape and the part, [begin, end)."""
+  """Returns a shard's `run`, and the global shape and the part ([begin, end)) of each leaf."""
   if not (parts := parts_of(record)):
     return {}
   row = {"run": np.asarray(record.info.run, np.int64)}
@@ -100,7 +101,7 @@ def _text(fields: dict[str, Field]) -> str:
 
 # -- arrays that grow ------------------------------------------------------------------------------
 class _GrowingArrays(FilesSink):
-  """Shared by Zarr and HDF5; their arrays have `shape` and take slices alike."""
+  """The common part of Zarr and HDF5, whose arrays have `shape` and take slices."""
 
   _root: Any = None
   _claimed: Any = None  # keeps other writers away until the sink is closed; its error names them
@@ -132,7 +133,7 @@ class _GrowingArrays(FilesSink):
     self._tables[tap][0].add(record)
 
   def _arrays_of(self, tap: str, fields: dict[str, Field]) -> dict[str, Any]:
-    """The arrays of a tap: existing ones, which must fit, or new ones."""
+    """Returns the arrays of a tap: existing ones, which must fit, or new ones."""
     group = self._root.require_group(tap)
     existing = {name: group[name] for name in fields if name in group}
     for name, array in existing.items():
@@ -158,11 +159,11 @@ class _GrowingArrays(FilesSink):
 
 
 class Zarr(_GrowingArrays):
-  """A Zarr group on disk: https://zarr.readthedocs.io
+  """Writes a Zarr group on disk: https://zarr.readthedocs.io
 
   Args:
     path: the store's folder. It is emptied when the sink is opened, unless `append`.
-    append: continue an existing store.
+    append: continues an existing store.
   """
 
   _extra, _needs = "zarr", ("zarr",)
@@ -184,13 +185,13 @@ class Zarr(_GrowingArrays):
 
 
 class HDF5(_GrowingArrays):
-  """An HDF5 file of resizable datasets: https://docs.h5py.org
+  """Writes an HDF5 file of resizable datasets: https://docs.h5py.org
 
-  A process that is killed may leave a file that HDF5 cannot read: `flush` it now and then.
+  If the process is killed, HDF5 may be unable to read the file. Call `flush` from time to time.
 
   Args:
     path: the file. It is emptied when the sink is opened, unless `append`.
-    append: continue an existing file.
+    append: continues an existing file.
   """
 
   _extra, _needs = "hdf5", ("h5py",)
@@ -217,7 +218,7 @@ class HDF5(_GrowingArrays):
 
 
 def _chunks(field: Field) -> tuple[int, ...]:
-  """Chunks of about a mebibyte, of whole rows where they fit, else of a part of one."""
+  """Returns the shape of chunks of about 1 MiB: whole rows if they fit, else parts of a row."""
   chunk = [max(1, extent) for extent in field.shape]
   size = field.dtype.itemsize
   for axis in range(len(chunk)):
@@ -229,18 +230,18 @@ def _chunks(field: Field) -> tuple[int, ...]:
 
 # -- Parquet ---------------------------------------------------------------------------------------
 class Parquet(FilesSink):
-  """A Parquet table for each tap: https://arrow.apache.org/docs/python/parquet.html
+  """Writes a Parquet table for each tap: https://arrow.apache.org/docs/python/parquet.html
 
-  Its columns are `seq`, `time_ns`, `process`, `device`, `lane` under `vmap`, and `value`, or a
-  column for each leaf, as "w/0" ("value/seq" for one that is called as the others are). In a
-  program over several devices it has `run`, and `global_shape` and `shard` or, of a pytree,
-  "global_shape/w/0" and "shard/w/0": the whole array's shape, and the [begin, end) of each
-  dimension. Arrays are nested lists, complex numbers structs of `re` and `im`.
+  The columns are `seq`, `time_ns`, `process`, `device`, `lane` under `vmap`, and `value`, or one
+  column for each leaf, such as "w/0". A leaf with the name of another column is "value/seq". A
+  program over several devices also has `run`, `global_shape` and `shard` (for a pytree
+  "global_shape/w/0" and "shard/w/0"): the global array's shape, and [begin, end) of the part in
+  each dimension. Arrays are nested lists, complex numbers structs of `re` and `im`.
 
   Args:
-    path: the file, which appears when the sink is closed; with "{name}" in it, a file for each tap,
-      needed where there is more than one. Folders are made.
-    append: keep the rows of existing files; they are copied.
+    path: the file, which appears when the sink is closed. With "{name}" in it, each tap has a file
+      of its own; several taps need that. Folders are made.
+    append: keeps the rows of existing files, which are copied.
   """
 
   _extra, _needs = "parquet", ("pyarrow.parquet", "pyarrow")
@@ -267,7 +268,7 @@ class Parquet(FilesSink):
 
 
 class _TableFile:
-  """The file of one tap, being written beside the path that it will have."""
+  """The file of one tap, written under a temporary name beside its path."""
 
   def __init__(
     self, arrow: Any, error: Callable[..., Exception], path: pathlib.Path, first: Record, keep: bool
@@ -298,7 +299,7 @@ class _TableFile:
     self._written += count
 
   def close(self) -> None:
-    """Puts the file in its place; where it can't be finished, the one that is there stays."""
+    """Moves the finished file to its path; keeps the old file if the new one can't be finished."""
 
     def finish() -> None:
       self._writer.close()
@@ -313,7 +314,7 @@ class _TableFile:
       raise
 
   def _try(self, act: Callable[[], object], problem: str, lost: int) -> None:
-    """Acts, unless it has failed before: the library's file is of no use from then on."""
+    """Calls `act`, unless a call has failed: the library's file is useless from then on."""
     if self._broken is None:
       try:
         act()
@@ -329,7 +330,7 @@ class _TableFile:
     self._claimed.close()
 
   def _to_arrow(self) -> Any:
-    """The rows, which are taken: nested fixed-size lists for the axes after the first."""
+    """Removes the rows and returns them; the axes after the first are nested fixed-size lists."""
     columns = self.rows.take()
     table: dict[str, Any] = {}
     for name, array in columns.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks of text: lines for people, and CSV tables of scalars."""
+"""Sinks of text: readable lines, and CSV tables of scalars."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Print(LibrarySink):
   """Prints each record.
 
   Args:
-    file: an open text file, which stays open; None for what `sys.stdout` is at the time.
-    format: a function from the `Record` to text, or text for `str.format` with the fields `value`,
+    file: an open text file, which stays open. Default: `sys.stdout` at the time of printing.
+    format: a function from the `Record` to text, or a format string with the fields `value`,
       `name`, `seq`, `time` (a `datetime`), `time_ns`, `process`, `device`, `run`, `lane`, `role`
-      and `repeated`, as "{name} {value:.3f}". None for lines such as "loss #3: 0.25".
+      and `repeated`, such as "{name} {value:.3f}". Default: lines such as "loss #3: 0.25".
   """
 
   def __init__(
@@ -86,7 +86,7 @@ _FIELDS = frozenset(
 
 
 def _check_format(text: str) -> None:
-  """Raises for text that `str.format` can't read, or that has other fields."""
+  """Raises for a text that `str.format` can't read, or that has other fields."""
   try:
     for _, field, spec, _ in string.Formatter().parse(text):
       if field is not None and re.split(r"[.\[]", field)[0] not in _FIELDS:
@@ -116,19 +116,19 @@ def _fields(record: Record) -> dict[str, Any]:
 
 
 class CSV(FilesSink):
-  """A table of scalars: `seq`, `time_ns`, `device`, `lane`, then a column for each leaf.
+  """Writes a table of scalars: `seq`, `time_ns`, `device`, `lane`, then a column for each leaf.
 
   In a program over several devices `run`, `process`, `global_shape` and `shard` come before the
-  leaves, the latter two as JSON, unless the file is an older one without.
+  leaves, the last two as JSON. An older file without these columns is continued without them.
 
-  The header comes from the first record. A column that appears later is an error; one that is
-  missing leaves its cell empty.
+  The first record defines the header. A record with another column raises an error; a missing
+  column leaves its cell empty.
 
   Args:
-    path: the file; with "{name}" in it, a file for each tap. Folders are made.
-    append: continue existing files, whose headers then hold; a torn last line is cut off. One
-      process at a time writes to a file.
-    columns: names of the columns, for one table of several taps (`callgate.sinks.columns`).
+    path: the file. With "{name}" in it, each tap has a file of its own. Folders are made.
+    append: continues existing files with their headers, and removes an incomplete last line. Only
+      one process at a time may write to a file.
+    columns: the names of the columns, for one table of several taps (`callgate.sinks.columns`).
   """
 
   def __init__(
@@ -174,7 +174,7 @@ class CSV(FilesSink):
 
 
 def _of_shard(record: Record) -> dict[str, Any]:
-  """The columns for a shard's record; the parts as JSON, an object where there are leaves."""
+  """Returns the columns for a shard's record; the parts are JSON, an object if there are leaves."""
   if not (parts := parts_of(record)):
     return {}
   info, paths = record.info, [path for path, _ in named_leaves(record.value)]
@@ -188,7 +188,7 @@ def _of_shard(record: Record) -> dict[str, Any]:
 
 
 class _CSVFile:
-  """An open CSV file, and the rows that are not in it yet."""
+  """An open CSV file, and the rows that aren't in it yet."""
 
   def __init__(self, path: pathlib.Path, keep: bool) -> None:
     self.path = path
@@ -199,7 +199,7 @@ class _CSVFile:
     self.rows: list[dict[str, Any]] = []
 
   def flush(self) -> None:
-    """Writes the rows out, as far as there is room; an error counts the rest, which is lost."""
+    """Writes the rows as far as there is room; the error counts the others, which are lost."""
     rows, self.rows = self.rows, []
     if not rows and not (self._heads and self.header):
       return

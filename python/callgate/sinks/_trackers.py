@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks into experiment trackers that live in a folder: TensorBoard, MLflow, W&B, ClearML.
+"""Sinks into experiment trackers with a local folder: TensorBoard, MLflow, W&B, ClearML.
 
-Each logs curves, images and texts of records, and of the open run the config, results and alerts.
+Each logs the curves, images and texts of records, and the open run's config, results and alerts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from callgate.sinks._tracking import At, Tracker, is_number, mlflow_name, name_o
 
 
 class TensorBoard(Tracker):
-  """Event files for TensorBoard, by tensorboardX: curves of scalars, histograms of arrays.
+  """Writes TensorBoard event files by tensorboardX: curves of scalars, histograms of arrays.
 
   Args:
-    logdir: the run's folder; each opening of the sink adds a file.
-    step: path of an integer leaf that holds the step, as "step" of `{"step": i, "loss": x}`; None
-      for the record's `seq`.
+    logdir: the run's folder. Each opening of the sink adds a file.
+    step: the path of an integer leaf with the step, such as "step" for `{"step": i, "loss": x}`.
+      Default: the record's `seq`.
   """
 
   _extra, _needs = "tensorboard", ("tensorboardX.proto.summary_pb2", "tensorboardX")
@@ -95,16 +95,16 @@ class TensorBoard(Tracker):
 
 
 class MLflow(Tracker):
-  """Metrics of an MLflow run, in a local folder: `mlflow ui --backend-store-uri PATH` shows them.
+  """Logs metrics to an MLflow run in a local folder.
 
-  An array is five metrics, of its finite elements `/min`, `/mean`, `/max` and `/std`, and
-  `/nonfinite`, how many are not.
+  `mlflow ui --backend-store-uri PATH` shows them. An array gives five metrics: `/min`, `/mean`,
+  `/max` and `/std` of its finite elements, and `/nonfinite`, the number of the others.
 
   Args:
-    experiment: the experiment's name; made where it does not exist.
-    tracking_uri: the folder of the store, or a URI that MLflow takes.
-    run_name: the run's name; None for that of the open `run`, else one that MLflow makes up.
-    step: path of an integer leaf that holds the step; None for the record's `seq`.
+    experiment: the experiment's name; a new experiment is made if there is none of the name.
+    tracking_uri: the store's folder, or a URI for MLflow.
+    run_name: the run's name. Default: that of the open `run`, else a name that MLflow chooses.
+    step: the path of an integer leaf with the step. Default: the record's `seq`.
 
   Attributes:
     run_id: MLflow's id of the run; None before the sink is opened.
@@ -199,20 +199,21 @@ class MLflow(Tracker):
 
 
 class WandB(Tracker):
-  """A run of Weights & Biases, in a local folder unless told otherwise.
+  """Logs to a run of Weights & Biases, by default in a local folder.
 
-  Numbers are curves over the step, arrays are histograms of their finite elements, 64 counts each.
-  A process of wandb's own writes the files, a moment after the sink has been closed, too.
+  Numbers are curves over the step. Arrays are histograms of their finite elements, with 64 bins. A
+  process of wandb writes the files, and may finish a moment after the sink has been closed.
 
   Args:
     project: the project's name.
-    folder: in which wandb makes its own folder, `wandb`, with one for each run.
-    run_name: the run's name; None for that of the open `run`, else one that wandb makes up.
-    mode: "offline": `wandb sync` sends the folder later; "online": to wandb's server at once.
-    step: path of an integer leaf that holds the step; None for the record's `seq`.
+    folder: the folder in which wandb makes its own folder, `wandb`, with one folder for each run.
+    run_name: the run's name. Default: that of the open `run`, else a name that wandb chooses.
+    mode: "offline": `wandb sync` sends the folder later. "online": wandb sends records at once.
+    step: the path of an integer leaf with the step. Default: the record's `seq`.
 
   Attributes:
-    run_id: wandb's id of the run; None before the sink is opened. Opened anew, it goes on.
+    run_id: wandb's id of the run; None before the sink is opened. A reopened sink continues the
+      run.
   """
 
   _BINS = 64
@@ -285,20 +286,21 @@ class WandB(Tracker):
 
 
 class ClearML(Tracker):
-  """A task of ClearML, in a local folder unless told otherwise.
+  """Logs to a ClearML task, by default in a local folder.
 
-  Numbers are curves over the step, arrays are histograms of their finite elements, 64 counts each.
-  ClearML has one task at a time in a process: where the program has made one, the records go there,
-  and it stays open. Opened anew, the sink begins another one. After an offline one ClearML stays
-  offline in this process until `clearml.Task.set_offline(False)`, which needs its configuration.
+  Numbers are curves over the step. Arrays are histograms of their finite elements, with 64 bins.
+  ClearML has one task at a time in a process. If your program has made one, the sink logs to it and
+  leaves it open. A reopened sink begins a new task. After an offline task ClearML stays offline in
+  this process until you call `clearml.Task.set_offline(False)`, which needs ClearML's
+  configuration.
 
   Args:
     project: the project's name.
-    folder: in which an offline task is `offline/ID.zip` once the sink is closed.
-    run_name: the task's name; None for the open `run`'s, else "callgate".
-    mode: "offline": `clearml.Task.import_offline_session(zip)` sends it later; "online": to
-      ClearML's server at once.
-    step: path of an integer leaf that holds the step; None for the record's `seq`.
+    folder: the folder in which an offline task is `offline/ID.zip` after the sink is closed.
+    run_name: the task's name. Default: the name of the open `run`, else "callgate".
+    mode: "offline": `clearml.Task.import_offline_session(zip)` sends the task later. "online":
+      ClearML sends records to its server at once.
+    step: the path of an integer leaf with the step. Default: the record's `seq`.
 
   Attributes:
     task_id: ClearML's id of the task; None before the sink is opened.

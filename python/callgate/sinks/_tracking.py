@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common part of sinks into trackers: curves of records, and news of the open run.
 
-Records come on the channel's thread, alerts and results on whichever thread tells them: a lock
-makes each call of the library whole.
+Records arrive on the channel's thread, alerts and results on the thread that reports them. A lock
+keeps the calls of the library apart.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from callgate.sinks._base import ChoiceOptions, LibrarySink, plain
 
 
 class At(NamedTuple):
-  """Where in a run something belongs."""
+  """The place of a record in a run."""
 
   step: int
   time_ns: int
 
 
 class Tracker(LibrarySink):
-  """A sink into a tracker: subclasses log each kind of thing in the library's own way."""
+  """A sink into a tracker: subclasses log each kind of value by the library's calls."""
 
   def __init__(self, target: str, step: str | None, **choice: Unpack[ChoiceOptions]) -> None:
     super().__init__(target, **choice)
@@ -96,7 +96,7 @@ class Tracker(LibrarySink):
     self._hear(lambda: self._log_result(name, value), f"cannot log the result {name!r}")
 
   def _hear(self, log: Any, problem: str) -> None:
-    """Logs, unless this has been closed; an error is the next barrier's, as a record's is."""
+    """Logs news of the run unless the sink is closed; the next barrier raises an error."""
     with self._lock:
       if self._channel is None or os.getpid() != self._process:
         return
@@ -108,7 +108,7 @@ class Tracker(LibrarySink):
 
 
 def lane_tag(lane: tuple[int, ...]) -> str:
-  """Tells lanes apart in names of curves."""
+  """Returns a suffix that distinguishes lanes in the names of curves."""
   return f"/lane_{'.'.join(map(str, lane))}" if lane else ""
 
 
@@ -117,7 +117,10 @@ def is_number(value: Any) -> bool:
 
 
 def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.ndarray]]]:
-  """The step, of the record or a column; the other columns, by lanes and complex parts."""
+  """Returns the step and the curves by name: the other columns, by lane.
+
+  A complex column has two curves, "/re" and "/im".
+  """
   named = {name: plain(value) for name, value in columns(record).items()}
   step = record.info.seq
   if leaf is not None:
@@ -139,7 +142,7 @@ def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.n
 
 
 def summary(array: np.ndarray) -> dict[str, float]:
-  """The numbers of an array for a tracker, by endings of its name: of finite elements."""
+  """Returns the numbers of an array's finite elements for a tracker, by suffixes of its name."""
   values = np.asarray(array, np.float64)
   values = values[np.isfinite(values)]
   if not values.size:
@@ -150,11 +153,11 @@ def summary(array: np.ndarray) -> dict[str, float]:
 
 
 def name_of_run(given: str | None) -> str | None:
-  """The name that a tracker's run gets: the given one, else that of the open run."""
+  """Returns the name for a tracker's run: the given one, else that of the open run."""
   run = opened.run()
   return given if given is not None or run is None else run.name
 
 
 def mlflow_name(name: str) -> str:
-  """A name that MLflow takes: of letters, digits and a few marks."""
+  """Replaces characters that MLflow's names can't have."""
   return re.sub(r"[^\w\-. :/]", "_", name)
