@@ -8,7 +8,7 @@ from typing import Any
 
 from callgate import _attach, _names
 
-# Each comes when it is asked for, from where `_names` says; `__init__.pyi` has their types.
+# Each name is imported on first use, from the module in `_names`; `__init__.pyi` has the types.
 __all__ = [*_names.MODULES, "executors", "sinks"]  # pyright: ignore[reportUnsupportedDunderAll]
 _attach.start()
 
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
     return found[name]
   if name in ("compat", "executors", "sinks"):
     return importlib.import_module(f"callgate.{name}")
-  if name == "__version__":  # pyproject.toml's, as it was installed
+  if name == "__version__":  # the installed version of pyproject.toml
     return importlib.import_module("importlib.metadata").version("callgate")
   raise AttributeError(f"module 'callgate' has no attribute {name!r}")
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from callgate._core.errors import GateDefinitionError
 from callgate._core.terminal import printable
 
-# Each command's help, and its module, which is loaded when the command is called. The module's
+# Each command's help, and its module, which is loaded when the command runs. The module's
 # `command(name, parser)` adds the command's arguments to the parser and returns the function that
 # runs the command.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs one command; returns the exit status.
 
   Args:
-    arguments: those of the command line; None for the process's own.
+    arguments: the arguments of the command line. Default: the process's own.
 
   Returns:
     0, 1 after an error, 130 after an interrupt.
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == called:
       command.set_defaults(run=importlib.import_module(module).command(name, command))
   parsed, rest = parser.parse_known_args(given)
-  if rest:  # argparse takes no more paths after an option
+  if rest:  # argparse accepts no paths after an option
     if "where" not in parsed or any(one.startswith("-") for one in rest):
       parser.error(f"unrecognized arguments: {' '.join(rest)}")
     parsed.where += rest
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return parsed.run(parsed)
   except KeyboardInterrupt:
     return 130
-  except BrokenPipeError:  # as of `| head`; what Python would flush at exit has no reader either
+  except BrokenPipeError:  # such as `| head`; Python's flush at exit has no reader, too
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
   except (OSError, ValueError, GateDefinitionError) as error:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attaches the runtime to NumPy, JAX and XLA: all that `import callgate` does.
 
-A program of another process may be the first to need callgate: XLA has to know its targets and JAX
-its effects, and JAX's dispatch is wrapped before that program is compiled. Everything else
-(`_start.py`) is imported when a name of the package is first used, when a program names a gate,
-and, whatever module was imported by itself, before the first gate, kernel or tap is made.
+A program of another process may be the first to need callgate. Before that program is compiled, XLA
+must know callgate's targets, JAX must know its effects, and JAX's dispatch must be wrapped.
+Everything else (`_start.py`) is imported at the first use of a name of the package, when a program
+names a gate, and before the first gate, kernel or tap is made by a directly imported module.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from callgate._runtime import config, targets
 
 
 def load() -> None:
-  """Imports the rest of callgate, once for the process; waits for a thread that does."""
+  """Imports the rest of callgate, once; waits for a thread that is importing it."""
   global _rest
   if _rest is not None:
     return
   with _loading:
     collects = gc.isenabled()
-    gc.disable()  # a full collection of what JAX has made takes as long as the import
+    gc.disable()  # a full collection of JAX's objects takes as long as the import
     try:
       module = importlib.import_module("callgate._start")
     finally:
@@ -44,7 +44,7 @@ def load() -> None:
 
 
 def start() -> None:
-  """Called once by `import callgate`.
+  """Attaches the runtime; called once by `import callgate`.
 
   Raises:
     ImportError: `importlib.reload` calls it again.
@@ -61,10 +61,10 @@ def start() -> None:
   for platform, handlers_of in _callgate.targets().items():
     for target, handlers in handlers_of.items():
       jax.ffi.register_ffi_target(target, handlers, platform=platform)
-      # Unpartitioned after all, where XLA has but one device for it.
+      # A partitioned call stays unpartitioned if XLA has only one device for it.
       jax.ffi.register_ffi_target(target + targets.PARTITIONED, handlers, platform=platform)
   for target in targets.OWN:
-    # A sharding that users of the results ask for goes back to the call as it is.
+    # A sharding that the results' users want is passed back to the call unchanged.
     partitioner.register_partitioner(
       target + targets.PARTITIONED, lambda sharding, *_: sharding,
       functools.partial(_partition, target), _infer,
@@ -78,13 +78,15 @@ def start() -> None:
   _callgate.at_first_callee(_before_first_callee)
   os.register_at_fork(after_in_child=dispatch.forget_waiters)
   os.register_at_fork(after_in_child=cpp_path.after_fork)
-  atexit.register(end)  # runs before JAX's own, which was registered earlier
+  atexit.register(end)  # runs before JAX's own handler, which was registered earlier
   if config.installed():  # by CALLGATE_INSTALL
     load()
 
 
 _started = False  # set once: by the import of the package
-_loading = threading.RLock()  # a second thread would take the pause of the collector for the user's
+_loading = (
+  threading.RLock()
+)  # a second thread would mistake the paused collector for the user's setting
 _rest: ModuleType | None = None  # `_start.py`. Guarded by _loading
 
 
@@ -94,16 +96,16 @@ def _before_first_callee() -> None:
 
 
 def end() -> None:
-  """The end of the process, for which the order of `atexit` counts from `import callgate` on."""
+  """Ends the process's runtime; the import of callgate determines its order in `atexit`."""
   if _rest is not None:
     _rest.lifecycle.end()
-  else:  # a call that still comes is too late
+  else:  # later calls are too late
     _callgate.watch_exit()
     _callgate.shut_down(0.0)
 
 
 def _define(name: str) -> Any:
-  """The gate, kernel or tap that a name in a program has now; None if there is none."""
+  """Returns the gate, kernel or tap of a name in a program; None if there is none."""
   load()
   from callgate._core import registry
 

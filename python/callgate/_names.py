@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that the package gives its users, and the modules that define them."""
+"""The public names of the package, and the modules that define them."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ MODULES = {
 
 
 def get(name: str) -> Any:
-  """A public object, imported at its first use."""
+  """Imports a public object at its first use."""
   return getattr(importlib.import_module(MODULES[name]), name)
 
 
 def publish() -> dict[str, Any]:
-  """Returns the names that were imported; each says that "callgate" is its module."""
+  """Returns the imported public objects, after setting their module to "callgate"."""
   modules = {name: sys.modules.get(module) for name, module in MODULES.items()}
   found = {name: getattr(module, name) for name, module in modules.items() if hasattr(module, name)}
   for value in found.values():

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between callgate's core and its parts, which imports neither.
+"""The interface between callgate's core and its parts; imports neither.
 
-A part is a feature that a program may do without: checks, feeds, started calls, checkpoints. It
-joins with a `Part`, of which the core calls the methods, and listens to events that modules below
-it tell. A part is imported at its first use, and joins then: `PARTS` has the modules. All that
-waits on the host waits by `Wait`.
+A part is an optional feature: checks, feeds, started calls, checkpoints. It joins with a `Part`,
+whose methods the core calls, and listens to events of the modules below it. A part is imported at
+its first use, and then joins; `PARTS` lists the modules. All waits on the host use `Wait`.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from typing import Any, Literal, TypeVar, get_args
 
 from callgate import _callgate
 
-# The end of the process, in this order. In each phase the parts come in the order of `PARTS`, in
-# "join" in the reverse.
-# hurry: programs still run, and may not wait for ever.
-# leave: other processes are told, while their service still runs.
-# draw: effects have finished, and calls still come in.
-# deliver: records and files get to where they belong, while Python still runs.
-# join: calls were refused and waited for; programs have ended, and threads can.
+# The phases of the end of the process, in order. In each phase the parts run in the order of
+# `PARTS`, in "join" in reverse.
+# hurry: programs still run, and must not wait forever.
+# leave: tell other processes, while their service still runs.
+# draw: effects have finished, and calls still arrive.
+# deliver: finish records and files, while Python still runs.
+# join: calls are refused and have ended, programs have ended, and threads can end.
 Phase = Literal["hurry", "leave", "draw", "deliver", "join"]
 # The parts in the order in which they settle and end. Each has the module that joins it, and the
-# beginnings of the names that are its own in programs, also in those of other processes.
+# prefixes of its names in programs, also in those of other processes.
 PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "futures": ("callgate._futures.ticket",),
   "processes": ("callgate._process.group",),
@@ -58,28 +57,28 @@ Event = Literal[
   "channel closed",  # (name)
   "check failed",  # (message, text of the error)
   "effects barrier",  # (): in `jax.effects_barrier()`, once its programs have ended
-  "object dropped",  # (number): in a worker, of an object that its parent's programs hold no more
+  "object dropped",  # (number): in a worker, an object that its parent's programs no longer use
   "part loaded",  # (): by `load`
-  "channel named",  # (name): a tap is traced that sends to a channel by its name
+  "channel named",  # (name): a tap is traced that sends to a named channel
   "program dispatched",  # (returning): True if JAX's C++ code is about to return its results
-  "tap value",  # (name, value, lane): a tap's newest scalar, once a batch; the lane may be None
-  "summary",  # (name, value): of the open run, has been set; a value that JSON has
-  "thread ends",  # (thread): on that `callgate.thread`
+  "tap value",  # (name, value, lane): a tap's latest scalar, once a batch; the lane may be None
+  "summary",  # (name, value): the open run's summary was set to a JSON value
+  "thread ends",  # (thread): runs on that `callgate.thread`
 ]
 
 FOREVER = 1e9  # seconds, for waits without a limit
-_SLICE = 0.1  # seconds of a wait between two looks
-_SERVING = 0.001  # the same on a thread that runs calls meanwhile
+_SLICE = 0.1  # seconds of a wait between two checks
+_SERVING = 0.001  # the same on a thread that runs calls while it waits
 
 
 _Made = TypeVar("_Made")
 
 
 def once(make: Callable[[], _Made]) -> Callable[[], _Made]:
-  """A function that returns what `make` returned at its first call, to all threads.
+  """Returns a function that returns the result of the first call of `make`, on all threads.
 
-  A thread that calls it meanwhile waits; `functools.cache` would make it twice. Where `make`
-  raises, the next call makes it anew.
+  Another thread waits during that call; `functools.cache` would call `make` twice. If `make`
+  raises, the next call tries again.
   """
   lock, made = threading.RLock(), list[_Made]()
 
@@ -95,42 +94,43 @@ def once(make: Callable[[], _Made]) -> Callable[[], _Made]:
 
 
 class Wait:
-  """A wait for several things in turn, with one deadline and one look at what may end it early.
+  """A wait for several things in turn, with one deadline and one check for an early end.
 
-  Python's handlers of signals run in between, so Ctrl-C ends each wait.
+  Python's signal handlers run in between, so Ctrl-C ends each wait.
 
   Attributes:
-    seconds: the time for all of it; None without a limit.
+    seconds: the time for everything; None without a limit.
   """
 
   __slots__ = ("_end", "_look", "seconds")
 
   def __init__(self, seconds: float | None, look: Callable[[], object] | None = None) -> None:
-    """Begins now. `look` is called some times a second; what it raises ends the wait."""
+    """Starts the time. `look` is called several times a second; its exception ends the wait."""
     self.seconds, self._look = seconds, look
     self._end = None if seconds is None else time.monotonic() + seconds
 
   def looking(self, look: Callable[[], object]) -> Wait:
-    """The same deadline with another look."""
+    """Returns a wait with the same deadline and another check."""
     other = Wait(None, look)
     other.seconds, other._end = self.seconds, self._end
     return other
 
   @property
   def left(self) -> float:
-    """Seconds, at least 0; `FOREVER` without a limit."""
+    """The seconds left, at least 0; `FOREVER` without a limit."""
     return FOREVER if self._end is None else max(0.0, self._end - time.monotonic())
 
   @property
   def is_plain(self) -> bool:
-    """True without a limit and a look: one wait of the system serves as well."""
+    """True without a limit and a check, when a single system wait is enough."""
     return self._end is None and self._look is None
 
   def until(self, done: Callable[[float], object], most: float = FOREVER) -> bool:
-    """True once `done` is; it takes the seconds to wait. False if the time ran out.
+    """Waits until `done` returns True; False if the time ran out.
 
     Args:
-      done: waits by itself, for as long as it is told, and at most `most` seconds at a time.
+      done: a function that waits for as many seconds as its argument.
+      most: the most seconds of one call of `done`.
     """
     most = most if self._look is None else min(most, _SLICE)
     while True:
@@ -143,7 +143,7 @@ class Wait:
         self._look()
 
   def poll(self, holds: Callable[[], object]) -> bool:
-    """True once `holds` is, which is asked a thousand times a second. False if the time ran out."""
+    """Calls `holds` a thousand times a second until it returns True; False if the time ran out."""
     while not holds():
       if self.left <= 0:
         return False
@@ -153,7 +153,7 @@ class Wait:
     return True
 
   def event(self, done: threading.Event) -> bool:
-    """Waits for an event; a thread of `callgate.thread` runs meanwhile what comes for it."""
+    """Waits for an event; a thread of `callgate.thread` runs its calls while it waits."""
     if not _callgate.current_thread():
       return self.until(done.wait)
 
@@ -166,46 +166,46 @@ class Wait:
 
 
 class Part:
-  """The methods that the core calls; a part overrides those that it needs.
+  """The methods that the core calls; a part overrides some of them.
 
   Attributes:
     name: its key in `PARTS`.
-    calls: the calls that `settle` waits for, in messages.
+    calls: the name in messages of the calls that `settle` waits for.
   """
 
   name = ""
   calls = ""
 
   def define(self, name: str) -> Any:
-    """Defines a name that a program of another process calls, one of the part's in `PARTS`.
+    """Defines a name that a program of another process calls, with one of the part's prefixes.
 
-    Returns the gate, kernel or tap that has the name now; None if the name is another part's.
+    Returns the gate, kernel or tap that now has the name; None if the name is another part's.
     """
 
   def settle(self, wait: Wait) -> bool:
-    """In `callgate.barrier()`, between the ends of all programs and the delivery of all records.
+    """Waits for the part's pending work; False if the time ran out.
 
-    Waits for what the part has sent off. False if the time ran out.
+    `callgate.barrier()` calls it after all programs have ended and before it delivers the records.
     """
     del wait
     return True
 
   def end(self, phase: Phase, wait: Wait) -> None:
-    """At each phase of the end of the process."""
+    """Runs at each phase of the end of the process."""
 
   def forked(self) -> None:
-    """In a fork's child, which has no other thread: a lock may be held by one of the parent's."""
+    """Runs in a forked child, which has no other thread: the parent's threads may hold a lock."""
 
 
 _Kind = TypeVar("_Kind", bound=Part)
 _parts: list[Part] = []  # guarded by _joining; at most one entry for each part
 # Guarded by _joining; emptied by `off`.
 _listeners: dict[Event, list[Callable[..., object]]] = {event: [] for event in get_args(Event)}
-_joining = threading.RLock()  # a listener's comparison, or the collector, may come back here
+_joining = threading.RLock()  # a listener's `==`, or the collector, may reenter
 
 
 def joins(name: str) -> Callable[[type[_Kind]], type[_Kind]]:
-  """Decorates the class of a part: one of it joins, under this name, as its module is imported."""
+  """Decorates the class of a part; its module's import makes the part and joins it by this name."""
 
   def decorated(kind: type[_Kind]) -> type[_Kind]:
     kind.name = name
@@ -216,25 +216,25 @@ def joins(name: str) -> Callable[[type[_Kind]], type[_Kind]]:
 
 
 def join(part: Part) -> None:
-  """Has the core call the part's methods from now on."""
+  """Makes the core call the part's methods from now on."""
   order = [*PARTS]
   with _joining:
     others = [one for one in _parts if not part.name or one.name != part.name]
-    joined = [*others, part]  # once, if the first import of its module was interrupted
+    joined = [*others, part]  # replaces a part whose import was interrupted
     joined.sort(key=lambda one: order.index(one.name) if one.name in PARTS else len(order))
     _parts[:] = joined
 
 
 def parts() -> tuple[Part, ...]:
-  """The parts that have joined, in the order of `PARTS`, and then in that in which they joined."""
+  """Returns the joined parts in the order of `PARTS`, then others in the order of joining."""
   return tuple(_parts)
 
 
 def load(name: str) -> Any:
-  """The module of a part, imported at its first use: for modules below it, which import no part."""
+  """Imports a part's module at its first use, for modules below it, which import no part."""
   module = PARTS[name][0]
   if name not in _loaded:
-    importlib.import_module(module)  # waits for a thread that imports it
+    importlib.import_module(module)  # waits for another thread's import
     _loaded.add(name)
     tell("part loaded")
   return sys.modules[module]
@@ -244,27 +244,27 @@ _loaded: set[str] = set()  # under the GIL: single steps; at most one entry for 
 
 
 def load_for(name: str) -> None:
-  """Loads the parts to which a name in a program belongs."""
+  """Loads the parts that a name in a program belongs to."""
   for part, (_, *beginnings) in PARTS.items():
     if name.startswith(tuple(beginnings)):
       load(part)
 
 
 def on(event: Event, function: Callable[..., object]) -> None:
-  """Calls `function` with the event's values each time. A second `on` of it changes nothing."""
+  """Calls `function` with the values of each event. Adding it twice has no effect."""
   with _joining:
     if function not in _listeners[event]:
       _listeners[event].append(function)
 
 
 def off(event: Event, function: Callable[..., object]) -> None:
-  """Takes a function back, if it is there."""
+  """Removes a function, if it was added."""
   with _joining:
     _listeners[event][:] = [one for one in _listeners[event] if one != function]
 
 
 def listeners(event: Event) -> list[Callable[..., object]]:
-  """The listeners to an event, always the same list."""
+  """Returns the listeners to an event, always the same list."""
   return _listeners[event]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the core together, in order, when the first name of the package is used (`_attach.py`).
+"""Assembles the core, in order, at the first use of a name of the package (`_attach.py`).
 
-Wraps those functions of JAX that must be wrapped before the first trace of a gate or a tap. Parts
-come at their own first use (`_part.py`).
+Wraps the functions of JAX that must be wrapped before the first trace of a gate or a tap. Parts are
+loaded at their own first use (`_part.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from callgate._runtime import config, lifecycle, timeline
 
 
 def _with_scopes(original: Callable[..., Any], *args: Any, **params: Any) -> Any:
-  """The layer of host objects' scopes, where that part has come: else no loop holds an object."""
+  """The layer for host objects in loops, which does nothing before that part is loaded."""
   scopes = sys.modules.get(_part.PARTS["scopes"][0])
   if (lower := getattr(scopes, "lower", None)) is None:
     return original(*args, **params)
   return lower(original, *args, **params)
 
 
-# JAX's rules for loops and branches, with the layers around each, the outermost first.
+# JAX's rules for loops and branches, with the layers around each, outermost first.
 LOOP_RULES: tuple[tuple[str, Any, tuple[Callable[..., Any], ...]], ...] = (
   ("lowering", jax.lax.scan_p, (_with_scopes, lowering.lower)),
   ("lowering", jax.lax.while_p, (_with_scopes, lowering.lower)),
@@ -42,8 +42,8 @@ done = False  # True once all of this has run
 
 
 def start() -> None:
-  """Called once, when this module is imported (`_attach.load`)."""
-  lifecycle.start()  # hooks, handlers of forks
+  """Runs once, when this module is imported (`_attach.load`)."""
+  lifecycle.start()  # hooks, fork handlers
   distributed.after_distributed_start(lambda: _part.load("processes").meet())
   _callgate.progress_set_wake(lambda: _part.load("bars").start())
   for rule, primitive, layers in LOOP_RULES:
@@ -55,7 +55,7 @@ def start() -> None:
   remat.keep_effects()
   tracing.refuse_forward_mode(derivatives.refuse_forward_mode)
   timeline.start()
-  if config.installed():  # by CALLGATE_INSTALL, which JAX reads into the option
+  if config.installed():  # set by CALLGATE_INSTALL, through JAX's option
     _names.get("install")()
   _part.on("part loaded", _names.publish)
   _names.publish()

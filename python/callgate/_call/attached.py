@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of values in arguments that they don't come from, for JAX: a started call's result.
+"""Gives values derivatives in arguments that they don't depend on: a started call's result.
 
-A primitive that hands the values on has the rule. `jax.custom_jvp` would not do: where JAX 0.10
-splits the body of a loop for reverse mode, it drops the rule of what is known, and a derivative of
-that would be zero.
+A primitive that passes the values on has the rule. `jax.custom_jvp` would lose it: when JAX 0.10
+splits a loop's body for reverse mode, it drops the rule for known values, and their derivative
+would be zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _attached_p.multiple_results = True
 
 
 def with_derivative(again: Callable[..., Any], results: Any, args: Any) -> Any:
-  """The results, with the derivatives in `args` that those of `again(results, args)` have."""
+  """Returns the results, with derivatives in `args` as those of `again(results, args)`."""
   leaves, tree = jax.tree.flatten(args)
   flat, out_tree = jax.tree.flatten(results)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch levels of gates: one folded axis for "whole" and "broadcast", the user's own rules."""
+"""Batch levels of gates: one folded axis for "whole" and "broadcast", or the user's own rules."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def batch_whole(
 ) -> Sequence[Any]:
   """Folds a batch level into the one leading axis that a "whole" or "broadcast" callable gets.
 
-  `bind` makes the call of operands with that axis; `method` is the gate's `vmap`, `level` the new
-  level, outermost, and `whole` the axis so far. Batched operands and the results have `level`'s
-  axis first.
+  `bind` makes the call of operands with that axis. `method` is the gate's `vmap`, `level` is the
+  new, outermost level, and `whole` is the axis so far. Batched operands and the results have
+  `level`'s axis first.
   """
   size, mask = level
   inner_size, inner_mask = whole if whole is not None else (1, (False,) * len(mask))
@@ -39,7 +39,7 @@ def batch_whole(
   combined: list[bool] = []
   for x, outer, inner in zip(operands, mask, inner_mask, strict=True):
     batched = outer or inner or method == "broadcast"
-    if batched:  # both axes, folded into one
+    if batched:  # fold both axes into one
       core = x.shape[outer + inner :]
       x = x.reshape((size if outer else 1, inner_size if inner else 1, *core))
       x = jnp.broadcast_to(x, (size, inner_size, *core)).reshape((size * inner_size, *core))
@@ -53,9 +53,10 @@ def batch_whole(
 def cuts_bytes(
   operands: Sequence[Any], mask: Sequence[bool], results: Sequence[tuple[Sequence[int], Any]]
 ) -> bool:
-  """True if lanes of types with several elements in a byte would begin within one.
+  """Returns True if lanes of packed types (several elements in a byte) would begin within a byte.
 
-  Batched operands have their axis first; `results` are shape and dtype of each, of one lane.
+  Batched operands have their axis first; `results` has the shape and dtype of each result of one
+  lane.
   """
   lanes = [(x.shape[1:], x.dtype) for x, flag in zip(operands, mask, strict=True) if flag]
   return any(
@@ -68,10 +69,10 @@ def cuts_bytes(
 def one_by_one(
   bind: Callable[[Sequence[Any], Any], Sequence[Any]], mask: Sequence[bool], operands: Sequence[Any]
 ) -> Sequence[Any]:
-  """A call for each lane, in order, by a loop of the program's: XLA takes the lanes apart.
+  """Makes a call for each lane, in order, by a loop in the program, in which XLA slices the lanes.
 
-  `bind` makes the call of one, of its operands and its number (int32). Batched operands and the
-  results have the lanes' axis first.
+  `bind` makes the call of one lane from its operands and its number (int32). Batched operands and
+  the results have the lanes' axis first.
   """
 
   def lane(carry: None, batched: Sequence[Any]) -> tuple[None, Sequence[Any]]:
@@ -89,7 +90,7 @@ def apply_vmap_rule(
   gate: Callee, site: CallSite, size: int, mask: tuple[bool, ...], operands: Sequence[Any],
   levels: Sequence[Level] = (),
 ) -> tuple[Sequence[Any], Sequence[bool]]:  # fmt: skip
-  """Runs the user's batching rule on flat values; `levels` are those that they have already."""
+  """Runs the user's batching rule on flat values, which already have the batch `levels`."""
   assert gate.vmap_rule is not None
   args, kwargs = jax.tree.unflatten(site.in_tree, operands)
   lead = size, list(split.flags(site.in_tree, mask)[0])

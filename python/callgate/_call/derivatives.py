@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derivatives of gates: the user's rules, the reference's, finite differences, or linearity.
 
-Rules go through `jax.custom_jvp` and `jax.custom_vjp` around the raw call, so that they compose
-with every transformation as any custom derivative of JAX's does. A linear call is transposed
-instead.
+Rules are `jax.custom_jvp` and `jax.custom_vjp` around the raw call, so they compose with every
+transformation. A linear call is transposed instead.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from callgate._jax import sources, tracing
 def no_derivative(
   gate: Callee, site: CallSite, linear: frozenset[int], refused: Sequence[int]
 ) -> GateDefinitionError:
-  """The message to a user without a derivative with respect to the `refused`."""
+  """Returns the error for a gate without a derivative with respect to the `refused` arguments."""
   if gate.no_derivatives:
     return GateDefinitionError(gate.no_derivatives)
   it = gate.kind.split()[-1]
@@ -60,16 +59,16 @@ def no_derivative(
   return GateDefinitionError(ways)
 
 
-_BACKWARD = "callgate.bwd:"  # begins the names of backward functions
+_BACKWARD = "callgate.bwd:"  # the prefix of backward functions' names
 
 
 def name_backward(gate: Callee, backward: Callable[..., Any]) -> None:
-  """Names a gate's backward function, so that forward mode of it is refused in the gate's name."""
+  """Names a gate's backward function, so that its forward mode is refused in the gate's name."""
   backward.__name__ = backward.__qualname__ = f"{_BACKWARD}{gate.name}"
 
 
 def refuse_forward_mode(name: str) -> None:
-  """Raises where `name` is that of a gate's backward function: it has no forward mode."""
+  """Raises if `name` is that of a gate's backward function, which has no forward mode."""
   if not name.startswith(_BACKWARD):
     return
   gate = registry.get(name := name.removeprefix(_BACKWARD))
@@ -81,7 +80,7 @@ def refuse_forward_mode(name: str) -> None:
   )
 
 
-# The calls, by thread, of which a rule is asked for the derivative alone: see `apply`.
+# The calls of each thread whose rule only has to give the derivative; see `apply`.
 _asked = threading.local()
 
 
@@ -96,14 +95,14 @@ def _asking(gate: Callee, args: Any, results: Any) -> Generator[None]:
 
 
 def asked() -> bool:
-  """True in a rule that this thread asks for the derivative alone: a call may be the known one."""
+  """Returns True in a rule that only has to give the derivative; a call may be the known one."""
   return getattr(_asked, "call", None) is not None
 
 
 def _known(gate: Callee, args: Any = None) -> Any:
-  """The results of the call of which the gate's rule is asked; None where it is another call.
+  """Returns the results of the known call; None if the rule makes another call.
 
-  `args`: those of the call that the rule makes. Without them the call is the one.
+  Without `args` the call counts as the known one; else its arguments must be these.
   """
   of, leaves, results = getattr(_asked, "call", None) or (None, [], None)
   if of is not gate:
@@ -118,26 +117,26 @@ def _known(gate: Callee, args: Any = None) -> Any:
 def apply(
   gate: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static, results: Any = None
 ) -> Any:
-  """Calls the gate with whatever derivative it has.
+  """Calls the gate with the derivative that it has.
 
   Args:
-    results: those of a call that has been made, of which the derivative alone is wanted: the rule
-      gets them where it makes that call.
+    results: the results of a call that was made before, if only the derivative is needed. A rule
+      that makes this call gets them.
   """
   if not gate.has_rule:
     return gate.apply_raw(args, kwargs, static)
   if results is None and (known := _known(gate, args)) is not None:
     return known
   tree = jax.tree.structure(args)
-  # JAX traces a function with rules once for all calls: each line of the user's has one of its own.
+  # JAX traces a function with rules once for all calls, so each user's line gets its own.
   line = None if tracing.in_no_trace() else sources.users_line()
   call = gate.differentiable(
     exact.exact(static), exact.exact_tree(tree) if split.is_split(tree) else None, line
   )
   if tracing.manual_axes():
-    # In a `jax.shard_map` arguments vary over the same mesh axes, so that rules may be written as
-    # if there was one device: where devices share an argument, the cast's transpose adds up the
-    # cotangents of all, which vary as the results do.
+    # In a `jax.shard_map` all arguments are cast to vary over the same mesh axes, so rules may be
+    # written as for one device. If devices share an argument, the cast's transpose adds up all
+    # cotangents, which vary as the results do.
     leaves, tree = jax.tree.flatten(args)
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
     args = jax.tree.unflatten(tree, tracing.vary_alike(gate.label, arrays))
@@ -147,7 +146,7 @@ def apply(
 
 
 def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
-  """A call with its rules around it; `tree` is the structure of arguments that were split."""
+  """Returns a call with its rules around it; `tree` is the structure of the split arguments."""
 
   def call(*args: Any) -> Any:
     return gate.apply_raw(args, {}, static)
@@ -155,7 +154,7 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
   call.__name__ = call.__qualname__ = gate.name
 
   def lying(primals: Any, *found: Any) -> Any:
-    """Gives a rule's results the shardings of the call's results, which the types show."""
+    """Gives a rule's results the explicit shardings of the call's results."""
     if not _lies_explicitly(primals):
       return found
     types = tracing.types_of_results(call, primals)
@@ -219,7 +218,7 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
 
 
 def _with_tangents(label: str, found: Any) -> tuple[Any, Any]:
-  """The results and tangents that a jvp rule returned, after checks."""
+  """Checks and returns the results and tangents of a jvp rule."""
   results, moved = shapes.numbers_as_arrays(
     shapes.pair(f"{label}: the jvp rule", "(out, tangent_out)", found)
   )
@@ -243,7 +242,7 @@ def _with_tangents(label: str, found: Any) -> tuple[Any, Any]:
 
 
 def _vary_as(args: Any, found: Any) -> Any:
-  """Makes a rule's values vary in a `jax.shard_map` as its arguments do: constants do not."""
+  """Makes a rule's values vary in a `jax.shard_map` as its arguments do, since constants don't."""
   if not tracing.manual_axes():
     return found
   axes = tracing.varying_axes([x for x in jax.tree.leaves(args) if _is_number(x)])
@@ -256,7 +255,7 @@ def _lies_explicitly(args: Any) -> bool:
 
 def _lie_as(types: Sequence[Any], values: Any) -> Any:
   leaves, tree = jax.tree.flatten(values)
-  if len(leaves) != len(types):  # JAX says what is wrong
+  if len(leaves) != len(types):  # JAX reports this
     return values
   pairs = zip(types, leaves, strict=True)
   return tree.unflatten([tracing.lie_as(t, x) if _is_number(x) else x for t, x in pairs])
@@ -267,7 +266,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def check_reference(label: str, results: Any, found: Any) -> None:
-  """Raises where what `like` found is not of the structure, shapes and dtypes that `out` says."""
+  """Raises if the results of `like` differ from those of `out` in structure, shape or dtype."""
   leaves, tree = jax.tree.flatten(found)
   if tree != (expected := jax.tree.structure(results)):
     raise GateDefinitionError(
@@ -284,7 +283,7 @@ def check_reference(label: str, results: Any, found: Any) -> None:
 def _jvp_by_differences(
   call: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-  """Central differences, as a linear map of the tangents: the Jacobian, then one product.
+  """Computes central differences as a linear map of the tangents: the Jacobian, then one product.
 
   Column i is (f(x + h e_i) - f(x - h e_i)) / 2h with h = eps^(1/3) max(1, |x_i|), which balances
   truncation (h^2) and rounding (eps / h): Press et al., Numerical Recipes, section 5.7.
@@ -294,7 +293,7 @@ def _jvp_by_differences(
   leaves, tree = jax.tree.flatten(primals)
   directions = jax.tree.leaves(tangents)
   explicit = _lies_explicitly(leaves)
-  if explicit:  # elements of what is split are nobody's to move
+  if explicit:  # elements of a split array can't be moved
     leaves = tracing.lie_whole(leaves)
     directions = [
       d if d.dtype == jax.dtypes.float0 else tracing.lie_whole([d])[0] for d in directions
@@ -316,7 +315,7 @@ def _jvp_by_differences(
 
 
 def _jacobian(call: Callable[..., Any], leaves: list[Any], tree: Any, index: int) -> list[Any]:
-  """The derivatives of the results that have tangents by a flat argument: a column in each row."""
+  """Returns the results' derivatives by a flat argument, a column in each row."""
   x = jnp.asarray(leaves[index])
   size = float(jnp.finfo(x.dtype).eps) ** (1 / 3)
   step = (size * jnp.maximum(1.0, jnp.abs(x))).astype(x.dtype).ravel()
@@ -327,7 +326,7 @@ def _jacobian(call: Callable[..., Any], leaves: list[Any], tree: Any, index: int
     return [y for y in jax.tree.leaves(out) if is_inexact(y.dtype)]
 
   def column(i: Any) -> list[Any]:
-    # The step as it was really taken, after rounding.
+    # The actual step, after rounding.
     taken = (x.ravel()[i] + step[i]) - (x.ravel()[i] - step[i])
     both = zip(moved(i, step[i]), moved(i, -step[i]), strict=True)
     return [((up - down) / taken).astype(up.dtype) for up, down in both]
@@ -337,7 +336,7 @@ def _jacobian(call: Callable[..., Any], leaves: list[Any], tree: Any, index: int
 
 
 def linear_leaves(gate: Callee, in_tree: Any) -> frozenset[int]:
-  """Flat positions of the arguments that the gate is declared linear in."""
+  """Returns the flat positions of the arguments in which the gate is linear."""
   if gate.linear is False:
     return frozenset()
   if gate.linear is True:
@@ -347,7 +346,7 @@ def linear_leaves(gate: Callee, in_tree: Any) -> frozenset[int]:
 
 
 def check(gate: Callee, arguments: int) -> None:
-  """Raises where a call has no argument at a position that the gate is declared linear in."""
+  """Raises if a call has no argument at a position in `linear=`."""
   if not isinstance(gate.linear, bool) and max(gate.linear, default=-1) >= arguments:
     raise GateDefinitionError(
       f"{gate.label}: linear: expected positions of the call's {arguments} arguments, got "
@@ -356,7 +355,7 @@ def check(gate: Callee, arguments: int) -> None:
 
 
 def linear_names(gate: Callee, site: CallSite) -> str:
-  """Names of the linear arguments, for messages."""
+  """Returns the names of the linear arguments, for messages."""
   return ", ".join(
     registry.argument(gate.name, site.spec, i) for i in sorted(linear_leaves(gate, site.in_tree))
   )

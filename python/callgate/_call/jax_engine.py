@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gates through JAX's own callbacks: `callgate.config(engine="jax")`, and platforms without FFI.
 
-The same calls, slower: arrays are copied, exceptions lose their type, sharded programs gather. It
-is what the tests compare callgate's runtime with.
+The calls are slower: arrays are copied, exceptions lose their type, sharded programs gather. The
+tests use this engine as the reference for callgate's runtime.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def bind(
       results = batch_whole(inner, gate.vmap, (size, tuple(batched)), args, whole)
       return list(results), [True] * len(results)
 
-  axes = tracing.varying_axes(leaves)  # JAX's callbacks don't know that their results vary
+  axes = tracing.varying_axes(leaves)  # results of JAX's callbacks don't vary by themselves
   return [tracing.vary_over(axes, result) for result in call(*leaves)]
 
 
 def refuse_program(context: Any, label: str, engine: str) -> None:
-  """Raises GateDefinitionError in a program that can hold no callback of JAX's own."""
+  """Raises GateDefinitionError in a program that can't contain JAX's own callbacks."""
   calls.check_whole_mesh(context, f"{label} goes through a callback of JAX's own here, which")
   if not lowering.is_export(context):
     return
@@ -73,8 +73,8 @@ def refuse_program(context: Any, label: str, engine: str) -> None:
   )
 
 
-# Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't, but by
-# the option: their effect was decided when the call was traced.
+# Platforms without callgate's runtime use JAX's own callbacks. Ordered gates need the option there,
+# because tracing has already chosen their effect.
 def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]:
   gate = call.gate
   if gate.effect == "ordered" and not call.site.by_jax:
@@ -99,7 +99,7 @@ def _callback(
   types: Sequence[Any],
   numbered: Sequence[Numbered] = (),
 ) -> Callable[..., Any]:
-  """The call as a JAX function of flat arrays, by JAX's own callbacks."""
+  """Returns the call as a JAX function of flat arrays, through JAX's own callbacks."""
   lane = [(r.shape[len(levels) :], r.dtype) for r in types]
 
   def on_host(*inputs: Any) -> tuple[Any, ...]:
@@ -133,13 +133,13 @@ def _callback(
 
 
 class HostError(RuntimeError):
-  """Raised to JAX's own callbacks, which make text of it: has the id of the gate's own error."""
+  """Raised to JAX's own callbacks, which keep only its text: the id of the gate's own error."""
 
 
 def _run_on_host(
   gate: Callee, site: CallSite, results: Sequence[tuple[Any, Any]], inputs: Sequence[Any], lane: int
 ) -> Sequence[Any]:
-  """One call of the function, unless a recording answers it."""
+  """Calls the function once, unless a recording has the answer."""
   run = functools.partial(_call_on_host, gate, site, results, inputs)
   if not gate.traits.taped or _callgate.tape() is None:
     return run()
@@ -150,7 +150,7 @@ def _run_on_host(
 def _call_on_host(
   gate: Callee, site: CallSite, results: Sequence[tuple[Any, Any]], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
-  """One call of the function, to `results` (shape and dtype), checked as the runtime does."""
+  """Calls the function once, and checks its results (shape and dtype each) as the runtime does."""
   convert = host_converter(gate.arrays)
   copies = [np.array(x) for x in inputs]
   for copy in copies:
@@ -175,17 +175,17 @@ def _call_on_host(
 
 
 class HostContext:
-  """`Context` for callables that JAX's own callbacks run."""
+  """The `Context` of callables that JAX's own callbacks run."""
 
   stage, stream, device, ordinal = "EXECUTE", 0, 0, -1
 
   def stream_as(self, library: str) -> Any:
-    """An error: there is no stream."""
+    """Raises, because there is no stream."""
     return gpu.stream_as(library, 0, -1)
 
 
 def host_converter(arrays: str) -> Callable[[Any], Any]:
-  """Makes a library's array of a private one of NumPy's."""
+  """Returns a function that makes a library's array of a private NumPy array."""
   if arrays in ("cupy", "numba"):
     raise GateDefinitionError(
       f"arrays={arrays!r} needs callgate's runtime on a CUDA device; this call goes through JAX's "
@@ -197,7 +197,7 @@ def host_converter(arrays: str) -> Callable[[Any], Any]:
 def _to_torch(array: Any) -> Any:
   import torch  # pyright: ignore[reportMissingImports]
 
-  writable = array if array.flags.writeable else array.copy()  # torch warns about any other
+  writable = array if array.flags.writeable else array.copy()  # torch warns about read-only arrays
   if not hasattr(ml_dtypes, array.dtype.name):
     return torch.from_numpy(writable)
   words = np.dtype("u1" if array.dtype.itemsize == 1 else "i2")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emits the custom call `callgate.gate` inside a lowering rule.
+"""Emits the custom call `callgate.gate` in a lowering rule.
 
-A program holds the gate's name, the call site's spec and source line, the batch levels, and of a
-kernel's call a hash of these; nothing of this process.
+A program contains the gate's name, the call site's spec and source line and the batch levels; for a
+kernel also a hash of these. It contains nothing that is specific to this process.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ def emit(
   sharded: tuple[Sharded, Rule | None] | None = None,
   label: str = "",
 ) -> Sequence[Any]:
-  """Emits a call of what is registered by `name`, and gives its results.
+  """Emits a call of the callee registered as `name`, and returns its results.
 
   Args:
     context: the LoweringRuleContext.
-    operands: MLIR values; the abstract values beside them may be others than the context's.
-    spec: see `_core/encoding.py`; `attributes`: what the call holds beside these.
+    operands: MLIR values. Their abstract values may differ from the context's.
+    spec: see `_core/encoding.py`.
+    attributes: further attributes of the call.
     batch: batch levels (`levels.encode_levels`).
-    has_side_effect: the call may be neither removed nor merged.
-    order: the ordered effect that the call has, whose token it takes and gives.
-    aliases: flat operand position to flat result position: one memory.
+    has_side_effect: True if the call may be neither removed nor merged.
+    order: the ordered effect of the call, whose token it takes and returns.
+    aliases: flat operand position to flat result position: both share memory.
     sharding: the operation's sharding annotation.
-    on_error: "return" the error of a failing call to XLA, or "poison" its results and keep the
-      error. Default: poison in programs over several devices, where an error that one of them
-      returns would leave the others waiting (src/xla/gate.cc).
-    label: what profiles call it; default: the name.
-    sharded: what the partitioner has to know, and the rule by which XLA propagates shardings.
+    on_error: "return" returns the error of a failing call to XLA; "poison" poisons its results and
+      keeps the error. Default: "poison" in programs over several devices, where the other devices
+      would wait for a device that returned an error (src/xla/gate.cc).
+    label: the call's name in profiles. Default: `name`.
+    sharded: the call's description for the partitioner, and the rule for XLA's propagation.
   """
   platforms = context.module_context.platforms
   if not {"cpu", "cuda"} & set(platforms):
@@ -87,7 +88,7 @@ def emit(
         "programs for one device; this program is partitioned over several"
       )
   if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
-    # The runtime knows the call by this key (src/xla/kernel.cc): first in the order of names.
+    # The runtime identifies the call by this key (src/xla/kernel.cc). It sorts first.
     held["_key"] = key_of(held)
   results = lowering.emit_ffi_call(
     context,
@@ -102,11 +103,11 @@ def emit(
     gives_token=not open_results,
     sharding=sharding,
     named=label or name,
-    # Nothing follows without operands or results. Shardy's rules know no tokens, and none of the
-    # operands that stand for symbolic shapes until the program is compiled.
+    # Propagation needs operands and results. Shardy's rules support neither tokens nor the operands
+    # that represent symbolic shapes until the program is compiled.
     rule=rule if avals_in and avals_out and order is None and not open_results else None,
   )
-  if open_results and order is not None:  # XLA works out no such shapes beside a token
+  if open_results and order is not None:  # XLA doesn't refine such shapes beside a token
     lowering.emit_ffi_call(
       context, GATE_TARGET, results[:1], avals_out[:1], [], {"name": "callgate.after"},
       has_side_effect=True, aliases={}, order=order,

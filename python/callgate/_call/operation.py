@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates and kernels share this core: the call, its options, rules of transformation.
+"""The core that gates and kernels share: the call, its options, rules of transformation.
 
-`Gate` (a Python callable) and `Kernel` (native code) differ in what a program's call of them runs.
+`Gate` (a Python callable) and `Kernel` (native code) differ in the code that a call runs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from callgate._runtime import config
 
 
 class Operation(Callee):
-  """A gate or kernel as programs, traces and rules know it: the core of an `ArrayFunction`.
+  """The core of an `ArrayFunction`: a gate or kernel for programs, traces and rules.
 
-  JAX caches what it has traced for as long as the functions live that it traced, or for ever. So
-  nothing that a trace has refers to the `ArrayFunction`, which a user may drop.
+  JAX caches a trace as long as the traced functions live, or forever. So a trace refers to this
+  core and never to the `ArrayFunction`, which the user may drop.
   """
 
-  # The callable whose names and documentation the user's object has.
+  # The callable that gives the user's object its name and documentation.
   wraps: Callable[..., Any] | None = None
-  part_of: Operation | None = None  # what made it for its own calls, and lives as long
-  # Has what a user's `ArrayFunction` keeps of its programs, if that lives.
+  part_of: Operation | None = None  # its maker, which lives as long
+  # Returns the programs that the user's `ArrayFunction` keeps, if that lives.
   users_programs: Callable[[], Any] | None = None
 
   def __init__(self, name: str, options: CallOptions) -> None:
@@ -50,13 +50,13 @@ class Operation(Callee):
 
   # -- calling -----------------------------------------------------------------------------------
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls it, as its `ArrayFunction` would."""
+    """Calls it, as its `ArrayFunction` does."""
     return split.joined(derivatives.apply(self, *self.given(args, kwargs)))
 
   def given(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], dict[str, Any], Static]:
-    """A call's arguments by place, the arrays among those by keyword, and the static rest."""
+    """Returns a call's positional arguments, its array keywords, and its static keywords."""
     args, kwargs = refs.read((args, kwargs))
     shapes.check_parameters(self, self.binds, args, kwargs)
     arrays, static = shapes.split_static(self.label, kwargs)
@@ -78,16 +78,16 @@ class Operation(Callee):
     return self.bind(CallSite(in_tree, out_tree, static, results), leaves)
 
   def bind(self, site: CallSite, leaves: Sequence[Any]) -> Any:
-    """Makes the call that `site` describes, after checks, of flat arguments."""
+    """Checks and makes the call that `site` describes, with flat arguments."""
     structs = _structs(leaves)
     by_jax = config.engine() == "jax"
     site = dataclasses.replace(site, by_jax=by_jax, cast=self.casts())
     shapes.check_call(self, site, structs)
     self.check_call(site, structs)
-    if isinstance(self.sharding, str):  # raises, if it is a rule that doesn't fit
+    if isinstance(self.sharding, str):  # raises for a rule that doesn't fit
       self.sharding_rule(site, [s.shape for s in structs], [shape for shape, _ in site.results])
-    # JAX's callbacks know no derivatives, handles, lanes or cells, and no vmap of what is ordered:
-    # such calls stay ours until lowered.
+    # JAX's callbacks support neither derivatives, handles, lanes and cells, nor vmap of ordered
+    # calls. Such calls stay callgate's until they are lowered.
     own = self.traits
     stays = own.autograd or own.handles or own.of_thread or own.by_lane or own.reads_cell
     stays = stays or self.effect == "ordered" or self.transpose_rule is not None
@@ -98,14 +98,14 @@ class Operation(Callee):
     return jax.tree.unflatten(site.out_tree, flat)
 
   def casts(self) -> bool:
-    """True if results are cast to declared types of the same kind, in calls traced now."""
+    """Returns True if calls traced now cast results within a kind."""
     return config.cast() if self.cast is None else self.cast
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    """Raises unless the function can take these arrays; by default it takes all."""
+    """Raises unless the function accepts these arrays; by default it accepts all."""
 
   def reference(self, *args: Any, **kwargs: Any) -> Any:
-    """Returns what `like` says of the same call."""
+    """Returns the results of `like` for the same call."""
     assert self.like is not None
     arrays, static = shapes.split_static(self.label, kwargs)
     return self.call_rule(self.like, (), args, arrays, static)

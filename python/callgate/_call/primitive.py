@@ -34,10 +34,10 @@ from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
 
 gate_p = Primitive("gate")
-# The same, for gates that need to know the program's mesh: JAX tells it to few primitives, and
-# refuses programs with several meshes then.
+# The same primitive for gates that need the program's mesh. JAX passes the mesh to few primitives,
+# and then rejects programs with several meshes.
 mesh_gate_p = Primitive("gate")
-# The same, for gates whose calls are each lane's, also those on which no lane's values bear.
+# The same primitive for gates with a call for each lane, even if no operand depends on the lane.
 lanes_gate_p = Primitive("gate")
 PRIMITIVES = (gate_p, mesh_gate_p, lanes_gate_p)
 
@@ -51,7 +51,7 @@ def bind(*operands: Any, call: BoundCall) -> Sequence[Any]:
 
 
 def bind_in_lane(operands: Sequence[Any], call: BoundCall, lane: Any, size: int) -> Sequence[Any]:
-  """Makes the call in a loop over `size` lanes, in the one of the number `lane` (int32)."""
+  """Makes the call for lane number `lane` (int32) in a loop over `size` lanes."""
   if call.gate.lane_rule is not None:
     return call.gate.lane_rule(operands, call, lane, size)
   inner = in_one_lane(call, size)
@@ -62,7 +62,7 @@ def bind_in_lane(operands: Sequence[Any], call: BoundCall, lane: Any, size: int)
 
 
 def _parted(call: BoundCall, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-  """The function's operands, or anything in their order, and the number of the lane, if any."""
+  """Returns the function's operands (or values in their order), and the lane's number, if any."""
   count = len(values) - bool(call.numbered)
   return tuple(values[:count]), tuple(values[count:])
 
@@ -122,7 +122,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: BoundCall) ->
 def _jvp_by_rule(
   primals: Sequence[Any], tangents: Sequence[Any], moved: Sequence[int], call: BoundCall
 ) -> tuple[Any, Any]:
-  """For a call whose custom_jvp is gone: JAX drops it from a loop's body as it linearizes that."""
+  """Differentiates a call without its custom_jvp, which JAX drops when it linearizes a loop."""
   gate, site = call.gate, call.site
   flat = list(primals)
 
@@ -162,7 +162,7 @@ def _jvp_by_call(
   if not wanted or not outputs:
     return results, out
 
-  def extended(level: Level) -> Level:  # a tangent is batched as its primal is
+  def extended(level: Level) -> Level:  # a tangent is batched like its primal
     size, mask = level
     return size, (*mask, *(mask[i] for i in wanted))
 
@@ -195,7 +195,7 @@ def _transpose(cotangents: Sequence[Any], *every: Any, call: BoundCall) -> list[
     return tuple(derivatives.transpose_leaves(call.gate, call.site, cotangent, flat, linear))
 
   for mask in reversed(masks):
-    # A lane's share of an argument that the lanes have in common: the cotangents add up below.
+    # A lane's cotangent of an argument that the lanes share; they are added up below.
     rule = jax.vmap(rule, in_axes=(0, [0 if mask[i] else None for i in residual]))
   grads = rule([ad.instantiate_zeros(ct) for ct in cotangents], [operands[i] for i in residual])
   out: list[Any] = [None] * len(every)
@@ -223,14 +223,14 @@ def _batch_of(
   operands, number = _parted(call, operands)
   dims = _parted(call, dims)[0]
   mask = tuple(dim is not None for dim in dims)
-  # A loop's body has Python's own numbers where it was traced with them.
+  # A loop's body has Python numbers if it was traced with them.
   operands = [x if hasattr(x, "shape") else jnp.asarray(x) for x in operands]
   pairs = list(zip(operands, dims, strict=True))
   moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
   if gate.vmap_rule is not None:
     results, flags = _batching.apply_vmap_rule(gate, site, size, mask, moved, call.levels)
     return results, [0 if flag else None for flag in flags]
-  # An input that shares its memory with a result needs memory for every lane.
+  # An input that shares memory with a result needs memory for each lane.
   moved = [
     jnp.broadcast_to(x, (size, *x.shape)) if i in gate.aliases and not mask[i] else x
     for i, x in enumerate(moved)
@@ -282,7 +282,7 @@ def lower(context: Any, *operands: Any, call: BoundCall) -> Sequence[Any]:
 
 
 def _spec(context: Any, gate: Callee, site: CallSite) -> str:
-  """The spec that a program holds, with what it names kept for as long as the program."""
+  """Returns the spec that a program contains; the program keeps the values that the spec names."""
   if lowering.is_export(context):
     gate.check_export()
     return site.exported_spec
@@ -351,8 +351,8 @@ for primitive in PRIMITIVES:
   ad.primitive_transposes[primitive] = _transpose
   if primitive is not lanes_gate_p:
     batching.primitive_batchers[primitive] = _batch
-  # Not cached: a cached rule would know the source line of no more than one of its call sites. One
-  # rule for all platforms: of several, JAX would make a branch of the program for each.
+  # Not cached, because a cached rule would have the source line of one call site only. One rule for
+  # all platforms, because JAX would make a branch of the program for each of several rules.
   mlir.register_lowering(primitive, lower, cacheable=False)
 always_batched(lanes_gate_p, _batch_of)
 tracing.needs_devices(mesh_gate_p)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes and dtypes of a call: what goes in, what comes out, checked while tracing."""
+"""Shapes and dtypes of a call's arguments and results, checked during tracing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def result_types(
 
 
 def _without_keys(leaf: Any) -> Any:
-  """The declared type of a result, or of the data of one that is a PRNG key."""
+  """Returns the declared type of a result, or of a PRNG key's data."""
   if not is_type(leaf) or isinstance(leaf.dtype, np.dtype):
     return leaf
   is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -84,7 +84,7 @@ def check_parameters(
   args: tuple[Any, ...],
   kwargs: Mapping[str, Any],
 ) -> None:
-  """Raises where Python could not call a function of the signature with these arguments."""
+  """Raises if Python could not call a function of the signature with these arguments."""
   if signature is None:
     return
   try:
@@ -126,7 +126,7 @@ def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
   known = [n for n in extents if not is_open(n)]
   if min(known, default=0) < 0:
     raise GateDefinitionError(f"{where}: expected extents from 0, got {extents}")
-  # XLA ends the process where the product overflows on its way, before an extent 0.
+  # XLA ends the process if the product overflows before it reaches an extent of 0.
   if max(itertools.accumulate((dtype.itemsize, *known), operator.mul)) > _MOST_BYTES:
     got = type_text(dtype, extents)
     raise GateDefinitionError(f"{where}: expected at most {_MOST_BYTES} bytes, got {got}")
@@ -134,7 +134,7 @@ def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
 
 
 def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
-  """A leaf of a call's arguments, of the structure `tree`, as an array."""
+  """Returns a leaf of a call's arguments, of the structure `tree`, as an array."""
   if isinstance(leaf, jax.Array):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       return jax.random.key_data(leaf)
@@ -144,7 +144,7 @@ def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
   except (TypeError, ValueError, OverflowError) as error:
     if is_masked(leaf):
       hint = ""
-    elif isinstance(leaf, np.generic):  # also by keyword: NumPy's numbers are arrays
+    elif isinstance(leaf, np.generic):  # also as keywords: NumPy scalars are arrays
       hint = "; NumPy's text and times are neither array nor static: give Python's own, by .item()"
     else:
       hint = "; pass anything else as a keyword argument, which is static"
@@ -167,7 +167,7 @@ def _not_its_object(gate: Callee, got: Any) -> str:
 
 
 def check_arrays(gate: Callee, args: tuple[Any, ...]) -> None:
-  """Raises where a leaf is no array, before JAX's custom derivatives say so in their words."""
+  """Raises if a leaf is no array, before JAX's custom derivatives raise their own error."""
   leaves, tree = jax.tree.flatten((args, {}))
   for index, leaf in enumerate(leaves):
     plain = type(leaf) is np.ndarray and leaf.dtype.kind not in "OSUmM"
@@ -204,7 +204,7 @@ def check_call(gate: Callee, site: CallSite, structs: Sequence[Any]) -> None:
 
 
 def pair(rule: str, expected: str, found: Any) -> Any:
-  """A pair that a user's rule returned."""
+  """Checks and returns the pair that a user's rule returned."""
   if isinstance(found, (tuple, list)) and len(found) == 2:
     return found
   raise GateDefinitionError(
@@ -213,12 +213,12 @@ def pair(rule: str, expected: str, found: Any) -> Any:
 
 
 def numbers_as_arrays(values: Any) -> Any:
-  """A pytree with arrays in the place of Python's and NumPy's numbers."""
+  """Returns a pytree with arrays in place of Python and NumPy numbers."""
   return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, _NUMBERS) else x, values)
 
 
 def to_positional(gate: Callee, args: tuple[Any, ...], arrays: dict[str, Any]) -> tuple[Any, ...]:
-  """All array arguments by their places, since derivative rules are positional."""
+  """Returns all array arguments by position, because derivative rules are positional."""
   names = list(itertools.takewhile(arrays.__contains__, gate.parameters[len(args) :]))
   if rest := sorted(arrays.keys() - set(names)):
     raise GateDefinitionError(
@@ -229,7 +229,7 @@ def to_positional(gate: Callee, args: tuple[Any, ...], arrays: dict[str, Any]) -
 
 
 def split_static(label: str, kwargs: dict[str, Any]) -> tuple[dict[str, Any], StaticArguments]:
-  """Keyword arguments that hold arrays, and the static rest in a fixed order."""
+  """Splits keyword arguments into those with arrays and the static ones, in a fixed order."""
   arrays: dict[str, Any] = {}
   static: list[tuple[str, Any]] = []
   for key, value in sorted(kwargs.items()):
@@ -258,17 +258,15 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def is_type(value: Any) -> bool:
-  """True for what has a shape and a dtype, but for classes, whose attributes of these names those
-  of their instances are.
-  """
+  """Returns True for objects with a shape and a dtype, except for classes."""
   return not isinstance(value, type) and hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def predicate(label: str, option: str, value: Any) -> Any:
-  """A traced bool of shape (), without derivatives, as checks, breakpoints and taps take it.
+  """Returns a traced bool of shape () without derivatives, for checks, breakpoints and taps.
 
   Raises:
-    GateDefinitionError: it is another array, or none.
+    GateDefinitionError: the value is no such array.
   """
   try:
     given = jnp.asarray(refs.read(value))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a call, and what it calls, to rules and lowering."""
+"""Describes a call and its callee to rules and lowering."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from callgate._core.where import Where
 from callgate._sharding import rules
 
 Static = tuple[tuple[str, Any], ...]
-# The objects that calls outside of programs keep alive, of one method that is a gate.
+# The number of objects that calls of a method outside jit keep alive.
 MOST_OBJECTS = 64
-# Where callgate's runtime runs gates; JAX's own callbacks do elsewhere.
+# callgate's runtime runs gates on these platforms; JAX's own callbacks run them on others.
 RUNTIME_PLATFORMS = ("cpu", "cuda")
-# The static keyword of a wait for a started call that lanes make, which may share the call.
+# The static keyword of a lane's wait for a started call that lanes may share.
 SHARED = "callgate_shared"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CallSite:
-  """Holds what is fixed about a call when it is traced.
+  """The facts about a call that are fixed when it is traced.
 
-  It is equal to another if nothing tells apart what they hold, which `==` of trees and static
-  values does not say (`_core/exact.py`).
+  Two sites are equal if their contents are indistinguishable, which is stricter than `==` of trees
+  and static values (`_core/exact.py`).
   """
 
-  in_tree: Any  # of (args, kwargs), arrays as leaves
+  in_tree: Any  # the structure of (args, kwargs), with arrays as leaves
   out_tree: Any
   static: Static
-  results: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype, of one lane
+  results: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype in one lane
   by_jax: bool = False  # lowered to JAX's own callbacks
-  cast: bool = False  # results that are not of its types are cast
+  cast: bool = False  # results of other types are cast
 
   @functools.cached_property
   def spec(self) -> str:
-    """The text that programs hold for this call."""
+    """The text in programs for this call."""
     return encoding.encode(self.in_tree, self.out_tree, self.static)
 
   @property
   def exported_spec(self) -> str:
-    """The text that programs for other processes hold; GateDefinitionError if there can be none."""
+    """The text in exported programs; raises GateDefinitionError if the call can't be exported."""
     return encoding.encode(self.in_tree, self.out_tree, self.static, portable=True)
 
   @functools.cached_property
   def kept(self) -> tuple[exact.Exact, ...]:
-    """The values that names in the spec stand for: the names last as long as this."""
+    """The values that the spec names; the names live as long as this object."""
     trees = exact.exact_tree(self.in_tree), exact.exact_tree(self.out_tree)
     return *trees, *(exact.exact(value) for _, value in self.static)
 
   @property
   def has_objects(self) -> bool:
-    """True if the call has objects that identity alone tells from others."""
+    """True if the call has objects that only their identity distinguishes."""
     return any(one.has_objects for one in self.kept)
 
   @functools.cached_property
@@ -84,20 +84,20 @@ class CallSite:
 
 @dataclasses.dataclass(frozen=True)
 class BoundCall:
-  """The parameter of the primitive: what is called, where, and on which batch axes.
+  """The parameter of the primitive: the callee, the call site and the batch axes.
 
-  `levels` are those that the runtime loops over, outermost first (vmap="each"). `whole` is the one
-  leading batch axis that the callable gets on its batched arguments (vmap="whole" and "broadcast");
-  nested vmaps are folded into it. `numbered` are the levels, outermost first, whose lanes the
-  program runs one after the other: the call's last operand is then the number of its lane.
+  `levels` are the levels that the runtime loops over, outermost first (vmap="each"). `whole` is the
+  leading batch axis of the callable's batched arguments (vmap="whole" and "broadcast"), with nested
+  vmaps folded into it. `numbered` are the levels, outermost first, whose lanes the program runs one
+  after another; the call's last operand is then the number of its lane.
   """
 
   gate: Callee
   site: CallSite
   levels: tuple[Level, ...] = ()
   whole: Level | None = None
-  scoped: bool = False  # in a loop whose steps free what they make (`_objects/scopes.py`)
-  marked: bool = False  # its last result has no value: what takes it comes after the call
+  scoped: bool = False  # in a loop whose steps free their objects (`_objects/scopes.py`)
+  marked: bool = False  # its last result only orders later calls
   numbered: tuple[Numbered, ...] = ()
 
   @property
@@ -107,7 +107,7 @@ class BoundCall:
 
 
 def shared_by_lanes(call: BoundCall) -> BoundCall:
-  """The call, if it waits for a started one, as a call of lanes."""
+  """Returns a wait for a started call as a call of lanes; other calls unchanged."""
   if call.gate.traits.handles != "takes" or dict(call.site.static).get(SHARED):
     return call
   site = dataclasses.replace(call.site, static=(*call.site.static, (SHARED, True)))
@@ -115,12 +115,12 @@ def shared_by_lanes(call: BoundCall) -> BoundCall:
 
 
 def in_one_lane(call: BoundCall, size: int) -> BoundCall:
-  """The call in a loop over so many lanes, of which each calls by itself.
+  """Returns the call for one lane, in a loop over so many lanes.
 
   A gate's call takes the lane's number as another operand, the last (`levels.Numbered`).
 
   Raises:
-    GateDefinitionError: the function has to know the number, and the program can't tell it.
+    GateDefinitionError: the function needs the number, and the program doesn't have it.
   """
   if call.gate.traits.knows_lanes and not is_open(size) and not callable(call.gate.sharding):
     call = dataclasses.replace(call, numbered=((size, len(call.levels)), *call.numbered))
@@ -130,7 +130,7 @@ def in_one_lane(call: BoundCall, size: int) -> BoundCall:
 
 
 def unknown_lane(gate: Callee) -> GateDefinitionError:
-  """The error for a gate that has to know its lane, where the program can't tell it."""
+  """Returns the error for a gate that needs its lane in a program that doesn't have it."""
   return GateDefinitionError(
     f"{gate.label}: affinity='lane', in a branch or loop that not all lanes take, or on lanes that "
     "end within a byte. Such calls run lane after lane, and this one has no number: the number of "
@@ -143,7 +143,8 @@ def unknown_lane(gate: Callee) -> GateDefinitionError:
 class TangentCall:
   """The call that computes the tangents of a call's results.
 
-  Its operands are the call's own and then the tangents of those at `wanted`, in which it is linear.
+  Its operands are the call's own, then the tangents of the arguments at `wanted`. It is linear in
+  these tangents.
   """
 
   gate: Callee
@@ -154,7 +155,7 @@ class TangentCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Call(BoundCall):
-  """A call in a program that is being lowered, for so many devices.
+  """A call in a program that is being lowered, for a number of devices.
 
   `operands` and `results` are abstract values, batch axes included.
   """
@@ -166,21 +167,21 @@ class Call(BoundCall):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Emission:
-  """The form in which a program holds a call."""
+  """The form of a call in a program."""
 
-  callee: Any  # the runtime's, which has a name
+  callee: Any  # the runtime's callee, which has a name
   target: str  # the FFI target
-  attributes: Mapping[str, Any]  # beside those of every call
+  attributes: Mapping[str, Any]  # in addition to those of every call
   call: Call  # with the batch levels that the runtime loops over
-  watcher: Any = None  # of its program's executions (`execution.Watcher`)
+  watcher: Any = None  # watches the program's executions (`execution.Watcher`)
 
 
-# Makes the calls of programs for one platform.
+# Makes the calls in programs for one platform.
 Backend = Callable[[Call], Emission]
 
 
 class Callee(Identity):
-  """A gate or kernel as the primitive's rules see it; `ArrayFunction` is what users call."""
+  """A gate or kernel for the primitive's rules; `ArrayFunction` is its public object."""
 
   kind = "operation"
   parameters: tuple[str, ...] = ()
@@ -191,34 +192,34 @@ class Callee(Identity):
   traits = Traits()
   # The signature of calls; None if it is unknown.
   call_signature: inspect.Signature | None = None
-  # The same, if Python binds a call's arguments by no other.
+  # The same, if Python binds a call's arguments by this signature only.
   binds: inspect.Signature | None = None
-  # The callable's parameters that have defaults, with these.
+  # The defaults of the callable's parameters.
   defaults: Mapping[str, Any] = {}
-  # `Emission.watcher`, for programs that JAX's own callbacks serve.
+  # `Emission.watcher`, for programs that use JAX's own callbacks.
   watcher_of_jax: Any = None
-  # The user's rules of differentiation; with `symbolic_zeros` that of the jvp is told which
-  # tangents are zero, as by `jax.custom_jvp`.
+  # The user's derivative rules. With `symbolic_zeros` the jvp rule sees which tangents are zero, as
+  # in `jax.custom_jvp`.
   jvp_rule: Callable[..., Any] | None = None
   symbolic_zeros = False
   vjp_rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
   transpose_rule: Callable[..., Any] | None = None
-  # For a gate that has state for each lane: all calls under vmap are those of its lanes. Makes the
-  # call of one, where they run one after the other, of operands, call, number and count of lanes.
+  # For a gate with state for each lane: all calls under vmap are calls of its lanes. If the lanes
+  # run one after another, this makes a lane's call from operands, call, number and count of lanes.
   lane_rule: Callable[..., Sequence[Any]] | None = None
-  no_derivatives = ""  # what to say where it can have none, in the place of how to define one
-  defined_at: Where | None = None  # where it is defined
-  owners: tuple[Callable[[], type | None], ...] = ()  # the classes of which it is a method
-  # The call with its rules around it, of the `Exact` of static values, that of split arguments'
-  # structure, and the user's line: a cache (`tracing.clearable_cache`).
+  no_derivatives = ""  # the reason if it can't have any, for the error
+  defined_at: Where | None = None  # the line that defines it
+  owners: tuple[Callable[[], type | None], ...] = ()  # the classes that have it as a method
+  # Returns the call with its rules around it, by the `Exact` of static values, the structure of the
+  # split arguments, and the user's line: a cache (`tracing.clearable_cache`).
   differentiable: Any
 
   def programs(self, site: CallSite) -> Callable[..., Any] | None:
-    """The keeper of the programs of such calls outside of programs; None for JAX's own cache."""
+    """Returns the cache of programs for such calls outside jit; None for JAX's own cache."""
     del site
 
   def __init__(self, name: str, options: CallOptions) -> None:
-    """Takes options that are checked."""
+    """Makes a callee of checked options."""
     self.name = name
     self.out = options.out
     self.like = options.like
@@ -231,21 +232,21 @@ class Callee(Identity):
     self.gradient = options.gradient
 
   def rename(self, name: str) -> None:
-    """Gives it another name in the programs that are lowered from here on; its own is free then."""
+    """Gives it another name in programs lowered from now on, and frees its old name."""
     raise NotImplementedError
 
   @property
   def has_side_effect(self) -> bool:
-    """True if XLA may neither remove nor merge nor move a call.
+    """True if XLA must not remove, merge or move a call.
 
-    A call that makes an object, or takes one out, may run neither once for two nor outside of its
-    loop, whatever its effect.
+    A call that makes an object, or takes one out, must not be merged or moved out of its loop,
+    whatever its effect.
     """
     return self.effect != "pure" or self.traits.handles in ("makes", "takes")
 
   @property
   def on_each_device(self) -> bool:
-    """True if each device of a program calls by itself; processes share no memory."""
+    """True if each device of a program makes its own call, because processes share no memory."""
     return self.traits.reads_cell and jax.process_count() == 1
 
   @property
@@ -258,12 +259,12 @@ class Callee(Identity):
 
   @property
   def has_rule(self) -> bool:
-    """True if a rule of the user's, a reference or differences give its derivatives."""
+    """True if the user's rule, a reference or finite differences give the derivatives."""
     rules = self.jvp_rule, self.vjp_rules, self.gradient, self.like
     return any(rule is not None for rule in rules)
 
   def is_of_object(self, args: Sequence[Any]) -> bool:
-    """True if a call's first argument is the object, or the class, whose method this is."""
+    """Returns True if a call's first argument is the object, or the class, that has this method."""
     if not self.owners or not args:
       return False
     first = args[0].value if isinstance(args[0], split.Static) else args[0]
@@ -272,15 +273,15 @@ class Callee(Identity):
 
   @property
   def live_owners(self) -> tuple[type, ...]:
-    """The classes of which it is a method."""
+    """The live classes that have it as a method."""
     return tuple(filter(None, (owner() for owner in self.owners)))
 
   def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
-    """Binds the call, without derivative rules of its own."""
+    """Binds the call without derivative rules."""
     raise NotImplementedError
 
   def backend(self, platform: str) -> Backend:
-    """Returns what makes the calls of programs for a platform of `RUNTIME_PLATFORMS`.
+    """Returns the function that makes calls in programs for a platform of `RUNTIME_PLATFORMS`.
 
     Raises:
       GateDefinitionError: it has no code for that platform.
@@ -288,47 +289,48 @@ class Callee(Identity):
     raise NotImplementedError
 
   def check_export(self) -> None:
-    """Raises GateDefinitionError if other processes could never run a program that calls it."""
+    """Raises GateDefinitionError if other processes can't run a program that calls it."""
 
   def sharding_rule(
     self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]
   ) -> rules.Rule:
-    """Returns which dimensions of one lane's arrays, of these shapes, may be split over devices."""
+    """Returns the dimensions of one lane's arrays that may be split over devices, as a rule."""
     del site
     return rules.of_call(self.label, self.sharding, operands, results)
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
-    """The call for tangents of the arguments at `moved`; asked of operations that have it."""
+    """Returns the call for tangents of the arguments at `moved`, for callees with `autograd`."""
     raise NotImplementedError
 
   def transpose_call(
     self, site: CallSite, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
   ) -> Sequence[Any]:
-    """Cotangents of a tangent call's arguments at `linear`; asked of operations that have it.
+    """Returns cotangents of a tangent call's arguments at `linear`, for callees with `autograd`.
 
-    `flat` are the arguments; ShapeDtypeStructs for those at `linear`.
+    `flat` are the arguments, with ShapeDtypeStructs at `linear`.
     """
     raise NotImplementedError
 
   def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
-    """Returns how a call is batched that the runtime does not loop over yet.
+    """Returns how to batch a call that the runtime does not loop over yet.
 
-    `mask` says which flat arguments have a batch axis; `lanes` are ShapeDtypeStructs of one lane's.
+    `mask` has True for each flat argument with a batch axis; `lanes` are ShapeDtypeStructs of one
+    lane's arguments.
     """
     del site, mask, lanes
     return self.vmap
 
   def batched(self, whole: Level | None) -> Callee:
-    """Returns the callee for arguments with the one leading axis `whole`: itself, as a rule."""
+    """Returns the callee for arguments with the leading axis `whole`: usually itself."""
     del whole
     return self
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
-    """The function on the host's arrays, without the runtime: what JAX's own callbacks call."""
+    """Calls the function on NumPy arrays, without the runtime, for JAX's own callbacks."""
     raise NotImplementedError
 
   def on_lane(self, lane: int, call: Callable[[], Any]) -> Any:
-    """Calls `call`, which calls `on_host` for a lane."""
+    """Calls `call`, which calls `on_host`, for a lane."""
     del lane
     return call()
 
@@ -340,10 +342,10 @@ class Callee(Identity):
     kwargs: Mapping[str, Any],
     static: Static,
   ) -> Any:
-    """Calls a user's function about this operation (a rule, a reference) with `lead` and the call.
+    """Calls a user's rule or reference for this operation with `lead` and the arguments.
 
-    Static arguments, and the callable's defaults where the call leaves them, go where the function
-    has parameters for them.
+    The function also gets the static arguments, and the callable's defaults for missing ones, that
+    it has parameters for.
     """
     lead, args, kwargs = split.joined((tuple(lead), tuple(args), dict(kwargs)))
     if self.defaults:

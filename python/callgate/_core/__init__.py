@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that every part shares: errors, dtypes, names, encodings; no tracing, no lowering."""
+"""Basics that every part uses: errors, dtypes, names, encodings; no tracing, no lowering."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FFI attributes: what calls in programs hold, beside their arrays.
+"""FFI attributes: the static data of calls in programs, beside the arrays.
 
-They are strings, numbers, arrays of numbers, and dictionaries of these; a list is a dictionary of
-"0", "1", ... The runtime reads them with src/core/attributes.h.
+An attribute is a string, a number, an array of numbers, or a dictionary of these. A list is a
+dictionary with the keys "0", "1", ... The runtime reads attributes with src/core/attributes.h.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _ELEMENTS = {"int64": "i64", "uint8": "ui8"}
 
 
 class Raw(str):
-  """An attribute as MLIR writes it."""
+  """An attribute in MLIR's text form."""
 
   __slots__ = ()
 
 
 def listed(items: Iterable[Any]) -> dict[str, Any]:
-  """A list as a dictionary."""
+  """Returns a list as a dictionary."""
   return {str(place): item for place, item in enumerate(items)}
 
 
 def key_of(held: Mapping[str, Any]) -> str:
-  """A hash that is equal where the attributes are."""
+  """Returns a hash that is equal for equal attributes."""
   return hashlib.blake2b(repr(_plain(held)).encode(), digest_size=8).hexdigest()
 
 
@@ -44,7 +44,7 @@ def _plain(value: Any) -> Any:
 
 
 def text(value: Any) -> str:
-  """A string, `Raw`, bool, int64, array of int64 or uint8, or a dictionary, as MLIR writes it."""
+  """Returns MLIR's text of a string, `Raw`, bool, int64, array of int64 or uint8, or dictionary."""
   if isinstance(value, Raw):
     return value
   if isinstance(value, str):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of objects whose functions are gates, in the place of Python's `types.MethodType`.
+"""Gates as bound methods of objects, in place of Python's `types.MethodType`.
 
-Python's own type would look `start` up at the function, which does not know the object.
+Python's own type would look up `start` at the function, which does not know the object.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 
 class BoundMethod:
-  """A gate as a method of an object: calls and starts get the object first."""
+  """A gate bound to an object: calls and starts pass the object as the first argument."""
 
   def __init__(self, function: Any, instance: Any) -> None:
     self.__func__, self.__self__ = function, instance
@@ -26,7 +26,7 @@ class BoundMethod:
     return self.__func__.start(self.__self__, *args, **kwargs)
 
   def __getattr__(self, name: str) -> Any:
-    if name in ("__func__", "__self__"):  # of a copy that is being made
+    if name in ("__func__", "__self__"):  # a copy under construction
       raise AttributeError(name)
     return getattr(self.__func__, name)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of callables, from which other processes make the same callables.
 
-A text is "module:name" of a module's function, class or object, or a call of one that makes the
-callable: "functools:partial(module:name,3,key='text')". Arguments are texts again, or values, which
-are quoted as in addresses: names in programs have a meaning for some characters.
+A text is "module:name" of a module's function, class or object, or a call that makes the callable:
+"functools:partial(module:name,3,key='text')". Arguments are texts, or values. Values are quoted as
+in URLs, because some characters have a meaning in names of programs.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from callgate._core import encoding, exact, portable
 from callgate._core.bound import BoundMethod
 
 _MOST = 1024  # characters of a text
-_BARE = "'.-+ "  # of a value, beside letters and digits
-_CODE = "*"  # begins a value that is no literal
+_BARE = "'.-+ "  # characters of values that need no quotes, beside letters and digits
+_CODE = "*"  # the prefix of a value that is no literal
 _BOUND = (BoundMethod, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def text_of(function: Any) -> str | None:
-  """The text of a callable; None if another process can't make it by a short text."""
+  """Returns the text of a callable; None if no short text describes it for another process."""
   text = _text(function)
   return text if text is not None and len(text) <= _MOST else None
 
 
 def shown(text: str) -> str:
-  """A text as messages show it."""
+  """Returns a text as messages show it."""
   return urllib.parse.unquote(text.replace(":", ".").replace("builtins.", ""))
 
 
 def made_of(text: str) -> Any:
-  """The callable of a text.
+  """Makes the callable of a text.
 
   Raises:
     GateDefinitionError: this process can't import a part of it.
@@ -49,7 +49,7 @@ def made_of(text: str) -> Any:
 
 # -- writing ---------------------------------------------------------------------------------------
 def _text(value: Any) -> str | None:
-  """The text of a callable, or of an object to which a method is bound; None if there is none."""
+  """Returns the text of a callable, or of a bound method's object; None if there is none."""
   if (place := portable.importable(value) or _place_of_object(value)) is not None:
     return place
   if not exact.is_object(value) and (code := encoding.written_out(value)) is not None:
@@ -85,7 +85,7 @@ def _value(code: Any) -> str:
 
 
 def _place_of_object(value: Any) -> str | None:
-  """ "module:name" of an object that the module of its type holds; else None."""
+  """Returns "module:name" of an object in its type's module; else None."""
   module = type(value).__module__
   if module in ("__main__", "builtins"):
     return None
@@ -95,7 +95,7 @@ def _place_of_object(value: Any) -> str | None:
 
 # -- reading ---------------------------------------------------------------------------------------
 def _made(words: list[str]) -> Any:
-  """Makes the value that the last words tell, and takes these words away."""
+  """Makes the value of the last words, and removes these words."""
   word = words.pop()
   if ":" not in word:
     told = urllib.parse.unquote(word)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of elements: their names, the runtime's codes for them, and which share a byte."""
+"""Element types: their names, the runtime's codes for them, and their packing."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from callgate._core.errors import GateDefinitionError
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-  """The dtype of a NumPy or ml_dtypes name; TypeError where neither has it."""
+  """Returns the dtype of a NumPy or ml_dtypes name; raises TypeError if neither has it."""
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
 @functools.cache
 def dtypes() -> dict[int, np.dtype[Any]]:
-  """JAX's dtypes by XLA's codes."""
+  """Returns JAX's dtypes by XLA's codes."""
   table: dict[int, np.dtype[Any]] = {}
   for code, name in _callgate.dtype_codes():
     try:
       table[code] = dtype_named(name)
     except TypeError:
-      continue  # older ml_dtypes lack the newest types; arrays of them can't exist then
+      continue  # older ml_dtypes lack the newest types
   return table
 
 
 @functools.cache  # at most one entry for each dtype of JAX
 def dtype_code(dtype: np.dtype[Any]) -> int:
-  """XLA's code of a dtype."""
+  """Returns XLA's code of a dtype."""
   for code, known in dtypes().items():
     if known == dtype:
       return code
@@ -44,7 +44,7 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def is_inexact(dtype: Any) -> bool:
-  """True if derivatives with respect to such numbers exist."""
+  """Returns True if derivatives with respect to such numbers exist."""
   return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
@@ -52,37 +52,37 @@ def is_complex(dtype: Any) -> bool:
   return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
-# Bits of an element.
+# The bits of an element.
 _PACKED = {
   "int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "int1": 1, "uint1": 1, "float4_e2m1fn": 4
 }  # fmt: skip
 
 
 def is_packed(dtype: Any) -> bool:
-  """True for dtypes of which XLA keeps several elements in a byte."""
+  """Returns True for dtypes with several elements in a byte of XLA's memory."""
   return np.dtype(dtype).name in _PACKED
 
 
-# An array as XLA has it: the code of its dtype, its extents, its bytes.
+# An array in XLA's form: the code of its dtype, its extents, its bytes.
 Value = tuple[int, tuple[int, ...], bytes]
 
 
 def value_of(array: Any) -> Value:
-  """A NumPy array as XLA has it; GateDefinitionError for a dtype that JAX lacks."""
+  """Returns a NumPy array in XLA's form; raises GateDefinitionError for a dtype that JAX lacks."""
   array = np.asarray(array)
   if not array.dtype.isnative:
     array = array.astype(array.dtype.newbyteorder("="))
   code, shape = dtype_code(array.dtype), tuple(map(int, array.shape))
   if (bits := _PACKED.get(array.dtype.name)) is None:
     return code, shape, array.tobytes()
-  # The first element in the low bits of a byte.
+  # The first element is in the low bits of a byte.
   bytes_of_each = np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8)
   kept = np.unpackbits(bytes_of_each, axis=1, bitorder="little")[:, :bits]
   return code, shape, np.packbits(kept, bitorder="little").tobytes()
 
 
 def array_of(value: Value) -> np.ndarray:
-  """The NumPy array of a value, read-only."""
+  """Returns the NumPy array of a value, read-only."""
   code, shape, data = value
   dtype = dtype_of(code)
   if (bits := _PACKED.get(dtype.name)) is None:
@@ -95,13 +95,13 @@ def array_of(value: Value) -> np.ndarray:
 
 
 def dtype_of(code: int) -> np.dtype[Any]:
-  """The NumPy dtype of one of XLA's codes."""
+  """Returns the NumPy dtype of one of XLA's codes."""
   return dtypes()[code]
 
 
 def type_text(dtype: Any, shape: Sequence[int]) -> str:
   """ "float32[3,4]", "key<fry>[2]" """
-  name = getattr(dtype, "name", None) or np.dtype(dtype).name  # a key's dtype is none of NumPy's
+  name = getattr(dtype, "name", None) or np.dtype(dtype).name  # a key's dtype is no NumPy dtype
   return f"{name}[{','.join(map(str, shape))}]"
 
 
@@ -109,22 +109,22 @@ MOST_DIMENSIONS = 64  # of a NumPy array
 
 
 def check_rank(where: str, shape: Sequence[Any]) -> None:
-  """Raises where an array has more dimensions than NumPy's may have."""
+  """Raises if an array has more dimensions than NumPy allows."""
   if len(shape) > MOST_DIMENSIONS:
     expected = f"expected an array of at most {MOST_DIMENSIONS} dimensions, as NumPy's have"
     raise GateDefinitionError(f"{where}: {expected}, got one of {len(shape)}; reshape it before")
 
 
-_KEY = "key "  # then comes the name of its kind
+_KEY = "key "  # followed by the key's kind
 
 
 def carried(leaf: Any, *, keys: bool = False) -> tuple[Any, str | None]:
-  """A leaf as it travels, and the name of its own dtype where that is another.
+  """Returns a leaf in a dtype that can travel, and the name of its own dtype if that differs.
 
-  `keys`: True to name PRNG keys, too, which travel as their data.
+  keys: True also names PRNG keys, which travel as their data.
   """
   if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-    impl = jax.random.key_impl(leaf)  # no text where no name tells it
+    impl = jax.random.key_impl(leaf)  # raises without a name
     return jax.random.key_data(leaf), f"{_KEY}{impl}" if keys and isinstance(impl, str) else None
   if not is_packed(leaf.dtype):
     return leaf, None
@@ -132,7 +132,7 @@ def carried(leaf: Any, *, keys: bool = False) -> tuple[Any, str | None]:
 
 
 def uncarried(array: Any, name: str, *, keys: bool = True) -> Any:
-  """The array of a leaf that was `carried`; without `keys` those are their data."""
+  """Returns the array of a leaf that was `carried`; with keys=False PRNG keys stay data."""
   if not name.startswith(_KEY):
     return array.astype(dtype_named(name))
   impl = name.removeprefix(_KEY)
@@ -140,7 +140,7 @@ def uncarried(array: Any, name: str, *, keys: bool = True) -> Any:
 
 
 def carrier(dtype: Any) -> np.dtype[Any]:
-  """The type that an array travels as on the host: its own, unless it packs several into a byte."""
+  """Returns the dtype in which an array travels on the host: its own, unless that is packed."""
   name = np.dtype(dtype).name
   if name not in _PACKED:
     return np.dtype(dtype)

@@ -7,7 +7,7 @@ from callgate._jax import tracing
 
 
 class _Effect(tracing.Effect):
-  """One of a class is as good as another."""
+  """An effect; all objects of a class are equal."""
 
   def __str__(self) -> str:
     return type(self).__name__.removesuffix("Effect")
@@ -24,13 +24,13 @@ class GateEffect(_Effect):
 
 
 class TapEffect(GateEffect):
-  """Keeps a tap alive. It may run twice where a gate must not: a repeat is marked as one."""
+  """Keeps a tap alive. Unlike a gate it may run twice, because the repeat is marked."""
 
 
 class WholeTapEffect(TapEffect):
   """Keeps taps of all lanes at once (`TapSite.whole`) alive and in program order.
 
-  Under vmap their control flow is left to JAX, as in `callgate.compat.host_callback_2023`.
+  Under vmap JAX handles their control flow, as in `callgate.compat.host_callback_2023`.
   """
 
 
@@ -39,20 +39,18 @@ class OrderedGateEffect(GateEffect):
 
 
 class HandleEffect(_Effect):
-  """Has the dispatch know of programs that make or use objects of the host: when they have ended.
+  """Makes the dispatch track programs that make or use host objects, and calls for one thread.
 
-  Likewise of those with calls for one thread.
-
-  Rules of transformation treat what has it as a pure call.
+  Transformation rules treat a call with this effect as pure.
   """
 
 
 class WaitEffect(HandleEffect):
-  """Marks waits for started calls: where lanes go apart, each waits in its own branch alone."""
+  """Marks waits for started calls: lanes that take different branches wait separately."""
 
 
 class BufferCallbackEffect(_Effect):
-  """Keeps a call of `callgate.compat.buffer_callback` whose results are not used."""
+  """Keeps a call of `callgate.compat.buffer_callback` with unused results."""
 
 
 GATE_EFFECT = GateEffect()
@@ -64,14 +62,14 @@ WAIT_EFFECT = WaitEffect()
 
 
 class ProgressEffect(_Effect):
-  """Keeps a loop's bar alive, and out of recomputed passes. Programs' dispatch doesn't see it."""
+  """Keeps a loop's bar alive, and out of recomputed passes. The dispatch ignores it."""
 
 
 PROGRESS_EFFECT = ProgressEffect()
 
 
 def allow() -> None:
-  """Has JAX take programs with these effects; called once by `import callgate`."""
+  """Allows these effects in JAX's programs; called once by `import callgate`."""
   for kind in (GateEffect, TapEffect, OrderedGateEffect):
     tracing.allow_effect(kind, ordered=kind is OrderedGateEffect, kept=True)
   tracing.allow_effect(WholeTapEffect, ordered=True)

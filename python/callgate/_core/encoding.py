@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes how flat arrays make up a call: a program carries text instead of Python objects.
+"""Encodes the structure of a call's flat arrays as text for programs.
 
-A call site's *spec* is "" when positional arrays go in and one array comes out, "*" when a tuple of
-arrays comes out, else JSON with the tree of the arguments, the tree of the results and the static
-keyword arguments. Plain containers and literals are written out, and for `jax.export` the nodes of
-types that a module holds, so that an exported program can be called in a process that never traced
-it. Anything else is written as a name (`_core/names.py`).
+A call site's *spec* is "" if positional arrays go in and one array comes out, and "*" if a tuple of
+arrays comes out. Otherwise it is JSON with the tree of the arguments, the tree of the results and
+the static keyword arguments. It contains plain containers and literals in full. For `jax.export` it
+also contains nodes of importable types in full, so that another process can call an exported
+program without having traced it. All other values appear as names (`_core/names.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def encode(
   *,
   portable: bool = False,
 ) -> str:
-  """The spec of a call with arguments `(args, kwargs)` of `in_tree` and results of `out_tree`.
+  """Returns the spec of a call: `in_tree` is `(args, kwargs)`, `out_tree` the results.
 
-  With `portable` for a program for other processes; raises GateDefinitionError for what can't go.
+  portable: True for a program for other processes; raises GateDefinitionError for values that can't
+  be sent.
   """
   if not static and in_tree == jax.tree.structure(((0,) * in_tree.num_leaves, {})):
     if out_tree == jax.tree.structure(0):
@@ -54,11 +55,11 @@ def encode(
   return json.dumps(spec, separators=(",", ":"))
 
 
-_HERE = object()  # stands for an array while a tree is written out
+_HERE = object()  # represents an array while a tree is written
 
 
 class _Encoder:
-  """Writes trees and values; whose `Exact` is kept keeps what was named for them."""
+  """Writes trees and values. The `Exact` of a value keeps the names that were made for it."""
 
   def __init__(self, portable: bool) -> None:
     self._portable = portable
@@ -106,7 +107,7 @@ class _Encoder:
     return {"x": self._name(exact.exact_tree(known)), "n": known.num_leaves}
 
   def _typed(self, tree: PyTreeDef) -> Json:
-    """A node of a type that other processes can import; None if they can't tell all of it."""
+    """Returns a node of a type that other processes can import; None if they can't rebuild it."""
     kind, kept = tree.node_data()
     if (place := portable.importable(kind)) is None or (code := written_out(kept)) is None:
       return None
@@ -148,18 +149,18 @@ def _is_literal(value: Any) -> bool:
 
 
 class _NamesNothing(_Encoder):
-  """Writes what any process can read."""
+  """Writes only what any process can read."""
 
   def _name(self, one: exact.Exact) -> str:
     raise _Unwritten
 
 
 class _Unwritten(Exception):
-  """A value has no text that says all of it."""
+  """A value has no complete text."""
 
 
 def written_out(value: Any) -> Json:
-  """A static value as JSON that any process can `read`; None if its type, or a part, is unknown."""
+  """Returns a static value as JSON that any process can `read`; None if a type in it is unknown."""
   try:
     return _NamesNothing(portable=True).static(value)
   except _Unwritten:
@@ -167,12 +168,12 @@ def written_out(value: Any) -> Json:
 
 
 def read(code: Json) -> Any:
-  """The value that `written_out` told."""
+  """Returns the value of `written_out`."""
   return _Decoder().static(code)
 
 
 def _typed_node(place: str, kept: Any, children: Sequence[PyTreeDef]) -> Any:
-  """A node of a type that a module holds and registers, with zeros for its arrays."""
+  """Returns a node of an importable, registered type, with zeros for its arrays."""
   data = (portable.imported(place), kept)
   registry = jax.tree_util.default_registry
   try:
@@ -187,7 +188,7 @@ def _typed_node(place: str, kept: Any, children: Sequence[PyTreeDef]) -> Any:
 
 
 class _Decoder:
-  """Reads a spec; `kept` are the values that it names, whose names last as long as these."""
+  """Reads a spec; `kept` are the values that it names, which keep the names alive."""
 
   def __init__(self) -> None:
     self.kept: list[exact.Exact] = []
@@ -246,7 +247,7 @@ class _Decoder:
 
 
 class DecodedSpec:
-  """A decoded spec: how to call the user's function with flat arrays."""
+  """A decoded spec: calls the user's function with flat arrays."""
 
   def __init__(self, spec: str) -> None:
     code, decoder = json.loads(spec), _Decoder()
@@ -258,9 +259,9 @@ class DecodedSpec:
   def arguments(
     self, flat: Sequence[Any], *, keys: bool = False
   ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The user's positional and keyword arguments, static ones included.
+    """Returns the user's positional and keyword arguments, including static ones.
 
-    `keys`: True for typed PRNG keys; False for their data.
+    keys: True for typed PRNG keys; False for their data.
     """
     args, kwargs = self._unflatten[keys](flat)
     return args, {**kwargs, **self.static}
@@ -274,20 +275,20 @@ _signature = functools.lru_cache(maxsize=1024)(DecodedSpec)
 
 
 def signature(spec: str) -> DecodedSpec:
-  """The decoded spec; the same object each time, unless it keeps what is the user's."""
+  """Returns the decoded spec: the same object each time, unless it keeps the user's objects."""
   return DecodedSpec(spec) if _keeps(spec) else _signature(spec)
 
 
 def path_in(tree: PyTreeDef, index: int) -> tuple[Any, ...]:
-  """The path of a flat position in a pytree."""
+  """Returns the path of a flat position in a pytree."""
   full = jax.tree.unflatten(tree, range(tree.num_leaves))
   return jax.tree_util.tree_flatten_with_path(full)[0][index][0]
 
 
 def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
-  """Flattens a returned pytree; raises unless its structure is the declared one.
+  """Flattens a returned pytree; raises unless it has the declared structure.
 
-  None stands for any without arrays.
+  None represents any structure without arrays.
   """
   if value is None and not expected.num_leaves:
     return []
@@ -302,20 +303,20 @@ def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
   return leaves
 
 
-# Programs hold this number for an extent that symbolic shapes leave open.
+# The number in programs for an extent that symbolic shapes leave open.
 OPEN = -1
 
 
 def is_open(extent: Any) -> bool:
-  """True if it is a symbolic dimension, of a program for `jax.export`."""
+  """Returns True for a symbolic dimension of an exported program."""
   return is_symbolic_dim(extent)
 
 
 # -- other processes -------------------------------------------------------------------------------
 def for_another(spec: str) -> tuple[str, dict[str, Any]]:
-  """A spec for a process that has not traced it, and what it names; to be pickled.
+  """Returns a spec for another process, and the values that it names, for a pickle.
 
-  The names get a mark of this process, so that none of them stands for an object over there.
+  The names contain a mark of this process, so that they name nothing of the other one.
   """
   entries: dict[str, Any] = {}
 
@@ -344,10 +345,10 @@ def for_another(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def learn(entries: dict[str, Any]) -> None:
-  """Takes what `for_another` gave in another process.
+  """Registers the values of another process's `for_another`.
 
   Raises:
-    GateDefinitionError: a pytree's type is not one here.
+    GateDefinitionError: this process lacks a pytree's type.
   """
   for name, value in entries.items():
     if name.startswith("tree:"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers from environment variables: one that can't be read is named, and its default taken.
+"""Numbers from environment variables; a wrong value is reported and replaced by the default.
 
-A wrong value is told on stderr, once, and raises nothing: these are read by the import and at the
-end of the process, where one would hide what the program did.
+The report goes to stderr, once, and nothing is raised: the variables are read by the import and at
+the end of the process, where an exception would hide the program's result.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import functools
 import os
 import sys
 
-_MOST = 1e8  # seconds, three years: what is more overflows clocks
+_MOST = 1e8  # seconds (three years): larger numbers overflow clocks
 
 
 def seconds(name: str, default: float) -> float:
-  """The seconds that an environment variable asks for; `default` where it is not set, or empty."""
+  """Returns the seconds in an environment variable; `default` if it is unset or empty."""
   given = os.environ.get(name, "").strip()
   with contextlib.suppress(ValueError):
     if 0 <= (value := float(given or default)) <= _MOST:

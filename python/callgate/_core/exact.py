@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that tell apart what `==` does not: 1, True and 1.0; 0.0 and -0.0; two equal objects.
+"""Cache keys that distinguish values that `==` does not: 1, True and 1.0; 0.0 and -0.0; objects.
 
-Values that nothing tells apart have one `Exact`: numbers and text of one type and content, and
-tuples, enumerations, frozen dataclasses of such. Any other object is known by its identity, so that
-a call gets the very object that it was given. A bound method is its object and its function.
+Indistinguishable values share one `Exact`: numbers and text of one type and content, and tuples,
+enumerations and frozen dataclasses of these. Any other object is known by its identity, so that a
+call gets the very object that it was given. A bound method consists of its object and its function.
 
-An `Exact` keeps its value. Whoever keeps the `Exact` (a trace, a loaded program) may therefore name
-the value by it: `_core/names.py`.
+An `Exact` keeps its value. So the owner of the `Exact` (a trace, a loaded program) may refer to the
+value by name: `_core/names.py`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from callgate._core.bound import BoundMethod
 
 _TREE: type = type(jax.tree.structure(0))
 _PLAIN: tuple[type, ...] = (type(None), bool, int, str, bytes)
-# Immutable types of the standard library whose `repr` says all that there is.
+# Immutable types of the standard library whose `repr` is complete.
 _SHOWN: tuple[type, ...] = (
   range, decimal.Decimal, fractions.Fraction, pathlib.PosixPath, pathlib.PurePosixPath, np.dtype,
 )  # fmt: skip
-Name = Callable[[Any], "str | None"]  # of an object
+Name = Callable[[Any], "str | None"]  # returns an object's name
 _live: weakref.WeakValueDictionary[Any, Exact] = weakref.WeakValueDictionary()  # guarded by lock
-lock = threading.RLock()  # held where an `Exact` or a name is looked for and made
+lock = threading.RLock()  # held while an `Exact` or a name is found or made
 
 
 class Exact:
-  """A value, or the structure of a pytree, as the key of a cache; made by `exact`, `exact_tree`.
+  """The key of a value or of a pytree's structure; made by `exact` and `exact_tree`.
 
   Attributes:
-    value: the user's own, which this keeps.
-    is_tree: true for the structure of a pytree.
-    key: what tells it from others, for as long as this lives.
+    value: the user's value, kept alive.
+    is_tree: True for the structure of a pytree.
+    key: distinguishes it from others while it lives.
   """
 
   __slots__ = ("__weakref__", "_hash", "_objects", "_parts", "is_tree", "key", "name", "value")
@@ -54,8 +54,8 @@ class Exact:
   def __init__(self, value: Any, key: Any, *, is_tree: bool) -> None:
     self.value, self.is_tree, self.key, self._hash = value, is_tree, key, hash(key)
     self._objects: bool | None = None
-    self.name: str | None = None  # in programs, see `_core/names.py`
-    self._parts: dict[Exact, None] = {}  # what was named to write it
+    self.name: str | None = None  # its name in programs, see `_core/names.py`
+    self._parts: dict[Exact, None] = {}  # the named parts of its text
 
   def __hash__(self) -> int:
     return self._hash
@@ -68,17 +68,17 @@ class Exact:
 
   @property
   def has_objects(self) -> bool:
-    """True if it holds what identity alone tells from others, and no module holds by a name."""
+    """True if it contains an object that is known by its identity and has no importable name."""
     if self._objects is None:
       self._objects = self.text(no_name) is None
     return self._objects
 
   def keep(self, parts: Iterable[Exact]) -> None:
-    """Keeps the parts of it that have names for as long as this lives."""
+    """Keeps named parts alive as long as this object lives."""
     self._parts.update((part, None) for part in parts if part is not self)
 
   def text(self, name: Name) -> str | None:
-    """The content as text, with `name(object)` for what identity tells; None where that is None."""
+    """Returns the content as text, with `name(object)` for objects known by identity; or None."""
     try:
       return (_tree_text if self.is_tree else _text)(self.value, name)
     except _Unnamed:
@@ -86,7 +86,7 @@ class Exact:
 
 
 class Keyed:
-  """A value that says itself what tells it from others of its type, and what a text says of it."""
+  """A value with its own key among values of its type, and its own text."""
 
   def exact_key(self) -> Any:
     raise NotImplementedError
@@ -104,22 +104,22 @@ def no_name(value: Any) -> None:
 
 
 def exact(value: Any) -> Exact:
-  """The one `Exact` of a value."""
+  """Returns the one `Exact` of a value."""
   return _shared(value, _key(value), is_tree=False)
 
 
 def exact_tree(tree: Any) -> Exact:
-  """The one `Exact` of a pytree's structure: its types, keys and what they keep beside arrays."""
+  """Returns the one `Exact` of a pytree's structure: its types, keys and static parts."""
   return _shared(tree, ("tree", _tree_key(tree)), is_tree=True)
 
 
 def exact_object(value: Any) -> Exact:
-  """The one `Exact` of an object, whatever it holds."""
+  """Returns the one `Exact` of an object, whatever its content."""
   return _shared(value, ("object", *identity(value)), is_tree=False)
 
 
 def identity(value: Any) -> tuple[Any, ...]:
-  """An object's identity, a key while it lives; a bound method, made anew each time, has parts."""
+  """Returns an object's identity, a key while it lives; for a bound method, of its parts."""
   return (type(value), *_identity(value))
 
 
@@ -132,20 +132,20 @@ def _shared(value: Any, key: Any, *, is_tree: bool) -> Exact:
 
 
 def alive() -> list[Exact]:
-  """Returns the live ones in order of creation."""
+  """Returns the live `Exact`s in order of creation."""
   with lock:
     return list(_live.values())
 
 
 def is_object(value: Any) -> bool:
-  """True for an object that is known by its identity."""
+  """Returns True for an object that is known by its identity."""
   if type(value) in _PLAIN or isinstance(value, (frozenset, Keyed, Exact, _TREE)):
     return False
   return _bits(value) is None and _items(value) is None
 
 
 def kind_of(one: Exact) -> str:
-  """The name of a value's type; of a pytree's, that of its root."""
+  """Returns the name of a value's type; for a pytree, of its root's."""
   if not one.is_tree:
     return type(one.value).__qualname__
   data = one.value.node_data()
@@ -175,7 +175,7 @@ def _key(value: Any) -> Any:
 
 
 def _bits(value: Any) -> Any:
-  """Returns a key of a number or text of any type, which no other has; None for other values."""
+  """Returns a unique key of a number or text of any type; None for other values."""
   kind: type[Any] = type(value)
   if kind is float:
     return struct.pack("d", value)
@@ -189,11 +189,11 @@ def _bits(value: Any) -> Any:
     return None
   bases: tuple[Any, ...] = (int, float, complex, str, bytes)
   base = next((one for one in bases if isinstance(value, one)), None)
-  return None if base is None else base.__repr__(value)  # of a subclass's
+  return None if base is None else base.__repr__(value)  # also for subclasses
 
 
 def _items(value: Any) -> Iterable[Any] | None:
-  """The parts of an immutable container; None for anything else."""
+  """Returns the parts of an immutable container; None for other values."""
   if isinstance(value, tuple):
     items: tuple[Any, ...] = value
     return None if _state(items) else tuple.__iter__(items)
@@ -202,7 +202,7 @@ def _items(value: Any) -> Iterable[Any] | None:
 
 
 def frozen_fields(value: Any) -> list[str] | None:
-  """The names of a frozen dataclass's fields, which are all that it has; None for anything else."""
+  """Returns the field names of a frozen dataclass without other state; None for other values."""
   if not dataclasses.is_dataclass(value) or isinstance(value, type):
     return None
   frozen: bool = type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
@@ -233,14 +233,14 @@ def _identity(value: Any) -> tuple[Any, ...]:
 def _tree_key(tree: Any) -> Any:
   data = tree.node_data()
   if data is None:
-    return tree.num_leaves  # a leaf is 1, and None is 0 where it is no node
+    return tree.num_leaves  # 1 for a leaf; 0 for None, if it is no node
   kind, kept = data
   children = tuple(map(_tree_key, tree.children()))
   return kind, (None if kept is None else _kept_key(kept, tree)), children
 
 
 def _kept_key(kept: Any, tree: Any) -> Any:
-  """The key of what a node keeps beside its children."""
+  """Returns the key of a node's static part."""
   kind: type[Any] = type(kept)
   if isinstance(kept, Keyed):
     return kind, kept.exact_key()
@@ -255,7 +255,7 @@ def _kept_key(kept: Any, tree: Any) -> Any:
 
 
 def _is_made_anew(kept: Any, tree: Any) -> bool:
-  """True if each `flatten` of a node makes another object of what it keeps."""
+  """Returns True if each `flatten` of a node makes a new object of its static part."""
   try:
     again = jax.tree.structure(jax.tree.unflatten(tree, [0] * tree.num_leaves))
   except Exception:  # noqa: BLE001 - of the user's unflatten, which expects arrays
@@ -279,7 +279,7 @@ class _Equal:
 
 # -- text ------------------------------------------------------------------------------------------
 def content_text(value: Any, name: Name) -> str:
-  """A value's content, see `Exact.text`."""
+  """Returns a value's content, see `Exact.text`."""
   return _text(value, name)
 
 
@@ -308,7 +308,7 @@ def _text(value: Any, name: Name) -> str:
 
 
 def object_text(value: Any, name: Name) -> str:
-  """The same of an object that is known by its identity."""
+  """Returns the same for an object that is known by its identity."""
   if value is _MISSING or value is type(None):
     return "none"
   if (found := name(value)) is None:
@@ -317,7 +317,7 @@ def object_text(value: Any, name: Name) -> str:
 
 
 def reference(value: Any) -> str | None:
-  """ "module:name" of a function or class that its module holds by its name; else None."""
+  """Returns "module:name" of a function or class that its module has by that name; else None."""
   module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
   if not callable(value) or isinstance(value, types.MethodType):
     return None
@@ -331,7 +331,7 @@ def reference(value: Any) -> str | None:
 
 
 def referred(name: str) -> Any:
-  """Returns the object that `reference` named; None if no module of this process holds it."""
+  """Returns the object of a `reference`; None if no module of this process has it."""
   module, _, path = name.partition(":")
   found: Any = sys.modules.get(module)
   for part in path.split("."):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optional libraries: imported where they are needed, with one message where one is missing."""
+"""Optional libraries: imported when needed, with one message if a library is missing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from callgate._core.errors import GateDefinitionError
 def library(
   module: str, title: str, extra: str, *, by: str, error: type[Exception] = GateDefinitionError
 ) -> Any:
-  """Imports a module of a library, `title`, that callgate does without elsewhere.
+  """Imports a module of the optional library `title`.
 
-  `extra` of callgate's brings it; `by` is what needs it: "kernel 'saxpy'". Raises `error` without.
+  `extra` is callgate's extra that installs it. `by` is what needs it: "kernel 'saxpy'". Raises
+  `error` if the library is missing.
   """
   try:
     return importlib.import_module(module)

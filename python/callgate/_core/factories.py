@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public functions whose keyword options a frozen dataclass declares, once.
+"""Public functions whose keyword options are declared by a frozen dataclass.
 
-Such a function is written as `f(what, /, *, options: SomeOptions)` and called with the fields of
-`SomeOptions` as keywords. The signature that `inspect` and editors show, the refusal of unknown
-names, and the options' part of the docstring come from the dataclass: from its fields and from the
+Such a function is written as `f(what, /, *, options: SomeOptions)`, and called with the fields of
+`SomeOptions` as keywords. The dataclass gives the signature for `inspect` and editors, the errors
+for unknown names, and the options' part of the docstring: from its fields, and from the
 "Attributes:" of its docstring and its bases'.
 """
 
@@ -26,7 +26,7 @@ Made = TypeVar("Made", covariant=True)
 
 
 class OfTwo(Protocol[What, P, Made]):
-  """Takes something and, where it has several functions, the name of one."""
+  """Takes a source and, if it has several functions, the name of one."""
 
   def __call__(
     self, what: What, name: str | None = None, /, *args: P.args, **options: P.kwargs
@@ -43,7 +43,7 @@ class OfCode(Protocol[P, Made]):
 
 
 def decorator(declared: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-  """For a function of a callable, which is a decorator without one; who uses it says the type."""
+  """For a function of a callable, which is a decorator without it; the user gives the type."""
   return functools.partial(_taking, declared, decorates=True)
 
 
@@ -74,14 +74,14 @@ def method(
 def with_constants(
   declared: Callable[..., Any],
 ) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-  """For a function that takes any other keyword, too."""
+  """For a function that accepts any other keyword, too."""
   return functools.partial(_taking, declared)
 
 
 def _taking(declared: Any, written: Callable[..., Any], *, decorates: bool = False) -> Any:
   own = [p for p in inspect.signature(written).parameters.values() if p.name != "options"]
   fields = dict(inspect.signature(declared).parameters)
-  for parameter in own:  # what may also be given by its place
+  for parameter in own:  # parameters that are also positional
     fields.pop(parameter.name, None)
   if decorates:
     own[0] = own[0].replace(default=None, annotation=f"{own[0].annotation} | None")
@@ -121,12 +121,12 @@ def _taking(declared: Any, written: Callable[..., Any], *, decorates: bool = Fal
   return take
 
 
-# An entry of a docstring's section: "  name: what it is", and the deeper lines after it.
+# An entry of a docstring's section: "  name: description", and its further, deeper lines.
 _ENTRY = re.compile(r"^  (\w+): .*(?:\n    .*)*", re.MULTILINE)
 
 
 def _documented(text: str | None, declared: type, options: list[str]) -> str | None:
-  """A function's docstring with the options that it says nothing of at the end of its "Args:"."""
+  """Returns a function's docstring with the missing options added at the end of its "Args:"."""
   if text is None:  # python -OO
     return None
   head, _, rest = inspect.cleandoc(text).partition("\nArgs:\n")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at exceptions and objects of the user's; no function here raises because of them.
+"""Handles users' exceptions and objects safely: no function here raises because of them.
 
-An exception's class may take no attributes (a frozen dataclass), raise in its own `__str__` or
-`__repr__`, or lie about its `__class__`. A function that meets one is mostly about to report it, so
-an error of its own would hide what the user must see. All code of callgate that adds a note to a
-foreign exception, or shows a foreign object, does it through this file. Everything runs under the
-GIL, on any thread; what a signal's handler raises on the main thread is passed on.
+An exception's class may refuse attributes (a frozen dataclass), raise in its own `__str__` or
+`__repr__`, or lie about its `__class__`. The caller is usually about to report the exception, and
+an error here would hide it. All code of callgate that adds a note to a foreign exception, or shows
+a foreign object, uses this module. All functions run under the GIL, on any thread. An exception of
+a signal handler on the main thread is passed on.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any, TypeGuard, TypeVar, cast
 from callgate._core import handlers
 
 _T = TypeVar("_T")
-# The attributes of BaseException itself, whatever a subclass makes of their names.
+# The attributes of BaseException itself, in case a subclass redefines them.
 _ATTRIBUTES: Any = vars(BaseException)
 _name = cast(Callable[[type], str], vars(type)["__name__"].__get__)
 
 
 def _guarded(make: Callable[[], str], otherwise: Callable[[BaseException], str]) -> str:
   try:
-    return str.__str__(make())  # a plain one: a subclass may format itself
+    return str.__str__(make())  # a plain str: a subclass may format itself
   except BaseException as error:
     if handlers.has_raised(error) and _is_main_thread():
       raise
@@ -40,31 +40,31 @@ def _is_main_thread() -> bool:
 
 # -- text ------------------------------------------------------------------------------------------
 def name_of(value: object) -> str:
-  """The name of the value's class."""
+  """Returns the name of the value's class."""
   return _name(type(value))
 
 
 def is_a(value: object, kind: type[_T] | tuple[type[_T], ...]) -> TypeGuard[_T]:
-  """Tells by the value's class alone, as `except` does; `isinstance` asks its `__class__`, too."""
+  """Checks the value's class only, as `except` does; `isinstance` also reads its `__class__`."""
   return issubclass(type(value), kind)
 
 
 def text_of(value: object) -> str:
-  """`str(value)`, or a text that says why there is none."""
+  """Returns `str(value)`, or a text with the reason if that fails."""
   return _guarded(
     lambda: str(value), lambda error: f"({name_of(value)}: its str() raised {name_of(error)})"
   )
 
 
 def repr_of(value: object) -> str:
-  """`repr(value)`, or a text that says why there is none."""
+  """Returns `repr(value)`, or a text with the reason if that fails."""
   return _guarded(
     lambda: repr(value), lambda error: f"<{name_of(value)}: its repr() raised {name_of(error)}>"
   )
 
 
 def qualified_name(function: object) -> str:
-  """A function's `__qualname__`, or the `repr()` of another callable."""
+  """Returns a function's `__qualname__`, or the `repr()` of another callable."""
   try:
     named: Any = getattr(function, "__qualname__", None)
   except Exception:  # noqa: BLE001 - whatever a property of its class raises
@@ -73,14 +73,14 @@ def qualified_name(function: object) -> str:
 
 
 def said_by(error: BaseException) -> str:
-  """ "ValueError: the text"."""
+  """Returns "ValueError: the text"."""
   return f"{name_of(error)}: {text_of(error)}"
 
 
 def traceback_of(error: BaseException) -> str:
-  """The exception as Python prints it, without the last newline."""
+  """Returns the exception as Python prints it, without the last newline."""
 
-  def plain(wrong: BaseException) -> str:  # Python's own way meets attributes that raise
+  def plain(wrong: BaseException) -> str:  # Python's own function may meet attributes that raise
     frames = _traceback.format_tb(frames_begin(error))
     shown = f"{said_by(error)}\n(shown in short: {name_of(wrong)} in its attributes)"
     return "".join(["Traceback (most recent call last):\n", *frames, shown])
@@ -89,13 +89,13 @@ def traceback_of(error: BaseException) -> str:
 
 
 def print_traceback(error: BaseException) -> None:
-  """Prints the exception on the standard error stream, as Python does."""
+  """Prints the exception to stderr, as Python does."""
   print(traceback_of(error), file=sys.stderr)
 
 
 # -- notes and other attributes --------------------------------------------------------------------
 def attach(error: BaseException, name: str, value: object) -> None:
-  """Sets an attribute, also where the class refuses all: it shows nothing of how it is kept."""
+  """Sets an attribute, even if the class refuses attributes."""
   try:
     setattr(error, name, value)
   except Exception:  # noqa: BLE001 - whatever its __setattr__ raises
@@ -103,12 +103,12 @@ def attach(error: BaseException, name: str, value: object) -> None:
 
 
 def is_attached(error: BaseException, name: str) -> bool:
-  """True if the exception object itself, not its class, has the attribute."""
+  """Returns True if the exception object itself, not its class, has the attribute."""
   return name in _ATTRIBUTES["__dict__"].__get__(error)
 
 
 def notes_of(error: BaseException) -> Sequence[str]:
-  """The exception's notes that are texts."""
+  """Returns the exception's notes that are strings."""
   try:
     notes: Any = getattr(error, "__notes__", ())
     return [str.__str__(note) for note in notes if issubclass(type(note), str)]
@@ -117,7 +117,7 @@ def notes_of(error: BaseException) -> Sequence[str]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-  """Adds the note, once; an exception whose `__notes__` is no list keeps what it has."""
+  """Adds the note, once; does nothing if the exception's `__notes__` is no list."""
   if note in notes_of(error):
     return
   try:
@@ -129,14 +129,14 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def keep_notes(error: BaseException, keep: Callable[[str], bool]) -> None:
-  """Leaves out the notes for which `keep` is false."""
+  """Removes the notes for which `keep` returns False."""
   if notes := notes_of(error):
     attach(error, "__notes__", [note for note in notes if keep(note)])
 
 
 # -- copies ----------------------------------------------------------------------------------------
 def parts_of(error: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
-  """The class, the arguments and the attributes, of which `made_of` makes such an exception."""
+  """Returns the class, the arguments and the attributes, from which `made_of` makes a copy."""
   args, attributes = (_ATTRIBUTES[name].__get__(error) for name in ("args", "__dict__"))
   return type(error), args, attributes
 
@@ -144,7 +144,7 @@ def parts_of(error: BaseException) -> tuple[type[BaseException], tuple[Any, ...]
 def made_of(
   kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
 ) -> BaseException:
-  """Makes the exception as Python's own pickles do, but for a class that refuses attributes."""
+  """Makes the exception as Python's pickles do, also if its class refuses attributes."""
   made = kind(*args)
   _ATTRIBUTES["__dict__"].__get__(made).update(attributes)
   return made
@@ -157,7 +157,7 @@ def set_cause(error: BaseException, cause: BaseException) -> None:
 
 
 def follows_from(error: BaseException) -> Sequence[BaseException | None]:
-  """The exception's cause and context, and the members of a group."""
+  """Returns the exception's cause and context, and the members of a group."""
   parts = [_ATTRIBUTES[name].__get__(error) for name in ("__cause__", "__context__")]
   if is_a(error, BaseExceptionGroup):
     parts += vars(BaseExceptionGroup)["exceptions"].__get__(error)
@@ -165,12 +165,12 @@ def follows_from(error: BaseException) -> Sequence[BaseException | None]:
 
 
 def frames_begin(error: BaseException) -> TracebackType | None:
-  """The exception's traceback."""
+  """Returns the exception's traceback."""
   return _ATTRIBUTES["__traceback__"].__get__(error)
 
 
 def raise_unchained(error: BaseException) -> None:
-  """Raises the exception with the chain that it has: what is handled now is not its context."""
+  """Raises the exception with its own chain: the exception being handled is not its context."""
   names = ("__context__", "__suppress_context__")
   chain = [_ATTRIBUTES[name].__get__(error) for name in names]
   try:
@@ -178,4 +178,4 @@ def raise_unchained(error: BaseException) -> None:
   finally:
     for name, value in zip(names, chain, strict=True):
       _ATTRIBUTES[name].__set__(error, value)
-    del error  # which has this frame in its traceback: a cycle would keep all its frames hold
+    del error  # its traceback has this frame: breaks the cycle

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions that signals' handlers raise: Python runs those on the main thread, in any code there.
+"""Exceptions of signal handlers, which Python runs on the main thread, in any code.
 
-So also in a gate, whose program then ends. Such an exception is not the gate's: the main thread
-raises it once more, where it called the program.
+A handler may run in a gate, whose program then ends. Such an exception is not the gate's: the main
+thread raises it again where it called the program.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import threading
 from types import CodeType
 from typing import Any
 
-# Whatever a class makes of the name.
+# BaseException's own attribute, in case a class redefines it.
 _traceback_of: Any = vars(BaseException)["__traceback__"].__get__
 
 
 def has_raised(exception: BaseException) -> bool:
-  """True for KeyboardInterrupt, and for what a handler of the user's raised on this thread."""
-  if issubclass(type(exception), KeyboardInterrupt):  # `isinstance` asks its `__class__`, too
+  """Returns True for KeyboardInterrupt, and for an exception of a user's handler on this thread."""
+  if issubclass(type(exception), KeyboardInterrupt):  # `isinstance` also reads its `__class__`
     return True
   if threading.current_thread() is not threading.main_thread():
     return False
@@ -33,7 +33,7 @@ def has_raised(exception: BaseException) -> bool:
 
 
 def _code_of(handler: Any) -> CodeType | None:
-  """The code that calling a handler runs; None where there is none, or it is not Python's."""
+  """Returns the code that calling a handler runs; None if it has no Python code."""
   while isinstance(handler, functools.partial):
     handler = handler.func
   handler = getattr(handler, "__func__", handler)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one store of exceptions: all that callgate keeps until somebody asks is here.
+"""The only store of exceptions that callgate keeps until a caller asks for them.
 
-A program's error is text; the exception that it stands for is here, under the id that the text
-carries. No program's error tells the failures of consumers and of programs over several devices:
-they are in lists of their own for the callers that wait for them. The store is bounded: an
-exception holds its traceback's frames, and with them arrays. All functions run under the GIL, on
-any thread.
+A program's error is text, with an id of the original exception, which is here. No program's error
+reports the failures of consumers and of programs over several devices; they are in separate lists
+for the callers that wait for them. The store is bounded, because an exception holds its traceback's
+frames, and with them arrays. All functions run under the GIL, on any thread.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ from callgate import _callgate
 from callgate._core import foreign, handlers
 from callgate._core.errors import GateTimeoutError
 
-# Outside of `callgate.errors()` nobody may ever ask: only the newest failures are kept then. A
-# block asks for what fails in it, so all of that is kept, up to the second number.
+# The limit of kept failures outside and inside of `callgate.errors()`. Outside, callers may never
+# ask for a failure, so only the newest are kept. A block asks for all its failures.
 _LIMIT, _LIMIT_IN_BLOCKS = 256, 4096
-_LIMIT_CLAIMED = 4  # of those that somebody has got: the same program's other results may ask again
-NO_RUN = -1  # not known; others may be negative, too
+_LIMIT_CLAIMED = 4  # claimed failures that stay: a program's other results may ask again
+NO_RUN = -1  # unknown; known runs may be negative, too
 THIS_THREAD = 0
 _ID = re.compile(r"\[callgate error #(\d+)\]")
-# A timeout that the runtime told of without the GIL (src/xla/call_site.h): kept when first read.
+# A timeout that the runtime reported without the GIL (src/xla/call_site.h). It is stored when its
+# text is first read.
 _TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
-# Their newest ids. Guarded by _lock; at most _LIMIT_IN_BLOCKS entries.
+# The newest ids of timeouts. Guarded by _lock; at most _LIMIT_IN_BLOCKS entries.
 _timeouts: collections.OrderedDict[int, int] = collections.OrderedDict()
 
 
@@ -41,12 +41,12 @@ class KeptError:
   """A failure of a program or of a consumer.
 
   Attributes:
-    id: the number that a program's error names; 0 for a consumer's.
-    thread: the one that called the program; one of XLA's own where XLA doesn't tell who called.
+    id: the number in the program's error; 0 for a consumer's.
+    thread: the thread that called the program, or one of XLA's if the caller is unknown.
     run: XLA's number of the program's run.
-    claimed: True once somebody has got it.
+    claimed: True once a caller has got it.
     for_main: True if the main thread raises it by itself.
-    consumer: names the consumer, the tap and the record; "" for a program's.
+    consumer: the consumer, the tap and the record; "" for a program's.
   """
 
   id: int
@@ -60,30 +60,30 @@ class KeptError:
 
 # Guarded by _lock; at most _LIMIT entries, in blocks _LIMIT_IN_BLOCKS.
 _store: collections.OrderedDict[int, KeptError] = collections.OrderedDict()
-# Claimed ones, by id. Guarded by _lock; at most _LIMIT_IN_BLOCKS entries.
+# Claimed failures, by id. Guarded by _lock; at most _LIMIT_IN_BLOCKS entries.
 _let_go: collections.OrderedDict[int, None] = collections.OrderedDict()
-# For each block that is open, the first id that can be of a failure in it. Guarded by _lock,
-# but for the end of a block, which is a single step; emptied by the end of each block.
+# For each open block, the first id of a failure in it. Guarded by _lock, but for the end of a
+# block, which is a single step; emptied by the end of each block.
 blocks: list[int] = []
-# Failures of programs whose errors do not tell of them, oldest first: whatever happens to the
-# others, these stay. Guarded by _lock; emptied by whoever asks, and at most _LIMIT entries.
+# Failures that no program's error reports, oldest first. The limits of other failures don't affect
+# these. Guarded by _lock; emptied by whoever asks, and at most _LIMIT entries.
 deferred: list[KeptError] = []
-# Failures of consumers, oldest first. Bounded, as a consumer that raises for every record of a long
-# run must not fill the memory. Guarded by _lock; emptied by whoever asks, and at most
+# Failures of consumers, oldest first. Bounded, because a consumer that raises for each record of a
+# long run must not fill the memory. Guarded by _lock; emptied by whoever asks, and at most
 # _LIMIT_OF_CONSUMERS entries.
 _of_consumers: list[KeptError] = []
 _LIMIT_OF_CONSUMERS = 64
-_uncounted = 0  # consumers' failures beyond that. Guarded by _lock
-# The runs whose exception for the main thread somebody has got: each shard's call may raise one.
+_uncounted = 0  # consumers' failures beyond the limit. Guarded by _lock
+# The runs whose exception for the main thread was raised: each shard's call may raise one.
 _interrupted: collections.deque[int] = collections.deque(maxlen=64)  # guarded by _lock
-_TOLD = "callgate_told"  # an attribute of those that Python's own handler raises, too
-# The main thread may be told of an interrupt anywhere, so also where it has the lock.
+_TOLD = "callgate_told"  # an attribute of interrupts that Python's own handler raises, too
+# An interrupt may reach the main thread anywhere, also while it holds the lock.
 _lock = threading.RLock()
 _next_id = 0  # guarded by _lock
 
 
 def told(exception: KeyboardInterrupt) -> KeyboardInterrupt:
-  """Marks an interrupt that the main thread raises by itself, so that it raises no second one."""
+  """Marks an interrupt that the main thread raises by itself, so that it raises only one."""
   foreign.attach(exception, _TOLD, True)
   return exception
 
@@ -94,7 +94,7 @@ def keep(exception: BaseException, run: int = NO_RUN, thread: int = THIS_THREAD)
 
 
 def keep_for_main(exception: BaseException) -> int:
-  """Stores what a signal's handler raised, for the main thread to raise; returns its id."""
+  """Stores an exception of a signal handler, for the main thread to raise; returns its id."""
   return _keep(exception, NO_RUN, THIS_THREAD, True)
 
 
@@ -115,7 +115,7 @@ def _keep(exception: BaseException, run: int, thread: int, for_main: bool) -> in
 
 
 def _forget(count: int) -> None:
-  """Forgets so many: what has been claimed first, then what no open block may ask for."""
+  """Forgets so many failures: first claimed ones, then those that no open block may ask for."""
   claimed = [one.id for one in _store.values() if one.claimed][:count]
   for one in claimed:
     del _store[one]
@@ -127,7 +127,7 @@ def _forget(count: int) -> None:
 
 
 def id_in(text: str) -> int | None:
-  """The id that an error's text carries."""
+  """Returns the id in an error's text."""
   if (match := _ID.search(text)) is not None:
     return int(match.group(1))
   if (match := _TIMEOUT.search(text)) is None:
@@ -142,7 +142,7 @@ def id_in(text: str) -> int | None:
 
 
 def find(text: str, *, claim: bool = True) -> KeptError | None:
-  """The failure that an error's text stands for, if it is still here."""
+  """Returns the failure of an error's text, if it is still kept."""
   number = id_in(text) or 0
   with _lock:
     kept = _store.get(number)
@@ -152,7 +152,7 @@ def find(text: str, *, claim: bool = True) -> KeptError | None:
 
 
 def claimed(kept: KeptError) -> None:
-  """Somebody has got it. Older ones that somebody has got are kept no longer."""
+  """Marks a failure as claimed, and drops older claimed ones."""
   with _lock:
     kept.claimed = True
     ids = [one.id for one in _store.values() if one.claimed and one is not kept]
@@ -164,12 +164,12 @@ def claimed(kept: KeptError) -> None:
 
 
 def set_aside(exception: BaseException) -> int:
-  """Stores an exception until `take_back`, which nobody else asks for; returns its id."""
+  """Stores an exception for `take_back` only; returns its id."""
   return _keep(exception, NO_RUN, THIS_THREAD, False)
 
 
 def take_back(text: str) -> BaseException | None:
-  """The exception of `set_aside`, if a text is its id alone; it is kept no longer."""
+  """Removes and returns the exception of `set_aside` if a text is its id; else None."""
   number = _ID.fullmatch(text)
   with _lock:
     kept = _store.pop(int(number[1]), None) if number else None
@@ -177,7 +177,7 @@ def take_back(text: str) -> BaseException | None:
 
 
 def take(text: str) -> KeptError | None:
-  """As `find`; it is kept no longer, nor is what its traceback's frames hold."""
+  """Like `find`, but removes the failure, and with it its traceback's frames."""
   with _lock:
     if (kept := find(text)) is not None:
       _store.pop(kept.id, None)
@@ -185,27 +185,28 @@ def take(text: str) -> KeptError | None:
 
 
 def newest_first() -> list[KeptError]:
-  """All that is kept, the newest first."""
+  """Returns all kept failures, the newest first."""
   with _lock:
     return list(reversed(_store.values()))
 
 
 def is_claimed(number: int) -> bool:
-  """True if somebody has got it."""
+  """Returns True if a caller has got it."""
   return number in _let_go or ((kept := _store.get(number)) is not None and kept.claimed)
 
 
 def enter_block() -> int:
-  """A block of `callgate.errors()` begins; returns the first id of what may fail in it."""
+  """Begins a block of `callgate.errors()`; returns the first id of a failure in it."""
   with _lock:
     blocks.append(_next_id + 1)
     return _next_id + 1
 
 
 def defer(text: str) -> BaseException:
-  """Has the failure that the text stands for wait until somebody asks; returns its exception.
+  """Defers the failure of a text until a caller asks for it; returns its exception.
 
-  The runtime's own errors stand for none, nor do those that others have pushed out of the store.
+  If the store lacks it (the runtime's own errors, or beyond the limit), the exception is made of
+  the text.
   """
   with _lock:
     kept = find(text, claim=False)
@@ -217,7 +218,7 @@ def defer(text: str) -> BaseException:
 
 
 def keep_consumers(exception: BaseException, consumer: str) -> bool:
-  """Has a consumer's exception wait until somebody asks; False past the bound, where it counts."""
+  """Keeps a consumer's exception until a caller asks; beyond the limit counts it, returns False."""
   global _uncounted
   with _lock:
     if has_room := len(_of_consumers) < _LIMIT_OF_CONSUMERS:
@@ -230,7 +231,7 @@ def keep_consumers(exception: BaseException, consumer: str) -> bool:
 def find_consumers(
   holds: Callable[[KeptError], bool], *, take: bool = False
 ) -> BaseException | None:
-  """The oldest exception of a consumer for which `holds`, or None."""
+  """Returns the oldest exception of a consumer for which `holds`, or None."""
   with _lock:
     for index, one in enumerate(_of_consumers):
       if holds(one):
@@ -239,7 +240,7 @@ def find_consumers(
 
 
 def take_consumers() -> tuple[list[BaseException], int]:
-  """Takes all exceptions of consumers, oldest first; with the number of those past the bound."""
+  """Removes and returns consumers' exceptions, oldest first, and the number beyond the limit."""
   global _uncounted
   with _lock:
     taken, more = [one.exception for one in _of_consumers], _uncounted
@@ -249,7 +250,7 @@ def take_consumers() -> tuple[list[BaseException], int]:
 
 
 def take_for_main() -> BaseException | None:
-  """The newest for the main thread that nobody has got, or None; a block asks for its own."""
+  """Claims and returns the newest failure for the main thread; None if none, or in a block."""
   with _lock:
     if blocks:
       return None
@@ -264,9 +265,9 @@ def take_for_main() -> BaseException | None:
 
 
 def take_deferred(others: Container[int | None]) -> list[BaseException]:
-  """Takes what programs deferred and nobody has got, oldest first.
+  """Removes and returns deferred, unclaimed exceptions, oldest first.
 
-  The failures of programs that the threads `others` called stay.
+  Failures of programs that the threads `others` called stay.
   """
   with _lock:
     waiting = [one for one in deferred if not one.claimed]

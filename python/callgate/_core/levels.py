@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch levels that vmap puts around a call, and the positions of their lanes."""
+"""The batch levels of a call under vmap, and the positions of their lanes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 
 from callgate._core.encoding import OPEN, is_open
 
-# A batch level: its extent and, for each operand, whether it has that axis.
+# A batch level: its extent and, for each operand, True if the operand has that axis.
 Level = tuple[int, tuple[bool, ...]]
-# A numbered level, whose lanes the program runs one after the other: its extent, and how many of
-# the call's other levels are inside of it. No operand has an axis of it.
+# A numbered level, whose lanes the program runs one after another: its extent, and the number of
+# the call's other levels inside it. No operand has its axis.
 Numbered = tuple[int, int]
 
 
 def all_sizes(sizes: Sequence[int], numbered: Sequence[Numbered]) -> list[tuple[int, bool]]:
-  """The extents of all levels, outermost first, each with True if the level is numbered."""
+  """Returns the extents of all levels, outermost first, each with True if the level is numbered."""
   found: list[tuple[int, bool]] = []
   for inside, size in zip(range(len(sizes), 0, -1), sizes, strict=True):
     found += [(n, True) for n, own in numbered if own == inside]
@@ -30,9 +30,9 @@ def all_sizes(sizes: Sequence[int], numbered: Sequence[Numbered]) -> list[tuple[
 def index_in_levels(
   index: Sequence[int], sizes: Sequence[int], numbered: Sequence[Numbered], number: int
 ) -> tuple[tuple[int, ...], int]:
-  """A lane's index in all levels, and its position (`Lanes::position` in src/core/lanes.h).
+  """Returns a lane's index in all levels, and its position (`Lanes::position` in src/core/lanes.h).
 
-  `index` is its index in the levels that are not numbered, and `number` that of the call.
+  `index` is its index in the levels that are not numbered; `number` is the call's lane number.
   """
   levels = all_sizes(sizes, numbered)
   numbers = iter(np.unravel_index(number, [n for n, _ in numbered]) if numbered else ())
@@ -43,9 +43,9 @@ def index_in_levels(
 
 
 def number_of_lane(lane: Any, numbered: Sequence[Numbered], inner: Sequence[Any]) -> Any:
-  """The number of a call in one more numbered level, the outermost, where it is in `lane`.
+  """Returns a call's number in one more numbered level, the outermost, for its lane `lane` there.
 
-  `inner` is the number that the call has in the `numbered` levels, if there are any.
+  `inner` is the call's number in the `numbered` levels, if there are any.
   """
   return lane * math.prod(n for n, _ in numbered) + inner[0] if numbered else lane
 
@@ -53,7 +53,7 @@ def number_of_lane(lane: Any, numbered: Sequence[Numbered], inner: Sequence[Any]
 def encode_levels(
   levels: Sequence[Level], numbered: Sequence[Numbered] = (), operands: int = 0
 ) -> dict[str, Any]:
-  """Batch levels of so many operands as programs hold them (`Lanes::of` in src/core/lanes.h)."""
+  """Returns batch levels as programs contain them (`Lanes::of` in src/core/lanes.h)."""
   if not levels and not numbered:
     return {}
   found = all_sizes([n for n, _ in levels], numbered)

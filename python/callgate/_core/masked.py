@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked arrays (`numpy.ma`), which nothing of XLA's can hold.
+"""Rejects masked arrays (`numpy.ma`), which XLA can't represent.
 
-`np.asarray` drops a mask without a word, and with it the knowledge which values are none. So where
-a user's arrays come in, those in which something is masked are refused.
+`np.asarray` silently drops a mask, and with it the information which values are missing. So users'
+arrays with masked elements raise an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-# As in src/bindings/arrays/views.h.
+# The same text as in src/bindings/arrays/views.h.
 ADVICE = (
   "whose mask XLA's arrays don't have; give its filled(value), and its mask, if it is needed, as "
   "an array of its own"
@@ -20,7 +20,7 @@ ADVICE = (
 
 
 def is_masked(value: Any) -> bool:
-  """True if it is an array with masked elements, or a sequence that one is in."""
+  """Returns True for an array with masked elements, or a sequence that contains one."""
   if isinstance(value, (list, tuple)):
     return any(map(is_masked, value))  # pyright: ignore[reportUnknownArgumentType]
   numpy_ma = _numpy_ma(value)
@@ -28,7 +28,7 @@ def is_masked(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-  """The type's name, for what came where an array was expected; and what an array of it lacks."""
+  """Returns a value's type name for an error, and a hint for masked arrays."""
   name = type(value).__name__
   if isinstance(value, int) and not -(2**31) <= value < 2**31:
     return f"{name} {value}, which JAX's integers don't hold"
@@ -45,5 +45,5 @@ def shown(value: Any) -> str:
 
 
 def _numpy_ma(value: Any) -> Any:
-  """`numpy.ma`, if the value may be an array of its; NumPy loads it with the first one."""
+  """Returns `numpy.ma` if the value may be a masked array; NumPy loads it with the first one."""
   return sys.modules.get("numpy.ma") if isinstance(value, np.ndarray) else None

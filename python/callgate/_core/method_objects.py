@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of objects whose methods programs call, which no other object ever gets.
+"""Unique names of objects whose methods programs call.
 
-The callee of a loaded program keeps its object; this table keeps none. A name lasts as long as the
-object or, where that takes no weak reference, as its `Exact`, which the program's trees keep.
+The callee of a loaded program keeps its object; this table keeps none. A name lives as long as the
+object. If the object supports no weak references, the name lives as long as its `Exact`, which the
+program's trees keep.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from callgate._core.errors import GateDefinitionError
 
 # Guarded by _naming; emptied by the end of each object.
 _objects: dict[str, Callable[[], split.Static | None]] = {}
-# The names of those that live, by their identity. Guarded by _naming; emptied by the end of each.
+# The names of live objects, by identity. Guarded by _naming; emptied by the end of each.
 _names: dict[int, str] = {}
-# Guarded by _naming; never emptied: one number for each type, so that no name comes twice.
+# Guarded by _naming; never emptied: one number for each type, so that names stay unique.
 _counters: collections.Counter[str] = collections.Counter()
 _MOST = 1024
 # Objects of other processes. Guarded by _naming; at most _MOST entries.
@@ -30,7 +31,7 @@ _naming = threading.RLock()  # an object may die while another is named
 
 
 def name(node: split.Static, *, portable: bool) -> str:
-  """The name of an object; a portable one stands for nothing in another process."""
+  """Returns the name of an object; a portable name refers to nothing in another process."""
   if portable:
     return names.abroad(name(node, portable=False))
   value = node.value
@@ -52,7 +53,7 @@ def name(node: split.Static, *, portable: bool) -> str:
 
 
 def _node_of(weak: weakref.ref[Any]) -> split.Static | None:
-  """The node of a live object, which the reference leads to by itself or by its `Exact`."""
+  """Returns the node of a live object; the reference is to the object or to its `Exact`."""
   found = weak()
   value = found.value if isinstance(found, exact.Exact) else found
   return None if found is None else split.Static.of_object(value)
@@ -66,10 +67,10 @@ def _forget(identity: int, made: str) -> None:
 
 
 def find(made: str) -> split.Static:
-  """The node of a name's object.
+  """Returns the node of a name's object.
 
   Raises:
-    GateDefinitionError: it is none of this process.
+    GateDefinitionError: this process has no such object.
   """
   of_name = _objects.get(made) or _objects.get(names.at_home(made))
   node = _learned.get(made) if of_name is None else of_name()
@@ -83,9 +84,9 @@ def find(made: str) -> split.Static:
 
 
 def learn(made: str, value: Any) -> None:
-  """Gives the name of another process's object an object of this one."""
+  """Gives the name of another process's object to an object of this process."""
   with _naming:
     _learned[made] = split.Static.of_object(value)
     _learned.move_to_end(made)
     oldest = _learned.popitem(last=False) if len(_learned) > _MOST else None
-  del oldest  # without the lock: its end may be anything
+  del oldest  # without the lock: its end may run any code

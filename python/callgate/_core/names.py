@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names by which programs hold the static values that they can't write out.
+"""Names in programs for static values that can't be written as text.
 
-A name stands for one value of this process. Values of plain content (numbers, text, functions and
-classes that a module holds, frozen dataclasses of these) are named by that content, so that
-another process finds its own. Any other object gets a number, which no other object of the process
-ever gets; nothing is pickled for it. A program for `jax.export` names such an object by the digest
-of its pickle instead: another process looks for an object of that content.
+A name refers to one value of this process. A value of plain content (numbers, text, functions and
+classes of modules, frozen dataclasses of these) is named by that content, so that another process
+finds its own. Any other object gets a number that is unique in the process; nothing is pickled. A
+program for `jax.export` names such an object by the digest of its pickle instead: another process
+looks for an object of the same content.
 
-Objects belong to those who use them: a name lasts as long as the object or, where that takes no
-weak reference, as what keeps its `Exact`.
+Users own the objects: a name lives as long as the object. If the object supports no weak
+references, the name lives as long as the owner of its `Exact`.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from callgate._core import exact, foreign
 from callgate._core.errors import GateDefinitionError
 from callgate._core.exact import Exact
 
-_lock = exact.lock  # no function of the user's is called while it is held
-# Guarded by exact.lock; never emptied: one number for each type, so that no name comes twice.
+_lock = exact.lock  # never held while a user's function runs
+# Guarded by exact.lock; never emptied: one number for each type, so that names stay unique.
 _counters: collections.Counter[str] = collections.Counter()
-# Names of objects that live, by their identity. Guarded by exact.lock, but for the end of an
-# object, which is single steps; emptied by the end of each object.
+# Names of live objects, by identity. Guarded by exact.lock, but for the end of an object, which is
+# single steps; emptied by the end of each object.
 _numbered: dict[int, str] = {}
 # Guarded by exact.lock.
 _by_name: weakref.WeakValueDictionary[str, Exact] = weakref.WeakValueDictionary()
-# Weak references to objects that have names. Guarded by exact.lock, but for the end of an object,
-# which is single steps; emptied by the end of each object.
+# Weak references to named objects. Guarded by exact.lock, but for the end of an object, which is
+# single steps; emptied by the end of each object.
 _objects: dict[str, Callable[[], Any]] = {}
 _MOST = 1024
-# The newest, see `_keep`. Guarded by exact.lock; at most _MOST entries.
+# The newest values, see `_keep`. Guarded by exact.lock; at most _MOST entries.
 _kept: collections.OrderedDict[Any, Exact] = collections.OrderedDict()
 # Values of other processes. Guarded by exact.lock; at most _MOST entries.
 _learned: collections.OrderedDict[str, Exact] = collections.OrderedDict()
-_PROCESS = uuid.uuid4().hex  # what names from here begin with in other processes
+_PROCESS = uuid.uuid4().hex  # the prefix of this process's names in other processes
 
 
 def name(one: Exact, *, portable: bool = False) -> str:
-  """The value's name in programs; with `portable` one that other processes find a value by.
+  """Returns the value's name in programs; with `portable` one for other processes.
 
   Raises:
-    GateDefinitionError: with `portable`, it can't be pickled.
+    GateDefinitionError: with `portable`: the value can't be pickled.
   """
   if portable and one.has_objects:
     return _exported_name(one, f"{_kind(one)}:{_digest(one)}")
@@ -71,7 +71,7 @@ def _kind(one: Exact) -> str:
 
 
 def _named_by(one: Exact, text: str) -> str:
-  """A name by content: another value of that text (of a class that was defined again) has it."""
+  """Returns a name by content, which another value of that text (of a redefined class) may have."""
   base = f"{_kind(one)}:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
   names = (f"{base}#{number}" if number else base for number in itertools.count())
   return next(each for each in names if each not in _by_name)
@@ -93,7 +93,7 @@ def _local_name(one: Exact) -> str:
 
 
 def _number(one: Exact) -> str:
-  """The name of an object: its type's, with a number."""
+  """Returns the name of an object: its type's name and a number."""
   value = one.value
   if (known := _numbered.get(id(value))) is not None:
     return known
@@ -106,10 +106,10 @@ def _number(one: Exact) -> str:
 
 
 def _refer(made: str, value: Any) -> bool:
-  """Has a name lead to an object while that lives; False where no reference tells when it dies."""
+  """Makes a name refer to an object while that lives; False if it supports no weak references."""
   identity = id(value.value) if isinstance(value, Exact) else id(value)
 
-  def died(reference: weakref.ref[Any]) -> None:  # may run at any time, in any thread: no lock
+  def died(reference: weakref.ref[Any]) -> None:  # no lock: may run at any time, in any thread
     if _objects.get(made) is reference:
       del _objects[made]
     if _numbered.get(identity) == made:
@@ -128,7 +128,7 @@ def _described(value: Any) -> str:
 
 
 def _keep(one: Exact) -> None:
-  """Keeps what has none of the user's objects, for programs that are loaded after their trace."""
+  """Keeps a value without users' objects, for programs that are loaded after their trace."""
   _kept[one] = one
   _kept.move_to_end(one)
   while len(_kept) > _MOST:
@@ -137,7 +137,7 @@ def _keep(one: Exact) -> None:
 
 # -- other processes -------------------------------------------------------------------------------
 def _exported_name(one: Exact, base: str) -> str:
-  """`base`, with a number where another live object of this content has it."""
+  """Returns `base`, with a number if another live object of this content has it."""
   with _lock:
     names = (f"{base}#{number}" if number else base for number in itertools.count())
     made = next(each for each in names if _named(each) in (None, one))
@@ -166,15 +166,15 @@ def _digest(one: Exact) -> str:
 
 
 def digest(value: Any) -> str:
-  """A digest of a value's pickle, of which no more than a piece is in memory."""
+  """Returns a digest of a value's pickle, without holding the whole pickle in memory."""
   try:
     return _Hashed(fast=True).of(value)
-  except (ValueError, RecursionError):  # it refers to itself
+  except (ValueError, RecursionError):  # the value refers to itself
     return _Hashed(fast=False).of(value)
 
 
 class _Hashed(io.RawIOBase):
-  """Takes a pickle. `fast` has parts that are the same object, and equal ones, written alike."""
+  """Hashes a pickle. `fast` writes identical parts and equal parts in the same way."""
 
   def __init__(self, *, fast: bool) -> None:
     super().__init__()
@@ -195,7 +195,7 @@ class _Hashed(io.RawIOBase):
 
 
 def find(made: str, what: str) -> Exact:
-  """The value of a name.
+  """Returns the value of a name.
 
   Raises:
     GateDefinitionError: there is none.
@@ -215,7 +215,7 @@ def find(made: str, what: str) -> Exact:
 
 
 def _of_content(made: str) -> Exact | None:
-  """Finds the live value of the digest in a name, by pickling those of the type."""
+  """Finds the live value of the digest in a name, by pickling the values of the type."""
   base, _, number = made.partition("#")
   kind, _, wanted = base.rpartition(":")
   with _lock:
@@ -231,7 +231,7 @@ def _of_content(made: str) -> Exact | None:
 
 
 class NamedObjects:
-  """Keeps, with a program, the objects that it names; such a program can't be pickled."""
+  """Keeps the objects that a program names; such a program can't be pickled."""
 
   def __init__(self, kept: Sequence[Exact], what: str = "") -> None:
     self.kept = kept
@@ -246,17 +246,17 @@ class NamedObjects:
 
 
 def abroad(made: str) -> str:
-  """The name of this process's value in another, which has values and names of its own."""
+  """Returns the name for this process's value in another process."""
   return f"{_PROCESS}/{made}"
 
 
 def at_home(made: str) -> str:
-  """The name that `abroad` was given here."""
+  """Returns the name that `abroad` got here."""
   return made.removeprefix(f"{_PROCESS}/")
 
 
 def learn(made: str, one: Exact) -> Exact:
-  """Gives a name from another process a value; the first that it got stays."""
+  """Gives a name from another process a value; the first value stays."""
   with _lock:
     one = _learned.setdefault(made, one)
     _learned.move_to_end(made)

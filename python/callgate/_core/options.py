@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of options, one for each kind: an error names the option, what was expected, what came.
+"""Checks of options, one for each kind; errors name the option, the expected and the actual value.
 
-`label` says whose option it is, as messages begin: "gate 'f'", "channel 'loss'", "sinks.JSONL".
-None is let through by `or_none` alone. Options are checked where they are taken, and what is
-returned is of the plain type: no NumPy scalars.
+`label` is the option's owner, as messages begin: "gate 'f'", "channel 'loss'", "sinks.JSONL". Only
+`or_none` accepts None. Each check returns the plain type, never a NumPy scalar.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ import numpy as np
 
 from callgate._core.errors import GateDefinitionError
 
-# The runtime counts in 64 bits, and times in nanoseconds of 64 bits.
+# The runtime counts in 64 bits, also nanoseconds.
 _MOST = 2**63 - 1
 _MOST_SECONDS = 1e9
 _Options = TypeVar("_Options")
 
 
 def option(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
-  """A field of a dataclass of options: its default, and the check of any other value."""
+  """Returns a field of a dataclass of options: its default, and the check of other values."""
   return dataclasses.field(default=default, metadata={"check": functools.partial(check, **limits)})
 
 
 def checked(label: str, options: _Options) -> _Options:
-  """A dataclass of options, each as the check of its field returns it."""
+  """Returns a dataclass of options with the values that its fields' checks return."""
   given: Any = options
   return dataclasses.replace(given, **check_fields(label, options))
 
 
 def check_fields(label: str, options: object) -> dict[str, Any]:
-  """The values that the checks of a dataclass's fields return; defaults are left out."""
+  """Returns the values that a dataclass's checks return, without defaults."""
   given: Any = options
   values = {field: getattr(given, field.name) for field in dataclasses.fields(given)}
   return {
@@ -51,12 +50,12 @@ def check_fields(label: str, options: object) -> dict[str, Any]:
 
 
 def refuse(label: str, option: str, expected: str, value: Any) -> NoReturn:
-  """Raises the error for a value that an option can't have."""
+  """Raises the error for a wrong value of an option."""
   raise GateDefinitionError(f"{label}: {option}: expected {expected}, got {value!r}")
 
 
 def or_none(check: Callable[..., Any], label: str, option: str, value: Any, **limits: Any) -> Any:
-  """Returns what `check` gives, or None for None."""
+  """Returns the result of `check`, or None for None."""
   return None if value is None else check(label, option, value, **limits)
 
 
@@ -67,14 +66,14 @@ def boolean(label: str, option: str, value: Any) -> bool:
 
 
 def booleans(label: str, **options: Any) -> dict[str, bool]:
-  """Several by name."""
+  """Checks several booleans by name."""
   return {option: boolean(label, option, value) for option, value in options.items()}
 
 
 def count(
   label: str, option: str, value: Any, *, least: int = 0, most: int = _MOST, what: str | None = None
 ) -> int:
-  """An integer; `what` says it in the option's own words, here and below."""
+  """Checks an integer; `what` describes the expected value in messages, here and below."""
   if _is_whole(value) and least <= value <= most:
     return int(value)
   what = what or f"an integer of at least {least}"
@@ -89,7 +88,7 @@ def _is_whole(value: Any) -> bool:
 def number(
   label: str, option: str, value: Any, *, above: float | None = None, what: str = "a number"
 ) -> float:
-  """A real number, `above` one. Not NaN."""
+  """Checks a real number greater than `above`, not NaN."""
   found = _real(value)
   if found is None or math.isnan(found) or (above is not None and found <= above):
     refuse(label, option, what, value)
@@ -101,11 +100,11 @@ def _real(value: Any) -> float | None:
     return None
   with contextlib.suppress(OverflowError):
     return float(value)
-  return math.inf  # an integer beyond a float
+  return math.inf  # the integer is too large for a float
 
 
 def seconds(label: str, option: str, value: Any, *, zero: bool = False) -> float:
-  """A time; with `zero` also none."""
+  """Checks a time in seconds; zero=True allows 0."""
   found = _real(value)
   if found is None or not 0 <= found <= _MOST_SECONDS or (found == 0 and not zero):
     kind = "0 or more seconds" if zero else "positive seconds"
@@ -121,7 +120,7 @@ def text(label: str, option: str, value: Any, expected: str = "a string") -> str
 
 
 def _encodable(label: str, option: str, value: str) -> str:
-  """Text that files and programs can hold: in UTF-8, which lone surrogates have no place in."""
+  """Checks that a text is valid UTF-8, without lone surrogates, for files and programs."""
   try:
     value.encode()
   except UnicodeEncodeError:
@@ -129,11 +128,11 @@ def _encodable(label: str, option: str, value: str) -> str:
   return str(value)
 
 
-_TRACER = re.compile(r"\b(?:\w*Tracer\(|Traced<)[^)>]*[)>]?")  # as JAX shows one
+_TRACER = re.compile(r"\b(?:\w*Tracer\(|Traced<)[^)>]*[)>]?")  # JAX's text of a tracer
 
 
 def template(label: str, option: str, value: Any) -> str:
-  """A text with fields for values, in which an f-string has not put a traced array's."""
+  """Checks a text with fields for values; rejects f-strings that formatted a traced array."""
   if (found := _TRACER.search(text(label, option, value))) is not None:
     got = f"got {found[0]}, what an f-string makes of a traced array"
     raise GateDefinitionError(
@@ -143,7 +142,7 @@ def template(label: str, option: str, value: Any) -> str:
 
 
 def optional_texts(label: str, **options: Any) -> None:
-  """Several by name; None is let through."""
+  """Checks several texts by name; allows None."""
   for option, value in options.items():
     or_none(text, label, option, value)
 
@@ -156,11 +155,11 @@ def name(label: str, value: Any) -> str | None:
 
 
 def path(label: str, option: str, value: Any) -> str:
-  """A path as text."""
+  """Returns a path as text."""
   made: Any = os.fspath(cast("Any", value)) if isinstance(value, (str, os.PathLike)) else None
   if not isinstance(made, str) or not made:
     refuse(label, option, "a path (a non-empty string or os.PathLike)", value)
-  if "\0" in made:  # where the system would cut it, and take another file
+  if "\0" in made:  # the system would cut the path here
     refuse(label, option, "a path without a NUL character", value)
   return _encodable(label, option, made)
 
@@ -172,7 +171,7 @@ def function(label: str, option: str, value: Any) -> Any:
 
 
 def writable(label: str, option: str, value: Any) -> Any:
-  """A file to write text to."""
+  """Checks a file to write text to."""
   if not callable(getattr(value, "write", None)):
     refuse(label, option, "an object with write()", value)
   return value
@@ -181,7 +180,7 @@ def writable(label: str, option: str, value: Any) -> Any:
 def positions(
   label: str, option: str, value: Any, *, what: str = "positions, integers from 0"
 ) -> tuple[int, ...]:
-  """Several positions."""
+  """Checks several positions."""
   if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
     items = cast("Sequence[Any]", value)
     if all(_is_whole(item) and 0 <= item <= _MOST for item in items):
@@ -190,7 +189,7 @@ def positions(
 
 
 def named(label: str, option: str, value: Any) -> dict[str, Any]:
-  """A mapping whose keys are names; {} for None."""
+  """Checks a mapping whose keys are names; returns {} for None."""
   given: Any = {} if value is None else value
   items = cast("Mapping[Any, Any]", given)
   if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in items):
@@ -207,7 +206,7 @@ def linear(label: str, option: str, value: Any) -> bool | tuple[int, ...]:
 
 
 def aliases(label: str, option: str, value: Any) -> dict[int, int]:
-  """Input positions to output positions."""
+  """Checks a dict from input positions to output positions."""
   pairs = cast("Mapping[Any, Any]", value)
   if not isinstance(value, Mapping) or not all(
     _is_whole(i) and i >= 0 for pair in pairs.items() for i in pair
@@ -220,7 +219,7 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 
 
 def byte_size(label: str, name: str, value: Any) -> int:
-  """A number of bytes as users write it: 65536, "64MiB", "1.5 GB"."""
+  """Returns a number of bytes from 65536, "64MiB" or "1.5 GB"."""
   what = "bytes, as 65536 or '64MiB'"
   if not isinstance(value, str):
     return count(label, name, value, least=1, what=what)
@@ -246,16 +245,16 @@ def sharding(label: str, option: str, value: Any) -> Any:
 
 
 def names(label: str, option: str, value: Any) -> tuple[str, ...]:
-  """A name, or a sequence of names."""
+  """Checks a name, or a sequence of names."""
   return (value,) if isinstance(value, str) else strings(label, option, value)
 
 
 def strings(label: str, option: str, value: Any, *, what: str | None = None) -> tuple[str, ...]:
-  """A sequence of strings or paths; a string alone is none."""
+  """Checks a sequence of strings or paths, which must not be a string itself."""
   if not isinstance(value, (str, bytes)) and isinstance(value, Iterable):
     try:
       items = tuple(cast("Iterable[Any]", value))
-    except (TypeError, ValueError):  # an array of no dimensions, a closed file
+    except (TypeError, ValueError):  # such as a scalar array or a closed file
       items = (None,)
     if all(isinstance(item, (str, os.PathLike)) for item in items):
       texts = tuple(str(os.fspath(cast("Any", item))) for item in items)

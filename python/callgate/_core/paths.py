@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the package's folder; replaces a file, and swaps two, in one step."""
+"""Finds the package's folder; replaces a file, and swaps two files, atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Generator[Path]:
-  """A new file beside `path` to write, which takes its place at the end, if nothing was raised."""
+  """Yields a new file to write, which replaces `path` at the end, unless the block raises."""
   made = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
   try:
     yield made
@@ -29,9 +29,10 @@ _HERE = -100  # AT_FDCWD of fcntl.h
 
 
 def exchange(one: Path, other: Path) -> bool:
-  """Swaps the names of two files or folders in one step, for which Python has no function.
+  """Swaps the names of two files or folders atomically.
 
-  False where the system or the file system can't.
+  Python has no function for this. Returns False if the system or the file system does not support
+  it.
   """
   rename = getattr(ctypes.CDLL(None), "renameat2", None)  # glibc's, from 2.28 on
   paths = _HERE, os.fsencode(one), _HERE, os.fsencode(other)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Things that callgate makes of a user's function, once, for as long as the function lives.
+"""Objects that callgate makes once for each user's function and that live as long as the function.
 
-JAX's caches know a function by its identity and hold it weakly. So what stands for a function there
-must be one for all calls, and must not keep the function, whose closure may hold arrays, or tracers
-of a trace that has ended. It is an attribute of the function: the two die together.
+JAX's caches know a function by its identity and hold it weakly. So callgate's replacement of a
+function must be the same in all calls. It must not keep the function, whose closure may hold
+arrays, or tracers of a trace that has ended. Therefore it is an attribute of the function, and both
+die together.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from callgate._core import exact
 from callgate._jax import tracing
 
 _ATTRIBUTE = "__callgate__"
-_lock = threading.RLock()  # held where a function gets its store; a collection may need one, too
+_lock = threading.RLock()  # held while a function gets its store; a collection may need it, too
 
 
 class _Store:
-  """Keeps the things of one function. `functools.wraps` hands it on to other functions."""
+  """Keeps the objects of one function. `functools.wraps` passes it on to other functions."""
 
   def __init__(self, owner: Callable[..., Any]) -> None:
     self.owner, self.made = weakref.ref(owner), dict[Any, Any]()
     _stores.add(self)
 
   def __reduce__(self) -> Any:
-    return dict, ()  # pickled with its function: another process makes its own
+    return dict, ()  # a pickle of the function gets an empty store
 
 
 _stores = weakref.WeakSet[_Store]()  # guarded by _lock; the functions keep them
@@ -50,7 +51,7 @@ tracing.clear_with_caches(_clearing, "what callgate made of functions")
 
 
 def _store_of(function: Any) -> _Store | None:
-  """The store of a function; None for other callables, whose attributes are their own affair."""
+  """Returns the store of a function; None for other callables."""
   if not isinstance(function, (types.FunctionType, functools.partial)):
     return None
   with _lock:
@@ -61,10 +62,10 @@ def _store_of(function: Any) -> _Store | None:
 
 
 def cached(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Has a maker called once for each function, given as an `Exact`, and further keys.
+  """Makes a function run once for each callable, given as an `Exact`, and further keys.
 
   Args:
-    most: of callables that are no functions as many are remembered, the latest ones.
+    most: the number of callables other than functions to remember, the latest ones.
   """
 
   def decorate(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles and copies of what belongs to its process: gates, kernels, feeds.
+"""Pickles and copies of objects that belong to one process: gates, kernels, feeds.
 
-A copy is the thing itself. A pickle says where a module holds the thing, as pickles of functions
-do. The call that made a thing makes it again if no module holds it. A mark tells the process that
-it came from, and one that has got it before, that they have it already.
+A copy is the object itself. A pickle has the object's place in a module, as for functions. If no
+module holds the object, the pickle has the call that made it. A mark tells a process that it
+already has the object: the process that made the pickle, or one that has loaded it before.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy as np
 from callgate._core import registry
 from callgate._core.public import Public, Uncopied, core
 
-# Guarded by _lock, but for a mark that nobody knows yet.
+# Guarded by _lock, but for a mark that no other thread has yet.
 _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_lock = threading.RLock()  # held while a thing is made again: two threads may have got one pickle
+_lock = threading.RLock()  # held while an object is made: two threads may load one pickle
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-  """The call that made a thing, and the module whose code made the call."""
+  """The call that made an object, and the module whose code made the call."""
 
   module: str
   make: Callable[..., Any]
@@ -41,13 +41,13 @@ class Origin:
 
 
 class Identity(Uncopied):
-  """The core of an object that users hold, as copies and pickles of the object see it.
+  """The core of a public object, for its copies and pickles.
 
   Attributes:
-    label: what messages call the object.
-    origin: the call that made it; None if callgate made it for a purpose of its own.
-    travels: True if another process can make it again. `why_not` says why it can't.
-    mark: the name by which processes know that they have it already.
+    label: the object's name in messages.
+    origin: the call that made it; None if callgate made it for internal use.
+    travels: True if another process can make it again. `why_not` has the reason if it can't.
+    mark: the name by which processes recognize an object that they already have.
   """
 
   label: Any
@@ -61,7 +61,7 @@ C = TypeVar("C", bound=Identity)
 
 
 class Portable(Public[C]):
-  """An object that users hold, with pickles as the module's text says."""
+  """A public object with pickles as this module describes."""
 
   def __reduce_ex__(self, protocol: Any) -> Any:
     del protocol
@@ -83,14 +83,14 @@ class Portable(Public[C]):
     return _made_again, made_again, self._rules()
 
   def _rules(self) -> Any:
-    """The state for `__setstate__`: what was added since it was made; None for nothing."""
+    """Returns the state for `__setstate__`: later additions; None if there are none."""
 
 
 class Stays(Uncopied):
-  """A thing of its process, of which no pickle is made."""
+  """An object of its process, which can't be pickled."""
 
   __slots__ = ()
-  _stays = ""  # why, and what is expected instead
+  _stays = ""  # the reason, and what to do instead
 
   def __reduce_ex__(self, protocol: Any) -> Any:
     del protocol
@@ -98,12 +98,12 @@ class Stays(Uncopied):
 
 
 def made_by(origin: Origin, made: Any) -> Any:
-  """Notes the call that made an object of a user's, and returns the object.
+  """Records the call that made a user's object, and returns the object.
 
-  A call may go through another maker's: the first to say so, which made it, is its origin.
+  A call may go through another maker's. The innermost call, which reports first, is the origin.
   """
   if isinstance(made, Portable) and (identity := core(made)).origin is None:
-    if not identity.travels:  # nobody makes it again: what it was made of may go
+    if not identity.travels:  # never made again: frees its arguments
       origin = dataclasses.replace(origin, args=(), options={})
     identity.origin, identity.mark = origin, uuid.uuid4().hex
     _marked[identity.mark] = made
@@ -111,8 +111,8 @@ def made_by(origin: Origin, made: Any) -> Any:
 
 
 def _places(held: Any, origin: Origin | None) -> list[tuple[str, str]]:
-  """Modules and the qualified names by which they may hold the object."""
-  own = vars(held)  # where it has the names of its function
+  """Returns modules and qualified names by which they may hold the object."""
+  own = vars(held)  # it has the names of its function
   places = [(own["__module__"], own["__qualname__"])] if "__qualname__" in own else []
   module = origin.module if origin is not None else ""
   names = dict(vars(sys.modules[module])) if module in sys.modules else {}
@@ -120,13 +120,13 @@ def _places(held: Any, origin: Origin | None) -> list[tuple[str, str]]:
 
 
 def _type_of(leaf: Any) -> Any:
-  """Returns the type of an array in `out`, whose values do not count."""
+  """Returns the type of an array in `out`, whose values do not matter."""
   is_array = isinstance(leaf, (np.ndarray, jax.Array))
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
 
 def _at(module: str, path: str) -> Any:
-  """Returns what a module holds by a qualified name; None for nothing."""
+  """Returns a module's object by its qualified name; None if there is none."""
   found: Any = sys.modules.get(module)
   for name in path.split("."):
     found = getattr(found, name, None)
@@ -134,10 +134,10 @@ def _at(module: str, path: str) -> Any:
 
 
 def _takes_along(frame: FrameType, module: str) -> bool:
-  """True if the pickler at work takes along what `module` defines, for readers without the module.
+  """Returns True if the running pickler pickles `module` by value, for readers without it.
 
-  cloudpickle, its copies in other libraries, and dill do so with `__main__`. They tell nobody but
-  by the frame of theirs that asked for the pickle.
+  cloudpickle, its copies in other libraries, and dill do that for `__main__`. Only the frame of
+  theirs that calls the pickle shows it.
   """
   for kind in type(frame.f_locals.get("self")).__mro__:
     if "cloudpickle" in kind.__module__:
@@ -174,7 +174,7 @@ def _made_again(
     if (known := _marked.get(mark)) is not None:
       return known
     call = inspect.signature(make).bind(*args, **options)
-    if call.arguments.get("name") is None:  # the old name, so that programs find each other
+    if call.arguments.get("name") is None:  # keeps the old name, which programs use
       taken = name in registry.taken_names()
       call.arguments["name"] = registry.free_name(name.partition("#")[0]) if taken else name
     made = make(*call.args, **call.kwargs)

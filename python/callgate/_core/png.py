@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # by channels: grey, RGB, RGBA
+_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # by channels: gray, RGB, RGBA
 
 
 def png(pixels: np.ndarray[Any, Any]) -> bytes:
-  """A PNG of uint8[height, width, 1, 3 or 4]."""
+  """Returns a PNG of uint8[height, width, 1, 3 or 4]."""
   height, width, channels = pixels.shape
-  lines = np.zeros((height, 1 + channels * width), np.uint8)  # each begins with its filter, none
+  lines = np.zeros((height, 1 + channels * width), np.uint8)  # each line begins with its filter, 0
   lines[:, 1:] = pixels.reshape(height, -1)
 
   def chunk(kind: bytes, data: bytes) -> bytes:

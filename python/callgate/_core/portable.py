@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that programs of other processes hold by their types and parts, without a name."""
+"""Values that programs of other processes contain by type and parts, without a name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from callgate._core.errors import GateDefinitionError
 
 
 def importable(value: Any) -> str | None:
-  """ "module:name" of a function or class that other processes can import; else None."""
+  """Returns "module:name" of a function or class that other processes can import; else None."""
   place = exact.reference(value)
   return None if place is None or place.startswith("__main__:") else place
 
 
 def imported(place: str) -> Any:
-  """The function or class that `importable` named in another process.
+  """Returns the function or class that `importable` named in another process.
 
   Raises:
     GateDefinitionError: this process can't import it.
@@ -41,7 +41,7 @@ def imported(place: str) -> Any:
 
 
 def is_named(dtype: np.dtype[Any]) -> bool:
-  """True if a dtype's name says all, which is not so of another byte order, or of fields."""
+  """Returns True if a dtype's name is complete: not for another byte order, nor with fields."""
   try:
     return np.dtype(dtype.name) == dtype
   except TypeError:
@@ -49,7 +49,7 @@ def is_named(dtype: np.dtype[Any]) -> bool:
 
 
 def parts_of(value: Any) -> tuple[str, str, dict[str, Any]] | None:
-  """The way to make a value of a type that others can import, the type, and the parts; or None."""
+  """Returns the kind, the type and the parts of a value with an importable type; or None."""
   kind = type(value)
   if isinstance(value, np.generic):
     plain = kind is value.dtype.type and value.dtype.kind != "O" and is_named(value.dtype)
@@ -67,7 +67,7 @@ def parts_of(value: Any) -> tuple[str, str, dict[str, Any]] | None:
 
 
 def made_of(way: str, of: str, parts: dict[str, Any]) -> Any:
-  """The value of which `parts_of` told."""
+  """Returns the value of `parts_of`."""
   if way == "number":
     return np.frombuffer(parts["bytes"], np.dtype(of))[0]
   kind = imported(of)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that users hold: a class has the documented names alone, its core all others."""
+"""Public objects: a class has only the documented names, its core has all others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ C = TypeVar("C")
 
 
 class Closing:
-  """An object that users close; as a context manager it closes itself at the end of its block."""
+  """An object with `close()`; as a context manager it closes itself at the end of the block."""
 
   __slots__ = ()
 
@@ -24,7 +24,7 @@ class Closing:
 
 
 class Uncopied:
-  """A thing of its process: a copy is the thing itself."""
+  """An object of its process: a copy is the object itself."""
 
   __slots__ = ()
 
@@ -37,14 +37,14 @@ class Uncopied:
 
 
 class Public(Uncopied, Generic[C]):
-  """An object that users hold. Its class shows the documented names, which ask its core.
+  """A public object. Its class has the documented names, which use the core.
 
-  The core is in no `__dict__`: `functools.wraps` copies one into the wrappers that users make.
+  The core is not in the `__dict__`, because `functools.wraps` copies that into users' wrappers.
   """
 
   __slots__ = ("_core",)
   _core: C
-  _makers = ""  # the functions that make one, for the message where a class is called instead
+  _makers = ""  # the functions that make one, for the error of a direct call of the class
 
   def __new__(cls, *args: Any, **options: Any) -> Self:
     if cls._makers and not (len(args) == 1 and isinstance(args[0], Uncopied) and not options):
@@ -57,10 +57,10 @@ class Public(Uncopied, Generic[C]):
 
 
 def core(held: Public[C]) -> C:
-  """The object that does the work of one that users hold, for callgate's own code."""
+  """Returns the core of a public object, for callgate's own code."""
   return held._core  # pyright: ignore[reportPrivateUsage]
 
 
 def core_of(value: Any) -> Any:
-  """The core of an object that users hold; any other value as it is."""
+  """Returns the core of a public object; other values unchanged."""
   return core(value) if isinstance(value, Public) else value

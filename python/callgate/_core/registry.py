@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live operations by name, names that nothing else has, and what arguments are called in messages.
+"""Live operations by name, unique names, and the names of arguments in messages.
 
-A call site knows flat positions; users know `x` or `params['w']`. Gates register what is needed to
-translate one into the other.
+A call site has flat positions; users know `x` or `params['w']`. Gates register the information that
+translates one into the other.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from callgate._core.public import core_of
 from callgate._core.where import Where
 
 _gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # guarded by _lock
-# Guarded by _lock; never emptied: one number for each name, so that none comes twice.
+# Guarded by _lock; never emptied: one number for each name, so that names stay unique.
 _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
-_naming = threading.RLock()  # held from the choice of a name until it is taken
+_naming = threading.RLock()  # held from the choice of a name to its registration
 _local = threading.local()
-_ENDING = 1.0  # seconds that the end of a dropped gate may take
+_ENDING = 1.0  # seconds to wait for the end of a dropped gate
 
 
 @contextlib.contextmanager
 def defining(place: Where | None) -> Generator[None]:
-  """Gates that the block makes are defined at `place`, see `Where.definition`."""
+  """Sets the place of the gates that the block makes, see `Where.definition`."""
   before, _local.place = current_place(), place
   try:
     yield
@@ -46,19 +46,19 @@ def current_place() -> Where | None:
 
 
 def register(name: str, gate: Any) -> None:
-  """Makes a gate's parameter names known; the gate has `parameters`."""
+  """Registers a gate and the names of its parameters; the gate has `parameters`."""
   gate.defined_at = current_place()
-  with _lock:  # while another thread looks through the names
+  with _lock:  # another thread may iterate over the names
     _gates[name] = gate
 
 
 def take(name: str) -> None:
-  """Frees a name for a new gate, kernel or feed, where it redefines the one that has the name.
+  """Frees a name for a new gate, kernel or feed, if it redefines the owner of the name.
 
-  That one gets another: what was compiled with it keeps it.
+  The old owner gets another name; programs compiled with it keep it.
 
   Raises:
-    ValueError: it is defined elsewhere.
+    ValueError: the owner is defined in another place.
   """
   with _naming:
     old, place = _gates.get(name), current_place()
@@ -75,13 +75,13 @@ def take(name: str) -> None:
 
 
 def await_free(name: str) -> None:
-  """Waits for the end of a callee of a gate that was dropped, which another thread may free now."""
+  """Waits for the end of a dropped gate's callee, which another thread may be freeing."""
   _part.Wait(_ENDING).poll(lambda: not _callgate.is_registered(name))
 
 
 @contextlib.contextmanager
 def naming(name: str) -> Generator[None]:
-  """As `take`; no other thread takes the name before the block, which registers it, has ended."""
+  """Like `take`, but no other thread gets the name before the block, which registers it, ends."""
   with _naming:
     take(name)
     yield
@@ -97,12 +97,12 @@ def rename(gate: Any, name: str) -> None:
 
 
 def get(name: str) -> Any:
-  """The live gate or kernel of a name, or None."""
+  """Returns the live gate or kernel of a name, or None."""
   return _gates.get(name)
 
 
 def of(gate: str, spec: str, kind: str, index: int) -> str:
-  """ "argument 'x'", "result 0" or "result ['w']" for a flat position of a call."""
+  """Returns "argument 'x'", "result 0" or "result ['w']" for a flat position of a call."""
   if kind == "argument":
     return f"argument {argument(gate, spec, index)}"
   if spec in ("", "*"):
@@ -112,15 +112,15 @@ def of(gate: str, spec: str, kind: str, index: int) -> str:
 
 
 def argument(gate: str, spec: str, index: int) -> str:
-  """The name of a flat argument of a call site: `argument_in` of its arguments' structure."""
+  """Returns the name of a flat argument of a call site; see `argument_in`."""
   flat = spec in ("", "*")
   return argument_in(gate, None if flat else encoding.signature(spec).in_tree, index)
 
 
 def argument_in(gate: str, tree: Any, index: int) -> str:
-  """The name of a flat argument: its parameter, quoted, and a path, as "'model'.layers[0].bias".
+  """Returns a flat argument's name: the quoted parameter and a path, as "'model'.layers[0].bias".
 
-  `tree` is the structure of the call's `(args, kwargs)`; None where all are positional arrays.
+  `tree` is the structure of the call's `(args, kwargs)`; None if all are positional arrays.
   """
   parameters: tuple[str, ...] = getattr(_gates.get(gate), "parameters", ())
   path = ""
@@ -134,23 +134,23 @@ def argument_in(gate: str, tree: Any, index: int) -> str:
 
 
 def operations() -> list[tuple[str, Any]]:
-  """The live gates and kernels by name."""
+  """Returns the live gates and kernels by name."""
   with _lock:
     return list(_gates.items())
 
 
 # -- names that nothing else has -------------------------------------------------------------------
 def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
-  """A gate's name when the user gives none: module, qualified name and, from the second, a number.
+  """Returns a gate's default name: module, qualified name and, from the second on, a number.
 
-  Numbers count gates of the same name in order of creation, so that the next run of the program
-  gives the same names and finds its compiled programs in the persistent cache.
+  Numbers count gates of the same name in order of creation. So the next run of the program gives
+  the same names, and finds its compiled programs in the persistent cache.
   """
   return free_name(f"{prefix}{name_of(function)}")
 
 
 def name_of(function: Callable[..., Any]) -> str:
-  """A callable's module and qualified name."""
+  """Returns a callable's module and qualified name."""
   function = getattr(function, "func", function)  # functools.partial
   module = getattr(function, "__module__", None) or type(function).__module__
   named = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
@@ -159,10 +159,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 @contextlib.contextmanager
 def name_while_alive(base: str) -> Generator[str]:
-  """`base`, or with a number what nothing alive has; the block registers what is to have it.
+  """Yields `base`, with a number if a live object has that name; the block registers the owner.
 
-  So a program that is lowered anew, when the last one is gone, has the same text, and is found in
-  the persistent cache.
+  So a program that is lowered again after the last one's end has the same text, and is found in the
+  persistent cache.
   """
   with _naming:
     taken = set(_callgate.registered_names())
@@ -171,14 +171,14 @@ def name_while_alive(base: str) -> Generator[str]:
 
 
 def taken_names() -> set[str]:
-  """Names of live gates and kernels, and of kernels of which a program has a variant."""
+  """Returns names of live gates and kernels, and of kernels with a variant in a program."""
   with _lock:
     own = set(_gates)
   return {*own, *(name.partition("[")[0] for name in _callgate.registered_names())}
 
 
 def free_name(base: str) -> str:
-  """`base`, with a number from the second time it is asked for."""
+  """Returns `base`, with a number from the second call on."""
   taken = taken_names()
   with _lock:
     while True:
@@ -189,11 +189,11 @@ def free_name(base: str) -> str:
         return name
 
 
-# -- what programs from other processes name -------------------------------------------------------
+# -- names in programs from other processes ------------------------------------------------------
 def defined(name: str) -> Any:
-  """The runtime's hook: defines what a loaded program calls, "name" or a variant "name[key]".
+  """The runtime's hook: defines the callee of a loaded program, "name" or a variant "name[key]".
 
-  Returns the core that has the name then; None if there is none.
+  Returns the core that now has the name; None if there is none.
   """
   base, bracket, key = name.partition("[")
   of_parts = (part.define(base) for part in _part.parts())
@@ -204,7 +204,7 @@ def defined(name: str) -> Any:
 
 
 def _known(name: str) -> Any:
-  """The live gate or kernel of a name, or the member of one; None if there is none."""
+  """Returns the live gate or kernel of a name, or a member of one; None if there is none."""
   owner, dot, member = name.rpartition(".")
   if (found := get(name)) is not None or not dot:
     return found

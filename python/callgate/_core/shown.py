@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotations as signatures show them: `help()`, editors and notebooks print these."""
+"""Annotations in signatures, for `help()`, editors and notebooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODULES = re.compile(
 class Annotation(str):
   """The text of an annotation, which `inspect` shows without quotes.
 
-  `typing.get_type_hints` evaluates it as it does any other str.
+  `typing.get_type_hints` evaluates it like any other str.
   """
 
   __slots__ = ()
@@ -27,7 +27,7 @@ class Annotation(str):
 
 
 def annotation(given: Any) -> Any:
-  """The text of an annotation, whether it was evaluated or not."""
+  """Returns the text of an annotation, evaluated or not."""
   if given is inspect.Signature.empty or isinstance(given, Annotation):
     return given
   return Annotation(given if isinstance(given, str) else _text(given))
@@ -41,10 +41,10 @@ def _text(given: Any) -> str:
 
 
 def show(*values: Any) -> None:
-  """Has public functions, and the functions of public classes, show annotations without quotes."""
+  """Makes public functions, and functions of public classes, show annotations without quotes."""
   for value in values:
     if isinstance(value, type):
-      if "__annotations__" in vars(value):  # `get_type_hints` would look in the public module
+      if "__annotations__" in vars(value):  # `get_type_hints` would use the public module
         value.__annotations__ = inspect.get_annotations(value, eval_str=True)
       for base in value.__mro__:
         if base.__module__.partition(".")[0] == "callgate":
@@ -59,7 +59,7 @@ def _show(function: Any) -> None:
     return
   annotations = function.__annotations__
   if not all(isinstance(given, str) for given in annotations.values()):
-    # They stay for `typing.get_type_hints`.
+    # `typing.get_type_hints` still uses these.
     function.__signature__ = signature(inspect.signature(function))  # type: ignore[attr-defined]
     return
   function.__annotations__ = {name: annotation(text) for name, text in annotations.items()}
@@ -69,13 +69,13 @@ def _show(function: Any) -> None:
 
 
 def signature(given: inspect.Signature) -> inspect.Signature:
-  """A signature whose annotations are texts."""
+  """Returns a signature whose annotations are texts."""
   parameters = [p.replace(annotation=annotation(p.annotation)) for p in given.parameters.values()]
   return inspect.Signature(parameters, return_annotation=annotation(given.return_annotation))
 
 
 def _unpacked(function: types.FunctionType) -> inspect.Signature:
-  """The signature with the keywords of `**options: Unpack[Options]`; each is None by default."""
+  """Returns the signature with the keywords of `**options: Unpack[Options]`, None by default."""
   given = inspect.signature(function)
   *own, last = given.parameters.values()
   options = function.__globals__[last.annotation.removeprefix("Unpack[").removesuffix("]")]

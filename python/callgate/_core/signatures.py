@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a user's function: its parameters (without a signature none), and whether it is async."""
+"""Reads a user's function: its parameters (none without a signature), and if it is async."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def signature_of(function: Callable[..., Any], skip: int = 0) -> inspect.Signature | None:
-  """The callable's signature without its first `skip` parameters; None when unknown."""
+  """Returns the callable's signature without its first `skip` parameters; None if unknown."""
   try:
     signature = inspect.signature(function)
   except (TypeError, ValueError):
     return None
   parameters = list(signature.parameters.values())
-  # `*args` stands for any number of parameters, the first ones included.
+  # `*args` accepts any number of arguments, including the first ones.
   dropped = [p for p in parameters[:skip] if p.kind in _POSITIONAL]
   return signature.replace(parameters=parameters[len(dropped) :])
 
 
 def parameters_text(signature: inspect.Signature) -> str:
-  """A signature without annotations, and with "..." for defaults."""
+  """Returns a signature without annotations, and with "..." for defaults."""
   shown = [
     p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else _DEFAULT)
     for p in signature.parameters.values()
@@ -49,14 +49,14 @@ def _parameters(function: Callable[..., Any], skip: int = 0) -> list[inspect.Par
 
 
 def positional(function: Callable[..., Any], skip: int = 0) -> list[inspect.Parameter]:
-  """A callable's positional parameters after the first `skip`."""
+  """Returns a callable's positional parameters after the first `skip`."""
   return [p for p in _parameters(function, skip) if p.kind in _POSITIONAL]
 
 
 def accepted(
   function: Callable[..., Any], values: Mapping[str, Any], *, filled: int = 0
 ) -> dict[str, Any]:
-  """Returns the values for which the function has parameters beside its first `filled` ones."""
+  """Returns the values for which the function has parameters after its first `filled` ones."""
   parameters = _parameters(function) if values else []
   if any(p.kind is p.VAR_KEYWORD for p in parameters):
     return dict(values)
@@ -65,12 +65,12 @@ def accepted(
 
 
 def defaults(function: Callable[..., Any], skip: int = 0) -> dict[str, Any]:
-  """The defaults of a callable's parameters after the first `skip`."""
+  """Returns the defaults of a callable's parameters after the first `skip`."""
   return {p.name: p.default for p in _parameters(function, skip) if p.default is not p.empty}
 
 
 def open_parameters(function: Callable[..., Any], filled: int, given: Container[str]) -> list[str]:
-  """Names of parameters beside the first `filled` that a call doesn't fill by `given` names."""
+  """Returns parameters after the first `filled` that a call doesn't fill by `given` names."""
   positional_first = [p for p in _parameters(function) if p.kind in _POSITIONAL][filled:]
   keyword_only = [p for p in _parameters(function) if p.kind is p.KEYWORD_ONLY]
   named = (p for p in (*positional_first, *keyword_only) if p.kind is not p.POSITIONAL_ONLY)
@@ -80,7 +80,7 @@ def open_parameters(function: Callable[..., Any], filled: int, given: Container[
 def places(
   function: Callable[..., Any], skip: int, values: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-  """Names of a function's positional parameters, and those of the values that it has a name for."""
+  """Returns the names of a function's positional parameters, and the values for these names."""
   parameters = _parameters(function)
   anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
   named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -89,23 +89,23 @@ def places(
 
 
 def wants_info(function: Callable[..., Any]) -> bool:
-  """True if a consumer takes (value, info): by a second positional parameter without a default."""
+  """Returns True if a consumer takes (value, info): its second parameter has no default."""
   second = positional(function)[1:2]
   return any(p.default is p.empty or p.name == "info" for p in second)
 
 
 def takes_two(function: Callable[..., Any]) -> bool:
-  """True if two positional parameters have no default."""
+  """Returns True if two positional parameters have no default."""
   return sum(p.default is p.empty for p in positional(function)) == 2
 
 
 def is_coroutine_function(function: Any) -> bool:
-  """True if a call gives a coroutine: of an `async def`, or of an object by its `__call__`."""
+  """Returns True if a call returns a coroutine, also by an object's `__call__`."""
   return _is(inspect.iscoroutinefunction, function)
 
 
 def is_generator_function(function: Any) -> bool:
-  """True if a call gives a generator, also an asynchronous one; an object by its `__call__`."""
+  """Returns True if a call returns a generator, also an async one or by an object's `__call__`."""
   return _is(inspect.isgeneratorfunction, function) or _is(inspect.isasyncgenfunction, function)
 
 
@@ -116,7 +116,7 @@ def _is(kind: Callable[[Any], bool], function: Any) -> bool:
 
 
 def refuse_unrun(expected: str, function: Any) -> None:
-  """Raises for a function whose call runs nothing: it makes a coroutine or a generator."""
+  """Raises for a function whose call runs nothing and returns a coroutine or a generator."""
   if is_coroutine_function(function):
     kind = "an async function"
     way = "a def, which may call asyncio.run_coroutine_threadsafe(f(...), loop)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of options in JAX and in callgate's peers, with callgate's own: for error messages."""
+"""Option names of JAX and other libraries, with callgate's names, for error messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VMAP = {
   "broadcast_all": "vmap='broadcast'",
   "legacy_vectorized": "vmap='whole'",
 }
-# Whose an option is, and callgate's: by value, or for any.
+# The library of an option, and callgate's option: by value, or for any value.
 _OPTIONS: dict[str, tuple[str, str | Mapping[Any, str]]] = {
   "result_shape_dtypes": ("JAX's", _OUT),
   "result_shape": ("JAX's", _OUT),
@@ -59,7 +59,7 @@ _OPTIONS: dict[str, tuple[str, str | Mapping[Any, str]]] = {
 
 
 def answer(owner: str, options: Mapping[str, Any], taken: Container[str] = ()) -> None:
-  """Raises for an option, none of those `taken`, that has another name here."""
+  """Raises for an option, except those in `taken`, that has another name here."""
   for name, value in options.items():
     if name not in _OPTIONS or name in taken:
       continue
@@ -71,19 +71,19 @@ def answer(owner: str, options: Mapping[str, Any], taken: Container[str] = ()) -
 
 
 def near(name: str, names: Iterable[str]) -> str:
-  """A hint at the name that is nearly this one, as Python words it; empty if there is none."""
+  """Returns a hint at a similar name, in Python's words; "" if there is none."""
   found = difflib.get_close_matches(name, list(names), n=1)
   return f". Did you mean '{found[0]}'?" if found else ""
 
 
 def answer_vmap(label: str, value: Any) -> None:
-  """Raises where a value of `vmap=` is one of JAX's `vmap_method`."""
+  """Raises if a value of `vmap=` is a `vmap_method` of JAX."""
   if isinstance(value, str) and value in _VMAP:
     raise GateDefinitionError(f"{label}: vmap: {value!r} is JAX's; callgate's is {_VMAP[value]}")
 
 
 def answered(function: Callable[P, R]) -> Callable[P, R]:
-  """A function with options of its own that answers to others'."""
+  """Wraps a function with options of its own, which raises for the options of other libraries."""
   taken = inspect.signature(function).parameters
 
   @functools.wraps(function)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytrees that hold more than arrays: modules with functions, names of modes, and so on.
+"""Pytrees with leaves other than arrays: modules with functions, names of modes, and so on.
 
-JAX's transformations take arrays. So while a call is traced, each other leaf becomes part of the
-tree, as a node without leaves (`Static`), and is put back where a function of the user's is called.
-A PRNG key becomes a node of one leaf, its data (`KeyNode`): the runtime moves arrays of numbers.
+JAX's transformations take arrays. So each other leaf becomes part of the tree during tracing, as a
+node without leaves (`Static`), and returns as a leaf when a user's function is called. A PRNG key
+becomes a node with one leaf, its data (`KeyNode`), because the runtime moves arrays of numbers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PROTOCOLS = ("__jax_array__", "__array__", "__dlpack__", "__cuda_array_interfac
 
 @jax.tree_util.register_pytree_node_class
 class Static(exact.Keyed):
-  """A leaf that is no array, as a node of its pytree.
+  """A leaf other than an array, as a node of its pytree.
 
-  It is equal to another if nothing tells the two values apart (`_core/exact.py`). `by_identity`:
-  only to one of the very same object, since it is an object whose method is called.
+  Two nodes are equal if their values are indistinguishable (`_core/exact.py`). With `by_identity`,
+  for an object whose method is called, they are equal only for the same object.
   """
 
   by_identity = False
@@ -37,7 +37,7 @@ class Static(exact.Keyed):
 
   @classmethod
   def of_object(cls, value: Any) -> Static:
-    """The node of an object whose method is called."""
+    """Returns the node of an object whose method is called."""
     made = cls.__new__(cls)
     made.value, made.by_identity = value, True
     made._exact = exact.exact_object(value)
@@ -69,7 +69,7 @@ class Static(exact.Keyed):
 
 
 class _NoEntry:
-  """The data's place in its key, of which the path of an argument says nothing."""
+  """The place of the data in its key, which paths of arguments leave out."""
 
   def __str__(self) -> str:
     return ""
@@ -77,12 +77,11 @@ class _NoEntry:
 
 @jax.tree_util.register_pytree_with_keys_class
 class KeyNode:
-  """A PRNG key, or an array of keys, as a node: its leaf is the data, of the key's shape and more.
+  """A PRNG key, or an array of keys, as a node; its leaf is the data, with additional axes.
 
   Attributes:
-    data: uint32[*shape, *shape of one key's data]; a ShapeDtypeStruct of it, or anything else that
-      stands for it.
-    impl: of the key, as `jax.random.key_impl` says.
+    data: uint32[*shape, *shape of one key's data], or a ShapeDtypeStruct or other replacement.
+    impl: the key's kind, as in `jax.random.key_impl`.
   """
 
   def __init__(self, data: Any, impl: Any) -> None:
@@ -90,10 +89,10 @@ class KeyNode:
 
   @classmethod
   def of(cls, key: Any) -> KeyNode:
-    """The node of a typed key, or of a ShapeDtypeStruct of one."""
+    """Returns the node of a typed key, or of a ShapeDtypeStruct of one."""
     if not isinstance(key, jax.ShapeDtypeStruct):
       return cls(jax.random.key_data(key), jax.random.key_impl(key))
-    impls: list[Any] = []  # no tracer leaves the function
+    impls: list[Any] = []  # keeps tracers inside the function
 
     def data(key: Any) -> Any:
       impls.append(jax.random.key_impl(key))
@@ -102,7 +101,7 @@ class KeyNode:
     return cls(jax.eval_shape(data, key), impls[0])
 
   def key(self) -> Any:
-    """The key: an array, a ShapeDtypeStruct, or, of a tangent, float0 zeros of its shape."""
+    """The key: an array, a ShapeDtypeStruct, or for a tangent float0 zeros of its shape."""
     data = self.data
     if isinstance(data, jax.ShapeDtypeStruct):
       return jax.eval_shape(self._wrapped, data)
@@ -127,19 +126,19 @@ class KeyNode:
 
 
 def is_key(leaf: Any) -> bool:
-  """True for a typed PRNG key, an array of them, or a ShapeDtypeStruct of one."""
+  """Returns True for a typed PRNG key, an array of keys, or a ShapeDtypeStruct of one."""
   dtype = getattr(leaf, "dtype", None)
-  if dtype is None or isinstance(dtype, np.dtype):  # asked of each result of a call
+  if dtype is None or isinstance(dtype, np.dtype):  # the fast path, for each result of a call
     return False
   is_of_jax = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
   return is_of_jax and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_array(leaf: Any) -> bool:
-  """True if a leaf is an array or a number, or an object that gives one."""
+  """Returns True for an array or a number, or an object that converts to an array."""
   if isinstance(leaf, NUMBERS):
     return True
-  if isinstance(leaf, (type, str, bytes)):  # classes have their instances' methods
+  if isinstance(leaf, (type, str, bytes)):  # a class has the methods of its instances
     return False
   if any(hasattr(leaf, protocol) for protocol in _PROTOCOLS):
     return True
@@ -151,9 +150,9 @@ def is_array(leaf: Any) -> bool:
 
 
 def split(value: Any) -> Any:
-  """The pytree with a `Static` for each leaf that is no array, and a `KeyNode` for each typed key.
+  """Returns the pytree with a `Static` for each leaf other than an array, a `KeyNode` for each key.
 
-  A leaf by itself that is no key is as it is.
+  A single leaf that is no key is unchanged.
   """
   if is_key(value):
     return KeyNode.of(value)
@@ -173,12 +172,12 @@ def _node(leaf: Any) -> Any:
 
 
 def split_keys(value: Any) -> Any:
-  """The pytree with a `KeyNode` for each typed key; other leaves are as they are."""
+  """Returns the pytree with a `KeyNode` for each typed key; other leaves are unchanged."""
   return jax.tree.map(lambda leaf: KeyNode.of(leaf) if is_key(leaf) else leaf, value)
 
 
 def split_tangents(results: Any, tangents: Any) -> Any:
-  """The tangents of results, in the structure of what `split_keys` makes of these."""
+  """Returns the tangents of results, in the structure of `split_keys` of the results."""
   return jax.tree.map(_tangent, results, tangents)
 
 
@@ -190,7 +189,7 @@ def _tangent(result: Any, tangent: Any) -> Any:
 
 
 def joined(value: Any) -> Any:
-  """The pytree that was split, also as a part of `value`."""
+  """Returns the pytree before the split, also inside of `value`."""
   leaves, tree = jax.tree.flatten(value, is_leaf=_is_part)
   if not any(map(_is_part, leaves)):
     return value
@@ -207,25 +206,25 @@ def _whole_of(node: Any) -> Any:
   return node.value if isinstance(node, Static) else node
 
 
-_ARRAY = object()  # stands for one
+_ARRAY = object()  # represents an array
 
 
 def _whole(tree: Any) -> tuple[Any, list[Any]]:
-  """The structure of what was split to `tree`, and its leaves: `_ARRAY`, `Static` or `KeyNode`."""
+  """Returns the structure before the split, and its leaves: `_ARRAY`, `Static` or `KeyNode`."""
   nodes = jax.tree.unflatten(tree, [_ARRAY] * tree.num_leaves)
   leaves, whole = jax.tree.flatten(nodes, is_leaf=_is_part)
   return whole, leaves
 
 
 def is_split(tree: Any) -> bool:
-  """True if a pytree of this structure has static parts, or keys."""
+  """Returns True if a pytree of this structure has static parts, or keys."""
   return any(leaf is not _ARRAY for leaf in _whole(tree)[1])
 
 
 def unflattener(tree: Any, *, keys: bool) -> Callable[[Iterable[Any]], Any]:
-  """The function that makes what was split to the structure `tree`, of arrays.
+  """Returns the function that rebuilds the pytree before the split to `tree`, from arrays.
 
-  `keys`: True for typed keys; False for their data.
+  keys: True for typed keys; False for their data.
   """
   whole, leaves = _whole(tree)
   if all(leaf is _ARRAY for leaf in leaves):
@@ -245,9 +244,9 @@ def unflattener(tree: Any, *, keys: bool) -> Callable[[Iterable[Any]], Any]:
 
 
 def flatten_as(tree: Any, value: Any, label: str) -> list[Any] | None:
-  """The arrays of a pytree that is to be split to the structure `tree`; None if it is another.
+  """Returns the arrays of a pytree that splits to the structure `tree`; None for another structure.
 
-  In a key's place there may be its data.
+  Data may be in a key's place.
 
   Raises:
     ResultError: a key is of another kind.
@@ -267,19 +266,20 @@ def flatten_as(tree: Any, value: Any, label: str) -> list[Any] | None:
 
 
 def flags(tree: Any, of_arrays: Iterable[bool]) -> Any:
-  """Flags in the structure of what was split to `tree`: those of its arrays, and else False."""
+  """Returns flags in the structure before the split: those of its arrays, else False."""
   whole, leaves = _whole(tree)
   rest = iter(of_arrays)
   return whole.unflatten([not isinstance(leaf, Static) and next(rest) for leaf in leaves])
 
 
 def split_as(tree: Any, values: Any) -> Any:
-  """Values for the arrays of what was split to `tree`, in that structure or with None for parts.
+  """Returns values for a split pytree's arrays, given in its structure before or after the split.
 
-  Values in the places of static parts are dropped. The result is of the structure `tree`.
+  A part may be None. Values in the places of static parts are dropped. The result has the structure
+  `tree`.
 
   Raises:
-    ValueError: they are of another structure.
+    ValueError: the values have another structure.
   """
   whole, leaves = _whole(tree)
   full = whole.unflatten(range(len(leaves)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static values of kernels' calls: numbers, strings, arrays of numbers, dictionaries.
 
-They are frozen while a call is traced: hashable, and equal only where they are the same to the last
-bit and in type, since 1, 1.0 and True, or 0.0 and -0.0, make different programs. A program holds
-them as FFI attributes, and the runtime hands them to the kernel as include/callgate/kernel.h says.
+They are frozen during tracing: hashable, and equal only if type and bits are the same, because 1,
+1.0 and True, or 0.0 and -0.0, make different programs. A program contains them as FFI attributes,
+and the runtime passes them to the kernel in the form of include/callgate/kernel.h.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from callgate._core.masked import is_masked, shown
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Keyed):
-  """A static value of a call: a NumPy scalar, array of rank 1, or a dict of these and of strings.
+  """A static value of a call: a NumPy scalar, an array of rank 1, or a dict of these and strings.
 
-  `key` is what tells it from others.
+  `key` distinguishes it from others.
   """
 
   value: Any = dataclasses.field(compare=False)
@@ -40,7 +40,7 @@ class Frozen(Keyed):
 
 
 def thaw(value: Any) -> Any:
-  """A static value as the user's functions get it: numbers are Python's, which promote weakly."""
+  """Returns a static value for the user's functions: numbers are Python's, which promote weakly."""
   value = _raw(value)
   if isinstance(value, dict):
     entries = cast("dict[str, Any]", value)
@@ -55,12 +55,12 @@ def _raw(value: Any) -> Any:
 def number(
   label: str, name: str, value: Any, dtype: np.dtype[Any] | None, what: str = "attribute"
 ) -> Frozen:
-  """A number attribute of the declared dtype, exactly; None where it is not known yet."""
+  """Returns a number attribute of the declared dtype, exactly; dtype None if not known yet."""
   return _declared(f"{label}: {what} '{name}'", "a number", value, dtype, 0)
 
 
 def numbers(label: str, name: str, value: Any, dtype: np.dtype[Any] | None) -> Frozen:
-  """An array attribute of the declared dtype, exactly; None where it is not known yet."""
+  """Returns an array attribute of the declared dtype, exactly; dtype None if not known yet."""
   where = f"{label}: attribute '{name}'"
   return _declared(where, "a one-dimensional array of numbers", value, dtype, 1)
 
@@ -75,15 +75,15 @@ def _declared(where: str, kind: str, value: Any, dtype: np.dtype[Any] | None, ra
 
 
 def in_dtype(value: Any, dtype: Any) -> np.ndarray[Any, Any]:
-  """A number that a launch passes, in its parameter's dtype."""
+  """Returns a number for a launch, in its parameter's dtype."""
   return np.asarray(_declared("a kernel's parameter", "a number", value, np.dtype(dtype), 0).value)
 
 
 def string(label: str, name: str, value: Any) -> str:
-  """A string attribute."""
+  """Returns a string attribute."""
   if not isinstance(value, str):
     _refuse(label, name, "a string", value)
-  if not _is_utf8(value):  # such as a file's name by `os.fsdecode`
+  if not _is_utf8(value):  # such as a file name from `os.fsdecode`
     _refuse(label, name, "text that UTF-8 has codes for", value)
   return value
 
@@ -97,7 +97,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def dictionary(label: str, name: str, value: Any) -> Frozen:
-  """A dictionary attribute; its values keep their own types."""
+  """Returns a dictionary attribute; its values keep their types."""
   value = _raw(value)
   if not isinstance(value, Mapping):
     _refuse(label, name, "a dict", value)
@@ -131,7 +131,7 @@ def _refuse(label: str, name: str, expected: str, value: Any) -> NoReturn:
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-  """The value as an array of numbers, if it is one."""
+  """Returns the value as an array of numbers; None if it is none."""
   value = _raw(value)
   if isinstance(value, (str, bytes, Mapping)) or is_masked(value):
     return None
@@ -139,10 +139,10 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
     array = np.asarray(value)
     if array.dtype.kind == "f" and isinstance(value, (list, tuple)):
       numbers: list[Any] = array.tolist()
-      if numbers != list(cast("Sequence[Any]", value)):  # NumPy has rounded large integers
+      if numbers != list(cast("Sequence[Any]", value)):  # NumPy rounded large integers
         return None
   except (TypeError, ValueError, OverflowError):
-    return None  # a traced array among them
+    return None  # the list contains a traced array
   # ml_dtypes' kind is "V", but other void types have fields or no cast to float.
   known = array.dtype.kind in "biufc" or (array.dtype.kind == "V" and array.dtype.fields is None)
   return array if known and array.dtype.type is not np.void else None
@@ -160,7 +160,7 @@ def _shown(value: Any) -> str:
 def _fitting(
   array: np.ndarray[Any, Any], dtype: np.dtype[Any] | None
 ) -> np.ndarray[Any, Any] | None:
-  """The numbers in `dtype`; None where they change, but for rounding of real and complex ones."""
+  """Returns the numbers in `dtype`; None if they change, except by rounding of inexact numbers."""
   if dtype is None:
     return array
   if array.dtype.kind == "c" and dtype.kind != "c":
@@ -172,27 +172,27 @@ def _fitting(
     return None
   with np.errstate(all="ignore"):
     converted = array.astype(dtype)
-    # Rounded to the parameter's precision, as in C++; an overflow is no rounding.
+    # Rounds to the parameter's precision, as in C++; an overflow counts as a change.
     same = limits is not None or np.all(_finite(converted) | ~_finite(array))
   return converted if same else None
 
 
 def _limits(dtype: np.dtype[Any]) -> tuple[int, int] | None:
-  """The least and the greatest integer of a dtype of integers; None of any other."""
+  """Returns the least and the greatest integer of an integer dtype; None for other dtypes."""
   if dtype.kind == "b":
     return 0, 1
-  if not jnp.issubdtype(dtype, jnp.integer):  # those of ml_dtypes, too
+  if not jnp.issubdtype(dtype, jnp.integer):  # includes ml_dtypes
     return None
   limits = jnp.iinfo(dtype)
   return int(limits.min), int(limits.max)
 
 
 def _within(array: np.ndarray[Any, Any], least: int, most: int) -> bool:
-  """True if all numbers are integers within these limits, which a round trip doesn't tell."""
+  """Returns True if all numbers are integers within these limits; a round trip can't check that."""
   if not array.size:
     return True
   if array.dtype.kind not in "biu":
-    array = array.astype(np.float64)  # exactly: attributes have no wider reals
+    array = array.astype(np.float64)  # exact, because attributes have no wider floats
     if not np.all(np.isfinite(array)) or np.any(array != np.trunc(array)):
       return False
   return least <= int(array.min()) and int(array.max()) <= most
@@ -210,7 +210,7 @@ def _frozen(array: np.ndarray[Any, Any]) -> Frozen:
 
 
 def for_runtime(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
-  """A frozen value as the runtime's bindings take it: numbers are NumPy arrays of rank 0."""
+  """Returns a frozen value for the runtime's bindings: numbers are NumPy arrays of rank 0."""
   value = _raw(value)
   if isinstance(value, Mapping):
     entries = cast("Mapping[str, Any]", value)
@@ -219,7 +219,7 @@ def for_runtime(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
 
 
 def for_program(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
-  """A frozen value as a program's FFI attribute."""
+  """Returns a frozen value as a program's FFI attribute."""
   held = for_runtime(value, dtype)
   if isinstance(held, str):
     return held
@@ -227,18 +227,18 @@ def for_program(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
     return {key: for_program(entry) for key, entry in cast("dict[str, Any]", held).items()}
   if held.dtype.name in (_IN_ARRAYS if held.ndim else _IN_SCALARS) and not _is_large(held):
     return held if held.ndim else held[()]
-  return {  # its bytes, which src/xla/ffi.h puts together
+  return {  # its bytes, for src/xla/ffi.h
     "callgate:dtype": np.int32(dtype_code(held.dtype)),
     f"callgate:number{'s' if held.ndim else ''}": np.frombuffer(held.tobytes(), np.uint8),
   }
 
 
 def _is_large(held: np.ndarray[Any, Any]) -> bool:
-  """True for a number that MLIR's Python bindings don't take."""
+  """Returns True for a number that MLIR's Python bindings don't accept."""
   return held.ndim == 0 and held.dtype == np.uint64 and bool(held >= 1 << 63)
 
 
-# The kinds of integers that XLA's attributes hold.
+# The integer types of XLA's attributes.
 _INTEGERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 _IN_ARRAYS = _INTEGERS | {"float32", "float64"}
 _IN_SCALARS = _IN_ARRAYS | {"bool"}

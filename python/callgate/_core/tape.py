@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that Python makes by itself, as blocks of `callgate.record` and `callgate.replay` see them.
+"""Reports calls that Python makes by itself to `callgate.record` and `callgate.replay`.
 
-The runtime tells the tape, a function of `_replay`, of the calls that programs make
-(src/bindings/gate/tape.h). JAX's own callbacks, makers of host objects and a feed's `next` outside
-of programs report their calls here, in the same form.
+The runtime reports the calls that programs make to the tape, a function of `_replay`
+(src/bindings/gate/tape.h). JAX's own callbacks, makers of host objects, and a feed's `next` outside
+programs report their calls here, in the same form.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from callgate._core.errors import ReplayError
 
 Type = tuple[int, tuple[int, ...]]  # the code of a dtype, and extents
 UNKNOWN = -1
-# By an object's words: the number of the recorded call that made it, in the block that is open.
+# The number of the recorded call that made an object, by the object's handle, in the open block.
 # Under the GIL: single steps; emptied by the begin and the end of each block.
 objects: dict[bytes, int] = {}
 
 
 class Answer(tuple[bytes, ...]):
-  """A call's results, from a recording; `number` is the recorded call's."""
+  """A call's results from a recording; `number` is the recorded call's number."""
 
   number: int = UNKNOWN
 
 
 class Standin:
-  """Stands for an object that a recorded call made: a replay makes none."""
+  """Replaces an object that a recorded call made, because a replay makes none."""
 
   def __init__(self, maker: str) -> None:
     self._maker = maker
 
   def refuse(self, user: str) -> NoReturn:
-    """Raises, for a call that wants the object."""
+    """Raises, for a call that needs the object."""
     raise ReplayError(
       f"{user}: expected a call of the recording, got one that is not in it and takes an object "
       f"of '{self._maker}', which a replay does not make"
@@ -51,14 +51,14 @@ def call(
   spec: str = "",
   lane: int = 0,
 ) -> Sequence[Any]:
-  """Makes a call by `make`, unless a recording answers it; returns its arrays.
+  """Makes a call by `make`, unless a recording has the answer; returns its arrays.
 
   Args:
-    gate: the name.
-    operands: flat, as NumPy arrays.
-    types: of the results.
-    make: returns them, as NumPy arrays.
-    spec: of the call's site, by which messages name arguments.
+    gate: the gate's name.
+    operands: the flat operands, as NumPy arrays.
+    types: the types of the results.
+    make: returns the results, as NumPy arrays.
+    spec: the spec of the call's site, for the names of arguments in messages.
     lane: the number of the lane.
   """
   if (tape := _callgate.tape()) is None:
@@ -72,9 +72,9 @@ def call(
 def make_object(
   gate: str, operands: Sequence[Value], make: Callable[[], Any]
 ) -> tuple[Any, int | None]:
-  """Makes an object by `make`, or what stands for it; and the number of the call in the recording.
+  """Makes an object by `make`, or a `Standin`; returns it and its call's number in the recording.
 
-  The number is None while there is no recording.
+  The number is None without a recording.
   """
   if (tape := _callgate.tape()) is None:
     return make(), None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text that a command shows in a terminal, and numbers that it reads from its command line."""
+"""Text for a terminal, and numbers from a command line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-Command = Callable[[argparse.Namespace], int]  # from the parsed arguments to the exit status
+Command = Callable[[argparse.Namespace], int]  # takes the parsed arguments, returns the exit status
 
 
 def integer(expected: str, *, least: int = 0, most: int = 2**31) -> Callable[[str], int]:
-  """Makes the reader of a command line's number."""
+  """Returns a function that reads an integer from a command line."""
 
   def read(text: str) -> int:
     with contextlib.suppress(ValueError):
@@ -24,7 +24,7 @@ def integer(expected: str, *, least: int = 0, most: int = 2**31) -> Callable[[st
 
 
 def printable(text: str) -> str:
-  """A text, by anybody, as a terminal may have it: what steers one is written as Python does."""
+  """Returns a text with control characters escaped as in Python, safe for a terminal."""
   shown = "".join(
     letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
   )

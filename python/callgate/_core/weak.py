@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def members(weak: weakref.WeakSet[T]) -> list[T]:
-  """The members that are alive; `list()` alone raises if a thread adds one meanwhile."""
+  """Returns the live members; plain `list()` raises if another thread adds one meanwhile."""
   while True:
     try:
       return list(weak)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the line of the user's code that runs: the innermost frame outside of this package.
+"""Finds the running line of the user's code: the innermost frame outside this package.
 
-Where a program was traced JAX knows, and its tracebacks outlive the frames: `_jax/sources.py`.
+JAX records where a program was traced, and its tracebacks outlive the frames: `_jax/sources.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from callgate._core import paths
 _OWN = f"{paths.ROOT}{os.sep}"
 _JAXS = f"{Path(str(jax.__file__)).parent}{os.sep}"
 Stack = tuple[tuple[str, int, str], ...]  # outermost first: file, line, function
-_MOST_FRAMES = 64  # of a stack
+_MOST_FRAMES = 64  # the most frames of a stack
 
 
 class Where(NamedTuple):
-  """A line of the user's code; its string is "file:line"."""
+  """A line of the user's code; as a string, "file:line"."""
 
   module: str
   code: CodeType
@@ -39,10 +39,10 @@ class Where(NamedTuple):
     return f"{self.file}:{self.line}"
 
   def definition(self) -> Where | None:
-    """This line, if what it defines has one name; None in a module's function.
+    """Returns this line if it defines one name; None in a function of a module.
 
-    Such a function may define several of one name. A function of a prompt or a notebook, which are
-    `__main__` without a file, defines the same again.
+    Such a function may define several objects of one name. A function in a prompt or a notebook, in
+    a `__main__` without a file, redefines the same object.
     """
     inside = self.code.co_flags & inspect.CO_OPTIMIZED or "<locals>" in self.code.co_qualname
     script = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -50,9 +50,9 @@ class Where(NamedTuple):
     return None if inside and not interactive else self
 
   def redefines(self, old: Where | None) -> bool:
-    """True if this line defines again what `old` did: a cell or a module has run again.
+    """Returns True if this line redefines the object of `old`: a cell or a module has run again.
 
-    Two lines of the same code define two things.
+    Two lines of the same code define two objects.
     """
     if old is None or old.module != self.module:
       return False
@@ -60,13 +60,13 @@ class Where(NamedTuple):
 
 
 def where() -> Where:
-  """The line of the user's code that calls callgate now."""
+  """Returns the line of the user's code that calls callgate now."""
   frame = next(frames())
   return Where(str(frame.f_globals.get("__name__", "__main__")), frame.f_code, frame.f_lineno)
 
 
 def users_stack() -> Stack:
-  """The frames that run, without those of JAX and callgate, as programs hold them."""
+  """Returns the running frames, without those of JAX and callgate, as programs contain them."""
   found = [
     (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
     for frame in frames()
@@ -76,7 +76,7 @@ def users_stack() -> Stack:
 
 
 def frames() -> Iterator[FrameType]:
-  """The frames that run, the innermost of the user's code first."""
+  """Yields the running frames, beginning with the innermost of the user's code."""
   frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
     frame = frame.f_back

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other processes of `jax.distributed`: who lives, who ended and why, where all meet."""
+"""The other processes of `jax.distributed`: which live, which ended and why, and barriers."""

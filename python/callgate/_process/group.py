@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of `jax.distributed` as one of them sees them: who lives, who ended and why.
+"""The processes of `jax.distributed`: which live, which ended and why.
 
-The engine is JAX's coordination service, a store of texts that every process sees. Each of several
-processes has one `Group`, made when `jax.distributed.initialize` is done. Its thread counts up a
-key every few seconds, so that the others know a process that died from one that takes its time. A
-process that ends says so on its way out.
+It uses JAX's coordination service, a store of texts that all processes share. Each process makes
+one `Group` after `jax.distributed.initialize`. The group's thread increments a key every few
+seconds, so that the others can distinguish a dead process from a slow one. A process that ends
+writes a message first.
 
-Keys: `callgate/alive/P` a count, `callgate/ended/P` how process P ended; `meeting.py` has more.
+Keys: `callgate/alive/P` is a count, `callgate/ended/P` is how process P ended; `meeting.py` has
+more.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from callgate._jax import dispatch, distributed
 from callgate._part import Part, Phase, Wait, joins
 
 PLACEHOLDER = "{process}"
-_DETAILS = 8000  # characters of a traceback that travel
+_DETAILS = 8000  # the most characters of a traceback to send
 
 
 class Failure(NamedTuple):
-  """Describes a failure in a process; travels to the others as JSON."""
+  """A failure in a process; sent to the others as JSON."""
 
   process: int
-  kind: str  # name of the exception's type; "" without one
-  message: str  # the exception's text, or what is known otherwise
+  kind: str  # the name of the exception's type; "" without an exception
+  message: str  # the exception's text, or a description
   details: str = ""  # the traceback's end
 
   @staticmethod
   def of(process: int, error: BaseException) -> Failure:
-    """The failure that an exception is; one of another process stays that."""
+    """Returns the failure of an exception; keeps the failure of another process."""
     if foreign.is_a(error, ProcessError):
       return Failure(error.process, error.kind, error.message)
     error = original_of(error)
@@ -56,7 +57,7 @@ class Failure(NamedTuple):
     return Failure(*json.loads(text))
 
   def error(self) -> ProcessError:
-    """Returns what to raise in another process."""
+    """Returns the exception to raise in another process."""
     error = ProcessError(self.process, self.kind, self.message)
     if self.details:
       foreign.add_note(error, f"callgate: in process {self.process}:\n{self.details.rstrip()}")
@@ -64,18 +65,20 @@ class Failure(NamedTuple):
 
 
 class Group:
-  """The processes, as this one sees them: the texts in the store, its own index, their count."""
+  """The processes: the store of texts, this process's index, their number."""
 
   def __init__(self, store: distributed.CommonStore, index: int, count: int) -> None:
     self.store, self.index, self.count = store, index, count
-    # After them a process that was heard of counts as dead.
+    # A process counts as dead this long after its last sign of life.
     self.silent_seconds = max(1.0, environment.seconds("CALLGATE_SILENT_SECONDS", 60))
-    # Looks at the others are rarer the more there are: all ask one coordinator.
+    # Checks are rarer with more processes, because all ask one coordinator.
     self.look_seconds = 0.2 + 0.002 * count
-    self._heard: dict[int, tuple[str, float]] = {}  # by process: its count, and since when
+    self._heard: dict[
+      int, tuple[str, float]
+    ] = {}  # by process: its count, and the time of that count
     self._heard_at = 0.0
-    self.meetings = 0  # the same in every process, as all take part in all
-    self.one_at_a_time = threading.Lock()  # held by the thread that is in a meeting
+    self.meetings = 0  # the same in every process, because all take part in all
+    self.one_at_a_time = threading.Lock()  # held during a meeting
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._live, name="callgate-alive", daemon=True)
     self._thread.start()
@@ -85,7 +88,7 @@ class Group:
     return {int(process): Failure.parse(text) for process, text in found.items()}
 
   def silent(self) -> list[int]:
-    """Processes whose count has stood still for `silent_seconds`."""
+    """Returns the processes whose count has not changed for `silent_seconds`."""
     now = time.monotonic()
     if now - self._heard_at >= self.silent_seconds / 8:
       self._heard_at = now
@@ -96,11 +99,11 @@ class Group:
     return [process for process, since in last.items() if now - since > self.silent_seconds]
 
   def say_ended(self, error: BaseException | None) -> None:
-    """Tells the others that this process ends: by an exception, or without one."""
+    """Reports to the others that this process ends, by an exception or without one."""
     silent = Failure(self.index, "", "ended without coming here")
     failure = silent if error is None else Failure.of(self.index, error)
-    with contextlib.suppress(ConnectionError):  # nobody is left to be told
-      self.store.put(f"callgate/ended/{self.index}", json.dumps(failure))  # the first word holds
+    with contextlib.suppress(ConnectionError):  # the others have ended
+      self.store.put(f"callgate/ended/{self.index}", json.dumps(failure))  # the first text stays
 
   def leave(self) -> None:
     self._over.set()
@@ -108,20 +111,20 @@ class Group:
       self._thread.join(timeout=2)
 
   def _live(self) -> None:
-    with contextlib.suppress(ConnectionError):  # the service has ended: this process does soon
+    with contextlib.suppress(ConnectionError):  # the service has ended, and this process will
       for count in itertools.count(1):
         self.store.put(f"callgate/alive/{self.index}", str(count), overwrite=True)
         if self._over.wait(self.silent_seconds / 8):
           return
 
 
-# One thread: `jax.distributed.initialize` and the end of the process are the main thread's.
+# One thread: the main thread calls `jax.distributed.initialize` and ends the process.
 _group: Group | None = None
-_process = 0  # of the operating system, whose group this is: a fork's child has none
+_process = 0  # the process id of the group's process: a forked child has no group
 
 
 def group() -> Group | None:
-  """The group of this process; None where it is alone."""
+  """Returns the group of this process; None for a single process."""
   if distributed.distributed_client() is not None:
     return _group
   if dispatch.has_backend() and (count := jax.process_count()) > 1:
@@ -132,14 +135,14 @@ def group() -> Group | None:
 
 
 def known_index() -> int | None:
-  """This process's index, if that can be told without starting JAX's devices."""
+  """Returns this process's index, if it is known without starting JAX's devices."""
   if distributed.distributed_client() is not None:
     return distributed.distributed_place()[0]
   return jax.process_index() if dispatch.has_backend() else None
 
 
 def fill_index(path: str) -> str:
-  """A path with this process's index for each "{process}"; where it has one, this starts JAX."""
+  """Replaces each "{process}" in a path by this process's index, which starts JAX."""
   if PLACEHOLDER not in path:
     return path
   known = known_index()
@@ -147,7 +150,7 @@ def fill_index(path: str) -> str:
 
 
 def meet() -> None:
-  """Called once `jax.distributed` has started: this process is one of several from now on."""
+  """Makes the group; called once `jax.distributed` has started."""
   global _group, _process
   if _group is not None:
     _group.leave()
@@ -164,7 +167,7 @@ def _end(error: BaseException | None) -> None:
 
 
 def leave() -> None:
-  """At the end of the process, while the service still runs."""
+  """Ends the group at the end of the process, while the service still runs."""
   global _group
   uncaught: BaseException | None = getattr(sys, "last_value", None)
   _end(None if _is_interactive() else uncaught)
@@ -175,7 +178,7 @@ def leave() -> None:
 
 @joins("processes")
 class Processes(Part):
-  """Tells the group's other processes of this one's end."""
+  """Reports this process's end to the group's other processes."""
 
   def end(self, phase: Phase, wait: Wait) -> None:
     del wait
@@ -183,9 +186,9 @@ class Processes(Part):
       leave()
 
 
-@functools.cache  # once
+@functools.cache  # runs once
 def _tell_of_uncaught() -> None:
-  """Tells the others of an uncaught exception at once: threads may keep the process for long."""
+  """Reports an uncaught exception to the others at once, because threads may delay the exit."""
   before = sys.excepthook
 
   def hook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
@@ -197,5 +200,5 @@ def _tell_of_uncaught() -> None:
 
 
 def _is_interactive() -> bool:
-  """True if an uncaught exception leaves the process at its prompt."""
+  """Returns True if an uncaught exception leaves the process at its prompt."""
   return bool(sys.flags.interactive) or hasattr(sys, "ps1")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meetings of all processes: what `callgate.barrier(all_processes=True)` is made of.
+"""Meetings of all processes, for `callgate.barrier(all_processes=True)`.
 
-Each process enters meeting N by `with`, does its own part, and waits. Keys in the common store:
-`callgate/barrier/N/at/P`, process P has done its part; `callgate/barrier/N/result`, how the meeting
-ended. The first text that is written there holds for all. Process 0 writes "ok" when all are there;
-a process that fails, or finds that another did, writes the failure. Runs on the thread that calls
-the barrier.
+Each process enters meeting N by `with`, does its own part, and waits. The keys in the common store
+are `callgate/barrier/N/at/P` (process P has done its part) and `callgate/barrier/N/result` (the
+meeting's result; the first text written there counts). Process 0 writes "ok" when all have done
+their parts. A process that fails, or finds that another did, writes the failure. All of this runs
+on the thread that calls the barrier.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _OK = "ok"
 
 
 class Meeting:
-  """One barrier of all processes, while this one is in it."""
+  """One barrier of all processes, in this process."""
 
   def __init__(self, group: Group) -> None:
     self._group = group
-    self._keys = ""  # what those of this meeting begin with
+    self._keys = ""  # the prefix of this meeting's keys
     self._next_look = 0.0
 
   def __enter__(self) -> Meeting:
@@ -36,19 +36,19 @@ class Meeting:
     return self
 
   def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-    """Whatever ends this process's part ends the meeting for all."""
+    """Ends the meeting for all if this process's part raised."""
     try:
       if error is not None:
         self._conclude(json.dumps(Failure.of(self._group.index, error)))
         if not foreign.is_a(error, (ProcessError, TimeoutError)) and (other := self._missing()):
-          foreign.add_note(error, f"callgate: before that, {other.error()}")  # its cause, maybe
+          foreign.add_note(error, f"callgate: before that, {other.error()}")  # possibly its cause
     except ConnectionError:
-      pass  # this process's own error is what counts here
+      pass  # this process's own error takes precedence
     finally:
       self._group.one_at_a_time.release()
 
   def watch(self) -> None:
-    """Raises the failure of another process, if there is one; looks a few times a second."""
+    """Raises the failure of another process, if there is one; checks a few times a second."""
     if (now := time.monotonic()) < self._next_look:
       return
     self._next_look = now + self._group.look_seconds
@@ -63,7 +63,7 @@ class Meeting:
       raise missing.error()
 
   def wait(self, wait: Wait) -> None:
-    """Says that this process has done its part, and waits until all have."""
+    """Reports that this process has done its part, and waits for all others."""
     group = self._group
     try:
       group.store.put(f"{self._keys}at/{group.index}", _OK)
@@ -85,7 +85,7 @@ class Meeting:
       raise Failure.parse(result).error()
 
   def _result(self, absent: list[int]) -> str | None:
-    """Waits a moment for the meeting's end; process 0 takes those who came off `absent`."""
+    """Waits a moment for the result; process 0 removes the processes that arrived from `absent`."""
     store, seconds = self._group.store, self._group.look_seconds
     if not absent:
       return store.get(self._keys + "result", seconds)
@@ -93,22 +93,22 @@ class Meeting:
       absent.pop()
     if absent:
       return store.get(self._keys + "result")
-    if (result := self._conclude(_OK)) == _OK:  # all have left the meeting before
+    if (result := self._conclude(_OK)) == _OK:  # all have left the previous meeting
       store.remove(f"callgate/barrier/{self._group.meetings - 1}/")
     return result
 
   def _missing(self) -> Failure | None:
-    """The failure that another process's end or silence is, unless it was here before."""
+    """Returns the failure of a process that ended or is silent, unless it had done its part."""
     group = self._group
     silence = f"has not been heard of for {group.silent_seconds:g} s"
     gone = {process: Failure(process, "", silence) for process in group.silent()} | group.ended()
     gone.pop(group.index, None)
     if not gone:
       return None
-    came = group.store.under(self._keys + "at/")  # last: one that has left may have ended since
+    came = group.store.under(self._keys + "at/")  # read last: a process may end after its part
     return next((gone[process] for process in sorted(gone) if str(process) not in came), None)
 
   def _conclude(self, result: str) -> str:
-    """Ends the meeting with a result, unless it has one; returns the one that it has."""
+    """Writes the meeting's result, unless it has one; returns the result."""
     store, key = self._group.store, self._keys + "result"
     return result if store.put(key, result) else store.get(key, 1.0) or result

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which dimensions of a call may stay split, and answers XLA's partitioner."""
+"""Finds the dimensions of a call that may stay split, and answers XLA's partitioner."""

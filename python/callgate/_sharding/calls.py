@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works out, when a call is lowered, what it holds for the partitioner of several devices.
+"""Computes, when a call is lowered, its description for the partitioner of several devices.
 
-`of_gate` and `of_tap` give the `Sharded` of a call, with its rule, or None where nothing is to be
-partitioned: in a program of one device, and inside a fully manual `jax.shard_map`.
+`of_gate` and `of_tap` return the `Sharded` of a call, with its rule. They return None if the
+partitioner has nothing to do: in a program of one device, and inside a fully manual
+`jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from callgate._sharding.rules import Rule, Shape
 
 
 class Called(Protocol):
-  """Describes a gate or kernel whose calls are partitioned."""
+  """A gate or kernel whose calls are partitioned."""
 
   name: str
   sharding: Any
@@ -45,7 +46,7 @@ class Called(Protocol):
 
 
 class BoundLike(Protocol):
-  """Describes a call of one, as the primitive has it (`_call/site.py`)."""
+  """A call as the primitive has it (`_call/site.py`)."""
 
   @property
   def gate(self) -> Any: ...
@@ -62,10 +63,10 @@ class BoundLike(Protocol):
 def of_gate(
   context: Any, avals: Sequence[Any], call: BoundLike
 ) -> tuple[Sharded, Rule | None] | None:
-  """For a call of a gate or kernel; the rule is None where a function gives it later.
+  """Describes a call of a gate or kernel; the rule is None if a function returns it later.
 
-  `avals` are those of the call's operands: without those of the context that it does not take, and
-  with the number of its lane at the end, if it takes one.
+  `avals` are the abstract values of the call's operands: those of the context that it takes, then
+  the number of its lane, if it takes one.
   """
   if not lowering.is_automatic(context):
     return None
@@ -99,7 +100,7 @@ def of_gate(
 def of_callback(
   context: Any, label: str, said: Any, *, effect: bool, aliases: Mapping[int, int]
 ) -> tuple[Sharded, Rule] | None:
-  """For a callback of flat arrays, by `said`: its option `sharding`."""
+  """Describes a callback of flat arrays by `said`, its option `sharding`."""
   if not lowering.is_automatic(context):
     return None
   rule = rules.of_call(label, said, *_shapes(context)).closed()
@@ -114,7 +115,7 @@ def of_callback(
 
 
 def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharded, Rule] | None:
-  """For a tap: its leaves lie as they lie, or are gathered, or follow the user's rule."""
+  """Describes a tap: its leaves keep their shardings, are gathered, or follow the user's rule."""
   if not lowering.is_automatic(context):
     return None
   label = f"tap '{tap_site.name}'"
@@ -131,8 +132,8 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
     program |= {"function": functions.name_of(function), "label": tap_site.name}
   operands = (*rule.operands, *rules.independent(lane[count:], rule.factors()).operands)
   untapped = range(len(lane) - tap_site.untapped, len(lane))
-  # Sizes and the predicate are small, and every record has them whole. The record of a padded leaf
-  # has to say which part it is.
+  # Sizes and the predicate are small, so every record has them whole. The record of a padded leaf
+  # must name its part.
   padded = () if program["located"] else tap_site.logical
   gathered = rule.whole.union(*(operands[i] for i in (*range(count, untapped.start), *padded)))
   rule = Rule(operands, (), gathered).under(levels)
@@ -154,14 +155,14 @@ def _shapes(context: Any) -> tuple[list[Shape], list[Shape]]:
 
 
 def _lane(shapes: Sequence[Shape], levels: Sequence[Level]) -> list[Shape]:
-  """The operands' shapes without their batch axes."""
+  """Returns the operands' shapes without their batch axes."""
   return [shape[sum(mask[i] for _, mask in levels) :] for i, shape in enumerate(shapes)]
 
 
 def _program(
   context: Any, levels: Sequence[Level], numbered: Sequence[Numbered] = ()
 ) -> dict[str, Any]:
-  """Returns the part of every call: its program and its batch levels."""
+  """Returns what all calls have: the description of the program, and their batch levels."""
   return {
     "devices": lowering.device_count(context),
     "mesh": lowering.mesh_axes(context),
@@ -172,7 +173,7 @@ def _program(
 
 
 def check_whole_mesh(context: Any, what: str, where: str = "") -> None:
-  """Raises GateDefinitionError in a partly manual program, for what it can't have."""
+  """Raises GateDefinitionError for calls that a partly manual program can't have."""
   if lowering.is_partly_manual(context):
     raise GateDefinitionError(
       f"{what} works in programs that are partitioned automatically, and in a jax.shard_map over "
@@ -181,7 +182,7 @@ def check_whole_mesh(context: Any, what: str, where: str = "") -> None:
 
 
 def _check_takes_tokens(context: Any, what: str) -> None:
-  """Raises as `check_whole_mesh` where XLA ends the process over a token beside another value."""
+  """Raises like `check_whole_mesh` if XLA would end the process over a token among other values."""
   if not lowering.TOKENS_IN_PARTLY_MANUAL:
     check_whole_mesh(context, what, ", and from JAX 0.11 on over some")
 
@@ -193,7 +194,7 @@ def _rule_of(
   results: Sequence[Shape],
   axes: Sequence[Level],
 ) -> Rule:
-  """The rule of a call with its batch axes; the lanes of a vmap are always independent."""
+  """Returns the rule of a call with its batch axes; the lanes of a vmap are always independent."""
   core = [shape[len(axes) :] for shape in results]
   return gate.sharding_rule(site, _lane(operands, axes), core).under(axes).closed()
 
@@ -206,10 +207,10 @@ def result_specs(
   levels: Sequence[Level],
   whole: Level | None,
 ) -> Sequence[Sequence[Any]]:
-  """The specs of a call's results in an explicitly sharded program.
+  """Returns the specs of a call's results in an explicitly sharded program.
 
-  Where nobody has said how, a gathered result lies as an operand of its shape: a carry of a loop
-  and the branches of a `cond` are to have one type.
+  By default a gathered result has the sharding of an operand of its shape, because the carry of a
+  loop and the branches of a `cond` must have one type.
   """
   shapes = [aval.shape for aval in results]
   if callable(gate.sharding):
@@ -238,20 +239,20 @@ def result_specs(
   return out
 
 
-# A device's position in the program, which these gates get as their last operand.
+# The type of a device's position in the program, the last operand of these gates.
 PARTITION = ShapedArray((), np.dtype(np.uint32))
 
 
 def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
-  """For a gate that has to know its shard, in a fully manual `jax.shard_map`.
+  """Returns a gate's shard, if it needs that, in a fully manual `jax.shard_map`.
 
   Returns:
-    The partition, for its last operand, and attributes; None where it is told otherwise.
+    The partition, for its last operand, and attributes; None if it gets its shard in another way.
   """
   by_lane = gate.traits.by_lane
   if not (by_lane or gate.collective or gate.traits.told_shard):
     return None
-  if lowering.is_partly_manual(context) and not by_lane:  # there others are `Sharded.ranked`
+  if lowering.is_partly_manual(context) and not by_lane:  # others are `Sharded.ranked` there
     return None
   devices, mesh = lowering.device_count(context), lowering.mesh_axes(context)
   if lowering.is_partitioned(context) or devices == 1:
@@ -261,37 +262,37 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
 
 
 def located_in_manual(devices: int, mesh: Sequence[tuple[str, int]]) -> dict[str, Any]:
-  """The attributes of a call that each device makes with what it has in a manual region."""
+  """Returns the attributes of a call that each device makes with its part in a manual region."""
   return {"shards": "1" * devices, "mesh": held_mesh(devices, mesh), "layout": ""}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-  """Describes a call to the partitioner."""
+  """The description of a call for the partitioner."""
 
-  rule: str  # `Rule.text`; or "" for a function of the mesh, which the operation `function` has
-  devices: int  # how many run the program
-  mesh: Sequence[tuple[str, int]] = ()  # names and sizes of its axes; () where it is not known
+  rule: str  # `Rule.text`, or "" for the function of the mesh of the operation `function`
+  devices: int  # the number of the program's devices
+  mesh: Sequence[tuple[str, int]] = ()  # names and sizes of its axes; () if unknown
   effect: bool = False
-  token: bool = False  # the first operand and the first result are tokens
-  # One of the devices with the same shards makes the call, and the others get its results.
+  token: bool = False  # True if the first operand and the first result are tokens
+  # One of the devices with the same shards makes the call; the others get its results.
   once: bool = False
   aliases: Sequence[tuple[int, int]] = ()  # operand to result, tokens not counted
-  # The call is told its shard. Not so inside a partly manual `jax.shard_map`, where the devices
-  # that share an array are not all.
+  # The call gets its shard. Not in a partly manual `jax.shard_map`, where not all devices share an
+  # array.
   located: bool = True
-  # There it is told its position among all devices of the program, if it asks for that.
+  # There it gets its position among all devices of the program, if it needs that.
   ranked: bool = False
-  tap: int = -1  # the operands from which a tap's records are made; -1 for other calls
+  tap: int = -1  # the number of operands in a tap's records; -1 for other calls
   lanes: Sequence[str] = ()  # masks of the batch levels, outermost first
   numbered: Sequence[Numbered] = ()
-  names: Sequence[str] = ()  # of the operands, for messages
-  function: str = ""  # the operation whose rule is a function; of a tap, the function's name
+  names: Sequence[str] = ()  # the operands' names, for messages
+  function: str = ""  # the operation with a function as rule, or a tap's function
   label: str = ""  # a tap's name
 
   @property
   def text(self) -> str:
-    """As programs hold it."""
+    """Returns its text in programs."""
     empty = ((), [])
     held = {k: v for k, v in vars(self).items() if v not in empty and v != vars(Sharded).get(k)}
     return json.dumps(held, separators=(",", ":"))
@@ -302,7 +303,7 @@ class Sharded:
 
 
 def held_mesh(devices: int, axes: Sequence[tuple[str, int]]) -> dict[str, Any]:
-  """A mesh as calls on shards hold it (`Mesh::of` in src/core/call.h)."""
+  """Returns a mesh as calls on shards contain it (`Mesh::of` in src/core/call.h)."""
   return {
     "devices": np.int64(devices),
     "names": attributes.listed(name for name, _ in axes),

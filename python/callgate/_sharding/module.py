@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module that a call on shards is: what the partitioner answers XLA with, as text.
+"""Writes the module of a call on shards: the partitioner's answer to XLA, as text.
 
-XLA parses it. Made with MLIR's bindings it would take ten times as long: a context for them, which
-no two answers can share, is most of that.
+XLA parses the text. MLIR's bindings would take ten times as long, mostly for their context, which
+no two answers can share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMED = {b"\\": b"\\", b'"': b'"', b"n": b"\n", b"t": b"\t"}
 
 
 def read_attributes(config: bytes) -> dict[str, Any]:
-  """A call's attributes from XLA's text of them: strings as str, others as they are, in `Raw`."""
+  """Reads a call's attributes from XLA's text: strings as str, others as `Raw` text."""
 
   def plain(match: re.Match[bytes]) -> bytes:
     return _NAMED.get(match[1]) or bytes([int(match[1], 16)])
@@ -39,7 +39,7 @@ def read_attributes(config: bytes) -> dict[str, Any]:
 
 
 def _entries(text: bytes) -> list[bytes]:
-  """The parts between commas that are in no brackets and no string."""
+  """Splits a text at the commas outside brackets and strings."""
   parts: list[bytes] = []
   start = depth = 0
   for token in _TOKEN.finditer(text):
@@ -52,7 +52,7 @@ def _entries(text: bytes) -> list[bytes]:
 
 
 def _element(dtype: Any) -> str:
-  """MLIR's name: int8 is i8, bfloat16 is bf16, float8_e4m3fn is f8E4M3FN."""
+  """Returns MLIR's name: int8 is i8, bfloat16 is bf16, float8_e4m3fn is f8E4M3FN."""
   name = np.dtype(dtype).name
   match = _DTYPE.fullmatch(name)
   if match is None and name != "bool":
@@ -83,10 +83,10 @@ def local_module(
   partition_id: bool,
   broadcast: Groups | None,
 ) -> bytes:
-  """A module whose `main` makes one FFI call.
+  """Returns a module whose `main` makes one FFI call.
 
-  Arrays are (shape, dtype), where a dtype None is a token. With `partition_id` the device's number
-  is the last operand. The results of each group in `broadcast` are added up, bit by bit.
+  Arrays are (shape, dtype); the dtype None is a token. With `partition_id` the device's number is
+  the last operand. The results of each group in `broadcast` are added up, bit by bit.
   """
 
   def typed(array: tuple[Sequence[int], Any]) -> str:
@@ -127,7 +127,7 @@ def local_module(
 def _added_up(
   lines: list[str], name: str, value: str, shape: Sequence[int], dtype: Any, groups: Groups
 ) -> str:
-  """Adds up a value's bits over groups of devices, of which all but one have zeros."""
+  """Adds up a value's bits over groups of devices; all devices but one have zeros."""
   if dtype is None:
     return value
   own = _tensor(shape, _element(dtype))
@@ -142,7 +142,7 @@ def _added_up(
     return name
   bits = re.fullmatch(r"(?:ui|i|f|bf)(\d+).*", _element(dtype))
   assert bits is not None
-  # A type smaller than a byte has no bits of its own to add up; it is small enough for a number.
+  # A sub-byte type has no bits to add up; its values are small enough for a number.
   convert = "bitcast_convert" if int(bits[1]) >= 8 else "convert"
   element = f"ui{bits[1]}" if int(bits[1]) >= 8 else "f32"
   word = _tensor(shape, element)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The partitioner of callgate's calls: how a call on whole arrays becomes one on shards.
+"""The partitioner of callgate's calls: turns a call on whole arrays into calls on shards.
 
-A call in a program over several devices holds, besides what every call holds, the attribute `shard`
-(`Sharded`): its rule and what else is to be known of it. When the program is compiled XLA's
-partitioner asks with the arrays' shapes and shardings. It answers with the shardings
-that the call needs and a module in which every device makes the same call on its tiles, with its
-position in the program as one more operand (xla/call_site.h). Nothing here runs when the program
-does.
+A call in a program over several devices has the attribute `shard` (`Sharded`): its rule and other
+facts. XLA's partitioner calls this module when the program is compiled, with the arrays' shapes and
+shardings. The answer has the shardings that the call needs, and a module in which each device makes
+the same call on its tiles, with its position in the program as one more operand (xla/call_site.h).
+Nothing here runs when the program runs.
 
-XLA holds nobody to the rule: an operand may come split along a dimension that must be whole. So the
-shardings are worked out anew (`tiles.plan`), and XLA moves what doesn't lie right.
+XLA does not enforce the rule: an operand may be split along a dimension that must be whole. So the
+shardings are computed again (`tiles.plan`), and XLA moves misplaced data.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ def _arrays(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[_Array]:
   return [_Array(*partitioner.shape_and_dtype(shape), sharding) for shape, sharding in pairs]
 
 
-# A call's plan, and the shardings of its operands and results that XLA is told.
+# A call's plan, and the shardings of its operands and results for XLA.
 _Solution = tuple[TilePlan, list[Any], list[Any]]
-# Programs hold many calls alike. Emptied when it is full. Under the GIL: single steps, and a call
-# that is solved twice does no harm; at most _MANY entries.
+# Programs contain many equal calls. Emptied when it is full. Under the GIL: single steps, and
+# solving a call twice does no harm; at most _MANY entries.
 _solutions: dict[Any, _Solution] = {}
 _MANY = 1024
 _RULED = " has a function as its sharding rule, which"
 
 
 class _AskedCall:
-  """A call that XLA asks about: what it holds, and its arrays, but for a token."""
+  """A call that XLA asks about: its attributes and its arrays, without a token."""
 
   def __init__(
     self,
@@ -81,7 +80,9 @@ class _AskedCall:
     shapes = list(result_shape.tuple_shapes()) if self.is_tuple else [result_shape]
     shardings = [result_sharding] * len(shapes)
     if self.is_tuple and result_sharding is not None:
-      shardings = list(result_sharding.tuple_elements())[: len(shapes)]  # an empty tuple's has one
+      shardings = list(result_sharding.tuple_elements())[
+        : len(shapes)
+      ]  # an empty tuple has one, too
     self.held = local_module.read_attributes(config)
     self.about = Sharded.read(self.held.pop("shard"))
     skip = int(self.about.token)
@@ -89,13 +90,13 @@ class _AskedCall:
     self.token_shardings = [s or partitioner.replicated_sharding() for s in shardings[:skip]]
     self.operands = _arrays(operand_shapes[skip:], operand_shardings[skip:])
     self.results = _arrays(shapes[skip:], shardings[skip:])
-    # Among how many devices the arrays are shared: of a partly manual program only some.
+    # The number of devices that share the arrays: only some, in a partly manual program.
     grids = (array.grid for array in (*self.operands, *self.results))
     sizes = (grid.size for grid in grids if grid is not None and grid.size > 1)
     self.devices = next(sizes, self.about.devices)
     self.located = self.about.located and self.devices == self.about.devices
 
-  # -- how its arrays are to lie -----------------------------------------------------------------
+  # -- the shardings of its arrays -----------------------------------------------------------------
   def solution(self) -> _Solution:
     if self.about.function:
       return self._worked_out()
@@ -122,14 +123,14 @@ class _AskedCall:
     return plan, told_ins, list(map(_sharding, self.results, outs, plan.results))
 
   def told(self, results: Sequence[Any]) -> Any:
-    """The results' shardings as XLA takes them."""
+    """Returns the results' shardings in XLA's form."""
     out = [*self.token_shardings, *results]
     if not out and self.given is not None:
       return self.given
     return partitioner.tuple_sharding(out) if self.is_tuple else out[0]
 
   def _by_function(self) -> Rule | TilePlan:
-    """Asks the function of an operation, or of a tap's values, on the program's mesh."""
+    """Calls the sharding function of an operation, or of a tap, with the program's mesh."""
     about = self.about
     operands = [(a.shape, a.dtype, a.sharding) for a in self.operands]
     if about.tap >= 0:
@@ -157,10 +158,10 @@ class _AskedCall:
       [(tiling.tile(a.shape), a.dtype) for a, tiling in zip(*side, strict=True)]
       for side in ((self.operands, plan.operands), (self.results, plan.results))
     )
-    if "tiles" in held:  # of a kernel for CUDA, whose grid depends on shapes
+    if "tiles" in held:  # a CUDA kernel, whose grid depends on shapes
       kernel = _defined(held["name"].partition("[")[0])
       target = kernel.retile(held, about.lanes, ins, outs, target)
-    if "_key" in held:  # of a kernel: the hash of all else (see `_call/lowering.py`)
+    if "_key" in held:  # a kernel's hash of all attributes (see `_call/lowering.py`)
       held["_key"] = attributes.key_of({k: v for k, v in held.items() if k != "_key"})
     share = self.located and about.once and about.tap < 0 and len(plan.groups) < self.devices
     return local_module.local_module(
@@ -175,9 +176,9 @@ class _AskedCall:
     )
 
   def _localise(self, plan: TilePlan) -> None:
-    """Rewrites what the call says of its arrays' extents, which are the tiles' now."""
+    """Rewrites the extents in the call's attributes to those of the tiles."""
     about, held = self.about, self.held
-    # The whole size of each batch level, its size here, and where each device's part begins.
+    # The whole size of each batch level, its size here, and the begin of each device's part.
     whole: list[int] = []
     sizes: list[int] = []
     starts: list[Any] = []
@@ -190,11 +191,11 @@ class _AskedCall:
       starts.append((tiling.index[:, axis] * sizes[-1]).tolist())
     masks = [tuple(digit == "1" for digit in mask) for mask in about.lanes]
     if masks or about.numbered:
-      # A gate's number stands behind the operands of the masks, a tap's among them.
+      # The number of a gate's lane comes after the operands of the masks, including a tap's.
       operands = len(self.operands) - (bool(about.numbered) and about.tap < 0)
       held["batch"] = encode_levels(list(zip(sizes, masks, strict=True)), about.numbered, operands)
     if about.tap >= 0:
-      # Lanes of numbered levels are the same on all devices.
+      # Numbered levels have the same lanes on all devices.
       every, own = all_sizes(whole, about.numbered), iter(starts)
       starts = [[0] * self.devices if flag else next(own) for _, flag in every]
       self._localise_tap(plan, [size for size, _ in every], starts)
@@ -213,7 +214,7 @@ class _AskedCall:
         core = dataclasses.replace(t, counts=t.counts[skip:], index=t.index[:, skip:])
         leaves.append(_tiles.encode(core, self.operands[index].shape[skip:]))
       code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": sizes}
-      # `TapSpec::of` reads this of an array: its extents, and where each shard begins.
+      # `TapSpec::of` reads an array's extents, and the begin of each shard.
       parts = [self._begins(_tiles.ShardedArray(leaf)) for leaf in leaves]
       self.held["parts"] = attributes.listed(parts)
       if padded := [{"leaf": np.int64(index), **parts[index]} for index in code["logical"]]:
@@ -230,9 +231,9 @@ def _json(value: Any) -> str:
 
 
 def _sharding(array: _Array, given: Tiling, wanted: Tiling) -> Any:
-  """A sharding that stays is the one that came: XLA then has nothing to compare.
+  """Returns the given sharding if it may stay, so that XLA has nothing to compare.
 
-  An array that one device has alone comes to all of them.
+  An array on a single device is sent to all of them.
   """
   came = array.sharding
   same = given.counts == wanted.counts and np.array_equal(given.index, wanted.index)
@@ -242,7 +243,7 @@ def _sharding(array: _Array, given: Tiling, wanted: Tiling) -> Any:
 
 
 def _with_whole(rule: Rule, said: Rule | TilePlan) -> Rule:
-  """A tap's rule with what its function wants whole; what that leaves split stays as it lies."""
+  """Returns a tap's rule with the dimensions that its function wants whole; others stay split."""
   whole = set(rule.whole)
   for term, own in zip(rule.operands, said.operands, strict=False):
     if isinstance(own, Tiling):
@@ -266,13 +267,13 @@ def _undefined(what: str, expected: str, why: str = "") -> LookupError:
 
 
 def partition(target: str, *asked: Any) -> tuple[bytes, Sequence[Any], Any]:
-  """XLA's question how a partitioned call becomes a call of `target` on each device."""
+  """Answers XLA: how a partitioned call becomes a call of `target` on each device."""
   call = _AskedCall(*asked)
   plan, ins, outs = call.solution()
   return call.module(target, plan), [*asked[1][: len(call.tokens)], *ins], call.told(outs)
 
 
 def infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, config: bytes) -> Any:
-  """XLA's question how results lie, which its older propagation alone asks."""
+  """Answers XLA's older propagation: the results' shardings."""
   call = _AskedCall(shapes, shardings, result, None, config)
   return call.told(call.solution()[2])

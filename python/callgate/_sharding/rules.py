@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharding rules: which dimensions of a call's arrays belong together, and which must be whole.
+"""Sharding rules: the dimensions of a call's arrays that are split alike, or must be whole.
 
 A rule gives each dimension of each operand and result a factor. Dimensions with one factor are
-split alike over the devices; a factor that is `whole` is not split at all, so an array that came
-split along it is gathered first. Users write rules as text, `"i j, j k -> i k"`; programs hold them
-as numbers (`Rule.text`).
+split alike over the devices. A factor that is `whole` is not split, so an array that is split along
+it is gathered first. Users write rules as text, `"i j, j k -> i k"`; programs contain them as
+numbers (`Rule.text`).
 
-Split stays only what no call can tell from the whole: a factor that every result has, and some
-operand. So a contracted dimension is gathered, never summed in parts.
+A dimension stays split only if the call works the same on a part: its factor is in every result and
+in some operand. So a contracted dimension is gathered, never summed in parts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ BY_NAME = ("shard", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """Factors, by number, of each operand's and result's dimensions."""
+  """The factors, as numbers, of each operand's and result's dimensions."""
 
   operands: tuple[Term, ...]
   results: tuple[Term, ...]
-  whole: frozenset[int] = frozenset()  # those that are not split
-  least: frozenset[int] = frozenset()  # those of which a tile keeps more than one element
+  whole: frozenset[int] = frozenset()  # the factors that are not split
+  least: frozenset[int] = frozenset()  # the factors with more than one element in each tile
 
   @property
   def text(self) -> str:
-    """As programs hold it: "0 1,1 2->0 2|1|"."""
+    """The rule's text in programs: "0 1,1 2->0 2|1|"."""
 
     def side(terms: Sequence[Term]) -> str:
       return ",".join(" ".join(map(str, term)) for term in terms)
@@ -47,7 +47,7 @@ class Rule:
 
   @classmethod
   def read(cls, text: str, operands: int, results: int) -> Rule:
-    """The rule of a text that `text` made, for so many operands and results."""
+    """Reads the rule of a text that `text` made, for so many operands and results."""
     sides, *marked = text.split("|")
     left, _, right = sides.partition("->")
 
@@ -58,7 +58,7 @@ class Rule:
     return cls(side(left, operands), side(right, results), whole, least)
 
   def closed(self) -> Rule:
-    """With every factor whole that a part of the result could not be computed by."""
+    """Returns the rule with all factors whole along which no part of the result can be computed."""
     given = set(itertools.chain(*self.operands))
     every = given.union(*self.results)
     others = ((set(term) - given) | (every - set(term)) for term in self.results)
@@ -69,7 +69,7 @@ class Rule:
     return 1 + max(itertools.chain((-1,), *self.operands, *self.results))
 
   def under(self, levels: Sequence[Level]) -> Rule:
-    """The rule of a call with batch levels: lanes are independent, so each level may be split."""
+    """Returns the rule with batch levels: lanes are independent, so each level may be split."""
     lanes = [(self.factors() + n, mask) for n, (_, mask) in enumerate(levels)]
     operands = tuple(
       (*(lane for lane, mask in lanes if mask[i]), *term) for i, term in enumerate(self.operands)
@@ -79,7 +79,7 @@ class Rule:
 
 
 def independent(operands: Sequence[Shape], first: int = 0) -> Rule:
-  """Each array as it is, whatever the others are: what a tap needs. Factors from `first` on."""
+  """Returns a rule that keeps each array as it is, for a tap; factors count from `first`."""
   numbers = itertools.count(first)
   return Rule(tuple(tuple(next(numbers) for _ in shape) for shape in operands), ())
 
@@ -91,7 +91,7 @@ def gathered(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
 
 
 def leading(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
-  """Split along the leading dimensions that all arrays share; scalars are everybody's."""
+  """Splits along the leading dimensions that all arrays share; scalars are whole."""
   extents = zip(*(shape for shape in (*operands, *results) if shape), strict=False)
   shared = sum(1 for _ in itertools.takewhile(lambda one: len(set(one)) == 1, extents))
   numbers = itertools.count(shared)
@@ -112,11 +112,11 @@ def parse(
   *,
   tap: bool = False,
 ) -> Rule:
-  """The rule that a user wrote, for arrays of these shapes; a tap's text needs no arrow.
+  """Reads a user's rule for arrays of these shapes; a tap's text needs no arrow.
 
-  As "i j, j k -> i k": a term for each array with a name for each of its dimensions. `[j]` must be
-  whole; `_` is a dimension without a name, whole too; `...` stands for any leading dimensions,
-  aligned as NumPy broadcasts.
+  The text is like "i j, j k -> i k", with a term for each array and a name for each dimension.
+  `[j]` must be whole; `_` is an unnamed dimension, and whole; `...` stands for any leading
+  dimensions, aligned as NumPy broadcasts.
   """
   reader = _Reader(label, text)
   left, arrow, right = text.partition("->")
@@ -152,7 +152,7 @@ class _Reader:
       if tokens[0] != "..." or tokens.count("...") > 1:
         raise self.refusal(f"'...' once, at the beginning of the term of {where}", shown)
       rest = len(shape) - len(tokens) + 1
-      # Dimensions are named from the right, as NumPy aligns them.
+      # Names dimensions from the right, as NumPy aligns them.
       tokens = [f"...{rest - n}" for n in range(rest)] + tokens[1:]
     if len(tokens) != len(shape):
       raise self.refusal(f"{len(shape)} name(s) for {where} of shape {list(shape)}", shown)
@@ -167,7 +167,7 @@ class _Reader:
     spread = token.startswith("...")
     if not (name.isidentifier() or spread):
       raise self.refusal("names such as 'i', '[i]' for a whole one, '_' or '...'", repr(token))
-    if name == "_" or (spread and extent == 1):  # 1 is broadcast against whatever the others have
+    if name == "_" or (spread and extent == 1):  # an extent of 1 broadcasts
       number = next(self._numbers)
       self.whole.add(number)
       return number
@@ -184,7 +184,7 @@ class _Reader:
 def of_call(
   label: str, said: Any, operands: Sequence[Shape], results: Sequence[Shape], *, tap: bool = False
 ) -> Rule:
-  """The rule of one lane's call, or of a tap's leaves: for None, "shard", "gather" or a text."""
+  """Returns the rule of one lane's call, or of a tap: for None, "shard", "gather" or a text."""
   if said is None or said == "gather":
     return gathered(operands, results)
   if said == "shard":

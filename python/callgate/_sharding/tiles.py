@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which device holds which tile of an array, and which ones a call on tiles needs.
+"""Finds the tile of an array on each device, and the tiles that a call needs.
 
-Plain arithmetic on device numbers: position in the program's device assignment, which is what
-`stablehlo.partition_id` gives. Nothing here knows XLA. In a partly manual program devices with
-different `manual` labels hold different arrays altogether. A `ShardedArray` is a tiling as programs
-hold it: messages, `TapInfo.shard` and `assemble` read it.
+The code is plain arithmetic on device numbers and independent of XLA. A device's number is its
+position in the program's device assignment, which `stablehlo.partition_id` returns. In a partly
+manual program devices with different `manual` labels have different arrays. A `ShardedArray` is a
+tiling as programs contain it; messages, `TapInfo.shard` and `assemble` read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from callgate._sharding.rules import Rule, Shape
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """Describes how one array lies on `len(index)` devices."""
+  """The tiles of one array on `len(index)` devices."""
 
   counts: tuple[int, ...]  # tiles along each dimension
   index: np.ndarray  # int64[devices, rank]: the tile that each device holds
@@ -40,7 +40,7 @@ class Tiling:
 
   def grid(self) -> np.ndarray:
     """Device numbers by [tile along each dimension..., replica, manual]."""
-    # By tile and label, then in order of their numbers.
+    # Sorts by tile and label, then by number.
     order = np.lexsort((self.manual, *self.index.T[::-1]))
     return np.moveaxis(order.reshape(*self.counts, self._labels, -1), -1, -2)
 
@@ -50,7 +50,7 @@ class Tiling:
 
   @property
   def expressible(self) -> bool:
-    """True if each combination of tiles lies on equally many devices: what XLA can express."""
+    """True if each combination of tiles is on equally many devices, which XLA can express."""
     cells = np.column_stack([self.index, self.manual])
     _, held = np.unique(cells, axis=0, return_counts=True)
     return len(held) == math.prod(self.counts) * self._labels and len(set(held)) == 1
@@ -61,15 +61,15 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-  """Describes how a call on tiles finds its arrays."""
+  """The tilings of a call on tiles."""
 
-  operands: tuple[Tiling, ...]  # those that the operands must have
+  operands: tuple[Tiling, ...]  # the tilings that the operands must have
   results: tuple[Tiling, ...]
   devices: int
 
   @functools.cached_property
   def groups(self) -> list[list[int]]:
-    """The devices that hold the same tiles of everything, in order of their numbers."""
+    """Groups of devices that hold the same tiles of all arrays, by their numbers."""
     found: dict[tuple[int, ...], list[int]] = {}
     for device in range(self.devices):
       arrays = (*self.operands, *self.results)
@@ -84,11 +84,11 @@ def plan(
   tilings: tuple[Sequence[Tiling], Sequence[Tiling]],
   devices: int,
 ) -> TilePlan:
-  """The tilings nearest to those at hand under which the call on tiles is right, by a closed rule.
+  """Returns the tilings, nearest to the given ones, for a correct call on tiles by a closed rule.
 
-  Results come first: their tilings are what the program asks for, and what propagation has made of
-  the operands'. A factor that a rule lets be split is split as the first array that has it is;
-  where that can't be expressed for another array, and where tiles would be uneven, it is whole.
+  The results' tilings come first: the program asks for them, and propagation made the operands'
+  tilings of them. A factor that may be split is split as in the first array that has it. It is
+  whole if another array can't express that split, or if tiles would be uneven.
   """
   terms = [*rule.results, *rule.operands]
   extents = [*shapes[1], *shapes[0]]
@@ -117,17 +117,17 @@ def plan(
   return TilePlan(tuple(found[results:]), tuple(found[:results]), devices)
 
 
-# The number of a record's shard, plus one, from this bit on (kShardBit in src/channel/record.h).
+# The number of a record's shard, plus one, starts at this bit (kShardBit in src/channel/record.h).
 SHARD_BIT = 8
 
 
 def shard_of(flags: int) -> int:
-  """The shard's number in a record's flags; -1 for a record of whole arrays."""
+  """Returns the shard's number in a record's flags; -1 for a record of whole arrays."""
   return (flags >> SHARD_BIT) - 1
 
 
 def encode(tiling: Tiling, shape: Sequence[int]) -> dict[str, Any]:
-  """A part as JSON has it: the whole's shape, tiles along each dimension, each device's tile."""
+  """Returns a tiling for JSON: the whole shape, tiles along each dimension, each device's tile."""
   part: dict[str, Any] = {"shape": list(shape)}
   if any(count > 1 for count in tiling.counts):
     part["counts"] = list(tiling.counts)
@@ -136,7 +136,7 @@ def encode(tiling: Tiling, shape: Sequence[int]) -> dict[str, Any]:
 
 
 class ShardedArray:
-  """Describes where one array's shards lie in the whole."""
+  """The places of one array's shards in the whole array."""
 
   def __init__(self, code: dict[str, Any]) -> None:
     self.shape: tuple[int, ...] = tuple(code["shape"])
@@ -150,7 +150,7 @@ class ShardedArray:
     return tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, extents, strict=True))
 
   def is_first(self, shard: int) -> bool:
-    """True if no shard before has the same part."""
+    """Returns True if no earlier shard has the same part."""
     return shard == (self._tiles.index(self._tiles[shard]) if self._tiles is not None else 0)
 
 
@@ -161,12 +161,12 @@ def _layout(text: str) -> tuple[int, list[tuple[str, ShardedArray]]]:
 
 
 def parts(layout: str, shard: int) -> list[tuple[slice, ...]]:
-  """Which part of each operand a shard is."""
+  """Returns a shard's part of each operand."""
   return [part.slices(shard) for _, part in _layout(layout)[1]]
 
 
 def describe(layout: str, shard: int) -> str:
-  """A shard in words, "shard 3 of 8 (x[4:6, 0:8])"; "" for a call on whole arrays."""
+  """Describes a shard, "shard 3 of 8 (x[4:6, 0:8])"; "" for a call on whole arrays."""
   if shard < 0:
     return ""
   devices, operands = _layout(layout)
