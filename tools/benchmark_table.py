@@ -39,25 +39,25 @@ SUMMARY = (
    "jax pure_callback after install()"),
   ("f32[8,1024,1024], identity, in a compiled loop", "identity", "jax pure_callback",
    "callgate in-place gate"),
-  ("one of 1,000 lanes under `vmap`", "vmap", "jax pure_callback, sequential",
+  ("one lane (batch element) of 1,000 under `vmap`", "vmap", "jax pure_callback, sequential",
    'callgate in-place gate, vmap="each"'),
-  ("a scalar streamed out: `jax.debug.callback`, and a tap", "taps",
+  ("a scalar streamed out, by `jax.debug.callback` or a tap", "taps",
    "jax debug.callback, f32 scalar", "callgate tap, f32 scalar"),
 )  # fmt: skip
 
 # The same on a GPU.
 GPU_SUMMARY = (
-  ("one call that sees the device's array, in a compiled loop", "cuda_gates",
+  ("one call with the device's array, in a compiled loop", "cuda_gates",
    "jax buffer_callback, empty body", "callgate gate, Buffer, aliased"),
-  ("one call of NumPy's, in a compiled loop", "cuda_gates", "jax pure_callback",
+  ("one call of a NumPy function, in a compiled loop", "cuda_gates", "jax pure_callback",
    "callgate numpy gate, aliased"),
-  ("the identity of NumPy's on 32 MiB, aliased", "cuda_identity", "jax pure_callback, 32 MiB",
+  ("a NumPy identity function on 32 MiB, aliased", "cuda_identity", "jax pure_callback, 32 MiB",
    "callgate numpy gate, aliased, 32 MiB"),
   ("a scalar streamed out, the loop included", "cuda_taps", "jax debug.callback, f32 scalar",
    "callgate tap, f32 scalar"),
   ("64 MiB streamed out of a step of matrix products, the step included", "cuda_taps",
    "the same with debug.callback of 64 MiB", "the same with a tap of 64 MiB"),
-  ("a launch of a kernel in a CUDA graph: jax-triton, and `cg.cuda`", "cuda_kernels",
+  ("a kernel launch in a CUDA graph, by jax-triton or `cg.cuda`", "cuda_kernels",
    "jax-triton, in a CUDA graph", "callgate.cuda, in a CUDA graph"),
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ COSTS = (
   ("a call of a kernel", "kernels", "callgate.cpp, empty"),
   ("a tap of a scalar", "taps", "callgate tap, f32 scalar"),
   ("a tap of 4 KiB", "taps", "callgate tap, 4 KiB"),
-  ("a check that holds", "taps", "callgate check that holds"),
+  ("a `cg.check` that passes", "taps", "callgate check that holds"),
   ("a consumer that is called for each record, on its own thread", "channels",
    "function called for each record, f32 scalars"),
   ("a native sink, for each record, on the channel's thread", "channels",
@@ -82,13 +82,13 @@ COSTS = (
   ("the same with a pure gate", "dispatch", "callgate pure gate"),
   ("the same with an io gate", "dispatch", "callgate io gate"),
   ("the same with an ordered gate", "dispatch", "callgate ordered gate"),
-  ("a call of a gate outside of programs, by itself", "first", "eager call: callgate gate"),
+  ("a call of a gate outside compiled programs", "first", "eager call: callgate gate"),
   ("`import callgate`, beyond `import jax`", "import", "import callgate, beyond import jax"),
   ("compiling a small kernel for the first time", "kernels",
    "callgate.cpp, first call with an empty cache"),
   ("the same in the next process, from the cache", "kernels",
    "callgate.cpp, made in the next process"),
-  ("memory that calls of a gate leave behind", "memory", "calls: callgate in-place gate"),
+  ("memory left behind by calls of a gate", "memory", "calls: callgate in-place gate"),
 )  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def environment(folder: Path = RESULTS) -> str:
 
 def gpu_summary() -> str:
   """Before and after on a GPU."""
-  return summary(GPU_SUMMARY, "JAX, or a peer")
+  return summary(GPU_SUMMARY, "JAX, or jax-triton")
 
 
 def gpu_environment() -> str:
