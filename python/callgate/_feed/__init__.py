@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host iterators that programs read from."""
+"""Host iterators that programs read."""

@@ -103,11 +103,11 @@ class Feed(Portable[_FeedIdentity], Closing):
   """
 
   def __init__(self, iterable: Iterable[Any], options: FeedOptions) -> None:
-    # An unnamed one is called as the generator function or the iterable's class.
+    # The name of an unnamed feed is that of the generator function or of the iterable's class.
     named: Any = iterable if hasattr(iterable, "__qualname__") else type(iterable)
     self.name = name = check.name("feed", options.name) or registry.unique_name(named)
     super().__init__(_FeedIdentity(name))
-    registry.take(name)  # the old one is closed before the iterator begins
+    registry.take(name)  # closes the old feed before the iterator begins
     options = check.checked(f"feed '{name}'", options)
     self.prefetch, shape, default = options.prefetch, options.shape, options.default
     cast = config.cast() if options.cast is None else options.cast
@@ -140,7 +140,7 @@ class Feed(Portable[_FeedIdentity], Closing):
         made = GateOptions(out=shares.structs, name=name, effect="ordered", style="context")
       weakref.finalize(taking, self._producer.release).atexit = False
       self._gate = FeedGate(taking, made)
-      self._function = ArrayFunction(self._gate)  # keeps its programs
+      self._function = ArrayFunction(self._gate)  # keeps the gate's programs
       self._gate.shares, self._gate.resumable = shares, options.resumable
       if shares is not None:
         self._producer.serve(types.convert, after, len(shares.takers) or 1, shares.of_item)
@@ -151,7 +151,7 @@ class Feed(Portable[_FeedIdentity], Closing):
         self._producer.serve(types.convert, after)
       nothing, flat = jax.tree.structure(((), {})), jax.tree.structure(structs)
       self._site = CallSite(nothing, flat, static=(), results=types.types)
-    except BaseException:  # Ctrl-C while the first item is made, too
+    except BaseException:  # also Ctrl-C while the first item is made
       self._producer.release()
       raise
 
@@ -225,7 +225,8 @@ class Feed(Portable[_FeedIdentity], Closing):
         self._producer.take_whole,
       )  # fmt: skip
     except errors.EndOfFeed as error:
-      if self._producer.raised(error):  # another feed's, which the iterator reads
+      # The exception may come from another feed, which the iterator reads.
+      if self._producer.raised(error):
         raise
       raise StopIteration from None
     put = jax.device_put if self._shares is None else self._shares.put
@@ -293,10 +294,10 @@ class Feeds(Part):
 
   def end(self, phase: Phase, wait: Wait) -> None:
     producers = members(_producer.alive)
-    if phase == "hurry":  # programs may take items, but not wait for an iterator that hangs
+    if phase == "hurry":  # programs may still take items, but not wait for an iterator that hangs
       for producer in producers:
         producer.limit_patience(wait.left)
-    elif phase == "join":  # programs have ended: so do the threads
+    elif phase == "join":  # programs have ended: end the threads
       for producer in producers:
         producer.release()
       for producer in producers:
@@ -311,7 +312,7 @@ def _iterator(name: str, iterable: Any, epochs: int | None) -> Iterator[Any]:
     iterator = iter(iterable)
   except TypeError as error:
     if hasattr(iterable, "__iter__") and getattr(iterable, "ndim", None) != 0:
-      raise  # its own
+      raise  # the feed's own exception
     got = type(iterable).__name__ + ("; call the function" if callable(iterable) else "")
     expected = f"expected an iterable of items, got {got}"
     raise errors.GateDefinitionError(f"feed '{name}': iterable: {expected}") from error
@@ -333,7 +334,7 @@ def _repeated(
     empty = True
     for item in iterator:
       yield item
-      del item  # not kept while the next one is made
+      del item  # freed while the next one is made
       empty = False
     if empty or number == epochs:
       return

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate of a feed, by which a program takes items, and the primitive of `Feed.next`.
 
-`next()` has no arguments for batching to see, so a primitive of its own knows the axes that it is
-mapped over.
+`next()` has no arguments that batching could see. So its own primitive knows the mapped axes.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from callgate._feed import shares as _shares
 from callgate._gate.callee import GateCallee
 from callgate._jax import tracing
 
-CLOSE_SECONDS = 5.0  # how long an iterator that is busy is waited for
+CLOSE_SECONDS = 5.0  # the default time to wait for a busy iterator
 
 
 class FeedGate(GateCallee):
   """The gate of a feed.
 
   Attributes:
-    shares: where its items lie.
+    shares: the placement of its items on devices.
     resumable: True if loops save how many items it has given.
     of_loops: gates that such loops need (`resuming`).
   """
 
   kind = "feed"
-  # Its arrays are NumPy's on the host, the GPU's own in a program for CUDA.
+  # Its arrays are NumPy arrays on the host; in a program for CUDA they are on the GPU.
   traits = GateCallee.traits.but(native=True, knows_lanes=False)
   shares: _shares.Shares | None = None
   resumable = True
@@ -56,13 +55,14 @@ class FeedGate(GateCallee):
 
 
 def take(producer: _producer.Producer, rank: int, outs: Sequence[Any], taker: int = 0) -> None:
-  """A feed's gate: writes the next item, or one for each lane, into the results.
+  """Writes the next item, or one for each lane, into the results: a feed's gate.
 
-  `rank` is that of an item's first leaf: what comes before are batch axes.
+  `rank` is the rank of an item's first leaf; further axes are batch axes.
   """
   batch = outs[0].ndim - rank
   lanes = math.prod(outs[0].shape[:batch])
-  if place := _callgate.device_call():  # the results are Buffers, and items on their way there
+  # The results are Buffers, and the items are being copied to them.
+  if place := _callgate.device_call():
     for lane in range(lanes):
       producer.take_uploaded(place[1], taker).give(outs, lane, lanes)
     return
@@ -83,7 +83,7 @@ def take_share(
   context: Any,
   outs: Sequence[Any],
 ) -> None:
-  """The gate of a feed with shares: writes the device's share of the next item."""
+  """Writes the device's share of the next item: the gate of a feed with shares."""
   if (taker := takers.get(context.device)) is None:
     expected = "expected a program over the mesh of its sharding"
     raise errors.GateError(
@@ -94,8 +94,8 @@ def take_share(
 
 
 # -- the primitive ---------------------------------------------------------------------------------
-# Parameters: gate and site, as the gate's primitive has them; lead, the sizes of the axes that the
-# call is mapped over, outermost first; engine, what runs it.
+# Parameters: gate and site, as for the gate's primitive; lead, the sizes of the axes that the call
+# is mapped over, outermost first; engine, the engine that runs it.
 next_p = tracing.Primitive("feed_next")
 next_p.multiple_results = True
 tracing.define_impl(next_p, lambda gate, site, **_: gate.programs(site))
@@ -106,7 +106,7 @@ tracing.weakly_cached.add(FeedGate)
 def _abstract_eval(*, gate: GateCallee, site: CallSite, lead: tuple[int, ...], engine: str) -> Any:
   effect = tracing.ordered_io_effect if engine == "jax" else effects.ORDERED_GATE_EFFECT
   avals = (tracing.shaped_array((*lead, *shape), dtype, ()) for shape, dtype in site.results)
-  axes = tracing.manual_axes()  # in a jax.shard_map each device takes items for itself
+  axes = tracing.manual_axes()  # in a jax.shard_map each device takes its own items
   return tuple(tracing.varying_aval(aval, axes) for aval in avals), frozenset({effect})
 
 
@@ -129,5 +129,5 @@ def _lower(
   return call(context)
 
 
-# Not cached, as the gates' own rule: its source line is part of the program.
+# Not cached, like the gates' own rule, because its source line is part of the program.
 mlir.register_lowering(next_p, _lower, cacheable=False)

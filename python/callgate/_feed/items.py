@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of a feed: pytrees of arrays, their types, and how a host value becomes one of them.
+"""Items of a feed: pytrees of arrays, their types, and the conversion of host values.
 
-The producer thread converts and checks what the iterator gives. Arrays that the user could still
-write to are copied: an iterator may fill one buffer again while its earlier items wait.
+The producer's thread converts and checks the iterator's values. It copies arrays that the user
+could still write to, because an iterator may reuse a buffer while earlier items wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PYTHON_SCALARS = (bool, int, float, complex)
 
 
 def _default_dtypes() -> dict[type, np.dtype[Any]]:
-  """The dtypes that JAX gives Python scalars, under this thread's `jax_enable_x64`."""
+  """Returns JAX's dtypes of Python scalars, under this thread's `jax_enable_x64`."""
   return {kind: _canonical(np.dtype(kind)) for kind in _PYTHON_SCALARS}
 
 
@@ -42,22 +42,22 @@ def _canonical(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class ItemTypes:
   """The structure, shapes and dtypes of every item of a feed."""
 
-  feed: str  # its name, for messages
+  feed: str  # the feed's name, for messages
   tree: Any
   types: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # (shape, dtype) of each leaf
-  cast: bool = False  # whether items may have other dtypes of the same kind
-  # The dtypes that Python scalars become.
+  cast: bool = False  # True if items may have other dtypes of the same kind
+  # The dtypes of Python scalars.
   defaults: dict[type, np.dtype[Any]] = dataclasses.field(default_factory=_default_dtypes)
 
   @functools.cached_property
   def sizes(self) -> list[int] | None:
-    """How many bytes each array of an item has; None where XLA packs elements into bytes."""
+    """Returns the bytes of each array of an item; None if XLA packs elements into bytes."""
     if any(dtypes.is_packed(dtype) for _, dtype in self.types):
       return None
     return [math.prod(shape) * dtype.itemsize for shape, dtype in self.types]
 
   def of_bytes(self, data: bytes) -> Arrays:
-    """An item of which all bytes follow each other; to be read alone."""
+    """Returns an item whose arrays are views of consecutive bytes; read-only."""
     arrays: Arrays = []
     start = 0
     for (shape, dtype), size in zip(self.types, self.sizes or (), strict=True):
@@ -68,12 +68,12 @@ class ItemTypes:
 
   @functools.cached_property
   def single(self) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
-    """The type of items that are one array."""
+    """The type of items that are a single array."""
     return self.types[0] if self.tree == jax.tree.structure(0) else None
 
   def convert(self, item: Any, number: int, *, private: bool = True) -> Arrays:
-    """The leaves of the item of that number, as arrays; nobody else writes to `private` ones."""
-    if self.single is not None and type(item) is np.ndarray:  # the usual case, quickly
+    """Returns the leaves of an item, as arrays; `private` arrays have no other writer."""
+    if self.single is not None and type(item) is np.ndarray:  # the usual case, fast
       shape, dtype = self.single
       if item.shape == shape and item.dtype == dtype:
         return [item.copy() if private else item]
@@ -99,7 +99,7 @@ class ItemTypes:
   def _fitted(
     self, leaf: Any, array: np.ndarray[Any, Any], dtype: np.dtype[Any]
   ) -> tuple[np.ndarray[Any, Any], str | None]:
-    """A leaf's array in that dtype, as a gate's results are cast, or what came instead."""
+    """Returns a leaf's array in that dtype, cast as a gate's results, or the actual type."""
     if array.dtype == dtype:
       return array, None
     # A Python scalar has no width.
@@ -108,7 +108,7 @@ class ItemTypes:
     return made, _callgate.store(made, leaf if weak else array, self.cast)
 
   def broadcast(self, value: Any) -> Arrays:
-    """A default item: a prefix of arrays, or of Python scalars, broadcast to the items' shapes."""
+    """Broadcasts a default item, a prefix of arrays or Python scalars, to the items' shapes."""
     full = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
     try:
       given = jax.tree.leaves(jax.tree.broadcast(value, full))
@@ -133,7 +133,7 @@ class ItemTypes:
 
 
 def from_structs(feed: str, shape: Any, *, cast: bool) -> ItemTypes:
-  """The types that the user declares, as a pytree of anything with `.shape` and `.dtype`."""
+  """Returns the types that the user declares, a pytree of objects with `.shape` and `.dtype`."""
   leaves, tree = jax.tree.flatten(shape, is_leaf=shapes.is_type)
   for index, leaf in enumerate(leaves):
     if not shapes.is_type(leaf):
@@ -143,7 +143,7 @@ def from_structs(feed: str, shape: Any, *, cast: bool) -> ItemTypes:
 
 
 def from_item(feed: str, item: Any, what: str = "item 0", *, cast: bool) -> ItemTypes:
-  """The types of a sample: the first item, or the default of a feed that has no items."""
+  """Returns the types of a sample: the first item, or the default of a feed without items."""
   leaves, tree = jax.tree.flatten(item)
   arrays = [
     _to_array(functools.partial(_where, feed, what, item, index), leaf, _default_dtypes())
@@ -156,7 +156,7 @@ def _to_array(where: Callable[[], str], value: Any, defaults: dict[type, Any]) -
   got, cause = "", None
   if isinstance(value, jax.Array):
     if not jnp.issubdtype(value.dtype, jax.dtypes.extended):
-      return np.asarray(value)  # immutable: a view does
+      return np.asarray(value)  # immutable, so a view is enough
     got = f"an array of {value.dtype} (pass jax.random.key_data of keys)"
   elif not masked.is_masked(value):
     try:
@@ -172,8 +172,8 @@ def _to_array(where: Callable[[], str], value: Any, defaults: dict[type, Any]) -
 
 
 def _is_number(dtype: Any) -> bool:
-  # A timedelta is an integer to NumPy; JAX has no long doubles, nor the other byte order. A type is
-  # no character: 'G' is float8_e4m3fnuz's, too.
+  # NumPy counts a timedelta as an integer. JAX has neither long doubles nor the other byte order.
+  # The type character isn't unique: 'G' is also that of float8_e4m3fnuz.
   long = dtype.type in (np.longdouble, np.clongdouble)
   held = dtype.kind not in "mM" and not long and dtype.isnative
   return held and (dtype == np.bool_ or jnp.issubdtype(dtype, np.number))
@@ -203,6 +203,6 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any], *, cast: bool) 
 
 
 def _where(feed: str, what: str, item: Any, index: int) -> str:
-  """A feed's item and the path of one of its leaves; the item alone where it is one array."""
+  """Names an item in messages, with the path of a leaf unless the item is a single array."""
   paths = jax.tree_util.tree_flatten_with_path(item, is_leaf=shapes.is_type)[0]
   return f"feed '{feed}': {what}{jax.tree_util.keystr(paths[index][0])}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The producer of a feed: a thread that iterates ahead of the program, and the queue between them.
 
-The feed's gate takes items on any thread. The producer's holds no lock while user code runs, so an
-iterator may itself run JAX programs and read other feeds. It ends by `close()`, with the data, with
-the last who could take items (feed.py), or with the process. It is a daemon thread, since Python
-can't interrupt an iterator that doesn't return.
+The feed's gate takes items on any thread. The producer's thread holds no lock while user code runs,
+so an iterator may run JAX programs and read other feeds. The thread ends by `close()`, with the
+data, with the last user that could take items (feed.py), or with the process. It is a daemon
+thread, since Python can't interrupt an iterator that doesn't return.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from callgate._runtime import timeline
 
 Item = list[Any]  # the flat arrays of an item
 Convert = Callable[[Any, int], Item]
-Share = Callable[[Item, int], Item]  # what a taker gets of an item
+Share = Callable[[Item, int], Item]  # returns a taker's part of an item
 
 
 class _Entry:
-  """An item in the queue, and its ways to the takers' GPUs; None for one that can't be begun."""
+  """An item in the queue, and its uploads to the takers' GPUs; None for one that couldn't begin."""
 
   def __init__(self, item: Item) -> None:
     self.item = item
@@ -44,40 +44,41 @@ alive: weakref.WeakSet[Producer] = weakref.WeakSet()  # under the GIL: single st
 
 
 class Producer:
-  """A thread that pulls items from an iterator, at most `prefetch` ahead of who takes them.
+  """A thread that pulls items from an iterator, at most `prefetch` ahead of the takers.
 
-  Takers are numbered. Each takes every item, and one stays until all have: the first to take it
-  never waits for the others, which may wait for that very thread.
+  Takers are numbered. Each takes every item, and an item stays in the queue until all have taken
+  it. The first taker of an item never waits for the others, which may in turn wait for its thread.
   """
 
   def __init__(self, name: str, iterator: Iterator[Any], prefetch: int) -> None:
-    self.name = name  # the feed's
-    self.first: Any = None  # as the iterator gave it, once `wait_for_first` has returned
+    self.name = name  # the feed's name
+    self.first: Any = None  # the iterator's first item, after `wait_for_first`
     self._prefetch = prefetch
     self._refill = prefetch // 2  # so that the threads don't wake each other for every item
-    # Its lock is reentrant: the collector may call `release` on a thread that holds it.
+    # Its lock is reentrant: the garbage collector may call `release` on a thread that holds it.
     self._changed = threading.Condition()
     self._queue: collections.deque[_Entry] = collections.deque()
     self._first = 0  # the number of the queue's first item
-    self._next = [0]  # the number of the item that each taker takes next
+    self._next = [0]  # the number of each taker's next item
     self._runs = [-1]  # the execution in which each taker took its last item
     self._begun = (-1, 0)  # the newest execution, and the number of its first item
     self._share: Share = lambda item, _: item
     self._convert: Convert | None = None
-    # With one taker on the host: holds the items in the queue's place, for the runtime to take.
+    # With one taker on the host, the runtime takes the items from here instead of the queue.
     self._staged: _callgate.ItemQueue | None = None
-    self._types: ItemTypes | None = None  # of what is staged
+    self._types: ItemTypes | None = None  # the types of the staged items
     self._default: Item | None = None
     self._has_first = self._over = False
-    self._failure: tuple[BaseException, Any] | None = None  # with its traceback
+    self._failure: tuple[BaseException, Any] | None = None  # (exception, traceback)
     self._closed = False
-    self._gpus: list[int | None] = [None]  # of each taker, that whose program asked last
-    self._takers_waiting = 0  # for an item
-    self.skipping = threading.Lock()  # of the takers one drops items at a time
-    self._patience: float | None = None  # how long to wait for an item, while the process ends
+    self._gpus: list[int | None] = [None]  # the GPU of each taker's latest program
+    self._takers_waiting = 0  # the number of takers that wait for an item
+    self.skipping = threading.Lock()  # only one taker at a time drops items
+    # Seconds to wait for an item at the end of the process; None for no limit.
+    self._patience: float | None = None
     self._produced = self._waited = 0
     self._process = os.getpid()
-    # The thread alone holds the iterator: a generator that it leaves is closed there.
+    # Only the thread holds the iterator, so that it closes a generator that it leaves.
     self._thread = threading.Thread(
       target=self._run, args=([iterator],), name=f"callgate {name}", daemon=True
     )
@@ -93,7 +94,7 @@ class Producer:
         item = self._make(iterator)
         if item is _END or (item is not _GONE and not self._put(item)):
           break
-        del item  # not kept while the next one is made
+        del item  # freed while the next one is made
     except BaseException as error:  # noqa: BLE001 - raised again where the item is taken
       failure = error, foreign.frames_begin(error)
     with self._changed:
@@ -101,7 +102,7 @@ class Producer:
       self._changed.notify_all()
 
   def _make(self, iterator: Iterator[Any]) -> Any:
-    """The next item, or _END; _GONE where what came has gone its way."""
+    """Returns the next item; _END after the last; _GONE for an item that is now in `_staged`."""
     staged, types = self._staged, self._types
     if staged is not None and types is not None and types.single and not timeline.is_on():
       shape, dtype = types.single
@@ -114,8 +115,8 @@ class Producer:
       return next(iterator, _END)
 
   def _wait_for_room(self) -> bool:
-    """True if there is any, and not the end; sends what waits to the GPU meanwhile."""
-    staged = self._staged  # asked with the GIL first: to give it up costs more
+    """Waits for room, and meanwhile uploads waiting items. False at the end."""
+    staged = self._staged  # first without giving up the GIL, which costs more
     if staged is not None and (staged.has_room() or staged.wait_for_room()):
       return True
     while True:
@@ -131,16 +132,16 @@ class Producer:
         return True
       entry, taker, gpu = found
       entry.uploads[taker] = None
-      # Where it fails, whoever takes the item tries again, and is told why.
+      # If it fails, the taker of the item tries again, and gets the error.
       with contextlib.suppress(Exception):
         entry.uploads[taker] = self._upload(entry, taker, gpu)
 
   def _ahead(self) -> int:
-    """Counts the items that nobody has taken."""
+    """Returns the number of items that no taker has taken."""
     return self._first + len(self._queue) - max(self._next)
 
   def _next_upload(self) -> tuple[_Entry, int, int] | None:
-    """The first item that is to be on its way to a taker's GPU and is not."""
+    """Returns the first item that should be uploaded to a taker's GPU and isn't yet."""
     wanted = [(taker, gpu) for taker, gpu in enumerate(self._gpus) if gpu is not None]
     for number, entry in enumerate(self._queue if wanted else (), self._first):
       for taker, gpu in wanted:
@@ -153,7 +154,7 @@ class Producer:
 
   def _put(self, item: Any) -> bool:
     number = self._count()
-    if number == 0:  # shown to the thread that makes the feed, which takes the types from it
+    if number == 0:  # for the thread that makes the feed, which takes the types from it
       with self._changed:
         self._has_first, self.first = True, item
         self._changed.notify_all()
@@ -180,7 +181,7 @@ class Producer:
 
   # -- the thread that makes the feed ------------------------------------------------------------
   def wait_for_first(self) -> bool:
-    """Waits until there is a first item, and says whether there is one; or raises instead."""
+    """Waits for the first item. False if there is none; raises the iterator's exception."""
     with self._changed:
       self._changed.wait_for(lambda: self._has_first or self._over)
       if not self._has_first and self._failure is not None:
@@ -190,7 +191,7 @@ class Producer:
   def serve(
     self, convert: Convert, default: Item | None, takers: int = 1, share: Share | None = None
   ) -> None:
-    """Says what makes flat arrays of an item and its number, and what is served after the last."""
+    """Sets the conversion of (item, number) to flat arrays, and the item after the last one."""
     with self._changed:
       self._default, self._convert = default, convert
       self._next, self._gpus = [0] * takers, list(self._gpus) * takers
@@ -199,9 +200,9 @@ class Producer:
       self._changed.notify_all()
 
   def stage(self, types: ItemTypes) -> _callgate.ItemQueue | None:
-    """Where the runtime may take items of one taker from, as long as it takes none to a GPU.
+    """Returns a queue from which the runtime takes one taker's items, unless they go to a GPU.
 
-    To be called before `serve`. None for items that can't wait there.
+    Call it before `serve`. None for items that the queue can't hold.
     """
     if any(sizes := types.sizes or ()):
       self._types = types
@@ -210,12 +211,12 @@ class Producer:
 
   # -- threads that take items -------------------------------------------------------------------
   def begin(self, taker: int, run: int) -> None:
-    """Says that a taker's next item is for this execution of a program, which all takers have.
+    """Declares the execution of a program, in which all takers take the same items.
 
-    They begin it with the same item, also where the execution before failed on some of them.
+    They begin it with the same item, even if the last execution failed on some of them.
 
     Raises:
-      GateError: that is no more to be had.
+      GateError: the item is no longer in the queue.
     """
     with self._changed:
       if self._runs[taker] == run:
@@ -233,14 +234,14 @@ class Producer:
         self._next[taker] = first
 
   def take(self, taker: int = 0) -> Item:
-    """The taker's next item; waits for it if it must, and raises as `Feed.next` does."""
+    """Returns the taker's next item; waits for it, and raises as `Feed.next` does."""
     return self._share(self._take([taker]).item, taker)
 
   def take_uploaded(self, gpu: int, taker: int = 0) -> _callgate.Upload:
-    """The next item as `take` gives it, on its way to a GPU; later ones are sent there ahead."""
+    """Returns the next item as an upload to a GPU; later items are uploaded ahead of time."""
     self._unstage()
     entry = self._take([taker])
-    if self._gpus[taker] != gpu:  # after the first was taken, which is sent from here
+    if self._gpus[taker] != gpu:  # after the first item, which is uploaded here
       with self._changed:
         self._gpus[taker] = gpu
         self._changed.notify_all()
@@ -250,7 +251,7 @@ class Producer:
     return self._upload(entry, taker, gpu)
 
   def _unstage(self) -> None:
-    """From here on items wait in the queue, from where they are sent to a GPU."""
+    """From now on, keeps items in the queue, from which they can be uploaded to a GPU."""
     with self._changed:
       if (staged := self._staged) is not None and self._types is not None:
         waiting = staged.leave()
@@ -260,13 +261,13 @@ class Producer:
         self._queue.extend(_Entry(self._types.of_bytes(data)) for data in waiting)
 
   def position(self, taker: int = 0) -> int:
-    """How many items the taker has taken, defaults included."""
+    """Returns the number of items that the taker has taken, with defaults."""
     self.check()
     with self._changed:
       return self._next[taker] + (0 if self._staged is None else self._staged.taken())
 
   def drop(self, taker: int = 0) -> None:
-    """Takes an item for the taker and all that are as far, where it stays until all have it."""
+    """Drops an item for the taker and for takers at the same item; others still get it."""
     with self._changed:
       first = self._next[taker]
       alike = [other for other, its in enumerate(self._next) if its == first]
@@ -276,7 +277,7 @@ class Producer:
         self._begun = self._begun[0], first + 1
 
   def take_whole(self) -> Item:
-    """The next item, for all takers; those that are behind others skip what these have taken."""
+    """Returns the next item, for all takers; takers that are behind skip items to get there."""
     return self._take(range(len(self._next))).item
 
   def _take(self, takers: Sequence[int]) -> _Entry:
@@ -292,7 +293,7 @@ class Producer:
       if (index := number - self._first) < len(self._queue):
         entry = self._queue[index]
       elif self._failure is not None:
-        # Without the frames of those who got it before.
+        # Without the frames of earlier takers.
         raise self._failure[0].with_traceback(self._failure[1])
       elif self._default is not None:
         entry = _Entry(self._default)
@@ -318,19 +319,20 @@ class Producer:
     return max(self._next[taker] for taker in takers)
 
   def _wait_for_item(self, takers: Sequence[int]) -> _Entry | None:
-    """Waits, under the lock, until it is decided what comes next; gives it if it was staged."""
+    """Waits, under the lock, until the next item or the end is there; returns a staged item."""
     self._note_waiting(1)
     waited = False
     try:
       while True:
-        over = self._over or self._closed  # before the look: the last item comes before the end
+        # Read before the queue: the last item comes before the end.
+        over = self._over or self._closed
         if (entry := self._take_staged()) is not None or over:
           return entry
         if self._next_of(takers) < self._first + len(self._queue):
           return None
         self._waited += not waited
         waited = True
-        # Woken without an item when the process ends: from then on patience is limited.
+        # The end of the process wakes it without an item, and limits its patience from then on.
         if not self._changed.wait(self._patience) and self._patience is not None:
           none = f"the process is ending, and no item came within {self._patience:g} s"
           raise GateError(f"feed '{self.name}': {none}")
@@ -343,16 +345,16 @@ class Producer:
       staged.awaited = self._takers_waiting > 0
 
   def _count(self) -> int:
-    """How many items the iterator has given."""
+    """Returns the number of items that the iterator has given."""
     staged = self._staged
     return self._produced + (0 if staged is None else staged.put_count())
 
   def raised(self, error: BaseException) -> bool:
-    """True if it is what the iterator raised."""
+    """True if the iterator raised this exception."""
     return self._failure is not None and error is self._failure[0]
 
   def check(self) -> None:
-    """Raises GateError when items can't be taken: the feed is closed, or of another process."""
+    """Raises GateError if the feed is closed, or belongs to another process."""
     if (here := os.getpid()) != self._process:
       its = f"was made in process {self._process}, and its thread is not in the forked process"
       after = "expected a feed that is made after the fork"
@@ -361,7 +363,7 @@ class Producer:
       raise GateError(f"feed '{self.name}' is closed; expected next() before close()")
 
   def stats(self) -> dict[str, int]:
-    # A fork's child may find the lock taken for ever.
+    # In a fork's child the lock may be held forever.
     with self._changed if os.getpid() == self._process else contextlib.nullcontext():
       served, waited, queued = min(self._next), self._waited, len(self._queue)
       produced = self._count() if os.getpid() == self._process else self._produced
@@ -372,7 +374,7 @@ class Producer:
 
   # -- the end -----------------------------------------------------------------------------------
   def release(self) -> None:
-    """Tells the thread to end, and those that wait for items; doesn't wait for them."""
+    """Makes the thread and the waiting takers end, without waiting for them."""
     if os.getpid() == self._process:  # a fork's child has no such thread
       with self._changed:
         self._closed = True
@@ -382,14 +384,14 @@ class Producer:
         self._changed.notify_all()
 
   def close(self, timeout: float) -> bool:
-    """Ends the thread, and says whether it has ended; if not, it ends when its iterator returns."""
+    """Ends the thread. False if its iterator is still busy; the thread ends when that returns."""
     self.release()
     if os.getpid() == self._process and threading.current_thread() is not self._thread:
       self._thread.join(timeout)
     return not self._thread.is_alive()
 
   def limit_patience(self, seconds: float) -> None:
-    """From here on whoever takes an item waits for `seconds` at most."""
+    """From now on, takers wait `seconds` at most for an item."""
     if os.getpid() == self._process:
       with self._changed:
         self._patience = seconds

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feeds that a saved loop reads: how many items one has given, and how another run gets there.
+"""Feeds that a saved loop reads: counts their items, and skips them in a resumed run.
 
-Both are ordered gates of the feed's own, made when a loop first needs them. They hold the feed's
-producer alone, as a program may outlive the feed.
+Both are ordered gates of the feed, made when a loop first needs them. They hold only the feed's
+producer, because a program may outlive the feed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COUNT = jax.ShapeDtypeStruct((2,), np.uint32)
 
 
 def feeds_in(jaxpr: Any) -> tuple[FeedGate, ...]:
-  """The feeds that a traced function reads, in their order, but those with `resumable=False`."""
+  """Returns the feeds that a traced function reads, in order; skips `resumable=False`."""
   gates = (
     eqn.params.get("gate", getattr(eqn.params.get("call"), "gate", None))
     for eqn in walk.equations(jaxpr)
@@ -41,20 +41,20 @@ def names(feeds: Sequence[FeedGate]) -> tuple[str, ...]:
 
 
 def counts(feeds: Sequence[FeedGate], where: Any) -> dict[str, Any]:
-  """How many items the feeds have given, uint32[2] each; zeros where not `where`.
+  """Returns how many items the feeds have given, uint32[2] each; zeros unless `where`.
 
-  The keys are their names, behind numbers: JAX sorts them.
+  The keys are the feeds' names after a number, because JAX sorts keys.
   """
   return {f"{i:06d}{feed.name}": _count_where(feed, where) for i, feed in enumerate(feeds)}
 
 
 def numbers(counted: Mapping[str, Any]) -> dict[str, int]:
-  """The counts by the feeds' names, in the feeds' order."""
+  """Returns the counts by the feeds' names, in the feeds' order."""
   return {key[6:]: _number(count) for key, count in counted.items()}
 
 
 def words(number: int) -> np.ndarray:
-  """A count as programs hold it, the low word first."""
+  """Returns a count as programs hold it, the low word first."""
   return np.array([number % 2**32, number >> 32], np.uint32)
 
 
@@ -69,17 +69,17 @@ def _count_where(feed: FeedGate, where: Any) -> Any:
 
 
 def skip(feeds: Sequence[FeedGate], counted: Any) -> None:
-  """Has each feed give its next items from one on: uint32[feeds, 2], as `counts` counts.
+  """Makes the feeds continue at these items: uint32[feeds, 2], as from `counts`.
 
-  Raises, from the program:
-    GateError: a feed has given more, or hasn't so many.
+  Raises:
+    GateError: (fails the program) a feed has already given more items, or has fewer.
   """
   for number, feed in enumerate(feeds):
     shares: Shares | None = feed.shares
     gate = _gate_of(feed, "skip", _skip, ())
     if shares is None:
       gate(counted[number])
-    else:  # each process has an iterator of its own
+    else:  # each process has its own iterator
       everywhere = jax.P()
       skip = jax.shard_map(
         gate, mesh=shares.mesh, in_specs=everywhere, out_specs=(), check_vma=False
@@ -98,7 +98,7 @@ def _gate_of(feed: FeedGate, what: str, function: Any, out: Any) -> GateCallee:
 
 
 class LoopGate(GateCallee):
-  """A gate of a loop that is saved: recordings have the items, and a replay's disk is its own."""
+  """A gate of a saved loop, which isn't recorded, since recordings have the items."""
 
   traits = GateCallee.traits.but(located=True, taped=False, knows_lanes=False)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feeds over several devices: who takes which part of an item.
+"""Feeds over several devices: each device takes its part of an item.
 
-A program over a mesh reads its item in a `jax.shard_map` of callgate's own: each device calls the
-feed's gate, and gets the part of the item that its place in the sharding says.
+A program over a mesh reads its item in a `jax.shard_map` of callgate's own. Each device calls the
+feed's gate, and gets the part of the item for its place in the sharding.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Arrays = list[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-  """How the items of a feed lie on the devices of a mesh.
+  """The placement of a feed's items on the devices of a mesh.
 
   Attributes:
     shardings: one for each leaf, all of one mesh.
-    structs: types of the parts that a device has, one for each leaf.
-    takers: numbers of this process's devices of the mesh, by their ids.
-    places: of each of them, which part of each leaf it has.
+    structs: types of one device's parts, one for each leaf.
+    takers: the numbers of this process's devices of the mesh, by device id.
+    places: for each of these devices, its part of each leaf.
   """
 
   shardings: tuple[NamedSharding, ...]
@@ -45,19 +45,19 @@ class Shares:
     return mesh
 
   def of_item(self, item: Arrays, taker: int) -> Arrays:
-    """The taker's part of an item."""
+    """Returns the taker's part of an item."""
     return [array[place] for array, place in zip(item, self.places[taker], strict=True)]
 
   def mapped(self, take: Callable[[], Sequence[Any]]) -> Callable[[], tuple[Any, ...]]:
-    """The function that calls `take` on each device and puts the parts together."""
+    """Returns a function that calls `take` on each device and assembles the parts."""
     specs = tuple(sharding.spec for sharding in self.shardings)
-    # Devices with copies of one part take the same part, which JAX can't see.
+    # Devices with copies of one part take the same part, which JAX can't know.
     return jax.shard_map(
       lambda: tuple(take()), mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False
     )
 
   def put(self, item: Arrays) -> Arrays:
-    """The item as arrays on the devices."""
+    """Returns the item as arrays on the devices."""
     return [
       jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
       for array, sharding in zip(map(np.asarray, item), self.shardings, strict=True)
@@ -65,10 +65,10 @@ class Shares:
 
 
 def of(feed: str, sharding: Any, types: items.ItemTypes) -> Shares:
-  """The shares that `sharding` declares, a NamedSharding or a prefix pytree of them.
+  """Returns the shares that `sharding` declares, a NamedSharding or a prefix pytree of them.
 
   Raises:
-    GateDefinitionError: it is none, or does not fit the items.
+    GateDefinitionError: it isn't one, or doesn't fit the items.
   """
   label = f"feed '{feed}': sharding"
   full = jax.tree.unflatten(types.tree, range(types.tree.num_leaves))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's control flow around gates, taps and progress bars."""
+"""JAX's control flow with gates, taps and progress bars in it."""

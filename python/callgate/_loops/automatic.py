@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bar of a loop that has asked for none, where the thread's option gives it one."""
+"""The bar of a loop without `progress=`, inside a block of `callgate.bars`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from callgate._runtime import config
 
 
 def bar_of(kind: str, given: Mapping[str, Any]) -> Progress | None:
-  """The bar of a loop that is traced now, without options of its own; None where it has none.
+  """Returns the bar of a loop that is being traced and has no options; None for no bar.
 
   Args:
     kind: "scan", "fori_loop" or "while_loop".
@@ -37,13 +37,13 @@ def bar_of(kind: str, given: Mapping[str, Any]) -> Progress | None:
 
 
 def lengths(xs: Any, length: Any) -> set[Any]:
-  """The numbers of steps that a `scan` is told by its arguments; they are to be one number."""
+  """Returns the numbers of steps in a `scan`'s arguments; a valid scan has only one."""
   found = {jnp.shape(x)[0] for x in jax.tree.leaves(xs) if jnp.ndim(x)}
   return found if length is None else found | {length}
 
 
 def _steps(kind: str, given: Mapping[str, Any]) -> float | None:
-  """The number of a loop's steps; None where the program alone knows it, -inf for no bar."""
+  """Returns the number of steps; None if only the program knows it, -inf for no bar."""
   if kind == "while_loop":
     return None
   if kind == "fori_loop":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries a value into the jaxprs of an equation: of a lane (`control.py`) its mask, or its number.
+"""Passes a value into the jaxprs of an equation: a lane's mask or number (`control.py`).
 
-The equation is bound anew, with the value as another operand of its jaxprs: under `jit`,
-`checkpoint`, control flow and custom derivatives. `rule(value, eqn, inputs)` gives the results of
+The equation is bound again, with the value as another operand of its jaxprs: under `jit`,
+`checkpoint`, control flow and custom derivatives. `rule(value, eqn, inputs)` returns the results of
 each equation in them.
 """
 
@@ -21,7 +21,7 @@ _Rule = Callable[[Any, Any, _Values], _Values]
 
 
 def run(rule: _Rule, jaxpr: Any, value: Any, operands: _Values) -> list[Any]:
-  """The results of a jaxpr, closed or open."""
+  """Returns the results of a jaxpr, closed or open."""
   return walk.interpret(jaxpr, operands, functools.partial(rule, value))
 
 
@@ -31,7 +31,7 @@ def can_carry(primitive: Any) -> bool:
 
 
 def bind(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
-  """The results of an equation, or of anything with its `primitive` and `params`."""
+  """Returns the results of an equation, or of an object with `primitive` and `params`."""
   return _RULES[eqn.primitive.name](rule, eqn, value, inputs)
 
 
@@ -82,7 +82,7 @@ def _while(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
 
 
 def _custom_jvp(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
-  """The user's function, and the user's rule, which JAX evaluates here, both by the rule."""
+  """Evaluates, by `rule`, the user's function and derivative rule, which JAX evaluates here."""
   inside = _inside(rule, batching.axes_here())
 
   @jax.custom_jvp
@@ -100,7 +100,7 @@ def _custom_jvp(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
 
 
 def _custom_vjp(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
-  """The same for both of the user's rules."""
+  """Does the same for a custom_vjp with its two derivative rules."""
   inside = _inside(rule, batching.axes_here())
 
   @jax.custom_vjp
@@ -123,7 +123,7 @@ def _custom_vjp(rule: _Rule, eqn: Any, value: Any, inputs: _Values) -> _Values:
 
 
 def _inside(rule: _Rule, axes: Callable[[], Any]) -> Callable[..., Any]:
-  """Evaluates functions of pytrees, which may name axes, by the rule."""
+  """Returns an evaluator, by `rule`, of functions of pytrees, which may name axes."""
 
   def evaluate(function: Callable[..., Any], value: Any, *args: Any) -> Any:
     with axes():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scans whose derivatives need little memory.
 
-A scan that may end early, `until=`, is a loop over chunks, of as many steps as there are chunks.
-Reverse mode keeps the first carry of each chunk, and computes the rest again (`jax.checkpoint`):
-O(sqrt n) values in place of O(n).
+A scan that may end early (`until=`) is a loop over chunks. There are as many chunks as a chunk has
+steps. Reverse mode keeps the first carry of each chunk, and computes everything else again
+(`jax.checkpoint`): O(sqrt n) values instead of O(n).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def size_of(length: int) -> int:
-  """The steps of a chunk."""
+  """Returns the number of steps of a chunk."""
   return math.isqrt(length - 1) + 1
 
 
 def of_chunk(step: _Step, size: int, reverse: bool, unroll: Any) -> _Step:
-  """The body of the loop over chunks, of the state and the chunk's xs; see `_loops/loops.py`."""
+  """Returns the body of the loop over chunks: (state, the chunk's xs); see `_loops/loops.py`."""
 
   def body(state: Any, xs: Any) -> tuple[Any, Any]:
     count, going, carry = state
     count, carry = while_going(going, count, carry)
-    run = _chunk(step, size, reverse, unroll, prevent_cse=False)  # a loop's body
+    run = _chunk(step, size, reverse, unroll, prevent_cse=False)  # it is a loop's body
     state, ys = run(type(state)(count, going, carry), xs)
     return state, while_going(going, None, ys)[1]
 
@@ -39,7 +39,7 @@ def of_chunk(step: _Step, size: int, reverse: bool, unroll: Any) -> _Step:
 
 
 def _chunk(step: _Step, length: int, reverse: bool, unroll: Any, *, prevent_cse: bool) -> _Step:
-  """The steps of a chunk, of which derivatives keep the first state alone."""
+  """Returns the steps of a chunk; derivatives keep only its first state."""
 
   def run(state: Any, xs: Any) -> tuple[Any, Any]:
     return jax.lax.scan(step, state, xs, length, reverse, unroll)
@@ -50,11 +50,11 @@ def _chunk(step: _Step, length: int, reverse: bool, unroll: Any, *, prevent_cse:
 def scan(
   body: _Step, step: _Step, start: Any, xs: Any, length: int, reverse: bool, unroll: Any
 ) -> tuple[Any, Any]:
-  """The last state and the ys; `body` is that of `of_chunk`, which may have a mark."""
+  """Returns the last state and the ys; `body` is that of `of_chunk`, which may have a mark."""
   size = size_of(length)
   count = length // size
   whole = count * size
-  # The steps that are left over are those that run last.
+  # The remaining steps run last.
   cut = length - whole if reverse else whole
   before, after = (jax.tree.map(part, xs) for part in (lambda x: x[:cut], lambda x: x[cut:]))
   main, rest = (after, before) if reverse else (before, after)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap of branches and loops that hold calls with effects.
+"""vmap of branches and loops that contain calls with effects.
 
-JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of such a
-`while_loop` for finished lanes too. With an io gate inside, or a wait for a started call, they run
-lane after lane instead, whose gates and taps get the number of their lane; and so do all others for
-`find_nan`. With taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
+For a `cond` with a batched predicate JAX runs every branch for every lane. For such a `while_loop`
+it runs the body for finished lanes, too. If they contain an io gate, a tap or a wait for a started
+call, lanes run one after the other instead, and their gates and taps get the lane's number.
+`find_nan` does so for all branches and loops. With taps of all lanes at once (`TapSite.whole`) a
+loop sees each iteration once.
 
-A collective takes all lanes, and all devices: none of them may skip it. So a branch that holds one
-runs for every lane, as JAX has it, and its calls of callgate's run for those lanes alone that take
+A collective needs all lanes and all devices: none of them may skip it. So a branch with a
+collective runs for every lane, as in JAX. callgate's calls in it run only for the lanes that take
 the branch: a tap by `where`, any other call in a `cond` of its own.
 """
 
@@ -40,7 +41,7 @@ from callgate._tap import primitive as _taps
 _Rule = Callable[..., Any]
 _Values = Sequence[Any]
 _TAPS = (_taps.tap_p, _taps.cotangent_p)
-# The first one that an effect is of says its kind.
+# The first entry with an effect's type is the effect's kind.
 _KINDS = (
   (WholeTapEffect, "whole tap"),
   (TapEffect, "tap"),
@@ -48,11 +49,11 @@ _KINDS = (
   (WaitEffect, "wait"),
   (ProgressEffect, "bar"),
 )
-_APART = frozenset({"gate", "tap", "wait"})  # that each lane makes for itself alone
+_APART = frozenset({"gate", "tap", "wait"})  # the kinds of calls that each lane makes separately
 
 
 def batch_cond(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
-  # A platform's index is the same for all lanes: JAX unbatches it.
+  # The index of a platform is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
   branches = params["branches"]
   gates = apart and kinds_in(branches) & _APART
@@ -82,7 +83,7 @@ def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, An
   """True if lanes may end a `while_loop` at different times."""
   cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
   cond_consts, body_consts, carry = loops.split_operands(params, [dim is not None for dim in dims])
-  while True:  # each round makes at least one more carry batched, or is the last
+  while True:  # each iteration makes at least one more carry batched, or is the last
     after = tracing.batched(body_jaxpr, axis_data, [*body_consts, *carry], carry)[1]
     if after == carry:
       return tracing.batched(cond_jaxpr, axis_data, [*cond_consts, *carry], False)[1][0]
@@ -90,20 +91,20 @@ def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, An
 
 
 def kinds_in(jaxprs: Sequence[Any]) -> set[str]:
-  """The kinds of calls in jaxprs: "gate", "tap", "whole tap" (`TapSite.whole`), "wait", "bar"."""
+  """Returns the kinds of calls in jaxprs: "gate", "tap", "whole tap", "wait", "bar"."""
   kinds = kinds_of(effect for jaxpr in jaxprs for effect in jaxpr.effects)
   kinds |= {"tap"} if _taps.dataflow_taps_in(jaxprs) else set()
   return kinds | ({"whole tap"} if _taps.dataflow_taps_in(jaxprs, whole=True) else set())
 
 
 def kinds_of(effects: Iterable[Any]) -> set[str]:
-  """The kinds of calls with these effects."""
+  """Returns the kinds of calls with these effects."""
   each = ([kind for of, kind in _KINDS if isinstance(it, of)] for it in effects)
   return {kinds[0] for kinds in each if kinds}
 
 
 def _needs_all_lanes(jaxprs: _Values) -> bool:
-  """True if jaxprs hold a collective, the name of a mapped axis, or a Ref from outside."""
+  """True if jaxprs contain a collective, the name of a mapped axis, or a Ref from outside."""
   return any(
     refs.touches(jaxpr.effects)
     or batching.names_axis(jaxpr)
@@ -119,9 +120,9 @@ def _needs_all_lanes(jaxprs: _Values) -> bool:
 def _lane_after_lane(
   primitive: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
-  """A loop over the lanes, each with control flow of its own, whose calls know its number."""
+  """Loops over the lanes; each runs the control flow by itself, and its calls know its number."""
   pairs = list(zip(args, dims, strict=True))
-  # No loop goes along an axis that is split.
+  # A loop can't run along an axis that is split over devices.
   moved = [x if d is None else batching.lie_along(None, jnp.moveaxis(x, d, 0)) for x, d in pairs]
   flow = types.SimpleNamespace(primitive=primitive, params=params)
   rule = functools.partial(_in_lane, axis_data.size)
@@ -158,7 +159,7 @@ def _holds_calls(jaxpr: Any) -> bool:
 
 
 def _without_number(params: dict[str, Any]) -> dict[str, Any]:
-  """A call's parameters, where nothing can carry the number to it."""
+  """Returns a call's parameters if its number can't be passed in."""
   call = params.get("call")
   if not isinstance(call, BoundCall):
     return params
@@ -169,14 +170,14 @@ def _without_number(params: dict[str, Any]) -> dict[str, Any]:
 
 # -- all lanes, with masked calls ------------------------------------------------------------------
 def _masked_cond(axis_data: Any, args: _Values, dims: _Values, params: dict[str, Any]) -> Any:
-  """A batched `cond_p` of which all lanes run each branch."""
+  """Evaluates a batched `cond_p` in which all lanes run each branch."""
   branches = params["branches"]
 
   def lane(index: Any, *operands: Any) -> Any:
     results: list[_Values] = []
     for number, branch in enumerate(branches):
       taken = index == number
-      # As in JAX's own rule: what a lane that doesn't take a branch makes has no derivative.
+      # As in JAX's own rule: values of lanes that don't take a branch have no derivative.
       inputs = [_kept_from(taken, x) for x in operands]
       results.append(carried.run(_where, branch, taken, inputs))
     return [jax.lax.select_n(index, *each) for each in zip(*results, strict=True)]
@@ -201,10 +202,10 @@ def _chosen(taken: Any, value: Any, otherwise: Any) -> Any:
 def _masked_while(
   rule: Callable[..., Any], axis_data: Any, args: _Values, dims: _Values, params: dict[str, Any]
 ) -> Any:
-  """A batched `while_p` of which all lanes run the body until the last has ended.
+  """Evaluates a batched `while_p` in which all lanes run the body until the last lane has ended.
 
-  The loop carries whether the lane goes on. `rule` is JAX's own, by which lanes that have ended
-  keep what they have.
+  The loop carries a flag for each lane. `rule` is JAX's own, in which lanes that have ended keep
+  their values.
   """
   asked, held, first = loops.split_operands(params, range(len(args)))
   asks, body = params["cond_jaxpr"], params["body_jaxpr"]
@@ -215,7 +216,7 @@ def _masked_while(
   def step(*operands: Any) -> Any:
     consts, (going, *carry) = operands[: len(asked) + len(held)], operands[len(asked) + len(held) :]
     after = carried.run(_where, body, going, (*consts[len(asked) :], *carry))
-    # A collective of the predicate sees what ended lanes keep.
+    # A collective in the predicate sees the last values of ended lanes.
     carry = [_chosen(going, new, old) for new, old in zip(after, carry, strict=True)]
     (goes_on,) = carried.run(_where, asks, going, (*consts[: len(asked)], *carry))
     return goes_on, *carry

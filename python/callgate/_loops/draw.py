@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws progress bars: one thread of the process, which polls the board some ten times a second.
+"""Draws progress bars on one thread of the process, which polls the board about ten times a second.
 
-It starts with the first bar that begins while nobody draws, and ends a while after the last one is
-gone; the end of the process waits for it. It alone touches the bars. Programs never wait for it.
+The thread starts with the first bar, and ends a while after the last bar has ended. The end of the
+process waits for it. Only this thread touches the bars. Programs never wait for it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from callgate._core.errors import GateDefinitionError
 from callgate._loops.progress import noted
 from callgate._part import Part, Phase, Wait, join
 
-_PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
-_TAPS_SECONDS = 0.5  # that the end of a bar waits for values behind it
-_LINGER = 20  # polls without a bar, after which the thread ends
-_MOST_SHOWN = 6  # values behind a bar, when none are named
+# Seconds: between polls; the longest wait of a barrier for bars.
+_PERIOD, _BARRIER_SECONDS = 0.1, 10.0
+_TAPS_SECONDS = 0.5  # seconds: the longest wait of an ending bar for its values
+_LINGER = 20  # the thread ends after so many polls without a bar
+_MOST_SHOWN = 6  # the most values behind a bar that names none
 
 
 class _State(NamedTuple):
@@ -40,22 +41,22 @@ class _State(NamedTuple):
   run: int
   total: int
   steps: int
-  age: float  # seconds since it began
-  seconds: float  # the same, until its end
+  age: float  # seconds since the bar began
+  seconds: float  # seconds from the bar's beginning to its end, or to now
   phase: str
   lane: int  # -1 for a bar of all lanes
-  first: float  # of a bar by value: where it began, where it ends, where it is; else NaN
+  first: float  # for a bar by value: its first, last and present value; else NaN
   last: float
   at: float
 
   @property
   def depth(self) -> int:
-    """How many loops with bars it stands in."""
+    """The number of loops with bars around it."""
     return json.loads(self.text)["depth"]
 
   @property
   def is_due(self) -> bool:
-    """True once it has as many steps as it is to have before it is drawn."""
+    """True once it has enough steps to be drawn."""
     return max(self.total, self.steps) >= json.loads(self.text).get("least", 0)
 
   @property
@@ -64,27 +65,27 @@ class _State(NamedTuple):
 
   @property
   def whole(self) -> float | None:
-    """How far the bar goes, from 0; None where that is not known."""
+    """The length of the bar, from 0; None if it isn't known."""
     if self.by_value:
       return abs(self.last - self.first)
     return None if self.total < 0 else self.total
 
   @property
   def done(self) -> float:
-    """How far it is."""
+    """The progress so far."""
     if not self.by_value:
       return self.steps
     way = math.copysign(1.0, self.last - self.first) * (self.at - self.first)
-    return min(max(0.0, way), abs(self.last - self.first))  # `max` takes NaN for less than 0
+    return min(max(0.0, way), abs(self.last - self.first))  # `max` treats NaN as less than 0
 
   def where(self, done: float) -> str | None:
-    """The value that it has when so much is done, and its end; None for a bar of steps."""
+    """Returns the value at progress `done`, and its end, as text; None for a bar of steps."""
     at = self.first + math.copysign(done, self.last - self.first)
     return f"{at:.4g}/{self.last:.4g}" if self.by_value else None
 
 
 class _Drawn:
-  """A bar on the screen; it `began` at that time on the clock of notes."""
+  """A bar on the screen; `began` is its start on the clock of notes."""
 
   def __init__(self, state: _State, began: float) -> None:
     options = json.loads(state.text)
@@ -103,9 +104,9 @@ class _Drawn:
     )  # fmt: skip
 
   def draw(self, state: _State) -> None:
-    """Counts on, with the latest values behind."""
+    """Updates the bar, with the latest values behind it."""
     bar = self._bar
-    if self._handle != state.handle:  # a nested loop, begun again
+    if self._handle != state.handle:  # a nested loop that runs again
       bar.reset(state.whole)
       self._handle = state.handle
     shown = self._latest(state.lane)
@@ -113,14 +114,14 @@ class _Drawn:
       self._shown = shown
       bar.set_postfix(shown, refresh=False)
     bar.start_t = time.time() - state.seconds
-    # tqdm takes a bar whose last print came before its start for one that was never shown.
+    # tqdm treats a bar whose last print came before its start as one that was never shown.
     bar.last_print_t = max(getattr(bar, "last_print_t", 0.0), bar.start_t)
     done = max(state.done, bar.n)
     bar.where = state.where(done)
     bar.update(done - bar.n)
 
   def _latest(self, lane: int) -> dict[str, str]:
-    """The latest values, its lane's own before those of all: those named, or new since it began."""
+    """Returns the latest values, the lane's own first: the named ones, or all since it began."""
     values = noted.copy()
     latest = {name: it for own in (None, lane) for (name, of), it in values.items() if of == own}
     if self._show is not None:
@@ -142,18 +143,18 @@ def _file_of(options: dict[str, Any]) -> Any:
   try:
     return names.find(name, "file").value
   except GateDefinitionError:
-    return io.StringIO()  # nobody has the file any more
+    return io.StringIO()  # the file no longer exists
 
 
 def _tell(desc: str | None, error: BaseException) -> None:
-  """Says on standard error that a bar isn't drawn."""
+  """Reports on standard error that a bar isn't drawn."""
   bar = "a progress bar" if desc is None else f"the progress bar '{desc}'"
   said = f"{bar} is drawn no further, and its loop goes on"
   print(f"callgate: {said}: {foreign.said_by(error)}", file=sys.stderr)
 
 
 def _label(name: str) -> str:
-  """The name behind the bar for a tap's, which may be that of a lambda."""
+  """Returns the label behind the bar for a tap's name, which may be that of a lambda."""
   return "value" if name == "<lambda>" else name
 
 
@@ -166,7 +167,7 @@ def _text_of(value: Any) -> str:
 
 
 class Bars(Part):
-  """The thread, and the bars, which are its own."""
+  """The drawing thread and its bars."""
 
   name = "bars"
 
@@ -174,12 +175,12 @@ class Bars(Part):
     self._lock, self._stirred = threading.Lock(), threading.Event()
     self._polled = threading.Condition(self._lock)
     self._polls, self._stopped = 0, False
-    self._running = 0  # threads: one that ends may not be gone when the next one starts
+    self._running = 0  # the number of threads: one that ends may overlap with the next
     self._thread: threading.Thread | None = None
-    self._bars: dict[int, _Drawn | None] = {}  # None: it can't be drawn
+    self._bars: dict[int, _Drawn | None] = {}  # None for a bar that can't be drawn
 
   def start(self) -> None:
-    """Starts the thread; called by the board when a bar begins that nobody draws."""
+    """Starts the thread; the board calls it when a bar begins and no thread draws."""
     with self._lock:
       if self._stopped:
         return
@@ -190,9 +191,9 @@ class Bars(Part):
       self._thread.start()
 
   def flush(self, timeout: float | None = None) -> bool:
-    """Waits until what the board has now is drawn. False when the time was over."""
+    """Waits until the board's present state is drawn. False if the time ran out."""
     with self._lock:
-      last = self._polls + 2  # the poll that is under way may have begun too early
+      last = self._polls + 2  # the current poll may have begun too early
 
       def is_drawn() -> bool:
         self._stirred.set()
@@ -201,12 +202,12 @@ class Bars(Part):
       return self._polled.wait_for(is_drawn, timeout)
 
   def settle(self, wait: Wait) -> bool:
-    """Waits for what the bars have come to. One that is not drawn in time holds nothing up."""
+    """Waits for the bars. A bar that isn't drawn in time doesn't delay the barrier."""
     self.flush(min(wait.left, _BARRIER_SECONDS))
     return True
 
   def end(self, phase: Phase, wait: Wait) -> None:
-    """Ends the thread; bars of programs that still run close where they stand."""
+    """Ends the thread; bars of programs that still run stop as they are."""
     if phase != "draw":
       return
     with self._lock:
@@ -228,7 +229,7 @@ class Bars(Part):
         self._polled.notify_all()
         has_stopped = self._stopped
       if has_stopped:
-        self._poll()  # bars may have ended, or begun, since
+        self._poll()  # bars may have ended or begun meanwhile
         for bar in [*self._bars]:
           self._close(bar)
         break
@@ -240,9 +241,10 @@ class Bars(Part):
 
   def _poll(self) -> None:
     try:
-      polled = time.monotonic()  # before the poll: no note of a bar's own may seem older than it
+      # Before the poll, so that no note of a bar seems older than the bar.
+      polled = time.monotonic()
       states = [_State(*state) for state in _callgate.progress_poll()]
-      if ended := _ended(states):  # they show what they tapped last
+      if ended := _ended(states):  # they show their last values
         _callgate.flush_channels(_TAPS_SECONDS)
       if jax.process_index() == 0:
         for state in sorted(states, key=lambda s: (s.bar, s.lane)):
@@ -253,11 +255,11 @@ class Bars(Part):
     except Exception as error:  # noqa: BLE001 - a bar that can't be drawn must not end the program
       foreign.print_traceback(error)
       self._bars.clear()
-      for state in _callgate.progress_poll():  # those that have ended
+      for state in _callgate.progress_poll():  # the ended bars
         _callgate.progress_release(state[0])
 
   def _draw(self, state: _State, began: float) -> None:
-    """Draws a bar; says so once of one that can't be drawn, and the others go on."""
+    """Draws a bar. If it can't be drawn, reports that once, and the other bars continue."""
     try:
       if state.bar not in self._bars and state.is_due:
         self._bars[state.bar] = _Drawn(state, began)
@@ -273,8 +275,8 @@ class Bars(Part):
 
 
 def _ended(states: Sequence[_State]) -> list[_State]:
-  """The bars that have ended, but for nested loops' bars that wait for their next turn."""
-  around: dict[int, int] = {}  # by run the depth of the outermost bar whose loop runs
+  """Returns the bars that have ended, except a nested loop's bars, which may run again."""
+  around: dict[int, int] = {}  # by run: the depth of the outermost bar whose loop runs
   for it in states:
     if it.phase == "live":
       around[it.run] = min(it.depth, around.get(it.run, it.depth))
@@ -282,11 +284,12 @@ def _ended(states: Sequence[_State]) -> list[_State]:
 
 
 def _make(*, file: Any, position: int | None, mininterval: float, style: str, **what: Any) -> Any:
-  """The kind of bar that suits the file, and the place where Python runs.
+  """Makes the kind of bar that suits the file and the environment.
 
-  The rest are `total`, `desc` and `leave`. Its `where` is set to what a value that moves it shows.
+  The other options are `total`, `desc` and `leave`. Its `where` is set to the text of a bar by
+  value.
   """
-  from callgate._loops import bars  # which needs tqdm
+  from callgate._loops import bars  # needs tqdm
 
   ipython: Any = sys.modules.get("IPython")
   notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
@@ -297,7 +300,7 @@ def _make(*, file: Any, position: int | None, mininterval: float, style: str, **
 
     return rich.RichBar(file=file, **what)
   if notebook and file is sys.stderr:
-    with contextlib.suppress(ImportError):  # without ipywidgets
+    with contextlib.suppress(ImportError):  # if ipywidgets is missing
       from tqdm.notebook import tqdm as widget
 
       kind: Any = type("Widget", (bars.Redrawn, widget), {})
@@ -307,7 +310,7 @@ def _make(*, file: Any, position: int | None, mininterval: float, style: str, **
   )
 
 
-_drawer = Bars()  # locks itself: `Bars._lock`, and its bars are its thread's
-start = _drawer.start  # by the board, which has a bar to draw
+_drawer = Bars()  # `Bars._lock` guards it; only its thread uses the bars
+start = _drawer.start  # called by the board, which has a bar to draw
 flush = _drawer.flush
 join(_drawer)

@@ -89,7 +89,7 @@ def _layer(
     return original(*args, **kwargs)
   try:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-  except TypeError:  # JAX says what is wrong
+  except TypeError:  # JAX raises the right error
     return original(*args, **kwargs)
   bodies = [given.get(argument, own) for argument in ("f", "body_fun", "cond_fun")]
   is_plain = all(map(callable, bodies)) and not any(map(has_bar, bodies))

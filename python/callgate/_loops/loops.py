@@ -221,7 +221,7 @@ def _saved_scan(
   if not isinstance(save, Checkpoints):
     _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
   body = jax.jit(lambda carry, x: f(carry, x), inline=True)  # traced once
-  feeds: list[FeedGate] = []  # those that the body reads, when it has been traced
+  feeds: list[FeedGate] = []  # the feeds that the body reads, once it has been traced
   ys: Any = None
   if save.resume and (length := _length(xs, length)):
     init, xs = jax.tree.map(jnp.asarray, (init, xs))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lowers loops with marks: of progress bars, and of flags that end a loop (`marks.py`).
 
-In XLA's CPU code a step may take nanoseconds; any call in the body makes it a hundred times as
-long. So a loop with bars, `while cond: body`, becomes
+In XLA's CPU code a step may take nanoseconds, and a call in the body takes a hundred times as long.
+So a loop with bars, `while cond: body`, becomes
 
     while cond:
       while cond and steps < chunk: body
       chunk = update(...)
 
-with the same results. The board chooses `chunk` such that updates come every few milliseconds.
-Scans are taken as JAX's own implementation writes them, a `while_loop` on whole arrays.
+with the same results. The board chooses `chunk` so that updates come every few milliseconds. A scan
+is first lowered by JAX's own implementation to a `while_loop` on whole arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Values = Sequence[Any]
 
 
 def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
-  """The layer around JAX's lowering of `scan` and `while_loop`."""
+  """Wraps JAX's lowering of `scan` and `while_loop`."""
   name, loop_of = ("jaxpr", _of_scan) if "jaxpr" in params else ("body_jaxpr", _of_while)
   if not marks.are_in(params[name]):
     return original(context, *operands, **params)
@@ -55,16 +55,16 @@ class _MarkedLoop:
   """A loop whose body has marks.
 
   Attributes:
-    body: without its marks.
-    consts, first: what the body gets in the first step, but for what is scanned over.
-    operands: all of the loop's.
-    lowered, inner: what JAX makes of the loop, and the `while_loop` in that, which carries
-      something else `before` what the loop does; None for one that is unrolled as a whole.
-    going: where the flag is that ends the loop.
-    unit: steps in one round of the `while_loop`.
-    length: the number of steps, where it is known before the loop runs.
-    rounds: the first round that does something, and the one after the last, where a flag that is
-      scanned over says that.
+    body: the body without its marks.
+    consts, first: the body's inputs in the first step, except the scanned arrays' slices.
+    operands: all operands of the loop.
+    lowered, inner: JAX's lowering of the loop, and the `while_loop` in it, which carries `before`
+      further values before the loop's own; None for a completely unrolled loop.
+    going: the place of the flag that ends the loop.
+    unit: the number of steps in one iteration of the `while_loop`.
+    length: the number of steps, if it is known before the loop runs.
+    rounds: the first iteration that has an effect and the one after the last, if the flag is
+      scanned over.
   """
 
   body: Unmarked
@@ -85,29 +85,30 @@ class _MarkedLoop:
 
   def _begin(self, bar: Bar, numbers: _Values) -> Begun:
     if self.length is not None and bar.total == UNKNOWN and not bar.by_value:
-      # An exported program's length may be known when it runs alone.
+      # An exported program may know its length only when it runs.
       is_known = not is_open(self.length)
       bar = dataclasses.replace(bar, total=self.length if is_known else UNKNOWN, has_total=False)
       numbers = [] if is_known else [self.length]
     return begin(bar, numbers, self.operands)
 
   def numbers(self, carry: _Values) -> list[_Values]:
-    """The numbers that each bar reads in the step that a carry begins."""
+    """Returns the numbers that each bar reads in the step that begins with this carry."""
     if not self.body.numbers.out_avals:
       return [[] for _ in self.body.bars]
     inputs = [*self.consts, *carry[: len(self.first)]]
-    rest = map(tracing.zeros_of, self.body.closed.in_avals[len(inputs) :])  # what is scanned over
+    # The scanned arrays' slices.
+    rest = map(tracing.zeros_of, self.body.closed.in_avals[len(inputs) :])
     read = map(jnp.asarray, jaxpr_as_fun(self.body.numbers)(*inputs, *rest))
     return [list(itertools.islice(read, bar.numbers)) for bar in self.body.bars]
 
   def counted(self, carry: _Values) -> Any:
-    """The number of steps that have run, if the carry says that."""
+    """Returns the number of steps that have run, if the carry has it."""
     if self.going is None or (place := self.going.count) is None:
       return None
     return (carry[place] - self.first[place]).astype(np.int32)
 
   def goes_on(self, carry: _Values) -> Any:
-    """False if the flag has ended the `while_loop`, which carries this."""
+    """False if the flag in this carry has ended the `while_loop`."""
     if self.rounds is not None:
       return carry[0] < self.rounds[1].astype(carry[0].dtype)
     return loops.any_lane(carry[self.before + self.going.flag]) if self.going is not None else True
@@ -122,8 +123,8 @@ def _of_scan(body: Unmarked, params: dict[str, Any], operands: _Values) -> _Mark
   loop = next(it for it in lowered.eqns if it.primitive is jax.lax.while_p) if has_loop else None
   going, rounds = body.going(len(consts), len(first)), None
   if going is not None and going.carried and jnp.ndim(first[going.flag]) and unroll != 1:
-    # A step of lanes that has not run would have kept more than zeros, and rounds of the loop that
-    # runs backwards may hold steps of two rounds.
+    # The residuals of a step that only some lanes skip aren't zeros, and an iteration of the
+    # backward loop may contain steps of two forward iterations.
     going = None
   if going is not None and not going.carried:
     flags = tracing.unvaried(xs[going.flag])
@@ -139,15 +140,15 @@ def _of_scan(body: Unmarked, params: dict[str, Any], operands: _Values) -> _Mark
 def _of_while(body: Unmarked, params: dict[str, Any], operands: _Values) -> _MarkedLoop:
   _, consts, first = loops.split_operands(params, operands)
   lowered: Any = jax.make_jaxpr(functools.partial(jax.lax.while_p.bind, **params))(*operands)
-  is_batched = params["cond_jaxpr"].out_avals[0].shape  # lanes end one by one
+  is_batched = params["cond_jaxpr"].out_avals[0].shape  # lanes end at different times
   going = None if is_batched else body.going(len(consts), len(first))
   return _MarkedLoop(body, consts, first, operands, lowered, lowered.eqns[0], going)
 
 
 def _range_of(flags: Any, reverse: bool) -> tuple[Any, Any]:
-  """The first step with a true flag, and the step after the last one; in the order of the loop.
+  """Returns the first step with a true flag, and the step after the last one, in the loop's order.
 
-  The flags change once: it is where half of what is left differs from the first.
+  The flags change at most once, so a bisection finds the change.
   """
   length = flags.shape[0]
 
@@ -167,9 +168,9 @@ def _range_of(flags: Any, reverse: bool) -> tuple[Any, Any]:
 
 # -- a loop as it runs -----------------------------------------------------------------------------
 def _run(loop: _MarkedLoop) -> _Values:
-  """The results of a loop, which ends early, and in chunks if it has bars."""
+  """Runs a loop, which ends early, and in chunks if it has bars; returns its results."""
   begun = loop.begin()
-  done: Any = None  # as many steps as the `while_loop` makes, which nobody knows before its end
+  done: Any = None  # the steps that the `while_loop` makes; unknown before its end
   lanes: Any = None
 
   def rule(eqn: Any, inputs: list[Any]) -> _Values:
@@ -190,7 +191,7 @@ def _run(loop: _MarkedLoop) -> _Values:
 
 
 def _count(length: Any) -> Any:
-  """A length as programs count steps: its lowest 32 bits."""
+  """Returns a length as programs count steps: its lowest 32 bits."""
   is_known = not is_open(length)
   return np.int32(np.uint32(length & 0xFFFFFFFF)) if is_known else jnp.asarray(length, np.int32)
 
@@ -198,11 +199,11 @@ def _count(length: Any) -> Any:
 def _run_while(
   loop: _MarkedLoop, begun: Sequence[Begun], params: dict[str, Any], operands: _Values
 ) -> tuple[Any, Any, list[Any]]:
-  """The loop's `while_loop`, of these parameters and operands, in chunks if it has bars.
+  """Runs the loop's `while_loop`, of these parameters and operands, in chunks if it has bars.
 
   Returns:
-    The steps it took, those of each lane or None, and its results. A batched loop runs until its
-    last lane has ended.
+    The number of steps, the numbers of the lanes or None, and the results. A batched loop runs
+    until its last lane has ended.
   """
   cond_consts, body_consts, first = loops.split_operands(params, operands)
   closed = params["cond_jaxpr"]
@@ -215,8 +216,8 @@ def _run_while(
     first[0] = loop.rounds[0].astype(first[0].dtype)
 
   def one_step(*before: Any) -> list[Any]:
-    # Where lanes have masks, results may vary over the devices of a `shard_map` that the carry does
-    # not vary over: JAX asks no loop that it lowers.
+    # With masks of lanes, results may vary over devices of a `shard_map` over which the carry
+    # doesn't vary. JAX doesn't check this for a loop that is being lowered.
     results = jaxpr_as_fun(stepping)(*body_consts, *before)
     return [tracing.vary_as(aval, x) for aval, x in zip(types, results, strict=True)]
 
@@ -231,7 +232,7 @@ def _run_while(
 
   def chunk(state: Any) -> Any:
     done, wanted, counted, carry = state
-    if closed.effects:  # it must not be asked more often than the loop does
+    if closed.effects:  # it must be evaluated exactly as often as in the loop
       rounds, (counted, carry) = 1, body(counted, carry)
     else:
       trips = jnp.maximum(wanted // loop.unit, 1)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The marks in loops' bodies: of progress bars, and of flags that end a loop.
 
-A loop that ends early has a body that takes a flag with each step. Where the flag is false it
-leaves the carry as it is, and its ys zeros. Lanes of `vmap` may have flags of their own: then the
-loop ends with the last of them. That alone is right under every transformation of
-JAX's, but walks through all steps. So the body marks what it carries and returns by `while_going`,
-which is the identity; where a loop is lowered, a mark at the top of its body tells which flag that
-is. The loop then ends with the flag's first False. In the loops that JAX makes for derivatives the
-flags come step by step, as what the loop before has kept; they may begin with False, where the loop
-runs backwards.
+The body of a loop that ends early gets a flag in each step. If the flag is False, the body keeps
+the carry and returns zeros as ys. Lanes of `vmap` may have flags of their own; then the loop ends
+with the last lane. This alone is correct under all of JAX's transformations, but it runs through
+all steps. So the body marks the values that it carries and returns by `while_going`, an identity.
+When a loop is lowered, a mark at the top of its body shows which flag it is, and the loop ends at
+the flag's first False. In the loops that JAX makes for derivatives, the flags are residuals of the
+loop before, one for each step. In a loop that runs backwards they may begin with False.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ going_p = Primitive("while_going")
 
 
 def while_going(going: Any, count: Any, values: Any) -> tuple[Any, Any]:
-  """The count of steps and the values as they are, marked: they change while `going` alone.
+  """Returns the count of steps and the values, marked: they change only while `going`.
 
-  Marked are the count, if there is one, and what has derivatives, for the loops of those.
+  It marks the count, if there is one, and differentiable values, for the loops of their
+  derivatives.
   """
   if count is not None:
     count = going_p.bind(going, count, counts=True)
@@ -44,11 +44,11 @@ def while_going(going: Any, count: Any, values: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Going:
-  """Where a loop's body has its flag: among the carry, or else among what is scanned over.
+  """The place of the flag in a loop's body: in the carry, or else among the scanned arrays.
 
   Attributes:
-    flag: its place there; the flag may be an array, of which any element is to go on.
-    count: the place of the count of steps in the carry; None where the body doesn't count.
+    flag: its index there; the flag may be an array, and the loop continues if any element is True.
+    count: the index of the count of steps in the carry; None if the body doesn't count.
   """
 
   carried: bool
@@ -61,10 +61,11 @@ class Unmarked:
   """A loop's body without the marks at its top.
 
   Attributes:
-    bars: those of the marks.
-    numbers: a jaxpr like the body, of the numbers that the bars' marks read; it has no effect.
-    flags: by mark of a flag, its place and that of the marked value, -1 for what is no operand, and
-      whether the value counts.
+    bars: the bars of the marks.
+    numbers: a jaxpr with the body's inputs, of the numbers that the bars' marks read; it has no
+      effect.
+    flags: for each mark of a flag: the flag's index, the marked value's index (-1 if it is no
+      operand), and True if the value is the count.
   """
 
   closed: Any
@@ -73,7 +74,7 @@ class Unmarked:
   flags: list[tuple[int, int, bool]]
 
   def going(self, consts: int, carry: int) -> Going | None:
-    """The flag, where so many operands are constants, and so many carried; None without."""
+    """Returns the flag, given the numbers of constants and carried operands; None without one."""
     found: Going | None = None
     for flag, value, counts in self.flags:
       flag, value = flag - consts, value - consts
@@ -86,7 +87,7 @@ class Unmarked:
 def are_in(body: Any) -> bool:
   """True if a loop's body has marks at its top, or in its jitted functions.
 
-  JAX 0.12 leaves a jitted step as it is until a program is lowered.
+  JAX 0.12 doesn't inline a jitted step before a program is lowered.
   """
   return any(eqn.primitive in (going_p, progress_p) for eqn in walk.equations(body, _jitted))
 
@@ -96,14 +97,14 @@ def _jitted(eqn: Any) -> list[Any]:
 
 
 def taken_out(closed: Any) -> Unmarked:
-  """A loop's body apart from its marks."""
+  """Returns a loop's body without its marks."""
   bars: list[Bar] = []
   flags: list[tuple[int, int, bool]] = []
 
   def body(*operands: Any) -> tuple[list[Any], list[Any]]:
     numbers: list[Any] = []
     places = {id(operand): place for place, operand in enumerate(operands)}
-    of_lanes: list[Any] = []  # kept, so that no other value gets its id
+    of_lanes: list[Any] = []  # kept alive, so that no other value gets their ids
 
     def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
       if eqn.primitive is progress_p:
@@ -151,7 +152,7 @@ def _transpose(cotangent: Any, going: Any, x: Any, *, counts: bool) -> list[Any]
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, counts: bool) -> tuple[Any, Any]:
-  """Where lanes have flags of their own, the values change while one of them goes on."""
+  """If lanes have flags of their own, the values change while any lane continues."""
   (going, x), (of_going, dim) = operands, dims
   if of_going is None:
     return going_p.bind(going, x, counts=counts), dim

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two primitives behind progress bars, with their rules, and the calls that a loop makes.
 
-`progress_p` marks the body of a loop as one whose steps are counted. Its operands only tie it to
-the loop. The lowering of the loop around (`_loops/lowering.py`) takes it out and calls the board of
-bars instead, once for many steps: `progress_call_p`, which is bound while lowering. A mark that
-isn't at the top of a loop's body, or of a jitted function there, counts by itself, one call a step.
+`progress_p` marks the body of a loop whose steps are counted. Its operands only tie it to the loop.
+The lowering of the loop (`_loops/lowering.py`) removes the mark and instead calls the board of
+bars, once for many steps, by `progress_call_p`, which is bound while lowering. A mark that isn't at
+the top of a loop's body, or of a jitted function there, counts by itself, with one call a step.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from callgate._jax.tracing import Primitive
 _Values = Sequence[Any]
 CALLEE = "callgate.progress"  # as src/cells/progress.h registers it
 UNKNOWN = -1
-NEVER = 1 << 30  # steps until an update that need not come
-MOST_LANES = 100  # with a bar each; the board has room for some 250 bars
+NEVER = 1 << 30  # the number of steps until an update that need not come
+MOST_LANES = 100  # the most lanes with bars; the board has room for about 250 bars
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-  """A bar, as a program describes it; or one for each lane of what it is mapped over."""
+  """A bar as a program describes it; or one bar for each lane of the mapped axes."""
 
-  text: str  # for whoever draws: JSON
-  every: int = 0  # steps between updates; 0 to choose by time
+  text: str  # JSON, for the drawer
+  every: int = 0  # steps between updates; 0 chooses by time
   total: int = UNKNOWN
   has_total: bool = False  # the mark's first operand is the total
-  by_value: bool = False  # its first two are where a value ends, and where it is
+  by_value: bool = False  # the mark's first two operands are the end and the value
   by_lane: bool = False
-  lanes: tuple[int, ...] = ()  # of such a bar: sizes of the axes that it is mapped over
+  lanes: tuple[int, ...] = ()  # sizes of the mapped axes, for a bar by lane
   engine: str = "callgate"
-  may_fail: bool = False  # no bar where a program can have none, in place of an error
-  # Keeps the file that the text names. A program that holds the bar keeps it, too.
+  may_fail: bool = False  # a program that can't have a bar runs without one, and raises no error
+  # Keeps the file that the text names. A program that holds the bar keeps the file, too.
   file: Any = dataclasses.field(default=None, compare=False, repr=False)
 
   @property
   def count(self) -> int:
-    """How many bars it is."""
+    """The number of bars."""
     return math.prod(self.lanes)
 
   @property
   def numbers(self) -> int:
-    """How many of a mark's operands, the first ones, the bar reads; lanes are leading axes."""
+    """The number of a mark's first operands that the bar reads; lanes are leading axes."""
     return 2 if self.by_value else int(self.has_total)
 
 
@@ -69,12 +69,12 @@ progress_call_p.multiple_results = True
 
 
 def _nothing(*_: Any, **__: Any) -> list[Any]:
-  """Outside of programs there is no loop to count, but Python's own (`jax.disable_jit`)."""
+  """Outside of programs there is no loop to count, except Python's (`jax.disable_jit`)."""
   return []
 
 
 def _batch(operands: _Values, dims: _Values, *, bar: Bar) -> tuple[_Values, _Values]:
-  """One bar for all lanes, or one for each."""
+  """Returns one bar for all lanes, or one for each."""
   (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
   if bar.by_lane:
     bar = dataclasses.replace(bar, lanes=(size, *bar.lanes))
@@ -96,7 +96,7 @@ def _batch(operands: _Values, dims: _Values, *, bar: Bar) -> tuple[_Values, _Val
 
 
 def _lower(context: Any, *operands: Any, bar: Bar) -> _Values:
-  """A mark that no loop took out."""
+  """Lowers a mark that no loop has removed."""
   return _emit(context, operands, "step", bar) if _is_ours(context, bar) else []
 
 
@@ -106,7 +106,7 @@ def _call_lower(context: Any, *operands: Any, kind: str, bar: Bar) -> _Values:
 
 
 def _is_ours(context: Any, bar: Bar) -> bool:
-  # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks.
+  # XLA refuses partitioned custom calls with side effects, except JAX's callbacks.
   return bar.engine == "callgate" and not lowering.is_automatic(context)
 
 
@@ -125,7 +125,7 @@ def _held(kind: str, bar: Bar) -> dict[str, Any]:
 
 
 def _by_jax(context: Any, operands: _Values, kind: str, bar: Bar) -> _Values:
-  """Through JAX's own callbacks, where all devices run one program in one piece."""
+  """Uses JAX's own callbacks, in programs where all devices run the whole program."""
   try:
     jax_engine.refuse_program(context, "a progress bar", bar.engine)
     alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
@@ -147,11 +147,11 @@ def _by_jax(context: Any, operands: _Values, kind: str, bar: Bar) -> _Values:
 
 @tracing.clearable_cache(max_size=256)
 def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
-  """The function that JAX calls; each knows its bars again, which a nested loop begins again."""
+  """Returns the function that JAX calls; it keeps its bars, which a nested loop begins again."""
   function = _callgate.progress_call(bar.text, _held(kind, bar))
 
   def call(*values: Any) -> Any:
-    shape = _shape_of(kind, bar)  # of the bar, which keeps its file
+    shape = _shape_of(kind, bar)  # keeps the bar, which keeps its file
     arrays = [np.array(value, order="C") for value in values]
     return np.array(function(arrays, shape), np.int32).reshape(shape)
 
@@ -159,7 +159,7 @@ def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
 
 
 def _shape_of(kind: str, bar: Bar) -> tuple[int, ...]:
-  """The shape of a call's result: one number, or the handles of the lanes."""
+  """Returns the shape of a call's result: one number, or the handles of the lanes."""
   return (bar.count,) if bar.lanes and kind.startswith("begin") else ()
 
 
@@ -183,7 +183,7 @@ for platform in ("cpu", "cuda"):
 
 # -- the board, from a loop that is being lowered --------------------------------------------------
 def begin(bar: Bar, numbers: _Values, values: _Values) -> Begun:
-  """Begins a bar, once `values` are there; `numbers` are those that its mark reads."""
+  """Begins a bar, once `values` are computed; `numbers` are the numbers that its mark reads."""
   anchor = _anchor(values)
   if bar.by_value:
     last, first = (jnp.asarray(x, np.float32) for x in numbers)
@@ -202,12 +202,12 @@ def begin(bar: Bar, numbers: _Values, values: _Values) -> Begun:
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-  """A bar, or a lane's each, that a loop has begun.
+  """A bar that a loop has begun, or one for each lane.
 
   Attributes:
-    bar: as the loop knows it.
-    handle: the board's number; a vector of lanes.
-    limits: of a bar by value: where that began and where it ends, with the lanes' axes.
+    bar: the bar as the loop knows it.
+    handle: the board's number; a vector for lanes.
+    limits: for a bar by value: its first and last value, with the lanes' axes.
   """
 
   bar: Bar
@@ -215,13 +215,13 @@ class Begun:
   limits: tuple[Any, Any] | None = None
 
   def update(self, count: Any, lanes: Any, numbers: _Values, going: Any) -> Any:
-    """Says how far the loop is; returns the number of steps until the next update.
+    """Reports the loop's progress; returns the number of steps until the next update.
 
     Args:
-      count: of steps.
-      lanes: the counts of the lanes, where they are known.
-      numbers: those that the bar's mark reads.
-      going: which lanes go on, where that is known.
+      count: the number of steps.
+      lanes: the lanes' numbers of steps, if they are known.
+      numbers: the numbers that the bar's mark reads.
+      going: True for lanes that continue, if that is known.
     """
     if self.bar.lanes and going is not None and going.shape == self.bar.lanes:
       going = going.ravel()
@@ -230,11 +230,11 @@ class Begun:
     return _call("update", self.bar, self.handle, *self._reached(count, lanes, numbers), going)
 
   def end(self, count: Any, lanes: Any, numbers: _Values, values: _Values) -> None:
-    """Ends the bar, once `values` are there."""
+    """Ends the bar, once `values` are computed."""
     _call("end", self.bar, self.handle, *self._reached(count, lanes, numbers), *_anchor(values))
 
   def _reached(self, count: Any, lanes: Any, numbers: _Values) -> tuple[Any, Any]:
-    """The board's operands for a count, and for a value: NaN for a bar without."""
+    """Returns the board's operands for a count, and for a value: NaN for a bar without one."""
     if self.bar.lanes:
       is_own = getattr(lanes, "shape", None) == self.bar.lanes
       count = lanes.ravel() if is_own else jnp.broadcast_to(count, (self.bar.count,))
@@ -243,14 +243,14 @@ class Begun:
     at = numbers[1]
     if self.bar.lanes or not at.ndim:
       return count, at.reshape(self.handle.shape)
-    first, last = self.limits  # of many lanes: that which has the longest way to go
+    first, last = self.limits  # the lane with the longest way
     share = jnp.nanmin((at - first) / jnp.where(last == first, 1.0, last - first))
     begin, way = (_longest(first, last, x) for x in (first, last - first))
     return count, begin + share * way
 
 
 def _longest(first: Any, last: Any, of: Any) -> Any:
-  """The entry of the lane whose value goes the longest way."""
+  """Returns the entry of the lane whose value has the longest way."""
   return of.ravel()[jnp.argmax(jnp.abs(last - first).ravel())]
 
 
@@ -259,7 +259,7 @@ def _call(kind: str, bar: Bar, *operands: Any) -> Any:
 
 
 def _anchor(values: _Values) -> _Values:
-  """A number of the smallest array, if there is one: a call that takes it waits for all of it."""
+  """Returns an element of the smallest array, if any: a call with it waits for that array."""
   arrays = [x for x in values if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, np.number)]
   smallest = sorted((x for x in arrays if x.size), key=lambda x: x.size)[:1]
   return [tracing.unvaried(x)[(slice(1),) * x.ndim] for x in smallest]

@@ -35,17 +35,17 @@ from callgate._tap import delivery
 _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
-# The newest files of bars that take no weak reference, so that nothing tells if their users have
-# them: a bar may be drawn when its program is gone. Under the GIL: single steps.
+# The newest files of bars that take no weak reference, whose end can't be observed: a bar may be
+# drawn after its program's end. Under the GIL: single steps.
 _newest: collections.deque[exact.Exact] = collections.deque(maxlen=64)
-# By name and lane, None for all lanes: when the latest value came, and the value. Under the GIL:
-# single steps; never emptied: one number for each tap's name, and lane.
+# By name and lane (None for all lanes): time and value of the latest note. Under the GIL: single
+# steps; never emptied: one number for each tap's name and lane.
 noted: dict[tuple[str, int | None], tuple[float, Any]] = {}
 Lanes = Literal["one", "bars"]
 Style = Literal["tqdm", "rich"]
 _MOST = 2**31 - 1
 _HAS_BAR = "__callgate_has_bar__"
-_nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
+_nesting = threading.local()  # .depth: the bodies with bars that this thread is tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Mark:
   @contextmanager
   def around(self, carry: Any, changing: Sequence[Any]) -> Generator[None]:
     """Marks a body while it is traced; `changing` are arrays that tie the mark to the loop."""
-    if self.bar.by_lane:  # by which the mark sees what the loop is mapped over
+    if self.bar.by_lane:  # shows the mark the mapped axes of the loop
       changing = [*changing, *_numbers_in(carry)]
     progress_p.bind(*self._numbers(carry), *changing, bar=self.bar)
     with deeper():
@@ -238,7 +238,7 @@ def wrapped(make: Callable[..., Any], function: Callable[..., Any], *more: Any) 
   """Returns `make(function, *more)`, one for each function, so that JAX's caches recognize it."""
   try:
     hash(more)
-  except TypeError:  # an array among them
+  except TypeError:  # because of an array among them
     return make(function, *more)
   return _cached(exact.exact_object(function), make, exact.exact(more))
 

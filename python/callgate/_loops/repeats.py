@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops that JAX's derivatives run more than once, or of which they move a part.
 
-checkpoint: JAX runs a `while_loop` again in the backward pass, without its bar. With an io gate it
-runs in the forward pass alone, and its results are kept. `jax_remat3` runs everything again,
-whatever its effects: programs with calls take the old implementation.
+checkpoint: JAX runs a `while_loop` again in the backward pass, without its bar. A loop with an io
+gate runs only in the forward pass, and its results are kept. `jax_remat3` runs everything again,
+regardless of effects; so programs with calls use the old implementation.
 
-scan under grad: JAX moves what depends on constants alone out of the loop. Nothing is moved out of
-one that holds a call with an effect, which would run once instead of in every step.
+scan under grad: JAX moves computations that depend only on constants out of the loop. A loop that
+contains a call with an effect keeps everything, because the call would otherwise run once instead
+of in every step.
 
-linearize: JAX makes two loops of a `while_loop` that carries a tangent. The first computes all that
-depends on no tangent; the second computes everything, once for each tangent. An io gate in such a
-loop is refused; `jax.jvp` is not. So is a call on a named thread, or with objects, where JAX asks
-what of the loop `checkpoint` keeps: it saves what has an effect, and a loop can't say how much. A
-tap that the first loop holds sends again in the second, marked `info.repeated`; a tap of a tangent
-is in the second alone.
+linearize: JAX makes two loops of a `while_loop` that carries a tangent. The first computes
+everything that depends on no tangent. The second computes everything, once for each tangent. So an
+io gate in such a loop raises an error; use `jax.jvp`. A call on a named thread, or with objects,
+raises an error, too, when JAX asks which results of the loop `checkpoint` keeps: it saves the
+results of effects, and a loop can't say how many there are. A tap in the first loop sends again in
+the second, with `info.repeated`. A tap of a tangent is only in the second loop.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def linearize_while(original: _Rule, trace: Any, *tracers: Any, **params: Any) -
   def process(primitive: Any, tracers: Sequence[Any], _: Any) -> Any:
     return trace.default_process_primitive(primitive, tracers, second.params)
 
-  # JAX's rule gives its trace the second loop alone.
+  # JAX's rule passes its trace only the second loop.
   return original(types.SimpleNamespace(default_process_primitive=process), *tracers, **params)
 
 
@@ -72,7 +73,7 @@ def checkpoint_while(
 
 
 def _repeats(params: _Params, *kinds: str) -> bool:
-  """True if a loop that runs again holds such calls; raises if it holds gates with effects."""
+  """True if a loop that runs again contains such calls; raises for gates with effects."""
   held = kinds_in(_jaxprs(params))
   if "gate" in held:
     raise GateDefinitionError(_RUNS_TWICE)
@@ -100,13 +101,13 @@ _KEEPS = (
 def _with_marked_taps(
   rule: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> Any:
-  """JAX's rule under `jax.checkpoint`; numbers stand for the taps' marks while it splits a loop."""
+  """Runs JAX's rule under `jax.checkpoint`; it splits a loop with numbers as the taps' marks."""
   before: list[bool] = []
   in_first: set[int] = set()
 
   def number(mark: bool) -> int:
     before.append(mark)
-    return len(before) + 1  # neither False nor True
+    return len(before) + 1  # differs from False and True
 
   def of_first(number: int) -> bool:
     in_first.add(number)
@@ -121,7 +122,7 @@ def _with_marked_taps(
 
 
 def _of_taps(params: _Params, change: Callable[[Any], Any]) -> _Params:
-  """A loop's parameters, with other marks of its taps."""
+  """Returns a loop's parameters with other marks of its taps."""
 
   def changed(of_one: _Params) -> _Params:
     return {**of_one, "repeated": change(of_one["repeated"])} if "repeated" in of_one else of_one
@@ -138,7 +139,7 @@ def _without_bars(eqn: Any) -> Any:
 
 # -- all loops -------------------------------------------------------------------------------------
 def must_not_repeat(closed: Any) -> bool:
-  """True if calls, also taps, or bars are in there, which have rules under `jax.checkpoint`."""
+  """True if it contains calls, taps or bars, which have rules under `jax.checkpoint`."""
   return bool(kinds_in([closed]) - {"wait"})
 
 
@@ -155,7 +156,7 @@ _thread = threading.local()
 
 
 def _in_scan() -> bool:
-  """True if this thread is in JAX's rule for `scan` under `checkpoint`, with a gate in the loop."""
+  """True if this thread is in JAX's rule for `scan` under `checkpoint`, for a loop with a gate."""
   return getattr(_thread, "in_scan", False)
 
 
@@ -166,7 +167,7 @@ def hoist(original: _Rule, jaxpr: Any, consts: Any, residuals: int, *rest: Any) 
 
 
 def split(original: _Rule, jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
-  """Returns what of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
+  """Returns the known part of a jaxpr: nothing, when the rule above asks what it may hoist."""
   if not (_in_scan() and _must_stay(jaxpr)):
     return original(jaxpr, unknown, instantiate)
   known = [not flag for flag in unknown]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars that Rich draws, all of one file in one display of its own.
+"""Bars drawn by Rich; all bars of one file share a display.
 
-Used by the drawing thread alone, which redraws; Rich's own thread is not started.
+Only the drawing thread uses it and redraws; Rich's own thread isn't started.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rich.progress import (
 
 from callgate._loops.bars import Counted
 
-# By id() of the file, which the display keeps. One thread: that of `_loops/draw.py`; emptied by the
-# end of a file's last bar.
+# By id() of the file, which the display keeps. One thread: that of `_loops/draw.py`; the end of a
+# file's last bar removes its entry.
 _displays: dict[int, Progress] = {}
 
 
@@ -46,7 +46,7 @@ class RichBar(Counted):
     self._task = self._progress.add_task(self.desc, total=self.total, where="", values="")
 
   def refresh(self, *_: Any, **__: Any) -> None:
-    """Steps, or the value that moves the bar, and the values behind it."""
+    """Shows the steps, or the value of a bar by value, and the values behind the bar."""
     (task,) = (it for it in self._progress.tasks if it.id == self._task)
     task.start_time = self._progress.get_time() - max(self.format_dict["elapsed"], 0.0)
     total = "" if self.total is None else f"/{int(self.total)}"
@@ -59,7 +59,7 @@ class RichBar(Counted):
     super().reset(total)
 
   def close(self) -> None:
-    """The bar stays as it is, or goes; the display ends with its last bar."""
+    """Keeps or removes the bar; the display ends with its last bar."""
     if self.disable:
       return
     super().close()

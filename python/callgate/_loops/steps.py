@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of loops, in one form, to which each feature adds its own.
+"""The steps of loops, in one form that each feature extends.
 
-A step takes the loop's state and an x, and gives the state after it and a y. A step that is
-`counted` calls the user's body; a step that may be the last, `ending`, or that is `marked` for a
-bar, is made of another.
+A step takes the loop's state and an x, and returns the next state and a y. `counted` makes a step
+that calls the user's body. `ending` makes a step that may be the last one, and a mark adds a bar;
+both wrap another step.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from callgate._steer.stop import stop_requested
 
 
 class LoopState(NamedTuple):
-  """The state of a loop. The names are in JAX's messages about the carry.
+  """The state of a loop. JAX's messages about the carry show these names.
 
   Attributes:
-    count: how many steps have run.
-    going: True if the loop goes on; None where nothing stops it.
-    carry: the user's.
+    count: the number of steps that have run.
+    going: True if the loop continues; None if it can't end early.
+    carry: the user's carry.
   """
 
   count: Any
@@ -38,14 +38,14 @@ class LoopState(NamedTuple):
 
 
 Step = Callable[[LoopState, Any], tuple[LoopState, Any]]
-_NONE = np.int32(0)  # steps
+_NONE = np.int32(0)  # zero steps
 
 
 class Ends(NamedTuple):
-  """The reasons for which a loop ends early, if it does.
+  """The reasons for which a loop may end early.
 
   Attributes:
-    may_stop, until: as given to `scan`.
+    may_stop, until: the options of `scan`.
     axes: the mesh axes along which devices may end at different steps.
   """
 
@@ -57,7 +57,7 @@ class Ends(NamedTuple):
     return self.may_stop or self.until is not None
 
   def first_state(self, init: Any, count: Any = _NONE) -> LoopState:
-    """The state of a loop that begins with step `count`. A loop that has ended does not go on."""
+    """Returns the state of a loop that begins with step `count`. An ended loop stays ended."""
     if not self:
       return LoopState(count, None, init)
     is_new = self.until is None or isinstance(count, np.generic)
@@ -75,7 +75,7 @@ class Ends(NamedTuple):
 
 
 def axes_of(until: Any, f: Callable[..., Any], init: Any, xs: Any) -> frozenset[Any]:
-  """The mesh axes of a `jax.shard_map` that `until` varies over; it is traced for that."""
+  """Returns the mesh axes of a `jax.shard_map` that `until` varies over, by tracing it."""
   if not tracing.manual_axes():
     return frozenset()
   x = jax.tree.map(lambda x: x[0], xs)
@@ -83,22 +83,22 @@ def axes_of(until: Any, f: Callable[..., Any], init: Any, xs: Any) -> frozenset[
 
 
 def body_of(f: Callable[..., Any], mark: Mark | None, ends: Ends) -> Step:
-  """The body of a loop with a bar, or that may end early."""
+  """Returns the body of a loop with a bar, or that may end early."""
   step = counted(f)
   return marked(ending(step, ends) if ends else step, mark, of_step)
 
 
 def chunks_of(f: Callable[..., Any], mark: Mark | None, ends: Ends, *options: Any) -> Any:
-  """The body of a loop over chunks, and of one in a chunk."""
+  """Returns the bodies of a loop over chunks, and of the loop in a chunk."""
   step = body_of(f, None, ends)
   return marked(chunks.of_chunk(step, *options), mark, of_step), step
 
 
 def counted(f: Callable[..., Any], after: Callable[[Any, Any], None] | None = None) -> Step:
-  """Calls the user's body, and then `after(count, carry)`."""
+  """Makes a step that calls the user's body, and then `after(count, carry)`."""
 
-  # JAX takes a carry that the body leaves alone for a constant, with the mark on it: hence the
-  # count, which XLA removes.
+  # JAX treats an unchanged carry as a constant, and hoists it with the mark. The count prevents
+  # that; XLA removes it.
   def step(state: LoopState, x: Any) -> tuple[LoopState, Any]:
     count, going, carry = state
     found = f(carry, x)
@@ -119,7 +119,7 @@ def of_step(state: LoopState, _: Any) -> tuple[Any, list[Any]]:
 
 
 def ending(step: Step, ends: Ends) -> Step:
-  """Looks before each step if the loop has ended, or shall stop; then no further one runs."""
+  """Makes a step that first checks if the loop has ended or must stop, and then does nothing."""
   step = jax.jit(step, inline=True)  # traced once, for its results' types and for the step
 
   def body(state: LoopState, x: Any) -> tuple[LoopState, Any]:
@@ -141,9 +141,9 @@ def ending(step: Step, ends: Ends) -> Step:
     def run_unless_stopped() -> tuple[LoopState, Any]:
       return jax.lax.cond(stop_requested(), skip, run) if ends.may_stop else run()
 
-    # The look is part of the step's branch: it comes when the step before has ended, also where
-    # the loop is unrolled, and doesn't come again once the loop has been stopped. `skip` is branch
-    # 0: in a loop that ends early, zeros stand for what its later steps would have kept.
+    # The check is part of the step's branch. So it runs after the step before, even in an unrolled
+    # loop, and it doesn't run after the loop has stopped. `skip` is branch 0: when a loop ends
+    # early, zeros replace the residuals of its later steps.
     state, made = jax.lax.cond(going, run_unless_stopped, skip)
     return state, while_going(going, None, made)[1]
 
@@ -151,17 +151,17 @@ def ending(step: Step, ends: Ends) -> Step:
 
 
 def _kept(carry: Any, after: Any) -> Any:
-  """The carry, as a step returns it where its types are those of a step's results.
+  """Returns the carry in the types of a step's results, if these differ only in that.
 
-  Else zeros: JAX's scan gives a first carry of Python's numbers these types and traces the body
-  again, or says what the step has returned.
+  Otherwise it returns zeros: for a first carry of Python numbers, JAX's scan then traces the body
+  again with the right types, or it reports the step's types.
   """
 
   def kept(x: Any, aval: Any) -> Any:
     has = jax.typeof(x)
     if (has.shape, has.dtype) != (aval.shape, aval.dtype):
       return _zeros(aval)
-    # JAX's scan takes a weak type for the strong one, and does not trace the body again.
+    # JAX's scan accepts a weak type for the strong one, and doesn't trace the body again.
     return jnp.asarray(x, aval.dtype) if has.weak_type and not aval.weak_type else x
 
   is_same = jax.tree.structure(carry) == jax.tree.structure(after)

@@ -55,7 +55,7 @@ def assemble(records: Iterable[Record | StreamRecord | Mapping[str, Any]]) -> An
     options.refuse("assemble", "records", expected, records)
   try:
     found = list(records)
-  except TypeError:  # an array of no dimensions
+  except TypeError:  # an array without dimensions
     options.refuse("assemble", "records", expected, records)
   for record in found:
     if not isinstance(record, (Record, StreamRecord, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -75,7 +75,7 @@ def assemble(records: Iterable[Record | StreamRecord | Mapping[str, Any]]) -> An
   whole: list[np.ndarray] = []
   for index, (shape, leaf) in enumerate(zip(first.shapes, first.leaves, strict=True)):
     array, filled = np.empty(shape, leaf.dtype), np.zeros(shape, bool)
-    counted = [0] * len(shape)  # how much of each dimension counts (`logical_shape`)
+    counted = [0] * len(shape)  # the logical size of each dimension (`logical_shape`)
     for shard in shards:
       leaf, part = shard.leaves[index], (shard.parts or ())[index]
       ends = [one.start + extent for one, extent in zip(part, leaf.shape, strict=True)]
@@ -99,7 +99,7 @@ class _Shard:
     at: Any = record if streamed else record.info
     value: Any = dict(record.leaves) if streamed else record.value
     parts, shapes = at.shard, at.global_shape
-    if streamed and list(value) == [""]:  # a lone array
+    if streamed and list(value) == [""]:  # a single array
       value, parts, shapes = (x and x[""] for x in (value, parts, shapes))
     self.name: str = at.name
     self.kind = (self.name, at.role, at.lane)
@@ -108,7 +108,7 @@ class _Shard:
     self.leaves, self.tree = jax.tree.flatten(value)
     self.parts = None if parts is None else self.tree.flatten_up_to(parts)
     self.shapes: Sequence[Any] = () if parts is None else self.tree.flatten_up_to(shapes)
-    # Under `jax.pmap` the whole is the devices' values, stacked along an axis that these lack.
+    # Under `jax.pmap` the whole has the devices' values stacked along an additional axis.
     if parts is not None:
       pairs = zip(self.leaves, self.shapes, strict=True)
       self.leaves = [x[None] if len(shape) > np.ndim(x) else x for x, shape in pairs]

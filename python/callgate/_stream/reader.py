@@ -24,7 +24,7 @@ from callgate._process.group import PLACEHOLDER
 from callgate._stream.records import StreamRecord, TapSource, columns_of, table_of
 
 Address = str | os.PathLike[str]
-_AT_ONCE = 256  # records read in one go
+_AT_ONCE = 256  # the most records in one read
 _ORDER = operator.attrgetter("time_ns", "process", "device", "seq")
 
 
@@ -42,8 +42,8 @@ class _Input:
     if self.is_file and not os.path.exists(address):
       raise FileNotFoundError(f"callgate.open_stream: there is no file {address!r}")
     self.native = _callgate.StreamReader(address)
-    self.ready: list[StreamRecord] = []  # the next one last
-    # By id() of what the native reader gives, which is held here: the id stays its own.
+    self.ready: list[StreamRecord] = []  # in reverse order
+    # By id() of the native reader's object, which is kept here so that the id stays unique.
     self._sources: dict[int, tuple[Any, TapSource]] = {}
 
   def fill(self, timeout: float) -> bool:
@@ -177,7 +177,7 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
       options.refuse("open_stream", "where", "paths or addresses", where)
     try:
       several = list(where)
-    except TypeError:  # an array of no dimensions
+    except TypeError:  # an array without dimensions
       options.refuse("open_stream", "where", "paths or addresses", where)
     return [address for one in several for address in _addresses(one)]
   address = options.path("open_stream", "where", where)

@@ -61,7 +61,7 @@ class _Leaf:
   dtype: str
   bits: int
   dims: tuple[int, ...]
-  levels: tuple[int, ...]  # those that it has as leading axes
+  levels: tuple[int, ...]  # the levels that the leaf has as leading axes
 
   def array(self, stored: np.ndarray) -> np.ndarray:
     """Returns the stored elements as an array; packed elements stay bytes."""
@@ -99,7 +99,7 @@ class TapSource:
       self.leaves.append(_Leaf(path, dtype, bits, dims, own))
     self.value_leaves: int = fields["value_leaves"]
     self.has_where: bool = fields["has_where"]
-    # The leaf that has the number.
+    # The index of the leaf with the number.
     self._number = self.value_leaves + int(self.has_where) if any(self.numbered) else None
     shards: dict[str, Any] = self.description.get("shards") or {}
     with self._sensible("its shards"):
@@ -110,7 +110,7 @@ class TapSource:
     self.has_packed = any(leaf.bits < 8 for leaf in self.leaves)
     with self._sensible("its padded leaves"):
       padded: list[int] = list(self.description.get("logical", ()))
-      self.values = self.value_leaves - len(padded)  # then come their logical sizes
+      self.values = self.value_leaves - len(padded)  # the leaves' logical sizes follow
       self.padded = [range(self.values)[index] for index in padded]
       self.paths = [leaf.path for leaf in self.leaves[: self.values]]
 
@@ -165,7 +165,8 @@ class TapSource:
         selected = [x[(*map(index.__getitem__, leaf.levels), ...)] for leaf, x in pairs]
       if self.has_where and not selected[self.value_leaves].any():
         continue
-      if starts or self._number is not None:  # the number among all devices' lanes, and calls'
+      # The number among all devices' lanes and all calls' lanes.
+      if starts or self._number is not None:
         place = tuple(map(operator.add, index, starts)) if starts else index
         lane = int(np.ravel_multi_index(place, self.all_sizes))
       values = selected[: self.values]
@@ -212,7 +213,7 @@ def table_of(columns: Mapping[str, np.ndarray]) -> Any:
   pyarrow = extras.library("pyarrow", "pyarrow", "arrow", by=by, error=ImportError)
 
   def converted(key: str, column: np.ndarray) -> Any:
-    if len(column) and not column.size:  # lists without elements don't say how many they are
+    if len(column) and not column.size:  # empty lists don't show their number
       return pyarrow.array(column.tolist())
     try:
       array = pyarrow.array(column.reshape(-1))

@@ -45,11 +45,11 @@ def _tail(arguments: argparse.Namespace) -> int:
     return (record for record in records if arguments.name in (None, record.name))
 
   with open_stream(arguments.where, follow=arguments.follow) as stream:
-    if not is_live:  # of a connection all is shown: what was sent before this reader came is gone
+    if not is_live:  # shows all of a connection: records sent earlier are gone
       last: collections.deque[StreamRecord] = collections.deque(maxlen=arguments.lines)
       try:
-        last.extend(wanted(iter(stream.read, None)))  # those that need no waiting
-      finally:  # those before a damaged place, too
+        last.extend(wanted(iter(stream.read, None)))  # the records that are there now
+      finally:  # also the records before a damaged place
         print_all(last)
     if is_live or arguments.follow:
       print_all(wanted(stream))

@@ -28,8 +28,9 @@ from callgate._tap import kinds, tap, target
 from callgate._tap.records import TapInfo
 from callgate._tap.site import TapSite, send
 
-_BURST, _A_SECOND = 100, 1.0  # alerts of one text: so many at once, then so many a second
-_TEXTS = 1024  # of which the counts are kept
+# The limit of each text: the number at once, and then the number a second.
+_BURST, _A_SECOND = 100, 1.0
+_TEXTS = 1024  # the most texts with a limit of their own
 _NAME = "tap:callgate.alert"
 # Guarded by _lock; emptied by `AlertListener.close`.
 _listeners: list[AlertListener] = []
@@ -81,7 +82,8 @@ class AlertListener(Closing):
       _listeners.append(self)
 
   def __exit__(self, *exception: object) -> None:
-    self._close(waits=exception[0] is None)  # programs may wait for what an exception has left out
+    # A program may wait for an event that the exception prevents.
+    self._close(waits=exception[0] is None)
 
   def close(self) -> None:
     """Waits for the alerts of all programs dispatched so far, and then removes the function.
@@ -187,12 +189,12 @@ class _Counts:
   """Limits the rate of alerts of each text, and counts the suppressed ones."""
 
   def __init__(self) -> None:
-    # By text: the room that is left, as of which time, how many were left out, the last of these.
+    # By text: (alerts left at once, their time, number of suppressed alerts, the last of these).
     self._by_text: collections.OrderedDict[str, tuple[float, int, int, Any]] = (
       collections.OrderedDict()
     )
     self._evicted: list[tuple[Any, int]] = []
-    # How many were left out, for which no later one stands. Any thread may read it.
+    # The number of suppressed alerts that no later alert reports. Any thread may read it.
     self.waiting = 0
 
   def left_out(self, text: str, time_ns: int, given: Any = None) -> int | None:
@@ -228,7 +230,7 @@ class _Counts:
     self._by_text.clear()
 
 
-_counts = _Counts()  # one thread: that of taps to functions
+_counts = _Counts()  # used by one thread only: that of taps to functions
 
 
 def _take(value: Any, info: TapInfo) -> None:
@@ -289,7 +291,7 @@ def deliver(wait: Wait, *, anew: bool = False) -> None:
   there = wait.until(_callgate.drain_devices) and wait.until(records.flush)
   if there and (_counts.waiting or anew):
     tree = jax.tree.structure(split.Static(anew))
-    send(_tap(), TapSite(tree=tree, name="alert", dtypes=()), [])  # `_take` makes alerts of it
+    send(_tap(), TapSite(tree=tree, name="alert", dtypes=()), [])  # `_take` delivers the alerts
     wait.until(records.flush)
 
 
@@ -306,4 +308,4 @@ class Alerts(Part):
 
   def settle(self, wait: Wait) -> bool:
     deliver(wait)
-    return True  # the barrier says whose records still wait
+    return True  # the barrier reports records that still wait

@@ -22,11 +22,11 @@ from callgate._tap.consumers import check_not_forked
 from callgate._tap.records import Record
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
-# None while its sinks are being opened. Guarded by _lock, but for the entry of the thread that
-# opens it; emptied by `Channel.close`.
+# An entry is None while the channel's sinks are being opened. Guarded by _lock, except for the
+# entry of the thread that opens it; emptied by `Channel.close`.
 _open: dict[str, Channel | None] = {}
 _lock = threading.Lock()
-# Sinks with every channel that has a consumer of its user's: `make(name)` makes one. Guarded by
+# Sinks for every channel that has a consumer of the user's: `make(name)` makes one. Guarded by
 # _lock; emptied by `unwatch`.
 _watchers: dict[Callable[[str], Any], list[tuple[Channel, delivery.Attached]]] = {}
 
@@ -60,7 +60,7 @@ class Channel(Uncopied):
     size = options.byte_size(label, "capacity", capacity)
     check_not_forked()
     self._closed = False
-    self._place = place  # where it is defined
+    self._place = place  # the line that defines it
     self._stands_in = stands_in
     with _lock:
       old = _open.get(name)
@@ -75,8 +75,8 @@ class Channel(Uncopied):
       if old is not None:
         retire(old)
       adapted = dict(map(self._adapt, to if isinstance(to, (list, tuple)) else [to]))
-      # Sinks first: with one that can't be opened there is no channel, and the records that wait
-      # for one of this name wait on.
+      # Sinks are opened first: if one can't be opened, no channel is made, and the records that
+      # wait for this name keep waiting.
       for sink in (one.given for one in adapted if one.is_sink()):
         sink.open(name)
         opened.append(sink)
@@ -103,7 +103,7 @@ class Channel(Uncopied):
 
   def __exit__(self, kind: object, *exception: object) -> None:
     if kind is not None or _callgate.channels_abandoned():
-      self._close(None)  # what consumers raised must not hide the block's own exception
+      self._close(None)  # a consumer's exception must not hide the block's own
     else:
       self._settle()
       self.close()
@@ -111,7 +111,7 @@ class Channel(Uncopied):
   def _settle(self) -> None:
     """Waits for the programs that may still send to it."""
     barrier.wait_for_programs()
-    _callgate.drain_devices(FOREVER)  # what GPUs have sent is on its way
+    _callgate.drain_devices(FOREVER)  # the records of programs on GPUs are on their way
 
   # -- consumers ---------------------------------------------------------------------------------
   def add(self, consumer: Any) -> None:
@@ -234,8 +234,8 @@ class Channel(Uncopied):
 
   def _drain(self, timeout: float | None) -> float | None:
     """Waits for the values that programs on GPUs have sent; returns the remaining time."""
-    wait = Wait(timeout, look=lambda: None)  # Ctrl-C comes in between
-    if not _callgate.delivers_here():  # the copies may wait for room that a consumer makes
+    wait = Wait(timeout, look=lambda: None)  # Ctrl-C may interrupt
+    if not _callgate.delivers_here():  # the copies may wait for room that this consumer makes
       wait.until(_callgate.drain_devices)
     return None if timeout is None else wait.left
 
@@ -244,7 +244,7 @@ class Channel(Uncopied):
       return True
     self._closed = True
     if _callgate.channels_abandoned():
-      return True  # the parent's is open; locks may be held for ever
+      return True  # the channel is open in the parent; locks may be held forever
     with _lock:
       if _open.get(self.name) is self:
         del _open[self.name]
@@ -255,7 +255,7 @@ class Channel(Uncopied):
       return self._handle.close(timeout)
     finally:
       for one in self._consumers:
-        if one.runs_natively:  # the runtime has closed it
+        if one.runs_natively:  # the runtime has closed the sink
           getattr(one.given, "left", lambda: None)()
       _part.tell("channel closed", self.name)
 
@@ -370,12 +370,12 @@ def close_all(wait: Wait) -> None:
 
   All channels share the time, and deliver concurrently.
   """
-  least = min(wait.seconds or 0.0, lifecycle.LAST_SECONDS)  # for each, however late
+  least = min(wait.seconds or 0.0, lifecycle.LAST_SECONDS)  # the least time of each channel
   ends = [(f"channel '{one.name}'", one._close, one.stats) for one in open_channels().values()]  # pyright: ignore[reportPrivateUsage]
   for name, handle in target.own_channels():
     what = "taps to functions" if name == target.DEFAULT else name
     ends.append((what, handle.close, handle.stats))
-  left: list[tuple[str, int]] = []  # and how many records there are
+  left: list[tuple[str, int]] = []  # (channel's name, number of undelivered records)
   for what, close, stats in ends:
     if not close(max(wait.left, least)):
       left.append((what, stats()["pending"]))

@@ -58,7 +58,7 @@ def _adapt(
     raise errors.GateDefinitionError(f"{where}: to: expected a sink, got {got}")
   both = (consumer, getattr(consumer, "native", None))
   native = next((one for one in both if isinstance(one, _callgate.Consumer)), None)
-  if native is not None and only is None:  # else Python looks at each record
+  if native is not None and only is None:  # else Python checks each record
     attached.runs_natively = True
     return attached, native
   if callable(getattr(consumer, "write", None)):

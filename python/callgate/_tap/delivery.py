@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the runtime hands over to what a consumer is called with, on a channel's thread.
+"""Calls consumers with the records that the runtime passes, on a channel's thread.
 
-A consumer's exception is kept with its record, and the runtime told how many were lost; the
-consumer is called again for the next. Taps with `on_device=True` give jax.Arrays: from a GPU by
-DLPack, of Buffers that own a copy on the device, from the CPU of arrays of the record's own.
+A consumer's exception is kept with its record, the runtime gets the number of lost records, and the
+consumer is called again for the next record. Taps with `on_device=True` give jax.Arrays. From a GPU
+they share, by DLPack, the memory of Buffers that own a copy on the device. On the CPU they are made
+from the record's arrays.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from callgate._tap.records import BatchInfo, Record, TapInfo
 
 ROLES = ("primal", "tangent", "cotangent")
 REPEATED = 1  # kRepeated in src/channel/record.h
-# (id, name, role, description, sizes of the batch levels), and
-# (lane, seq, time_ns, device, run, flags, arrays)
+# (id, name, role, description, sizes of the batch levels), and (lane, seq, time_ns, device, run,
+# flags, arrays)
 _RawSource = tuple[int, str, int, str, tuple[int, ...]]
 _Row = tuple[int, int, int, int, int, int, tuple[Any, ...]]
-# Asked once: programs ran before, so the backend is there.
+# Called once: a program has run before, so the backend exists.
 _process_index = functools.cache(jax.process_index)  # at most one entry
 import_buffer = jax.dlpack.from_dlpack  # of a Buffer that owns its memory, which the array shares
 
@@ -47,8 +48,9 @@ class TapDescription:
 
   def __init__(self, text: str) -> None:
     code = json.loads(text)
-    self._signature = encoding.DecodedSpec(code["spec"])  # with what it names
-    tree = self._signature.in_tree.children()[0].children()[0]  # of ((value,), {})
+    self._signature = encoding.DecodedSpec(code["spec"])  # keeps the named objects alive
+    # The pytree of `value` in ((value,), {}).
+    tree = self._signature.in_tree.children()[0].children()[0]
     lone = tree == jax.tree.structure(0)
     self._unflatten: Callable[[Sequence[Any]], Any] = (
       operator.itemgetter(0) if lone else functools.partial(jax.tree.unflatten, tree)
@@ -65,20 +67,20 @@ class TapDescription:
     self._parts = [ShardedArray(part) for part in shards["leaves"]] if shards else None
     self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
     self._first: dict[int, Any] = {}
-    # Under `jax.pmap` the device alone tells the shard, of values that are whole on each.
+    # Under `jax.pmap` the device determines the shard; each device has whole values.
     stacked = code.get("stacked", {"devices": [], "leaves": []})
     self._on_device = {device: shard for shard, device in enumerate(stacked["devices"])}
     self._lie = self._parts or [ShardedArray(part) for part in stacked["leaves"]] or None
-    # The shapes of the whole value's leaves; None where they are not known.
+    # The shapes of the whole value's leaves; None if they are not known.
     self.shapes = self._lie and self._unflatten([part.shape for part in self._lie])
 
   def value(
     self, arrays: Sequence[Any], shard: int = -1, *, stacked: bool = False, keys: bool = True
   ) -> Any:
-    """The tapped pytree of one record, or of stacked ones whose values have one shape.
+    """Returns the tapped pytree of one record, or of stacked records whose values have one shape.
 
-    `arrays` are its leaves, then their logical sizes. Dtypes are restored, and padding is cut off.
-    Without `keys` PRNG keys are their data.
+    `arrays` are its leaves, then their logical sizes. It restores dtypes and cuts off padding.
+    Without `keys`, PRNG keys become their data.
     """
     if not self._plain:
       sizes = [np.asarray(array) for array in arrays[self.values :]]
@@ -92,7 +94,7 @@ class TapDescription:
     return self._unflatten(arrays)
 
   def same_shapes(self, arrays: Sequence[Any], shard: np.ndarray) -> list[slice]:
-    """The runs of stacked records whose values have one shape, without padding."""
+    """Returns the runs of stacked records whose values have the same shapes without padding."""
     if not self.logical:
       return [slice(0, len(shard))]
     sizes = np.concatenate([*arrays[self.values :], shard[:, None]], axis=1)
@@ -100,7 +102,7 @@ class TapDescription:
     return [slice(*pair) for pair in itertools.pairwise([0, *changes.tolist(), len(shard)])]
 
   def lane(self, index: int, sizes: tuple[int, ...], shard: int = -1) -> tuple[int, ...]:
-    """A lane's index in each level, of these sizes, of all devices' lanes."""
+    """Returns a lane's index in each level, of these sizes, among all devices' lanes."""
     if not sizes:
       return ()
     lanes = [int(i) for i in np.unravel_index(index, sizes)]
@@ -109,34 +111,35 @@ class TapDescription:
     return tuple(lanes)
 
   def lanes(self, index: np.ndarray, sizes: tuple[int, ...], shard: np.ndarray) -> np.ndarray:
-    """The indices of many lanes at once, a row each."""
+    """Returns the indices of many lanes at once, a row for each."""
     if not sizes:
       return np.empty((len(index), 0), np.int64)
     lanes = np.stack(np.unravel_index(index, sizes), -1)
     if self._lane_starts:
-      starts = np.array([[0, *one] for one in self._lane_starts], np.int64)  # of -1 come first
+      # The starts of shard -1 come first.
+      starts = np.array([[0, *one] for one in self._lane_starts], np.int64)
       lanes += starts[:, shard + 1].T
     return lanes
 
   def number_of_shard(self, flags: int, device: int) -> int:
-    """The number of a record's shard, by its flags or its device; -1 for whole values."""
+    """Returns the number of a record's shard, by its flags or its device; -1 for whole values."""
     return self._on_device.get(device, shard_of(flags))
 
   def numbers_of_shards(self, shards: np.ndarray, devices: np.ndarray) -> np.ndarray:
-    """The same of many records, by what their flags say."""
+    """Returns the numbers of many records' shards."""
     if not self._on_device:
       return shards
     pairs = zip(shards.tolist(), devices.tolist(), strict=True)
     return np.array([self._on_device.get(device, shard) for shard, device in pairs], np.int64)
 
   def shard(self, number: int) -> Any:
-    """The slices of the whole that a shard's value is, for each leaf; None for whole values."""
+    """Returns the shard's slices of the whole value, for each leaf; None for whole values."""
     if number < 0 or self._lie is None:
       return None
     return self._unflatten([part.slices(number) for part in self._lie])
 
   def first(self, number: int) -> Any:
-    """For each leaf whether no shard before has the same part; None for whole values."""
+    """Returns for each leaf True if no earlier shard has the same part; None for whole values."""
     if number < 0 or self._lie is None:
       return None
     if number not in self._first:
@@ -144,12 +147,15 @@ class TapDescription:
     return self._first[number]
 
 
-# The decoded description, which may keep objects of the user's.
+# The decoded description, which may keep the user's objects alive.
 description = tracing.clearable_cache(max_size=4096)(TapDescription)
 
 
 class _Pins:
-  """Keeps what records that may wait name, beyond their programs' end: of the newest programs."""
+  """Keeps alive the objects that waiting records of the newest programs name.
+
+  A program may end before its records are delivered.
+  """
 
   _MOST = 256
 
@@ -165,7 +171,7 @@ class _Pins:
         self._kept.popitem(last=False)
 
   def cache_clear(self) -> None:
-    """Lets go of all where no record waits; `jax.clear_caches()` calls it."""
+    """Drops everything if no record waits; `jax.clear_caches()` calls it."""
     if not any(stats["pending"] for stats in _callgate.channel_stats().values()):
       with self._lock:
         dropped, self._kept = self._kept, collections.OrderedDict()
@@ -183,33 +189,33 @@ class SizeError(ValueError):
 def cut(
   values: list[Any], padded: Sequence[int], sizes: Sequence[Any], parts: Any, shard: int
 ) -> None:
-  """Puts what counts in the places of the `padded` ones of the leaves. Raises SizeError.
+  """Cuts the padding off the `padded` leaves, in place. Raises SizeError.
 
-  `sizes` are those that count of each of these; of several lanes at once (`TapSite.whole`) they are
-  left to the consumer. `parts` says where the leaves' shards lie, and `shard` which one they are,
-  -1 for whole arrays. Native sinks do it in src/channel/consumer.h.
+  `sizes` are their logical sizes. With several lanes at once (`TapSite.whole`) the consumer cuts.
+  `parts` are the places of the leaves' shards, and `shard` is the shard's number, -1 for whole
+  arrays. src/channel/consumer.h does the same for native sinks.
   """
   for index, own in zip(padded, sizes, strict=True):
     if own.ndim != 1:
       continue
     value = values[index]
-    lead = value.ndim - len(own)  # lanes that stay together come first
+    lead = value.ndim - len(own)  # lanes that stay together are the first axes
     shape = value.shape[lead:]
     part = parts[index] if parts and shard >= 0 else None
     for axis, (size, extent) in enumerate(zip(own, part.shape if part else shape, strict=True)):
       if not 0 <= size <= extent:
         expected = f"expected a size from 0 to {extent}, got {size}"
         raise SizeError(f"logical_shape of leaf {index}, dimension {axis}: {expected}")
-    if part:  # how much of it counts, by the sizes of the whole
+    if part:  # the logical size of the part, from that of the whole
       own = np.clip(own - [one.start for one in part.slices(shard)], 0, shape)
     values[index] = value[(slice(None),) * lead + tuple(slice(0, int(n)) for n in own)]
 
 
-_told_lanes = 0  # of each tap, at most. Under the GIL: one assignment
+_told_lanes = 0  # the most lanes of each tap. Under the GIL: one assignment
 
 
 def tell_of_lanes(most: int) -> None:
-  """From here on "tap value" is told of the first so many lanes, too, by their number."""
+  """From now on, reports "tap value" also for the first `most` lanes, with their numbers."""
   global _told_lanes
   _told_lanes = most
 
@@ -227,7 +233,7 @@ def _tell_rows(source: _RawSource, rows: list[_Row]) -> None:
 
 
 def check_takes_values(where: str, function: Callable[..., Any]) -> None:
-  """Raises unless a consumer can be called with (value), or with (value, info), and runs then."""
+  """Raises unless a consumer can be called with (value) or (value, info), and then runs."""
   signatures.refuse_unrun(where, function)
   signature = signatures.signature_of(function)
   try:
@@ -240,10 +246,10 @@ def check_takes_values(where: str, function: Callable[..., Any]) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Attached:
-  """A consumer with its channel: one that has left has had its last call."""
+  """A consumer of a channel. After it has left the channel, it isn't called again."""
 
-  given: Any  # as the user gave it
-  only: Callable[[Record], Any] | None = None  # a sink gets those for which it says true
+  given: Any  # the user's object
+  only: Callable[[Record], Any] | None = None  # a sink's filter of records
   runs_natively: bool = False  # without Python
   left: bool = False
 
@@ -313,7 +319,7 @@ def write_records(attached: Attached, source: _RawSource, rows: list[_Row]) -> i
 def call_with_stacks(
   attached: Attached, limit: int | None, source: _RawSource, numbers: Any, arrays: Sequence[Any]
 ) -> int:
-  """Calls a function with stacked arrays, of at most `limit` rows a call."""
+  """Calls a function with stacked arrays, of at most `limit` rows in a call."""
   function, about = attached.given, description(source[3])
   _tell(source, [array[-1, ...] for array in arrays])
   shard = (numbers[5] >> SHARD_BIT).astype(np.int64) - 1
@@ -365,7 +371,7 @@ def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> 
 
 def _converter() -> Callable[[Any], Any]:
   """Puts jax.Arrays into rows; the lanes of one record share its array."""
-  known: dict[int, tuple[Any, jax.Array]] = {}  # of each leaf: the last Buffer, and its array
+  known: dict[int, tuple[Any, jax.Array]] = {}  # by leaf: the last Buffer, and its array
 
   def made(index: int, array: Any, device: int) -> jax.Array:
     if isinstance(array, np.ndarray):
@@ -389,6 +395,6 @@ def _sliced(whole: Any, lane: Any, shape: tuple[int, ...]) -> Any:
 
 @functools.cache  # at most one entry for each device
 def _cpu(device: int) -> Any:
-  """The CPU device of an id; the default one where a record names none."""
+  """Returns the CPU device of an id; the default one for a record without a device."""
   devices = dispatch.cpu_devices("a consumer of jax.Arrays")
   return next((one for one in devices if one.id == device), devices[0])

@@ -20,10 +20,11 @@ from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 
 Kind = Literal["image", "text"]
-# A text's format, and of each value the name of its field; None for one without.
+# A text's format, and the name of the field for each value; None for a field without a name.
 Fields = tuple[str, tuple[str | None, ...]]
 _CHANNELS = (1, 3, 4)
-_ROOM = 64  # bytes by which texts of the host grow: those of similar lengths share a program
+# Texts are padded to multiples of so many bytes; texts of similar lengths share a program.
+_ROOM = 64
 _Array = np.ndarray[Any, Any]
 
 

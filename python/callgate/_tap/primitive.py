@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The primitives behind taps, with their rules.
 
-`tap_p` sends its operands (`TapSite` says which is what). With effect "io" or "ordered" it has no
-results; with "dataflow" its results are its values and untapped operands, and it has no effect: it
-lives as long as they are used. `cotangent_p` is the identity whose transpose taps the cotangent.
+`tap_p` sends its operands, which `TapSite` describes. With effect "io" or "ordered" it has no
+results. With "dataflow" its results are its values and untapped operands, and it has no effect: it
+lives as long as they are used. `cotangent_p` is the identity; its transpose taps the cotangent.
 
 Parameters of both, all hashable:
-  tap: the Tap: where records go.
+  tap: the Tap, the target of the records.
   site: the TapSite.
   levels: batch levels, outermost first, as a gate's; consumers see lanes.
   transforms: the transformations met so far, in order of application.
   role: "primal", "tangent" or "cotangent".
-  repeated: marks the second pass of `jax.checkpoint` and of a loop (`_loops/repeats.py`).
+  repeated: True in the second pass of `jax.checkpoint` and of a loop (`_loops/repeats.py`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ tap_p = tracing.Primitive("tap")
 tap_p.multiple_results = True
 cotangent_p = tracing.Primitive("tap_cotangent")
 cotangent_p.multiple_results = True
-# True if a tap in the flow of data was ever traced: looking for them costs time.
+# True if a tap in the flow of data was ever traced. Without one, no search is needed.
 _dataflow_traced = False  # under the GIL: one assignment, which is never taken back
 
 
 def bind_in_lane(
   primitive: Any, operands: Arrays, params: dict[str, Any], lane: Any, size: int
 ) -> list[Any]:
-  """Makes a tap in a loop over `size` lanes, in the one of the number `lane` (int32)."""
+  """Binds a tap in a loop over `size` lanes, in lane number `lane` (int32)."""
   site: TapSite = params["site"]
   if site.whole or encoding.is_open(size):
     return primitive.bind(*operands, **params)
@@ -68,7 +68,7 @@ def bind_in_lane(
 
 
 def with_scalar(params: dict[str, Any], place: int) -> dict[str, Any]:
-  """A tap's parameters for another operand at the place, which all lanes share."""
+  """Returns a tap's parameters with another operand at `place`, which all lanes share."""
   levels = [(size, (*mask[:place], False, *mask[place:])) for size, mask in params["levels"]]
   return {**params, "levels": tuple(levels)}
 
@@ -94,14 +94,14 @@ def _impl(*operands: Any, **params: Any) -> Arrays:
 def _sent_at_once(
   operands: Arrays, *, tap: Tap, site: TapSite, levels: tuple[Any, ...], **how: Any
 ) -> bool:
-  """Sends a record from this thread, without a program, where that is as good.
+  """Sends a record from this thread without a program, if possible, and returns True.
 
-  To compile one takes a hundred times as long. It is worth it for a consumer that stays, so that
-  the caller need not wait for the arrays.
+  Compiling a program takes a hundred times as long. It pays off for a consumer that gets further
+  records, because then the caller need not wait for the arrays.
   """
   if (site.every, site.on_device, site.kept, site.whole) != (1, False, None, False):
     return False
-  operands = list(map(jnp.asarray, operands))  # NumPy's, too
+  operands = list(map(jnp.asarray, operands))  # also of NumPy arrays
   devices = {device for x in operands for device in x.devices()}
   if len(devices) != 1 or (device := devices.pop()).platform != "cpu":
     return False
@@ -113,14 +113,14 @@ def _sent_at_once(
   held, key = _held(site, _batch_of(site, levels, operands), how)
   try:
     arrays = [np.asarray(x, order="C") for x in operands[: site.sent]]
-  except jax.errors.JaxRuntimeError:  # what made them has failed: who waits for the tap is told
+  except jax.errors.JaxRuntimeError:  # the program reports the failed computation
     return False
   tap.handle.send(key, held, device.id, arrays)
   return True
 
 
 def _held(site: TapSite, batch: dict[str, Any], how: Any) -> tuple[dict[str, Any], str]:
-  """The attributes of a tap in a program that can't call the runtime, and a key for them."""
+  """Returns a tap's attributes for a program that can't call the runtime, and a key for them."""
   held = {**_site.encode(site, **how), "batch": batch}
   return held, repr((held["spec"], held["tap"], batch))
 
@@ -137,7 +137,7 @@ def _same(*operands: Any, **_: Any) -> Arrays:
 
 # -- abstract evaluation -------------------------------------------------------------------------
 def _returned(site: TapSite, operands: Arrays) -> list[Any]:
-  """The operands that a tap gives back, or anything in their order."""
+  """Returns the operands that a tap returns, or other values in their order."""
   return [*operands[: site.values], *operands[len(operands) - site.untapped :]]
 
 
@@ -151,25 +151,25 @@ def _abstract_eval(*avals: Any, site: TapSite, **_: Any) -> tuple[Arrays, frozen
 
 
 def _order_of(site: TapSite) -> Any:
-  """The effect whose token an ordered tap takes and gives."""
+  """Returns the effect whose token an ordered tap takes and returns."""
   return effects.WHOLE_TAP_EFFECT if site.whole else effects.ORDERED_GATE_EFFECT
 
 
 # -- jvp -----------------------------------------------------------------------------------------
 def _met(params: Any, transform: str, *details: Any, **changed: Any) -> dict[str, Any]:
-  """The parameters of a tap that has met one more transformation."""
+  """Returns the parameters of a tap after one more transformation."""
   return {**params, "transforms": (*params["transforms"], (transform, details)), **changed}
 
 
 def _dense(tangent: Any, primal: Any) -> Any:
-  """A tangent as an array: zeros for none, in the primal's own dtype where tangents are float0."""
+  """Returns a tangent as an array; for float0, zeros in the primal's dtype."""
   if type(tangent) is ad.Zero or getattr(tangent, "dtype", None) == jax.dtypes.float0:
     return jnp.zeros_like(primal)
   return tangent if hasattr(tangent, "dtype") else jnp.asarray(tangent, jnp.result_type(primal))
 
 
 def _where_inexact(primals: Arrays, new: Arrays, old: Arrays) -> list[Any]:
-  """Tangents: the new ones of primals that have any, else what came."""
+  """Returns the new tangents of inexact primals, and the old ones of all others."""
   triples = zip(primals, new, old, strict=True)
   return [n if dtypes.is_inexact(jnp.result_type(primal)) else o for primal, n, o in triples]
 
@@ -179,7 +179,7 @@ def _jvp(primals: Arrays, tangents: Arrays, **params: Any) -> tuple[Any, Any]:
   results = tap_p.bind(*primals, **params)
   tail = len(primals) - site.untapped
   dense = list(map(_dense, tangents, primals))
-  # Operands that pass through pass their tangents, too: the tap lives as long as one is used.
+  # Untapped operands pass their tangents, too: the tap lives as long as one of them is used.
   operands = [*dense[: site.values], *primals[site.values : tail], *dense[tail:]]
   params = _met(params, "jvp", role="tangent")
   out = _returned(site, dense)
@@ -197,7 +197,7 @@ def _cotangent_jvp(primals: Arrays, tangents: Arrays, **params: Any) -> Any:
   if "cotangent" not in params["site"].roles:
     return results, list(tangents)
   values = params["site"].values
-  operands = [*map(_dense, tangents[:values], primals), *primals[values:]]  # logical sizes stay
+  operands = [*map(_dense, tangents[:values], primals), *primals[values:]]  # logical sizes last
   out = cotangent_p.bind(*operands, **_met(params, "jvp"))
   return results, _where_inexact(primals, out, tangents)
 
@@ -208,9 +208,9 @@ ad.primitive_jvps[cotangent_p] = _cotangent_jvp
 
 # -- transpose -----------------------------------------------------------------------------------
 def _transpose(cotangents: Arrays, *operands: Any, **params: Any) -> list[Any]:
-  """For the tap of a tangent: taps the cotangent, if asked to, and passes it on."""
+  """For the tap of a tangent: taps the cotangent, if asked to, and returns it."""
   if not cotangents:
-    return [None] * len(operands)  # with an effect: it has no results, and none to transpose
+    return [None] * len(operands)  # a tap with an effect has no results to transpose
   site: TapSite = params["site"]
   values = site.values
   middle = operands[values : len(operands) - site.untapped]
@@ -224,7 +224,7 @@ def _transpose(cotangents: Arrays, *operands: Any, **params: Any) -> list[Any]:
 
 
 def _sendable(cotangent: Any, operand: Any) -> Any:
-  """A cotangent as an array: zeros in the operand's own dtype where it is float0."""
+  """Returns a cotangent as an array; for float0, zeros in the operand's dtype."""
   dense = ad.instantiate_zeros(cotangent)
   aval = operand.aval if ad.is_undefined_primal(operand) else operand
   return jnp.zeros(aval.shape, aval.dtype) if dense.dtype == jax.dtypes.float0 else dense
@@ -252,7 +252,7 @@ ad.primitive_transposes[cotangent_p] = _cotangent_transpose
 def _batch(primitive: Any, operands: Arrays, dims: Arrays, **params: Any) -> Any:
   site: TapSite = params["site"]
   moved = dims
-  if not site.whole or site.logical:  # the latter are for the last axes
+  if not site.whole or site.logical:  # logical sizes belong to the last axes
     pairs = zip(operands, dims, strict=True)
     operands = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
     moved = [None if dim is None else 0 for dim in dims]
@@ -274,7 +274,7 @@ batching.primitive_batchers[cotangent_p] = functools.partial(_batch, cotangent_p
 def _remat(
   saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
-  """In `jax.checkpoint`: runs in both passes, unless the policy saves what it taps."""
+  """In `jax.checkpoint` a tap runs in both passes, unless the policy saves the tapped value."""
   no, yes = [False] * len(eqn.outvars), [True] * len(eqn.outvars)
   needed = [v for v, flag in zip(eqn.invars, instantiated, strict=True) if not flag]
   if any(unknown):
@@ -309,14 +309,14 @@ def _lower(
     name=tap.name, label=site.name, attributes=held, batch=batch, has_side_effect=True,
     order=_order_of(site) if ordered else None,
     aliases={operand: result for result, operand in passed},
-    # No CUDA graph can allocate the memory of copies on the device.
+    # A CUDA graph can't allocate the memory of copies on the device.
     target=targets.GATE_TARGET if site.on_device else targets.tap_target(context.avals_in),
     sharded=calls.of_tap(context, site, levels),
   )  # fmt: skip
 
 
 def _stacked(context: Any, site: TapSite, levels: tuple[Any, ...]) -> dict[str, Any] | None:
-  """The shards under a `jax.pmap`; None elsewhere, and where the program leaves devices open."""
+  """Returns the shards under a `jax.pmap`; None elsewhere, or without fixed devices."""
   devices = lowering.manual_devices(context) if site.pmapped and not site.whole else ()
   if not devices:
     return None
@@ -326,10 +326,10 @@ def _stacked(context: Any, site: TapSite, levels: tuple[Any, ...]) -> dict[str, 
 
 
 def _keep(context: Any, tap: Tap, site: TapSite) -> bool:
-  """Keeps what a program with the tap names; True for a program for other processes.
+  """Keeps alive the objects that the tap names; True in a program for other processes.
 
   Raises:
-    GateDefinitionError: the tap's function is this process's own, and the program for others.
+    GateDefinitionError: the program is for other processes, which lack the tap's function.
   """
   if lowering.is_export(context):
     if tap.why_not:
@@ -348,7 +348,7 @@ def _keep(context: Any, tap: Tap, site: TapSite) -> bool:
 def _lower_by_jax(
   context: Any, operands: Arrays, tap: Tap, site: TapSite, held: dict[str, Any], key: str
 ) -> Arrays:
-  """Through JAX's own callback: one record of the whole value, whatever the partitioning."""
+  """Sends by JAX's own callback: one record of the whole value, for any partitioning."""
   ordered = site.effect == "ordered"
   if ordered and not site.whole and lowering.is_partitioned(context):
     raise errors.GateDefinitionError(
@@ -358,7 +358,7 @@ def _lower_by_jax(
   jax_engine.refuse_program(context, f"tap '{site.name}'", config.engine())
 
   devices = 1 if lowering.is_partitioned(context) else lowering.device_count(context)
-  # Each device counts for `every`.
+  # Each device counts separately for `every`.
   own = [] if ordered or devices == 1 else [lowering.partition_id()]
 
   def send(*arrays: Any) -> None:
@@ -378,7 +378,7 @@ def _lower_by_jax(
   return mlir.lower_fun(call, multiple_results=True)(context, *operands, *own)
 
 
-# Not cached: a cached rule would know the source line of no more than one of its call sites.
+# Not cached, because a cached rule knows the source line of only one of its call sites.
 mlir.register_lowering(tap_p, _lower, cacheable=False)
 mlir.register_lowering(cotangent_p, lambda context, *operands, **_: operands)
 tracing.weakly_cached.add(Tap)
@@ -386,9 +386,9 @@ tracing.weakly_cached.add(Tap)
 
 # -- taps in the flow of data --------------------------------------------------------------------
 def dataflow_taps_in(jaxprs: Arrays, *, whole: bool = False) -> bool:
-  """True if jaxprs hold taps in the flow of data, which have no effect to tell.
+  """True if jaxprs contain taps in the flow of data, which have no effect to find them by.
 
-  With `whole` those of all lanes at once (`TapSite.whole`), else all others.
+  With `whole` it looks for taps of all lanes at once (`TapSite.whole`), else for all others.
   """
   return _dataflow_traced and any(
     (eqn.params["site"].effect, eqn.params["site"].whole) == ("dataflow", whole)

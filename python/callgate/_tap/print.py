@@ -71,10 +71,10 @@ def print(
   if not skip_format_check:
     options.template("print", "fmt", fmt)
     _Checker().vformat(fmt, args, kwargs)
-  if kwargs and not has_fields:  # with skip_format_check
+  if kwargs and not has_fields:  # possible with skip_format_check
     by = f"values by name ({sorted(kwargs)})"
     raise errors.GateDefinitionError(f"print: {by} need fields in fmt, got {fmt!r}")
-  # Programs hold this, so that it goes to other processes with them.
+  # Programs hold the options, so that these go to other processes with them.
   shown = tuple(sorted(np.get_printoptions().items()))
   text = split.Static((fmt, has_fields, shown))
   leaves, tree = jax.tree.flatten(jax.tree.map(_split, (text, args, kwargs)))

@@ -137,7 +137,7 @@ def parts_of(record: Record) -> list[tuple[tuple[slice, ...], tuple[int, ...]]]:
   return list(zip(tree.flatten_up_to(info.shard), shapes, strict=True))
 
 
-@tracing.clearable_cache(max_size=1024)  # structures may keep the user's objects
+@tracing.clearable_cache(max_size=1024)  # structures may keep the user's objects alive
 def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
   """Returns the path of each leaf in the form of `jax.tree_util.keystr`, and in the form "w/0"."""
   keystr = jax.tree_util.keystr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a tap beyond its primitive, and as programs hold it: with nothing of this process."""
+"""Describes a tap's call site, and encodes it for programs, without objects of this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Arrays = Sequence[Any]
 
 @dataclasses.dataclass(frozen=True)
 class TapSite:
-  """Holds what is fixed about a tap when it is traced.
+  """The properties of a tap that are fixed when it is traced.
 
   Operands are the value's leaves, then logical sizes (one vector for each leaf in `logical`), then
   `where` if there is one, then the number of the lane if levels are `numbered` (`levels.Numbered`),
@@ -32,7 +32,7 @@ class TapSite:
 
   tree: Any = dataclasses.field(compare=False)
   name: str
-  dtypes: tuple[str | None, ...]  # of leaves that travel as another dtype
+  dtypes: tuple[str | None, ...]  # for each leaf: its own dtype, if it is sent in another one
   effect: str = "io"
   every: int = 1
   where: bool = False
@@ -40,18 +40,19 @@ class TapSite:
   logical: tuple[int, ...] = ()
   untapped: int = 0
   numbered: tuple[Numbered, ...] = ()
-  whole: bool = False  # lanes stay together: records of all lanes of a vmap
-  transposed: bool = False  # where the value is itself linear, its cotangent is sent instead
+  whole: bool = False  # lanes stay together: one record has all lanes of a vmap
+  transposed: bool = False  # the value is itself linear, so its cotangent is sent instead
   # "shard", "gather", a rule's text or a function.
   sharding: Any = dataclasses.field(default="gather", compare=False)
   replicas: str = "once"
-  on_device: bool = False  # consumers get jax.Arrays where the program ran
-  pmapped: bool = False  # in a `jax.pmap`
+  on_device: bool = False  # consumers get jax.Arrays on the program's device
+  pmapped: bool = False  # inside a `jax.pmap`
   kind: str | None = None  # "image" or "text"
-  fields: kinds.Fields | None = None  # a text's format, of which the leaves are the values
+  fields: kinds.Fields | None = None  # a text's format, whose fields the leaves fill
   kept: Any = None  # programs keep it (`execution.Watcher`)
 
-  same: exact.Exact = dataclasses.field(init=False, repr=False)  # as the tree and the function
+  # Stands for the tree and the function in comparisons.
+  same: exact.Exact = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self) -> None:
     parts = exact.exact_tree(self.tree), exact.exact(self.sharding)
@@ -59,12 +60,12 @@ class TapSite:
 
   @property
   def values(self) -> int:
-    """Leaves of the tapped value."""
+    """The number of leaves of the tapped value."""
     return len(self.dtypes)
 
   @property
   def sent(self) -> int:
-    """Operands that make a record."""
+    """The number of operands that make a record."""
     return self.values + len(self.logical) + self.where + bool(self.numbered)
 
 
@@ -78,10 +79,10 @@ def encode(
   stacked: dict[str, Any] | None = None,
   portable: bool = False,
 ) -> dict[str, Any]:
-  """Returns what a program holds of a tap (`TapSpec::of` in src/channel/tap.h).
+  """Returns a tap's attributes in a program (`TapSpec::of` in src/channel/tap.h).
 
-  `repeated`: it runs again in the backward pass. `returned`: how many values are results, too.
-  `stacked`: of `stacked_by_pmap`. `portable`: for a program for other processes, as of
+  `repeated`: it runs again in the backward pass. `returned`: the number of values that are also
+  results. `stacked`: from `stacked_by_pmap`. `portable`: for a program for other processes, as in
   `encoding.encode`.
   """
   paths = [path for path, _ in leaf_paths(site.tree)]
@@ -99,26 +100,26 @@ def encode(
 
 
 def send(tap: Any, site: TapSite, arrays: Arrays) -> None:
-  """Sends a record that no program sends."""
+  """Sends a record from Python."""
   held = encode(site, transforms=(), role="primal", repeated=False)
   held["batch"] = encode_levels(())
   tap.handle.send(repr((held["spec"], held["tap"])), held, -1, [*arrays])
 
 
 def _arguments(site: TapSite) -> Any:
-  """The structure of a call with the value."""
+  """Returns the structure of a call with the value."""
   return jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
 
 
 def kept(site: TapSite) -> exact.Exact:
-  """The values that names in the description stand for: the names last as long as this."""
+  """Returns an object that keeps the description's named values alive."""
   return exact.exact_tree(_arguments(site))
 
 
 def stacked_by_pmap(devices: Sequence[int], shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
-  """The shards of a value under `jax.pmap`: the whole is what the devices have, stacked.
+  """Returns the shards of a value under `jax.pmap`: the whole has the devices' values stacked.
 
-  `devices` are their ids in the order of the stack; `shapes` those of one device's leaves.
+  `devices` are their ids in the order of the stack; `shapes` are those of one device's leaves.
   """
   count = len(devices)
   leaves = [
@@ -132,7 +133,7 @@ def describe(
   site: TapSite, transforms: Transforms, stacked: dict[str, Any] | None = None, *,
   portable: bool = False,
 ) -> str:  # fmt: skip
-  """Returns what `delivery.TapDescription` reads."""
+  """Returns the text that `delivery.TapDescription` reads."""
   spec = encoding.encode(_arguments(site), jax.tree.structure(None), (), portable=portable)
   description: dict[str, Any] = {
     "spec": spec, "values": site.values,

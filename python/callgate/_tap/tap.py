@@ -24,7 +24,7 @@ from callgate._tap.channel import Channel, tap_of
 from callgate._tap.site import Arrays, TapSite, Transforms
 from callgate._tap.target import DEFAULT, Tap
 
-_MOST = 2**31 - 1  # of int32
+_MOST = 2**31 - 1  # the largest int32
 Effect = Literal["io", "dataflow"]
 Role = Literal["primal", "tangent", "cotangent"]
 T = TypeVar("T")
@@ -141,7 +141,7 @@ def tap(
   ):
     options.refuse(label, "roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
   named = sharding in rules.BY_NAME if isinstance(sharding, str) else callable(sharding)
-  # A rule of one name would say no more than "shard": such a word is one of these, misspelt.
+  # A rule that is a single name would mean the same as "shard". So such a word is a misspelling.
   if not named and (not isinstance(sharding, str) or not sharding or sharding.isidentifier()):
     expected = "'shard', 'gather' or a rule such as 'i [j]' or a function"
     options.refuse(label, "sharding", expected, sharding)
@@ -160,7 +160,7 @@ def tap(
   operands = [x for x, _ in carried]
   if not operands and effect == "dataflow":
     options.refuse(label, "value", "an array, without which a 'dataflow' tap is never used", value)
-  if isinstance(sharding, str) and not named:  # raises, if the rule doesn't fit
+  if isinstance(sharding, str) and not named:  # raises if the rule doesn't fit
     rules.parse(label, sharding, tuple(x.shape for x in operands), (), tap=True)
   sizes = logical_sizes(label, logical_shape, value, arrays)
   extra = [size for _, size in sizes]
@@ -233,7 +233,7 @@ def logical_sizes(
   if tree != jax.tree.structure(0):
     try:
       shapes: list[Any] = tree.flatten_up_to(logical_shape)
-    except (TypeError, ValueError):  # containers of other types than the value's
+    except (TypeError, ValueError):  # containers of other types than those of the value
       shapes = jax.tree.leaves(logical_shape, is_leaf=lambda x: x is None or isinstance(x, tuple))
   elif isinstance(logical_shape, (tuple, list)):
     shapes = [logical_shape]

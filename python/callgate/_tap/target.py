@@ -16,8 +16,8 @@ from callgate._part import Part, joins
 from callgate._tap import delivery
 
 DEFAULT = "default"  # the channel of taps to functions
-CHECKPOINTS = "checkpoints: "  # so begin the names of channels that save carries
-# Takes a record that no program sends: (description, the arrays that are sent).
+CHECKPOINTS = "checkpoints: "  # the prefix of the names of channels that save carries
+# Takes a record that Python sends: (description, arrays).
 Eager = Callable[[str, Sequence[Any]], None]
 T = TypeVar("T")
 
@@ -30,10 +30,10 @@ class Tap:
     why_not: str = "",
   ) -> None:  # fmt: skip
     self.name = name
-    self.why_not = why_not  # programs for other processes can't send to it; "" where they can
-    self.eager = eager  # called in the caller's thread where no program is compiled
+    self.why_not = why_not  # the reason why programs for other processes can't send to it, or ""
+    self.eager = eager  # called in the caller's thread, outside compiled programs
     self.handle = _callgate.Tap(name, channel=channel, consumer=consumer)
-    # A function that is sent to again, from outside of programs, gets a program of its own.
+    # The second record from outside of programs makes a program for the function.
     self.function: weakref.ref[FunctionType] | None = None
 
   def __repr__(self) -> str:
@@ -49,24 +49,24 @@ _own_lock = threading.Lock()
 
 
 def of_channel(name: str) -> Tap:
-  """The tap to a channel, by its name; one for all who want it."""
+  """Returns the tap to a channel, by its name; all callers get the same."""
   return shared(_taps, ("channel", name), lambda: Tap(f"channel:{name}", name))
 
 
 def channel_names() -> list[str]:
-  """The names of channels to which taps of live programs send."""
+  """Returns the names of the channels to which taps of live programs send."""
   with _lock:
     named = [key[1] for key in list(_taps.keys()) if key[0] == "channel"]
   return list(dict.fromkeys([*named, *list(_found)]))
 
 
-# By channels that programs of other processes name. Under the GIL: single steps; never emptied: one
-# entry for each channel that a loaded program names, whose end nothing tells.
+# Taps to channels that programs of other processes name. Under the GIL: single steps; never
+# emptied: one entry for each such channel, since no event reports the end of a loaded program.
 _found: dict[str, Tap] = {}
 
 
 def of_function(function: Callable[..., Any]) -> Tap:
-  """The tap to a function; one for each function or bound method, so that JAX's caches hit."""
+  """Returns the tap to a function; equal functions and methods share it, for JAX's caches."""
   start_channel(DEFAULT)
 
   def make() -> Tap:
@@ -76,7 +76,7 @@ def of_function(function: Callable[..., Any]) -> Tap:
       name = registry.unique_name(function, prefix="tap:")
       tap = Tap(name, DEFAULT, consumer, why_not=_why_not(function))
     else:
-      base = f"tap:{registry.name_of(function)}"  # programs elsewhere find it by that
+      base = f"tap:{registry.name_of(function)}"  # programs of other processes find it by this name
       with registry.name_while_alive(base) as name:
         tap = Tap(name, DEFAULT, consumer)
     if isinstance(function, FunctionType):
@@ -87,7 +87,7 @@ def of_function(function: Callable[..., Any]) -> Tap:
 
 
 def own(name: str, label: str, function: Callable[..., Any]) -> Callable[[], Tap]:
-  """A function that gives callgate's own tap of a name, made once; messages name it `label`."""
+  """Returns a function that returns callgate's own tap of a name; messages call it `label`."""
 
   def make() -> Tap:
     function.__name__ = function.__qualname__ = label
@@ -106,13 +106,13 @@ def _why_not(function: Any) -> str:
   )
 
 
-# Functions that got a record from outside of programs. A lambda that is made for one call takes
-# itself out as it dies.
+# Functions that got a record from outside of programs. A lambda that is made for one call leaves
+# the set when it dies.
 _sent_to: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # under the GIL: single steps
 
 
 def is_sent_to_once(tap: Tap) -> bool:
-  """True for the first record from outside of programs that goes to a plain function."""
+  """True for the first record from outside of programs to a plain function."""
   function = tap.function and tap.function()
   if function is None or function in _sent_to:
     return False
@@ -124,10 +124,10 @@ def of_rows(
   key: Any, function: Any, consume: Callable[..., None], name: str, *, channel: str,
   eager: Eager | None,
 ) -> Tap:  # fmt: skip
-  """A tap whose consumer gets `consume(source, rows)`, rows as they are, for `callgate.compat`.
+  """Returns a tap whose consumer gets `consume(source, rows)`, unconverted, for `callgate.compat`.
 
-  The same for equal keys, see `shared`. Records go through `channel`, one of callgate's own;
-  `eager` takes those that no compiled program sends.
+  Equal keys get the same tap, see `shared`. Records go through `channel`, one of callgate's own;
+  `eager` takes the records that no compiled program sends.
   """
   start_channel(channel)
 
@@ -139,9 +139,9 @@ def of_rows(
 
 
 def shared(cache: weakref.WeakValueDictionary[Any, T], key: Any, make: Callable[[], T]) -> T:
-  """The live object of a key, made where there is none.
+  """Returns the live object of a key, or makes it.
 
-  An object whose identity is in the key has to live as long as the key's object.
+  If the key contains an object's identity, that object must live as long as the result.
   """
   with _lock:
     found = cache.get(key)
@@ -151,8 +151,8 @@ def shared(cache: weakref.WeakValueDictionary[Any, T], key: Any, make: Callable[
 
 
 def start_channel(name: str) -> Any:
-  """The runtime's handle on a channel of callgate's own, which is opened once."""
-  _part.load("channels")  # the end of the process delivers its records
+  """Returns the runtime's handle on one of callgate's own channels; opens it at first."""
+  _part.load("channels")  # delivers the records at the end of the process
   with _own_lock:
     if name not in _own:
       _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
@@ -161,7 +161,7 @@ def start_channel(name: str) -> Any:
 
 
 def own_channels() -> list[tuple[str, Any]]:
-  """Names and handles of callgate's own channels that are open."""
+  """Returns the names and handles of callgate's own open channels."""
   return list(_own.items())
 
 

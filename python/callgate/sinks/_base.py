@@ -83,7 +83,7 @@ class Sink:
     **unknown: object,
   ) -> None:
     label = f"sinks.{type(self).__name__}"
-    for name in unknown:  # which a subclass has handed on
+    for name in unknown:  # passed on by a subclass
       hint = spellings.near(name, _options(type(self)))
       raise TypeError(f"{label}() got an unexpected keyword argument '{name}'{hint}")
     signatures.refuse_unrun(f"{label}: where: expected a function", where)
@@ -130,11 +130,11 @@ class OwnedSink(Sink):
 
   def __init__(self, target: str, **choice: Unpack[ChoiceOptions]) -> None:
     super().__init__(**choice)
-    self._target = target  # what repr shows: a path, mostly
-    self._channel: str | None = None  # that has it open
-    self._process = os.getpid()  # that has opened it
+    self._target = target  # shown by repr; mostly a path
+    self._channel: str | None = None  # the channel that has it open
+    self._process = os.getpid()  # the process that has opened it
 
-  def _begin(self) -> None: ...  # keeps other writers away
+  def _begin(self) -> None: ...  # excludes other writers
 
   def __repr__(self) -> str:
     return f"{type(self).__name__}({repr(self._target) if self._target else ''})"
@@ -166,10 +166,10 @@ class LibrarySink(OwnedSink):
   be written, the sink writes the others of its batch and then raises the first error.
   """
 
-  _extra = ""  # of callgate, that brings
+  _extra = ""  # the extra of callgate that installs the modules
   _needs: tuple[str, ...] = ()  # modules; `_module` is the last
   _module: Any
-  _lost = 0  # records
+  _lost = 0  # the number of lost records
 
   def __init__(self, target: str, **choice: Unpack[ChoiceOptions]) -> None:
     super().__init__(target, **choice)
@@ -177,11 +177,12 @@ class LibrarySink(OwnedSink):
       by, title = f"callgate.sinks.{type(self).__name__}", module.partition(".")[0]
       self._module = extras.library(module, title, self._extra, by=by, error=ImportError)
 
-  def _start(self) -> None: ...  # opens files; those that this sink wrote to before are continued
-  def _take(self, record: Record) -> None: ...  # a record, or raises and takes nothing of it
-  def _commit(self) -> None: ...  # after each batch
+  def _start(self) -> None: ...  # opens files; continues those that this sink wrote to before
+  # Writes a record, or raises and writes nothing of it.
+  def _take(self, record: Record) -> None: ...
+  def _commit(self) -> None: ...  # called after each batch
   def _flush(self) -> None: ...  # makes everything visible
-  def _stop(self) -> None: ...  # writes out and releases, also when writing fails
+  def _stop(self) -> None: ...  # writes out and releases, also if writing fails
 
   def _begin(self) -> None:
     with self._naming("cannot be opened"):
@@ -215,7 +216,8 @@ class LibrarySink(OwnedSink):
 
   def close(self) -> None:
     opened, self._channel = self._channel, None
-    if opened is not None and os.getpid() == self._process:  # in a fork's child: the parent's
+    # In a fork's child the parent has it open.
+    if opened is not None and os.getpid() == self._process:
       with self._naming("cannot be closed properly"):
         self._stop()
 
@@ -244,8 +246,8 @@ class FilesSink(LibrarySink):
     label = f"sinks.{type(self).__name__}"
     super().__init__(resolved(options.path(label, "path", path)), **choice)
     self._append = options.boolean(label, "append", append)
-    self._tables: dict[Any, Any] = {}  # the open ones, by path
-    self._begun: dict[pathlib.Path, bool] = {}  # False where another sink had the file
+    self._tables: dict[Any, Any] = {}  # the open files, by path
+    self._begun: dict[pathlib.Path, bool] = {}  # False if another sink had the file
 
   def _open_table(self, path: pathlib.Path, make: Callable[[bool], Any]) -> Any:
     """Returns the open file of a path, made by `make(keep)`; refuses another sink's path."""
@@ -269,7 +271,8 @@ class FilesSink(LibrarySink):
 
   def _stop(self) -> None:
     tables, self._tables = self._tables, {}
-    with contextlib.ExitStack() as ends:  # each in its turn, last first, whatever the others raise
+    # Closes each file, the last one first, even if others raise.
+    with contextlib.ExitStack() as ends:
       for table in tables.values():
         ends.callback(table.close)
         ends.callback(table.flush)
@@ -281,7 +284,7 @@ def plain(leaf: Any) -> np.ndarray:
   if array.dtype.isbuiltin == 1 or array.dtype.kind in "SU":
     return array
   wider = {"int": np.int8, "uin": np.uint8}.get(array.dtype.name[:3], np.float32)
-  with np.errstate(invalid="ignore"):  # signalling NaNs become quiet ones
+  with np.errstate(invalid="ignore"):  # signaling NaNs become quiet ones
     return array.astype(wider)
 
 
@@ -300,6 +303,6 @@ def lane_suffix(lane: tuple[int, ...]) -> str:
 def file_for(path: str, name: str) -> pathlib.Path:
   """Replaces "{name}" in the path by the tap's name, and makes the folder."""
   part = re.sub(r'[/\\:*?"<>|\x00-\x1f]|^\.', "_", name)
-  file = pathlib.Path(path.replace("{name}", part))  # without characters that no file's name has
+  file = pathlib.Path(path.replace("{name}", part))  # without characters that no file name may have
   file.parent.mkdir(parents=True, exist_ok=True)
   return file

@@ -74,7 +74,7 @@ class NativeSink(OwnedSink):
     self._channel = None
 
   def flush(self) -> None:
-    if os.getpid() == self._process:  # a fork's child may find its lock held for ever
+    if os.getpid() == self._process:  # in a fork's child its lock may be held forever
       self._writer.flush()
 
   def close(self) -> None:
@@ -162,7 +162,7 @@ class Stats(NativeSink):
     expected = "edges of bins, increasing numbers, or None"
     if bins is not None:
       array_like = isinstance(given, (Sequence, np.ndarray)) and not isinstance(given, bytearray)
-      if not array_like or np.ndim(given) != 1:  # a text has none
+      if not array_like or np.ndim(given) != 1:  # a text has no dimensions
         options.refuse("sinks.Stats", "bins", expected, bins)
       if not (edges := [options.number("sinks.Stats", "bins", x, what=expected) for x in given]):
         raise ValueError(f"sinks.Stats: bins: expected {expected}, got no edge")
@@ -205,7 +205,7 @@ def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
   """Returns a leaf in the form that `RecordWriter.write` takes."""
   if masked.is_masked(leaf):
     raise ValueError(f"expected an array of the leaf {path!r}, got {masked.shown(leaf)}")
-  if isinstance(leaf, str):  # of a tap with kind="text"
+  if isinstance(leaf, str):  # from a tap with kind="text"
     leaf = kinds.text_bytes(leaf)
   try:
     code, shape, data = dtypes.value_of(leaf)

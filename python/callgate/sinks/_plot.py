@@ -78,7 +78,7 @@ class Plot(LibrarySink):
     lines = [axes.plot(*curve.line, linewidth=1.2)[0] for curve in self._curves.values()]
     axes.grid(alpha=0.3)
     if 0 < len(self._curves) <= 20:
-      names = [name.replace("$", r"\$") for name in self._curves]  # text, not formulas
+      names = [name.replace("$", r"\$") for name in self._curves]  # as text, not as formulas
       axes.legend(lines, names, loc="best", fontsize="small")
     path = pathlib.Path(self._target)
     with paths.replaced(path) as made:

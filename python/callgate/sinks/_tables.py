@@ -29,7 +29,7 @@ _GROUP_ROWS, _GROUP_BYTES = 1 << 16, 1 << 26
 
 
 # -- rows ------------------------------------------------------------------------------------------
-class Field(NamedTuple):  # of a row
+class Field(NamedTuple):  # a field of a row
   shape: tuple[int, ...]
   dtype: np.dtype
 
@@ -104,7 +104,7 @@ class _GrowingArrays(FilesSink):
   """The common part of Zarr and HDF5, whose arrays have `shape` and take slices."""
 
   _root: Any = None
-  _claimed: Any = None  # keeps other writers away until the sink is closed; its error names them
+  _claimed: Any = None  # excludes other writers until the sink is closed; its error names them
 
   def _open_root(self, path: pathlib.Path, mode: str) -> Any: ...
   def _create(self, group: Any, name: str, field: Field) -> Any: ...
@@ -122,7 +122,7 @@ class _GrowingArrays(FilesSink):
     except BaseException:
       self._claimed.close()
       raise
-    self._append = True  # opened anew, it goes on
+    self._append = True  # a reopened sink continues the file
     self._tables.clear()  # the rows and arrays of each tap
 
   def _take(self, record: Record) -> None:
@@ -145,7 +145,8 @@ class _GrowingArrays(FilesSink):
       raise ValueError(f"expected the arrays of the file, got also {missing}")
     length = min(array.shape[0] for array in existing.values())
     for array in existing.values():
-      array.resize((length, *array.shape[1:]))  # a crash may have left some ahead of others
+      # After a crash, some arrays may be longer than others.
+      array.resize((length, *array.shape[1:]))
     return existing
 
   def _commit(self) -> None:
@@ -169,7 +170,8 @@ class Zarr(_GrowingArrays):
   _extra, _needs = "zarr", ("zarr",)
 
   def _claim(self, path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f".{path.name}.writing")  # beside the store: Zarr makes its folder anew
+    # Beside the store, because Zarr replaces its folder.
+    return path.with_name(f".{path.name}.writing")
 
   def _open_root(self, path: pathlib.Path, mode: str) -> Any:
     return self._module.open_group(str(path), mode=mode)
@@ -197,10 +199,11 @@ class HDF5(_GrowingArrays):
   _extra, _needs = "hdf5", ("h5py",)
 
   def _open_root(self, path: pathlib.Path, mode: str) -> Any:
-    return self._module.File(str(path), mode if path.stat().st_size else "w")  # claimed: it exists
+    # The claimed file exists.
+    return self._module.File(str(path), mode if path.stat().st_size else "w")
 
   def _create(self, group: Any, name: str, field: Field) -> Any:
-    # HDF5 has chunks of at least one element, and none beyond an extent that is fixed.
+    # HDF5's chunks have at least one element, and end at an extent that is fixed.
     limits = (None, *(extent or None for extent in field.shape))
     options = {"maxshape": limits, "dtype": field.dtype, "chunks": _chunks(field)}
     return group.create_dataset(name, shape=(0, *field.shape), **options)
@@ -247,7 +250,7 @@ class Parquet(FilesSink):
   _extra, _needs = "parquet", ("pyarrow.parquet", "pyarrow")
 
   def _start(self) -> None:
-    file_for(self._target, "_")  # the folder
+    file_for(self._target, "_")  # makes the folder
 
   def _take(self, record: Record) -> None:
     tap = tap_key(record.info)
@@ -276,10 +279,11 @@ class _TableFile:
     self.tap, self.rows = tap_key(first.info), _Rows(first)
     self._arrow, self._error = arrow, error
     self._path, self._partial = path, path.with_name(path.name + ".writing")
-    self._broken: Exception | None = None  # why nothing more can be written
-    self._written = 0  # rows
+    self._broken: Exception | None = None  # the reason why nothing more can be written
+    self._written = 0  # the number of rows
     schema = self._to_arrow().schema
-    self._claimed = _callgate.FileClaim("the sink Parquet", str(self._partial))  # keeps others away
+    # Excludes other writers.
+    self._claimed = _callgate.FileClaim("the sink Parquet", str(self._partial))
     self._writer = arrow.parquet.ParquetWriter(str(self._partial), schema)
     if keep and path.exists():
       try:
@@ -324,7 +328,7 @@ class _TableFile:
     raise self._error(f"tap {self.tap!r}{problem}: {self._broken}", lost=lost) from self._broken
 
   def _discard(self) -> None:
-    with contextlib.suppress(Exception):  # it has failed before
+    with contextlib.suppress(Exception):  # the library's file has failed before
       self._writer.close()
     self._partial.unlink(missing_ok=True)
     self._claimed.close()
@@ -346,6 +350,6 @@ class _TableFile:
         else:
           offsets = self._arrow.array(np.zeros(math.prod(array.shape[:axis]) + 1, np.int32))
           column = self._arrow.ListArray.from_arrays(offsets, column)
-      short = name.removeprefix("value/")  # unless a column of the record's own is called so
+      short = name.removeprefix("value/")  # unless one of the record's own columns has that name
       table[name if short in columns else short] = column
     return self._arrow.table(table)

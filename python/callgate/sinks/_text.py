@@ -60,7 +60,7 @@ class Print(LibrarySink):
     errors: list[UnicodeEncodeError] = []
     try:
       self._out().write("".join(lines))
-    except UnicodeEncodeError:  # of one of them: the others are printed all the same
+    except UnicodeEncodeError:  # one record can't be encoded: print the others
       for line in lines:
         try:
           self._out().write(line)
@@ -73,7 +73,7 @@ class Print(LibrarySink):
     getattr(self._out(), "flush", lambda: None)()
 
   def _stop(self) -> None:
-    if not getattr(self._out(), "closed", False):  # its owner may have been faster
+    if not getattr(self._out(), "closed", False):  # its owner may have closed it
       self._flush()
 
   def _out(self) -> TextIO:
@@ -146,7 +146,7 @@ class CSV(FilesSink):
 
   def _start(self) -> None:
     if "{name}" not in self._target:
-      self._table("")  # a path that cannot be written is an error now
+      self._table("")  # a path that can't be written raises an error now
 
   def _table(self, tap: str) -> _CSVFile:
     file = _base.file_for(self._target, tap)
@@ -195,7 +195,7 @@ class _CSVFile:
     self._file = _callgate.LineFile("CSV", str(path), keep)
     line = self._file.first_line().decode("utf-8")
     self.header: list[str] = next(csv.reader([line]), []) if line else []
-    self._heads = not self.header  # it is still to be written
+    self._heads = not self.header  # the header is still to be written
     self.rows: list[dict[str, Any]] = []
 
   def flush(self) -> None:
@@ -210,7 +210,7 @@ class _CSVFile:
     writer.writerows(rows)
     written, problem = self._file.append(text.getvalue())
     self._heads = heads and written == 0
-    if self._heads:  # the next records bring the header along again
+    if self._heads:  # the next records bring the header again
       self.header = []
     if problem:
       raise SinkError(problem, lost=len(rows) - max(0, written - heads))

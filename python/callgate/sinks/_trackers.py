@@ -110,8 +110,8 @@ class MLflow(Tracker):
     run_id: MLflow's id of the run; None before the sink is opened.
   """
 
-  _BATCH, _PARAMS = 1000, 100  # the most metrics and parameters that MLflow takes at once
-  _LONGEST = 500  # characters of a parameter, in every version
+  _BATCH, _PARAMS = 1000, 100  # the most metrics and parameters in one call of MLflow
+  _LONGEST = 500  # the most characters of a parameter, in every version
   _extra, _needs = "mlflow", ("mlflow.entities", "mlflow.tracking", "mlflow")
 
   def __init__(
@@ -120,13 +120,13 @@ class MLflow(Tracker):
   ) -> None:  # fmt: skip
     options.path("sinks.MLflow", "tracking_uri", tracking_uri)
     options.optional_texts("sinks.MLflow", run_name=run_name)
-    # Read at import: a sink writes where it is told to and reports to nobody, unless one wants it.
+    # MLflow reads this at import. The sink writes only to its target, unless the user sets this.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     super().__init__(options.text("sinks.MLflow", "experiment", experiment), step, **choice)
     uri = str(tracking_uri)
     if "://" not in uri:
       uri = pathlib.Path(based(uri)).absolute().as_uri()
-    # MLflow opens a store in a folder, which the sink is for, only where this is asked for.
+    # MLflow stores runs in a folder, as this sink needs, only if this is set.
     before = os.environ.get("MLFLOW_ALLOW_FILE_STORE")
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     try:
@@ -236,7 +236,7 @@ class WandB(Tracker):
 
   def _start(self) -> None:
     pathlib.Path(self._folder).mkdir(parents=True, exist_ok=True)
-    # Nothing but what is logged: not the program's output and code, nor what the machine is.
+    # Only the values of the sink are logged: no output of the program, no code, no machine data.
     settings = self._module.Settings(
       console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True,
       x_disable_meta=True, x_save_requirements=False,
@@ -307,7 +307,7 @@ class ClearML(Tracker):
   """
 
   _BINS = 64
-  # Nothing but what is logged: ClearML watches what other libraries log, and the program's code.
+  # Only the values of the sink are logged; ClearML would watch other libraries and the code.
   _WATCHED = (
     "matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit", "fastai", "lightgbm",
     "hydra", "detect_repository", "tfdefines", "joblib", "megengine", "catboost", "gradio",
@@ -325,7 +325,7 @@ class ClearML(Tracker):
     self._run_name = run_name
     self._mode = options.choice(label, "mode", mode, ("offline", "online"))
     super().__init__(options.text(label, "project", project), step, **choice)
-    self._own = False  # whether the task is this sink's
+    self._own = False  # True if the sink made the task
     self.task_id: str | None = None
 
   def _start(self) -> None:

@@ -38,14 +38,14 @@ class Tracker(LibrarySink):
     super().__init__(target, **choice)
     options.optional_texts(f"sinks.{type(self).__name__}", step=step)
     self._step = step
-    self._lock = threading.RLock()  # of the library's objects
+    self._lock = threading.RLock()  # guards the library's objects
 
   # -- what subclasses log -----------------------------------------------------------------------
   def _log_config(self, run: OpenRun) -> None: ...
   def _log_numbers(self, curves: list[tuple[str, np.ndarray]], at: At) -> None: ...
   def _log_image(self, tag: str, pixels: np.ndarray, at: At) -> None: ...  # [height, width, n]
   def _log_text(self, tag: str, text: str, at: At) -> None: ...
-  def _log_result(self, name: str, value: Any) -> None: ...  # of the run's summary
+  def _log_result(self, name: str, value: Any) -> None: ...  # a result of the run's summary
   def _log_alert(self, alert: Alert) -> None: ...
 
   # -- of the channel ----------------------------------------------------------------------------
