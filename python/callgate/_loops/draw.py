@@ -310,7 +310,7 @@ def _make(*, file: Any, position: int | None, mininterval: float, style: str, **
   )
 
 
-_drawer = Bars()  # `Bars._lock` guards it; only its thread uses the bars
+_drawer = Bars()  # locks itself: `Bars._lock`, and its bars are its thread's
 start = _drawer.start  # called by the board, which has a bar to draw
 flush = _drawer.flush
 join(_drawer)

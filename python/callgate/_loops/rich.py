@@ -20,8 +20,8 @@ from rich.progress import (
 
 from callgate._loops.bars import Counted
 
-# By id() of the file, which the display keeps. One thread: that of `_loops/draw.py`; the end of a
-# file's last bar removes its entry.
+# By id() of the file, which the display keeps. One thread: that of `_loops/draw.py`; emptied by the
+# end of a file's last bar.
 _displays: dict[int, Progress] = {}
 
 

@@ -230,7 +230,7 @@ class _Counts:
     self._by_text.clear()
 
 
-_counts = _Counts()  # used by one thread only: that of taps to functions
+_counts = _Counts()  # one thread: that of taps to functions
 
 
 def _take(value: Any, info: TapInfo) -> None:
