@@ -17,14 +17,13 @@ nothing, or no elements, gives a mark beside it. The next step makes objects by 
 sweep gives: a device that is ahead of the one that sweeps waits.
 
 A solver's factorisation of a matrix that no step changes is made before the loop, in a scope of its
-own, and freed after it (`Traits.shares_object`).
+own, and freed after it (`_objects/shared.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,12 +36,11 @@ from callgate import _part
 from callgate._call.function import ArrayFunction
 from callgate._call.site import RUNTIME_PLATFORMS, BoundCall
 from callgate._core.effects import HANDLE_EFFECT
-from callgate._core.encoding import is_open
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import loops, lowering, tracing, walk
 from callgate._jax.tracing import jaxpr_as_fun
-from callgate._objects import table
+from callgate._objects import shared, table
 from callgate._objects.handle import TYPE
 from callgate._part import Part, joins
 
@@ -55,11 +53,11 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
   body, run = ("jaxpr", _scan) if "jaxpr" in params else ("body_jaxpr", _while)
   split = lowering.is_automatic(context)
   marks = not split and set(lowering.platforms_of(context)) <= set(RUNTIME_PLATFORMS)
-  if marks and body == "jaxpr" and _shares(params["jaxpr"]):
-    inlined = {**params, "jaxpr": _inlined(params["jaxpr"])}
-    if shared := _shared(inlined):
-      run = functools.partial(_with_shared, inlined, shared)
-      return mlir.lower_fun(run, multiple_results=True)(context, *operands)
+  if marks and body == "jaxpr" and shared.may_share(params["jaxpr"]):
+    inlined = {**params, "jaxpr": shared.inlined(params["jaxpr"])}
+    if (plan := shared.plan_of(inlined)) is not None:
+      with_shared = functools.partial(_with_shared, plan, inlined)
+      return mlir.lower_fun(with_shared, multiple_results=True)(context, *operands)
   if not _makes(params[body].jaxpr) or _uses_untold(params[body].jaxpr, marks):
     return original(context, *operands, **params)
   none = np.zeros(TYPE.shape, TYPE.dtype)
@@ -219,97 +217,16 @@ def _branch(closed: Any, words: Any, *inputs: Any) -> list[Any]:
 
 
 # -- objects that steps share ---------------------------------------------------------------------
-def _shares(jaxpr: Any) -> bool:
-  """True if a call in it may share an object; not in branches and loops, which may not run."""
-
-  def makes_and_uses(eqn: Any) -> bool:
-    call = eqn.params.get("call")
-    return isinstance(call, BoundCall) and call.gate.traits.shares_object
-
-  return any(map(makes_and_uses, walk.equations(jaxpr, _called)))
-
-
-def _called(eqn: Any) -> list[Any]:
-  return [] if (inner := loops.called(eqn)) is None else [inner]
-
-
-def _inlined(body: Any) -> Any:
-  """A loop's body with the calls in it that run the calls of `_shares`."""
-
-  def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-    for inner in filter(_shares, _called(eqn)):
-      return walk.interpret(inner, inputs, rule)
-    return walk.bind_equation(eqn, inputs)
-
-  return jax.make_jaxpr(lambda *operands: walk.interpret(body, operands, rule))(*body.in_avals)
-
-
-def _shared(params: dict[str, Any]) -> dict[int, tuple[list[int], Any]]:
-  """The calls in a scan's body that make an object of constants alone: see `Traits.shares_object`.
-
-  By the place of the equation: those of the constants among the scan's operands, and their tree.
-  """
-  body, length = params["jaxpr"], params["length"]
-  if is_open(length) or length < 2:
-    return {}
-  consts = {var: i for i, var in enumerate(body.invars[: loops.scan_counts(params)[0]])}
-  found: dict[int, tuple[list[int], Any]] = {}
-
-  def is_const(atom: Any) -> bool:
-    return not isinstance(atom, tracing.Literal) and atom in consts
-
-  for place, eqn in enumerate(body.eqns):
-    if eqn.primitive.name == "stop_gradient" and is_const(eqn.invars[0]):  # as `hold` has it
-      consts[eqn.outvars[0]] = consts[eqn.invars[0]]
-    call = eqn.params.get("call")
-    if not isinstance(call, BoundCall) or not call.gate.traits.shares_object or call.site.by_jax:
-      continue
-    own = eqn.invars[: call.site.in_tree.num_leaves]  # before the number of its lane
-    (first, *_), _ = jax.tree.unflatten(call.site.in_tree, own)
-    leaves, tree = jax.tree.flatten(first)
-    if not call.axes and all(map(is_const, leaves)):
-      found[place] = [consts[leaf] for leaf in leaves], tree
-  return found
-
-
-def _with_shared(
-  params: dict[str, Any], shared: dict[int, tuple[list[int], Any]], *operands: Any
-) -> list[Any]:
+def _with_shared(plan: shared.Plan, params: dict[str, Any], *operands: Any) -> list[Any]:
   """The scan's results, where such objects are made before the loop, and freed after it."""
-  consts, first, xs = loops.split_scan(params, operands)
-  body = params["jaxpr"]
   words = _gates()["enter"](np.zeros(TYPE.shape, TYPE.dtype))
-  handles: dict[int, Any] = {}
-  for place, (of_first, tree) in shared.items():
-    gate = body.eqns[place].params["call"].gate
-    make = gate if gate.traits.handles else gate.make
-    values = [consts[i] for i in of_first]
-    making, shape = jax.make_jaxpr(
-      lambda *values, make=make, tree=tree: make(jax.tree.unflatten(tree, values)),
-      return_shape=True,
-    )(*values)
-    handles[place] = jax.tree.unflatten(jax.tree.structure(shape), _run(making, values, words)[0])
 
-  def step(carry: Any, x: Any) -> Any:
-    places = itertools.count()
+  def make(function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    making, shape = jax.make_jaxpr(function, return_shape=True)(*values)
+    return jax.tree.unflatten(jax.tree.structure(shape), _run(making, values, words)[0])
 
-    def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-      if (place := next(places)) not in handles:
-        return walk.bind_equation(eqn, inputs)
-      call = eqn.params["call"]
-      if call.gate.traits.handles:
-        return jax.tree.leaves(handles[place])
-      args, kwargs = jax.tree.unflatten(call.site.in_tree, inputs)
-      use = functools.partial(call.gate.with_object, handles[place])
-      with eqn.ctx.manager:
-        return jax.tree.leaves(call.gate.call_rule(use, (), args, kwargs, call.site.static))
-
-    results = walk.interpret(body, (*consts, *carry, *x), rule)
-    return results[: len(first)], results[len(first) :]
-
-  options = {name: params[name] for name in ("length", "reverse")}
-  last, ys = jax.lax.scan(step, first, xs, **options, unroll=params["unroll"] or 1)
-  used = [*last, *ys]
+  consts = loops.split_scan(params, operands)[0]
+  used = shared.run(plan, shared.made(plan, params["jaxpr"], consts, make), params, operands)
   _gates()["leave"](_gates()["sweep"](words, [], [], used), used)
   return used
 

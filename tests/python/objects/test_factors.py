@@ -148,6 +148,60 @@ def test_a_loop_factorises_a_matrix_that_does_not_change_once(loop: Any, factori
   np.testing.assert_allclose(got, loop(counted, A, U), rtol=2e-3, atol=1e-6)
 
 
+def of_what_the_body_computes(solver: Any, a: Any, u: Any) -> Any:
+  step = lambda u, x: (solver(jnp.eye(3) + 0.5 * a, u) * x, None)
+  return jax.lax.scan(step, u, jnp.linspace(1.0, 2.0, 10))[0]
+
+
+def in_an_inner_loop(solver: Any, a: Any, u: Any) -> Any:
+  def inner(u: Any) -> Any:
+    half = 0.5 * a
+    return jax.lax.scan(lambda u, _: (solver(half, u) + 1, None), u, length=4)[0]
+
+  return jax.lax.scan(lambda u, _: (jax.jit(inner)(u), None), u, length=3)[0]
+
+
+def in_a_plain_loop(solver: Any, a: Any, u: Any) -> Any:
+  return jax.lax.fori_loop(0, 10, lambda i, u: solver(a, u) + i, u)
+
+
+SHARED: dict[str, tuple[Callable[[Any], Any], int]] = {
+  "call": (lambda f: f, 1),
+  "jvp": (lambda f: lambda a, u: jax.jvp(f, (a, u), (a, u)), 1),
+  "lanes of matrices": (lambda f: lambda a, u: jax.vmap(f, (0, None))(pair(a), u), 2),
+  "jvp of lanes": (
+    lambda f: lambda a, u: jax.jvp(jax.vmap(f, (0, None)), (pair(a), u), (pair(a), u)), 2
+  ),
+  "lanes of lanes": (
+    lambda f: lambda a, u: jax.vmap(jax.vmap(f, (None, 0)), (2, None))(pair(a, 2), LANES), 2
+  ),
+  "lanes of lanes of matrices": (
+    lambda f: lambda a, u: jax.vmap(jax.vmap(f, (1, None)), (0, 0))(
+      jnp.stack([pair(a, 1), pair(2 * a, 1), pair(3 * a, 1)]), LANES
+    ), 6
+  ),
+}  # fmt: skip
+
+
+def pair(a: Any, axis: int = 0) -> Any:
+  return jnp.stack([a, 1.1 * a], axis)
+
+
+@pytest.mark.parametrize(
+  "loop", [of_what_the_body_computes, in_an_inner_loop, in_a_plain_loop], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("name", SHARED)
+def test_steps_share_what_no_step_changes(name: str, loop: Any) -> None:
+  transform, factorised = SHARED[name]
+  counted = Counted()
+  got = jax.jit(transform(lambda a, u: loop(counted.solver, a, u)))(A, U)
+  cg.barrier()
+  assert counted.factorised == factorised
+  assert cg.held().get(f"{counted.solver.name}.factor", 0) == 0
+  want = jax.jit(transform(lambda a, u: loop(jnp.linalg.solve, a, u)))(A, U)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-4), got, want)
+
+
 def test_complex_systems_are_transposed_and_not_conjugated() -> None:
   counted, a, b = Counted(), A + 0.5j * A.T, U + 1j
   solved = lambda a, b: counted.solver(a, b, factor=counted.solver.factor(a))

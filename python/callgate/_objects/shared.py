@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the objects that all steps of a `scan` share, and runs the loop with them.
+
+A call that makes an object (`Traits.shares_object`) of values that no step changes can do so before
+the loop: of the loop's constants, and of what the body computes of these without effects. So can a
+call in a loop within the body, as long as no step of the outer one changes the values. Calls in
+branches and in loops that may not run stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from callgate._call.site import BoundCall
+from callgate._core.encoding import is_open
+from callgate._jax import loops, tracing, walk
+
+
+@dataclasses.dataclass
+class Plan:
+  """What of a body is done before the loop, by the places of its equations.
+
+  Attributes:
+    calls: the calls whose objects are made there.
+    values: the equations that compute what these need.
+    inner: the loops with such calls.
+  """
+
+  calls: set[int] = dataclasses.field(default_factory=set[int])
+  values: set[int] = dataclasses.field(default_factory=set[int])
+  inner: dict[int, Plan] = dataclasses.field(default_factory=dict[int, "Plan"])
+
+
+# What was made before the loop, by place: a call's object, an equation's results, or, of an inner
+# loop, the same again.
+Made = dict[int, Any]
+
+
+def may_share(jaxpr: Any) -> bool:
+  """True if a call in it may share an object."""
+  return any(map(_shares, walk.equations(jaxpr, _run_always)))
+
+
+def _shares(eqn: Any) -> bool:
+  call = eqn.params.get("call")
+  return isinstance(call, BoundCall) and call.gate.traits.shares_object
+
+
+def _run_always(eqn: Any) -> list[Any]:
+  return [eqn.params["jaxpr"]] if _is_loop(eqn) else _called(eqn)
+
+
+def _is_loop(eqn: Any) -> bool:
+  """True for a `scan` that has a step."""
+  return eqn.primitive is jax.lax.scan_p and not is_open(n := eqn.params["length"]) and n > 0
+
+
+def _called(eqn: Any) -> list[Any]:
+  return [] if (inner := loops.called(eqn)) is None else [inner]
+
+
+def inlined(body: Any) -> Any:
+  """A loop's body with the calls in it that run the calls of `may_share`."""
+
+  def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    for inner in filter(may_share, _called(eqn)):
+      return walk.interpret(inner, inputs, rule)
+    if _is_loop(eqn) and may_share(eqn.params["jaxpr"]):
+      inner = inlined(eqn.params["jaxpr"])
+      if not inner.consts:  # which a loop's body has as operands
+        eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
+    return walk.bind_equation(eqn, inputs)
+
+  return jax.make_jaxpr(lambda *operands: walk.interpret(body, operands, rule))(*body.in_avals)
+
+
+# -- before the loop -------------------------------------------------------------------------------
+def plan_of(params: dict[str, Any]) -> Plan | None:
+  """The plan of a `scan` with these parameters; None if no object can be made before it."""
+  length, body = params["length"], params["jaxpr"]
+  if is_open(length) or length < 2:
+    return None
+  consts = loops.scan_counts(params)[0]
+  return _plan(body, [i < consts for i in range(len(body.in_avals))])
+
+
+def _plan(body: Any, constant: Sequence[bool]) -> Plan | None:
+  known = {var for var, flag in zip(body.jaxpr.invars, constant, strict=True) if flag}
+  known.update(body.jaxpr.constvars)
+  plan, needed, computed = Plan(), set[Any](), list[tuple[int, Any]]()
+
+  def is_known(atom: Any) -> bool:
+    return isinstance(atom, tracing.Literal) or atom in known
+
+  def need(atoms: Sequence[Any]) -> None:
+    needed.update(atom for atom in atoms if not isinstance(atom, tracing.Literal))
+
+  for place, eqn in enumerate(body.eqns):
+    if _shares(eqn):
+      if all(map(is_known, leaves := _leaves(eqn, eqn.invars)[0])) and _can_share(eqn):
+        plan.calls.add(place)
+        need(leaves)
+    elif _is_loop(eqn) and (inner := _inner_plan(eqn, is_known)) is not None:
+      plan.inner[place] = inner
+      need(list(filter(is_known, loops.split_scan(eqn.params, eqn.invars)[0])))
+    elif not eqn.effects and all(map(is_known, eqn.invars)):
+      known.update(eqn.outvars)
+      computed.append((place, eqn))
+  for place, eqn in reversed(computed):
+    if not needed.isdisjoint(eqn.outvars):
+      plan.values.add(place)
+      need(eqn.invars)
+  return plan if plan.calls or plan.inner else None
+
+
+def _inner_plan(eqn: Any, is_known: Callable[[Any], bool]) -> Plan | None:
+  consts, *rest = loops.split_scan(eqn.params, eqn.invars)
+  others = [False] * sum(map(len, rest))
+  return _plan(eqn.params["jaxpr"], [*map(is_known, consts), *others])
+
+
+def _leaves(eqn: Any, of: Sequence[Any]) -> tuple[list[Any], Any]:
+  """What there is for each array of the call's first argument, of which its object is made."""
+  tree = eqn.params["call"].site.in_tree
+  (first, *_), _ = jax.tree.unflatten(tree, of[: tree.num_leaves])  # then the number of its lane
+  return jax.tree.flatten(first)
+
+
+def _can_share(eqn: Any) -> bool:
+  """True for what `made` can repeat: of lanes, calls that make an object and do nothing else."""
+  call = eqn.params["call"]
+  if call.site.by_jax or call.numbered or call.whole is not None:
+    return False
+  sizes = [size for size, _ in call.levels]
+  return not sizes or (bool(call.gate.traits.handles) and not any(map(is_open, sizes)))
+
+
+def made(
+  plan: Plan, body: Any, consts: Sequence[Any], make: Callable[[Any, Sequence[Any]], Any]
+) -> Made:
+  """Makes what a plan says, of the loop's constants; `make(function, values)` makes one object."""
+  found: Made = {}
+  places = itertools.count()
+
+  def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    place = next(places)
+    if place in plan.calls:
+      found[place] = make(*_making(eqn, inputs))
+    elif (inner := plan.inner.get(place)) is not None:
+      found[place] = made(inner, eqn.params["jaxpr"], loops.split_scan(eqn.params, inputs)[0], make)
+    elif place in plan.values:
+      found[place] = walk.bind_equation(eqn, inputs)
+      return found[place]
+    return [None] * len(eqn.outvars)  # of a step
+
+  rest = [None] * (len(body.in_avals) - len(consts))
+  walk.interpret(body, [*consts, *rest], rule)
+  return found
+
+
+def _making(eqn: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+  """A function that makes the call's object, one for each of its lanes, and its arguments."""
+  call = eqn.params["call"]
+  values, tree = _leaves(eqn, inputs)
+  make = call.gate if call.gate.traits.handles else call.gate.make
+
+  def one(*values: Any) -> Any:
+    return make(jax.tree.unflatten(tree, values))
+
+  for size, mask in reversed(call.levels):
+    axes = [0 if flag else None for flag in mask[: len(values)]]
+    one = jax.vmap(one, axes, axis_size=size)
+  return one, values
+
+
+# -- the loop --------------------------------------------------------------------------------------
+def run(plan: Plan, found: Made, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+  """The results of a `scan` that takes what was made before it."""
+  consts, first, xs = loops.split_scan(params, operands)
+
+  def step(carry: Any, x: Any) -> Any:
+    places = itertools.count()
+
+    def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+      if (place := next(places)) not in found:
+        return walk.bind_equation(eqn, inputs)
+      if place in plan.values:
+        return found[place]
+      with eqn.ctx.manager:
+        if (inner := plan.inner.get(place)) is not None:
+          return run(inner, found[place], eqn.params, inputs)
+        return _with_object(eqn, inputs, found[place])
+
+    results = walk.interpret(params["jaxpr"], (*consts, *carry, *x), rule)
+    return results[: len(first)], results[len(first) :]
+
+  options = {name: params[name] for name in ("length", "reverse")}
+  last, ys = jax.lax.scan(step, first, xs, **options, unroll=params["unroll"] or 1)
+  return [*last, *ys]
+
+
+def _with_object(eqn: Any, inputs: Sequence[Any], handle: Any) -> Sequence[Any]:
+  """The call's results, by the object that it shares."""
+  call = eqn.params["call"]
+  if call.gate.traits.handles:
+    return jax.tree.leaves(handle)
+  args, kwargs = jax.tree.unflatten(call.site.in_tree, inputs)
+  use = functools.partial(call.gate.with_object, handle)
+  return jax.tree.leaves(call.gate.call_rule(use, (), args, kwargs, call.site.static))
