@@ -28,6 +28,7 @@ from callgate._core.public import Public, Uncopied, core
 # Guarded by _lock, but for a mark that no other thread has yet.
 _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.RLock()  # held while an object is made: two threads may load one pickle
+_local = threading.local()  # .anew: the mark of the object that this thread's `made_anew` makes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,13 +168,29 @@ def _found(label: str, module: str, path: str) -> Any:
   raise pickle.UnpicklingError(f"{label}: expected it as {module}.{path}, found {got} there{hint}")
 
 
+def made_anew(held: Portable[Any], data: bytes) -> Any:
+  """Reads a pickle of a thing as another process does, which has not got it; under another name.
+
+  What a module holds is found there.
+  """
+  before, _local.anew = getattr(_local, "anew", None), core(held).mark
+  try:
+    return pickle.loads(data)
+  finally:
+    _local.anew = before
+
+
 def _made_again(
   mark: str, name: str, make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
   with _lock:
-    if (known := _marked.get(mark)) is not None:
+    anew = getattr(_local, "anew", None) == mark
+    if (known := _marked.get(mark)) is not None and not anew:
       return known
     call = inspect.signature(make).bind(*args, **options)
+    if anew:
+      call.arguments["name"] = registry.free_name(f"{name} read back")
+      return make(*call.args, **call.kwargs)
     if call.arguments.get("name") is None:  # keeps the old name, which programs use
       taken = name in registry.taken_names()
       call.arguments["name"] = registry.free_name(name.partition("#")[0]) if taken else name

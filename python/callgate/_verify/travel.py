@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import export as jax_export
 
 from callgate._call.function import ArrayFunction
+from callgate._core import pickling
 from callgate._core.errors import GateDefinitionError
 from callgate._places import travel
 from callgate._runtime import config, targets
@@ -55,7 +56,7 @@ def pickled(subject: Subject) -> str:
     if subject.core.origin is None or not subject.core.travels:
       raise NotAsked(f"a {subject.core.kind} is pickled by a module's name for it") from None
     data, how = travel.dumps(subject.core.label, subject.function), " (by cloudpickle)"
-  again = pickle.loads(data)
+  again = pickling.made_anew(subject.function, data)  # in this process it would be the same one
   if not isinstance(again, ArrayFunction):
     raise Fault(f"expected a {type(subject.function).__name__} from its pickle, got {again!r}")
   subject.compared()

@@ -121,6 +121,23 @@ def not_picklable() -> Made:
   return cg.gate(locked, out=same), (X,)
 
 
+class Forgets:
+  """Multiplies, by a factor that its pickle has not."""
+
+  def __init__(self, factor: float = 1) -> None:
+    self.factor = np.float32(factor)
+
+  def __call__(self, x: Any) -> Any:
+    return self.factor * x
+
+  def __reduce__(self) -> Any:
+    return Forgets, ()
+
+
+def pickled_as_another() -> Made:
+  return cg.gate(Forgets(3), out=same, name="verify.forgets"), (X,)
+
+
 class Keeps:
   """Keeps the argument of its last call."""
 
@@ -181,6 +198,7 @@ FAULTS: dict[Callable[[], Made], tuple[str, str]] = {
   not_pure: ("effects", "effect='pure': expected the same results"),
   wrongly_split: ("shards", r"arguments split as \(\w+\('shard',\)\) over 4 devices"),
   not_picklable: ("pickle", "lock"),
+  pickled_as_another: ("pickle", r"the pickle's: result 0, at \[0\]: expected"),
   keeps_a_view: ("escape", "EscapedViewError: .* was kept after the call"),
   writes: ("writes", "read-only"),
   writes_through_ctypes: ("writes", "InputWriteError"),
