@@ -8,7 +8,7 @@ numbers, `env_id`, and tells the spaces of one environment and the order of its 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -57,10 +57,11 @@ def spaces_of(env: Any) -> tuple[Any, Any]:
 
 
 def _width(env: Any) -> Any:
+  """How many environments it says to have; EnvPool's says so in its config, and by `len`."""
   if (width := getattr(env, "num_envs", None)) is None:
     config = getattr(env, "config", None)
     width = config.get("num_envs") if isinstance(config, Mapping) else None  # pyright: ignore
-  return width
+  return len(env) if width is None and isinstance(env, Sized) else width
 
 
 def width_of(label: str, env: Any, autoreset: Autoreset) -> int:

@@ -205,6 +205,20 @@ def test_an_exception_of_a_vector_is_the_user_s() -> None:
     assert env.step(jnp.zeros(2, jnp.int32))[0][:, 1].tolist() == [1, 1]
 
 
+def test_a_pool_may_tell_by_its_length_how_many_it_has() -> None:
+  class Long(environments.Pool):
+    def __init__(self) -> None:
+      super().__init__(N)
+      del self.config
+
+    def __len__(self) -> int:
+      return N
+
+  with cg.envs(Long, vector=True) as env:
+    assert env.num_envs == N
+    assert env.reset(0)[0].shape == (N, 4)
+
+
 def test_the_wrong_kinds_of_make_are_refused() -> None:
   with pytest.raises(cg.GateDefinitionError, match="expected a vector environment with vector=Tr"):
     cg.envs(environments.cart_pole, vector=True)
