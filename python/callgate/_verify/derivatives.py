@@ -30,6 +30,7 @@ _MISSING = (
 _STEPS = (4.0, 1.0, 0.25)  # in units of the cube root of epsilon
 _HIDDEN = 0.3  # the largest share of rounding in a slope
 _AGREE = 1e-2  # the largest relative difference of a derivative from its finite difference
+_NOWHERE = "not differentiable at these arguments"
 
 
 def linear(subject: Subject) -> str:
@@ -62,6 +63,7 @@ def jvp(subject: Subject) -> str:
   """Compares tangents of the results with finite differences."""
   one = _Differentiable.of(subject)
   moved = _possible(one.jvp, "forward mode")
+  one.compare_values("jvp", lambda *xs: jax.jvp(one.of_arrays, xs, one.tangents())[0])
   return _near(one, lambda vs: subject.run(moved, [*one.xs, *vs]))
 
 
@@ -72,8 +74,11 @@ def vjp(subject: Subject) -> str:
   try:
     forward = _possible(one.jvp, "forward mode")
   except NotAsked:
+    one.compare_values("vjp", lambda *xs: jax.vjp(one.of_arrays, *xs)[0])
     return _near_back(one, back)
   tangents = subject.run(forward, [*one.xs, *one.vs])
+  if not all(np.isfinite(wide(t)).all() for t in tangents):
+    raise NotAsked(_NOWHERE)
   cotangents = [_along(t, t.dtype) for t in tangents]
   _same_product(cotangents, tangents, subject.run(back, [*one.xs, *cotangents]), one.vs)
   return "as forward mode"
@@ -152,7 +157,7 @@ class _Differentiable:
 
   @functools.cached_property
   def call(self) -> Callable[..., Any]:
-    return jax.jit(lambda *xs: self.function(xs))
+    return jax.jit(self.of_arrays)
 
   @functools.cached_property
   def jvp(self) -> tuple[Any, Sequence[Any]]:
@@ -168,12 +173,24 @@ class _Differentiable:
     moved = jax.jit(lambda *given: self.pulled(given[:count], given[count:]))
     return moved, (*self.xs, *jax.eval_shape(self.call, *self.xs))
 
+  def of_arrays(self, *xs: Any) -> list[Any]:
+    return list(self.function(xs))
+
+  def tangents(self) -> tuple[Any, ...]:
+    return tuple(map(jnp.asarray, self.vs))
+
+  def compare_values(self, what: str, program: Callable[..., Any]) -> None:
+    """Raises where a program with derivatives has other results than the call."""
+    run = self.subject.run
+    if found := difference(run(self.call, self.xs), run(jax.jit(program), self.xs)):
+      raise Fault(f"the results that jax.{what} gives beside the derivative: {found}")
+
   def pushed(self, xs: Sequence[Any], vs: Sequence[Any]) -> Sequence[Any]:
     primals, tangents = (tuple(map(jnp.asarray, some)) for some in (xs, vs))
-    return jax.jvp(lambda *xs: self.function(xs), primals, tangents)[1]
+    return jax.jvp(self.of_arrays, primals, tangents)[1]
 
   def pulled(self, xs: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-    back = jax.vjp(lambda *xs: list(self.function(xs)), *map(jnp.asarray, xs))[1]
+    back = jax.vjp(self.of_arrays, *map(jnp.asarray, xs))[1]
     return back([jnp.asarray(c) for c in cotangents])
 
 
@@ -263,12 +280,13 @@ def _slopes(one: _Differentiable, vs: Sequence[Any]) -> list[list[_Slope]]:
     for step in (factor * epsilon ** (1 / 3) for factor in _STEPS):
       results = zip(at(step), here, at(-step), strict=True)
       found.append([_slope(*of_one, step, epsilon) for of_one in results])
-    # At a jump the difference stays the same for smaller steps, so the slope grows.
+    # At a jump the difference stays the same for smaller steps, so the slope grows. Kinks on both
+    # sides may look like a slope to one step, and not to the next.
     for wider, narrower in itertools.pairwise(found):
       for a, b in zip(wider, narrower, strict=True):
         apart = np.abs(a.central - b.central)
         most = np.maximum(np.abs(a.central), np.abs(b.central))
-        a.smooth &= apart <= 0.5 * most + a.noise + b.noise
+        a.smooth &= b.smooth & (apart <= 0.5 * most + a.noise + b.noise)
         if wider is found[-2]:
           b.smooth &= a.smooth
   return found
@@ -296,7 +314,7 @@ def _near(one: _Differentiable, tangents: Callable[[Any], list[Any]]) -> str:
     by_result = zip(*_slopes(one, vs), strict=True)
     texts = [_apart(steps, wide(got)) for steps, got in zip(by_result, tangents(vs), strict=True)]
     if all(text is None for text in texts):
-      raise NotAsked("not differentiable at these arguments")
+      raise NotAsked(_NOWHERE)
     wrong = [f"result {index}{text}" for index, text in enumerate(texts) if text]
     if not wrong:
       return "as finite differences" + ("" if vs is one.vs else ", in directions of its structure")
@@ -343,6 +361,9 @@ def _near_back(one: _Differentiable, back: Callable[..., Any]) -> str:
     if not any(np.any(s.smooth) for s in slopes) or (fault and noise > _HIDDEN * largest):
       continue
     found = one.subject.run(back, [*one.xs, *smooth])
+    known = all(np.isfinite(wide(x)).all() for x in found)
+    if not known and not all(np.all(s.smooth) for s in slopes):  # 0 times the slope of a kink
+      continue
     try:
       _same_product(smooth, central, found, one.vs, noise=noise)
     except Fault as error:
@@ -350,7 +371,7 @@ def _near_back(one: _Differentiable, back: Callable[..., Any]) -> str:
       continue
     return "as finite differences"
   if not fault:
-    raise NotAsked("not differentiable at these arguments")
+    raise NotAsked(_NOWHERE)
   raise Fault(f"{fault} by finite differences")
 
 

@@ -178,6 +178,30 @@ def not_thread_safe() -> Made:
   return cg.gate(careless, out=same), (X,)
 
 
+def not_thread_safe_without_a_pause() -> Made:
+  state = types.SimpleNamespace(x=None)
+
+  def careless(x: Any) -> Any:
+    state.x = x.copy()
+    for _ in range(1000):
+      state.x = state.x + 0
+    return 2 * state.x
+
+  return cg.gate(careless, out=same), (X,)
+
+
+def values_beside_wrong_tangents() -> Made:
+  made = cg.gate(twice, out=same)
+  made.defjvp(lambda primals, tangents: (made(primals[0]) + 1, 2 * tangents[0]))
+  return made, (X,)
+
+
+def values_beside_wrong_cotangents() -> Made:
+  made = cg.gate(twice, out=same)
+  made.defvjp(lambda x: (made(x) + 1, ()), lambda _, ct: (2 * ct,))
+  return made, (X,)
+
+
 def raises() -> Made:
   def fail(x: Any) -> Any:
     raise ValueError("no such x")
@@ -203,6 +227,9 @@ FAULTS: dict[Callable[[], Made], tuple[str, str]] = {
   writes: ("writes", "read-only"),
   writes_through_ctypes: ("writes", "InputWriteError"),
   not_thread_safe: ("threads", "from two threads at once: result 0, at .*: expected .*, got"),
+  not_thread_safe_without_a_pause: ("threads", "from two threads at once: result"),
+  values_beside_wrong_tangents: ("jvp", "the results that jax.jvp gives beside the derivative"),
+  values_beside_wrong_cotangents: ("vjp", "the results that jax.vjp gives beside the derivative"),
   raises: ("shapes", "ValueError: no such x"),
 }
 
@@ -237,6 +264,22 @@ def pure() -> Made:
 
 def fixed_shapes() -> Made:
   return cg.gate(lambda x, y: np.cross(x, y), out=jax.ShapeDtypeStruct((3,), np.float32)), (X, X)
+
+
+def many_kinks() -> Made:
+  x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+  sort = lambda x: np.sort(x, axis=-1)
+  return cg.gate(sort, like=lambda x: jnp.sort(x, axis=-1)), (x,)
+
+
+def infinite_slope() -> Made:
+  return cg.gate(np.sqrt, like=lambda x: jnp.sqrt(x)), (np.float32([0, 1, 2]),)
+
+
+def infinite_slope_in_reverse() -> Made:
+  made = cg.gate(np.sqrt, out=same)
+  made.defvjp(lambda x: (made(x), x), lambda x, ct: (ct / (2 * jnp.sqrt(x)),))
+  return made, (np.float32([0, 1, 2]),)
 
 
 def three_vectors() -> Made:
@@ -484,7 +527,8 @@ def root() -> Made:
 
 
 RIGHT = (
-  pure, fixed_shapes, three_vectors, inplace, with_context, io, io_without_results, ordered,
+  pure, fixed_shapes, many_kinks, infinite_slope, infinite_slope_in_reverse, three_vectors,
+  inplace, with_context, io, io_without_results, ordered,
   counter, whole, whole_of_one, with_vmap_rule, with_jvp, with_vjp, linear,
   linear_without_transpose, by_differences, with_kinks, integers, structures, complex_numbers,
   own_thread, keeps_copies, of_jax_arrays, split_dimensions, method, aliased, in_workers, empty,
@@ -500,6 +544,8 @@ ASKED = {
   linear_without_transpose: "linear jvp",
   by_differences: "jvp vjp",
   with_kinks: "like jvp",
+  many_kinks: "like jvp vjp",
+  infinite_slope: "like jvp",
   split_dimensions: "shards",
   cpp_kernel: "like shards",
   numba_kernel: "like jvp vjp",
@@ -638,4 +684,5 @@ def test_a_modules_gates_are_verified_by_name() -> None:
     cg.verify_all(module, srt=(X,))
   with pytest.raises(cg.GateDefinitionError, match="verify_all: sort: expected a tuple"):
     cg.verify_all(module, sort=X)
+  assert cg.verify_all(module, seconds=200, sort=(X,))["sort"].ok
   assert "_private" in cg.verify_all(types.SimpleNamespace(**vars(module)), 1e-9, _private=(X,))
