@@ -100,7 +100,8 @@ def verify_all(module: Any, seconds: float = 10, /, **arguments: Any) -> dict[st
   Args:
     module: a module, or any object with gates and kernels as attributes. Attributes whose names
       begin with "_" are verified only if you give arguments for them.
-    seconds: the time limit for each gate or kernel; see `Gate.verify`.
+    seconds: the time limit for each gate or kernel; see `Gate.verify`. It may be a keyword, too,
+      if the module has no gate of this name.
     **arguments: for each name, a tuple of a call's positional arguments, as `sort=(x,)`.
 
   Returns:
@@ -117,6 +118,8 @@ def verify_all(module: Any, seconds: float = 10, /, **arguments: Any) -> dict[st
     if isinstance(value := inspect.getattr_static(module, name, None), ArrayFunction)
     and (name in arguments or not name.startswith("_"))
   }
+  if "seconds" not in found:
+    seconds = arguments.pop("seconds", seconds)
   for name, given in arguments.items():
     if name not in found:
       what = f"expected names of gates and kernels of {_name_of(module)}, got '{name}'"
