@@ -34,6 +34,7 @@ QUESTIONS: dict[str, Callable[[Subject], str]] = {
   "writes": questions.writes,
   "threads": questions.threads,
 }
+_LAST = "shards"  # asked last, as it takes longer than all others
 _OF_OBJECTS = "its results are handles of objects, which nothing compares"
 _ASYNC = "an async function is started, not called"
 
@@ -50,15 +51,13 @@ def verify(
     return _skipped(label, _ASYNC)
   subject = Subject(function, args, kwargs)
   late = f"out of time (seconds={seconds:g})"
-  return VerifyReport(
-    label,
-    tuple(
-      _asked(name, question, subject)
-      if wait.left or (subject.blocked and subject.blocked[0] == name)
-      else VerifyResult(name, ok=True, skipped=late)
-      for name, question in QUESTIONS.items()
-    ),
-  )
+  answers = {
+    name: _asked(name, QUESTIONS[name], subject)
+    if wait.left or (subject.blocked and subject.blocked[0] == name)
+    else VerifyResult(name, ok=True, skipped=late)
+    for name in sorted(QUESTIONS, key=_LAST.__eq__)
+  }
+  return VerifyReport(label, tuple(answers[name] for name in QUESTIONS))
 
 
 def _asked(name: str, question: Callable[[Subject], str], subject: Subject) -> VerifyResult:

@@ -611,6 +611,17 @@ def test_lanes_have_the_same_values_where_the_function_takes_no_others() -> None
   assert message == "as calls lane by lane, with 2 in_axes, with the same values in all lanes"
 
 
+def test_what_takes_longest_is_asked_last_and_reported_in_its_place(monkeypatch: Any) -> None:
+  from callgate._verify import verify
+
+  order = list[str]()
+  for name in NAMES:
+    monkeypatch.setitem(verify.QUESTIONS, name, lambda _, name=name: order.append(name) or "")
+  report = asked(cg.gate(twice, out=same, sharding="i -> i"), X)
+  assert order == [*(name for name in NAMES if name != "shards"), "shards"]
+  assert [one.name for one in report.results] == list(NAMES)
+
+
 def test_async_functions_are_not_called() -> None:
   async def call(x: Any) -> Any:
     return 2 * x
