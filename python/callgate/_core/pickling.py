@@ -171,7 +171,7 @@ def _found(label: str, module: str, path: str) -> Any:
 def made_anew(held: Portable[Any], data: bytes) -> Any:
   """Reads a pickle of a thing as another process does, which has not got it; under another name.
 
-  What a module holds is found there.
+  A thing that a module holds is found there.
   """
   before, _local.anew = getattr(_local, "anew", None), core(held).mark
   try:

@@ -24,7 +24,7 @@ from callgate._jax import loops, tracing, walk
 
 @dataclasses.dataclass
 class Plan:
-  """What of a body is done before the loop, by the places of its equations.
+  """The part of a body that runs before the loop, by the places of its equations.
 
   Attributes:
     calls: the calls whose objects are made there.
@@ -37,8 +37,8 @@ class Plan:
   inner: dict[int, Plan] = dataclasses.field(default_factory=dict[int, "Plan"])
 
 
-# What was made before the loop, by place: a call's object, an equation's results, or, of an inner
-# loop, the same again.
+# The things that were made before the loop, by place: a call's object, an equation's results, or,
+# for an inner loop, such things again.
 Made = dict[int, Any]
 
 
@@ -126,7 +126,7 @@ def _inner_plan(eqn: Any, is_known: Callable[[Any], bool]) -> Plan | None:
 
 
 def _leaves(eqn: Any, of: Sequence[Any]) -> tuple[list[Any], Any]:
-  """What there is for each array of the call's first argument, of which its object is made."""
+  """The ones of the arrays in the call's first argument, which makes its object; their tree."""
   tree = eqn.params["call"].site.in_tree
   (first, *_), _ = jax.tree.unflatten(tree, of[: tree.num_leaves])  # then the number of its lane
   return jax.tree.flatten(first)
