@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the runtime's flat arrays and the user's function: pytrees, keywords, array libraries."""
+"""Connects the runtime's flat arrays to the user's function: pytrees, keywords, array libraries."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Convert = Callable[[Any], Any]
 
 
 def is_native(kind: str) -> bool:
-  """True if a gate with `arrays=kind` gets a GPU's own arrays; others get copies on the host."""
-  return kind in gpu.KINDS  # "jax" isn't: its callable might wait for the device that waits for it
+  """Returns True if a gate with `arrays=kind` gets a GPU's own arrays; others get host copies."""
+  return kind in gpu.KINDS  # not "jax": its callable might wait for the device that waits for it
 
 
 def bind(
   function: Function, style: str, arrays: str, gate: str, spec: str
 ) -> tuple[Function, bool]:
-  """The flat callable of a loaded call site, and whether its results come and go as a tuple.
+  """Returns the flat callable of a loaded call site, and True if its results are a tuple.
 
-  It is, by style, `f(*inputs)`, `f(outs, *inputs)` or `f(context, outs, *inputs)`.
+  By style, it is `f(*inputs)`, `f(outs, *inputs)` or `f(context, outs, *inputs)`.
   """
   many = spec != ""
   if arrays in ("numpy", "buffer") and spec in ("", "*"):
@@ -58,7 +58,7 @@ def bind(
 
 
 def _host_converter(arrays: str) -> Convert:
-  """Makes a library's array from the runtime's view of the host's memory."""
+  """Returns a function that makes a library's array of the runtime's view of host memory."""
   if arrays in ("cupy", "numba"):
     expected = "Expected one of 'numpy', 'buffer', 'jax' or 'torch' here"
     why = "needs a CUDA device: this call runs on the CPU"
@@ -67,7 +67,7 @@ def _host_converter(arrays: str) -> Convert:
 
 
 class _Immutable:
-  """A Buffer for a consumer of immutable arrays: zero copy whatever DLPack version it asks."""
+  """A Buffer for a consumer of immutable arrays: zero-copy for any requested DLPack version."""
 
   def __init__(self, buffer: Any) -> None:
     self.buffer = buffer
@@ -87,7 +87,7 @@ def _flat(
   function: Function, style: str, gate: str, spec: str, keys: bool, convert: Convert,
   to_result: Convert,
 ) -> Function:  # fmt: skip
-  """The function of the runtime's flat arrays: from and to the library's, in the call's pytrees."""
+  """Returns the function of the runtime's flat arrays, which converts them and rebuilds pytrees."""
   if spec in ("", "*"):
 
     def call(lead: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
@@ -117,7 +117,7 @@ def _flat(
   def write(lead: tuple[Any, ...], out: Any, inputs: Sequence[Any]) -> Any:
     converted = outs_of(out)
     result = call((*lead, converted), inputs)
-    return out if result is converted else result  # the runtime's own, which it knows
+    return out if result is converted else result  # the runtime recognizes its own
 
   return {
     "return": lambda *inputs: results_of(call((), inputs)),

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views that outlive their call: found, made safe, reported.
+"""Finds views that outlive their call, makes them safe, and reports them.
 
-XLA will reuse or free the memory of a view that is still referenced after a call, so everything
-that points into it gets a private copy instead: the view, arrays derived from it, torch tensors.
-Memoryviews over it are released. A reference whose holder may have taken the address for itself
-(`holders.py`), or that no holder shows for, is reported, and the gate works on private copies from
-then on. This is the slow path of a mistake (or of an exception whose frames hold the views).
+XLA will reuse or free the memory of a view that is still referenced after a call. So each object
+that points into it gets a private copy: the view, arrays derived from it, torch tensors.
+Memoryviews over it are released. An error reports references that can't be made safe: their holder
+may have taken the address (`holders.py`), or is unknown. The gate then works on private copies from
+its next call on. This is the slow path for a mistake, or for an exception whose frames hold the
+views.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from callgate._part import Wait
 
 # kind ("argument" or "result"), index, view, address and size of XLA's memory
 Suspect = tuple[str, int, Any, int, int]
-# Held by who looks at other threads' frames: these hold what a call's function does.
+# Held while reading other threads' frames, which hold the arguments of calls.
 reading_frames = threading.Lock()
 
 
@@ -45,7 +46,8 @@ def settle(
 ) -> None:  # fmt: skip
   """The runtime's `escaped` hook: makes escaped views safe; raises unless the call failed anyway.
 
-  `suspects` are all views of the call; `make_private` makes those of a kind copies from now on.
+  `suspects` are all views of the call. `make_private(kind)` makes views of that kind copies from
+  now on.
   """
   escaped = _escaped(suspects)
   if escaped and exception is None:
@@ -94,20 +96,20 @@ def _others(suspect: Suspect) -> int:
   return sys.getrefcount(suspect[2]) - 3
 
 
-# The gates of which a call's view was in a reference cycle that the collector's oldest generation
-# had: of their next calls it is looked through at once. A gate that dies takes itself out.
+# The gates with a call whose view was in a reference cycle of the collector's oldest generation.
+# After their next calls that generation is collected at once. A gate that dies removes itself.
 _leave_old_cycles: weakref.WeakSet[Any] = weakref.WeakSet()  # under the GIL: single steps
 _OLDEST = 2
 
 
 def _escaped_for_good(gate: str, suspects: list[Suspect]) -> list[Suspect]:
-  """Leaves out what other threads or reference cycles hold for a moment longer.
+  """Removes the suspects that other threads or reference cycles hold only for a moment.
 
-  A cycle that the call itself has left is young, mostly: to collect those takes microseconds, and
-  to collect all takes as long as the process has objects.
+  A cycle that the call itself left is usually young, and collecting young objects takes
+  microseconds. Collecting all objects takes time in proportion to their number.
   """
   with reading_frames:
-    pass  # a report's are gone now
+    pass  # the report's references are gone now
   known = registry.get(gate) in _leave_old_cycles
   for generation in (_OLDEST,) if known else range(_OLDEST):
     gc.collect(generation)
@@ -115,26 +117,26 @@ def _escaped_for_good(gate: str, suspects: list[Suspect]) -> list[Suspect]:
       return []
   _clear_ended_frames()
   for attempt in range(5):
-    time.sleep(0.0005 * attempt)  # gives the GIL to a worker that is about to drop its argument
+    time.sleep(0.0005 * attempt)  # lets a thread drop its argument
     if not _escaped(suspects):
       return []
   gc.collect(_OLDEST)
   if not _escaped(suspects) and (found := registry.get(gate)) is not None:
     _leave_old_cycles.add(found)
-  for suspect in suspects:  # not its view by name: that would be one reference more
+  for suspect in suspects:  # no name for its view, which would be a reference
     _await_xla(suspect[2], until_dropped=False)
   return _escaped(suspects)
 
 
-# Code whose frames may go on.
+# Code whose frames may be resumed.
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def _clear_ended_frames() -> None:
-  """Drops the variables of ended frames that exceptions in the store keep of this thread's calls.
+  """Clears the variables of ended frames in this thread's stored exceptions.
 
-  The call's function may have handled the failure of a program that it called: the exception's
-  frames then lead to those of the function, which hold its arguments.
+  The call's function may have handled the failure of a program that it called. The exception's
+  frames then lead to the function's own frames, which hold its arguments.
   """
   thread, seen = threading.get_ident(), set[int]()
   for one in kept.newest_first():
@@ -145,17 +147,17 @@ def _clear_ended_frames() -> None:
         if not frame.f_code.co_flags & _SUSPENDS:
           try:
             frame.clear()
-          except RuntimeError:  # it runs, and so do its callers
+          except RuntimeError:  # the frame runs, and so do its callers
             break
         frame = frame.f_back
 
 
 def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:
-  """Moves what it can away from XLA's memory, and finds whether anything remains there."""
+  """Moves objects away from XLA's memory, and finds out if any remains there."""
   view, address = rescue.suspect[2:4]
   if not isinstance(view, np.ndarray) and view.stream:
-    # A Buffer on a GPU ends: code that asks it for the memory gets an error, not a copy. Torch's
-    # tensors alone, of all that was made of it, can be given memory of their own, on XLA's stream.
+    # A Buffer on a GPU is closed: code that asks it for the memory gets an error, not a copy. Among
+    # the arrays made from it, only torch tensors can get memory of their own, on XLA's stream.
     rescue.on_gpu = True
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -180,8 +182,8 @@ def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:
     view._detach()
     rescue.target = view._data
   del view
-  # An exception's frames hold the arguments: nearly always they account for all references, and
-  # the search of the whole heap (a good part of a second) is not needed.
+  # An exception's frames hold the arguments. They usually account for all references, so the search
+  # of the whole heap (much of a second) is not needed.
   if exception is not None:
     rescue.repoint(_holders.frames_of(exception))
     rescue.account()
@@ -195,8 +197,8 @@ def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:
 class _Rescue:
   """The views that move from XLA's memory to the copy at `target`.
 
-  `keeper` owns the copy; None where the view, a Buffer, does. Nothing here refers to the view
-  itself, whose references are counted. `own` are the ids of what holds it on our behalf.
+  `keeper` owns the copy; None if the view, a Buffer, does. Nothing here refers to the view itself,
+  because its references are counted. `own` are the ids of callgate's own holders of it.
   """
 
   suspect: Suspect
@@ -204,16 +206,16 @@ class _Rescue:
   keeper: Any = None
   target: int = 0
   on_gpu: bool = False
-  remaining: bool = False  # whether somebody unknown still refers to the view or to an array of it
-  released: bool = False  # whether memoryviews were
-  deleted: bool = False  # whether a jax.Array was
+  remaining: bool = False  # True if an unknown reference to the view or its arrays remains
+  released: bool = False  # True if memoryviews were released
+  deleted: bool = False  # True if a jax.Array was deleted
   arrays: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
-  # How many references are known to be harmless, by what is referred to; which holders are not.
+  # The number of known, harmless references to each object; the harmful holders.
   harmless: Counter[int] = dataclasses.field(default_factory=Counter[int])
   harmful: set[type] = dataclasses.field(default_factory=set[type])
 
   def repoint(self, roots: list[Any]) -> None:
-    """Repoints what is reachable from the roots, and notes who holds it."""
+    """Repoints everything reachable from the roots, and records its holders."""
     self.harmless.clear()
     self.harmful.clear()
     plain = _holders.plain()
@@ -224,7 +226,7 @@ class _Rescue:
       if item is self.suspect[2] or self._is_array_of_ours(item, found):
         if plain(type(holder)):
           self.harmless[id(item)] += 1
-        elif type(holder).__name__ != "managedbuffer":  # a memoryview's
+        elif type(holder).__name__ != "managedbuffer":  # belongs to a memoryview
           self.harmful.add(type(holder))
         if type(holder) is dict:
           namespaces.setdefault(id(holder), (holder, Counter()))[1][id(item)] += 1
@@ -234,27 +236,27 @@ class _Rescue:
         try:
           inside = self._holds(item.data_ptr())
         except RuntimeError:
-          continue  # no memory to point to: sparse and fake tensors
+          continue  # sparse and fake tensors have no memory
         if inside:
           item.data = item.data.clone()
     for namespace, counts in namespaces.values():
       holder = _holders.instance_of(namespace)
-      if holder is not None:  # a dict that is the attributes of one with an address of its own
+      if holder is not None:  # the `__dict__` of an object that may keep an address
         self.harmless -= counts
         self.harmful.add(type(holder))
     keeper = self.suspect[2] if self.keeper is None else self.keeper
     for array in found.values():
       _callgate.repoint(array, self.suspect[3], self.target, keeper)
     self.arrays |= found
-    for item in filter(self._derives, memoryviews):  # last: arrays derive through them
+    for item in filter(self._derives, memoryviews):  # last, because arrays derive through them
       try:
         item.release()
         self.released = True
-      except BufferError:  # read at this moment, through a pointer that nobody can change
+      except BufferError:  # being read through a pointer that can't be changed
         self.harmful.add(memoryview)
 
   def account(self) -> None:
-    """Sets `remaining`, when everything that `repoint` looked through is dropped."""
+    """Sets `remaining`, after everything that `repoint` visited is dropped."""
     bases = 0
     for key in self.arrays:
       if sys.getrefcount(self.arrays[key]) - 2 > self.harmless[key]:
@@ -284,8 +286,8 @@ class _Rescue:
     while owner is not None:
       if owner is self.suspect[2] or owner is self.keeper:
         return True
-      # A capsule of DLPack does not say whose memory it is, nor does a tensor that has been moved;
-      # an array's address does.
+      # A DLPack capsule does not reveal its memory's owner, nor does a moved tensor; an array's
+      # address does.
       unknown = isinstance(owner, _holders.tensor_types()) or type(owner).__name__ == "PyCapsule"
       if unknown and not isinstance(item, memoryview):
         return True
@@ -294,7 +296,7 @@ class _Rescue:
 
 
 def _owner(item: Any) -> Any:
-  """Whose memory an array, a memoryview or one of NumPy's stand-ins for an array shows."""
+  """Returns the owner of the memory of an array, a memoryview or NumPy's array replacement."""
   if isinstance(item, memoryview):
     try:
       return item.obj
@@ -303,21 +305,21 @@ def _owner(item: Any) -> Any:
   return getattr(item, "base", None)
 
 
-# The jax.Arrays that are views of Buffers, by Buffer, as weak references. They can't be repointed,
-# only deleted; and none can be told by its address, which the program's own input may share. Under
+# Weak references to the jax.Arrays over Buffers, by Buffer. These arrays can't be repointed, only
+# deleted. Their address doesn't identify them, because the program's own input may share it. Under
 # the GIL: single steps.
 jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 # The same by their ids. Under the GIL: single steps; emptied by the next view of those that died. A
-# callback in Python's code might swallow the exception of a signal's handler.
+# callback in Python code could swallow the exception of a signal handler.
 _views: dict[int, weakref.KeyedRef[int, Any]] = {}
 # Views that died. Under the GIL: single steps; emptied by the next view.
 _dead: list[weakref.KeyedRef[int, Any]] = []
-_making: set[int] = set()  # threads that make one. Under the GIL: single steps; emptied by these
+_making: set[int] = set()  # threads that make a view. Under the GIL: single steps; emptied by these
 _XLA_SECONDS = 30.0
 
 
 def view_of(buffer: Any, make: Callable[[], jax.Array]) -> jax.Array:
-  """The array over a Buffer's memory that `make` makes, for its call."""
+  """Returns the array over a Buffer's memory that `make` makes, for its call."""
   thread = threading.get_ident()
   _making.add(thread)
   try:
@@ -335,15 +337,15 @@ def view_of(buffer: Any, make: Callable[[], jax.Array]) -> jax.Array:
 
 
 def without_views(find: Callable[[], Iterable[Any]]) -> list[Any]:
-  """The arrays that `find` gives, but for those that gates have for a call, of XLA's memory.
+  """Returns the arrays of `find`, without those over XLA's memory that a gate has for a call.
 
-  Such an array is not waited for, nor kept for a moment: its memory goes with the call. A call that
-  ends meanwhile sees the references of this function, and waits until these are gone.
+  The caller must not wait for such an array, nor keep it, because its memory is gone after the
+  call. A call that ends during this function sees its references, and waits until they are gone.
   """
   while True:
     with reading_frames:
       arrays = list(find())
-      # A view that is not noted yet may be among them. A fork's child lacks its parent's threads.
+      # A view may not be recorded yet. A forked child lacks its parent's threads.
       if _making.isdisjoint(sys._current_frames()):  # pyright: ignore[reportPrivateUsage]
         return [array for array in arrays if not _is_view(array)]
       del arrays
@@ -358,8 +360,8 @@ def _is_view(array: Any) -> bool:
 def _await_xla(buffer: Any, *, until_dropped: bool) -> None:
   """Waits for computations that the callable started on its jax.Array and did not wait for.
 
-  They hold the memory without a Python reference. An array that Python still refers to holds it for
-  good, so with `until_dropped` it must have been deleted before.
+  They hold the memory without a Python reference. An array with a Python reference holds it for
+  good, so with `until_dropped` the array must have been deleted before.
   """
   if isinstance(buffer, np.ndarray):
     return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's arrays as the array libraries have them: CuPy's, PyTorch's, Numba's, on XLA's stream.
+"""A GPU's arrays for array libraries: CuPy's, PyTorch's and Numba's, on XLA's stream.
 
-A `GpuLibrary` turns the runtime's Buffers into its arrays without a copy, and runs the callable
-such that what the library enqueues goes to XLA's stream, on the program's GPU. Each library is
-imported with the first call that needs it. All of this runs under the GIL, on XLA's thread.
+A `GpuLibrary` converts the runtime's Buffers to the library's arrays without a copy. It runs the
+callable with XLA's stream and the program's GPU as the current ones. Each library is imported by
+the first call that needs it. All of this runs under the GIL, on XLA's thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from callgate._core import extras, options
 from callgate._core.errors import GateDefinitionError
 
 KINDS = ("buffer", "cupy", "torch", "numba")
-# The package that a user installs for each, and the module that is imported.
+# The package to install for each library, and the module to import.
 _EXTRAS = {
   "cupy": ("CuPy", "cupy", "cupy"),
   "torch": ("PyTorch", "torch", "torch"),
@@ -28,24 +28,24 @@ STREAMS = tuple(_EXTRAS)
 
 
 class GpuLibrary(NamedTuple):
-  """Describes how a callable works with a library's arrays on a GPU."""
+  """A library's functions for callables on a GPU."""
 
   convert: Callable[[Any], Any]  # makes the library's array from a Buffer on a GPU
-  result: Callable[[Any], Any]  # what the runtime can copy, from what the callable returned
+  result: Callable[[Any], Any]  # converts a returned value to one that the runtime can copy
   # Calls a function with this stream (an address) of this GPU (its number) as the current one.
   run: Callable[[int, int, Callable[[], Any]], Any]
 
 
 @functools.cache  # at most one entry for each library
 def library(kind: str) -> GpuLibrary:
-  """The library behind `arrays=kind`, imported; GateDefinitionError where it is not installed."""
+  """Imports the library of `arrays=kind`; raises GateDefinitionError if it is not installed."""
   if kind == "buffer":
     return GpuLibrary(same, returned, lambda stream, ordinal, function: function())
   return {"cupy": _cupy, "torch": _torch, "numba": _numba}[kind]()
 
 
 def stream_as(library: str, stream: int, ordinal: int) -> Any:
-  """XLA's stream, an address, as a library's object; -1 for the GPU's number is the CPU."""
+  """Returns XLA's stream, an address, as a library's object; ordinal -1 is the CPU."""
   options.choice("Context.stream_as", "library", library, STREAMS)
   who = f"Context.stream_as({library!r})"
   if ordinal < 0:
@@ -63,7 +63,7 @@ def _import(name: str, who: str) -> Any:
 
 
 def returned(value: Any) -> Any:
-  """A returned array as the runtime takes it: PyTorch's need help with gradients and layouts."""
+  """Returns a returned array for the runtime; makes PyTorch's tensors detached and contiguous."""
   if hasattr(value, "data_ptr") and hasattr(value, "detach") and value.is_cuda:
     return value.detach().resolve_conj().resolve_neg().contiguous()
   return to_numpy(value)
@@ -81,7 +81,7 @@ def _cupy() -> GpuLibrary:
     try:
       if not buffer.size:
         return cupy.empty(buffer.shape, buffer.dtype)
-      # The owner keeps the Buffer, whose references tell whether an array outlives the call.
+      # The owner keeps the Buffer, whose references show if an array outlives the call.
       ordinal = buffer.__dlpack_device__()[1]
       memory = cupy.cuda.UnownedMemory(buffer._data, buffer.nbytes, buffer, device_id=ordinal)
       pointer = cupy.cuda.MemoryPointer(memory, 0)
@@ -102,7 +102,7 @@ def _cupy() -> GpuLibrary:
 
 
 class _Stream:
-  """A stream by the protocol of CUDA's Python libraries; CuPy takes it from version 14 on."""
+  """A stream in the protocol of CUDA's Python libraries; CuPy supports it since version 14."""
 
   def __init__(self, stream: int) -> None:
     self._stream = stream
@@ -124,7 +124,7 @@ def _torch() -> GpuLibrary:
   torch = _import("torch", "arrays='torch'")
 
   def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
-    # The block makes the stream's device the current one, too.
+    # The block also makes the stream's device the current one.
     with torch.cuda.stream(_torch_stream(torch, stream, ordinal)):
       return function()
 
@@ -145,5 +145,6 @@ def _numba() -> GpuLibrary:
     with cuda.gpus[ordinal]:
       return function()
 
-  # Without waiting: the array's `stream` is XLA's, and the runtime has the default stream wait.
+  # Without waiting, because the array's `stream` is XLA's, and the runtime makes the default stream
+  # wait.
   return GpuLibrary(functools.partial(cuda.as_cuda_array, sync=False), returned, run)

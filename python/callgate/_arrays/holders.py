@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds who holds the arrays of a call: what the heap can tell, and what it can't.
+"""Finds the holders of a call's arrays: those that the heap shows, and those that it can't show.
 
-A view that outlived its call can be given a copy where its holder asks it for its memory at each
-use: a container, a frame, an instance of a class of Python's. One with a C layout of its own may
-have taken the address instead: a tree of SciPy's, a memoryview of Cython's, `x.ctypes`. Others
-can't be seen at all (`x.flat`): they are what remains of an object's count of references.
+A view that outlives its call can get a copy if its holder reads the view's address at each use: a
+container, a frame, an instance of a Python class. A holder with a C layout may have stored the
+address instead: a tree of SciPy's, a memoryview of Cython's, `x.ctypes`. Other holders are
+invisible (`x.flat`): they are the rest of an object's reference count.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 from callgate import _callgate
 from callgate._core import foreign
 
-_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of CPython's Py_TPFLAGS
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # from CPython's Py_TPFLAGS
 _WORD = np.dtype(np.intp).itemsize
-# Modules of C types that hold objects, never an address inside of one, but for the exceptions.
+# Modules of C types that hold objects, and never an address inside an object, with exceptions.
 _PLAIN_MODULES = frozenset({
   "_asyncio", "_collections", "_contextvars", "_functools", "_operator", "_queue", "_thread",
   "_typing", "_weakref", "builtins", "collections", "functools", "itertools", "operator", "types",
@@ -34,20 +34,20 @@ _PLAIN_MODULES = frozenset({
 _ADDRESSES = frozenset({"PyCapsule", "managedbuffer", "memoryview"})
 # Memory that these hold is repointed with them.
 _ARRAYS = frozenset({"numpy.ndarray", "numpy.generic", "torch.Tensor", "torch._C.TensorBase"})
-# Classes of Python's that keep an address all the same: NumPy's `x.ctypes`.
+# Python classes that keep an address: NumPy's `x.ctypes`.
 _KEEP_ADDRESSES = frozenset({"numpy._core._internal._ctypes", "numpy.core._internal._ctypes"})
-_OURS = (__name__, "callgate._arrays.escape")  # whose frames hold what is being looked for
+_OURS = (__name__, "callgate._arrays.escape")  # their frames hold the objects of the search
 
 
 def full_name(kind: type) -> str:
-  """A type's name with its module, as a reader would look for it."""
+  """Returns a type's name with its module."""
   module = str(getattr(kind, "__module__", ""))
   name = str(getattr(kind, "__qualname__", kind.__name__))
   return name if module in ("", "builtins") else f"{module}.{name}"
 
 
 def plain() -> Callable[[type], bool]:
-  """Tells whether holders of a type ask what they hold for its memory at each use, for one walk."""
+  """Returns a function, for one walk: True if holders of a type read addresses at each use."""
   return functools.cache(lambda kind: all(map(_adds_no_address, kind.__mro__)))
 
 
@@ -59,16 +59,16 @@ def _adds_no_address(part: type) -> bool:
     return True
   if base is None or part.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE:
     return False
-  # A class statement's: instances have slots, a __dict__ and weak references beyond the base's.
+  # A class statement adds slots, a __dict__ and weak references to the base's layout.
   words = sum(isinstance(v, types.MemberDescriptorType) for v in vars(part).values())
-  # Negative ones lie before the object (CPython's managed dicts), but for -8, at its end.
+  # Negative offsets lie before the object (CPython's managed dicts), except -8, at its end.
   words += not base.__dictoffset__ and (part.__dictoffset__ > 0 or part.__dictoffset__ < -1)
   words += not base.__weakrefoffset__ and part.__weakrefoffset__ > 0
   return part.__basicsize__ - base.__basicsize__ == _WORD * words
 
 
 def references(roots: list[Any], own: set[int]) -> Iterator[tuple[Any, Any]]:
-  """Holders and array-likes of the roots, through plain containers; without the ids in `own`."""
+  """Yields holders and array-likes of the roots, through plain containers, except ids in `own`."""
   kinds = (np.ndarray, memoryview, _callgate.Buffer, *tensor_types())
   seen = {id(root) for root in roots} | own
   stack = list(roots)
@@ -77,14 +77,14 @@ def references(roots: list[Any], own: set[int]) -> Iterator[tuple[Any, Any]]:
     if id(holder) in own:
       continue
     for item in gc.get_referents(holder):
-      # By type: isinstance asks for __class__, and an object may answer with anything (deprecated
+      # By type, because isinstance reads __class__, and an object may return anything (deprecated
       # names of torch.distributed warn).
       if issubclass(type(item), kinds):
         yield holder, item
-        # Arrays of objects are containers that the collector does not look into.
+        # The collector does not traverse arrays of objects, which are containers.
         if isinstance(item, np.ndarray) and item.dtype.hasobject:
           while isinstance(item.base, np.ndarray) and item.base.dtype.hasobject:
-            item = item.base  # so that its elements are seen once
+            item = item.base  # visits its elements once
           if id(item) not in seen:
             seen.add(id(item))
             stack.append(item.ravel().tolist())
@@ -94,7 +94,7 @@ def references(roots: list[Any], own: set[int]) -> Iterator[tuple[Any, Any]]:
 
 
 def instance_of(namespace: Any) -> Any:
-  """The object of which a dict is the `__dict__`, where it is one that a C type made; or None."""
+  """Returns the object of a C type that has this dict as its `__dict__`; or None."""
   for holder in gc.get_referrers(namespace):
     if not all(map(_adds_no_address, type(holder).__mro__)):
       with contextlib.suppress(Exception):
@@ -104,15 +104,15 @@ def instance_of(namespace: Any) -> Any:
 
 
 def heap() -> list[Any]:
-  """Everything that the collector tracks, and the locals of running frames, which it does not."""
-  frames = _running_frames()  # first: what it makes is seen below
+  """Returns the objects that the collector tracks, and the locals of running frames."""
+  frames = _running_frames()  # first, so that its own objects are found below
   tracked = gc.get_objects()
   known = set(frames).intersection(map(id, tracked))
   return tracked + [item for key, item in frames.items() if key not in known]
 
 
 def _running_frames() -> dict[int, Any]:
-  """Containers that hold what the locals of all threads' frames do, by id."""
+  """Returns containers with the locals of all threads' frames, by id."""
   found: dict[int, Any] = {}
   frame: Any = None
   for frame in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]
@@ -120,18 +120,20 @@ def _running_frames() -> dict[int, Any]:
       frame = frame.f_back
     for f, _ in traceback.walk_stack(frame):
       names: Any = f.f_locals
-      if isinstance(names, dict):  # a module's or a class's own; before 3.13 also a copy that stays
+      if isinstance(
+        names, dict
+      ):  # a module's or a class's own dict; before 3.13 also a lasting copy
         found[id(names)] = names
-      if f.f_code.co_flags & 1:  # CO_OPTIMIZED: a function's, which has them outside of dicts
+      if f.f_code.co_flags & 1:  # CO_OPTIMIZED: a function has its locals outside dicts
         plain = set(f.f_code.co_varnames) - set(f.f_code.co_cellvars)
         values = [names[name] for name in plain if name in names]
         found[id(values)] = values
-  frame = f = None  # our own frame among them: a cycle that would hold everything found
+  frame = f = None  # breaks the cycle through our own frame
   return found
 
 
 def frames_of(exception: BaseException) -> list[Any]:
-  """The exception and those that it follows from, with their frames."""
+  """Returns the frames of the exception and of those that it follows from."""
   found: dict[int, BaseException] = {}
   pending: list[BaseException | None] = [exception]
   while pending:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's tensors as NumPy arrays over the same memory, and the runtime's Buffers as tensors."""
+"""Converts PyTorch tensors to NumPy arrays over the same memory, and Buffers to tensors."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from callgate._core import extras
 
 
 def torch_converter() -> Callable[[Any], Any]:
-  """Makes a tensor of a Buffer, on the CPU or a GPU; there XLA's stream is torch's current one."""
+  """Returns a function that makes a tensor of a Buffer; torch's current stream is XLA's."""
   dlpack = extras.library("torch.utils.dlpack", "PyTorch", "torch", by="arrays='torch'")
 
   def convert(buffer: Any) -> Any:
-    # A capsule, so that nothing is waited for. Unversioned: torch has no read-only tensors, and
-    # would warn about each input.
+    # A capsule needs no wait. Unversioned, because torch has no read-only tensors, and would warn
+    # about each input.
     return dlpack.from_dlpack(buffer._dlpack_unchecked())
 
   return convert
 
 
 def to_numpy(value: Any) -> Any:
-  """A returned array as NumPy: torch tensors need help with gradients and bfloat16."""
+  """Returns a returned array as NumPy; handles torch tensors with gradients or bfloat16."""
   if not (hasattr(value, "detach") and hasattr(value, "data_ptr")):
     return value
   tensor = value.detach().cpu()
@@ -32,6 +32,6 @@ def to_numpy(value: Any) -> Any:
     import torch  # pyright: ignore[reportMissingImports]
 
     words = torch.int16 if name == "bfloat16" else torch.uint8
-    # A clone has memory, where torch's own stands for zeros.
+    # A clone has memory; torch may represent zeros without memory.
     return tensor.clone().view(words).numpy().view(getattr(ml_dtypes, name))
-  return tensor.numpy(force=True)  # also of zeros without memory and lazy conjugates
+  return tensor.numpy(force=True)  # also for zeros without memory and lazy conjugates

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilers on this machine, and the disk cache of what they made."""
+"""Compilers on this machine, and the disk cache of compiled code."""

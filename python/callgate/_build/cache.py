@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache on disk of compiled kernels.
+"""The disk cache of compiled kernels.
 
-In the folder `kernels`, a *key* stands for all that is known before the compiler runs: source,
-flags, compiler, CPU. Its manifest, a JSON file, lists the libraries made under the key, with their
-checksums and those of the user's headers that the compiler read: a header that changes makes
-another library, and one that changes back finds the first. Any number of processes may read and
-build at once. Readers take no lock: files come into being by renaming, and what is missing, damaged
-or out of date counts as not there. One process at a time builds a key, under a file lock that dies
-with it; what a killed one left is removed by the next.
+In the folder `kernels`, a *key* identifies everything known before the compiler runs: source,
+flags, compiler, CPU. Its manifest, a JSON file, lists the key's libraries, with their checksums and
+those of the user's headers that the compiler read. A changed header gives another library; changing
+it back gives the first one. Any number of processes may read and build at once. Readers take no
+lock: files appear by renaming, and missing, damaged or outdated ones count as absent. One process
+at a time builds a key, under a file lock that its death releases; the next process removes the rest
+of a killed one.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any
 
 from callgate._build import files
 
-_OLDER = 7  # libraries of a key that are kept beside the newest
+_OLDER = 7  # older libraries that a key keeps beside the newest
 
 
 def digest(parts: Any) -> str:
-  """A name for anything that JSON holds."""
+  """Returns a hash of any JSON value."""
   return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def remembered(name: str, make: Callable[[], str]) -> str:
-  """A text that is kept in the cache, made where it is not there."""
+  """Returns a text from the cache, made if it is absent."""
   with contextlib.suppress(OSError, UnicodeDecodeError):
     if known := files.read(files.kept_folder("compilers") / name).decode():
       return known
@@ -45,13 +45,13 @@ def remembered(name: str, make: Callable[[], str]) -> str:
   return made
 
 
-# Builds in an empty folder; returns the library that it made there, and the files that it was made
-# from. Its exception is passed on, and nothing is kept.
+# Builds in an empty folder; returns the library there, and the files that it depends on. If it
+# raises, nothing is kept.
 Make = Callable[[Path], tuple[Path, Iterable[str]]]
 
 
 def find_or_make(key: str, make: Make) -> Path:
-  """The library of a key; see the module."""
+  """Returns the library of a key; see the module."""
   names = ("kernels", key[:2])
   with contextlib.suppress(OSError):
     if found := _find(files.kept_folder(*names), key):
@@ -63,16 +63,16 @@ def find_or_make(key: str, make: Make) -> Path:
     except OSError as error:
       place = files.private_folder(error, *names)
       stack.enter_context(files.locked(place / f"{key}.lock"))
-    return _find(place, key) or _make(place, key, make)  # another process may have made it
+    return _find(place, key) or _make(place, key, make)  # another process may have built it
 
 
 def _make(folder: Path, key: str, make: Make) -> Path:
-  for rest in folder.glob(f"{key}.build-*"):  # of a process that was killed
+  for rest in folder.glob(f"{key}.build-*"):  # left by a killed process
     shutil.rmtree(rest, ignore_errors=True)
   with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}.build-") as building:
     started = time.time_ns()
     made, read = make(Path(building))
-    # No checksum for what changed while the compiler read it.
+    # No checksum for files that changed while the compiler read them.
     changed = {f: os.stat(f).st_mtime_ns > started or not os.path.isfile(f) for f in read}
     known = {f: "changed" if late else files.checksum(f) for f, late in changed.items()}
     name = f"{key}-{digest(sorted(known.items()))[:16]}.so"
@@ -87,7 +87,7 @@ def _make(folder: Path, key: str, make: Make) -> Path:
 
 
 def _find(folder: Path, key: str) -> Path | None:
-  """The newest library of the key that is whole and whose dependencies are as they were."""
+  """Returns the newest intact library of the key with unchanged dependencies; or None."""
   for entry in reversed(_manifest(folder, key)):
     library = folder / entry["library"]
     with contextlib.suppress(OSError):
@@ -105,4 +105,4 @@ def _manifest(folder: Path, key: str) -> list[dict[str, Any]]:
       if re.fullmatch(rf"{key}-[0-9a-f]+\.so", e["library"])
     ]
   except (OSError, ValueError, TypeError, KeyError, RecursionError):
-    return []  # not there, or damaged: any bytes may be
+    return []  # absent or damaged

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps compiled code on disk, and checks who may have written it: what is there is run.
+"""Keeps compiled code on disk, and checks who may have written it, because it will be executed.
 
-Every cache of callgate's is a folder below `cache_dir()`. It and its files, which are opened
-without following a link, belong to this user or to root, and nobody else can write to them. A
-folder that isn't so is refused with a warning, and the process keeps its kernels in a private one;
-a file is made again. New files are for their owner alone, whatever the umask. All functions may be
-called from any thread; they raise OSError.
+Each cache of callgate is a folder below `cache_dir()`. The folder and its files, which are opened
+without following links, belong to this user or to root, and no other user can write to them. A
+folder that breaks this is rejected with a warning, and the process uses a private folder; a file is
+made again. New files are for their owner only, whatever the umask. Any thread may call these
+functions; they raise OSError.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from pathlib import Path
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _lock = threading.Lock()
-# By the cache that each stands for. Guarded by _lock; never emptied: one entry for each folder that
-# CALLGATE_CACHE_DIR has named.
+# The private folders by the cache that each replaces. Guarded by _lock; never emptied: one entry
+# for each folder that CALLGATE_CACHE_DIR has named.
 _private: dict[str, Path] = {}
 _told: set[str] = set()
 
 
 class UntrustedError(PermissionError):
-  """Somebody else may have written what is there."""
+  """Another user may have written this file or folder."""
 
 
 def cache_dir() -> Path:
-  """The folder of compiled kernels: `CALLGATE_CACHE_DIR`, or callgate below the user's caches."""
+  """Returns the folder of compiled kernels: `CALLGATE_CACHE_DIR`, or one in the user's cache."""
   if given := os.environ.get("CALLGATE_CACHE_DIR"):
     return Path(given).absolute()
   base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -46,10 +46,10 @@ def cache_dir() -> Path:
 
 # -- folders -------------------------------------------------------------------------------------
 def kept_folder(*names: str) -> Path:
-  """A folder of the cache, which need not be there; raises where others can write to it."""
+  """Returns a folder of the cache, which may be absent; raises if other users can write to it."""
   folder = cache_dir()
   for path in folder.resolve().parents:
-    # A user who can rename a folder can exchange it: all who write to the one that it lies in.
+    # A user who can rename a folder can replace it, so this checks the parent's writers.
     with contextlib.suppress(FileNotFoundError):
       mode = path.stat().st_mode
       if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -59,7 +59,7 @@ def kept_folder(*names: str) -> Path:
     try:
       found = folder.lstat()
       if stat.S_ISLNK(found.st_mode):
-        if name or found.st_uid not in (os.geteuid(), 0):  # users move caches to larger disks
+        if name or found.st_uid not in (os.geteuid(), 0):  # users link caches to larger disks
           raise _refusal(folder, "is a link", "remove it")
         found = folder.stat()
     except FileNotFoundError:
@@ -71,13 +71,13 @@ def kept_folder(*names: str) -> Path:
 
 
 def usable_folder(*names: str) -> Path:
-  """A folder of the cache, made where it is not there; raises where it can't be used."""
+  """Returns a folder of the cache, made if it is absent; raises if it can't be used."""
   _make_folders(kept_folder(*names))
-  return kept_folder(*names)  # meanwhile somebody else may have made one
+  return kept_folder(*names)  # another user may have made one in between
 
 
 def made_folder(*names: str, quiet: bool = False) -> Path:
-  """A folder of the cache, or where that can't be used a private one."""
+  """Returns a folder of the cache, or a private one if that can't be used."""
   try:
     return usable_folder(*names)
   except OSError as error:
@@ -85,16 +85,16 @@ def made_folder(*names: str, quiet: bool = False) -> Path:
 
 
 def private_folder(problem: OSError, *names: str, quiet: bool = False) -> Path:
-  """A folder that this process alone uses, instead of one of the cache, which has a problem.
+  """Returns a folder of this process only, in place of a cache folder with a problem.
 
-  `quiet`: without the warning, unless somebody else may have written what is there.
+  quiet: True omits the warning, unless another user may have written there.
   """
   cache = str(cache_dir())
   with _lock:
     folder = _private.get(cache)
     if folder is None:
       _private[cache] = folder = Path(tempfile.mkdtemp(prefix="callgate-"))
-      owner = os.getpid()  # not a fork's child
+      owner = os.getpid()  # not a forked child
       atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
     say = cache not in _told and (not quiet or isinstance(problem, UntrustedError))
     if say:
@@ -116,7 +116,7 @@ def _make_folders(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
       if not path.is_dir():
         path.mkdir(mode=0o700)
-        path.chmod(0o700)  # a umask may have taken something from the owner as well
+        path.chmod(0o700)  # the umask may have removed the owner's permissions
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
@@ -137,58 +137,58 @@ def _refusal(path: Path, problem: str, remedy: str) -> UntrustedError:
 
 # -- files ---------------------------------------------------------------------------------------
 def checksum(path: str | os.PathLike[str]) -> str:
-  """The digest of a regular file's content, whosever it is."""
+  """Returns the digest of a regular file's content, whoever owns it."""
   with _opened(Path(path), os.O_RDONLY, follow=True) as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read(path: Path) -> bytes:
-  """The content of a file in a folder of the above; raises where others can write to it."""
+  """Returns the content of a file in a cache folder; raises if other users can write to it."""
   with _opened(path, os.O_RDONLY) as file:
     _check_owner(path, os.fstat(file.fileno()))
     return file.read()
 
 
 def write(path: Path, content: bytes) -> None:
-  """Replaces a file, or what is in its place, in one step: nobody sees a part of it."""
+  """Replaces a file, or whatever is in its place, atomically."""
   descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.new-")
   try:
     with open(descriptor, "wb") as file:
       file.write(content)
     move(Path(name), path)
   finally:
-    Path(name).unlink(missing_ok=True)  # where it has not become the file
+    Path(name).unlink(missing_ok=True)  # if it was not renamed
 
 
 def move(made: Path, path: Path) -> None:
-  """Puts a file that was just made into the cache, for its owner alone."""
+  """Moves a new file into the cache, readable only by its owner."""
   made.chmod(0o600)
   try:
     os.replace(made, path)
-  except IsADirectoryError:  # damage: nothing of ours makes a folder there
+  except IsADirectoryError:  # damage: callgate makes no folder there
     shutil.rmtree(path)
     os.replace(made, path)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Generator[None]:
-  """Holds a lock between processes, which dies with its holder. The file stays as it is."""
+  """Holds a lock between processes, which its holder's death releases. The file stays unchanged."""
   if path.is_dir() and not path.is_symlink():  # damage, as above
     shutil.rmtree(path, ignore_errors=True)
   with _opened(path, os.O_RDWR | os.O_CREAT) as file:
     _check_owner(path, os.fstat(file.fileno()))
-    with contextlib.suppress(OSError):  # root's, in a cache of root's
+    with contextlib.suppress(OSError):  # a cache of root
       os.fchmod(file.fileno(), 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
     yield
 
 
 def _opened(path: Path, flags: int, *, follow: bool = False) -> io.FileIO:
-  """A regular file, opened without waiting for whoever may write to a pipe in its place."""
+  """Opens a regular file, without waiting for a writer if it is a pipe."""
   flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
   try:
     descriptor = os.open(path, flags, 0o600)
-  except ValueError as error:  # a NUL, or what no file system has
+  except ValueError as error:  # a NUL, or a name that no file system supports
     raise FileNotFoundError(2, str(error)) from None
   except OSError:
     if not follow and path.is_symlink():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA's run-time compiler: where it is, how it is called, what it says.
+"""CUDA's run-time compiler: finding it, calling it, its messages.
 
-Found without importing or linking to anything of CUDA's. Its results are kept (`_build/cache.py`),
-and a kernel that is there costs no compilation. Needs no device.
+It is found without importing or linking anything of CUDA. The results are cached
+(`_build/cache.py`), so a cached kernel needs no compilation. No device is needed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from callgate import _callgate
 from callgate._build import cache, toolchain
 from callgate._core.errors import CompileError
 
-# For the driver to compile where no device is known: all that CUDA 12 and 13 compile for run it.
+# The PTX architecture for the driver if no device is known; all devices of CUDA 12 and 13 run it.
 _LOWEST = 75
 _TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
 _ARCHITECTURE = re.compile(r"^(?:--gpu-architecture|-arch)=(?:sm|compute)_(\d+)[af]?$")
-# The headers of CUDA that a source needs, by the names that it uses.
+# CUDA's headers by the names in a source that need them.
 _HEADERS = (
   (re.compile(r"\b(?:__half2?|half2?|float16)\b"), "cuda_fp16.h"),
   (re.compile(r"\b(?:__nv_bfloat16|nv_bfloat16|__nv_bfloat162|bfloat16)\b"), "cuda_bf16.h"),
@@ -35,15 +35,15 @@ _HEADERS = (
 
 
 class Compiler(NamedTuple):
-  """NVRTC, loaded."""
+  """A loaded NVRTC."""
 
   nvrtc: _callgate.Nvrtc  # the runtime's handle
-  include_dirs: tuple[str, ...]  # of CUDA's own headers
-  identity: tuple[str, float, int]  # what tells its library from others, for the cache
+  include_dirs: tuple[str, ...]  # folders of CUDA's own headers
+  identity: tuple[str, float, int]  # identifies its library, for the cache
 
 
 def compiler() -> Compiler:
-  """The compiler: `CALLGATE_NVRTC`, a package nvidia-cuda-nvrtc, a toolkit, the loader's."""
+  """Returns NVRTC from `CALLGATE_NVRTC`, a package nvidia-cuda-nvrtc, a toolkit, or the loader."""
   toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
   usual = next((path for path in _TOOLKITS if os.path.isdir(path)), "")
   return _compiler(os.environ.get("CALLGATE_NVRTC", ""), toolkit or usual)
@@ -70,7 +70,7 @@ def _compiler(given: str, toolkit: str) -> Compiler:
 
 
 def _candidates(toolkit: str) -> Iterator[str]:
-  nvidia = importlib.util.find_spec("nvidia")  # a namespace that NVIDIA's packages share
+  nvidia = importlib.util.find_spec("nvidia")  # a namespace package of NVIDIA's packages
   for folder in (nvidia and nvidia.submodule_search_locations) or ():
     yield from _newest(f"{folder}/cuda_nvrtc/lib/libnvrtc.so.*", f"{folder}/cu1?/lib/libnvrtc.so.*")
   if toolkit:
@@ -80,7 +80,7 @@ def _candidates(toolkit: str) -> Iterator[str]:
 
 
 def _newest(*patterns: str) -> list[str]:
-  """Libraries, the best first: JAX's CUDA plugin goes with one major version."""
+  """Returns libraries, the best first: JAX's CUDA plugin needs one major version."""
   plugins = [n for n in (12, 13) if importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None]
   found = {path for pattern in patterns for path in glob.glob(pattern)}
   majors = {path: int(re.findall(r"\.so\.(\d+)", path)[0]) for path in found}
@@ -88,7 +88,7 @@ def _newest(*patterns: str) -> list[str]:
 
 
 def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
-  """Folders of CUDA's headers beside a library of the same toolkit."""
+  """Yields folders of CUDA's headers next to a library of the same toolkit."""
   folders = [Path(toolkit or "/usr/local/cuda") / "include", Path("/usr/include")]
   if os.path.isabs(path):
     _, root, packages, *_ = Path(path).parents
@@ -96,7 +96,7 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
     if root.name == "cuda_nvrtc":
       near += [packages / name / "include" for name in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")]
     folders = [*near, *folders[:1]] if toolkit else near
-  # CUDA 13 has its C++ libraries in a folder of their own, and its packages may lack it.
+  # CUDA 13 has its C++ libraries in another folder, which its packages may lack.
   libraries = [folder / "cccl" for folder in folders]
   libraries.append(Path(toolkit or "/usr/local/cuda") / "include" / "cccl")
   for folder in dict.fromkeys([*folders, *libraries]):
@@ -105,10 +105,10 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
 
 
 class CompiledImage(NamedTuple):
-  """Machine code, or PTX for the driver to compile."""
+  """Machine code, or PTX that the driver compiles."""
 
-  code: bytes  # a cubin, or PTX as text that ends in a zero byte
-  capability: int  # the compute capability that a cubin is for, as 90; 0 for PTX
+  code: bytes  # a cubin, or PTX text with a final zero byte
+  capability: int  # the compute capability of a cubin, such as 90; 0 for PTX
 
 
 class Built(NamedTuple):
@@ -128,11 +128,11 @@ def build(
   options: Sequence[str] = (),
   include_dirs: Sequence[str | os.PathLike[str]] = (),
 ) -> Built:
-  """A kernel's image, from the cache where it is there.
+  """Returns a kernel's image, from the cache if it is there.
 
-  Machine code is for `capability`, as 90, or PTX where the compiler doesn't know that; 0 is for PTX
-  that every device runs. `expression` is the function as C++ names it: "scale<float, 4>"; messages
-  say `label` for the kernel and `name` for its source.
+  It is machine code for `capability`, such as 90, or PTX if the compiler doesn't know that
+  capability; 0 is PTX for every device. `expression` is the function in C++: "scale<float, 4>".
+  Messages call the kernel `label` and its source `name`.
   """
   used, folders = compiler(), [os.path.abspath(d) for d in include_dirs]
   arguments, made_for = _target(used, capability, options)
@@ -140,7 +140,7 @@ def build(
   headers = (toolchain.include_dir(), *folders, *used.include_dirs)
   arguments += [*(f"--include-path={folder}" for folder in headers), *options]
   includes = [i for pattern, i in _HEADERS if pattern.search(f"{source}\n{expression}")]
-  includes = "".join(f"#include <{i}>\n" for i in includes)  # the source's lines keep their numbers
+  includes = "".join(f"#include <{i}>\n" for i in includes)  # keeps the line numbers of the source
   unit = f'{includes}#include "callgate/kernel_device.h"\n#line 1 "{name}"\n{source}\n'
   own = toolchain.headers_digest("kernel_device.h")
   key = cache.digest(["nvrtc", unit, expression, arguments, used.identity, own])
@@ -155,7 +155,7 @@ def build(
 
 
 def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[list[str], int]:
-  """The option that says what to compile for, and the image's capability; the user's one wins."""
+  """Returns the target option and the image's capability; the user's option takes precedence."""
   for option in options:
     if match := _ARCHITECTURE.match(option):
       return [], 0 if "compute_" in option else int(match[1])
@@ -167,7 +167,7 @@ def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[li
 
 
 def makes_machine_code() -> bool:
-  """True if devices that are there get machine code; else PTX, which the driver compiles."""
+  """Returns True if present devices get machine code; else PTX, which the driver compiles."""
   output = os.environ.get(variable := "CALLGATE_NVRTC_OUTPUT", "").strip() or "cubin"
   if output not in ("cubin", "ptx"):
     expected = "expected 'cubin' or 'ptx'"
@@ -178,7 +178,7 @@ def makes_machine_code() -> bool:
 def _compile(
   label: str, used: Compiler, unit: str, name: str, expression: str, arguments: list[str]
 ) -> bytes:
-  """The function's name in the code, a line, and the code."""
+  """Returns the function's name in the code, a newline, and the code."""
   ok, code, names, log = used.nvrtc.compile(unit, name, arguments, [], [expression])
   output = log.decode(errors="replace").strip()
   if not ok:
@@ -192,7 +192,7 @@ def _compile(
 
 
 def _included(source: str, folders: Sequence[str]) -> list[str]:
-  """The user's headers that a source includes, directly or not: NVRTC doesn't tell."""
+  """Returns the user's headers that a source includes, also indirectly, since NVRTC doesn't."""
   found, texts = list[str](), [(source, list(folders))]
   while texts:
     text, near = texts.pop()

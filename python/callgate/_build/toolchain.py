@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The system's C++ compiler: where it is, how it is called, what it says.
+"""The system's C++ compiler: finding it, calling it, its messages.
 
-Its results are kept in `_build/cache.py`; a kernel that is there costs no run of the compiler, not
-even to ask for its version.
+The results are cached (`_build/cache.py`). A cached kernel needs no run of the compiler, not even
+for its version.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ DEBUG_FLAGS = ("-O0", "-g", "-DCALLGATE_BOUNDS_CHECK=1")
 _ALWAYS = ("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden")
 _OMP = re.compile(r"^\s*#\s*pragma\s+omp\b", re.MULTILINE)
 _COMPILERS = ("c++", "g++", "clang++")
-# Variables that change a compiler's result beside its arguments.
+# Environment variables that change a compiler's result.
 _ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "SDKROOT")
-# Flags with a path in them, which the compiler takes relative to the current directory.
+# Flags with a path that the compiler resolves in the current directory.
 _PATH_FLAGS = ("-I", "-i", "-L", "-B", "-f", "@")
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL] = {}  # guarded by _lock; never emptied: libraries stay loaded
@@ -44,13 +44,13 @@ _c = ctypes.CDLL(None)
 
 
 def include_dir(folder: str = "include") -> Path:
-  """The folder that holds `callgate/kernel.h`, of the installed package or of a source tree."""
+  """Returns the folder of `callgate/kernel.h`, in the installed package or in a source tree."""
   installed = ROOT / folder
   return installed if installed.exists() else ROOT.parents[1] / folder
 
 
 def command(name: str, parser: argparse.ArgumentParser) -> Command:
-  """`include-dir` and `cmake-dir`, that of `callgateConfig.cmake`, for CMake's find_package."""
+  """`include-dir` and `cmake-dir`: the latter has `callgateConfig.cmake` for find_package."""
   del parser
   folder = include_dir("cmake" if name == "cmake-dir" else "include")
   return lambda _: print(folder) or 0
@@ -58,13 +58,13 @@ def command(name: str, parser: argparse.ArgumentParser) -> Command:
 
 @functools.cache  # at most one entry for each set of headers
 def headers_digest(*patterns: str) -> str:
-  """The digest of headers that callgate ships, which is in the key of sources that include them."""
+  """Returns a digest of callgate's own headers, for the keys of sources that include them."""
   folder = include_dir() / "callgate"
   return cache.digest([checksum(f) for pattern in patterns for f in sorted(folder.glob(pattern))])
 
 
 def compiler() -> list[str]:
-  """The C++ compiler's command: `CXX`, which may have arguments, then c++, g++, clang++."""
+  """Returns the C++ compiler's command: `CXX`, which may have arguments, or c++, g++, clang++."""
   given = os.environ.get("CXX", "").strip()
   try:
     commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
@@ -85,10 +85,10 @@ def compiler() -> list[str]:
 
 @functools.cache
 def cpu() -> str:
-  """Returns what `-march=native` stands for on this machine."""
+  """Returns the meaning of `-march=native` on this machine."""
   fields: list[tuple[str, str]] = []
   with contextlib.suppress(OSError):
-    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]  # the first processor's do
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]  # the first processor
     fields = re.findall(r"^(model name|flags|Features|CPU part)\s*: (.*\S)", first, re.MULTILINE)
   return f"{platform.machine()} {sorted(fields) or platform.processor()}"
 
@@ -102,10 +102,10 @@ def build(
   libraries: Sequence[str] = (),
   library_dirs: Sequence[str | os.PathLike[str]] = (),
 ) -> Path:
-  """The shared library of a C++ source, from the cache where it is there.
+  """Returns the shared library of a C++ source, from the cache if it is there.
 
-  Flags come after callgate's own; libraries are names for `-l`, or paths, and their folders are for
-  the library's run path, too. Messages say `what` for the kernel, and the source's `#line`s.
+  Flags come after callgate's own. Libraries are names for `-l`, or paths; their folders are also in
+  the library's run path. Messages call the kernel `what`, and use the source's `#line`s.
   """
   if _OMP.search(source) and "_OPENMP" not in source and not any("openmp" in f for f in flags):
     told = "without flags=['-fopenmp'] the compiler ignores it, and the code runs on one thread"
@@ -119,9 +119,9 @@ def build(
   links += [path or f"-l{name}" for name, path in zip(libraries, paths, strict=True)]
   here = os.getcwd() if any(flag.startswith(_PATH_FLAGS) for flag in flags) else ""
   environment = [os.environ.get(name, "") for name in _ENVIRONMENT]
-  # The headers stand for callgate's version: nothing else of it is in the library.
+  # The headers represent callgate's version: the library contains nothing else of callgate.
   own = [headers_digest("kernel*.h", "elementwise*.h"), _callgate.KERNEL_ABI]
-  # The compiler's version is asked for once for each state of its programs' files.
+  # The compiler's version is queried once for each state of its files.
   programs = [os.path.realpath(found) for part in command if (found := shutil.which(part))]
   stamps = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in programs]
   version = _version(tuple(command), cache.digest([command, stamps])[:32])
@@ -129,7 +129,7 @@ def build(
 
   def make(folder: Path) -> tuple[Path, list[str]]:
     made, read = _compile(what, source, [*command, *arguments], links, folder)
-    # Libraries that become part of the kernel's own: a change of one must be noticed.
+    # Static libraries become part of the kernel's library, so their content is in the key.
     archives = [os.path.join(d, f"lib{name}.a") for name in libraries for d in folders]
     archives += [path for path in paths if path.endswith((".a", ".o"))]
     return made, [*read, *filter(os.path.exists, archives)]
@@ -138,9 +138,9 @@ def build(
 
 
 def open_library(path: str) -> ctypes.CDLL:
-  """Loads a library, and keeps the thread's floating-point mode.
+  """Loads a library, and restores the thread's floating-point mode.
 
-  GCC's `-ffast-math` makes a library that turns subnormal numbers off for whoever loads it.
+  GCC's `-ffast-math` makes libraries that turn off subnormal numbers in the thread that loads them.
   """
   mode = ctypes.create_string_buffer(256)  # larger than any platform's fenv_t
   _c.fegetenv(mode)
@@ -151,7 +151,7 @@ def open_library(path: str) -> ctypes.CDLL:
 
 
 def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
-  """The library in this process; it stays until the process ends."""
+  """Loads the library; it stays loaded until the process ends."""
   key = str(library)
   with _lock:
     if key not in _loaded:
@@ -187,17 +187,17 @@ def _run(command: Sequence[str], what: str) -> subprocess.CompletedProcess[str]:
 def _compile(
   what: str, source: str, command: Sequence[str], links: Sequence[str], folder: Path
 ) -> tuple[Path, list[str]]:
-  """The library, and the files beside the source that it was made from."""
+  """Returns the library, and the files other than the source that it depends on."""
   unit, made, read = folder / "kernel.cc", folder / "kernel.so", folder / "kernel.d"
   unit.write_text(source, encoding="utf-8")
   own = (f"{folder}{os.sep}", f"{include_dir()}{os.sep}")
-  # -MMD: the headers of the system come with the compiler's version.
+  # -MMD omits the system's headers, which the compiler's version covers.
   result = _run([*command, "-MMD", "-MF", str(read), str(unit), "-o", str(made), *links], what)
   if result.returncode != 0 or not made.exists():
     output = result.stderr.replace(own[0], "").rstrip()
     said = output or f"exit status {result.returncode}, without a message"
     raise CompileError(f"{what}: the C++ compiler ({command[0]}) refused it:\n{said}", output)
-  # A Makefile rule, as compilers write it.
+  # The Makefile rule that compilers write.
   text = read.read_text("utf-8", "surrogateescape") if read.exists() else ""
   rule = text.replace("\\\n", " ").partition(": ")[2].partition("\n")[0]
   words = [re.sub(r"\\([ #])", r"\1", word) for word in re.findall(r"(?:\\[ #]|[^\s])+", rule)]

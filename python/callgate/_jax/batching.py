@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's vmap: lanes of programs, and where the lanes of what it makes are."""
+"""JAX's vmap: lanes of programs, and the axes of lanes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from callgate._jax import tracing, walk
 
 
 def names_axis(jaxpr: Any) -> bool:
-  """True if a jaxpr holds a collective, or another name of a mapped axis (0.10 to 0.12).
+  """Returns True if a jaxpr contains a collective, or another name of a mapped axis (0.10 to 0.12).
 
-  Most have an effect, which a `jax.shard_map` takes from those over its own axes. `ppermute` and
-  its like have none, and a parameter.
+  Most of these have an effect, which a `jax.shard_map` removes for its own axes. `ppermute` and
+  similar ones have a parameter instead.
   """
 
   def inside(eqn: Any) -> Sequence[Any]:
@@ -36,9 +36,9 @@ def names_axis(jaxpr: Any) -> bool:
 
 
 def always_batched(primitive: Any, rule: Callable[..., Any]) -> None:
-  """Has vmap ask `rule(operands, dims, size=..., **params)` also where no operand has its axis.
+  """Makes vmap call `rule(operands, dims, size=..., **params)` even if no operand has its axis.
 
-  (0.10 to 0.12); JAX's public rules are asked only where one has.
+  JAX calls public rules only if an operand has the axis (0.10 to 0.12).
   """
   _batching.fancy_primitive_batchers[primitive] = lambda axis_data, operands, dims, **params: rule(
     operands, dims, size=axis_data.size, **params
@@ -46,18 +46,18 @@ def always_batched(primitive: Any, rule: Callable[..., Any]) -> None:
 
 
 def lane_aval(axis_data: Any, value: Any, dim: int | None) -> Any:
-  """The abstract value of a lane of an array (0.10 to 0.12); no public name."""
+  """Returns the abstract value of a lane of an array (0.10 to 0.12); no public name."""
   aval = _core.typeof(value)
   return aval if dim is None else _core.mapped_aval(axis_data.size, dim, aval)
 
 
 def to_lanes(axis_data: Any, value: Any) -> Any:
-  """The value once for each lane, on axis 0 (0.10 to 0.12); no public name."""
+  """Repeats the value for each lane, on axis 0 (0.10 to 0.12); no public name."""
   return _batching.broadcast(value, axis_data.size, 0, axis_data.explicit_mesh_axis)
 
 
 def lie_along(axis: Any, value: Any) -> Any:
-  """The value, in an explicitly sharded program split along this mesh axis on its first one."""
+  """In an explicitly sharded program, splits the value's first axis along this mesh axis."""
   aval = _core.typeof(value)
   if not tracing.is_explicit([aval]) or tracing.spec_of(aval)[0] == axis:
     return value
@@ -66,7 +66,7 @@ def lie_along(axis: Any, value: Any) -> Any:
 
 @contextlib.contextmanager
 def in_lane(axis_data: Any) -> Generator[None]:
-  """In the block a lane's function is traced: it may name the axis (0.10 to 0.12)."""
+  """Traces a lane's function in the block, which may name the axis (0.10 to 0.12)."""
   with (
     _core.extend_axis_env_nd([(axis_data.name, axis_data.size)]),
     _core.add_spmd_axis_names(axis_data.spmd_name),
@@ -76,9 +76,9 @@ def in_lane(axis_data: Any) -> Generator[None]:
 
 
 def axes_here() -> Callable[[], Any]:
-  """Makes contexts in which the names of axes are those of here (0.10 to 0.12).
+  """Returns a maker of contexts with the axis names of this place (0.10 to 0.12).
 
-  For rules of derivatives, which JAX traces later, and not in the lane.
+  For derivative rules, which JAX traces later, outside the lane.
   """
   sizes = tuple(_core.get_axis_env().axis_sizes.items())
   return lambda: _core.extend_axis_env_nd(sizes)
@@ -87,11 +87,11 @@ def axes_here() -> Callable[[], Any]:
 def batched_at(
   closed: Any, axis_data: Any, dims: Sequence[int | None], result_dims: Sequence[int]
 ) -> Any:
-  """A jaxpr of lanes, which lie on these axes of its arguments and results (0.10 to 0.12)."""
+  """Returns a jaxpr of lanes on these axes of its arguments and results (0.10 to 0.12)."""
   return _batching.batch_jaxpr_axes(closed, axis_data, list(dims), list(result_dims))[0]
 
 
-# While marks are made: the identity, on values of a step of a `scan` that is a lane.
+# The identity on values of a `scan` step that is a lane, while marks are made.
 lane_p = tracing.Primitive("callgate_lane")
 lane_p.def_impl(lambda x: x)
 lane_p.def_abstract_eval(lambda x: x)
@@ -101,16 +101,16 @@ _mlir.register_lowering(lane_p, lambda context, x: [x])
 
 Mark = Callable[[Any, int], Any]
 _local = threading.local()
-# Part of the keys of JAX's caches: what is traced with marks is used by nobody else.
+# Part of the keys of JAX's caches, so that only marking uses traces with marks.
 _marked = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
 def marking(mark: Mark) -> Generator[None]:
-  """In the block each result of a batched operation is `mark(result, axis of the lanes)`.
+  """In the block each result of a batched operation becomes `mark(result, axis of the lanes)`.
 
-  Wraps the method of JAX by which vmap batches an operation (0.10 to 0.12). JAX has no public way
-  to see where an axis of vmap's is.
+  Wraps JAX's method by which vmap batches an operation (0.10 to 0.12). JAX has no public way to
+  find the axis of a vmap.
   """
   _wrap_once()
   before, _local.mark = getattr(_local, "mark", None), mark
@@ -122,7 +122,7 @@ def marking(mark: Mark) -> Generator[None]:
 
 
 def is_marking() -> bool:
-  """True in such a block."""
+  """Returns True in such a block."""
   return getattr(_local, "mark", None) is not None
 
 

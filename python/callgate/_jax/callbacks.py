@@ -32,7 +32,7 @@ debug_print_lowering: Callable[..., Any] = _debugging.debug_print_lowering_rule
 
 
 def debug_print_callback(params: Mapping[str, Any]) -> Callable[..., Any]:
-  """The function of flat arrays that JAX calls for a `jax.debug.print` (0.10 to 0.12)."""
+  """Returns the function of flat arrays that JAX calls for a `jax.debug.print` (0.10 to 0.12)."""
   form = functools.partial(
     _debugging._format_print_callback,  # pyright: ignore[reportPrivateUsage]
     params["fmt"],
@@ -45,18 +45,18 @@ def debug_print_callback(params: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 # The batching rule of all of JAX's foreign calls, by `vmap_method` (0.10 to 0.12). No public name;
-# `jax.ffi.ffi_call` has it built in.
+# `jax.ffi.ffi_call` includes it.
 ffi_batching_rule: Callable[..., Any] = _ffi.ffi_batching_rule
 
 
 def callback_sharding(
   context: Any, sharding: Any, result_avals: Sequence[Any], *, token: bool
 ) -> Any:
-  """The annotation that JAX puts on a callback's operation; None where nothing is partitioned.
+  """Returns JAX's annotation of a callback's operation; None if nothing is partitioned.
 
-  With `token` the operation's first result is one, and has the first entry. Raises JAX's errors for
-  partly automatic meshes and for a `sharding` that JAX doesn't support. Stands for
-  `_callback_op_sharding` and for what `emit_python_callback` adds to it (0.10 to 0.12).
+  With `token` the operation's first result is a token, which gets the first entry. Raises JAX's
+  errors for partly automatic meshes and for a `sharding` that JAX doesn't support. Replaces
+  `_callback_op_sharding` and the additions of `emit_python_callback` (0.10 to 0.12).
   """
   axes = context.module_context.axis_context
   annotation: Any = _callback._callback_op_sharding(  # pyright: ignore[reportPrivateUsage]
@@ -72,11 +72,11 @@ def callback_sharding(
 
 
 def callback_scope(device: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-  """(enter, leave): the settings of its thread under which JAX runs a callback (0.10 to 0.12).
+  """Returns (enter, leave) for the thread's settings during a JAX callback (0.10 to 0.12).
 
-  `leave` takes what `enter` gave. The default device is `device`, for which `jax.default_device` is
-  public, and five times as slow; from 0.12 on the thread's mesh is put aside, too, for which there
-  is nothing public.
+  `leave` takes the result of `enter`. The default device is `device`; the public
+  `jax.default_device` is five times as slow. From 0.12 on the thread's mesh is set aside, too, for
+  which there is no public name.
   """
   set_device = _config.default_device.swap_local
   restore_device = _config.default_device.set_local
@@ -98,9 +98,9 @@ def callback_scope(device: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]
 
 
 def buffer_callback_lowering() -> Callable[..., Any] | None:
-  """JAX's own rule for `jax.experimental.buffer_callback` (0.10 to 0.12), while JAX has it.
+  """Returns JAX's own rule for `jax.experimental.buffer_callback` (0.10 to 0.12), if JAX has it.
 
-  Serves platforms other than the CPU. No public replacement.
+  Used on platforms other than the CPU and CUDA. No public replacement.
   """
   try:
     from jax._src import buffer_callback

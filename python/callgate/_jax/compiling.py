@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs from their lowering to the end of their compilation (JAX 0.10 to 0.12).
+"""Programs between their lowering and the end of their compilation (JAX 0.10 to 0.12).
 
-A program names its callees, and XLA looks the names up when it loads what it has compiled. Between
-the two another thread may define a gate of the same name.
+A program names its callees, and XLA looks the names up when it loads the compiled program. In
+between another thread may define a gate of the same name.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 from jax._src.interpreters import pxla as _pxla
 
-# By module: the callees that it names, by name. Under the GIL: single steps.
+# The callees that each module names, by name. Under the GIL: single steps.
 _callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-_changed = threading.Condition()  # one thread: a fork's child, alone then, makes another
-# By name: the callee that has it, for each compilation under way. Guarded by _changed; emptied by
-# the end of each compilation.
+_changed = threading.Condition()  # one thread: a forked child, which has no other, makes a new one
+# The callee that has each name, for each running compilation. Guarded by _changed; emptied by the
+# end of each compilation.
 _claims: dict[str, list[Any]] = {}
 
 
 def keep_callee(context: Any, callee: Any) -> None:
   """Keeps a callee of the runtime alive as long as the module being lowered, which calls it.
 
-  The module calls it even if another one has the name when the module is compiled.
+  The module calls it even if another callee has the name when the module is compiled.
   """
   callees = _callees.setdefault(context.module_context.module, {})
   if callees.setdefault(callee.name, callee) is not callee:
@@ -48,9 +48,9 @@ def start() -> None:
 
 
 def after_fork() -> None:
-  """In the child no program is being compiled."""
+  """Resets the state in a forked child, where no program is being compiled."""
   global _changed
-  _changed = threading.Condition()  # a thread that the child lacks may hold the old one
+  _changed = threading.Condition()  # the parent's thread may hold the old one
   for callee, *_ in _claims.values():
     callee.release_name()
   _claims.clear()
@@ -58,7 +58,7 @@ def after_fork() -> None:
 
 @contextlib.contextmanager
 def _claimed(callees: dict[str, Any]) -> Generator[None]:
-  """In the block the callees have their names; it waits for others that are claimed just now."""
+  """Gives the callees their names in the block; waits for compilations that need the names."""
 
   def are_free() -> bool:
     return all(_claims.get(name, [callee])[0] is callee for name, callee in callees.items())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs with effects on JAX's C++ dispatch path (docs/design_programs.md, Dispatch).
 
-JAX leaves that path when an executable reports an effect, for two reasons (0.10 to 0.12; there is
-no public API). Its C++ code keeps no token of a program for `jax.effects_barrier` to wait for: here
-a program gets one more result, its *sign*, a byte that is there, or has failed, when the program
-has ended. And it hands ordered effects' tokens from program to program: here a program makes its
-own, where XLA runs a device's programs in order.
+JAX leaves that path if an executable reports an effect, for two reasons (0.10 to 0.12; there is no
+public API). First, its C++ code keeps no token of a program for `jax.effects_barrier` to wait for.
+Here a program gets one more result, its *sign*, a byte that is ready, or failed, when the program
+has ended. Second, JAX passes ordered effects' tokens from program to program. Here a program makes
+its own tokens, if XLA runs a device's programs in order.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from jax._src.lib.mlir.dialects import hlo as _hlo
 
 from callgate import _callgate, _part
 
-# By (thread, program): the sign of the last call, which `bindings/python/signs.cc` adds. Under the
+# The sign of the last call, which `bindings/python/signs.cc` adds, by (thread, program). Under the
 # GIL: single steps; emptied by whoever waits for the programs, or `_prune`.
 _signs: dict[tuple[int, int], Any] = {}
-_PRUNE_AT = 1024  # signs, after which those that are ready are let go
+_PRUNE_AT = 1024  # the number of signs at which ready ones are dropped
 _numbers = itertools.count()
 
 
 class RunsPrograms:
-  """Kept by programs whose functions may run programs: a thread must not go far ahead of them."""
+  """Kept by programs whose functions may run programs: a thread must not get far ahead of them."""
 
 
 class _Program:
-  """A program with a sign that XLA has loaded.
+  """A loaded program with a sign.
 
   Attributes:
-    sharding: the sign's.
-    key: its number, None if nobody waits for its effects; True if its functions may run programs.
+    sharding: the sign's sharding.
+    key: its number; None if its effects need no wait; True if its functions may run programs.
     users: the objects that run it.
   """
 
@@ -62,15 +62,15 @@ class _Program:
 
 # By the id of the XLA executable. Under the GIL: single steps; emptied by the end of each program.
 _programs: dict[int, _Program] = {}
-_orders_itself = threading.Event()  # set once a program makes tokens of its own
+_orders_itself = threading.Event()  # set once a program makes its own tokens
 
 
-# The type of a sign, which no user's result has: weakly typed are values of Python's own types.
+# The type of a sign, which no user's result has: only values of Python's types are weakly typed.
 _SIGN = _core.ShapedArray((), np.dtype(np.int8), weak_type=True)
 
 
 def _is_signed(avals: Sequence[Any]) -> bool:
-  """True if the last result is a sign, also of a program that was pickled."""
+  """Returns True if the last result is a sign, also for an unpickled program."""
   last: Any = avals[-1] if avals else None
   return bool(getattr(last, "weak_type", False)) and last.dtype == _SIGN.dtype
 
@@ -81,7 +81,7 @@ class _Signed:
 
 def _prune() -> int:
   for key, sign in list(_signs.items()):
-    with contextlib.suppress(Exception):  # a failed one stays for the barrier
+    with contextlib.suppress(Exception):  # a failed sign stays for the barrier
       if sign.is_ready():
         sign.block_until_ready()
         _forget(key, sign)
@@ -94,42 +94,42 @@ def _forget(key: tuple[int, int], sign: Any) -> None:
 
 
 def pending() -> bool:
-  """True if there is a sign to be waited for."""
+  """Returns True if a sign needs a wait."""
   return bool(_signs)
 
 
 def have_ended() -> bool:
-  """True if no program with a sign runs."""
+  """Returns True if no program with a sign runs."""
   return all(sign.is_ready() for sign in list(_signs.values()))
 
 
 def own_signs() -> list[Any]:
-  """The signs of this thread's programs that run."""
+  """Returns the signs of this thread's running programs."""
   own = threading.get_ident()
   signs = [sign for (thread, _), sign in list(_signs.items()) if thread == own]
   return [sign for sign in signs if not sign.is_ready()]
 
 
 def forget() -> None:
-  """Has nobody wait for what runs now."""
+  """Drops the signs of all running programs, so that nothing waits for them."""
   _signs.clear()
   _callgate.take_signs_ahead()
 
 
 def after_fork() -> None:
-  """In the child nothing runs. Its signs stay: XLA's locks may be held by threads not there."""
+  """Resets the state in a forked child. Old signs stay: the parent's threads may hold locks."""
   _of_parent.append([*_signs.values(), *_callgate.take_signs_ahead()])
   _signs.clear()
 
 
-# One thread: a fork's child has no other; never emptied: one entry for each fork of a fork.
+# One thread: a forked child has no other; never emptied: one entry for each fork of a fork.
 _of_parent: list[list[Any]] = []
 
 
 def wait(thread: int | None = None) -> None:
-  """Waits for the programs of a thread, or of all, that took the C++ path.
+  """Waits for the programs of a thread, or of all threads, on the C++ path.
 
-  Their errors are left to `take_failure` in the thread that dispatched them.
+  `take_failure` returns their errors in the thread that dispatched them.
   """
   alive = {one.ident for one in threading.enumerate()} if _signs else ()
   for key, sign in list(_signs.items()):
@@ -143,7 +143,7 @@ def wait(thread: int | None = None) -> None:
 
 
 def take_failure() -> BaseException | None:
-  """Waits for this thread's programs; returns what the first of those that failed did so with."""
+  """Waits for this thread's programs; returns the error of the first that failed."""
   failure: BaseException | None = None
   thread = threading.get_ident()
   for key, sign in [item for item in list(_signs.items()) if item[0][0] == thread]:
@@ -159,21 +159,21 @@ def _unload(executable: int, user: weakref.ref[Any]) -> None:
   program = _programs[executable]
   program.users.discard(user)
   if not program.users:
-    _programs.pop(executable, None)  # the last two may have gone at once
+    _programs.pop(executable, None)  # the last two users may end at once
 
 
 def _runs_in_order(backend: Any, devices: Any) -> bool:
-  """True if XLA's CPU client runs what a thread dispatches in order, on all that JAX may use.
+  """Returns True if XLA's CPU client runs a thread's programs in order, on all of JAX's devices.
 
-  It has a program wait for the one that its thread dispatched before, unless either is over several
-  devices (jaxlib 0.10 to 0.12).
+  A program waits for its thread's previous one, unless one of them is over several devices (jaxlib
+  0.10 to 0.12).
   """
   alone = len(devices) == 1 and backend.local_device_count() == 1
   return alone and backend.platform == _bridge.get_backend().platform
 
 
 def _signed(module: Any, tokens: int) -> Any:
-  """A copy of a lowered program with a sign as its last result.
+  """Returns a copy of a lowered program with a sign as its last result.
 
   It makes its first `tokens` arguments, all tokens, itself, and doesn't return as many results.
   """
@@ -205,7 +205,7 @@ def _signed(module: Any, tokens: int) -> Any:
 
 
 def _renumbered(attributes: Any, count: int) -> Any:
-  """An argument's attributes, of which a donated one names the result that takes its place."""
+  """Returns an argument's attributes; a donated argument names the result in its place."""
   named = {one.name: one.attr for one in attributes}
   if (alias := named.get("tf.aliasing_output")) is not None:
     value = _ir.IntegerAttr(alias).value - count
@@ -214,13 +214,13 @@ def _renumbered(attributes: Any, count: int) -> Any:
 
 
 def note_loaded(program: Any, out_handler: Any, unordered_effects: Iterable[Any]) -> None:
-  """Leaves a program that JAX can execute from now on no effect that its sign stands for."""
+  """Removes from a loaded program the effects that its sign represents."""
   executable = program.xla_executable
   if _is_signed(out_handler.out_avals):
     waited = not all(map(_is_free, unordered_effects))
     made = _Program(out_handler.out_shardings[-1], waited, _runs_programs(program.keepalive))
     made = _programs.setdefault(id(executable), made)
-    # No weakref.finalize: those end before JAX's own end, which looks for what holds a device.
+    # Not weakref.finalize, which runs before JAX's own exit, which looks for holders of devices.
     made.users.add(weakref.ref(program, functools.partial(_unload, id(executable))))
     program.has_unordered_effects = False
   elif all(map(_is_free, unordered_effects)):
@@ -244,7 +244,7 @@ def run(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:
 
 
 def make_cpp_call(make: Callable[..., Any], executable: Any, params: Any) -> Any:
-  """Has JAX `make` the C++ call of a compiled program, apart from calls that it would wait for."""
+  """Makes JAX's C++ call of a program, and avoids it where it would wait for other calls."""
   _making.signed = id(getattr(executable.unsafe_call, "xla_executable", None)) in _programs
   try:
     return make(executable, params)
@@ -253,18 +253,18 @@ def make_cpp_call(make: Callable[..., Any], executable: Any, params: Any) -> Any
 
 
 _making = threading.local()
-_is_free: Callable[[Any], bool]  # of an effect; `start` sets both. Set once: by `start`
+_is_free: Callable[[Any], bool]  # takes an effect; set once: by `start`
 _is_waited_for: Callable[[Any], bool]  # set once: by `start`
 
 
 def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:
-  """Calls a program with JAX's tokens after those that order themselves, and before the next."""
+  """Runs a program that uses JAX's tokens: after this thread's programs without, and to its end."""
   wait(threading.get_ident())
   out = call(program, *args)
   _part.tell("program dispatched", False)
   tokens = _dispatch.runtime_tokens.current_tokens
   for effect in program.ordered_effects:
-    with contextlib.suppress(Exception):  # left to those who wait for the program
+    with contextlib.suppress(Exception):  # the waits for the program raise it
       tokens[effect].block_until_ready()
   return out
 
@@ -272,8 +272,8 @@ def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> A
 class _Misses:
   """A compiled program's calls with operands that JAX's C++ code has not seen.
 
-  It has other threads' calls with such operands wait until that call, and so the program, ends.
-  But a gate of the program may itself be waiting for those other calls.
+  During such a call, JAX's C++ code makes other threads' calls with such operands wait until the
+  call, and so the program, ends. But a gate of the program may itself wait for those other calls.
   """
 
   def __init__(self, miss: Callable[..., Any]) -> None:
@@ -287,13 +287,13 @@ class _Misses:
       self.running -= 1
 
   def calls_apart(self, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls the program without the C++ code while there is such a call."""
+    """Calls the program without the C++ code during such a call."""
     return lambda *args, **kwargs: (
       self.miss(*args, **kwargs)[0] if self.running else call(*args, **kwargs)
     )
 
 
-# The description of a sign, among those of a program's results.
+# The description of a sign, among a program's results.
 _LAST: dict[str, Any] = {
   "global_out_avals": _SIGN,
   "out_shardings": _sharding_impls.UNSPECIFIED,  # pyright: ignore[reportPrivateImportUsage]
@@ -304,13 +304,12 @@ _LAST: dict[str, Any] = {
 def start(
   is_free: Callable[[Any], bool], is_waited_for: Callable[[Any], bool], enabled: Callable[[], bool]
 ) -> None:
-  """Wraps what JAX makes programs with, once for the process; `execution.start` does the rest.
+  """Wraps the functions by which JAX makes programs, once; `execution.start` wraps the rest.
 
   Args:
-    is_free: of an unordered effect: the dispatch need never know.
-    is_waited_for: of an effect: the program's sign may stand for it.
-    enabled: asked when a program is loaded; False to leave programs with effects that are waited
-      for to JAX.
+    is_free: takes an unordered effect; True if the dispatch may ignore it.
+    is_waited_for: takes an effect; True if the program's sign may represent it.
+    enabled: called when a program is loaded; False leaves programs with such effects to JAX.
   """
   global _is_free, _is_waited_for
   _is_free, _is_waited_for = is_free, is_waited_for
@@ -323,7 +322,7 @@ def start(
   from_hlo, load = _pxla.UnloadedMeshExecutable.from_hlo, _pxla.UnloadedMeshExecutable.load
 
   def sign(name: str, hlo: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gives a program that is to be compiled a sign, if its effects are ours alone."""
+    """Gives a program a sign before its compilation, if all its effects are callgate's."""
     unordered, ordered = kwargs["unordered_effects"], kwargs["ordered_effects"]
     effects = [*(effect for effect in unordered if not is_free(effect)), *ordered]
     paced = _runs_programs(kwargs["keepalive"])
@@ -333,7 +332,7 @@ def start(
       and all(map(is_waited_for, effects))
       and not kwargs.get("mut")
     )
-    known = known and kwargs["backend"].platform == "cpu"  # no GPU has shown it yet
+    known = known and kwargs["backend"].platform == "cpu"  # not tested on GPUs yet
     if known and (not ordered or _runs_in_order(kwargs["backend"], kwargs["device_list"])):
       if ordered:
         _orders_itself.set()
@@ -345,7 +344,7 @@ def start(
 
   def load_unsigned(self: Any) -> Any:
     made = load(self)
-    if _is_signed(made.out_avals):  # which only what runs it knows
+    if _is_signed(made.out_avals):  # only its runner knows about the sign
       for field in ("out_avals", "_out_shardings", "_xla_out_layouts"):
         setattr(made, field, getattr(made, field)[:-1])
     return made

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's dispatch: runtime tokens, the filter of effects, hooks at execution, backends."""
+"""JAX's dispatch: runtime tokens, the filter of effects, hooks at executions, backends."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from callgate import _part
 from callgate._jax import cpp_path
 from callgate._part import Wait
 
-# JAX keeps the tokens of dispatched programs for each thread alone, and `jax.effects_barrier` waits
-# for those of its own thread (0.10 to 0.12). No public way to wait for another thread's. Under the
-# GIL: single steps; emptied by whoever waits for the programs.
+# JAX keeps the tokens of dispatched programs separately for each thread, and `jax.effects_barrier`
+# waits for its own thread's (0.10 to 0.12). There is no public way to wait for another thread's.
+# Under the GIL: single steps; emptied by whoever waits for the programs.
 _effect_tokens: dict[Any, Any] = {}
 _local = threading.local()
 
 
 def remember_effects() -> None:
-  """Keeps the newest token of each thread, device and ordered effect where all threads see it."""
+  """Keeps the latest token of each thread, device and ordered effect where all threads see it."""
   tokens: Any = _dispatch.RuntimeTokenSet
 
   def remembering(original: Callable[..., None]) -> Callable[..., None]:
     def remember(self: Any, of: Any, token: Any) -> None:
       if not _waiters:
-        with contextlib.suppress(RuntimeError):  # at the end of the process: see `_waiters`
+        with contextlib.suppress(RuntimeError):  # raised at the end of the process: see `_waiters`
           _waiters.append(_idle_waiter())
       _effect_tokens[threading.get_ident(), of] = token
       original(self, of, token)
@@ -65,10 +65,10 @@ def remember_effects() -> None:
 
 
 def programs_have_ended() -> bool:
-  """True if no program with effects runs that any thread dispatched.
+  """Returns True if no dispatched program with effects runs, on any thread.
 
-  JAX's own tokens don't tell (0.10 to 0.12): another thread waits for them, and until it has waited
-  the answer is no.
+  JAX's own tokens have no such test (0.10 to 0.12): another thread waits for them, and the result
+  is False until it has waited.
   """
   global _asked
   if not cpp_path.have_ended():
@@ -89,9 +89,9 @@ _asked: threading.Event | None = None
 
 
 def effects_barrier_alone() -> None:
-  """`jax.effects_barrier()` without the parts that listen to it.
+  """Runs `jax.effects_barrier()` without the parts that listen to it.
 
-  JAX keeps the token of a device's last program, and so raises its error each time: here it raises
+  JAX keeps the token of a device's last program, and so raises its error each time. This raises it
   once (0.10 to 0.12).
   """
   _local.alone = True
@@ -114,23 +114,23 @@ def _forget_failed_outputs() -> None:
 
 
 def forget_effects() -> None:
-  """Has neither `jax.effects_barrier` nor JAX's exit wait for what runs now (0.10 to 0.12)."""
+  """Makes `jax.effects_barrier` and JAX's exit skip the running programs (0.10 to 0.12)."""
   _effect_tokens.clear()
   cpp_path.forget()
   _dispatch.runtime_tokens.clear()
 
 
 def wait_for_effects(wait: Wait) -> bool:
-  """Waits for the programs with effects that any thread dispatched. False if the time ran out.
+  """Waits for all threads' dispatched programs with effects. False if the time ran out.
 
-  `jax.effects_barrier` in the thread that dispatched them raises their errors.
+  `jax.effects_barrier` raises their errors in the threads that dispatched them.
   """
   if not (_effect_tokens or cpp_path.pending()):
     return True
   requests = None
   if not wait.is_plain:
-    # Tokens have no wait with a limit, so another thread waits; where it is too late for a thread,
-    # what came so late ran where it was dispatched.
+    # Tokens have no wait with a time limit, so another thread waits. If no thread can be started
+    # anymore, such late programs ran during their dispatch.
     with contextlib.suppress(RuntimeError):
       requests = _idle_waiter()
   if requests is None:
@@ -140,15 +140,15 @@ def wait_for_effects(wait: Wait) -> bool:
   return wait.until(done.wait)
 
 
-# The requests of each idle thread that waits for tokens on another's behalf. There is one from the
-# first program with effects on: at the end of the process Python 3.12 makes no thread any more.
-# Under the GIL: single steps; at most one entry for each thread that has waited.
+# The requests of each idle thread that waits for tokens for another thread. The first program with
+# effects starts one, because Python 3.12 starts no threads at the end of the process. Under the
+# GIL: single steps; at most one entry for each thread that has waited.
 _waiters: collections.deque[queue.SimpleQueue[threading.Event]] = collections.deque()
-forget_waiters = _waiters.clear  # in a fork's child, which has none of these threads
+forget_waiters = _waiters.clear  # in a forked child, which has none of these threads
 
 
 def _idle_waiter() -> queue.SimpleQueue[threading.Event]:
-  """One that is nobody else's from now on."""
+  """Removes and returns an idle waiter, or starts one."""
   with contextlib.suppress(IndexError):
     return _waiters.pop()
   requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
@@ -174,13 +174,13 @@ def _wait_for_tokens() -> None:
 
 
 def own_tokens() -> list[Any]:
-  """The tokens of this thread's programs."""
+  """Returns the tokens of this thread's programs."""
   thread = threading.get_ident()
   return [token for (of, _), token in list(_effect_tokens.items()) if of == thread]
 
 
 def wait_for_own(effect: Any) -> None:
-  """Waits for this thread's programs with an ordered effect, whatever they fail with."""
+  """Waits for this thread's programs with an ordered effect; ignores their errors."""
   cpp_path.wait(threading.get_ident())
   if (token := _effect_tokens.get((threading.get_ident(), effect))) is not None:
     with contextlib.suppress(Exception):
@@ -191,7 +191,7 @@ _EXECUTION = os.path.join(os.path.dirname(__file__), "execution.py")  # wraps JA
 
 
 def first_calls(frames: Iterable[Any]) -> list[tuple[Any, Any]]:
-  """(function, jaxpr) of each jitted function whose first call executes, in a thread's `frames`.
+  """Returns (function, jaxpr) of each jitted function whose first call executes in `frames`.
 
   Other threads that call the function wait for that call to end (0.10 to 0.12). No public name.
   """
@@ -214,8 +214,8 @@ def first_calls(frames: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def is_jitted(value: Any) -> bool:
-  """True if a value is a function that `jax.jit` made. jaxlib's type of it is private."""
-  return issubclass(type(value), _jitted_type())  # no property of the value is asked for
+  """Returns True if a value is a function that `jax.jit` made. jaxlib's type of it is private."""
+  return issubclass(type(value), _jitted_type())  # reads no property of the value
 
 
 @functools.cache
@@ -226,20 +226,20 @@ def _jitted_type() -> type[Any]:
 def keep_with_program(context: Any, value: object) -> None:
   """Keeps `value` alive as long as the module being lowered, so also a `jax.stages.Lowered`.
 
-  JAX's own keepalive would do, but makes `jax.export` refuse the program (0.10 to 0.12).
+  JAX's own keepalive makes `jax.export` refuse the program (0.10 to 0.12).
   """
   weakref.finalize(context.module_context.module, id, value).atexit = False
 
 
-# Leaves files under a path out of JAX's notion of the user's code.
+# Excludes files under a path from the user's code in JAX's tracebacks.
 exclude_from_tracebacks: Callable[[str], None] = _source_info.register_exclusion
 
 
 # -- dispatch --------------------------------------------------------------------------------------
 def mark_host_callbacks(context: Any) -> None:
-  """Has JAX take the program being lowered for one with callbacks of its own (0.10 to 0.12).
+  """Marks the program being lowered as one with callbacks of JAX (0.10 to 0.12).
 
-  XLA's CPU client runs it on the thread that dispatches it; `jax.effects_barrier` waits for it.
+  XLA's CPU client then runs it on the dispatching thread, and `jax.effects_barrier` waits for it.
   """
   context.module_context.add_host_callback(lambda: None)
 
@@ -250,24 +250,24 @@ has_backend: Callable[[], bool] = _bridge.backends_are_initialized
 
 
 def _backends() -> Sequence[Any]:
-  """The backends that have been started (0.10 to 0.12)."""
+  """Returns the started backends (0.10 to 0.12)."""
   return list(_bridge.backends().values()) if has_backend() else []
 
 
 def live_arrays() -> Sequence[Any]:
-  """All arrays of all backends that have been started."""
+  """Returns all arrays of all started backends."""
   return [array for backend in _backends() for array in backend.live_arrays()]
 
 
 def local_devices() -> dict[str, list[Any]]:
-  """This process's devices of each backend that has been started, by its platform."""
+  """Returns this process's devices of each started backend, by platform."""
   return {backend.platform: list(backend.local_devices()) for backend in _backends()}
 
 
 def cpu_devices(what: str | None = None) -> list[Any]:
-  """This process's devices of the CPU backend, which JAX may not have (JAX_PLATFORMS).
+  """Returns this process's CPU devices; JAX may have none (JAX_PLATFORMS).
 
-  Raises RuntimeError then, for `what`, which can't do without; else there are none.
+  Without any it raises RuntimeError for `what`, which needs them; without `what` it returns [].
   """
   with contextlib.suppress(RuntimeError):
     return jax.local_devices(backend="cpu")
@@ -280,10 +280,10 @@ def cpu_devices(what: str | None = None) -> list[Any]:
 
 
 def forget_failed_tokens(kind: type[Any] = object) -> BaseException | None:
-  """Has this thread run programs with an ordered `kind` although one has failed (0.10, 0.11).
+  """Lets this thread run programs with an ordered `kind` after one has failed (0.10, 0.11).
 
-  JAX gives them the last one's token. That of a failed program on a GPU has failed, too, and with
-  it would all that follow. Returns what the first failed with.
+  JAX passes them the last program's token. A failed program's token on a GPU has failed, too, and
+  would make all following programs fail. Returns the error of the first failed program.
   """
   tokens: dict[Any, Any] = _dispatch.runtime_tokens.current_tokens
   failure: BaseException | None = None
@@ -298,9 +298,9 @@ def forget_failed_tokens(kind: type[Any] = object) -> BaseException | None:
 
 
 def run_after_failures(kind: type[Any]) -> None:
-  """Programs with an ordered `kind` run although the last of them is known to have failed.
+  """Lets programs with an ordered `kind` run even if the last of them is known to have failed.
 
-  This thread's next `jax.effects_barrier()` raises its error.
+  This thread's next `jax.effects_barrier()` raises the error.
   """
   tokens: Any = _dispatch.RuntimeTokenSet
   original = tokens.get_token_input
@@ -314,11 +314,11 @@ def run_after_failures(kind: type[Any]) -> None:
 
 
 def fast_device_put(device: Any) -> Callable[[Any, Any, Any], Any]:
-  """`put(aval, sharding, [array])` is a committed jax.Array on the device.
+  """Returns `put(aval, sharding, [array])`, which makes a committed jax.Array on the device.
 
-  `jax.device_put` ends in this, at a tenth of its cost (jaxlib 0.10 to 0.12): to be replaced by it
-  when it is quick. The array's memory is shared where it is aligned, so it must never change again.
-  For `jax.transfer_guard` it is an explicit transfer, as `jax.device_put` is.
+  `jax.device_put` ends in this function, which takes a tenth of its time (jaxlib 0.10 to 0.12). If
+  `jax.device_put` becomes fast, use that. An aligned array's memory is shared, so it must never
+  change again. For `jax.transfer_guard` it is an explicit transfer, like `jax.device_put`.
   """
   jaxlib: Any = _xla_client
   committed, force_copy, keep_x64 = True, False, True

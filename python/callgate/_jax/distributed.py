@@ -16,12 +16,12 @@ from jax._src import distributed as _distributed
 # texts by key, common to all processes. `jax.experimental.multihost_utils` is public, but needs
 # collectives, which hang when another process has failed (0.10 to 0.12).
 def distributed_client() -> Any:
-  """The client, or None without `jax.distributed.initialize`."""
+  """Returns the client, or None without `jax.distributed.initialize`."""
   return _distributed.global_state.client
 
 
 def distributed_place() -> tuple[int, int]:
-  """(index of this process, number of processes), once there is a client."""
+  """Returns (index of this process, number of processes), once there is a client."""
   state = _distributed.global_state
   return int(state.process_id), int(state.num_processes or 1)
 
@@ -42,20 +42,20 @@ def after_distributed_start(function: Callable[[], None]) -> None:
 
 
 class CommonStore:
-  """Texts by key that all processes see (`distributed_client`). Its calls release the GIL.
+  """Texts by key that all processes share (`distributed_client`). Its calls release the GIL.
 
-  A coordinator that does not answer is a ConnectionError.
+  They raise ConnectionError if the coordinator does not answer.
   """
 
   def __init__(self, client: Any) -> None:
     self._client = client
 
   def put(self, key: str, text: str, *, overwrite: bool = False) -> bool:
-    """Writes; False when the key is there already and may not be overwritten."""
+    """Writes a text; returns False if the key exists and must not be overwritten."""
     return self._answer("ALREADY_EXISTS", self._client.key_value_set, key, text, overwrite) != ()
 
   def get(self, key: str, seconds: float = 0.0) -> str | None:
-    """The text, waited for; None when there was none in time."""
+    """Waits for a text and returns it; None if it did not arrive in time."""
     if seconds <= 0:
       found = self._answer("NOT_FOUND", self._client.key_value_try_get, key)
     else:
@@ -65,7 +65,7 @@ class CommonStore:
     return None if found == () else found
 
   def under(self, folder: str) -> dict[str, str]:
-    """The texts whose keys begin with `folder`, which ends with "/", by the rest of their keys."""
+    """Returns the texts in `folder`, which ends with "/", by the rest of their keys."""
     found = self._answer("NOT_FOUND", self._client.key_value_dir_get, folder)
     return {key.removeprefix(folder): text for key, text in found}
 
@@ -75,7 +75,7 @@ class CommonStore:
 
   @staticmethod
   def _answer(expected: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns what the call returns; () for an error that begins with `expected`."""
+    """Returns the result of the call; () for an error whose text begins with `expected`."""
     try:
       return call(*arguments)
     except jax.errors.JaxRuntimeError as error:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jitted functions that JAX did not make through callgate: earlier ones, and copies.
 
-Each function that `jax.jit` makes from the import on is told to the runtime (`cpp_path.py`), which
-counts its calls and translates its errors. Earlier ones are looked for once, among all objects
-of the process, when the first gate, kernel or tap is made: before any of them can call it. A copy
-and an unpickled one come through `__setstate__` of JAX's class.
+The runtime learns each function that `jax.jit` makes after the import (`cpp_path.py`), counts its
+calls and translates its errors. Earlier functions are found once, among all objects of the process,
+before the first gate, kernel or tap is made, so before any of them can call it. Copies and
+unpickled functions go through `__setstate__` of JAX's class.
 
-The search takes about 5 ms for each 100,000 objects of the process. After `gc.freeze()` it covers
-the frozen ones, too, and freezes what there is by then.
+The search takes about 5 ms for each 100,000 objects of the process. After `gc.freeze()` it includes
+the frozen objects, and then freezes all objects.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def adopt() -> None:
 
   kind.__setstate__ = __setstate__
   was_frozen = gc.get_freeze_count() != 0
-  gc.unfreeze()  # what `gc.freeze` hides belongs to the search, and no other way leads to all of it
+  gc.unfreeze()  # the search needs the objects that `gc.freeze` hides
   functions = [one for one in gc.get_objects() if type(one) is kind]
   if was_frozen:
-    gc.freeze()  # forked processes share those pages while the collector leaves them alone
+    gc.freeze()  # forked processes share frozen pages
   for function in functions:
     _callgate.have_raise(function, jax.errors.JaxRuntimeError)

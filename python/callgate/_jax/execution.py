@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executions of compiled programs: the one place that wraps them (JAX 0.10 to 0.12).
+"""The executions of compiled programs: the only place that wraps them (JAX 0.10 to 0.12).
 
-JAX has no public hook at an execution. Each function below is wrapped once, by `start`; a row names
-the layers from the outside in.
+JAX has no public hook at an execution. `start` wraps each function below once; a row lists the
+layers from the outside in.
 
 | function of JAX | layers |
 |---|---|
@@ -29,12 +29,12 @@ from callgate._jax import cpp_path, dispatch, lowering
 class Watcher:
   """Takes part in the executions of each program that keeps it.
 
-  The program takes JAX's Python dispatch and gives a runtime token, as programs with effects do.
+  The program uses JAX's Python dispatch and returns a runtime token, like programs with effects.
 
   Attributes:
-    stop: a callee of the runtime that learns the number of each execution before it begins, but
-      only once JAX has accepted the arguments. None for no such callee.
-    waits: True if a program has ended when its dispatch returns, as XLA's CPU client runs programs
+    stop: a callee of the runtime that gets the number of each execution before it begins, but after
+      JAX has accepted the arguments. None for no such callee.
+    waits: True if a program must end before its dispatch returns, as XLA's CPU client runs programs
       with JAX's own callbacks. For programs with effects, which have a token without a watcher. An
       error stays with the program's values and tokens.
   """
@@ -43,17 +43,17 @@ class Watcher:
   waits = False
 
   def before(self, devices: Sequence[Any]) -> None:
-    """Runs before each execution on `devices`. An exception reaches the program's caller."""
+    """Runs before each execution on `devices`. Its exceptions reach the program's caller."""
 
 
 def watch(context: Any, watcher: Watcher | None) -> None:
-  """Has the program being lowered keep a watcher, unless it is for `jax.export` and can't."""
+  """Makes the program being lowered keep a watcher, except for `jax.export`, which can't."""
   if watcher is not None and not lowering.is_export(context):
     lowering.add_keepalive(context, watcher)
 
 
 def is_watched(compiled: Any) -> bool:
-  """True if a compiled program's watchers keep it off JAX's C++ dispatch path."""
+  """Returns True if a compiled program's watchers keep it off JAX's C++ dispatch."""
   program = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
   return not all(watcher.waits for watcher in _watchers(program))
 
@@ -83,7 +83,7 @@ def start() -> None:
     out = call(self, *args)
     if any(watcher.waits for watcher in _watchers(self)):
       for value in (*out, *dispatch.own_tokens()):
-        with contextlib.suppress(Exception):  # left to those who wait for the program
+        with contextlib.suppress(Exception):  # the waits for the program raise it
           value.block_until_ready()
     return out
 
@@ -106,8 +106,8 @@ def start() -> None:
     return _callgate.run_dispatched(stops, execute, self, *args, **kwargs)
 
   def create_cpp_call(self: Any, params: Any) -> Any:
-    # JAX does not look at ordered effects here: from its second call on a compiled program with
-    # them would get no token. JAX's own ordered callbacks are host callbacks, and so looked at.
+    # JAX ignores ordered effects here, so a compiled program with them would get no token from its
+    # second call on. It checks only host callbacks, which its own ordered callbacks are.
     if getattr(self.unsafe_call, "ordered_effects", None):
       return None
     return cpp_path.make_cpp_call(make_cpp_call, self, params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's part in Python's garbage collection."""
+"""JAX's hook in Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from callgate import _callgate
 
 
 def start() -> None:
-  """Has no signal's handler run within the collection, where what it raises would be lost.
+  """Keeps signal handlers from running in a collection, where their exceptions would be lost.
 
-  JAX's function there is one in Python, which runs handlers as it begins (0.10 to 0.12).
+  JAX's hook is a Python function, which runs handlers as it begins (0.10 to 0.12).
   """
   collect: Any = _callgate.without_signals(_jaxlib.collect_garbage)
   gc.callbacks[:] = [collect if one is _xla_gc_callback else one for one in gc.callbacks]

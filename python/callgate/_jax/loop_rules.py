@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's rules for loops and branches: the one place that wraps them (0.10 to 0.12).
+"""JAX's rules for loops and branches: the only place that wraps them (0.10 to 0.12).
 
-Parts of callgate add layers: `_start.py` has the table of rules, with the layers in their order. A
-layer gets the next layer, or JAX's own rule, and then the rule's arguments.
+Parts of callgate add layers; `_start.py` has the table of rules, with the layers in order. A layer
+gets the next layer, or JAX's own rule, and then the rule's arguments.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def wrap(rule: str, primitive: Any, *layers: _Layer) -> None:
 
   Args:
     rule: "lowering" (for all platforms), "vmap", "linearize" or "checkpoint".
-    primitive: JAX's.
-    *layers: see the module.
+    primitive: JAX's primitive.
+    *layers: the layers, see the module.
   """
   if rule == "lowering":
     original = _mlir._lowerings[primitive].rule  # pyright: ignore[reportPrivateUsage]
@@ -43,7 +43,7 @@ def wrap(rule: str, primitive: Any, *layers: _Layer) -> None:
 
 
 def wrap_hoisting(*layers: _Layer) -> None:
-  """Puts layers around the function by which JAX hoists constants out of a scan."""
+  """Puts layers around the function that hoists constants out of a scan."""
   original = _loops._scan_known_hoisting  # pyright: ignore[reportPrivateUsage]
   _loops._scan_known_hoisting = _around(original, layers)  # pyright: ignore[reportPrivateUsage]
 
@@ -61,16 +61,16 @@ def _around(original: Callable[..., Any], layers: Sequence[_Layer]) -> Callable[
 
 
 def keep_results(holds: Callable[[Any], bool]) -> None:
-  """Dead-code elimination keeps all results of a loop, branch or jit that `holds`, if it keeps one.
+  """Dead-code elimination keeps all results of a loop, branch or jit if it keeps one and `holds`.
 
-  Wraps their rules of dead code elimination, which would drop a loop's unused carry with all that
-  only it needs, whether it has an effect or not (0.10 to 0.12; `while_loop` has a rule since 0.12).
-  JAX has no public way to say that an equation counts where it stands.
+  Wraps JAX's rules of dead-code elimination. They would drop a loop's unused carry and everything
+  that only the carry needs, effects included (0.10 to 0.12; `while_loop` has a rule since 0.12).
+  JAX has no public way to keep an equation.
   """
   from jax._src.pjit import jit_p
 
   def keeping(rule: Callable[..., Any]) -> Callable[..., Any]:
-    # 0.12 says which inputs live, too: rule(used, live, eqn).
+    # 0.12 also passes the live inputs: rule(used, live, eqn).
     def wrapped(used: Sequence[bool], *live_and_eqn: Any) -> Any:
       whole = any(used) and not all(used) and holds(live_and_eqn[-1])
       return rule([True] * len(used) if whole else used, *live_and_eqn)

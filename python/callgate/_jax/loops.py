@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's loops: what their primitives hold, the rules that hoist and evaluate them, and types."""
+"""JAX's loops: their primitives' parameters, the rules that hoist and evaluate them, and types."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 
 T = TypeVar("T")
-# Files of JAX's with nothing but calls of other people's functions, and loops of none (0.10 to
-# 0.12): in these folders, but for one whose `vmap_method` is a loop.
+# JAX's files that only call other functions and have no loops (0.10 to 0.12): in these folders,
+# except one whose `vmap_method` is a loop.
 _CALLING = {os.path.dirname(inspect.getfile(module)) for module in (_source_info, _partial_eval)}
 _CALLING_NOT = "ffi.py"
 _Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -29,10 +29,10 @@ def _only_calls(file: str) -> bool:
 
 
 def wrap_function(name: str, layer: _Layer) -> None:
-  """Has calls of `jax.lax.scan`, say, by whoever has the function, go through a layer.
+  """Passes calls of `jax.lax.scan`, for example, through a layer.
 
-  The layer gets the function, and the call's arguments. Loops of JAX's own functions go past it,
-  and those of callgate's. JAX wraps these functions, and the wrapper's cell has the one (0.10 to
+  The layer gets the function and the call's arguments. Loops of JAX's own functions and of
+  callgate's skip it. JAX wraps these functions, and the wrapper's cell holds the function (0.10 to
   0.12).
   """
   wrapper: Any = getattr(jax.lax, name)
@@ -51,13 +51,13 @@ def wrap_function(name: str, layer: _Layer) -> None:
   cell.cell_contents = through
 
 
-# `jax.lax.scan` as it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
-# the parameters of the primitive, whatever they are called. No public name.
+# The lowering of `jax.lax.scan`: a `while_loop` on whole arrays (0.10 to 0.12). Takes the
+# primitive's parameters, whatever their names. No public name.
 scan_impl: Callable[..., Any] = _loops._scan_impl  # pyright: ignore[reportPrivateUsage]
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-  """How many operands of a `scan` are constants, and how many its carry (0.10 to 0.12)."""
+  """Returns the number of constants and of carried operands of a `scan` (0.10 to 0.12)."""
   if "num_consts" in params:
     return params["num_consts"], params["num_carry"]
   consts, carry, _ = map(list, params["ft_in"].unpack())  # since 0.12
@@ -65,12 +65,12 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def split_scan(params: Mapping[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-  """Returns what a `scan` has for each operand, for (constants, carry, what is scanned over)."""
+  """Splits values for a `scan`'s operands into (constants, carry, scanned operands)."""
   first, count = scan_counts(params)
   return list(of[:first]), list(of[first : first + count]), list(of[first + count :])
 
 
-# Calls that run their one jaxpr on their operands once they are lowered (0.10 to 0.12).
+# Calls that run their only jaxpr on their operands after lowering (0.10 to 0.12).
 _CALLS = frozenset((
   "jit", "pjit", "call", "core_call", "closed_call", "checkpoint", "remat", "remat2",
   "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call",
@@ -78,7 +78,7 @@ _CALLS = frozenset((
 
 
 def called(eqn: Any) -> Any:
-  """The one jaxpr that a call runs on its operands; None for any other equation (0.10 to 0.12)."""
+  """Returns the only jaxpr that a call runs on its operands; else None (0.10 to 0.12)."""
   if eqn.primitive.name not in _CALLS:
     return None
   names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee")
@@ -86,9 +86,9 @@ def called(eqn: Any) -> Any:
 
 
 def runs(eqn: Any) -> tuple[Any, list[int]] | None:
-  """(jaxpr, positions of its operands among the equation's) of an equation that is lowered to it.
+  """Returns (jaxpr, positions of its operands) of an equation that is lowered to the jaxpr.
 
-  None for a loop, for a branch, and for what makes something else of its jaxprs (0.10 to 0.12).
+  None for a loop, a branch, and equations that transform their jaxprs (0.10 to 0.12).
   """
   if eqn.primitive.name == "custom_linear_solve":
     lengths = eqn.params["const_lengths"]
@@ -99,23 +99,24 @@ def runs(eqn: Any) -> tuple[Any, list[int]] | None:
   return None if inner is None else (inner, list(range(len(eqn.invars))))
 
 
-# A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).
+# A jaxpr with some of its arguments moved to the front: (jaxpr, True for each that moves) (0.10 to
+# 0.12).
 move_binders_to_front: Callable[[Any, Sequence[bool]], Any] = _partial_eval.move_binders_to_front
 
 
 def split_operands(params: dict[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-  """Returns what a `while_loop` has for each operand, for (condition, body, carry)."""
+  """Splits values for a `while_loop`'s operands into (condition, body, carry)."""
   first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
   return list(of[:first]), list(of[first:second]), list(of[second:])
 
 
 def any_lane(flag: Any) -> Any:
-  """The predicate of a `while_loop`, which goes on as long as any of its lanes does."""
+  """Returns the predicate of a batched `while_loop`, which continues while any lane does."""
   return jax.numpy.any(flag) if flag.shape else flag
 
 
 def chosen(lanes: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-  """The values that a batched `while_loop` carries on: new ones of lanes that go on, else old."""
+  """Returns the carry of a batched `while_loop`: new values for lanes that continue, else old."""
 
   def choose(new: Any, old: Any) -> Any:
     flags = jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim)))
@@ -125,7 +126,7 @@ def chosen(lanes: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
 
 
 def weakly_typed(value: Any, weak: bool = True) -> Any:
-  """The value, weakly typed if `weak`, as Python's numbers are (0.10 to 0.12; not public)."""
+  """Returns the value, weakly typed if `weak`, as Python numbers are (0.10 to 0.12; not public)."""
   if not weak:
     return value
   return _lax._convert_element_type(value, value.dtype, weak_type=True)  # pyright: ignore[reportPrivateUsage]

@@ -40,9 +40,9 @@ def emit_ffi_call(
 ) -> Sequence[Any]:
   """Emits a typed FFI custom call, in the order of an effect if one is given; returns its results.
 
-  `named`: what profiles call the operation, behind "callgate/".
+  `named` is the operation's name in profiles, after "callgate/".
 
-  Without `gives_token` what follows in that order has to be tied to a result.
+  Without `gives_token` later operations in that order must depend on a result.
 
   Tokens of effects are not public (0.10 to 0.12).
   """
@@ -77,7 +77,7 @@ class _Named:
 
 
 def _location(context: Any, named: str) -> Any:
-  """Where the operation being lowered comes from, under a name of its own (0.10 to 0.12)."""
+  """Returns the source location of the operation being lowered, with a name (0.10 to 0.12)."""
   traceback = getattr(context, "traceback", None)
   if not named or traceback is None:
     return contextlib.nullcontext()
@@ -88,7 +88,7 @@ def _location(context: Any, named: str) -> Any:
 
 
 def has_open_shapes(avals: Sequence[Any]) -> bool:
-  """True if an array's shape is symbolic, in a program for `jax.export` (0.10 to 0.12)."""
+  """Returns True if an array's shape is symbolic, in a program for `jax.export` (0.10 to 0.12)."""
   return not all(_core.is_constant_shape(aval.shape) for aval in avals)
 
 
@@ -98,7 +98,7 @@ def _set_token_after(context: Any, effect: Any, token: Any) -> None:
 
 
 def platforms_of(context: Any) -> tuple[str, ...]:
-  """The platforms that the rule being run lowers for (0.10 to 0.12)."""
+  """Returns the platforms that the running rule lowers for (0.10 to 0.12)."""
   return tuple(context.platforms or context.module_context.platforms)
 
 
@@ -110,7 +110,7 @@ def lower_each_platform(
 ) -> Sequence[Any]:
   """Lowers by `rules` for each platform; a program for several chooses when it runs.
 
-  JAX does so itself for rules that were registered by platform, but not uncached ones: it takes the
+  JAX does so for rules registered by platform, but not for uncached ones, because it mistakes the
   context's results for a list (0.10 to 0.12).
   """
   context_of_lists = context.replace(avals_out=list(context.avals_out))
@@ -125,7 +125,7 @@ def lower_each_platform(
 def lower_in_order(
   context: Any, function: Callable[..., Any], operands: Sequence[Any], effect: Any
 ) -> Sequence[Any]:
-  """Lowers `function`, with one ordered callback of JAX's in it, in the order of our `effect`.
+  """Lowers `function`, which contains one ordered JAX callback, in the order of our `effect`.
 
   `jax.interpreters.mlir.lower_fun` is public, tokens are not (0.10 to 0.12).
   """
@@ -138,7 +138,7 @@ def lower_in_order(
 
 
 def device_count(context: Any) -> int:
-  """Devices that the program being lowered runs on (0.10 to 0.12: private axis contexts)."""
+  """Returns the number of the program's devices (0.10 to 0.12: private axis contexts)."""
   axes = context.module_context.axis_context
   if hasattr(axes, "num_devices"):
     return axes.num_devices
@@ -147,7 +147,7 @@ def device_count(context: Any) -> int:
 
 
 def program_devices(context: Any) -> tuple[Any, ...] | None:
-  """The devices of the program being lowered; None inside a manual region (0.10 to 0.12)."""
+  """Returns the devices of the program being lowered; None in a manual region (0.10 to 0.12)."""
   axes = context.module_context.axis_context
   if not isinstance(axes, _sharding_impls.ShardingContext):
     return None
@@ -156,24 +156,24 @@ def program_devices(context: Any) -> tuple[Any, ...] | None:
 
 
 def is_automatic(context: Any) -> bool:
-  """True if XLA splits the arrays of the call being lowered, along all mesh axes or some."""
+  """Returns True if XLA splits the arrays of the call being lowered, along any mesh axes."""
   return is_partitioned(context) or is_partly_manual(context)
 
 
-# XLA's partitioner takes a token beside another value in a partly manual program (0.11 to 0.12).
-# That of 0.10 ends the process: "Check failed: buffer != nullptr" in shape.h.
+# XLA's partitioner supports a token beside another value in a partly manual program (0.11 to 0.12).
+# In 0.10 it ends the process: "Check failed: buffer != nullptr" in shape.h.
 TOKENS_IN_PARTLY_MANUAL = jax.__version_info__ >= (0, 11)
 
 
 def is_partly_manual(context: Any) -> bool:
-  """True if the call being lowered is in a `jax.shard_map` that leaves some mesh axes automatic."""
+  """Returns True if the call being lowered is in a `jax.shard_map` with automatic mesh axes."""
   axes = context.module_context.axis_context
   manual, mesh = getattr(axes, "manual_axes", ()), getattr(axes, "mesh", None)
   return mesh is not None and 0 < len(manual) < len(mesh.axis_names)
 
 
 def manual_devices(context: Any) -> tuple[int, ...]:
-  """The ids of the mesh's devices, in a fully manual region; () elsewhere (0.10 to 0.12)."""
+  """Returns the ids of the mesh's devices in a fully manual region; () elsewhere (0.10 to 0.12)."""
   axes = context.module_context.axis_context
   devices = getattr(getattr(axes, "mesh", None), "devices", None)
   if devices is None or is_automatic(context):
@@ -182,7 +182,7 @@ def manual_devices(context: Any) -> tuple[int, ...]:
 
 
 def mesh_axes(context: Any) -> tuple[tuple[str, int], ...]:
-  """Names and sizes of the mesh of the program being lowered; () where it has told none."""
+  """Returns names and sizes of the mesh of the program being lowered; () if unknown."""
   axes = context.module_context.axis_context
   meshes = [getattr(axes, "mesh", None), getattr(axes, "abstract_mesh", None)]
   for aval in (*context.avals_in, *context.avals_out):
@@ -194,7 +194,7 @@ def mesh_axes(context: Any) -> tuple[tuple[str, int], ...]:
 
 
 def annotate(context: Any, results: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-  """Values with the shardings that their types have in an explicitly sharded program."""
+  """Gives values the shardings of their types in an explicitly sharded program."""
   if not is_explicit(avals):
     return list(results)
   return [
@@ -208,9 +208,9 @@ partition_id: Callable[[], Any] = _hlo.partition_id
 
 
 def is_partitioned(context: Any) -> bool:
-  """True if XLA partitions the program being lowered over several devices (0.10 to 0.12).
+  """Returns True if XLA partitions the program being lowered over several devices (0.10 to 0.12).
 
-  False inside a fully manual `jax.shard_map`. Stands for `axis_context`'s type; no public name.
+  False inside a fully manual `jax.shard_map`. Replaces the type of `axis_context`; no public name.
   """
   axes = context.module_context.axis_context
   return isinstance(axes, _sharding_impls.ShardingContext) and axes.num_devices > 1
@@ -225,5 +225,5 @@ def add_keepalive(context: Any, value: object) -> None:
 
 
 def is_export(context: Any) -> bool:
-  """True if the program being lowered is for `jax.export` (0.10 to 0.12). No public name."""
+  """Returns True if the program being lowered is for `jax.export` (0.10 to 0.12); not public."""
   return bool(context.module_context.lowering_parameters.for_export)

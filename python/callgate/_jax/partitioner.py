@@ -24,7 +24,7 @@ def register_partitioner(
   partition: Callable[..., Any],
   infer: Callable[..., Any],
 ) -> None:
-  """Has XLA's partitioner ask these about custom calls of a target, on plugins too."""
+  """Registers functions that XLA's partitioner calls for a target's calls, on plugins too."""
   options: dict[str, Any] = {
     "name": target,
     "prop_user_sharding": propagate,
@@ -55,7 +55,7 @@ def set_sharding_rule(operation: Any, rule: Any) -> None:
 
 
 def shape_and_dtype(shape: Any) -> tuple[tuple[int, ...], Any]:
-  """The type of an `xla.Shape`; a token's dtype is None."""
+  """Returns the type of an `xla.Shape`; a token's dtype is None."""
   if str(shape).startswith("token"):
     return (), None
   return tuple(shape.dimensions()), shape.numpy_dtype()
@@ -66,14 +66,14 @@ def _is_of_all(sharding: Any) -> bool:
 
 
 def is_of_one_device(sharding: Any) -> bool:
-  """True for an array that one device has alone, as JAX has it for what its callbacks give."""
+  """Returns True for an array on a single device, as JAX makes results of its callbacks."""
   return not _is_of_all(sharding) and math.prod(sharding.tile_assignment_dimensions()) == 1
 
 
 def device_grid(sharding: Any, rank: int) -> Any:
-  """An `HloSharding` as device numbers by [tile along each dimension..., replica, manual].
+  """Returns an `HloSharding` as device numbers by [tile along each dimension..., replica, manual].
 
-  None for one that is no tiling: of an array that each device has as a whole, or one alone.
+  None for a sharding without tiles: of an array that every device has whole, or only one has.
   """
   if _is_of_all(sharding) or is_of_one_device(sharding):
     return None
@@ -91,7 +91,7 @@ def device_grid(sharding: Any, rank: int) -> Any:
 
 
 def sharding_of_grid(grid: Any, rank: int) -> Any:
-  """The `HloSharding` of which `device_grid` would give the grid."""
+  """Returns the `HloSharding` with this `device_grid`."""
   *tiles, copies, manual = grid.shape
   if all(count == 1 for count in tiles) and manual == 1:
     return replicated_sharding()
@@ -111,7 +111,7 @@ replicated_sharding: Callable[[], Any] = _xla_client.HloSharding.replicate
 
 
 def tuple_sharding(shardings: Sequence[Any]) -> Any:
-  """The `HloSharding` of a tuple."""
+  """Returns the `HloSharding` of a tuple."""
   proto: Any = _xla_client.OpSharding()
   proto.type = _xla_client.OpSharding.Type.TUPLE
   proto.tuple_shardings = [sharding.to_proto() for sharding in shardings]
@@ -119,5 +119,5 @@ def tuple_sharding(shardings: Sequence[Any]) -> Any:
 
 
 def spec_of_sharding(sharding: Any, mesh: Any) -> Any:
-  """The PartitionSpec on a mesh that an `HloSharding` stands for."""
+  """Returns the PartitionSpec on a mesh for an `HloSharding`."""
   return _sharding_impls.parse_flatten_op_sharding(sharding, mesh)[0]

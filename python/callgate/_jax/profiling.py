@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's profiler: spans of the host, and whether one runs (0.10 to 0.12)."""
+"""JAX's profiler: spans on the host, and a test if it runs (0.10 to 0.12)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from jax._src.lib import _profiler  # pyright: ignore[reportAttributeAccessIssue]
 
-# True while a profile is taken. `jax.profiler.TraceAnnotation` has it, too, but not as its own.
+# True while a profile is taken. The public `jax.profiler.TraceAnnotation` only inherits it.
 is_running: Callable[[], bool] = _profiler.TraceMe.is_enabled
 # A context manager: (name, **metadata).
 Span: Callable[..., Any] = _profiler.TraceMe
 
 
 def at_start(begun: Callable[[], object]) -> None:
-  """Has `begun()` called when this process begins to take a profile.
+  """Calls `begun()` when this process begins to take a profile.
 
-  All of JAX's ways make a session; those of a profile that is asked for from elsewhere do not.
+  It covers all of JAX's functions, which make a session, but not profiles requested from outside
+  the process.
   """
   make = _profiler.ProfilerSession
 

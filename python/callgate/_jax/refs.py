@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's mutable arrays (`jax.Ref`): their values, and what changes them in a jaxpr."""
+"""JAX's mutable arrays (`jax.Ref`): their values, and their changes in a jaxpr."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from callgate._jax import walk
 
 
 def touches(effects: Any) -> bool:
-  """True if one of a jaxpr's effects reads or writes a Ref from outside of it (0.10 to 0.12)."""
+  """Returns True if a jaxpr's effects read or write a Ref from outside of it (0.10 to 0.12)."""
   return any(isinstance(effect, _types.RefEffect) for effect in effects)
 
 
 def is_ref(aval: Any) -> bool:
-  """True for the abstract value of a Ref (0.10 to 0.12)."""
+  """Returns True for the abstract value of a Ref (0.10 to 0.12)."""
   return isinstance(aval, _types.AbstractRef)
 
 
 def read(tree: Any) -> Any:
-  """The pytree with what Refs, or parts of them (`ref.at[...]`), hold now in their places.
+  """Returns the pytree with the current values of Refs, or of parts (`ref.at[...]`).
 
-  A caller of a host's function with a Ref means that: the host knows no Refs (0.10 to 0.12).
+  A host function can't get a Ref, so the caller means its value (0.10 to 0.12).
   """
   if not any(isinstance(leaf, _REFS) for leaf in jax.tree.leaves(tree)):
     return tree
@@ -38,7 +38,7 @@ _REFS: Any = (jax.Ref, _types.TransformedRef)
 
 
 def bind_masked(eqn: Any, mask: Any, operands: Sequence[Any]) -> list[Any]:
-  """The results of an equation, which changes a Ref only where `mask` is True (0.10 to 0.12)."""
+  """Returns the results of an equation that changes a Ref where `mask` is True (0.10 to 0.12)."""
   if eqn.primitive is _primitives.swap_p:
     ref, value, *index = operands
     before = _primitives.get_p.bind(ref, *index, **eqn.params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax.checkpoint`: its new implementation (`jax_remat3`), and effects in what nobody uses."""
+"""`jax.checkpoint`: its new implementation (`jax_remat3`), and effects in unused parts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jax._src.interpreters import partial_eval as _partial_eval
 
 
 def use_old_for(holds: Callable[[Any], bool]) -> None:
-  """Has programs for which `holds(closed jaxpr)` take the implementation without `jax_remat3`.
+  """Uses the implementation without `jax_remat3` for programs for which `holds(closed jaxpr)`.
 
-  The new one runs all of a program again in the backward pass, whatever its effects, and knows no
-  rule by which a primitive's results are kept. (In 0.10 to 0.12, off by default; the old one has
+  The new one runs all of a program again in the backward pass, whatever its effects, and has no
+  rule that keeps a primitive's results. (In 0.10 to 0.12 it is off by default; the old one has
   rules, `partial_eval_jaxpr_custom_rules`.)
   """
   new: Any = getattr(_ad_checkpoint, "RematTraced", None)
@@ -34,9 +34,9 @@ def use_old_for(holds: Callable[[Any], bool]) -> None:
 
 
 def keep_effects() -> None:
-  """Dead-code elimination keeps a `jax.checkpoint` with an effect, if its operands are constants.
+  """Makes dead-code elimination keep a `jax.checkpoint` with an effect and constant operands.
 
-  JAX's own rule drops it where neither an operand nor a result is used (0.10 and 0.11).
+  JAX's own rule drops it if neither an operand nor a result is used (0.10 and 0.11).
   """
   rules: dict[Any, Callable[..., Any]] = _partial_eval.dce_rules
   rule = rules[_ad_checkpoint.remat_p]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs with effects that a thread has dispatched, and that may run."""
+"""A thread's dispatched programs with effects that may still run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from callgate._jax.dispatch import _effect_tokens  # pyright: ignore[reportPriva
 
 
 def own_programs() -> list[Any]:
-  """The signs of this thread's programs with effects that may still run."""
+  """Returns the signs of this thread's programs with effects that may still run."""
   own = threading.get_ident()
   tokens = [token for (thread, _), token in list(_effect_tokens.items()) if thread == own]
   return [*tokens, *cpp_path.own_signs()]
 
 
 def wait_for(programs: Iterable[Any]) -> None:
-  """Waits for `own_programs` of some thread, whatever they fail with."""
+  """Waits for `own_programs` of some thread; ignores their errors."""
   for one in programs:
     with contextlib.suppress(Exception):
       one.block_until_ready()

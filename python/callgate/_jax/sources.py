@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the user's code traced an operation.
+"""Finds the user's code that traced an operation.
 
-JAX keeps a traceback with each equation, which ends where a function began to be traced. JAX traces
-a function with rules of its own by itself: an operation in it has none of the user's frames, unless
-`traced_here` gives it those of the caller.
+JAX keeps a traceback with each equation, which ends at the function being traced. JAX traces
+functions with their own rules separately: their operations have no frames of the user, unless
+`traced_here` gives them the caller's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax._src import source_info_util as _source_info
 
 
 def call_site(context: Any) -> tuple[str, int, str] | None:
-  """(file, line, function) of the user's code that traced the operation being lowered.
+  """Returns (file, line, function) of the user's code that traced the operation being lowered.
 
   `jax.extend.source_info_util` is public but does not read a lowering's traceback (0.10 to 0.12).
   """
@@ -25,7 +25,7 @@ def call_site(context: Any) -> tuple[str, int, str] | None:
 
 
 def source_of(eqn: Any) -> str:
-  """Where the user's code traced an equation: "file:line (function)"; "" where nobody knows."""
+  """Returns the user's code that traced an equation: "file:line (function)"; "" if unknown."""
   line = _line(eqn.source_info.traceback)
   return "" if line is None else f"{line[0]}:{line[1]} ({line[2]})"
 
@@ -36,13 +36,13 @@ _shared: set[types.CodeType] = set()
 
 
 def shared(function: _F) -> _F:
-  """Marks a function that makes a program which later calls share: they may be of other lines."""
+  """Marks a function that makes a program for later calls too, which may be on other lines."""
   _shared.add(function.__code__)
   return function
 
 
 def _line(traceback: Any) -> tuple[str, int, str] | None:
-  """The innermost of the user's frames (0.10 to 0.12)."""
+  """Returns the innermost of the user's frames (0.10 to 0.12)."""
   said = ""
   for code, last in zip(*traceback.raw_frames(), strict=True) if traceback is not None else ():
     if code in _shared:
@@ -54,13 +54,13 @@ def _line(traceback: Any) -> tuple[str, int, str] | None:
 
 
 def users_line() -> tuple[str, int, str] | None:
-  """(file, line, function) of the user's code that is tracing now; None where nobody knows."""
+  """Returns (file, line, function) of the user's code that is tracing now; None if unknown."""
   return _line(_source_info.current().traceback)
 
 
 @contextlib.contextmanager
 def traced_here() -> Generator[None]:
-  """Gives operations that the block traces the traceback of here (0.10 to 0.12; not public)."""
+  """Gives operations that the block traces this place's traceback (0.10 to 0.12; not public)."""
   local = _source_info._source_info_context  # pyright: ignore[reportPrivateUsage]
   before = local.context
   local.context = _source_info.current()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's tracing: effects, options in jit's key, avals, jaxprs, control-flow rules.
 
-Each entry in this folder says what it stands for, in which JAX versions it was seen, and what
-public API would replace it. A new JAX version that moves one of these is served there alone.
+Each entry in this folder names the JAX function that it replaces, the tested JAX versions, and the
+public API that would replace it. If a new JAX version moves one, only this folder changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from callgate._jax import sources
 Primitive = _core.Primitive
 Literal = _core.Literal
 jaxpr_as_fun = _core.jaxpr_as_fun
-eval_jaxpr: Callable[..., list[Any]] = _core.eval_jaxpr  # of a jaxpr, its constants, arguments
+eval_jaxpr: Callable[..., list[Any]] = _core.eval_jaxpr  # takes a jaxpr, its constants, arguments
 
 # -- effects -------------------------------------------------------------------------------------
 # A JAX effect keeps a call alive and ordered. JAX has no public way to define one (0.10 to 0.12);
@@ -44,10 +44,10 @@ Effect = _effects.Effect
 
 
 def allow_effect(effect: type[Any], *, ordered: bool, kept: bool = False) -> None:
-  """Lets an effect class of ours through every transformation of JAX.
+  """Allows an effect class of callgate in all transformations of JAX.
 
-  With `kept`, what is evaluated later keeps a call of which nothing is used, as it does JAX's own
-  debug callbacks.
+  With `kept`, partial evaluation keeps a call without used results, as it keeps JAX's debug
+  callbacks.
   """
   kinds = ["lowerable", "control_flow_allowed", "remat_allowed", "custom_derivatives_allowed"]
   kinds += ["partial_eval_kept"] * kept + ["ordered", "shardable_ordered"] * ordered
@@ -75,21 +75,21 @@ in_no_trace: Callable[[], bool] = _core.trace_state_clean
 
 
 def is_plain_array(value: Any) -> bool:
-  """True for a concrete array of a dtype of NumPy's; `jax.Array` is the type of tracers, too."""
+  """Returns True for a concrete array of a NumPy dtype; `jax.Array` is also the type of tracers."""
   return type(value) is _array.ArrayImpl
 
 
 def clearable_cache(max_size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """An LRU cache that `jax.clear_caches()` empties (0.10 to 0.12); no public API."""
+  """Returns an LRU cache that `jax.clear_caches()` empties (0.10 to 0.12); no public API."""
   return _util.cache(max_size=max_size, trace_context_in_key=False)
 
 
-# Has `jax.clear_caches()` call the `cache_clear()` of an object, too (0.10 to 0.12); no public API.
+# `jax.clear_caches()` then calls the `cache_clear()` of an object (0.10 to 0.12); not public.
 clear_with_caches: Callable[[Any, str], None] = _util.register_cache
 
 
 def behind(value: Any) -> Any:
-  """The value that a tracer of derivatives or lanes stands for, or the value (0.10 to 0.12)."""
+  """Returns the value behind a tracer of derivatives or lanes, or the value (0.10 to 0.12)."""
   while True:
     if isinstance(value, (_ad.JVPTracer, _ad.LinearizeTracer)):
       value = value.primal
@@ -103,10 +103,10 @@ def behind(value: Any) -> Any:
 def shaped_array(
   shape: tuple[int, ...], dtype: Any, operands: Sequence[Any], *, weak_type: bool = False
 ) -> Any:
-  """The abstract value of a result that depends on `operands` (0.10 to 0.12).
+  """Returns the abstract value of a result that depends on `operands` (0.10 to 0.12).
 
-  Carries the mesh of an explicitly sharded program, and in a `jax.shard_map` varies over each mesh
-  axis that an operand varies over; `jax.core.ShapedArray` alone has no such arguments.
+  It has the mesh of an explicitly sharded program, and in a `jax.shard_map` varies over each mesh
+  axis that an operand varies over. `jax.core.ShapedArray` has no such arguments.
   """
   aval = _core.ShapedArray(shape, dtype, weak_type=weak_type)
   if aval.sharding.mesh.empty:
@@ -114,17 +114,17 @@ def shaped_array(
   return varying_aval(aval, varying_axes(operands))
 
 
-# In a `jax.shard_map` with `check_vma=True`, its default, JAX types each value by the mesh axes
-# that it varies over. Transposition adds up over the axes that a value is cast to vary over, so
-# what a type says decides what a gradient is. `jax.lax.pcast` is the public cast, `jax.typeof(x)`
-# shows the axes; JAX has no public way to give an abstract value its axes (0.10 to 0.12).
+# In a `jax.shard_map` with `check_vma=True`, the default, a value's type has the mesh axes that it
+# varies over. Transposition adds up over the axes that a value is cast to vary over, so the type
+# determines the gradient. `jax.lax.pcast` is the public cast, `jax.typeof(x)` shows the axes. JAX
+# has no public way to set the axes of an abstract value (0.10 to 0.12).
 def varying_axes(values: Sequence[Any]) -> frozenset[Any]:
-  """The manual mesh axes that one of the values, abstract or not, varies over."""
+  """Returns the manual mesh axes that one of the values, abstract or not, varies over."""
   return frozenset[Any]().union(*(_manual_type(value).varying for value in values))
 
 
 def varying_aval(aval: Any, axes: frozenset[Any]) -> Any:
-  """An abstract value that varies over the axes as well as over its own."""
+  """Returns an abstract value that varies over the axes, too."""
   own = aval.manual_axis_type
   if axes <= own.varying:
     return aval
@@ -132,13 +132,13 @@ def varying_aval(aval: Any, axes: frozenset[Any]) -> Any:
 
 
 def vary_over(axes: frozenset[Any], value: Any) -> Any:
-  """The value, cast to vary over the axes as well as over its own."""
+  """Casts the value to vary over the axes in addition to its own."""
   more = axes - _manual_type(value).varying
   return _core.pvary(value, tuple(sorted(more, key=str))) if more else value
 
 
 def unvaried(value: Any) -> Any:
-  """The value, whose type names no axes; while lowering, where types have done their work."""
+  """Returns the value with a type without axes; for lowering, where types no longer matter."""
   named = _manual_type(value).varying or lies_explicitly([value])
   return unvaried_p.bind(value) if named else value
 
@@ -153,26 +153,26 @@ _mlir.register_lowering(unvaried_p, lambda context, x: [x])
 
 
 def region_axes() -> frozenset[Any]:
-  """The mesh axes of the `jax.shard_map` or `jax.pmap` being traced (0.10 to 0.12)."""
+  """Returns the mesh axes of the `jax.shard_map` or `jax.pmap` being traced (0.10 to 0.12)."""
   return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
 
 
 def manual_axes() -> frozenset[Any]:
-  """The mesh axes of the `jax.shard_map` being traced whose check is on; none outside of one."""
+  """Returns the mesh axes of the checked `jax.shard_map` being traced, if any."""
   checked = _config._check_vma.value  # pyright: ignore[reportPrivateUsage]
   return region_axes() if checked else frozenset()
 
 
 def in_manual_region() -> bool:
-  """True if the code being traced is inside a `jax.shard_map` or `jax.pmap`."""
+  """Returns True if the code being traced is inside a `jax.shard_map` or `jax.pmap`."""
   return bool(region_axes())
 
 
 def in_pmap() -> bool:
-  """True if the code being traced is inside a `jax.pmap` (0.10 to 0.12).
+  """Returns True if the code being traced is inside a `jax.pmap` (0.10 to 0.12).
 
-  A `pmap` is a `jax.shard_map`; its caller alone tells the two apart. An inner jitted function has
-  the answer of the first call, which traces it.
+  A `pmap` is a `jax.shard_map` with another caller. An inner jitted function has the answer of its
+  first call, which traces it.
   """
   frame = inspect.currentframe() if in_manual_region() else None
   while frame is not None:
@@ -183,17 +183,17 @@ def in_pmap() -> bool:
 
 
 def in_vmap() -> bool:
-  """True if the code being traced is directly inside a `jax.vmap` (0.10 to 0.12; not public)."""
+  """Returns True if the traced code is directly inside a `jax.vmap` (0.10 to 0.12; not public)."""
   return _is_inside(_batching.BatchTrace)
 
 
 def current_trace() -> Any:
-  """The trace of the code that runs; None outside of all transformations (0.10 to 0.12)."""
+  """Returns the trace of the running code; None outside all transformations (0.10 to 0.12)."""
   return None if in_no_trace() else _core.trace_ctx.trace
 
 
 def is_staged() -> bool:
-  """True if what is bound now becomes part of a program (0.10 to 0.12; not public)."""
+  """Returns True if operations become part of a program now (0.10 to 0.12; not public)."""
   return _is_inside(_partial_eval.DynamicJaxprTrace)
 
 
@@ -207,9 +207,9 @@ def _is_inside(kind: type[Any]) -> bool:
 
 
 def vary_alike(what: str, values: Sequence[Any]) -> Sequence[Any]:
-  """The values, cast to vary over the same axes, as operands of JAX's own operations are.
+  """Casts the values to vary over the same axes, like operands of JAX's own operations.
 
-  Raises ValueError where the user has switched such casts off (`jax_auto_pcast`) and they differ.
+  Raises ValueError if they differ and the user switched off casts (`jax_auto_pcast`).
   """
   alike: Sequence[Any] = _core.auto_insert_reshard(*values)
   _core.standard_vma_rule(what, *map(_core.typeof, alike))
@@ -221,22 +221,22 @@ def _manual_type(value: Any) -> Any:
   return getattr(aval, "manual_axis_type", _core.empty_mat)
 
 
-# The dtype that JAX gives an array of a dtype: 64-bit types shrink unless x64 is enabled.
+# The dtype of a JAX array made of a dtype: 64-bit types shrink unless x64 is enabled.
 canonical_dtype: Callable[[Any], Any] = _dtypes.canonicalize_dtype
-# A NumPy array in that dtype; TypeError for what no JAX array can hold. `jax.numpy.asarray` would
-# make a jax.Array of it (0.10 to 0.12).
+# A NumPy array in that dtype; raises TypeError for values that no JAX array can hold.
+# `jax.numpy.asarray` would make a jax.Array (0.10 to 0.12).
 canonicalize_value: Callable[[Any], Any] = _dtypes.canonicalize_value
 
 
 def vary_as(aval: Any, value: Any) -> Any:
-  """The value, which varies over the axes of the type `aval` alone; while lowering, as above."""
+  """Returns the value, varying only over the axes of the type `aval`; for lowering, as above."""
   axes = varying_axes([aval])
   if varying_axes([value]) == axes:
     return value
   return vary_over(axes, unvaried(value))
 
 
-# The abstract value that stands for a PRNG key's in a program; any other is itself (0.10 to 0.12).
+# The abstract value of a PRNG key's data in a program; other values are unchanged (0.10 to 0.12).
 physical_aval: Callable[[Any], Any] = _core.physical_aval
 
 
@@ -248,11 +248,11 @@ def define_impl(
   programs: Callable[..., Callable[..., Any] | None] = lambda **_: None,
   label: Callable[..., str] | None = None,
 ) -> None:
-  """Has a primitive compiled and run where it is bound outside of programs (0.10 to 0.12).
+  """Compiles and runs a primitive that is bound outside programs (0.10 to 0.12).
 
-  JAX keeps the program until `jax.clear_caches()`, and with it the parameters. `programs`, from
-  `eager_programs`, keeps it in its place; the function gets the parameters. So does `label`, which
-  gives what `jax_debug_nans` calls it.
+  JAX keeps the program, and its parameters, until `jax.clear_caches()`. `programs`, of
+  `eager_programs`, keeps it instead, and gets the parameters. So does `label`, which names it for
+  `jax_debug_nans`.
   """
 
   @sources.shared
@@ -273,24 +273,24 @@ def define_impl(
 
 
 def eager_programs(most: int) -> Callable[..., Any]:
-  """A cache of the programs of primitives, by these and their parameters (0.10 to 0.12).
+  """Returns a cache of primitives' programs, by primitive and parameters (0.10 to 0.12).
 
-  A program takes more than 1 MiB, whatever it does: `most` says how many are kept.
+  A program takes more than 1 MiB, so `most` limits their number.
   """
   made = functools.lru_cache(most)(_dispatch.xla_primitive_callable.__wrapped__)  # type: ignore[attr-defined]
   clear_with_caches(made, "callgate's programs of single calls")
   return made
 
 
-# Types of parameters of primitives by which JAX caches no longer than they live (0.10 to 0.12).
+# Types of primitives' parameters that JAX's caches hold weakly (0.10 to 0.12).
 weakly_cached: set[type] = _util.weakref_cache_key_types
 
 
 def refuse_forward_mode(refuse: Callable[[str], None]) -> None:
-  """Has `refuse(name)` raise in the place of JAX's error, where there is forward mode of a vjp.
+  """Calls `refuse(name)` before JAX raises its error for forward mode of a vjp.
 
-  `name` is that of the rule's backward function. JAX raises where `refuse` does not (0.10 to
-  0.12; not public).
+  `name` is that of the rule's backward function. JAX raises if `refuse` does not (0.10 to 0.12; not
+  public).
   """
 
   def rule(*args: Any, **params: Any) -> Any:
@@ -304,7 +304,7 @@ def refuse_forward_mode(refuse: Callable[[str], None]) -> None:
   _mlir.register_lowering(linear, rule, cacheable=False)
 
 
-# Has JAX tell a program's mesh to the lowering of programs with a primitive (0.10 to 0.12).
+# Makes JAX pass a program's mesh to the lowering of programs with a primitive (0.10 to 0.12).
 needs_devices: Callable[[Any], None] = _dispatch.prim_requires_devices_during_lowering.add
 
 
@@ -312,17 +312,17 @@ needs_devices: Callable[[Any], None] = _dispatch.prim_requires_devices_during_lo
 def batched(
   jaxpr: Any, axis_data: Any, batched: Sequence[bool], instantiate: Any
 ) -> tuple[Any, list[bool]]:
-  """A jaxpr with these arguments batched, on axis 0, and which results are (0.10 to 0.12).
+  """Returns a jaxpr with these arguments batched, on axis 0, and a flag for each batched result.
 
-  `instantiate`: those that are to be batched in any case, or a flag for all. JAX's own
-  batching rules of control flow use; no public name.
+  `instantiate` selects the results to batch in any case, or is a flag for all. JAX's batching rules
+  of control flow use this (0.10 to 0.12); no public name.
   """
   result, flags = _batching.batch_jaxpr(jaxpr, axis_data, batched, instantiate)
   return result, list(flags)
 
 
 def is_saveable(saveable: Any, eqn: Any) -> bool:
-  """True if a `jax.checkpoint` policy saves what the equation gives (0.10 to 0.12)."""
+  """Returns True if a `jax.checkpoint` policy saves an equation's results (0.10 to 0.12)."""
   says = saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)
   saved = says is True or says is _partial_eval.Saveable
   return saved or isinstance(says, _partial_eval.Offloadable)
@@ -330,38 +330,38 @@ def is_saveable(saveable: Any, eqn: Any) -> bool:
 
 # -- explicit sharding -----------------------------------------------------------------------------
 def is_explicit(avals: Sequence[Any]) -> bool:
-  """True if these abstract values lie on a mesh with explicit axes (0.10 to 0.12)."""
+  """Returns True if these abstract values are on a mesh with explicit axes (0.10 to 0.12)."""
   return any(aval.sharding.mesh._any_axis_explicit for aval in avals)
 
 
 def lies_explicitly(values: Sequence[Any]) -> bool:
-  """True if the type of one of these values, arrays or tracers, says how it is sharded."""
+  """Returns True if the type of one of these arrays or tracers has its sharding."""
   return is_explicit([_core.typeof(value) for value in values])
 
 
 def types_of_results(function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
-  """The abstract values of a function's results, flat, with their shardings.
+  """Returns the abstract values of a function's results, flat, with their shardings.
 
-  `jax.eval_shape` gives no abstract mesh's shardings outside of jit (0.10 to 0.12).
+  `jax.eval_shape` returns no abstract mesh's shardings outside jit (0.10 to 0.12).
   """
   return jax.make_jaxpr(function)(*args).out_avals
 
 
 def lie_as(aval: Any, value: Any) -> Any:
-  """The value, resharded where its type says another sharding than the abstract value."""
+  """Reshards the value if its type has another sharding than the abstract value."""
   if _core.typeof(value).sharding == aval.sharding or aval.sharding.mesh.empty:
     return value
   return jax.sharding.reshard(value, aval.sharding)
 
 
 def result_avals(f: Callable[..., Any], *args: Any) -> Any:
-  """The abstract values of what a function of arrays returns, in its structure."""
+  """Returns the abstract values of a function's results, in their structure."""
   traced, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
   return jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
 
 
 def zeros_of(aval: Any) -> Any:
-  """An array of zeros of an abstract value's type; of random keys (0.10 to 0.12) their bits are."""
+  """Returns zeros of an abstract value's type; PRNG keys have zero data (0.10 to 0.12)."""
   if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
     kind = aval.dtype._impl
     data = jax.numpy.zeros((*aval.shape, *kind.key_shape), jax.numpy.uint32)
@@ -372,7 +372,7 @@ def zeros_of(aval: Any) -> Any:
 
 
 def lie_whole(values: Sequence[Any]) -> list[Any]:
-  """The values, replicated over the mesh that their types name."""
+  """Replicates the values over the mesh in their types."""
   avals = [_core.typeof(value) for value in values]
   return [
     lie_as(with_spec(x, avals, [None] * x.ndim), v) for x, v in zip(avals, values, strict=True)
@@ -380,13 +380,13 @@ def lie_whole(values: Sequence[Any]) -> list[Any]:
 
 
 def spec_of(aval: Any) -> list[Any]:
-  """The spec of an abstract value, with an entry for each dimension."""
+  """Returns the spec of an abstract value, with an entry for each dimension."""
   spec = list(aval.sharding.spec)
   return spec + [None] * (aval.ndim - len(spec))
 
 
 def with_spec(aval: Any, operands: Sequence[Any], spec: Sequence[Any]) -> Any:
-  """An abstract value that in an explicitly sharded program lies as `spec` says (0.10 to 0.12)."""
+  """Returns an abstract value with `spec` as its sharding, if explicitly sharded (0.10 to 0.12)."""
   mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
   if mesh is None or not mesh._any_axis_explicit:
     return aval
@@ -395,6 +395,6 @@ def with_spec(aval: Any, operands: Sequence[Any], spec: Sequence[Any]) -> Any:
 
 
 def closes_over(function: Any, kind: type[Any]) -> bool:
-  """True if a function that JAX made around a debug callback holds a value of the type."""
+  """Returns True if JAX's function around a debug callback holds a value of the type."""
   cells = getattr(function, "__closure__", None) or ()
   return any(isinstance(cell.cell_contents, kind) for cell in cells)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks over JAX's jaxprs: their equations evaluated by rules, searched, and rewritten.
+"""Walks over JAX's jaxprs: evaluates their equations by rules, searches and rewrites them.
 
-Each function takes open and closed jaxprs alike. `jax.extend` has no public walker (0.10 to 0.12).
+Each function accepts open and closed jaxprs. `jax.extend` has no public walker (0.10 to 0.12).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from callgate._jax import sources, tracing
 def interpret(
   jaxpr: Any, args: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-  """Evaluates a jaxpr under the current trace, its equations one after the other.
+  """Evaluates a jaxpr under the current trace, one equation after another.
 
-  `rule(eqn, inputs)` gives the results of each equation, `bind_equation` being JAX's own rule. It
-  alone goes into inner jaxprs, and enters `eqn.ctx.manager` where it binds by itself.
+  `rule(eqn, inputs)` returns the results of each equation; `bind_equation` is JAX's own rule. Only
+  the rule enters inner jaxprs. It must enter `eqn.ctx.manager` if it binds by itself.
   """
   variables = (*jaxpr.constvars, *jaxpr.invars)
   values = dict(zip(variables, (*getattr(jaxpr, "consts", ()), *args), strict=True))
@@ -36,9 +36,9 @@ def interpret(
 
 
 def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-  """The equation's results on other operands, as `jax.core.eval_jaxpr` computes them."""
+  """Returns the equation's results on other operands, as `jax.core.eval_jaxpr` computes them."""
   primitive = eqn.primitive
-  if primitive is _core.pvary_p:  # which refuses values that vary already, as others may here
+  if primitive is _core.pvary_p:  # pvary rejects values that already vary, as some may here
     (value,) = operands
     return [tracing.vary_over(frozenset(eqn.params["axes"]), value)]
   with eqn.ctx.manager:
@@ -47,16 +47,16 @@ def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def subjaxprs(eqn: Any) -> list[Any]:
-  """The jaxprs in an equation's parameters; before 0.12 without the constants of closed ones."""
+  """Returns the jaxprs in an equation's parameters; before 0.12 without closed ones' constants."""
   return list(_core.jaxprs_in_params(eqn.params))
 
 
 def paths(
   jaxpr: Any, inside: Callable[[Any], Sequence[Any]] = subjaxprs, around: tuple[Any, ...] = ()
 ) -> Iterator[tuple[Any, ...]]:
-  """Yields each equation, behind those whose jaxprs hold it, in the program's order.
+  """Yields each equation after the equations around it, in program order.
 
-  An equation comes before those of its jaxprs, which `inside(eqn)` chooses.
+  An equation comes before those of its jaxprs, which `inside(eqn)` selects.
   """
   for eqn in jaxpr.eqns:
     path = (*around, eqn)
@@ -71,14 +71,14 @@ def equations(jaxpr: Any, inside: Callable[[Any], Sequence[Any]] = subjaxprs) ->
 
 
 def with_params(held: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-  """A jaxpr, closed or in tuples, whose equations' parameters, inner ones', too, are changed.
+  """Returns a jaxpr, closed or in tuples, with changed parameters of all equations, inner ones too.
 
   Jaxprs, closed ones and equations have a `replace` without a public name (0.10 to 0.12).
   """
   if isinstance(held, tuple):
     values = [with_params(one, change) for one in held]
     return type(held)(*values) if hasattr(held, "_fields") else tuple(values)
-  if hasattr(held, "eqns") and getattr(held, "jaxpr", held) is held:  # 0.12 has one class for both
+  if hasattr(held, "eqns") and getattr(held, "jaxpr", held) is held:  # 0.12 uses one class for both
     params = ({k: with_params(v, change) for k, v in change(e.params).items()} for e in held.eqns)
     return held.replace(eqns=[e.replace(params=p) for e, p in zip(held.eqns, params, strict=True)])
   if hasattr(held, "jaxpr") and hasattr(held, "consts"):

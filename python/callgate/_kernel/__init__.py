@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native functions in compiled programs: what all kinds of kernels share."""
+"""Native functions in compiled programs: the basics of all kinds of kernels."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cores of kernels: what programs, traces and rules know of them.
+"""Kernels' cores: the objects that programs, traces and rules refer to.
 
-Templates and Numba functions are families of them, compiled for a call's types, as *variants*.
+A template or a Numba function is a family of functions, compiled for the types of calls, as
+*variants*.
 """
 
 from __future__ import annotations
@@ -46,22 +47,24 @@ class KernelCallee(Operation):
   """The core of a kernel.
 
   Attributes:
-    parameters: names of the arguments that are arrays.
-    thread_safe: as given when it was made.
+    parameters: names of the array arguments.
+    thread_safe: the option of the kernel.
   """
 
   kind = "kernel"
   arrays = "native"
-  # Runs it on CUDA devices, for kernels that have code for them.
+  # Runs the kernel on CUDA devices, if it has code for them.
   cuda: launch.CudaPart | None = None
   linear: bool | tuple[int, ...]
-  _template: tuple[TemplateParameter, ...] = ()  # of its C++; calls may give them by keyword
+  _template: tuple[
+    TemplateParameter, ...
+  ] = ()  # its C++ template parameters, which calls may pass by keyword
 
   def __init__(
     self, name: str, signature: Iterable[Parameter] | None, options: KernelOptions
   ) -> None:
-    # `signature`: the parameters, as far as they are known before a call; None for a function that
-    # takes any number of arrays, and static values by any keyword. `options.name` does not count.
+    # `signature` has the parameters known before a call. It is None for a function that takes any
+    # number of arrays, and static values by any keyword. `options.name` is ignored.
     label = f"kernel '{name}'"
     check.name("kernel", name)
     if "[" in name or "]" in name:
@@ -80,7 +83,7 @@ class KernelCallee(Operation):
       operands, results = self.signature.of(OPERANDS), self.signature.of(RESULTS)
       self.parameters = tuple(p.name for p in operands)
       self.aliases.update({operands.index(p): results.index(p) for p in inouts})
-      if not isinstance(self.linear, bool):  # users count arguments, rules those that are arrays
+      if not isinstance(self.linear, bool):  # users count all arguments, rules only arrays
         given = enumerate(self.signature.of(GIVEN))
         arrays = {position: p for position, p in given if p in operands}
         if wrong := [position for position in self.linear if position not in arrays]:
@@ -105,13 +108,13 @@ class KernelCallee(Operation):
 
   def rename(self, name: str) -> None:
     self.name = name
-    if self.cuda is not None:  # variants are made again, under the new name, for further programs
+    if self.cuda is not None:  # further programs make variants again, under the new name
       for handle in self.cuda.cuda_variants.values():
         handle.give_up_name()
       self.cuda.cuda_variants.clear()
 
   def define_variant(self, key: str) -> bool:
-    """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
+    """Makes the variant that a program from another process names; False if the key is not ours."""
     part = self.cuda
     if part is None or not key.startswith(launch.PREFIX):
       return False
@@ -124,24 +127,24 @@ class KernelCallee(Operation):
   def retile(
     self, held: dict[str, Any], lanes: Sequence[str], operands: Types, results: Types, target: str
   ) -> str:
-    """Gives a call's attributes, `held`, the plan for its tiles, and returns their target.
+    """Writes the plan for a call's tiles into its attributes, `held`, and returns their target.
 
     `lanes` are masks of the batch levels that the runtime loops over, outermost first.
     """
     part = self.cuda
-    assert part is not None  # which made the call
+    assert part is not None  # it made the call
     call = self.tile(part, held, lanes, operands, results)
     plan = launch.planned(self, part, call)
     held["plan"] = launch.encode(self.label, plan)
     held["name"] = launch.variant(self, part, plan.key, plan.images).name
-    # A launch that not all devices run reads its number, and no graph may.
+    # A launch that only some devices run reads the device's number, which a graph must not do.
     return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target
 
   def tile(
     self, part: launch.CudaPart, held: dict[str, Any], lanes: Sequence[str], operands: Types,
     results: Types,
   ) -> launch.CudaCall:  # fmt: skip
-    """One lane of a call on a tile, from what the call holds."""
+    """Returns one lane of a call on a tile, from the call's attributes."""
     about, batch = json.loads(held["tiles"]), None
     if about["grid"]:
       batch, lanes = results[0][0][len(lanes)], [*lanes, "1" * len(operands)]
@@ -155,14 +158,15 @@ class KernelCallee(Operation):
 
   # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:
-    """Returns what `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
+    """Returns the form for `callgate.save_kernels`; None for a kernel that can't be saved.
 
-    "kind" names the module of `files` whose `restore` makes it again, of JSON's types, tuples
-    and bytes. Forms that differ in nothing but "compiled", which spares work, are of one kernel.
+    "kind" selects the module in `files` whose `restore` makes the kernel again. The form has JSON's
+    types, tuples and bytes. Forms that differ only in "compiled", which saves work, are of one
+    kernel.
     """
 
   def take_compiled(self, compiled: Any) -> None:
-    """Takes the "compiled" of the same kernel's form in a file; by default it needs none."""
+    """Takes "compiled" of the same kernel's form in a file; by default ignores it."""
 
   # -- calling -----------------------------------------------------------------------------------
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
@@ -182,7 +186,7 @@ class KernelCallee(Operation):
     return operands, {}, static
 
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    """A call's operands, in the order of the parameters, and its static values, frozen."""
+    """Returns a call's operands, in the order of the parameters, and its frozen static values."""
     if self.takes_any:
       arrays, static = shapes.split_static(self.label, kwargs)
       return shapes.to_positional(self, args, arrays), static
@@ -200,7 +204,7 @@ class KernelCallee(Operation):
     kwargs: Mapping[str, Any],
     static: Static,
   ) -> Any:
-    """Static values go where the function has their names, or to their places in the signature."""
+    """Passes static values by the function's parameter names, or by places in the signature."""
     values = {name: static_values.thaw(value) for name, value in static}
     positional, known = places(function, len(lead), values)
     ordered = self.signature.of(GIVEN)
@@ -220,4 +224,4 @@ class KernelCallee(Operation):
     return self.call_rule(self.like, (), operands, {}, static)
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
-    self.backend("cpu")  # raises: kernels with code for the CPU have an `on_host`
+    self.backend("cpu")  # raises, because CPU kernels override `on_host`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that have code for the CPU: their variants, and the calls of these in programs."""
+"""Kernels with code for the CPU: their variants, and the calls of these in programs."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class CpuKernel(KernelCallee):
   def __init__(
     self, name: str, signature: Iterable[Parameter] | None, options: KernelOptions
   ) -> None:
-    self._variants: dict[str, Variant] = {}  # before other threads know the kernel by its name
+    self._variants: dict[str, Variant] = {}  # set before other threads find the kernel by its name
     super().__init__(name, signature, options)
     self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
 
   def variant_key(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> str:
-    """The key of the variant for arrays, or types of them, and static values of a call.
+    """Returns the key of the variant for a call's arrays, or their types, and static values.
 
-    It tells all that `compile` needs to know of the call; "" for a kernel that has one for all.
+    It has everything that `compile` needs; "" for a kernel with one variant for all calls.
     """
     return ""
 
   def compile(self, key: str) -> Function:
-    """The function of a variant; raises a GateDefinitionError for a call that can't be."""
+    """Returns the function of a variant; raises GateDefinitionError for an impossible call."""
     raise NotImplementedError
 
   def define_variant(self, key: str) -> bool:
@@ -53,10 +53,10 @@ class CpuKernel(KernelCallee):
     return True
 
   def variant(self, key: str) -> Variant:
-    """The variant of a key, compiled at its first use."""
+    """Returns the variant of a key, compiled at its first use."""
     if known := self._variants.get(key):
       return known
-    with self.defining:  # threads that trace at once get the same variant
+    with self.defining:  # so that concurrent traces get the same variant
       if key not in self._variants:
         function = self.compile(key)
         known = function.parameters
@@ -85,17 +85,19 @@ class CpuKernel(KernelCallee):
       self._variants.clear()
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
-    """The lock of calls, unless the kernel is thread-safe; its variants share it."""
+    """Returns the lock of calls, shared by all variants; None if the kernel is thread-safe."""
     return self._turn
 
   def check_types(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
     values = dict(site.static)
     for parameter in self.checked(site, operands, results).parameters.of(STATIC):
       if parameter.name in values:
-        parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
+        parameter.freeze(
+          self.label, values[parameter.name]
+        )  # raises if a template's value doesn't fit
 
   def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
-    """The variant for one lane of a call; raises unless its arrays fit."""
+    """Returns the variant for one lane of a call; raises unless its arrays fit."""
     variant = self.variant(self.variant_key(operands, results, site.static))
     check_types(self, variant.parameters, site, operands, results)
     return variant
@@ -104,15 +106,15 @@ class CpuKernel(KernelCallee):
     self, variant: Variant, operands: Sequence[Any], results: Sequence[Any], static: Static,
     form: Callable[..., Any],
   ) -> dict[str, Any]:  # fmt: skip
-    """The static values that a call of the variant holds, in a form that `static_values` has."""
+    """Returns a call's static values for the variant, in a form of `static_values`."""
     return variant.held(static, form)
 
   def backend(self, platform: str) -> Backend:
     return self.emission if platform == "cpu" else super().backend(platform)
 
   def emission(self, call: Call) -> Emission:
-    """The attributes that a program holds of a call."""
-    if self.vmap == "grid" and call.whole is not None:  # its lanes are looped over here
+    """Returns the attributes of a call in a program."""
+    if self.vmap == "grid" and call.whole is not None:  # loops over its lanes
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
     core, results = launch.lane(call.operands, call.results, [mask for _, mask in call.levels])
     variant = self.checked(call.site, core, results)
@@ -136,12 +138,12 @@ class CpuKernel(KernelCallee):
       raise
 
   def batch_loop(self, size: int, batched: Sequence[bool], *args: Any, **static: Any) -> Any:
-    """One call for all lanes, of a loop over elements: one more axis to broadcast, in front."""
+    """Makes one call for all lanes of a loop over elements, which get one more leading axis."""
     lanes = [jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in zip(args, batched, strict=True)]
     core, moved = jnp.broadcast_shapes(*(lane.shape for lane in lanes)), list(args)
     for i, (x, lane) in enumerate(zip(args, lanes, strict=True)):
       if i in self.aliases:
-        moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for every lane
+        moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for each lane
       elif batched[i]:
         moved[i] = x.reshape(size, *(1,) * (len(core) - len(lane.shape)), *lane.shape)
     frozen = {p.name: p.freeze(self.label, static[p.name]) for p in self.signature.of(STATIC)}

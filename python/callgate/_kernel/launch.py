@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works out, when a call of a CUDA kernel is lowered, what it launches; programs hold that.
+"""Computes, when a call of a CUDA kernel is lowered, its launches for the program.
 
-A kernel's *CUDA part* says what a call launches (`LaunchPlan`). Programs hold the plan as plain
-numbers, and a variant's name, "name[cuda:key]", for the images of its functions; the runtime fills
-in addresses and launches, without Python. Plans depend on shapes: where XLA's partitioner cuts a
-call's arrays into tiles, `Kernel.retile` makes one for a tile from what the call holds.
+A kernel's *CUDA part* returns the launches of a call (`LaunchPlan`). A program contains the plan as
+plain numbers, and a variant's name, "name[cuda:key]", for the images of its functions. The runtime
+fills in addresses and launches, without Python. Plans depend on shapes. If XLA's partitioner splits
+a call's arrays into tiles, `Kernel.retile` makes a plan for a tile from the call's attributes.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ Of = Literal["operand", "result", "scratch"]
 class Address:
   """An address that the runtime writes into a parameter."""
 
-  offset: int  # where in the parameter, in bytes
-  of: Of  # whose address: of what the call has
-  index: int  # which of them, counted flat
+  offset: int  # the offset in the parameter, in bytes
+  of: Of  # the kind of memory of the call
+  index: int  # its flat index
 
 
 class LaunchParameter(NamedTuple):
-  """One parameter of a kernel, by value, as it lies in memory."""
+  """One parameter of a kernel, by value, in its memory layout."""
 
   data: bytes
   addresses: tuple[Address, ...] = ()
 
   @staticmethod
   def pointer(of: Of, index: int, extents: Sequence[int] = ()) -> LaunchParameter:
-    """A pointer, and what a view has behind it."""
+    """Returns a pointer, and the extents after it in a view."""
     return LaunchParameter(bytes(8) + np.array(extents, "<i8").tobytes(), (Address(0, of, index),))
 
   @staticmethod
@@ -64,7 +64,7 @@ class LaunchParameter(NamedTuple):
 class Launch(NamedTuple):
   """One launch; extents are along x, y and z."""
 
-  entry: str  # the function's name in the image, mangled if it is
+  entry: str  # the function's name in the image, possibly mangled
   grid: Extent  # blocks
   block: Extent  # threads
   parameters: tuple[LaunchParameter, ...]  # in the function's order
@@ -73,10 +73,10 @@ class Launch(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-  """All that one call of a kernel does on the device."""
+  """All device work of one call of a kernel."""
 
-  key: str  # names the images among the kernel's variants; the same in every process
-  images: tuple[CompiledImage, ...]  # one for each compute capability that it was compiled for
+  key: str  # the key of the images among the kernel's variants; the same in every process
+  images: tuple[CompiledImage, ...]  # one for each compute capability
   launches: tuple[Launch, ...]  # in order, on one stream
   scratch: tuple[int, ...] = ()  # bytes of each block of scratch memory, from XLA's allocator
   zeroed: tuple[int, ...] = ()  # results that are set to zero first, by flat position
@@ -85,7 +85,7 @@ class LaunchPlan(NamedTuple):
 _GRID = (2**31 - 1, 65535, 65535)
 _BLOCK = (1024, 1024, 64)
 _THREADS = 1024
-_CLUSTER = 16  # blocks; more than 8 where the device allows it
+_CLUSTER = 16  # blocks; more than 8 only if the device supports it
 
 
 def is_int(value: Any) -> bool:
@@ -93,7 +93,7 @@ def is_int(value: Any) -> bool:
 
 
 def extent(label: str, what: str, value: Any) -> Extent:
-  """An int or a tuple of up to three as x, y and z; what is left out is 1."""
+  """Returns an int or a tuple of up to three as x, y and z; missing ones are 1."""
   values: tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,)
   if not 1 <= len(values) <= 3 or not all(map(is_int, values)):
     check.refuse(label, what, "an int or a tuple of up to three", value)
@@ -104,7 +104,7 @@ def extent(label: str, what: str, value: Any) -> Extent:
 def checked(
   label: str, grid: Any, block: Any, shared: Any = 0, cluster: Any = None
 ) -> tuple[Extent, Extent, int, Extent | None]:
-  """A configuration within CUDA's limits; a grid's extent of 0 launches nothing."""
+  """Returns a configuration within CUDA's limits; a grid extent of 0 launches nothing."""
   blocks, threads = extent(label, "grid", grid), extent(label, "block", block)
   for what, values, least, limits in (("grid", blocks, 0, _GRID), ("block", threads, 1, _BLOCK)):
     for axis, value, most in zip("xyz", values, limits, strict=True):
@@ -127,11 +127,11 @@ def checked(
 
 
 _OF = ("operand", "result", "scratch")
-_ALIGNMENT = 16  # of a parameter; more than any type asks for
+_ALIGNMENT = 16  # of a parameter; at least that of any type
 
 
 def encode(label: str, plan: LaunchPlan) -> dict[str, Any]:
-  """A plan as src/cuda/launch.h reads it; without its images."""
+  """Returns a plan, without its images, in the form of src/cuda/launch.h."""
 
   def integers(**values: Sequence[int]) -> dict[str, Any]:
     return {name: np.array([int(i) for i in held], np.int64) for name, held in values.items()}
@@ -160,56 +160,56 @@ def encode(label: str, plan: LaunchPlan) -> dict[str, Any]:
 # A variant's key begins so, which tells it from those of the same kernel on the CPU.
 PREFIX = "cuda:"
 _MAX_BATCH = 65535  # blocks along z
-# PTX is compiled for this: the oldest architecture that CUDA 12 and 13 both compile for.
+# PTX is for this architecture, the oldest that CUDA 12 and 13 both support.
 LOWEST = 75
 _lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CudaCall:
-  """One lane of a call, for which a plan is made."""
+  """One lane of a call, for a plan."""
 
   operands: tuple[jax.ShapeDtypeStruct, ...]
   results: tuple[jax.ShapeDtypeStruct, ...]
-  static: Mapping[str, Any]  # arguments by name: numbers are Python's
-  # How many lanes the launch serves along the grid's z axis (vmap="grid"); the arrays then have
-  # them as their leading axis, which `operands` and `results` leave out.
+  static: Mapping[str, Any]  # arguments by name, with Python numbers
+  # The number of lanes of the launch, along the grid's z axis (vmap="grid"). The arrays then have
+  # the lanes as their leading axis, which `operands` and `results` leave out.
   batch: int | None = None
-  capabilities: tuple[int, ...] = ()  # to compile for, as 90; () for PTX that any device runs
+  capabilities: tuple[int, ...] = ()  # compute capabilities, such as 90; () for PTX for any device
 
   def array(self, side: Side, index: int) -> jax.ShapeDtypeStruct:
     return (self.operands if side == "operand" else self.results)[index]
 
 
 class CudaPart(abc.ABC):
-  """Runs a kernel on CUDA devices; `Kernel.cuda` of kernels that have one."""
+  """Runs a kernel on CUDA devices; `Kernel.cuda` of kernels that support them."""
 
-  arch: tuple[int, ...] = ()  # to compile for where this process has no device; () for PTX
+  arch: tuple[int, ...] = ()  # used if this process has no device; () for PTX
 
   @abc.abstractmethod
   def plan(self, call: CudaCall) -> LaunchPlan:
-    """Returns what a call launches; raises where it can't take it, or can't be compiled."""
+    """Returns the launches of a call; raises if it can't run or be compiled."""
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[CompiledImage, ...] | None:
-    """The images of a plan of this key, for another process's program; None where it can't tell."""
+    """Returns the images of a plan's key, for another process's program; None if it can't."""
     return None
 
   @functools.cached_property
   def cuda_variants(self) -> dict[str, _callgate.CudaKernel]:
-    """The runtime's handles on the kernel's variants, by the keys of their plans."""
+    """The runtime's handles on the kernel's variants, by their plans' keys."""
     return {}
 
 
 def capabilities(part: CudaPart) -> tuple[int, ...]:
-  """The architectures of this process's devices; where it has none, those that the part names."""
+  """Returns the architectures of this process's devices; without devices, those of the part."""
   return tuple(sorted(set(_callgate.cuda_capabilities()))) or part.arch
 
 
 def variant(
   kernel: Callee, part: CudaPart, key: str, images: Sequence[CompiledImage]
 ) -> _callgate.CudaKernel:
-  """The runtime's handle on the variant of a kernel that has these images."""
-  with _lock:  # threads that lower at once get the same variant
+  """Returns the runtime's handle on the kernel's variant with these images."""
+  with _lock:  # so that concurrent lowerings get the same variant
     if key not in part.cuda_variants:
       pairs = [(image.code, image.capability) for image in images]
       name = f"{kernel.name}[{PREFIX}{key}]"
@@ -221,7 +221,7 @@ def variant(
 def lane(
   operands: Sequence[Any], results: Sequence[Any], masks: Sequence[Sequence[bool]]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-  """The types of a call's operands and results without the batch axes that the masks are of."""
+  """Returns the types of a call's operands and results without the batch axes of the masks."""
   inner = (
     jax.ShapeDtypeStruct(aval.shape[sum(mask[i] for mask in masks) :], aval.dtype)
     for i, aval in enumerate(operands)
@@ -230,7 +230,7 @@ def lane(
 
 
 def emission(kernel: Callee, part: CudaPart, call: Call) -> Emission:
-  """Returns what a program for CUDA holds of a call of a kernel, whose part for CUDA is `part`."""
+  """Returns a program's attributes for a call of a kernel, whose CUDA part is `part`."""
   batch, axes = None, call.levels
   for shape in (aval.shape for aval in (*call.operands, *call.results)):
     if any(map(is_open, shape)):
@@ -242,21 +242,21 @@ def emission(kernel: Callee, part: CudaPart, call: Call) -> Emission:
   static = {name: static_values.thaw(value) for name, value in call.site.static}
   plan = planned(kernel, part, CudaCall(*types, static, batch, capabilities(part)))
   attributes: dict[str, Any] = {"plan": encode(kernel.label, plan)}
-  if call.devices > 1:  # what `Kernel.retile` has to know beside shapes
+  if call.devices > 1:  # more data for `Kernel.retile`
     attributes["tiles"] = tiles(kernel.label, static, grid=batch is not None)
-  # Calls with scratch memory are not captured in graphs, whose replays would not have it.
+  # Calls with scratch memory are not captured in graphs, because replays would not have it.
   target = targets.KERNEL_SCRATCH_TARGET if plan.scratch else targets.KERNEL_TARGET
   return Emission(variant(kernel, part, plan.key, plan.images), target, attributes, call)
 
 
 def tiles(label: str, static: Mapping[str, Any], *, grid: bool = False) -> str:
-  """The attributes of a call for the plans of its tiles, beside their shapes."""
+  """Returns the attributes of a call for the plans of its tiles, in addition to shapes."""
   held = {name: _encoded(label, name, value) for name, value in sorted(static.items())}
   return json.dumps({"grid": grid, "static": held}, separators=(",", ":"))
 
 
 def planned(kernel: Callee, part: CudaPart, call: CudaCall) -> LaunchPlan:
-  """The plan of a call, checked."""
+  """Returns the checked plan of a call."""
   batch, grid = call.batch, f"{kernel.label}: vmap='grid': expected"
   if batch is not None and batch > _MAX_BATCH:
     most = f"{_MAX_BATCH} lanes, as many as a grid has blocks along z"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of kernels: what a native function takes, and whether a call's arrays fit.
+"""The parameters of kernels, and checks of a call's arrays.
 
-The kinds are those of include/callgate/kernel_abi.h. Calls are checked while they are traced.
+The kinds are those of include/callgate/kernel_abi.h. Calls are checked during tracing.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Kind(enum.IntEnum):
 
   @property
   def cpp(self) -> str:
-    """Its name in callgate/kernel.h, without its namespace."""
+    """Its name in callgate/kernel.h, without the namespace."""
     return {Kind.INOUT: "InOut", Kind.NUMBER: "Attr"}.get(self, self.name.capitalize())
 
 
 OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
 RESULTS = (Kind.OUT, Kind.INOUT, Kind.OUTS)
 STATIC = (Kind.NUMBER, Kind.STRING, Kind.NUMBERS, Kind.DICT)
-GIVEN = OPERANDS + STATIC  # by the caller
+GIVEN = OPERANDS + STATIC  # passed by the caller
 _VARIADIC = (Kind.INS, Kind.OUTS)
 Side = Literal["operand", "result"]
 
@@ -55,16 +55,16 @@ Side = Literal["operand", "result"]
 class Parameter:
   """One parameter of a kernel."""
 
-  name: str  # as in the source; its position where the source gives none
+  name: str  # its name in the source, or its position
   kind: Kind
-  dtype: np.dtype[Any] | None = None  # of its elements; None where any will do
-  rank: int = -1  # of its arrays; -1 where any will do
-  way: str = dataclasses.field(default="", compare=False)  # out of a dtype that JAX lacks
+  dtype: np.dtype[Any] | None = None  # of its elements; None for any
+  rank: int = -1  # of its arrays; -1 for any
+  way: str = dataclasses.field(default="", compare=False)  # a remedy for a dtype that JAX lacks
   element: str = ""  # the text of its element type in the source
-  rank_text: str = ""  # the text of its rank there; "" where it is left out
+  rank_text: str = ""  # the text of its rank there; "" without one
 
   def freeze(self, label: str, value: Any) -> Any:
-    """The hashable form of a static value; raises for one that doesn't fit."""
+    """Returns the hashable form of a static value; raises for a value that doesn't fit."""
     if self.kind is Kind.STRING:
       return static_values.string(label, self.name, value)
     if self.kind is Kind.DICT:
@@ -73,7 +73,7 @@ class Parameter:
     return freeze(label, self.name, value, self.dtype)
 
   def fits(self, dtype: Any, rank: int) -> bool:
-    """True if an array of this type fits."""
+    """Returns True if an array of this type fits."""
     return (self.dtype is None or self.dtype == dtype) and self.rank in (-1, rank)
 
   @property
@@ -85,12 +85,12 @@ class Parameter:
 
 
 def is_wide(dtype: np.dtype[Any] | None) -> bool:
-  """True if JAX has arrays of it with jax_enable_x64 alone, which is off."""
+  """Returns True if JAX needs jax_enable_x64, which is off, for arrays of the dtype."""
   return dtype is not None and tracing.canonical_dtype(dtype) != dtype
 
 
 class Signature(tuple[Parameter, ...]):
-  """A kernel's parameters, in order, and which of a call's arrays each of them takes."""
+  """A kernel's parameters, in order, and their arrays in a call."""
 
   __slots__ = ()
 
@@ -98,9 +98,9 @@ class Signature(tuple[Parameter, ...]):
     return [p for p in self if p.kind in kinds]
 
   def takers(self, kinds: Collection[Kind], count: int) -> list[Parameter]:
-    """The parameter of each of `count` operands or results; a variadic one takes all that are left.
+    """Returns the parameter of each of `count` operands or results; a variadic one takes the rest.
 
-    The list is shorter or longer than `count` where that many don't fit.
+    The list has another length than `count` if that many don't fit.
     """
     side = self.of(kinds)
     if sum(p.kind in _VARIADIC for p in side) > 1:
@@ -109,13 +109,13 @@ class Signature(tuple[Parameter, ...]):
     return [p for p in side for _ in range(left if p.kind in _VARIADIC else 1)]
 
   def groups(self, operands: int, results: int) -> list[int]:
-    """How many arrays each variadic parameter takes."""
+    """Returns the number of arrays of each variadic parameter."""
     each = [*self.takers(OPERANDS, operands), *self.takers(RESULTS, results)]
     return [each.count(p) for p in self if p.kind in _VARIADIC]
 
   @property
   def memory(self) -> dict[str, tuple[Side, int]]:
-    """By a parameter's name, the operand or result whose memory it gets; a result for an InOut."""
+    """The operand or result whose memory each parameter gets, by name; a result for an InOut."""
     sides: tuple[tuple[Side, Collection[Kind]], ...] = (("operand", OPERANDS), ("result", RESULTS))
     return {p.name: (side, i) for side, kinds in sides for i, p in enumerate(self.of(kinds))}
 
@@ -124,7 +124,7 @@ def by_name(
   label: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], *,
   some_left_open: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-  """Returns what is given for each of a call's parameters: each once, and no other."""
+  """Returns the value of each of a call's parameters; raises for duplicates and unknown names."""
   known = ", ".join(names)
   most, other = ("at most ", "take") if some_left_open else ("", "have")
   if len(args) > len(names):
@@ -145,7 +145,7 @@ def by_name(
 def arguments(
   label: str, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-  """A call's operands, in the order of the parameters, and its static values, frozen."""
+  """Returns a call's operands, in the order of the parameters, and its frozen static values."""
   given = signature.of(GIVEN)
   names = [p.name for p in given]
   values = by_name(label, names, args, kwargs)
@@ -156,7 +156,7 @@ def arguments(
       if isinstance(leaf, (str, bytes)):
         raise GateDefinitionError(f"{where}: expected an array, got {leaf!r}")
       dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
-      if isinstance(dtype, np.dtype) and shape is not None:  # else becomes an array first
+      if isinstance(dtype, np.dtype) and shape is not None:  # otherwise it becomes an array first
         dtype = tracing.canonical_dtype(dtype)
         if not parameter.fits(dtype, len(shape)):
           raise GateDefinitionError(f"{where}: {_misfit(parameter, dtype, shape)}")
@@ -165,7 +165,7 @@ def arguments(
 
 
 def _scalar(label: str, parameter: Parameter, value: Any) -> Any:
-  """Python's scalars get the parameter's dtype where it holds them, as literals do in C++."""
+  """Converts a Python scalar to the parameter's dtype if that can hold it, like a C++ literal."""
   name, dtype = parameter.name, parameter.dtype
   if dtype is None or not isinstance(value, (bool, int, float, complex)):
     return value
@@ -176,7 +176,7 @@ def _scalar(label: str, parameter: Parameter, value: Any) -> Any:
 
 
 def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:
-  """The arrays that one argument brings: one, or any number for a variadic parameter."""
+  """Returns the arrays of one argument: one, or any number for a variadic parameter."""
   leaves = jax.tree.leaves(value)
   if parameter.kind is not Kind.INS and len(leaves) != 1:
     where = f"{label}: argument '{parameter.name}'"
@@ -185,7 +185,7 @@ def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:
 
 
 def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
-  """Raises where an array has elements smaller than a byte."""
+  """Raises if an array has elements smaller than a byte."""
   for index, value in enumerate((*operands, *results)):
     if is_packed(value.dtype):
       what = f"argument {index}" if index < len(operands) else f"result {index - len(operands)}"
@@ -202,7 +202,7 @@ def check_types(
   operands: Sequence[Any],
   results: Sequence[Any],
 ) -> None:
-  """Raises unless each array, or type of one, fits its parameter, and each parameter has one."""
+  """Raises unless each array, or its type, fits its parameter, and each parameter has one."""
   for side, given in (("argument", operands), ("result", results)):
     is_result = side == "result"
     source = f" from {'like' if kernel.out is None else 'out'}" if is_result else ""
@@ -217,7 +217,7 @@ def check_types(
       argument = None if is_result else registry.argument(kernel.name, site.spec, index)
       named = argument or f"{index} ('{parameter.name}')"
       problem = _misfit(parameter, value.dtype, value.shape, source)
-      # Under vmap='whole' batched arrays have their leading axis here.
+      # With vmap='whole' batched arrays have their leading axis here.
       ranks = zip(results, site.results, strict=True)
       whole = any(len(r.shape) != len(shape) for r, (shape, _) in ranks)
       if whole and len(value.shape) == parameter.rank + 1:

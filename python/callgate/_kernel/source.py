@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads names and template parameters in C++ text, before the compiler does.
 
-The compiler's own reading of types is what counts. Here are the parameters' names, how a template's
-parameters follow from a call, and what C++ calls the types of elements.
+Only the compiler's reading of types counts. This module finds the parameters' names, a template's
+arguments for a call, and the C++ names of element types.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _SKIPPED = re.compile(
 _SCOPE = re.compile(
   r".*\b(?:namespace|struct|class)\b(?:\s*\[\[.*?\]\])?\s*([\w:]*)[^;{}()]*$", re.DOTALL
 )
-# These say that a template parameter is a value; anything else, concepts too, says a type.
+# These introduce a template parameter that is a value; anything else, including concepts,
+# introduces a type.
 _INTEGERS = re.compile(
   r"^(?:(?:std\s*::\s*)?(?:u?int(?:8|16|32|64)?_t|size_t|ptrdiff_t)|auto|bool|"
   r"(?:(?:unsigned|signed|long|short|int|char)\s*)+)$"
@@ -45,11 +46,11 @@ class TemplateParameter(NamedTuple):
   """A template's parameter."""
 
   name: str
-  is_type: bool  # an element type, not a number
-  default: str = ""  # the text of its default; "" where it has none
+  is_type: bool  # True for an element type, False for a number
+  default: str = ""  # the text of its default; "" without one
 
   def frozen(self, label: str, value: Any) -> int | str:
-    """A template argument as calls hold it: an integer, or a dtype's name."""
+    """Returns a template argument as calls hold it: an integer, or a dtype's name."""
     is_integer = isinstance(value, (bool, int, np.integer))
     if is_integer and not self.is_type:
       return int(value)
@@ -66,7 +67,7 @@ class TemplateParameter(NamedTuple):
     arrays: Iterable[tuple[Parameter, Any]],
     otherwise: str = "",
   ) -> Any:
-    """By keyword or as arrays tell: a dtype or its name, or an integer; None for the default."""
+    """Returns the argument by keyword or from arrays: a dtype or its name, an integer, or None."""
     if (value := given.get(self.name)) is not None:
       return value
     for parameter, array in arrays:
@@ -88,16 +89,16 @@ class SourceFunction(NamedTuple):
   """A kernel's function in a source."""
 
   name: str
-  qualified: str  # with its namespaces, as C++ outside of them names it
-  template: tuple[TemplateParameter, ...] = ()  # its parameters; none for a plain function
-  parameters: Signature = Signature()  # none where the source doesn't show them
-  bound: Mapping[str, str] = {}  # template arguments in the user's name of it, by parameter
+  qualified: str  # its name with namespaces
+  template: tuple[TemplateParameter, ...] = ()  # its template parameters; none for a plain function
+  parameters: Signature = Signature()  # none if the source doesn't show them
+  bound: Mapping[str, str] = {}  # template arguments in the user's name, by parameter
 
 
 def defined(
   text: str, head: re.Pattern[str], read: Callable[[int, str], Parameter], name: str | None
 ) -> Iterator[SourceFunction]:
-  """Functions with a body, those called `name` if it is given; `head` matches up to "(" of one."""
+  """Yields functions with a body, named `name` if given; `head` matches up to the "(" of one."""
   for match in head.finditer(text):
     before, end = text[: match.start()], closing(text, match.end() - 1)
     qualified = "::".join([*scopes(before), match[1]])
@@ -109,7 +110,7 @@ def defined(
 
 
 def find(label: str, source: str, name: str | None) -> SourceFunction:
-  """The function of that name, or the only one that takes callgate's views."""
+  """Returns the function of that name, or the only one with callgate's views."""
   text, by_value = blanked(source), (Kind.SCALAR, Kind.CONTEXT)
   found = list(defined(text, _FUNCTION, _parameter, name))
   if name is None:
@@ -124,7 +125,7 @@ def find(label: str, source: str, name: str | None) -> SourceFunction:
     problem = f"{example} in the source, found none that takes callgate's views"
   elif found:
     problem = f"one function '{name}', found {len(found)} in the source; give each its own name"
-  elif re.search(r"^\s*#\s*include\s*[<\"]", source, re.MULTILINE):  # the compiler will find it
+  elif re.search(r"^\s*#\s*include\s*[<\"]", source, re.MULTILINE):  # the compiler may find it
     return SourceFunction(name.rsplit("::", 1)[-1], name)
   else:
     problem = f"a function `void {name}(...)` in the source, found none of that name"
@@ -132,12 +133,12 @@ def find(label: str, source: str, name: str | None) -> SourceFunction:
 
 
 def blanked(source: str, what: re.Pattern[str] = _SKIPPED) -> str:
-  """The source with spaces for comments and literals, or for `what`; lines stay lines."""
+  """Returns the source with spaces in place of comments and literals, or `what`; keeps lines."""
   return what.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source)
 
 
 def scopes(before: str) -> list[str]:
-  """Namespaces and classes that are open at the end of a text."""
+  """Returns the namespaces and classes that are open at the end of a text."""
   opened, start = list[str](), 0
   for i, char in enumerate(before):
     if char == "{":
@@ -151,7 +152,7 @@ def scopes(before: str) -> list[str]:
 
 
 def closing(text: str, opening: int, pair: str = "()") -> int:
-  """Returns where the bracket that opens at a position closes; -1 for nowhere."""
+  """Returns the position of the bracket that closes the one at `opening`; -1 if there is none."""
   depth = 0
   for i in range(opening, len(text)):
     depth += (text[i] == pair[0]) - (text[i] == pair[1])
@@ -161,7 +162,7 @@ def closing(text: str, opening: int, pair: str = "()") -> int:
 
 
 def split_arguments(text: str, quotes: str = "") -> list[str]:
-  """Parts between commas that are in no brackets, and between none of the quotes."""
+  """Splits at the commas outside brackets and the quotes."""
   parts, depth, quote = [""], 0, ""
   for char in text:
     if char in quotes and quote in ("", char):
@@ -180,7 +181,7 @@ def _parameter(index: int, text: str) -> Parameter:
   name, kind = (text[len(kind) :], kind.strip()) if kind else ("", text)  # a type without a name
   view, name = view_of(kind), name or str(index)
   if view is None or view[0] not in _KINDS:
-    # A number by value, or another name of a view: the compiler will tell.
+    # A number by value, or an alias of a view, which the compiler will recognize.
     element = re.sub(r"\bconst\b|&", "", kind).strip()
     return read_parameter(name, Kind.SCALAR, element, "", element_dtype(element))
   _, element, rank = view
@@ -190,14 +191,14 @@ def _parameter(index: int, text: str) -> Parameter:
 def read_parameter(
   name: str, kind: Kind, element: str, rank: str, dtype: np.dtype[Any] | None
 ) -> Parameter:
-  """A parameter from the texts of its element type, of that dtype, and of its rank."""
+  """Makes a parameter from the texts of its element type, with its dtype, and of its rank."""
   by_value = kind in (Kind.SCALAR, Kind.NUMBER)
   known = 0 if by_value else int(rank) if rank.isdigit() else -1
   return Parameter(name, kind, dtype, known, element=element, rank_text=rank)
 
 
 def view_of(kind: str) -> tuple[str, str, str] | None:
-  """A view's name, element type and rank, as a type's text has them; None for no view."""
+  """Returns a view's name, element type and rank from a type's text; None for no view."""
   if (view := _VIEW.search(kind)) is None:
     return None
   element, rank, *_ = *split_arguments((view[2] or "<>")[1:-1]), "", ""
@@ -205,7 +206,7 @@ def view_of(kind: str) -> tuple[str, str, str] | None:
 
 
 def template(before: str) -> tuple[TemplateParameter, ...]:
-  """The parameters of the `template <…>` that ends just before a function."""
+  """Returns the parameters of the `template <…>` just before a function."""
   heads = list(re.finditer(r"\btemplate\s*(?=<)", before))
   rest = before[heads[-1].end() :] if heads else ""
   end = closing(rest, 0, "<>")
@@ -239,7 +240,7 @@ INTEGERS = frozenset(("char", "short", "int", "long", "signed", "unsigned"))
 
 
 def element_dtype(text: str, names: Mapping[str, str] = DTYPES) -> np.dtype[Any] | None:
-  """The dtype of an element's type as it is written: of an integer's, or by `names`."""
+  """Returns the dtype of an element type's text: an integer's, or by `names`."""
   words = text.split()
   if words and INTEGERS.issuperset(words):
     size = "b" if "char" in words else "h" if "short" in words else "ilq"[words.count("long")]
@@ -249,5 +250,5 @@ def element_dtype(text: str, names: Mapping[str, str] = DTYPES) -> np.dtype[Any]
 
 
 def cpp_type(dtype: np.dtype[Any]) -> str:
-  """The C++ type of a dtype's elements; "" for one that kernel.h doesn't have."""
+  """Returns the C++ type of a dtype's elements; "" if kernel.h lacks it."""
   return TYPES.get(np.dtype(dtype).name, "")

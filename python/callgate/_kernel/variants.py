@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native functions that a kernel has for calls, and the static values in their keys."""
+"""The native functions of a kernel for its calls, and the static values in their keys."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from callgate._core.errors import GateDefinitionError
 from callgate._kernel.parameters import Kind, Parameter, Signature
 
 Static = tuple[tuple[str, Any], ...]
-Given = tuple[tuple[Any, ...], Static]  # operands of a call, and its static values
+Given = tuple[tuple[Any, ...], Static]  # a call's operands and its static values
 
 
 def to_json(value: Any, *, dtypes: bool = False) -> Any:
-  """A static value as programs hold it; with `dtypes` also one of these. A TypeError for others."""
+  """Returns a static value, or with `dtypes` a dtype, as JSON; raises TypeError for others."""
   match value:
     case np.generic() if not isinstance(value, str):
       return {value.dtype.name: to_json(value.item())}
@@ -31,7 +31,7 @@ def to_json(value: Any, *, dtypes: bool = False) -> Any:
       return {"of": [_class_name(type(value)), to_json(_base(value), dtypes=dtypes)]}
     case (*items,) if isinstance(value, tuple):
       return [to_json(item, dtypes=dtypes) for item in items]
-    case None | bool() | int() | float() | str():  # JSON has floats to the last bit
+    case None | bool() | int() | float() | str():  # JSON keeps floats exactly
       return value
     case _ if dtypes:
       return {"dtype": np.dtype(value).name}
@@ -43,13 +43,13 @@ _BUILTIN = (tuple, bool, int, float, str)
 
 
 def _base(value: Any) -> Any:
-  """The number, text or tuple in an object of a derived class, such as an enumeration's member."""
+  """Returns the number, text or tuple in an object of a derived class, such as an enum member."""
   kinds: tuple[Any, ...] = (tuple, int, float, str)
   return next(kind for kind in kinds if isinstance(value, kind))(value)
 
 
 def _class_name(kind: type) -> str:
-  """A class by the module that holds it; a TypeError for any other, which no key could tell."""
+  """Returns a class's name and module; raises TypeError if the module doesn't have it."""
   if (name := exact.reference(kind)) is None:
     raise TypeError
   return name
@@ -82,32 +82,32 @@ def from_json(value: Any) -> Any:
 class Variant(NamedTuple):
   """One compiled function of a kernel."""
 
-  callee: _callgate.Kernel  # the runtime's handle, which programs call by its name
+  callee: _callgate.Kernel  # the runtime's handle, which programs call by name
   parameters: Signature
 
   def held(self, static: Static, form: Callable[..., Any]) -> dict[str, Any]:
-    """The static values that the function takes, each in a form that `static_values` has."""
+    """Returns the function's static values, each in a form of `static_values`."""
     dtypes = {p.name: p.dtype for p in self.parameters}
     return {name: form(value, dtypes[name]) for name, value in static if name in dtypes}
 
 
 class Function(NamedTuple):
-  """A native function of the form of kernel.h."""
+  """A native function in the form of kernel.h."""
 
   address: int
   parameters: Signature
-  keep: Any = None  # what keeps it loaded
-  user_data: int = 0  # an address that its context hands out
-  on_stream: bool = False  # it takes a GPU's arrays, too, and works on XLA's stream
+  keep: Any = None  # keeps it loaded
+  user_data: int = 0  # an address for its context
+  on_stream: bool = False  # True if it also takes a GPU's arrays, on XLA's stream
 
   @classmethod
   def built(cls, library: Path, loaded: ctypes.CDLL) -> Function:
-    """The function that a library was compiled for: the last one, behind a source's own."""
+    """Returns the function that a library was compiled for: the last one, after a source's own."""
     return exported(str(library), loaded)[-1][1]
 
 
 def exported(path: str, loaded: ctypes.CDLL) -> list[tuple[str, Function]]:
-  """The kernels in the table that a library exports, by name."""
+  """Returns the kernels in a library's export table, by name."""
   table = ctypes.cast(loaded.callgate_kernels, ctypes.c_void_p).value or 0
   found: list[tuple[str, Function]] = []
   for function, address, codes, names in _callgate.read_library(path, table):

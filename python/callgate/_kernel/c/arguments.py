@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads `args=` of `callgate.cfunc`: how a C function's arguments follow from a call's arrays.
+"""Reads `args=` of `callgate.cfunc`: maps a call's arrays to a C function's arguments.
 
-`"n, a, x[n], 1, inout y[n], 1"` has one item for each argument of C, in C's order. The glue is
-written from what `read` makes of it, and calls are checked against that.
+`"n, a, x[n], 1, inout y[n], 1"` has one item for each C argument, in order. The glue code is
+generated from the result of `read`, and calls are checked with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RESERVED = ["out", "inout", "copy", "static", "scratch", "info", "status", "ign
 
 
 class Role(enum.Enum):
-  """An argument of C, and what is passed for it."""
+  """The kind of value for a C argument."""
 
   IN = "an operand"
   COPY = "a copy of an operand, which C may write into"
@@ -50,16 +50,16 @@ _WRITTEN = (*RESULTS, Role.SCRATCH, Role.INFO, Role.STATUS)
 class CArgument(NamedTuple):
   """One item of `args`."""
 
-  text: str  # as given
-  role: Role  # what is passed
-  name: str = ""  # of the array, static value or pointer
-  dims: tuple[Expression, ...] | None = None  # of an array; None where they are left out
-  value: Expression | None = None  # of VALUE, and the size of SCRATCH
-  literal: Any = None  # of LITERAL
+  text: str  # the user's text
+  role: Role  # the kind of value
+  name: str = ""  # the name of the array, static value or pointer
+  dims: tuple[Expression, ...] | None = None  # an array's extents; None without them
+  value: Expression | None = None  # the expression of VALUE, the size of SCRATCH
+  literal: Any = None  # the value of LITERAL
 
 
 class Array(NamedTuple):
-  """An operand or result, all its mentions together."""
+  """An operand or result, with all its mentions combined."""
 
   name: str
   role: Role
@@ -71,10 +71,10 @@ class Binding(NamedTuple):
   """The content of `args`."""
 
   arguments: tuple[CArgument, ...]  # one for each parameter of the declaration
-  returned: CArgument | None  # what becomes of the return value; None for void
+  returned: CArgument | None  # the use of the return value; None for void
   arrays: dict[str, Array]  # by name, in order of their first mention
   statics: dict[str, CType]  # static values with their C types
-  symbols: dict[str, tuple[str, int]]  # dimensions, with an operand and the axis that has them
+  symbols: dict[str, tuple[str, int]]  # dimensions, each with an operand and its axis
 
   @property
   def names(self) -> list[str]:
@@ -84,14 +84,14 @@ class Binding(NamedTuple):
     return list(dict.fromkeys(a.name for a in mentions if a.name in known))
 
   def having(self, roles: Collection[Role]) -> list[Array]:
-    """Its operands, say, in order."""
+    """Returns the arrays with these roles, such as its operands, in order."""
     return [a for a in self.arrays.values() if a.role in roles]
 
 
 def read(
   text: str | None, declaration: Declaration, *, loop: bool, pointers: Collection[str]
 ) -> Binding:
-  """Reads `args`, of which a loop may have none; a ValueError says what the declaration expects."""
+  """Reads `args`, which a loop may omit; raises ValueError with the expected form."""
   if text is None:
     text = ", ".join(
       ("out " if p.type.pointer and not p.type.const else "")
@@ -104,7 +104,7 @@ def read(
     got = f"got {len(items)}: {', '.join(items) or 'none'}"
     raise ValueError(f"expected {count} items, one for each argument of '{declaration}', {got}")
   arguments = [_item(item, pointers) for item in items]
-  # Names that stand for a dimension or a static value are expressions.
+  # Names of dimensions and static values are expressions.
   numbers = {a.name for a in arguments if a.role is Role.STATIC}
   numbers |= {extent.symbol or "" for a in arguments for extent in a.dims or ()}
   for i, a in enumerate(arguments):
@@ -198,7 +198,7 @@ def _returned(text: str, declaration: Declaration, loop: bool) -> CArgument | No
 
 # -- checks ----------------------------------------------------------------------------------------
 def _check(argument: CArgument, kind: CType, loop: bool) -> None:
-  """Raises unless C's parameter takes the argument."""
+  """Raises unless the C parameter accepts the argument."""
   role, expected = argument.role, ""
   whole = role in (Role.COPY, Role.INOUT, Role.SCRATCH) or argument.dims is not None
   if loop and whole:
@@ -224,7 +224,7 @@ def _check(argument: CArgument, kind: CType, loop: bool) -> None:
 
 
 def _literal_fits(value: Any, kind: CType) -> str:
-  """Returns what is expected instead; "" where the literal fits."""
+  """Returns the expected value, or "" if the literal fits."""
   limits = kind.limits
   byte = limits is not None and limits.bits == 8
   if isinstance(value, str):
@@ -240,7 +240,7 @@ def _literal_fits(value: Any, kind: CType) -> str:
 
 
 def _joined(a: Array, b: Array) -> Array:
-  """Two mentions of an array: the same memory for two arguments of C."""
+  """Combines two mentions of an array, which pass the same memory to two C arguments."""
   roles = {a.role, b.role} - {Role.IN}
   dims = [d for d in (a.dims, b.dims) if d is not None]
   same = len({tuple(extent.text for extent in d) for d in dims}) < 2

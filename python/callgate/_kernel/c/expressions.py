@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer expressions over shapes, as `args=` of `callgate.cfunc` has them.
+"""Integer expressions over shapes, for `args=` of `callgate.cfunc`.
 
-They are read with Python's own parser. Python evaluates them while a call is traced, for checks;
-C++ evaluates them while the kernel runs.
+Python's own parser reads them. Python evaluates them during tracing, for checks; C++ evaluates them
+when the kernel runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# An operation in Python and in C++, whose functions are those of glue.h.
+# The operations in Python and in C++, whose functions are in glue.h.
 _OPERATIONS: dict[str, tuple[Callable[[int, int], int], str]] = {
   "Add": (operator.add, "({} + {})"),
   "Sub": (operator.sub, "({} - {})"),
@@ -27,20 +27,20 @@ _OPERATIONS: dict[str, tuple[Callable[[int, int], int], str]] = {
 
 
 class Expression(NamedTuple):
-  """An expression that `parse` has read."""
+  """A parsed expression."""
 
   text: str  # as given
   tree: ast.expr
-  names: frozenset[str]  # dimensions and static values that it uses
-  arrays: frozenset[str]  # those whose shape it uses
+  names: frozenset[str]  # the dimensions and static values that it uses
+  arrays: frozenset[str]  # the arrays whose shapes it uses
 
   @property
   def symbol(self) -> str | None:
-    """The name, if it is nothing else."""
+    """Its name, if it is a single name; else None."""
     return self.tree.id if isinstance(self.tree, ast.Name) else None
 
   def evaluate(self, numbers: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> int:
-    """Its value; an IndexError for an axis that the array doesn't have."""
+    """Returns its value; raises IndexError for an axis that the array lacks."""
 
     def extent(array: str, axis: int) -> int:
       shape = shapes[array]
@@ -58,7 +58,7 @@ class Expression(NamedTuple):
     return _fold(self.tree, leaves, lambda name: _OPERATIONS[name][0])
 
   def cpp(self, number: Callable[[str], str]) -> str:
-    """C++ of type int64_t, from the names that numbers have there; those of views are v_x."""
+    """Returns C++ of type int64_t; `number` returns the C++ of a name; views are called v_x."""
     leaves: dict[str, Callable[..., str]] = {
       "integer": "int64_t{{{}}}".format,
       "number": number,
@@ -70,7 +70,7 @@ class Expression(NamedTuple):
 
 
 def parse(text: str) -> Expression:
-  """Reads an expression; a SyntaxError says what can stand there."""
+  """Reads an expression; raises SyntaxError with the allowed forms."""
   tree = ast.parse(text.strip(), mode="eval").body
   names, arrays = set[str](), set[str]()
   leaves: dict[str, Callable[..., Any]] = {"integer": int, "number": names.add}
@@ -84,7 +84,7 @@ def _fold(
   leaves: Mapping[str, Callable[..., Any]],
   operation: Callable[[str], Callable[[Any, Any], Any]],
 ) -> Any:
-  """Returns what `leaves` make of the integers, names and shapes, put together by operations."""
+  """Converts integers, names and shapes by `leaves`, and combines the results by operations."""
 
   def combined(name: str, *parts: ast.expr) -> Any:
     return functools.reduce(operation(name), (_fold(part, leaves, operation) for part in parts))

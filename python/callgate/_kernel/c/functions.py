@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C functions as Python's libraries hold them: their addresses, and what they say of their types.
+"""C functions of Python libraries: their addresses and their types.
 
-ctypes' function pointers, cffi's functions, capsules of Cython modules, plain addresses.
+It supports ctypes' function pointers, cffi's functions, capsules of Cython modules, and addresses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from callgate._core.errors import GateDefinitionError
 from callgate._kernel.c.types import CParameter, CType, Declaration, parse
 from callgate._kernel.launch import is_int
 
-_FUNCTION_POINTER: Any = ctypes.CDLL(None)._FuncPtr.__mro__[1]  # ctypes' base of all of them
+_FUNCTION_POINTER: Any = ctypes.CDLL(None)._FuncPtr.__mro__[
+  1
+]  # the base class of ctypes' function pointers
 _POINTER: Any = ctypes.POINTER(ctypes.c_int).__mro__[1]
 _NUMBER: Any = ctypes.c_int.__mro__[1]
 _WITH_THE_GIL = 4  # FUNCFLAG_PYTHONAPI
@@ -39,13 +41,13 @@ _POINTERS = {"P": "void *", "z": "const char *", "O": "PyObject *", "Z": "const 
 class CFunction(NamedTuple):
   """A C function that can be called."""
 
-  address: int  # where it is
+  address: int  # its address
   declaration: Declaration  # its type
-  keep: Any  # what keeps it there
+  keep: Any  # keeps the address valid
 
 
 def resolve(function: Any, signature: str | None) -> CFunction:
-  """A C function's address and type; what `signature` declares counts more than what it says."""
+  """Returns a C function's address and type; `signature` overrides the function's own type."""
   given = parse(signature) if signature is not None else None
   if isinstance(function, _FUNCTION_POINTER):
     declaration = _from_ctypes(function, given)
@@ -69,14 +71,14 @@ def resolve(function: Any, signature: str | None) -> CFunction:
 
 
 def address_of(label: str, name: str, value: Any) -> int:
-  """The address that an object of ctypes or cffi, a capsule or an integer stands for."""
+  """Returns the address in an object of ctypes or cffi, a capsule, or an integer."""
   if value is None or is_int(value):
     return int(value or 0)
   if isinstance(value, _CAPSULE):
     return _capsule_pointer(value, _capsule_name(value)) or 0
   if _is_cffi(value):
     ffi = sys.modules["_cffi_backend"].FFI()
-    if not isinstance(value, ffi.CData):  # a function of a module that cffi has compiled
+    if not isinstance(value, ffi.CData):  # a function of a module compiled by cffi
       value = ffi.addressof(value.__self__, value.__name__)
     return int(ffi.cast("uintptr_t", value))
   if isinstance(value, (ctypes.Structure, ctypes.Union, ctypes.Array)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ between a kernel's call and a C function: written from a `Binding`, then compiled.
+"""The C++ between a kernel's call and a C function: generated from a `Binding`, then compiled.
 
-The function's address is not in it. It is the first word of the kernel's user data, and the
-addresses of `pointers=` follow it; so the compiled glue can be kept on disk.
+It does not contain the function's address, so the compiled glue can be kept on disk. The address is
+the first word of the kernel's user data; the addresses of `pointers=` follow.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _quoted = functools.partial(json.dumps, ensure_ascii=False)  # a C++ string lite
 
 
 class Glue(NamedTuple):
-  """All that a source follows from: v_x are views, s_k static values, n_n dimensions there."""
+  """All data for a source: in it v_x are views, s_k static values, n_n dimensions."""
 
-  declaration: Declaration  # of the C function
-  binding: Binding  # where its arguments come from
-  loop: bool  # whether it is called for each element
-  cast: bool  # whether its numbers convert as C converts
+  declaration: Declaration  # the C function's declaration
+  binding: Binding  # the sources of its arguments
+  loop: bool  # True if it is called for each element
+  cast: bool  # True if its numbers convert as in C
   columns_first: frozenset[str]  # arrays that C gets in column-major order
-  errors: tuple[tuple[int | str, str], ...]  # texts for numbers of `info` and `status`
+  errors: tuple[tuple[int | str, str], ...]  # messages for numbers of `info` and `status`
   pointers: tuple[str, ...]  # names of the addresses after the function's
-  parallel: bool  # whether a loop may run on several threads
+  parallel: bool  # True if a loop may run on several threads
 
   def source(self, parameters: Sequence[Parameter], dtypes: Mapping[str, Any]) -> str:
-    """The C++ of a kernel with these parameters, whose arrays have these dtypes."""
+    """Returns the C++ of a kernel with these parameters, for arrays of these dtypes."""
     helpers = (Path(__file__).parent / "glue.h").read_text().replace("#pragma once\n", "")
     head, names = list[str](), ", ".join(["glue", *(p.name for p in parameters), "context"])
     for p in parameters:
@@ -61,8 +61,8 @@ class Glue(NamedTuple):
 
   # -- the call ----------------------------------------------------------------------------------
   def _call(self) -> list[str]:
-    """The call of the function, for one element in a loop."""
-    before, after = list[str](), list[str]()  # statements around it
+    """Returns the call of the function, for one element in a loop."""
+    before, after = list[str](), list[str]()  # statements before and after the call
     given = iter(self.binding.arguments)
     passed = [
       parameter.fixed or self._passed(next(given), parameter.type, f"c_{i}", before, after)
@@ -84,7 +84,7 @@ class Glue(NamedTuple):
   def _passed(
     self, argument: CArgument, kind: CType, name: str, before: list[str], after: list[str]
   ) -> str:
-    """Returns what is passed for an argument, as C++; `name` is free for a variable."""
+    """Returns the C++ value of an argument; `name` is free for a variable."""
     of, literal, value = kind.element, argument.literal, ""
     if argument.value is not None:
       statics = self.binding.statics
@@ -119,7 +119,7 @@ class Glue(NamedTuple):
       case Role.OUT:
         value = "{}"
         after.append(f"{self._store(argument, name)};")
-      case _:  # an element of an operand
+      case _:  # an operand's element
         value = f"load<{of}>(v_{argument.name}.data()[i_{argument.name}])"
     if not kind.pointer:
       return value
@@ -130,7 +130,9 @@ class Glue(NamedTuple):
     view, pointer = f"v_{array.name}", f"p_{array.name}"
     if not kind.pointer:
       return f"load<{kind.element}>({view})"
-    if not any(line.startswith(f"auto* {pointer} = ") for line in before):  # else mentioned before
+    if not any(
+      line.startswith(f"auto* {pointer} = ") for line in before
+    ):  # otherwise it is declared already
       ordered = array.name in self.columns_first and (array.dims is None or len(array.dims) > 1)
       memory = f"copied(context, {view}, {str(ordered).lower()})"
       if ordered and array.role in RESULTS:
@@ -143,7 +145,7 @@ class Glue(NamedTuple):
     return f"pointer<{kind.element}>({pointer})"
 
   def _loop(self, call: list[str]) -> list[str]:
-    """A loop of calls over the elements of the results."""
+    """Returns a loop of calls over the elements of the results."""
     operands = [array.name for array in self.binding.having(OPERANDS)]
     first = self.binding.having(RESULTS)[0].name
     size = f"0, v_{first}.size()"
@@ -152,7 +154,7 @@ class Glue(NamedTuple):
       f"const int64_t* dims = v_{first}.extents();",
       f"const int rank = v_{first}.rank();",
       *(f"const Walk w_{name}(context, v_{name}, v_{first});" for name in operands),
-      # Along a row the operand moves by its innermost stride, which is 0 or 1.
+      # Along a row the operand advances by its innermost stride, which is 0 or 1.
       *(f"const int64_t d_{n} = rank > 0 ? w_{n}.strides[rank - 1] : 0;" for n in operands),
       "auto range = [&](int64_t begin, int64_t end) {",
       "  by_rows(dims, rank, begin, end, [&](int64_t start, int64_t count) {",
@@ -168,7 +170,7 @@ class Glue(NamedTuple):
 
   # -- failures ----------------------------------------------------------------------------------
   def _checks(self) -> str:
-    """For `info` and `status` the function that throws for another number than 0."""
+    """Returns the function that throws for numbers other than 0 in `info` and `status`."""
     arguments, checks = self.binding.arguments, ""
     used = {a.role for a in (*arguments, self.binding.returned) if a is not None}
     prefix = f"{self.declaration.name}: " if self.declaration.name else ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C's types and declarations, as far as `callgate.cfunc` reads them.
+"""C types and declarations, as far as `callgate.cfunc` supports them.
 
-Cython's names of types, which capsules of its modules hold, are known. A type that no array can
-hold (structs, functions, pointers to pointers) is opaque: its value is passed as an address alone.
+It also knows Cython's type names, which capsules of its modules have. A type that no array can hold
+(structs, functions, pointers to pointers) is opaque: its value is passed only as an address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from callgate._kernel.source import INTEGERS, element_dtype, split_arguments
 _QUALIFIERS = {"const", "volatile", "restrict", "__restrict", "__restrict__"}
 _NOT_OF_TYPES = {*_QUALIFIERS, "extern", "static", "inline", "register", "noexcept", "nogil"}
 _WORDS = INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
-# By their words in alphabetical order.
+# The types by their words in alphabetical order.
 _NAMED = (
   {"bool": "bool", "_Bool": "bool", "_Float16": "float16", "float": "float32", "double": "float64"}
   | dict.fromkeys(("complex float", "_Complex float", "__pyx_t_float_complex"), "complex64")
@@ -28,7 +28,7 @@ _NAMED = (
   | dict.fromkeys(("ssize_t", "ptrdiff_t", "intptr_t", "npy_intp"), "int64")
   | dict.fromkeys(("Py_ssize_t", "Py_hash_t"), "int64")
 )
-# Cython writes its typedefs with the module they are from: `d` of scipy.linalg.cython_lapack is
+# Cython's typedefs contain their module: `d` of scipy.linalg.cython_lapack is
 # __pyx_t_5scipy_6linalg_13cython_lapack_d.
 _LAPACK = re.compile(r"__pyx_t_\w+cython_(?:lapack|blas)_([sdcz])")
 _LETTERS = {"s": "float32", "d": "float64", "c": "complex64", "z": "complex128"}
@@ -37,50 +37,51 @@ _CPP = {"bool": "bool", "float16": "_Float16", "float32": "float", "float64": "d
   "complex64": "float _Complex",
   "complex128": "double _Complex",
 }
-# Cython's own last parameters: whether to skip an override in Python, and optional arguments.
+# Cython's additional parameters: a flag that skips an override in Python, and optional arguments.
 _HIDDEN = {"__pyx_skip_dispatch": "0", "__pyx_optional_args": "nullptr"}
 
 
 class CType(NamedTuple):
-  text: str  # as C writes it, for messages
-  # The value's, or that of a pointer's target; None for void and types that no array can hold.
+  text: str  # its C text, for messages
+  # The dtype of the value, or of a pointer's target; None for void and types that no array can
+  # hold.
   dtype: np.dtype[Any] | None = None
   pointer: bool = False
-  const: bool = False  # whether what it points to is const
-  opaque: bool = False  # True for what can only be passed as an address
+  const: bool = False  # True if its target is const
+  opaque: bool = False  # True if it can only be passed as an address
 
   @property
   def limits(self) -> Any:
-    """NumPy's of an integer; None for another type."""
+    """NumPy's limits of an integer type; None for other types."""
     return np.iinfo(self.dtype) if self.dtype is not None and self.dtype.kind in "iu" else None
 
   @property
   def element(self) -> str:
-    """C++'s spelling of the value, or of what a pointer points to."""
+    """The C++ spelling of the value, or of a pointer's target."""
     return "void" if self.dtype is None else _c_name(self.dtype)
 
   @property
   def cpp(self) -> str:
-    """C++'s spelling of the type."""
+    """The C++ spelling of the type."""
     return f"{self.element} *" if self.pointer else self.element
 
 
 class CParameter(NamedTuple):
   type: CType
-  name: str = ""  # in the declaration; "" without one
-  fixed: str = ""  # what is always passed, in C++; "" for what the caller passes
+  name: str = ""  # its name in the declaration; "" without one
+  fixed: str = ""  # the C++ of a constant argument; "" if the caller passes it
 
 
 class Declaration(NamedTuple):
   """A C function's type."""
 
-  name: str  # "" where it is not known
+  name: str  # "" if unknown
   result: CType
-  all_parameters: tuple[CParameter, ...]  # those of Cython's own included
+  all_parameters: tuple[CParameter, ...]  # including Cython's own
 
   @property
   def parameters(self) -> tuple[CParameter, ...]:
-    """Returns what a caller passes."""
+    """The parameters that a caller passes."""
     return tuple(p for p in self.all_parameters if not p.fixed)
 
   def __str__(self) -> str:
@@ -115,7 +116,7 @@ def parse(text: str) -> Declaration:
 
 
 def _parameter(text: str) -> CParameter:
-  """A type with or without a name; the function's own, or a parameter's."""
+  """Reads a type with or without a name, of the function or of a parameter."""
   if function := re.search(r"\(\s*\*\s*(\w*)\s*\)\s*\(", text):
     return CParameter(CType(text, pointer=True, opaque=True), function[1])
   bare = re.sub(r"\[[^\]]*\]\s*$", "", text)
@@ -135,7 +136,7 @@ def _parameter(text: str) -> CParameter:
   spelled = bare.strip().removesuffix(name).strip() + (" *" if is_array else "")
   kind = " ".join(kinds)
   dtype = _dtype(kind)
-  if dtype is not None and "__pyx" in kind:  # as C writes it
+  if dtype is not None and "__pyx" in kind:  # its C text
     spelled = spelled.replace(kind, _c_name(dtype).replace("_C", "c"))
   if stars == 0 and dtype is None and kind != "void":
     fault = "no array has elements of that type, so it can't be passed or returned by value"
@@ -147,7 +148,7 @@ def _parameter(text: str) -> CParameter:
 
 
 def _dtype(kind: str) -> np.dtype[Any] | None:
-  """The dtype of a type's words; None where no array has it."""
+  """Returns the dtype of a type's words; None if no array has it."""
   words = kind.split()
   if words[0] == "enum":
     return np.dtype(np.int32)

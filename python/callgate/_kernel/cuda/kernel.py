@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that run on CUDA devices alone: what `callgate.cuda` and its siblings make.
+"""Kernels for CUDA devices only: the base of `callgate.cuda` and its siblings.
 
-A subclass says what a call launches, `plan`, and `images` where a plan's key alone tells them. The
-parameters of a `NamedKernel`, Numba's and Triton's, get their types from a call: of arrays, and of
-numbers, which the program fixes; unfilled ones receive the results.
+A subclass implements `plan`, the launches of a call, and `images` if a plan's key is sufficient for
+them. The parameters of a `NamedKernel` (Numba, Triton) get their types from a call's arrays, and
+from its numbers, which the program fixes. The remaining parameters receive the results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from callgate._kernel.launch import LOWEST, CudaCall, CudaPart
 from callgate._kernel.parameters import GIVEN, Kind, Parameter, by_name
 from callgate._kernel.variants import Given
 
-# Where a program holds the dtypes of NumPy's scalars among its static values.
+# The attribute with the dtypes of NumPy scalars among a program's static values.
 _TYPES = "_dtypes"
 NONE: Any = inspect.Parameter.empty
 
@@ -57,7 +57,7 @@ class CudaKernel(KernelCallee, CudaPart):
 
 
 def evaluated(label: str, option: str, given: Any, call: CudaCall) -> Any:
-  """An option of a launch: as given, or what a function of operands' types and statics says."""
+  """Returns a launch option: a value, or a function's result for operand types and statics."""
   if not callable(given):
     return given
   static = accepted(given, call.static, filled=len(call.operands))
@@ -74,28 +74,28 @@ def evaluated(label: str, option: str, given: Any, call: CudaCall) -> Any:
 
 # -- named parameters ----------------------------------------------------------------------------
 class Named(NamedTuple):
-  name: str  # of a parameter of a kernel's function
-  constant: bool = False  # it takes no array
-  default: Any = NONE  # a static value; `NONE` where there is none
+  name: str  # the parameter's name in the kernel's function
+  constant: bool = False  # True if it takes no array
+  default: Any = NONE  # a static value; `NONE` without a default
 
 
 class BoundLaunch(NamedTuple):
-  of: Literal["operand", "result", "static"]  # what a parameter is given in a call
-  position: int  # which operand or result
+  of: Literal["operand", "result", "static"]  # the kind of a parameter's value in a call
+  position: int  # the operand's or result's index
   value: Any  # a ShapeDtypeStruct, or the static value
 
 
 class NamedKernel(CudaKernel):
-  """A kernel of named parameters, some of which have `constants` as their values."""
+  """A kernel of named parameters; `constants` are the values of some."""
 
   def __init__(
     self, name: str, named: Iterable[Named], options: NamedOptions,
     constants: Mapping[str, Any] | None = None,
   ) -> None:  # fmt: skip
-    self.named = {p.name: p for p in named}  # in their order
+    self.named = {p.name: p for p in named}  # in order
     self.constants = dict(constants or {})
     options = check.checked(f"kernel '{name}'", options)
-    self.outputs = tuple(options.outputs or ())  # by default the last unfilled ones
+    self.outputs = tuple(options.outputs or ())  # default: the last unfilled parameters
     self._made: dict[tuple[str, int], Any] = {}
     super().__init__(name, None, options)
     names = f"names of parameters ({', '.join(self.named)})"
@@ -177,19 +177,19 @@ class NamedKernel(CudaKernel):
   def made_for(
     self, key: str, capabilities: tuple[int, ...], make: Callable[..., Any]
   ) -> list[Any]:
-    """Returns what `make(capability, ptx=...)` makes for each capability, once for a plan's key."""
+    """Returns results of `make(capability, ptx=...)` for each capability, once for a plan's key."""
     for each in capabilities or (0,):
       if (key, each) not in self._made:
         self._made[key, each] = make(each or LOWEST, ptx=each == 0)
     return [self._made[key, each] for each in capabilities or (0,)]
 
   def extent(self, option: str, value: Any, call: CudaCall) -> launch.Extent:
-    """A grid, with the lanes that vmap="grid" gives the launch along a free z axis."""
+    """Returns a grid; with vmap="grid" the lanes are along a free z axis."""
     x, y, z = launch.extent(self.label, option, value)
     return x, y, call.batch if call.batch is not None and z == 1 else z
 
 
-def _is_array(value: Any) -> bool:  # NumPy's scalars are numbers here
+def _is_array(value: Any) -> bool:  # NumPy scalars are numbers here
   kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
   return isinstance(value, kinds) or hasattr(value, "__jax_array__")
 
@@ -202,7 +202,7 @@ _PARAM = re.compile(
 
 
 def entries(ptx: str) -> dict[str, list[tuple[int, int]]]:
-  """The kernels of a PTX text by name, with the size and alignment in bytes of each parameter."""
+  """Returns the kernels of a PTX text by name, with size and alignment of each parameter."""
 
   def declared(match: re.Match[str]) -> tuple[int, int]:
     size = int(match["bits"]) // 8

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that depends on the installed numba-cuda: functions of `@numba.cuda.jit` are compiled here.
+"""The only module that depends on the installed numba-cuda: compiles `@numba.cuda.jit` functions.
 
-The public interface makes PTX, whose entry is renamed so that it is the same in every process, and
-numba-cuda's linker a cubin with what `link=` names. Under Numba's own lock, on the lowering thread.
+numba-cuda's public interface makes PTX. The entry is renamed, so that it is the same in every
+process. numba-cuda's linker makes a cubin with the files of `link=`. All of this runs under Numba's
+own lock, on the lowering thread.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalCall=false
@@ -28,7 +29,7 @@ from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cuda.kernel import entries
 from callgate._kernel.launch import LaunchParameter
 
-# Options of the decorator that the compilation takes, and those that say nothing about it.
+# Options of the decorator that the compilation uses, and those without effect on it.
 _COMPILED = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
 _REFUSED_CODE = {
   "cudaCGGetIntrinsicHandle|cudaCGSynchronize":
@@ -45,7 +46,7 @@ _REFUSED = {
 
 
 def check(label: str, function: Any) -> None:
-  """Raises for what is no kernel of Numba's, or one that a program's launch can't respect."""
+  """Raises for values that are no Numba kernel, or kernels that a program can't launch."""
   if not isinstance(function, cuda.dispatcher.CUDADispatcher):
     expected = "expected a kernel that @numba.cuda.jit has made"
     raise GateDefinitionError(f"{label}: {expected}, got {function!r}")
@@ -55,7 +56,7 @@ def check(label: str, function: Any) -> None:
 
 
 def type_of(label: str, name: str, dtype: str, rank: int, written: int) -> Any:
-  """Numba's type of a number, of rank -1, or of a contiguous array; inputs are read-only."""
+  """Returns Numba's type of a number (rank -1) or of a contiguous array; inputs are read-only."""
   if rank < 0:
     return getattr(types, "boolean" if dtype == "bool" else dtype)
   try:
@@ -75,7 +76,7 @@ def scalar_type(label: str, name: str, value: Any) -> Any:
 
 
 def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) -> list[Any]:
-  """Numba's types of all parameters: the call's, or those that the decorator was given."""
+  """Returns Numba's types of all parameters: the call's, or the decorator's."""
   own = [type_of(label, *entry) for entry in held]
   if function._can_compile:
     return own
@@ -88,7 +89,7 @@ def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) ->
 
 
 def _accepts(declared: Any, own: Any) -> bool:
-  """True if a declared parameter takes an argument; numbers are converted."""
+  """Returns True if a declared parameter accepts an argument; numbers are converted."""
   rank = getattr(own, "ndim", None)
   same_rank = getattr(declared, "ndim", None) == rank
   return same_rank and (rank is None or declared.dtype == own.dtype)
@@ -97,16 +98,16 @@ def _accepts(declared: Any, own: Any) -> bool:
 def array_parameters(
   shape: Sequence[int], itemsize: int, of: Any, index: int
 ) -> list[LaunchParameter]:
-  """An array as Numba's kernels take it: its struct's parts, one by one."""
+  """Returns an array as Numba's kernels take it: the parts of its struct as separate parameters."""
   strides = (itemsize * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
   numbers = (math.prod(shape), itemsize, *shape, *strides)
   size, item, *rest = (LaunchParameter.scalar(n, np.int64) for n in numbers)
-  null = LaunchParameter(bytes(8))  # the owner's bookkeeping, which is the host's
+  null = LaunchParameter(bytes(8))  # the owner's bookkeeping exists only on the host
   return [null, null, size, item, LaunchParameter.pointer(of, index), *rest]
 
 
 def scalar_parameters(value: Any, numba_type: Any) -> list[LaunchParameter]:
-  """A number by value; the parts of a complex one are two parameters."""
+  """Returns a number by value; a complex number has two parameters."""
   if numba_type == types.boolean:
     return [LaunchParameter.scalar(bool(value), np.uint8)]
   dtype = np.dtype(str(numba_type))
@@ -118,7 +119,7 @@ def scalar_parameters(value: Any, numba_type: Any) -> list[LaunchParameter]:
 def compile_for(
   label: str, function: Any, argument_types: Sequence[Any], capability: int, *, ptx: bool
 ) -> tuple[str, list[int], CompiledImage]:
-  """The entry's name, its parameters' sizes, and an image for a capability, or PTX for newer."""
+  """Returns the entry's name, its parameters' sizes, and an image, or PTX for newer devices."""
   given, name = function.targetoptions, function.py_func.__name__
   options = {k: given[k] for k in _COMPILED if given.get(k) is not None}
   cc = divmod(capability, 10)
@@ -132,7 +133,7 @@ def compile_for(
     raise CompileError(f"{label}: {fault}", str(error)) from error
   text = text if isinstance(text, str) else text.decode()
   ((entry, declared),) = entries(text).items()
-  # A name that doesn't depend on what was compiled before, as Numba's does.
+  # Numba's name depends on earlier compilations; this one does not.
   digest = hashlib.sha256(repr([str(t) for t in argument_types]).encode()).hexdigest()[:16]
   renamed = f"callgate_{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{digest}"
   text = text.replace(entry, renamed)
@@ -153,6 +154,6 @@ def _linked(label: str, text: str, cc: tuple[int, int], options: Mapping[str, An
     for path in options.get("link") or ():
       linker.add_file_guess_ext(path, False)
     made = linker.complete()
-  except Exception as error:  # the linker's libraries raise kinds of their own
+  except Exception as error:  # the linker's libraries may raise anything
     raise CompileError(f"{label}: numba-cuda can't link the kernel: {error}", str(error)) from error
   return bytes(getattr(made, "code", made))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA source as the CUDA part of a kernel, of `callgate.cuda` or `callgate.cpp`."""
+"""CUDA source as the CUDA part of a kernel, for `callgate.cuda` and `callgate.cpp`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from callgate._kernel.source import SourceFunction, TemplateParameter
 
 
 class BuildOptions(NamedTuple):
-  options: tuple[str, ...]  # for NVRTC
+  options: tuple[str, ...]  # options of NVRTC
   include_dirs: tuple[str, ...]  # folders of headers
-  arch: tuple[int, ...]  # compute capabilities, where the process has no device
+  arch: tuple[int, ...]  # compute capabilities if the process has no device
 
 
 class SourcePart(CudaPart):
-  """A kernel in CUDA C++; tracing and lowering threads use it at once."""
+  """A kernel in CUDA C++; tracing and lowering threads use it concurrently."""
 
   def __init__(
     self, label: str, source: str, kernel: str | None, launching: LaunchOptions,
@@ -50,7 +50,7 @@ class SourcePart(CudaPart):
       nvrtc.build, label, function.name, source, options=building.options, include_dirs=folders
     ))  # fmt: skip
     self._configuration = (launching.grid, launching.block, launching.shared, launching.cluster)
-    if not any(map(callable, self._configuration)):  # it can be checked at once
+    if not any(map(callable, self._configuration)):  # check it at once
       checked(label, *self._configuration)
 
   def signature(self) -> Signature:
@@ -65,14 +65,14 @@ class SourcePart(CudaPart):
 
   # -- variants ----------------------------------------------------------------------------------
   def expression(self, call: CudaCall) -> str:
-    """The function for a call, as C++ names it: "scale<float, 4>"."""
+    """Returns the function for a call, as C++ names it: "scale<float, 4>"."""
     f = self.function
     values = (f.bound.get(p.name) or self._template_argument(p, call) for p in f.template)
-    arguments = ", ".join(itertools.takewhile(bool, values))  # the others have defaults
+    arguments = ", ".join(itertools.takewhile(bool, values))  # the rest have defaults
     return f.qualified + (f"<{arguments}>" if f.template else "")
 
   def _template_argument(self, parameter: TemplateParameter, call: CudaCall) -> str:
-    """Returns what a call's static values or arrays say of it; "" where they don't."""
+    """Returns the template argument of a call's static values or arrays; "" if unknown."""
     otherwise = f" or in the kernel's name ({self.function.name}<...>)"
     found = parameter.argument(self.label, call.static, self._arrays(call), otherwise)
     if found is None or isinstance(found, int):
@@ -83,7 +83,7 @@ class SourcePart(CudaPart):
     return _source.TYPES[name]
 
   def _arrays(self, call: CudaCall) -> list[tuple[Parameter, Any]]:
-    """Parameters that are arrays, with theirs; an operand and a result in one count as both."""
+    """Returns array parameters with their arrays; an operand in a result's memory counts twice."""
     found: list[tuple[Parameter, Any]] = []
     sides = (("operands", OPERANDS, call.operands), ("results", RESULTS, call.results))
     for what, kinds, arrays in sides:
@@ -100,7 +100,7 @@ class SourcePart(CudaPart):
 
   # -- launches ----------------------------------------------------------------------------------
   def plan(self, call: CudaCall) -> LaunchPlan:
-    self._arrays(call)  # raises where there are more or fewer
+    self._arrays(call)  # raises for another number of arrays
     expression, label = self.expression(call), self.label
     named = zip(("grid", "block", "shared", "cluster"), self._configuration, strict=True)
     options = (evaluated(label, option, given, call) for option, given in named)
@@ -132,7 +132,9 @@ class SourcePart(CudaPart):
       else:
         side, index = memory[p.name]
         shape = call.array(side, index).shape
-        yield Argument.pointer(side, index, shape if p.rank_text else ())  # without: no view
+        yield Argument.pointer(
+          side, index, shape if p.rank_text else ()
+        )  # without rank text it is no view
 
   def _number(self, parameter: Parameter, call: CudaCall) -> Argument:
     name, element, what = parameter.name, parameter.element, f"{self.label}: parameter"
@@ -141,7 +143,7 @@ class SourcePart(CudaPart):
       number = f"'{name}', a number by value: expected a static value of that name"
       raise GateDefinitionError(f"{what} {number}, {got}")
     dtype = parameter.dtype
-    if dtype is None:  # of a template: that of an array with the same element type
+    if dtype is None:  # a template's: the dtype of an array with this element type
       dtype = next((a.dtype for p, a in self._arrays(call) if p.element == element), None)
     if dtype is None and element in call.static:
       dtype = dtype_named(call.static[element])
@@ -155,7 +157,7 @@ class SourcePart(CudaPart):
 def _with_roles(
   label: str, function: SourceFunction, aliases: Mapping[int, int], scratch: Mapping[str, Any]
 ) -> SourceFunction:
-  """Tells pointers to non-const elements apart: results, operands in place, scratch memory."""
+  """Assigns roles to pointers to non-const elements: results, operands in place, scratch memory."""
   parameters: list[Parameter] = []
   operands = results = 0
   for p in function.parameters:
@@ -163,7 +165,7 @@ def _with_roles(
     if p.name in scratch:
       if not pointer:
         raise GateDefinitionError(f"{label}: scratch: expected '{p.name}' to be a pointer `T*`")
-      p = dataclasses.replace(p, kind=Kind.CONTEXT)  # no operand and no result
+      p = dataclasses.replace(p, kind=Kind.CONTEXT)  # neither operand nor result
     elif pointer and aliases.get(operands) == results:
       p = dataclasses.replace(p, kind=Kind.INOUT)
     operands += p.kind in OPERANDS
@@ -176,13 +178,13 @@ def _with_roles(
 
 
 def saved(part: SourcePart) -> dict[str, Any]:
-  """A part as files hold it: for programs, which hold the launches."""
+  """Returns a part for a file, without launches, which the programs have."""
   form = {"source": part.source, "function": part.kernel, "aliases": sorted(part.aliases.items())}
   return form | part.building._asdict()
 
 
 def restored(label: str, form: Mapping[str, Any]) -> SourcePart:
-  """The part that `saved` was given, but for its launches."""
+  """Returns the part of `saved`, without its launches."""
   building = BuildOptions(*(tuple(form[name]) for name in BuildOptions._fields))
   aliases = {int(operand): int(result) for operand, result in form["aliases"]}
   launching = LaunchOptions(grid=1, block=1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads kernels and their parameters in CUDA source, before the compiler does.
 
-By the types as they are written: pointers and callgate's views are arrays, all else numbers.
+It only uses the types' text: pointers and callgate's views are arrays, everything else is a number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from callgate._kernel import source as _source
 from callgate._kernel.parameters import Kind, Parameter, Signature
 from callgate._kernel.source import SourceFunction
 
-# By CUDA's names of elements, the one that template arguments have first. Integers are C's, too.
+# CUDA's names of element types, the one for template arguments first. Integers also have C's names.
 _DTYPES = (
   {text: name for name, text in _source.TYPES.items() if ":" not in text}
   | {"ptrdiff_t": "int64", "size_t": "uint64"}
@@ -45,13 +45,13 @@ _TYPE_WORDS = ("int", "char", "short", "long", "float", "double", "bool", "unsig
 
 
 def element_dtype(text: str) -> np.dtype[Any] | None:
-  """The dtype of an element type; None for one that is no array's, or a template's."""
+  """Returns the dtype of an element type; None if no array has it, or if it is a template's."""
   plain = " ".join(text.replace("callgate::", "cg::").replace("std::", "").split())
   return _source.element_dtype(plain.replace(" ::", "::").replace(":: ", "::"), _DTYPES)
 
 
 def find(label: str, source: str, kernel: str | None) -> SourceFunction:
-  """The kernel of a name ("scale", "ns::scale", "scale<float, 4>"), or the source's only one."""
+  """Returns the kernel of a name ("scale", "ns::scale", "scale<float, 4>"), or the only one."""
   text = _source.blanked(_source.blanked(source), _ATTRIBUTE)
   name, _, arguments = (kernel or "").partition("<")
   name = name.strip()

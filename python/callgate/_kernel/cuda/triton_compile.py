@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that depends on the installed Triton, whose versions 3.2 to 3.9 are known to work.
+"""The only module that depends on the installed Triton; tested with versions 3.2 to 3.9.
 
-Compiles under one lock, on the lowering thread, with or without a device. Decorators are taken
-apart: `@triton.autotune` names configurations, of which the fastest is measured where this process
-has a device, and kept on disk; `@triton.heuristics` computes values from the arguments.
+It compiles under one lock, on the lowering thread, with or without a device. It unwraps the
+decorators. `@triton.autotune` has configurations: the fastest is measured if this process has a
+device, and kept on disk. `@triton.heuristics` computes values from the arguments.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -42,51 +42,51 @@ _DTYPES = {
   "float8_e4m3fn": "fp8e4nv", "float8_e4m3fnuz": "fp8e4b8",
   "float8_e5m2": "fp8e5", "float8_e5m2fnuz": "fp8e5b16",
 }  # fmt: skip
-# The types that scalars are passed as.
+# The types of scalar parameters.
 _SCALARS = {c: n for n, c in _DTYPES.items() if c[:3] != "fp8"} | {"i1": "int8", "u1": "uint8"}
 _LOG = logging.getLogger("callgate")
 _COMPILING = threading.Lock()
-_PRUNING = threading.Lock()  # Triton's autotuner keeps the arguments in itself
+_PRUNING = threading.Lock()  # Triton's autotuner stores the arguments in itself
 _ROUNDS, _LAUNCHES = 3, 20
 Settings = dict[str, Any]
 
 
 class TritonArgument(NamedTuple):
   name: str
-  type: str  # Triton's, such as "*fp32" or "i32"; "constexpr" for what is compiled in
-  value: Any = None  # of a scalar or constant
-  divisible: bool = False  # the address or integer is a multiple of 16
+  type: str  # Triton's type, such as "*fp32" or "i32"; "constexpr" for a constant
+  value: Any = None  # the value of a scalar or constant
+  divisible: bool = False  # True if the address or integer is a multiple of 16
 
   @property
   def dtype(self) -> np.dtype[Any]:
-    """The format of a scalar in memory."""
+    """A scalar's format in memory."""
     return dtype_named(_SCALARS[self.type])
 
 
 class TritonCompiled(NamedTuple):
-  image: CompiledImage  # for one capability
+  image: CompiledImage  # the image for one capability
   entry: str  # its name in the image
-  threads: int  # of a block
+  threads: int  # threads of a block
   shared: int  # bytes of dynamic shared memory
-  cluster: tuple[int, int, int]  # blocks
-  # For each pointer behind the user's parameters: bytes for each block of the grid; 0 for null.
+  cluster: tuple[int, int, int]  # blocks of a cluster
+  # For each pointer after the user's parameters: bytes for each block of the grid; 0 for null.
   scratch: tuple[int, ...]
 
 
 def layers(kernel: Any) -> Iterator[Any]:
-  """A kernel's decorators, the outermost first, and the JITFunction below them, if there is one."""
+  """Yields a kernel's decorators, the outermost first, and the JITFunction below, if any."""
   while kernel is not None:
     yield kernel
     kernel = None if isinstance(kernel, JITFunction) else getattr(kernel, "fn", None)
 
 
 def base_function(kernel: Any) -> Any:
-  """The JITFunction below decorators; None for what is no Triton kernel."""
+  """Returns the JITFunction below decorators; None for values that are no Triton kernel."""
   return next((layer for layer in layers(kernel) if isinstance(layer, JITFunction)), None)
 
 
 def automatic(kernel: Any) -> set[str]:
-  """The parameters that decorators give values."""
+  """Returns the parameters that decorators give values."""
   found: set[str] = set()
   for layer in layers(kernel):
     found.update(layer.values if isinstance(layer, Heuristics) else ())
@@ -107,7 +107,7 @@ def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -
 
 
 def scalar(parameter: Any, value: Any, label: str) -> TritonArgument:
-  """A number or constant as an argument, specialised as Triton's launcher does it."""
+  """Returns a number or constant as an argument, specialized as Triton's launcher does."""
   name, what = parameter.name, f"{label}: parameter '{parameter.name}'"
   if parameter.is_constexpr or value is None:
     return TritonArgument(name, "constexpr", value)
@@ -141,7 +141,7 @@ def compile_for(
   label: str, function: Any, arguments: Sequence[TritonArgument], options: Mapping[str, Any],
   capability: int, *, ptx: bool,
 ) -> TritonCompiled:  # fmt: skip
-  """Compiles a JITFunction for a capability, as 90; with `ptx` for any device that is not older."""
+  """Compiles a JITFunction for a capability, such as 90; with `ptx` for it and newer devices."""
   target = GPUTarget("cuda", capability, 32)
   with _COMPILING:
     try:
@@ -192,7 +192,7 @@ def _source(function: Any, arguments: Sequence[TritonArgument]) -> Any:
 
 
 def passed(arguments: Sequence[TritonArgument]) -> list[TritonArgument]:
-  """The arguments that a launch passes."""
+  """Returns the arguments that a launch passes."""
   return [a for a in arguments if a.type != "constexpr"]
 
 
@@ -200,7 +200,7 @@ def passed(arguments: Sequence[TritonArgument]) -> list[TritonArgument]:
 def candidates(
   label: str, kernel: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[Settings]:
-  """Constants and options that a call may take; `settings` are known beside the arguments."""
+  """Returns constants and options for a call; `settings` are known beside the arguments."""
   if isinstance(kernel, Heuristics):
     known = dict(settings)
     for name, value in kernel.values.items():
@@ -235,10 +235,10 @@ def chosen(
   label: str, kernel: Any, function: Any, found: Sequence[Settings], arguments: Mapping[str, Any],
   measure: Callable[[Settings], float] | None,
 ) -> Settings:  # fmt: skip
-  """One of the candidates: the fastest, as it is kept on disk or measured now, else the first."""
+  """Returns the fastest candidate, from disk or measured now; without a device the first one."""
   if len(found) == 1:
     return found[0]
-  # Triton tunes by these: the arguments named as `key`, all dtypes, and the device.
+  # Triton's tuning key: the arguments named in `key`, all dtypes, and the device.
   tuners = (layer for layer in layers(kernel) if isinstance(layer, Autotuner))
   about = [f"{n}={_text(arguments.get(str(n)))}" for tuner in tuners for n in tuner.keys]
   about += [f"{n}:{v.dtype}" for n, v in arguments.items() if hasattr(v, "dtype")]
@@ -273,7 +273,7 @@ def _text(value: Any) -> str:
 
 
 def cuda_device() -> Any:
-  """The device to measure on; None where JAX has none."""
+  """Returns the device to measure on; None if JAX has none."""
   try:
     return jax.local_devices(backend="cuda")[0]
   except (RuntimeError, IndexError):
@@ -281,7 +281,7 @@ def cuda_device() -> Any:
 
 
 def seconds_of(function: Callable[..., Any], call: CudaCall, device: Any) -> float:
-  """Returns how long a launch with arrays of a call's shapes takes; infinity for one that fails."""
+  """Returns the time of a launch with arrays of a call's shapes; infinity if it fails."""
   found: list[float] = []
 
   def run() -> None:
@@ -299,7 +299,7 @@ def seconds_of(function: Callable[..., Any], call: CudaCall, device: Any) -> flo
     except (CompileError, GateError, jax.errors.JaxRuntimeError) as error:
       _LOG.info("a configuration that can't be run: %s", error)
 
-  # The lowering thread is inside a trace; this one is not.
+  # The lowering thread is inside a trace; this thread is not.
   worker = threading.Thread(target=run, name="callgate-tune")
   worker.start()
   worker.join()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels from the code of one element, on the CPU and on CUDA."""
+"""Kernels from code for one element, on the CPU and on CUDA."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA part of `callgate.elementwise`: the same code of an element, gone through by threads.
+"""The CUDA part of `callgate.elementwise`: the same code for an element, in the device's threads.
 
-The loops around it are of include/callgate/elementwise_device.h. A variant is compiled for how
-operands lie along the result's elements; extents and strides are passed by the launch.
+The loops are in include/callgate/elementwise_device.h. A variant is compiled for the layout of the
+operands relative to the result. The launch passes extents and strides.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from callgate._kernel.elementwise.source import BoundCode, Code, body, element, 
 from callgate._kernel.launch import CudaCall, CudaPart, Launch, LaunchParameter, LaunchPlan
 
 _THREADS = 256
-_VECTOR = 16  # bytes that a thread loads or stores at once
-_BLOCKS = 1 << 14  # more elements than these have threads are gone through in strides of the grid
+_VECTOR = 16  # bytes of one load or store of a thread
+_BLOCKS = 1 << 14  # larger arrays are processed in strides of the grid
 _HEADERS = ("elementwise_device.h", "elementwise_body.h", "complex_device.h", "small_floats.h")
-# Without it a function of the user's preamble would be the host's.
+# Without this option a function in the user's preamble would be a host function.
 _OPTIONS = ("--std=c++20", "-default-device")
 
 
 def entry_of(name: str) -> str:
-  """The function of a kernel, as profilers show it."""
+  """Returns the kernel's function name, for profilers."""
   return f"callgate_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
 
 
@@ -40,17 +40,20 @@ def _on_device(text: str) -> str:
 
 
 def cuda_unit(what: str, entry: str, bound: BoundCode, layout: Layout) -> str:
-  """A whole source for CUDA; `entry` is the function's name, `what` the kernel in messages."""
+  """Returns a complete CUDA source; `entry` is the function's name, `what` the kernel's."""
   code, in_library = bound.code, "callgate::elementwise::"
-  # CUDA has functions of these names that treat NaN otherwise.
+  # CUDA has functions of these names that handle NaN differently.
   using = "  using namespace callgate::elementwise;\n"
   own = "".join(f"  using callgate::elementwise::{name};\n" for name in ("max", "min"))
   text = body(what, bound).replace(using, using + own, 1)
   if bound.has_complex:
-    text = _on_device(text)  # the user's part as well
+    text = _on_device(text)  # including the user's part
   single = [p for p, kind in zip(code.mapped, layout.kinds, strict=True) if kind == "o"]
   ones = (f"const auto _one_{p.name} = static_cast<{bound.value(p)}>({p.name}[0]);" for p in single)
-  fields = ["int64_t _size", *bound.pointers]  # of the struct, and what the kernel takes
+  fields = [
+    "int64_t _size",
+    *bound.pointers,
+  ]  # the fields of the struct, and the kernel's parameters
   names = ["_size", *(p.name for p in (*code.mapped, *code.outputs))]
   params = list(fields)
   if strided := layout.kinds.count("s"):
@@ -63,7 +66,7 @@ def cuda_unit(what: str, entry: str, bound: BoundCode, layout: Layout) -> str:
     f"{in_library}Raw<{bound.stored(p)}, {bound.value(p)}, {rank}> {p.name}"
     for p, rank in zip(raws, layout.ranks, strict=True)
   ]
-  # The digest is in the key of the compiled source.
+  # The digest becomes part of the compiled source's key.
   return f"""// {toolchain.headers_digest(*_HEADERS)}
 #include "callgate/elementwise_device.h"
 
@@ -90,7 +93,7 @@ __global__ void __launch_bounds__({_THREADS}) {entry}(
 
 
 def _packs(bound: BoundCode, layout: Layout) -> str:
-  """The loop over several neighbours at once."""
+  """Returns the loop over several neighbors at once."""
   count, loads, stores = layout.vector, list[str](), list[str]()
   arguments = [f"_pack * {count} + _k"]
   for p, kind in zip(bound.code.mapped, layout.kinds, strict=True):
@@ -116,7 +119,7 @@ def _packs(bound: BoundCode, layout: Layout) -> str:
 
 
 def _singles(bound: BoundCode, layout: Layout) -> str:
-  """The loop over elements one by one: the tail of the packs, or all."""
+  """Returns the loop over single elements: the rest after the packs, or all."""
   arguments, strided = ["_i"], 0
   for p, kind in zip(bound.code.mapped, layout.kinds, strict=True):
     place = f"_offsets[{strided}]" if kind == "s" else "_i"
@@ -131,20 +134,21 @@ def _singles(bound: BoundCode, layout: Layout) -> str:
     }}"""
 
 
-# -- how arrays lie -----------------------------------------------------------------------------
+# -- layouts of arrays ----------------------------------------------------------------------------
 class Layout(NamedTuple):
-  """Describes the layout of a call's arrays, as far as a variant knows it."""
+  """The layout of a call's arrays, as far as a variant depends on it."""
 
-  # For arguments that are not raw: "f" for the result's elements, "o" for one, "s" for broadcast.
+  # For each argument that is not raw: "f" for the result's elements, "o" for one element, "s" for
+  # broadcast.
   kinds: str
-  axes: int  # how many axes, once neighbours are collapsed, those of kind "s" take; 0 for none
-  vector: int  # elements that a thread takes at once
-  wide: bool  # whether there are more elements than 32 bits count
-  ranks: tuple[int, ...]  # of the raw arguments
+  axes: int  # the number of axes of kind "s", after joining neighbors; 0 for none
+  vector: int  # elements that a thread processes at once
+  wide: bool  # True if the number of elements needs more than 32 bits
+  ranks: tuple[int, ...]  # the ranks of the raw arguments
 
   @property
   def text(self) -> str:
-    """As part of a variant's key."""
+    """Returns its text in a variant's key."""
     start = f"{self.kinds}:{self.axes}:{self.vector}:{int(self.wide)}:"
     return start + ",".join(map(str, self.ranks))
 
@@ -156,7 +160,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(code: Code, operands: Sequence[Any], results: Sequence[Any]) -> Layout:
-  """The layout of a call, by the types of all its arguments, raw ones too."""
+  """Returns the layout of a call, by the types of all its arguments, including raw ones."""
   size = math.prod(results[0].shape)
   mapped = [x for p, x in zip(code.inputs, operands, strict=True) if not p.raw]
   own = [math.prod(x.shape) for x in mapped]
@@ -164,8 +168,8 @@ def layout_of(code: Code, operands: Sequence[Any], results: Sequence[Any]) -> La
   full = [x for x, kind in zip(mapped, kinds, strict=True) if kind == "f"]
   items = [np.dtype(x.dtype).itemsize for x in (*full, *results)]
   vector = 1 if "s" in kinds else max(1, _VECTOR // max(items))
-  # Lanes of a batch that the runtime loops over begin at multiples of their size; others are the
-  # whole buffers, which are aligned.
+  # Lanes in a loop of the runtime begin at multiples of their size. Other arrays are whole buffers,
+  # which are aligned.
   if code.knows_place and any(size * item % (vector * item) for item in items):
     vector = 1
   strided = [x.shape for x, kind in zip(mapped, kinds, strict=True) if kind == "s"]
@@ -176,7 +180,7 @@ def layout_of(code: Code, operands: Sequence[Any], results: Sequence[Any]) -> La
 def collapsed(
   shapes: Sequence[Sequence[int]], results: Sequence[Any]
 ) -> list[tuple[int, list[int]]]:
-  """The result's axes, innermost first, with broadcast operands' strides; neighbours are joined."""
+  """Returns the result's axes, innermost first, with operands' strides, neighbors joined."""
   axes: list[tuple[int, list[int]]] = []
   steps = [1] * len(shapes)
   for back, extent in enumerate(reversed(results[0].shape if shapes else ()), 1):
@@ -198,7 +202,7 @@ def collapsed(
 def _parameters(
   code: Code, layout: Layout, operands: Sequence[Any], results: Sequence[Any]
 ) -> Iterator[LaunchParameter]:
-  """Returns what a launch passes: see `cuda_unit`."""
+  """Yields the parameters of a launch, see `cuda_unit`."""
   indices = {p.name: i for i, p in enumerate(code.inputs)}
   yield LaunchParameter.scalar(math.prod(results[0].shape), np.int64)
   yield from (LaunchParameter.pointer("operand", indices[p.name]) for p in code.mapped)
@@ -213,11 +217,13 @@ def _parameters(
 
 
 class ElementwisePart(CudaPart):
-  """Runs an elementwise kernel on CUDA devices; used by several threads at once."""
+  """Runs an elementwise kernel on CUDA devices; several threads use it at once."""
 
   def __init__(self, kernel: Any, options: Sequence[str], arch: tuple[int, ...]) -> None:
-    self._kernel = weakref.proxy(kernel)  # which holds this; whoever calls this holds it
-    self._options, self.arch = (*_OPTIONS, *options), arch  # of NVRTC
+    self._kernel = weakref.proxy(
+      kernel
+    )  # the kernel keeps this object, and callers keep the kernel
+    self._options, self.arch = (*_OPTIONS, *options), arch  # options of NVRTC
 
   def plan(self, call: CudaCall) -> LaunchPlan:
     code: Code = self._kernel.user_code

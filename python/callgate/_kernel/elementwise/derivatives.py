@@ -2,7 +2,7 @@
 """Derivatives of `callgate.elementwise`: `jvp=` expressions, and pointwise finite differences.
 
 The coefficients of "dz = y * dx + x * dy" are its values at dx = 1, dy = 0 and at dx = 0, dy = 1.
-Kernels compute these; what multiplies and adds them up is JAX, which can transpose that.
+Kernels compute them. JAX multiplies them with the tangents and adds up, which it can transpose.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from callgate._kernel.elementwise.source import Code, placed, value_type, words
 
 
 class Derivative(NamedTuple):
-  """Describes how a kernel's results change with one of its arguments."""
+  """The derivative of a kernel's results by one of its arguments."""
 
   kernel: Callable[..., Any]  # computes the coefficients, one for each result
   inputs: tuple[int, ...]  # positions of the primal arguments that it takes
-  outputs: tuple[int, ...]  # positions of the primal results that it takes after them
-  # Where no argument gives its results a shape: the primal call's, or one number for all elements.
+  outputs: tuple[int, ...]  # positions of the primal results that it takes after these
+  # The results' shape if no argument gives it: the primal call's, or one number for all elements.
   size: Literal["own", "one"] | None
 
 
@@ -36,7 +36,7 @@ def derive(
   label: str, code: Code, jvp: str, like: Callable[..., Any] | None,
   make: Callable[[str, Code, Callable[..., Any] | None], Any],
 ) -> dict[int, Derivative]:  # fmt: skip
-  """By an argument's position; `make` takes what a kernel's name ends in, code and reference."""
+  """Returns derivatives by argument; `make` takes a kernel's name suffix, code and reference."""
   _check_names(label, code, jvp)
   used, found = words(jvp) | words(code.loop_prep), dict[int, Derivative]()
   results = tuple(Param(f"_d{p.name}", p.type) for p in code.outputs)
@@ -45,7 +45,7 @@ def derive(
       continue
     operation, types = _operation(label, code, jvp, index), code.types
     derived = Code(code.mapped, results, operation, code.preamble, code.loop_prep, more_types=types)
-    # All of them where the reference is to compute the same, or the place of an element counts.
+    # All arguments, if the reference must compute the same, or if an element's place matters.
     placed_by = derived.knows_place
     every = like is not None or placed_by
     inputs = tuple(i for i, p in enumerate(code.inputs) if every or p.name in used)
@@ -82,7 +82,7 @@ def _check_names(label: str, code: Code, jvp: str) -> None:
 
 
 def _operation(label: str, code: Code, jvp: str, index: int) -> str:
-  """Makes the coefficients' code: the expression where one tangent is 1, the others 0."""
+  """Returns the coefficients' code: the expression with one tangent 1, and the others 0."""
   lines: list[str] = []
   for p in code.mapped:
     start = f"{_type(p)}(1)" if p is code.inputs[index] else ""
@@ -100,7 +100,7 @@ def jvp(
   factors: Callable[..., list[Any]], kernel: Any, primals: Sequence[Any], tangents: Sequence[Any],
   **static: Any,
 ) -> Any:  # fmt: skip
-  """The kernel's rule for `jax.custom_jvp` with symbolic zeros; `factors` is one of those below."""
+  """The kernel's rule for `jax.custom_jvp` with symbolic zeros; `factors` is a function below."""
   results, tree = jax.tree.flatten(kernel(*primals, **static))
   totals: list[Any] = [None] * len(results)
   for index, tangent in enumerate(tangents):
@@ -120,14 +120,14 @@ def jvp(
 def by_expression(
   kernel: Any, index: int, primals: Sequence[Any], results: Sequence[Any], static: dict[str, Any]
 ) -> list[Any]:
-  """One coefficient for each result, of a shape that broadcasts to it."""
+  """Returns one coefficient for each result, of a shape that broadcasts to it."""
   name, dtype = kernel.user_code.inputs[index].name, primals[index].dtype
   if index not in kernel.derivatives:
     fault = f"differentiated with respect to '{name}', which is raw"
     expected = "a derivative in the other arguments alone, or a rule given to defjvp or defvjp"
     raise GateDefinitionError(f"{kernel.label}: {fault}; expected {expected}")
   for result in results:
-    # Linear in the tangent's parts, not in the tangent, such a derivative is no factor.
+    # Such a derivative is linear in the tangent's real and imaginary parts, but is no factor.
     if is_complex(dtype) and is_inexact(result.dtype) and not is_complex(result.dtype):
       only = f"takes derivatives of complex results with respect to complex '{name}'"
       got = f"got a result of {result.dtype.name}; give a rule to defjvp"
@@ -144,7 +144,7 @@ def by_expression(
 def by_differences(
   kernel: Any, index: int, primals: Sequence[Any], results: Sequence[Any], static: dict[str, Any]
 ) -> list[Any]:
-  """Central differences, each element by itself, by the step of `_call/derivatives.py`."""
+  """Returns central differences of each element, with the step of `_call/derivatives.py`."""
   param, x = kernel.user_code.inputs[index], primals[index]
   if param.raw or not jnp.issubdtype(x.dtype, jnp.floating):
     only = "takes derivatives with respect to real arguments that are not raw"
@@ -161,7 +161,7 @@ def by_differences(
 
 
 def _reference(code: Code, like: Callable[..., Any], index: int) -> Callable[..., Any]:
-  """The coefficients by JAX, of which it knows all further derivatives."""
+  """Returns the coefficients computed by JAX, which has all their derivatives."""
 
   def coefficients(*args: Any, **_: Any) -> Any:
     pairs = list(zip(code.inputs, args[: len(code.inputs)], strict=True))

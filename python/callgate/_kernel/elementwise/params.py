@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of `callgate.elementwise`: "T x, raw float32 y", and how a call binds them."""
+"""The parameters of `callgate.elementwise`, "T x, raw float32 y", and their values in a call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from callgate._core.dtypes import dtype_code, dtype_named, is_packed, type_text
 from callgate._core.errors import GateDefinitionError
 from callgate._core.masked import shown
 
-Bindings = Mapping[str, np.dtype[Any]]  # a type letter to the dtype that it stands for in a call
+Bindings = Mapping[str, np.dtype[Any]]  # from a letter to its dtype in a call
 _PACKED = "{} has several elements in a byte, which kernels don't take"
 _LETTER = re.compile(r"[A-Z][0-9]*")
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
-# Types that C and NumPy give different sizes.
+# Types with different sizes in C and NumPy.
 _UNCLEAR = {
   "float": "float32 or float64", "complex": "complex64 or complex128",
   "int": "int32 or int64", "long": "int32 or int64", "uint": "uint32 or uint64",
@@ -40,13 +40,13 @@ _KEYWORDS = """
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-  name: str  # in the code of an element
-  type: str  # a dtype's name, or a letter that stands for one
-  raw: bool = False  # the code indexes the whole array itself
+  name: str  # its name in the element's code
+  type: str  # a dtype's name, or a letter
+  raw: bool = False  # True if the code indexes the whole array itself
 
   @property
   def own_dtype(self) -> np.dtype[Any] | None:
-    """Its dtype in every call; None for a letter."""
+    """Its dtype in all calls; None for a letter."""
     return None if is_letter(self.type) else dtype_named(self.type)
 
   def dtype(self, bindings: Bindings) -> np.dtype[Any]:
@@ -58,7 +58,7 @@ def is_letter(name: str) -> bool:
 
 
 def parse(label: str, option: str, text: str) -> tuple[Param, ...]:
-  """The parameters of a text such as "T x, raw float32 y"."""
+  """Reads the parameters of a text such as "T x, raw float32 y"."""
   found: list[Param] = []
   for words in map(str.split, text.split(",") if text.strip() else ()):
     if fault := _fault(option, words):
@@ -97,7 +97,7 @@ def _fault(option: str, words: list[str]) -> str | None:
 def convert(
   label: str, inputs: Sequence[Param], values: Sequence[Any], given: Bindings
 ) -> list[Any]:
-  """A call's arguments as arrays of the parameters' dtypes; `given` binds letters by keyword."""
+  """Returns a call's arguments as arrays of the parameters' dtypes; `given` has letters' dtypes."""
   arrays = [_as_array(label, p, v) for p, v in zip(inputs, values, strict=True)]
   bindings = bind(label, inputs, [None if _is_weak(v) else v for v in arrays], given)
   for letter in {p.type for p in inputs if is_letter(p.type)} - bindings.keys():
@@ -112,7 +112,7 @@ def convert(
 def bind(
   label: str, inputs: Sequence[Param], values: Sequence[Any], given: Bindings
 ) -> dict[str, np.dtype[Any]]:
-  """Returns what the letters stand for, by keywords and by the arguments that are not None."""
+  """Returns the letters' dtypes, from keywords and from the arguments that are not None."""
   bound = {name: (dtype, f"{name}={dtype.name}") for name, dtype in given.items()}
   pairs = zip(inputs, values, strict=True)
   for param, value in (pair for pair in pairs if pair[1] is not None):
@@ -155,7 +155,7 @@ def _weak_as(label: str, param: Param, value: Any, dtype: np.dtype[Any]) -> Any:
   text = repr(value) if _is_literal(value) else f"a weakly typed {value.dtype.name}"
   said = dtype.name if param.own_dtype else f"{param.type}, which is {dtype.name} here"
   what = f"{label}: argument '{param.name}': expected {said}"
-  # Weak values go to a dtype of their own kind or a later one, as in JAX.
+  # Weakly typed values convert to a dtype of their own kind or a later one, as in JAX.
   kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
   have, wanted = (
     next(i for i, kind in enumerate(kinds) if jnp.issubdtype(each, kind))

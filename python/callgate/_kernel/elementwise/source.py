@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ that `callgate.elementwise` compiles.
+"""The C++ source of `callgate.elementwise`.
 
-The *body* says what happens to an element, and knows no device: it is a function of a thing that
-goes through elements. The rest makes a CPU kernel of it (include/callgate/elementwise.h).
+The *body* computes one element, independent of the device: it is a function of an object that
+iterates over elements. The rest makes a CPU kernel of it (include/callgate/elementwise.h).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _INDEX = ("i", "n", "_ind")
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Code:
-  """The code of a kernel, as the user wrote it."""
+  """The user's code of a kernel."""
 
   inputs: tuple[Param, ...]
   outputs: tuple[Param, ...]
   operation: str  # statements for one element
   preamble: str = ""  # C++ before the kernel: functions, types, includes
-  loop_prep: str = ""  # statements before a run of elements
-  after_loop: str = ""  # and after it
-  # Letters and dtypes that the code uses beside those of its parameters.
+  loop_prep: str = ""  # statements before a range of elements
+  after_loop: str = ""  # statements after it
+  # Letters and dtypes that the code uses in addition to its parameters'.
   more_types: tuple[str, ...] = ()
 
   @property
@@ -59,7 +59,7 @@ class Code:
   def bindings(
     self, label: str, operands: Sequence[Any], static: Mapping[str, Any]
   ) -> dict[str, np.dtype[Any]]:
-    """The dtypes that letters stand for in a call."""
+    """Returns the dtypes of letters in a call."""
     given = {name: dtype_named(static[name]) for name in self.letters if name in static}
     bound = bind(label, self.inputs, operands, given)
     for letter in (n for n in self.letters if n not in bound):
@@ -71,19 +71,19 @@ class Code:
 
   @property
   def knows_place(self) -> bool:
-    """True if the code can tell where in the arrays an element is."""
+    """True if the code can read an element's place in the arrays."""
     macros = " ".join(_DEFINES.findall(self.preamble))
     used = words(f"{self.operation}\n{self.loop_prep}\n{self.after_loop}\n{macros}")
     return not used.isdisjoint(_INDEX) or any(p.raw for p in self.inputs)
 
 
 def words(code: str) -> set[str]:
-  """The identifiers in some C++, without those in comments, strings and directives."""
+  """Returns the identifiers in C++ code, without those in comments, strings and directives."""
   return {w for w in map(str, _WORDS.findall(code)) if w[0].isalpha() or w[0] == "_"}
 
 
 def value_type(dtype: np.dtype[Any]) -> str:
-  """The C++ type that numbers have in the code: small floats are computed in float."""
+  """Returns the C++ type of numbers in the code: small floats are computed in float."""
   stored = cpp_type(dtype)
   return "float" if stored.startswith("cg::") else stored
 
@@ -92,21 +92,21 @@ def value_type(dtype: np.dtype[Any]) -> str:
 class BoundCode:
   """Code for a call's dtypes."""
 
-  code: Code  # the user's
-  bindings: Bindings  # what the letters stand for
-  spelled: Callable[[str], str] = str  # the target's name of a C++ type
+  code: Code  # the user's code
+  bindings: Bindings  # the letters' dtypes
+  spelled: Callable[[str], str] = str  # returns the target's name of a C++ type
 
   def stored(self, param: Param) -> str:
-    """The type of a parameter's elements in memory."""
+    """Returns the type of a parameter's elements in memory."""
     return self.spelled(cpp_type(param.dtype(self.bindings)))
 
   def value(self, param: Param) -> str:
-    """The type of a parameter's elements in the code."""
+    """Returns the type of a parameter's elements in the code."""
     return self.spelled(value_type(param.dtype(self.bindings)))
 
   @property
   def pointers(self) -> list[str]:
-    """Declarations of pointers to the arrays that are gone through."""
+    """Declarations of pointers to the arrays that are iterated over."""
     constant = [f"const {self.stored(p)}* {p.name}" for p in self.code.mapped]
     return [*constant, *(f"{self.stored(p)}* {p.name}" for p in self.code.outputs)]
 
@@ -120,7 +120,7 @@ class BoundCode:
 
 
 def body(what: str, bound: BoundCode) -> str:
-  """The part that knows no device; `what` is the kernel in the compiler's messages."""
+  """Returns the part that is independent of the device; `what` is the kernel in messages."""
   code = bound.code
   types = "".join(f"using {n} = {value_type(bound.bindings[n])};\n" for n in code.letters)
   params = [f"const {bound.value(p)} {p.name}" for p in code.mapped]
@@ -141,7 +141,7 @@ CALLGATE_FUNCTION void callgate_body(const Elements& _elements,
 
 
 def element(bound: BoundCode, arguments: Sequence[str], place: str) -> list[str]:
-  """Calls the body for one element; its results are stored where `place` says for their names."""
+  """Calls the body for one element; `place` has the results' destinations, by name."""
   outputs = bound.code.outputs
   return [
     *(f"{bound.value(p)} _new_{p.name}{{}};" for p in outputs),
@@ -151,10 +151,10 @@ def element(bound: BoundCode, arguments: Sequence[str], place: str) -> list[str]
 
 
 def cpu_unit(what: str, bound: BoundCode, varies: str) -> str:
-  """A whole source for the CPU.
+  """Returns a complete source for the CPU.
 
-  `varies` has for each mapped argument whether it does along rows: "1", "0" or, of an exported
-  program's symbolic shapes, "?".
+  `varies` has "1" for each mapped argument that varies along rows, else "0". "?" is for symbolic
+  shapes of an exported program.
   """
   code, count, rows, arguments = bound.code, len(bound.code.mapped), list[str](), ["_start + _j"]
   for k, param in enumerate(code.mapped):
@@ -214,7 +214,7 @@ def lines(indent: int, texts: Iterable[str]) -> str:
 
 
 def placed(what: str, part: str, text: str, end: str = ";\n") -> str:
-  """User's code under its own name and line numbers."""
+  """Returns user's code with its own name and line numbers for messages."""
   if not text.strip():
     return ""
   name = re.sub(r'["\\\n]', "_", f"{what}, {part}")
@@ -222,7 +222,7 @@ def placed(what: str, part: str, text: str, end: str = ";\n") -> str:
 
 
 def _literals(text: str, bound: BoundCode) -> str:
-  """Floating literals are float's, as a Python scalar is, unless a double is anywhere near."""
+  """Makes floating-point literals float, like a Python scalar, unless the code uses double."""
   if bound.has_any("float64", "complex128") or "double" in words(text):
     return text
   return _FLOATS.sub(lambda m: f"{m[0]}f" if m[0][0].isdigit() or m[0][0] == "." else m[0], text)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps on disk what Numba has compiled, under what it depends on, as text: half of its key.
+"""Keeps Numba's compiled code on disk, by the text of everything that it depends on.
 
-Numba freezes what a function reads from its module and closure, and the functions that it calls,
-into the code. Numba's own key has none of that, and knows no functions of a notebook's cells.
+Numba compiles the values that a function reads from its module and closure, and the functions that
+it calls, into the code. Numba's own cache key has none of these, and does not support functions of
+notebook cells.
 """
 
 # The inside of Numba's compiler has no types.
@@ -38,16 +39,17 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), sli
 
 
 class UnknownIdentityError(Exception):
-  """A function depends on something whose value has no lasting text."""
+  """A function depends on a value without a stable text."""
 
 
 def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
   if id(function) in seen:
     return
   seen.add(id(function))
-  codes = [function.__code__]  # and of the functions in it
+  codes = [function.__code__]  # and the code of inner functions
   for code in codes:
-    # The lines, but not the file: exceptions tell them, and a cell's file changes with the process.
+    # The lines, which exceptions show, but not the file, which differs between processes for a
+    # cell.
     yield repr((
       code.co_name, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount,
       code.co_flags, code.co_firstlineno, code.co_names, code.co_varnames, code.co_freevars,
@@ -68,7 +70,7 @@ def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
     try:
       value = cell.cell_contents
     except ValueError:
-      continue  # not set yet; Numba refuses it
+      continue  # not set yet; Numba rejects it
     yield from _value(value, names, seen)
   for name in names:
     if name in function.__globals__:
@@ -79,7 +81,7 @@ def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
 
 
 def _value(value: Any, names: list[str], seen: set[int]) -> Iterator[str]:
-  """The text of what a function reads; `names` are the attributes that it may ask modules for."""
+  """Yields the text of a value that a function reads; `names` are attributes read of modules."""
   if isinstance(value, (*_PLAIN, np.generic, np.dtype)):
     yield f"{type(value).__name__} {value!r}"
   elif isinstance(value, (tuple, list)):
@@ -121,7 +123,7 @@ def _value(value: Any, names: list[str], seen: set[int]) -> Iterator[str]:
 
 
 def _version(module: str) -> str:
-  """The version of the package that a module belongs to; "" for code that has none."""
+  """Returns the version of a module's package; "" for code without one."""
   top = module.partition(".")[0]
   if top in sys.stdlib_module_names and top != "__main__":
     return sys.version
@@ -129,11 +131,11 @@ def _version(module: str) -> str:
 
 
 # -- the disk ------------------------------------------------------------------------------------
-_FORMAT = 2  # of what is kept on disk, and of the code that is generated
+_FORMAT = 2  # of the files on disk, and of the generated code
 
 
 def digest_of(request: Request, argument_types: tuple[Any, ...]) -> str | None:
-  """A digest of all that machine code depends on; None where it can't be told."""
+  """Returns a digest of everything that machine code depends on; None if it is unknown."""
   try:
     source = digest(list(_function(request.function, set())))
   except UnknownIdentityError:
@@ -149,15 +151,15 @@ def digest_of(request: Request, argument_types: tuple[Any, ...]) -> str | None:
 
 
 class CFuncCache:
-  """The cache that a CFunc asks: one file an entry, replaced in one step, made again if damaged."""
+  """The cache of a CFunc: one file for each entry, replaced atomically, made again if damaged."""
 
   def __init__(self, key: str | None) -> None:
-    self._key, self.content = key, None  # the entry, if it is there and whole
+    self._key, self.content = key, None  # the entry, if it exists and is intact
     if key is not None:
-      with contextlib.suppress(Exception):  # what it names may be gone too: it is compiled again
+      with contextlib.suppress(Exception):  # a module in it may be gone: compile again
         kept = files.read(files.kept_folder("numba", key[:2]) / f"{key}.bin")
         if hashlib.sha256(kept[32:]).digest() == kept[:32]:
-          entrypoints.init_all()  # extensions of Numba, whose symbols the entry may need
+          entrypoints.init_all()  # the entry may need symbols of Numba's extensions
           context = cpu_target.target_context
           context.refresh()
           self.content = CompileResultCacheImpl.rebuild(None, context, pickle.loads(kept[32:]))
@@ -170,10 +172,10 @@ class CFuncCache:
     del signature
     key = self._key
     if key is None or compiled.library.has_dynamic_globals:
-      return  # it holds addresses of this process
-    # The start of the threads of parallel loops: Numba leaves it out for cfuncs.
+      return  # contains addresses of this process
+    # Starts the threads of parallel loops, which Numba omits for cfuncs.
     compiled = compiled._replace(reload_init=list(compiled.library._reload_init))
-    with contextlib.suppress(OSError, pickle.PicklingError, TypeError):  # it works as well without
+    with contextlib.suppress(OSError, pickle.PicklingError, TypeError):  # the cache is optional
       content = dumps(compiled._reduce())
       path = files.made_folder("numba", key[:2], quiet=True) / f"{key}.bin"
       files.write(path, hashlib.sha256(content).digest() + content)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numba's side of `callgate.numba`: compiles a Python function to a native one of kernel_abi.h.
 
-The native function, `entry`, is generated: it calls what Numba made of the user's function, with
-arrays of the call's buffers, and takes the GIL only after an exception. Addresses that change from
-process to process reach it through the call's user data, so that its code can be kept on disk.
+The native function, `entry`, is generated: it calls Numba's code for the user's function, with
+arrays over the call's buffers, and takes the GIL only after an exception. Addresses that differ
+between processes come through the call's user data, so that the code can be kept on disk.
 """
 
 # The inside of Numba's compiler has no types.
@@ -40,14 +40,14 @@ from callgate._kernel.numba.request import Request, Slot, Type
 from callgate._kernel.variants import Function
 
 
-@global_compiler_lock  # not all that Numba does on the way takes its lock
+@global_compiler_lock  # Numba does not take its lock everywhere
 def compile_function(request: Request) -> Function:
-  """The native function for a request, from the disk where it is there."""
+  """Returns the native function for a request, from disk if it is there."""
   argument_types = _argument_types(request)
   digest = digest_of(request, argument_types)
   name = f"callgate_{digest[:24] if digest else f'unkept{next(_unkept)}'}"
 
-  def entry(call: Any) -> Any:  # compiled only where the disk hasn't got it
+  def entry(call: Any) -> Any:  # compiled only if it is not on disk
     return run(call)  # noqa: F821  # pyright: ignore
 
   placeholder = pytypes.FunctionType(entry.__code__, {"__name__": __name__}, name)
@@ -56,11 +56,11 @@ def compile_function(request: Request) -> Function:
   if kept.content is None:
     placeholder.__globals__["run"] = _build(request, argument_types, name)
   _compile(request, argument_types, compiled.compile)
-  # The mutex is for a threading layer of Numba's that one thread at a time may use.
+  # The mutex is for Numba's threading layer that only one thread at a time may use.
   try:
     alone = numba.threading_layer() == "workqueue"
   except ValueError:
-    alone = False  # no parallel loop so far
+    alone = False  # no parallel loop yet
   mutex = ctypes.addressof(_mutex()) if alone else 0
   shared = (ctypes.c_void_p * 2)(_callgate.take_python_error_address(), mutex)
   keep, user_data = (compiled, shared), ctypes.addressof(shared)
@@ -79,9 +79,9 @@ def _mutex() -> ctypes.Array[ctypes.c_char]:
 
 
 def _build(request: Request, argument_types: tuple[Any, ...], name: str) -> Any:
-  """An intrinsic of Numba's that runs one call: `run(call) -> 0`, or 1 after an exception."""
+  """Returns an intrinsic of Numba that runs one call: `run(call) -> 0`, or 1 after an exception."""
   source = request.function
-  # Under a name of its own: what comes from the disk may hold functions of the user's names.
+  # Under a unique name, because code from disk may contain functions of the user's names.
   function = pytypes.FunctionType(
     source.__code__, source.__globals__, source.__name__, source.__defaults__, source.__closure__
   )
@@ -143,7 +143,7 @@ def _argument_types(request: Request) -> tuple[Any, ...]:
 
 
 class _Static(types.Omitted):
-  """A static value's type. Numba's own is the same for 0.0 and -0.0, for (1, 2) and (True, 2)."""
+  """A static value's type. Numba's own is the same for 0.0 and -0.0, (1, 2) and (True, 2)."""
 
   @property
   def key(self) -> tuple[type, str]:
@@ -156,7 +156,7 @@ class _StaticModel(models.OmittedArgDataModel):
 
 
 def _stores(request: Request, returned: Any) -> list[Any]:
-  """Makes the code that copies each returned value into its result; raises where they don't fit."""
+  """Makes the code that copies each returned value into its result; raises if one doesn't fit."""
   if any(slot.kind in ("out", "result") for slot in request.slots):
     return []
   what, wanted = f"'{request.function.__name__}' returns", request.types.results
@@ -188,7 +188,7 @@ def _stores(request: Request, returned: Any) -> list[Any]:
 
 @functools.cache  # at most one entry for each result's index
 def _store(index: int | None) -> Any:
-  """Makes the code that stores an array as the result of an index, or a number."""
+  """Makes the code that stores an array, or a number, as the result of an index."""
 
   def array(out: Any, value: Any) -> None:
     if out.shape != value.shape:
@@ -201,9 +201,9 @@ def _store(index: int | None) -> Any:
   return numba.njit(number if index is None else array)
 
 
-# -- what it is asked before ---------------------------------------------------------------------
+# -- questions before a compilation --------------------------------------------------------------
 def made_with(function: Any) -> tuple[dict[str, Any], tuple[Any, ...] | None] | None:
-  """The options of an `@njit` function or a `@cfunc`, and the types of the latter's parameters."""
+  """Returns the options of an `@njit` function or a `@cfunc`, and a cfunc's parameter types."""
   if isinstance(function, CFunc):
     return dict(function._compiler.targetoptions), tuple(function._sig.args)
   if isinstance(function, Dispatcher):
@@ -212,7 +212,7 @@ def made_with(function: Any) -> tuple[dict[str, Any], tuple[Any, ...] | None] | 
 
 
 def pointer_text(declared: Any, have: Type) -> str | None:
-  """Says, for a message, what a cfunc's parameter takes; None if it takes this array."""
+  """Returns a cfunc parameter's type for a message; None if it accepts this array."""
   if isinstance(declared, types.RawPointer):
     return None
   if isinstance(declared, types.CPointer):
@@ -223,9 +223,9 @@ def pointer_text(declared: Any, have: Type) -> str | None:
 
 
 def element_type(dtype: np.dtype[Any]) -> Any:
-  """Numba's type for elements of a dtype; None where it has none on the CPU."""
+  """Returns Numba's type for elements of a dtype; None if it has none on the CPU."""
   if dtype.name == "float16":
-    return None  # a type of CUDA's alone
+    return None  # a type for CUDA only
   try:
     return numpy_support.from_dtype(dtype)
   except numba_errors.NumbaNotImplementedError:
@@ -242,7 +242,7 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 # kernel_abi.h's callgate_array, and the positions in callgate_call.
 _ARRAY = ir.LiteralStructType([_I8P, _I64.as_pointer(), _I32, ir.IntType(8)])
 _OPERANDS, _RESULTS, _USER_DATA = 0, 1, 6
-_TAKE_ERROR, _MUTEX = 0, 1  # in the user data
+_TAKE_ERROR, _MUTEX = 0, 1  # positions in the user data
 
 
 class _Emitter:
@@ -254,7 +254,7 @@ class _Emitter:
     self.failed = cgutils.alloca_once_value(builder, _I32(0))
 
   def emit(self, request: Request, compiled: Any, stores: Sequence[Any]) -> Any:
-    """`compiled` is Numba's result for the user's function, `stores` copy what it returns."""
+    """Emits the call; `compiled` is the user's function in Numba, `stores` copy its results."""
     context, builder = self.context, self.builder
     result_types = map(result_type, request.types.results)
     results = [self._array(_RESULTS, i, type) for i, type in enumerate(result_types)]
@@ -263,13 +263,13 @@ class _Emitter:
       for slot, type in zip(request.slots, compiled.signature.args, strict=True)
     ]
     in_parallel = "numba_parallel_for" in str(compiled.library.get_llvm_str())
-    mutex = self._shared(_MUTEX) if in_parallel else None  # of a layer that takes one thread
+    mutex = self._shared(_MUTEX) if in_parallel else None  # for a threading layer of one thread
     self._mutex_call("pthread_mutex_lock", mutex)
     status, returned = self._invoke(compiled, values)
     type = compiled.signature.return_type
     is_tuple = isinstance(type, types.BaseTuple)
     with builder.if_then(builder.not_(status.is_error)):
-      for index, store in enumerate(stores):  # copies what the function has returned
+      for index, store in enumerate(stores):  # copies the function's results
         value = builder.extract_value(returned, index) if is_tuple else returned
         declared = type[index] if is_tuple else type
         value = context.cast(builder, value, declared, store.signature.args[1])
@@ -307,7 +307,7 @@ class _Emitter:
     return self.context.unpack_value(self.builder, type, place)
 
   def _data(self, side: int, index: int) -> tuple[Any, Any]:
-    """The address and the extents of one of the call's arrays."""
+    """Returns the address and the extents of one of the call's arrays."""
     builder = self.builder
     arrays = builder.load(builder.gep(self.call, [_I32(side)]))
     one = builder.gep(builder.bitcast(arrays, _ARRAY.as_pointer()), [_I64(index)])
@@ -328,7 +328,7 @@ class _Emitter:
 
   # -- the call ----------------------------------------------------------------------------------
   def _invoke(self, compiled: Any, values: Sequence[Any]) -> tuple[Any, Any]:
-    """Calls a function; sets its exception and has the runtime take it, under the GIL."""
+    """Calls a function; takes the GIL to raise its exception and pass it to the runtime."""
     context, builder = self.context, self.builder
     context.active_code_library.add_linking_library(compiled.library)
     status, returned = context.call_internal_no_propagate(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel loops of Numba's as kernels need them: without the GIL, and with their exceptions.
+"""Numba's parallel loops for kernels: without the GIL, and with exceptions.
 
-As Numba compiles a `prange`, entering it takes the GIL, and an exception in its body is set on the
-thread that met it, where it is lost. Inside `kernel_loops()`, which replaces three functions of the
-compiler while its lock is held, the body's first failure goes to a slot on the stack of the loop's
-caller, who raises it afterwards. The slot travels in the threading layer's unused `data` pointer.
+In Numba's own code, entering a `prange` takes the GIL, and an exception in the body is set on the
+thread that raised it, where it is lost. `kernel_loops()` replaces three functions of the compiler
+while its lock is held. Inside, the body's first failure goes to a slot on the stack of the loop's
+caller, which raises it afterwards. The slot is passed in the threading layer's unused `data`
+pointer.
 """
 
 # The inside of Numba's compiler has no types.
@@ -32,7 +33,7 @@ _PREFIX = ".callgate.kernel."
 
 @contextlib.contextmanager
 def kernel_loops() -> Generator[None]:
-  """Parallel loops that are compiled inside take no GIL and pass exceptions on."""
+  """Compiles parallel loops in the block that take no GIL and pass exceptions on."""
   replaced = (
     (parallel, "build_gufunc_kernel", _build_loop),
     (parfor_lowering, "call_parallel_gufunc", _call_loop),
@@ -50,7 +51,7 @@ _numbas_body = wrappers._GufuncWrapper.gen_loop_body
 
 
 def _build_loop(library: Any, context: Any, info: Any, signature: Any, inner_ndim: int) -> Any:
-  """Replaces build_gufunc_kernel: a function that has the threading layer run a loop's body."""
+  """Replaces build_gufunc_kernel: a function that makes the threading layer run a loop's body."""
   intp = context.get_value_type(types.intp)
   sizes = intp.as_pointer()
   body = ir.FunctionType(ir.VoidType(), [_I8P.as_pointer(), sizes, sizes, _I8P])
@@ -91,10 +92,10 @@ def _loop_body(self: Any, builder: Any, pyapi: Any, func: Any, args: Any) -> Any
 
 
 def _call_loop(lowerer: Any, *args: Any, **kwargs: Any) -> Any:
-  """Replaces call_parallel_gufunc: gives the loop a slot, and raises what is in it afterwards."""
+  """Replaces call_parallel_gufunc: gives the loop a slot, and raises its exception afterwards."""
   builder, convention = lowerer.builder, lowerer.context.call_conv
   slot = cgutils.alloca_once(builder, _SLOT, zfill=True, name="failure")
-  builder.store(ir.Constant(_SLOT, None), slot)  # in a loop of loops, each time
+  builder.store(ir.Constant(_SLOT, None), slot)  # each time, for nested loops
   data = builder.bitcast(slot, _I8P)
   result = _numbas_call(lowerer, *args, **kwargs)
   call = next(

@@ -15,7 +15,7 @@ Type = tuple[np.dtype[Any], int]  # dtype and rank of an array
 
 
 class CallTypes(NamedTuple):
-  """The types of a call's arrays and its static values, for which a variant is compiled."""
+  """The types of a call's arrays and its static values, which determine a variant."""
 
   operands: tuple[Type, ...]
   results: tuple[Type, ...]
@@ -23,24 +23,24 @@ class CallTypes(NamedTuple):
 
 
 class Slot(NamedTuple):
-  """Describes what one parameter of the user's function takes."""
+  """The values of one parameter of the user's function."""
 
   # "out" (the result, or the tuple of them), "result" (a pointer to one), "operand", "rest" (a
   # tuple of operands) or "static".
   kind: str
-  indices: tuple[int, ...] = ()  # of results or operands
-  value: Any = None  # the static one
+  indices: tuple[int, ...] = ()  # the indices of results or operands
+  value: Any = None  # the static value
 
 
 class Request(NamedTuple):
   """A variant to compile."""
 
   label: str  # the kernel, for messages
-  function: pytypes.FunctionType  # the user's
-  options: dict[str, Any]  # Numba's, of its compilation
-  slots: tuple[Slot, ...]  # of the function's parameters, in their order
-  cast: bool  # results that it returns may be cast
-  # The types of its parameters where it takes pointers (a cfunc), else None.
+  function: pytypes.FunctionType  # the user's function
+  options: dict[str, Any]  # options of Numba's compiler
+  slots: tuple[Slot, ...]  # one for each parameter of the function, in order
+  cast: bool  # True if returned results may be cast
+  # The parameter types of a function that takes pointers (a cfunc); else None.
   pointers: tuple[Any, ...] | None
-  types: CallTypes  # of the call
-  parameters: Signature  # of the native function, for the runtime
+  types: CallTypes  # the types of the call
+  parameters: Signature  # the parameters of the native function, for the runtime

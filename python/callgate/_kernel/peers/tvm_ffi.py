@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of tvm_ffi as kernels; src/kernels/tvm_ffi.h makes the calls.
 
-The library is asked once for its version, and for the addresses of four functions of its C ABI.
+The library's version, and the addresses of four functions of its C ABI, are read once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from callgate._kernel.peers.options import PeerOptions
 from callgate._kernel.variants import Function, Given, Static
 from callgate._runtime import targets
 
-_VERSION = (0, 1)  # of the ABI that src/kernels/tvm_ffi.h describes
+_VERSION = (0, 1)  # the ABI of src/kernels/tvm_ffi.h
 _NUMBERS = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.float64)}
 _ATTRIBUTE = "attrs."
 
 
 class TvmFfiKernel(CpuKernel):
-  """A function of tvm_ffi; see `callgate.kernel`."""
+  """A tvm_ffi function; see `callgate.kernel`."""
 
   def __init__(self, name: str, function: Any, options: PeerOptions) -> None:
     label = f"kernel '{name}'"
@@ -47,7 +47,8 @@ class TvmFfiKernel(CpuKernel):
     self._names = tuple(names)
     super().__init__(name, None, options)
 
-  # -- what a call gives -------------------------------------------------------------------------
+  # -- arguments of a call
+  # --------------------------------------------------------------------------
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     known = ", ".join(self._names) or "none"
     for name in kwargs:
@@ -93,12 +94,12 @@ class TvmFfiKernel(CpuKernel):
     return self._on_stream if platform == "cuda" else super().backend(platform)
 
   def _on_stream(self, call: Call) -> Emission:
-    # The function may do another thing in each call, so no CUDA graph may replay it.
+    # The function may do different work in each call, so no CUDA graph may replay it.
     return dataclasses.replace(self.emission(call), target=targets.KERNEL_SCRATCH_TARGET)
 
 
 def _library(label: str) -> dict[str, int]:
-  """The addresses of the functions that calls need; raises for an ABI of another version."""
+  """Returns the addresses of the functions for calls; raises for another version of the ABI."""
   library = sys.modules["tvm_ffi"].LIB
   version = _version(library)
   if version[:2] != _VERSION:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of Warp, for the CPU and for CUDA: compiled by Warp, called and launched by callgate.
+"""Warp kernels, for the CPU and for CUDA: compiled by Warp, called and launched by callgate.
 
-A call's arguments are worked out when it is lowered, for the shapes of its arrays: for CUDA
-as a launch plan, and for the CPU as a block of bytes in the same form
-(src/kernels/packed_kernel.h).
+A call's arguments are computed when it is lowered, for the shapes of its arrays: as a launch plan
+for CUDA, and as a block of bytes of the same form for the CPU (src/kernels/packed_kernel.h).
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from callgate._kernel.parameters import OPERANDS, RESULTS, Kind, Parameter, Sign
 from callgate._kernel.peers.options import PeerOptions
 from callgate._kernel.variants import Function, Static, Variant
 
-# The parameter that a program's calls on the CPU have beside the user's; no name of Python's.
+# The additional parameter of calls on the CPU; its name is no Python name.
 _BLOCK = Parameter("callgate.block", Kind.NUMBERS, np.dtype(np.uint8), 1)
 
 
 class WarpKernel(CpuKernel, launch.CudaPart):
-  """A kernel of Warp; see `callgate.kernel`."""
+  """A Warp kernel; see `callgate.kernel`."""
 
   def __init__(self, name: str, kernel: Any, options: PeerOptions) -> None:
     from callgate._kernel.peers import warp_compile as compiler  # Warp may be missing
@@ -93,7 +92,7 @@ class WarpKernel(CpuKernel, launch.CudaPart):
   def _parameters(
     self, call: launch.CudaCall, extents: Sequence[int]
   ) -> list[launch.LaunchParameter]:
-    """The launch's extents, and the kernel's arguments, in its order."""
+    """Returns the launch's extents, and the kernel's arguments, in order."""
     compiler, memory = self._compiler, self.signature.memory
     found = [compiler.bounds(self.function, extents)]
     for p in self.signature:
@@ -117,7 +116,7 @@ class WarpKernel(CpuKernel, launch.CudaPart):
   def _block(
     self, call: launch.CudaCall, extents: Sequence[int]
   ) -> tuple[np.ndarray[Any, Any], int, list[Any]]:
-    """Both structs of a call on the CPU, where the second begins, and where addresses go."""
+    """Returns both structs of a CPU call, the offset of the second, and the places of addresses."""
     bounds, *arguments = self._parameters(call, extents)
     block = bounds.data + bytes(-len(bounds.data) % 16)
     second, addresses = len(block), list[Any]()
@@ -135,7 +134,7 @@ class WarpKernel(CpuKernel, launch.CudaPart):
       for side in (OPERANDS, RESULTS)
     ]
     static = {p.name: 0 for p in self.signature.of((Kind.NUMBER,))}
-    # Where things lie does not depend on shapes, which an option `dim` may.
+    # Offsets don't depend on shapes; an option `dim` may.
     block, second, addresses = self._block(launch.CudaCall(sides[0], sides[1], static), (0,))
     address, loaded = self._compiler.load(self.label, self.function)
     made = _callgate.PackedKernel(
@@ -161,7 +160,7 @@ class WarpKernel(CpuKernel, launch.CudaPart):
 
   def emission(self, call: Call) -> Emission:
     made = super().emission(call)
-    if call.devices > 1:  # what `retile` has to know beside shapes
+    if call.devices > 1:  # more data for `retile`
       static = {name: static_values.thaw(value) for name, value in call.site.static}
       held = {**made.attributes, "tiles": launch.tiles(self.label, static)}
       made = dataclasses.replace(made, attributes=held)

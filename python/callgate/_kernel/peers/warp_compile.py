@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that depends on the installed Warp, whose version 1.19 is known to work.
+"""The only module that depends on the installed Warp; tested with version 1.19.
 
-Warp compiles modules: all kernels of a Python file at once, with its own cache on disk. A call
-needs Warp's own structs, whose layout is the installed version's.
+Warp compiles modules: all kernels of a Python file at once, with its own disk cache. A call needs
+Warp's structs, in the layout of the installed version.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -30,7 +30,7 @@ from callgate._kernel.cuda.kernel import entries
 from callgate._kernel.launch import LOWEST, Address, Extent, LaunchParameter, Of
 
 _LOCK = threading.RLock()
-_MOST = 2**31 - 1  # of an array's extents, and of its strides in bytes
+_MOST = 2**31 - 1  # the limit of an array's extents, and of its strides in bytes
 _EXTENT_OF_Y = 65535
 
 
@@ -39,7 +39,7 @@ class WarpArgument(NamedTuple):
 
   name: str
   dtype: np.dtype[Any]
-  rank: int = -1  # as Warp counts it; -1 for a number
+  rank: int = -1  # Warp's rank; -1 for a number
   inner: tuple[int, ...] = ()  # extents of an element that is a vector or a matrix
 
   @property
@@ -53,13 +53,13 @@ class WarpArgument(NamedTuple):
 
 class WarpCompiled(NamedTuple):
   image: CompiledImage
-  entry: str  # its name in the image
+  entry: str  # the kernel's name in the image
   shared: int  # bytes of dynamic shared memory
-  sizes: list[int] | None  # of its parameters, where the image tells them
+  sizes: list[int] | None  # the parameters' sizes, if the image has them
 
 
 def arguments(label: str, kernel: Any) -> list[WarpArgument]:
-  """The parameters of a kernel; raises for one that callgate can't call."""
+  """Returns the parameters of a kernel; raises for those that callgate can't pass."""
   if kernel.is_generic:
     hint = "wp.overload(kernel, ...) makes one of them"
     raise GateDefinitionError(f"{label}: expected a kernel without generic types; {hint}")
@@ -85,9 +85,9 @@ def _argument(label: str, name: str, declared: Any) -> WarpArgument:
 
 # -- a call's arguments ----------------------------------------------------------------------------
 def bounds(kernel: Any, extents: Sequence[int]) -> LaunchParameter:
-  """A launch's extents; those beyond what `wp.tid()` gives repeat its threads, as in Warp."""
+  """Returns a launch's extents; those beyond `wp.tid()`'s axes repeat its threads, as in Warp."""
   with _LOCK:
-    kernel.module.get_module_hash(1)  # generates code, which tells
+    kernel.module.get_module_hash(1)  # generates code, which is needed below
   rank = kernel.adj.kernel_dim
   held = warp_types.launch_bounds_t((*extents, 1, 1, 1, 1)[:rank])
   held.coord_mult = math.prod(extents[rank:])
@@ -98,7 +98,7 @@ def bounds(kernel: Any, extents: Sequence[int]) -> LaunchParameter:
 def array(
   label: str, declared: WarpArgument, shape: Sequence[int], of: Of, index: int
 ) -> LaunchParameter:
-  """A contiguous array."""
+  """Returns the parameter for a contiguous array."""
   item = declared.dtype.itemsize * math.prod(declared.inner)
   strides = [item * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
   if max((*shape, *strides)) > _MOST:
@@ -111,7 +111,7 @@ def array(
 
 # -- compiled code ---------------------------------------------------------------------------------
 def load(label: str, kernel: Any) -> tuple[int, Any]:
-  """The address of a kernel's function for the CPU, and what keeps it loaded."""
+  """Returns the address of a kernel's CPU function, and an object that keeps it loaded."""
   try:
     with _LOCK:
       loaded = kernel.module.load(wp.get_device("cpu"), 1)
@@ -124,7 +124,7 @@ def load(label: str, kernel: Any) -> tuple[int, Any]:
 
 
 def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[WarpCompiled]:
-  """The kernel for each capability; for none, as PTX for any device."""
+  """Returns the kernel for each capability; without capabilities as PTX for any device."""
   module, options = kernel.module, kernel.module.options | kernel.options
   refused = {
     "without cluster_dim": options.get("cluster_dim", 1) not in (1, None),
@@ -140,14 +140,14 @@ def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[
     ptx, target = capability == 0 or not makes_machine_code(), capability or LOWEST
     try:
       with _LOCK, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about the file's generic kernels
+        warnings.simplefilter("ignore", UserWarning)  # warnings about the file's generic kernels
         (path,) = map(Path, wp.compile_aot_module(module, arch=target, use_ptx=ptx))
-        # The hash of the variant for CUDA: that for the CPU has another.
+        # The CUDA variant's hash, which differs from the CPU's.
         block = module.options["block_dim"]
         module.get_module_hash(block)
         own = kernel.get_mangled_name(kernel_hash=module.hashers[block].kernel_hashes[kernel])
         name = codegen.cuda_kernel_forward_name(kernel, name=own)
-        meta = path.with_name(f"{path.name.rsplit('.', 2)[0]}.meta")  # beside "name.sm90.cubin"
+        meta = path.with_name(f"{path.name.rsplit('.', 2)[0]}.meta")  # next to "name.sm90.cubin"
         code, about = path.read_bytes(), json.loads(meta.read_text())
     except Exception as error:  # Warp raises many kinds
       fault = f"Warp can't compile it for sm_{target}: {error}"
@@ -160,10 +160,10 @@ def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[
 
 
 def grid(kernel: Any, threads: int) -> tuple[Extent, Extent]:
-  """The grid and block of a launch, as Warp's own launcher makes them; none for no threads."""
+  """Returns the grid and block of a launch, as in Warp's launcher; () for no threads."""
   block = int(kernel.module.options["block_dim"])
   blocks = -(-threads // block)
-  if kernel.grid_stride:  # the kernel goes on by itself
+  if kernel.grid_stride:  # the kernel itself loops over the rest
     return (min(blocks, _MOST), 1, 1), (block, 1, 1)
   x = min(blocks, 2**24 // block)
   y = min(-(-blocks // x), _EXTENT_OF_Y) if x else 0
