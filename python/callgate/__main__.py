@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m callgate COMMAND`: streams, programs and builds from a terminal."""
+"""`python -m callgate COMMAND`: streams, running programs and builds, from a terminal."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from collections.abc import Sequence
 from callgate._core.errors import GateDefinitionError
 from callgate._core.terminal import printable
 
-# Each command's help, and its module, which is loaded when the command runs. The module's
-# `command(name, parser)` adds the command's arguments to the parser and returns the function that
-# runs the command.
+# Each command's help and module. The module is imported when the command is called; its
+# `command(name, parser)` adds the command's arguments and returns the function that runs it.
 COMMANDS: dict[str, tuple[str, str]] = {
-  "tail": ("print the last records of a stream, and follow it", "callgate._stream.tail"),
-  "show": ("print a recording's calls, or how it differs from another", "callgate._replay.show"),
-  "watch": ("serve a live page of streams, on loopback", "callgate._watch.cli"),
-  "knobs": ("list a program's knobs", "callgate._serve.commands"),
-  "set": ("set knobs of a program", "callgate._serve.commands"),
-  "stop": ("ask a program's loops to stop", "callgate._serve.commands"),
+  "tail": ("print the last records of a stream, and follow new ones", "callgate._stream.tail"),
+  "show": ("print the calls of a recording, or compare two recordings", "callgate._replay.show"),
+  "watch": ("serve a live dashboard of streams and runs on this machine", "callgate._watch.cli"),
+  "knobs": ("list the knobs of a running program", "callgate._serve.commands"),
+  "set": ("set knobs of a running program", "callgate._serve.commands"),
+  "stop": ("ask the loops of a running program to stop", "callgate._serve.commands"),
   "attach": ("debug a program that waits at a breakpoint", "callgate._breakpoint.attach"),
   "include-dir": (
-    "print the folder that holds callgate/kernel.h", "callgate._build.toolchain"
+    "print the include folder of callgate/kernel.h", "callgate._build.toolchain"
   ),
   "cmake-dir": (
-    "print the folder where CMake finds callgate (callgate_DIR)", "callgate._build.toolchain"
+    "print the folder for CMake's callgate_DIR", "callgate._build.toolchain"
   ),
 }  # fmt: skip
 
@@ -36,24 +35,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs one command; returns the exit status.
 
   Args:
-    arguments: the arguments of the command line. Default: the process's own.
+    arguments: the command line without the program's name; None for `sys.argv[1:]`.
 
   Returns:
-    0, 1 after an error, 130 after an interrupt.
+    0; 1 after an error; 130 after Ctrl-C.
   """
   parser = argparse.ArgumentParser(
     prog="python -m callgate",
-    description="Streams of tapped values, programs that run, and builds of kernels",
+    description="Read streams, control running programs, and build kernels.",
   )
   given = list(sys.argv[1:] if arguments is None else arguments)
   called = next((one for one in given if not one.startswith("-")), None)
   subparsers = parser.add_subparsers(dest="command", required=True)
   for name, (text, module) in COMMANDS.items():
-    command = subparsers.add_parser(name, help=text)
+    description = f"{text[0].upper()}{text[1:]}."
+    command = subparsers.add_parser(name, help=text, description=description)
     if name == called:
       command.set_defaults(run=importlib.import_module(module).command(name, command))
   parsed, rest = parser.parse_known_args(given)
-  if rest:  # argparse accepts no paths after an option
+  if rest:  # argparse accepts no further paths after an option
     if "where" not in parsed or any(one.startswith("-") for one in rest):
       parser.error(f"unrecognized arguments: {' '.join(rest)}")
     parsed.where += rest
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return parsed.run(parsed)
   except KeyboardInterrupt:
     return 130
-  except BrokenPipeError:  # such as `| head`; Python's flush at exit has no reader, too
+  except BrokenPipeError:  # as with `| head`: no reader is left for the rest of the output
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
   except (OSError, ValueError, GateDefinitionError) as error:

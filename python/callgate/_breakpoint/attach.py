@@ -124,7 +124,7 @@ def _interrupts() -> Callable[[], bool]:
 def command(name: str, parser: argparse.ArgumentParser) -> Command:
   del name
   parser.add_argument(
-    "process", nargs="?", type=int, help="its number; default: the one that waits"
+    "process", nargs="?", type=int, help="the process ID; default: the one process that waits"
   )
   return _attach
 

@@ -21,11 +21,11 @@ from callgate._replay.replay import read_recording
 def command(name: str, parser: argparse.ArgumentParser) -> Command:
   """`show`: prints a recording's calls, or the first difference of two recordings."""
   del name
-  parser.add_argument("recording", metavar="PATH", help="a file of callgate.record's")
+  parser.add_argument("recording", metavar="PATH", help="a file written by callgate.record")
   parser.add_argument(
     "--diff", metavar="OTHER",
-    help="print the first difference between two recordings, and how many calls differ; the exit "
-    "status is 0 if they are equal, 1 if they differ, 2 if a file can't be read",
+    help="print the first difference to another recording and the number of differing calls; "
+    "exit status: 0 equal, 1 different, 2 unreadable file",
   )  # fmt: skip
   return _show
 

@@ -15,20 +15,22 @@ from callgate._watch.server import HOSTS
 
 _SECONDS = 10.0
 _MOST_FILE = 4096  # bytes of a file with an address
-_ADDRESS = "what callgate.serve(control=True).url says, or the file that serve(file=) has written"
+_ADDRESS = "the address from callgate.serve(control=True).url, or the file written by serve(file=)"
 
 
 def command(name: str, parser: argparse.ArgumentParser) -> Command:
   add = parser.add_argument
   add("address", metavar="ADDRESS", help=_ADDRESS)
   if name == "knobs":
-    add("--json", action="store_true", help="print one JSON object a line")
+    add("--json", action="store_true", help="print one JSON object per line")
     return _knobs
   if name == "set":
-    add("values", metavar="NAME=VALUE", nargs="+", type=_assignment)
+    add(
+      "values", metavar="NAME=VALUE", nargs="+", type=_assignment, help="a knob and its new value"
+    )
     return _set
   add("reason", nargs="?", default="stopped from the command line",
-      help="what callgate.stop_reason() returns")  # fmt: skip
+      help="the result of callgate.stop_reason() in the program")  # fmt: skip
   return _stop
 
 

@@ -23,13 +23,13 @@ def command(name: str, parser: argparse.ArgumentParser) -> Command:
   del name
   add = parser.add_argument
   add("where", metavar="PATH_OR_ADDRESS", nargs="+",
-      help="a file, a pattern of files, unix:PATH or tcp://HOST:PORT")  # fmt: skip
+      help="a file, a glob pattern, unix:PATH or tcp://HOST:PORT")  # fmt: skip
   add("-n", "--lines", type=integer("a number of records", most=sys.maxsize), default=10,
-      metavar="N", help="records of files to begin with (default: 10)")  # fmt: skip
+      metavar="N", help="the number of last records to print from files (default: 10)")  # fmt: skip
   add("-f", "--follow", action="store_true",
-      help="wait for more, until the writer closes the stream")  # fmt: skip
-  add("--name", help="only the records of this tap")
-  add("--json", action="store_true", help="print one JSON object a line")
+      help="print new records until the writer closes the stream")  # fmt: skip
+  add("--name", help="print only the records of this tap")
+  add("--json", action="store_true", help="print one JSON object per line")
   return _tail
 
 

@@ -29,16 +29,16 @@ def command(name: str, parser: argparse.ArgumentParser) -> Command:
   del name
   add = parser.add_argument
   add("where", metavar="PATH_OR_ADDRESS", nargs="+",
-      help="a stream: a file, a pattern of files, unix:PATH or tcp://HOST:PORT;"
+      help="a stream (a file, a glob pattern, unix:PATH or tcp://HOST:PORT)"
            " or a folder of runs")  # fmt: skip
   add("--port", type=integer("a port from 0 to 65535", most=65535), default=5007, metavar="N",
-      help="port of the page; 0 is any free one (default: 5007)")  # fmt: skip
+      help="the port of the dashboard; 0 for any free port (default: 5007)")  # fmt: skip
   add("--points", type=integer("2 to 20000 points", least=2, most=20_000), default=1000,
-      metavar="N", help="points a curve is drawn with, at most (default: 1000)")  # fmt: skip
+      metavar="N", help="the maximum number of points per curve (default: 1000)")  # fmt: skip
   add("--plots", type=integer("1 plot or more", least=1), default=12, metavar="N",
-      help="plots to begin with, at most (default: 12)")  # fmt: skip
-  add("--wait", action="store_true", help="wait for files and addresses that are not there yet")
-  add("--no-browser", action="store_true", help="open no browser")
+      help="the maximum number of initial plots (default: 12)")  # fmt: skip
+  add("--wait", action="store_true", help="wait for files and addresses that don't exist yet")
+  add("--no-browser", action="store_true", help="don't open a browser")
   return _watch
 
 
