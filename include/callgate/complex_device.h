@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Complex numbers for the kernels of `callgate.elementwise` on CUDA, whose run-time compiler has no
-// standard library: what std::complex is on the CPU, in layout and in meaning.
+// standard library. They have the layout and meaning of std::complex on the CPU.
 //
-// Products and quotients are the plain formulas, as XLA has them and as the CPU's kernels do.
+// Products and quotients use the plain formulas, as XLA and the CPU's kernels do.
 #pragma once
 
 // C++20, the names that users write.
@@ -102,7 +102,7 @@ template <class T>
 CALLGATE_COMPLEX_FUNCTION complex<T> operator*(const complex<T>& a, const complex<T>& b) {
   return {a.real() * b.real() - a.imag() * b.imag(), a.real() * b.imag() + a.imag() * b.real()};
 }
-// By the larger part of the divisor, so that its square doesn't overflow.
+// Divides by the larger part of the divisor, so that its square doesn't overflow.
 template <class T>
 CALLGATE_COMPLEX_FUNCTION complex<T> operator/(const complex<T>& a, const complex<T>& b) {
   if (fabs(b.real()) >= fabs(b.imag())) {
@@ -121,7 +121,7 @@ CALLGATE_COMPLEX_FUNCTION bool operator!=(const complex<T>& a, const complex<T>&
   return !(a == b);
 }
 
-// With numbers of any type.
+// Operators with numbers of any type.
 #define CALLGATE_WITH_REAL(op, real_right, real_left)                        \
   template <class T, class U>                                                \
     requires(IsReal<U>::value)                                               \
@@ -168,7 +168,7 @@ CALLGATE_OF_COMPLEX(complex<T>, cosh,
 CALLGATE_OF_COMPLEX(complex<T>, sin, return complex<T>(::sin(x) * ::cosh(y), ::cos(x) * ::sinh(y));)
 CALLGATE_OF_COMPLEX(complex<T>, cos,
                     return complex<T>(::cos(x) * ::cosh(y), -::sin(x) * ::sinh(y));)
-// Where exponentials would overflow the result is the sign's.
+// If the exponentials would overflow, the result is the sign.
 CALLGATE_OF_COMPLEX(
     complex<T>, tanh,
     if (::fabs(x) > T(20)) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // CRC-32C (Castagnoli: polynomial 0x1EDC6F41, reflected; RFC 3720, appendix B.4), in C++17.
 //
-// Checks the frames of stream.h. One instruction for 8 bytes where an x86 machine has it, else
-// slicing by 8: eight tables, one look-up a byte, no dependence between the look-ups of a step.
+// It checks the frames of stream.h. On x86 machines with the instruction, one instruction processes
+// 8 bytes. Other machines use slicing by 8: eight tables, one look-up per byte, and independent
+// look-ups within a step.
 #pragma once
 
 #include <array>
@@ -15,7 +16,7 @@ namespace crc {
 
 using CrcTables = std::array<std::array<std::uint32_t, 256>, 8>;
 
-// Slicing by 8: table k holds the checksum of a byte that k zero bytes follow.
+// Slicing by 8: table k holds the checksum of a byte followed by k zero bytes.
 constexpr CrcTables make_crc_tables() noexcept {
   CrcTables tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -51,7 +52,7 @@ inline std::uint32_t crc32c_tables(std::uint32_t crc, const unsigned char* data,
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #ifdef __clang__
-__attribute__((target("sse4.2,crc32")))  // to clang a feature of its own
+__attribute__((target("sse4.2,crc32")))  // a separate feature for clang
 #else
 __attribute__((target("sse4.2")))
 #endif
@@ -68,7 +69,8 @@ inline std::uint32_t crc32c_sse(std::uint32_t crc, const unsigned char* data, st
 
 }  // namespace crc
 
-// CRC-32C (polynomial 0x1EDC6F41, reflected; RFC 3720). `before`: that of the bytes before these.
+// CRC-32C (polynomial 0x1EDC6F41, reflected; RFC 3720). `before` is the checksum of the bytes
+// before these.
 inline std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t before = 0) {
   const auto* bytes = static_cast<const unsigned char*>(data);
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the kernels of `callgate.elementwise` go through their elements on the CPU.
+// The loops over elements of `callgate.elementwise` kernels on the CPU.
 //
-// Operands are dense, of any rank up to the result's; they are broadcast as NumPy does it. A
-// kernel holds at compile time which operands vary along a row, the innermost axis left when
-// axes are collapsed: they have stride 1 there, the others stride 0, so that each row is a plain
-// loop that the compiler vectorises. Extents and outer strides are computed at run time, and the
-// stride along a row where an exported program's symbolic shapes leave it open.
+// Operands are dense, with a rank of at most the result's, and are broadcast as in NumPy. At
+// compile time a kernel knows which operands vary along a row, the innermost axis after axes are
+// collapsed. These have stride 1 there and the others stride 0, so each row is a plain loop that
+// the compiler vectorizes. Extents and outer strides are computed at run time, as is the stride
+// along a row if an exported program has symbolic shapes.
 #pragma once
 
 #include "callgate/elementwise_body.h"
@@ -18,8 +18,8 @@
 #endif
 
 // glibc's vector mathematics (libmvec): the same functions for several elements at once, to within
-// 4 units in the last place. Declared so, the compiler calls them in vectorised loops; glibc's own
-// headers do it under -ffast-math alone. CALLGATE_VECTOR_MATH=0 leaves them out.
+// 4 units in the last place. With these declarations, the compiler calls them in vectorized loops;
+// glibc's own headers only declare them under -ffast-math. CALLGATE_VECTOR_MATH=0 turns them off.
 #ifndef CALLGATE_VECTOR_MATH
 #define CALLGATE_VECTOR_MATH 1
 #endif
@@ -54,7 +54,7 @@ CALLGATE_VECTOR_FUNCTION_OF_2(hypot)
 
 namespace callgate::elementwise {
 
-// A `raw` argument: the whole array, as numbers of the type that the code computes in.
+// A `raw` argument: the whole array, converted to the type in which the code computes.
 template <class Stored, class T>
 class Raw {
  public:
@@ -81,13 +81,13 @@ Shape shape_of(const View& view) {
   return {view.extents(), view.rank()};
 }
 
-// How `kCount` operands lie along a result's elements. Neighbouring axes along which every operand
-// goes on as the result does are one axis here, and axes of extent 1 are none.
+// The position of `kCount` operands for each element of a result. Neighboring axes are merged if
+// every operand continues across them as the result does, and axes of extent 1 are dropped.
 template <int kCount>
 class Layout {
  public:
   Layout(Shape result, const Shape (&operands)[kCount + 1]) {
-    int64_t steps[kCount + 1];  // each operand's stride at the axis at hand, were it not broadcast
+    int64_t steps[kCount + 1];  // each operand's stride at the current axis, without broadcasting
     for (int64_t& step : steps) step = 1;
     for (int axis = result.rank - 1; axis >= 0; --axis) {
       int64_t extent = result.extents[axis], strides[kCount + 1] = {};
@@ -104,10 +104,10 @@ class Layout {
 
   int64_t size() const { return size_; }
 
-  // The stride of an operand along rows.
+  // An operand's stride along rows.
   int64_t step(int k) const { return axes_ > 0 ? strides_[0][k] : 0; }
 
-  // Throws unless an operand varies along rows where `varies` says so: 1, 0, or ? for either.
+  // Throws unless each operand varies along rows as `varies` states: 1, 0, or ? for either.
   void check(const char (&varies)[kCount + 1]) const {
     for (int k = 0; k < kCount; ++k)
       if (axes_ > 0 && size_ > 1 && varies[k] != '?' && (strides_[0][k] != 0) != (varies[k] == '1'))
@@ -115,7 +115,7 @@ class Layout {
   }
 
   // Calls body(first, last) for ranges of elements, on XLA's threads and this one. Ranges begin at
-  // multiples of kBlock, so that vectors begin at the same elements whatever the threads.
+  // multiples of kBlock, so vectors begin at the same elements for any number of threads.
   template <class Body>
   void split(const Context& context, const Body& body) const {
     constexpr int64_t kBlock = 1024, kBlocksAtLeast = 16;
@@ -126,8 +126,8 @@ class Layout {
                             });
   }
 
-  // Calls row(start, count, offsets) for each row of the elements [first, last), where `offsets`
-  // are the operands' positions at `start`.
+  // Calls row(start, count, offsets) for each row of the elements [first, last). `offsets` has the
+  // operands' positions at `start`.
   template <class Row>
   CALLGATE_INLINE void rows(int64_t first, int64_t last, const Row& row) const {
     int64_t offsets[kCount + 1] = {};
@@ -136,7 +136,7 @@ class Layout {
       row(first, last - first, offsets);
       return;
     }
-    int64_t index[kMaxAxes], bases[kCount + 1] = {};  // of the row in which `first` is
+    int64_t index[kMaxAxes], bases[kCount + 1] = {};  // of the row that contains `first`
     int64_t column = first % extents_[0], rest = first / extents_[0];
     for (int axis = 1; axis < axes_; ++axis) {
       index[axis] = rest % extents_[axis];

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The language of `callgate.elementwise`: what the code of one element may use beside C++ itself.
+// The language of `callgate.elementwise`: the names that an element's code can use beyond C++.
 //
-// Nothing here knows how elements are gone through, in what order or on what device: the same text
-// is compiled for the CPU (callgate/elementwise.h) and can be compiled for others.
+// This header doesn't depend on the loop, its order or the device. The same text is compiled for
+// the CPU (callgate/elementwise.h) and for CUDA.
 #pragma once
 
-#ifndef __CUDACC_RTC__  // has these built in, and no standard library
-#include <math.h>    // the C++ library's: overloads for each floating type in the global namespace
-#include <stdlib.h>  // abs, likewise
+#ifndef __CUDACC_RTC__  // NVRTC has these built in, and no standard library
+#include <math.h>       // the C++ library's: overloads for each floating type, also globally
+#include <stdlib.h>     // abs, as above
 
 #include <cstdint>
 #endif
@@ -32,7 +32,7 @@ class Index {
   std::int64_t size_;
 };
 
-// The greater of two numbers, of unlike types too; NaN where one is, as NumPy's and JAX's.
+// The greater of two numbers, also of different types; NaN if one is NaN, as in NumPy and JAX.
 template <class A, class B>
 CALLGATE_FUNCTION constexpr auto max(A a, B b) -> decltype(true ? A() : B()) {
   const decltype(true ? A() : B()) x = a, y = b;
@@ -45,7 +45,7 @@ CALLGATE_FUNCTION constexpr auto min(A a, B b) -> decltype(true ? A() : B()) {
 }
 
 #if defined(CALLGATE_ELEMENTWISE_COMPLEX) && !defined(__CUDACC__)
-// Complex numbers with numbers of any type: the library has these for one and the same type alone.
+// Operators of complex numbers with numbers of any type; the library has them only for equal types.
 #define CALLGATE_COMPLEX_OPERATOR(op)                                 \
   template <class T, class U>                                         \
     requires(std::is_arithmetic_v<U> && !std::is_same_v<T, U>)        \
@@ -66,10 +66,9 @@ CALLGATE_COMPLEX_OPERATOR(!=)
 #undef CALLGATE_COMPLEX_OPERATOR
 #endif
 
-// Stands for `dx` in the code of a derivative: a multiple of the one tangent that is looked at.
-// Only expressions that are linear in tangents compile. A tangent that is zero by itself stays so
-// whatever it is multiplied with, so that an infinite factor of one argument doesn't spoil
-// another's derivative.
+// Stands for `dx` in the code of a derivative: a multiple of the one tangent under consideration.
+// Only expressions that are linear in tangents compile. A zero tangent stays zero for any factor,
+// so an infinite factor of one argument doesn't spoil another argument's derivative.
 template <class T>
 class Tangent {
  public:

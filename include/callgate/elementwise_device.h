@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the kernels of `callgate.elementwise` go through their elements on CUDA: C++20, for NVRTC.
+// The loops over elements of `callgate.elementwise` kernels on CUDA: C++20, for NVRTC.
 //
-// Each thread takes elements a grid's width apart. How each operand lies is compiled in:
-// `full` along the result's elements, `one` for all of them, or `strided`, broadcast along some
-// axes. Where all are full or one, a thread loads and stores several neighbours at once, up to 128
-// bits. The structs that a launch passes are filled in by
-// python/callgate/_kernel/elementwise/cuda.py.
+// Each thread processes elements that are a grid's width apart. Each operand's access is fixed at
+// compile time: `full` along the result's elements, `one` for all elements, or `strided` if it is
+// broadcast along some axes. If all operands are full or one, a thread loads and stores several
+// neighbors at once, up to 128 bits. python/callgate/_kernel/elementwise/cuda.py fills in the
+// structs that a launch passes.
 #pragma once
 
 #ifdef __CUDACC_RTC__
-// As in CUDA's own headers for NVRTC, so that both may be there.
+// As in CUDA's own headers for NVRTC, so both headers can be included.
 typedef signed char int8_t;
 typedef signed short int16_t;
 typedef signed int int32_t;
@@ -37,7 +37,7 @@ typedef unsigned long size_t;
 #include "callgate/small_floats.h"
 
 #ifdef __CUDACC_RTC__
-// NVRTC's functions are those of float and double; C++'s take integers too, as doubles.
+// NVRTC's functions take float and double; those of C++ also take integers, as doubles.
 namespace callgate::elementwise {
 template <class T>
 struct IsFloating {
@@ -110,7 +110,7 @@ CALLGATE_BINARY_FUNCTIONS(CALLGATE_IN_STD)
 namespace callgate {
 namespace small {
 
-// The device's conversions of float16 are instructions.
+// The device has instructions for the conversions of float16.
 #ifdef __CUDA_ARCH__
 class float16 {
  public:
@@ -133,21 +133,21 @@ class float16 {
 
 namespace elementwise {
 
-// Several neighbours, loaded and stored at once.
+// Several neighboring elements, loaded and stored at once.
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Pack {
   T values[kCount];
 };
 
-// How operands lie along the result's axes, innermost first, collapsed; strides in elements, 0
-// where an operand is broadcast.
+// The operands' strides along the result's collapsed axes, innermost first, in elements; 0 where an
+// operand is broadcast.
 template <int kAxes, int kOperands>
 struct Strides {
   int64_t extents[kAxes];
   int64_t steps[kAxes][kOperands];
 
-  // The operands' positions of the element `i`. `Whole` is wide enough for the number of elements:
-  // divisions of 64 bits are slow.
+  // The operands' positions for the element `i`. `Whole` is just wide enough for the number of
+  // elements, because 64-bit divisions are slow.
   template <class Whole>
   __device__ __forceinline__ void place(int64_t i, int64_t (&offsets)[kOperands]) const {
     Whole rest = static_cast<Whole>(i);
@@ -166,7 +166,7 @@ struct Strides {
   }
 };
 
-// A `raw` argument: the whole array, as numbers of the type that the code computes in.
+// A `raw` argument: the whole array, converted to the type in which the code computes.
 template <class Stored, class T, int kRank>
 struct Raw {
   const Stored* data;

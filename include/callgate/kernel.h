@@ -75,7 +75,8 @@ class Context {
   explicit Context(const callgate_call& call) : call_(&call) {}
 
   // Calls body(i) for each i of [begin, end), on XLA's threads and this one, in parts of at least
-  // `grain`. An exception that leaves body ends the kernel with it, when all parts are done.
+  // `grain`. An exception that leaves the body ends the kernel with this exception, after all parts
+  // have finished.
   template <class Body>
   void parallel_for(int64_t begin, int64_t end, int64_t grain, Body&& body) const {
     parallel_ranges(begin, end, grain, [&body](int64_t first, int64_t last) {
@@ -102,7 +103,7 @@ class Context {
     if (shared.error != nullptr) std::rethrow_exception(shared.error);
   }
 
-  // Uninitialised memory for `count` elements, until the kernel returns.
+  // Uninitialized memory for `count` elements, until the kernel returns.
   template <class T>
   T* scratch(int64_t count) const {
     size_t alignment = alignof(T) < 64 ? 64 : alignof(T);
@@ -115,11 +116,11 @@ class Context {
     return static_cast<T*>(memory);
   }
 
-  // Threads that parallel_for may use, this one included.
+  // The number of threads that parallel_for may use, this one included.
   int threads() const { return call_->services->threads(call_); }
-  // The device's number, as jax.Device.id; -1 where it has none.
+  // The device's number, as jax.Device.id; -1 if it has none.
   int64_t device() const { return call_->services->device(call_); }
-  // The data that were given when the kernel was defined; null by default.
+  // The pointer from the kernel's definition; null by default.
   void* user_data() const { return call_->user_data; }
 
  private:
@@ -128,7 +129,7 @@ class Context {
 
 namespace detail {
 
-// How a parameter type is described and made from the call. Other types don't compile.
+// Describes a parameter type and makes its value from the call. Other types don't compile.
 template <class P, class = void>
 struct Parameter {
   static_assert(
@@ -140,7 +141,7 @@ struct Parameter {
     return *static_cast<const P*>(call.operands[call.starts[i]].data);
   }
 };
-// Arrays: made from the i-th parameter's callgate_arrays on its side of the call.
+// Arrays, made from the i-th parameter's callgate_arrays on its side of the call.
 template <class P, int kKind, int kType, int kRank, const callgate_array* callgate_call::* kSide>
 struct ArrayParameter {
   static_assert(kType != 0, "a cg::In, Out, InOut, Ins or Outs of a type that arrays can't have");
@@ -163,7 +164,7 @@ CALLGATE_ARRAY_PARAMETER(InOut, CALLGATE_INOUT, results)
 CALLGATE_ARRAY_PARAMETER(Ins, CALLGATE_INS, operands)
 CALLGATE_ARRAY_PARAMETER(Outs, CALLGATE_OUTS, results)
 #undef CALLGATE_ARRAY_PARAMETER
-// Attributes: made from the i-th parameter's callgate_attribute.
+// Attributes, made from the i-th parameter's callgate_attribute.
 template <class P, int kKind, int kType>
 struct AttributeParameter {
   static constexpr callgate_parameter kDescription = {kKind, kType, 0};
@@ -211,7 +212,7 @@ struct Kernel<kFunction, void (*)(P...)> {
   }
 
  private:
-  // Makes an lvalue of an argument, for parameters by reference; it lives as long as the call.
+  // Makes an lvalue from an argument, for parameters by reference; it lives as long as the call.
   template <class Value>
   struct Held {
     Value value;
@@ -241,7 +242,7 @@ struct Kernel<kFunction, void (*)(P...)> {
 template <auto kFunction, class... P>
 struct Kernel<kFunction, void (*)(P...) noexcept> : Kernel<kFunction, void (*)(P...)> {};
 
-// This library's kernels. Hidden: two libraries in one process must not share it.
+// This library's kernels. Hidden, because two libraries in one process must not share the list.
 __attribute__((visibility("hidden"))) inline const callgate_kernel* kernels = nullptr;
 
 template <auto kFunction>
@@ -264,18 +265,18 @@ struct Registration {
 
 namespace cg = callgate;  // NOLINT: the short name that users write
 
-// The library's kernels, as callgate finds them.
+// The library's kernels, for callgate.
 extern "C" __attribute__((visibility("default"), used)) inline const callgate_kernel*
 callgate_kernels() {
   return callgate::detail::kernels;
 }
 
 // CALLGATE_KERNEL(function, names...) exports a function under its own name. The names of its
-// parameters are for messages and keyword arguments; leave them out and parameters have numbers.
+// parameters appear in messages and as keyword arguments. Without names, parameters have numbers.
 #define CALLGATE_KERNEL(...) \
   CALLGATE_KERNEL_EXPAND_(CALLGATE_KERNEL_FIRST_(__VA_ARGS__, ), #__VA_ARGS__)
-// The same under another name, which is an identifier: for functions in namespaces and instances of
-// templates. `function` holds no comma.
+// The same under another name, which must be an identifier: for functions in namespaces and
+// instances of templates. `function` contains no comma.
 #define CALLGATE_KERNEL_AS(name, function, ...) \
   CALLGATE_KERNEL_DEFINE_(name, function, #name "," #__VA_ARGS__)
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A library of kernels and callgate share this: the C structs of a call and of a kernel's
-// description. A change to any of them is a new CALLGATE_ABI, and callgate refuses libraries of
-// another one. Kernels are written with callgate/kernel.h, which makes all of this from their
-// types.
+// The C structs that callgate and a library of kernels share: a call, and a kernel's description.
+// Each change to them needs a new CALLGATE_ABI, and callgate refuses libraries with another one.
+// Write kernels with callgate/kernel.h, which creates these structs from the parameter types.
 #pragma once
 
 #include <stddef.h>
@@ -39,23 +38,23 @@ typedef struct callgate_attribute {
 
 struct callgate_call;
 
-// The services that a kernel may ask of callgate while it runs.
+// callgate's services for a running kernel.
 typedef struct callgate_services {
   // Runs body(data, first, last) on parts of [begin, end) of at least `grain`, on several threads,
-  // the calling one included; returns when all are done.
+  // including the calling one. Returns when all parts are done.
   void (*parallel_for)(const struct callgate_call* call, int64_t begin, int64_t end, int64_t grain,
                        void (*body)(void* data, int64_t first, int64_t last), void* data);
-  // Memory until the call returns; null where there is none.
+  // Memory until the call returns; null if the allocation fails.
   void* (*scratch)(const struct callgate_call* call, size_t bytes, size_t alignment);
-  // Threads that parallel_for may use.
+  // The number of threads that parallel_for may use.
   int32_t (*threads)(const struct callgate_call* call);
-  // The device's global number, -1 where it has none.
+  // The device's global number; -1 if it has none.
   int64_t (*device)(const struct callgate_call* call);
-  // Keeps the message of a call that is about to return a value other than 0. The first one counts.
+  // Stores the message of a call that is about to return a nonzero value. The first message counts.
   void (*fail)(const struct callgate_call* call, const char* message);
 } callgate_services;
 
-// One call. Parameter i takes `counts[i]` arrays or attributes, from `starts[i]` on.
+// One call. Parameter i takes `counts[i]` arrays or attributes, starting at `starts[i]`.
 typedef struct callgate_call {
   const callgate_array* operands;
   const callgate_array* results;
@@ -63,10 +62,10 @@ typedef struct callgate_call {
   const int32_t* starts;
   const int32_t* counts;
   const callgate_services* services;
-  void* user_data;  // as given when the kernel was defined
+  void* user_data;  // from the kernel's definition
 } callgate_call;
 
-// 0 for success; anything else after `fail`.
+// Returns 0 for success, and any other value after `fail`.
 typedef int32_t (*callgate_function)(const callgate_call* call);
 
 enum callgate_parameter_kind {
@@ -85,14 +84,14 @@ enum callgate_parameter_kind {
 
 typedef struct callgate_parameter {
   int32_t kind;
-  int32_t dtype;  // 0 where it has none
+  int32_t dtype;  // 0 for none
   int32_t rank;   // -1 for any
 } callgate_parameter;
 
 typedef struct callgate_kernel {
   uint32_t abi;
   int32_t parameter_count;
-  const char* names;  // "saxpy, a, x, y, z": its own, then the parameters', which may be left out
+  const char* names;  // "saxpy, a, x, y, z": the kernel's name, then its parameters', if given
   const callgate_parameter* parameters;
   callgate_function function;
   const struct callgate_kernel* next;

@@ -22,7 +22,7 @@
 #endif
 
 #ifdef __CUDACC_RTC__
-// As in CUDA's own headers for NVRTC, so that both may be there.
+// As in CUDA's own headers for NVRTC, so both headers can be included.
 typedef signed char int8_t;
 typedef signed short int16_t;
 typedef signed int int32_t;
@@ -46,7 +46,7 @@ typedef unsigned long long uint64_t;
 namespace callgate {
 inline namespace device_v1 {
 
-// The floating-point types that C++ lacks, where CUDA's header of them is included before.
+// The floating-point types that C++ lacks, if CUDA's header of them is included before this one.
 #ifdef __CUDA_FP16_TYPES_EXIST__
 using float16 = __half;
 #endif
@@ -78,7 +78,7 @@ struct Extents {
   int64_t values[kRank];
   CALLGATE_DEVICE int64_t operator[](int axis) const { return values[axis]; }
 };
-// C++ has no arrays of length 0, and an empty base takes no room.
+// C++ has no arrays of length 0, and an empty base takes no space.
 template <>
 struct Extents<0> {
   CALLGATE_DEVICE int64_t operator[](int) const { return 1; }
@@ -93,7 +93,7 @@ struct WithoutConst<const T> {
   using type = T;
 };
 
-// First the pointer, as a base, then the extents: the layout that callgate fills in.
+// The pointer comes first, as a base, and then the extents: the layout that callgate fills in.
 template <class T>
 struct Pointer {
   T* pointer;
@@ -110,7 +110,7 @@ struct View : Pointer<T>, Extents<kRank> {
     check_index(axis, -1, kRank);
     return dims()[axis];
   }
-  // In elements, from one index of the axis to the next.
+  // The distance from one index of the axis to the next, in elements.
   CALLGATE_DEVICE int64_t stride(int axis) const {
     int64_t stride = 1;
     for (int i = kRank - 1; i > axis; --i) stride *= dims()[i];
@@ -149,7 +149,7 @@ static_assert(sizeof(View<float, 0>) == 8 && sizeof(View<float, 3>) == 32, "the 
 
 }  // namespace detail
 
-// An operand, read-only; a result, to be written; an operand and a result in one memory.
+// In: an operand, read-only. Out: a result to write. InOut: an operand and a result in one memory.
 template <class T, int Rank>
 struct In : detail::View<const T, Rank> {};
 template <class T, int Rank>
@@ -160,7 +160,7 @@ struct InOut : detail::View<T, Rank> {};
 }  // namespace device_v1
 }  // namespace callgate
 
-#ifndef CALLGATE_NO_CG  // for sources that have a name `cg` of their own
+#ifndef CALLGATE_NO_CG  // for sources that use the name `cg` themselves
 namespace cg = callgate;
 #endif
 // NOLINTEND(modernize-*, readability-identifier-naming, *-avoid-c-arrays)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels for the CPU are given these: views of arrays, and values that were fixed when the program
-// was traced. C++17. A part of callgate/kernel.h, which says what it all means.
+// The parameter types of kernels for the CPU: views of arrays, and values fixed when the program is
+// traced. C++17. A part of callgate/kernel.h, which documents them.
 #pragma once
 
 #include <cstdarg>
@@ -29,8 +29,8 @@
 // --- Element types: those that C++ lacks are in small_floats.h -----------------------------------
 
 namespace callgate {
-// By CALLGATE_ABI, so that code of two versions, or of callgate itself, shares no symbols in a
-// process.
+// Named by CALLGATE_ABI, so that code of two versions, or of callgate itself, shares no symbols in
+// a process.
 inline namespace kernel_v1 {
 static_assert(CALLGATE_ABI == 1);
 
@@ -38,7 +38,7 @@ inline constexpr int dynamic = -1;
 
 namespace detail {
 
-// XLA's code of an element type; 0 for a type that no array has.
+// XLA's code of an element type; 0 for types that no array has.
 template <class T, class = void>
 struct DTypeOf : std::integral_constant<int, 0> {};
 template <class T>
@@ -76,7 +76,7 @@ struct DTypeOf<Complex<double>, std::enable_if_t<sizeof(Complex<double>) == 16>>
 template <class T>
 inline constexpr int kDType = DTypeOf<std::remove_cv_t<T>>::value;
 
-// The element types that Python's and NumPy's numbers have as attributes.
+// The element types of Python's and NumPy's numbers as attributes.
 inline const char* name_of_dtype(int code) {
   constexpr const char* kNames[] = {"another type", "bool",         "int8",         "int16",
                                     "int32",        "int64",        "uint8",        "uint16",
@@ -91,10 +91,10 @@ inline const char* name_of_dtype(int code) {
 
 // --- Errors --------------------------------------------------------------------------------------
 
-// An error with a message, which becomes the program's. Any std::exception does as well.
+// An error with a message, which becomes the program's error. Any std::exception works, too.
 class Error : public std::exception {
  public:
-  // As printf. Longer texts are cut.
+  // Takes arguments like printf. Long texts are cut.
   __attribute__((format(printf, 2, 3))) explicit Error(const char* format, ...) {
     va_list values;
     va_start(values, format);
@@ -109,7 +109,7 @@ class Error : public std::exception {
 
 namespace detail {
 
-// Ends the kernel with an error; in code without exceptions the process, with the error's text.
+// Ends the kernel with an error. Without exceptions it ends the process with the error's text.
 [[noreturn]] inline void raise(const Error& error) {
 #if defined(__cpp_exceptions)
   throw error;
@@ -132,7 +132,7 @@ inline void check_index(int64_t index, int axis, int64_t extent) {
 
 // --- Views ---------------------------------------------------------------------------------------
 
-// In, Out and InOut share this. `T` is const in an In.
+// The base of In, Out and InOut. `T` is const in an In.
 template <class T, int kRank>
 class View {
  public:
@@ -148,7 +148,7 @@ class View {
     return dims_[axis];
   }
   const int64_t* extents() const { return dims_; }
-  // In elements, from one index of the axis to the next.
+  // The distance from one index of the axis to the next, in elements.
   int64_t stride(int axis) const {
     int64_t stride = 1;
     for (int i = rank() - 1; i > axis; --i) stride *= dims_[i];
@@ -189,7 +189,7 @@ class View {
 
 }  // namespace detail
 
-// An operand, read-only; a result, to be written; an operand and a result in one memory.
+// In: an operand, read-only. Out: a result to write. InOut: an operand and a result in one memory.
 template <class T, int Rank = dynamic>
 struct In : detail::View<const T, Rank> {
   using detail::View<const T, Rank>::View;
@@ -222,12 +222,12 @@ class Sequence {
 
 }  // namespace detail
 
-// Any number of operands: `xs.size()`, `xs[i]` an In.
+// Any number of operands: `xs.size()`, and `xs[i]` is an In.
 template <class T, int Rank = dynamic>
 struct Ins : detail::Sequence<In<T, Rank>> {
   using detail::Sequence<In<T, Rank>>::Sequence;
 };
-// Any number of results: `zs[i]` an Out.
+// Any number of results: `zs[i]` is an Out.
 template <class T, int Rank = dynamic>
 struct Outs : detail::Sequence<Out<T, Rank>> {
   using detail::Sequence<Out<T, Rank>>::Sequence;
@@ -248,7 +248,7 @@ class Attr {
   T value_;
 };
 
-// Bytes of UTF-8, not terminated by zero. Converts to std::string_view and the like.
+// UTF-8 bytes without a terminating zero. Converts to std::string_view and similar types.
 class String {
  public:
   explicit String(const callgate_attribute& attribute)
@@ -292,7 +292,7 @@ class Numbers {
 };
 
 // Named values. Python's ints are int64_t, floats double, bools bool; NumPy's numbers keep their
-// type. An entry that is missing or of another type is an Error that names it.
+// type. A missing entry, or one of another type, raises an Error with its name.
 class Dict {
  public:
   explicit Dict(const callgate_attribute& attribute)
@@ -324,7 +324,7 @@ class Dict {
     };
     const callgate_attribute* found = find(name);
     if (found == nullptr) detail::raise(Error("attribute '%s' is missing", name));
-    bool empty = kind == CALLGATE_NUMBERS && found->count == 0;  // of no numbers, any type does
+    bool empty = kind == CALLGATE_NUMBERS && found->count == 0;  // an empty array has any type
     if (found->kind != kind || (dtype != 0 && found->dtype != dtype && !empty))
       detail::raise(Error("attribute '%s': expected %s%s, got %s%s", name, kKinds[kind],
                           type_of(kind, dtype), kKinds[found->kind],

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The floating-point types that C++ lacks, as kernels store them: the CPU's and CUDA's kernels have
-// the same text. They convert from and to float, and compute in float. C++17; nvcc and NVRTC.
+// The floating-point types that C++ lacks, as kernels store them: the same text for kernels on the
+// CPU and on CUDA. They convert from and to float, and compute in float. C++17; nvcc and NVRTC.
 //
-// Stands alone, but that NVRTC, which has no standard library, needs the integer types defined.
+// This header has no dependencies, except that NVRTC, which has no standard library, needs the
+// integer types defined.
 #pragma once
 
 #ifdef __CUDACC__
@@ -19,14 +20,14 @@
 // NOLINTBEGIN(modernize-*, readability-identifier-naming)
 
 namespace callgate {
-#ifdef __CUDACC__  // beside CUDA's own types, which callgate/kernel_device.h gives these names
+#ifdef __CUDACC__  // next to CUDA's own types, which callgate/kernel_device.h gives these names
 namespace small {
 #else
 inline namespace kernel_v1 {
 #endif
 
 // Storage of the floating-point types that C++ lacks: they convert from and to float, and compute
-// in float. Exponent bits, mantissa bits, bias; with or without infinities; NaN's place.
+// in float. The parameters are exponent bits, mantissa bits, the bias, and the special values.
 namespace detail {
 
 CALLGATE_FLOAT_FUNCTION float float_of(unsigned bits) {
@@ -48,7 +49,8 @@ CALLGATE_FLOAT_FUNCTION unsigned bits_of(float value) {
 #endif
 }
 
-enum class Special { kIeee, kFinite, kUnsignedZero };  // NaN and Inf; NaN as all ones; NaN as -0
+// kIeee: NaN and infinities. kFinite: NaN as all ones. kUnsignedZero: NaN as -0.
+enum class Special { kIeee, kFinite, kUnsignedZero };
 
 template <class Bits, int kExponent, int kMantissa, int kBias, Special kSpecial>
 class SmallFloat {
@@ -89,8 +91,7 @@ class SmallFloat {
     return sign != 0 ? -value : value;
   }
 
-  // Rounds to nearest, ties to even; what is too large becomes infinity, or NaN where there is
-  // none.
+  // Rounds to nearest, ties to even. Larger values become infinity, or NaN without infinities.
   CALLGATE_FLOAT_FUNCTION static Bits encode(float value) {
     constexpr unsigned kExponentMask = (1u << kExponent) - 1, kMantissaMask = (1u << kMantissa) - 1;
     constexpr unsigned kSignBit = 1u << (kExponent + kMantissa);
@@ -100,7 +101,7 @@ class SmallFloat {
                                   : (kExponentMask << kMantissa | 1u << (kMantissa - 1));
     unsigned from = to_bits(value), sign = from >> 31 != 0 ? kSignBit : 0,
              rest = from & 0x7fffffffu;
-    // The upper half of a float: rounded by a carry, without a branch, so that loops vectorise.
+    // The upper half of a float, rounded by a carry without a branch, so that loops vectorize.
     if (kExponent == 8 && kMantissa == 7)
       return Bits(rest > 0x7f800000u ? sign | kNan : (from + 0x7fffu + (from >> 16 & 1)) >> 16);
     unsigned signed_nan = kSpecial == Special::kUnsignedZero ? kNan : sign | kNan;
@@ -113,13 +114,13 @@ class SmallFloat {
       mantissa |= 0x800000u;
     else
       exponent = -126;
-    // `drop`: bits of the 24-bit mantissa below the last one that the target has at this exponent.
+    // `drop`: the bits of the 24-bit mantissa below the target's last one at this exponent.
     int drop = 23 - kMantissa, target = exponent + kBias;
     if (target < 1) drop += 1 - target, target = 1;
     if (drop > 24) return Bits(zero(sign));
     unsigned kept = mantissa >> drop, half = 1u << (drop - 1), below = mantissa & ((half << 1) - 1);
     if (below > half || (below == half && (kept & 1) != 0)) ++kept;
-    // A carry out of the mantissa moves into the exponent by itself.
+    // A carry out of the mantissa increments the exponent by itself.
     unsigned bits = kept >= 1u << kMantissa ? (unsigned(target - 1) << kMantissa) + kept : kept;
     unsigned greatest = kSpecial == Special::kIeee ? (kExponentMask << kMantissa) - 1
                         : kSpecial == Special::kFinite
@@ -147,7 +148,7 @@ class SmallFloat {
   Bits bits_;
 };
 
-// A power of two, or NaN: no sign, no zero, no infinity. Rounds to the nearest one, ties upwards.
+// A power of two, or NaN: no sign, no zero, no infinity. Rounds to the nearest power, ties upwards.
 class PowerOfTwo {
  public:
   PowerOfTwo() = default;
@@ -163,7 +164,7 @@ class PowerOfTwo {
     unsigned all = bits_of(value);
     if (all == 0 || all > 0x7f800000u) return 255;  // zero; negative or NaN
     unsigned rounded = (all + 0x400000u) >> 23;
-    // Below 2^-126 the exponent doesn't tell powers apart; ml_dtypes, and so JAX, rounds up there.
+    // Below 2^-126 the exponent doesn't distinguish powers; ml_dtypes, and so JAX, rounds up there.
     if (all < 0x00800000u) return all <= 0x00400000u ? 0 : 1;
     return uint8_t(rounded < 255 ? rounded : 255);
   }

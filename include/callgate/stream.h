@@ -90,11 +90,11 @@ inline constexpr std::size_t kHeaderBytes = 24;
 inline constexpr std::size_t kRecordBytes = 64;  // of an 'R' frame, before its payload
 inline constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 60;
 inline constexpr std::uint32_t kMaxRank = 64;                        // NumPy's
-inline constexpr std::uint64_t kFreeLanes = std::uint64_t{1} << 20;  // may be of empty leaves
+inline constexpr std::uint64_t kFreeLanes = std::uint64_t{1} << 20;  // also for empty leaves
 
 constexpr std::size_t pad8(std::size_t bytes) noexcept { return (bytes + 7) & ~std::size_t{7}; }
 
-// Bytes that are no stream, or a damaged one. The records before `offset()` have been read.
+// Bytes that aren't a stream, or a damaged stream. The records before `offset()` have been read.
 class FormatError : public std::runtime_error {
  public:
   FormatError(std::uint64_t offset, const std::string& what)
@@ -105,7 +105,7 @@ class FormatError : public std::runtime_error {
   std::uint64_t offset_;
 };
 
-// The server does not serve this reader, and says why.
+// The server doesn't serve this reader; the message has its reason.
 class RefusedError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -120,7 +120,7 @@ struct Leaf {
 
 struct Level {
   std::int64_t size = 0;
-  std::string mask;  // '0' or '1' a leaf
+  std::string mask;  // '0' or '1' per leaf
 };
 
 struct Source {
@@ -130,7 +130,7 @@ struct Source {
   int role = 0;
   bool has_where = false;
   std::vector<Level> levels;  // `lanes`, parsed
-  std::vector<Leaf> leaves;   // value leaves, then those that control
+  std::vector<Leaf> leaves;   // value leaves, then control leaves
   std::size_t value_leaves = 0, payload_bytes = 0;
 };
 
@@ -146,17 +146,17 @@ struct Record {
   std::int64_t time_ns = 0, run = -1;
   std::int32_t device = -1;
   std::uint32_t flags = 0;
-  const char* payload = nullptr;  // source->payload_bytes, until the reader is used again
+  const char* payload = nullptr;  // source->payload_bytes, until the next use of the reader
 
-  // The device's position in the program that sent a shard; -1 for whole arrays. Which part of the
-  // array it is stands in the source's description.
+  // The sending device's position in its program; -1 for whole arrays. The source's description has
+  // the part of the array.
   std::int32_t shard() const noexcept { return static_cast<std::int32_t>(flags >> 8) - 1; }
   const char* data(const Leaf& leaf) const noexcept { return payload + leaf.offset; }
 };
 
 namespace internal {
 
-// Reads fields of one frame, never beyond its end.
+// Reads fields of one frame, never past its end.
 class Cursor {
  public:
   Cursor(const char* data, std::size_t size, std::uint64_t offset)
@@ -195,7 +195,7 @@ inline Leaf parse_leaf(Cursor& in) {
   if (leaf.bits == 0 || leaf.bits > 1024) in.fail("a leaf with elements of no sensible size");
   if (rank > in.left() / 8 || rank > kMaxRank) in.fail("a leaf with more dims than an array has");
   leaf.dims.resize(rank);
-  std::uint64_t elements = 1, most = 1;  // most: as if no dim were 0
+  std::uint64_t elements = 1, most = 1;  // most: as if no extent were 0
   for (std::int64_t& dim : leaf.dims) {
     dim = in.get<std::int64_t>();
     auto extent = static_cast<std::uint64_t>(dim);
@@ -223,7 +223,7 @@ inline Level parse_level(const Cursor& in, const std::string& text, std::size_t 
 
 inline bool is_numbered(const Level& level) { return level.mask.find('1') == std::string::npos; }
 
-// True if there is a leaf for the number of a lane.
+// True if there is a leaf with the number of a lane.
 inline bool has_number(const Source& source) {
   constexpr std::uint32_t kS32 = 4;  // XLA_FFI_DataType
   const std::size_t index = source.value_leaves + (source.has_where ? 1 : 0);
@@ -238,7 +238,7 @@ inline void parse_levels(const Cursor& in, Source& source) {
         parse_level(in, source.lanes.substr(start, end - start), source.leaves.size()));
     start = end + 1;
   }
-  // A reader goes through all lanes, so there are no more of them than bits to look at.
+  // A reader iterates over all lanes, so there are at most as many lanes as bits in the payload.
   std::uint64_t lanes = 1, most = std::max<std::uint64_t>(kFreeLanes, 8 * source.payload_bytes);
   std::uint64_t numbered = 1;
   for (const Level& level : source.levels) {
@@ -295,22 +295,24 @@ inline std::shared_ptr<const Source> parse_source(Cursor& in, std::size_t number
 
 }  // namespace internal
 
-// Gives the records of a stream, one after the other.
+// Returns the records of a stream one after the other.
 class Reader {
  public:
-  // A file, from its beginning; std::runtime_error when it can't be opened.
+  // Reads a file from its beginning; throws std::runtime_error if it can't be opened.
   explicit Reader(const std::string& path) : Reader(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
     if (fd_ < 0) throw std::runtime_error(path + ": " + std::strerror(errno));
   }
 
-  // A file descriptor, closed in the end: a file from its beginning; a socket or pipe from here on,
-  // where next() waits for a whole frame unless the descriptor is non-blocking.
+  // Reads a file descriptor and closes it at the end: a file from its beginning, a socket or pipe
+  // from its current position. On a socket or pipe, next() waits for a whole frame unless the
+  // descriptor is non-blocking.
   explicit Reader(int fd) : fd_(fd) {
     struct stat status{};
     file_ = fd >= 0 && fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
   }
 
-  // Memory, which outlives the reader and begins at a multiple of 8 (for aligned payloads).
+  // Reads memory, which must outlive the reader and begin at a multiple of 8 (for aligned
+  // payloads).
   Reader(const void* data, std::size_t size)
       : memory_(static_cast<const char*>(data)), end_(size), ended_(true) {}
 
@@ -320,8 +322,9 @@ class Reader {
     if (fd_ >= 0) ::close(fd_);
   }
 
-  // The next record; none when no further whole frame is there, which a later call may change.
-  // Throws FormatError at a damaged frame, and stays there; RefusedError when a server refuses it.
+  // The next record, or none while no further whole frame is available; a later call may find one.
+  // Throws FormatError at a damaged frame and stays there. Throws RefusedError if a server refuses
+  // the reader.
   std::optional<Record> next() {
     for (;;) {
       const char* head = need(kHeaderBytes);
@@ -354,11 +357,11 @@ class Reader {
     }
   }
 
-  // True if the last next() met the end of the file, the memory or the connection.
+  // True if the last next() reached the end of the file, the memory or the connection.
   bool ended() const noexcept { return ended_; }
-  // True if the writer has closed the stream, and no other session has begun.
+  // True if the writer has closed the stream and no other session has begun.
   bool closed() const noexcept { return closed_; }
-  // Where the first frame begins that has not been read.
+  // The position of the first unread frame.
   std::uint64_t offset() const noexcept { return offset_; }
   int fd() const noexcept { return fd_; }
   const Session& session() const noexcept { return session_; }
@@ -368,7 +371,7 @@ class Reader {
  private:
   static constexpr std::size_t kChunk = std::size_t{1} << 20;
 
-  // The next `size` bytes, or null. Nothing is allocated for bytes that are not there.
+  // The next `size` bytes, or null. Allocates nothing for bytes that aren't available.
   const char* need(std::uint64_t size) {
     if (size <= end_ - begin_) return (memory_ != nullptr ? memory_ : buffer_.data()) + begin_;
     if (memory_ != nullptr) return nullptr;
@@ -378,7 +381,7 @@ class Reader {
                static_cast<std::uint64_t>(status.st_size) - size < offset_;
       if (ended_) return forget();
     }
-    // A file's bytes beyond its last whole frame may have been cut off and written anew.
+    // The bytes beyond a file's last whole frame may have been cut off and rewritten.
     end_ = file_ ? 0 : end_ - begin_;
     if (end_ != 0) std::memmove(buffer_.data(), buffer_.data() + begin_, end_);
     begin_ = 0;
@@ -395,8 +398,8 @@ class Reader {
     return nullptr;
   }
 
-  // True if the frame of `length` bytes that is due was never written from some byte on, and
-  // nothing behind it: all is zero to the end. Then that is the end for now.
+  // True if, from some byte of the next frame of `length` bytes on, all bytes are zero to the end:
+  // they were never written. The stream ends there for now.
   bool zeros_follow(std::uint64_t length) {
     std::uint64_t size = end_;
     if (file_) {
@@ -404,9 +407,9 @@ class Reader {
       if (fstat(fd_, &status) != 0) return false;
       size = static_cast<std::uint64_t>(status.st_size);
     } else if (memory_ == nullptr) {
-      return false;  // a connection has no holes
+      return false;  // connections have no holes
     }
-    std::uint64_t zeros = size;  // from here on
+    std::uint64_t zeros = size;  // the number of zeros from here on
     char chunk[4096];
     for (bool all = true; all && zeros > offset_;) {
       auto count =
@@ -418,7 +421,7 @@ class Reader {
       while (count > 0 && bytes[count - 1] == 0) --count, --zeros;
       all = count == 0;
     }
-    // Few zeros are nothing strange at the end of a frame: it takes the beginning of a sector.
+    // A few zeros at the end of a frame are normal: the test needs a sector's beginning.
     constexpr std::uint64_t kSector = 512;
     const std::uint64_t sector = (zeros + kSector - 1) / kSector * kSector;
     ended_ = zeros <= offset_ || (zeros < offset_ + length && sector < size);
@@ -426,7 +429,7 @@ class Reader {
     return ended_;
   }
 
-  // Reads more bytes behind those that are there; false at the end, or when there are none yet.
+  // Reads more bytes behind the available ones; false at the end, or if there are none yet.
   bool fill() {
     char* target = buffer_.data() + end_;
     std::size_t room = buffer_.size() - end_;
@@ -442,7 +445,7 @@ class Reader {
     return got > 0;
   }
 
-  // The length of a frame.
+  // Checks a frame's header and returns its length.
   std::uint64_t check_header(const char* head) const {
     internal::Cursor in(head, kHeaderBytes, offset_);
     bool known = std::memcmp(head, "cgs", 3) == 0 &&
@@ -492,12 +495,12 @@ class Reader {
   }
 
   int fd_ = -1;
-  bool file_ = false;  // re-read by offset, where a socket's bytes come once
+  bool file_ = false;  // files are re-read by offset; a socket's bytes come once
   const char* memory_ = nullptr;
   std::vector<char> buffer_;
-  std::size_t begin_ = 0, end_ = 0;  // of what is there, in the buffer or the memory
+  std::size_t begin_ = 0, end_ = 0;  // the unread bytes in the buffer or the memory
   bool ended_ = false, closed_ = false;
-  std::uint64_t offset_ = 0;  // of begin_, in the stream
+  std::uint64_t offset_ = 0;  // the stream position of begin_
   Session session_;
   std::vector<std::shared_ptr<const Source>> sources_;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls that are made only where a predicate is false: checks and breakpoints.
+// Calls that run only if a predicate is false: checks and breakpoints.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@
 
 namespace callgate {
 
-// True if checks and breakpoints look at all. Relaxed: a late reader misses one, or makes one more.
+// True if checks and breakpoints are active. Relaxed: a late reader misses one or makes one more.
 struct CheckSwitches {
   std::atomic<bool> checks{true}, breakpoints{true};
 };
@@ -41,7 +41,7 @@ class CheckSite final : public Site {
     return count == 0 || std::memchr(predicate.data, 0, count) == nullptr;
   }
 
-  // Results are the operands behind the predicate.
+  // The results are the operands behind the predicate.
   void pass_on(const Call& call) const {
     if (call.results.empty()) return;
     if (call.operands.size() <= call.results.size())
@@ -71,12 +71,12 @@ class CheckSite final : public Site {
   const std::atomic<bool>& on_;
 };
 
-// Runs another callee, which makes the error or stops for the user, only when a predicate is false:
-// its first operand, a bool or one for each lane. As long as all are true, a call costs a look at
-// them; its results, if it has any, are its next operands.
+// Runs another callee, which raises the error or stops for the user, if a predicate is false. The
+// predicate is the first operand, a bool or one per lane. If all are true, a call only reads them;
+// its results, if it has any, are its next operands.
 class CheckCallee final : public Callee {
  public:
-  // `waits`: a GPU's program waits for the call, as it does for gates, and gets its results.
+  // `waits`: a GPU's program waits for the call, as for gates, and gets its results.
   CheckCallee(std::string name, std::shared_ptr<Callee> failed, const std::atomic<bool>& on,
               bool waits)
       : name_(std::move(name)), failed_(std::move(failed)), on_(on), waits_(waits) {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The board's slots: how a bar takes one, is updated, and ends.
+// The board's slots: how bars take, update and end them.
 #include "cells/progress.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ std::int32_t ProgressBoard::begin(const std::string& spec, const ProgressStart& 
     slot->first = start.first;
     slot->last = start.last;
     slot->began_ns = now();
-    // Relaxed: all of it is published by the handle's release below.
+    // Relaxed: the release of the handle below publishes all of it.
     slot->every.store(start.every, std::memory_order_relaxed);
     slot->count.store(0, std::memory_order_relaxed);
     slot->at.store(start.first, std::memory_order_relaxed);
@@ -57,20 +57,20 @@ std::int32_t ProgressBoard::update(std::int32_t handle, std::uint32_t count, flo
 
 void ProgressBoard::end(std::int32_t handle, std::uint32_t count, float at) noexcept {
   Slot* slot = find(handle);
-  // Relaxed: this program's loop alone ends it, or has failed.
+  // Relaxed: only this program's loop ends the bar, or it has failed.
   if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) != Phase::kLive) return;
   store_count(*slot, count);
   slot->at.store(at, std::memory_order_relaxed);             // published by the phase below
   slot->updated_ns.store(now(), std::memory_order_relaxed);  // published by the phase below
   Phase live = Phase::kLive;
-  // Release: who reads the end reads the last count, too. A failed bar stays failed.
+  // Release: a thread that reads the end also reads the last count. A failed bar stays failed.
   slot->phase.compare_exchange_strong(live, Phase::kEnded, std::memory_order_release,
                                       std::memory_order_relaxed);
 }
 
 void ProgressBoard::step(const std::string& spec, const ProgressStart& start,
                          const CallContext& context) {
-  if (start.total <= 0) return;  // its end could not be told
+  if (start.total <= 0) return;  // the end could not be detected
   std::int32_t handle = 0;
   {
     std::lock_guard lock(mutex_);
@@ -96,7 +96,7 @@ void ProgressBoard::fail(std::int64_t run) noexcept {
   std::lock_guard lock(mutex_);
   for (Slot& slot : slots_) {
     Phase live = Phase::kLive;
-    // Relaxed: the count stands since its last update, whoever reads it.
+    // Relaxed: any reader may use the count since its last update.
     if (slot.run == run)
       slot.phase.compare_exchange_strong(live, Phase::kFailed, std::memory_order_relaxed);
   }
@@ -106,7 +106,7 @@ std::vector<ProgressState> ProgressBoard::poll() const {
   std::lock_guard lock(mutex_);
   std::vector<ProgressState> states;
   for (const Slot& slot : slots_) {
-    // Acquire: pairs with end(), so that an ended bar has its last count.
+    // Acquire: pairs with end(), so an ended bar has its last count.
     Phase phase = slot.phase.load(std::memory_order_acquire);
     if (phase == Phase::kFree) continue;
     std::int64_t time = now(), until = time;
@@ -122,7 +122,7 @@ std::vector<ProgressState> ProgressBoard::poll() const {
 void ProgressBoard::release(std::int32_t handle) noexcept {
   std::lock_guard lock(mutex_);
   Slot* slot = find(handle);
-  // Relaxed: under the lock.
+  // Relaxed: the lock is held.
   if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) == Phase::kLive) return;
   slot->handle.store(0, std::memory_order_relaxed);
   slot->phase.store(Phase::kFree, std::memory_order_relaxed);
@@ -136,7 +136,7 @@ void ProgressBoard::set_wake(std::function<void()> wake) {
 bool ProgressBoard::retire() {
   std::lock_guard lock(mutex_);
   bool empty = std::ranges::all_of(slots_, [](const Slot& slot) {
-    // Relaxed: under the lock.
+    // Relaxed: the lock is held.
     return slot.phase.load(std::memory_order_relaxed) == Phase::kFree;
   });
   if (empty) drawn_ = false;
@@ -159,13 +159,13 @@ std::int64_t ProgressBoard::now() const {
 ProgressBoard::Slot* ProgressBoard::find(std::int32_t handle) noexcept {
   if (handle <= 0) return nullptr;
   Slot& slot = slots_[static_cast<std::size_t>(handle) % kSlots];
-  // Acquire: pairs with the store in begin(), behind the slot's other fields.
+  // Acquire: pairs with the store in begin(), which follows the slot's other fields.
   return slot.handle.load(std::memory_order_acquire) == handle ? &slot : nullptr;
 }
 
 bool ProgressBoard::owns(const CallContext& context) {
   if (context.run == kNoRun) return true;
-  for (const Slot& slot : slots_) {  // a bar that is still there, however many runs came since
+  for (const Slot& slot : slots_) {  // a bar that still exists, regardless of later runs
     // Relaxed: see take().
     bool live = slot.phase.load(std::memory_order_relaxed) == Phase::kLive;
     if (live && slot.run == context.run) return slot.device == context.device;
@@ -181,7 +181,7 @@ ProgressBoard::Slot* ProgressBoard::take(const ProgressStart& start, const CallC
   Slot* found = nullptr;
   Slot* oldest = nullptr;
   for (Slot& slot : slots_) {
-    // Relaxed: phases change to live or free under the lock alone.
+    // Relaxed: phases only change to live or free under the lock.
     Phase phase = slot.phase.load(std::memory_order_relaxed);
     if (phase == Phase::kEnded && slot.run == context.run && slot.site == start.site &&
         slot.lane == start.lane)
@@ -196,7 +196,7 @@ ProgressBoard::Slot* ProgressBoard::take(const ProgressStart& start, const CallC
 }
 
 void ProgressBoard::store_count(Slot& slot, std::uint32_t count) noexcept {
-  // Relaxed: one program's loop is the only writer, and whoever draws takes any recent value.
+  // Relaxed: one program's loop is the only writer, and drawing uses any recent value.
   std::int64_t before = slot.count.load(std::memory_order_relaxed);
   auto more = static_cast<std::int32_t>(count - static_cast<std::uint32_t>(before));
   if (more > 0) slot.count.store(before + more, std::memory_order_relaxed);

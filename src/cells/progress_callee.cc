@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the numbers of each bar in a call, and writes the result.
+// Reads the numbers of each bar in a call and writes the result.
 #include "cells/progress_callee.h"
 
 #include <algorithm>
@@ -69,7 +69,7 @@ std::shared_ptr<Site> ProgressCallee::specialise(SiteSpec spec) {
   if (known == kKinds.end())
     throw Error("a progress bar's call", "begin, begin_of, begin_at, update, end or step",
                 "'" + std::string(kind) + "'");
-  // Relaxed: any distinct numbers will do.
+  // Relaxed: any distinct numbers work.
   const std::int64_t site = sites.fetch_add(1, std::memory_order_relaxed) + 1;
   return std::make_shared<ProgressSite>(
       board_, static_cast<ProgressSite::Kind>(known - kKinds.begin()),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How programs feed the board of progress bars (progress.h): a callee whose calls read a few
-// numbers of each bar, and write one.
+// The callee by which programs update the board of progress bars (progress.h). Its calls read a few
+// numbers of each bar and write one.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ namespace callgate {
 class ProgressSite final : public Site {
  public:
   enum class Kind : std::uint8_t { kBegin, kBeginOf, kBeginAt, kUpdate, kEnd, kStep };
-  // By kind, with the number of operands that are read; what follows are anchors.
+  // Each kind with its number of operands; further operands are anchors.
   struct Row {
     std::string_view kind;
     std::size_t least;
@@ -40,9 +40,9 @@ class ProgressSite final : public Site {
   void run(const Call& call) override;
 
  private:
-  static constexpr std::int32_t kNever = std::int32_t{1} << 30;  // steps: none of its bars waits
+  static constexpr std::int32_t kNever = std::int32_t{1} << 30;  // steps: none of the bars waits
 
-  // Throws Error unless the arrays are as ProgressCallee says.
+  // Throws Error unless the arrays match the description of ProgressCallee.
   void check(const Call& call, const Row& row) const;
 
   ProgressBoard& board_;
@@ -51,16 +51,16 @@ class ProgressSite final : public Site {
   std::string text_;
 };
 
-// The callee by which programs feed all bars of a process; the board outlives every site. A call
-// holds a dictionary `progress` of kind, every and total, and as its spec the text that the board
-// keeps. Kinds are
+// The callee by which programs update all bars of a process; the board outlives every site. A call
+// holds a dictionary `progress` of kind, every and total. Its spec is the text that the board
+// stores. The kinds are
 //   begin (anchors...) -> handle       begin_of (total, anchors...) -> handle
 //   begin_at (first, last, anchors...) -> handle
 //   update (handle, count, at, going) -> steps until the next update; not going: its bar ends
 //   end (handle, count, at, anchors...) -> 0      step (anchors...)
-// all s32 scalars, but first, last and at, which are f32. In a loop with a bar for each lane they
-// are vectors, but the result of update and end. Anchors are whatever the call has to wait for;
-// nobody looks at them.
+// All arrays are s32 scalars, except first, last and at, which are f32. In a loop with a bar per
+// lane they are vectors, except the results of update and end. Anchors are values for which the
+// call has to wait; their content is unused.
 class ProgressCallee final : public Callee {
  public:
   static constexpr std::string_view kName = "callgate.progress";

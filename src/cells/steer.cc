@@ -5,8 +5,8 @@
 namespace callgate {
 namespace {
 
-// A place in a program that reads a cell. `read(run, once, place)` is the cell's value, for the
-// run, whose result lies there (see Runs; null where that is a copy).
+// A place in a program that reads a cell. `read(run, once, place)` returns the cell's value for the
+// run; `place` is where the result is written (see Runs; null for a copy).
 template <typename Cell>
 class CellSite final : public Site {
  public:
@@ -24,13 +24,13 @@ class CellSite final : public Site {
     const void* place = at.stream == nullptr ? call.results[0].data : nullptr;
     auto value = [&] { return cell_->read(at.run, once_, place); };
     std::uint64_t bits = common_ ? common_->read(at.run, at.device, place, value) : value();
-    // A program holds a result of the cell's size; another's, made up, gets no more than it has.
+    // A program holds a result of the cell's size. A forged program gets at most its own size.
     std::memcpy(call.results[0].data, &bits, std::min(sizeof(bits), call.results[0].nbytes()));
   }
 
  private:
   std::shared_ptr<Cell> cell_;
-  const bool once_;  // all reads of a run get the first one's value
+  const bool once_;  // all reads of a run get the first read's value
   std::optional<CommonReads> common_;
 };
 
@@ -55,7 +55,7 @@ std::shared_ptr<Site> KnobCallee::specialise(SiteSpec spec) {
 }
 
 std::uint64_t KnobCallee::read(std::int64_t run, bool once, const void* place) {
-  if (!once || run == -1) return get();  // -1: XLA has no number for it
+  if (!once || run == -1) return get();  // -1: XLA has no number for the run
   std::lock_guard lock(mutex_);
   return runs_.of(run, 0, place, [&] { return get(); });
 }
@@ -85,7 +85,7 @@ std::uint32_t StopCallee::begin(std::uint32_t run, const void* place) {
     std::uint32_t number = run - *zeroth_ - first_;
     return number < dispatches_.size() ? dispatches_[number] : StopRequests::count();
   });
-  // Relaxed: the number says all by itself, and who finds another run's asks again.
+  // Relaxed: the number is complete in itself, and a reader that finds another run asks again.
   slots_[run % slots_.size()].store(std::uint64_t{run} << 32 | before, std::memory_order_relaxed);
   return before;
 }

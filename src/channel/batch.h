@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A channel's memory beside its ring: blocks for payloads that are large, the batch that is in
-// delivery, and the records that find no place in the store.
+// A channel's memory besides its ring: blocks for large payloads, the batch in delivery, and
+// records for which the store has no place.
 #pragma once
 
 #include <sys/mman.h>
@@ -25,7 +25,7 @@
 
 namespace callgate {
 
-// The start of each entry; its payload follows, unless `record.payload` points elsewhere.
+// The start of each entry. Its payload follows, unless `record.payload` points elsewhere.
 struct alignas(kRecordAlignment) Entry {
   enum class Kind : std::uint32_t { kInline, kAside, kKept, kFiller };
 
@@ -36,8 +36,8 @@ struct alignas(kRecordAlignment) Entry {
 
   char* inline_payload() noexcept { return reinterpret_cast<char*>(this + 1); }
 
-  // An entry of kind kKept has its payload in another's memory: the holder lies in the payload's
-  // place, until it is taken.
+  // An entry of kind kKept has its payload in another owner's memory. Until the entry is taken, the
+  // owner is stored in the payload's place.
   using Memory = std::shared_ptr<void>;
   void keep(const Memory& memory) noexcept { new (inline_payload()) Memory(memory); }
   Memory take_memory() noexcept {
@@ -49,22 +49,22 @@ struct alignas(kRecordAlignment) Entry {
 };
 static_assert(sizeof(Entry) == kRecordAlignment);
 
-// Memory beside a ring, within a budget that the two share: payloads that are too large for the
-// ring, and copies of what a consumer reads. Blocks that came back are kept, within the budget, for
-// the next of their size: fresh memory costs more than the copy into it.
+// Memory besides a ring, within a budget that both share: payloads that are too large for the ring,
+// and copies of payloads that a consumer reads. Returned blocks are kept, within the budget, for
+// the next payload of their size, because fresh memory costs more than the copy into it.
 class SideMemory : Immovable {
  public:
   explicit SideMemory(std::size_t budget) : budget_(budget) {}
 
-  // A block; null where the system has no memory: to wait would not help. Nothing while less than
-  // `bytes` of the budget is left, the ring's share taken off. When nothing else is in use, a block
-  // is granted whatever its size: nothing is too large to be sent.
+  // A block, or null if the system has no memory, in which case waiting would not help. Returns
+  // nothing while less than `bytes` of the budget is left after the ring's share. If nothing else
+  // is in use, a block of any size is granted: no payload is too large to send.
   std::optional<char*> take(std::size_t bytes, const auto& ring_used) noexcept {
     if (!claim(bytes, ring_used)) return std::nullopt;
     char* block = nullptr;
     {
       std::lock_guard lock(mutex_);
-      if (kept_bytes_ != bytes) kept_.clear();  // before more is taken: the budget is kept
+      if (kept_bytes_ != bytes) kept_.clear();  // first, to stay within the budget
       if (!kept_.empty()) {
         block = kept_.back().release();
         kept_.pop_back();
@@ -80,11 +80,11 @@ class SideMemory : Immovable {
     let_go(bytes);
   }
 
-  // Takes back a block that has been let go before: its reader kept it for longer.
+  // Takes back a block that was released before, because its reader kept it longer.
   void recycle(char* block, std::size_t bytes) noexcept { keep(Memory(block), bytes, claimed()); }
 
-  // A share of the budget; false while less than that is left, see take(). A sender to the ring
-  // that is past its look may still take the room for its record besides.
+  // Claims a share of the budget; false while less is left, see take(). A sender to the ring that
+  // has already checked may still take room for its record.
   bool claim(std::size_t bytes, const auto& ring_used) noexcept {
     std::size_t before = claimed();
     do {
@@ -119,7 +119,7 @@ class SideMemory : Immovable {
     return static_cast<char*>(block);
   }
 
-  // `claimed`: by others.
+  // `claimed`: bytes claimed by others.
   void keep(Memory block, std::size_t bytes, std::size_t claimed) noexcept try {
     std::lock_guard lock(mutex_);
     if (std::exchange(kept_bytes_, bytes) != bytes) kept_.clear();
@@ -130,15 +130,15 @@ class SideMemory : Immovable {
   std::size_t budget_;
   std::atomic<std::size_t> claimed_{0};
   std::mutex mutex_;
-  // Blocks that nobody uses, all of one size, and no more of them than the budget has room for.
+  // Unused blocks, all of one size, as many as the budget has room for.
   std::vector<Memory> kept_;
-  std::size_t kept_bytes_ = 0;  // of each
+  std::size_t kept_bytes_ = 0;  // per block
 };
 
-// The records in delivery, and their memory besides the ring's. The channel's thread alone.
+// The records in delivery, and their memory besides the ring's. Only the channel's thread uses it.
 class Batch {
  public:
-  // Before anything else: the thread could not go on where there is no memory for a place.
+  // Called first, because the thread could not continue without memory for a place.
   void reserve() {
     records_.reserve(kMostRecords);
     copies_.reserve(kMostRecords);
@@ -146,8 +146,8 @@ class Batch {
   }
   bool has_place() const noexcept { return records_.size() < kMostRecords; }
 
-  // There is a place, for each of these. Takes over an entry's block, or copies its payload if
-  // `copies`, counted in `aside`; false, and nothing has happened, where there is no memory.
+  // A place must be reserved for each call. Takes over an entry's block, or copies its payload if
+  // `copies`, counted in `aside`. False, without any change, if there is no memory.
   bool take(Entry& entry, const std::shared_ptr<SideMemory>& aside, bool copies) noexcept try {
     Record record = entry.record;
     const Source& source = *record.source;
@@ -177,7 +177,7 @@ class Batch {
   }
 
   std::span<const Record> records() const noexcept { return records_; }
-  // The bytes of the payloads that are in no store.
+  // The bytes of payloads that are in no store.
   std::size_t bytes_besides() const noexcept { return bytes_besides_; }
 
   // See Channel::lend().
@@ -187,13 +187,13 @@ class Batch {
     return found == blocks_.end() ? nullptr : *found;
   }
 
-  // Gives the memory of blocks and copies back, but for blocks that are lent.
+  // Returns the memory of blocks and copies, except lent blocks.
   void give_back(SideMemory& aside) noexcept {
     for (auto& block : blocks_) {
       if (block.use_count() == 1 && block->memory == nullptr) {
         aside.give_back(std::exchange(block->data, nullptr), block->bytes);
       } else {
-        aside.let_go(block->bytes);  // lent: the consumer's memory now; or another's
+        aside.let_go(block->bytes);  // lent: owned by the consumer or another owner now
       }
     }
     if (copied_bytes_ != 0) aside.let_go(std::exchange(copied_bytes_, 0));
@@ -209,7 +209,7 @@ class Batch {
  private:
   static constexpr std::size_t kMostRecords = 4096;
 
-  // In the hands of who reads it, and of whom it is lent to.
+  // Shared by its reader and the consumer to which it is lent.
   struct Block : Immovable {
     Block(std::shared_ptr<SideMemory> from, char* memory, std::size_t size)
         : owner(std::move(from)), data(memory), bytes(size) {}
@@ -218,7 +218,7 @@ class Batch {
     }
 
     std::shared_ptr<SideMemory> owner;
-    std::shared_ptr<void> memory;  // who holds it, where the owner does not
+    std::shared_ptr<void> memory;  // the owner, if it isn't this object
     char* data;
     std::size_t bytes;
   };
@@ -226,24 +226,24 @@ class Batch {
   std::vector<Record> records_;
   std::vector<std::unique_ptr<char[]>> copies_;
   std::vector<std::shared_ptr<Block>> blocks_;
-  std::size_t copied_bytes_ = 0;  // of copies, those that count against the capacity
+  std::size_t copied_bytes_ = 0;  // of copies, which count against the capacity
   std::size_t bytes_besides_ = 0;
 };
 
-// Records that the channel's own thread sent into a full store: it would wait for itself. Each
-// follows what was in the store then; the thread sends no other way until nothing is left here. Not
-// bounded. That thread's alone, but for some() and added(): relaxed, for what it did before it
-// told.
+// Records that the channel's own thread sends into a full store, where it would wait for itself.
+// Each follows the records that were in the store at that time. The thread sends no other way until
+// none of these is left. Unbounded. Only this thread uses it, except for some() and added(), which
+// are relaxed: they cover the events that it has announced.
 class Overflow {
  public:
   bool some() const noexcept { return some_.load(std::memory_order_relaxed); }
-  // How many there have been.
+  // The total number of records added.
   std::uint64_t added() const noexcept { return added_.load(std::memory_order_relaxed); }
   std::uint64_t taken() const noexcept { return taken_; }
-  // The bytes of the records that wait.
+  // The bytes of the waiting records.
   std::size_t bytes() const noexcept { return bytes_; }
 
-  // A record behind `position` of the store.
+  // Adds a record behind `position` of the store.
   void add(std::uint64_t position, Record record, std::unique_ptr<char[]> payload) {
     waiting_.push_back({position, record, std::move(payload)});
     bytes_ += record.source->payload_bytes;
@@ -251,7 +251,7 @@ class Overflow {
     some_.store(true, std::memory_order_relaxed);
   }
 
-  // Takes those that follow what was before `position`.
+  // Takes the records behind those before `position`.
   void collect(Batch& batch, std::uint64_t position) {
     while (!waiting_.empty() && waiting_.front().position <= position && batch.has_place()) {
       bytes_ -= waiting_.front().record.source->payload_bytes;

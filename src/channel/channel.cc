@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owners' part, then the senders', on their threads. The channel's own is in channel_thread.cc.
+// The functions of owners, then of senders, on their threads. channel_thread.cc has those of the
+// channel's thread.
 #include "channel/channel.h"
 
 #include <algorithm>
@@ -11,12 +12,13 @@
 
 namespace callgate {
 namespace {
-
-constexpr auto kRecheck = std::chrono::milliseconds(20);  // for interrupts, by senders that wait
-// A sender that waits is not overtaken after so long: turns would cost a switch of threads each.
+constexpr auto kRecheck = std::chrono::milliseconds(20);  // between checks for interrupts
+// A sender that has waited this long is not overtaken any more. Strict turns would cost a thread
+// switch each.
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
-// As a record's payload: the leaves; with arrays on a device, the handle and the control leaves.
+// Writes a record's payload: the leaves, or the handle and the control leaves for arrays on a
+// device.
 void copy_payload(const Parcel& parcel, char* payload) noexcept {
   const Source& source = *parcel.sender.source;
   const LeafType* leaf = source.leaves.data();
@@ -39,7 +41,8 @@ Record make_record(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns
   return {parcel.sender.source.get(), seq, time_ns, context.run, device, flags, payload};
 }
 
-// Release: who reads it (see stats()) also sees that what it counts was sent.
+// Release: a thread that reads the counter (see stats()) also sees that the counted records were
+// sent.
 void count_up(std::atomic<std::uint64_t>& counter, std::uint64_t count) noexcept {
   counter.fetch_add(count, std::memory_order_release);
 }
@@ -67,7 +70,7 @@ void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
   std::lock_guard lock(mutex_);
   if (finished_) return;
   consumers_.reserve(consumers_.size() + consumers.size());
-  if (!running_ && !closing_) {  // before they are added: it may throw
+  if (!running_ && !closing_) {  // before they are added, since it may throw
     batch_.reserve();
     try {
       thread_ = std::thread([self = shared_from_this()] { self->run(); });
@@ -75,17 +78,17 @@ void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
       throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'", "a thread of its own",
                   error.code().message());
     }
-    running_ = true;  // the thread, which begins by taking the mutex, sees it
+    running_ = true;  // the thread begins by taking the mutex, and sees it
   }
   for (auto& consumer : consumers) consumers_.push_back(std::move(consumer));
   hurried_ = true;  // they take part in the next delivery
 }
 
 std::uint64_t Channel::request_removal(const std::shared_ptr<Consumer>& consumer) {
-  if (abandoned()) return 0;  // nobody delivers, and the mutex may be held for ever
+  if (abandoned()) return 0;  // no delivery, and the mutex may never be released
   std::lock_guard lock(mutex_);
   std::erase(consumers_, consumer);
-  // In a consumer's call: whoever leaves now does not get what is in delivery either.
+  // In a consumer's call: a consumer that leaves now doesn't get the rest of the delivery.
   if (on_own_thread()) std::ranges::replace(current_, consumer, nullptr);
   hurried_ = true;
   return deliveries_;
@@ -94,12 +97,13 @@ std::uint64_t Channel::request_removal(const std::shared_ptr<Consumer>& consumer
 bool Channel::removed(std::uint64_t delivery, Timeout timeout) {
   if (abandoned() || on_own_thread()) return true;
   std::unique_lock lock(mutex_);
-  // The delivery that is under way: on a busy channel the next begins at once.
+  // Waits for the current delivery; on a busy channel the next one begins at once.
   return wait_done(lock, timeout, [&] { return !in_delivery_ || deliveries_ != delivery; });
 }
 
 void Channel::adopt(std::shared_ptr<Channel> other) {
-  // Relaxed: nobody else counts, the other's senders are gone and ours not there yet.
+  // Relaxed: no other thread counts, because the other's senders are gone and this channel has none
+  // yet.
   sequence_.add(other->sequence_);
   dropped_.fetch_add(other->dropped_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   bytes_.fetch_add(other->bytes_.load(std::memory_order_relaxed), std::memory_order_relaxed);
@@ -108,7 +112,7 @@ void Channel::adopt(std::shared_ptr<Channel> other) {
 }
 
 void Channel::retire(const Source& source) {
-  if (abandoned()) return;             // the mutex may be held for ever
+  if (abandoned()) return;             // the mutex may never be released
   std::shared_ptr<const Source> kept;  // may be the last reference: destroyed without the mutex
   std::lock_guard lock(mutex_);
   auto found = sources_.find(&source);
@@ -118,7 +122,7 @@ void Channel::retire(const Source& source) {
   } catch (const std::bad_alloc&) {
     return;  // it stays until the channel ends
   }
-  work_.notify_one();  // by now senders may have dropped what is left, without the thread
+  work_.notify_one();  // senders may already have dropped the remaining records, without the thread
   kept = std::move(found->second);
   sources_.erase(found);
 }
@@ -147,7 +151,7 @@ void Channel::refuse() noexcept {
 
 bool Channel::close(Timeout timeout) {
   if (abandoned()) {
-    if (thread_.joinable()) thread_.detach();  // it does not exist in this process
+    if (thread_.joinable()) thread_.detach();  // it doesn't exist in this process
     return false;
   }
   refuse();
@@ -158,18 +162,18 @@ bool Channel::close(Timeout timeout) {
   }
   closing_ = true;
   work_.notify_one();
-  if (running_ && on_own_thread()) return true;  // it ends when it gets back to its loop
+  if (running_ && on_own_thread()) return true;  // it ends when it returns to its loop
   if (!wait_done(lock, timeout, [&] { return finished_ || !running_; })) return false;
-  std::thread ended = std::move(thread_);  // two may close at once
+  std::thread ended = std::move(thread_);  // two threads may close at once
   lock.unlock();
   if (ended.joinable()) ended.join();
   drop_the_rest();
   return true;
 }
 
-// Everything that waits is dropped. There is no thread, or it has ended.
+// Drops all waiting records. There is no thread, or it has ended.
 void Channel::drop_the_rest() noexcept {
-  if (abandoned()) return;  // the mutex may be held for ever
+  if (abandoned()) return;  // the mutex may never be released
   auto drop = [&](Store& store) {
     while (const std::optional<std::uint64_t> dropped = store.drop_oldest())
       count_up(dropped_, *dropped);
@@ -180,7 +184,7 @@ void Channel::drop_the_rest() noexcept {
 
 ChannelStats Channel::stats() const noexcept {
   ChannelStats stats;
-  // The delivered are read before the sent: `pending` is never negative. Acquire keeps the order.
+  // Reads the delivered before the sent, so `pending` is never negative. Acquire keeps the order.
   stats.delivered = delivered_.load(std::memory_order_acquire);
   stats.dropped = dropped_.load(std::memory_order_acquire);
   stats.sent = sequence_.sum();
@@ -188,13 +192,13 @@ ChannelStats Channel::stats() const noexcept {
   // Relaxed: gauges.
   stats.lost = lost_.load(std::memory_order_relaxed);
   stats.bytes = bytes_.load(std::memory_order_relaxed);
-  // A lock may be held for ever in a fork's child.
+  // In a fork's child a lock may never be released.
   stats.high_water = store_.high_water(/*exactly=*/!abandoned());
   return stats;
 }
 
 bool Channel::send(const Parcel& parcel) noexcept {
-  // Sequentially consistent, both: close() sets `closed_` and then waits for the senders it sees.
+  // Sequentially consistent, both: close() sets `closed_` and then waits for the visible senders.
   senders_.fetch_add(1, std::memory_order_seq_cst);
   const std::uint64_t seq = sequence_.next(parcel.context.device);
   const std::int64_t time_ns = wall_time_ns();
@@ -205,7 +209,7 @@ bool Channel::send(const Parcel& parcel) noexcept {
   } else {
     count_up(dropped_, 1);
   }
-  senders_.fetch_sub(1, std::memory_order_release);  // what was published is seen by close()
+  senders_.fetch_sub(1, std::memory_order_release);  // close() sees the published records
   return sent;
 }
 
@@ -224,7 +228,8 @@ bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns)
       if (!is_kept) copy_payload(parcel, entry->record.data());
       entry->record = make_record(parcel, seq, time_ns, payload);
       store_.publish(*entry);
-      // Sequentially consistent: after publish(), see rest(). We see the sleeper, or it sees us.
+      // Sequentially consistent: after publish(), see rest(). This thread sees the sleeper, or the
+      // sleeper sees the record.
       const int rest = rest_.load(std::memory_order_seq_cst);
       if (rest == kAsleep || (rest == kNapping && (large || store_.half_full()))) wake_thread();
       return true;
@@ -253,7 +258,7 @@ bool Channel::put_besides(const Parcel& parcel, std::uint64_t seq, std::int64_t 
 bool Channel::passes_sampling(Sender& sender) const noexcept {
   if (options_.on_full != OnFull::kSample) return true;
   const std::int64_t now = std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
-  // Relaxed: one sender of several wins the exchange, and that is all it decides.
+  // Relaxed: exactly one of several senders wins the exchange, and that is all it decides.
   std::int64_t last = sender.last_passed.load(std::memory_order_relaxed);
   if (last != 0 && static_cast<double>(now - last) * options_.rate < 1e9) return false;
   return sender.last_passed.compare_exchange_strong(last, now, std::memory_order_relaxed);
@@ -264,29 +269,29 @@ Store::Place Channel::reserve(const Parcel& parcel) noexcept {
     if (Store::Place place = reserve_now(parcel); place.decided()) return place;
     if (options_.on_full == OnFull::kBlock && !on_own_thread()) return wait_for_room(parcel);
     if (options_.on_full != OnFull::kDropOld) return {};
-    // Drops the oldest records until there is room, or all that fills the store is in delivery.
+    // Drops the oldest records until there is room, or until all remaining records are in delivery.
     const std::optional<std::uint64_t> dropped = store_.drop_oldest();
     if (!dropped) return {};
     count_up(dropped_, *dropped);
   }
 }
 
-// Keeps the size of the first record that found no memory, for the channel's thread to report.
+// Stores the size of the first record without memory, for the channel's thread to report.
 void Channel::note_no_memory(std::size_t bytes) noexcept {
   std::size_t none = 0;
   bytes = std::max<std::size_t>(bytes, 2);
-  // Relaxed: a number that says all; the channel's thread may be late to see it.
+  // Relaxed: the number is complete in itself, and the channel's thread may see it late.
   if (no_memory_.compare_exchange_strong(none, bytes, std::memory_order_relaxed) &&
       !on_own_thread())
     wake_thread();
 }
 
-// Waits until there is room, or an interrupt, or the channel is closed.
+// Waits until there is room, an interrupt comes, or the channel is closed.
 Store::Place Channel::wait_for_room(const Parcel& parcel) noexcept {
   Store::Place place;
   bool starves = false;
   auto patience = Clock::now() + kPatience;
-  waiting_.fetch_add(1, std::memory_order_seq_cst);  // before we look, so that room is announced
+  waiting_.fetch_add(1, std::memory_order_seq_cst);  // before the check, so that room is announced
   // Relaxed: a late answer costs one more round.
   while (!interrupted_.load(std::memory_order_relaxed) && !closed()) {
     {
@@ -300,7 +305,7 @@ Store::Place Channel::wait_for_room(const Parcel& parcel) noexcept {
     if (place.decided()) break;
     Interrupted check = interrupted_check_.load(std::memory_order_acquire);  // see set_interrupted
     if (check != nullptr && check()) {
-      // Senders don't wait until the channel's thread has had nothing to do. Relaxed: see above.
+      // Senders don't wait until the channel's thread has been idle. Relaxed: see above.
       interrupted_.store(true, std::memory_order_relaxed);
       std::lock_guard lock(mutex_);
       room_.notify_all();
@@ -312,11 +317,11 @@ Store::Place Channel::wait_for_room(const Parcel& parcel) noexcept {
     }
   }
   if (starves) starving_.fetch_sub(1, std::memory_order_relaxed);  // see reserve_now()
-  waiting_.fetch_sub(1, std::memory_order_relaxed);  // an early notice more does no harm
+  waiting_.fetch_sub(1, std::memory_order_relaxed);  // one superfluous notification does no harm
   return place;
 }
 
-// Keeps the source for as long as the channel has records of it. False where there is no memory.
+// Keeps the source as long as the channel has records of it. False if there is no memory.
 bool Channel::enrol(Sender& sender) noexcept try {
   std::lock_guard lock(mutex_);
   sources_[sender.source.get()] = sender.source;
@@ -328,7 +333,7 @@ bool Channel::enrol(Sender& sender) noexcept try {
 
 void Channel::wake_thread() noexcept {
   std::lock_guard lock(mutex_);
-  rest_.store(kAwake, std::memory_order_relaxed);  // others need not notify, too
+  rest_.store(kAwake, std::memory_order_relaxed);  // other senders need not notify
   work_.notify_one();
 }
 

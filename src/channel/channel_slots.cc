@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Slots of channels by name: a channel comes into one, and leaves it.
+// Slots of channels by name: a channel enters and leaves one.
 #include "channel/channel.h"
 
 namespace callgate {
@@ -24,7 +24,7 @@ void ChannelSlot::vacate(const Channel& channel) {
   std::lock_guard lock(mutex_);
   if (!is_open_ || channel_.get() != &channel) return;
   is_open_ = false;
-  std::shared_ptr<Channel> holding = holding_channel();  // may throw: before we begin
+  std::shared_ptr<Channel> holding = holding_channel();  // may throw: before any change
   take_out()->refuse();
   put_in(std::move(holding));
 }
@@ -38,9 +38,9 @@ std::shared_ptr<Channel> ChannelSlot::holding_channel() const {
 
 std::shared_ptr<Channel> ChannelSlot::take_out() {
   sending_to_.store(nullptr, std::memory_order_seq_cst);                  // see send()
-  if (channel_->options().on_full == OnFull::kBlock) channel_->refuse();  // wakes those who wait
+  if (channel_->options().on_full == OnFull::kBlock) channel_->refuse();  // wakes waiting senders
   while (inside_.load(std::memory_order_seq_cst) != 0) {                  // see send()
-    if (Channel::abandoned()) break;  // who is inside is not in this process
+    if (Channel::abandoned()) break;  // the senders inside aren't in this process
     std::this_thread::yield();
   }
   return std::move(channel_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A channel's own thread: it takes records, calls the consumers, serves flushes, rests.
+// A channel's own thread: it takes records, calls the consumers, serves flushes, and rests.
 #include <algorithm>
 #include <new>
 #include <set>
@@ -15,7 +15,7 @@ namespace {
 constexpr auto kNap = std::chrono::milliseconds(5);
 constexpr int kNapsBeforeSleep = 20;
 
-// Repeats a step that the thread can't go on without, from its beginning, until there is memory.
+// Repeats a step without which the thread can't continue, until there is memory.
 template <typename Step>
 auto insist(Step&& step) {
   for (;;) {
@@ -27,7 +27,7 @@ auto insist(Step&& step) {
   }
 }
 
-// Stands for the channel itself in reports of failures that no consumer caused.
+// Stands for the channel in reports of failures that no consumer caused.
 class Itself final : public Consumer {
  public:
   void consume(std::span<const Record> /*records*/) override {}
@@ -52,11 +52,11 @@ void Channel::run() {
     serve_waiting();
   }
   finish();
-  thread_id_.store({}, std::memory_order_relaxed);  // another thread may get the same
+  thread_id_.store({}, std::memory_order_relaxed);  // another thread may get the same id
   end_thread();
 }
 
-// Delivers a batch of what waits in a store, and frees its places. False when nothing waited.
+// Delivers a batch of a store's waiting records and frees its places. False if none waited.
 bool Channel::deliver_from(Store& store) {
   insist([&] {
     std::lock_guard lock(mutex_);
@@ -72,7 +72,7 @@ bool Channel::deliver_from(Store& store) {
   for (const Record& record : batch_.records()) record.let_go();
   store.settle(batch_, delivery.position, overflow_.bytes() + batch_.bytes_besides());
   batch_.clear();
-  // Release: the consumers' work is seen by who reads the counts; see stats().
+  // Release: a thread that reads the counts also sees the consumers' work; see stats().
   delivered_.fetch_add(count - delivery.counted, std::memory_order_release);
   current_.clear();
   std::lock_guard lock(mutex_);
@@ -81,7 +81,7 @@ bool Channel::deliver_from(Store& store) {
   return delivery.some || count != 0;
 }
 
-// Takes what waits, or has come since, into the batch.
+// Takes waiting and newly arrived records into the batch.
 void Channel::collect(Store& store, Delivery& delivery) noexcept {
   const std::size_t before = batch_.records().size();
   const Store::Collected collected = store.collect(batch_, delivery.first);
@@ -112,8 +112,8 @@ void Channel::deliver(Store& store, Delivery& delivery) noexcept {
   }
 }
 
-// Counts what all have had so far. Consumers that leave, and sources' own that come with a later
-// record, never take a record back.
+// Counts the records that all consumers have had so far. Consumers that leave, and sources' own
+// consumers that come with a later record, never reduce the count.
 void Channel::count_delivered(Delivery& delivery) noexcept {
   std::size_t through = batch_.records().size();
   for (std::size_t i = 0; i < turns_.size(); ++i)
@@ -124,21 +124,21 @@ void Channel::count_delivered(Delivery& delivery) noexcept {
   delivery.counted = through;
 }
 
-// True if there is a consumer that takes turns: of `current_`, then the sources' own.
+// True if a consumer takes turns at this index: one of `current_`, then the sources' own.
 bool Channel::has_turn(std::size_t index, const Delivery& delivery) const noexcept {
   return index < current_.size() ? current_[index] != nullptr : delivery.has_own;
 }
 
-// Hands some records over; a lone consumer gets all, unless it goes through them one by one. The
-// next record tells which of sources' own consumers has the turn. True when the consumer has had
-// all that there are.
+// Passes on some records; a lone consumer gets all, unless it processes them one by one. The next
+// record determines the source's own consumer of the turn. True if the consumer has had all
+// available records.
 bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone) noexcept {
   const std::span<const Record> records = batch_.records();
   const std::size_t begin = turns_[index];
   std::span<const Record> rest = records.subspan(begin);
   if (rest.empty()) return true;
   const bool is_one = index < current_.size();
-  // Held: remove() may take it out.
+  // Keeps it alive, because remove() may take it out.
   const auto consumer = is_one ? current_[index] : rest.front().source->consumer;
   if (!is_one) {
     auto is_of_other = [&](const Record& record) { return record.source->consumer != consumer; };
@@ -159,7 +159,7 @@ bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone)
   return end == batch_.records().size();
 }
 
-// True if a delivery may get more: not while somebody waits for its end.
+// True if a delivery may get more records: not while a caller waits for its end.
 bool Channel::may_grow() const noexcept {
   std::lock_guard lock(mutex_);
   return !hurried_ && !closing_ && line_.empty();
@@ -173,11 +173,11 @@ void Channel::hand_over(Consumer& consumer, std::span<const Record> records, boo
     hand_over_host_arrays(consumer, records);
   });
   t_lender = nullptr;
-  lost_.fetch_add(consumer.lost() - lost, std::memory_order_relaxed);  // this thread's; a gauge
+  lost_.fetch_add(consumer.lost() - lost, std::memory_order_relaxed);  // this thread's gauge
 }
 
-// To a consumer that can't read a device: without the records of sources that are for those who
-// can. Throws Error when there were any, after the others.
+// For a consumer that can't read a device: leaves out the records for device consumers. Throws
+// Error after the others if there were any.
 void Channel::hand_over_host_arrays(Consumer& consumer, std::span<const Record> records) {
   const Source* refused = nullptr;
   auto on_device = [](const Record& record) { return record.source->on_device; };
@@ -196,7 +196,7 @@ std::shared_ptr<void> Channel::lend(const Record& record) noexcept {
   return t_lender == nullptr ? nullptr : t_lender->lend(record);
 }
 
-// Reports what the action throws; the channel and its other consumers go on.
+// Reports an exception of the action; the channel and its other consumers continue.
 template <typename Action>
 void Channel::tell(Consumer& consumer, Action&& action) noexcept try {
   try {
@@ -209,9 +209,9 @@ void Channel::tell(Consumer& consumer, Action&& action) noexcept try {
 } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
 }
 
-// Calls `what` of each consumer in `current_`, which is empty then.
+// Calls `what` of each consumer in `current_`, and empties `current_`.
 void Channel::tell_current(void (Consumer::*what)()) noexcept {
-  std::shared_ptr<Consumer> consumer;  // held: remove() may take it out meanwhile
+  std::shared_ptr<Consumer> consumer;  // keeps it alive, because remove() may take it out meanwhile
   for (const auto& each : current_) {
     consumer = each;
     if (consumer != nullptr) tell(*consumer, [&] { ((*consumer).*what)(); });
@@ -219,13 +219,14 @@ void Channel::tell_current(void (Consumer::*what)()) noexcept {
   current_.clear();
 }
 
-// Wakes who waits for the end of a delivery, or for room. The mutex is held.
+// Wakes callers that wait for the end of a delivery, or for room. The mutex is held.
 void Channel::end_delivery() {
   in_delivery_ = false;
   ++deliveries_;
   done_.notify_all();
-  // Relaxed: a sender counts itself and then looks for room under the mutex. It did so before we
-  // got the mutex, which shows us its count; or it does so now, and sees the room.
+  // Relaxed: a sender counts itself and then checks for room under the mutex. Either it did so
+  // before this thread got the mutex, so its count is visible, or it does so later and sees the
+  // room.
   if (waiting_.load(std::memory_order_relaxed) != 0) room_.notify_all();
 }
 
@@ -239,7 +240,7 @@ std::vector<std::shared_ptr<Consumer>> Channel::all_consumers() const {
   return all;
 }
 
-// Lets go of sources whose records have been delivered, and has consumers flush what was.
+// Releases sources whose records are delivered, and makes consumers flush.
 void Channel::serve_waiting() {
   std::list<Waiting> due;
   {
@@ -256,36 +257,36 @@ void Channel::serve_waiting() {
     in_delivery_ = true;
     current_ = all_consumers();
   });
-  report_no_memory();  // of what was sent before
+  report_no_memory();  // for earlier records
   tell_current(&Consumer::flush);
   std::lock_guard lock(mutex_);
   flush_served_ = served;
   end_delivery();
 }
 
-// Waits until there may be something to do. Short naps first, from which senders need not wake us:
-// a wake-up costs them microseconds. Then sleep, from which they do. False when all is over.
+// Waits until there may be work. It naps first: senders need not end a nap, because a wake-up costs
+// them microseconds. Later it sleeps until a sender wakes it. False if the channel has ended.
 bool Channel::rest() {
   std::unique_lock lock(mutex_);
-  // Senders are gone when closing_ is set, so everything reserved has been published.
+  // closing_ is set when all senders are gone, so every reserved entry has been published.
   if (closing_) return !store_.all_collected() || overflow_.some();
   if (no_memory_.load(std::memory_order_relaxed) > 1) return true;  // see report_no_memory()
   if (!line_.empty()) {
-    // If it is not due yet, a sender is about to publish.
+    // If it isn't due yet, a sender is about to publish.
     if (!settled_.covers(line_.front().moment))
       work_.wait_for(lock, std::chrono::microseconds(200));
     return true;
   }
   bool sleep = idle_naps_++ >= kNapsBeforeSleep;
-  // Sequentially consistent: before we look once more; see put().
+  // Sequentially consistent: before the next check; see put().
   rest_.store(sleep ? kAsleep : kNapping, std::memory_order_seq_cst);
   if (!store_.has_waiting() && !overflow_.some()) {
-    // Senders may wait for room again. Said before the rest: they may cut each rest short.
+    // Senders may wait for room again. Set before the rest, because they may cut each rest short.
     interrupted_.store(false, std::memory_order_relaxed);
     if (!sleep) work_.wait_for(lock, kNap);
     if (sleep) work_.wait(lock);
   }
-  rest_.store(kAwake, std::memory_order_relaxed);  // a notice more does no harm
+  rest_.store(kAwake, std::memory_order_relaxed);  // a superfluous notification does no harm
   if (store_.has_waiting()) idle_naps_ = 0;
   return true;
 }
@@ -295,7 +296,7 @@ void Channel::finish() {
   std::list<Waiting> gone;
   decltype(sources_) sources;  // both are destroyed without the mutex
   std::unique_lock lock(mutex_);
-  while (!consumers_.empty()) {  // others may come meanwhile
+  while (!consumers_.empty()) {  // others may join meanwhile
     current_.swap(consumers_);
     in_delivery_ = true;
     lock.unlock();
@@ -309,7 +310,7 @@ void Channel::finish() {
   done_.notify_all();
 }
 
-// Reports, once in the channel's life, that a record was dropped for want of memory.
+// Reports, once in the channel's life, that a record was dropped because of missing memory.
 void Channel::report_no_memory() noexcept {
   // Relaxed: see note_no_memory().
   std::size_t bytes = no_memory_.load(std::memory_order_relaxed);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records of arrays in parts as consumers see them.
+// Parts of arrays in records, as consumers see them.
 #include "channel/consumer.h"
 
 #include <algorithm>
@@ -7,7 +7,8 @@
 namespace callgate {
 namespace {
 
-// Copies `count` elements from one position to another; packed ones lie from the low bits up.
+// Copies `count` elements from one position to another; packed elements fill a byte from its low
+// bits.
 void copy_elements(const char* from, std::int64_t at, char* to, std::int64_t to_at,
                    std::int64_t count, std::int64_t width) {
   if (width >= 8) {
@@ -46,7 +47,7 @@ std::span<const ArrayView> RecordViews::whole(const Record& record) {
   if (source.kept != nullptr) kept = source.kept->at(record.handle());
   for (std::size_t i = 0; i < source.leaves.size(); ++i) {
     const LeafType& leaf = source.leaves[i];
-    // Views have no const form; consumers do not write.
+    // Views have no const form; consumers don't write.
     void* data = const_cast<char*>(record.data(leaf));
     if (source.kept != nullptr && i < source.value_leaves)
       data = i < kept.data.size() ? kept.data[i] : nullptr;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Consumers take records out of a channel, a lane or a batch at a time.
 //
-// A channel calls its consumers on its own thread, in turns: a lone one with all records that are
-// there at once, unless it goes through them one by one, the others each with as many as it takes
-// in a short time. A consumer that throws does not hurt the others: the channel keeps what it
-// threw.
+// A channel calls its consumers on its own thread, in turns. A lone consumer gets all available
+// records at once, unless it processes them one by one. Several consumers each get as many records
+// as they process in a short time. An exception of a consumer doesn't affect the others; the
+// channel stores it.
 #pragma once
 
 #include <atomic>
@@ -28,26 +28,26 @@ namespace callgate {
 
 class Consumer : public std::enable_shared_from_this<Consumer> {
  public:
-  // `one_by_one`: it gains nothing from many records at once, so that it gets them in turns even
-  // where it is alone: what it has had is counted after each.
+  // `one_by_one`: batches have no advantage for this consumer, so it gets records in turns even if
+  // it is alone, and each turn's records are counted afterwards.
   explicit Consumer(bool one_by_one = false)
       : goes_one_by_one_(one_by_one), pace_(one_by_one ? 1 : 16) {}
   virtual ~Consumer() = default;
 
-  // Before the first records, and again when a closed one is used anew. Throws Error where what it
-  // writes to is another's. On the thread that adds it to a channel.
+  // Called before the first records, and again before a closed consumer is reused, on the thread
+  // that adds it to a channel. Throws Error if its destination belongs to another writer.
   virtual void open() {}
 
-  // The records, in the order in which the channel got them; valid until this returns.
+  // The records, in the channel's order; valid until this returns.
   virtual void consume(std::span<const Record> records) = 0;
 
-  // Everything consumed so far is to be visible to others (files flushed). On the channel's thread.
+  // Makes all consumed records visible to others (flushes files). On the channel's thread.
   virtual void flush() {}
 
-  // No record follows. On the channel's thread, or on the closing one when that has ended.
+  // No record follows. On the channel's thread, or on the closing thread after its end.
   virtual void close() {}
 
-  // True if it can deal with records whose arrays are on a device. Others don't get them.
+  // True if it accepts records with arrays on a device. Other consumers don't get them.
   virtual bool takes_device_arrays() const noexcept { return false; }
 
   bool goes_one_by_one() const noexcept { return goes_one_by_one_; }
@@ -55,13 +55,14 @@ class Consumer : public std::enable_shared_from_this<Consumer> {
   // For messages.
   virtual std::string description() const { return "a consumer"; }
 
-  // Records, lanes counted each, that it could not take: no room on the disk, say. Any thread.
+  // The number of records, counting each lane, that it could not take, such as for lack of disk
+  // space. Thread-safe.
   std::uint64_t lost() const noexcept { return lost_.load(std::memory_order_relaxed); }  // a gauge
   void lose(std::uint64_t count) noexcept {
     lost_.fetch_add(count, std::memory_order_relaxed);  // a gauge
   }
 
-  // Its pace where it takes turns.
+  // The consumer's pace for turns.
   Pace& pace() noexcept { return pace_; }
 
  private:
@@ -70,10 +71,10 @@ class Consumer : public std::enable_shared_from_this<Consumer> {
   Pace pace_;
 };
 
-// Keeps the first exception of several steps, of which each is taken whatever the others throw.
+// Stores the first exception of several steps. Each step runs regardless of the others.
 class FirstError {
  public:
-  // True if the step threw nothing.
+  // True if the step didn't throw.
   template <typename Step>
   bool survives(Step&& step) noexcept {
     try {
@@ -85,7 +86,7 @@ class FirstError {
     }
   }
 
-  // Throws what it keeps, if anything, and forgets it.
+  // Throws the stored exception, if any, and forgets it.
   void rethrow() {
     if (first_ != nullptr) std::rethrow_exception(std::exchange(first_, nullptr));
   }
@@ -94,7 +95,7 @@ class FirstError {
   std::exception_ptr first_;
 };
 
-// Takes a step that appends to `text`. Where it throws, `text` is as it was before.
+// Runs a step that appends to `text`. If it throws, `text` is restored.
 template <typename Step>
 void append_whole(std::string& text, Step&& step) {
   const std::size_t before = text.size();
@@ -103,7 +104,7 @@ void append_whole(std::string& text, Step&& step) {
   error.rethrow();
 }
 
-// The leaves of a record as views into its payload, control leaves included.
+// The leaves of a record as views into its payload, including control leaves.
 class RecordViews {
  public:
   explicit RecordViews(const Source& source)
@@ -113,10 +114,10 @@ class RecordViews {
   std::span<const ArrayView> whole(const Record& record);
 
   // Calls visit(position of the lane, leaves of the tapped value) for each lane that is sent, in
-  // row-major order; once with position 0 for a record without lanes. A lane whose `where` is False
-  // is left out. Padding is cut off. A lane whose sizes the array has not is left out, and so is
-  // one that visit() throws for: the others are visited all the same, then the first exception is
-  // thrown on.
+  // row-major order; once with position 0 for a record without lanes. It leaves out lanes whose
+  // `where` is False, cuts off padding, and leaves out lanes whose sizes exceed the array. A lane
+  // for which visit() throws is left out, too: all others are visited, and then the first exception
+  // is rethrown.
   template <typename Visit>
   void each_lane(const Record& record, Visit&& visit) {
     const Source& source = *record.source;
@@ -132,10 +133,10 @@ class RecordViews {
     errors.rethrow();
   }
 
-  // How many lanes the last each_lane() left out so.
+  // The number of lanes that failed in the last each_lane().
   std::uint64_t failed() const noexcept { return failed_; }
 
-  // As each_lane(), with padding, and with the sizes behind the value's leaves.
+  // Like each_lane(), but with padding, and with the sizes behind the value's leaves.
   template <typename Visit>
   void each_lane_as_sent(const Record& record, Visit&& visit) {
     const Source& source = *record.source;
@@ -151,7 +152,7 @@ class RecordViews {
   }
 
  private:
-  // The number of the call that has sent the record, of the views of whole().
+  // The number of the call that sent the record, from the views of whole().
   std::int64_t number_of(const Source& source) const noexcept;
 
   // A padded leaf without its padding.
@@ -160,7 +161,7 @@ class RecordViews {
     std::vector<char> data;
   };
 
-  // Puts what counts of the padded leaf `i` into lane_.
+  // Puts the used part of the padded leaf `i` into lane_.
   void cut(const Record& record, std::size_t i);
 
   std::vector<ArrayView> views_, lane_;
@@ -168,14 +169,14 @@ class RecordViews {
   std::uint64_t failed_ = 0;
 };
 
-// A consumer in C++ that goes through a batch record by record, so that one which it refuses does
-// not take the others along. Runs without the GIL, mostly on its channel's thread; Python may write
-// and close beside it, so what the sink's functions touch is under `mutex_`.
+// A consumer in C++ that processes a batch record by record, so a refused record doesn't affect the
+// others. Runs without the GIL, mostly on its channel's thread. Python may write and close
+// concurrently, so `mutex_` guards the members that the sink's functions use.
 class Sink : public Consumer {
  public:
-  // Calls begin(), take(record) for each record, whatever some of them throw, then write(), then
-  // throws the first exception of these. Where begin() throws, all records are lost; a record for
-  // which take() throws is lost; write() counts for itself.
+  // Calls begin(), take(record) for each record regardless of exceptions, then write(), and then
+  // throws the first exception. If begin() throws, all records are lost. A record for which take()
+  // throws is lost. write() counts its own losses.
   void consume(std::span<const Record> records) override;
 
  protected:
@@ -183,13 +184,13 @@ class Sink : public Consumer {
 
   virtual void begin() {}
   virtual void take(const Record& record) = 0;
-  // Writes what take() has gathered; take() may ask for it by write_now(), where it is much.
+  // Writes the data that take() has gathered; take() may call it by write_now() for large data.
   virtual void write() {}
   void write_now() noexcept {
     errors_.survives([&] { write(); });
   }
 
-  // Visits the lanes of a record in a take(). All that fail are lost but the one that
+  // Visits the lanes of a record in take(). All failing lanes count as lost, except the one that
   // consume() counts.
   template <typename Visit>
   void visit_lanes(RecordViews& views, const Record& record, Visit&& visit) {

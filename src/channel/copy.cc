@@ -15,7 +15,8 @@ namespace {
 void copy_part(char* to, const char* from, std::size_t bytes) noexcept {
   std::size_t streamed = 0;
 #ifdef __SSE2__
-  // From here on stores pass by the caches: to fetch memory used long ago costs more than the copy.
+  // From here on stores bypass the caches: fetching memory that was used long ago costs more than
+  // the copy.
   if (bytes >= 4096) streamed = bytes / 64 * 64;
   auto* target = reinterpret_cast<__m128i*>(to);
   const auto* source = reinterpret_cast<const __m128i*>(from);
@@ -27,7 +28,7 @@ void copy_part(char* to, const char* from, std::size_t bytes) noexcept {
     _mm_stream_si128(target + i + 2, c);
     _mm_stream_si128(target + i + 3, d);
   }
-  if (streamed != 0) _mm_sfence();  // such stores are not ordered by the atomics that publish them
+  if (streamed != 0) _mm_sfence();  // the atomics that publish such stores don't order them
 #endif
   if (bytes != streamed) std::memcpy(to + streamed, from + streamed, bytes - streamed);
 }
@@ -54,7 +55,7 @@ void copy_leaf(char* to, const void* from, std::size_t bytes, std::size_t cores)
     auto given = [&] {
       try {
         return WorkerPool::of_copies().submit(copy);
-      } catch (const std::exception&) {  // there is no thread, or no memory
+      } catch (const std::exception&) {  // no thread or no memory
         return false;
       }
     };

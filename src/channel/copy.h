@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an array gets into a record's payload.
+// Copies an array into a record's payload.
 #pragma once
 
 #include <cstddef>
@@ -12,10 +12,10 @@
 
 namespace callgate {
 
-// Asked once: the system reads a file to tell how many cores there are.
+// Computed once, because the system reads a file to count the cores.
 std::size_t half_of_the_cores() noexcept;
 
-// One core waits for memory most of the time: up to `cores` of them copy what is large.
+// One core mostly waits for memory, so up to `cores` of them copy large arrays.
 void copy_leaf(char* to, const void* from, std::size_t bytes,
                std::size_t cores = half_of_the_cores()) noexcept;
 

@@ -7,7 +7,7 @@
 namespace callgate::outfeed_2020 {
 namespace {
 
-// The number in the first bytes, which are taken off.
+// Removes the first bytes and returns their number.
 std::uint64_t take_big(std::string_view& in, std::size_t count) {
   if (count > in.size()) refuse("whole metadata", "its end within a value");
   std::uint64_t value = 0;
@@ -16,7 +16,7 @@ std::uint64_t take_big(std::string_view& in, std::size_t count) {
   return value;
 }
 
-// A number of 0 to 2^63 - 1.
+// A number from 0 to 2^63 - 1.
 std::uint64_t take_number(std::string_view& in) {
   const std::uint64_t tag = take_big(in, 1);
   if (tag < 128) return tag;
@@ -25,12 +25,12 @@ std::uint64_t take_number(std::string_view& in) {
     refuse("a number of at least 0 in the metadata", "the msgpack byte " + std::to_string(tag));
   const int width = 1 << (tag & 3);
   const std::uint64_t value = take_big(in, static_cast<std::size_t>(width));
-  const int top = is_signed ? 8 * width - 1 : 63;  // the sign, or what int64 can't hold
+  const int top = is_signed ? 8 * width - 1 : 63;  // the sign bit, or values beyond int64
   if (((value >> top) & 1) != 0) refuse("a number from 0 to 2^63 - 1", "another");
   return value;
 }
 
-// An array's length. Every element takes a byte or more, so no count exceeds what is left.
+// An array's length. Every element takes at least a byte, so no count exceeds the remaining bytes.
 std::size_t take_array(std::string_view& in) {
   const std::uint64_t tag = take_big(in, 1);
   const bool is_short = (tag & 0xF0) == 0x90;
@@ -209,7 +209,7 @@ std::optional<Outfeed2020Reader::Message> Outfeed2020Reader::next() try {
 
 bool Outfeed2020Reader::read(std::uint64_t offset, std::uint64_t size, std::string& bytes) const {
   const std::uint64_t there = file_.size();
-  if (offset > there || size > there - offset) return false;  // before memory is taken for it
+  if (offset > there || size > there - offset) return false;  // before memory is allocated for it
   bytes = file_.read_at(offset, size);
   return bytes.size() == size;
 }

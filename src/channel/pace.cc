@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a turn of a consumer takes, fitted to those that it took.
+// The duration of a consumer's turn, fitted to earlier turns.
 #include "channel/pace.h"
 
 #include <algorithm>
@@ -15,14 +15,15 @@ void Pace::took(std::int64_t nanoseconds, std::size_t records) {
   std::lock_guard lock(mutex_);
   const auto ns = static_cast<double>(std::max<std::int64_t>(nanoseconds, 1));
   const auto count = static_cast<double>(records);
-  // A call that contradicts the earlier ones takes their weight: the consumer has changed. So does
-  // the second: the first one opens files and loads code.
+  // A call that contradicts the earlier ones takes over their weight, because the consumer has
+  // changed. So does the second call, because the first one opens files and loads code.
   const double odds = 2 * std::max(kTurn, call_ + ns_each_ * count) / ns;
   remember(ns, count, ++calls_ == 2 ? 0 : known_ ? std::min(kKept, odds * odds) : kKept);
   fit();
   double fits = std::max(kTurn, call_) / std::max(ns_each_, 1e-3);
   if (!known_) fits = ns <= 2 * kTurn || count == 1 ? std::max(fits, 2 * count) : count / 2;
-  // No further than what has been seen allows: twice as many, or as many more as time was left.
+  // Grows only as far as the measurements allow: to twice the count, or in proportion to the
+  // remaining time.
   const double seen = std::max(records >= turn_ ? 2 * count : 0.0, count * kTurn / ns);
   double most = std::max(static_cast<double>(turn_), seen);
   const double long_turn = kTooLong * std::max(kTurn, call_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counters of devices, and arrays that are kept on them.
+// Counters of devices, and arrays that stay on them.
 #include "channel/record.h"
 
 #include <utility>
@@ -18,7 +18,7 @@ void DeviceCounters::add(const DeviceCounters& other) noexcept {
 
 std::uint64_t DeviceCounters::sum() const noexcept {
   std::uint64_t sum = 0;
-  // Acquire: in a caller that asks for several counts these are read in the order of its asking.
+  // Acquire: a caller that reads several counts reads them in its order.
   for (const Slot& slot : slots_) sum += slot.count.load(std::memory_order_acquire);
   return sum;
 }
@@ -37,7 +37,7 @@ KeptArrays::One KeptArrays::at(std::uint64_t handle) const {
 void KeptArrays::drop(std::uint64_t handle) noexcept {
   std::unique_lock lock(mutex_);
   const auto dropped = kept_.extract(handle);
-  lock.unlock();  // it dies without the lock
+  lock.unlock();  // released before the destruction
 }
 
 LeafType& Source::add(std::string path, const ArrayView& type) {

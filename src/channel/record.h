@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// One record of a channel: what a tap sent, as consumers see it.
+// One record of a channel, as consumers see it.
 //
-// A record is a header and payloads, one a leaf of the tapped value, each aligned to 64 bytes. The
-// common part of all records of a tap is its `Source`, which lives at least as long as any of them.
+// A record is a header and payloads, one per leaf of the tapped value, each aligned to 64 bytes.
+// The common part of all records of a tap is its `Source`, which lives at least as long as its
+// records.
 #pragma once
 
 #include <algorithm>
@@ -54,28 +55,28 @@ inline std::int64_t wall_time_ns() noexcept {
 template <typename Kind>
 std::uint64_t next_id() noexcept {
   static std::atomic<std::uint64_t> next{1};
-  return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
+  return next.fetch_add(1, std::memory_order_relaxed);  // only a number, no order
 }
 
-// A count for each device that sends, taken without locks. Ids of devices are global: with many
-// processes they are large and far apart (2048 is the first of the second process, say), so a
-// device gets its slot when it first counts. Any thread may count; nothing is ever taken out.
+// A count for each sending device, without locks. Ids of devices are global: with many processes
+// they are large and far apart (2048 may be the first of the second process), so a device gets its
+// slot at its first count. Any thread may count; slots are never removed.
 class DeviceCounters {
  public:
   // The device's next number, from 0.
   std::uint64_t next(std::int64_t device) noexcept {
-    // Relaxed: a number, no order.
+    // Relaxed: only a number, no order.
     return slot_of(device).count.fetch_add(1, std::memory_order_relaxed);
   }
 
-  // Goes on from where `other` stands, while nobody counts in either.
+  // Continues from the counts of `other`, while no thread counts in either.
   void add(const DeviceCounters& other) noexcept;
 
   // The sum over all devices.
   std::uint64_t sum() const noexcept;
 
  private:
-  static constexpr std::size_t kSlots = 256;  // the last one also counts what finds no other
+  static constexpr std::size_t kSlots = 256;  // the last one also counts devices without a slot
   static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::min();
 
   struct Slot {
@@ -87,7 +88,7 @@ class DeviceCounters {
     auto first = static_cast<std::size_t>(device) % kSlots;
     for (std::size_t i = 0; i < kSlots; ++i) {
       Slot& slot = slots_[(first + i) % kSlots];
-      // Relaxed, both: the key says nothing of other memory.
+      // Relaxed, both: the key doesn't publish other memory.
       std::int64_t found = slot.device.load(std::memory_order_relaxed);
       if (found == kNone &&
           slot.device.compare_exchange_strong(found, device, std::memory_order_relaxed))
@@ -100,45 +101,45 @@ class DeviceCounters {
   std::array<Slot, kSlots> slots_;
 };
 
-// From this bit on flags hold the shard's number plus one; 0 for a record of whole arrays.
+// From this bit on, flags hold the shard's number plus one; 0 for a record of whole arrays.
 inline constexpr int kShardBit = 8;
 
-// One leaf of a tapped value: where it is in the pytree, and what it is.
+// One leaf of a tapped value: its place in the pytree and its type.
 struct LeafType {
-  std::string path;  // as jax.tree_util.keystr writes it: "['w'][0]"; "" for a lone leaf
+  std::string path;  // as written by jax.tree_util.keystr: "['w'][0]"; "" for a lone leaf
   DType dtype = DType::kInvalid;
-  std::vector<std::int64_t> dims;  // leading batch axes included
+  std::vector<std::int64_t> dims;  // including leading batch axes
   std::size_t offset = 0;          // of its payload, from the first payload
   std::size_t nbytes = 0;
   auto operator<=>(const LeafType&) const = default;
 };
 
-// Where an array of a program over several devices lies: its own extents, and where each shard
-// begins, by the shards' numbers.
+// The position of an array in a program over several devices: its whole extents, and the start of
+// each shard, by the shards' numbers.
 struct Parts {
   std::vector<std::int64_t> whole;
   std::vector<std::vector<std::int64_t>> starts;
   auto operator<=>(const Parts&) const = default;
 };
 
-// A leaf whose payload is an array with padding: another leaf says how much of it counts.
+// A leaf whose payload has padding: another leaf has the used size.
 struct Padded {
   std::size_t leaf = 0;
-  // An array in shards has its own extents, and where each shard begins. Sizes are of the whole.
+  // An array in shards has its whole extents and each shard's start. Sizes refer to the whole.
   std::vector<std::int64_t> whole;
   std::vector<std::vector<std::int64_t>> starts;
 };
 
-// Arrays of a tap's records on a device, by handle, which is in their payloads. Any thread.
+// Arrays of a tap's records on a device, by the handle in their payloads. Thread-safe.
 class KeptArrays {
  public:
   struct One {
     std::shared_ptr<DeviceMemory> memory;
-    std::vector<void*> data;  // of each value leaf
+    std::vector<void*> data;  // per value leaf
   };
 
   std::uint64_t keep(One one);
-  // Empty when it was dropped.
+  // Empty if it was dropped.
   One at(std::uint64_t handle) const;
   void drop(std::uint64_t handle) noexcept;
 
@@ -148,39 +149,39 @@ class KeptArrays {
   std::uint64_t last_ = 0;
 };
 
-// A tap's call site in a program, as its records tell of it.
+// The description of a tap's call site in its records.
 struct SourceInfo {
-  std::string name;         // the tap's name, as users see it
-  std::string description;  // JSON: tree, transforms and whatever Python wants to know of it
+  std::string name;         // the tap's name for users
+  std::string description;  // JSON for Python: the tree, transforms and more
   Role role = Role::kPrimal;
-  std::size_t value_leaves = 0;  // leaves that belong to the tapped value, then sizes
-  std::vector<Padded> padded;    // one for each of the sizes, which are the last value leaves
-  std::vector<Parts> parts;      // of each leaf of the value; none in a program on one device
-  bool ordered = false;          // consumers get its records in the order of all
-  bool has_where = false;        // leaf `value_leaves` is a bool for each lane: is it sent?
+  std::size_t value_leaves = 0;  // the leaves of the tapped value, then sizes
+  std::vector<Padded> padded;    // one per size; the sizes are the last value leaves
+  std::vector<Parts> parts;      // per leaf of the value; empty in a program on one device
+  bool ordered = false;          // consumers get its records in the order of all records
+  bool has_where = false;        // leaf `value_leaves` is a bool for each lane: true if it is sent
   bool on_device = false;        // consumers want arrays on the device
 };
 
 // The common part of the records of one tap in one program. Immutable once records exist.
 struct Source : SourceInfo {
   std::uint64_t id = 0;           // unique in the process
-  Lanes lanes;                    // batch levels; empty for a tap that no vmap met
-  std::vector<LeafType> leaves;   // value leaves, then the control leaves, as a tap's operands
+  Lanes lanes;                    // batch levels; empty for a tap without vmap
+  std::vector<LeafType> leaves;   // value leaves, then control leaves, as a tap's operands
   std::size_t payload_bytes = 0;  // of a whole record
-  // Arrays that stay on the device; null for a source whose payloads are all on the host. Otherwise
-  // `payload_bytes` counts the arrays, though no more than `written_bytes` are written.
+  // Arrays that stay on the device; null for a source whose payloads are all on the host. With kept
+  // arrays, `payload_bytes` includes them, but only `written_bytes` are written.
   std::shared_ptr<KeptArrays> kept;
   std::size_t written_bytes = 0;
-  std::shared_ptr<Consumer> consumer;  // besides the channel's; null for none
+  std::shared_ptr<Consumer> consumer;  // in addition to the channel's; null for none
 
-  // Another leaf, behind those that are there.
+  // Appends a leaf.
   LeafType& add(std::string path, const ArrayView& type);
   std::size_t values() const noexcept { return value_leaves - padded.size(); }
 };
 
 struct Record {
   const Source* source = nullptr;
-  std::uint64_t seq = 0;     // per channel and device, from 0, dropped records included
+  std::uint64_t seq = 0;     // per channel and device, from 0, including dropped records
   std::int64_t time_ns = 0;  // wall clock, since the Unix epoch
   std::int64_t run = -1;     // XLA's id of the execution
   std::int32_t device = -1;  // global device id
@@ -188,14 +189,14 @@ struct Record {
   const char* payload = nullptr;
 
   const char* data(const LeafType& leaf) const noexcept { return payload + leaf.offset; }
-  // Which shard it is; -1 for whole arrays.
+  // The shard's number; -1 for whole arrays.
   std::int64_t shard() const noexcept { return std::int64_t{flags >> kShardBit} - 1; }
-  // For the maker of the record: where the payload is written.
+  // For the maker of the record: the address to write the payload to.
   char* data() const noexcept { return const_cast<char*>(payload); }
 
   // The handle of a record whose source has arrays on a device.
   std::uint64_t handle() const noexcept { return *reinterpret_cast<const std::uint64_t*>(payload); }
-  // Nobody reads the record any more.
+  // Reports that no consumer reads the record any more.
   void let_go() const noexcept {
     if (source->kept != nullptr) source->kept->drop(handle());
   }

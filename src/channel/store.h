@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a channel's records wait: in a ring, and beside it, for payloads that are large, in blocks
-// of memory; one capacity bounds both.
+// The place of a channel's waiting records: a ring, and blocks of memory for large payloads; one
+// capacity bounds both.
 //
 // Senders reserve places, write and publish them, on any thread. Records leave at `next`, in order:
-// the channel's thread collects them into a batch; a sender that makes room drops the oldest. The
-// places before `next` become free at `head` when their batch is settled, or at once where records
-// are copied when they are collected (so that senders never find the oldest in delivery).
+// the channel's thread collects them into a batch, and a sender that needs room drops the oldest.
+// The places before `next` become free at `head` when their batch is settled. If records are copied
+// when they are collected, their places are freed at once, so senders never find the oldest record
+// in delivery.
 //
 //          head              next                           tail
 //   free    |  in delivery    |  waiting, or being written   |   free
@@ -32,26 +33,28 @@
 
 namespace callgate {
 
-// A bounded ring of entries of any size: many producers, one consumer, no lock.
+// A bounded, lock-free ring of entries of any size, for many producers and one consumer.
 //
-// Memory is an array of 64-byte granules. Positions count bytes and only grow; an entry starts at a
-// granule and never wraps (a filler takes the rest of the ring instead). A producer moves `tail`
-// past its entry (compare-and-swap), writes it, and publishes it by storing the entry's lap into
-// its granule's mark. The consumer reads entries at `head` in order as long as their marks show the
-// current lap, and frees them by moving `head`. Marks are apart from the payload, so that no
-// payload can look like one.
+// Memory is an array of 64-byte granules. Positions count bytes and only grow. An entry starts at a
+// granule and never wraps; a filler takes the rest of the ring instead. A producer moves `tail`
+// past its entry (compare-and-swap), writes it, and publishes it by storing the entry's lap in its
+// granule's mark. The consumer reads entries at `head` in order as long as their marks show the
+// current lap, and frees them by moving `head`. Marks are separate from the payload, so no payload
+// can look like a mark.
 //
 //   memory   | entry 64 | payload ... | entry 64 | ...        | filler        |
 //   marks    | lap+1    | -  -        | lap+1    |            | lap+1         |
 class Ring : Immovable {
  public:
-  // `capacity` in bytes is rounded down to a power of two. Throws Error when it can't be had.
+  // Rounds `capacity`, in bytes, down to a power of two. Throws Error if the memory isn't
+  // available.
   explicit Ring(std::size_t capacity)
       : capacity_(std::bit_floor(std::max<std::size_t>(capacity, 1024))),
         shift_(std::countr_zero(capacity_)),
         memory_(nullptr, Unmap{capacity_}) {
     try {
-      // Pages come with their first use, so a ring that is never full never costs its capacity.
+      // Pages are allocated at their first use, so a ring that is never full costs less than its
+      // capacity.
       void* memory = mmap(nullptr, capacity_, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -66,7 +69,7 @@ class Ring : Immovable {
     }
   }
 
-  // Room for an entry and at most max_payload() bytes, or null when the ring is full. Any thread.
+  // Room for an entry and at most max_payload() bytes, or null if the ring is full. Thread-safe.
   Entry* reserve(std::size_t payload) noexcept {
     const std::size_t bytes = sizeof(Entry) + align_record(payload);
     std::uint64_t position = tail_.load(std::memory_order_relaxed);  // confirmed by the exchange
@@ -75,13 +78,13 @@ class Ring : Immovable {
       const std::uint64_t left = capacity_ - (position & (capacity_ - 1));
       filler = bytes > left ? left : 0;
       if (position + filler + bytes - head() > capacity_) {
-        const std::uint64_t now = tail_.load(std::memory_order_relaxed);  // an old tail's answer?
+        const std::uint64_t now = tail_.load(std::memory_order_relaxed);  // the tail may be old
         if (now == position) return nullptr;
         position = now;
         continue;
       }
-      // Relaxed on failure (we retry); nothing is published by moving the tail, marks do that.
-      // Sequentially consistent on success, since tail() is compared with the consumer's sleep.
+      // Relaxed on failure, which retries. Moving the tail publishes nothing; the marks do.
+      // Sequentially consistent on success, because tail() is compared with the consumer's sleep.
       if (tail_.compare_exchange_weak(position, position + filler + bytes,
                                       std::memory_order_seq_cst, std::memory_order_relaxed))
         break;
@@ -93,14 +96,15 @@ class Ring : Immovable {
     return make(position, bytes, Entry::Kind::kInline);
   }
 
-  // Hands a written entry to the consumer.
+  // Passes a written entry to the consumer.
   void publish(Entry& entry) noexcept {
-    // Release: the entry's content is there for whoever sees the mark. Sequentially consistent,
-    // since the producer then asks whether the consumer sleeps, and one must see the other.
+    // Release: a thread that sees the mark sees the entry's content. Sequentially consistent,
+    // because the producer then checks whether the consumer sleeps, and one must see the other.
     mark_of(entry.position).store(lap_of(entry.position), std::memory_order_seq_cst);
   }
 
-  // The entry at `position` if it is published, else null; fillers are entries, too. Consumer only.
+  // The entry at `position` if it is published, otherwise null; fillers are entries, too. Consumer
+  // only.
   Entry* at(std::uint64_t position) noexcept {
     // Sequentially consistent: pairs with publish(); also acquires the entry's content.
     const bool published = mark_of(position).load(std::memory_order_seq_cst) == lap_of(position);
@@ -109,7 +113,7 @@ class Ring : Immovable {
 
   // Frees everything before `position`. Consumer only.
   void release(std::uint64_t position) noexcept {
-    // Release: our reads of the freed memory are over before a producer writes to it.
+    // Release: reads of the freed memory finish before a producer writes to it.
     head_.store(position, std::memory_order_release);
   }
 
@@ -117,12 +121,12 @@ class Ring : Immovable {
     return entry.position + std::uint64_t{entry.granules} * kRecordAlignment;
   }
 
-  // Positions, as any thread sees them: everything before head is freed, before tail reserved.
+  // Positions, for any thread: memory before head is free, and memory before tail is reserved.
   std::uint64_t head() const noexcept { return head_.load(std::memory_order_acquire); }
   std::uint64_t tail() const noexcept {
     return tail_.load(std::memory_order_seq_cst);  // ordered with publish and the consumer's sleep
   }
-  // Bytes between the two. Exact for a moment in the call, however long the call is held up.
+  // The bytes between both. Exact for some moment during the call, regardless of delays.
   std::size_t used() const noexcept {
     for (std::uint64_t head = this->head();;) {
       std::uint64_t tail = this->tail();  // after the head, so that the difference is not negative
@@ -134,7 +138,7 @@ class Ring : Immovable {
 
   std::size_t capacity() const noexcept { return capacity_; }
 
-  // Larger ones might wait for room for ever, since an entry does not wrap.
+  // Larger ones might wait for room for ever, because an entry doesn't wrap.
   std::size_t max_payload() const noexcept { return capacity_ / 2 - sizeof(Entry); }
 
  private:
@@ -174,13 +178,13 @@ class Store {
 
   struct Place {
     Entry* entry = nullptr;
-    bool no_memory = false;  // none for the payload: there never will be, for all we know
+    bool no_memory = false;  // no memory for the payload, probably for good
     bool decided() const noexcept { return entry != nullptr || no_memory; }
   };
 
-  // A place for a record: its payload goes to `entry->record.payload`. Neither entry nor no_memory
-  // where there is no room now. Any thread, as the next three.
-  // A large payload that lies in `memory` already, unless null, stays there.
+  // A place for a record: its payload goes to `entry->record.payload`. Without room now, neither
+  // entry nor no_memory is set. Thread-safe, like the next three. A large payload that is already
+  // in `memory` (unless null) stays there.
   Place reserve(std::size_t payload, const std::shared_ptr<void>* memory) noexcept {
     if (payload > std::min(ring_.max_payload(), kLargestInline))
       return memory != nullptr ? reserve_kept(payload, *memory) : reserve_aside(payload);
@@ -192,15 +196,15 @@ class Store {
     return {entry};
   }
   void publish(Entry& entry) noexcept { ring_.publish(entry); }
-  // A place that no record fills after all.
+  // Releases a place that gets no record after all.
   void give_up(Entry& entry, std::size_t payload) noexcept {
     give_back(entry, payload);
     entry.kind = Entry::Kind::kFiller;
     ring_.publish(entry);
   }
 
-  // Frees the oldest place that is not in delivery; returns how many records that drops: 0 where it
-  // holds none, or is still being written. Nothing where all are in delivery.
+  // Frees the oldest place that isn't in delivery. Returns the number of dropped records: 0 if the
+  // place holds none or is still being written, empty if all places are in delivery.
   std::optional<std::uint64_t> drop_oldest() noexcept {
     std::unique_lock lock(head_mutex_);
     Entry* oldest = ring_.at(next());
@@ -219,17 +223,17 @@ class Store {
   }
 
   struct Collected {
-    std::uint64_t begin = 0, position = 0;  // of the first taken, and of what follows
+    std::uint64_t begin = 0, position = 0;  // of the first taken, and behind the last
     bool some = false;
-    std::uint64_t dropped = 0;  // for which there was no memory
+    std::uint64_t dropped = 0;  // records without memory
     std::size_t no_memory = 0;  // bytes of the first of them
   };
 
-  // The channel's thread: takes what waits into the batch, up to a part of the capacity, and frees
-  // its places when that is done with. A batch that holds some already gets more: `first` is where
-  // it began, else none.
+  // The channel's thread: takes waiting records into the batch, up to a part of the capacity, and
+  // frees their places when the batch is done. A nonempty batch gets more: `first` is its first
+  // position, or empty.
   Collected collect(Batch& batch, std::optional<std::uint64_t> first) noexcept {
-    // A batch that is copied takes memory besides the ring's, so it is smaller.
+    // A copied batch takes memory besides the ring's, so it is smaller.
     const std::size_t limit = ring_.capacity() / (copies_ ? 16 : 4);
     std::lock_guard lock(head_mutex_);
     if (copies_) note_high_water(/*bytes_besides=*/0);
@@ -251,8 +255,8 @@ class Store {
     next_.store(collected.position, std::memory_order_relaxed);  // see next()
     return collected;
   }
-  // Frees the places of a batch that has been delivered, up to a position. `bytes_besides`: of its
-  // and the channel's records that are in no store.
+  // Frees the places of a delivered batch up to a position. `bytes_besides`: of the records, in the
+  // batch and the channel, that are in no store.
   void settle(Batch& batch, std::uint64_t position, std::size_t bytes_besides) noexcept {
     std::lock_guard lock(head_mutex_);
     note_high_water(bytes_besides);
@@ -260,14 +264,15 @@ class Store {
     batch.give_back(*aside_);
   }
 
-  // The channel's thread: does a record wait? Has everything been collected that was reserved?
+  // For the channel's thread: true if a record waits, and true if all reserved entries have been
+  // collected.
   bool has_waiting() noexcept { return ring_.at(next()) != nullptr; }
   bool all_collected() const noexcept { return next() == ring_.tail(); }
 
-  // The position behind all that has been reserved.
+  // The position behind all reserved entries.
   std::uint64_t tail() const noexcept { return ring_.tail(); }
   bool half_full() const noexcept { return ring_.used() >= ring_.capacity() / 2; }
-  // The most bytes that were ever used; if not `exactly`, without a lock, as far as was noted.
+  // The maximum number of bytes in use; unless `exactly`, without a lock, as last recorded.
   std::uint64_t high_water(bool exactly) const noexcept {
     if (exactly) {
       std::lock_guard lock(head_mutex_);
@@ -277,7 +282,7 @@ class Store {
   }
 
  private:
-  // Above it a payload gets a block of its own, to be lent to its consumer: a copy of such a size
+  // Larger payloads get a block of their own, to be lent to the consumer. A copy of such a size
   // often goes to fresh memory, which costs more than the copy.
   static constexpr std::size_t kLargestInline = std::size_t{1} << 20;
 
@@ -306,7 +311,7 @@ class Store {
     return {entry};
   }
 
-  // The memory of a payload besides the ring's.
+  // Frees the memory of a payload besides the ring's.
   void give_back(Entry& entry, std::size_t payload) noexcept {
     if (entry.kind == Entry::Kind::kAside) aside_->give_back(entry.record.data(), payload);
     if (entry.kind != Entry::Kind::kKept) return;
@@ -323,9 +328,9 @@ class Store {
     return true;
   }
 
-  // While all that leaves does so by this thread's hand, or under the mutex, which is held.
+  // Called while memory is only released by this thread, or under the held mutex.
   void note_high_water(std::size_t bytes_besides) const noexcept {
-    std::uint64_t now = ring_.used();  // before the rest, which only grows meanwhile
+    std::uint64_t now = ring_.used();  // before the other values, which only grow meanwhile
     now += aside_->claimed() + bytes_besides;
     // Relaxed: a gauge.
     if (now > high_water_.load(std::memory_order_relaxed))
@@ -333,7 +338,7 @@ class Store {
   }
 
   std::uint64_t next() const noexcept {
-    // Relaxed: others move it only where records are copied; a late value costs one more round.
+    // Relaxed: others move it only if records are copied; a late value costs one more round.
     return next_.load(std::memory_order_relaxed);
   }
 
@@ -341,8 +346,8 @@ class Store {
   const std::shared_ptr<SideMemory> aside_;
   const bool copies_;
 
-  // Held while entries are taken from `next` and while places are freed: by the channel's thread,
-  // and by senders that drop the oldest. Never while user code runs.
+  // Held while entries are taken from `next` and while places are freed, by the channel's thread
+  // and by senders that drop the oldest. Never held while user code runs.
   alignas(64) mutable std::mutex head_mutex_;         // not on a cache line that senders read
   std::atomic<std::uint64_t> next_{0};                // written under the mutex, which orders it
   mutable std::atomic<std::uint64_t> high_water_{0};  // written under the mutex

@@ -10,7 +10,7 @@
 namespace callgate {
 namespace {
 
-// The address that a socket is bound or connected to.
+// The address to which a socket is bound or connected.
 struct SocketName {
   sockaddr_storage storage{};
   socklen_t size = sizeof(storage);
@@ -18,7 +18,7 @@ struct SocketName {
   sockaddr* get() noexcept { return reinterpret_cast<sockaddr*>(&storage); }
 };
 
-// At least one; of a host there may be several.
+// At least one; a host may have several.
 std::vector<SocketName> socket_names(const StreamAddress& address) {
   if (address.transport == StreamTransport::kUnix) {
     SocketName name{.size = sizeof(sockaddr_un)};
@@ -51,7 +51,7 @@ UniqueFd make_socket(const StreamAddress& address, const SocketName& name) {
   return fd;
 }
 
-// Without a connection `reason` is the errno of the last attempt.
+// Without a connection, `reason` is the errno of the last attempt.
 UniqueFd try_to_connect(const StreamAddress& address, int& reason) {
   for (SocketName& name : socket_names(address)) {
     UniqueFd fd = make_socket(address, name);
@@ -62,7 +62,7 @@ UniqueFd try_to_connect(const StreamAddress& address, int& reason) {
   return UniqueFd();
 }
 
-// Removes the socket of a process that is gone.
+// Removes the socket of a process that has ended.
 void clear_unix_path(const StreamAddress& address) {
   struct stat status{};
   if (lstat(address.path.c_str(), &status) != 0) return;
@@ -126,7 +126,7 @@ UniqueFd listen_stream(StreamAddress& address) {
   UniqueFd fd = make_socket(address, name);
   if (!fd) address.fail("making a socket");
   make_nonblocking(fd.get());
-  int on = 1;  // the port of a process that has just ended may be used again
+  int on = 1;  // allows reusing the port of a process that has just ended
   if (!is_unix) setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   if (bind(fd.get(), name.get(), name.size) != 0 ||
       (is_unix && chmod(address.path.c_str(), 0600) != 0) || listen(fd.get(), SOMAXCONN) != 0)

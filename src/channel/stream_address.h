@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a stream goes to or comes from: "unix:PATH", "tcp://HOST:PORT", or the path of a file.
+// The destination or origin of a stream: "unix:PATH", "tcp://HOST:PORT", or the path of a file.
 //
-// A host that is left out ("tcp://:7000") is loopback: other machines are served only when an
-// address says so. Port 0 is any free one. Errors are thrown as callgate::Error and name the
-// address. Plain POSIX sockets; getaddrinfo takes numeric and named hosts, IPv4 and IPv6.
+// A missing host ("tcp://:7000") is loopback: other machines are only served if an address says so.
+// Port 0 is any free port. Errors are thrown as callgate::Error with the address. Uses plain POSIX
+// sockets; getaddrinfo accepts numeric and named hosts, IPv4 and IPv6.
 #pragma once
 
 #include <fcntl.h>
@@ -30,7 +30,7 @@ enum class StreamTransport { kFile, kUnix, kTcp };
 struct StreamAddress {
   StreamTransport transport = StreamTransport::kFile;
   std::string path;  // of the file or the Unix socket
-  std::string host;  // without the brackets that an IPv6 address has in text
+  std::string host;  // without the brackets of an IPv6 address in text
   std::uint16_t port = 0;
 
   static constexpr std::string_view kUnix = "unix:", kTcp = "tcp://";
@@ -43,14 +43,14 @@ struct StreamAddress {
 
 StreamAddress parse_stream_address(std::string_view text);
 
-// Also closed by exec, and never a reason for SIGPIPE.
+// Also sets close-on-exec, and prevents SIGPIPE.
 void make_nonblocking(int fd);
 
-// A non-blocking listening socket. `address` then has the port that was found, for port 0. Replaces
-// the socket that a dead process left at a Unix path; throws Error for a live one's.
+// A non-blocking listening socket. For port 0, `address` gets the chosen port. Replaces a dead
+// process's socket at a Unix path; throws Error for a live one's.
 UniqueFd listen_stream(StreamAddress& address);
 
-// A blocking connection. Without one where a signal ended the wait.
+// A blocking connection. Returns no connection if a signal ended the wait.
 UniqueFd connect_stream(const StreamAddress& address);
 
 }  // namespace callgate

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The stream server's thread: it accepts readers, sends, and drops those that are too slow.
+// The stream server's thread: it accepts readers, sends, and drops slow readers.
 #include "channel/stream_server.h"
 
 #include <algorithm>
@@ -51,7 +51,7 @@ void StreamServer::push(Reader& reader, const Chunk& chunk) const {
 
 void StreamServer::wake() {
   char byte = 0;
-  // A full pipe has woken the thread already.
+  // A full pipe has already woken the thread.
   [[maybe_unused]] ssize_t written = ::write(wake_write_.get(), &byte, 1);
 }
 
@@ -104,9 +104,9 @@ void StreamServer::wait(bool closing) {
     auto events = static_cast<short>(reader->sending.empty() ? POLLIN : POLLIN | POLLOUT);
     polled.push_back({reader->fd.get(), events, 0});
   }
-  int timeout = closing ? 10 : rests ? static_cast<int>(rest) : -1;  // the deadline is looked at
+  int timeout = closing ? 10 : rests ? static_cast<int>(rest) : -1;  // the deadline is checked
   int ready = poll(polled.data(), static_cast<nfds_t>(polled.size()), timeout);
-  // As when fewer descriptors are allowed by now than there are.
+  // As if the limit of descriptors were lower than the number in use.
   if (ready < 0 && errno != EINTR) std::this_thread::sleep_for(kRest);
   std::array<char, 256> ignored{};
   while (::read(wake_read_.get(), ignored.data(), ignored.size()) > 0) {
@@ -114,12 +114,12 @@ void StreamServer::wait(bool closing) {
   if (ready <= 0) return;
   for (std::size_t i = 0; i < readers_.size(); ++i) {
     if ((polled[i + 2].revents & (POLLIN | POLLHUP | POLLERR)) == 0) continue;
-    // Readers have nothing to say, but their end of the connection shows here.
+    // Readers send nothing, but the end of the connection shows here.
     ssize_t got = ::recv(readers_[i]->fd.get(), ignored.data(), ignored.size(), 0);
     if (got == 0 || (got < 0 && !would_block())) readers_[i]->gone = true;
   }
   if (polled[0].revents == 0) return;
-  drop_gone();  // their places are free
+  drop_gone();  // frees their places
   accept_some();
 }
 
@@ -134,7 +134,7 @@ void StreamServer::accept_some() {
     if (errno == EAGAIN || errno == EWOULDBLOCK) return;
     if (errno == EINTR || errno == ECONNABORTED) continue;
     if ((errno == EMFILE || errno == ENFILE) && refuse_without_descriptor()) continue;
-    rests_until_ = Clock::now() + kRest;  // poll() would come back at once, for ever
+    rests_until_ = Clock::now() + kRest;  // otherwise poll() would return at once, for ever
     return;
   }
 }
@@ -158,7 +158,7 @@ void StreamServer::add_reader(UniqueFd fd) {
   if (readers_.size() >= most)
     return refuse(fd, "it has " + std::to_string(readers_.size()) +
                           " readers, and serves at most " + std::to_string(most));
-  int on = 1;  // a record is not to wait for the next one
+  int on = 1;  // a record doesn't wait for the next one
   if (address_.transport == StreamTransport::kTcp)
     setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   auto reader = std::make_unique<Reader>();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Serves a stream to whoever connects to a socket.
+// Serves a stream to all clients of a socket.
 //
-// One thread, "callgate-serve", accepts readers and sends, and holds no lock while it does; send()
-// only hands it bytes, so a reader can't hold up the channel. A reader that lags behind by more
-// than the limit is disconnected, and one too many is refused, in words: descriptors are the
-// process's, for its checkpoints too. send() and close() may be called from any thread. The thread
-// sleeps in poll(); a pipe wakes it. Sockets never block, and never raise SIGPIPE.
+// One thread, "callgate-serve", accepts readers and sends without holding a lock. send() only
+// passes it bytes, so a reader can't delay the channel. A reader that lags behind by more than the
+// limit is disconnected. A reader beyond the limit is refused with a message, because checkpoints
+// and other parts of the process need descriptors, too. send() and close() are thread-safe. The
+// thread sleeps in poll(); a pipe wakes it. Sockets never block, and never raise SIGPIPE.
 #pragma once
 
 #include <fcntl.h>
@@ -37,21 +37,22 @@ namespace callgate {
 
 class StreamServer : Immovable {
  public:
-  // Bytes that a reader may lag behind; how long close() lets readers catch up; readers at a time,
-  // of which there are at most as many as a quarter of the descriptors that the process may open.
+  // The bytes that a reader may lag behind, the time that close() gives readers to catch up, and
+  // the maximum number of readers, which is also limited to a quarter of the process's descriptors.
   struct Limits {
     std::size_t lag_bytes = std::size_t{64} << 20;
     std::chrono::milliseconds close_wait{1000};
     std::size_t readers = 64;
   };
 
-  // Listens. Throws Error naming the address. Readers get `preamble` first, or only `refusal`.
+  // Listens. Throws Error with the address. Readers get `preamble` first, or only `refusal`.
   using Refusal = std::string(std::string_view reason);
   StreamServer(StreamAddress address, Limits limits, std::string preamble, Refusal* refusal);
   ~StreamServer() { close(); }
 
-  // Sends batch(), bytes, to all readers; those that connect from now on get `preamble` first, in
-  // one lock: who connects meanwhile gets the new preamble, or the batch with its new sources.
+  // Sends the bytes of batch() to all readers. Later readers get `preamble` first. One lock covers
+  // both: a reader that connects meanwhile gets either the new preamble or the batch with its new
+  // sources.
   template <typename Batch>
   void send(Batch&& batch, const std::string& preamble) {
     std::lock_guard lock(mutex_);
@@ -62,8 +63,8 @@ class StreamServer : Immovable {
     wake();
   }
 
-  // Waits a bounded time for what was sent to arrive, disconnects all and joins the thread. In a
-  // fork's child, to whom neither belongs, it only closes descriptors.
+  // Waits a bounded time for the sent data to arrive, disconnects all readers and joins the thread.
+  // In a fork's child, which owns neither, it only closes descriptors.
   void close();
 
   // With the port in use, for port 0.
@@ -77,11 +78,11 @@ class StreamServer : Immovable {
 #else
   static constexpr int kNoSignal = 0;  // macOS: SO_NOSIGPIPE, by make_nonblocking()
 #endif
-  static constexpr int kAcceptsAtOnce = 64;  // before the readers that there are get their turn
-  static constexpr auto kRest = std::chrono::milliseconds(100);  // when nobody can be accepted
+  static constexpr int kAcceptsAtOnce = 64;  // before existing readers get their turn
+  static constexpr auto kRest = std::chrono::milliseconds(100);  // if no reader can be accepted
 
   struct Reader {
-    // The thread's own.
+    // Only the thread uses these.
     UniqueFd fd;
     std::deque<Chunk> sending;
     std::size_t sent = 0;  // of the first chunk
@@ -89,58 +90,59 @@ class StreamServer : Immovable {
     // The mutex guards these.
     std::deque<Chunk> pending;
     bool lags = false;
-    // Bytes of both queues that have not been sent. Relaxed: a number to compare with a limit.
+    // Unsent bytes of both queues. Relaxed: a number to compare with a limit.
     std::atomic<std::size_t> behind{0};
   };
 
   static bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
-  // A batch may exceed the limit: what counts is what lies before it. The mutex is held.
+  // A batch may exceed the limit: only the bytes before it count. The mutex is held.
   void push(Reader& reader, const Chunk& chunk) const;
 
   void wake();
 
-  // The thread's, all that follow.
+  // The thread's functions.
   void serve();
 
-  // False when all is sent that a closing server sends. Without memory it tries again later.
+  // False if a closing server has sent everything. Without memory it retries later.
   bool serve_once() noexcept;
 
-  // Takes over what send() has left. Returns until when to send, if the server closes.
+  // Takes over the data that send() has queued. Returns the deadline if the server is closing.
   std::optional<Clock::time_point> take_pending();
 
   void drop_gone();
 
-  // Until there is something to send, room to send it, a new reader or one that has gone.
+  // Waits for data to send, room to send it, a new reader, or the end of one.
   void wait(bool closing);
 
   void accept_some();
 
   void take_reserve() { reserve_ = UniqueFd(fcntl(listener_.get(), F_DUPFD_CLOEXEC, 0)); }
 
-  // Gives the reserve up for the reader's connection, and takes it back.
+  // Uses the reserve descriptor for the reader's connection, and reopens it.
   bool refuse_without_descriptor();
 
   void add_reader(UniqueFd fd);
 
-  // The connection's only frame; what it doesn't take at once is lost, and the reader sees the end.
+  // Sends the connection's only frame. The part that the socket doesn't accept at once is lost, and
+  // the reader sees the end.
   void refuse(const UniqueFd& fd, std::string_view reason) const;
 
-  // Sends as much as the socket takes.
+  // Sends as much as the socket accepts.
   static void pump(Reader& reader);
 
   StreamAddress address_;
   Limits limits_;
   Refusal* refusal_;
   UniqueFd listener_, wake_read_, wake_write_;
-  UniqueFd reserve_;               // the thread's: given up to refuse a reader when none is left
-  Clock::time_point rests_until_;  // the thread's: it accepts nobody before
+  UniqueFd reserve_;               // the thread's: used to refuse a reader without free descriptors
+  Clock::time_point rests_until_;  // the thread's: it accepts no reader before
   OfProcess process_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   Chunk preamble_;
-  std::vector<std::unique_ptr<Reader>> readers_;  // the thread changes it, and reads it without
-  std::optional<Clock::time_point> deadline_;     // of a server that closes: until when it sends
-  std::jthread thread_;                           // last: it uses all of the above
+  std::vector<std::unique_ptr<Reader>> readers_;  // its thread reads it without the mutex
+  std::optional<Clock::time_point> deadline_;     // of a closing server: it sends until then
+  std::jthread thread_;                           // last, because it uses all of the above
 };
 
 }  // namespace callgate

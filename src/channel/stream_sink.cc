@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Frames of the stream, and the file or server that they go to.
+// Frames of the stream, and the file or server to which they go.
 #include "channel/stream_sink.h"
 
 #include <algorithm>
@@ -86,7 +86,7 @@ void StreamEncoder::add(const Record& record, StreamBatch& batch) {
       append(record, number, batch);
       batch.records.push_back(batch.size());
     });
-  } catch (...) {  // no half of a frame
+  } catch (...) {  // no partial frame
     batch.externals.resize(externals);
     batch.outside = outside;
     throw;
@@ -115,7 +115,7 @@ std::uint32_t StreamEncoder::number_of(const Source& source, StreamBatch& batch)
 }
 
 void StreamEncoder::put_source(const Source& source, std::uint32_t number) {
-  // Readers refuse what is beyond (callgate/stream.h).
+  // Readers refuse larger ones (callgate/stream.h).
   const auto count = static_cast<std::uint64_t>(source.lanes.count());
   const auto most = std::max<std::uint64_t>(stream::kFreeLanes, 8 * source.payload_bytes);
   if (count > most)
@@ -156,9 +156,9 @@ void StreamEncoder::append(const Record& record, std::uint32_t number, StreamBat
 
 StreamFile::StreamFile(const std::string& path)
     : UnitFile("the stream", path, {.mode = FileMode::kAppend, .makes_folders = false}) {
-  if (!regular()) return;  // a device or a named pipe is only written to
+  if (!regular()) return;  // a device or a named pipe is only written
   claim();
-  // Zeros could be the beginning of a stream after a power loss: the reader says.
+  // Zeros could be the beginning of a stream after a power loss; the reader decides.
   if (!std::string_view("cgsS").starts_with(read_at(0, 4).c_str()))
     throw Error("stream file '" + path + "'", "a new file or a stream to append to",
                 "a file of another kind");
@@ -209,10 +209,10 @@ void StreamSink::start() {
 }
 
 void StreamSink::take(const Record& record) {
-  // After a write that failed: readers may have seen nothing of it, descriptions included.
+  // After a failed write: readers may have seen none of it, including descriptions.
   if (!in_session_) encoder_.start(batch_);
   in_session_ = true;
-  // Readers leave out the lanes whose sizes the array has not; they are lost, and said to be so.
+  // Readers leave out the lanes whose sizes exceed the array; these count as lost and are reported.
   FirstError refused;
   if (!record.source->padded.empty()) {
     RecordViews views(*record.source);

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A consumer that writes records in the format of include/callgate/stream.h, where it stands byte
-// by byte: to a file, or to those who read from a socket.
+// A consumer that writes records in the format of include/callgate/stream.h to a file, or to the
+// clients of a socket.
 //
-// A file is appended to in one system call a batch; a socket's readers are served by a thread of
-// their own and never hold up the channel (stream_server.h). Other processes read all that was
-// consumed: nothing is buffered beyond a call. Small payloads are copied behind their headers;
-// large ones are left where they are and named in the batch, so that writing them to a file copies
-// nothing.
+// A file gets one append per batch, in one system call. A separate thread serves a socket's
+// readers, so they never delay the channel (stream_server.h). Other processes can read all consumed
+// records: nothing is buffered beyond a call. Small payloads are copied behind their headers. Large
+// payloads stay in place and the batch refers to them, so writing them to a file copies nothing.
 #pragma once
 
 #include <sys/uio.h>
@@ -34,7 +33,7 @@
 
 namespace callgate {
 
-// Bytes to write: `bytes`, with the externals put in at their positions.
+// Bytes to write: `bytes`, with the externals inserted at their positions.
 struct StreamBatch {
   struct External {
     std::size_t position = 0;  // in `bytes`
@@ -45,18 +44,18 @@ struct StreamBatch {
   std::string bytes;
   std::vector<External> externals;
   std::size_t outside = 0;           // bytes of the externals
-  std::vector<std::size_t> records;  // where each ends, of all bytes
+  std::vector<std::size_t> records;  // the end of each, in all bytes
 
   void clear() noexcept;
   std::size_t size() const noexcept { return bytes.size() + outside; }
 
-  // Where all of it lies, in order.
+  // All bytes in order, as pieces.
   std::vector<iovec> pieces() const;
 
   std::string flat() const;
 };
 
-// A frame at the end of `out`. Its end fills the header's checksums in.
+// A frame at the end of `out`. Its end fills in the header's checksums.
 class StreamFrame : Immovable {
  public:
   StreamFrame(std::string& out, char kind);
@@ -74,11 +73,11 @@ class StreamFrame : Immovable {
     out_.append(text).append(stream::pad8(text.size()) - text.size(), '\0');
   }
 
-  // Bytes that are part of the frame, padded, and stay where they are.
+  // Adds bytes that belong to the frame, padded, and stay in place.
   void put_outside(std::string_view bytes, StreamBatch& batch);
 
  private:
-  // Takes what has been put into the body's checksum.
+  // Adds the bytes so far to the body's checksum.
   void sum_up();
 
   std::string& out_;
@@ -89,14 +88,14 @@ class StreamFrame : Immovable {
 
 class StreamEncoder {
  public:
-  // `process_index` is that of this process among those of its program, -1 when it is not known.
+  // `process_index` is the index of this process in its program, -1 if unknown.
   explicit StreamEncoder(std::int32_t process_index = -1) : process_index_(process_index) {}
 
   // Begins a session: the sources are forgotten, and described again before their next record.
   void start(StreamBatch& batch);
 
-  // The record, after the description of its source if the session has none. Where it throws, an
-  // Error for a source that no reader would take, the batch is as it was.
+  // Adds the record, after its source's description if the session has none. Throws Error for a
+  // source that no reader would accept, and leaves the batch unchanged.
   void add(const Record& record, StreamBatch& batch);
 
   void finish(StreamBatch& batch) { StreamFrame(batch.bytes, 'E').put(records_, wall_time_ns()); }
@@ -104,7 +103,7 @@ class StreamEncoder {
   // The beginning for a reader that joins now: the session's frame and all descriptions.
   const std::string& preamble() const noexcept { return preamble_; }
 
-  // The frame for a reader that is not served.
+  // The frame for a refused reader.
   static std::string refusal(std::string_view reason);
 
  private:
@@ -122,29 +121,30 @@ class StreamEncoder {
   std::uint64_t records_ = 0;
 };
 
-// The file that a stream is appended to. Belongs to one thread at a time.
+// The file to which a stream is appended. Belongs to one thread at a time.
 //
-// One writer a file: it has the place (sinks/file.h) until it ends. Opening the file cuts off a
-// frame that an earlier writer left incomplete at the end; a file that is no stream, or is damaged
-// before its end, is refused and left as it is.
+// Each file has one writer, which holds the place (sinks/file.h) until it ends. Opening the file
+// cuts off an incomplete frame at the end, left by an earlier writer. A file that isn't a stream,
+// or is damaged before its end, is refused and stays unchanged.
 class StreamFile : public UnitFile {
  public:
-  // Opens or makes it. Throws Error naming the path.
+  // Opens or creates it. Throws Error with the path.
   explicit StreamFile(const std::string& path);
 };
 
 class StreamSink final : public Sink {
  public:
   // `destination`: a file's path (appended to), unix:PATH or tcp://HOST:PORT (see
-  // stream_address.h). Throws Error naming it: a bad path, a port that is taken, a damaged file.
-  // `process_index` goes into the stream, for readers that merge several: -1 when it is not known.
+  // stream_address.h). Throws Error with the destination for a bad path, a port in use, or a
+  // damaged file. The stream contains `process_index`, for readers that merge several streams; -1
+  // if unknown.
   explicit StreamSink(std::string destination, StreamServer::Limits limits = {},
                       std::int32_t process_index = -1);
   ~StreamSink() override {
-    FirstError().survives([&] { close(); });  // nobody is left to tell
+    FirstError().survives([&] { close(); });  // nobody is left to receive it
   }
 
-  // A closed one goes on: at the end of its file, or at its address.
+  // A closed sink continues at the end of its file, or at its address.
   void open() override {
     if (closed_ && process_.here()) start();
   }
@@ -153,7 +153,8 @@ class StreamSink final : public Sink {
     if (process_.here()) Sink::consume(records);  // the file and the readers are the parent's
   }
 
-  // Others may write to the file from now on. In a fork's child both are the parent's.
+  // Other writers may use the file from now on. In a fork's child, file and readers are the
+  // parent's.
   void close() override;
 
   std::string description() const override { return "stream to " + address(); }
@@ -174,7 +175,7 @@ class StreamSink final : public Sink {
   StreamServer::Limits limits_;
   StreamEncoder encoder_;
   StreamBatch batch_;
-  std::optional<StreamFile> file_;  // one of the two
+  std::optional<StreamFile> file_;  // either this or the server
   std::optional<StreamServer> server_;
   bool in_session_ = false;
   bool closed_ = false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tap's call: which records it sends, and what its call site is checked for.
+// A tap's call: the records that it sends, and the checks of its call site.
 #include "channel/tap.h"
 
 #include <algorithm>
@@ -120,7 +120,7 @@ void TapSite::run_kept(const Call& call, const std::shared_ptr<DeviceMemory>& me
 }
 
 void TapSite::skip(const Call& call) noexcept {
-  for (std::size_t i = 0; i < call.results.size(); ++i)  // it may be the same memory already
+  for (std::size_t i = 0; i < call.results.size(); ++i)  // the memory may already be the same
     copy_to(call.results[i], call.operands[copied_to(i)].data);
 }
 
@@ -200,7 +200,7 @@ void TapSite::describe(const Call& call, bool on_device) {
   source->lanes = *lanes;
   source->consumer = consumer_;
   if (on_device) source->kept = std::make_shared<KeptArrays>();
-  std::size_t host_bytes = kRecordAlignment;  // the handle's
+  std::size_t host_bytes = kRecordAlignment;  // for the handle
   for (std::size_t i = 0; i < sent(); ++i) {
     const bool is_value = i < spec_.value_leaves;
     LeafType& leaf = source->add(is_value ? spec_.paths[i] : "", call.operands[i]);

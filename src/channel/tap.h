@@ -2,7 +2,7 @@
 // Taps: callees that send their operands to a channel.
 //
 // A program's tap names its callee as every call does. The callee knows the channel's slot and, for
-// a tap to a function, the consumer; a call site (`TapSite`) knows what its records look like.
+// a tap to a function, the consumer. A call site (`TapSite`) knows the form of its records.
 #pragma once
 
 #include <atomic>
@@ -25,21 +25,21 @@
 namespace callgate {
 
 // The static description of a tap's call site. Operands are the values, then the predicate if
-// `has_where`, then the call's number if its lanes are numbered, then others that are not sent. A
+// `has_where`, then the call's number if its lanes are numbered, then operands that are not sent. A
 // tap in the flow of data has as results its first `returned` operands and those that are not sent.
 //
 // As attributes: a dictionary `tap` of name, role ("primal"), ordered, repeated, every, returned,
-// where, on_device and `paths` of the values; a dictionary `padded` with one for each of the sizes,
-// which are the last values: leaf, and of an array on several devices `whole`, its extents, and
-// `starts`, where each shard begins; and on several devices a dictionary `parts` with one for each
-// other value: `whole` and `starts`.
+// where, on_device and `paths` of the values; a dictionary `padded` with an entry for each of the
+// sizes, which are the last values: leaf, and for an array on several devices its extents `whole`
+// and the start of each shard, `starts`; and on several devices a dictionary `parts` with `whole`
+// and `starts` for each other value.
 struct TapSpec : SourceInfo {
   bool repeated = false;
   std::int64_t every = 1;
   std::size_t returned = 0;
   std::vector<std::string> paths;
 
-  // `description`: for Python. Throws Error for attributes of another form.
+  // `description` is for Python. Throws Error for attributes of another form.
   static TapSpec of(const Attributes& held, std::string description);
 };
 
@@ -81,19 +81,19 @@ class TapSite final : public Site {
   void skip(const Call& call) noexcept override;
 
  private:
-  // Operands that a record holds.
+  // The number of operands in a record.
   std::size_t sent() const noexcept {
     return spec_.value_leaves + (spec_.has_where ? 1 : 0) + (lanes_.has_numbered() ? 1 : 0);
   }
 
   void send(const Call& call) noexcept;
 
-  // True if they lie as in a record.
+  // True if they are laid out as in a record.
   bool is_payload(std::span<const ArrayView> leaves) const noexcept;
 
   bool is_sent(const Call& call) noexcept;
 
-  // Each device counts its own executions, so that all send at the same steps.
+  // Each device counts its own executions, so all send at the same steps.
   bool is_due(const Call& call) noexcept;
 
   [[noreturn]] void fail(const std::string& expected, const std::string& got) const {
@@ -115,7 +115,7 @@ class TapSite final : public Site {
   std::mutex mutex_;
   Sender sender_;
   std::atomic<bool> described_{false};
-  std::unique_ptr<DeviceCounters> executions_;  // where not each of them is sent
+  std::unique_ptr<DeviceCounters> executions_;  // if not every execution is sent
 };
 
 class TapCallee final : public Callee {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which records pass. See the header for the clocks.
+// The selection of records. The header describes the clocks.
 #include "channel/thinned.h"
 
 #include <algorithm>
@@ -43,7 +43,7 @@ bool Thinned::passes(const Record& record) {
   if (rate_ == 0) return true;
   const std::int64_t time = std::min(record.time_ns, wall_now_) - lead_;
   if (count.some && static_cast<double>(time - count.last_ns) * rate_ < 1e9) {
-    count.last_ns = std::min(count.last_ns, time);  // what came before the wall clock was set
+    count.last_ns = std::min(count.last_ns, time);  // for records before the wall clock was set
     return false;
   }
   count.some = true;
@@ -58,7 +58,7 @@ Thinned::Count& Thinned::count_of(const Record& record) {
   if (known_.size() >= kMostKnown) known_.clear();
   const Source& source = *record.source;
   Count& count = counts_[{source.name, source.role, record.device}];
-  known_.emplace(key, &count);  // a map's elements stay where they are
+  known_.emplace(key, &count);  // a map's elements have stable addresses
   return count;
 }
 

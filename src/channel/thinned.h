@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A consumer that gives another some of the records that it gets: of each tap on each device every
-// n-th, and no more than so many a second. The lanes of a vmap are one record. Both are on the
-// channel's thread; no Python.
+// A consumer that passes on a part of its records: every n-th of each tap on each device, and at
+// most a given number per second. The lanes of a vmap are one record. Both run on the channel's
+// thread, without Python.
 //
-// Records bear the time of the wall clock, which may be set; a rate is one of the steady clock. A
-// record's steady time is its wall time less the wall clock's lead. That is kept: two readings of
-// it differ by microseconds, in which many records may come.
+// Records carry the wall clock's time, which may be changed by the user; a rate needs the steady
+// clock. A record's steady time is its wall time minus the wall clock's lead. The lead is stored,
+// because two readings differ by microseconds, in which many records may come.
 #pragma once
 
 #include <chrono>
@@ -38,7 +38,7 @@ struct ClockTimes {
 
 class Thinned final : public Consumer {
  public:
-  // `every`: 1 or more. `rate`: records a second; 0 for no limit. `clocks` is for tests.
+  // `every`: 1 or more. `rate`: records per second; 0 for no limit. `clocks` is for tests.
   Thinned(std::shared_ptr<Consumer> to, std::uint64_t every, double rate,
           std::function<ClockTimes()> clocks = &ClockTimes::now)
       : to_(std::move(to)), every_(every), rate_(rate), clocks_(std::move(clocks)) {}
@@ -56,7 +56,7 @@ class Thinned final : public Consumer {
   // The records of one tap on one device.
   struct Count {
     std::uint64_t came = 0;
-    bool some = false;  // passed
+    bool some = false;  // true after the first one passed
     std::int64_t last_ns = 0;
   };
 
@@ -64,14 +64,14 @@ class Thinned final : public Consumer {
 
   bool passes(const Record& record);
 
-  // Sources come with each program; the tap is the same by its name.
+  // Each program has its own sources; a tap is identified by its name.
   Count& count_of(const Record& record);
 
   const std::shared_ptr<Consumer> to_;
   const std::uint64_t every_;
   const double rate_;
   const std::function<ClockTimes()> clocks_;
-  std::int64_t lead_ = 0;  // of the wall clock over the steady one
+  std::int64_t lead_ = 0;  // of the wall clock over the steady clock
   std::int64_t wall_now_ = 0;
   std::vector<Record> chosen_;
   std::map<std::tuple<std::string, Role, std::int32_t>, Count> counts_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arrays that cross a call: their element types, and views of them.
+// The arrays of a call: their element types, and views of them.
 #pragma once
 
 #include <array>
@@ -15,10 +15,10 @@
 
 namespace callgate {
 
-// The element types: one row per XLA FFI type code. The codes are those of XLA_FFI_DataType (a
-// stable ABI), restated here so that the core needs no XLA header; xla/ffi.h checks that the two
-// agree. A *packed* type holds more than one element in a byte on XLA's side: no view of it is
-// handed out without unpacking.
+// The element types, one row per XLA FFI type code. The codes are those of XLA_FFI_DataType, a
+// stable ABI. They are repeated here so that the core needs no XLA header; xla/ffi.h checks that
+// both agree. A *packed* type stores more than one element in a byte on XLA's side; callgate
+// unpacks it before it passes on a view.
 //
 // X(identifier, code, NumPy or ml_dtypes name, bits per element)
 #define CALLGATE_DTYPES(X)                      \
@@ -77,7 +77,7 @@ inline constexpr auto kDTypeRows = [] {
   return rows;
 }();
 
-// A later XLA may have codes beyond the table; row 0 is the invalid one.
+// A later XLA may have codes beyond the table; row 0 is the invalid type.
 constexpr const DTypeRow& row(DType dtype) noexcept {
   auto code = static_cast<std::size_t>(dtype);
   return kDTypeRows[code < kDTypeTableSize ? code : 0];
@@ -88,7 +88,7 @@ constexpr const DTypeRow& row(DType dtype) noexcept {
 constexpr int bits(DType dtype) noexcept { return detail::row(dtype).bits; }
 constexpr std::string_view name(DType dtype) noexcept { return detail::row(dtype).name; }
 
-// True when XLA packs several elements into a byte.
+// True if XLA packs several elements into a byte.
 constexpr bool is_packed(DType dtype) noexcept { return bits(dtype) < 8; }
 // True for floating-point and complex types.
 constexpr bool is_inexact(DType dtype) noexcept {
@@ -96,7 +96,7 @@ constexpr bool is_inexact(DType dtype) noexcept {
   return text.starts_with("float") || text.starts_with("bfloat") || text.starts_with("complex");
 }
 
-// Bytes that `count` elements take in XLA's memory; packed types round up to a whole byte.
+// The bytes of `count` elements in XLA's memory; packed types round up to a whole byte.
 constexpr std::size_t storage_bytes(DType dtype, std::size_t count) noexcept {
   return (count * static_cast<std::size_t>(bits(dtype)) + 7) / 8;
 }
@@ -116,7 +116,8 @@ constexpr std::optional<DType> dtype_from_name(std::string_view text) noexcept {
   return std::nullopt;
 }
 
-// DLPack's code of a type (DLDataTypeCode); empty for packed ones, whose layout DLPack leaves open.
+// DLPack's code of a type (DLDataTypeCode). Packed types have none, since DLPack doesn't define
+// their layout.
 constexpr std::optional<std::uint8_t> dlpack_code(DType dtype) noexcept {
   constexpr std::pair<DType, std::uint8_t> kCodes[] = {
       {DType::kS8, 0},          {DType::kS16, 0},         {DType::kS32, 0},
@@ -132,9 +133,9 @@ constexpr std::optional<std::uint8_t> dlpack_code(DType dtype) noexcept {
   return std::nullopt;
 }
 
-// A borrowed, dense, row-major array: what a call frame's buffer looks like to the rest of
-// callgate. `dims` and `data` point into XLA's call frame, or into a copy that whoever made the
-// view keeps alive; both are valid only for as long as that owner says.
+// A borrowed, dense, row-major array: the form of a call frame's buffer in all of callgate. `dims`
+// and `data` point into XLA's call frame, or into a copy that the view's creator keeps alive; they
+// are valid as long as their owner.
 struct ArrayView {
   void* data = nullptr;
   const std::int64_t* dims = nullptr;  // `rank` extents, outermost first
@@ -145,18 +146,18 @@ struct ArrayView {
     return {dims, static_cast<std::size_t>(rank)};
   }
 
-  // Number of elements; 1 for rank 0, 0 when any extent is 0.
+  // The number of elements; 1 for rank 0, 0 if any extent is 0.
   std::size_t size() const noexcept {
     std::size_t count = 1;
     for (std::int64_t extent : shape()) count *= static_cast<std::size_t>(extent);
     return count;
   }
 
-  // Bytes in memory; packed types count whole bytes.
+  // The bytes in memory; packed types count whole bytes.
   std::size_t nbytes() const noexcept { return storage_bytes(dtype, size()); }
 };
 
-// Views with extents of their own, so that they may outlive those that they were made of.
+// Views with extents of their own, so they may outlive the views from which they were made.
 class OwnedViews {
  public:
   explicit OwnedViews(std::span<const ArrayView> views) : views_(views.begin(), views.end()) {
@@ -181,13 +182,13 @@ class OwnedViews {
   std::vector<std::int64_t> dims_;
 };
 
-// Every byte of it. A view without elements may have no memory.
+// Sets every byte. A view without elements may have no memory.
 inline void fill(const ArrayView& view, int byte) noexcept {
   if (view.nbytes() != 0) std::memset(view.data, byte, view.nbytes());
 }
 
-// Writes the results of a failed call that can't be an error: NaN, which is all bits set, in every
-// floating format that has one, zero in integers and booleans.
+// Fills the results of a failed call that can't return an error. All bits are set in floating
+// formats with a NaN, which gives NaN; integers and booleans become zero.
 inline void poison(std::span<const ArrayView> views) noexcept {
   for (const ArrayView& view : views) fill(view, is_inexact(view.dtype) ? 0xff : 0);
 }
@@ -196,12 +197,12 @@ inline void clear(std::span<const ArrayView> views) noexcept {
   for (const ArrayView& view : views) fill(view, 0);
 }
 
-// From memory of the view's size, which may overlap it.
+// Copies from memory of the view's size, which may overlap it.
 inline void copy_to(const ArrayView& view, const void* from) noexcept {
   if (view.data != from && view.nbytes() != 0) std::memmove(view.data, from, view.nbytes());
 }
 
-// "float32[3,4]": as JAX writes an abstract value.
+// "float32[3,4]", as JAX prints an abstract value.
 std::string type_text(std::string_view dtype, std::span<const std::int64_t> shape);
 inline std::string to_string(const ArrayView& view) {
   return type_text(name(view.dtype), view.shape());

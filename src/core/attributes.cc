@@ -69,7 +69,7 @@ bool Attributes::same(const callgate_attribute& a, const callgate_attribute& b) 
 
 callgate_attribute& Attributes::add(std::string_view name, int kind, DType dtype, const void* bytes,
                                     std::size_t size, std::size_t count) {
-  // One block: the elements, aligned as new[] aligns, then the name with its final zero.
+  // One block: the elements, aligned as by new[], then the name with its terminating zero.
   auto block = std::make_unique<std::byte[]>(size + name.size() + 1);
   if (size != 0) std::memcpy(block.get(), bytes, size);
   auto* text = reinterpret_cast<char*>(block.get() + size);

@@ -20,7 +20,7 @@
 
 namespace callgate {
 
-// Owns named values, sorted by name. Moving keeps what views point to.
+// Owns named values, sorted by name. A move keeps pointers to the values valid.
 class Attributes {
  public:
   Attributes() = default;
@@ -38,17 +38,18 @@ class Attributes {
   }
   void add_dictionary(std::string_view name, Attributes entries);
 
-  // Null where there is no such value. Valid until the next value is added.
+  // Returns null if there is no such value. Valid until the next value is added.
   const callgate_attribute* find(std::string_view name) const noexcept;
 
   std::size_t size() const noexcept { return values_.size(); }
 
-  // True if both hold the same, to the byte.
+  // True if both have the same values, compared bytewise.
   bool operator==(const Attributes& other) const noexcept {
     return std::ranges::equal(values_, other.values_, &Attributes::same);
   }
 
-  // A value of its kind; Error for another. Where there is none: "", `missing`, nothing.
+  // The value of the given kind. Throws Error for another kind. A missing value gives "",
+  // `missing`, or nothing.
   std::string_view text(std::string_view name) const;
   bool flag(std::string_view name) const;
   std::int64_t integer(std::string_view name, std::int64_t missing = 0) const;
@@ -60,10 +61,10 @@ class Attributes {
   }
   const Attributes& dictionary(std::string_view name) const;
 
-  // The names "0", "1", ... of a dictionary that stands for a list, as far as they go.
+  // The names "0", "1", ... of a dictionary that stands for a list, up to the first missing one.
   std::vector<std::string> places() const;
 
-  // Takes a dictionary out.
+  // Removes a dictionary and returns it.
   Attributes take_dictionary(std::string_view name);
 
  private:
@@ -82,14 +83,14 @@ class Attributes {
   callgate_attribute& add(std::string_view name, int kind, DType dtype, const void* bytes,
                           std::size_t size, std::size_t count);
 
-  // Throws Error for one of another kind or type.
+  // Throws Error for a value of another kind or type.
   const callgate_attribute* find(std::string_view name, int kind, DType dtype,
                                  const char* expected) const;
 
-  // A dictionary of one entry or more. By its address: names may hold zeros, or come twice.
+  // A nonempty dictionary, found by its address, because names may contain zeros or repeat.
   Attributes& nested(const callgate_attribute& value) const;
 
-  // Memory of the names, the elements and the nested values; none of it moves.
+  // The memory of names, elements and nested values; it never moves.
   std::vector<std::unique_ptr<std::byte[]>> memory_;
   std::vector<std::unique_ptr<Attributes>> nested_;
   std::vector<callgate_attribute> values_;

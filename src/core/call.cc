@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of names, and a program's mesh.
+// The registry of names, and a program's mesh.
 #include "core/call.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ Mesh Mesh::of(const Attributes& held) {
 }
 
 void Registry::add(const std::shared_ptr<Callee>& callee) {
-  std::shared_ptr<Callee> other;  // outlives the lock: dropping it may run a destructor
+  std::shared_ptr<Callee> other;  // outlives the lock: its release may run a destructor
   std::lock_guard lock(mutex_);
   std::weak_ptr<Callee>& slot = callees_[callee->name()];
   other = slot.lock();
@@ -56,7 +56,7 @@ std::shared_ptr<Callee> Registry::find(std::string_view name) const {
       "' is defined in this process; a program that calls it was loaded or is still alive. "
       "Define it before the program is loaded: run the code that creates it (the same module "
       "and order of creation), or give it name='" +
-      std::string(name.substr(0, name.find('['))) +  // a variant, "name[types]", of a kernel
+      std::string(name.substr(0, name.find('['))) +  // a kernel's variant, "name[types]"
       "'. A kernel that was saved with the program comes with callgate.load_kernels, one in a "
       "library of yours with callgate.library.";
   std::vector<std::string> live = names();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Callees, their call sites, and the table of their names.
+// Callees, their call sites, and the registry of their names.
 //
-// A `Callee` is what a name stands for: a Python function, a native kernel or a tap. When an
-// executable is loaded, every call site asks its callee once for a `Site`, bound to the site's
-// static description, and keeps both until the executable dies. `Site::run` is the hot path: any
-// XLA thread, several at once, no lock of callgate's held.
+// A `Callee` is the object behind a name: a Python function, a native kernel or a tap. When XLA
+// loads an executable, each call site requests a `Site` from its callee, bound to the site's static
+// description, and keeps both until the executable dies. `Site::run` is the hot path. It runs on
+// any XLA thread, on several at once, and without any of callgate's locks.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@
 
 namespace callgate {
 
-// Where and when a call runs. `stream` is the platform's stream, null on the CPU. `shard` is the
+// The time and place of a call. `stream` is the platform's stream, null on the CPU. `shard` is the
 // device's position in a program over several devices, -1 for a call on whole arrays. `lane` is the
 // number of the call among those that a program makes one after the other (core/lanes.h).
 struct CallContext {
@@ -38,43 +38,44 @@ struct CallContext {
   std::int32_t lane = 0;
   std::int64_t run = -1;
   void* stream = nullptr;
-  std::int32_t ordinal = -1;  // of the GPU, as its driver counts; -1 for none, or not told
+  std::int32_t ordinal = -1;  // the GPU's number in its driver; -1 for none or unknown
   std::int32_t shard = -1;
-  unsigned long thread = 0;  // Python's number of the thread that XLA made the call on; 0: not told
+  unsigned long thread = 0;  // Python's number of the calling XLA thread; 0 if unknown
 };
 
-// True if each call is told all of its context, whatever its callee reads: while a recording is
-// made or replayed. Relaxed: a call that runs when it changes is told or not.
+// True if each call gets its whole context, regardless of what its callee reads: during a recording
+// or a replay. Relaxed: a call that runs during the change may use either value.
 inline constinit std::atomic<bool> contexts_wanted{false};
 
 struct Call {
   std::span<const ArrayView> operands;
   std::span<ArrayView> results;
   CallContext context;
-  // The holder of the operands' memory, where the callee may keep that; else null.
+  // The owner of the operands' memory if the callee may keep the memory; otherwise null.
   const std::shared_ptr<void>* memory = nullptr;
 };
 
-// The devices of a program, and the axes along which they are numbered, outermost first.
+// A program's devices and the axes that number them, outermost first.
 struct Mesh {
   std::int64_t devices = 1;
-  std::vector<std::pair<std::string, std::int64_t>> axes;  // none where the program tells none
+  std::vector<std::pair<std::string, std::int64_t>> axes;  // empty if not in the program
 
-  // As programs hold it: devices, and in order `names` and `sizes`. Throws Error for another form.
+  // From the program's attributes: devices, and in order `names` and `sizes`. Throws Error for
+  // another form.
   static Mesh of(const Attributes& held);
 };
 
-// The static description of a call site, as its attributes in the program state it.
+// The static description of a call site, from its attributes in the program.
 struct SiteSpec {
-  std::string spec;    // how flat arrays make up the call's arguments and results; "" when flat
-  std::string site;    // where in the user's source the call was traced
-  Lanes lanes;         // vmapped levels that the runtime loops over
-  Mesh mesh;           // of the program
-  std::string layout;  // which part of its arrays each shard is, for messages; "" for whole ones
-  Attributes held;     // all that the call holds
+  std::string spec;    // the trees of the call's arguments and results; "" for flat arrays
+  std::string site;    // the user's source line at which the call was traced
+  Lanes lanes;         // vmapped levels over which the runtime loops
+  Mesh mesh;           // the program's mesh
+  std::string layout;  // each shard's part of the arrays, for messages; "" for whole arrays
+  Attributes held;     // all attributes of the call
 };
 
-// Memory of a device that lives as long as somebody holds on to it.
+// Device memory with shared ownership.
 struct DeviceMemory {
   virtual ~DeviceMemory() = default;
 };
@@ -82,44 +83,46 @@ struct DeviceMemory {
 class Site {
  public:
   virtual ~Site() = default;
-  // Throws Error where the call fails.
+  // Throws Error if the call fails.
   virtual void run(const Call& call) = 0;
-  // False when it looks at nothing of a call's context but its run.
+  // False if it reads only the run from a call's context.
   virtual bool reads_context() const noexcept { return true; }
-  // In place of run(), where another device makes the call: the results of both are added up.
+  // Called instead of run() if another device makes the call; the results of both are added.
   virtual void skip(const Call& call) noexcept { clear(call.results); }
 
-  // The rest is for sites of callees that are OnDevice::kDeferred.
+  // The methods below are for sites of callees that are OnDevice::kDeferred.
 
-  // When the program comes to the call, before its arrays can be read: how many of its operands,
-  // the first ones, run_deferred() is to get; nothing for nothing to be done. May throw Error.
+  // Called when the program reaches the call, before its arrays can be read. Returns how many of
+  // the first operands run_deferred() gets, or nothing to skip the call. May throw Error.
   virtual std::optional<std::size_t> reads(const Call& call) { return call.operands.size(); }
-  // Later, without results: each is the program's already, a copy of the operand copied_to().
+  // Called later, without results: the program has them already, as copies of the operand
+  // copied_to().
   virtual void run_deferred(const Call& call) { run(call); }
   virtual std::size_t copied_to(std::size_t result) const noexcept { return result; }
 
-  // The same for a call that is recorded once and then replayed: what the copies are of, and each
-  // replay. The driver makes that call and must not be called back from it, nor wait for anybody.
-  // False where run_deferred() is to be called, soon and elsewhere.
+  // The same for a call that is recorded once and then replayed: the operands to copy, and each
+  // replay. The driver makes the replayed call, which must not call the driver back or wait. False
+  // if run_deferred() must run soon on another thread.
   virtual std::size_t reads_replayed(const Call& call) { return call.operands.size(); }
   virtual bool run_replayed(const Call& /*call*/) { return false; }
-  // No memory for copies. True where the site has taken note, so that the program goes on.
+  // Called if there is no memory for copies. True if the site has recorded the loss, so the program
+  // continues.
   virtual bool drop(const Call& /*call*/) noexcept { return false; }
 
-  // How many of its operands, the first ones, the site wants as copies on the device, to keep. If
-  // any, run_kept() is called in place of run_deferred(): with views of `memory` for these, which
-  // the host can't read, and of the host's memory for the others.
+  // The number of first operands that the site keeps as copies on the device. If it isn't 0,
+  // run_kept() runs instead of run_deferred(). It gets views of `memory` for these operands, which
+  // the host can't read, and views of host memory for the others.
   virtual std::size_t kept_on_device() const noexcept { return 0; }
   virtual void run_kept(const Call& call, const std::shared_ptr<DeviceMemory>& /*memory*/) {
     run_deferred(call);
   }
 };
 
-// How a callee takes a call whose arrays are a GPU's.
+// The way in which a callee handles arrays on a GPU.
 enum class OnDevice : std::uint8_t {
-  kStaged,    // it gets copies in the host's memory, and its results are copied back
-  kDeferred,  // the same, later: the program does not wait for it, and gets nothing from it
-  kNative,    // it gets the device's own arrays, while the stream may still be writing them
+  kStaged,    // copies operands to host memory, and results back
+  kDeferred,  // the same, later: the program doesn't wait and gets no results
+  kNative,    // gets the device's arrays, which the stream may still be writing
 };
 
 class NamedThread;
@@ -127,38 +130,42 @@ class NamedThread;
 class Callee {
  public:
   virtual ~Callee() = default;
-  // Binds the callee to one call site. Throws Error when `spec` can't be served.
+  // Binds the callee to one call site. Throws Error if it can't serve `spec`.
   virtual std::shared_ptr<Site> specialise(SiteSpec spec) = 0;
   virtual const std::string& name() const noexcept = 0;
-  // As the timeline has its calls; "" for none there, or where it adds them by itself.
+  // The kind of its calls in the timeline; "" if they are not recorded, or the callee records them
+  // itself.
   virtual std::string_view kind() const noexcept { return {}; }
-  // True when calls run on callgate's own threads and complete an FFI future.
+  // True if calls run on callgate's own threads and complete an FFI future.
   virtual bool own_thread() const noexcept { return false; }
-  // The one thread that all its calls run on, if it has such a thread; it is own_thread() then.
+  // The one thread on which all its calls run, or null; with a thread, own_thread() is true.
   virtual NamedThread* thread() const noexcept { return nullptr; }
-  // The error of a call for a thread() that has been closed.
+  // The error of a call for a thread() that is closed.
   virtual Error closed_error() { return {ErrorCode::kAborted, name() + ": its thread is closed"}; }
-  // Called on one of callgate's own threads before each call: of a GPU's program, or the CPU's.
+  // Called on callgate's own threads before each call, for a GPU's program or the CPU's.
   virtual void enter_worker(bool /*of_device*/) {}
-  // False when its sites never look at a call's context, which then is not asked for.
+  // False if its sites never read a call's context, which is then not collected.
   virtual bool reads_context() const noexcept { return true; }
   virtual OnDevice on_device() const noexcept { return OnDevice::kStaged; }
-  // True when a call that comes while the process is ending succeeds without running.
+  // True if a call at the end of the process succeeds without running.
   virtual bool quiet_at_exit() const noexcept { return false; }
-  // After this long the program fails with a report; zero for never.
+  // The time after which the program fails with a report; zero for no limit.
   virtual std::chrono::nanoseconds timeout() const noexcept { return {}; }
-  // Keeps a failure that XLA can't be told of, for the next who asks.
+  // Stores a failure that XLA can't report, for the next barrier or `errors()`.
   virtual void defer(const Error& /*error*/) {}
-  // On a call that takes too long: what runs, where threads stand. `timed_out`: it is an error's.
+  // A report on a call that takes too long: the running function and the threads' stacks.
+  // `timed_out` is true if the report belongs to an error.
   virtual std::string stall_report(const std::string& call, bool /*timed_out*/) { return call; }
-  // Why a call on the thread (Python's number) waits for its own program, else "". May throw.
+  // The reason why a call on this thread (Python's number) waits for its own program; "" if it
+  // doesn't. May throw.
   virtual std::string self_wait(unsigned long /*thread*/) { return {}; }
 };
 
 // --- Kinds of callees ----------------------------------------------------------------------------
 
-// Nothing, behind an ordered call of an exported program whose results' shapes are symbolic: XLA
-// does not work such shapes out beside a token, so this gives the token on, once a result is there.
+// Passes on a token behind an ordered call of an exported program with symbolic result shapes. XLA
+// can't compute such shapes beside a token, so the ordered call returns none, and this call returns
+// the token once a result is ready.
 class AfterCallee final : public Callee {
  public:
   static constexpr std::string_view kName = "callgate.after";
@@ -177,13 +184,13 @@ class AfterCallee final : public Callee {
   std::string name_{kName};
 };
 
-// A kernel for the CPU or for CUDA. Both are called through targets of their own, so a program that
-// calls one as a gate is another's. The texts of their failures come from functions that are set
-// before the first call.
+// A kernel for the CPU or for CUDA. Both have targets of their own, so a program that calls a
+// kernel as a gate is rejected. Functions that are set before the first call make the texts of
+// failures.
 class KernelCalleeBase : public Callee {
  public:
-  // Makes a failure's message what the program's error says; may keep an exception for it. `lane`:
-  // "lane 3", "" without lanes.
+  // Converts a failure's message into the program's error, and may store an exception for it.
+  // `lane` is "lane 3", or "" without lanes.
   using Describe = std::function<std::string(const std::string& message, const std::string& site,
                                              const std::string& lane)>;
   explicit KernelCalleeBase(Describe describe) : describe_(std::move(describe)) {}
@@ -204,9 +211,9 @@ class KernelCalleeBase : public Callee {
     return report_ ? report_(call) : "kernel '" + name() + "'" + call;
   }
 
-  // Takes failures that XLA can't be told of.
+  // Receives failures that XLA can't report.
   void set_defer(std::function<void(const Error&)> defer) { defer_ = std::move(defer); }
-  // Makes the report on a call that takes long, of its arrays as text.
+  // Makes the report on a slow call from its arrays as text.
   using Report = std::function<std::string(const std::string&)>;
   void set_report(Report report) { report_ = std::move(report); }
 
@@ -216,35 +223,35 @@ class KernelCalleeBase : public Callee {
   Report report_;
 };
 
-// The names that programs call by: they hold no pointers. The registry knows a callee for as long
-// as somebody else keeps it alive (the gate in Python, or an executable that calls it). Two live
-// callees never share a name. Any thread.
+// The names by which programs call; programs hold no pointers. The registry doesn't keep a callee
+// alive: the gate in Python or an executable that calls it does. Two live callees never share a
+// name. Thread-safe.
 class Registry {
  public:
   static Registry& instance() { return immortal<Registry>(); }
 
-  // Throws Error(kAlreadyExists) when another live callee has the name.
+  // Throws Error(kAlreadyExists) if another live callee has the name.
   void add(const std::shared_ptr<Callee>& callee);
 
-  // Frees the name if `callee` still has it. Executables that hold the callee go on calling it.
+  // Frees the name if `callee` still has it. Executables that hold the callee keep calling it.
   void remove(const Callee& callee) noexcept;
 
-  // The live callee of the name, or the one that claims it. One that is not there yet is asked of
-  // the resolver. Throws Error(kNotFound), with names that are defined, when there is none.
+  // The live callee of the name, or the callee that claims it. The resolver is called for a missing
+  // name. Throws Error(kNotFound), with defined names, if there is none.
   std::shared_ptr<Callee> find(std::string_view name) const;
 
-  // Until release(), find() gives `callee` for its name, whoever is registered under it. One callee
-  // at a time claims a name.
+  // Until release(), find() returns `callee` for its name, regardless of the registered callee.
+  // Only one callee at a time claims a name.
   void claim(const std::shared_ptr<Callee>& callee);
   void release(const Callee& callee) noexcept;
 
-  // Called without a lock for names that are not defined. Once it has defined the name (a variant
-  // of a kernel, say, that nothing in this process has asked for yet), it returns the owner of the
-  // callee, which may have no other; else null.
+  // Called without a lock for undefined names. If it defines the name (such as a kernel's variant
+  // that this process has not used yet), it returns the owner of the callee, which may have no
+  // other owner; otherwise null.
   using Resolver = std::function<std::shared_ptr<void>(const std::string& name)>;
   void set_resolver(Resolver resolver);
 
-  // True if a live callee has the name, so that add() of another would throw.
+  // True if a live callee has the name, so that add() of another one would throw.
   bool has(const std::string& name) const;
 
   // The live names, sorted.
@@ -255,7 +262,7 @@ class Registry {
 
   using Names = std::unordered_map<std::string, std::weak_ptr<Callee>>;
 
-  mutable std::mutex mutex_;  // guards the maps alone: no callee is destroyed or called under it
+  mutable std::mutex mutex_;  // guards only the maps: no callee is destroyed or called under it
   Resolver resolver_;
   Names callees_, claims_;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// UTF-8 in texts of native code.
+// UTF-8 in the texts of native code.
 #include "core/error.h"
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 namespace callgate {
 namespace {
 
-// Bytes of the character that the text begins with; 0 where it begins with none.
+// The number of bytes of the text's first character; 0 if the text begins with no character.
 // https://www.unicode.org/versions/latest/core-spec/chapter-3/ table 3-7.
 std::size_t utf8_character(std::string_view text) noexcept {
   auto byte = [&](std::size_t i) { return i < text.size() ? text[i] & 0xff : 0; };
@@ -15,7 +15,7 @@ std::size_t utf8_character(std::string_view text) noexcept {
   if (first < 0x80) return 1;
   if (first < 0xc2 || first > 0xf4) return 0;
   std::size_t length = first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
-  // No longer form than needed, no half of a pair of UTF-16, nothing beyond the last character.
+  // Excludes overlong forms, UTF-16 surrogates, and code points beyond the last one.
   int low = first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
   int high = first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
   if (second < low || second > high) return 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one way in which set-up and calls fail: an `Error` is thrown, and says what was expected,
-// what came and where. Handlers make XLA's errors of it (xla/ffi.h).
+// The one error type of setup and calls: `Error` states the expectation, the actual value, and the
+// place. Handlers convert it into XLA's errors (xla/ffi.h).
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace callgate {
 
-// Kinds of failure: the absl status codes that XLA reports them as.
+// Kinds of failure: the absl status codes as which XLA reports them.
 enum class ErrorCode {
   kInvalidArgument = 3,
   kDeadlineExceeded = 4,
@@ -32,7 +32,7 @@ class Error : public std::runtime_error {
   Error(ErrorCode code, const std::string& message)
       : std::runtime_error("callgate: " + message), code_(code) {}
 
-  // With a text that is complete as it is.
+  // An error whose text is already complete.
   static Error verbatim(ErrorCode code, const std::string& text) { return {text, code}; }
   ErrorCode code() const noexcept { return code_; }
 
@@ -42,7 +42,7 @@ class Error : public std::runtime_error {
   ErrorCode code_;
 };
 
-// `text` with each byte that is not of a character in UTF-8 written as "\xff".
+// `text` with each byte that isn't part of a UTF-8 character written as "\xff".
 std::string valid_utf8(std::string_view text);
 
 }  // namespace callgate

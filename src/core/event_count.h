@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Words that threads sleep at, and processes that share their memory
-// (https://man7.org/linux/man-pages/man2/futex.2.html). Linux alone: elsewhere nothing sleeps.
+// Words on which threads, and processes that share their memory, sleep
+// (https://man7.org/linux/man-pages/man2/futex.2.html). Only on Linux; on other systems nothing
+// sleeps.
 #pragma once
 
 #ifdef __linux__
@@ -17,7 +18,7 @@
 
 namespace callgate {
 
-// Sleeps while the word is `seen`, for at most so long. May return for no reason.
+// Sleeps while the word is `seen`, for at most the given time. May return spuriously.
 inline void sleep_at(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
                      std::chrono::nanoseconds most) noexcept {
 #ifdef __linux__
@@ -30,7 +31,7 @@ inline void sleep_at(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
 #endif
 }
 
-// Wakes who sleeps there, in whatever process.
+// Wakes all sleepers on the word, in any process.
 inline void wake_at(std::atomic<std::uint32_t>& word) noexcept {
 #ifdef __linux__
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -39,8 +40,8 @@ inline void wake_at(std::atomic<std::uint32_t>& word) noexcept {
 #endif
 }
 
-// Stays awake until `done()`, or for a while. For who waits for another core: this one can't do
-// meanwhile what is waited for.
+// Spins until `done()`, or for a while. For waits on another core, during which this core has no
+// other work.
 template <typename Done>
 void watch_for(std::chrono::nanoseconds most, Done&& done) {
   using Clock = std::chrono::steady_clock;
@@ -51,29 +52,29 @@ void watch_for(std::chrono::nanoseconds most, Done&& done) {
   }
 }
 
-// A count that one side sleeps at and others add to: a wake costs a system call only where somebody
-// sleeps.
+// A count on which one side sleeps and which others increment. A wake costs a system call only if
+// somebody sleeps.
 struct EventCount {
   std::atomic<std::uint32_t> events{0};
   std::atomic<std::uint32_t> asleep{0};
 
   void add() noexcept {
-    // Sequentially consistent, as below: one of the two sees what the other has written.
+    // Sequentially consistent, as below: one of the two sides sees the other's write.
     events.fetch_add(1, std::memory_order_seq_cst);
     if (asleep.load(std::memory_order_seq_cst) != 0) wake_at(events);
   }
   std::uint32_t now() const noexcept {
-    return events.load(std::memory_order_acquire);  // what came before the event is seen
+    return events.load(std::memory_order_acquire);  // writes before the event are visible
   }
-  // Stays awake until more than `seen` have come, or for a while.
+  // Spins until there are more than `seen` events, or for a while.
   void watch(std::uint32_t seen, std::chrono::nanoseconds most) const noexcept {
     watch_for(most, [&] { return now() != seen; });
   }
-  // Returns when more than `seen` have come, or after a while.
+  // Returns when there are more than `seen` events, or after a while.
   void wait(std::uint32_t seen, std::chrono::nanoseconds most) noexcept {
     asleep.store(1, std::memory_order_seq_cst);
     if (events.load(std::memory_order_seq_cst) == seen) sleep_at(events, seen, most);
-    asleep.store(0, std::memory_order_relaxed);  // a wake too many does no harm
+    asleep.store(0, std::memory_order_relaxed);  // a superfluous wake does no harm
   }
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Items on their way from a producer to the programs that take them.
+// Passes items from a producer to programs.
 #include "core/item_queue.h"
 
 #include <algorithm>
@@ -76,7 +76,7 @@ std::optional<ItemQueue::Item> ItemQueue::pop() {
 std::deque<ItemQueue::Item> ItemQueue::leave() {
   std::lock_guard lock(mutex_);
   open_ = false;
-  size_.store(most_, std::memory_order_relaxed);  // there is no room any more
+  size_.store(most_, std::memory_order_relaxed);  // no room is left
   changed_.notify_all();
   came_.notify_all();
   return std::exchange(items_, {});
@@ -112,7 +112,7 @@ void ItemQueue::wait_for(std::size_t count) {
   ++takers_;
   bool came = came_.wait_for(lock, kPatience, [&] { return !open_ || items_.size() >= count; });
   --takers_;
-  if (came && open_) ++waited_;  // else who goes the long way counts
+  if (came && open_) ++waited_;  // a call that falls back to Python is counted there
 }
 
 ItemQueue::Item ItemQueue::spare() {
@@ -133,7 +133,7 @@ void ItemQueue::keep_spare(Item item) {
     spares_.push_back(std::move(item));
 }
 
-void ItemQueue::note_taken(std::size_t count) {  // the lock is held
+void ItemQueue::note_taken(std::size_t count) {  // requires the lock
   taken_ += count;
   size_.store(items_.size(), std::memory_order_relaxed);
   if (rests_ && items_.size() <= refill_) changed_.notify_all();

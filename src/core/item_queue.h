@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The items of a feed, staged ahead: one thread puts them, programs take them without Python.
+// The items of a feed, staged ahead: one thread puts them, and programs take them without Python.
 //
-// Both copy outside of the lock. A queue that is empty, closed, over to somebody else or another
-// process's serves nobody: who asks it goes the long way, where all of that is told apart.
+// Both sides copy outside the lock. A queue that is empty, closed, handed over to another place, or
+// from another process serves no call. The caller then falls back to Python, which distinguishes
+// these cases.
 #pragma once
 
 #include <atomic>
@@ -24,34 +25,35 @@ namespace callgate {
 
 class ItemQueue {
  public:
-  using Item = std::vector<std::byte>;  // the bytes of its arrays, one after the other
+  using Item = std::vector<std::byte>;  // the bytes of its arrays, one array after the other
 
-  // A queue of items of so many bytes an array, of which one has any. `most` items wait at once;
-  // once they do, the thread that puts them rests until no more than `refill` are left.
+  // `bytes`: the size of each array of an item; at least one array has bytes. At most `most` items
+  // wait at once. When the queue is full, the putting thread rests until at most `refill` items are
+  // left.
   ItemQueue(std::vector<std::size_t> bytes, std::size_t most, std::size_t refill);
 
   const std::vector<std::size_t>& bytes() const noexcept { return bytes_; }
 
-  // Each of `arrays` is the memory of one array. False when items are not to go here any more.
+  // Each element of `arrays` is the memory of one array. False if the queue accepts no more items.
   bool put(std::span<const void* const> arrays);
 
-  // For the thread that puts them: others only make room.
+  // For the putting thread: other threads only make room.
   bool has_room() const noexcept { return size_.load(std::memory_order_relaxed) < most_; }
 
-  // Rests as said above. False when items are not to go here any more.
+  // Rests as described above. False if the queue accepts no more items.
   bool wait_for_room();
 
-  // Writes as many items as `results` have lanes, one after the other. Waits for them, but not for
-  // long. False, with nothing taken, where there are not as many.
+  // Writes one item per lane of `results`, one after the other. Waits briefly for them. False, with
+  // nothing taken, if there are too few.
   bool take(std::span<const ArrayView> results);
 
   // The next item, if there is one.
   std::optional<Item> pop();
 
-  // No items go here any more; those that wait are given back, in order.
+  // Stops accepting items, and returns the waiting items in order.
   std::deque<Item> leave();
 
-  // How often a program came before its item.
+  // The number of times a program came before its item.
   std::uint64_t waited() const;
   std::size_t size() const;
   std::uint64_t taken() const;
@@ -59,7 +61,7 @@ class ItemQueue {
 
  private:
   static constexpr std::size_t kMostSpares = 4;
-  // The making of a cheap item, which a sleep would outlast; and of one that is none.
+  // The time to make a cheap item, which is shorter than a sleep; and the longest wait.
   static constexpr std::chrono::microseconds kSpin{5}, kPatience{500};
 
   void wait_for(std::size_t count);
@@ -67,7 +69,7 @@ class ItemQueue {
 
   Item spare();
   void keep_spare(Item item);
-  static constexpr std::size_t kSmall = 1 << 20;  // bytes of spares, if items are small
+  static constexpr std::size_t kSmall = 1 << 20;  // bytes of spare items, if items are small
 
   void note_taken(std::size_t count);
 
@@ -78,15 +80,15 @@ class ItemQueue {
   std::size_t total_ = 0;
   const OfProcess process_;
 
-  // The size of items_, while items are to go here, for a look without the lock: relaxed.
+  // The size of items_ while the queue accepts items, for reads without the lock: relaxed.
   std::atomic<std::size_t> size_ = 0;
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members below
   std::condition_variable changed_, came_;
   std::deque<Item> items_;
   std::vector<Item> spares_;
   std::uint64_t put_ = 0, taken_ = 0, waited_ = 0;
-  int takers_ = 0;  // that wait
+  int takers_ = 0;  // the number of waiting takers
   bool open_ = true, rests_ = false;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batch levels: how programs hold them, their texts and their checks.
+// Batch levels: their form in programs, their texts, and their checks.
 #include "core/lanes.h"
 
 #include <utility>

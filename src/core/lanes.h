@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lanes: the batch levels that vmap put around a call, outermost first.
+// Lanes: the batch levels that vmap puts around a call, outermost first.
 //
-// Every result carries all levels as leading axes; an operand carries those levels in which it is
-// batched, in the same order, and is shared by the lanes of the others. A call with lanes runs once
-// per lane, in row-major order, on views without the leading axes.
+// Every result has all levels as leading axes. An operand has the levels in which it is batched, in
+// the same order; the lanes of the other levels share it. A call with lanes runs once per lane, in
+// row-major order, on views without the leading axes.
 //
-// Some levels may be numbered: the program runs their lanes one after the other, in calls of their
-// own, and gives each call the number of its lane among them, in row-major order. No array has an
-// axis of a numbered level. The position of a lane counts all levels, numbered ones included.
+// Some levels may be numbered. The program then runs their lanes one after the other, in separate
+// calls, and passes each call the number of its lane among them, in row-major order. No array has
+// an axis of a numbered level. The position of a lane counts all levels, including numbered ones.
 //
-// A program that was exported with symbolic shapes leaves extents open: the arrays of a call tell
+// A program that was exported with symbolic shapes leaves extents open; the arrays of a call give
 // them (`LanesOfCall`).
 #pragma once
 
@@ -33,33 +33,33 @@ class Lanes {
 
   Lanes() = default;
 
-  // `sizes`: the extent of each level, or kOpen. `masks`: for each level, one 0 or 1 per operand,
-  // level after level; its length is sizes.size() times the number of operands. `flags`: for each
-  // level a 1 where it is numbered; empty for none. Throws Error otherwise.
+  // `sizes`: the extent of each level, or kOpen. `masks`: one 0 or 1 per operand for each level,
+  // level after level; its length is sizes.size() times the number of operands. `flags`: 1 for each
+  // numbered level; empty for none. Throws Error for other forms.
   Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks,
         std::span<const std::int64_t> flags = {});
 
-  // As programs hold them: arrays `sizes` and `masks`. Throws Error as above.
+  // From the program's attributes: arrays `sizes` and `masks`. Throws Error as above.
   static Lanes of(const Attributes& held);
 
-  // "3:10;4:11": for each level its extent and its mask, a digit per operand, which are all 0 for a
-  // numbered one. Streams hold this.
+  // "3:10;4:11": the extent and the mask of each level, with a digit per operand; a numbered level
+  // has only zeros. Streams contain this text.
   std::string text() const;
 
   // Calls visit(index) for each level with the index of the lane at a position.
   template <typename Visit>
   void each_index(std::int64_t lane, Visit&& visit) const {
-    std::int64_t inside = total_;  // lanes in one index of the level
+    std::int64_t inside = total_;  // lanes within one index of the level
     for (std::int64_t size : sizes_) {
       inside /= size;
       visit(lane / inside % size);
     }
   }
 
-  // These indices for messages: "lane 3", "lane (1, 2)"; "" without levels.
+  // The lane's indices for messages: "lane 3", "lane (1, 2)"; "" without levels.
   std::string name(std::int64_t lane) const;
 
-  // The position of the lane `index` of a call whose own number is `number`.
+  // The position of the lane `index` of the call number `number`.
   std::int64_t position(std::int64_t index, std::int64_t number) const noexcept {
     if (numbered_.empty()) return index;
     std::int64_t position = 0, stride = 1;
@@ -72,27 +72,28 @@ class Lanes {
   }
 
   bool empty() const noexcept { return sizes_.empty(); }
-  bool open() const noexcept { return open_; }  // some extent is kOpen: count() is none
+  bool open() const noexcept { return open_; }  // an extent is kOpen, so there is no count()
   bool has_numbered() const noexcept { return !numbered_.empty(); }
   // The extent of each level, outermost first.
   std::span<const std::int64_t> sizes() const noexcept { return sizes_; }
-  // The leading axes of a result.
+  // The number of leading axes of a result.
   std::int32_t axes() const noexcept {
     return static_cast<std::int32_t>(sizes_.size() - std::ranges::count(numbered_, 1));
   }
-  // The lanes of one call; 1 without levels.
+  // The number of lanes of one call; 1 without levels.
   std::int64_t count() const noexcept { return count_; }
-  // The lanes of all calls that the program makes for one call of the user's.
+  // The number of lanes of all calls that the program makes for one call of the user.
   std::int64_t total() const noexcept { return total_; }
 
-  // The same with the extents that a call's operands have. Throws Error as above.
+  // The same lanes with the extents of a call's operands. Throws Error as above.
   Lanes of_call(std::span<const ArrayView> operands) const;
 
-  // The views of one lane, of the same number; their extents are those of `whole`.
+  // The views of one lane, as many as in `whole`, whose extents they share.
   void select_operands(std::int64_t lane_index, std::span<const ArrayView> whole,
                        std::span<ArrayView> lane) const noexcept {
     for (std::size_t i = 0; i < whole.size(); ++i) {
-      // From the innermost level: `rest` is the outer levels' index, `position` this operand's.
+      // From the innermost level: `rest` is the index in the outer levels, `position` this
+      // operand's position.
       std::int64_t rest = lane_index, position = 0, stride = 1;
       std::int32_t levels = 0;
       for (std::size_t level = sizes_.size(); level-- > 0;) {
@@ -112,11 +113,11 @@ class Lanes {
     for (std::size_t i = 0; i < whole.size(); ++i) lane[i] = slab(whole[i], axes(), lane_index);
   }
 
-  // Throws Error without the leading axes that the levels imply, or lanes that start at a byte.
+  // Throws Error for missing leading axes of the levels, and for lanes that start within a byte.
   void check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const;
 
  private:
-  // `whole` without its first `levels` axes, at the `position`-th of the slabs these axes make.
+  // `whole` without its first `levels` axes, at the `position`-th slab of these axes.
   static ArrayView slab(const ArrayView& whole, std::int32_t levels,
                         std::int64_t position) noexcept {
     ArrayView view{whole.data, whole.dims + levels, whole.rank - levels, whole.dtype};
@@ -158,8 +159,8 @@ class Lanes {
   bool open_ = false;
 };
 
-// The lanes of one call, whose own number is `number`, without a copy where the program tells them.
-// Borrows `held`. Throws Error where the arrays don't have the levels' axes.
+// The lanes of the call number `number`, without a copy if the program states them. Borrows `held`.
+// Throws Error if the arrays lack the levels' axes.
 class LanesOfCall : Immovable {
  public:
   LanesOfCall(const Lanes& held, std::span<const ArrayView> operands,
@@ -170,7 +171,7 @@ class LanesOfCall : Immovable {
     lanes_.check(operands, results);
   }
 
-  // The position, and the name, of the lane `index` of the call.
+  // The position and the name of the call's lane `index`.
   std::int64_t position(std::int64_t index) const noexcept {
     return lanes_.position(index, number_);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of the process, and the verdict on each Ctrl-C.
+// The end of the process, and the decision on each Ctrl-C.
 #include "core/lifecycle.h"
 
 #include <thread>
@@ -9,14 +9,14 @@ namespace {
 
 std::int64_t steady_ns() noexcept {
   timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler
+  clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in signal handlers
   return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
 }  // namespace
 
 bool Lifecycle::close(std::chrono::nanoseconds wait) {
-  // Both ways: later calls see the bit, and this thread sees what earlier calls did.
+  // Both orders: later calls see the bit, and this thread sees the effects of earlier calls.
   state_.fetch_or(kClosed, std::memory_order_acq_rel);
   auto deadline = std::chrono::steady_clock::now() + wait;
   while (active() != 0) {
@@ -62,12 +62,12 @@ bool Interrupts::end_since(std::uint32_t before) noexcept {
 }
 
 bool Interrupts::recent() noexcept {
-  std::int64_t came = came_ns_.load(std::memory_order_relaxed);  // what it says is in itself
+  std::int64_t came = came_ns_.load(std::memory_order_relaxed);  // the value needs no other memory
   return came != 0 && steady_ns() - came < 1'000'000'000;
 }
 
 void Interrupts::end_all(bool on) noexcept {
-  // Sequentially consistent: who sees the epoch sees the rest.
+  // Sequentially consistent: a thread that sees the epoch also sees these values.
   all_.store(on, std::memory_order_seq_cst);
   std::uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
   verdict_.store(std::uint64_t{epoch} * 2 + 1, std::memory_order_seq_cst);
@@ -81,8 +81,8 @@ bool Interrupts::same(const struct sigaction& a, const struct sigaction& b) noex
 }
 
 void Interrupts::on_signal(int number, siginfo_t* info, void* context) {
-  came_ns_.store(steady_ns(), std::memory_order_relaxed);  // what it says is in itself
-  epoch_.fetch_add(1, std::memory_order_relaxed);          // likewise
+  came_ns_.store(steady_ns(), std::memory_order_relaxed);  // the value needs no other memory
+  epoch_.fetch_add(1, std::memory_order_relaxed);          // as above
   if ((before_.sa_flags & SA_SIGINFO) != 0) return before_.sa_sigaction(number, info, context);
   before_.sa_handler(number);
 }
@@ -92,7 +92,7 @@ bool Interrupts::decide(InterruptedRun& slot, std::int64_t run, const void* plac
   if (all_.load(std::memory_order_seq_cst)) return true;
   std::uint32_t begun = begun_at(run, place, epoch);
   bool ends = begun != epoch && judged(epoch);
-  if (begun != epoch && !ends) begun = begun_at(run, place, epoch, true);  // it goes on
+  if (begun != epoch && !ends) begun = begun_at(run, place, epoch, true);  // the run continues
   slot.epoch.store(begun, std::memory_order_relaxed);
   slot.run.store(run, std::memory_order_release);  // see ends()
   return ends;
@@ -106,7 +106,7 @@ std::uint32_t Interrupts::begun_at(std::int64_t run, const void* place, std::uin
     std::uint32_t& begun = immortal<BegunRuns>().of(run, 0, place, [&] { return now; });
     return anew ? begun = now : begun;
   } catch (...) {
-    return now;  // no memory to know it by
+    return now;  // no memory by which to identify the run
   }
 }
 
@@ -116,7 +116,7 @@ bool Interrupts::judged(std::uint32_t epoch) noexcept {
   Judge judge = judge_.load(std::memory_order_acquire);  // see set_judge()
   ActiveCall active;
   const bool ends = judge != nullptr && active.entered() && judge();
-  // Relaxed: a verdict says all in one number, and to judge twice does no harm.
+  // Relaxed: one number has the whole verdict, and judging twice does no harm.
   verdict_.store(std::uint64_t{epoch} * 2 + (ends ? 1 : 0), std::memory_order_relaxed);
   return ends;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of the process, and of programs at Ctrl-C. Lock-free on a call's side.
+// The end of the process, and of programs at Ctrl-C. Lock-free for calls.
 #pragma once
 
 #include <array>
@@ -18,44 +18,44 @@
 
 namespace callgate {
 
-// Every call enters before it touches user code and leaves after. close() refuses further calls and
-// waits, for a bounded time, for those inside; handlers then fail without touching Python.
+// Every call enters before it runs user code, and leaves afterwards. close() refuses further calls
+// and waits for the active ones, for a bounded time. Later handlers fail without calling Python.
 class Lifecycle {
  public:
-  // Constant-initialised, so that calls pay for no guard.
+  // Constant-initialized, so calls need no guard.
   static Lifecycle& instance() {
     static constinit Lifecycle lifecycle;
     return lifecycle;
   }
 
-  // False once closed; the caller must then not call user code, nor leave().
+  // False after close(); the caller must then call neither user code nor leave().
   bool enter() noexcept {
-    // Acquire: what close() did before it set the bit is seen by whoever is refused.
+    // Acquire: a refused call sees the writes before close() set the bit.
     if ((state_.fetch_add(1, std::memory_order_acquire) & kClosed) == 0) return true;
     leave();
     return false;
   }
   void leave() noexcept {
-    // Release: the call's effects are seen by close() when it reads the count.
+    // Release: close() sees the call's effects when it reads the count.
     state_.fetch_sub(1, std::memory_order_release);
   }
 
-  // Refuses new calls, then waits until those inside have left. False when the time ran out.
+  // Refuses new calls, then waits until the active calls have left. False if the time ran out.
   bool close(std::chrono::nanoseconds wait);
   bool closed() const noexcept {
     return (state_.load(std::memory_order_acquire) & kClosed) != 0;  // pairs with close()
   }
-  std::int64_t active() const noexcept {                       // calls inside now
+  std::int64_t active() const noexcept {                       // the number of active calls
     return state_.load(std::memory_order_acquire) & ~kClosed;  // pairs with leave()
   }
 
  private:
-  // Bit 62 marks closed, the others count calls: one atomic, so that none slips in between.
+  // Bit 62 marks the close, the other bits count calls. One atomic, so no call slips in between.
   static constexpr std::int64_t kClosed = std::int64_t{1} << 62;
   std::atomic<std::int64_t> state_{0};
 };
 
-// Enters on construction, leaves on destruction.
+// Enters on construction and leaves on destruction.
 class ActiveCall : Immovable {
  public:
   ActiveCall() noexcept : entered_(Lifecycle::instance().enter()) {}
@@ -69,7 +69,7 @@ class ActiveCall : Immovable {
   bool entered_;
 };
 
-// Calls that came after the close and whose callees have no result to fail with, such as taps'.
+// Calls after the close whose callees can't report an error through a result, such as taps.
 class LateCalls {
  public:
   static LateCalls& instance() { return immortal<LateCalls>(); }
@@ -82,51 +82,53 @@ class LateCalls {
   std::map<std::string, std::uint64_t> counts_;
 };
 
-// Called once, last on a thread of callgate's: the bindings leave a Python thread state on it. To
-// take that away they may have to wait for others, which a thread's own destructors must not: who
-// joins the thread may hold what they wait for.
+// Called once, at the very end of a thread of callgate's, to remove the Python thread state that
+// the bindings leave on it. This may wait for other threads, which a thread's own destructors must
+// not do: a thread that joins this one may hold a lock for which they wait.
 inline thread_local void (*at_thread_end)() noexcept = nullptr;
 
-// Called by threads of ours that end before the process does, with nothing locked.
+// Called by callgate's threads that end before the process, without locks.
 inline void end_thread() noexcept {
   if (at_thread_end == nullptr) return;
-  ActiveCall active;  // while the process ends it stays as it is
+  ActiveCall active;  // keeps the state while the process ends
   if (active.entered()) std::exchange(at_thread_end, nullptr)();
 }
 
-// The interrupts before a run's first call.
+// The number of interrupts before a run's first call.
 struct InterruptedRun {
   std::atomic<std::int64_t> run{-1};
   std::atomic<std::uint32_t> epoch{0};
 };
 
-// Ctrl-C, as compiled programs see it.
+// Ctrl-C for compiled programs.
 //
-// While a program runs, the main thread is inside XLA, where Python's handler of SIGINT only leaves
-// a note: nothing that Python would raise can end the program. So a handler of ours stands before
-// Python's and counts. Runs that have called callgate before the last interrupt are refused at
-// their next call, where it is to end programs; those that begin later, such as a last
-// checkpoint's, are not. All state is constant-initialised: the handler may run at any time.
+// While a program runs, the main thread is inside XLA. Python's SIGINT handler then only sets a
+// flag, so no Python exception can end the program. callgate therefore installs a handler in front
+// of Python's, which counts. Runs that have called callgate before the last interrupt are refused
+// at their next call, if the interrupt is to end programs. Runs that begin later, such as for a
+// last checkpoint, are not refused. All state is constant-initialized, because the handler may run
+// at any time.
 class Interrupts {
  public:
-  // Asked once an interrupt, on any thread that makes a call: does it end programs? Not where the
-  // user's own handler takes it for a request to stop soon.
+  // Called once per interrupt, on any thread that makes a call: true if the interrupt ends
+  // programs. It returns false if the user's own handler treats the interrupt as a request to stop
+  // soon.
   using Judge = bool (*)();
   static void set_judge(Judge judge) noexcept {
-    judge_.store(judge, std::memory_order_release);  // whoever reads it may call it
+    judge_.store(judge, std::memory_order_release);  // readers may call the function
   }
 
-  // Puts the handler before the one that is there, unless the signal is ignored or ends the
-  // process. The first one found is the only one that ours ever calls: whoever comes between later
-  // may call ours, and the two would call each other for ever. So ours is put back only when that
-  // first one stands alone again. Any thread.
+  // Installs the handler in front of the current one, unless the signal is ignored or ends the
+  // process. callgate's handler only ever calls the first handler that it found: a handler that is
+  // installed later may call callgate's, and calling it back would never end. So callgate's handler
+  // is installed again only when the first one is the current one. Thread-safe.
   static void watch() noexcept;
 
-  // True if the call of this run (XLA's number of it, -1 for none) is to end its program. `place`:
+  // True if the call of this run (XLA's number of it, -1 for none) must end its program. `place` is
   // where the call writes a result, for Runs.
   static bool ends(std::int64_t run, const void* place = nullptr) noexcept {
     InterruptedRun& slot = slots_[static_cast<std::uint64_t>(run) % slots_.size()];
-    // Acquire: the epoch is that of this run. Relaxed: a late look costs one more call.
+    // Acquire: the epoch belongs to this run. Relaxed: a late read costs one more call.
     if (slot.run.load(std::memory_order_acquire) == run &&
         slot.epoch.load(std::memory_order_relaxed) == epoch_.load(std::memory_order_relaxed))
         [[likely]]
@@ -134,18 +136,18 @@ class Interrupts {
     return run != -1 && decide(slot, run, place);
   }
 
-  // How many came so far; and, for what runs outside of programs, whether one since then is to end
-  // it.
+  // The number of interrupts so far; and, for code outside programs, whether an interrupt since
+  // then must end it.
   static std::uint32_t count() noexcept {
-    return epoch_.load(std::memory_order_relaxed);  // a late look costs one more call
+    return epoch_.load(std::memory_order_relaxed);  // a late read costs one more call
   }
   static bool end_since(std::uint32_t before) noexcept;
 
-  // True if one came within the last second.
+  // True if there was an interrupt within the last second.
   static bool recent() noexcept;
 
-  // At the process's end, after an interrupt: every call is to end its program; off again, those
-  // of runs that have begun.
+  // At the end of the process, after an interrupt: with `on`, every call ends its program; without,
+  // only the calls of runs that have begun.
   static void end_all(bool on) noexcept;
 
  private:
@@ -155,7 +157,8 @@ class Interrupts {
 
   static bool decide(InterruptedRun& slot, std::int64_t run, const void* place) noexcept;
 
-  // The interrupts before the run's first call; those by now for one that has made none, or `anew`.
+  // The interrupts before the run's first call; the current number for a run without a call, or
+  // with `anew`.
   static std::uint32_t begun_at(std::int64_t run, const void* place, std::uint32_t now,
                                 bool anew = false) noexcept;
 
@@ -165,15 +168,15 @@ class Interrupts {
 
   static bool judged(std::uint32_t epoch) noexcept;
 
-  // For some runs, to be found without a lock.
+  // Some runs, for look-ups without a lock.
   static inline constinit std::array<InterruptedRun, 256> slots_{};
   static inline constinit std::atomic<std::uint32_t> epoch_{0};  // interrupts so far
   static inline constinit std::atomic<Judge> judge_{nullptr};
-  static inline constinit std::atomic<std::int64_t> came_ns_{0};  // by the steady clock; 0: never
+  static inline constinit std::atomic<std::int64_t> came_ns_{0};  // steady clock; 0: never
   static inline constinit std::atomic<bool> all_{false};
-  // The last epoch that was judged, times two, and whether it ends programs.
+  // Twice the last judged epoch, plus 1 if it ends programs.
   static inline constinit std::atomic<std::uint64_t> verdict_{0};
-  static inline struct sigaction before_;  // written once, before the handler is there
+  static inline struct sigaction before_;  // written once, before the handler is installed
 };
 
 // The failure of a call that Ctrl-C ends.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long objects live, where, and in which process.
+// Lifetimes of objects, and the process to which they belong.
 #pragma once
 
 #include <pthread.h>
@@ -12,14 +12,14 @@
 
 namespace callgate {
 
-// The process's one object of a type made for this; never destroyed: users may outlast statics.
+// The process's single object of a type; never destroyed, because users may outlive static objects.
 template <typename T>
 T& immortal() {
   static auto* object = new T();
   return *object;
 }
 
-// Base of what is neither copied nor moved.
+// Base class of objects that are neither copied nor moved.
 class Immovable {
  public:
   Immovable(const Immovable&) = delete;
@@ -30,8 +30,8 @@ class Immovable {
   ~Immovable() = default;
 };
 
-// Room for some objects, left as it is, since clearing it would cost as much as a call: within
-// itself for up to kInline of them, else allocated.
+// Uninitialized storage for objects, because clearing it would cost as much as a call: inline for
+// up to kInline objects, otherwise allocated.
 template <typename T, std::size_t kInline>
 class SmallBuffer : Immovable {
  public:
@@ -46,24 +46,25 @@ class SmallBuffer : Immovable {
  private:
   union Room {
     Room() noexcept {}                           // NOLINT: left as it is
-    alignas(16) std::array<T, kInline> objects;  // aligned as operator new does
+    alignas(16) std::array<T, kInline> objects;  // aligned as by operator new
   } room_;
   std::unique_ptr<T[]> large_;
   T* data_ = room_.objects.data();
 };
 
-// Which process an object belongs to. A fork's child has the parent's memory and descriptors, but
-// none of its threads, and locks that these held are held for ever. So what has threads, or what
-// lies outside of the process, remembers where it was made, and leaves both alone in a child.
+// The process to which an object belongs. A fork's child has the parent's memory and descriptors,
+// but none of its threads, and locks that these threads held are never released. Objects with
+// threads or resources outside the process therefore remember their process, and leave both alone
+// in a child.
 class OfProcess {
  public:
-  // False in a fork's child of the process that the object was made in.
+  // False in a fork's child of the process that created the object.
   bool here() const noexcept { return made_ == forks(); }
 
  private:
-  // Forks between the first process and this one.
+  // The number of forks between the first process and this one.
   static std::uint32_t forks() noexcept {
-    return forks_.load(std::memory_order_relaxed);  // changes while there is one thread alone
+    return forks_.load(std::memory_order_relaxed);  // only changes while there is one thread
   }
   static std::uint32_t watched() {
     static const int registered =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A look at the clock, and at signals, on the main thread.
+// Checks the clock and runs signal handlers on the main thread.
 #include "core/main_thread.h"
 
 namespace callgate {
@@ -13,7 +13,7 @@ void MainThread::look_closer() {
   if (now < next_ || run == nullptr) return;
   next_ = now + kPeriod;
   run();
-  // Other threads may have had the GIL for long: waiting for it is to take a small part of the
+  // Other threads may have held the GIL for long; the wait for it must stay a small part of the
   // program's time.
   const Clock::duration end = Clock::now().time_since_epoch();
   next_ = end + kPeriod + 20 * (end - now);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's main thread, the one that runs signals' handlers: between two steps of Python code.
+// Python's main thread, which runs signal handlers between two steps of Python code.
 //
-// While it is inside a program, no handler runs. Where JAX runs the program on the thread that
-// calls it, the main thread comes by at calls of the program; those that read what a handler may
-// have changed (cg.stop, a knob's set) have the handlers run first.
+// While the main thread is inside a program, no handler runs. If JAX runs the program on the
+// calling thread, the main thread passes through the program's calls. The calls that read values
+// which a handler may change (cg.stop, a knob's set) run the handlers first.
 #pragma once
 
 #include <atomic>
@@ -15,13 +15,13 @@ namespace callgate {
 
 class MainThread {
  public:
-  // Runs the handlers of signals that came; throws Error where one raised. Takes the GIL.
+  // Runs the handlers of pending signals; throws Error if one raised. Takes the GIL.
   using RunHandlers = void (*)();
   static void set_run_handlers(RunHandlers run) noexcept {
-    run_.store(run, std::memory_order_release);  // whoever reads it may call it
+    run_.store(run, std::memory_order_release);  // readers may call the function
   }
 
-  // At import, and in a fork's child. Relaxed: the thread's number says all by itself.
+  // Called at import, and in a fork's child. Relaxed: the thread's number needs no other memory.
   static void set(unsigned long thread) noexcept {
     thread_.store(thread, std::memory_order_relaxed);
   }
@@ -29,7 +29,7 @@ class MainThread {
     return python_thread() == thread_.load(std::memory_order_relaxed);  // see set()
   }
 
-  // To be called at each look: runs the handlers on the main thread, some hundred times a second.
+  // Called at each read: runs the handlers on the main thread, a few hundred times a second.
   static void look() {
     if (is_this() && --looks_left_ <= 0) [[unlikely]]
       look_closer();
@@ -41,14 +41,15 @@ class MainThread {
   static constexpr std::chrono::microseconds kQuick{200};
   static constexpr int kMostLooks = 64;
 
-  // Reads the clock at each of `looks_` looks, which are many while they follow each other quickly.
+  // Reads the clock every `looks_` reads; `looks_` is large while the reads follow each other
+  // quickly.
   static void look_closer();
 
   static inline constinit std::atomic<unsigned long> thread_{0};
   static inline constinit std::atomic<RunHandlers> run_{nullptr};
-  // The main thread's alone.
+  // Only the main thread uses these.
   static inline constinit int looks_ = 1, looks_left_ = 1;
-  static inline constinit Clock::duration last_{}, next_{};  // since the clock's beginning
+  static inline constinit Clock::duration last_{}, next_{};  // since the clock's epoch
 };
 
 }  // namespace callgate

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A named thread's queue, its work, and its end.
+// A named thread's queue, its loop, and its end.
 #include "core/named_thread.h"
 
 #include <thread>
@@ -12,7 +12,8 @@ bool NamedThread::submit(Job job) {
   {
     std::lock_guard lock(queue->mutex);
     if (queue->closed) return false;
-    // The thread first: where the system gives none this throws, and the job must not be queued.
+    // The thread comes first: if the system has no thread left, this throws, and the job must not
+    // be queued.
     if (!queue->started) std::thread([queue, name = name_] { work(queue, name); }).detach();
     queue->started = true;
     queue->jobs.push_back(std::move(job));
@@ -61,11 +62,11 @@ std::shared_ptr<NamedThread::Queue> NamedThread::of_this_process() {
 void NamedThread::run_next(Queue& queue, std::unique_lock<std::mutex>& lock) {
   Job job = std::move(queue.jobs.front());
   queue.jobs.pop_front();
-  queue.waiting.fetch_sub(1, std::memory_order_relaxed);  // the thread's own
+  queue.waiting.fetch_sub(1, std::memory_order_relaxed);  // only this thread changes it
   lock.unlock();
   queue.runs_on.store(current_core(), std::memory_order_relaxed);  // a hint
   job();
-  job = nullptr;  // what the job held dies on this thread, without the lock
+  job = nullptr;  // the job's captures die on this thread, without the lock
   lock.lock();
 }
 

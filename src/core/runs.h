@@ -10,25 +10,25 @@
 
 namespace callgate {
 
-// A state for each run that asks. The caller's lock.
+// A state for each run that asks for one. The caller holds the lock.
 //
-// XLA tells nobody when a run ends. But the memory that a run writes a result to is its own while
-// it lasts: another run that writes there says that the first one has ended. So a state is dropped
-// when the memory of all of the run's `parts`, one a device, has been another run's. Runs whose
-// memory nobody gets again, or of which nobody knows it, are kept: `most` of them, those that asked
+// XLA doesn't report the end of a run. But the memory to which a run writes a result belongs to it
+// while it runs, so a write of another run to this memory shows that the first one has ended. A
+// state is dropped when other runs have written to the memory of all of the run's `parts`, one per
+// device. Runs whose memory is never reused, or is unknown, are kept: the `most` runs that asked
 // last.
 template <typename State>
 class Runs {
  public:
   explicit Runs(std::size_t parts = 1, std::size_t most = 1 << 16) : parts_(parts), most_(most) {}
 
-  // The state of a run whose `part` writes to `place` (null where that says nothing); `begin()` is
-  // the state of one that has not asked before.
+  // The state of a run whose `part` writes to `place` (null if unknown). `begin()` makes the state
+  // of a new run.
   template <typename Begin>
   State& of(std::int64_t run, std::int64_t part, const void* place, Begin&& begin) {
     const Owner owner{run, part};
     if (!entries_.empty() && entries_.back().run == run && last_ == std::pair{place, owner})
-      return entries_.back().state;  // asks again and again
+      return entries_.back().state;  // repeated requests of the same run
     last_ = {place, owner};
     if (place != nullptr) move_in(place, owner);
     if (auto it = known_.find(run); it != known_.end()) {
@@ -47,7 +47,7 @@ class Runs {
   using Owner = std::pair<std::int64_t, std::int64_t>;  // run and part
   struct Entry {
     std::int64_t run;
-    std::size_t ended;  // parts whose memory has been another's since
+    std::size_t ended;  // parts whose memory another run has used since
     State state;
   };
   using Place = std::list<Entry>::iterator;
@@ -67,8 +67,8 @@ class Runs {
   }
 
   const std::size_t parts_, most_;
-  std::pair<const void*, Owner> last_;  // who asked last
-  std::list<Entry> entries_;            // those that asked last at the end
+  std::pair<const void*, Owner> last_;  // the last request
+  std::list<Entry> entries_;            // in the order of the last requests
   std::unordered_map<std::int64_t, Place> known_;
   std::unordered_map<const void*, Owner> owners_;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Differences of systems: Linux with glibc and libstdc++, for which callgate is made; Linux with
-// libc++, as in wheels that a cross compiler builds; and macOS, for which the sources compile, but
-// where nothing has run. A feature that one of them lacks is left out, or done as well as can be.
+// Differences between systems: Linux with glibc and libstdc++, the main target; Linux with libc++,
+// as in wheels built by a cross compiler; and macOS, for which the sources compile, but which is
+// untested. A missing feature of a system is left out or approximated.
 #pragma once
 
 #include <cxxabi.h>
@@ -18,7 +18,7 @@
 
 namespace callgate {
 
-// Names the running thread, in at most 15 characters.
+// Names the running thread, with at most 15 characters.
 inline void name_thread(const char* name) noexcept {
 #ifdef __APPLE__
   pthread_setname_np(name);
@@ -27,7 +27,7 @@ inline void name_thread(const char* name) noexcept {
 #endif
 }
 
-// The running thread's number, as the system's tools show it.
+// The running thread's number in the system's tools.
 inline std::int64_t thread_number() noexcept {
 #ifdef __APPLE__
   std::uint64_t number = 0;
@@ -38,7 +38,7 @@ inline std::int64_t thread_number() noexcept {
 #endif
 }
 
-// The running thread, as Python numbers it: threading.get_ident().
+// The running thread's number in Python: threading.get_ident().
 inline unsigned long python_thread() noexcept {
 #ifdef __APPLE__
   return reinterpret_cast<unsigned long>(pthread_self());
@@ -47,7 +47,7 @@ inline unsigned long python_thread() noexcept {
 #endif
 }
 
-// The core that this thread runs on; -1 where that is not known.
+// The core that runs this thread; -1 if unknown.
 inline std::int32_t current_core() noexcept {
 #ifdef __linux__
   return sched_getcpu();
@@ -56,15 +56,15 @@ inline std::int32_t current_core() noexcept {
 #endif
 }
 
-// The running thread's short pauses end in time; by default the system may add 50 µs.
+// Makes short pauses of the running thread end on time; by default the system may add 50 µs.
 inline void pause_exactly() noexcept {
 #ifdef __linux__
   prctl(PR_SET_TIMERSLACK, 10'000);  // nanoseconds
 #endif
 }
 
-// Calls `at_end` with the exit status when the C library ends the process, once. macOS does not
-// tell the status: there it is 0.
+// Calls `at_end` once with the exit status when the C library ends the process. macOS doesn't
+// report the status: there it is 0.
 inline void call_at_end(void (*at_end)(int status, void*)) noexcept {
 #ifdef __APPLE__
   static void (*call)(int, void*) = nullptr;
@@ -75,16 +75,16 @@ inline void call_at_end(void (*at_end)(int status, void*)) noexcept {
 #endif
 }
 
-// The fcntl command that locks bytes of a file. Such locks belong to the open file; macOS has only
-// those of the process, under which two sinks of one process don't keep each other out.
+// The fcntl command that locks bytes of a file for the open file. macOS only has locks of the
+// process, which don't keep two sinks of one process apart.
 #ifdef __APPLE__
 inline constexpr int kSetFileLock = F_SETLK;
 #else
 inline constexpr int kSetFileLock = F_OFD_SETLK;
 #endif
 
-// Returns body(). Where glibc ends the thread meanwhile (pthread_exit, a forced unwind), the thread
-// stops here for good instead: destructors on its way would use what it no longer has.
+// Returns body(). If glibc ends the thread meanwhile (pthread_exit, a forced unwind), the thread
+// stops here for good instead: the destructors would use resources that it no longer has.
 template <typename Body>
 auto outliving_thread_exit(Body&& body) -> decltype(body()) try {
   return body();
@@ -93,7 +93,7 @@ auto outliving_thread_exit(Body&& body) -> decltype(body()) try {
   for (;;) pause();
 }
 #else
-  // libc++ has no name for it, nor a type of whatever C++ code has not thrown.
+  // libc++ has no name for it, and no type for exceptions that C++ code didn't throw.
 } catch (...) {
   if (abi::__cxa_current_exception_type() != nullptr) throw;
   for (;;) pause();

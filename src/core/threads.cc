@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The watchdog's thread and the workers'.
+// The watchdog's thread and the workers.
 #include "core/threads.h"
 
 #include <cstdio>
@@ -9,10 +9,11 @@ namespace callgate {
 
 Watchdog::Ticket Watchdog::arm(Clock::duration delay, Action action) {
   Ticket ticket;
-  if (!process_.here()) return ticket;  // and the lock may be held for ever
+  if (!process_.here()) return ticket;  // the lock may never be released
   {
     std::lock_guard lock(mutex_);
-    // The thread first: where the system gives none this throws, and nothing must be armed.
+    // The thread comes first: if the system has no thread left, this throws, and nothing must be
+    // armed.
     if (!thread_.joinable() && !stopped_)
       thread_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
     ticket = {Clock::now() + delay, next_++};
@@ -29,7 +30,7 @@ void Watchdog::disarm(const Ticket& ticket) {
 }
 
 void Watchdog::stop() {
-  std::jthread thread;  // wakes the wait and joins
+  std::jthread thread;  // wakes and joins
   std::lock_guard lock(mutex_);
   stopped_ = true;
   thread = std::move(thread_);
@@ -64,7 +65,7 @@ WorkerPool& WorkerPool::of_copies() {
 
 bool WorkerPool::submit(Job job) {
   if (lost()) return false;
-  std::list<std::jthread> ended;  // joined after the lock is gone
+  std::list<std::jthread> ended;  // joined after the lock is released
   {
     std::lock_guard lock(mutex_);
     if (stopping_) return false;
@@ -73,7 +74,8 @@ bool WorkerPool::submit(Job job) {
       process_ = OfProcess();
       used_.store(true, std::memory_order_release);  // see lost()
     }
-    // The thread first: where the system gives none this throws, and the job must not be queued.
+    // The thread comes first: if the system has no thread left, this throws, and the job must not
+    // be queued.
     if (jobs_.size() + 1 > idle_) threads_.emplace_back([this] { work(); });
     jobs_.push_back(std::move(job));
   }
@@ -82,7 +84,7 @@ bool WorkerPool::submit(Job job) {
 }
 
 void WorkerPool::stop() {
-  std::list<std::jthread> threads;  // joined after the lock is gone
+  std::list<std::jthread> threads;  // joined after the lock is released
   std::lock_guard lock(mutex_);
   stopping_ = true;
   threads.swap(threads_);
@@ -107,13 +109,13 @@ void WorkerPool::work() {
       jobs_.pop_front();
       lock.unlock();
       job();
-      job = nullptr;  // what the job held dies before the thread counts as idle
+      job = nullptr;  // the job's captures die before the thread counts as idle
       lock.lock();
     } else if (stopping_) {
       return;
     } else if (!woken && threads_.size() > kKeptThreads) {
       lock.unlock();
-      end_thread();  // before anybody can join it
+      end_thread();  // before another thread can join it
       lock.lock();
       for (auto it = threads_.begin(); it != threads_.end(); ++it) {
         if (it->get_id() != std::this_thread::get_id()) continue;
@@ -138,7 +140,7 @@ void StallWatch::report(const std::shared_ptr<Callee>& callee,
       if (!active.entered()) return;
       std::fprintf(stderr, "%s\n", callee->stall_report(text, /*timed_out=*/false).c_str());
     });
-  } catch (const std::exception& error) {  // no thread is to be had, or no memory
+  } catch (const std::exception& error) {  // out of threads or memory
     std::fprintf(stderr, "callgate: '%s' is stalled; no report on it: %s\n", callee->name().c_str(),
                  error.what());
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads of callgate's own: the watchdog's, which notices calls that take too long, and those that
-// run callbacks for `thread="own"`. Threads are named, and joined by stop().
+// callgate's own threads: the watchdog's, which detects slow calls, and those that run callbacks
+// for `thread="own"`. Threads have names, and stop() joins them.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,8 @@
 
 namespace callgate {
 
-// A thread that starts with the first watch and sleeps until a deadline. Without any it is free.
+// A thread that starts with the first watch and sleeps until a deadline. It costs nothing without
+// watches.
 class Watchdog : Immovable {
  public:
   using Clock = std::chrono::steady_clock;
@@ -34,11 +35,11 @@ class Watchdog : Immovable {
   static Watchdog& instance() { return immortal<Watchdog>(); }
   ~Watchdog() { stop(); }
 
-  // The thread runs the action, once and without any lock held, unless disarm() comes before. Does
-  // nothing in a fork's child, which has no such thread.
+  // The thread runs the action once, without locks, unless disarm() comes before. Does nothing in a
+  // fork's child, which has no such thread.
   Ticket arm(Clock::duration delay, Action action);
 
-  // Takes the watch back. After it returns the action will not start, but may be running.
+  // Cancels the watch. After it returns, the action won't start, but may be running.
   void disarm(const Ticket& ticket);
 
   void stop();
@@ -46,7 +47,7 @@ class Watchdog : Immovable {
  private:
   void watch(const std::stop_token& stop);
 
-  std::mutex mutex_;  // guards the table alone
+  std::mutex mutex_;  // guards only the table
   std::condition_variable_any changed_;
   std::map<Ticket, Action> actions_;
   std::uint64_t next_ = 0;
@@ -55,7 +56,7 @@ class Watchdog : Immovable {
   std::jthread thread_;
 };
 
-// Arms on construction when the delay is positive, disarms on destruction.
+// Arms on construction if the delay is positive, and disarms on destruction.
 class Watch : Immovable {
  public:
   Watch(Watchdog::Clock::duration delay, Watchdog::Action action) : armed_(delay.count() > 0) {
@@ -70,29 +71,29 @@ class Watch : Immovable {
   Watchdog::Ticket ticket_;
 };
 
-// A job may block on other jobs (a gate that runs a program with gates), so none is queued behind a
-// busy thread: the pool grows. Idle threads beyond a few end after a while.
+// A job may block on other jobs (a gate that runs a program with gates), so no job is queued behind
+// a busy thread: the pool grows instead. Idle threads beyond a few end after a while.
 class WorkerPool : Immovable {
  public:
   using Job = std::function<void()>;
   static WorkerPool& instance() { return immortal<WorkerPool>(); }
-  // For parts of large copies, which a fork's child makes alone.
+  // For parts of large copies; a fork's child copies without it.
   static WorkerPool& of_copies();
   explicit WorkerPool(const char* name = "callgate-own") : name_(name) {}
   ~WorkerPool() { stop(); }
 
-  // Runs the job soon on a thread of the pool. False, and not taken, after stop() or if lost().
+  // Runs the job soon on a thread of the pool. False, and not accepted, after stop() or if lost().
   bool submit(Job job);
 
-  // In a fork's child of a process that has used the pool: its threads are not here.
+  // True in a fork's child of a process that has used the pool, whose threads don't exist here.
   bool lost() const noexcept {
     return used_.load(std::memory_order_acquire) && !process_.here();  // pairs with submit()
   }
 
-  // Finishes the jobs at hand, then joins all threads.
+  // Finishes the running jobs, then joins all threads.
   void stop();
 
-  std::size_t size() const {  // threads alive now
+  std::size_t size() const {  // live threads
     std::lock_guard lock(mutex_);
     return threads_.size();
   }
@@ -103,27 +104,27 @@ class WorkerPool : Immovable {
 
   void work();
 
-  const char* name_;          // of its threads
-  mutable std::mutex mutex_;  // guards the queue alone: jobs run without it
+  const char* name_;          // the threads' name
+  mutable std::mutex mutex_;  // guards only the queue: jobs run without it
   std::condition_variable ready_;
   std::deque<Job> jobs_;
-  std::list<std::jthread> threads_, ended_;  // those that left their loop, to be joined
+  std::list<std::jthread> threads_, ended_;  // threads that left their loop and must be joined
   std::size_t idle_ = 0;
   bool stopping_ = false;
-  OfProcess process_;  // of the first job
+  OfProcess process_;  // the process of the first job
   std::atomic<bool> used_{false};
 };
 
-// Reports on stderr, once, a call that takes long and goes on (callgate.config(stall_seconds=...)).
-// `arguments` says what it was called with, and is asked when the report is made.
+// Reports a slow call on stderr, once; the call continues (callgate.config(stall_seconds=...)).
+// `arguments` returns the call's arguments as text when the report is made.
 class StallWatch {
  public:
   StallWatch(std::chrono::nanoseconds delay, std::shared_ptr<Callee> callee,
              std::function<std::string()> arguments);
 
  private:
-  // A report says where Python's threads stand, for which it waits for the GIL. The watchdog's
-  // thread must not, since other calls' timeouts are its business: a worker does.
+  // A report shows the stacks of Python's threads, for which it waits for the GIL. The watchdog's
+  // thread must not wait, because it serves other calls' timeouts; a worker reports instead.
   static void report(const std::shared_ptr<Callee>& callee,
                      const std::function<std::string()>& arguments);
 

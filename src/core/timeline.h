@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The timeline: a record of calls and of callgate's own work, while somebody asks for one.
+// The timeline: a record of calls and of callgate's own work, while `cg.trace` requests one.
 #pragma once
 
 #include <atomic>
@@ -18,18 +18,18 @@ namespace callgate {
 
 struct TimelineEvent {
   std::string kind, name;
-  std::int64_t thread = 0;                                  // the system's number
-  std::int64_t start_ns = 0, wait_ns = 0, duration_ns = 0;  // of the steady clock; wait included
+  std::int64_t thread = 0;                                  // the system's thread number
+  std::int64_t start_ns = 0, wait_ns = 0, duration_ns = 0;  // by the steady clock; including wait
 };
 
 class Timeline {
  public:
-  // Relaxed: who looks late misses a call.
+  // Relaxed: a late reader misses a call.
   static bool on() noexcept { return on_.load(std::memory_order_relaxed); }
 
-  // Begins a record; returns where in the timeline. Records may overlap.
+  // Begins a record and returns its position in the timeline. Records may overlap.
   static std::size_t start();
-  // Ends a record that began at `first`; returns what has come since.
+  // Ends a record that began at `first`, and returns its events.
   static std::vector<TimelineEvent> stop(std::size_t first);
   static void add(std::string_view kind, std::string_view name, std::int64_t start_ns,
                   std::int64_t wait_ns, std::int64_t duration_ns);
@@ -41,11 +41,11 @@ class Timeline {
  private:
   static inline std::atomic<bool> on_{false};
   std::mutex mutex_;
-  std::vector<TimelineEvent> events_;  // since the first of the open records began
+  std::vector<TimelineEvent> events_;  // since the oldest open record began
   int open_ = 0;
 };
 
-// A block of the timeline. Borrows the texts.
+// A block in the timeline. Borrows the texts.
 class TimelineSpan : Immovable {
  public:
   TimelineSpan(std::string_view kind, std::string_view name) noexcept

@@ -14,7 +14,7 @@
 
 #include "kernels/kernel_debug.h"
 
-// A plain load in the handler: the general way to a library's thread-local may allocate.
+// A plain load in the handler; the general access to a library's thread-local may allocate.
 #if defined(__ELF__)
 #define CALLGATE_STATIC_TLS __attribute__((tls_model("initial-exec")))
 #else
@@ -24,11 +24,11 @@
 namespace callgate {
 namespace {
 
-// A signal, and who handled it before us.
+// A signal, and its previous handler.
 struct Handled {
   const char* name;
   int number;
-  bool chained = false;  // our handler was installed and may still be called
+  bool chained = false;  // this handler was installed and may still be called
   struct sigaction before{};
 };
 constinit Handled handled[] = {{"SIGSEGV", SIGSEGV},
@@ -39,12 +39,12 @@ constinit Handled handled[] = {{"SIGSEGV", SIGSEGV},
 
 CALLGATE_STATIC_TLS thread_local const KernelRecord* current = nullptr;
 
-// Calls that run now, for crashes on threads of a kernel's own. Without a free slot: not seen.
+// Running calls, for crashes on a kernel's own threads. Calls without a free slot aren't reported.
 std::array<std::atomic<const KernelRecord*>, 64> slots{};
 
 // --- The text --------------------------------------------------------------------------------
 
-// A line after the other, on stderr.
+// Writes lines to stderr.
 class Writer {
  public:
   ~Writer() { flush(); }
@@ -97,7 +97,7 @@ void write_arrays(Writer& out, const char* side, std::span<const ArrayView> view
   }
 }
 
-// Where the address lies, when it is close to one of the arrays.
+// Describes the address if it is close to one of the arrays.
 void write_place(Writer& out, std::uintptr_t address, const char* side,
                  std::span<const ArrayView> views, std::span<const std::string> labels) noexcept {
   constexpr std::uintptr_t kClose = std::uintptr_t{1} << 20;
@@ -128,7 +128,7 @@ void write_record(Writer& out, const KernelRecord& record) noexcept {
 
 void write_report(const char* signal, const siginfo_t* info) noexcept {
   Writer out;
-  // Only faults have an address. x86 gives 0 for addresses that can't exist at all.
+  // Only faults have an address. x86 gives 0 for addresses that can't exist.
   bool fault = info != nullptr && info->si_code > 0 &&
                (info->si_signo == SIGSEGV || info->si_signo == SIGBUS);
   auto address = fault ? reinterpret_cast<std::uintptr_t>(info->si_addr) : 0;
@@ -164,11 +164,11 @@ void leave_to_default(int number, const siginfo_t* info) noexcept {
   struct sigaction action{};
   action.sa_handler = SIG_DFL;
   ::sigaction(number, &action, nullptr);
-  // A fault comes again when the handler returns; a signal that was sent has to be sent again.
+  // A fault repeats when the handler returns; a signal that was sent must be sent again.
   if (info == nullptr || info->si_code <= 0 || number == SIGABRT) ::raise(number);
 }
 
-// As if we were not there.
+// As if this handler didn't exist.
 void chain(const struct sigaction& previous, int number, siginfo_t* info, void* context) noexcept {
   if ((previous.sa_flags & SA_SIGINFO) != 0) return previous.sa_sigaction(number, info, context);
   if (previous.sa_handler == SIG_DFL) return leave_to_default(number, info);
@@ -180,8 +180,9 @@ bool is_ours(const struct sigaction& action) noexcept {
   return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == &on_signal;
 }
 
-// True if the handler before ours has raised the signal again for the one before it, and that is
-// ours, too: it came between two of our installations, and the two would go on for ever.
+// True if the previous handler has raised the signal again for its own predecessor, and that is
+// this handler. The other handler was installed between two installations of this one, and the two
+// would call each other for ever.
 bool is_passed_back(int number) noexcept {
   struct sigaction now{};
   sigset_t pending;
@@ -205,7 +206,7 @@ void on_signal(int number, siginfo_t* info, void* context) {
   errno = kept_errno;
 }
 
-// A stack for the handler of a thread that has overflown its own.
+// A stack for the handler of a thread whose own stack has overflowed.
 struct SignalStack {
   SignalStack() noexcept {
     stack_t now{};
@@ -239,7 +240,7 @@ RunningKernel::RunningKernel(const KernelRecord* record) noexcept : before_(curr
   current = record;
   for (; slot_ < slots.size(); ++slot_) {
     const KernelRecord* free = nullptr;
-    // Release: a handler on another thread that sees the record sees what is in it.
+    // Release: a handler on another thread that sees the record also sees its content.
     if (slots[slot_].compare_exchange_strong(free, record, std::memory_order_release,
                                              std::memory_order_relaxed))
       return;
@@ -265,7 +266,7 @@ void set_crash_report(bool on) {
       signal.chained = true;
       ::sigaction(signal.number, &ours, nullptr);
     } else if (!on && signal.chained && is_ours(now)) {
-      // Where another handler came after ours, and may call it, ours stays and only passes on.
+      // If another handler was installed later and may call this one, it stays and only passes on.
       signal.chained = false;
       ::sigaction(signal.number, &signal.before, nullptr);
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a kernel is bound to a call, its lanes, and the kernels of a library.
+// Binds a kernel to a call, runs its lanes, and reads the kernels of a library.
 #include "kernels/kernel.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace callgate {
 namespace {
 
-// The arrays that a parameter of a kind takes, by the kind's number.
+// The arrays that each kind of parameter takes, by the kind's number.
 struct ParameterKind {
   const char* name;
   bool operands = false, results = false, variadic = false;
@@ -38,7 +38,7 @@ std::shared_ptr<KernelTurn> turn_of_library(const void* address) {
     std::mutex mutex;
     std::map<const void*, std::weak_ptr<KernelTurn>> by_library;
   };
-  auto& turns = immortal<Turns>();  // kernels may be made as long as the process lives
+  auto& turns = immortal<Turns>();  // kernels may be created throughout the process's life
   Dl_info info{};
   if (dladdr(address, &info) == 0 || info.dli_fbase == nullptr) return nullptr;
   std::scoped_lock lock(turns.mutex);
@@ -86,7 +86,7 @@ std::vector<KernelInfo> exported_kernels(const std::string& library,
                                          const callgate_kernel* (*table)()) {
   std::vector<KernelInfo> kernels;
   for (const callgate_kernel* kernel = table(); kernel != nullptr; kernel = kernel->next) {
-    // The version comes first: the rest of the struct may be another one.
+    // The version comes first, because the rest of the struct may differ.
     if (kernel->abi != CALLGATE_ABI)
       throw Error("library '" + library + "'",
                   "kernels of binary interface " + std::to_string(CALLGATE_ABI) +
@@ -176,7 +176,7 @@ void KernelSite::run_reported(const Call& call, Executor* executor,
                               std::chrono::nanoseconds delay) {
   auto has_turn = std::make_shared<std::atomic<bool>>(info_.thread_safe);
   StallWatch watch(delay, callee_, [text = to_string(call.operands), has_turn] {
-    if (has_turn->load(std::memory_order_relaxed)) return text;  // for a reader: late is fine
+    if (has_turn->load(std::memory_order_relaxed)) return text;  // a late value is fine here
     return text +
            ", which waits for another call to end (without thread_safe=True they take turns),";
   });
@@ -188,7 +188,7 @@ void KernelSite::run_reported(const Call& call, Executor* executor,
 
 void KernelSite::run_each_lane(const Call& call, Executor* executor) {
   const LanesOfCall lanes(lanes_, call.operands, call.results);
-  std::mutex mutex;  // guards what failed
+  std::mutex mutex;  // guards the failure
   std::atomic<bool> stop{false};
   std::int64_t failed_lane = INT64_MAX;
   std::exception_ptr error;  // the failed lane's

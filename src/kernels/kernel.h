@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Native functions that compiled programs call: no Python and no allocation on the way, and no lock
-// but the turn of a kernel that is not thread-safe.
+// Native functions that compiled programs call: without Python, without allocation, and without
+// locks except the turn of a kernel that isn't thread-safe.
 //
 // A kernel is a function (include/callgate/kernel_abi.h) with a description of its parameters.
-// Which arrays and attributes belong to which is worked out once a call site, so that a call fills
-// in six pointers and jumps.
+// Arrays and attributes are assigned to parameters once per call site, so a call only fills in six
+// pointers and jumps.
 #pragma once
 
 #include <dlfcn.h>
@@ -31,15 +31,16 @@
 
 namespace callgate {
 
-// Calls that must not run at once: those of a kernel that doesn't say that it is thread-safe, and
-// of all such kernels of one shared library, whose functions may share what they keep. A call has
-// its turn from before its first lane to behind its last one. It may call others of the
-// same turn on its own thread; on other threads these would wait for it for ever. Nobody waits for
-// a turn with the GIL, which the kernel that has it may need.
+// Serializes calls that must not overlap: those of a kernel that isn't marked thread-safe, and of
+// all such kernels of one shared library, whose functions may share state. A call has its turn from
+// its first lane to its last. On its own thread it may call other kernels of the same turn; on
+// other threads these would wait for ever. No thread waits for a turn with the GIL, because the
+// running kernel may need the GIL.
 class KernelTurn : public std::enable_shared_from_this<KernelTurn> {
  public:
   using Hold = std::unique_lock<std::recursive_mutex>;
-  // Waits for it. In a fork's child it is another one: who had it may be a thread of the parent.
+  // Waits for the turn. A fork's child has another mutex, because a thread of the parent may hold
+  // the first.
   [[nodiscard]] Hold take() { return Hold(mutexes_[process_.here() ? 0 : 1]); }
 
  private:
@@ -47,43 +48,44 @@ class KernelTurn : public std::enable_shared_from_this<KernelTurn> {
   std::array<std::recursive_mutex, 2> mutexes_;
 };
 
-// The turn of the kernels whose code is in this address's library; null for none. Any thread.
+// The turn of the kernels whose code is in this address's library; null for no library.
+// Thread-safe.
 std::shared_ptr<KernelTurn> turn_of_library(const void* address);
 
-// A kernel as it was defined.
+// A kernel's definition.
 struct KernelInfo {
   std::string name;
   callgate_function function = nullptr;
   void* user_data = nullptr;
   std::vector<callgate_parameter> parameters;
-  std::vector<std::string> parameter_names;  // one each, or none
-  // Calls, and lanes of a vmap, may run on several threads at once. Otherwise a call waits for its
-  // turn, which kernels may share; without one given the kernel has its own.
+  std::vector<std::string> parameter_names;  // one per parameter, or none
+  // True if calls, and lanes of a vmap, may run on several threads at once. Otherwise a call waits
+  // for its turn, which kernels may share; without a shared turn, the kernel has its own.
   bool thread_safe = false;
   bool repeatable = false;  // no effects: it may run twice with the same arrays
-  bool on_stream = false;   // it takes a GPU's arrays, too, and works on the frame's stream there
+  bool on_stream = false;   // it also takes a GPU's arrays, and works on the frame's stream there
   std::shared_ptr<KernelTurn> turn;
 };
 
-// The text that a program holds to know its kernel by: "In<float32,1>,float32,Out<float32,*>".
+// The text by which a program identifies its kernel: "In<float32,1>,float32,Out<float32,*>".
 std::string signature(const KernelInfo& kernel);
 
-// A parameter as messages name it: "'x'", or "2".
+// A parameter's name in messages: "'x'", or "2".
 std::string parameter_name(const KernelInfo& kernel, std::size_t index);
 
-// The parts between commas, without the spaces around them; empty ones are left out.
+// The parts between commas, without surrounding spaces; empty ones are left out.
 std::vector<std::string> split(std::string_view text);
 
 // The kernels that a shared library exports, in order of definition. `table` is its function
-// callgate_kernels. Throws Error for a library of another binary interface.
+// callgate_kernels. Throws Error for a library with another binary interface.
 std::vector<KernelInfo> exported_kernels(const std::string& library,
                                          const callgate_kernel* (*table)());
 
 // One call of a kernel, as its program describes it.
 struct KernelSpec {
-  std::string signature;  // as signature() gave it when the program was traced; "" to skip
+  std::string signature;  // from signature() when the program was traced; "" for no check
   std::string site;
-  std::vector<std::int64_t> groups;  // arrays of each variadic parameter, in order
+  std::vector<std::int64_t> groups;  // the number of arrays of each variadic parameter, in order
   Lanes lanes;
   Attributes attributes;
 };
@@ -93,14 +95,14 @@ class KernelCallee final : public KernelCalleeBase,
  public:
   KernelCallee(KernelInfo info, Describe describe, std::shared_ptr<void> keep = nullptr);
 
-  // Throws Error where spec and kernel don't fit.
+  // Throws Error if spec and kernel don't match.
   std::unique_ptr<class KernelSite> bind(KernelSpec spec);
   const std::string& name() const noexcept override { return info_.name; }
   const KernelInfo& info() const noexcept { return info_; }
 
  private:
   KernelInfo info_;
-  std::shared_ptr<void> keep_;  // what the function needs to stay loaded
+  std::shared_ptr<void> keep_;  // keeps the function's code loaded
 };
 
 static_assert(sizeof(callgate_array) == sizeof(ArrayView));
@@ -109,20 +111,20 @@ static_assert(offsetof(callgate_array, dims) == offsetof(ArrayView, dims));
 static_assert(offsetof(callgate_array, rank) == offsetof(ArrayView, rank));
 static_assert(offsetof(callgate_array, dtype) == offsetof(ArrayView, dtype));
 
-// One lane of a call, or all of a call without lanes.
+// One lane of a call, or a whole call without lanes.
 struct KernelLane {
   const Lanes* of = nullptr;
   std::int64_t number = 0;
 };
 
-// Calls on several threads; see parallel_for.
+// Calls may run on several threads; see parallel_for.
 class KernelSite : Immovable {
  public:
   KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec);
 
-  // Throws Error where the call fails.
+  // Throws Error if the call fails.
   void run(const Call& call, Executor* executor) {
-    // A program that was made by hand, or damaged: a kernel would read what is not there.
+    // Protects against handmade or damaged programs, with which a kernel would read invalid memory.
     if (call.operands.size() != labels_.operands.size() ||
         call.results.size() != labels_.results.size()) [[unlikely]] {
       auto text = [](const auto& arrays) {
@@ -144,7 +146,7 @@ class KernelSite : Immovable {
  private:
   const callgate_attribute& attribute_of(std::size_t index) const;
 
-  // Also says of a call that it waits for its turn.
+  // Also reports that a call waits for its turn.
   void run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay);
 
   void run_lanes(const Call& call, Executor* executor) {
@@ -156,7 +158,7 @@ class KernelSite : Immovable {
   void run_each_lane(const Call& call, Executor* executor);
 
   void run_lane(const Call& call, Executor* executor, KernelLane lane = {}) {
-    // The modes read and copy arrays, which are a GPU's where there is a stream.
+    // The modes read and copy arrays, which are on a GPU if there is a stream.
     if (!any_kernel_mode() || call.context.stream != nullptr) [[likely]]
       return invoke(call, executor, /*scratch=*/nullptr, lane);
     run_in_modes(call, executor, lane);
@@ -182,7 +184,7 @@ class KernelSite : Immovable {
   Attributes attributes_;
   std::vector<callgate_attribute> ordered_;  // the attributes, by parameter
   std::vector<std::int32_t> starts_, counts_;
-  callgate_call bound_{};  // what is the same in every call
+  callgate_call bound_{};  // the part that is equal in every call
   KernelLabels labels_;
 };
 

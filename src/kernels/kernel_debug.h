@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Modes that find a kernel's faults. All are off by default, which costs one relaxed load a call.
+// Modes that find a kernel's faults. All are off by default, which costs one relaxed load per call.
 #pragma once
 
 #include <atomic>
@@ -16,9 +16,9 @@ namespace callgate {
 
 enum class KernelMode : std::uint32_t { kCheckMemory = 1, kCrashReport = 2 };
 
-// Relaxed throughout: a call that starts while a mode changes may see either.
+// Relaxed throughout: a call that starts during a change may see either value.
 inline constinit std::atomic<std::uint32_t> kernel_modes{0};
-// After this long a call is reported on stderr, and goes on; 0 for never.
+// A call that takes longer is reported on stderr, and continues; 0 for never.
 inline constinit std::atomic<std::int64_t> kernel_stall_ns{0};
 
 inline bool any_kernel_mode() noexcept { return kernel_modes.load(std::memory_order_relaxed) != 0; }
@@ -33,26 +33,27 @@ inline void set_kernel_mode(KernelMode mode, bool on) noexcept {
 
 // A call site's names of its kernel's arrays.
 struct KernelLabels {
-  std::vector<std::string> operands, results;  // as messages name them: "'x'", "'xs'[1]", or "2"
+  std::vector<std::string> operands, results;  // for messages: "'x'", "'xs'[1]", or "2"
   std::vector<std::uint8_t> updated;           // 1 for a result that starts as an operand's value
 };
 
 // --- Crash reports: which kernel a crashing thread runs ------------------------------------------
 
-// One call of a kernel, on its stack: a signal handler prints it with write(2) alone, then leaves
-// the signal to whoever handled it before. All that it points to lives as long as the call.
+// One call of a kernel, on its stack. A signal handler prints it with only write(2), and then
+// passes the signal to the previous handler. Everything to which it points lives as long as the
+// call.
 struct KernelRecord {
   const char* kernel = "";
   const char* site = "";   // where the call was traced; "" when unknown
-  std::int64_t lanes = 1;  // of a vmap, of which this call is one
+  std::int64_t lanes = 1;  // of a vmap, if the call is one of its lanes
   const KernelLabels& labels;
   const Call& call;
 };
 
-// The call that this thread runs; null while the report is off.
+// This thread's running call; null while the report is off.
 const KernelRecord* running_kernel() noexcept;
 
-// Says that this thread runs a call, for as long as the object lives.
+// Registers a running call on this thread for the object's lifetime.
 class RunningKernel : Immovable {
  public:
   explicit RunningKernel(const KernelRecord* record) noexcept;
@@ -63,7 +64,7 @@ class RunningKernel : Immovable {
   std::size_t slot_ = 0;
 };
 
-// Installs the signal handlers, or puts those of before back. Not by two threads at once.
+// Installs the signal handlers, or restores the previous ones. Not thread-safe.
 void set_crash_report(bool on);
 
 // --- Memory checks -------------------------------------------------------------------------------
@@ -82,16 +83,16 @@ void set_crash_report(bool on);
 //
 // XLA's own memory is written once, when all is well.
 
-// Takes the place of a call's scratch memory, to see what becomes of it.
+// Replaces a call's scratch memory, to check its use.
 class ScratchSource {
  public:
   virtual ~ScratchSource() = default;
   virtual void* take(std::size_t bytes, std::size_t alignment) noexcept = 0;
 };
 
-// Runs the kernel by `run`, which gets the copies and the source of scratch memory; `repeatable`:
-// it has no effects. The message of what was found, "" when nothing was. An exception of `run`
-// comes out of it, and nothing is looked at.
+// Runs the kernel by `run`, which gets the copies and the source of scratch memory. `repeatable` is
+// true for a kernel without effects. Returns the message of the finding, or "". An exception of
+// `run` passes through, without checks.
 std::string check_memory(const KernelLabels& labels, bool repeatable, const Call& call,
                          const std::function<void(const Call&, ScratchSource*)>& run);
 

@@ -44,14 +44,14 @@ void* Scratch::take(std::size_t bytes, std::size_t alignment) noexcept {
   bool usual = alignment == kScratchAlignment;
   ScratchBlock* block = usual ? ScratchCache::instance().take(bytes) : nullptr;
   if (block == nullptr) {
-    // The description takes a whole step of the alignment, so that the memory behind it has it.
+    // The description takes a whole alignment step, so the memory behind it stays aligned.
     std::size_t size = (bytes / alignment + 1) * alignment;
     auto* memory = static_cast<std::byte*>(std::aligned_alloc(alignment, alignment + size));
     if (memory == nullptr) return nullptr;
     std::byte* place = memory + alignment - sizeof(ScratchBlock);
     block = ::new (place) ScratchBlock{nullptr, size, memory};
   }
-  // Only pushed to while the call runs, so there is no ABA; release() comes after all pushes.
+  // Blocks are only pushed while the call runs, so ABA can't occur; release() follows all pushes.
   block->next = blocks_.load(std::memory_order_relaxed);
   while (!blocks_.compare_exchange_weak(block->next, block, std::memory_order_release,
                                         std::memory_order_relaxed)) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kernel's call: its threads, its working memory, and the services that hand them out.
+// A kernel's call: its threads, its working memory, and the services that provide them.
 #pragma once
 
 #include <algorithm>
@@ -20,34 +20,34 @@
 
 namespace callgate {
 
-// Lends a call threads, and loops that are split over them.
+// Provides threads for a call, and loops split over them.
 class Executor {
  public:
   virtual ~Executor() = default;
-  // Threads that tasks may run on, the calling one included.
+  // The number of threads for tasks, including the calling one.
   virtual int threads() const noexcept = 0;
-  // Runs the task soon, on any thread; false when it can't. The task must not throw.
+  // Runs the task soon, on any thread; false if it can't. The task must not throw.
   virtual bool schedule(std::function<void()> task) noexcept = 0;
-  // The global number of the device that the call runs on; -1 where it has none.
+  // The global number of the call's device; -1 if it has none.
   virtual std::int64_t device() const noexcept { return -1; }
 };
 
-// Runs body(first, last) on parts of [begin, end), each of at least `grain` but the last, on the
-// calling thread and as many others of `executor` (null for none) as are free. Returns when all
-// parts are done. Never waits for a thread that has not started, so that loops inside loops, and
-// on a pool whose threads are all busy, come to an end. `body` must not throw.
+// Runs body(first, last) on parts of [begin, end), each but the last with at least `grain`
+// elements, on the calling thread and on free threads of `executor` (null for none). Returns when
+// all parts are done. Never waits for a thread that hasn't started, so nested loops, also on a busy
+// pool, come to an end. `body` must not throw.
 template <typename Body>
 void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end, std::int64_t grain,
                   Body&& body) {
-  // Shared: a helper that starts late finds nothing left to do.
+  // Shared, because a helper that starts late finds nothing left to do.
   struct Loop {
     std::int64_t end, part;
-    std::remove_reference_t<Body>& body;   // touched only while a part is held
-    std::atomic<std::int64_t> next, left;  // `left`: of the elements that are not done
+    std::remove_reference_t<Body>& body;   // only used while a part is held
+    std::atomic<std::int64_t> next, left;  // `left`: the number of unfinished elements
 
     void work() {
       for (;;) {
-        // Order between parts is nobody's business; `left` publishes what they wrote.
+        // The order of parts doesn't matter; `left` publishes their writes.
         std::int64_t first = next.fetch_add(part, std::memory_order_relaxed);
         if (first >= end) return;
         std::int64_t last = std::min(end, first + part);
@@ -57,7 +57,7 @@ void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end, std:
       }
     }
   };
-  // Enough parts to even out threads of unlike speed, few enough that taking one costs nothing.
+  // Enough parts to balance threads of different speed, and few enough to keep the overhead low.
   constexpr std::int64_t kPartsAThread = 4;
   std::int64_t count = end - begin;
   if (count <= 0) return;
@@ -66,7 +66,7 @@ void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end, std:
   std::int64_t helpers = std::min(threads, (count - 1) / grain + 1) - 1;
   if (helpers <= 0) return body(begin, end);
   std::int64_t parts = (helpers + 1) * kPartsAThread;
-  // Both counters are published by schedule().
+  // schedule() publishes both counters.
   auto loop =
       std::make_shared<Loop>(end, std::max(grain, (count + parts - 1) / parts), body, begin, count);
   for (std::int64_t i = 0; i < helpers; ++i)
@@ -78,19 +78,19 @@ void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end, std:
 
 // Working memory of kernels, for one call.
 //
-// Blocks of a finished call are kept by the thread that made it, up to kScratchKept bytes a thread:
-// page faults of new ones cost more than most kernels' work on them. A block's description lies
-// before its memory, so that a call's list of them needs no memory of its own.
+// The thread that made a call keeps the call's blocks, up to kScratchKept bytes per thread, because
+// the page faults of new blocks cost more than most kernels' work on them. A block's description
+// precedes its memory, so a call's list of blocks needs no memory of its own.
 inline constexpr std::size_t kScratchKept = std::size_t{64} << 20;
 inline constexpr std::size_t kScratchAlignment = 64;  // as XLA's own buffers
 
 struct alignas(kScratchAlignment) ScratchBlock {
   ScratchBlock* next;
-  std::size_t bytes;  // that follow this description
-  void* memory;       // to give back to the system
+  std::size_t bytes;  // of the memory behind this description
+  void* memory;       // for the deallocation
 };
 
-// Free blocks of one thread, and what they take.
+// Free blocks of one thread, and their total size.
 class ScratchCache {
  public:
   static ScratchCache& instance() noexcept {
@@ -99,10 +99,10 @@ class ScratchCache {
   }
   ~ScratchCache();
 
-  // The smallest block that is large enough and not more than twice as large.
+  // The smallest block that is large enough and at most twice as large.
   ScratchBlock* take(std::size_t bytes) noexcept;
 
-  // Makes room by giving up the oldest; a block that is too large alone is given up itself.
+  // Makes room by freeing the oldest blocks; a block above the limit is freed itself.
   void keep(ScratchBlock* block) noexcept;
 
  private:
@@ -111,16 +111,16 @@ class ScratchCache {
   std::size_t kept_ = 0;
 };
 
-// The blocks of one call. Any thread may take one; destroyed when none of them uses any.
+// The blocks of one call. Thread-safe; destroyed when no thread uses a block.
 class Scratch : Immovable {
  public:
   ~Scratch() {
-    // Whoever took a block is done, and what it did happened before.
+    // All users of blocks have finished, and their accesses happened before.
     if (blocks_.load(std::memory_order_relaxed) != nullptr) [[unlikely]]
       release();
   }
 
-  // Uninitialised memory of at least `bytes`, aligned to 64 or more; null where there is none.
+  // Uninitialized memory of at least `bytes`, aligned to 64 or more; null if there is none.
   void* take(std::size_t bytes, std::size_t alignment) noexcept;
 
  private:
@@ -129,10 +129,10 @@ class Scratch : Immovable {
   std::atomic<ScratchBlock*> blocks_{nullptr};
 };
 
-// A call as a kernel sees it. On the stack of the call; making one allocates nothing.
+// A call as a kernel sees it. On the call's stack; its construction allocates nothing.
 class KernelFrame : public callgate_call, Immovable {
  public:
-  // `executor` and `scratch` may be null. The frame's `services` are its own, whatever `call` has.
+  // `executor` and `scratch` may be null. The frame has its own `services`, regardless of `call`.
   KernelFrame(const callgate_call& call, Executor* executor, ScratchSource* scratch,
               const CallContext& context = {}) noexcept
       : callgate_call(call),
@@ -145,22 +145,22 @@ class KernelFrame : public callgate_call, Immovable {
     services = &kServices;
   }
   ~KernelFrame() {
-    // A kernel that failed on another thread has met it again before it returned.
+    // A kernel that failed on another thread has joined it before it returned.
     if (std::string* message = message_.load(std::memory_order_relaxed)) [[unlikely]]
       delete message;
   }
 
-  // The kernel's message when it failed.
+  // The message of a failed kernel.
   std::string message() const {
     const std::string* message = message_.load(std::memory_order_acquire);  // see fail
     return message == nullptr ? "it failed without a message" : *message;
   }
 
-  // The frame of a call; for kernels of callgate's own, which know that it is one.
+  // The frame of a call, for callgate's own kernels, whose calls are always frames.
   static KernelFrame& of(const callgate_call* call) noexcept {
     return *static_cast<KernelFrame*>(const_cast<callgate_call*>(call));
   }
-  // XLA's stream, which orders what the kernel does with a GPU's arrays; null on the CPU.
+  // XLA's stream, which orders the kernel's work with a GPU's arrays; null on the CPU.
   void* stream() const noexcept { return stream_; }
   std::int32_t ordinal() const noexcept { return ordinal_; }  // of that GPU
 
@@ -170,7 +170,7 @@ class KernelFrame : public callgate_call, Immovable {
                            std::int64_t grain, Body body, void* data) {
     const KernelRecord* record = running_kernel();
     parallel_for(of(call).executor_, begin, end, grain, [=](std::int64_t first, std::int64_t last) {
-      std::optional<RunningKernel> running;  // the helpers' crashes are this kernel's
+      std::optional<RunningKernel> running;  // crashes of helpers belong to this kernel
       if (record != nullptr) [[unlikely]]
         running.emplace(record);
       body(data, first, last);
@@ -191,7 +191,7 @@ class KernelFrame : public callgate_call, Immovable {
   static void fail(const callgate_call* call, const char* message) {
     auto kept = std::make_unique<std::string>(message);
     std::string* none = nullptr;
-    // The first one counts; release publishes its text to the thread that reads it.
+    // The first message counts; release publishes its text to the reading thread.
     if (of(call).message_.compare_exchange_strong(none, kept.get(), std::memory_order_release,
                                                   std::memory_order_relaxed))
       kept.release();  // NOLINT: the frame's now

@@ -15,32 +15,32 @@
 namespace callgate {
 namespace {
 
-// Bytes of an element; 1 for types of which several are in a byte.
+// The bytes of an element; 1 for packed types.
 std::size_t element_bytes(DType dtype) noexcept {
   return static_cast<std::size_t>(std::max(bits(dtype) / 8, 1));
 }
 
-// A memory check's patterns: bytes that computations hardly ever make, and other ones
-// for each array, so that what is copied from beside one array to beside another is seen. Each
-// array of a call has a number; 0 stands for what all results start with. Under two numbers no byte
-// of a pattern that tells them is the same: the common loop that goes one element too far, y[i] =
-// x[i], puts the other's pattern where it doesn't belong, however far it goes. Types of one and two
-// bytes can't do that for more than 252 numbers; from there on every second element does.
+// The byte patterns of a memory check. Computations hardly ever produce them, and each array has a
+// different one, so copies from beside one array to beside another are detected. Each array of a
+// call has a number; 0 is the initial content of all results. The patterns of two numbers differ in
+// every distinguishing byte. The common loop that goes one element too far, y[i] = x[i], thus puts
+// another array's pattern in the wrong place, at any distance. Types of one and two bytes have 252
+// such patterns; beyond, only every second element differs.
 //
-// In floating-point types of two bytes and more the rare pattern is a signalling NaN with a payload
-// (of bfloat16 a quiet one from the 64th on), so that reads outside show. Types of one byte
-// have too few NaNs to tell arrays by: the first numbers have them, the rest other values.
+// In floating-point types of two bytes or more, the rare pattern is a signaling NaN with a payload
+// (for bfloat16 a quiet one from the 64th on), so reads outside an array show. Types of one byte
+// have too few NaNs: the first numbers have them, the others have other values.
 struct GuardPattern {
-  // A kernel without effects runs with both: they have no byte that tells arrays in common.
+  // A kernel without effects runs with both, which have no distinguishing byte in common.
   enum class Fill { kRare, kOther };
 
   GuardPattern(DType dtype, Fill fill, std::size_t number) noexcept
       : width(element_bytes(dtype)),
-        period(width <= 2 ? 2 * width : width),  // of small types two elements tell more numbers
+        period(width <= 2 ? 2 * width : width),  // small types: two elements encode more
         rare(fill == Fill::kRare && (width >= 4 || (width == 2 && is_inexact(dtype)))) {
     bool small = width <= 2;
     Alphabet letters = alphabet(dtype);
-    // Two digits; where the first one differs so does the second.
+    // Two digits; if the first ones differ, so do the second ones.
     std::size_t low = number % kLetters;
     std::size_t high = (number / kLetters + (small ? 1 : 5) * low) % kLetters;
     auto put = [&](std::size_t place, int byte) { bytes[place] = static_cast<std::byte>(byte); };
@@ -56,7 +56,7 @@ struct GuardPattern {
       if (fill == Fill::kOther) {
         put(end - 1, 0x5c);
       } else if (dtype == DType::kBF16) {
-        // The low bytes of its NaNs, and their sign: those that signal come first.
+        // The low bytes of its NaNs, and their sign; signaling ones come first.
         std::size_t digit = end % 4 == 0 ? high : low, nan = digit % (kLetters / 2);
         put(end - 2, static_cast<int>(nan < 63 ? 0x81 + (36 + nan) % 63 : 0xc1 + (nan - 63)));
         put(end - 1, digit < kLetters / 2 ? 0x7f : 0xff);
@@ -69,22 +69,22 @@ struct GuardPattern {
     }
   }
 
-  // The byte that belongs to a place, counted from a multiple of `period`.
+  // The byte for a place, counted from a multiple of `period`.
   std::byte at(std::size_t place) const noexcept { return bytes[place % period]; }
   std::array<std::byte, 16> bytes{};
   std::size_t width;   // of an element
   std::size_t period;  // of the pattern
-  bool rare;           // hardly any computation's value
+  bool rare;           // a value that hardly any computation produces
 
  private:
-  // The bytes to choose from: not 0, 1 and 255, which kernels write most.
+  // The usable byte values: not 0, 1 and 255, which kernels write most.
   static constexpr std::size_t kLetters = 252;
   using Alphabet = std::array<std::uint8_t, kLetters>;
 
-  // None is there twice. The NaNs of a type of one byte come first.
+  // Each appears once. The NaNs of a one-byte type come first.
   static Alphabet alphabet(DType dtype) noexcept {
     Alphabet letters{};
-    // Neighbours differ in many bits; 0xa5 comes first. 37 and 252 have no common factor.
+    // Neighbors differ in many bits; 0xa5 comes first. 37 and 252 have no common factor.
     for (std::size_t i = 0; i < kLetters; ++i)
       letters[i] = static_cast<std::uint8_t>(2 + (163 + 37 * i) % kLetters);
     std::string_view first = nans(dtype);
@@ -118,10 +118,11 @@ using Bytes = std::vector<std::byte>;
 constexpr std::size_t kAlignment = 64;  // as XLA's own buffers
 constexpr std::size_t kLeastGuard = std::size_t{4} << 10, kMostGuard = std::size_t{1} << 20;
 constexpr std::size_t kMostFindings = 8;
-// The pattern of results. No guard has it: a result made of what lies outside isn't left as it was.
+// The pattern of results. No guard has it, so a result computed from values outside an array always
+// changes.
 constexpr std::size_t kResults = 0;
 
-// Fills `memory` with a pattern, again and again; `bytes` need be no multiple of its period.
+// Fills `memory` with a repeated pattern; `bytes` need not be a multiple of its period.
 void repeat(std::byte* memory, std::size_t bytes, const GuardPattern& pattern) {
   std::size_t done = std::min(pattern.period, bytes);
   std::memcpy(memory, pattern.bytes.data(), done);
@@ -129,7 +130,7 @@ void repeat(std::byte* memory, std::size_t bytes, const GuardPattern& pattern) {
     std::memcpy(memory + done, memory, std::min(done, bytes - done));
 }
 
-// "[1,2]": where an element lies.
+// "[1,2]": the position of an element.
 std::string index_text(const ArrayView& view, std::size_t element) {
   std::string text;
   for (std::int32_t axis = view.rank; axis-- > 0;) {
@@ -144,8 +145,8 @@ std::size_t first_difference(const std::byte* a, std::size_t bytes, const std::b
   return static_cast<std::size_t>(std::mismatch(a, a + bytes, b).first - a);
 }
 
-// Memory of an array, or scratch memory, between two guards. All is of the pattern `number`, but a
-// result's inside of kResults.
+// An array's memory, or scratch memory, between two guards. All of it has the pattern `number`,
+// except that a result's inside has kResults.
 struct Guarded {
   Guarded(std::string subject, const ArrayView& array, std::size_t size, std::size_t alignment,
           std::size_t own)
@@ -155,7 +156,8 @@ struct Guarded {
         number(own),
         memory(nullptr, &std::free),
         bytes(size),
-        // As large as the array, within limits: a loop with a wrong extent may run over by a row.
+        // As large as the array, within limits, because a loop with a wrong extent may overrun by a
+        // row.
         guard((std::clamp(size, kLeastGuard, kMostGuard) / alignment + 1) * alignment),
         after(guard + (alignment - size % alignment) % alignment) {
     memory.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, guard + bytes + after)));
@@ -170,8 +172,8 @@ struct Guarded {
     if (result) repeat(data, bytes, inside(fill));
   }
 
-  std::string name;    // as findings begin
-  ArrayView original;  // XLA's array; scratch memory has the type alone
+  std::string name;    // the beginning of findings
+  ArrayView original;  // XLA's array; scratch memory only has the type
   std::size_t width;   // of an element, for findings
   std::size_t number;
   bool result = false, filled = true;  // starts with the original's values
@@ -180,9 +182,9 @@ struct Guarded {
   std::size_t bytes, guard, after;  // of the array, before it, and after it
 };
 
-// How far outside, in bytes, the first write was; the side; how many bytes have changed. `others`:
-// the patterns of the call's arrays. An element that is another's has changed as a whole, though
-// patterns may have some bytes in common.
+// The distance of the first write outside, in bytes, its side, and the number of changed bytes.
+// `others`: the patterns of the call's arrays. An element from another array counts as changed as a
+// whole, although patterns may have some bytes in common.
 std::string damage(const Guarded& block, Fill fill, std::span<const GuardPattern> others) {
   const GuardPattern with = block.pattern(fill);
   const std::size_t width = block.width;
@@ -204,7 +206,7 @@ std::string damage(const Guarded& block, Fill fill, std::span<const GuardPattern
            std::to_string(distance) + " bytes " + side + ", where element " +
            std::to_string(element) + " would be";
   };
-  // The write that is nearest to the array comes first, so the guard before it is read backwards.
+  // The write nearest to the array is reported first, so the guard before it is read backwards.
   std::size_t count = 0, nearest = 0, end = block.guard + block.bytes;
   for (std::size_t i = block.guard; i-- > 0;)
     if (changed(i) && count++ == 0) nearest = block.guard - i;
@@ -268,7 +270,7 @@ class MemoryCheck final : public ScratchSource {
       find_unwritten();
       if (!findings_.empty()) return false;
       if (!repeatable_ || snapshot() == first_) return true;
-      // Another pattern, other results; or results that are other ones each time.
+      // Another pattern gives other results, or the results differ each time.
       std::vector<Bytes> second = snapshot();
       if (!once(Fill::kRare)) return false;
       if (snapshot() == first_) {
@@ -290,7 +292,7 @@ class MemoryCheck final : public ScratchSource {
 
   void* take(std::size_t bytes, std::size_t alignment) noexcept override try {
     std::scoped_lock lock(mutex_);
-    // A float's pattern: most scratch memory holds floats, and NaN shows in what is made of it.
+    // A float's pattern: most scratch memory holds floats, and NaN propagates into their results.
     constexpr ArrayView kFloats{nullptr, nullptr, 0, DType::kF32};
     Guarded& block = blocks_.emplace_back(
         "memory check: scratch memory of " + std::to_string(bytes) + " bytes: ", kFloats, bytes,
@@ -313,7 +315,7 @@ class MemoryCheck final : public ScratchSource {
     }
   }
 
-  // After a run: guards and operands.
+  // After a run: checks guards and operands.
   void inspect(Fill fill) {
     std::vector<GuardPattern> patterns;  // of the call's arrays
     for (const Guarded& block : blocks_) {
@@ -333,7 +335,7 @@ class MemoryCheck final : public ScratchSource {
     }
   }
 
-  // After the last run that is needed to tell: elements that have what they were filled with.
+  // After the last necessary run: finds elements that still have their initial pattern.
   void find_unwritten() {
     for (std::size_t r = 0; r < results_.size(); ++r) {
       const Guarded& result = *results_[r];
@@ -357,7 +359,7 @@ class MemoryCheck final : public ScratchSource {
     }
   }
 
-  // The results as they are now differ from the first run's, and that is the pattern's doing.
+  // Checks whether the results differ from the first run's because of the pattern.
   void find_dependence() {
     for (std::size_t r = 0; r < results_.size(); ++r) {
       const Guarded& result = *results_[r];
@@ -382,11 +384,11 @@ class MemoryCheck final : public ScratchSource {
   CallContext context_;
   Fill fill_ = Fill::kRare;
   std::mutex mutex_;           // guards blocks_, to which a kernel's threads add
-  std::list<Guarded> blocks_;  // operands but those that are results, results, scratch memory
+  std::list<Guarded> blocks_;  // operands that aren't results, results, scratch memory
   std::vector<Guarded*> results_;
   std::vector<ArrayView> operand_views_, result_views_;  // of the blocks
   std::vector<Bytes> first_;                             // the results of the first run
-  std::size_t arrays_ = 0, first_scratch_ = 0;           // numbers taken; among blocks_
+  std::size_t arrays_ = 0, first_scratch_ = 0;           // numbers in use; index in blocks_
   std::vector<std::string> findings_;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call of a function of two structs.
+// A call of a function that takes two structs.
 #include "kernels/packed_kernel.h"
 
 #include <cstring>

@@ -53,7 +53,7 @@ Tensor Function::view(const callgate_array& array, const KernelFrame& frame,
   return {array.data,
           device,
           array.rank,
-          dlpack_code(dtype).value_or(0),  // Python has refused types that have none
+          dlpack_code(dtype).value_or(0),  // Python has refused types without a code
           static_cast<std::uint8_t>(bits(dtype)),
           1,
           const_cast<std::int64_t*>(array.dims),

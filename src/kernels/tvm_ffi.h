@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions of tvm_ffi (apache-tvm-ffi) as kernels: a call is a `callgate_function`, which hands
-// XLA's arrays over as DLPack's tensors, without Python and without a copy.
+// Functions of tvm_ffi (apache-tvm-ffi) as kernels. A call is a `callgate_function` that passes
+// XLA's arrays as DLPack tensors, zero-copy and without Python.
 //
-// The structs are those of tvm_ffi's stable C ABI, version 0.1, as its c_api.h and DLPack's header
-// describe them; whoever makes a `Function` has asked the library for its version. All of the
-// library's own functions come as addresses: nothing is linked.
+// The structs are those of tvm_ffi's stable C ABI, version 0.1, from its c_api.h and DLPack's
+// header. The creator of a `Function` has checked the library's version. All of the library's
+// functions are passed as addresses, so nothing is linked.
 //
-// Functions of C++ get views of tensors, which lie on the stack of the call. Functions of Python
-// get tensors that own themselves, as they are used to; one that is kept behind its call, whose
-// memory is XLA's again, is an error.
+// C++ functions get views of tensors, which are on the call's stack. Python functions get tensors
+// that own themselves, as they expect. A tensor that is kept after its call raises an error,
+// because XLA reuses its memory.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +41,7 @@ struct Tensor {
   std::uint64_t byte_offset;
 };
 
-// The head of every object; what the object holds follows it.
+// The head of every object; its content follows.
 struct Object {
   std::uint64_t counts;
   std::int32_t type;
@@ -50,7 +50,7 @@ struct Object {
 };
 static_assert(sizeof(Object) == 24 && sizeof(Tensor) == 48);
 
-// A value, and what it holds by its type.
+// A value, by its type.
 struct Any {
   std::int32_t type;
   std::uint32_t padding;
@@ -69,15 +69,15 @@ struct Bytes {
   std::size_t size;
 };
 struct ErrorContent {
-  Bytes kind, message;  // and more
+  Bytes kind, message;  // further fields follow
 };
 struct FunctionContent {
-  // 0 for success; else the thread keeps an error.
+  // Returns 0 for success; otherwise the thread stores an error.
   int (*safe_call)(void* self, const Any* arguments, std::int32_t count, Any* result);
-  void* cpp_call;  // null for what was not written in C++
+  void* cpp_call;  // null for functions not written in C++
 };
 
-// A tensor on its way into the library, which takes it.
+// A tensor that is passed to the library, which takes ownership.
 struct ManagedTensor {
   Tensor tensor;
   void* context;
@@ -89,7 +89,7 @@ const Content& content(const void* object) noexcept {
   return *reinterpret_cast<const Content*>(static_cast<const std::byte*>(object) + sizeof(Object));
 }
 
-// The functions of the library that a call needs, by their names there.
+// The library's functions for calls, by their names there.
 struct Api {
   void (*error_move_from_raised)(void** error);
   int (*object_dec_ref)(void* object);
@@ -100,20 +100,20 @@ struct Api {
 
 // --- Calls ---------------------------------------------------------------------------------------
 
-// Its maker keeps the function alive. `kinds`: of the parameters, in the function's order:
-// INS, OUTS, ATTR_NUMBER (of dtype bool, int64 or float64) and ATTR_STRING.
+// The creator keeps the function alive. `kinds`: of the parameters, in the function's order: INS,
+// OUTS, ATTR_NUMBER (of dtype bool, int64 or float64) and ATTR_STRING.
 struct Function {
   void* handle;
   Api api;
   std::vector<std::int32_t> kinds;
 
-  // A `callgate_function`; the call's user data is the Function. Any thread, without the GIL.
+  // A `callgate_function`; the call's user data is the Function. Thread-safe, without the GIL.
   static std::int32_t run(const callgate_call* call) {
     return static_cast<const Function*>(call->user_data)->invoke(*call);
   }
 
  private:
-  // XLA's stream as the one that tvm_ffi's functions launch on, on this thread, for one call.
+  // Makes XLA's stream the one on which tvm_ffi's functions launch, on this thread, for one call.
   class StreamScope : Immovable {
    public:
     StreamScope(const Api& api, const KernelFrame& frame) : api_(api), frame_(frame) {
@@ -140,10 +140,10 @@ struct Function {
       for (std::size_t i = 0; i < count_; ++i) api_.object_dec_ref(objects_.data()[i]);
     }
 
-    // Null where the library can't make one; the thread keeps its error.
+    // Null if the library can't make one; the thread stores its error.
     void* make(const Tensor& view);
 
-    // True if somebody else has one, too. Relaxed: whoever lets go of it now was told too late.
+    // True if another owner exists. Relaxed: a release at this moment comes too late.
     bool kept() const noexcept;
 
    private:
@@ -161,10 +161,11 @@ struct Function {
 
   std::int32_t invoke(const callgate_call& call) const;
 
-  // A static value; text is copied to `letter`, with the zero that ends it, and moves that on.
+  // A static value. Text is copied to `letter`, with its terminating zero, and `letter` moves
+  // behind it.
   static Any number_or_text(const callgate_attribute& held, char*& letter);
 
-  // "ValueError: what it said", of the error that this thread keeps.
+  // "ValueError: message", for the error that this thread stores.
   std::string raised() const;
 
   static std::int32_t fail(const callgate_call& call, const std::string& message);

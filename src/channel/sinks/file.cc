@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files of sinks: who may write them, appends that fail whole, and messages that name the cause.
+// Files of sinks: their writers, appends that fail as a whole, and messages with the cause.
 #include "channel/sinks/file.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace callgate {
 namespace {
 
-// The names in a folder that are numbers.
+// The entries of a folder whose names are numbers.
 std::vector<std::string> numbers_in(const std::string& folder) {
   std::vector<std::string> names;
   std::unique_ptr<DIR, int (*)(DIR*)> open(opendir(folder.c_str()), &closedir);
@@ -49,8 +49,8 @@ std::string program_of(const std::string& process) {
   return words;
 }
 
-// The holder of the file's lock: "process 1234 ('train.py')", or "another process" where the
-// system does not tell.
+// The owner of the file's lock: "process 1234 ('train.py')", or "another process" if the system
+// doesn't report it.
 std::string lock_holders(int fd) {
   struct stat file{};
   std::string found;
@@ -78,7 +78,7 @@ UniqueFd& UniqueFd::operator=(UniqueFd&& other) noexcept {
 File::File(std::string what, std::string path, FileUse use)
     : what_(std::move(what)), path_(std::move(path)), place_(use.place) {
   const bool reads = use.mode == FileMode::kRead;
-  std::error_code ignored;  // open() reports a folder that could not be made
+  std::error_code ignored;  // open() reports a folder that could not be created
   if (use.makes_folders && !reads)
     std::filesystem::create_directories(std::filesystem::path(path_).parent_path(), ignored);
   const int flags = reads ? O_RDONLY : O_RDWR | O_CREAT | (use.appends ? O_APPEND : 0);
@@ -92,7 +92,7 @@ File::File(std::string what, std::string path, FileUse use)
   const std::lock_guard turn(*this);
   take_place();
   if (use.mode == FileMode::kCreate) truncate(0);
-  leave();  // an idle sink is in nobody's way
+  leave();  // an idle sink blocks no other
 }
 
 void File::claim() {
@@ -142,7 +142,7 @@ std::string File::read_at(std::uint64_t offset, std::size_t count) const {
 void File::close() {
   if (!fd_) return;
   leave();
-  // Not repeated after EINTR: Linux has closed the descriptor by then.
+  // Not repeated after EINTR, because Linux has closed the descriptor by then.
   if (::close(fd_.release()) != 0 && errno != EINTR) fail("close", errno);
 }
 
@@ -175,7 +175,7 @@ void File::leave() noexcept {
 }
 
 bool File::lock_byte(int fd, off_t byte, short type) noexcept {
-  struct flock lock{};  // its members have another order on each system
+  struct flock lock{};  // its members have a different order on each system
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
   lock.l_start = byte;
@@ -211,7 +211,7 @@ void UnitFile::append(std::span<iovec> pieces, std::span<const std::size_t> ends
     return;
   }
   if (written != 0) end_ += ends[written - 1];
-  cut_rest();  // else it is cut off before the next
+  cut_rest();  // otherwise it is cut off before the next unit
   fail("write to", done.error);
 }
 

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The files of sinks: owned descriptors whose errors are thrown and name the sink and the path.
+// The files of sinks: owned descriptors whose errors are thrown with the sink's name and the path.
 //
-// Each is used by one thread at a time. Nothing is buffered here: what is written is the system's,
-// so a process that dies loses none of it. System calls that a signal interrupts are repeated. One
-// process writes to a file at a time, unless all that do append to it (Place).
+// Each is used by one thread at a time. Writes are not buffered here: written data belongs to the
+// system, so a process that dies loses none of it. Interrupted system calls are repeated. One
+// process writes to a file at a time, unless all its writers append (Place).
 //
-// A sink that writes alone, or several that append whole lines, have a *place* in the file for as
-// long as they write; a *turn* is held for moments, by whoever looks at the file or appends to it.
-// Both are locks of bytes far behind any content (fcntl's locks of open files,
-// https://man7.org/linux/man-pages/man2/fcntl_locking.2.html). Where the file system has no locks,
-// and for a pipe or a terminal, there are none. A fork's child shares its parent's open files, and
-// with them its locks: a lock is given back by the process that took it, and never by another.
+// A sink that writes alone, or several that append whole lines, hold a *place* in the file as long
+// as they write. A reader or appender of the file holds a *turn* for moments. Both are locks of
+// bytes far behind any content (fcntl's locks of open files,
+// https://man7.org/linux/man-pages/man2/fcntl_locking.2.html). File systems without locks, pipes
+// and terminals have none. A fork's child shares its parent's open files, and so its locks; only
+// the process that took a lock releases it.
 #pragma once
 
 #include <dirent.h>
@@ -36,7 +36,7 @@
 
 namespace callgate {
 
-// A file descriptor that one object owns, and closes.
+// A file descriptor with one owner, which closes it.
 class UniqueFd {
  public:
   explicit UniqueFd(int fd = -1) noexcept : fd_(fd) {}
@@ -56,29 +56,30 @@ class UniqueFd {
 
 enum class FileMode {
   kCreate,  // an existing file is emptied
-  kAppend,  // an existing file is kept, a missing one made
-  kRead,    // there is one
+  kAppend,  // an existing file is kept, a missing one created
+  kRead,    // the file exists
 };
 
 enum class Place : short {
-  kAlone,   // nobody else writes
-  kShared,  // others may append as well
+  kAlone,   // the only writer
+  kShared,  // others may append, too
 };
 
 struct FileUse {
   FileMode mode = FileMode::kCreate;
   Place place = Place::kAlone;
-  bool appends = false;       // writes go to the end, wherever others have moved that
+  bool appends = false;       // writes go to the end, also if other processes have moved it
   bool makes_folders = true;  // above the path
 };
 
-// How much of some bytes was written or read, and why not all: an errno, 0 at a file's end.
+// The number of bytes written or read, and the errno if not all were; 0 at a file's end.
 struct Transfer {
   std::size_t bytes = 0;
   int error = 0;
 };
 
-// Repeats some(done), a system call, until all is done or it fails; `nothing`: the errno of none.
+// Repeats the system call some(done) until all is done or it fails. `nothing` is the errno for a
+// call without progress.
 template <typename Some>
 Transfer transfer_all(std::size_t bytes, int nothing, Some&& some) noexcept {
   Transfer done;
@@ -96,28 +97,28 @@ Transfer transfer_all(std::size_t bytes, int nothing, Some&& some) noexcept {
 
 class File : Immovable {
  public:
-  // `what` is for messages: "the sink JSONL". Throws Error naming the process that writes to the
-  // file, where there is one; it is not emptied then.
+  // `what` is for messages: "the sink JSONL". Throws Error with the process that writes to the
+  // file, if there is one; the file is then not emptied.
   File(std::string what, std::string path, FileUse use);
   ~File() { leave(); }
 
   const std::string& path() const noexcept { return path_; }
   Place place() const noexcept { return place_; }
-  // False for a pipe or a terminal: it has neither a size nor places.
+  // False for a pipe or a terminal, which has neither a size nor places.
   bool regular() const noexcept { return regular_; }
 
-  // Takes the place until close(): before anything is written. Throws Error that names the other
-  // process where one has it, and in a fork's child of the process that made this.
+  // Takes the place until close(), before the first write. Throws Error with the other process if
+  // one has it, and in a fork's child of the process that created this object.
   void claim();
 
-  // A turn, for std::lock_guard. Throws Error naming who has it when the wait takes many seconds.
+  // Takes a turn, for std::lock_guard. Throws Error with the holder if the wait takes many seconds.
   void lock();
   void unlock() noexcept {
     if (getpid() == process_) lock_byte(fd_.get(), kTurn, F_UNLCK);
   }
 
   std::uint64_t size() const;
-  // False, with errno, where it failed.
+  // False, with errno, if it failed.
   bool cut(std::uint64_t size) noexcept {
     return ::ftruncate(fd_.get(), static_cast<off_t>(size)) == 0;
   }
@@ -125,13 +126,13 @@ class File : Immovable {
     if (!cut(size)) fail("shorten", errno);
   }
 
-  // Writes at `offset`: as much as there is room for.
+  // Writes at `offset`, as much as there is room for.
   Transfer write_at(std::uint64_t offset, std::string_view bytes) noexcept;
 
-  // At most `count` bytes from `offset`: fewer at the end of the file.
+  // At most `count` bytes from `offset`; fewer at the end of the file.
   std::string read_at(std::uint64_t offset, std::size_t count) const;
 
-  // Throws where the system reports a failure to store what was written. Idempotent.
+  // Throws if the system reports that it could not store the data. Idempotent.
   void close();
 
   [[noreturn]] void fail(const std::string& doing, int error) const;
@@ -148,13 +149,13 @@ class File : Immovable {
   void take_place();
   void leave() noexcept;
 
-  // The bytes that are locked.
+  // The locked bytes.
   static constexpr off_t kTurn = off_t{1} << 61, kPlace = kTurn + 1;
-  // Turns are short; one that does not end is that of a process which has been stopped.
+  // Turns are short; an endless turn belongs to a suspended process.
   static constexpr auto kLongTurn = std::chrono::seconds(10);
   static constexpr auto kLongPause = std::chrono::microseconds(2000);
 
-  // False where another has a lock in the way; true where the file system has no locks.
+  // False if another process has a conflicting lock; true if the file system has no locks.
   static bool lock_byte(int fd, off_t byte, short type) noexcept;
 
   std::string what_, path_;
@@ -164,16 +165,16 @@ class File : Immovable {
   bool regular_ = false, has_place_ = false;
 };
 
-// A file of units, frames or messages, that grows at its end: a unit is in it whole or not at all.
+// A growing file of units (frames or messages). A unit is in the file as a whole or not at all.
 class UnitFile : public File {
  public:
   using File::File;
 
-  // It grows from here on; what is behind is no whole unit, and is cut off.
+  // The file grows from here on; an incomplete unit behind this position is cut off.
   void begin_at(std::uint64_t end);
 
-  // Appends pieces, in one system call where the system takes them, of units that end at `ends`. On
-  // an error, which is thrown, those that found room are in the file; `written` is how many.
+  // Appends pieces of units that end at `ends`, in one system call if possible. On an error, which
+  // is thrown, the units with room are in the file, and `written` is their number.
   void append(std::span<iovec> pieces, std::span<const std::size_t> ends, std::size_t& written);
 
  private:
@@ -185,7 +186,7 @@ class UnitFile : public File {
   bool cut_rest() noexcept;
 
   std::uint64_t end_ = 0;
-  bool torn_ = false;  // bytes of units that failed may be behind `end_`
+  bool torn_ = false;  // bytes of failed units may follow `end_`
 };
 
 }  // namespace callgate

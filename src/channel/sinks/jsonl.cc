@@ -11,7 +11,7 @@
 namespace callgate {
 namespace {
 
-// An array without elements: [] of shape (0,), [[], []] of shape (2, 0).
+// An array without elements: [] for shape (0,), [[], []] for shape (2, 0).
 void append_json_empty(std::string& out, std::span<const std::int64_t> dims) {
   out += '[';
   for (std::int64_t i = 0; i < dims.front(); ++i) {
@@ -21,7 +21,7 @@ void append_json_empty(std::string& out, std::span<const std::int64_t> dims) {
   out += ']';
 }
 
-// `text`, UTF-8, as a JSON string with its quotes.
+// `text`, in UTF-8, as a JSON string with quotes.
 void append_json_string(std::string& out, std::string_view text) {
   constexpr std::string_view kHex = "0123456789abcdef";
   out += '"';
@@ -102,7 +102,7 @@ void LineFile::append(std::string_view lines, std::uint64_t& written) {
   whole = whole.substr(0, whole.rfind('\n') + 1);  // npos + 1 is 0
   written = static_cast<std::uint64_t>(std::ranges::count(whole, '\n'));
   if (done.error == 0) return;
-  // A line's rest would stand before the next: where it can't be cut off now, the next turn does.
+  // The rest of a line would precede the next one. If it can't be cut off now, the next turn does.
   if (regular() && whole.size() != done.bytes) cut(start + whole.size());
   fail("write to", done.error);
 }
@@ -125,7 +125,7 @@ Transfer LineFile::add(std::string_view bytes) noexcept {
 void LineFile::mend_end() {
   const std::uint64_t end = size();
   if (end == 0 || read_at(end - 1, 1) == "\n") return;
-  std::string torn;  // what follows the last newline
+  std::string torn;  // the text behind the last newline
   for (std::uint64_t count = kReadBytes;; count *= 2) {
     const std::uint64_t start = end - std::min(count, end);
     torn = read_at(start, end - start);
@@ -221,7 +221,7 @@ void JsonlSink::write() {
   if (!error.survives([&] { file_->append(lines_, written); }))
     lose(static_cast<std::uint64_t>(std::ranges::count(lines_, '\n')) - written);
   lines_.clear();
-  if (lines_.capacity() > 2 * kManyBytes) lines_.shrink_to_fit();  // after one great record
+  if (lines_.capacity() > 2 * kManyBytes) lines_.shrink_to_fit();  // after a very large record
   error.rethrow();
 }
 

@@ -4,17 +4,17 @@
 //   {"name":"loss","seq":3,"time_ns":1700000000000000000,"device":0,"run":7,"role":"primal",
 //    "lane":[2],"repeated":true,"value":0.25}                       (on one line in the file)
 //
-// Lines of a program over several devices have "process", the whole arrays' "global_shape" and the
-// "shard", [begin, end) of each dimension, in the form of the value.
-// "lane" is there for taps that vmap met, one index a batch level, outermost first; "repeated"
-// where the tap ran before in the same execution. "value" is a number or nested lists for a lone
-// leaf, else an object from each leaf's path ("w/0") to these.
-// Floats have the fewest digits that give back the same value (of float32 for smaller types), and
-// always a point or an exponent, so that they stay floats. JSON has no infinities: they and NaN are
-// the strings "NaN", "Infinity" and "-Infinity", which Python's float() takes. A complex number is
-// [real, imaginary]. https://www.rfc-editor.org/rfc/rfc8259
-// Whole lines reach the system with every batch of records, so a process that dies leaves a file
-// that can be read, and one that finds no room for all of a batch the lines that found some.
+// Lines of a program over several devices also have "process", the whole arrays' "global_shape" and
+// the "shard", [begin, end) of each dimension, in the form of the value.
+// "lane" exists for taps under vmap, with one index per batch level, outermost first. "repeated"
+// exists if the tap ran before in the same execution. "value" is a number or nested lists for a
+// lone leaf, otherwise an object from each leaf's path ("w/0") to these.
+// Floats have the fewest digits that restore the same value (of float32 for smaller types), and
+// always a point or an exponent, so they stay floats. JSON has no infinities: infinities and NaN
+// are the strings "NaN", "Infinity" and "-Infinity", which Python's float() accepts. A complex
+// number is [real, imaginary]. https://www.rfc-editor.org/rfc/rfc8259
+// Every batch of records reaches the system as whole lines, so a killed process leaves a readable
+// file. If the disk has room for a part of a batch, the file has the lines of that part.
 #pragma once
 
 #include <unistd.h>
@@ -58,27 +58,28 @@ void append_json_number(std::string& out, T value) {
   }
 }
 
-// True for one whole JSON object, or nothing but space.
+// True for one whole JSON object, or only spaces.
 bool is_whole_json(std::string_view line);
 
-// A number for rank 0, else lists nested to the array's rank.
+// A number for rank 0, otherwise lists nested to the array's rank.
 void append_json_array(std::string& out, const ArrayView& view);
 
-// A file of lines that grows at its end, line by line, whatever happens: a full disk, another
-// process that appends as well, one that was killed in between.
+// A growing file of lines. It keeps whole lines in all cases: a full disk, another appending
+// process, or one that was killed in between.
 class LineFile : public File {
  public:
-  // True if what a file has behind its last newline lacks but that; else it is torn, and cut off.
+  // True if the text behind a file's last newline only lacks the newline; otherwise it is torn and
+  // cut off.
   using IsWhole = bool (*)(std::string_view tail);
 
   LineFile(std::string_view sink, const std::string& path, FileMode mode, Place place,
            IsWhole is_whole);
 
-  // Appends whole lines, in a turn where the place is shared. When not all find room, those that do
-  // are in the file, none in part; throws Error then, and `written` is how many there are.
+  // Appends whole lines, in a turn if the place is shared. If not all have room, the file has those
+  // that do, none in part; then throws Error, and `written` is their number.
   void append(std::string_view lines, std::uint64_t& written);
 
-  // Without its newline; "" in an empty file, and of a pipe or a device.
+  // Without its newline; "" for an empty file, a pipe or a device.
   std::string first_line() const;
 
  private:
@@ -94,10 +95,10 @@ class LineFile : public File {
 
 class JsonlSink final : public Sink {
  public:
-  // Opens the file: a path that cannot be written is an error here. With kAppend, lines are added
-  // to a file that exists, to which other processes may append as well, and a last line that a
-  // crash left unfinished is cut off. After close(), further records open the file again.
-  // `process` is the index of this one among those of its program.
+  // Opens the file; throws for a path that can't be written. With kAppend, lines are added to an
+  // existing file, to which other processes may append, too, and an incomplete last line is cut
+  // off. After close(), further records open the file again. `process` is the index of this process
+  // in its program.
   JsonlSink(std::string path, FileMode mode, std::int64_t process = 0);
 
   void open() override;
@@ -111,8 +112,8 @@ class JsonlSink final : public Sink {
   struct Layout {
     explicit Layout(const Source& source);
     std::string head = R"({"name":)";  // {"name":"loss"
-    std::vector<std::string> keys;     // of each value leaf, with the quotes: "w/0":
-    bool lone;                         // the value is the one leaf itself
+    std::vector<std::string> keys;     // per value leaf, with the quotes: "w/0":
+    bool lone;                         // the value is a single leaf
     RecordViews views;
   };
 
@@ -129,7 +130,7 @@ class JsonlSink final : public Sink {
   void append_line(const Record& record, const Layout& layout, std::int64_t lane,
                    std::span<const ArrayView> leaves);
 
-  // A member of the line with something for each leaf.
+  // A member of the line with an entry for each leaf.
   template <typename Append>
   void append_leaves(std::string_view name, const Layout& layout, Append&& append) {
     (((lines_ += ",\"") += name) += "\":") += layout.lone ? "" : "{";
@@ -141,7 +142,7 @@ class JsonlSink final : public Sink {
     if (!layout.lone) lines_ += '}';
   }
 
-  // The process, and the part of the whole array that each leaf is: [begin, end) of a dimension.
+  // The process, and each leaf's part of the whole array: [begin, end) of a dimension.
   void append_parts(const Record& record, const Layout& layout);
 
   template <typename Append>
@@ -156,13 +157,13 @@ class JsonlSink final : public Sink {
 
   void append_lane(const Lanes& lanes, std::int64_t lane);
 
-  // A line that finds no room is lost: written later it would be out of order.
+  // A line without room is lost, because a later write would be out of order.
   void write() override;
 
   std::string path_;
   const Place place_;
   const std::int64_t process_;
-  std::unique_ptr<LineFile> file_;                     // none while closed
+  std::unique_ptr<LineFile> file_;                     // null while closed
   std::unordered_map<std::uint64_t, Layout> layouts_;  // by Source::id
   std::string lines_;                                  // not yet in the file
 };

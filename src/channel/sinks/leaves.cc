@@ -9,8 +9,8 @@
 namespace callgate {
 namespace {
 
-// The text of the Python string literal at the start of `text`, which loses it. Undoes the escapes
-// of the quote, the backslash and the common control characters.
+// Removes the Python string literal at the start of `text` and returns its content. Resolves the
+// escapes of the quote, the backslash and the common control characters.
 std::string take_path_literal(std::string_view& text) {
   constexpr std::string_view kWritten = "ntr\\'\"", kMeant = "\n\t\r\\'\"";
   const char quote = text.front();
@@ -26,7 +26,7 @@ std::string take_path_literal(std::string_view& text) {
   return out;
 }
 
-// The text before the first of `ends`, taken off `text`.
+// Removes the text before the first of `ends` and returns it.
 std::string take_path_until(std::string_view& text, const char* ends) {
   std::string out(text.substr(0, text.find_first_of(ends)));
   text.remove_prefix(out.size());

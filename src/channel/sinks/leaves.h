@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The leaves of a record as sinks have them: their names in files, and their elements as C++
-// values. Any thread; nothing is owned.
+// The leaves of a record for sinks: their names in files, and their elements as C++ values.
+// Thread-safe; owns nothing.
 //
-// A leaf is called "loss" for a lone leaf of the tap "loss", else "loss/w/0"; of a tangent or
-// cotangent "loss:tangent", "loss:cotangent/w/0". The Python sinks (`callgate.sinks.columns`) name
-// leaves the same way.
+// A lone leaf of the tap "loss" is called "loss", another leaf "loss/w/0"; for a tangent or
+// cotangent "loss:tangent", "loss:cotangent/w/0". The Python sinks (`callgate.sinks.columns`) use
+// the same names.
 //
-// Elements are what sinks write out as text, widen or compute with. Types that C++ lacks are
-// widened without loss: bfloat16, float16 and the smaller floats to float, packed integers (the
-// first element in a byte's low bits, as XLA has them) to 64 bits.
+// Sinks write elements as text, widen them or compute with them. Types that C++ lacks are widened
+// without loss: bfloat16, float16 and smaller floats to float, packed integers (the first element
+// in a byte's low bits, as in XLA) to 64 bits.
 #pragma once
 
 #include <complex>
@@ -30,17 +30,17 @@
 
 namespace callgate {
 
-// The part of its whole array that a leaf of a record is, without the lanes: [begin, end) of each
+// The part of the whole array that a record's leaf has, without lanes: [begin, end) of each
 // dimension.
 struct LeafPart {
   const std::vector<std::int64_t>& whole;
   std::vector<std::int64_t> begin, end;
 };
 
-// That of a leaf; nothing where the program ran on one device, or it is not known.
+// A leaf's part; empty if the program ran on one device, or the part is unknown.
 std::optional<LeafPart> part_of(const Record& record, std::size_t leaf);
 
-// Elements are read with memcpy: a lane of a record starts wherever the lane before it ends.
+// Elements are read with memcpy, because a lane of a record starts directly behind the lane before.
 template <typename Stored, typename As, typename Visit>
 void each_stored(const ArrayView& view, Visit&& visit) {
   const char* data = static_cast<const char*>(view.data);
@@ -60,13 +60,13 @@ void each_packed(const ArrayView& view, Visit&& visit) {
     visit((unsigned{data[i / per_byte]} >> (i % per_byte * width)) & ((1U << width) - 1U));
 }
 
-// A leaf's path without the marks of its container's type: "w/0/x" of "['w'][0].x".
+// A leaf's path without the syntax of its containers: "w/0/x" for "['w'][0].x".
 std::string plain_path(std::string_view path);
 
-// Throws Error where two leaves of a tap would have one name: {"a/b": x, "a": {"b": y}}.
+// Throws Error if two leaves of a tap would have one name: {"a/b": x, "a": {"b": y}}.
 void check_names(const std::string& sink, const Source& source);
 
-// The sources that a sink knows, by Source::id: for one that keeps something for each leaf by name.
+// The sources that a sink knows, by Source::id, for sinks that store data by leaf name.
 class NamedSources {
  public:
   struct Named {
@@ -74,7 +74,7 @@ class NamedSources {
     std::vector<std::string> names;  // of the value's leaves
   };
 
-  // Throws Error where another tap has one of the names: {"b": x} of 'a', and the tap 'a/b'.
+  // Throws Error if another tap has one of the names: {"b": x} of 'a', and the tap 'a/b'.
   Named& of(const std::string& sink, const Source& source);
 
  private:

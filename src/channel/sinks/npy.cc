@@ -87,7 +87,7 @@ void NpyColumn::begin() {
 
 void NpyColumn::append(const ArrayView& view) {
   if (rows_.size() >= kManyBytes) write_rows();
-  // Else it would be behind rows that found no room.
+  // Otherwise it would follow rows without room.
   if (error_ == 0) append_whole(rows_, [&] { append_row(rows_, view); });
   ++offered_;
 }
@@ -125,7 +125,7 @@ void NpyColumn::start(const std::string& descr, const std::vector<std::int64_t>&
   header_ = {descr, row};
   header_.bytes = header_.text().size();
   FirstError error;
-  if (!error.survives([&] { write_header(); })) file_.cut(0);  // half of it is no beginning
+  if (!error.survives([&] { write_header(); })) file_.cut(0);  // half a header is invalid
   error.rethrow();
 }
 
@@ -210,8 +210,7 @@ void NpySink::take(const Record& record) {
   NamedSources::Named& source = sources_.of("the sink Npy", *record.source);
   std::vector<NpyColumn*>& row = rows_[record.source->id];
   visit_lanes(source.views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
-    // All are found before any of them gets a row. Each of the padded arrays may have another
-    // shape.
+    // All columns are found before any gets a row. Each padded array may have another shape.
     if (row.empty() || !record.source->padded.empty()) {
       std::vector<NpyColumn*> found;
       found.reserve(leaves.size());

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sink Npy: each leaf a .npy file that grows by a row for each lane of each record.
+// The sink Npy: each leaf is a .npy file that grows by a row for each lane of each record.
 //
-// The header's first extent is rewritten in place after the rows that it counts are in the file, at
-// the end of each batch: np.load reads the file at any time, also after a crash, and rows that the
-// header does not count yet are written over. Where there is room for a part of a batch alone, the
-// files have the same first rows of it. A file is written by one sink at a time (sinks/file.h).
-// dtypes that NumPy lacks are widened (npy_descr).
+// At the end of each batch, after the rows are in the file, the header's first extent is rewritten
+// in place. np.load can therefore read the file at any time, also after a crash, and rows that the
+// header doesn't count yet are overwritten. If there is room for only a part of a batch, all files
+// have the same first rows of it. Only one sink at a time writes a file (sinks/file.h). dtypes that
+// NumPy lacks are widened (npy_descr).
 //
-// A leaf in a program over several devices has a second file beside it, "loss.shard.npy" beside
-// "loss.npy", with a row for each of its shards: which part of the whole array it is, and where it
-// comes from (ShardRow).
+// A leaf in a program over several devices has a second file, "loss.shard.npy" beside "loss.npy".
+// It has a row for each shard: its part of the whole array, and its origin (ShardRow).
 #pragma once
 
 #include <cstddef>
@@ -33,7 +32,7 @@
 
 namespace callgate {
 
-// A row of what is known of a leaf of a shard, as a structured type of NumPy's.
+// A row of facts about a shard's leaf, as a structured type of NumPy.
 struct ShardRow {
   // NumPy's name of the type, for arrays of a rank.
   static std::string descr(std::size_t rank);
@@ -42,13 +41,13 @@ struct ShardRow {
   static std::string of(const Record& record, const LeafPart& part, std::int64_t process);
 };
 
-// One file. Rows wait in memory until the batch ends or they are many.
+// One file. Rows wait in memory until the batch ends or there are many.
 class NpyColumn {
  public:
-  // For a leaf, by its name (leaves.h), of which `view` is a lane.
+  // For a leaf, by its name (leaves.h); `view` is one of its lanes.
   NpyColumn(std::string name, const ArrayView& view, const std::string& path, FileMode mode);
 
-  // A column of rows of any type of NumPy's: its name, a row's extents and bytes.
+  // A column of rows of any NumPy type: its name, a row's extents and bytes.
   NpyColumn(std::string name, const std::string& descr, const std::vector<std::int64_t>& row,
             std::size_t row_bytes, const std::string& path, FileMode mode);
 
@@ -59,28 +58,28 @@ class NpyColumn {
   void check(const std::string& name, const std::string& descr,
              std::span<const std::int64_t> row) const;
 
-  // A batch begins: rows are counted from here.
+  // Begins a batch: rows are counted from here.
   void begin();
 
-  // Where it throws, the column is as it was.
+  // If it throws, the column is unchanged.
   void append(const ArrayView& view);
 
   void append(std::string_view row);
 
-  // Takes the last row back, which has not been written.
+  // Removes the last row, which has not been written.
   void take_back() noexcept;
 
-  // Writes what waits, as far as there is room: whole rows.
+  // Writes the waiting rows as far as there is room: whole rows.
   void write_rows();
 
-  // The rows of the batch.
+  // The number of rows in the batch.
   std::uint64_t offered() const noexcept { return offered_; }
   std::uint64_t written() const noexcept { return header_.rows - start_; }
 
-  // Cuts the batch's rows down to the first `count`.
+  // Cuts the batch down to its first `count` rows.
   void keep(std::uint64_t count);
 
-  // After the rows, the header that counts them.
+  // After the rows, writes the header that counts them.
   void count_rows();
 
   void close() { file_.close(); }
@@ -90,10 +89,11 @@ class NpyColumn {
 
   void start(const std::string& descr, const std::vector<std::int64_t>& row);
 
-  // Goes on after the rows that the file counts and has; what a crash left behind them is cut off.
+  // Continues after the rows that the file has and counts; rows behind them, left by a crash, are
+  // cut off.
   void resume(const std::string& descr, const std::vector<std::int64_t>& row);
 
-  // The number of rows in the file.
+  // The file position behind the last row.
   std::uint64_t end() const noexcept { return header_.bytes + header_.rows * row_bytes_; }
 
   void write_header();
@@ -104,18 +104,18 @@ class NpyColumn {
   std::size_t row_bytes_ = 0;
   std::uint64_t counted_ = 0;  // rows, by the header in the file
   std::uint64_t start_ = 0;    // rows before the batch
-  std::uint64_t offered_ = 0;  // rows that the batch brought
-  int error_ = 0;              // why not all of them could be written; 0
+  std::uint64_t offered_ = 0;  // rows of the batch
+  int error_ = 0;              // the errno if not all rows could be written, or 0
   std::string rows_;           // not yet in the file
 };
 
 class NpySink final : public Sink {
  public:
-  // `path` may hold "{name}", which is replaced by the leaf's name (leaves.h) with '_' for what
-  // does not belong into a file's name; without it there is one leaf, and a second one is an error.
-  // With kAppend, files that exist grow on. After close(), further records open the files again. A
-  // record whose dtype or shape is not the file's is refused: it is taken whole or not at all.
-  // `process` is the index of this one among those of its program.
+  // In `path`, "{name}" is replaced by the leaf's name (leaves.h), with '_' for characters that
+  // file names can't have. Without "{name}" there is one leaf, and a second one raises an error.
+  // With kAppend, existing files grow. After close(), further records open the files again. A
+  // record with another dtype or shape than the file is refused as a whole. `process` is the index
+  // of this process in its program.
   NpySink(std::string path, FileMode mode, std::int64_t process = 0)
       : path_(std::move(path)), mode_(mode), process_(process) {}
 
@@ -146,7 +146,7 @@ class NpySink final : public Sink {
 
   void take(const Record& record) override;
 
-  // The leaves of a record have rows in step: where one found no room, the others give theirs up.
+  // Keeps the leaves of a record in step: if one leaf has no room, the others remove their rows.
   void align(const std::vector<NpyColumn*>& columns);
 
   void write() override;
@@ -154,7 +154,7 @@ class NpySink final : public Sink {
   std::string path_;
   FileMode mode_;
   const std::int64_t process_;
-  // How a file is opened next; nothing for one that was another's when it was to be made.
+  // The mode in which a file is opened next; empty for a file that belonged to another writer.
   std::map<std::string, std::optional<FileMode>> modes_;
   std::map<std::string, std::unique_ptr<NpyColumn>> columns_;  // by path
   NamedSources sources_;

@@ -10,7 +10,7 @@
 namespace callgate {
 namespace {
 
-// The numbers of "(3, 4)"; nothing for anything else.
+// The numbers of "(3, 4)"; empty for any other text.
 std::optional<std::vector<std::int64_t>> parse_shape(std::string_view text) {
   if (!text.starts_with('(')) return std::nullopt;
   std::vector<std::int64_t> shape;

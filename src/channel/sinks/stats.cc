@@ -16,7 +16,7 @@ Histogram Histogram::powers_of_two() {
 }
 
 Histogram Histogram::of(std::vector<double> edges) {
-  auto falls = [](double edge, double next) { return !(edge < next); };  // NaN as well
+  auto falls = [](double edge, double next) { return !(edge < next); };  // also true for NaN
   if (edges.size() < 2 || std::ranges::adjacent_find(edges, falls) != edges.end())
     throw Error("the sink Stats", "bins with two edges or more, each greater than the one before",
                 std::to_string(edges.size()) + " edges that are not");
@@ -56,7 +56,7 @@ bool SumOfSquares::take(double number) {
   if (sum_ == 0 || its > exponent_) {
     sum_ = std::ldexp(std::ldexp(sum_, exponent_ - its), exponent_ - its);
     exponent_ = its;
-    half_down_ = std::ldexp(1.0, -(its / 2));  // 2^-its may be no number
+    half_down_ = std::ldexp(1.0, -(its / 2));  // 2^-its may be out of range
     other_half_down_ = std::ldexp(1.0, -(its - its / 2));
   }
   return true;
@@ -73,7 +73,7 @@ void Summary::merge(std::span<const double> values) {
   deviations.add(delta, before * size / total);
   if (std::isfinite(delta)) {
     mean += delta * (size / total);
-  } else {  // in two steps, as neither overflows
+  } else {  // in two steps, because neither overflows
     const double half = (its_mean / 2 - mean / 2) * (size / total);
     mean = (mean + half) + half;
   }
@@ -116,8 +116,8 @@ void StatsSink::add(const std::string& name, const ArrayView& view) {
   const auto nan = std::ranges::count_if(values_, [](double value) { return std::isnan(value); });
   std::lock_guard lock(reading_);
   Summary& summary = summaries_.try_emplace(name).first->second;
-  if (summary.histogram.edges.empty()) summary.histogram = Histogram(empty_);  // whole, or not
-  // Takes the memory first, before anything is counted.
+  if (summary.histogram.edges.empty()) summary.histogram = Histogram(empty_);  // all or nothing
+  // Allocates the memory before anything is counted.
   summary.last_dims.assign(view.shape().begin(), view.shape().end());
   summary.last = values_;
   ++summary.records;

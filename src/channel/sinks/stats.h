@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sink Stats: running statistics of each leaf of each tap, in constant memory.
 //
-// Filled on its channel's thread, without the GIL; read from any thread at any time. All elements
-// of a leaf count alike, those of arrays and lanes included; a complex element counts with its
-// absolute value. Mean and variance come from Chan's update of a batch
-// (https://doi.org/10.1080/00031305.1983.10483115), which is Welford's for batches of one.
+// Updated on its channel's thread, without the GIL; read from any thread at any time. All elements
+// of a leaf count alike, across arrays and lanes; a complex element counts with its absolute value.
+// Mean and variance use Chan's update by batches (https://doi.org/10.1080/00031305.1983.10483115),
+// which is Welford's for batches of one.
 #pragma once
 
 #include <cmath>
@@ -23,23 +23,23 @@
 
 namespace callgate {
 
-// Counts of values in bins, as numpy.histogram's: edges[i] <= value < edges[i + 1], the last <=.
+// Counts of values in bins, as in numpy.histogram: edges[i] <= value < edges[i + 1], the last <=.
 struct Histogram {
   std::vector<double> edges;  // one more than counts
   std::vector<std::uint64_t> counts;
   std::uint64_t below = 0, above = 0;  // values outside the edges
 
-  // Bins at powers of two, 2^-32 to 2^64, for each sign; one around zero, two open ones beyond.
+  // Bins at powers of two, 2^-32 to 2^64, for each sign; one around zero, and two open ones beyond.
   static Histogram powers_of_two();
 
-  // Throws Error unless there are two edges at least, and each is greater than the one before.
+  // Throws Error unless there are at least two edges, in ascending order.
   static Histogram of(std::vector<double> edges);
 
   void add(double value);
 };
 
-// A sum of squares that overflows where its mean does, and not before: it holds that of the numbers
-// divided by a power of two near the greatest, which changes no digit of them.
+// A sum of squares that overflows only if its mean does. It stores the squares of the numbers
+// divided by a power of two near the greatest, which changes none of their digits.
 class SumOfSquares {
  public:
   // Adds (value - from)^2 of each.
@@ -58,7 +58,7 @@ class SumOfSquares {
  private:
   double scaled_square(double number) const noexcept;
 
-  // Makes room for a number's square. False if that is nothing to add, or too much for ever.
+  // Makes room for a number's square. False if the square is zero or infinite for good.
   bool take(double number);
 
   double sum_ = 0;  // * 4^exponent_
@@ -66,22 +66,22 @@ class SumOfSquares {
   double half_down_ = 1, other_half_down_ = 1;  // the product is 2^-exponent_
 };
 
-// Statistics of the values that are numbers: count, mean, deviations, extremes, bins.
+// Statistics of the finite values: count, mean, deviations, extremes, bins.
 struct Summary {
-  std::uint64_t records = 0;  // lanes count each
+  std::uint64_t records = 0;  // each lane counts
   std::uint64_t count = 0, nan = 0, inf = 0;
   double mean = 0;
   SumOfSquares deviations;  // of value - mean
   double min = std::numeric_limits<double>::infinity();
   double max = -std::numeric_limits<double>::infinity();
-  std::vector<double> last;             // all elements of the last record, NaN included
+  std::vector<double> last;             // all elements of the last record, including NaN
   std::vector<std::int64_t> last_dims;  // its shape
   Histogram histogram;
 
   // The mean of (value - mean)^2, as numpy.var; NaN without values.
   double variance() const noexcept { return deviations.over(static_cast<double>(count)); }
 
-  // Merges the finite values of a batch into what came before.
+  // Merges the finite values of a batch into the earlier ones.
   void merge(std::span<const double> values);
 };
 
@@ -93,10 +93,10 @@ class StatsSink final : public Sink {
 
   std::string description() const override { return "Stats()"; }
 
-  // By the leaves' names (leaves.h). Any thread.
+  // By the leaves' names (leaves.h). Thread-safe.
   std::map<std::string, Summary> read() const;
 
-  // Forgets all values. Any thread.
+  // Forgets all values. Thread-safe.
   void clear();
 
  private:
@@ -108,7 +108,7 @@ class StatsSink final : public Sink {
   NamedSources sources_;
   std::vector<double> values_, finite_;  // of the current leaf
 
-  mutable std::mutex reading_;                // guards what follows, for one leaf of a record
+  mutable std::mutex reading_;  // guards the members below, for one leaf of a record at a time
   std::map<std::string, Summary> summaries_;  // by name
 };
 
