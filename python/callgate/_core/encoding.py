@@ -267,7 +267,8 @@ class DecodedSpec:
     return args, {**kwargs, **self.static}
 
 
-def _keeps(spec: str) -> bool:
+def keeps(spec: str) -> bool:
+  """True if a spec has names, which stand for objects of the user's."""
   return any(code in spec for code in ('{"o":', '{"x":', '{"exact":'))
 
 
@@ -276,7 +277,7 @@ _signature = functools.lru_cache(maxsize=1024)(DecodedSpec)
 
 def signature(spec: str) -> DecodedSpec:
   """Returns the decoded spec: the same object each time, unless it keeps the user's objects."""
-  return DecodedSpec(spec) if _keeps(spec) else _signature(spec)
+  return DecodedSpec(spec) if keeps(spec) else _signature(spec)
 
 
 def path_in(tree: PyTreeDef, index: int) -> tuple[Any, ...]:

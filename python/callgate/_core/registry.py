@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -122,14 +122,20 @@ def argument_in(gate: str, tree: Any, index: int) -> str:
 
   `tree` is the structure of the call's `(args, kwargs)`; None if all are positional arrays.
   """
-  parameters: tuple[str, ...] = getattr(_gates.get(gate), "parameters", ())
-  path = ""
   if tree is not None:
-    of_keywords, place, *inner = encoding.path_in(tree, index)
-    path = jax.tree_util.keystr(tuple(inner))
-    if of_keywords.idx:
-      return f"'{place.key}'{path}"
-    index = place.idx
+    return argument_at(gate, encoding.path_in(tree, index))
+  return _positional(gate, index, "")
+
+
+def argument_at(gate: str, path: Sequence[Any]) -> str:
+  """The same of a path in the call's `(args, kwargs)`."""
+  of_keywords, place, *inner = path
+  rest = jax.tree_util.keystr(tuple(inner))
+  return f"'{place.key}'{rest}" if of_keywords.idx else _positional(gate, place.idx, rest)
+
+
+def _positional(gate: str, index: int, path: str) -> str:
+  parameters: tuple[str, ...] = getattr(_gates.get(gate), "parameters", ())
   return f"'{parameters[index]}'{path}" if index < len(parameters) else f"{index}{path}"
 
 

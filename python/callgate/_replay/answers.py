@@ -50,6 +50,8 @@ class Comparison:
   def fits(self, call: Recorded, recorded: Recorded) -> bool:
     if self.match is not None:
       return bool(self.match(call, recorded))
+    if call.static != recorded.static:
+      return False
     assert call.operands is not None
     return differ.is_close(recorded, call.operands, self.rtol, self.atol)
 
@@ -67,12 +69,12 @@ class _GateCalls:
     self.left: Calls = Calls()
     self.of_place: dict[CallPlace, Calls] = collections.defaultdict(Calls)
     self.of_device: dict[int, Calls] = collections.defaultdict(Calls)
-    self.equal: dict[tuple[bytes, ...], Calls] = collections.defaultdict(Calls)
-    self.given: dict[tuple[bytes, ...], Calls] = collections.defaultdict(Calls)
+    self.equal: dict[tuple[object, ...], Calls] = collections.defaultdict(Calls)
+    self.given: dict[tuple[object, ...], Calls] = collections.defaultdict(Calls)
 
   def _groups(self, call: Recorded) -> tuple[Calls, ...]:
     of_place, of_device = self.of_place[place_of(call)], self.of_device[call.device]
-    return self.left, of_place, of_device, self.equal[call.digests]
+    return self.left, of_place, of_device, self.equal[call.equality]
 
   def add(self, call: Recorded) -> None:
     self.count += 1
@@ -83,7 +85,7 @@ class _GateCalls:
   def give(self, call: Recorded) -> None:
     for group in self._groups(call):
       group.pop(call.number, None)
-    self.given[call.digests][call.number] = call
+    self.given[call.equality][call.number] = call
 
 
 class Answers:
@@ -158,11 +160,11 @@ class Answers:
     return found
 
   def _nearest(self, gate: _GateCalls, place: CallPlace, call: Recorded) -> Recorded | None:
-    found = _best(gate.equal.get(call.digests, Calls()).values(), place)
+    found = _best(gate.equal.get(call.equality, Calls()).values(), place)
     if found is None and (self._comparison.rtol or self._comparison.atol):
       found = self._within(gate, place, call)
     if found is None and gate.effect == "pure":
-      found = _best(gate.given.get(call.digests, Calls()).values(), place)
+      found = _best(gate.given.get(call.equality, Calls()).values(), place)
     return found
 
   def _within(self, gate: _GateCalls, place: CallPlace, call: Recorded) -> Recorded | None:

@@ -19,6 +19,8 @@ import numpy as np
 
 from callgate._core.dtypes import Value, array_of, dtype_of, type_text, value_of
 from callgate._core.tape import Type
+from callgate._replay import static as statics
+from callgate._replay.static import Static
 from callgate._stream.records import StreamRecord
 
 VERSION = 1
@@ -39,6 +41,7 @@ class Recorded:
     types: of the operands.
     operands: None where the recording has their digests alone.
     digests: of the operands.
+    static: the static arguments by name.
     results: None where the call raised.
     error: what `raised.py` makes of the exception.
     pickled: the exception, where it could be pickled.
@@ -57,6 +60,7 @@ class Recorded:
   types: tuple[Type, ...]
   operands: tuple[Value, ...] | None
   digests: tuple[bytes, ...]
+  static: Static = ()
   results: tuple[Value, ...] | None = None
   error: str = ""
   pickled: bytes = b""
@@ -67,6 +71,16 @@ class Recorded:
   def arrays(self) -> tuple[np.ndarray, ...]:
     """The operands, where the recording has them."""
     return tuple(map(array_of, self.operands or ()))
+
+  @property
+  def all_names(self) -> tuple[str, ...]:
+    """The names of operands and of static arguments."""
+    return *self.names, *(name for name, _ in self.static)
+
+  @property
+  def equality(self) -> tuple[object, ...]:
+    """What is equal in calls of a gate that were given the same."""
+    return self.digests, self.static
 
   # A user's `match` reads these.
   @property
@@ -80,17 +94,19 @@ class Recorded:
     return self.arrays
 
   @property
-  def kwargs(self) -> dict[str, np.ndarray]:
-    """The operands by their names, however they were passed: "day", or "params['w']"."""
+  def kwargs(self) -> dict[str, Any]:
+    """All arguments by their names, however they were passed: "day", or "params['w']"."""
+    named = [*zip(self.names, self.arrays, strict=True)]
+    named += [(name, statics.value_of(code)) for name, code in self.static]
     return {
-      name.replace("'", "", 2) if name.startswith("'") else name: array
-      for name, array in zip(self.names, self.arrays, strict=True)
+      name.replace("'", "", 2) if name.startswith("'") else name: value for name, value in named
     }
 
   def without(self, parameters: frozenset[str]) -> Recorded:
-    """The call without the operands of some parameters."""
+    """The call without the arguments of some parameters."""
     kept = [i for i, name in enumerate(self.names) if parameter_of(name) not in parameters]
-    if len(kept) == len(self.names):
+    static = tuple(one for one in self.static if parameter_of(one[0]) not in parameters)
+    if len(kept) == len(self.names) and static == self.static:
       return self
     return dataclasses.replace(
       self,
@@ -98,7 +114,14 @@ class Recorded:
       types=tuple(self.types[i] for i in kept),
       operands=None if self.operands is None else tuple(self.operands[i] for i in kept),
       digests=tuple(self.digests[i] for i in kept),
+      static=static,
     )
+
+  def digested(self) -> Recorded:
+    """The call as a recording without arguments has it."""
+    if self.operands is None:
+      return self
+    return dataclasses.replace(self, operands=None, static=statics.digested(self.static))
 
 
 def parameter_of(name: str) -> str:
@@ -125,10 +148,12 @@ def describe(call: Recorded) -> str:
   operands = [
     [name, code, list(shape)] for name, (code, shape) in zip(call.names, call.types, strict=True)
   ]
-  held = {
+  held: dict[str, Any] = {
     KEY: VERSION, "site": call.site, "effect": call.effect, "operands": operands,
     "digests": call.operands is None,
   }  # fmt: skip
+  if call.static:
+    held["static"] = call.static
   if call.waits:
     held["waits"] = True
   return json.dumps(held, separators=(",", ":"))
@@ -198,9 +223,10 @@ def _read(record: StreamRecord, about: Mapping[str, Any]) -> Recorded:
     results = tuple(_results(leaves))
   head = (record.name, str(about["site"]), lane, record.device, shard, record.seq)
   about_call = (str(about["effect"]), tuple(names), tuple(types))
+  static = tuple((str(name), str(code)) for name, code in about.get("static", ()))
   waits = about.get("waits") is True
   return Recorded(
-    *head, *about_call, operands, digests, results, error, pickled, waits, record.time_ns
+    *head, *about_call, operands, digests, static, results, error, pickled, waits, record.time_ns
   )
 
 

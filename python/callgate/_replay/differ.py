@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from callgate._core.dtypes import Value, array_of, is_inexact
+from callgate._replay import static
 from callgate._replay.calls import Recorded, digest, text_of
 
 
@@ -33,6 +34,8 @@ def _wide(array: np.ndarray) -> np.ndarray:
 
 def difference(recorded: Recorded, came: Recorded) -> str:
   """Returns the first difference: "argument 'x': expected float32[3] with 1.0 at [0], got 2.0"."""
+  if found := static.difference(recorded.static, came.static):
+    return found
   if len(recorded.types) != len(came.types):
     return f"expected {len(recorded.types)} arrays, got {len(came.types)}"
   for index, type in enumerate(came.types):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any, Literal
 
@@ -58,7 +57,7 @@ class Recording(Block):
       number, self._next = self._next, self._next + 1
     call = call_of(gate, site, spec, lane, shard, device, operands, number)
     if self._digests:
-      call = dataclasses.replace(call, operands=None)
+      call = call.digested()
     return self._file.begun(call, run, self._running)
 
 

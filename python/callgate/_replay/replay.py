@@ -13,7 +13,7 @@ from callgate._core import options
 from callgate._core.dtypes import Value
 from callgate._core.errors import ReplayError
 from callgate._core.tape import Answer, Type
-from callgate._replay import calls, differ, raised
+from callgate._replay import calls, differ, raised, static
 from callgate._replay.answers import Answers, Comparison
 from callgate._replay.block import Block, call_of
 from callgate._replay.calls import Recorded
@@ -69,7 +69,7 @@ class Replay(Block):
       self._file = CallFile("replay", self.path)
 
   def _check_ignored(self, recorded: list[Recorded]) -> None:
-    known = {calls.parameter_of(name) for call in recorded for name in call.names} - {""}
+    known = {calls.parameter_of(name) for call in recorded for name in call.all_names} - {""}
     for name in sorted(self._comparison.ignore - known):
       names = ", ".join(map(repr, sorted(known))) or "none"
       raise ReplayError(
@@ -86,6 +86,8 @@ class Replay(Block):
     operands: tuple[Value, ...], types: tuple[Type, ...],
   ) -> Any:  # fmt: skip
     whole = call_of(gate, site, spec, lane, shard, device, operands, -1)
+    if self._digests:
+      whole = dataclasses.replace(whole, static=static.digested(whole.static))
     call = whole.without(self._comparison.ignore)
     with self._counting:
       found = self._answers.take(call)
@@ -189,8 +191,9 @@ def replay(
   ```
 
   The block answers the programs of all threads, without tracing them again. It finds a call by its
-  gate, source line, device, lane and operands (docs/replay.md). A recorded exception is raised
-  again: Python's and callgate's own with their type, others as a `RecordedError`.
+  gate, source line, device, lane, operands and static arguments (docs/replay.md). A recorded
+  exception is raised again: Python's and callgate's own with their type, others as a
+  `RecordedError`.
 
   If equal operands are too strict, `ignore` and `match` choose the recorded call:
 
@@ -219,8 +222,9 @@ def replay(
     ignore: names of parameters whose arguments aren't compared, passed by position or by name.
     match: `match(call, recorded)` returns True if the recorded call answers; it replaces the
       comparison of operands. Both arguments have `gate` (or `name`); `args`, the arrays in order;
-      and `kwargs`, the arrays by name, also those passed by position: "day", "params['w']". The
-      function must not run JAX programs. It doesn't work with digests, `rtol`, `atol` and `ignore`.
+      and `kwargs`, all arguments by name, also those passed by position: "day", "params['w']".
+      Static arguments are numbers, strings and tuples as they are, and others as text. The function
+      must not run JAX programs. It doesn't work with digests, `rtol`, `atol` and `ignore`.
     trust: unpickles exceptions, which can run any code. Use it only for files that you made
       yourself.
 

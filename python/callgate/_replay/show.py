@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from callgate._core.errors import ReplayError
 from callgate._core.terminal import Command, printable
-from callgate._replay import calls, differ
+from callgate._replay import calls, differ, static
 from callgate._replay.answers import place_of
 from callgate._replay.calls import Recorded
 from callgate._replay.replay import read_recording
@@ -70,8 +70,10 @@ def _table(recorded: Sequence[Recorded]) -> Iterator[str]:
 
 
 def _cells(call: Recorded) -> tuple[str, ...]:
-  names = (f"{name.replace(chr(39), '')}: " for name in call.names)
-  operands = ", ".join(map("".join, zip(names, map(calls.text_of, call.types), strict=True)))
+  names = (name.replace("'", "") for name in call.all_names)
+  given = [f": {calls.text_of(type)}" for type in call.types]
+  given += [f"={static.text_of(code)}" for _, code in call.static]
+  operands = ", ".join(map("".join, zip(names, given, strict=True)))
   moment = datetime.datetime.fromtimestamp(call.time_ns // 10**9)
   clock = f"{moment:%H:%M:%S}.{call.time_ns % 10**9 // 10**6:03d}"
   gate = call.gate + (f" lane {call.lane}" if call.lane else "")
@@ -121,7 +123,9 @@ def _group(call: Recorded) -> object:
 
 def _difference(call: Recorded, other: Recorded) -> str:
   """The first difference of two calls; "" where they are equal."""
-  if (call.types, call.digests) != (other.types, other.digests):
+  if call.operands is None or other.operands is None:
+    call, other = call.digested(), other.digested()
+  if (call.types, call.equality) != (other.types, other.equality):
     return differ.difference(call, other)
   if call.results is None or other.results is None:
     if call.results is None and other.results is None and _raised(call) == _raised(other):

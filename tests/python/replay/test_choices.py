@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,66 @@ def test_an_ignored_pytree_is_left_out_whole_and_tolerances_count_beside_it(path
     assert program(1.001, {"w": jnp.zeros(3)}) == 501
   with cg.replay(path, ignore=("seed", "x")):
     failing_with(r"argument 'params'\['w'\]", program, 1.0, {"w": jnp.zeros(2), "b": jnp.ones(())})
+
+
+class Mode(enum.Enum):
+  LOW = 1
+  HIGH = 2
+
+
+@cg.gate(out=jax.ShapeDtypeStruct((), jnp.float32), effect="io", name="choices.scaled")
+def scaled(x: Any, params: Any = None, *, by: Any = 1) -> Any:
+  asked.append((float(x),))
+  return np.float32(x * (by.value if isinstance(by, Mode) else by) + (params is None))
+
+
+@pytest.mark.parametrize("operands", ["arrays", "digest"])
+@pytest.mark.parametrize(("one", "other"), [(2, 3), (2, 2.0), (Mode.LOW, Mode.HIGH)], ids=str)
+def test_static_arguments_are_compared(
+  path: Path, engine: str, one: Any, other: Any, operands: Any
+) -> None:
+  def program(by: Any) -> Any:
+    return jax.jit(lambda x: scaled(x, by=by))
+
+  record(path, program(one), (1.0,), (4.0,), operands=operands)
+  with cg.replay(path) as replay:
+    failing_with("argument 'by': expected ", program(other), 4.0)
+    failing_with("argument 'by': expected .*, got no static value", jax.jit(scaled), 4.0)
+    answer = program(one)(4.0)
+  assert (asked, replay.answered, replay.left) == ([], 1, 1)
+  with cg.replay(path, ignore=("by",)) as replay:
+    assert program(other)(4.0) == answer
+  assert replay.answered == 1
+
+
+def test_calls_on_one_line_are_told_apart_by_their_static_arguments(path: Path) -> None:
+  both = jax.jit(lambda x: (scaled(x, by=2), scaled(x, by=3)))
+  swapped = jax.jit(lambda x: (scaled(x, by=3), scaled(x, by=2)))
+  record(path, both, (1.0,))
+  with cg.replay(path):
+    assert both(1.0) == (3, 4)
+  with cg.replay(path):
+    assert swapped(1.0) == (4, 3)
+
+
+def test_static_parts_of_a_pytree_are_compared(path: Path) -> None:
+  def program(mode: str) -> Any:
+    return jax.jit(lambda x: scaled(x, {"w": x, "mode": mode}))
+
+  record(path, program("fast"), (1.0,))
+  with cg.replay(path):
+    failing_with(r"argument 'params'\['mode'\]: expected 'fast', got 'slow'", program("slow"), 1.0)
+    assert program("fast")(1.0) == 1
+
+
+def test_match_gets_static_arguments(path: Path) -> None:
+  record(path, jax.jit(lambda x: scaled(x, by=2)), (1.0,))
+
+  def close(call: Any, recorded: Any) -> bool:
+    return call.kwargs["by"] == recorded.kwargs["by"] + 1
+
+  with cg.replay(path, match=close):
+    assert jax.jit(lambda x: scaled(x, by=3))(1.0) == 3
 
 
 def test_a_name_that_no_recorded_gate_has_is_refused(path: Path) -> None:

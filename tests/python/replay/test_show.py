@@ -65,6 +65,25 @@ def test_each_call_has_a_line(one: str, capsys: pytest.CaptureFixture[str]) -> N
   assert count == "3 calls"
 
 
+@pytest.mark.parametrize("operands", ["arrays", "digest"])
+def test_static_arguments_are_shown(
+  tmp_path: Path, operands: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+  def record_with(label: str, **options: Any) -> str:
+    with cg.record(path := tmp_path / f"{label}.cgr", **options):
+      model = {"w": np.ones(1, np.float32), "label": label}
+      jax.jit(lambda day: price(day, model=model))(1).block_until_ready()
+    return str(path)
+
+  one, other = record_with("a"), record_with("b", operands=operands)
+  assert main(["show", one]) == 0
+  assert "(day: int32[], model[w]: float32[1], model[label]='a')" in capsys.readouterr().out
+  assert main(["show", one, "--diff", other]) == 1
+  what = "'a', got 'b'" if operands == "arrays" else "digest "
+  assert f"argument 'model'['label']: expected {what}" in capsys.readouterr().out
+  assert main(["show", one, "--diff", one]) == 0
+
+
 def test_lanes_and_exceptions_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   path = record(tmp_path / "failed.cgr", -1)
   with cg.record(tmp_path / "lanes.cgr"):
