@@ -93,8 +93,16 @@ def check(label: str, kind: Kind, arrays: Sequence[Any], fields: Fields | None) 
 def _is_image(dtype: Any, shape: Sequence[Any]) -> bool:
   if dtype != np.uint8 and not jnp.issubdtype(dtype, jnp.floating):
     return False
-  channels = any(isinstance(shape[-1], int) and shape[-1] == n for n in _CHANNELS if shape)
-  return len(shape) in (2, 3) or (len(shape) == 4 and channels)
+  if any(map(is_open, shape)):
+    return 2 <= len(shape) <= 4
+  if len(shape) == 3:
+    return not _has_other_channels(*shape[1:])
+  return len(shape) == 2 or (len(shape) == 4 and shape[-1] in _CHANNELS)
+
+
+def _has_other_channels(width: int, last: int) -> bool:
+  """True where the last extent looks like 2 or 5 to 7 channels, not like a width of gray images."""
+  return last == 2 or 5 <= last < 8 <= width
 
 
 # -- as consumers have them ------------------------------------------------------------------------

@@ -132,7 +132,8 @@ class RunsFollower(threading.Thread):
 
   def __init__(self, folders: Sequence[str]) -> None:
     super().__init__(name="callgate-watch-runs", daemon=True)
-    self._folders = [Path(folder).absolute() for folder in folders]
+    self._folders = [Path(os.path.abspath(folder)) for folder in folders]
+    self._depth = _depth({one.parent if _is_run(one) else one for one in self._folders})
     self._runs: dict[Path, WatchedRun] = {}
     self._lock = threading.Lock()
     self._ending = threading.Event()
@@ -173,18 +174,37 @@ class RunsFollower(threading.Thread):
     return [run for _, run in sorted(key, key=lambda one: one[0], reverse=True)]
 
   def states(self) -> list[str]:
-    return [f"{folder.name}: {len(_runs_in(folder))} runs" for folder in self._folders]
+    return [
+      f"{_end(folder, self._depth)}: {len(_runs_in(folder))} runs" for folder in self._folders
+    ]
 
   def _id_of(self, path: Path) -> str:
-    return path.name if len(self._folders) == 1 else f"{path.parent.name}/{path.name}"
+    """The run's name, behind as much of its folder's path as tells the folders apart."""
+    return path.name if len(self._folders) == 1 else _end(path, self._depth + 1)
+
+
+def _is_run(folder: Path) -> bool:
+  return (folder / files.FILE).is_file()
+
+
+def _depth(folders: set[Path]) -> int:
+  """How many of the last parts of their paths tell folders apart."""
+  depth = 1
+  while len({_end(folder, depth) for folder in folders}) < len(folders):
+    depth += 1
+  return depth
+
+
+def _end(path: Path, count: int) -> str:
+  return "/".join(path.parts[-count:])
 
 
 def _runs_in(folder: Path) -> list[Path]:
   """The folder itself, where it is a run's; else those of the runs in it."""
-  if (folder / files.FILE).is_file():
+  if _is_run(folder):
     return [folder]
   try:
-    return sorted(one for one in folder.iterdir() if (one / files.FILE).is_file())
+    return sorted(filter(_is_run, folder.iterdir()))
   except OSError:  # not there yet, or gone
     return []
 

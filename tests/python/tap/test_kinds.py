@@ -152,6 +152,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
   "a vector": (np.ones(3), {"kind": "image"}, IMAGE + r"float32\[3\]"),
   "integers": (np.ones((4, 4), np.int32), {"kind": "image"}, IMAGE + r"int32\[4, 4\]"),
   "two channels": (np.ones((1, 4, 4, 2), np.uint8), {"kind": "image"}, IMAGE),
+  "two channels of one": (np.ones((4, 4, 2), np.uint8), {"kind": "image"}, IMAGE),
+  "five channels": (np.ones((9, 8, 5), np.float32), {"kind": "image"}, IMAGE + r".*\[9, 8, 5\]"),
   "floats": (np.ones(3), {"kind": "text"}, r"uint8\[bytes\] of UTF-8.*got float32\[3\]"),
   "rows": (np.ones((2, 3), np.uint8), {"kind": "text"}, r"got uint8\[2, 3\]"),
   "a dict": ({"a": np.ones(3, np.uint8), "b": np.ones(3, np.uint8)}, {"kind": "text"}, "one text"),

@@ -188,6 +188,18 @@ def test_a_run_is_followed_while_it_goes_on(tmp_path):
   assert asked(page.runs)["runs"] == []
 
 
+def test_runs_of_one_name_in_folders_of_one_name_are_told_apart(tmp_path):
+  for where, loss in (("a", 1.0), ("b", 2.0)):
+    with cg.run("r", folder=tmp_path / where / "runs"):
+      cg.tap(loss, "loss")
+  with following(tmp_path / "a" / "runs", tmp_path / "b" / "runs") as page:
+    ids = [run["id"] for run in asked(page.runs)["runs"]]
+    assert ids == ["b/runs/r", "a/runs/r"]
+    series = asked(page.curves, leaf="loss", run=ids)["series"]
+    assert [(one["run"], one["mean"]) for one in series] == [(ids[0], [2.0]), (ids[1], [1.0])]
+    assert asked(page.runs)["folders"] == ["a/runs: 1 runs", "b/runs: 1 runs"]
+
+
 def test_files_that_somebody_else_has_written_do_no_harm(tmp_path):
   texts = {
     "empty": "", "list": "[]", "deep": "[" * 100_000, "null": '{"state": null}',
