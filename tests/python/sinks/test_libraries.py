@@ -96,6 +96,18 @@ def test_tensorboard_has_scalars_and_histograms(tmp_path):
   assert events["v/lane_3"][0][2].histo.num == 2  # the finite ones
 
 
+def test_tensorboard_files_of_one_second_are_apart(tmp_path):
+  pytest.importorskip("tensorboardX")
+  sink, other = sinks.TensorBoard(tmp_path), sinks.TensorBoard(tmp_path)
+  for start in range(3):  # opened anew each time
+    with sink:
+      sink.write(losses(1, start=start))
+  with sink, other:
+    sink.write(losses(1, start=3))
+    other.write(losses(1, start=4))
+  assert sorted(step for step, _, _ in events_of(tmp_path)["loss"]) == [0, 1, 2, 3, 4]
+
+
 def test_tensorboard_takes_the_step_from_a_leaf(tmp_path):
   pytest.importorskip("tensorboardX")
   with sinks.TensorBoard(tmp_path, step="step") as sink:
