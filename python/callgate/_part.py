@@ -62,6 +62,7 @@ Event = Literal[
   "channel named",  # (name): a tap is traced that sends to a named channel
   "program dispatched",  # (returning): True if JAX's C++ code is about to return its results
   "tap value",  # (name, value, lane): a tap's latest scalar, once a batch; the lane may be None
+  "run ends",  # (): the open run ends; all its records and alerts are delivered
   "summary",  # (name, value): the open run's summary was set to a JSON value
   "thread ends",  # (thread): runs on that `callgate.thread`
 ]

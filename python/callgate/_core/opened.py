@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 
@@ -15,6 +16,7 @@ class OpenRun:
   Attributes:
     folder: an absolute path.
     config: values that JSON can represent.
+    results: returns the results so far, likewise.
   """
 
   name: str
@@ -22,6 +24,7 @@ class OpenRun:
   config: dict[str, Any]
   notes: str
   tags: tuple[str, ...]
+  results: Callable[[], dict[str, Any]]
 
 
 _run: OpenRun | None = None  # under the GIL: one assignment

@@ -106,7 +106,9 @@ class Run(Stays):
     self._write()
     alert.deliver(Wait(_SECONDS), anew=True)  # what came before is not the run's
     opened.begin(
-      opened.OpenRun(self.name, str(self.folder), self.config, self.notes, self.tags)
+      opened.OpenRun(
+        self.name, str(self.folder), self.config, self.notes, self.tags, self._plain_results
+      )
     )  # fmt: skip
     _part.on("alert", self._note_alert)
     _part.on("check failed", self._note_check)
@@ -145,7 +147,7 @@ class Run(Stays):
       BaseException: the failure, if there is no such error; also Ctrl-C.
     """
     cause = error
-    for step in (self._let_go, self._end):
+    for step in (self._let_go, _end_trackers, self._end):
       try:
         step(cause)
       except BaseException as late:  # noqa: BLE001 - raised below, or a note
@@ -268,6 +270,10 @@ class Run(Stays):
     if result is not None and self.state == "running":
       _part.tell("summary", name, result.plain)
 
+  def _plain_results(self) -> dict[str, Any]:
+    with self._lock:
+      return {name: one.plain for name, one in self._results.items()}
+
   def _write(self) -> None:
     """Writes run.json; in a multi-host program, process 0 does."""
     several = group.group()
@@ -280,12 +286,25 @@ class Run(Stays):
       about = {
         "name": self.name, "state": self.state, "error": self._error, "traceback": self._traceback,
         **self._times, "config": self.config, "notes": self.notes, "tags": list(self.tags),
-        "summary": {name: one.plain for name, one in self._results.items()},
+        "summary": self._plain_results(),
         "alerts": self._alerts, "checks": self._checks, "knobs": self._knobs,
         "process": self._process,
         "processes": 1 if several is None else several.count,
       }  # fmt: skip
       files.write(self.folder, about)
+
+
+def _end_trackers(error: BaseException | None) -> None:
+  """Ends what the block's trackers write; raises the first failure once all have ended."""
+  del error
+  failed: list[BaseException] = []
+  for end in tuple(_part.listeners("run ends")):
+    try:
+      end()
+    except BaseException as late:  # noqa: BLE001 - raised below
+      failed.append(late)
+  if failed:
+    raise failed[0]
 
 
 def _numbers_of_knobs() -> dict[str, Any]:

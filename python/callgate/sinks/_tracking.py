@@ -2,7 +2,8 @@
 """The common part of sinks into trackers: curves of records, and news of the open run.
 
 Records arrive on the channel's thread, alerts and results on the thread that reports them. A lock
-keeps the calls of the library apart.
+keeps the calls of the library apart. A tracker that was opened within a run stays open to the run's
+end, also if its channel closes before: later results and alerts belong to it, too.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Tracker(LibrarySink):
     options.optional_texts(f"sinks.{type(self).__name__}", step=step)
     self._step = step
     self._lock = threading.RLock()  # guards the library's objects
+    self._opened_in: OpenRun | None = None
+    self._rests = False  # closed, in a run that goes on
 
   # -- what subclasses log -----------------------------------------------------------------------
   def _log_config(self, run: OpenRun) -> None: ...
@@ -51,10 +54,15 @@ class Tracker(LibrarySink):
   # -- of the channel ----------------------------------------------------------------------------
   def _begin(self) -> None:
     with self._lock:
-      super()._begin()
-      if (run := opened.run()) is not None:
-        with self._naming("cannot log the run's config"):
-          self._log_config(run)
+      goes_on, self._rests = self._rests and os.getpid() == self._process, False
+      if not goes_on:
+        super()._begin()
+        self._opened_in = run = opened.run()
+        if run is not None:
+          with self._naming("cannot log the run's config"):
+            self._log_config(run)
+            for name, value in run.results().items():
+              self._log_result(name, value)
     _part.on("alert", self._hear_alert)
     _part.on("summary", self._hear_result)
 
@@ -67,10 +75,29 @@ class Tracker(LibrarySink):
       super().flush()
 
   def close(self) -> None:
+    with self._lock:
+      in_run = self._opened_in is not None and self._opened_in is opened.run()
+      if self._channel is not None and in_run and os.getpid() == self._process:
+        self._channel, self._rests = None, True
+        _part.on("run ends", self._end)
+        with self._naming("cannot flush"):
+          self._flush()
+      if not self._rests:
+        self._stop_hearing()
+        super().close()
+
+  def _end(self) -> None:
+    """The run ends: closes the sink, unless a channel still has it."""
+    _part.off("run ends", self._end)
+    with self._lock:
+      if self._rests:
+        self._rests, self._channel = False, ""
+        self._stop_hearing()
+        super().close()
+
+  def _stop_hearing(self) -> None:
     _part.off("alert", self._hear_alert)
     _part.off("summary", self._hear_result)
-    with self._lock:
-      super().close()
 
   def _take(self, record: Record) -> None:
     info = record.info
@@ -98,7 +125,8 @@ class Tracker(LibrarySink):
   def _hear(self, log: Any, problem: str) -> None:
     """Logs news of the run unless the sink is closed; the next barrier raises an error."""
     with self._lock:
-      if self._channel is None or os.getpid() != self._process:
+      is_open = self._channel is not None or self._rests
+      if not is_open or os.getpid() != self._process:
         return
       try:
         with self._naming(problem):

@@ -38,14 +38,16 @@ def train(folder: Path, sink: Any) -> Any:
     return x
 
   with cg.run("tracked", folder=folder, config=CONFIG, notes="a note", tags=["one", "two"]) as run:
+    run.summary["size"] = 8
     made = sink()
     with cg.channel("t", to=made):
       step(1.0)
       step(2.0)
       cg.barrier()
       run.summary["accuracy"] = 0.97
-      run.summary["best"] = "second"
-    cg.alert(True, "after the channel")  # to nobody here
+    run.summary["best"] = "second"
+    cg.alert(True, "after the channel")
+  cg.alert(True, "after the run")  # to nobody here
   return run, made
 
 
@@ -62,9 +64,10 @@ def test_tensorboard_has_them(tmp_path):
   assert json.loads(texts("config")[0].removeprefix("```json\n").removesuffix("\n```")) == CONFIG
   assert (texts("notes"), texts("tags")) == (["a note"], ["one, two"])
   assert texts("words") == ["x is 1", "x is 2"]
-  assert texts("alerts") == ["large: 2.0"]
+  assert texts("alerts") == ["large: 2.0", "after the channel"]
   assert texts("summary/best") == ["second"]
   assert events["summary/accuracy"][0][2].simple_value == pytest.approx(0.97)
+  assert events["summary/size"][0][2].simple_value == 8
   assert [value.simple_value for _, _, value in events["loss"]] == [1, 2]
   for tag, want in (("picture", PIXELS), ("grey/1", np.full((4, 6), 51))):
     encoded = events[tag][-1][2].image.encoded_image_string
@@ -83,9 +86,11 @@ def test_mlflow_has_them(tmp_path, monkeypatch):
   tags = found.data.tags
   assert (tags["mlflow.note.content"], tags["one"], tags["two"]) == ("a note", "true", "true")
   assert (found.data.metrics["loss"], found.data.metrics["summary/accuracy"]) == (2, 0.97)
+  assert found.data.metrics["summary/size"] == 8
+  assert found.info.status == "FINISHED"
   assert tags["summary/best"] == "second"
   artifacts = run.folder / "mlruns" / found.info.experiment_id / sink.run_id / "artifacts"
-  assert (artifacts / "alerts.txt").read_text() == "large: 2.0\n"
+  assert (artifacts / "alerts.txt").read_text() == "large: 2.0\nafter the channel\n"
   texts = sorted((artifacts / "texts" / "words").iterdir())
   assert [path.read_text() for path in texts] == ["x is 1", "x is 2"]
   pictures = [*(artifacts / "images").rglob("*.png")]
@@ -111,6 +116,8 @@ def test_wandb_has_them(tmp_path, monkeypatch):
   assert kinds == ["image-file"] * 2
   assert b"large: 2.0" in file.read_bytes()
   assert b"accuracy" in file.read_bytes()
+  until(lambda: b"after the channel" in file.read_bytes())
+  assert b"second" in file.read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its libraries among each other
@@ -133,6 +140,8 @@ def test_clearml_has_them(tmp_path, monkeypatch):
   assert "words #" in texts
   assert "x is 2" in texts
   assert "alert: large: 2.0" in texts
+  assert "alert: after the channel" in texts
+  assert "after the run" not in texts
   assert "summary best: second" in texts
   assert "accuracy" in metrics
   assert sum("picture" in name and name.endswith(".jpeg") for name in names) == 2
@@ -153,6 +162,41 @@ def test_an_alert_that_can_not_be_logged_is_the_barriers_error(tmp_path):
     with pytest.raises(sinks.SinkError, match="cannot log the alert 'look': OSError: no room"):
       cg.barrier()
   assert seen == ["look"]  # the others are told
+
+
+def test_a_tracker_goes_on_to_the_runs_end_over_several_channels(tmp_path):
+  pytest.importorskip("tensorboardX")
+  with cg.run("r", folder=tmp_path) as run:
+    board = sinks.TensorBoard("board")
+    for value in (1.0, 2.0):
+      with cg.channel("t", to=board):
+        cg.tap(value, "t")
+      (file,) = (run.folder / "board").iterdir()
+    assert len(events_of(run.folder / "board")["t"]) == 2  # there, though it goes on
+    run.summary["best"] = 2
+  assert [one.name for one in (run.folder / "board").iterdir()] == [file.name]
+  assert len(events_of(run.folder / "board")["summary/best"]) == 1
+  with cg.channel("t", to=board):  # opened anew
+    cg.tap(3.0, "t")
+  assert len(list((run.folder / "board").iterdir())) == 2
+
+
+def test_a_tracker_that_can_not_end_fails_its_run(tmp_path):
+  pytest.importorskip("tensorboardX")
+
+  class Endless(sinks._trackers.TensorBoard):
+    def _stop(self) -> None:
+      super()._stop()
+      raise OSError("no room")
+
+  with (
+    pytest.raises(sinks.SinkError, match="cannot be closed properly: OSError: no room"),
+    cg.run("r", folder=tmp_path) as run,
+    cg.channel("t", to=[Endless("a"), Endless("b")]),
+  ):
+    cg.tap(1.0, "t")
+  assert run.state == "crashed"
+  assert len(events_of(run.folder / "b")["t"]) == 1
 
 
 def test_outside_of_a_run_alerts_come_as_well_and_names_are_the_trackers(tmp_path):
