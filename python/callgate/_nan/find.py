@@ -98,7 +98,8 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
     reaching: True reports only a NaN or infinity that reaches a result of f: each value on a path
       from the operation to the result contains one. `jnp.where` passes on only the elements that it
       selects. All other values count as a whole: index and lane are those of the first NaN or
-      infinity in them.
+      infinity in them. A NaN in a constant of the program counts as made by the first operation
+      on it.
 
   Returns:
     A function with f's arguments that runs f and returns a `NanReport`, or None if there is nothing
@@ -175,7 +176,9 @@ def _order(equation: findings.Equation, row: findings.Rows) -> tuple[int, ...]:
 
 
 def _is_array(leaf: Any) -> bool:
-  return isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
+  """True for what a program gets as an array; a bool of Python's is mostly a static choice."""
+  is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+  return is_number or hasattr(leaf, "dtype")
 
 
 def _report(found: findings.Equation, row: findings.Rows) -> NanReport:
@@ -206,4 +209,5 @@ def _shown(aval: Any, least: Any, most: Any) -> str:
   text = type_text(aval.dtype, aval.shape)
   if np.isnan(least) and not np.issubdtype(aval.dtype, np.inexact):
     return text
-  return f"{text}, {least:.6g}" if least == most else f"{text}, {least:.6g} to {most:.6g}"
+  is_one = least == most or np.isnan(least)
+  return f"{text}, {least:.6g}" if is_one else f"{text}, {least:.6g} to {most:.6g}"

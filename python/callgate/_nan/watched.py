@@ -104,7 +104,9 @@ class Watch:
       return reach.follow(outs, [None] * len(outs)), state
     number = self._number(eqn, place, axes)
     ins = [x if hasattr(x, "size") else jnp.asarray(x) for x in ins]  # JAX's literals
-    kinds = self._kinds(eqn, ins, [outs[i] for i in watched])
+    # Where values are followed, the first operation on a constant with a NaN makes it.
+    constant = [self._reaching and not isinstance(x, Followed) for x in followed]
+    kinds = self._kinds(eqn, ins, constant, [outs[i] for i in watched])
     row = self._row(state.rows, number, place, ins, outs, dict(zip(watched, kinds, strict=True)))
     state = state._replace(new={**state.new, number: row})
     if not self._reaching:
@@ -117,11 +119,13 @@ class Watch:
       found[index] = passed | (own & (kind != NONE))
     return reach.follow(outs, found), state
 
-  def _kinds(self, eqn: Any, ins: Values, outs: Values) -> list[Any]:
+  def _kinds(self, eqn: Any, ins: Values, constant: Sequence[bool], outs: Values) -> list[Any]:
     """Returns the kind of finding in each result of an equation: NONE, NAN or INF."""
-    reals = [reach.wide(x) for x in ins if reach.is_real(x)]
-    had_nan = reach.on_any_device(eqn, _any(jnp.isnan(x) for x in reals))
-    had_any = had_nan | reach.on_any_device(eqn, _any(jnp.isinf(x) for x in reals))
+    reals = [
+      (reach.wide(x), is_own) for x, is_own in zip(ins, constant, strict=True) if reach.is_real(x)
+    ]
+    had_nan = reach.on_any_device(eqn, _any(jnp.isnan(x) for x, is_own in reals if not is_own))
+    had_any = had_nan | reach.on_any_device(eqn, _any(~jnp.isfinite(x) for x, _ in reals))
     kinds: list[Any] = []
     for out in map(reach.wide, outs):
       made_nan = jnp.isnan(out).any() & ~had_nan

@@ -249,3 +249,37 @@ def test_gates_run_once() -> None:
 def test_reaching_is_a_flag() -> None:
   with pytest.raises(cg.GateDefinitionError, match="find_nan: reaching: expected"):
     cg.find_nan(safe_log, reaching="yes")  # pyright: ignore[reportArgumentType]
+
+
+WEIGHTS = jnp.array([1.0, jnp.nan])
+
+
+@pytest.mark.parametrize(
+  ("f", "primitive"),
+  [
+    (lambda x: x * WEIGHTS, "mul"),
+    (jax.jit(lambda x: x * WEIGHTS), "mul"),
+    (lambda x: x + np.float32(np.nan), "add"),
+    (jax.grad(lambda x: (x * WEIGHTS).sum()), "mul"),
+    (lambda x: (jnp.log(x + 2.0), x + WEIGHTS), "add"),
+  ],
+)
+def test_a_constant_nan_is_made_by_the_operation_that_takes_it(f: Any, primitive: str) -> None:
+  report = reaching(f)(-1.0)
+  assert (report.primitive, report.kind) == (primitive, "nan")
+  assert "test_reaching.py" in report.source
+  assert report.operands[-1].endswith(", nan")
+
+
+def test_a_constant_that_reaches_no_result_is_no_finding() -> None:
+  x = jnp.array([1.0, 2.0])
+  assert reaching(lambda x: jnp.where(x > 0, x, jnp.nan))(x) is None
+  assert reaching(lambda x: jnp.nansum(x * WEIGHTS))(x) is None
+  assert reaching(lambda x: jnp.where(x > 1, x, -jnp.inf))(x) is None  # a mask
+  assert reaching(lambda x: jnp.where(x > 1, x, jnp.nan))(x).kind == "nan"
+
+
+def test_a_bool_may_be_a_static_argument() -> None:
+  jitted = jax.jit(lambda x, train: jnp.log(x) if train else x, static_argnames="train")
+  assert reaching(jitted)(-1.0, train=True).primitive == "log"
+  assert reaching(jitted)(-1.0, False) is None
