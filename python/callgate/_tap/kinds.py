@@ -51,6 +51,10 @@ def split_text(label: str, value: Any) -> tuple[Any, Fields | None]:
   rest: list[Any] = list(value[1:])
   named: Mapping[str, Any] = rest.pop() if rest and isinstance(rest[-1], Mapping) else {}
   check_fields(f"{label}: value", template, rest, named)
+  for field, one in (*enumerate(rest), *named.items()):
+    if not jax.tree_util.all_leaves([one]):
+      what = f"{label}: value: expected an array for each field, got {type(one).__name__}"
+      raise GateDefinitionError(f"{what} for {field!r}")
   return (*rest, *named.values()), (template, (*(None for _ in rest), *map(str, named)))
 
 

@@ -159,6 +159,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
   "a dict": ({"a": np.ones(3, np.uint8), "b": np.ones(3, np.uint8)}, {"kind": "text"}, "one text"),
   "a field too many": (("{} {}", 1), {"kind": "text"}, "a text and arrays for its fields"),
   "a wrong format": (("{:s}", 1.0), {"kind": "text"}, "arrays for its fields, got '{:s}'"),
+  "a pytree": (("{a[w]}", {"a": {"w": 1}}), {"kind": "text"}, "an array for each.*dict for 'a'"),
+  "a list": (("{} {}", 1.0, [1, 2]), {"kind": "text"}, "an array for each field, got list for 1"),
   "no array": (("{}", object()), {"kind": "text"}, "expected an array"),
   "a dataflow": ("x", {"kind": "text", "effect": "dataflow"}, "effect: expected 'io' with kind="),
   "on a device": ("x", {"kind": "text", "on_device": True}, "on_device: expected False"),
