@@ -45,7 +45,7 @@ def _show(arguments: argparse.Namespace) -> int:
     print(f"equal: {_counted(len(one))}")
     return 0
   print(printable(differences[0]))
-  total = max(len(one), len(other))
+  total = max(len(one), len(other), len(differences))
   print(f"{len(differences)} of {_counted(total)} differ{'s' * (len(differences) == 1)}")
   return 1
 

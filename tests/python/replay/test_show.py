@@ -149,3 +149,13 @@ def test_files_that_are_no_recordings(tmp_path: Path, one: str) -> None:
     run = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
     assert run.returncode == status
     assert ("show: " in run.stderr and "text" in run.stderr) == (status > 0), run.stderr
+
+
+def test_calls_of_different_gates_are_counted_apart(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  for name, gate in (("a", following), ("b", price)):
+    with cg.record(tmp_path / f"{name}.cgr"):
+      jax.jit(lambda x, gate=gate: gate(x, **({"model": {"w": x}} if gate is price else {})))(1.0)
+  assert main(["show", str(tmp_path / "a.cgr"), "--diff", str(tmp_path / "b.cgr")]) == 1
+  assert capsys.readouterr().out.splitlines()[1] == "2 of 2 calls differ"
