@@ -16,7 +16,7 @@ import numpy as np
 from callgate import _callgate
 from callgate._checkpoints import loading, orbax
 from callgate._checkpoints.parts import Leaf
-from callgate._checkpoints.writer import Writer, leaves_of
+from callgate._checkpoints.writer import NAME, Writer, leaves_of
 from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import Uncopied
@@ -77,7 +77,7 @@ class CarrySaver(Uncopied):
     _refuse_handles(carry)
     sent = jax.tree.map(loading.refusing_lanes, jax.lax.stop_gradient(carry))
     to = self._open(leaves_of(carry))
-    tap.tap((step, run, sent, feeds), to, name="checkpoint", where=where)
+    tap.tap((step, run, sent, feeds), to, name=NAME, where=where)
 
   def _refuse_region(self) -> None:
     if axes := tuple(tracing.region_axes()):

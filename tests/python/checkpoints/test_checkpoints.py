@@ -21,6 +21,7 @@ from property_checks import is_soak
 import callgate as cg
 from callgate._checkpoints import files, parts
 from callgate._core.public import core
+from callgate._tap.channel import open_channels
 
 
 def step(carry: Any, x: Any) -> Any:
@@ -46,6 +47,23 @@ def assert_same(a: Any, b: Any) -> None:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       x, y = jax.random.key_data(x), jax.random.key_data(y)
     np.testing.assert_array_equal(x, y)
+
+
+def test_a_stream_beside_the_writer_gets_changes_of_knobs(tmp_path: Path) -> None:
+  saves, knob = cg.Checkpoints(tmp_path / "saves", every=5), cg.knob("checkpoints.rate", 0.5)
+  program = jax.jit(lambda carry, xs: cg.scan(step, carry, xs, save=saves))
+  jax.block_until_ready(program(init(), XS))
+  cg.barrier()
+  (opened,) = [one for one in open_channels().values() if str(saves.folder) in one.name]
+  opened.add(cg.sinks.Stream(tmp_path / "s.cgs"))
+  knob.set(0.25)
+  jax.block_until_ready(program(init(), XS))
+  cg.barrier()
+  opened.flush()
+  names = [record.name for record in cg.open_stream(tmp_path / "s.cgs")]
+  assert names.count("knob:checkpoints.rate") == 1
+  assert names.count("checkpoint") == 2
+  assert saves.steps() == (5, 10)
 
 
 def test_the_loop_is_jaxs(engine: str, tmp_path: Path) -> None:
