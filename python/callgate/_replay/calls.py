@@ -79,7 +79,7 @@ class Recorded:
 
   @property
   def equality(self) -> tuple[object, ...]:
-    """What is equal in calls of a gate that were given the same."""
+    """The part that is equal in calls of a gate that were given the same."""
     return self.digests, self.static
 
   # A user's `match` reads these.

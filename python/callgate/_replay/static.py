@@ -3,7 +3,7 @@
 
 A program has static arguments in the spec of a call (`_core/encoding.py`). Numbers, texts, tuples,
 enumerations and frozen dataclasses of these are written whole, classes and functions by their
-names. Of any other value a recording has the type alone.
+names. A recording has the type alone of any other value.
 """
 
 from __future__ import annotations
