@@ -273,3 +273,15 @@ def tell(event: Event, *values: Any) -> None:
   """Calls the event's listeners."""
   for function in tuple(_listeners[event]):
     function(*values)
+
+
+def tell_all(event: Event, *values: Any) -> None:
+  """Calls the event's listeners, also where one fails; raises the first failure in the end."""
+  failed: list[BaseException] = []
+  for function in tuple(_listeners[event]):
+    try:
+      function(*values)
+    except BaseException as error:  # noqa: BLE001 - raised below
+      failed.append(error)
+  if failed:
+    raise failed[0]

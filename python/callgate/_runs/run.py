@@ -295,16 +295,9 @@ class Run(Stays):
 
 
 def _end_trackers(error: BaseException | None) -> None:
-  """Ends what the block's trackers write; raises the first failure once all have ended."""
+  """Ends what the block's trackers write."""
   del error
-  failed: list[BaseException] = []
-  for end in tuple(_part.listeners("run ends")):
-    try:
-      end()
-    except BaseException as late:  # noqa: BLE001 - raised below
-      failed.append(late)
-  if failed:
-    raise failed[0]
+  _part.tell_all("run ends")
 
 
 def _numbers_of_knobs() -> dict[str, Any]:

@@ -6,12 +6,12 @@ Each logs the curves, images and texts of records, and the open run's config, re
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import pathlib
 import tempfile
+import time
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -22,8 +22,6 @@ from callgate._core.png import png
 from callgate._tap.alert import Alert
 from callgate.sinks._base import ChoiceOptions, StrPath
 from callgate.sinks._tracking import At, Tracker, is_number, mlflow_name, name_of_run, summary
-
-_files = itertools.count()  # of this process
 
 
 class TensorBoard(Tracker):
@@ -44,7 +42,7 @@ class TensorBoard(Tracker):
     super().__init__(resolved(options.path("sinks.TensorBoard", "logdir", logdir)), step, **choice)
 
   def _start(self) -> None:
-    suffix = f".{os.getpid()}.{next(_files)}"  # two of one second would be one file
+    suffix = f".{os.getpid()}.{time.monotonic_ns()}"  # two of one second would be one file
     self._writer: Any = self._module.SummaryWriter(self._target, filename_suffix=suffix)
 
   def _log_config(self, run: OpenRun) -> None:
