@@ -17,13 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src import api
 
 from callgate import _callgate
 
 
 def adopt() -> None:
   """Called once, before the first gate, kernel or tap is made."""
-  kind: Any = type(jax.jit(lambda: None))
+  kind: Any = type(api.jit(lambda: None))  # `jax.jit` may be another library's wrapper
   restore: Callable[[Any, Any], None] = kind.__setstate__  # of the C++ class (0.10 to 0.12)
 
   def __setstate__(self: Any, state: Any) -> None:

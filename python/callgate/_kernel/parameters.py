@@ -170,7 +170,10 @@ def _scalar(label: str, parameter: Parameter, value: Any) -> Any:
   if dtype is None or not isinstance(value, (bool, int, float, complex)):
     return value
   if is_wide(dtype):
-    fault = f"{dtype.name} needs jax_enable_x64; a static value does not (cg::Attr in C++)"
+    fault = (
+      f"{dtype.name} needs jax_enable_x64; cast=True of a C function, or a static parameter of C++ "
+      "(cg::Attr), does not"
+    )
     raise GateDefinitionError(f"{label}: argument '{name}': {fault}")
   return jnp.asarray(static_values.number(label, name, value, dtype, what="argument").value)
 

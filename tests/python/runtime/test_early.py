@@ -45,6 +45,9 @@ programs["that has run"](np.float32(1))
 gc.collect()
 if sys.argv[1] == "frozen":
   gc.freeze()
+jit = jax.jit
+if sys.argv[1] == "jit replaced":  # as type checkers do
+  jax.jit = lambda function, **options: functools.partial(jit(function, **options))
 
 import callgate as cg
 from callgate import _callgate
@@ -56,6 +59,7 @@ def gate(x):
     raise KeyError("no")
   return x
 
+jax.jit = jit
 programs["jitted later"] = jax.jit(late)
 programs["a copy"] = copy.deepcopy(programs["jitted later"])
 box["gate"] = gate
@@ -75,8 +79,8 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("collector", ["usual", "frozen"])
-def test_functions_jitted_before_the_import_raise_and_hold_like_others(collector: str) -> None:
-  found: dict[str, Any] = json.loads(interpreters.succeed(SCRIPT, collector))
+@pytest.mark.parametrize("state", ["usual", "frozen", "jit replaced"])
+def test_functions_jitted_before_the_import_raise_and_hold_like_others(state: str) -> None:
+  found: dict[str, Any] = json.loads(interpreters.succeed(SCRIPT, state))
   assert len(found) == 9
   assert found == {name: [["JaxRuntimeError"], [True]] for name in found}

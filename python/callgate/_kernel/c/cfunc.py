@@ -260,9 +260,9 @@ class CKernel(CpuKernel):
     for array in self._results:
       dtype: Any = array.type.dtype
       if is_wide(dtype) and not self._cast_scalars:
-        way = "or cast=True" if self._is_by_value(array) else "or out= with another type"
+        way = ", or cast=True" if self._is_by_value(array) else ""
         fault = f"result '{array.name}' is C's {array.type.text}, {dtype.name}"
-        raise GateDefinitionError(f"{self.label}: {fault}: expected jax_enable_x64, {way}")
+        raise GateDefinitionError(f"{self.label}: {fault}: expected jax_enable_x64{way}")
       if self._cast_scalars and self._is_by_value(array):  # no wider than the arguments
         dtype = canonical_dtype(dtype)
         if inexact and is_inexact(dtype):
