@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of loops in compiled programs, and how a loop goes on from one."""
+"""Checkpoints of loops in compiled programs, and the resumption from them."""

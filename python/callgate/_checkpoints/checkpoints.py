@@ -80,7 +80,7 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
   ) -> None:  # fmt: skip
     label = "Checkpoints"
     path = Path(based(options.path(label, "folder", folder))).absolute()
-    if "\n" in str(path):  # programs and messages name it in one line
+    if "\n" in str(path):  # programs and messages show it on one line
       options.refuse(label, "folder", "a path without a newline", str(path))
     every = options.count(label, "every", every, least=1, most=2**31 - 1)
     keep = options.count(label, "keep", keep, least=1)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on disk: a folder each, which is there whole or not at all.
+"""Checkpoints on disk: a folder each, which is either complete or invisible.
 
-`step_0000001000/` holds `meta.json` and a `.npz` for each shard, with the parts of the leaves that
-the shard had (`parts`). All is written into a folder with a dot before its name, which gets its own
-name when every part is on the disk. The writer of the last part does so, in whatever process: of
-several that find the parts complete the one that makes `meta.json`.
+`step_0000001000/` holds `meta.json` and a `.npz` for each shard, with the shard's parts of the
+leaves (`parts`). Writers write into a folder with a dot before its name, which gets its own name
+when every part is on the disk. The writer of the last part renames it, in any process. If several
+find the parts complete, the one that makes `meta.json` renames it.
 
-The folder's hidden name has the number of the run, an execution of the program in all its
-processes: what an earlier run has left half written is never completed by a later one. Since each
-writer of a run writes its parts in order, a checkpoint is whole only after those before it.
+The hidden name has the number of the run, which is an execution of the program in all its
+processes. So a later run never completes an incomplete folder of an earlier run. Each writer of a
+run writes its parts in order. So a checkpoint is complete only after those before it.
 
-A run that saves a step of an earlier run swaps the two folders in one step. A file system that
-can't swap takes two: between them the older one is found as `.step_0000001000-old`.
+A run that saves a step of an earlier run swaps the two folders in one step. On a file system
+without such a swap it takes two steps; in between, the older one is `.step_0000001000-old`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from callgate._checkpoints.parts import InOrbax, Leaf, Saved, Slices
 from callgate._core import paths
 
 _OLD = "-old"
-_TRIES = 5  # to replace a folder that another process puts back
+_TRIES = 5  # attempts to replace a folder that another process restores
 # Runs that have begun in this process, or whose parts it has written. Under the GIL: single steps;
 # never emptied: one number for each run, whose parts may come at any time.
 _runs: set[int] = set()
@@ -42,15 +42,15 @@ _naming = threading.Lock()  # held while a step's folder has another one's name
 
 
 def whole(root: Path) -> list[Saved]:
-  """The checkpoints of a folder, the newest last; what is damaged is none of them."""
+  """Returns the complete checkpoints of a folder, the newest last, without damaged ones."""
   found = [_parts.saved_in(folder, step) for folder, step in _named(root)]
   return sorted(filter(None, found), key=lambda saved: saved.order)
 
 
 def damaged(root: Path, found: Iterable[Saved]) -> list[tuple[Path, int]]:
-  """Folders with the name of a checkpoint that are none of those that were `found`, and the steps.
+  """Returns folders named like a checkpoint that aren't in `found`, with their steps.
 
-  The step of a name without one is -1.
+  The step of a name without a number is -1.
   """
   good = {saved.folder for saved in found}
   return sorted((folder, step) for folder, step in _named(root) if folder not in good)
@@ -72,10 +72,10 @@ def _step_of(name: str) -> int:
 
 
 def find(root: Path, step: int) -> Saved:
-  """The checkpoint of a step that another process, or this one, has seen.
+  """Returns the checkpoint of a step that this or another process has seen.
 
   Raises:
-    FileNotFoundError: it isn't there.
+    FileNotFoundError: there is no such checkpoint.
   """
   found = [saved for saved in whole(root) if saved.step == step]
   if not found:
@@ -87,20 +87,20 @@ def find(root: Path, step: int) -> Saved:
 
 
 def begin(root: Path, run: int) -> None:
-  """Prepares the folder; removes what processes that were killed have left half written."""
+  """Prepares the folder; removes incomplete folders of processes that were killed."""
   root.mkdir(parents=True, exist_ok=True)
   clean(root)
   _runs.add(run)
 
 
 def clean(root: Path) -> None:
-  """Removes what is half written, but of runs of this process; gives replaced ones back a name."""
+  """Removes incomplete folders, except of this process's runs; restores replaced checkpoints."""
   with _naming:
     for old in root.glob(f".step_*{_OLD}"):
-      with contextlib.suppress(OSError):  # the step has been saved anew
+      with contextlib.suppress(OSError):  # a newer checkpoint of the step exists
         old.rename(root / old.name[1 : -len(_OLD)])
   half_written = list(root.glob(".step_*"))
-  # Read after the folders: a run that another thread begins meanwhile is there before its folder.
+  # Read after the folders: a run that another thread begins meanwhile is here before its folder.
   ours = {_ending(run) for run in _runs.copy()}
   for folder in half_written:
     if folder.name.rpartition("_")[2] not in ours:
@@ -120,7 +120,7 @@ def _ending(run: int) -> str:
 
 
 def take_part(run: int) -> None:
-  """Says that this process writes parts of a run, which may have begun in another one."""
+  """Declares that this process writes parts of a run, which may have begun in another process."""
   _runs.add(run)
 
 
@@ -129,10 +129,10 @@ def write(root: Path, step: int, run: int, name: str, parts: dict[int, tuple[Sli
 
   Args:
     root: the folder of all checkpoints.
-    step: its number.
+    step: the checkpoint's step.
     run: the execution of the program, which has the same number in all processes.
-    name: of the file, which no other writer of this checkpoint has.
-    parts: by the leaf's number which part of it, and the array.
+    name: the file's name, unique among the writers of this checkpoint.
+    parts: by the leaf's number: the slices of the part, and the array.
 
   Raises:
     OSError: it can't be written; nothing of the step is left.
@@ -148,7 +148,7 @@ def write(root: Path, step: int, run: int, name: str, parts: dict[int, tuple[Sli
 
 @contextlib.contextmanager
 def _removed_if_not_written(folder: Path) -> Generator[None]:
-  """Removes the folder where a full disk, say, ends the block: nobody else would use it."""
+  """Removes the folder if an exception ends the block, such as that of a full disk."""
   try:
     yield
   except OSError:
@@ -165,27 +165,26 @@ def finish(
   refused: Callable[[], bool] = lambda: False,
   rewrite: Callable[[Saved], InOrbax | None] = lambda _: None,
 ) -> Path | None:
-  """Makes a checkpoint of the parts of all writers, if they are there.
+  """Makes a checkpoint of the parts of all writers, if they are complete.
 
   Args:
     root: the folder of all checkpoints.
-    step: its number.
+    step: the checkpoint's step.
     run: as in `write`.
-    leaves: all of the carry.
-    feeds: how many items each feed of the loop's body has given.
-    refused: asked before.
-    rewrite: called by the one that makes it one; if it returns something, for what stands in the
-      place of the parts.
+    leaves: all leaves of the carry.
+    feeds: the number of items that each feed of the loop's body has given.
+    refused: asked first; True if the step must not be saved.
+    rewrite: called by the writer that completes it. Its result, unless None, replaces the parts.
 
   Returns:
-    The checkpoint's folder, if it is whole by now and this call has made it so.
+    The checkpoint's folder, if this call has completed it.
   """
   folder = _unfinished(root, step, run)
   try:
     if not _parts.is_complete(list(_parts.listed(folder)), leaves) or refused():
       return None
   except FileNotFoundError:
-    return None  # another one was quicker
+    return None  # another writer was faster
   with _removed_if_not_written(folder):
     order = max((saved.order for saved in whole(root)), default=0) + 1
     about: dict[str, Any] = {
@@ -196,7 +195,7 @@ def finish(
     try:
       _write(folder / "meta.json", "xb", lambda file: file.write(_parts.sealed(about)))
     except (FileExistsError, FileNotFoundError):
-      return None  # as above
+      return None  # another writer was faster
     if (orbax := rewrite(Saved(folder, step, order, tuple(leaves)))) is not None:
       other = {**about, "format": _parts.FORMAT_ORBAX, **dataclasses.asdict(orbax)}
       _put(folder / "meta.json", lambda file: file.write(_parts.sealed(other)))
@@ -205,14 +204,14 @@ def finish(
     _sync(folder)
     _give_name(folder, named := root / _name(step))
     _sync(root)
-  for older in root.glob(f".step_*_{_ending(run)}"):  # what could not be written: see above
+  for older in root.glob(f".step_*_{_ending(run)}"):  # earlier steps that could not be written
     if older.name < folder.name:
       shutil.rmtree(older, ignore_errors=True)
   return named
 
 
 def _give_name(folder: Path, named: Path) -> None:
-  """Renames a folder that is whole, over one of an earlier run of the loop."""
+  """Renames a complete folder; it may replace one of an earlier run of the loop."""
   old = named.with_name(f".{named.name}{_OLD}")
   for left in reversed(range(_TRIES)):
     try:
@@ -224,7 +223,7 @@ def _give_name(folder: Path, named: Path) -> None:
           named.rename(old)
           folder.rename(named)
       break
-    except OSError as error:  # another process has given the older one its name back
+    except OSError as error:  # another process has restored the older one
       if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not left:
         raise
   for gone in (folder, old):
@@ -232,7 +231,7 @@ def _give_name(folder: Path, named: Path) -> None:
 
 
 def _remove(folder: Path, name: str) -> None:
-  """Removes a folder that is a checkpoint until then, and none from then on."""
+  """Removes a checkpoint's folder; it stops being a checkpoint at once."""
   gone = folder.with_name(f".{name}.{uuid.uuid4().hex}")
   with contextlib.suppress(FileNotFoundError):
     folder.rename(gone)
@@ -240,7 +239,7 @@ def _remove(folder: Path, name: str) -> None:
 
 
 def _delete(path: Path) -> None:
-  """Removes a folder with all that is in it; of a link, or a file in its place, this alone."""
+  """Removes a folder with its content; removes only the link, if it is one, or the file."""
   if path.is_symlink() or not path.is_dir():
     with contextlib.suppress(OSError):
       path.unlink()
@@ -249,7 +248,7 @@ def _delete(path: Path) -> None:
 
 
 def keep_newest(root: Path, count: int) -> None:
-  """Removes all but so many; one that is being removed is no checkpoint any more."""
+  """Removes all but the newest `count`; a checkpoint being removed is no longer visible."""
   for saved in whole(root)[:-count]:
     _remove(saved.folder, _name(saved.step))
   for folder in root.glob(".step_*.*"):
@@ -257,7 +256,7 @@ def keep_newest(root: Path, count: int) -> None:
 
 
 def _put(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-  """Writes a file that is there whole or not at all."""
+  """Writes a file atomically."""
   made = path.with_name(f"{path.name}.new")
   _write(made, "wb", write)
   made.rename(path)
@@ -271,7 +270,7 @@ def _write(path: Path, mode: str, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def sync_all(folder: Path) -> None:
-  """Has all files and folders below one be on the disk."""
+  """Syncs all files and folders below a folder to the disk."""
   for path, _, names in os.walk(folder):
     for name in (*names, "."):
       _sync(Path(path, name))

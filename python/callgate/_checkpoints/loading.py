@@ -34,37 +34,37 @@ channels: weakref.WeakKeyDictionary[channel.Channel, Path] = weakref.WeakKeyDict
 
 
 class Loader:
-  """Reads for one `Checkpoints` in programs; any device's thread calls it."""
+  """Reads checkpoints in programs, for one `Checkpoints`; thread-safe for all devices' threads."""
 
   def __init__(self, folder: Path, *, resume: bool, of_orbax: bool) -> None:
     self._folder, self._resume, self._of_orbax = folder, resume, of_orbax
     self._lock = threading.RLock()
     self._gates: dict[Any, GateCallee] = {}
-    self._execution = -1  # XLA's number of the one in which a loop has begun last
-    self._read: tuple[int, Saved] | None = None  # by the number of the run
-    self.wrote = threading.Event()  # when the loop has saved something
+    self._execution = -1  # XLA's number of the execution in which a loop began last
+    self._read: tuple[int, Saved] | None = None  # (the run's number, its checkpoint)
+    self.wrote = threading.Event()  # set when the loop has saved a step
 
   # -- while a program is traced -------------------------------------------------------------------
   def begin(self, length: int | None) -> tuple[jax.Array, jax.Array]:
-    """The number of steps that have run, and that of the run."""
+    """Returns the number of steps that have run, and the number of the run."""
     find = functools.partial(self._find, length)
     return self._gate("begin", length, find, (_NUMBER, _NUMBER), "io")()
 
   def load(self, step: Any, run: Any, init: Any, leaves: tuple[Leaf, ...]) -> Any:
-    """The carry of a step, each array where that of `init` lies; `init` itself for step 0."""
+    """Returns the carry of a step, with the sharding of `init`; `init` itself for step 0."""
     given, tree = jax.tree.flatten(init)
     taken: list[Any] = []
     for number, array in enumerate(map(jnp.asarray, given)):
       operand = dtypes.carried(array)[0]
-      # A call for each array: with all in one call, two that are split over the same axis of a
-      # mesh would have to be split alike.
+      # One call for each array: a single call would need the same partitioning for all arrays that
+      # are split over the same mesh axis.
       gate = self._of_array(leaves, operand.ndim)
       loaded = tap.uncarried(array, gate(step, run, np.int32(number), operand))
       taken.append(loops.weakly_typed(loaded, jax.typeof(array).weak_type))
     return jax.tree.unflatten(tree, taken)
 
   def counts(self, step: Any, run: Any, feeds: Sequence[str]) -> Any:
-    """How many items each feed had given by a step, as `resuming.words`: uint32[feeds, 2]."""
+    """Returns how many items each feed had given before a step: uint32[feeds, 2], as `words`."""
     count = functools.partial(self._counts, tuple(feeds))
     out = jax.ShapeDtypeStruct((len(feeds), *resuming.COUNT.shape), resuming.COUNT.dtype)
     return self._gate("counts", tuple(feeds), count, out, "pure")(step, run)
@@ -88,7 +88,7 @@ class Loader:
 
   # -- while a program runs ------------------------------------------------------------------------
   def _find(self, length: int | None) -> Any:
-    """Prepares the folder; returns the step to go on from, or 0, and a number for the run."""
+    """Prepares the folder; returns the step to resume from, or 0, and a number for the run."""
     self._refuse_second_loop()
     if self._of_orbax and jax.process_index() != 0:
       raise GateDefinitionError(
@@ -97,7 +97,7 @@ class Loader:
       )
     run = secrets.randbelow(2**31 - 1) + 1
     if self._resume:
-      _flush(self._folder)  # what the last execution has sent may be on its way
+      _flush(self._folder)  # waits for carries of the last execution
     files.begin(self._folder, run)
     found = files.whole(self._folder)
     if self._resume:
@@ -110,7 +110,7 @@ class Loader:
     return np.int32(0), np.int32(run)
 
   def _refuse_second_loop(self) -> None:
-    if (execution := _callgate.current_run()) is None:  # of JAX's own callbacks
+    if (execution := _callgate.current_run()) is None:  # with JAX's own callbacks
       return
     with self._lock:
       again, self._execution = execution == self._execution, execution
@@ -140,7 +140,7 @@ class Loader:
   def _take(
     self, leaves: tuple[Leaf, ...], step: Any, run: Any, number: Any, given: Any
   ) -> np.ndarray:
-    """The part of a saved array that this device has of the given one; this, for step 0."""
+    """Returns this device's part of a saved array; for step 0 the given array."""
     if int(step) == 0:
       return np.array(given)
     try:
@@ -166,7 +166,7 @@ class Loader:
     return np.stack(list(map(resuming.words, numbers)))
 
   def _saved(self, step: int, run: int) -> Saved:
-    """The checkpoint of a step, looked for once in a run."""
+    """Returns the checkpoint of a step, which it looks up once in a run."""
     with self._lock:
       if self._read is None or self._read[0] != run:
         self._read = run, files.find(self._folder, step)
@@ -174,8 +174,8 @@ class Loader:
 
 
 def _flush(folder: Path) -> None:
-  """Waits until the carries that this process's programs have sent to a folder are there."""
-  if _callgate.channels_abandoned():  # those are the parent's
+  """Waits until the carries that this process's programs have sent to a folder are on the disk."""
+  if _callgate.channels_abandoned():  # in a fork's child: they belong to the parent
     return
   for each in channels.keyrefs():
     if (one := each()) is not None and channels.get(one) == folder:
@@ -191,7 +191,7 @@ def read(saved: Saved, number: int, part: parts.Slices) -> Any:
 
 
 def check_same(saved: Saved, leaves: Sequence[Leaf]) -> None:
-  """Raises a ValueError unless the checkpoint is of arrays like these."""
+  """Raises a ValueError unless the checkpoint has arrays of these types."""
   if saved.leaves == tuple(leaves):
     return
   where = f"{saved.folder}: expected a checkpoint of this carry"
@@ -204,9 +204,9 @@ def check_same(saved: Saved, leaves: Sequence[Leaf]) -> None:
 
 
 def counts_of(saved: Saved, feeds: Sequence[str]) -> list[int]:
-  """How many items the feeds of a loop's body had given.
+  """Returns how many items the feeds of a loop's body had given.
 
-  Feeds are known by their names; where those are others, by their order, if they are as many.
+  It finds feeds by name. If the names differ and the number is the same, it finds them by order.
   """
   known: Mapping[str, int] | None = saved.feeds
   if known is None or not known:
@@ -227,7 +227,7 @@ def counts_of(saved: Saved, feeds: Sequence[str]) -> list[int]:
 
 
 def _loaded_jvp(load: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
-  """The carry depends on the given one where the loop begins, and not on one from the disk."""
+  """The carry depends on the given one if the loop begins there, not if it is from the disk."""
   step, tangent = primals[0], tangents[-1]
   if tangent.dtype != jax.dtypes.float0:
     tangent = jnp.where(step == 0, tangent, jnp.zeros_like(tangent))
@@ -235,7 +235,7 @@ def _loaded_jvp(load: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 def refuse_lanes(*_: Any, **__: Any) -> Any:
-  """The rule of `jax.vmap` for all that a saved loop consists of."""
+  """Raises: the rule of `jax.vmap` for all parts of a saved loop."""
   raise GateDefinitionError(
     "Checkpoints: expected a scan outside of jax.vmap, got one in it; put the jax.vmap into the "
     "body of the loop"
@@ -244,7 +244,7 @@ def refuse_lanes(*_: Any, **__: Any) -> Any:
 
 @jax.custom_batching.custom_vmap
 def refusing_lanes(x: Any) -> Any:
-  """The array, which has no lanes."""
+  """Returns the array; raises under `jax.vmap`."""
   return x
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in Orbax's format: process 0 puts the parts together.
+"""Checkpoints in Orbax's format: process 0 gathers the parts.
 
-Orbax writes in processes that wait for each other, from the arrays of devices. Here a program runs
-on meanwhile, so what devices sent is first on the disk as parts (`files`), and is read from there.
-Orbax is used as by a program of one process, which writes arrays of NumPy's in process 0 alone, on
-a thread of Python's, which its own ones need.
+Orbax writes the arrays of devices, in processes that wait for each other. But here the program
+continues meanwhile. So the devices' parts are first written to the disk (`files`), and Orbax's
+checkpoint is made from these. Process 0 uses Orbax as a program of a single process would, with
+NumPy arrays, and on a Python thread, because Orbax's own threads need one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from callgate._checkpoints import files, parts
 from callgate._core import extras
 from callgate._core.errors import GateDefinitionError
 
-FOLDER = "default"  # as Orbax's CheckpointManager calls what is alone in a step
+FOLDER = "default"  # the name that Orbax's CheckpointManager uses for a step's only item
 _count = itertools.count()
 _lock = threading.Lock()
 # The checkpoint read last, for all devices of a program. Guarded by _lock.
@@ -33,12 +33,12 @@ _kept: tuple[Any, list[Any]] | None = None
 
 
 def library() -> Any:
-  """Orbax. Raises a GateDefinitionError without it."""
+  """Returns Orbax. Raises a GateDefinitionError if it isn't installed."""
   return extras.library("orbax.checkpoint", "Orbax", "orbax", by="Checkpoints: format='orbax'")
 
 
 def check(leaves: Sequence[parts.Leaf]) -> None:
-  """Raises a GateDefinitionError for what Orbax doesn't write."""
+  """Raises a GateDefinitionError for arrays that Orbax can't write."""
   if not leaves:
     raise GateDefinitionError(
       "Checkpoints: format='orbax': expected a carry with arrays, Orbax saves no other; got one "
@@ -53,7 +53,7 @@ def check(leaves: Sequence[parts.Leaf]) -> None:
 
 
 def write(pieces: parts.Saved, structure: Any) -> parts.InOrbax | None:
-  """Writes what is there in pieces; None at the end of the process, when Orbax no longer can."""
+  """Writes a checkpoint from its parts; None at the end of the process, when Orbax can't write."""
   if not threading.main_thread().is_alive():
     return None
   forget()
@@ -70,11 +70,11 @@ def write(pieces: parts.Saved, structure: Any) -> parts.InOrbax | None:
 
 
 def read(saved: parts.Saved, number: int, wanted: parts.Slices) -> Any:
-  """A part of a leaf.
+  """Returns a part of a leaf.
 
   Raises:
     GateDefinitionError: Orbax is not installed.
-    ValueError: it is damaged.
+    ValueError: the checkpoint is damaged.
   """
   try:
     return np.array(_arrays(saved)[number][wanted])
@@ -87,7 +87,7 @@ def read(saved: parts.Saved, number: int, wanted: parts.Slices) -> Any:
 
 
 def intact(saved: parts.Saved) -> bool:
-  """True if Orbax reads what was written, by the checksums. Raises as `read` without Orbax."""
+  """True if the arrays match their checksums. Raises as `read` without Orbax."""
   assert saved.orbax is not None
   try:
     return tuple(map(_sum, _arrays(saved))) == saved.orbax.sums
@@ -98,7 +98,7 @@ def intact(saved: parts.Saved) -> bool:
 
 
 def forget() -> None:
-  """Frees what was read last."""
+  """Frees the checkpoint that was read last."""
   global _kept
   with _lock:
     _kept = None
@@ -134,7 +134,7 @@ def _restore(folder: Path) -> Any:
 
 
 def _checkpointer(ocp: Any) -> Any:
-  """One that waits for no other process."""
+  """Returns a checkpointer that waits for no other process."""
   own = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(
     primary_host=own,
@@ -151,7 +151,7 @@ def _apart(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _paths(structure: Any) -> tuple[tuple[str, ...], ...]:
-  """The keys by which Orbax's dicts and lists hold each leaf."""
+  """Returns the keys of each leaf in Orbax's dicts and lists."""
   tree = jax.tree.unflatten(structure, range(structure.num_leaves))
   return tuple(
     tuple(str(_name(key)) for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)

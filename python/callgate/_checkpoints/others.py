@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other processes of a program that saves checkpoints: what they refuse, and if they live.
+"""The other processes of a program that saves checkpoints: their refusals, and if they are alive.
 
-A device that could not load its part of a carry refuses the run. Its failed call can't stop a
-program over several devices, which goes on with NaN. The word goes round by the coordination
-service, so that no process makes a checkpoint of the run.
+A device that can't load its part of a carry refuses the run. Its failed call can't stop a program
+over several devices, which continues with NaN. The coordination service tells all processes of the
+refusal, so that none makes a checkpoint of the run.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ _refused: set[str] = set()
 
 
 def refuse(run: int, step: int | None = None) -> None:
-  """Says to all processes that a run, or one step of it, is not to be saved."""
+  """Tells all processes not to save a run, or one step of it."""
   _refused.add(_key(run, step))
   if (client := distributed.distributed_client()) is not None:
-    with contextlib.suppress(ConnectionError):  # nobody is left to be told
+    with contextlib.suppress(ConnectionError):  # the other processes have ended
       distributed.CommonStore(client).put(_key(run, step), "", overwrite=True)
 
 
 def is_known(run: int, step: int | None = None) -> bool:
-  """True if this process knows that one has refused it."""
+  """True if this process knows of a refusal."""
   return _key(run, step) in _refused
 
 
 def is_told(run: int, step: int | None = None) -> bool:
-  """True if any process has; asks."""
+  """True if any process has refused; asks the coordination service."""
   key, client = _key(run, step), distributed.distributed_client()
   if key not in _refused and client is not None:
-    with contextlib.suppress(ConnectionError):  # the coordinator has ended: all soon do
+    # The coordinator has ended, and all processes soon will.
+    with contextlib.suppress(ConnectionError):
       if distributed.CommonStore(client).get(key) is not None:
         _refused.add(key)
   return key in _refused
@@ -46,7 +47,7 @@ def _key(run: int, step: int | None) -> str:
 
 
 def ended() -> str:
-  """Tells of a process that sends nothing any more; "" if all others live."""
+  """Describes a process that no longer sends heartbeats; "" if all others are alive."""
   group = _group.group()
   if group is None:
     return "this process has left the others"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a carry in a checkpoint's folder, and whether they are what was written.
+"""The parts of a carry in a checkpoint's folder, and their checksums.
 
-A shard's parts are two files: `part_*.npz` holds the arrays, `part_*.json` which part of which leaf
-each is. Every file has a checksum. Reading raises one error, a ValueError, for each way in which a
-file can be damaged, truncated, missing or unreadable.
+A shard's parts are two files: `part_*.npz` holds the arrays, `part_*.json` their leaves and slices.
+Every file has a checksum. Reading raises one error, a ValueError, for each way in which a file can
+be damaged, truncated, missing or unreadable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Slices = tuple[slice, ...]
 class Leaf:
   """Describes an array of the carry."""
 
-  name: str  # its path, as "['w'][0]"
+  name: str  # its path, such as "['w'][0]"
   shape: tuple[int, ...]
   dtype: str
 
@@ -43,24 +43,24 @@ class Leaf:
 class InOrbax:
   """Describes a checkpoint that Orbax has written."""
 
-  paths: tuple[tuple[str, ...], ...]  # of each leaf
-  sums: tuple[int, ...]  # of each leaf's bytes
+  paths: tuple[tuple[str, ...], ...]  # the path of each leaf
+  sums: tuple[int, ...]  # the checksum of each leaf's bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-  """A checkpoint that is whole."""
+  """A complete checkpoint."""
 
   folder: Path
   step: int
-  order: int  # the later one of two has the greater
+  order: int  # grows from checkpoint to checkpoint
   leaves: tuple[Leaf, ...]
-  orbax: InOrbax | None = None  # where Orbax's files stand for the parts
-  feeds: Mapping[str, int] | None = None  # items that each had given; None if nobody counted
+  orbax: InOrbax | None = None  # set if Orbax's files replace the parts
+  feeds: Mapping[str, int] | None = None  # the items that each feed had given; None if not counted
 
   @functools.cached_property
   def parts(self) -> tuple[tuple[Path, dict[int, Slices]], ...]:
-    """The `.npz` files, each with the parts of leaves that it alone has.
+    """Returns the `.npz` files, each with the parts of leaves that no other file has.
 
     Raises:
       ValueError: a description is damaged.
@@ -69,7 +69,7 @@ class Saved:
 
 
 def saved_in(folder: Path, step: int | None) -> Saved | None:
-  """The checkpoint of a folder whose name says the step; None for what is damaged."""
+  """Returns the checkpoint of a folder with this step in its name; None if it is damaged."""
   try:
     about = opened((folder / "meta.json").read_bytes())
     if about["format"] not in (FORMAT, FORMAT_ORBAX) or about["step"] != step:
@@ -87,7 +87,7 @@ def saved_in(folder: Path, step: int | None) -> Saved | None:
 
 
 def intact(saved: Saved) -> bool:
-  """True if all parts are what was written, by their checksums."""
+  """True if all parts match their checksums."""
   try:
     for file, where in saved.parts:
       for number, slices in where.items():
@@ -98,10 +98,10 @@ def intact(saved: Saved) -> bool:
 
 
 def read(saved: Saved, number: int, wanted: Slices) -> Any:
-  """A part of a leaf.
+  """Returns a part of a leaf.
 
   Raises:
-    ValueError: a file is damaged, or isn't there.
+    ValueError: a file is damaged or missing.
   """
   leaf = saved.leaves[number]
   made = np.empty([s.stop - s.start for s in wanted], dtype_named(leaf.dtype))
@@ -123,19 +123,22 @@ def read(saved: Saved, number: int, wanted: Slices) -> Any:
 
 
 def _within(part: Sequence[slice], of: Slices) -> Slices:
-  """The part, counted from where another one begins."""
+  """Returns the part's slices relative to another part."""
   return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(part, of, strict=True))
 
 
 def _array(saved: Saved, file: Path, number: int, part: Slices) -> Any:
-  """An array of a `.npz`. NumPy reads headers by `ast`, which fails in threads of Python 3.11."""
+  """Returns an array of a `.npz`, without NumPy's parser.
+
+  NumPy parses headers by `ast`, which fails in threads of Python 3.11.
+  """
   try:
     with zipfile.ZipFile(file) as archive:
       info = archive.getinfo(f"{number}.npy")
-      if info.file_size > file.stat().st_size:  # before zipfile asks for as much memory
+      if info.file_size > file.stat().st_size:  # before zipfile allocates that much memory
         raise ValueError(f"{info.file_size} bytes of an array don't fit into it")
       data = archive.read(info)
-    long = data[6] > 1  # of format 2 and later
+    long = data[6] > 1  # header of format 2 and later
     size = int.from_bytes(data[8 : 12 if long else 10], "little")
     dtype = dtype_named(saved.leaves[number].dtype)
     array = np.frombuffer(data, dtype, offset=size + (12 if long else 10))
@@ -152,7 +155,7 @@ def _refuse(file: Path, error: Exception) -> NoReturn:
 
 
 def listed(folder: Path) -> Iterator[tuple[Path, dict[int, Slices]]]:
-  """The files of a folder, none of which has a part that another one has."""
+  """Yields the files of a folder, each with the parts that no other file has."""
   seen: set[tuple[int, tuple[tuple[int, int], ...]]] = set()
   for path in sorted(folder.glob("part_*.json")):
     where: dict[int, Slices] = {}
@@ -170,7 +173,7 @@ def listed(folder: Path) -> Iterator[tuple[Path, dict[int, Slices]]]:
 
 
 def is_complete(parts: Sequence[tuple[Path, Mapping[int, Slices]]], leaves: Sequence[Leaf]) -> bool:
-  """True if there is a part with each element of each leaf."""
+  """True if the parts cover each element of each leaf."""
   missing = {number: math.prod(leaf.shape) for number, leaf in enumerate(leaves)}
   for _, where in parts:
     for number, slices in where.items():
@@ -179,12 +182,12 @@ def is_complete(parts: Sequence[tuple[Path, Mapping[int, Slices]]], leaves: Sequ
 
 
 def sealed(about: dict[str, Any]) -> bytes:
-  """JSON with its checksum."""
+  """Returns JSON with its checksum."""
   return json.dumps({**about, "crc32": zlib.crc32(json.dumps(about).encode())}).encode()
 
 
 def opened(sealed: bytes) -> dict[str, Any]:
-  """The inverse of `sealed`; raises for any other bytes, of whatever class."""
+  """Inverts `sealed`; raises for any other bytes."""
   about = json.loads(sealed)
   if about.pop("crc32") != zlib.crc32(json.dumps(about).encode()):
     raise ValueError("its checksum is another")
@@ -192,6 +195,6 @@ def opened(sealed: bytes) -> dict[str, Any]:
 
 
 def plain(array: Any) -> Any:
-  """An array of a type that NumPy's files know: of the others the bits."""
+  """Returns an array of a dtype that NumPy's files support: the bits of any other dtype."""
   array = np.ascontiguousarray(array).reshape(np.shape(array))
   return array.view(f"u{array.itemsize}") if hasattr(ml_dtypes, array.dtype.name) else array

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core of `callgate.Checkpoints`: programs send a carry to the disk, and take it up again."""
+"""The core of `callgate.Checkpoints`: programs send a carry to the disk, and resume from it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from callgate._part import Part, Phase, Wait, joins
 from callgate._runtime import barrier, lifecycle
 from callgate._tap import channel, tap, target
 
-_LEAST_CAPACITY = 64 << 20  # bytes of carries that wait for the disk
+_LEAST_CAPACITY = 64 << 20  # the least bytes of carries that may wait for the disk
 
 
 class CarrySaver(Uncopied):
-  """Has programs save the carry of a loop in a folder, and take it up again."""
+  """Makes programs save the carry of a loop in a folder, and resume from it."""
 
   def __init__(
     self, folder: Path, every: int, keep: int, *, resume: bool, format: str
@@ -42,21 +42,21 @@ class CarrySaver(Uncopied):
     self._writer = Writer(folder, keep, format, self._loader.wrote)
     self._lock = threading.Lock()
     self._channel: channel.Channel | None = None
-    self._loop: tuple[Any, str] | None = None  # the first one's marks; its place, for messages
-    self._trace: weakref.ref[Any] | None = None  # the last one's
+    self._loop: tuple[Any, str] | None = None  # (marks of the first loop, its place for messages)
+    self._trace: weakref.ref[Any] | None = None  # the last loop's trace
 
   def flush(self) -> None:
-    """Waits until what programs have sent is on the disk."""
-    if self._channel is not None and not _callgate.channels_abandoned():  # those are the parent's
+    """Waits until the carries of all programs so far are on the disk."""
+    # In a fork's child they belong to the parent.
+    if self._channel is not None and not _callgate.channels_abandoned():
       barrier.wait_for_programs()
       self._channel.flush()
 
   def begin(self, body: Any, init: Any, length: int | None) -> tuple[jax.Array, jax.Array, Any]:
-    """Where the loop starts: the number of steps that have run, that of the run, and the carry.
+    """Returns the number of steps that have run, the number of the run, and the carry.
 
-    `length` is that of a loop that is resumed.
-
-    In a program over several processes one of them finds it out, for all.
+    `length` is that of a resumed loop. In a multi-host program one process determines the step for
+    all.
     """
     self._refuse_region()
     _refuse_handles(init)
@@ -68,11 +68,11 @@ class CarrySaver(Uncopied):
     return step, run, self._loader.load(step, run, init, leaves) if self.resume else init
 
   def counts(self, step: Any, run: Any, feeds: Sequence[str]) -> Any:
-    """How many items the feeds of the body had given by the step that the loop goes on from."""
+    """Returns how many items the body's feeds had given before the loop's first step."""
     return self._loader.counts(step, run, feeds)
 
   def send(self, step: Any, run: Any, carry: Any, feeds: Any, where: Any) -> None:
-    """Saves the carry, and by their names the counts of feeds, where a predicate is true."""
+    """Saves the carry, and the counts of feeds by name, if `where` is True."""
     self._refuse_region()
     _refuse_handles(carry)
     sent = jax.tree.map(loading.refusing_lanes, jax.lax.stop_gradient(carry))
@@ -87,9 +87,9 @@ class CarrySaver(Uncopied):
       )
 
   def _refuse_second_loop(self, body: Callable[..., Any], leaves: Sequence[Leaf]) -> None:
-    """Raises for a loop with another body, and for the first one's second time in a program."""
+    """Raises for a loop with another body, and for the same loop twice in a program."""
     here, trace = users_line(), tracing.current_trace()
-    # These stay alike when a loop is traced again, as by a notebook's cell.
+    # These stay the same when a loop is traced again, as by a notebook's cell.
     marks = _place(here.file, here.line), here.code.co_qualname, _body(body), tuple(leaves)
     with self._lock:
       again = trace is not None and self._trace is not None and self._trace() is trace
@@ -110,8 +110,8 @@ class CarrySaver(Uncopied):
         most = max(2 * size, _LEAST_CAPACITY)
         self._channel = channel.channel(name, capacity=most, to=self._writer)
         loading.channels[self._channel] = self.folder
-        # The loader lives as long as this, and as programs that save: the gates that they call
-        # have it. With it the channel and its thread end.
+        # The loader lives as long as this object, and as programs that save, whose gates hold it.
+        # The channel and its thread end with the loader.
         weakref.finalize(self._loader, self._writer.end, self._channel).atexit = False
       return self._channel
 
@@ -126,7 +126,7 @@ def _body(function: Any) -> tuple[str, int]:
 
 
 def _place(file: str, line: int) -> tuple[str, int]:
-  """A file and line; of a notebook's cell, which has others when it runs again, neither."""
+  """Returns a file and line; neither for a notebook's cell, where they differ in each run."""
   return ("", 0) if "ipykernel" in file or file.startswith("<ipython") else (file, line)
 
 
@@ -144,10 +144,10 @@ def _refuse_handles(carry: Any) -> None:
 
 @joins("checkpoints")
 class Writers(Part):
-  """Has the checkpoints on the disk before the process ends, however long it takes.
+  """Waits at the end of the process until the checkpoints are on the disk.
 
-  After Ctrl-C it doesn't wait. The end of all channels follows, which raises what could not be
-  written.
+  After Ctrl-C it doesn't wait. The end of all channels follows, which raises the errors of
+  checkpoints that could not be written.
   """
 
   def end(self, phase: Phase, wait: Wait) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer of a loop's carries: writes what this process's devices have of them."""
+"""The consumer of a loop's carries: writes the parts of this process's devices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from callgate._part import Wait
 from callgate._tap.channel import Channel
 from callgate._tap.records import Record, TapInfo, is_part
 
-NAME = "checkpoint"  # of the taps that send carries
-_PATIENCE = 10.0  # seconds for the parts of a process that has ended
+NAME = "checkpoint"  # the name of the taps that send carries
+_PATIENCE = 10.0  # seconds to wait for the parts of a process that has ended
 
 
 class _Carry(NamedTuple):
@@ -33,26 +33,26 @@ class _Carry(NamedTuple):
 
   leaves: tuple[Leaf, ...]
   structure: Any
-  feeds: Mapping[str, int]  # items that the feeds of the loop's body have given
+  feeds: Mapping[str, int]  # the items that the feeds of the loop's body have given
 
 
 class Writer:
-  """Writes the records of one `Checkpoints`, and says in `wrote` that it did.
+  """Writes the records of one `Checkpoints`, and sets `wrote`.
 
-  The channel has it, so it must not hold the loader: with that the channel ends.
+  The channel holds it. So it must not hold the loader, since the channel ends with that.
   """
 
   def __init__(self, folder: Path, keep: int, format: str, wrote: threading.Event) -> None:
     self._folder, self._keep, self._format, self._wrote = folder, keep, format, wrote
     self._ending: Channel | None = None
-    # By run and step, of which parts may still be missing.
+    # By run and step: carries of which parts may still be missing.
     self._unfinished: dict[tuple[int, int], _Carry] = {}
 
   def __repr__(self) -> str:
     return f"<Checkpoints in {self._folder}>"
 
   def open(self, channel: str) -> None:
-    """Nothing to open."""
+    """There is nothing to open."""
 
   def write(self, records: Sequence[Record]) -> None:
     failed: list[BaseException] = []
@@ -65,18 +65,18 @@ class Writer:
       raise error
 
   def _save(self, value: Any, info: TapInfo) -> None:
-    """Writes what a device has of a carry."""
+    """Writes a device's parts of a carry."""
     if info.lane:
       raise ValueError("Checkpoints: expected a scan outside of jax.vmap: put it into the body")
     if info.repeated or info.name != NAME:  # a knob's change, for a stream beside this
       return
     step, run, carry, feeds = value
     number, run = int(step), int(run)
-    # 0: where the loop should begin has failed.
+    # 0: finding the loop's first step has failed.
     if run == 0 or others.is_known(run) or others.is_known(run, number):
       return
     leaves, parts = _parts_of(carry, info)
-    # A carry without arrays has no parts: one device writes that the step was reached.
+    # A carry without arrays has no parts: one device records that the step was reached.
     if not parts and (leaves or not _is_first(info)):
       return
     self._wrote.set()
@@ -85,23 +85,25 @@ class Writer:
     try:
       files.write(self._folder, number, run, name, parts)
     except OSError:
-      if others.is_told(run, number):  # and has removed what this process was writing
+      # A refusal has removed the files that this process was writing.
+      if others.is_told(run, number):
         return
       others.refuse(run, number)
       raise
-    if self._format == "npz" or info.process == 0:  # the rest is process 0's, where Orbax writes
+    if self._format == "npz" or info.process == 0:  # process 0 does the rest with Orbax
       carried = _Carry(tuple(leaves), jax.tree.structure(carry), resuming.numbers(feeds))
       self._unfinished[run, number] = carried
       try:
         self._finish()
       finally:
         if self._format == "npz" or jax.process_count() == 1:
-          self._unfinished.clear()  # who writes the last part does it
+          self._unfinished.clear()  # the writer of the last part does it
 
   def end(self, channel: Channel) -> None:
-    """Has the channel end when all is written, since nobody sends any more. Doesn't wait.
+    """Ends the channel when all is written, since no more records come. Doesn't wait.
 
-    The collector calls it, on any thread. On the channel's own one the next barrier does it.
+    The garbage collector calls it, on any thread. If that is the channel's own thread, the next
+    barrier ends the channel.
     """
     self._ending = channel
     channel._handle.flush(0)  # pyright: ignore[reportPrivateUsage] - asks for it
@@ -111,16 +113,16 @@ class Writer:
       self._wait_for_parts()
     finally:
       one = self._ending
-      # Nothing is on its way from a GPU, or has come since: a barrier would not wait for it.
+      # A barrier would not wait for it: no record is on its way from a GPU or waits here.
       if one is not None and _callgate.drain_devices(0) and not one.stats()["pending"]:
         one._close(None)  # pyright: ignore[reportPrivateUsage]
 
   def _wait_for_parts(self) -> None:
-    """Waits, where Orbax writes, for the parts of other processes; this one's are there."""
+    """Waits for the parts of other processes, for Orbax; this process's parts are there."""
     patience: Wait | None = None
     while self._unfinished:
       for run, number in self._unfinished:
-        others.is_told(run, number)  # from now on it is known
+        others.is_told(run, number)  # stores the refusal
       self._finish()
       if self._unfinished and (why := others.ended()):
         patience = patience or Wait(_PATIENCE)
@@ -132,7 +134,7 @@ class Writer:
         time.sleep(0.02)
 
   def _finish(self) -> None:
-    """Makes checkpoints of what is complete."""
+    """Makes checkpoints of the complete carries."""
     failed: list[Exception] = []
     for (run, number), (leaves, structure, feeds) in list(self._unfinished.items()):
 
@@ -140,7 +142,8 @@ class Writer:
         try:
           return orbax.write(saved, structure) if self._format == "orbax" else None
         except Exception as error:  # noqa: BLE001 - its parts are there all the same
-          if "after interpreter shutdown" not in str(error):  # when Orbax gets no threads any more
+          # At exit, when Orbax can't start threads.
+          if "after interpreter shutdown" not in str(error):
             failed.append(error)
           return None
 
@@ -164,16 +167,17 @@ class Writer:
 
 
 def leaves_of(carry: Any, *, canonical: bool = True) -> tuple[Leaf, ...]:
-  """Describes a carry's arrays, as taps carry them.
+  """Describes a carry's arrays, as taps send them.
 
-  `canonical`: in the dtypes that JAX gives them, which are of 32 bits without `jax_enable_x64`.
+  `canonical`: in JAX's dtypes, which have 32 bits without `jax_enable_x64`.
   """
   found: list[Leaf] = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
     array = leaf if hasattr(leaf, "dtype") else jax.eval_shape(jnp.asarray, leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
       array = jax.eval_shape(jax.random.key_data, array)
-    dtype = np.dtype(bool) if array.dtype == jax.dtypes.float0 else array.dtype  # as JAX carries it
+    # The dtype in which JAX carries it.
+    dtype = np.dtype(bool) if array.dtype == jax.dtypes.float0 else array.dtype
     dtype = tracing.canonical_dtype(dtype) if canonical else dtype
     name = jax.tree_util.keystr(path) or "carry"
     found.append(Leaf(name, tuple(array.shape), dtypes.carrier(dtype).name))
@@ -181,7 +185,10 @@ def leaves_of(carry: Any, *, canonical: bool = True) -> tuple[Leaf, ...]:
 
 
 def _parts_of(carry: Any, info: TapInfo) -> tuple[list[Leaf], dict[int, tuple[Slices, Any]]]:
-  """The leaves of a carry in a record; the first device's counts if several have one alike."""
+  """Returns the leaves of a carry in a record, and this device's parts.
+
+  The first of several devices with the same part writes it.
+  """
   leaves: list[Leaf] = []
   parts: dict[int, tuple[Slices, Any]] = {}
   arrays, names = jax.tree.leaves(carry), [leaf.name for leaf in leaves_of(carry)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that was started: it runs on a thread of callgate's, or on the one event loop.
+"""A started call: it runs on a thread of callgate, or on the event loop.
 
-A started call is always finished, once. Its result is taken once. The barrier waits for a call
-whose result nobody takes, and raises its error. All under the GIL; waiting gives it up.
+A started call always finishes, once. Its result is taken once. The barrier waits for calls whose
+results nobody takes, and raises their errors. All functions run under the GIL; a wait releases it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from callgate._places.threads import ThreadPlace
 if TYPE_CHECKING:
   import asyncio
 
-# Started, and not finished or failed and not taken. Guarded by _lock, but for a fork's child;
-# emptied by the end of each call, or whoever takes what it raised.
+# Calls that run, or have failed and were not taken. Guarded by _lock, but for a fork's child;
+# emptied by the end of each call, or by taking its exception.
 _open: set[Job] = set()
 _lock = threading.Lock()
-_MOST = 64  # results that are kept after they were taken
+_MOST = 64  # the most results that are kept after they were taken
 
 
 class Job:
-  """One started call."""
+  """A started call."""
 
   __slots__ = (
     "__weakref__", "_done", "_error", "_kept", "_limit", "_result", "_taken", "interrupts", "label",
@@ -50,12 +50,12 @@ class Job:
     self._result: Any = None
     self._error: BaseException | None = None
     self._taken: str | None = None
-    self._kept = True  # the result, as far as it has come
+    self._kept = True  # the result so far
 
   def start(self, call: Callable[[], Any], line: Line | ThreadPlace | None = None) -> None:
-    """Has `call` run, in its turn where there is a line; a coroutine's rest is the event loop's.
+    """Runs `call`, in its turn if there is a line; the event loop runs the rest of a coroutine.
 
-    Ctrl-C ends what waits in a line, and what runs on workers.
+    Ctrl-C ends calls that wait in a line, and calls on workers.
     """
 
     def run() -> None:
@@ -69,7 +69,7 @@ class Job:
         self._settle(value, None)
       except Interruption:
         with _lock:
-          _open.discard(self)  # nobody need be told
+          _open.discard(self)  # there is no error to report
         self._settle(None, GateError(f"{self.label}, started at {self.place}: Ctrl-C has ended it"))
       except BaseException as error:  # noqa: BLE001 - whoever takes the result gets it
         self._settle(None, error)
@@ -78,7 +78,7 @@ class Job:
       _open.add(self)
     try:
       is_taken = (_callgate.submit if line is None else line.submit)(run)
-    except RuntimeError as error:  # the system gives no thread
+    except RuntimeError as error:  # the system can't start a thread
       with _lock:
         count = len(_open)
         _open.discard(self)
@@ -97,7 +97,7 @@ class Job:
       )
 
   def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-    import asyncio  # 30 modules, for those who have coroutines
+    import asyncio  # 30 modules, only for users of coroutines
 
     try:
       loop = _event_loop()
@@ -124,15 +124,15 @@ class Job:
     self._done.set()
 
   def take(self, place: str, shared: bool = False) -> Any:
-    """Waits for the result, once; `place` is where, for messages.
+    """Waits for the result, once; `place` is the place of the wait, for messages.
 
-    `shared`: by lanes of a `jax.vmap`, which may be those of one call, each of which waits for it.
+    `shared`: lanes of a `jax.vmap` wait, and may share the call; then each lane waits for it once.
 
     Raises:
-      GateError: it was taken before.
-      GateTimeoutError: it has run longer than the gate's timeout.
+      GateError: the result was taken before.
+      GateTimeoutError: the call has run longer than the gate's timeout.
       Interruption: Ctrl-C came meanwhile.
-      BaseException: what the call raised.
+      BaseException: the call raised it.
     """
     interrupts = _callgate.interrupts()
     with _lock:
@@ -148,7 +148,7 @@ class Job:
       _open.discard(self)
       if self._error is not None:
         raise self._error
-      if not self._kept:  # the takes of other calls have pushed it out meanwhile
+      if not self._kept:  # results of other calls have replaced it meanwhile
         self._refuse(place)
       result = self._result
     if shared:
@@ -164,13 +164,13 @@ class Job:
     )
 
   def forget(self) -> None:
-    """Keeps the result no longer: it has been taken."""
+    """Drops the result, after it was taken."""
     with _lock:
       result, self._result, self._kept = self._result, None, False
-    del result  # without the lock: its end may be anything
+    del result  # without the lock: its destructor may do anything
 
   def _is_done(self, interrupts: int) -> bool:
-    """Waits for its end. False if the gate's time ran out."""
+    """Waits for the end of the call. False if the gate's time ran out."""
 
     def look() -> None:
       if _callgate.interrupted_since(interrupts):
@@ -182,7 +182,7 @@ class Job:
     return done
 
   def report(self) -> None:
-    """Keeps the error of a finished call that nobody has taken for whoever waits at the barrier."""
+    """Keeps the error of a finished call that nobody has taken, for the barrier to raise."""
     with _lock:
       if self._taken is not None or self not in _open:
         return
@@ -196,10 +196,10 @@ class Job:
     return wait.until(self._done.wait)
 
 
-# Results that lanes have taken last: others that share the call may come for one soon. Guarded by
+# Results that lanes have taken recently, which other lanes of the call may take soon. Guarded by
 # _lock; at most _MOST entries.
 _taken: collections.deque[tuple[weakref.ref[Job], int]] = collections.deque()
-_MOST_KEPT = 16 << 20  # bytes of results, of one at least
+_MOST_KEPT = 16 << 20  # the most bytes of results; at least one result is kept
 
 
 def _keep(job: Job, size: int) -> None:
@@ -214,7 +214,7 @@ def _keep(job: Job, size: int) -> None:
 
 
 class Line:
-  """Calls that run elsewhere, and here only wait: on so many threads, the others in their order."""
+  """Calls that run elsewhere, while threads here wait; further calls queue in order."""
 
   def __init__(self, most: int) -> None:
     self._most, self._threads = most, 0
@@ -222,7 +222,7 @@ class Line:
     _lines.add(self)
 
   def submit(self, run: Callable[[], None]) -> bool:
-    """As the runtime's: False where nothing runs any more."""
+    """Queues a call, as the runtime does; False if no call can run any more."""
     with _lock:
       self._waiting.append(run)
       if self._threads >= self._most:
@@ -232,12 +232,12 @@ class Line:
     try:
       if _callgate.submit(self._run):
         return True
-    except RuntimeError as error:  # the system gives no thread
+    except RuntimeError as error:  # the system can't start a thread
       failure = error
     with _lock:
       self._threads -= 1
       if failure is not None and self._threads:
-        return True  # those that there are will come to it
+        return True  # the existing threads will run it
       if run not in self._waiting:  # another thread of the line has taken it
         return True
       self._waiting.remove(run)
@@ -264,7 +264,7 @@ _lines: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
 def settle(wait: Wait) -> bool:
-  """Waits for all started calls, and keeps the errors of those that nobody waited for.
+  """Waits for all started calls; keeps the errors of those that nobody waited for.
 
   False if the time ran out.
   """
@@ -276,7 +276,7 @@ def settle(wait: Wait) -> bool:
 
 
 def finish(wait: Wait) -> None:
-  """At the end of the process: waits for all started calls; nobody does so afterwards."""
+  """Waits for all started calls at the end of the process."""
   if settle(wait):
     return
   with _lock:
@@ -287,7 +287,7 @@ def finish(wait: Wait) -> None:
 
 
 def after_effects_barrier() -> None:
-  """In `jax.effects_barrier()`, once the programs have ended."""
+  """Runs in `jax.effects_barrier()`, after the programs have ended."""
   if _open:
     settle(Wait(None))
     failures.raise_consumer_errors()
@@ -300,7 +300,7 @@ _loop_thread: threading.Thread | None = None
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-  """The loop of all coroutines, on a thread of its own."""
+  """Returns the event loop of all coroutines, on a thread of its own."""
   import asyncio
 
   global _loop, _loop_thread
@@ -319,7 +319,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-  """Runs the loop until `close` ends it: not only until a coroutine stops it."""
+  """Runs the loop until `close` ends it, even if a coroutine stops it."""
   while _loop is loop and not loop.is_closed():
     loop.run_forever()
 
@@ -335,7 +335,7 @@ def close(seconds: float) -> None:
 
 
 def after_fork() -> None:
-  """In a fork's child nothing that was started runs."""
+  """Forgets all started calls in a fork's child, where none of them runs."""
   global _loop
   _open.clear()
   for line in members(_lines):
@@ -345,7 +345,7 @@ def after_fork() -> None:
 
 @_part.joins("futures")
 class StartedCalls(Part):
-  """Waits for the calls that were started and that nobody waits for."""
+  """Waits for the started calls that nobody waits for."""
 
   calls = "started calls"
 

@@ -41,7 +41,7 @@ from callgate._runtime import config
 class _StartedCall(NamedTuple):
   """The properties of a started call that are fixed when it is traced."""
 
-  gate: Any  # the core
+  gate: Any  # the gate's core
   static: Any
   results: tuple[Any, ...]
   out_tree: Any
@@ -91,7 +91,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-# Static keywords: where a call is started or waited for; of a call elsewhere, the call itself.
+# Static keywords: the place of a start or wait, and the call itself for a call elsewhere.
 _PLACE, _CALL = "callgate_place", "callgate_call"
 
 
@@ -108,7 +108,7 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
   results, out_tree = shapes.result_types(gate, in_tree, structs, static)
   begin = _member(gate, "start")
   if gate.remote is None:
-    begin.owners = gate.owners  # the object of a method is its first argument, too
+    begin.owners = gate.owners  # a method's object is its first argument, too
     handle = begin(*given[0], **given[1], **place)
   else:
     site = CallSite(in_tree, out_tree, static, results, config.engine() == "jax", gate.casts())
@@ -165,7 +165,8 @@ def _begin(gate: GateCallee, name: str) -> GateCallee:
     return job
 
   functools.update_wrapper(begin, function)
-  begin.__dict__.pop("__wrapped__", None)  # an async function's is no coroutine
+  # The wrapper of an async function isn't a coroutine function.
+  begin.__dict__.pop("__wrapped__", None)
   options = GateOptions(out=(), name=name, effect=gate.effect, arrays=arrays, copy=True)
   return holding(begin, options)
 
@@ -196,7 +197,7 @@ def _begin_elsewhere(gate: GateCallee, name: str) -> GateCallee:
   convert = functools.partial(jax_engine.host_converter, gate.arrays)
 
   def begin(*operands: Any, **kwargs: Any) -> Job:
-    job = Job(label, kwargs[_PLACE], 0)  # elsewhere they know how long it runs
+    job = Job(label, kwargs[_PLACE], 0)  # elsewhere the time is measured there
     lane = objects.current_lane() if by_lane else 0
     ins, outs, static, cast, types = kwargs[_CALL]
 
@@ -234,7 +235,7 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
   """Returns the result of a ticket, after all calls in `started`."""
   call: _StartedCall = ticket._call  # pyright: ignore[reportPrivateUsage]
   handle, args = ticket._handle, ticket._args  # pyright: ignore[reportPrivateUsage]
-  if core(handle).words.ndim > len(TYPE.shape):  # of lanes, outside of their vmap
+  if core(handle).words.ndim > len(TYPE.shape):  # several lanes, outside of their vmap
     return jax.vmap(lambda ticket: _wait(ticket, started))(ticket)
   earlier = [words for words in started if words is not core(handle).words]
   raise_deferred()
@@ -289,7 +290,7 @@ def _taker(gate: GateCallee, name: str) -> GateCallee:
 class _Taker(Use):
   kind = "gate"
   traits = Use.traits.but(handles="takes")
-  waits = True  # for a call that another gate has started: recordings count that one
+  waits = True  # waits for another gate's call, which recordings count
 
   def take(self, call: _StartedCall, place: str, handle: Handle, earlier: list[Any]) -> Any:
     """Returns the results of a started call, in a call of this gate at `place`."""
@@ -312,7 +313,7 @@ def _started(words: Any) -> _Among | None:
   trace = tracing.current_trace()
   if trace is None:
     return None
-  among = _traced.setdefault(id(trace), _Among())  # its tracers keep the trace
+  among = _traced.setdefault(id(trace), _Among())  # its tracers keep the trace alive
   among.append(words)
   return among
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of the host that compiled programs hold, and solvers with derivatives built on them."""
+"""Host objects that compiled programs refer to, and differentiable solvers built on them."""

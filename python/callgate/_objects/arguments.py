@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of solvers and roots, while their calls are traced: checks, and closures.
 
-A JAX function of the user's may close over traced values. The derivatives in these are those of a
-solver that gets the values as arguments, so such a call is one of that solver's.
+A JAX function of the user's may close over traced values. Such a call becomes the call of a solver
+that gets these values as arguments, and so has derivatives in them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._gate.callee import GateCallee
 from callgate._jax import tracing
 
-_MOST = 256  # kinds of arguments that one gate remembers
+_MOST = 256  # the most kinds of arguments that one gate remembers
 
 
 class TwoArguments(GateCallee):
@@ -35,15 +35,15 @@ class TwoArguments(GateCallee):
 
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)
-    self.binds = None  # which `given` says in its own words
+    self.binds = None  # `given` checks them with better messages
     self._checked = set[Any]()
 
   def check_arguments(self, leaves: Sequence[Any], tree: Any) -> None:
-    """Raises where the call can't be; `leaves` are the arrays of the arguments, flat."""
+    """Raises if the call is impossible; `leaves` are the flat arrays of the arguments."""
     raise NotImplementedError
 
   def of_closure(self, first: Any, second: Any) -> Any:
-    """The call's results, if a function of the user's closes over traced values; else None."""
+    """Returns the call's results if a user's function closes over traced values; else None."""
     raise NotImplementedError
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ class TwoArguments(GateCallee):
     leaves, tree = jax.tree.flatten(given[0])
     known = exact.exact_tree(tree)
     kind = known, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-    kind = None if known.has_objects else kind  # it would keep the user's objects
+    kind = None if known.has_objects else kind  # it would keep the user's objects alive
     if kind is None or kind not in self._checked:
       self.check_arguments(leaves, tree)
       if len(self._checked) >= _MOST:
@@ -73,7 +73,7 @@ class TwoArguments(GateCallee):
     return given
 
   def types_of(self, option: str, function: Callable[..., Any], leaves: Any, tree: Any) -> Any:
-    """The types, flat, that a JAX function of the user's returns for the two arguments."""
+    """Returns the flat types of a user's JAX function for the two arguments."""
 
     def call(leaves: Sequence[Any]) -> Any:
       return function(*split.joined(jax.tree.unflatten(tree, leaves)))
@@ -86,9 +86,9 @@ class TwoArguments(GateCallee):
 
 
 def closed_over(function: Callable[..., Any] | None, *examples: Any) -> Any:
-  """The function with the traced values that it closes over as further arguments, and these.
+  """Returns the function with its traced closure values as further arguments, and the values.
 
-  None where it closes over none; `examples` are arguments of its types.
+  None if it closes over none; `examples` are arguments of its types.
   """
   if function is None or (isinstance(function, types.FunctionType) and not function.__closure__):
     return None
@@ -133,7 +133,7 @@ def is_zero(tangent: Any) -> bool:
 
 
 def instantiated(primals: Any, tangents: Any) -> Any:
-  """Tangents as `jax.jvp` takes them, in the place of symbolic zeros."""
+  """Replaces symbolic zeros by tangents that `jax.jvp` accepts."""
 
   def one(primal: Any, tangent: Any) -> Any:
     if not is_zero(tangent):

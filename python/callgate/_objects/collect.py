@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frees objects that nothing can name any more, by a look through all of JAX's arrays.
+"""Frees objects that nothing refers to any more, by scanning all JAX arrays.
 
-Programs hold handles as plain words, so nobody counts them. But who may still name an object is
-known where no program runs: then every handle is in some array of JAX's. So when there are many
-objects, at a barrier and when asked, and if
+To programs handles are plain integers, so there is no reference count. But while no program runs,
+every handle is in some JAX array. So callgate scans the arrays when there are many objects, at a
+barrier, and when asked. An object is freed if its words are in no array, and
 
-- every program with handles that has been dispatched has ended (they have an effect, so that their
-  ends are known), and so have those that give an array in which a handle could be, and
-- the object was made before the oldest call of a jitted function began that has not returned yet,
-  whose results nobody knows but XLA (`_callgate.oldest_underway`),
+- every dispatched program with handles has ended (such programs have an effect, which shows their
+  end), and so has every program with a result that could contain a handle, and
+- the object was made before the oldest call of a jitted function that hasn't returned yet, because
+  only XLA knows the results of that call.
 
-then an object whose words are in no array has its end. An array that holds the same words by chance
-keeps an object longer: with a 20-bit number of the process in them that is rare. The moment is
-looked for after a program's dispatch, and where the next call begins: who waits for each result
-calls when all programs have ended. Where programs always run there is no such moment; then one is
-waited for, for 0.1 s at most, since what runs may itself wait for this thread.
+An array with the same words by chance keeps an object alive longer. That is rare, because the words
+contain a 20-bit number of the process. The right moment is after a program's dispatch, or at the
+beginning of the next call: code that waits for each result makes its calls when all programs have
+ended. If programs always run, there is no such moment. Then callgate waits for one, at most 0.1 s,
+because a running program may itself wait for this thread.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from callgate._objects import table
 from callgate._part import Part, Wait
 from callgate._places import threads
 
-_LEAST = 8  # objects that need no look
+_LEAST = 8  # so many objects need no scan
 _WAIT_SECONDS = 0.1
-_DROP_SECONDS = 1  # that threads have to drop what was freed
+_DROP_SECONDS = 1  # seconds that threads get to drop the freed objects
 _collecting = threading.Lock()
-# Objects beyond which the next look is due. Under the GIL: one assignment, of a number that need
-# not be exact.
+# The number of objects at which the next scan is due. Under the GIL: one assignment, of a number
+# that need not be exact.
 _limit = _LEAST
 
 
 def due(count: int) -> None:
-  """Told of each new object: has the next dispatch look, where there are many."""
+  """Called for each new object: if there are many, the next dispatch scans."""
   if count > _limit:
     _part.on("program dispatched", after_call)
 
 
 def after_call(returning: bool) -> None:
-  """After a program's dispatch, in its thread."""
+  """Called after a program's dispatch, on its thread."""
   global _limit
   count = table.count()
   seconds = _WAIT_SECONDS if count > 2 * _limit else 0
@@ -62,11 +62,11 @@ def after_call(returning: bool) -> None:
 
 
 def collect(*, returning: bool = False, seconds: float = 0) -> bool:
-  """Frees what nothing names; False where that can't be known now.
+  """Frees objects that nothing refers to; False if that can't be determined now.
 
   Args:
-    returning: called when a program's dispatch is about to return its results.
-    seconds: how long to wait for programs that run.
+    returning: True if a program's dispatch is about to return its results.
+    seconds: the time to wait for running programs.
   """
   global _limit
   if not table.count():
@@ -74,8 +74,8 @@ def collect(*, returning: bool = False, seconds: float = 0) -> bool:
   if not _collecting.acquire(blocking=False):
     return False
   try:
-    # In this order: a program that is dispatched meanwhile has its handles from these arrays, or
-    # makes newer objects; one that was dispatched before has ended, and what it gave is there.
+    # In this order: a program dispatched meanwhile has its handles from these arrays, or makes
+    # newer objects; a program dispatched before has ended, and its results are among the arrays.
     before = min(_callgate.oldest_underway(returning), _callgate.new_number())
     arrays = list(filter(_may_name, escape.without_views(dispatch.live_arrays)))
     if not Wait(seconds).poll(lambda: all(map(_is_there, arrays))):
@@ -84,7 +84,7 @@ def collect(*, returning: bool = False, seconds: float = 0) -> bool:
       return False
     named = set[int]()
     for array in arrays:
-      with contextlib.suppress(Exception):  # of a program that failed
+      with contextlib.suppress(Exception):  # of a failed program
         named |= table.numbers_in(np.asarray(shard.data) for shard in array.addressable_shards)
     table.keep_only(named, before)
     _limit = max(_LEAST, 2 * table.count())
@@ -98,23 +98,23 @@ def _may_name(array: Any) -> bool:
 
 
 def _is_there(array: Any) -> bool:
-  """False also for one that was donated meanwhile: what took it knows what was in it."""
+  """False for an unfinished array, and for a donated one, whose content a program has."""
   return not array.is_deleted() and array.is_ready()
 
 
 @_part.joins("objects")
 class Objects(Part):
-  """Frees the objects that nothing names."""
+  """Frees the objects that nothing refers to."""
 
   def settle(self, wait: Wait) -> bool:
-    """Waits for the ends of what it frees, too, for a moment."""
+    """Frees objects, and waits a moment for their ends."""
     collect()
     threads.has_dropped(Wait(_DROP_SECONDS))
     return True
 
 
 def held() -> dict[str, int]:
-  """How many objects of the host programs hold now, by the names of their makers.
+  """Counts the host objects that programs hold now, by the names of their makers.
 
   ```python
   import callgate as cg, jax
@@ -126,8 +126,11 @@ def held() -> dict[str, int]:
   assert cg.held() == {}
   ```
 
-  Frees what nothing can name any more before it counts, once the programs that were dispatched have
-  ended; it waits for them. Objects of another thread's programs count while these run.
+  It first waits for all dispatched programs, and frees objects that nothing refers to any more.
+  While programs of another thread run, their objects count.
+
+  Returns:
+    A dictionary from the maker's name to the number of its objects.
   """
   jax.effects_barrier()
   collect(seconds=1)

@@ -17,7 +17,7 @@ from callgate._places import threads, workers
 from callgate._places.threads import Thread
 from callgate._places.workers import Workers
 
-# The keyword of the loop whose step makes an object: the last operand, as it sorts behind names.
+# The keyword for the loop whose step makes an object: the last operand, since it sorts last.
 SCOPE = "\U0010fffdcallgate_scope"
 TYPE = jax.ShapeDtypeStruct((WORDS,), np.uint32)
 

@@ -71,7 +71,7 @@ class HoldCallee(GateCallee):
   """The core of a `Hold`, or of a call that is started."""
 
   kind = "hold"
-  # Recordings hear below of what makes the object: handles differ from run to run.
+  # Recordings see the inner call that makes the object, because handles differ from run to run.
   traits = GateCallee.traits.but(handles="makes", taped=False)
 
   def bind_elsewhere(self) -> tuple[RemoteGate, Any] | None:
@@ -89,8 +89,9 @@ def holding(
   kind: type[HoldCallee] = HoldCallee,
 ) -> HoldCallee:  # fmt: skip
   """Makes the gate that makes objects; `named` returns the maker's name for the gate's messages."""
-  _part.load("scopes")  # a loop may hold them
-  maker, name = list[Maker](), list[str]()  # not the gate, which holds the function below
+  _part.load("scopes")  # loops may contain handles
+  # Refers to no gate, because that holds the function below.
+  maker, name = list[Maker](), list[str]()
   runs_on = home_of(options.run_on)
   place = _name_of(runs_on)
 

@@ -95,7 +95,7 @@ def linear_solver(
   parts = _SolverFunctions(factor, solve, solve_transposed, matvec, symmetric, vmap == "whole")
   place: dict[str, Any] = {"run_on": run_on, "thread": thread, "timeout": timeout}
   of_objects = on_thread(place, threads.objects())
-  if run_on is None:  # one call has no object that outlives it
+  if run_on is None:  # a single call has no object that outlives it
     place["run_on"] = "xla"
   given = GateOptions(out=_as_b, cast=cast, name=name, **place)
   with registry.defining(where().definition()):
@@ -149,7 +149,7 @@ class _SolverFunctions:
   solve_transposed: Callable[..., Any] | None
   matvec: Callable[..., Any] | None
   symmetric: bool
-  whole: bool  # takes the right-hand sides of all lanes as columns
+  whole: bool  # True if it takes the right-hand sides of all lanes as columns
 
 
 class _Solver(TwoArguments):
@@ -160,7 +160,7 @@ class _Solver(TwoArguments):
   traits = TwoArguments.traits.but(shares_object=True)
 
   def __init__(self, parts: _SolverFunctions, options: GateOptions, place: dict[str, Any]) -> None:
-    factor, solve = parts.factor, parts.solve  # all that goes to a worker
+    factor, solve = parts.factor, parts.solve  # only these go to a worker
 
     def call(a: Any, b: Any) -> Any:
       return solve(factor(a), b)
@@ -175,7 +175,7 @@ class _Solver(TwoArguments):
     self._uses: dict[int, tuple[Any, Any]] = {}
     self._solve, self._transposed = self._with_object(0)
     self.set_jvp(self._rule, symbolic_zeros=True)
-    self.transpose_rule = self._transpose  # of `jax.linear_transpose`, which no tangents precede
+    self.transpose_rule = self._transpose  # for `jax.linear_transpose`, which has no tangents
     self.vmap_rule = self._mapped
 
   def __call__(self, *args: Any, factor: Any = None, **kwargs: Any) -> Any:
@@ -214,7 +214,7 @@ class _Solver(TwoArguments):
       del a
       if axes == 0:
         return solve(factorised, b)
-      return np.reshape(solve(factorised, b.reshape(len(b), -1)), b.shape)  # as columns
+      return np.reshape(solve(factorised, b.reshape(len(b), -1)), b.shape)  # b as columns
 
     name = f"{self.name}.{what}{f' of {axes}' if axes else ''}"
     options = GateOptions(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that live in workers: what makes them there, and what runs where they are.
+"""Objects that live in workers: makes them there, and calls functions where they are.
 
-The process's table has a `RemoteObject` for each, which knows the worker; the worker keeps the
-object by the same number. The runtime hands all lanes of a call to Python, which looks the handles
-up, and then spreads the lanes without the GIL, each to the worker of its objects.
+The process's table has a `RemoteObject` for each, with its worker; the worker keeps the object by
+the same number. The runtime passes all lanes of a call to Python, which looks up the handles. Then
+the runtime spreads the lanes without the GIL, each to the worker of its objects.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from callgate._places.workers import Workers
 
 
 class RemoteObject:
-  """Stands in the table for an object that a worker has; its end is the object's.
+  """Represents a worker's object in the table; the object dies with it.
 
-  It is there before the object: whatever comes in between, the worker's number is 0 then, for any.
+  It exists before the object; until then the worker's number is 0, which stands for any worker.
   """
 
   __slots__ = ("number", "pool", "worker", "workers")
@@ -48,7 +48,7 @@ class RemoteObject:
 
 @functools.lru_cache(256)
 def _scope_of(spec: str) -> int:
-  """The flat place of the scope among a call's operands; -1 without one."""
+  """Returns the flat position of the scope among a call's operands; -1 without one."""
   if spec in ("", "*"):
     return -1
   tree = encoding.signature(spec).in_tree
@@ -57,13 +57,13 @@ def _scope_of(spec: str) -> int:
 
 
 def bind(gate: Any, there: Any) -> tuple[ObjectGate, Any]:
-  """Answers about a gate that makes or uses objects of workers, and the runtime's handle on it."""
+  """Returns the interface to a gate of workers' objects, and the runtime's handle on it."""
   remote = ObjectGate(gate, there)
   return remote, _callgate.ExecutorCallee(gate.name, remote.run)
 
 
 class ObjectGate(RemoteGate):
-  """Answers the runtime about a gate that makes or uses objects of workers."""
+  """A gate that makes or uses objects of workers, as the runtime sees it."""
 
   def __init__(self, gate: Any, there: Any) -> None:
     self.label, self.workers = gate.label, gate.run_on
@@ -73,7 +73,7 @@ class ObjectGate(RemoteGate):
     self._remote = WorkerGate(gate.label, described, gate.run_on, gate.timeout)
     name = registry.free_name(f"{gate.name}.there")
     callee = self._remote.callee(name, 0, gate.effect == "ordered", by_lane=False)
-    callee.give_up_name()  # nobody looks for it
+    callee.give_up_name()  # nothing looks it up by name
     self._site = functools.lru_cache(64)(callee.site)
 
   def prepare(self) -> None:
@@ -103,7 +103,7 @@ class ObjectGate(RemoteGate):
     return RemoteObject(self.workers, pool, _callgate.new_number())
 
   def _held(self, handles: Sequence[int], lanes: _callgate.CallLanes, lane: int) -> list[Held]:
-    """The objects of a lane."""
+    """Returns the objects of a lane."""
     taken: list[Any] = [lanes.take_one(lane, i) for i in handles]
     pairs = (words for each in taken for words in each.reshape(-1, table.WORDS))
     held = [table.get(words, self.label) for words in pairs]
@@ -121,15 +121,15 @@ class ObjectGate(RemoteGate):
     return held
 
   def _workers_of(self, held: Sequence[Sequence[Held]]) -> list[int]:
-    """The numbers of the workers that the lanes are for.
+    """Returns the numbers of the lanes' workers.
 
     Raises:
-      WorkerError: one has ended, and its objects with it.
+      WorkerError: a worker has ended, with its objects.
     """
     placed: list[int] = []
     alive = set[int]()
     for objects in held:
-      if not objects:  # a whole batch of none
+      if not objects:  # all handles are empty batches
         return []
       first = objects[0]
       there: RemoteObject = first.value

@@ -22,14 +22,13 @@ def is_handle(value: Any) -> bool:
 
 
 def resolved(user: str, value: Any) -> Any:
-  """A pytree with the objects instead of its handles;
-  a list of them for a batched one."""
+  """Replaces the handles in a pytree by their objects; a batched handle by a list of them."""
   kind = type(value)
   if kind is Handle:
     return _object(user, value)
   if kind is np.ndarray:
     return value
-  # Arguments are mostly flat, and JAX's functions take longer than the rest of a call.
+  # Most arguments are flat, and JAX's functions would dominate the time of a call.
   if kind is tuple:
     return tuple([resolved(user, each) for each in value])
   if kind is dict:

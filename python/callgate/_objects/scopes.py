@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has the steps of loops free the objects that they make and nothing names any more.
+"""Makes the steps of loops free the objects that they have made and no longer refer to.
 
-A loop `while cond: body` whose body makes objects becomes, when it is lowered,
+A loop `while cond: body` whose body makes objects is lowered to
 
-    scope = enter(the loop's around)
+    scope = enter(the scope of the loop around it)
     while cond:
-      body, in which what makes an object is told the scope
-      scope = sweep(scope, what the body carries on, what it gives out)
+      body, whose makers of objects get the scope
+      scope = sweep(scope, the carry, the step's results)
     done = leave(scope)
 
-An object that a step made in the scope and that the sweep finds in no array is named by nobody: a
-handle gets out of a step in its carry and its results alone. The outer loop, or the program, frees
-objects that the loop gives out. The sweep takes what was computed with objects, so that they are
-done with, and what inner loops that have been left give: it comes after them. A use that gives
-nothing, or no elements, gives a mark beside it. The next step makes objects by the scope that the
-sweep gives: a device that is ahead of the one that sweeps waits.
+A handle leaves a step only in its carry and its results. So nothing refers to an object of the step
+that the sweep finds in no such array. The outer loop, or the program, frees objects that the loop
+returns. The sweep takes the results of uses as operands, so that the uses are complete, and the
+results of inner loops' `leave`, so that it runs after them. A use without results, or whose results
+have no elements, returns an additional mark. The next step makes objects in the scope that the
+sweep returns, so a device that is ahead waits for the sweep.
 
-A solver's factorisation of a matrix that no step changes is made before the loop, in a scope of its
-own, and freed after it (`_objects/shared.py`).
+If no step changes a solver's matrix, its factorization is made before the loop, in a scope of its
+own, and freed after the loop (`_objects/shared.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DONE = jax.ShapeDtypeStruct((), np.int32)
 
 
 def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
-  """The layer around JAX's lowering of `scan` and `while_loop`."""
+  """Wraps JAX's lowering of `scan` and `while_loop`."""
   body, run = ("jaxpr", _scan) if "jaxpr" in params else ("body_jaxpr", _while)
   split = lowering.is_automatic(context)
   marks = not split and set(lowering.platforms_of(context)) <= set(RUNTIME_PLATFORMS)
@@ -69,14 +69,14 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _makes(jaxpr: Any) -> bool:
-  """True if there is a call in it that makes an object, and that `_run` puts into a scope."""
+  """True if it contains a call that makes an object, which `_run` can put into a scope."""
   return HANDLE_EFFECT in jaxpr.effects and any(map(_is_maker, walk.equations(jaxpr, _within)))
 
 
 def _uses_untold(jaxpr: Any, marks: bool) -> bool:
-  """True if an object's use gives nothing that the sweep could wait for, and can't give a mark.
+  """True if a use has no result for which the sweep could wait, and can't return a mark.
 
-  The objects of such a loop live as those of no loop.
+  The objects of such a loop live like objects outside loops.
   """
   return any(
     HANDLE_EFFECT in eqn.effects
@@ -88,7 +88,7 @@ def _uses_untold(jaxpr: Any, marks: bool) -> bool:
 
 
 def _is_untold(eqn: Any) -> bool:
-  """True if a call gives nothing, or no elements: XLA drops empty operands."""
+  """True if a call returns nothing, or no elements: XLA drops empty operands."""
   return not eqn.outvars or 0 in eqn.outvars[0].aval.shape
 
 
@@ -98,7 +98,7 @@ def _is_maker(eqn: Any) -> bool:
 
 
 def _within(eqn: Any) -> Sequence[Any]:
-  """The jaxprs of an equation that `_run_equation` runs: others stay as they are."""
+  """Returns the jaxprs of an equation that `_run_equation` runs; others stay as they are."""
   if eqn.primitive is jax.lax.scan_p:
     return [eqn.params["jaxpr"]]
   if eqn.primitive is jax.lax.while_p:
@@ -110,7 +110,7 @@ def _within(eqn: Any) -> Sequence[Any]:
 
 
 # -- loops -----------------------------------------------------------------------------------------
-# Both give the loop's results, and something that is there once the loop has been left.
+# Both return the loop's results, and a value that is ready once the loop has been left.
 def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
   consts, first, xs = loops.split_scan(params, operands)
 
@@ -131,7 +131,7 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[An
   cond, body = params["cond_jaxpr"], params["body_jaxpr"]
   cond_consts, consts, carry = loops.split_operands(params, operands)
   predicate = functools.partial(jaxpr_as_fun(cond), *cond_consts)
-  batched = bool(cond.out_avals[0].shape)  # lanes that have ended stay as they are
+  batched = bool(cond.out_avals[0].shape)  # lanes that have ended keep their values
 
   def step(state: Any) -> Any:
     words, before = state
@@ -149,23 +149,23 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[An
 
 def _entered(parent: Any) -> Any:
   entered = _gates()["enter"](parent)
-  return tracing.vary_over(tracing.manual_axes(), entered)  # as what sweeps give
+  return tracing.vary_over(tracing.manual_axes(), entered)  # with the type of the sweeps' results
 
 
 def _swept(words: Any, carried: Sequence[Any], given: Sequence[Any], used: Sequence[Any]) -> Any:
-  """The scope's words, for the next step."""
+  """Returns the scope's words for the next step."""
   swept = _gates()["sweep"](words, _words(carried), _words(given), used)
   return tracing.vary_over(tracing.manual_axes(), swept)
 
 
 def _words(values: Sequence[Any]) -> list[Any]:
-  """The values that may hold handles."""
+  """Returns the values that may contain handles."""
   return [x for x in values if jnp.shape(x)[-1:] == TYPE.shape and jnp.result_type(x) == TYPE.dtype]
 
 
 # -- a step ----------------------------------------------------------------------------------------
 def _run(jaxpr: Any, args: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
-  """A jaxpr's results, with its objects made in the scope of `words`, and what used objects."""
+  """Runs a jaxpr with objects in the scope of `words`; returns its results and the uses'."""
   used: list[Any] = []
 
   def rule(eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -180,12 +180,13 @@ def _run(jaxpr: Any, args: Sequence[Any], words: Any) -> tuple[list[Any], list[A
 
 
 def _run_equation(eqn: Any, inputs: list[Any], words: Any) -> tuple[list[Any], list[Any]]:
-  """As `_run`, of an equation with calls that make or use objects."""
+  """Does as `_run`, for an equation with calls that make or use objects."""
   if isinstance(call := eqn.params.get("call"), BoundCall):
     if call.gate.traits.handles == "makes":
-      place = len(inputs) - 1 - bool(call.numbered)  # then comes the number of the lane
+      place = len(inputs) - 1 - bool(call.numbered)  # the number of the lane follows it
       own = jnp.broadcast_to(tracing.unvaried(words), jnp.shape(inputs[place]))
-      inputs[place] = tracing.vary_over(tracing.varying_axes([inputs[place]]), own)  # as it did
+      # With the varying axes as before.
+      inputs[place] = tracing.vary_over(tracing.varying_axes([inputs[place]]), own)
     call = dataclasses.replace(call, scoped=True, marked=_is_untold(eqn))
     outs = list(eqn.primitive.bind(*inputs, call=call))
     if call.marked:
@@ -209,16 +210,16 @@ def _run_equation(eqn: Any, inputs: list[Any], words: Any) -> tuple[list[Any], l
 
 
 def _branch(closed: Any, words: Any, *inputs: Any) -> list[Any]:
-  """A branch, which also gives something that is there once its objects are used."""
+  """Runs a branch; it also returns a value that is ready once its objects have been used."""
   outs, used = _run(closed, inputs, words)
-  # No constant behind a barrier, which XLA takes out of branches that all give it.
+  # Not a constant behind a barrier: XLA hoists a result that is equal in all branches.
   done = _gates()["done"](used) if used else jnp.int32(0)
   return [*outs, tracing.vary_over(tracing.manual_axes(), done)]
 
 
 # -- objects that steps share ---------------------------------------------------------------------
 def _with_shared(plan: shared.Plan, params: dict[str, Any], *operands: Any) -> list[Any]:
-  """The scan's results, where such objects are made before the loop, and freed after it."""
+  """Runs the scan with such objects made before the loop and freed after it."""
   words = _gates()["enter"](np.zeros(TYPE.shape, TYPE.dtype))
 
   def make(function: Callable[..., Any], values: Sequence[Any]) -> Any:
@@ -241,7 +242,7 @@ class _ScopeGate(GateCallee):
 
 @_part.once
 def _gates() -> dict[str, ArrayFunction[..., Any]]:
-  """The gates that a scoped loop calls. Their order is that of their operands."""
+  """Returns the gates that a scoped loop calls, in the order of their operands."""
 
   def enter(parent: Any) -> Any:
     return table.enter(parent)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process's table of objects that programs hold, and the scopes of the loops that make them.
+"""The process's table of objects that programs refer to, and the scopes of loops that make them.
 
-A program knows an object by two uint32 words: 20 bits of the process's own number, 44 of the
-object's. The table alone owns the objects. Two things free one: the end of a loop's step after
-which nothing of the loop names it (here), and a look through all of JAX's arrays when no program
-runs that may use it (`collect.py`). Called under the GIL, by any thread.
+A handle consists of two uint32 words: 20 bits for the process, 44 for the object's number. Only the
+table owns the objects. Two events free an object: the end of a loop's step after which the loop
+doesn't refer to it (here), and a scan of all JAX arrays while no program runs that may use it
+(`collect.py`). All functions are called under the GIL, by any thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from callgate._core.errors import HandleError
 from callgate._places import threads
 from callgate._places.threads import ThreadPlace
 
-WORDS = 2  # of a handle, uint32
+WORDS = 2  # the uint32 words of a handle
 _PROCESS = int.from_bytes(os.urandom(4), "little") % ((1 << 20) - 1) + 1  # never 0
-_TOMBSTONES = 4096  # freed objects whose makers are still known to messages
+_TOMBSTONES = 4096  # freed objects whose makers messages still name
 
 
 class Maker(NamedTuple):
-  """A maker of objects: its name, and where `callgate.hold` was called."""
+  """A maker of objects: its name, and the place of the call of `callgate.hold`."""
 
   label: str
   place: str
@@ -43,13 +43,11 @@ class Held(NamedTuple):
   number: int
   value: Any
   maker: Maker
-  thread: (
-    ThreadPlace | None
-  )  # on which it was made, if it is one of `callgate.thread`: its end is there
+  thread: ThreadPlace | None  # the `callgate.thread` that made it and will drop it, if any
 
 
 class KeptObjects:
-  """Keeps objects alive that a program knows as constants, as long as the program holds this."""
+  """Keeps alive the objects that a program has as constants; the program holds it."""
 
   def __init__(self, held: Iterable[Held]) -> None:
     self.numbers = [one.number for one in held]
@@ -57,7 +55,7 @@ class KeptObjects:
       _kept.update(self.numbers)
 
   def __reduce__(self) -> Any:
-    return KeptObjects, ((),)  # another process has none of them
+    return KeptObjects, ((),)  # empty in another process
 
   def __del__(self) -> None:
     with _lock:
@@ -65,7 +63,7 @@ class KeptObjects:
 
 
 class _Scope:
-  """A loop that runs: what its steps made and still name, and the loop around it."""
+  """A running loop: the objects that its steps made and still refer to, and the loop around it."""
 
   def __init__(self, parent: int) -> None:
     self.parent, self.objects = parent, set[int]()
@@ -81,13 +79,13 @@ _lock = threading.RLock()
 
 
 def add(value: Any, maker: Maker, scope: Any, number: int = 0) -> Any:
-  """Takes an object in; returns its words.
+  """Adds an object; returns its words.
 
   Args:
     value: the object.
-    maker: what made it.
+    maker: its maker.
     scope: the words of the loop whose step makes it.
-    number: its number, where that was chosen before.
+    number: its number, if it was chosen before.
   """
   number = number or _callgate.new_number()
   with _lock:
@@ -104,10 +102,10 @@ def words(number: int) -> Any:
 
 
 def numbers_in(arrays: Iterable[Any]) -> set[int]:
-  """The numbers of this process that arrays of words hold; whatever else they hold is ignored."""
+  """Returns the object numbers of this process in arrays of words; ignores all other words."""
   found = set[int]()
   for array in arrays:
-    if array.size == WORDS:  # one handle: NumPy's functions would take longer
+    if array.size == WORDS:  # a single handle: NumPy's functions would take longer
       if number := _number(*array.reshape(WORDS).tolist()):
         found.add(number)
       continue
@@ -118,15 +116,15 @@ def numbers_in(arrays: Iterable[Any]) -> set[int]:
 
 
 def _number(high: int, low: int) -> int:
-  """That of an object of this process; 0 for other words."""
+  """Returns the number of an object of this process; 0 for other words."""
   return (high & 0xFFF) << 32 | low if high >> 12 == _PROCESS else 0
 
 
 def get(handle: Any, user: str) -> Held:
-  """The object that two words stand for; `user` is what asks, for messages.
+  """Returns the object of two words; `user` is the caller, for messages.
 
   Raises:
-    HandleError: there is none: the words are another process's, or nobody's, or it was freed.
+    HandleError: the words are another process's, or no handle, or the object was freed.
   """
   high, low = handle.tolist()
   number = (high & 0xFFF) << 32 | low
@@ -154,7 +152,7 @@ _lent: dict[int, Held] = {}
 
 
 def lend(words: Any, value: Any, maker: Maker) -> None:
-  """Keeps an object, of these words of the parent's, until the parent has it dropped."""
+  """Keeps an object under the parent's words, until the parent drops it."""
   high, low = np.asarray(words).tolist()
   number = (high & 0xFFF) << 32 | low
   _lent[number] = Held(number, value, maker, None)
@@ -166,7 +164,7 @@ def drop(number: int) -> None:
 
 # -- the scopes of loops ---------------------------------------------------------------------------
 def enter(parent: Any) -> Any:
-  """A loop begins, in a step of another or in none; returns the words of its scope."""
+  """Begins a loop, in a step of another one or in none; returns the words of its scope."""
   outer = _number(*parent.tolist())
   number: int = _callgate.new_number()
   with _lock:
@@ -175,7 +173,7 @@ def enter(parent: Any) -> Any:
 
 
 def sweep(scope: Any, carried: Sequence[Any], given: Sequence[Any]) -> None:
-  """A step of a loop has ended: frees what it made and neither carries on nor gives out."""
+  """Ends a step: frees its objects, except those in the carry and in the results."""
   with _lock:
     if (loop := _scopes.get(_number(*scope.tolist()))) is None or not loop.objects:
       return
@@ -188,7 +186,7 @@ def sweep(scope: Any, carried: Sequence[Any], given: Sequence[Any]) -> None:
 
 
 def leave(scope: Any) -> None:
-  """A loop has ended: what it still names is made by the step around it, or by the program."""
+  """Ends a loop: its remaining objects go to the loop around it, or to the program."""
   with _lock:
     if (loop := _scopes.pop(_number(*scope.tolist()), None)) is not None:
       _move(loop, set(loop.objects))
@@ -202,7 +200,7 @@ def _move(loop: _Scope, numbers: set[int]) -> None:
 
 # -- for `collect.py` ------------------------------------------------------------------------------
 def free(numbers: Iterable[int]) -> None:
-  """Drops objects, each on its thread. Errors of their own ends are theirs."""
+  """Drops objects, each on its thread. Ignores exceptions of their destructors."""
   dropped: dict[ThreadPlace | None, list[Held]] = {}
   with _lock:
     for number in numbers:
@@ -211,7 +209,7 @@ def free(numbers: Iterable[int]) -> None:
         dropped.setdefault(_held[number].thread, []).append(_held.pop(number))
     while len(_freed) > _TOMBSTONES:
       _freed.popitem(last=False)
-  for thread, objects in dropped.items():  # without the lock: destructors may be anything
+  for thread, objects in dropped.items():  # without the lock: destructors may do anything
     if thread is None:
       objects.clear()
     else:
@@ -219,17 +217,17 @@ def free(numbers: Iterable[int]) -> None:
 
 
 def end_of(place: ThreadPlace) -> None:
-  """On a thread that is about to end: drops the objects that live there."""
+  """Drops the objects that live on this thread, which is about to end."""
   with _lock:
     numbers = [number for number, held in _held.items() if held.thread is place]
   free(numbers)
 
 
 def keep_only(named: set[int], before: int) -> None:
-  """Frees what was made before the number `before` and is not named, in scopes of that age, too."""
+  """Frees objects and scopes that were made before the number `before` and aren't named."""
   with _lock:
     for number in [number for number in _scopes if number < before]:
-      del _scopes[number]  # of a program that failed in its loop
+      del _scopes[number]  # a scope of a failed program
     for number in [number for number, count in _kept.items() if count <= 0]:
       del _kept[number]
     named = named | _kept.keys()
@@ -242,8 +240,8 @@ def count() -> int:
 
 
 def by_maker() -> dict[str, int]:
-  """How many objects each maker has in the table."""
-  with _lock:  # which keeps others from dropping what is looked at
+  """Returns the number of objects of each maker."""
+  with _lock:  # so that no object is dropped meanwhile
     return dict(collections.Counter([held.maker.label for held in _held.values()]))
 
 

@@ -33,7 +33,7 @@ from callgate._places import threads
 from callgate._places.place import RemoteGate
 from callgate._places.workers import Workers
 
-_PREFIX = "use:"  # begins the names of uses that another process can make
+_PREFIX = "use:"  # the prefix of the names of uses that another process can make
 
 
 class Use(GateCallee):
@@ -41,7 +41,8 @@ class Use(GateCallee):
 
   kind = "use of"
   traits = GateCallee.traits.but(handles="uses")
-  is_unknown_elsewhere = False  # True if no name tells the callable, and no function's name does
+  # True if neither a name nor a function's name identifies the callable.
+  is_unknown_elsewhere = False
 
   @property
   def label(self) -> str:

@@ -25,9 +25,9 @@ class CellGate(GateCallee):
   read (src/cells/steer.h). Processes share no memory, so process 0 reads for all.
   """
 
-  # A knob is the host's, and a replay's host has one.
+  # Knobs aren't recorded: they belong to the host, and a replay's host has its own.
   traits = GateCallee.traits.but(reads_cell=True, taped=False, knows_lanes=False)
-  once = False  # all reads of an execution get the same value
+  once = False  # True if all reads of an execution get the same value
 
   def __init__(self, name: str, function: Callable[..., Any], dtype: Any) -> None:
     result = jax.ShapeDtypeStruct((), dtype)

@@ -51,7 +51,7 @@ class KnobNumber(Uncopied):
     self.name, self.dtype = name, dtype
     self.scale: Scale = "linear"
     self.take(value, range, scale)
-    if before is not None:  # of another dtype: programs that read it go on with it
+    if before is not None:  # a knob of another dtype: programs that read it keep it
       before.cell.give_up_name()
     self.cell = _callgate.Knob(f"callgate.knob:{name}", _bits(self.as_array()))
     self.defined_at, self.line = registry.current_place(), ""
@@ -80,7 +80,7 @@ class KnobNumber(Uncopied):
     number = self._held("value", value)
     if limits is None:
       return number
-    # As programs read them: what one has read at the end of the range is in it.
+    # Compares in the programs' dtype, in which a value at the end of the range is within it.
     least, held, greatest = np.asarray((limits[0], number, limits[1])).astype(self.dtype)
     if not least <= held <= greatest:
       options.refuse(f"knob '{self.name}'", "value", f"{limits[0]} to {limits[1]}", value)
@@ -241,7 +241,7 @@ def _put(knob: Knob, number: Any) -> None:
     if not has_stream(channel):
       continue
     record = channel, knob.name, core(knob).as_array()
-    if _callgate.delivers_here():  # a full channel may wait for this very thread
+    if _callgate.delivers_here():  # a full channel may wait for this thread
       threading.Thread(target=_send, args=record, name="callgate knob").start()
     else:
       _send(*record)
@@ -351,7 +351,7 @@ def knob(
     whole_for_real = known is not None and known.dtype.kind == "f" and type(value) is int
     if known is not None and (known.dtype == dtype or whole_for_real):
       core(known).take(value, range, scale)
-      known.set(value)  # and records it
+      known.set(value)  # and sends a record of the change
     else:
       before = None if known is None else core(known)
       known = _knobs[name] = Knob(KnobNumber(name, dtype, value, range, scale, before))

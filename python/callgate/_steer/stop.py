@@ -24,8 +24,8 @@ from callgate._steer.cell import CellGate, agreed
 
 _NAME = "callgate.stop"
 _reason: str | None = None  # under the GIL: one assignment
-# Stops of programs from elsewhere. Guarded by _lock; never emptied: one entry for each stop that a
-# loaded program names, whose end nothing tells.
+# Stops of programs of other processes. Guarded by _lock; never emptied: one entry for each stop
+# that a loaded program names, since no event reports the program's end.
 _found: dict[str, _callgate.Stop] = {}
 _lock = threading.Lock()
 
