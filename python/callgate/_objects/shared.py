@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the objects that all steps of a `scan` share, and runs the loop with them.
 
-A call that makes an object (`Traits.shares_object`) of values that no step changes can do so before
-the loop: of the loop's constants, and of what the body computes of these without effects. So can a
-call in a loop within the body, as long as no step of the outer one changes the values. Calls in
-branches and in loops that may not run stay as they are.
+A call that makes an object (`Traits.shares_object`) can run before the loop if no step changes its
+arguments. The arguments are the loop's constants, or the body computes them from these without
+effects. The same holds for a call in an inner loop, as long as no step of the outer loop changes
+the arguments. Calls in branches, and in loops that may not run, stay as they are.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from callgate._jax import loops, tracing, walk
 
 @dataclasses.dataclass
 class Plan:
-  """The part of a body that runs before the loop, by the places of its equations.
+  """The part of a body that runs before the loop, by the indices of its equations.
 
   Attributes:
     calls: the calls whose objects are made there.
-    values: the equations that compute what these need.
+    values: the equations that compute the calls' arguments.
     inner: the loops with such calls.
   """
 
@@ -37,8 +37,8 @@ class Plan:
   inner: dict[int, Plan] = dataclasses.field(default_factory=dict[int, "Plan"])
 
 
-# The things that were made before the loop, by place: a call's object, an equation's results, or,
-# for an inner loop, such things again.
+# The results before the loop, by index: a call's object, an equation's results, or, for an inner
+# loop, such results again.
 Made = dict[int, Any]
 
 
@@ -66,7 +66,7 @@ def _called(eqn: Any) -> list[Any]:
 
 
 def inlined(body: Any) -> Any:
-  """A loop's body with the calls in it that run the calls of `may_share`."""
+  """Returns a loop's body, with the jitted calls inlined that contain the calls of `may_share`."""
 
   def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
     for inner in filter(may_share, _called(eqn)):
@@ -82,7 +82,7 @@ def inlined(body: Any) -> Any:
 
 # -- before the loop -------------------------------------------------------------------------------
 def plan_of(params: dict[str, Any]) -> Plan | None:
-  """The plan of a `scan` with these parameters; None if no object can be made before it."""
+  """Returns the plan of a `scan` with these parameters; None if no object can be made before it."""
   length, body = params["length"], params["jaxpr"]
   if is_open(length) or length < 2:
     return None
@@ -126,14 +126,14 @@ def _inner_plan(eqn: Any, is_known: Callable[[Any], bool]) -> Plan | None:
 
 
 def _leaves(eqn: Any, of: Sequence[Any]) -> tuple[list[Any], Any]:
-  """The ones of the arrays in the call's first argument, which makes its object; their tree."""
+  """Returns the items of `of` for the call's first argument, which makes its object; their tree."""
   tree = eqn.params["call"].site.in_tree
-  (first, *_), _ = jax.tree.unflatten(tree, of[: tree.num_leaves])  # then the number of its lane
+  (first, *_), _ = jax.tree.unflatten(tree, of[: tree.num_leaves])  # the number of the lane follows
   return jax.tree.flatten(first)
 
 
 def _can_share(eqn: Any) -> bool:
-  """True for what `made` can repeat: of lanes, calls that make an object and do nothing else."""
+  """True for calls that `made` can repeat: with lanes, calls that only make an object."""
   call = eqn.params["call"]
   if call.site.by_jax or call.numbered or call.whole is not None:
     return False
@@ -144,7 +144,7 @@ def _can_share(eqn: Any) -> bool:
 def made(
   plan: Plan, body: Any, consts: Sequence[Any], make: Callable[[Any, Sequence[Any]], Any]
 ) -> Made:
-  """Makes what a plan says, of the loop's constants; `make(function, values)` makes one object."""
+  """Runs a plan with the loop's constants; `make(function, values)` makes one object."""
   found: Made = {}
   places = itertools.count()
 
@@ -165,7 +165,7 @@ def made(
 
 
 def _making(eqn: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-  """A function that makes the call's object, one for each of its lanes, and its arguments."""
+  """Returns a function that makes the call's objects, one for each lane, and its arguments."""
   call = eqn.params["call"]
   values, tree = _leaves(eqn, inputs)
   make = call.gate if call.gate.traits.handles else call.gate.make
@@ -181,7 +181,7 @@ def _making(eqn: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[A
 
 # -- the loop --------------------------------------------------------------------------------------
 def run(plan: Plan, found: Made, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-  """The results of a `scan` that takes what was made before it."""
+  """Runs a `scan` with the results of the part before it."""
   consts, first, xs = loops.split_scan(params, operands)
 
   def step(carry: Any, x: Any) -> Any:
@@ -206,7 +206,7 @@ def run(plan: Plan, found: Made, params: dict[str, Any], operands: Sequence[Any]
 
 
 def _with_object(eqn: Any, inputs: Sequence[Any], handle: Any) -> Sequence[Any]:
-  """The call's results, by the object that it shares."""
+  """Returns the call's results with the shared object."""
   call = eqn.params["call"]
   if call.gate.traits.handles:
     return jax.tree.leaves(handle)
